@@ -1,0 +1,39 @@
+# Every target makes its own environment first; a second call re-uses it.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+HARDWARE := $(if $(shell command -v nvidia-smi 2>/dev/null),cuda,cpu)
+READY := $(VENV)/.ready-$(HARDWARE)
+
+.PHONY: demo test check ranks learning clean
+
+$(READY): requirements/torch.txt requirements/$(HARDWARE).txt requirements/dev.txt setup.py
+	$(PYTHON) -m venv $(VENV)
+ifeq ($(HARDWARE),cpu)
+	$(BIN)/pip install --quiet -r requirements/torch.txt
+	$(BIN)/pip install --quiet --no-deps -r requirements/cpu.txt
+else
+	$(BIN)/pip install --quiet -r requirements/cuda.txt -r requirements/dev.txt
+endif
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation -e .
+	touch $@
+
+demo: $(READY)  ## a small Qwen3 learns arithmetic on 4 processes (TP2 x PP2), one vLLM engine each
+	$(BIN)/python examples/arithmetic/demo.py
+
+test: check  ## what CI runs
+	$(BIN)/python -m pytest -q -m "not ranks and not learning and not gpu"
+
+check: $(READY)  ## style, formatting and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy rftmega model_providers converters
+
+ranks: $(READY)  ## the exhaustive multi-rank half of the tests
+	$(BIN)/python -m pytest -q -m ranks
+
+learning: $(READY)  ## runs that must learn
+	$(BIN)/python -m pytest -q -m learning
+
+clean:
+	rm -rf runs build *.egg-info .pytest_cache .ruff_cache .mypy_cache

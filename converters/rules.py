@@ -1,0 +1,174 @@
+"""A rule says where every slice of one Megatron tensor lies in Hugging Face's tensors; both directions follow from that.
+
+A fused or sharded tensor is a list of segments along one axis: "rows 0 to 8 of the first HF tensor, then rows 0 to 4 of
+the second, ...". A shard of rank r of n has its own list. Reading is concatenating the segments; writing back is copying
+them to where they came from. Weights are [out, in] on both sides and rotary halves agree, so nothing is ever transposed.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from rftmega.errors import WeightMismatch
+
+
+class Segment(NamedTuple):
+    """Rows (or columns) start to stop of HF tensor `part`; part -1 is padding: zeros that HF does not have."""
+
+    part: int
+    start: int
+    stop: int
+
+
+class HFTensor(NamedTuple):
+    """A tensor as Hugging Face stores it; the name may hold {layer}."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+class Sliceable(Protocol):
+    """A tensor, or a safetensors slice that reads only what is asked for."""
+
+    def __getitem__(self, index: slice | tuple[slice, slice]) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One Megatron tensor and the HF tensors that it is made of; {layer} is local in Megatron's names, global in HF's."""
+
+    megatron: tuple[str, ...]  # candidate names: the local spec's and Transformer Engine's; a module has exactly one of them
+    hf: tuple[HFTensor, ...]
+    exported: bool = field(default=True, kw_only=True)  # False: a copy of a tensor that another rule exports
+
+    axis = 0
+
+    @property
+    def per_layer(self) -> bool:
+        return "{layer}" in self.hf[0].name
+
+    def hf_names(self, layer: int | None) -> tuple[str, ...]:
+        return tuple(tensor.name.format(layer=layer) for tensor in self.hf)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Lengths of the HF tensors along the axis that is sharded."""
+        return tuple(tensor.shape[self.axis] for tensor in self.hf)
+
+    def segments(self, rank: int, ranks: int) -> list[Segment]:
+        """What shard `rank` of `ranks` is made of. Raises WeightMismatch where the ranks can't share equally."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Replicated(Rule):
+    """Every rank holds the whole tensor."""
+
+    def segments(self, rank: int, ranks: int) -> list[Segment]:
+        return [Segment(0, 0, self.sizes[0])]
+
+
+@dataclass(frozen=True)
+class Column(Rule):
+    """Rank r holds its block of each part in turn: column-parallel linear, [out, in] split along out.
+
+    With two parts, gate and up: its block of gate, then its block of up.
+    """
+
+    def segments(self, rank: int, ranks: int) -> list[Segment]:
+        return [self._block(part, rank, ranks) for part in range(len(self.hf))]
+
+    def _block(self, part: int, rank: int, ranks: int) -> Segment:
+        size = self.sizes[part]
+        if size % ranks:
+            raise WeightMismatch(
+                f"{self.hf[part].name} {self.hf[part].shape} can't be split along axis {self.axis} over {ranks} ranks."
+            )
+        block = size // ranks
+        return Segment(part, rank * block, (rank + 1) * block)
+
+
+@dataclass(frozen=True)
+class Row(Column):
+    """Row-parallel linear: rank r holds its block of columns."""
+
+    axis = 1
+
+
+@dataclass(frozen=True)
+class Vocabulary(Rule):
+    """Blocks of rows, with zero rows at the end up to a multiple of the number of ranks."""
+
+    def segments(self, rank: int, ranks: int) -> list[Segment]:
+        size = self.sizes[0]
+        block = padded_vocabulary(size, ranks) // ranks
+        start, stop = (min(edge, size) for edge in (rank * block, (rank + 1) * block))
+        padding = block - (stop - start)
+        held = [Segment(0, start, stop)] if stop > start else []
+        return held + ([Segment(-1, 0, padding)] if padding else [])
+
+
+@dataclass(frozen=True)
+class QKV(Rule):
+    """Megatron interleaves by query group: [q.. k v | q.. k v | ...]; weight and bias alike.
+
+    A shard is a plain block of those rows. With fewer groups than ranks it cuts through a group, as Megatron does.
+    """
+
+    groups: int = field(kw_only=True)
+
+    def segments(self, rank: int, ranks: int) -> list[Segment]:
+        steps = [size // self.groups for size in self.sizes]
+        whole = [Segment(part, g * step, (g + 1) * step) for g in range(self.groups) for part, step in enumerate(steps)]
+        total = sum(self.sizes)
+        if total % ranks:
+            raise WeightMismatch(
+                f"{self.hf[0].name} and its siblings have {total} rows, which {ranks} ranks can't share equally."
+            )
+        return list(_clip(whole, rank * total // ranks, (rank + 1) * total // ranks))
+
+
+def padded_vocabulary(size: int, ranks: int) -> int:
+    """Rows of the embedding after padding: the next multiple of the number of tensor-parallel ranks."""
+    return -(-size // ranks) * ranks
+
+
+def shard(rule: Rule, parts: Sequence[Sliceable], rank: int, ranks: int) -> Tensor:
+    """Rank `rank`'s Megatron tensor from the HF tensors `parts`, reading nothing of them but its segments."""
+    pieces: list[Tensor] = []
+    padding = 0
+    for part, start, stop in rule.segments(rank, ranks):
+        if part < 0:
+            padding = stop - start
+        else:
+            pieces.append(parts[part][(slice(None), slice(start, stop)) if rule.axis else slice(start, stop)])
+    if padding:
+        like = pieces[0] if pieces else parts[0][0:1]
+        pieces.append(like.new_zeros(padding, *like.shape[1:]))
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, rule.axis)
+
+
+def assemble(rule: Rule, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The HF tensors from all ranks' shards: the inverse of `shard`. Padding is dropped."""
+    parts = tuple(shards[0].new_empty(tensor.shape) for tensor in rule.hf)
+    replicas = shards[:1] if isinstance(rule, Replicated) else shards
+    for rank, held in enumerate(replicas):
+        offset = 0
+        for part, start, stop in rule.segments(rank, len(shards)):
+            if part >= 0:
+                parts[part].narrow(rule.axis, start, stop - start).copy_(held.narrow(rule.axis, offset, stop - start))
+            offset += stop - start
+    return parts
+
+
+def _clip(segments: Sequence[Segment], start: int, stop: int) -> Iterator[Segment]:
+    """The part of a list of segments that lies between positions start and stop."""
+    position = 0
+    for part, low, high in segments:
+        first, last = max(start, position), min(stop, position + high - low)
+        if first < last:
+            yield Segment(part, low + first - position, low + last - position)
+        position += high - low

@@ -1,0 +1,25 @@
+"""Every way to average a ragged batch is a per-token weight and an integer count.
+
+Returning (weight, count) instead of a mean is what keeps data, context and pipeline parallelism out of this folder: sums
+and counts add up across micro-batches and ranks, and the division happens once.
+"""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+Weighting = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+def token_mean(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Every response token weighs the same (DAPO, arXiv:2503.14476, eq. 8). mask [B, T] -> weight [B, T], count of tokens."""
+    return mask.float(), mask.sum()
+
+
+def sequence_mean(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Every response weighs the same, however long (GRPO, arXiv:2402.03300, eq. 3). Count: non-empty responses."""
+    length = mask.sum(-1, keepdim=True)
+    return mask / length.clamp(min=1), (length > 0).sum()
+
+
+WEIGHTINGS: dict[str, Weighting] = {"token_mean": token_mean, "sequence_mean": sequence_mean}

@@ -1,0 +1,32 @@
+"""What a run can be told. Importing this costs nothing: no torch, no Megatron."""
+
+from rftmega.config.load import load, parse_override
+from rftmega.config.reference import option_reference
+from rftmega.config.schema import (
+    AlgorithmConfig,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RewardConfig,
+    RolloutConfig,
+    RunConfig,
+    TrainerConfig,
+)
+from rftmega.config.validate import violations
+
+__all__ = [
+    "AlgorithmConfig",
+    "DataConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "RewardConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "TrainerConfig",
+    "load",
+    "option_reference",
+    "parse_override",
+    "violations",
+]

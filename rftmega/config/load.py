@@ -1,0 +1,112 @@
+"""YAML file + dotted overrides -> RunConfig. Every problem of every option is collected before one error is raised."""
+
+import contextlib
+import difflib
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rftmega.config.schema import RunConfig
+from rftmega.errors import ConfigError
+
+
+def option_names(schema: type = RunConfig, prefix: str = "") -> Iterator[str]:
+    """Dotted names of all options, in the order of the schema."""
+    for f in fields(schema):
+        nested = f.default_factory if is_dataclass(f.default_factory) else None
+        if nested:
+            yield from option_names(nested, f"{prefix}{f.name}.")
+        else:
+            yield prefix + f.name
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """ "a.b=value" -> ("a.b", value), the value read as YAML. Raises ConfigError without "="."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ConfigError(f"{text!r} is not an override. Write option=value, e.g. parallel.tensor=2.")
+    # YAML 1.1 reads 1e-6 as a string; numbers are numbers here.
+    parsed = yaml.safe_load(value) if value else ""
+    if isinstance(parsed, str):
+        with contextlib.suppress(ValueError):
+            parsed = float(parsed)
+    return name.strip(), parsed
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Reads `path`, applies `overrides` on top, and fills in the defaults.
+
+    Raises ConfigError with one line for each unknown option (and the nearest that exists), wrong type or missing value.
+    """
+    given = flatten(_read_yaml(Path(path)))
+    given |= dict(parse_override(text) for text in overrides)
+    config = OmegaConf.structured(RunConfig)
+    known = list(option_names())
+    problems = []
+    for name, value in given.items():
+        if name not in known:
+            problems.append(_unknown(name, known))
+            continue
+        try:
+            OmegaConf.update(config, name, value)
+        except OmegaConfBaseException as error:
+            problems.append(f"{name}={value!r}: {str(error).splitlines()[0]}")
+    problems += [f"{name} must be given." for name in known if OmegaConf.is_missing(*_parent(config, name))]
+    if problems:
+        raise ConfigError(f"{path}:\n" + "\n".join(f"  - {problem}" for problem in problems))
+    run = OmegaConf.to_object(config)
+    assert isinstance(run, RunConfig)
+    return run
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.y*ml")], n=1)
+        hint = f" Did you mean {path.parent / near[0]}?" if near else ""
+        raise ConfigError(f"There is no config file {path}.{hint}")
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {error}") from error
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(
+            f"{path} holds a {type(tree).__name__}; it must be sections of options, such as 'model: {{path: DIR}}'."
+        )
+    return tree
+
+
+def _unknown(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    if not near:
+        leaf = name.rsplit(".", 1)[-1]
+        near = [
+            k
+            for k in known
+            if k.rsplit(".", 1)[-1] in difflib.get_close_matches(leaf, [k.rsplit(".", 1)[-1] for k in known], n=1)
+        ]
+    hint = f" Did you mean {near[0]}?" if near else f" `{Path(sys.argv[0]).name} --help` lists them all."
+    return f"{name} is not an option.{hint}"
+
+
+def _parent(config: Any, name: str) -> tuple[Any, str]:
+    section, _, leaf = name.rpartition(".")
+    return OmegaConf.select(config, section), leaf

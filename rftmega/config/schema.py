@@ -1,0 +1,188 @@
+"""Every option, its type, its one default and what it means. `train_rl.py --help` prints this file's docstrings."""
+
+from dataclasses import dataclass, field
+
+from omegaconf import MISSING
+
+
+@dataclass
+class ModelConfig:
+    path: str = MISSING
+    """Hugging Face folder of the policy: config.json, *.safetensors, tokenizer files."""
+
+    dtype: str = "auto"
+    """Training dtype: float32, bfloat16, or auto (bfloat16 on CUDA, float32 on CPU)."""
+
+
+@dataclass
+class ParallelConfig:
+    tensor: int = 1
+    """Processes that share each layer's matrices (TP)."""
+
+    pipeline: int = 1
+    """Processes that share the stack of layers (PP)."""
+
+    sequence: bool = False
+    """Split activations between the tensor-parallel processes along the sequence (Megatron's sequence parallelism)."""
+
+
+@dataclass
+class OptimizerConfig:
+    learning_rate: float = 1e-6
+    """Peak learning rate of Adam."""
+
+    min_learning_rate: float = 0.0
+    """Where linear and cosine schedules end."""
+
+    schedule: str = "constant"
+    """constant, linear or cosine, after the warm-up."""
+
+    warmup_steps: int = 0
+    """Optimizer steps of linear warm-up from 0."""
+
+    weight_decay: float = 0.01
+    """Decoupled weight decay; norms and biases are exempt."""
+
+    beta1: float = 0.9
+    """Adam's decay of the first moment."""
+
+    beta2: float = 0.95
+    """Adam's decay of the second moment."""
+
+    epsilon: float = 1e-8
+    """Adam's epsilon."""
+
+    clip_grad: float = 1.0
+    """Largest global gradient norm; 0 switches clipping off."""
+
+    distributed: bool = False
+    """Shard optimizer states over the data-parallel processes (Megatron's DistributedOptimizer)."""
+
+
+@dataclass
+class RolloutConfig:
+    engine: str = "vllm"
+    """vllm (fast), transformers (slow and obvious, the oracle) or scripted (no model: seeded tokens)."""
+
+    tensor: int = 1
+    """Processes that share one engine; engines in all: processes / this."""
+
+    samples_per_prompt: int = 8
+    """Answers a prompt: the group that GRPO normalises over."""
+
+    temperature: float = 1.0
+    """Of sampling; the trainer scores under the same temperature."""
+
+    max_prompt_tokens: int = 1024
+    """A longer prompt is an error (see data.too_long)."""
+
+    max_response_tokens: int = 1024
+    """An answer is cut off here."""
+
+    memory_fraction: float = 0.5
+    """Share of the GPU's memory that the engine may take (CUDA only)."""
+
+    cpu_cache_gib: float = 0.25
+    """KV cache of one engine in GiB (CPU only)."""
+
+    max_batch: int = 256
+    """Answers that one engine generates side by side."""
+
+
+@dataclass
+class DataConfig:
+    train: str = MISSING
+    """JSONL file of training prompts, one object a line."""
+
+    eval: str = ""
+    """JSONL file of held-out prompts; empty: no evaluation."""
+
+    prompt_key: str = "prompt"
+    """Key of the prompt: a string, or a list of chat messages."""
+
+    label_key: str = "label"
+    """Key of what the reward compares an answer with."""
+
+    chat_template: bool = False
+    """Apply the tokenizer's chat template to prompts given as strings, too."""
+
+    too_long: str = "error"
+    """A prompt over rollout.max_prompt_tokens is an error, or is dropped with a count (drop)."""
+
+
+@dataclass
+class RewardConfig:
+    exact_match: float = 1.0
+    """Weight of: the answer equals the label (surrounding white space aside)."""
+
+    format: float = 0.0
+    """Weight of: the answer matches format_pattern from start to end."""
+
+    format_pattern: str = ""
+    """Regular expression for the format reward; sees the response only."""
+
+
+@dataclass
+class AlgorithmConfig:
+    weighting: str = "token_mean"
+    """token_mean (every token weighs the same) or sequence_mean (every answer does)."""
+
+    scale_by_std: bool = True
+    """Divide group-centred rewards by the group's standard deviation; false is Dr. GRPO."""
+
+    clip_low: float = 0.2
+    """The ratio is clipped below 1 - this."""
+
+    clip_high: float = 0.2
+    """The ratio is clipped above 1 + this."""
+
+    kl_coef: float = 0.0
+    """Weight of the KL to the starting policy in the loss; 0 keeps no reference weights."""
+
+    kl_estimator: str = "k3"
+    """k2 or k3."""
+
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus."""
+
+    mini_batches: int = 1
+    """Optimizer steps a rollout."""
+
+
+@dataclass
+class TrainerConfig:
+    steps: int = 100
+    """Rollouts."""
+
+    prompts_per_step: int = 16
+    """Prompts a rollout."""
+
+    max_tokens_per_micro_batch: int = 16384
+    """Rows are packed into micro-batches of at most this many tokens."""
+
+    eval_every: int = 0
+    """Steps between evaluations; 0: only before the first and after the last step."""
+
+    output: str = "runs/default"
+    """Folder for metrics, logs and the exported model."""
+
+    export: bool = True
+    """Write the trained policy as a Hugging Face folder (output/policy) at the end."""
+
+    push_bucket_mib: int = 256
+    """Weights travel to the engine in buckets of about this size."""
+
+    seed: int = 0
+    """Of data order, sampling and initialisation."""
+
+
+@dataclass
+class RunConfig:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)

@@ -1,0 +1,145 @@
+"""Everything about a config that can be wrong without looking at a model: names, ranges, files, the process layout."""
+
+import json
+from pathlib import Path
+
+from rftmega.config.schema import ParallelConfig, RunConfig
+
+CHOICES = {
+    "model.dtype": ("auto", "float32", "bfloat16"),
+    "optimizer.schedule": ("constant", "linear", "cosine"),
+    "rollout.engine": ("vllm", "transformers", "scripted"),
+    "data.too_long": ("error", "drop"),
+    "algorithm.weighting": ("token_mean", "sequence_mean"),
+    "algorithm.kl_estimator": ("k2", "k3"),
+}
+AT_LEAST_ONE = (
+    "parallel.tensor",
+    "parallel.pipeline",
+    "rollout.tensor",
+    "rollout.samples_per_prompt",
+    "rollout.max_prompt_tokens",
+    "rollout.max_response_tokens",
+    "rollout.max_batch",
+    "algorithm.mini_batches",
+    "trainer.steps",
+    "trainer.prompts_per_step",
+    "trainer.push_bucket_mib",
+)
+NOT_NEGATIVE = (
+    "optimizer.learning_rate",
+    "optimizer.min_learning_rate",
+    "optimizer.warmup_steps",
+    "optimizer.weight_decay",
+    "optimizer.clip_grad",
+    "algorithm.clip_low",
+    "algorithm.clip_high",
+    "algorithm.kl_coef",
+    "trainer.eval_every",
+)
+
+
+def value_of(config: RunConfig, name: str) -> object:
+    """The value of a dotted option."""
+    section, leaf = name.split(".")
+    return getattr(getattr(config, section), leaf)
+
+
+def violations(config: RunConfig, world_size: int) -> list[str]:
+    """All reasons why `config` can't run on `world_size` processes, each with what to change; empty when there are none."""
+    found = []
+    for name, allowed in CHOICES.items():
+        if (value := value_of(config, name)) not in allowed:
+            found.append(f"{name}={value} is unknown. Choose one of: {', '.join(allowed)}.")
+    for names, lowest in ((AT_LEAST_ONE, 1), (NOT_NEGATIVE, 0)):
+        for name in names:
+            value = value_of(config, name)
+            assert isinstance(value, int | float)
+            if value < lowest:
+                found.append(f"{name}={value} must be at least {lowest}.")
+    if not found:
+        found += _layout(config.parallel, world_size) + _engine(config, world_size)
+    return found + _batch(config) + _files(config)
+
+
+def _layout(parallel: ParallelConfig, world_size: int) -> list[str]:
+    found = []
+    model = parallel.tensor * parallel.pipeline
+    if world_size % model:
+        found.append(
+            f"parallel.tensor x parallel.pipeline = {parallel.tensor} x {parallel.pipeline} = {model} does not divide the "
+            f"{world_size} launched processes. Launch a multiple of {model}, or lower one of them."
+        )
+    if parallel.sequence and parallel.tensor == 1:
+        found.append("parallel.sequence needs parallel.tensor > 1: it splits the sequence between the tensor-parallel processes.")
+    return found
+
+
+def _engine(config: RunConfig, world_size: int) -> list[str]:
+    found = []
+    if world_size % config.rollout.tensor:
+        found.append(
+            f"rollout.tensor={config.rollout.tensor} does not divide the {world_size} launched processes, so the last engine "
+            "would be incomplete. Lower it."
+        )
+    if config.rollout.engine != "vllm" and config.rollout.tensor > 1:
+        found.append(f"rollout.tensor={config.rollout.tensor}: only the vllm engine is split over processes. Set it to 1.")
+    if config.rollout.temperature <= 0:
+        found.append(
+            f"rollout.temperature={config.rollout.temperature}: training needs answers that differ. Choose a positive one; "
+            "evaluation is greedy anyway."
+        )
+    return found
+
+
+def _batch(config: RunConfig) -> list[str]:
+    found = []
+    rows = config.trainer.prompts_per_step * config.rollout.samples_per_prompt
+    if config.algorithm.mini_batches > rows:
+        found.append(
+            f"algorithm.mini_batches={config.algorithm.mini_batches} is more than the rows of a rollout (trainer.prompts_per_step"
+            f" x rollout.samples_per_prompt = {config.trainer.prompts_per_step} x {config.rollout.samples_per_prompt} = {rows})."
+        )
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    if config.trainer.max_tokens_per_micro_batch < longest:
+        found.append(
+            f"trainer.max_tokens_per_micro_batch={config.trainer.max_tokens_per_micro_batch} can't hold one row of "
+            f"rollout.max_prompt_tokens + rollout.max_response_tokens = {longest}. Raise it, or shorten the rows."
+        )
+    if config.reward.format and not config.reward.format_pattern:
+        found.append("reward.format has a weight, but reward.format_pattern is empty. Give a regular expression.")
+    optimizer_steps = config.trainer.steps * config.algorithm.mini_batches
+    if config.optimizer.warmup_steps >= optimizer_steps:
+        found.append(
+            f"optimizer.warmup_steps={config.optimizer.warmup_steps} leaves nothing of the {optimizer_steps} optimizer steps "
+            "(trainer.steps x algorithm.mini_batches)."
+        )
+    if config.optimizer.min_learning_rate > config.optimizer.learning_rate:
+        found.append("optimizer.min_learning_rate is above optimizer.learning_rate.")
+    return found
+
+
+def _files(config: RunConfig) -> list[str]:
+    found = []
+    folder = Path(config.model.path)
+    if not folder.is_dir():
+        found.append(f"model.path={folder} is not a folder. Give a Hugging Face folder.")
+    else:
+        if not (folder / "config.json").is_file():
+            found.append(f"model.path={folder} holds no config.json.")
+        found += _weights(folder)
+    for name in ("data.train", "data.eval"):
+        path = value_of(config, name)
+        if path and not Path(str(path)).is_file():
+            found.append(f"{name}={path} is not a file.")
+    return found
+
+
+def _weights(folder: Path) -> list[str]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        named = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        return [f"model.path={folder}: {index.name} names {n}, which is missing." for n in named if not (folder / n).is_file()]
+    if not list(folder.glob("*.safetensors")):
+        return [f"model.path={folder} holds no *.safetensors weights. Convert or download them first."]
+    return []

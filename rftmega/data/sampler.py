@@ -1,0 +1,33 @@
+"""In which order prompts are used: epochs without repetition, each shuffled by its own seed."""
+
+import random
+from collections.abc import Iterator, Sequence
+
+from rftmega.types import Prompt
+
+
+class PromptOrder:
+    """An endless stream of batches. `position` counts prompts handed out and is all that a resume needs."""
+
+    def __init__(self, prompts: Sequence[Prompt], *, batch_size: int, seed: int, position: int = 0):
+        self.prompts = prompts
+        self.batch_size = batch_size
+        self.seed = seed
+        self.position = position
+
+    def __iter__(self) -> Iterator[list[Prompt]]:
+        while True:
+            batch = [self._prompt(self.position + i) for i in range(self.batch_size)]
+            self.position += self.batch_size
+            yield batch
+
+    def _prompt(self, position: int) -> Prompt:
+        epoch, offset = divmod(position, len(self.prompts))
+        return self.prompts[self._epoch_order(epoch)[offset]]
+
+    def _epoch_order(self, epoch: int) -> list[int]:
+        if getattr(self, "_cached_epoch", None) != epoch:
+            order = list(range(len(self.prompts)))
+            random.Random(f"{self.seed}/{epoch}").shuffle(order)
+            self._cached_epoch, self._cached_order = epoch, order
+        return self._cached_order

@@ -1,0 +1,39 @@
+"""Text to ids and back; the only file that says `transformers` for a tokenizer."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from rftmega.errors import CheckpointError
+
+Messages = list[dict[str, str]]
+
+
+class Tokenizer:
+    """The tokenizer of a Hugging Face folder."""
+
+    def __init__(self, folder: str | Path):
+        """Raises CheckpointError where the folder holds no tokenizer or one without an end-of-sequence token."""
+        try:
+            self._inner = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{folder} holds no tokenizer that transformers can read: {error}") from error
+        if self._inner.eos_token_id is None:
+            raise CheckpointError(f"The tokenizer in {folder} names no eos_token, so no answer could ever stop.")
+
+    @property
+    def stop_id(self) -> int:
+        return self._inner.eos_token_id
+
+    def encode(self, prompt: str | Messages, *, chat_template: bool) -> tuple[int, ...]:
+        """Token ids of a prompt; chat messages always go through the template, strings where `chat_template` says so."""
+        if isinstance(prompt, str) and not chat_template:
+            return tuple(self._inner.encode(prompt))
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        text = self._inner.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return tuple(self._inner.encode(text, add_special_tokens=False))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of an answer, without special tokens."""
+        return self._inner.decode(list(token_ids), skip_special_tokens=True)

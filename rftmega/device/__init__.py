@@ -1,0 +1,25 @@
+"""The one place that says `torch.cuda`: what the program needs of a device, one class a back-end."""
+
+import functools
+
+import torch
+
+from rftmega.device import torch_view
+from rftmega.device.cpu import CPU
+from rftmega.device.cuda import CUDA
+
+Device = CPU | CUDA
+
+
+@functools.cache
+def current() -> Device:
+    """The back-end of this process: CUDA where torch sees one, otherwise the CPU."""
+    return CUDA() if torch.cuda.is_available() else CPU()
+
+
+def prepare_megatron() -> None:
+    """To be called before the first import of megatron.core; on a CPU it installs the view of torch that Megatron needs."""
+    torch_view.install()
+
+
+__all__ = ["CPU", "CUDA", "Device", "current", "prepare_megatron"]

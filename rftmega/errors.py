@@ -1,0 +1,25 @@
+"""What can go wrong for a user, one class a kind. Each message says what was given, why it cannot work and what to change."""
+
+
+class RFTMegaError(Exception):
+    """Base of every error that is the user's to mend; `train_rl.py` prints it without a traceback."""
+
+
+class ConfigError(RFTMegaError):
+    """An option, a layout or a path that cannot work."""
+
+
+class DataError(RFTMegaError):
+    """A data file that cannot be used; names the file and the line."""
+
+
+class CheckpointError(RFTMegaError):
+    """A model folder or checkpoint that is missing, incomplete or of another model."""
+
+
+class WeightMismatch(RFTMegaError):
+    """Tensors on the two sides of a conversion or a push do not correspond."""
+
+
+class EngineError(RFTMegaError):
+    """The rollout engine was asked for something it cannot do in its present state."""

@@ -1,0 +1,6 @@
+"""From scored answers to what a loss learns from."""
+
+from rftmega.experience.maker import ExperienceMaker
+from rftmega.experience.samples import collect
+
+__all__ = ["ExperienceMaker", "collect"]

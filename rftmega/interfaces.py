@@ -1,0 +1,60 @@
+"""What the learning half asks of the machinery. Nothing here computes.
+
+Every method is called with the *whole* batch, on every process alike; how it is split is the implementation's business.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from rftmega.types import Completion, Experience, LossFn, Metrics, Prompt, Rows, TokenStats
+
+
+class RolloutEngine(Protocol):
+    """Turns prompts into completions and takes new weights."""
+
+    def generate(
+        self, prompts: Sequence[Prompt], *, samples_per_prompt: int, temperature: float, seed: int
+    ) -> list[list[Completion]]:
+        """One list a prompt, `samples_per_prompt` long; temperature 0 is greedy; equal seeds give equal answers."""
+
+    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
+        """Takes Hugging-Face-named tensors, whole, and answers under `version` from then on."""
+
+
+class Policy(Protocol):
+    """The model that is trained."""
+
+    def log_probs(self, rows: Rows) -> TokenStats:
+        """Scores every target of `rows` ([B, T]) under the present weights; no gradient."""
+
+    def reference_log_probs(self, rows: Rows) -> TokenStats:
+        """The same under the frozen reference weights."""
+
+    def update(self, experience: Experience, loss_fn: LossFn) -> Metrics:
+        """Optimizer steps on `experience`; mini-batches are the policy's own setting."""
+
+
+class WeightSync(Protocol):
+    """Brings the policy's weights into the engine."""
+
+    def push(self, *, version: int) -> Metrics: ...
+
+
+class Reward(Protocol):
+    """Scores one answer; returns named parts and their weighted sum under "reward"."""
+
+    def __call__(self, prompt: Prompt, completion: Completion) -> dict[str, float]: ...
+
+
+class Callback(Protocol):
+    """Told what the trainer does; see `trainer/callbacks.py` for a base with empty methods."""
+
+    def on_start(self, trainer: Any) -> None: ...
+
+    def on_phase(self, trainer: Any, name: str, seconds: float) -> None: ...
+
+    def on_step(self, trainer: Any, metrics: Metrics) -> None: ...
+
+    def on_end(self, trainer: Any) -> None: ...

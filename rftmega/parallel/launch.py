@@ -1,0 +1,72 @@
+"""Joining the other processes, under torchrun, srun's environment, or alone; and leaving them."""
+
+import logging
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from rftmega import device
+from rftmega.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """The launched processes as this one sees them."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def launched_size() -> int:
+    """Processes that the launcher started (1 without one); readable before anything is initialised."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def launched_rank() -> int:
+    """This process's rank as the launcher gave it (0 without one)."""
+    return int(os.environ.get("RANK", "0"))
+
+
+@contextmanager
+def start(*, timeout: timedelta = timedelta(minutes=30)) -> Iterator[World]:
+    """Initialises torch.distributed (and takes it down again on a clean end).
+
+    Reads torchrun's environment; without one, this process is a world of its own that meets in a file.
+    """
+    backend = device.current()
+    rank, size = launched_rank(), launched_size()
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if size > 1 and "MASTER_ADDR" not in os.environ:
+        raise ConfigError("WORLD_SIZE is set but MASTER_ADDR is not. Launch with torchrun, or unset WORLD_SIZE.")
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron overlaps TP communication by kernel order
+    where = backend.select(local_rank, local_size)
+    with tempfile.TemporaryDirectory() as meeting_place:
+        if "MASTER_ADDR" in os.environ:
+            dist.init_process_group(backend.collectives, timeout=timeout)
+        else:
+            os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}  # vLLM's external launcher reads them
+            dist.init_process_group(
+                backend.collectives, init_method=f"file://{meeting_place}/rendezvous", rank=0, world_size=1, timeout=timeout
+            )
+        if rank == 0:
+            log.info("device: %s (%s), collectives: %s, processes: %d", backend.type, backend.reason, backend.collectives, size)
+        yield World(rank, size, local_rank, local_size, where)
+        # Not in a finally: after an error the others may never arrive, and waiting for them would hide it.
+        dist.barrier()
+        dist.destroy_process_group()

@@ -1,0 +1,133 @@
+"""The nouns that flow: Prompt -> Completion -> Samples -> Experience -> TokenLoss.
+
+Per-token tensors are [B, T] and aligned with *targets*: column t speaks about token t + 1, so `logp[b, t]` is the
+log-probability of `tokens[b, t + 1]` given `tokens[b, : t + 1]`. Rows start at column 0 (prompt, response, padding) and
+every mask is made from lengths, never from token values: a padding id may well be a word.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Metrics = dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A question as token ids; `label` is what the reward compares the answer with."""
+
+    token_ids: tuple[int, ...]
+    label: str = ""
+    index: int = 0  # its row in the data set
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One answer of an engine. A truncated answer ("length") keeps its last token; a stopped one ends in the stop token."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]  # of each token, under the distribution it was sampled from (temperature included)
+    finish_reason: Literal["stop", "length"]
+    policy_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Token rows to score: what a policy needs to know to give log-probabilities."""
+
+    tokens: Tensor  # [B, T + 1] int64: prompt, response, padding
+    prompt_lengths: Tensor  # [B] int64
+    lengths: Tensor  # [B] int64: prompt and response together
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def select(self, index: Tensor) -> "Rows":
+        """Rows `index` (int64 [b]), trimmed to the longest of them."""
+        lengths = self.lengths[index]
+        width = int(lengths.max()) if len(index) else 1
+        return Rows(self.tokens[index, :width], self.prompt_lengths[index], lengths)
+
+    @property
+    def mask(self) -> Tensor:
+        """[B, T] True where the target is a response token."""
+        target = torch.arange(1, self.tokens.shape[1])
+        return (target >= self.prompt_lengths[:, None]) & (target < self.lengths[:, None])
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Scored answers of one rollout; rows with equal `group` answer the same prompt."""
+
+    rows: Rows
+    behaviour_logp: Tensor  # [B, T] as the engine reported it; 0 outside the response
+    reward: Tensor  # [B] float
+    group: Tensor  # [B] int64
+    truncated: Tensor  # [B] bool
+    reward_parts: dict[str, Tensor]  # name -> [B], before weighting
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Experience:
+    """What one rollout teaches: everything a loss may look at, besides the present policy's log-probs."""
+
+    tokens: Tensor  # [B, T + 1]
+    prompt_lengths: Tensor  # [B]
+    lengths: Tensor  # [B]
+    mask: Tensor  # [B, T] True where the target is a response token
+    behaviour_logp: Tensor  # [B, T] under the engine that sampled it
+    old_logp: Tensor  # [B, T] under the trainer, before this rollout's first update
+    reference_logp: Tensor | None  # [B, T] under the reference policy; None where no KL is asked for
+    advantage: Tensor  # [B, T]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def rows(self) -> Rows:
+        return Rows(self.tokens, self.prompt_lengths, self.lengths)
+
+    def select(self, index: Tensor) -> "Experience":
+        """Rows `index` (int64 [b]), trimmed to the longest of them."""
+        width = int(self.lengths[index].max()) if len(index) else 1
+        extra = self.tokens.shape[1] - width
+
+        def take(value: Tensor | None) -> Tensor | None:
+            if value is None or value.dim() == 1:
+                return None if value is None else value[index]
+            return value[index, : value.shape[1] - extra]
+
+        return self._map(take)
+
+    def to(self, device: torch.device) -> "Experience":
+        return self._map(lambda value: None if value is None else value.to(device))
+
+    def _map(self, change: Callable[[Tensor | None], Tensor | None]) -> "Experience":
+        return Experience(**{f.name: change(getattr(self, f.name)) for f in fields(self)})
+
+
+@dataclass(frozen=True, slots=True)
+class TokenStats:
+    """What the present policy says about each target."""
+
+    logp: Tensor  # [B, T]
+    entropy: Tensor | None  # [B, T]; None where nobody asked
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLoss:
+    """A loss before anyone has reduced it: gradient = d(sum(value * weight)) / (global count)."""
+
+    value: Tensor  # [B, T]
+    weight: Tensor  # [B, T]; 0 outside the mask
+    count: Tensor  # integer scalar: how many things (tokens, sequences) `weight` averages over
+    metrics: dict[str, Tensor]  # name -> [B, T], averaged with the same weight and count
+
+
+LossFn = Callable[[TokenStats, Experience], TokenLoss]

@@ -1,0 +1,7 @@
+"""The policy's weights under their Hugging Face names: gathered from the shards, into an engine or a folder."""
+
+from rftmega.weights.export import export_hf_folder
+from rftmega.weights.gather import Exporter
+from rftmega.weights.push import EngineWeights
+
+__all__ = ["EngineWeights", "Exporter", "export_hf_folder"]

@@ -1,0 +1,120 @@
+"""Shards -> whole HF-named tensors on every process of a replica, one bucket at a time."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from converters import Rule, assemble
+from converters.rules import Replicated
+from rftmega.parallel import Topology
+
+
+class Held(Protocol):
+    """What a process holds: a rule, the layer it is applied to, and the parameter (`megatron.binding.Bound`)."""
+
+    rule: Rule
+    layer: int | None
+    parameter: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """One Megatron tensor of the whole model: a load unit, since its HF tensors (q, k, v) always travel together."""
+
+    rule: Rule
+    layer: int | None
+    dtype: torch.dtype
+    shapes: dict[int, tuple[int, ...]]  # global rank -> shape of its shard, in the order of tensor-parallel ranks
+
+    @property
+    def bytes(self) -> int:
+        return sum(torch.Size(tensor.shape).numel() for tensor in self.rule.hf) * self.dtype.itemsize
+
+
+class Exporter:
+    """Iterates over the policy as HF-named tensors. A collective: every process of the replica iterates in step."""
+
+    def __init__(self, held: Sequence[Held], topology: Topology, *, bucket_bytes: int):
+        """Learns once, from all processes of the replica, who holds what."""
+        self.topology = topology
+        self._parameter: dict[tuple[str, int | None], Tensor] = {}
+        mine = []
+        for item in held:
+            if item.rule.exported:
+                self._parameter[item.rule.megatron[0], item.layer] = item.parameter
+                mine.append((item.rule, item.layer, item.parameter.dtype, tuple(item.parameter.shape)))
+        told: list[Any] = [None] * topology.model_group.size()
+        dist.all_gather_object(told, (topology.tensor_rank, dist.get_rank(), mine), group=topology.model_group)
+        self.buckets = _buckets(_units(told), bucket_bytes)
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """(HF name, whole tensor) in a fixed order; a tensor is only valid until the next bucket is asked for."""
+        for bucket in self.buckets:
+            shards = self._gather(bucket)
+            for unit, held in zip(bucket, shards, strict=True):
+                yield from zip(unit.rule.hf_names(unit.layer), assemble(unit.rule, held), strict=True)
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(unit.bytes for bucket in self.buckets for unit in bucket)
+
+    @torch.no_grad()
+    def _gather(self, bucket: Sequence[Unit]) -> list[list[Tensor]]:
+        """Every holder sends its shards of the bucket as one flat tensor; per unit, the shards by tensor-parallel rank."""
+        flat: dict[int, Tensor] = {}
+        for source in sorted({rank for unit in bucket for rank in unit.shapes}):
+            parts = (
+                [
+                    self._parameter[unit.rule.megatron[0], unit.layer].detach().flatten()
+                    for unit in bucket
+                    if source in unit.shapes
+                ]
+                if source == dist.get_rank()
+                else []
+            )
+            length = sum(torch.Size(unit.shapes[source]).numel() for unit in bucket if source in unit.shapes)
+            where = next(iter(self._parameter.values())).device
+            flat[source] = torch.cat(parts) if parts else torch.empty(length, dtype=bucket[0].dtype, device=where)
+            if self.topology.model_group.size() > 1:
+                dist.broadcast(flat[source], src=source, group=self.topology.model_group)
+        offset = dict.fromkeys(flat, 0)
+        shards = []
+        for unit in bucket:
+            held = []
+            for source, shape in unit.shapes.items():
+                size = torch.Size(shape).numel()
+                held.append(flat[source][offset[source] : offset[source] + size].view(shape))
+                offset[source] += size
+            shards.append(held)
+        return shards
+
+
+def _units(told: Sequence[tuple[int, int, list[Any]]]) -> list[Unit]:
+    """What all processes said, as units in the order of the model: embedding, layers, norm, head."""
+    found: dict[tuple[str, int | None], Unit] = {}
+    for tensor_rank, rank, mine in sorted(told, key=lambda x: x[:2]):
+        for rule, layer, dtype, shape in mine:
+            unit = found.setdefault((rule.megatron[0], layer), Unit(rule, layer, dtype, {}))
+            if tensor_rank == 0 or not isinstance(rule, Replicated):  # replicas are equal: one sends
+                unit.shapes[rank] = shape
+    in_layers = sorted((u for u in found.values() if u.layer is not None), key=lambda u: u.layer or 0)
+    outside = [u for u in found.values() if u.layer is None]
+    first = [u for u in outside if "embedding" in u.rule.megatron[0]]
+    return first + in_layers + [u for u in outside if u not in first]
+
+
+def _buckets(units: Sequence[Unit], bucket_bytes: int) -> list[list[Unit]]:
+    """Consecutive units of one dtype up to `bucket_bytes` (a larger unit is a bucket of its own)."""
+    buckets: list[list[Unit]] = []
+    size = 0
+    for unit in units:
+        if not buckets or size + unit.bytes > bucket_bytes or unit.dtype != buckets[-1][0].dtype:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(unit)
+        size += unit.bytes
+    return buckets
