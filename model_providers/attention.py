@@ -38,7 +38,7 @@ class PackedAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Packed: [tokens, heads, d] with `cu_seqlens_q` -> [tokens, heads * d]. Otherwise [s, b, heads, d] -> [s, b, heads * d]."""
+        """Packed, with `cu_seqlens_q`: [tokens, heads, d] -> [tokens, heads * d]; else [s, b, heads, d] -> [s, b, heads * d]."""
         assert attention_bias is None, "attention_bias is not supported"
         if packed_seq_params is None:
             rows = (x.permute(1, 2, 0, 3) for x in (query, key, value))

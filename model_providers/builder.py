@@ -41,6 +41,7 @@ def transformer_config(model: ModelDescription, parallel: ParallelConfig, dtype:
         calculate_per_token_loss=True,
         # Packed micro-batches differ in length; the stages tell each other the shape.
         variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # the default refuses variable lengths, of dense models as well
         # Fused kernels that only CUDA has; Transformer Engine brings its own.
         masked_softmax_fusion=False,
         bias_activation_fusion=False,

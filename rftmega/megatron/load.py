@@ -30,7 +30,7 @@ class HFFolder:
             self._file_of = {name: file for file in files for name in self._file(file).keys()}  # noqa: SIM118
 
     def slice_of(self, name: str, shape: tuple[int, ...]) -> Any:
-        """A lazy slice of tensor `name`. Raises CheckpointError, naming file and tensor, where it is missing or of another shape."""
+        """A lazy slice of tensor `name`. Raises CheckpointError where it is missing or of another shape."""
         if name not in self._file_of:
             raise CheckpointError(f"{self.folder} holds no tensor {name!r}, which its config.json asks for.")
         file = self._file_of[name]

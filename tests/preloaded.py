@@ -1,0 +1,12 @@
+"""What every rank needs, imported once in the server that ranks are forked from (see `ranks.py`)."""
+
+import warnings
+
+warnings.filterwarnings("ignore")
+
+import transformers.models.llama.modeling_llama  # noqa: E402
+import transformers.models.qwen2.modeling_qwen2  # noqa: E402
+import transformers.models.qwen3.modeling_qwen3  # noqa: E402, F401
+
+import rftmega.megatron  # noqa: E402
+import rftmega.weights  # noqa: E402, F401

@@ -1,0 +1,105 @@
+"""Runs a function on N gloo ranks and brings their results, or the first failure, back to pytest.
+
+Ranks are forked from a server process that has imported torch and Megatron once, so that a fresh set costs a fraction of
+a second; they meet in a file, so that no port is needed. Bodies are module-level functions: body(world, *args).
+"""
+
+import functools
+import multiprocessing as mp
+import os
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+CONTEXT = mp.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["tests.preloaded"])
+
+
+class RankFailure(AssertionError):
+    """A rank raised or died; the message names it."""
+
+
+def run_ranks(world_size: int, body: Callable[..., Any], *args: Any, timeout: float = 180.0) -> list[Any]:
+    """body(world, *args) on every rank; results in the order of ranks. Leaves no process behind, whatever happens."""
+    with tempfile.TemporaryDirectory() as meeting_place:
+        pipes = [CONTEXT.Pipe(duplex=False) for _ in range(world_size)]
+        ranks = [
+            CONTEXT.Process(target=_rank, args=(rank, world_size, meeting_place, pipes[rank][1], body, args), daemon=True)
+            for rank in range(world_size)
+        ]
+        try:
+            for process in ranks:
+                process.start()
+            for _, sender in pipes:
+                sender.close()
+            return _collect([receiver for receiver, _ in pipes], time.monotonic() + timeout)
+        finally:
+            for process in ranks:
+                if process.pid:
+                    process.join(timeout=0.5)
+                    if process.is_alive():
+                        os.kill(process.pid, signal.SIGKILL)
+                    process.join()
+
+
+def _collect(receivers: list[Connection], deadline: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    waiting = dict(enumerate(receivers))
+    while waiting:
+        ready = wait(list(waiting.values()), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise RankFailure(f"ranks {sorted(waiting)} did not answer in time")
+        for rank in [r for r, receiver in waiting.items() if receiver in ready]:
+            try:
+                ok, value = waiting.pop(rank).recv()
+            except EOFError:
+                raise RankFailure(f"rank {rank} died") from None
+            if not ok:
+                raise RankFailure(f"rank {rank} raised:\n{value}")
+            results[rank] = value
+    return [results[rank] for rank in range(len(receivers))]
+
+
+def _rank(
+    rank: int, world_size: int, meeting_place: str, sender: Connection, body: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from rftmega.parallel import World
+
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{meeting_place}/store", rank=rank, world_size=world_size)
+        value = body(World(rank, world_size, rank, world_size, torch.device("cpu")), *args)
+        sender.send((True, value))
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:  # whatever it is, it belongs to pytest
+        sender.send((False, traceback.format_exc()))
+    sender.close()
+
+
+def on_ranks(world_size: int) -> Callable[[Callable[..., Any]], Callable[[], None]]:
+    """Decorator: the body is a test that runs on `world_size` ranks and takes the world as its only argument."""
+
+    def decorate(body: Callable[..., Any]) -> Callable[[], None]:
+        def test() -> None:
+            run_ranks(world_size, functools.partial(_call, body.__module__, body.__qualname__))
+
+        test.__name__, test.__doc__, test.__module__ = body.__name__, body.__doc__, body.__module__
+        test.body = body  # type: ignore[attr-defined]
+        return test
+
+    return decorate
+
+
+def _call(module: str, name: str, world: Any) -> Any:
+    import importlib
+
+    return getattr(importlib.import_module(module), name).body(world)
