@@ -20,6 +20,7 @@ from converters.rules import (
     assemble,
     padded_vocabulary,
     shard,
+    shard_shape,
 )
 from rftmega.errors import CheckpointError
 
@@ -50,5 +51,6 @@ __all__ = [
     "assemble",
     "padded_vocabulary",
     "shard",
+    "shard_shape",
     "table",
 ]

@@ -172,3 +172,10 @@ def _clip(segments: Sequence[Segment], start: int, stop: int) -> Iterator[Segmen
         if first < last:
             yield Segment(part, low + first - position, low + last - position)
         position += high - low
+
+
+def shard_shape(rule: Rule, rank: int, ranks: int) -> torch.Size:
+    """Shape of rank `rank`'s Megatron tensor."""
+    shape = list(rule.hf[0].shape)
+    shape[rule.axis] = sum(stop - start for _, start, stop in rule.segments(rank, ranks))
+    return torch.Size(shape)

@@ -1,9 +1,14 @@
 """ModelDescription -> TransformerConfig -> one pipeline chunk as a GPTModel."""
 
 import torch
+from torch.nn import functional as F
+
+import rftmega.device.before_megatron  # noqa: F401
+
+# isort: split
+
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer import TransformerConfig
-from torch.nn import functional as F
 
 from converters import padded_vocabulary
 from model_providers import spec

@@ -14,10 +14,8 @@ from rftmega.types import Completion, Experience, LossFn, Metrics, Prompt, Rows,
 class RolloutEngine(Protocol):
     """Turns prompts into completions and takes new weights."""
 
-    def generate(
-        self, prompts: Sequence[Prompt], *, samples_per_prompt: int, temperature: float, seed: int
-    ) -> list[list[Completion]]:
-        """One list a prompt, `samples_per_prompt` long; temperature 0 is greedy; equal seeds give equal answers."""
+    def generate(self, prompts: Sequence[Prompt], *, seeds: Sequence[int], temperature: float) -> list[Completion]:
+        """One completion a prompt, sampled with its own seed, whatever else is in the batch; temperature 0 is greedy."""
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
         """Takes Hugging-Face-named tensors, whole, and answers under `version` from then on."""
@@ -49,9 +47,12 @@ class Reward(Protocol):
 
 
 class Callback(Protocol):
-    """Told what the trainer does; see `trainer/callbacks.py` for a base with empty methods."""
+    """Told what the trainer does (a base with empty methods: `trainer/callbacks.py`).
 
-    def on_start(self, trainer: Any) -> None: ...
+    Callbacks see `metrics` in their order and may add to it; evaluation comes before those that write it down.
+    """
+
+    def on_start(self, trainer: Any, metrics: Metrics) -> None: ...
 
     def on_phase(self, trainer: Any, name: str, seconds: float) -> None: ...
 

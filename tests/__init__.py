@@ -1,5 +1,5 @@
 """Tests may import megatron.core anywhere, so its view of torch is installed before any of them."""
 
-from rftmega import device
+import rftmega.device.before_megatron  # noqa: F401
 
-device.prepare_megatron()
+# isort: split

@@ -10,7 +10,7 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 from rftmega.config import OptimizerConfig, ParallelConfig
 from rftmega.megatron import MegatronActor, MegatronModelManager
 from rftmega.megatron.forward import pack
-from rftmega.parallel import Topology
+from rftmega.parallel.topology import Topology
 from rftmega.types import Rows
 
 
@@ -19,7 +19,9 @@ def build_manager(folder: Path, parallel: ParallelConfig, *, dtype: torch.dtype 
     return MegatronModelManager(folder, parallel, topology, dtype=dtype, where=torch.device("cpu"))
 
 
-def build_actor(folder: Path, parallel: ParallelConfig, optimizer: OptimizerConfig | None = None, **settings: Any) -> MegatronActor:
+def build_actor(
+    folder: Path, parallel: ParallelConfig, optimizer: OptimizerConfig | None = None, **settings: Any
+) -> MegatronActor:
     manager = build_manager(folder, parallel)
     manager.setup_model_and_optimizer(optimizer or OptimizerConfig(learning_rate=1e-3), optimizer_steps=100)
     return MegatronActor(manager, **({"temperature": 1.0, "token_cap": 64} | settings))

@@ -70,7 +70,7 @@ def _rank(
     import torch
     import torch.distributed as dist
 
-    from rftmega.parallel import World
+    from rftmega.parallel.launch import World
 
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}

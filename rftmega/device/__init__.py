@@ -4,7 +4,6 @@ import functools
 
 import torch
 
-from rftmega.device import torch_view
 from rftmega.device.cpu import CPU
 from rftmega.device.cuda import CUDA
 
@@ -17,9 +16,4 @@ def current() -> Device:
     return CUDA() if torch.cuda.is_available() else CPU()
 
 
-def prepare_megatron() -> None:
-    """To be called before the first import of megatron.core; on a CPU it installs the view of torch that Megatron needs."""
-    torch_view.install()
-
-
-__all__ = ["CPU", "CUDA", "Device", "current", "prepare_megatron"]
+__all__ = ["CPU", "CUDA", "Device", "current"]

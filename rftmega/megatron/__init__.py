@@ -1,10 +1,10 @@
 """The trained model on Megatron-Core: built, wrapped, run through the pipeline schedule and stepped."""
 
-from rftmega import device
+import rftmega.device.before_megatron  # noqa: F401
 
-device.prepare_megatron()
+# isort: split
 
-from rftmega.megatron.actor import MegatronActor  # noqa: E402
-from rftmega.megatron.manager import MegatronModelManager  # noqa: E402
+from rftmega.megatron.actor import MegatronActor
+from rftmega.megatron.manager import MegatronModelManager
 
 __all__ = ["MegatronActor", "MegatronModelManager"]

@@ -7,7 +7,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from rftmega.megatron.logprobs import vocab_parallel_stats
-from rftmega.parallel import Topology
+from rftmega.parallel.topology import Topology
 from rftmega.types import Rows, TokenStats
 
 

@@ -13,11 +13,12 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from converters import table
-from model_providers import build_chunk, describe, read_hf_config, transformer_config
+from model_providers.builder import build_chunk, transformer_config
+from model_providers.description import describe, read_hf_config
 from rftmega.config import OptimizerConfig, ParallelConfig
 from rftmega.megatron.binding import Bound, bind
 from rftmega.megatron.load import load_hf
-from rftmega.parallel import Topology
+from rftmega.parallel.topology import Topology
 
 
 class MegatronModelManager:

@@ -68,5 +68,6 @@ def start(*, timeout: timedelta = timedelta(minutes=30)) -> Iterator[World]:
             log.info("device: %s (%s), collectives: %s, processes: %d", backend.type, backend.reason, backend.collectives, size)
         yield World(rank, size, local_rank, local_size, where)
         # Not in a finally: after an error the others may never arrive, and waiting for them would hide it.
-        dist.barrier()
-        dist.destroy_process_group()
+        if dist.is_initialized():  # vLLM's shutdown takes the groups down with it
+            dist.barrier()
+            dist.destroy_process_group()

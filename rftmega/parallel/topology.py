@@ -3,15 +3,15 @@
 from dataclasses import dataclass
 from typing import Any
 
+import rftmega.device.before_megatron  # noqa: F401
+
+# isort: split
 import torch.distributed as dist
+from megatron.core import parallel_state as state
+from megatron.core import tensor_parallel
 from torch import Tensor
 
-from rftmega import device
 from rftmega.config import ParallelConfig
-
-device.prepare_megatron()
-from megatron.core import parallel_state as state  # noqa: E402
-from megatron.core import tensor_parallel  # noqa: E402
 
 
 @dataclass(frozen=True, slots=True)

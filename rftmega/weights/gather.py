@@ -10,7 +10,7 @@ from torch import Tensor
 
 from converters import Rule, assemble
 from converters.rules import Replicated
-from rftmega.parallel import Topology
+from rftmega.parallel.topology import Topology
 
 
 class Held(Protocol):

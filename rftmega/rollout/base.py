@@ -1,0 +1,68 @@
+"""What every engine has in common: it sleeps and wakes, and refuses to answer with weights it was never given."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from enum import Enum
+
+from torch import Tensor
+
+from rftmega.errors import EngineError
+from rftmega.types import Completion, Prompt
+
+
+class EngineStatus(Enum):
+    """Whether the engine holds its memory."""
+
+    SLEEPED = 0
+    WAKEUP = 1
+
+
+class Engine(ABC):
+    """One engine, as one process holds it. `version` is the policy version that it answers under; None before a push."""
+
+    def __init__(self) -> None:
+        self.status = EngineStatus.WAKEUP
+        self.version: int | None = None
+
+    def generate(self, prompts: Sequence[Prompt], *, seeds: Sequence[int], temperature: float) -> list[Completion]:
+        """One completion a prompt, sampled with its own seed; temperature 0 is greedy. Wakes a sleeping engine.
+
+        Raises EngineError where weights never arrived, or were dropped in a sleep and not pushed again.
+        """
+        if self.version is None:
+            raise EngineError("The engine holds no weights (none were pushed since it started or slept). Push first.")
+        self.wake()
+        return self._generate(prompts, seeds, temperature) if prompts else []
+
+    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
+        """Replaces all weights by `named_tensors` (HF names, whole tensors); stale until the last one has arrived."""
+        self.version = None
+        self._load_weights(named_tensors)
+        self.version = version
+
+    def sleep(self) -> None:
+        """Gives the device's memory back; weights are dropped, so that a push must come before the next answer."""
+        if self.status is EngineStatus.WAKEUP:
+            self._sleep()
+            self.status, self.version = EngineStatus.SLEEPED, None
+
+    def wake(self) -> None:
+        """Takes the memory again; nothing happens where the engine is awake."""
+        if self.status is EngineStatus.SLEEPED:
+            self._wake()
+            self.status = EngineStatus.WAKEUP
+
+    def close(self) -> None:  # noqa: B027  most engines hold nothing that needs it
+        """Ends the engine; call it before the process groups go."""
+
+    @abstractmethod
+    def _generate(self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float) -> list[Completion]: ...
+
+    @abstractmethod
+    def _load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None: ...
+
+    @abstractmethod
+    def _sleep(self) -> None: ...
+
+    @abstractmethod
+    def _wake(self) -> None: ...

@@ -1,0 +1,42 @@
+"""An engine that answers from seeded generators: no model, the same tokens on every process and layout."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from rftmega.config import RolloutConfig
+from rftmega.rollout.base import Engine
+from rftmega.types import Completion, Prompt
+
+
+class ScriptedEngine(Engine):
+    """Random ids, lengths and log-probs that depend on the seed alone; reads every pushed tensor and keeps none."""
+
+    def __init__(self, config: RolloutConfig, *, vocabulary: int, stop_id: int):
+        super().__init__()
+        self.longest = config.max_response_tokens
+        self.vocabulary = vocabulary
+        self.stop_id = stop_id
+
+    def _generate(self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float) -> list[Completion]:
+        return [self._answer(seed) for seed in seeds]
+
+    def _answer(self, seed: int) -> Completion:
+        rng = torch.Generator().manual_seed(seed)
+        length = int(torch.randint(1, self.longest + 1, (), generator=rng))
+        ids = torch.randint(0, self.vocabulary, (length,), generator=rng).tolist()
+        logprobs = (-torch.rand(length, generator=rng)).tolist()
+        if length < self.longest:
+            ids[-1] = self.stop_id
+        assert self.version is not None
+        reason = "stop" if ids[-1] == self.stop_id else "length"
+        return Completion(tuple(ids), tuple(logprobs), reason, self.version)
+
+    def _load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        for _ in named_tensors:
+            pass
+
+    def _sleep(self) -> None: ...
+
+    def _wake(self) -> None: ...

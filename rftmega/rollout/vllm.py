@@ -1,0 +1,104 @@
+"""vLLM inside the trainer's own processes: an engine is the slice of `rollout.tensor` consecutive ranks.
+
+Weights go in through vLLM's own reload (it repacks parameters after loading, so nothing else is right), never by patching.
+"""
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from rftmega import device
+from rftmega.config import RolloutConfig
+from rftmega.parallel.launch import World
+from rftmega.rollout.base import Engine, EngineStatus
+from rftmega.types import Completion, Prompt
+
+
+def _prepare_environment(world: World, engine_size: int) -> None:
+    """vLLM reads these when it is imported."""
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine shares this process with the trainer
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if device.current().type == "cpu":
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # else the first two batches with log-probs compile for 10 s
+        if engine_size > 1:  # one entry a local rank, or ranks of one engine fight for a core
+            cores = sorted(os.sched_getaffinity(0))
+            binding = "|".join(str(cores[rank % len(cores)]) for rank in range(world.local_size))
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", binding)
+        else:
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+
+class VLLMEngine(Engine):
+    """Token ids in, token ids and log-probs of the sampling distribution out."""
+
+    def __init__(self, folder: str | Path, config: RolloutConfig, world: World, *, dtype: str, stop_id: int):
+        """A collective over the engine's processes. Starts with random weights; the first push brings the real ones."""
+        super().__init__()
+        _prepare_environment(world, config.tensor)
+        from vllm import LLM, SamplingParams
+
+        self.stop_id = stop_id
+        self.longest = config.max_response_tokens
+        self._sampling_params = SamplingParams
+        on_cuda = device.current().type == "cuda"
+        memory: dict[str, Any] = (
+            {"gpu_memory_utilization": config.memory_fraction, "enable_sleep_mode": True}
+            if on_cuda
+            else {"kv_cache_memory_bytes": int(config.cpu_cache_gib * 2**30)}
+        )
+        self._llm = LLM(
+            model=str(folder),
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            dtype=dtype if dtype != "auto" else str(device.current().train_dtype).removeprefix("torch."),
+            tensor_parallel_size=config.tensor,
+            distributed_executor_backend="external_launcher",
+            max_model_len=config.max_prompt_tokens + config.max_response_tokens,
+            max_num_seqs=config.max_batch,
+            enforce_eager=not on_cuda,
+            logprobs_mode="processed_logprobs",  # of the distribution that was sampled from, temperature included
+            seed=world.rank // config.tensor,  # ranks of one engine must draw alike
+            disable_log_stats=True,
+            **memory,
+        )
+
+    def _generate(self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float) -> list[Completion]:
+        params = [
+            self._sampling_params(
+                temperature=temperature,
+                seed=seed,
+                max_tokens=self.longest,
+                logprobs=0,  # of the sampled token only
+                stop_token_ids=[self.stop_id],
+                detokenize=False,
+            )
+            for seed in seeds
+        ]
+        outputs = self._llm.generate([{"prompt_token_ids": list(p.token_ids)} for p in prompts], params, use_tqdm=False)
+        return [self._completion(output.outputs[0]) for output in outputs]
+
+    def _completion(self, answer: Any) -> Completion:
+        ids = tuple(answer.token_ids)
+        assert self.version is not None
+        assert answer.finish_reason in ("stop", "length"), answer.finish_reason
+        logprobs = tuple(at[token].logprob for token, at in zip(ids, answer.logprobs, strict=True))
+        return Completion(ids, logprobs, answer.finish_reason, self.version)
+
+    def _load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        if self.status is EngineStatus.SLEEPED:
+            self._llm.wake_up(tags=["weights"])
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named_tensors)})
+        self._llm.reset_prefix_cache()
+
+    def _sleep(self) -> None:
+        self._llm.sleep(level=2)
+
+    def _wake(self) -> None:
+        self._llm.wake_up(tags=["kv_cache"])
+
+    def close(self) -> None:
+        self._llm.llm_engine.engine_core.shutdown()

@@ -1,0 +1,67 @@
+"""Everything that can be refused before a process group or a model exists, all of it in one error."""
+
+from converters import Rule, shard_shape, table
+from model_providers.description import describe, layout_violations, read_hf_config
+from rftmega.config import RunConfig, violations
+from rftmega.errors import CheckpointError, ConfigError
+
+
+def preflight(config: RunConfig, world_size: int) -> None:
+    """Raises ConfigError that lists every reason why this run can't work on `world_size` processes."""
+    found = violations(config, world_size)
+    try:
+        model = describe(read_hf_config(config.model.path))
+    except CheckpointError as error:
+        if not any(config.model.path in reason for reason in found):
+            found.append(str(error))
+    else:
+        found += layout_violations(model, config.parallel)
+        if model.heads % config.rollout.tensor:
+            found.append(f"rollout.tensor={config.rollout.tensor} does not divide the model's {model.heads} attention heads.")
+        longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+        if longest > model.max_positions:
+            found.append(
+                f"rollout.max_prompt_tokens + rollout.max_response_tokens = {longest}, but the model knows "
+                f"{model.max_positions} positions (max_position_embeddings). Shorten one of them."
+            )
+    if found:
+        raise ConfigError("This run can't start:\n" + "\n".join(f"  - {reason}" for reason in found))
+
+
+def dry_run(config: RunConfig, world_size: int) -> str:
+    """The process layout, the batch arithmetic and the parameters a rank, as text."""
+    hf_config = read_hf_config(config.model.path)
+    model, rules = describe(hf_config), table(hf_config)
+    tensor, pipeline = config.parallel.tensor, config.parallel.pipeline
+    data = world_size // (tensor * pipeline)
+    rows = config.trainer.prompts_per_step * config.rollout.samples_per_prompt
+    batch = f"{config.trainer.prompts_per_step} prompts x {config.rollout.samples_per_prompt} answers = {rows} rows"
+    lines = [
+        f"model       {model.family}, {model.parameters:,} parameters, {model.layers} layers, vocabulary {model.vocabulary}",
+        f"processes   {world_size} = tensor {tensor} x pipeline {pipeline} x data {data}",
+        f"engines     {world_size // config.rollout.tensor} x {config.rollout.engine}, {config.rollout.tensor} process(es) each",
+        f"batch       {batch} a step, "
+        f"{config.algorithm.mini_batches} optimizer step(s) of about {rows // config.algorithm.mini_batches} rows, "
+        f"about {rows / config.algorithm.mini_batches / data:g} rows a data-parallel rank",
+        f"micro-batch at most {config.trainer.max_tokens_per_micro_batch} tokens",
+        "parameters a rank:",
+    ]
+    for rank in range(world_size):
+        # Megatron's order of ranks: tensor fastest, then data, then pipeline.
+        tensor_rank, stage = rank % tensor, rank // (tensor * data)
+        held = parameters_of_rank(rules, model.layers, tensor_rank=tensor_rank, tensor=tensor, stage=stage, stages=pipeline)
+        data_rank = rank // tensor % data
+        lines.append(f"  rank {rank}: tensor {tensor_rank}, data {data_rank}, stage {stage}: {held:,}")
+    return "\n".join(lines)
+
+
+def parameters_of_rank(rules: list[Rule], layers: int, *, tensor_rank: int, tensor: int, stage: int, stages: int) -> int:
+    """Parameters that one rank holds when the layers are split evenly."""
+    first, last = stage == 0, stage == stages - 1
+    total = 0
+    for rule in rules:
+        copies = layers // stages if rule.per_layer else int(first if "embedding" in rule.megatron[0] else last)
+        if not rule.exported and first:
+            copies = 0  # tied, and this stage holds the embedding itself
+        total += copies * shard_shape(rule, tensor_rank, tensor).numel()
+    return total

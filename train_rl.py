@@ -1,0 +1,112 @@
+"""Reinforcement fine-tuning of a language model: parse the config, build a strategy, run a trainer."""
+
+import argparse
+import logging
+import sys
+import warnings
+
+from rftmega import config as configuration
+from rftmega.config import RunConfig
+from rftmega.errors import RFTMegaError
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        usage="train_rl.py CONFIG [option=value ...] [--processes N] [--dry-run]",
+        epilog="Options, their defaults and meaning (CONFIG is a YAML file of them):\n" + configuration.option_reference(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", metavar="CONFIG", help="YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="option=value", help="dotted overrides, e.g. parallel.tensor=2")
+    parser.add_argument("--processes", type=int, help="start this many processes here (otherwise launch with torchrun or srun)")
+    parser.add_argument("--dry-run", action="store_true", help="print layout, batch arithmetic and parameters a rank, and exit")
+    return parser.parse_intermixed_args()
+
+
+def main() -> int:
+    given = arguments()
+    from rftmega.parallel.launch import launched_rank, launched_size
+
+    processes = given.processes or launched_size()
+    try:
+        config = configuration.load(given.config, given.overrides)
+        from rftmega.strategy import preflight
+
+        preflight.preflight(config, processes)
+        if given.dry_run:
+            sys.stdout.write(preflight.dry_run(config, processes) + "\n")
+            return 0
+        if given.processes:
+            from rftmega.parallel.local import launch
+
+            return launch(processes, __file__, [given.config, *given.overrides])
+        train(config)
+    except RFTMegaError as error:
+        if launched_rank() == 0:
+            sys.stderr.write(f"error: {error}\n")
+        return 2
+    return 0
+
+
+def train(config: RunConfig) -> None:
+    """One run, from prompts to an exported policy."""
+    from rftmega.algorithms.losses import policy_loss
+    from rftmega.algorithms.weighting import WEIGHTINGS
+    from rftmega.data import PromptOrder, Tokenizer, load_prompts
+    from rftmega.experience import ExperienceMaker
+    from rftmega.parallel.launch import start
+    from rftmega.rewards import RuleReward
+    from rftmega.strategy.megatron import MegatronStrategy
+    from rftmega.trainer import PPOTrainer, callbacks
+
+    tokenizer = Tokenizer(config.model.path)
+    prompts, held_out = (
+        load_prompts(path, tokenizer, config.data, max_prompt_tokens=config.rollout.max_prompt_tokens) if path else []
+        for path in (config.data.train, config.data.eval)
+    )
+    reward = RuleReward(config.reward, tokenizer.decode)
+    with start() as world:
+        strategy = MegatronStrategy(config, world, stop_id=tokenizer.stop_id)
+        observers: list[callbacks.Observer] = []
+        if held_out:
+            observers.append(callbacks.Evaluate(held_out, reward, every=config.trainer.eval_every, last=config.trainer.steps))
+        if world.is_main:
+            output = config.trainer.output
+            observers += [
+                callbacks.JSONLines(f"{output}/metrics.jsonl"),
+                callbacks.TensorBoard(f"{output}/tensorboard"),
+                callbacks.Progress(config.trainer.steps),
+            ]
+        if config.trainer.export:
+            observers.append(callbacks.AtEnd(lambda: strategy.export(f"{config.trainer.output}/policy")))
+        algorithm = config.algorithm
+        trainer = PPOTrainer(
+            engine=strategy.engine,
+            policy=strategy.policy,
+            weights=strategy.weights,
+            reward=reward,
+            maker=ExperienceMaker(strategy.policy, use_reference=algorithm.kl_coef > 0, scale_by_std=algorithm.scale_by_std),
+            loss_fn=policy_loss(
+                clip_low=algorithm.clip_low,
+                clip_high=algorithm.clip_high,
+                kl_coef=algorithm.kl_coef,
+                kl_estimator=algorithm.kl_estimator,
+                entropy_coef=algorithm.entropy_coef,
+                weighting=WEIGHTINGS[algorithm.weighting],
+            ),
+            samples_per_prompt=config.rollout.samples_per_prompt,
+            temperature=config.rollout.temperature,
+            seed=config.trainer.seed,
+            callbacks=observers,
+        )
+        order = PromptOrder(prompts, batch_size=config.trainer.prompts_per_step, seed=config.trainer.seed)
+        trainer.fit(order, steps=config.trainer.steps)
+        strategy.close()
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore")
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
+    logging.getLogger("rftmega").setLevel(logging.INFO)
+    sys.exit(main())
