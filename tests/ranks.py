@@ -7,6 +7,7 @@ a second; they meet in a file, so that no port is needed. Bodies are module-leve
 import functools
 import multiprocessing as mp
 import os
+import pickle
 import signal
 import tempfile
 import time
@@ -55,7 +56,7 @@ def _collect(receivers: list[Connection], deadline: float) -> list[Any]:
             raise RankFailure(f"ranks {sorted(waiting)} did not answer in time")
         for rank in [r for r, receiver in waiting.items() if receiver in ready]:
             try:
-                ok, value = waiting.pop(rank).recv()
+                ok, value = pickle.loads(waiting.pop(rank).recv_bytes())
             except EOFError:
                 raise RankFailure(f"rank {rank} died") from None
             if not ok:
@@ -77,11 +78,11 @@ def _rank(
     try:
         dist.init_process_group("gloo", init_method=f"file://{meeting_place}/store", rank=rank, world_size=world_size)
         value = body(World(rank, world_size, rank, world_size, torch.device("cpu")), *args)
-        sender.send((True, value))
+        sender.send_bytes(pickle.dumps((True, value)))  # by value: a tensor in shared memory would outlive its rank
         dist.barrier()
         dist.destroy_process_group()
     except BaseException:  # whatever it is, it belongs to pytest
-        sender.send((False, traceback.format_exc()))
+        sender.send_bytes(pickle.dumps((False, traceback.format_exc())))
     sender.close()
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import difflib
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -95,15 +94,13 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _unknown(name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    if not near:
-        leaf = name.rsplit(".", 1)[-1]
-        near = [
-            k
-            for k in known
-            if k.rsplit(".", 1)[-1] in difflib.get_close_matches(leaf, [k.rsplit(".", 1)[-1] for k in known], n=1)
-        ]
-    hint = f" Did you mean {near[0]}?" if near else f" `{Path(sys.argv[0]).name} --help` lists them all."
+    section, _, leaf = name.rpartition(".")
+    same_leaf = [k for k in known if k.endswith(f".{leaf}")]
+    if same_leaf and not section:
+        near = same_leaf
+    else:
+        near = difflib.get_close_matches(name, same_leaf or known, n=1, cutoff=0.0 if same_leaf else 0.6)
+    hint = f" Did you mean {' or '.join(near)}?" if near else " `train_rl.py --help` lists them all."
     return f"{name} is not an option.{hint}"
 
 

@@ -58,8 +58,8 @@ def violations(config: RunConfig, world_size: int) -> list[str]:
             if value < lowest:
                 found.append(f"{name}={value} must be at least {lowest}.")
     if not found:
-        found += _layout(config.parallel, world_size) + _engine(config, world_size)
-    return found + _batch(config) + _files(config)
+        found += _layout(config.parallel, world_size) + _engine(config, world_size) + _batch(config)
+    return found + _files(config)
 
 
 def _layout(parallel: ParallelConfig, world_size: int) -> list[str]:

@@ -1,0 +1,1 @@
+"""Mirrors the package; one process, no process group."""

@@ -1,0 +1,100 @@
+"""Who may import whom, and which outside names a unit may say: the map of ARCHITECTURE.md, executable."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+MAY_IMPORT = {
+    "config": "errors",
+    "errors": "",
+    "types": "",
+    "interfaces": "types",
+    "algorithms": "types",
+    "rewards": "types errors config",
+    "data": "config types errors",
+    "experience": "types interfaces algorithms config",
+    "trainer": "config types interfaces algorithms experience",
+    "device": "errors",
+    "parallel": "config errors device",
+    "megatron": "config types errors device parallel model_providers converters",
+    "rollout": "config types errors device parallel",
+    "weights": "config types interfaces errors device parallel converters",
+    "strategy": "config errors types interfaces algorithms rewards data experience trainer "
+    "device parallel megatron rollout weights model_providers converters",
+    "model_providers": "config errors device converters",
+    "converters": "errors",
+}
+ONLY_IN = {
+    "megatron": "parallel megatron model_providers",
+    "megatron.core.parallel_state": "parallel",
+    "torch.distributed": "parallel megatron weights strategy",
+    "torch.cuda": "device",
+    "vllm": "rollout",
+    "transformers": "rollout data",
+}
+LIGHT = {"config": ("torch", "transformers", "megatron", "vllm")}  # units whose import must cost nothing
+
+
+def names_in(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of every import and every dotted attribute, at any depth."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Attribute):
+            yield node.lineno, ast.unparse(node)
+
+
+def unit_of(path: Path, root: Path) -> str:
+    first, *rest = path.relative_to(root).parts
+    return (rest[0] if first == "rftmega" else first).removesuffix(".py")
+
+
+def violations(root: Path) -> list[str]:
+    found = []
+    packages = [root / name for name in ("rftmega", "model_providers", "converters")]
+    for path in sorted(p for package in packages for p in package.rglob("*.py")):
+        unit = unit_of(path, root)
+        if unit == "__init__":
+            continue
+        for line, name in names_in(path):
+            inside = name.split(".")
+            target = inside[1] if inside[0] == "rftmega" and len(inside) > 1 else inside[0]
+            if target in MAY_IMPORT and inside[0] in ("rftmega", "model_providers", "converters"):
+                if target not in (unit, *MAY_IMPORT[unit].split()):
+                    found.append(f"{path.relative_to(root)}:{line}: {unit} may not import {target}")
+                continue
+            for outside, homes in ONLY_IN.items():
+                if f"{name}.".startswith(f"{outside}.") and unit not in homes.split():
+                    found.append(f"{path.relative_to(root)}:{line}: {outside} belongs in {homes}, not {unit}")
+            if any(f"{name}.".startswith(f"{heavy}.") for heavy in LIGHT.get(unit, ())):
+                found.append(f"{path.relative_to(root)}:{line}: {unit} must import nothing heavy, not {name}")
+    return found
+
+
+def test_imports_follow_the_map() -> None:
+    assert violations(Path(__file__).parents[1]) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "code", "complaint"),
+    [
+        ("rftmega/trainer/bad.py", "from rftmega.megatron import MegatronActor", "trainer may not import megatron"),
+        ("rftmega/experience/bad.py", "import torch\ntorch.cuda.synchronize()", "torch.cuda belongs in device, not experience"),
+        ("rftmega/weights/bad.py", "def f():\n    from vllm import LLM", "vllm belongs in rollout, not weights"),
+        ("rftmega/algorithms/bad.py", "import torch.distributed as dist", "torch.distributed belongs in"),
+        ("rftmega/rollout/bad.py", "from megatron.core import parallel_state", "parallel_state belongs in parallel"),
+        ("converters/bad.py", "import megatron.core", "megatron belongs in"),
+        ("converters/bad.py", "from rftmega.config import RunConfig", "converters may not import config"),
+        ("rftmega/config/bad.py", "import torch", "config must import nothing heavy"),
+    ],
+)
+def test_a_planted_violation_is_found(path: str, code: str, complaint: str, tmp_path: Path) -> None:
+    bad = tmp_path / path
+    bad.parent.mkdir(parents=True)
+    bad.write_text(code)
+    found = violations(tmp_path)
+    assert any(complaint in violation for violation in found), found

@@ -1,0 +1,29 @@
+import math
+
+import pytest
+import torch
+
+from rftmega.algorithms.kl import ESTIMATORS
+
+
+@pytest.mark.parametrize("delta", [-3.0, -0.1, 0.0, 1e-4, 0.7, 5.0])
+def test_values_and_gradients_are_those_of_the_formulas(delta: float) -> None:
+    values = {"k1": delta, "k2": delta**2 / 2, "k3": math.exp(-delta) - 1 + delta}
+    gradients = {"k1": 1.0, "k2": delta, "k3": 1 - math.exp(-delta)}
+    for name, estimator in ESTIMATORS.items():
+        x = torch.tensor(delta, dtype=torch.float64, requires_grad=True)
+        y = estimator(x)
+        y.backward()
+        assert y.item() == pytest.approx(values[name], rel=1e-9, abs=1e-12), name
+        assert x.grad is not None
+        assert x.grad.item() == pytest.approx(gradients[name], rel=1e-9, abs=1e-12), name
+
+
+def test_k1_and_k3_estimate_the_kl_of_two_distributions() -> None:
+    torch.manual_seed(0)
+    p, q = torch.randn(8).softmax(0), torch.randn(8).softmax(0)
+    exact = (p * (p / q).log()).sum()
+    drawn = torch.multinomial(p, 200_000, replacement=True)
+    delta = (p / q).log()[drawn]
+    for name in ("k1", "k3"):
+        assert ESTIMATORS[name](delta).mean().item() == pytest.approx(exact.item(), rel=0.03), name

@@ -1,0 +1,149 @@
+import json
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rftmega.config import RunConfig, load, option_reference, parse_override, violations
+from rftmega.config.load import option_names
+from rftmega.config.validate import CHOICES, value_of
+from rftmega.errors import ConfigError
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    """A config that can run: its folder and files exist."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    (model / "model.safetensors").write_bytes(b"")
+    (tmp_path / "train.jsonl").write_text("")
+    path = tmp_path / "run.yaml"
+    path.write_text(f"model: {{path: {model}}}\ndata: {{train: {tmp_path / 'train.jsonl'}}}\n")
+    return path
+
+
+def test_overrides_win_over_the_file_and_the_file_over_defaults(config_file: Path) -> None:
+    config_file.write_text(config_file.read_text() + "trainer: {steps: 7, seed: 3}\n")
+    config = load(config_file, ["trainer.steps=9", "optimizer.learning_rate=1e-6"])
+    assert (config.trainer.steps, config.trainer.seed, config.trainer.prompts_per_step) == (9, 3, 16)
+    assert config.optimizer.learning_rate == 1e-6
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        ("rollout.temprature=1", "Did you mean rollout.temperature?"),
+        ("paralel.tensor=2", "Did you mean parallel.tensor?"),
+        ("tensor=2", "Did you mean parallel.tensor or rollout.tensor?"),
+        ("zzzz.qqqq=2", "--help"),
+    ],
+)
+def test_a_typo_names_the_nearest_option(given: str, hint: str, config_file: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(config_file, [given])
+    assert "is not an option" in str(caught.value)
+    assert hint in str(caught.value)
+
+
+def test_every_problem_of_a_file_is_in_one_error(tmp_path: Path) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text("trainer: {stepz: 1, seed: abc}\nmodle: {path: x}\n")
+    with pytest.raises(ConfigError) as caught:
+        load(path)
+    for part in ("trainer.stepz", "trainer.seed='abc'", "modle.path", "model.path must be given", "data.train must be given"):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"), [("a: [", "is not YAML"), ("- 1", "holds a list"), (None, "There is no config file")]
+)
+def test_a_file_that_is_no_config_is_refused(text: str | None, complaint: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=complaint):
+        load(path)
+
+
+def test_a_config_file_that_is_missing_names_its_neighbour(config_file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"Did you mean .*run\.yaml\?"):
+        load(config_file.with_name("rum.yaml"))
+
+
+def test_an_override_without_an_equals_sign_is_refused() -> None:
+    with pytest.raises(ConfigError, match="option=value"):
+        parse_override("parallel.tensor")
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_numbers_are_read_as_numbers_however_python_prints_them(number: float) -> None:
+    assert parse_override(f"a.b={number!r}") == ("a.b", number)
+
+
+def test_a_sound_config_has_no_violations(config_file: Path) -> None:
+    assert violations(load(config_file), world_size=1) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "world", "complaint"),
+    [
+        ("parallel.tensor=3", 4, "parallel.tensor x parallel.pipeline = 3 x 1 = 3 does not divide the 4 launched processes"),
+        ("parallel.sequence=true", 4, "parallel.sequence needs parallel.tensor > 1"),
+        ("rollout.tensor=3", 4, "rollout.tensor=3 does not divide"),
+        ("rollout.engine=vlm", 1, "rollout.engine=vlm is unknown. Choose one of: vllm, transformers, scripted"),
+        ("rollout.temperature=0", 1, "training needs answers that differ"),
+        ("algorithm.mini_batches=129", 1, "is more than the rows of a rollout"),
+        ("trainer.max_tokens_per_micro_batch=100", 1, "can't hold one row"),
+        ("reward.format=1", 1, "reward.format_pattern is empty"),
+        ("optimizer.warmup_steps=100", 1, "leaves nothing of the 100 optimizer steps"),
+        ("optimizer.min_learning_rate=1", 1, "above optimizer.learning_rate"),
+        ("trainer.steps=0", 1, "trainer.steps=0 must be at least 1"),
+        ("optimizer.clip_grad=-1", 1, "optimizer.clip_grad=-1.0 must be at least 0"),
+        ("model.path=/nowhere", 1, "model.path=/nowhere is not a folder"),
+        ("data.eval=/nowhere", 1, "data.eval=/nowhere is not a file"),
+    ],
+)
+def test_what_cannot_run_is_refused_with_a_reason(override: str, world: int, complaint: str, config_file: Path) -> None:
+    found = violations(load(config_file, [override]), world)
+    assert len(found) == 1, found
+    assert complaint in found[0]
+
+
+def test_all_violations_come_at_once(config_file: Path) -> None:
+    bad = ["parallel.tensor=3", "rollout.tensor=3", "model.path=/nowhere", "algorithm.mini_batches=1000"]
+    assert len(violations(load(config_file, bad), world_size=4)) == 4
+
+
+def test_a_model_folder_without_weights_or_with_a_missing_shard_is_refused(config_file: Path) -> None:
+    config = load(config_file)
+    folder = Path(config.model.path)
+    (folder / "model.safetensors").unlink()
+    assert "holds no *.safetensors weights" in violations(config, 1)[0]
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
+    assert "names model-1.safetensors, which is missing" in violations(config, 1)[0]
+
+
+def test_every_option_is_explained_and_its_default_shown() -> None:
+    reference = option_reference()
+    for name in option_names():
+        assert f"  {name} = " in reference, name
+    for name, allowed in CHOICES.items():
+        assert value_of(RunConfig(), name) in allowed, name
+    assert len(fields(RunConfig)) > 5
+
+
+def test_reading_a_config_imports_nothing_heavy() -> None:
+    heavy = "import sys, rftmega.config; sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'megatron', 'vllm')))"
+    assert subprocess.run([sys.executable, "-c", heavy], check=False, cwd=ROOT).returncode == 0
+
+
+def test_the_examples_are_sound_configs() -> None:
+    for path in (ROOT / "examples").rglob("*.yaml"):
+        load(path)

@@ -1,0 +1,80 @@
+from pathlib import Path
+
+import pytest
+
+from rftmega.config import DataConfig
+from rftmega.data import PromptOrder, load_prompts
+from rftmega.errors import DataError
+from rftmega.types import Prompt
+
+
+class Letters:
+    """One token a character."""
+
+    def encode(self, prompt: str, *, chat_template: bool) -> tuple[int, ...]:
+        return tuple(ord(c) for c in prompt)
+
+
+def load(path: Path, text: str, **settings: object) -> list[Prompt]:
+    path.write_text(text)
+    return load_prompts(path, Letters(), DataConfig(train="", **settings), max_prompt_tokens=5)
+
+
+def test_prompts_keep_their_label_and_place(tmp_path: Path) -> None:
+    found = load(tmp_path / "a.jsonl", '{"prompt": "ab", "label": "x"}\n\n{"prompt": "c", "label": 7}\n')
+    assert found == [Prompt((97, 98), "x", 0), Prompt((99,), "7", 1)]
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ('{"prompt": "a", "label": "x"', "not JSON"),
+        ("[1, 2]", "a JSON list, not an object"),
+        ('{"prompt": "a"}', 'no "label" among the keys'),
+        ('{"label": "a"}', 'no "prompt" among the keys'),
+        ('{"prompt": "", "label": "x"}', "not empty"),
+        ('{"prompt": "a", "label": null}', "must be a string or a number"),
+        ('{"prompt": "abcdef", "label": "x"}', "the prompt has 6 tokens, rollout.max_prompt_tokens is 5"),
+    ],
+)
+def test_a_bad_line_is_named_with_file_and_number(line: str, complaint: str, tmp_path: Path) -> None:
+    good = '{"prompt": "a", "label": "x"}'
+    with pytest.raises(DataError, match=r"a\.jsonl:2: ") as caught:
+        load(tmp_path / "a.jsonl", f"{good}\n{line}\n{good}\n")
+    assert complaint in str(caught.value)
+
+
+def test_all_bad_lines_are_named_at_once(tmp_path: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        load(tmp_path / "a.jsonl", "x\n" * 12)
+    assert "a.jsonl:1:" in str(caught.value)
+    assert "a.jsonl:10:" in str(caught.value)
+    assert "... and 2 more." in str(caught.value)
+
+
+def test_long_prompts_are_dropped_on_request(tmp_path: Path) -> None:
+    lines = '{"prompt": "abcdef", "label": "x"}\n{"prompt": "a", "label": "x"}\n'
+    assert len(load(tmp_path / "a.jsonl", lines, too_long="drop")) == 1
+
+
+def test_a_file_without_prompts_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no usable prompt"):
+        load(tmp_path / "a.jsonl", "\n")
+
+
+def test_every_epoch_uses_every_prompt_once_in_another_order() -> None:
+    prompts = [Prompt((i,), index=i) for i in range(7)]
+    stream = iter(PromptOrder(prompts, batch_size=3, seed=5))
+    drawn = [prompt.index for _ in range(7) for prompt in next(stream)]
+    epochs = [drawn[:7], drawn[7:14], drawn[14:21]]
+    assert all(sorted(epoch) == list(range(7)) for epoch in epochs)
+    assert epochs[0] != epochs[1]
+
+
+def test_a_resumed_order_goes_on_where_it_was() -> None:
+    prompts = [Prompt((i,), index=i) for i in range(7)]
+    whole = iter(PromptOrder(prompts, batch_size=3, seed=5))
+    skipped = [next(whole) for _ in range(4)]
+    assert len(skipped) == 4
+    resumed = iter(PromptOrder(prompts, batch_size=3, seed=5, position=12))
+    assert next(resumed) == next(whole)
