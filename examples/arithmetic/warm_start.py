@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging
 
 SYMBOLS = ["<pad>", "<eos>", *"0123456789+="]
-STEPS, BATCH, LEARNING_RATE = 90, 128, 2e-3
+STEPS, BATCH, LEARNING_RATE = 100, 128, 2e-3
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

@@ -1,5 +1,6 @@
 """MegatronModelManager: builds this process's part of a model, wraps it, and owns its optimizer and schedule."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -58,6 +59,7 @@ class MegatronModelManager:
             MegatronOptimizerConfig(
                 optimizer="adam",
                 lr=optimizer.learning_rate,
+                min_lr=optimizer.min_learning_rate,
                 weight_decay=optimizer.weight_decay,
                 adam_beta1=optimizer.beta1,
                 adam_beta2=optimizer.beta2,
@@ -93,11 +95,18 @@ class MegatronModelManager:
         self.optimizer.zero_grad()
 
     def optimizer_step(self) -> tuple[bool, float]:
-        """Clips, steps and advances the schedule; (was a step taken?, global gradient norm before clipping)."""
-        taken, grad_norm, _ = self.optimizer.step()
-        if taken:
-            self.scheduler.step(1)
-        return taken, float("nan") if grad_norm is None else float(grad_norm)
+        """Clips, steps and advances the schedule; (was a step taken?, global gradient norm before clipping).
+
+        Gradients that are not finite are refused, on all processes alike, since the norm is global: weights, optimizer
+        state and schedule stay as they are. (Megatron itself looks for them in fp16 only.)
+        """
+        if not self.optimizer.prepare_grads():
+            grad_norm = float(self.optimizer.get_grad_norm())
+            if math.isfinite(grad_norm):
+                self.optimizer.step()
+                self.scheduler.step(1)
+                return True, grad_norm
+        return False, math.nan
 
     @property
     def learning_rate(self) -> float:

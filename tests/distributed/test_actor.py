@@ -1,0 +1,197 @@
+"""Scoring and learning do not depend on how the model and the batch are split."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rftmega.algorithms.losses import policy_loss
+from rftmega.algorithms.weighting import WEIGHTINGS
+from rftmega.config import OptimizerConfig, ParallelConfig
+from rftmega.types import Experience
+from rftmega.weights import Exporter
+from tests.layouts import build_actor, rows_of
+from tests.ranks import run_ranks
+from tests.tiny_models import save_tiny, transformers_logits
+
+ROWS = [
+    [5, 9, 130, 2, 77],
+    [3, 0],
+    [(37 * i) % 131 for i in range(30)],
+    [1, 2, 3, 4, 5, 6],
+    [8],
+    [7, 7, 7],
+    [0, 1, 2, 3],
+    [9, 8, 7],
+]
+PROMPTS = [2, 1, 4, 3, 1, 2, 2, 1]  # row 4 has an empty response
+# Adam divides by |g| + epsilon: with the usual 1e-8, an element whose gradient is rounding noise moves by a full step in a
+# random direction, whatever the layout. A larger one keeps this a test of layouts.
+OPTIMIZER = OptimizerConfig(epsilon=1e-4, learning_rate=1e-2, weight_decay=0.1, clip_grad=0.5, schedule="cosine", warmup_steps=2)
+LAYOUTS = {
+    "one process": (1, ParallelConfig(), OPTIMIZER),
+    "TP2": (2, ParallelConfig(tensor=2), OPTIMIZER),
+    "TP4 (2 key-value heads)": (4, ParallelConfig(tensor=4), OPTIMIZER),
+    "PP2": (2, ParallelConfig(pipeline=2), OPTIMIZER),
+    "PP4": (4, ParallelConfig(pipeline=4), OPTIMIZER),
+    "DP2": (2, ParallelConfig(), OPTIMIZER),
+    "DP4, distributed optimizer": (4, ParallelConfig(), replace(OPTIMIZER, distributed=True)),
+    "TP2 x PP2": (4, ParallelConfig(tensor=2, pipeline=2), OPTIMIZER),
+    "TP2 x PP2, sequence parallel": (4, ParallelConfig(tensor=2, pipeline=2, sequence=True), OPTIMIZER),
+    "TP2 x DP2, sequence parallel, distributed optimizer": (
+        4,
+        ParallelConfig(tensor=2, sequence=True),
+        replace(OPTIMIZER, distributed=True),
+    ),
+    "PP2 x DP2": (4, ParallelConfig(pipeline=2), OPTIMIZER),
+}
+
+
+def experience_of(actor: Any) -> Experience:
+    rows = rows_of(ROWS, PROMPTS)
+    torch.manual_seed(3)
+    stats = actor.log_probs(rows)
+    noise = 0.3 * torch.randn(stats.logp.shape)
+    return Experience(
+        tokens=rows.tokens, prompt_lengths=rows.prompt_lengths, lengths=rows.lengths, mask=rows.mask, behaviour_logp=stats.logp,
+        old_logp=stats.logp + noise, reference_logp=actor.reference_log_probs(rows).logp,
+        advantage=torch.randn(len(rows), 1) * rows.mask,
+    )  # fmt: skip
+
+
+def learn_body(world: Any, folder: Path, parallel: ParallelConfig, optimizer: OptimizerConfig, weighting: str, cap: int) -> Any:
+    actor = build_actor(folder, parallel, optimizer, keep_reference=True, token_cap=cap, temperature=0.8, mini_batches=2)
+    experience = experience_of(actor)
+    loss_fn = policy_loss(kl_coef=0.1, entropy_coef=0.01, weighting=WEIGHTINGS[weighting])
+    before = actor.log_probs(experience.rows)
+    metrics = [actor.update(experience, loss_fn) for _ in range(3)]
+    after = actor.log_probs(experience.rows)
+    reference = actor.reference_log_probs(experience.rows)
+    exporter = Exporter(actor.manager.bound, actor.topology, bucket_bytes=20_000)
+    weights = {name: tensor.clone() for name, tensor in exporter}
+    return metrics, before, after, reference, weights
+
+
+def assert_equal_runs(found: Any, wanted: Any, name: str) -> None:
+    for mine, theirs in zip(found[0], wanted[0], strict=True):
+        assert mine.keys() == theirs.keys()
+        for metric, value in theirs.items():
+            assert mine[metric] == pytest.approx(value, rel=1e-5, abs=1e-6), (name, metric)
+    for mine, theirs in zip(found[1:4], wanted[1:4], strict=True):
+        torch.testing.assert_close(mine.logp, theirs.logp, atol=1e-5, rtol=1e-5, msg=lambda m: f"{name}: {m}")
+        torch.testing.assert_close(mine.entropy, theirs.entropy, atol=1e-5, rtol=1e-5, msg=lambda m: f"{name}: {m}")
+    assert found[4].keys() == wanted[4].keys(), name
+    for tensor, value in wanted[4].items():
+        torch.testing.assert_close(found[4][tensor], value, atol=1e-5, rtol=1e-5, msg=lambda m, t=tensor: f"{name}, {t}: {m}")
+
+
+@pytest.mark.parametrize("variant", ["qwen3", "qwen2-tied"])
+def test_three_updates_are_the_same_under_every_layout(variant: str, tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path, variant)
+    wanted = None
+    for name, (world, parallel, optimizer) in LAYOUTS.items():
+        results = run_ranks(world, learn_body, folder, parallel, optimizer, "token_mean", 64)
+        wanted = wanted or results[0]
+        for result in results:
+            assert_equal_runs(result, wanted, name)
+    moved = max((wanted[2].logp - wanted[1].logp).abs().max().item() for _ in [0])
+    assert moved > 0.1, "nothing was learnt, so nothing was compared"
+
+
+@pytest.mark.parametrize("weighting", ["token_mean", "sequence_mean"])
+def test_the_micro_batch_size_is_not_an_algorithm(weighting: str, tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path, "qwen3")
+    runs = [run_ranks(1, learn_body, folder, ParallelConfig(), OPTIMIZER, weighting, cap)[0] for cap in (1000, 64, 30)]
+    for run in runs[1:]:
+        assert_equal_runs(run, runs[0], weighting)
+
+
+def score_body(world: Any, folder: Path, parallel: ParallelConfig, rows: list[list[int]], temperature: float) -> Any:
+    return build_actor(folder, parallel, temperature=temperature).log_probs(rows_of(rows))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_packed_log_probs_and_entropy_are_those_of_unpacked_rows_in_transformers(temperature: float, tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path, "llama")
+    stats = run_ranks(2, score_body, folder, ParallelConfig(tensor=2), ROWS, temperature)[1]
+    for b, (row, logits) in enumerate(zip(ROWS, transformers_logits(folder, ROWS), strict=True)):
+        logp = (logits / temperature).log_softmax(-1)[:-1]
+        entropy = -(logp.exp() * logp).sum(-1)
+        picked = logp.gather(-1, torch.tensor(row[1:], dtype=torch.int64)[:, None])[:, 0]
+        torch.testing.assert_close(stats.logp[b, : len(row) - 1], picked, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(stats.entropy[b, : len(row) - 1], entropy, atol=1e-5, rtol=1e-5)
+        assert stats.logp[b, len(row) - 1 :].abs().sum() == 0
+
+
+def test_no_token_sees_another_row(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path, "qwen2")
+    changed = [*ROWS]
+    changed[2] = [(x + 1) % 131 for x in ROWS[2]]
+    parallel = ParallelConfig(tensor=2, pipeline=2)
+    one, two = (run_ranks(4, score_body, folder, parallel, rows, 1.0)[0].logp for rows in (ROWS, changed))
+    others = [0, 1, 3, 4, 5, 6, 7]
+    torch.testing.assert_close(one[others], two[others], atol=1e-6, rtol=0)
+    assert (one[2] - two[2]).abs().max() > 0.1
+
+
+def poisoned_body(world: Any, folder: Path, parallel: ParallelConfig, optimizer: OptimizerConfig) -> Any:
+    actor = build_actor(folder, parallel, optimizer)
+    rows = rows_of(ROWS, PROMPTS)
+    experience = replace(experience_of_plain(actor, rows), advantage=torch.full_like(rows.mask, torch.inf, dtype=torch.float32))
+    before = {name: tensor.clone() for name, tensor in Exporter(actor.manager.bound, actor.topology, bucket_bytes=2**20)}
+    metrics = actor.update(experience, policy_loss())
+    after = dict(Exporter(actor.manager.bound, actor.topology, bucket_bytes=2**20))
+    return metrics["skipped_steps"], actor.manager.learning_rate, all(torch.equal(before[n], after[n]) for n in before)
+
+
+def experience_of_plain(actor: Any, rows: Any) -> Experience:
+    logp = actor.log_probs(rows).logp
+    return Experience(rows.tokens, rows.prompt_lengths, rows.lengths, rows.mask, logp, logp, None, torch.ones_like(logp))
+
+
+@pytest.mark.parametrize(("world", "distributed"), [(1, False), (2, False), (2, True)])
+def test_a_step_with_gradients_that_are_not_finite_changes_nothing(world: int, distributed: bool, tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path, "qwen3")
+    optimizer = replace(OPTIMIZER, distributed=distributed)
+    for skipped, learning_rate, unchanged in run_ranks(world, poisoned_body, folder, ParallelConfig(), optimizer):
+        assert skipped == 1
+        assert learning_rate == pytest.approx(OPTIMIZER.learning_rate / OPTIMIZER.warmup_steps)  # still the first step's
+        assert unchanged
+
+
+def adam_body(world: Any, folder: Path, parallel: ParallelConfig) -> Any:
+    actor = build_actor(folder, parallel, replace(OPTIMIZER, clip_grad=0.0, warmup_steps=0, schedule="constant"))
+    experience = experience_of_plain(actor, rows_of(ROWS, PROMPTS))
+    for _ in range(3):
+        actor.update(experience, policy_loss())
+    return dict(Exporter(actor.manager.bound, actor.topology, bucket_bytes=2**20))
+
+
+def test_three_updates_equal_a_plain_loop_of_transformers_and_torch(tmp_path: Path) -> None:
+    """Policy gradient with ratio 1, AdamW without decay on norms: written again, without anything of ours."""
+    folder = save_tiny(tmp_path, "qwen3")
+    found = run_ranks(2, adam_body, folder, ParallelConfig(tensor=2))[0]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    groups = [
+        {"params": [p for p in model.parameters() if (p.dim() == 1) is is_norm], "weight_decay": 0.0 if is_norm else 0.1}
+        for is_norm in (False, True)
+    ]
+    adam = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-4)
+    old = None
+    for _ in range(3):
+        picked = []
+        for row, prompt in zip(ROWS, PROMPTS, strict=True):
+            logp = model(torch.tensor([row])).logits[0].log_softmax(-1)
+            picked.append(logp[torch.arange(prompt - 1, len(row) - 1), torch.tensor(row[prompt:], dtype=torch.int64)])
+        flat = torch.cat(picked)
+        old = flat.detach() if old is None else old
+        ratio = (flat - old).exp()
+        loss = -torch.minimum(ratio, ratio.clamp(0.8, 1.2)).mean()
+        adam.zero_grad()
+        loss.backward()
+        adam.step()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.detach(), atol=2e-5, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
