@@ -46,28 +46,33 @@ def main() -> int:
         if launched_rank() == 0:
             sys.stderr.write(f"error: {error}\n")
         return 2
+    except KeyboardInterrupt:
+        return 130  # Ctrl-C reaches every process of a terminal; the launcher says so once
     return 0
 
 
 def train(config: RunConfig) -> None:
     """One run, from prompts to an exported policy."""
-    from rftmega.algorithms.losses import policy_loss
-    from rftmega.algorithms.weighting import WEIGHTINGS
     from rftmega.data import PromptOrder, Tokenizer, load_prompts
-    from rftmega.experience import ExperienceMaker
-    from rftmega.parallel.launch import start
     from rftmega.rewards import RuleReward
-    from rftmega.strategy.megatron import MegatronStrategy
-    from rftmega.trainer import PPOTrainer, callbacks
 
+    # Data first: what is wrong with it shows before the heavy imports.
     tokenizer = Tokenizer(config.model.path)
     prompts, held_out = (
         load_prompts(path, tokenizer, config.data, max_prompt_tokens=config.rollout.max_prompt_tokens) if path else []
         for path in (config.data.train, config.data.eval)
     )
     reward = RuleReward(config.reward, tokenizer.decode)
+
+    from rftmega.algorithms.losses import policy_loss
+    from rftmega.algorithms.weighting import WEIGHTINGS
+    from rftmega.experience import ExperienceMaker
+    from rftmega.parallel.launch import start
+    from rftmega.strategy.megatron import MegatronStrategy
+    from rftmega.trainer import PPOTrainer, callbacks
+
     with start() as world:
-        strategy = MegatronStrategy(config, world, stop_id=tokenizer.stop_id)
+        strategy = MegatronStrategy(config, world, stop_ids=tokenizer.stop_ids)
         observers: list[callbacks.Observer] = []
         if held_out:
             observers.append(callbacks.Evaluate(held_out, reward, every=config.trainer.eval_every, last=config.trainer.steps))

@@ -24,26 +24,23 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-VARIANTS: dict[str, Any] = {
-    "llama": lambda: LlamaConfig(**SHAPE, tie_word_embeddings=False),
-    "llama-tied-llama3-rope": lambda: LlamaConfig(**SHAPE, tie_word_embeddings=True, rope_parameters=LLAMA3_ROPE),
-    "llama-linear-rope": lambda: LlamaConfig(
-        **SHAPE, tie_word_embeddings=False, rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
-    ),
-    "qwen2": lambda: Qwen2Config(**SHAPE, tie_word_embeddings=False),
-    "qwen2-tied": lambda: Qwen2Config(**SHAPE, tie_word_embeddings=True),
-    "qwen3": lambda: Qwen3Config(**SHAPE, tie_word_embeddings=False, head_dim=32),
-    "qwen3-tied": lambda: Qwen3Config(**SHAPE, tie_word_embeddings=True, head_dim=32),
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+VARIANTS: dict[str, tuple[type, dict[str, Any]]] = {
+    "llama": (LlamaConfig, {"tie_word_embeddings": False}),
+    "llama-tied-llama3-rope": (LlamaConfig, {"tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE}),
+    "llama-linear-rope": (LlamaConfig, {"tie_word_embeddings": False, "rope_parameters": LINEAR_ROPE}),
+    "qwen2": (Qwen2Config, {"tie_word_embeddings": False}),
+    "qwen2-tied": (Qwen2Config, {"tie_word_embeddings": True}),
+    "qwen3": (Qwen3Config, {"tie_word_embeddings": False, "head_dim": 32}),
+    "qwen3-tied": (Qwen3Config, {"tie_word_embeddings": True, "head_dim": 32}),
 }
 
 
 def save_tiny(folder: Path, variant: str, *, seed: int = 0, **changes: Any) -> Path:
     """Writes config.json and weights; norms and biases are random too, so that a swapped one shows."""
     torch.manual_seed(seed)
-    config = VARIANTS[variant]()
-    for name, value in changes.items():
-        setattr(config, name, value)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    family, settings = VARIANTS[variant]
+    model = AutoModelForCausalLM.from_config(family(**(SHAPE | settings | changes)), dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:

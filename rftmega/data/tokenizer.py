@@ -1,5 +1,6 @@
 """Text to ids and back; the only file that says `transformers` for a tokenizer."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,12 +20,10 @@ class Tokenizer:
             self._inner = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{folder} holds no tokenizer that transformers can read: {error}") from error
-        if self._inner.eos_token_id is None:
+        self.stop_ids = sorted({*_listed(self._inner.eos_token_id), *_listed(_generation_stop(Path(folder)))})
+        """Every id that ends an answer: the tokenizer's end of sequence and those of generation_config.json."""
+        if not self.stop_ids:
             raise CheckpointError(f"The tokenizer in {folder} names no eos_token, so no answer could ever stop.")
-
-    @property
-    def stop_id(self) -> int:
-        return self._inner.eos_token_id
 
     def encode(self, prompt: str | Messages, *, chat_template: bool) -> tuple[int, ...]:
         """Token ids of a prompt; chat messages always go through the template, strings where `chat_template` says so."""
@@ -37,3 +36,14 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of an answer, without special tokens."""
         return self._inner.decode(list(token_ids), skip_special_tokens=True)
+
+
+def _generation_stop(folder: Path) -> int | list[int] | None:
+    path = folder / "generation_config.json"
+    return json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+
+
+def _listed(ids: int | list[int] | None) -> list[int]:
+    if ids is None:
+        return []
+    return [ids] if isinstance(ids, int) else ids

@@ -1,23 +1,25 @@
 """Engines that turn prompts into completions: vllm (fast), transformers (the oracle), scripted (no model)."""
 
+from collections.abc import Sequence
+
 from rftmega.config import RunConfig
 from rftmega.parallel.launch import World
 from rftmega.rollout.base import Engine, EngineStatus
 from rftmega.rollout.scripted import ScriptedEngine
 
 
-def create(config: RunConfig, world: World, *, vocabulary: int, stop_id: int) -> Engine:
+def create(config: RunConfig, world: World, *, vocabulary: int, stop_ids: Sequence[int]) -> Engine:
     """The engine that `rollout.engine` names, on this process; it holds no weights until the first push."""
     if config.rollout.engine == "scripted":
-        return ScriptedEngine(config.rollout, vocabulary=vocabulary, stop_id=stop_id)
+        return ScriptedEngine(config.rollout, vocabulary=vocabulary, stop_ids=stop_ids)
     if config.rollout.engine == "transformers":
         from rftmega.rollout.transformers import TransformersEngine
 
-        return TransformersEngine(config.model.path, config.rollout, stop_id=stop_id, where=world.device)
+        return TransformersEngine(config.model.path, config.rollout, stop_ids=stop_ids, where=world.device)
     assert config.rollout.engine == "vllm", config.rollout.engine
     from rftmega.rollout.vllm import VLLMEngine
 
-    return VLLMEngine(config.model.path, config.rollout, world, dtype=config.model.dtype, stop_id=stop_id)
+    return VLLMEngine(config.model.path, config.rollout, world, dtype=config.model.dtype, stop_ids=stop_ids)
 
 
 __all__ = ["Engine", "EngineStatus", "ScriptedEngine", "create"]

@@ -13,11 +13,11 @@ from rftmega.types import Completion, Prompt
 class ScriptedEngine(Engine):
     """Random ids, lengths and log-probs that depend on the seed alone; reads every pushed tensor and keeps none."""
 
-    def __init__(self, config: RolloutConfig, *, vocabulary: int, stop_id: int):
+    def __init__(self, config: RolloutConfig, *, vocabulary: int, stop_ids: Sequence[int]):
         super().__init__()
         self.longest = config.max_response_tokens
         self.vocabulary = vocabulary
-        self.stop_id = stop_id
+        self.stop_ids = stop_ids
 
     def _generate(self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float) -> list[Completion]:
         return [self._answer(seed) for seed in seeds]
@@ -28,9 +28,9 @@ class ScriptedEngine(Engine):
         ids = torch.randint(0, self.vocabulary, (length,), generator=rng).tolist()
         logprobs = (-torch.rand(length, generator=rng)).tolist()
         if length < self.longest:
-            ids[-1] = self.stop_id
+            ids[-1] = self.stop_ids[0]
         assert self.version is not None
-        reason = "stop" if ids[-1] == self.stop_id else "length"
+        reason = "stop" if ids[-1] in self.stop_ids else "length"
         return Completion(tuple(ids), tuple(logprobs), reason, self.version)
 
     def _load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:

@@ -16,10 +16,10 @@ from rftmega.types import Completion, Prompt
 class TransformersEngine(Engine):
     """A plain module in float32; what the fast engine is tested against."""
 
-    def __init__(self, folder: str | Path, config: RolloutConfig, *, stop_id: int, where: torch.device):
+    def __init__(self, folder: str | Path, config: RolloutConfig, *, stop_ids: Sequence[int], where: torch.device):
         super().__init__()
         self.longest = config.max_response_tokens
-        self.stop_id = stop_id
+        self.stop_ids = stop_ids
         self.where = where
         self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32).eval().to(where)
 
@@ -33,7 +33,7 @@ class TransformersEngine(Engine):
         logprobs: list[float] = []
         feed = torch.tensor([prompt.token_ids], device=self.where)
         cache = None
-        while len(ids) < self.longest and (not ids or ids[-1] != self.stop_id):
+        while len(ids) < self.longest and (not ids or ids[-1] not in self.stop_ids):
             out = self.model(feed, past_key_values=cache, use_cache=True)
             cache = out.past_key_values
             logp = (out.logits[0, -1].float() / (temperature or 1.0)).log_softmax(-1)
@@ -42,7 +42,7 @@ class TransformersEngine(Engine):
             logprobs.append(float(logp[token]))
             feed = torch.tensor([[token]], device=self.where)
         assert self.version is not None
-        return Completion(tuple(ids), tuple(logprobs), "stop" if ids[-1] == self.stop_id else "length", self.version)
+        return Completion(tuple(ids), tuple(logprobs), "stop" if ids[-1] in self.stop_ids else "length", self.version)
 
     @torch.no_grad()
     def _load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:

@@ -32,16 +32,27 @@ def _prepare_environment(world: World, engine_size: int) -> None:
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 
+def _pack_output_heads(model: Any) -> None:
+    """Tied to the embedding, an output head gets no weights of its own in a reload, and on a CPU it multiplies with a packed
+    copy that would stay the old one. So vLLM's hook for "after loading" is called once more.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead):
+            module.quant_method.process_weights_after_loading(module)
+
+
 class VLLMEngine(Engine):
     """Token ids in, token ids and log-probs of the sampling distribution out."""
 
-    def __init__(self, folder: str | Path, config: RolloutConfig, world: World, *, dtype: str, stop_id: int):
+    def __init__(self, folder: str | Path, config: RolloutConfig, world: World, *, dtype: str, stop_ids: Sequence[int]):
         """A collective over the engine's processes. Starts with random weights; the first push brings the real ones."""
         super().__init__()
         _prepare_environment(world, config.tensor)
         from vllm import LLM, SamplingParams
 
-        self.stop_id = stop_id
+        self.stop_ids = list(stop_ids)
         self.longest = config.max_response_tokens
         self._sampling_params = SamplingParams
         on_cuda = device.current().type == "cuda"
@@ -73,7 +84,8 @@ class VLLMEngine(Engine):
                 seed=seed,
                 max_tokens=self.longest,
                 logprobs=0,  # of the sampled token only
-                stop_token_ids=[self.stop_id],
+                stop_token_ids=self.stop_ids,
+                ignore_eos=True,  # the stop tokens are ours alone, whatever the model's config calls its end
                 detokenize=False,
             )
             for seed in seeds
@@ -92,6 +104,7 @@ class VLLMEngine(Engine):
         if self.status is EngineStatus.SLEEPED:
             self._llm.wake_up(tags=["weights"])
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named_tensors)})
+        self._llm.apply_model(_pack_output_heads)
         self._llm.reset_prefix_cache()
 
     def _sleep(self) -> None:

@@ -1,5 +1,6 @@
 """MegatronStrategy: builds and places policy, engine and weight transfer for a colocated run on Megatron-Core."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class MegatronStrategy:
     """Every process holds its shard of the actor and an engine (or its slice of one); they take turns."""
 
-    def __init__(self, config: RunConfig, world: World, *, stop_id: int):
+    def __init__(self, config: RunConfig, world: World, *, stop_ids: Sequence[int]):
         self.config = config
         self.topology = Topology.create(config.parallel, seed=config.trainer.seed)
         manager = MegatronModelManager(
@@ -37,7 +38,7 @@ class MegatronStrategy:
             mini_batches=config.algorithm.mini_batches,
             keep_reference=config.algorithm.kl_coef > 0,
         )
-        self._engine = rollout.create(config, world, vocabulary=manager.description.vocabulary, stop_id=stop_id)
+        self._engine = rollout.create(config, world, vocabulary=manager.description.vocabulary, stop_ids=stop_ids)
         self._exporter = weights.Exporter(manager.bound, self.topology, bucket_bytes=config.trainer.push_bucket_mib * 2**20)
         self.policy: Policy = TakingTurns(actor, self._engine)
         self.engine: RolloutEngine = SharedEngine(self._engine, world, processes_per_engine=config.rollout.tensor)

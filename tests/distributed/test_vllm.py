@@ -1,0 +1,88 @@
+"""Real vLLM in the trainer's processes: after a push it says what the trainer says, and what transformers says."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rftmega.algorithms.losses import policy_loss
+from rftmega.config import ParallelConfig, RolloutConfig
+from rftmega.rollout.transformers import TransformersEngine
+from rftmega.types import Experience, Prompt
+from rftmega.weights import EngineWeights, Exporter
+from tests.layouts import build_actor, rows_of
+from tests.ranks import run_ranks
+from tests.tiny_models import save_tiny
+
+PROMPTS = [Prompt((5, 9, 100)), Prompt((3,)), Prompt((5, 9, 100, 7, 7, 7, 8, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12))]
+STOP = 1
+
+
+def agreement_body(world: Any, folder: Path, parallel: ParallelConfig, engine_size: int) -> Any:
+    from rftmega.rollout.vllm import VLLMEngine
+
+    os.environ["LOCAL_WORLD_SIZE"] = str(world.size)
+    config = RolloutConfig(tensor=engine_size, max_prompt_tokens=32, max_response_tokens=12, cpu_cache_gib=0.05, max_batch=8)
+    actor = build_actor(folder, parallel, temperature=0.7, token_cap=512)
+    engine = VLLMEngine(folder, config, world, dtype="float32", stop_ids=[STOP])
+    oracle = TransformersEngine(folder, config, stop_ids=[STOP], where=torch.device("cpu"))
+    exporter = Exporter(actor.manager.bound, actor.topology, bucket_bytes=50_000)
+    found = []
+    for version in range(2):  # the second time other weights, the same prompts: no stale cache
+        EngineWeights(exporter, engine).push(version=version)
+        oracle.load_weights(exporter, version=version)
+        answers = engine.generate(PROMPTS, seeds=[1, 2, 3], temperature=0.7)
+        again = engine.generate(PROMPTS[::-1], seeds=[3, 2, 1], temperature=0.7)[::-1]
+        rows = rows_of(
+            [[*p.token_ids, *a.token_ids] for p, a in zip(PROMPTS, answers, strict=True)], [len(p.token_ids) for p in PROMPTS]
+        )
+        stats = actor.log_probs(rows)
+        engine_logp = torch.tensor([x for a in answers for x in a.logprobs])
+        greedy = [e.generate(PROMPTS, seeds=[0] * 3, temperature=0.0) for e in (engine, oracle)]
+        found.append({
+            "gap": (stats.logp[rows.mask] - engine_logp).abs().max().item(),
+            "answers": [a.token_ids for a in answers],
+            "again": [a.token_ids for a in again],
+            "versions": {a.policy_version for a in answers},
+            "greedy": [[a.token_ids for a in answers] for answers in greedy],
+            "reasons": [(a.finish_reason, len(a.token_ids), a.token_ids[-1]) for a in answers],
+        })  # fmt: skip
+        plain = Experience(
+            rows.tokens, rows.prompt_lengths, rows.lengths, rows.mask, stats.logp, stats.logp, None, torch.ones_like(stats.logp)
+        )
+        actor.update(plain, policy_loss())
+    engine.sleep()
+    EngineWeights(exporter, engine).push(version=2)  # wakes what it needs
+    assert engine.generate(PROMPTS[:1], seeds=[1], temperature=0.7)[0].policy_version == 2
+    dist.barrier()
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("variant", "world", "parallel", "engine_size"),
+    [
+        ("qwen3", 4, ParallelConfig(tensor=2, pipeline=2), 1),
+        ("llama-tied-llama3-rope", 2, ParallelConfig(pipeline=2), 1),
+        ("qwen2", 2, ParallelConfig(tensor=2), 2),
+    ],
+)
+def test_vllm_agrees_with_the_trainer_and_with_transformers(
+    variant: str, world: int, parallel: ParallelConfig, engine_size: int, tmp_path: Path
+) -> None:
+    folder = save_tiny(tmp_path, variant, hidden_size=128)  # vLLM's CPU attention starts at head size 32
+    results = run_ranks(world, agreement_body, folder, parallel, engine_size, timeout=300)
+    for found in results:
+        for version, turn in enumerate(found):
+            assert turn["gap"] < 1e-5
+            assert turn["versions"] == {version}
+            assert turn["greedy"][0] == turn["greedy"][1]
+            assert turn["answers"] == turn["again"], "an answer depends on its place in the batch"
+            for reason, length, last in turn["reasons"]:
+                assert reason == ("stop" if last == STOP else "length")
+                assert length <= 12
+        assert found[0]["answers"] != found[1]["answers"], "the second push changed nothing"
+    assert all(result == results[0] for result in results) or engine_size == 1

@@ -1,0 +1,129 @@
+"""What goes in comes out: HF files -> shards -> HF names, at every layout, byte for byte."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rftmega.config import ParallelConfig
+from rftmega.parallel.topology import Topology
+from rftmega.weights import Exporter, export_hf_folder
+from tests.layouts import build_manager
+from tests.ranks import RankFailure, run_ranks
+from tests.tiny_models import save_tiny, transformers_logits
+
+LAYOUTS = [
+    (1, ParallelConfig()),
+    (2, ParallelConfig(tensor=2)),
+    (4, ParallelConfig(tensor=4)),  # fewer key-value heads than ranks
+    (4, ParallelConfig(pipeline=4)),
+    (4, ParallelConfig(tensor=2, pipeline=2)),
+    (4, ParallelConfig(tensor=2)),  # two replicas
+]
+
+
+def export_body(world: Any, folder: Path, parallel: ParallelConfig, bucket_bytes: int) -> Any:
+    manager = build_manager(folder, parallel)
+    exporter = Exporter(manager.bound, manager.topology, bucket_bytes=bucket_bytes)
+    largest = max(unit.bytes for bucket in exporter.buckets for unit in bucket)
+    for bucket in exporter.buckets:
+        assert sum(unit.bytes for unit in bucket) <= max(bucket_bytes, largest)
+    tensors = list(exporter)
+    assert len({name for name, _ in tensors}) == len(tensors), "a tensor came twice"
+    return exporter.total_bytes, dict(tensors)
+
+
+@pytest.mark.parametrize("variant", ["llama", "llama-tied-llama3-rope", "qwen2", "qwen3-tied"])
+def test_every_process_gets_every_tensor_as_it_was_on_disk(variant: str, tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path, variant)
+    disk = load_file(folder / "model.safetensors")
+    for world, parallel in LAYOUTS:
+        for total, tensors in run_ranks(world, export_body, folder, parallel, 30_000):
+            assert tensors.keys() == disk.keys()
+            assert all(torch.equal(tensors[name], disk[name]) for name in disk), parallel
+            assert total == sum(tensor.nbytes for tensor in disk.values())
+
+
+def folder_body(world: Any, source: Path, target: Path) -> None:
+    manager = build_manager(source, ParallelConfig(tensor=2))
+    exporter = Exporter(manager.bound, manager.topology, bucket_bytes=10_000)
+    export_hf_folder(exporter, source, target, write=world.rank == 0)
+    Topology.destroy()
+    export_hf_folder(exporter, source, target, write=world.rank == 0)  # over an older export
+
+
+def test_an_exported_folder_is_one_that_transformers_loads(tmp_path: Path) -> None:
+    source = save_tiny(tmp_path / "source", "qwen2-tied")
+    run_ranks(2, folder_body, source, tmp_path / "target")
+    rows = [[1, 2, 3, 4]]
+    assert torch.equal(transformers_logits(tmp_path / "target", rows)[0], transformers_logits(source, rows)[0])
+    assert json.loads((tmp_path / "target/config.json").read_text()) == json.loads((source / "config.json").read_text())
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["source", "target"]  # no draft left
+
+
+def load_body(world: Any, folder: Path) -> None:
+    build_manager(folder, ParallelConfig())
+
+
+def damaged(folder: Path, what: str) -> None:
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    if what == "a tensor missing":
+        del tensors["model.layers.2.mlp.up_proj.weight"]
+    if what == "a wrong shape":
+        tensors["model.layers.2.mlp.up_proj.weight"] = torch.zeros(3, 3)
+    if what == "a file cut off":
+        file.write_bytes(file.read_bytes()[:1000])
+        return
+    save_file(tensors, file)
+
+
+@pytest.mark.parametrize(
+    ("what", "complaint"),
+    [
+        ("a tensor missing", "holds no tensor 'model.layers.2.mlp.up_proj.weight'"),
+        ("a wrong shape", "model.layers.2.mlp.up_proj.weight has shape (3, 3); config.json asks for (96, 64)"),
+        ("a file cut off", "model.safetensors can't be read"),
+    ],
+)
+def test_damaged_weights_are_refused_by_name(what: str, complaint: str, tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path, "llama")
+    damaged(folder, what)
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(1, load_body, folder)
+    assert "CheckpointError" in str(caught.value)
+    assert complaint in str(caught.value)
+
+
+def read_body(world: Any, folder: Path, parallel: ParallelConfig) -> int:
+    """Elements that this rank asks the files for."""
+    from rftmega.megatron import load
+
+    asked = []
+
+    class Counting:
+        def __init__(self, inner: Any):
+            self.inner = inner
+
+        def __getitem__(self, index: Any) -> torch.Tensor:
+            found = self.inner[index]
+            asked.append(found.numel())
+            return found
+
+    real = load.HFFolder.slice_of
+    load.HFFolder.slice_of = lambda self, name, shape: Counting(real(self, name, shape))
+    build_manager(folder, parallel)
+    return sum(asked)
+
+
+def test_ranks_together_read_each_sharded_element_once(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path, "llama")
+    tensors = load_file(folder / "model.safetensors")
+    whole = sum(t.numel() for t in tensors.values())
+    norms = sum(t.numel() for t in tensors.values() if t.dim() == 1)
+    read = run_ranks(4, read_body, folder, ParallelConfig(tensor=2, pipeline=2))
+    assert sum(read) == whole + norms  # norms are held by both tensor-parallel ranks
+    assert max(read) < 0.4 * whole

@@ -1,0 +1,55 @@
+"""A tiny arithmetic world on disk, and the real command line."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "examples/arithmetic"))
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="session")
+def arithmetic(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """model/ (random Qwen3 of 4 layers with the demo's tokenizer), train.jsonl, eval.jsonl and run.yaml."""
+    import make_data
+    import warm_start
+
+    from tests.tiny_models import save_tiny
+
+    folder = tmp_path_factory.mktemp("arithmetic")
+    make_data.write(folder)
+    (folder / "eval.jsonl").write_text("\n".join((folder / "eval.jsonl").read_text().splitlines()[:8]))
+    encode = warm_start.tokenizer()
+    save_tiny(folder / "model", "qwen3", vocab_size=len(warm_start.SYMBOLS), eos_token_id=encode.eos_token_id)
+    encode.save_pretrained(folder / "model")
+    (folder / "run.yaml").write_text(f"""
+model: {{path: {folder / "model"}}}
+data: {{train: {folder / "train.jsonl"}, eval: {folder / "eval.jsonl"}}}
+rollout: {{engine: scripted, samples_per_prompt: 4, max_prompt_tokens: 8, max_response_tokens: 6}}
+reward: {{format: 1.0, format_pattern: ".*[0-4]"}}
+optimizer: {{learning_rate: 1.0e-3, epsilon: 1.0e-4}}
+algorithm: {{kl_coef: 0.1, mini_batches: 2}}
+trainer: {{steps: 3, prompts_per_step: 8, max_tokens_per_micro_batch: 64, export: false, output: {folder / "out"}}}
+""")
+    return folder
+
+
+@pytest.fixture
+def train() -> Run:
+    """train_rl.py with these arguments, as a user would start it."""
+
+    def run(*arguments: object, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(ROOT / "train_rl.py"), *map(str, arguments)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False, cwd=ROOT)
+
+    return run
+
+
+def metrics_of(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]

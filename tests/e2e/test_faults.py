@@ -1,0 +1,109 @@
+"""What goes wrong says so, at once, and leaves nothing behind."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.conftest import ROOT, Run
+
+
+@pytest.fixture
+def running(arithmetic: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A run of two ranks that would go on for long, caught in the middle of training."""
+    output = tmp_path / "out"
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "train_rl.py"), str(arithmetic / "run.yaml"), "--processes", "2", "trainer.steps=100000",
+         "parallel.pipeline=2", f"trainer.output={output}"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, cwd=ROOT,
+    )  # fmt: skip
+    deadline = time.monotonic() + 120
+    metrics = output / "metrics.jsonl"
+    while not (metrics.is_file() and metrics.read_text().count("\n") > 2):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "training did not start"
+        time.sleep(0.1)
+    yield process
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def ranks_of(process: subprocess.Popen[str]) -> dict[int, psutil.Process]:
+    children = psutil.Process(process.pid).children(recursive=True)
+    return {int(child.environ()["RANK"]): child for child in children if "RANK" in child.environ()}
+
+
+def assert_gone(ranks: dict[int, psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(ranks.values(), timeout=5)
+    assert alive == []
+
+
+def test_killing_one_rank_ends_the_others_within_30_seconds_and_names_it(running: subprocess.Popen[str]) -> None:
+    ranks = ranks_of(running)
+    assert set(ranks) == {0, 1}
+    begin = time.monotonic()
+    ranks[1].kill()
+    _, errors = running.communicate(timeout=30)
+    assert time.monotonic() - begin < 30
+    assert running.returncode == 1
+    assert f"rank 1 (pid {ranks[1].pid}) was killed by SIGKILL" in errors
+    assert_gone(ranks)
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_terminate_leave_no_process_behind(stop: signal.Signals, running: subprocess.Popen[str]) -> None:
+    ranks = ranks_of(running)
+    if stop == signal.SIGINT:
+        os.killpg(running.pid, stop)  # a terminal sends Ctrl-C to all
+    else:
+        running.terminate()
+    _, errors = running.communicate(timeout=30)
+    assert running.returncode == 128 + stop
+    assert stop.name in errors
+    assert "Traceback" not in errors
+    assert_gone(ranks)
+
+
+def with_line(arithmetic: Path, tmp_path: Path, line: str) -> str:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"prompt": "1+1=", "label": "2"}\n' + line + "\n")
+    return f"data.train={bad}"
+
+
+def without_weights(arithmetic: Path, tmp_path: Path) -> str:
+    shutil.copytree(arithmetic / "model", tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    return f"model.path={tmp_path / 'model'}"
+
+
+BAD = {
+    "a prompt longer than the limit": (
+        lambda a, t: with_line(a, t, '{"prompt": "11111+11111=", "label": "1"}'),
+        "bad.jsonl:2: the prompt has 12 tokens, rollout.max_prompt_tokens is 8"),
+    "a line that is not JSON": (lambda a, t: with_line(a, t, "{prompt"), "bad.jsonl:2: not JSON"),
+    "a label missing": (lambda a, t: with_line(a, t, '{"prompt": "1+1="}'), 'bad.jsonl:2: no "label"'),
+    "a model folder without weights": (without_weights, "holds no *.safetensors weights"),
+    "a world size that does not divide": (lambda a, t: "parallel.tensor=3", "does not divide the 2 launched processes"),
+    "heads that do not divide": (lambda a, t: "parallel.pipeline=3", "parallel.pipeline=3 does not divide the model's 4 layers"),
+    "an unknown engine": (lambda a, t: "rollout.engine=sglang", "Choose one of: vllm, transformers, scripted"),
+    "a typo": (lambda a, t: "trainer.step=1", "Did you mean trainer.steps?"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", list(BAD))
+def test_bad_input_is_one_clear_error_and_nothing_is_written(what: str, arithmetic: Path, tmp_path: Path, train: Run) -> None:
+    make, complaint = BAD[what]
+    output = tmp_path / "out"
+    done = train(arithmetic / "run.yaml", make(arithmetic, tmp_path), f"trainer.output={output}", "--processes", 2)
+    assert done.returncode == 2
+    assert complaint in done.stderr
+    assert done.stderr.count("error: ") == 1
+    assert "Traceback" not in done.stderr
+    assert not output.exists()

@@ -1,0 +1,66 @@
+"""The real program, from its command line to the exported model."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.e2e.conftest import Run, metrics_of
+
+LAYOUTS = {"TP2 x PP2": (2, 2, 4), "DP4": (1, 1, 4), "TP4": (4, 1, 4), "PP4": (1, 4, 4), "one process": (1, 1, 1)}
+
+
+def test_the_first_steps_agree_between_all_layouts(arithmetic: Path, train: Run, tmp_path: Path) -> None:
+    """Loss, gradient norm and reward of three steps, to 5 significant digits, with the scripted engine."""
+    seen = {}
+    for name, (tensor, pipeline, processes) in LAYOUTS.items():
+        output = tmp_path / name.replace(" ", "-")
+        layout = (f"parallel.tensor={tensor}", f"parallel.pipeline={pipeline}", f"trainer.output={output}")
+        done = train(arithmetic / "run.yaml", *layout, "--processes", processes)
+        assert done.returncode == 0, done.stderr
+        seen[name] = metrics_of(output)[1:]
+    wanted = seen["one process"]
+    assert len(wanted) == 3
+    assert len({step["reward"] for step in wanted}) > 1, "nothing to compare"
+    for name, steps in seen.items():
+        for step, reference in zip(steps, wanted, strict=True):
+            for metric in ("loss", "grad_norm", "reward", "kl", "entropy"):
+                assert step[metric] == pytest.approx(reference[metric], rel=5e-6, abs=1e-9), (name, step["step"], metric)
+    assert all(step["grad_norm"] > 1e-3 for step in wanted)
+
+
+def test_with_vllm_the_engine_follows_the_trainer_and_the_export_is_a_model(arithmetic: Path, train: Run, tmp_path: Path) -> None:
+    done = train(
+        arithmetic / "run.yaml", "rollout.engine=vllm", "rollout.cpu_cache_gib=0.05", "parallel.tensor=2", "--processes", 2,
+        f"trainer.output={tmp_path}", "trainer.export=true", "optimizer.learning_rate=1e-2",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    steps = metrics_of(tmp_path)
+    assert [step["step"] for step in steps] == [0, 1, 2, 3]
+    assert all(step["logprob_gap_max"] < 1e-4 for step in steps[1:])
+    assert "eval_exact_match" in steps[0]
+    assert "eval_exact_match" in steps[-1]
+    assert list((tmp_path / "tensorboard").iterdir())
+    before, after = (AutoModelForCausalLM.from_pretrained(p) for p in (arithmetic / "model", tmp_path / "policy"))
+    moved = [not torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters(), strict=True)]
+    assert all(moved), "a parameter never moved"
+    assert AutoTokenizer.from_pretrained(tmp_path / "policy").decode([5, 6]) == "34"
+
+
+def test_dry_run_prints_layout_batch_and_parameters_and_starts_nothing(arithmetic: Path, train: Run, tmp_path: Path) -> None:
+    layout = ("parallel.tensor=2", "parallel.pipeline=2", f"trainer.output={tmp_path / 'out'}")
+    done = train(arithmetic / "run.yaml", *layout, "--processes", 8, "--dry-run")
+    assert done.returncode == 0, done.stderr
+    for part in ("8 = tensor 2 x pipeline 2 x data 2", "8 prompts x 4 answers = 32 rows", "rank 7: tensor 1, data 1, stage 1"):
+        assert part in done.stdout
+    model = AutoModelForCausalLM.from_pretrained(arithmetic / "model")
+    assert f"{sum(p.numel() for p in model.parameters()):,} parameters" in done.stdout
+    assert not (tmp_path / "out").exists()
+
+
+def test_help_explains_every_section(train: Run) -> None:
+    done = train("--help")
+    assert done.returncode == 0
+    for part in ("parallel.tensor = 1", "rollout.temperature = 1.0", "--dry-run", "CONFIG [option=value ...]"):
+        assert part in done.stdout

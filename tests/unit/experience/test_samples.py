@@ -1,0 +1,64 @@
+import pytest
+import torch
+
+from rftmega.experience import ExperienceMaker, collect
+from rftmega.types import Completion, Prompt, Rows, TokenStats
+
+PROMPTS = [Prompt((1, 2, 3)), Prompt((1, 2, 3)), Prompt((9,)), Prompt((9,))]
+COMPLETIONS = [
+    Completion((0, 0), (-0.1, -0.2), "stop", 0),  # 0 is a padding id too: masks must not come from tokens
+    Completion((4, 5, 6), (-0.3, -0.4, -0.5), "length", 0),
+    Completion((), (), "length", 0),
+    Completion((8,), (-0.6,), "stop", 0),
+]
+
+
+class Flat:
+    """A policy that finds everything equally likely."""
+
+    def log_probs(self, rows: Rows) -> TokenStats:
+        return TokenStats(torch.full(rows.mask.shape, -1.0), None)
+
+    def reference_log_probs(self, rows: Rows) -> TokenStats:
+        return TokenStats(torch.full(rows.mask.shape, -2.0), None)
+
+
+def samples():
+    return collect(PROMPTS, COMPLETIONS, lambda p, c: {"reward": float(len(c.token_ids)), "length": 1.0}, samples_per_prompt=2)
+
+
+def test_rows_hold_prompt_and_response_and_the_mask_covers_the_response_targets() -> None:
+    found = samples()
+    assert found.rows.tokens.tolist() == [[1, 2, 3, 0, 0, 0], [1, 2, 3, 4, 5, 6], [9, 0, 0, 0, 0, 0], [9, 8, 0, 0, 0, 0]]
+    assert found.rows.mask.int().tolist() == [[0, 0, 1, 1, 0], [0, 0, 1, 1, 1], [0] * 5, [1, 0, 0, 0, 0]]
+
+
+def test_log_probs_stand_at_the_column_before_their_token() -> None:
+    logp = samples().behaviour_logp
+    assert logp[1].tolist() == pytest.approx([0, 0, -0.3, -0.4, -0.5])
+    assert logp[3].tolist() == pytest.approx([-0.6, 0, 0, 0, 0])
+
+
+def test_siblings_share_a_group_and_truncation_is_kept() -> None:
+    found = samples()
+    assert found.group.tolist() == [0, 0, 1, 1]
+    assert found.truncated.tolist() == [False, True, True, False]
+    assert found.reward.tolist() == [2, 3, 0, 1]
+    assert set(found.reward_parts) == {"length"}
+
+
+def test_experience_spreads_the_group_advantage_over_the_response_only() -> None:
+    made = ExperienceMaker(Flat(), use_reference=True, scale_by_std=False).make(samples())
+    assert made.advantage.tolist() == [[0, 0, -0.5, -0.5, 0], [0, 0, 0.5, 0.5, 0.5], [0] * 5, [0.5, 0, 0, 0, 0]]
+    assert made.reference_logp is not None
+    assert made.reference_logp.unique().tolist() == [-2.0]
+    assert ExperienceMaker(Flat(), use_reference=False).make(samples()).reference_logp is None
+
+
+def test_selected_rows_are_trimmed_to_the_longest_of_them() -> None:
+    made = ExperienceMaker(Flat(), use_reference=True).make(samples())
+    part = made.select(torch.tensor([3, 0]))
+    assert part.tokens.tolist() == [[9, 8, 0, 0, 0], [1, 2, 3, 0, 0]]
+    assert part.mask.shape == part.old_logp.shape == part.advantage.shape == (2, 4)
+    assert part.lengths.tolist() == [2, 5]
+    assert len(made.select(torch.zeros(0, dtype=torch.int64))) == 0

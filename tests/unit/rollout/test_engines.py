@@ -1,0 +1,107 @@
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rftmega.config import RolloutConfig
+from rftmega.errors import EngineError, WeightMismatch
+from rftmega.rollout import EngineStatus, ScriptedEngine
+from rftmega.rollout.transformers import TransformersEngine
+from rftmega.types import Prompt
+from tests.tiny_models import save_tiny, transformers_logits
+
+CONFIG = RolloutConfig(max_response_tokens=6)
+PROMPTS = [Prompt((5, 9, 100)), Prompt((3,))]
+
+
+def scripted() -> ScriptedEngine:
+    engine = ScriptedEngine(CONFIG, vocabulary=20, stop_ids=[1])
+    engine.load_weights([], version=4)
+    return engine
+
+
+def test_scripted_answers_depend_on_their_own_seed_alone() -> None:
+    engine = scripted()
+    one, two = engine.generate(PROMPTS, seeds=[7, 8], temperature=1.0)
+    assert engine.generate(PROMPTS[:1], seeds=[8], temperature=1.0) == [two]
+    assert one != two
+    assert one.policy_version == 4
+
+
+def test_scripted_answers_end_in_the_stop_token_or_at_the_limit() -> None:
+    for answer in scripted().generate([PROMPTS[0]] * 50, seeds=list(range(50)), temperature=1.0):
+        assert len(answer.token_ids) == len(answer.logprobs)
+        assert (answer.token_ids[-1] == 1) is (answer.finish_reason == "stop")
+        assert len(answer.token_ids) <= 6
+
+
+def test_an_engine_without_weights_refuses_to_answer() -> None:
+    engine = ScriptedEngine(CONFIG, vocabulary=20, stop_ids=[1])
+    with pytest.raises(EngineError, match="holds no weights"):
+        engine.generate(PROMPTS, seeds=[0, 0], temperature=1.0)
+
+
+def test_sleep_drops_the_weights_and_both_ways_are_idempotent() -> None:
+    engine = scripted()
+    for _ in range(2):
+        engine.sleep()
+        assert engine.status is EngineStatus.SLEEPED
+    with pytest.raises(EngineError):
+        engine.generate(PROMPTS, seeds=[0, 0], temperature=1.0)
+    engine.load_weights([], version=5)
+    assert engine.generate(PROMPTS, seeds=[0, 0], temperature=1.0)[0].policy_version == 5  # and it woke by itself
+    for _ in range(2):
+        engine.wake()
+        assert engine.status is EngineStatus.WAKEUP
+
+
+def test_a_push_that_breaks_off_leaves_the_engine_without_a_version() -> None:
+    def broken():
+        yield "a", torch.zeros(1)
+        raise ConnectionError
+
+    engine = scripted()
+    with pytest.raises(ConnectionError):
+        engine.load_weights(broken(), version=5)
+    with pytest.raises(EngineError):
+        engine.generate(PROMPTS, seeds=[0, 0], temperature=1.0)
+
+
+def transformers_engine(folder: Path) -> TransformersEngine:
+    engine = TransformersEngine(folder, CONFIG, stop_ids=[1], where=torch.device("cpu"))
+    engine.load_weights(load_file(folder / "model.safetensors").items(), version=0)
+    return engine
+
+
+def test_the_oracle_is_greedy_at_temperature_zero_and_reports_what_the_model_says(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path, "qwen3-tied")
+    for prompt, answer in zip(PROMPTS, transformers_engine(folder).generate(PROMPTS, seeds=[0, 0], temperature=0.0), strict=True):
+        row = [*prompt.token_ids, *answer.token_ids]
+        logp = transformers_logits(folder, [row])[0].log_softmax(-1)[len(prompt.token_ids) - 1 : -1]
+        assert list(answer.token_ids) == logp.argmax(-1).tolist()
+        picked = logp.gather(-1, torch.tensor(answer.token_ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(answer.logprobs), picked, atol=1e-5, rtol=0)
+
+
+def test_the_oracle_reports_log_probs_of_the_tempered_distribution(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path, "llama")
+    answer = transformers_engine(folder).generate(PROMPTS[:1], seeds=[3], temperature=0.5)[0]
+    row = [*PROMPTS[0].token_ids, *answer.token_ids]
+    logp = (transformers_logits(folder, [row])[0] / 0.5).log_softmax(-1)[2:-1]
+    picked = logp.gather(-1, torch.tensor(answer.token_ids)[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(answer.logprobs), picked, atol=1e-5, rtol=0)
+
+
+def test_the_oracle_refuses_a_push_with_a_tensor_missing_unknown_or_misshapen(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path, "qwen2")
+    tensors = load_file(folder / "model.safetensors")
+    engine = transformers_engine(folder)
+    name = "model.norm.weight"
+    for bad in (
+        {k: v for k, v in tensors.items() if k != name},
+        tensors | {"x": torch.zeros(1)},
+        tensors | {name: torch.zeros(3)},
+    ):
+        with pytest.raises(WeightMismatch):
+            engine.load_weights(bad.items(), version=1)

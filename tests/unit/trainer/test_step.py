@@ -1,0 +1,117 @@
+"""A whole GRPO step in one plain process: a bigram table is policy enough, a seeded generator engine enough."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rftmega.algorithms.losses import policy_loss
+from rftmega.experience import ExperienceMaker
+from rftmega.trainer import PPOTrainer
+from rftmega.trainer.callbacks import Evaluate, Observer
+from rftmega.types import Completion, Experience, Prompt, Rows, TokenStats
+
+WORDS = 16
+
+
+class Bigrams:
+    """Policy, weights and engine in one."""
+
+    def __init__(self) -> None:
+        self.table = torch.zeros(WORDS, WORDS, requires_grad=True)
+        self.versions: list[int] = []
+
+    def logp(self, rows: Rows) -> Tensor:
+        return self.table[rows.tokens[:, :-1]].log_softmax(-1).gather(-1, rows.tokens[:, 1:, None])[..., 0]
+
+    def log_probs(self, rows: Rows) -> TokenStats:
+        return TokenStats(self.logp(rows).detach(), None)
+
+    def update(self, experience: Experience, loss_fn: Any) -> dict[str, float]:
+        loss = loss_fn(TokenStats(self.logp(experience.rows), None), experience)
+        (gradient,) = torch.autograd.grad((loss.value * loss.weight).sum() / loss.count, self.table)
+        self.table.data -= 20 * gradient
+        return {"loss": 0.0}
+
+    def push(self, *, version: int) -> dict[str, float]:
+        self.versions.append(version)
+        return {}
+
+    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None: ...
+
+    def generate(self, prompts: Sequence[Prompt], *, seeds: Sequence[int], temperature: float) -> list[Completion]:
+        return [self._answer(prompt, seed, temperature) for prompt, seed in zip(prompts, seeds, strict=True)]
+
+    def _answer(self, prompt: Prompt, seed: int, temperature: float) -> Completion:
+        logp = self.table[prompt.token_ids[-1]].detach().log_softmax(-1)
+        rng = torch.Generator().manual_seed(seed)
+        token = int(torch.multinomial(logp.exp(), 1, generator=rng)) if temperature else int(logp.argmax())
+        return Completion((token,), (float(logp[token]),), "length", self.versions[-1])
+
+
+def likes_seven(prompt: Prompt, completion: Completion) -> dict[str, float]:
+    hit = float(completion.token_ids == (7,))
+    return {"exact_match": hit, "reward": hit}
+
+
+class Diary(Observer):
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.metrics: list[dict[str, float]] = []
+
+    def on_start(self, trainer: Any, metrics: dict[str, float]) -> None:
+        self.said.append("start")
+        self.metrics.append(metrics)
+
+    def on_phase(self, trainer: Any, name: str, seconds: float) -> None:
+        self.said.append(name)
+
+    def on_step(self, trainer: Any, metrics: dict[str, float]) -> None:
+        self.said.append(f"step {trainer.step}")
+        self.metrics.append(metrics)
+
+    def on_end(self, trainer: Any) -> None:
+        self.said.append("end")
+
+
+def train(steps: int, seed: int = 0) -> tuple[Bigrams, Diary]:
+    policy, diary = Bigrams(), Diary()
+    prompts = [Prompt((1, 2)), Prompt((3,))]
+    PPOTrainer(
+        engine=policy, policy=policy, weights=policy, reward=likes_seven, maker=ExperienceMaker(policy, use_reference=False),
+        loss_fn=policy_loss(), samples_per_prompt=16, temperature=1.0, seed=seed,
+        callbacks=[Evaluate(prompts, likes_seven, every=2, last=steps), diary],
+    ).fit([prompts] * (steps + 5), steps=steps)  # fmt: skip
+    return policy, diary
+
+
+def test_rewarded_tokens_become_likelier() -> None:
+    policy, diary = train(30)
+    assert policy.table.softmax(-1)[2, 7] > 0.9
+    assert diary.metrics[0]["eval_exact_match"] == 0
+    assert diary.metrics[-1]["eval_exact_match"] == 1
+    assert diary.metrics[-1]["reward"] > 0.8
+
+
+def test_a_step_is_rollout_score_update_push_and_each_push_has_the_next_version() -> None:
+    policy, diary = train(2)
+    step = ["rollout", "score", "update", "push"]
+    assert diary.said == ["start", *step, "step 1", *step, "step 2", "end"]
+    assert policy.versions == [0, 1, 2]
+    assert {f"seconds_{phase}" for phase in step} <= diary.metrics[1].keys()
+
+
+def test_the_engine_and_the_trainer_agree_so_the_gap_is_nothing() -> None:
+    assert all(metrics["logprob_gap_max"] < 1e-6 for metrics in train(3)[1].metrics[1:])
+
+
+def test_the_seed_decides_everything() -> None:
+    tables = [train(3, seed)[0].table for seed in (0, 0, 1)]
+    assert torch.equal(tables[0], tables[1])
+    assert not torch.equal(tables[0], tables[2])
+
+
+def test_evaluation_happens_before_after_and_in_between() -> None:
+    evaluated = [i for i, metrics in enumerate(train(5)[1].metrics) if "eval_exact_match" in metrics]
+    assert evaluated == [0, 2, 4, 5]
