@@ -7,7 +7,7 @@ every mask is made from lengths, never from token values: a padding id may well 
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -108,7 +108,7 @@ class Experience:
     def to(self, device: torch.device) -> "Experience":
         return self._map(lambda value: None if value is None else value.to(device))
 
-    def _map(self, change: Callable[[Tensor | None], Tensor | None]) -> "Experience":
+    def _map(self, change: Callable[[Any], Any]) -> "Experience":
         return Experience(**{f.name: change(getattr(self, f.name)) for f in fields(self)})
 
 

@@ -21,5 +21,5 @@ def option_reference() -> str:
                 assert option.value is not None and isinstance(doc.value, ast.Constant)
                 default = ast.unparse(option.value)
                 shown = "required" if default == "MISSING" else default
-                lines.append(f"  {name}.{ast.unparse(option.target)} = {shown}\n      {doc.value.value}")
+                lines.append(f"  {name}.{ast.unparse(option.target)} = {shown}\n      {doc.value.value!s}")
     return "\n".join(lines)

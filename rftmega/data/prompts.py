@@ -19,7 +19,9 @@ def load_prompts(path: str | Path, tokenizer: Tokenizer, config: DataConfig, *, 
 
     Raises DataError that lists file:line of what is not JSON, lacks a key, holds the wrong type or is too long.
     """
-    prompts, problems, dropped = [], [], 0
+    prompts: list[Prompt] = []
+    problems: list[str] = []
+    dropped = 0
     for number, line in enumerate(Path(path).read_text().splitlines(), start=1):
         if not line.strip():
             continue

@@ -35,7 +35,9 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of an answer, without special tokens."""
-        return self._inner.decode(list(token_ids), skip_special_tokens=True)
+        text = self._inner.decode(list(token_ids), skip_special_tokens=True)
+        assert isinstance(text, str)
+        return text
 
 
 def _generation_stop(folder: Path) -> int | list[int] | None:

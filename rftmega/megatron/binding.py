@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch.nn import Module, Parameter
 
@@ -30,7 +31,7 @@ def bind(chunks: Sequence[Module], rules: Sequence[Rule]) -> list[Bound]:
     return [bound for chunk in chunks for bound in _bind_chunk(chunk, rules)]
 
 
-def _bind_chunk(chunk: Module, rules: Sequence[Rule]) -> Iterator[Bound]:
+def _bind_chunk(chunk: Any, rules: Sequence[Rule]) -> Iterator[Bound]:
     left = dict(chunk.named_parameters())
     for rule in rules:
         # Megatron numbers modules from 0 in every chunk; layer_number is global and starts at 1.

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -47,7 +48,7 @@ class MegatronModelManager:
         ]
         self.bound: list[Bound] = bind(self.chunks, table(self.hf_config))
         load_hf(hf_folder, self.bound, rank=topology.tensor_rank, ranks=topology.tensor)
-        self.model: list[torch.nn.Module] = list(self.chunks)
+        self.model: list[Any] = list(self.chunks)  # wrapped by setup_model_and_optimizer
 
     def setup_model_and_optimizer(self, optimizer: OptimizerConfig, *, optimizer_steps: int) -> None:
         """Wraps the chunks for data parallelism and builds optimizer and learning-rate schedule over `optimizer_steps`."""

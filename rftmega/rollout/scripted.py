@@ -1,6 +1,7 @@
 """An engine that answers from seeded generators: no model, the same tokens on every process and layout."""
 
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ class ScriptedEngine(Engine):
         if length < self.longest:
             ids[-1] = self.stop_ids[0]
         assert self.version is not None
-        reason = "stop" if ids[-1] in self.stop_ids else "length"
+        reason: Literal["stop", "length"] = "stop" if ids[-1] in self.stop_ids else "length"
         return Completion(tuple(ids), tuple(logprobs), reason, self.version)
 
     def _load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:

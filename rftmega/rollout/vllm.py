@@ -56,16 +56,17 @@ class VLLMEngine(Engine):
         self.longest = config.max_response_tokens
         self._sampling_params = SamplingParams
         on_cuda = device.current().type == "cuda"
+        precision: Any = dtype if dtype != "auto" else str(device.current().train_dtype).removeprefix("torch.")
         memory: dict[str, Any] = (
             {"gpu_memory_utilization": config.memory_fraction, "enable_sleep_mode": True}
             if on_cuda
             else {"kv_cache_memory_bytes": int(config.cpu_cache_gib * 2**30)}
         )
-        self._llm = LLM(
+        self._llm: Any = LLM(
             model=str(folder),
             load_format="dummy",
             skip_tokenizer_init=True,
-            dtype=dtype if dtype != "auto" else str(device.current().train_dtype).removeprefix("torch."),
+            dtype=precision,
             tensor_parallel_size=config.tensor,
             distributed_executor_backend="external_launcher",
             max_model_len=config.max_prompt_tokens + config.max_response_tokens,

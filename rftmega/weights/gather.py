@@ -16,9 +16,14 @@ from rftmega.parallel.topology import Topology
 class Held(Protocol):
     """What a process holds: a rule, the layer it is applied to, and the parameter (`megatron.binding.Bound`)."""
 
-    rule: Rule
-    layer: int | None
-    parameter: Tensor
+    @property
+    def rule(self) -> Rule: ...
+
+    @property
+    def layer(self) -> int | None: ...
+
+    @property
+    def parameter(self) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +34,10 @@ class Unit:
     layer: int | None
     dtype: torch.dtype
     shapes: dict[int, tuple[int, ...]]  # global rank -> shape of its shard, in the order of tensor-parallel ranks
+
+    @property
+    def key(self) -> tuple[str, int | None]:
+        return self.rule.megatron[0], self.layer
 
     @property
     def bytes(self) -> int:
@@ -49,10 +58,11 @@ class Exporter:
                 mine.append((item.rule, item.layer, item.parameter.dtype, tuple(item.parameter.shape)))
         told: list[Any] = [None] * topology.model_group.size()
         dist.all_gather_object(told, (topology.tensor_rank, dist.get_rank(), mine), group=topology.model_group)
+        self._device = held[0].parameter.device
         self.buckets = _buckets(_units(told), bucket_bytes)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """(HF name, whole tensor) in a fixed order; a tensor is only valid until the next bucket is asked for."""
+        """(HF name, whole tensor), layer by layer, always in the same order."""
         for bucket in self.buckets:
             shards = self._gather(bucket)
             for unit, held in zip(bucket, shards, strict=True):
@@ -65,32 +75,19 @@ class Exporter:
     @torch.no_grad()
     def _gather(self, bucket: Sequence[Unit]) -> list[list[Tensor]]:
         """Every holder sends its shards of the bucket as one flat tensor; per unit, the shards by tensor-parallel rank."""
-        flat: dict[int, Tensor] = {}
-        for source in sorted({rank for unit in bucket for rank in unit.shapes}):
-            parts = (
-                [
-                    self._parameter[unit.rule.megatron[0], unit.layer].detach().flatten()
-                    for unit in bucket
-                    if source in unit.shapes
-                ]
-                if source == dist.get_rank()
-                else []
-            )
-            length = sum(torch.Size(unit.shapes[source]).numel() for unit in bucket if source in unit.shapes)
-            where = next(iter(self._parameter.values())).device
-            flat[source] = torch.cat(parts) if parts else torch.empty(length, dtype=bucket[0].dtype, device=where)
+        shards: dict[tuple[str, int | None], list[Tensor]] = {unit.key: [] for unit in bucket}
+        for source in dict.fromkeys(rank for unit in bucket for rank in unit.shapes):
+            sent = [unit for unit in bucket if source in unit.shapes]
+            sizes = [torch.Size(unit.shapes[source]).numel() for unit in sent]
+            if source == dist.get_rank():
+                flat = torch.cat([self._parameter[unit.key].detach().flatten() for unit in sent])
+            else:
+                flat = torch.empty(sum(sizes), dtype=bucket[0].dtype, device=self._device)
             if self.topology.model_group.size() > 1:
-                dist.broadcast(flat[source], src=source, group=self.topology.model_group)
-        offset = dict.fromkeys(flat, 0)
-        shards = []
-        for unit in bucket:
-            held = []
-            for source, shape in unit.shapes.items():
-                size = torch.Size(shape).numel()
-                held.append(flat[source][offset[source] : offset[source] + size].view(shape))
-                offset[source] += size
-            shards.append(held)
-        return shards
+                dist.broadcast(flat, src=source, group=self.topology.model_group)
+            for unit, part in zip(sent, flat.split(sizes), strict=True):
+                shards[unit.key].append(part.view(unit.shapes[source]))
+        return [shards[unit.key] for unit in bucket]
 
 
 def _units(told: Sequence[tuple[int, int, list[Any]]]) -> list[Unit]:
