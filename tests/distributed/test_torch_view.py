@@ -3,65 +3,52 @@
 import os
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
+
+import pytest
+import torch
+
+from rftmega.device.torch_view import PATCHES, install
+from tests.tiny_models import save_tiny
 
 ROOT = Path(__file__).parents[2]
-
-# One process is both stages of nothing; two are needed for what only happens between stages.
-TRAIN = """
-import sys
-from rftmega.device import torch_view
-assert torch_view.install(without=frozenset(sys.argv[1].split(",")) - {""})
-from pathlib import Path
-import torch
-import torch.distributed as dist
-from rftmega.algorithms.losses import policy_loss
-from rftmega.config import OptimizerConfig, ParallelConfig
-from rftmega.types import Experience
-from tests.layouts import build_actor, rows_of
-dist.init_process_group("gloo")
-stages = dist.get_world_size()
-from tests import layouts
-real = layouts.build_manager
-layouts.build_manager = lambda folder, parallel: real(folder, parallel, dtype=torch.bfloat16)
-optimizer = OptimizerConfig(learning_rate=1e-3, distributed=stages == 1)
-actor = build_actor(Path(sys.argv[2]), ParallelConfig(pipeline=stages), optimizer)
-rows = rows_of([[1, 2, 3], [4, 5]])
-logp = actor.log_probs(rows).logp
-plain = Experience(rows.tokens, rows.prompt_lengths, rows.lengths, rows.mask, logp, logp, None, torch.ones_like(logp))
-assert actor.update(plain, policy_loss())["skipped_steps"] == 0
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
-tracker = get_cuda_rng_tracker()
-with tracker.fork():
-    one = torch.rand(4)
-with tracker.fork():
-    two = torch.rand(4)
-outside = torch.rand(4)
-assert not torch.equal(one, two), "forked generators repeat themselves"
-print("trained")
-"""
+BETWEEN_STAGES = {"streams", "tensor_cuda", ""}  # these only matter where there are two stages (tied embeddings included)
 
 
-def train(folder: Path, *, without: str, stages: int) -> tuple[bool, str]:
-    """Did it train on `stages` processes? And what they said."""
-    processes = []
-    for rank in range(stages):
-        environment = os.environ | {
-            "RANK": str(rank), "WORLD_SIZE": str(stages), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29533",
-            "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT),
-        }  # fmt: skip
-        command = [sys.executable, "-c", textwrap.dedent(TRAIN), without, str(folder)]
-        processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
-    said = [process.communicate(timeout=120)[0] for process in processes]
-    return all("trained" in text for text in said), "\n".join(said)
+def train(folder: Path, meeting: Path, *, without: str) -> str:
+    """What the ranks said."""
+    stages = 2 if without in BETWEEN_STAGES else 1
+    script = Path(__file__).with_name("without_patch.py")
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script), without, str(folder), str(meeting), str(rank), str(stages)],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(stages)
+    ]  # fmt: skip
+    said = [rank.communicate(timeout=120)[0] for rank in ranks]
+    if not without:
+        assert all("trained" in text for text in said), said
+    return "\n".join(said)
 
 
-EXPECTED = {
-    "current_device": (1, "not compiled with CUDA"),
-    "literals": (1, "not compiled with CUDA"),
-    "streams": (2, "not compiled with CUDA"),
-    "rng": (1, "CUDA"),
-    "tensor_type": (1, "TypeError"),
-    "tensor_cuda": (2, "CUDA"),
-}
+@pytest.mark.parametrize("patch", ["", *PATCHES])
+def test_without_a_patch_training_fails_and_with_all_it_works(patch: str, tmp_path: Path) -> None:
+    said = train(save_tiny(tmp_path / "model", "qwen2-tied"), tmp_path / "meeting", without=patch)
+    if patch:
+        assert "trained" not in said
+        assert "cuda" in said.lower() or "forked generators" in said or "TypeError" in said, said
+
+
+def test_the_real_torch_is_left_alone() -> None:
+    assert not install()  # a second call does nothing
+    assert torch.cuda.current_device.__module__.startswith("torch.cuda")
+    assert torch.zeros.__module__ is None or "rftmega" not in str(torch.zeros.__module__)
+    assert "torch_view" not in getattr(torch.Tensor.type, "__module__", "")
+
+
+def test_it_refuses_to_come_too_late() -> None:
+    late = "import megatron.core\nfrom rftmega.device import torch_view\ntorch_view.install()"
+    done = subprocess.run([sys.executable, "-c", late], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert "was imported before rftmega" in done.stderr
