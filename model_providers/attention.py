@@ -43,18 +43,13 @@ class PackedAttention(torch.nn.Module):
         if packed_seq_params is None:
             rows = (x.permute(1, 2, 0, 3) for x in (query, key, value))
             return self._attend(*rows).permute(2, 0, 1, 3).flatten(2)
-        edges = packed_seq_params.cu_seqlens_q.tolist()
-        starts: dict[int, list[int]] = defaultdict(list)
-        for start, stop in zip(edges, edges[1:], strict=False):
-            starts[stop - start].append(start)
-        # Rows of one length are one batch: a call a row would cost more than the attention of short rows.
-        order, attended = [], []
-        for length, begin in starts.items():
-            index = torch.tensor(begin, device=query.device)[:, None] + torch.arange(length, device=query.device)
+        attended = []
+        groups = row_groups(packed_seq_params)
+        for index in groups:
             rows = (x[index].transpose(1, 2) for x in (query, key, value))
             attended.append(self._attend(*rows).transpose(1, 2).flatten(0, 1))
-            order.append(index.flatten())
-        return torch.cat(attended)[torch.cat(order).argsort()].flatten(1)
+        order = torch.cat([index.flatten() for index in groups])
+        return torch.cat(attended)[order.argsort()].flatten(1)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """[b, heads, s, d] -> the same."""
@@ -67,3 +62,23 @@ class PackedAttention(torch.nn.Module):
             scale=self.scale,
             dropout_p=self.dropout if self.training else 0.0,
         )
+
+
+def row_groups(packed: PackedSeqParams) -> list[Tensor]:
+    """Token indices [rows, length] of all rows of one length, for each length.
+
+    Rows of one length are one batch: a call a row would cost more than the attention of short rows. Kept with the
+    micro-batch, so that its layers share one look at the lengths.
+    """
+    groups: list[Tensor] | None = getattr(packed, "row_groups", None)
+    if groups is None:
+        edges = packed.cu_seqlens_q.tolist()
+        starts: dict[int, list[int]] = defaultdict(list)
+        for start, stop in zip(edges, edges[1:], strict=False):
+            starts[stop - start].append(start)
+        where = packed.cu_seqlens_q.device
+        groups = [
+            torch.tensor(begin, device=where)[:, None] + torch.arange(length, device=where) for length, begin in starts.items()
+        ]
+        packed.row_groups = groups
+    return groups

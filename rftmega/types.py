@@ -54,7 +54,7 @@ class Rows:
     @property
     def mask(self) -> Tensor:
         """[B, T] True where the target is a response token."""
-        target = torch.arange(1, self.tokens.shape[1])
+        target = torch.arange(1, self.tokens.shape[1], device=self.tokens.device)
         return (target >= self.prompt_lengths[:, None]) & (target < self.lengths[:, None])
 
 

@@ -18,6 +18,8 @@ from rftmega.megatron.manager import MegatronModelManager, ReferenceWeights
 from rftmega.parallel.micro_batches import plan_micro_batches
 from rftmega.types import Experience, LossFn, Metrics, Rows, TokenLoss, TokenStats
 
+MicroBatch = tuple[Packed, Experience | None]  # what to compute, and what to learn from it (None: only score)
+
 
 class MegatronActor:
     """The policy. Every process calls its methods with the whole batch and gets the whole result."""
@@ -74,7 +76,8 @@ class MegatronActor:
         for chunk in self.manager.model:
             chunk.train()
         self.manager.zero_grad()
-        batches = [experience.select(index).to(self.manager.where) for index in self._micro_batches(experience.lengths)]
+        indices = self._micro_batches(experience.lengths)
+        batches = [(self._pack(experience.rows, index), experience.select(index).to(self.manager.where)) for index in indices]
         micro_sums = self._run(batches, partial(self._loss_of_logits, loss_fn), forward_only=False)
         metrics = self._mean(micro_sums, loss_fn, experience)
         taken, grad_norm = self.manager.optimizer_step()
@@ -86,14 +89,19 @@ class MegatronActor:
         for chunk in self.manager.model:
             chunk.eval()
         indices = self._micro_batches(rows.lengths)
-        found = self._run([rows.select(index) for index in indices], self._stats_of_logits, forward_only=True)
+        found = self._run([(self._pack(rows, index), None) for index in indices], self._stats_of_logits, forward_only=True)
         return list(zip(indices, found, strict=True)) if found else []
 
     def _micro_batches(self, lengths: Tensor) -> list[Tensor]:
         plan = plan_micro_batches(lengths.tolist(), data_parallel=self.topology.data, token_cap=self.token_cap)
         return [torch.tensor(rows, dtype=torch.int64) for rows in plan[self.topology.data_rank]]
 
-    def _run(self, batches: Sequence[Any], finish: Callable[..., Any], *, forward_only: bool) -> list[Any]:
+    def _pack(self, rows: Rows, index: Tensor) -> Packed:
+        # Sequence parallelism splits the packed tokens between the tensor-parallel ranks.
+        multiple_of = self.topology.tensor if self.manager.config.sequence_parallel else 1
+        return pack(rows.select(index), multiple_of=multiple_of, where=self.manager.where)
+
+    def _run(self, batches: Sequence[MicroBatch], finish: Callable[..., Any], *, forward_only: bool) -> list[Any]:
         """Runs the pipeline schedule; what `finish` made of each micro-batch on the last stage, [] on the others."""
         return get_forward_backward_func()(
             forward_step_func=partial(self._forward_step, finish),
@@ -106,27 +114,20 @@ class MegatronActor:
             collect_non_loss_data=forward_only,
         )
 
-    def _forward_step(self, finish: Callable[..., Any], batches: Iterator[Any], model: Any) -> tuple[Tensor, Any]:
-        batch = next(batches)
-        rows = batch.rows if isinstance(batch, Experience) else batch
-        packed = pack(rows, multiple_of=self._multiple_of, where=self.manager.where)
+    def _forward_step(self, finish: Callable[..., Any], batches: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Any]:
+        packed, experience = next(batches)
         logits = model(packed.tokens, packed.positions, None, packed_seq_params=packed.sequence)
-        return logits, partial(finish, batch, packed)
+        return logits, partial(finish, packed, experience)
 
-    @property
-    def _multiple_of(self) -> int:
-        """Sequence parallelism splits the packed tokens between the tensor-parallel ranks."""
-        return self.topology.tensor if self.manager.config.sequence_parallel else 1
-
-    def _stats_of_logits(self, rows: Rows, packed: Packed, logits: Tensor, non_loss_data: bool = True) -> TokenStats:
+    def _stats_of_logits(self, packed: Packed, experience: None, logits: Tensor, non_loss_data: bool = True) -> TokenStats:
         vocabulary = self.manager.description.vocabulary
-        return stats_of_logits(logits, packed, rows, self.topology, vocabulary=vocabulary, temperature=self.temperature)
+        return stats_of_logits(logits, packed, self.topology, vocabulary=vocabulary, temperature=self.temperature)
 
     def _loss_of_logits(
-        self, loss_fn: LossFn, experience: Experience, packed: Packed, logits: Tensor
+        self, loss_fn: LossFn, packed: Packed, experience: Experience, logits: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Megatron's three: local sum with its graph, integer count, sums to be collected."""
-        loss = loss_fn(self._stats_of_logits(experience.rows, packed, logits), experience)
+        loss = loss_fn(self._stats_of_logits(packed, None, logits), experience)
         total = (loss.value * loss.weight).sum()
         return total, loss.count.int(), sums_of(loss)
 

@@ -16,6 +16,7 @@ SAID_WHY = 2  # exit code of a rank that has printed what is wrong
 def launch(processes: int, script: str | Path, arguments: Sequence[str]) -> int:
     """Runs `script` on `processes` ranks and waits; the exit code for this process. Ends all of them when one fails."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a line of NUMA advice a rank
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

@@ -21,8 +21,12 @@ class Engine(ABC):
     """One engine, as one process holds it. `version` is the policy version that it answers under; None before a push."""
 
     def __init__(self) -> None:
-        self.status = EngineStatus.WAKEUP
         self.version: int | None = None
+        self._held: set[str] = {"weights", "kv_cache"}  # what is in the device's memory
+
+    @property
+    def status(self) -> EngineStatus:
+        return EngineStatus.WAKEUP if self._held else EngineStatus.SLEEPED
 
     def generate(self, prompts: Sequence[Prompt], *, seeds: Sequence[int], temperature: float) -> list[Completion]:
         """One completion a prompt, sampled with its own seed; temperature 0 is greedy. Wakes a sleeping engine.
@@ -35,22 +39,30 @@ class Engine(ABC):
         return self._generate(prompts, seeds, temperature) if prompts else []
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
-        """Replaces all weights by `named_tensors` (HF names, whole tensors); stale until the last one has arrived."""
+        """Replaces all weights by `named_tensors` (HF names, whole tensors); stale until the last one has arrived.
+
+        Of a sleeping engine it wakes the weights' memory only, so that the cache need not fit beside the trainer yet.
+        """
         self.version = None
+        self._take("weights")
         self._load_weights(named_tensors)
         self.version = version
 
     def sleep(self) -> None:
         """Gives the device's memory back; weights are dropped, so that a push must come before the next answer."""
-        if self.status is EngineStatus.WAKEUP:
+        if self._held:
             self._sleep()
-            self.status, self.version = EngineStatus.SLEEPED, None
+            self._held, self.version = set(), None
 
     def wake(self) -> None:
         """Takes the memory again; nothing happens where the engine is awake."""
-        if self.status is EngineStatus.SLEEPED:
-            self._wake()
-            self.status = EngineStatus.WAKEUP
+        self._take("weights", "kv_cache")
+
+    def _take(self, *parts: str) -> None:
+        missing = [part for part in parts if part not in self._held]
+        if missing:
+            self._wake(missing)
+            self._held |= set(missing)
 
     def close(self) -> None:  # noqa: B027  most engines hold nothing that needs it
         """Ends the engine; call it before the process groups go."""
@@ -65,4 +77,4 @@ class Engine(ABC):
     def _sleep(self) -> None: ...
 
     @abstractmethod
-    def _wake(self) -> None: ...
+    def _wake(self, parts: Sequence[str]) -> None: ...

@@ -58,5 +58,5 @@ class TransformersEngine(Engine):
     def _sleep(self) -> None:
         self.model.to("cpu")
 
-    def _wake(self) -> None:
+    def _wake(self, parts: Sequence[str]) -> None:
         self.model.to(self.where)

@@ -3,6 +3,7 @@
 Weights go in through vLLM's own reload (it repacks parameters after loading, so nothing else is right), never by patching.
 """
 
+import logging
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch import Tensor
 from rftmega import device
 from rftmega.config import RolloutConfig
 from rftmega.parallel.launch import World
-from rftmega.rollout.base import Engine, EngineStatus
+from rftmega.rollout.base import Engine
 from rftmega.types import Completion, Prompt
 
 
@@ -21,6 +22,7 @@ def _prepare_environment(world: World, engine_size: int) -> None:
     """vLLM reads these when it is imported."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine shares this process with the trainer
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # it speaks before it has read that
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if device.current().type == "cpu":
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # else the first two batches with log-probs compile for 10 s
@@ -102,8 +104,6 @@ class VLLMEngine(Engine):
         return Completion(ids, logprobs, answer.finish_reason, self.version)
 
     def _load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        if self.status is EngineStatus.SLEEPED:
-            self._llm.wake_up(tags=["weights"])
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named_tensors)})
         self._llm.apply_model(_pack_output_heads)
         self._llm.reset_prefix_cache()
@@ -111,8 +111,8 @@ class VLLMEngine(Engine):
     def _sleep(self) -> None:
         self._llm.sleep(level=2)
 
-    def _wake(self) -> None:
-        self._llm.wake_up(tags=["kv_cache"])
+    def _wake(self, parts: Sequence[str]) -> None:
+        self._llm.wake_up(tags=list(parts))
 
     def close(self) -> None:
         self._llm.llm_engine.engine_core.shutdown()

@@ -1,5 +1,6 @@
 """MegatronStrategy: builds and places policy, engine and weight transfer for a colocated run on Megatron-Core."""
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from rftmega.parallel.launch import World
 from rftmega.parallel.topology import Topology
 from rftmega.strategy.dispatch import SharedEngine, TakingTurns
 
+log = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -38,6 +40,17 @@ class MegatronStrategy:
             mini_batches=config.algorithm.mini_batches,
             keep_reference=config.algorithm.kl_coef > 0,
         )
+        if world.is_main:
+            topology = self.topology
+            log.info(
+                "policy: %s, %s parameters in %s, TP%d x PP%d x DP%d; engines: %d x %s",
+                manager.description.family,
+                f"{manager.description.parameters:,}",
+                str(manager.config.params_dtype).removeprefix("torch."),
+                *(topology.tensor, topology.pipeline, topology.data),
+                world.size // config.rollout.tensor,
+                config.rollout.engine,
+            )
         self._engine = rollout.create(config, world, vocabulary=manager.description.vocabulary, stop_ids=stop_ids)
         self._exporter = weights.Exporter(manager.bound, self.topology, bucket_bytes=config.trainer.push_bucket_mib * 2**20)
         self.policy: Policy = TakingTurns(actor, self._engine)

@@ -42,7 +42,7 @@ class PPOTrainer:
         start: Metrics = {}
         for callback in self.callbacks:
             callback.on_start(self, start)
-        for prompts, _ in zip(batches, range(self.step, steps), strict=False):
+        for _, prompts in zip(range(self.step, steps), batches, strict=False):  # in this order: draws no batch too many
             metrics = self.train_step(prompts)
             for callback in self.callbacks:
                 callback.on_step(self, metrics)

@@ -18,10 +18,9 @@ def test_unpacking_brings_every_token_back_to_its_row_and_column(lengths: list[i
     assert packed.tokens.shape[1] % multiple == 0
     assert packed.tokens.shape[1] - tokens < (multiple if tokens else multiple + 1)  # no padding beyond the multiple
     assert packed.sequence.cu_seqlens_q[-1] == packed.tokens.shape[1]
-    width = rows.tokens.shape[1] - 1
-    target = unpack(packed.targets.double(), packed, rows=len(rows), columns=width)
-    source = unpack(packed.tokens[0].double(), packed, rows=len(rows), columns=width)
-    position = unpack(packed.positions[0].double(), packed, rows=len(rows), columns=width)
+    target = unpack(packed.targets.double(), packed)
+    source = unpack(packed.tokens[0].double(), packed)
+    position = unpack(packed.positions[0].double(), packed)
     for b, length in enumerate(lengths):
         assert target[b, : length - 1].tolist() == [100 * b + t for t in range(1, length)]
         assert source[b, : length - 1].tolist() == [100 * b + t for t in range(length - 1)]
@@ -32,5 +31,5 @@ def test_unpacking_brings_every_token_back_to_its_row_and_column(lengths: list[i
 def test_gradients_flow_back_to_the_packed_tokens_only_from_real_columns() -> None:
     packed = pack(rows_of([[1, 2, 3], [4], [5, 6]]), multiple_of=4, where=HERE)
     values = torch.ones(packed.tokens.shape[1], requires_grad=True)
-    unpack(values, packed, rows=3, columns=2).sum().backward()
+    unpack(values, packed).sum().backward()
     assert values.grad.tolist() == [1, 1, 1, 0]  # the last one is filler

@@ -56,6 +56,26 @@ def test_sleep_drops_the_weights_and_both_ways_are_idempotent() -> None:
         assert engine.status is EngineStatus.WAKEUP
 
 
+def test_a_push_to_a_sleeping_engine_wakes_the_weights_only_and_a_second_one_nothing() -> None:
+    woken: list[list[str]] = []
+
+    class Watched(ScriptedEngine):
+        def _wake(self, parts):
+            woken.append(list(parts))
+
+    engine = Watched(CONFIG, vocabulary=20, stop_ids=[1])
+    engine.sleep()
+    engine.load_weights([], version=1)
+    engine.load_weights([], version=2)
+    assert woken == [["weights"]]
+    engine.generate(PROMPTS, seeds=[0, 0], temperature=1.0)
+    assert woken == [["weights"], ["kv_cache"]]
+    engine.sleep()
+    engine.load_weights([], version=3)
+    engine.sleep()  # half awake is awake enough to sleep again
+    assert engine.status is EngineStatus.SLEEPED
+
+
 def test_a_push_that_breaks_off_leaves_the_engine_without_a_version() -> None:
     def broken():
         yield "a", torch.zeros(1)
