@@ -19,7 +19,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("config", metavar="CONFIG", help="YAML file")
     parser.add_argument("overrides", nargs="*", metavar="option=value", help="dotted overrides, e.g. parallel.tensor=2")
-    parser.add_argument("--processes", type=int, help="start this many processes here (otherwise launch with torchrun or srun)")
+    parser.add_argument("--processes", type=int, help="start this many processes here (otherwise launch with torchrun)")
     parser.add_argument("--dry-run", action="store_true", help="print layout, batch arithmetic and parameters a rank, and exit")
     return parser.parse_intermixed_args()
 
@@ -28,27 +28,43 @@ def main() -> int:
     given = arguments()
     from rftmega.parallel.launch import launched_rank, launched_size
 
-    processes = given.processes or launched_size()
     try:
-        config = configuration.load(given.config, given.overrides)
-        from rftmega.strategy import preflight
-
-        preflight.preflight(config, processes)
-        if given.dry_run:
-            sys.stdout.write(preflight.dry_run(config, processes) + "\n")
-            return 0
-        if given.processes:
-            from rftmega.parallel.local import launch
-
-            return launch(processes, __file__, [given.config, *given.overrides])
-        train(config)
+        return start(given, given.processes or launched_size())
     except RFTMegaError as error:
-        if launched_rank() == 0:
-            sys.stderr.write(f"error: {error}\n")
+        where = f"[rank {launched_rank()}] " if launched_size() > 1 else ""
+        sys.stderr.write(f"{where}error: {error}\n")
         return 2
     except KeyboardInterrupt:
-        return 130  # Ctrl-C reaches every process of a terminal; the launcher says so once
-    return 0
+        return 130
+
+
+def start(given: argparse.Namespace, processes: int) -> int:
+    """Checks the config, then trains: here, or in `--processes` ranks of this machine. The exit code."""
+    from rftmega.strategy import preflight
+
+    config = configuration.load(given.config, given.overrides)
+    preflight.preflight(config, processes, local=given.processes is not None)
+    if given.dry_run:
+        sys.stdout.write(preflight.dry_run(config, processes) + "\n")
+        return 0
+    if given.processes is None:
+        train(config)
+        return 0
+    from rftmega.parallel.local import launch
+
+    return launch(processes, rank, config, preload=["rftmega.strategy.preloaded", *preflight.engine_modules(config)])
+
+
+def rank(config: RunConfig) -> None:
+    """One process of a run started by `--processes`."""
+    prepare()
+    train(config)
+
+
+def prepare() -> None:
+    warnings.filterwarnings("ignore")
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
+    logging.getLogger("rftmega").setLevel(logging.INFO)
 
 
 def train(config: RunConfig) -> None:
@@ -67,11 +83,11 @@ def train(config: RunConfig) -> None:
     from rftmega.algorithms.losses import policy_loss
     from rftmega.algorithms.weighting import WEIGHTINGS
     from rftmega.experience import ExperienceMaker
-    from rftmega.parallel.launch import start
+    from rftmega.parallel import launch
     from rftmega.strategy.megatron import MegatronStrategy
     from rftmega.trainer import PPOTrainer, callbacks
 
-    with start() as world:
+    with launch.start() as world:
         strategy = MegatronStrategy(config, world, stop_ids=tokenizer.stop_ids)
         observers: list[callbacks.Observer] = []
         if held_out:
@@ -111,7 +127,5 @@ def train(config: RunConfig) -> None:
 
 
 if __name__ == "__main__":
-    warnings.filterwarnings("ignore")
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
-    logging.getLogger("rftmega").setLevel(logging.INFO)
+    prepare()
     sys.exit(main())

@@ -65,7 +65,10 @@ def describe(hf_config: dict[str, Any]) -> ModelDescription:
     family = hf_config.get("model_type")
     if family not in families:
         raise CheckpointError(f"model_type={family!r} is not supported; these are: {', '.join(families)}.")
-    return families[family](hf_config)
+    try:
+        return families[family](hf_config)
+    except KeyError as missing:
+        raise CheckpointError(f"config.json of this {family} model has no {missing}.") from missing
 
 
 def dense_description(hf_config: dict[str, Any], *, qkv_bias: bool, qk_norm: bool) -> ModelDescription:
@@ -119,13 +122,20 @@ def layout_violations(model: ModelDescription, parallel: ParallelConfig) -> list
     """Why this model can't be split like that, each with what to change; empty when it can."""
     found = []
     tensor, pipeline = parallel.tensor, parallel.pipeline
-    if model.heads % tensor:
-        found.append(f"parallel.tensor={tensor} does not divide the model's {model.heads} attention heads.")
-    if model.groups % tensor and tensor % model.groups:
-        found.append(f"parallel.tensor={tensor} neither divides the model's {model.groups} key-value heads nor is a multiple.")
+    found += heads_violations(model, tensor, "parallel.tensor")
     if model.ffn % tensor:
         found.append(f"parallel.tensor={tensor} does not divide intermediate_size={model.ffn}.")
     if model.layers % pipeline:
         fits = [n for n in range(1, model.layers + 1) if model.layers % n == 0]
         found.append(f"parallel.pipeline={pipeline} does not divide the model's {model.layers} layers; {fits} do.")
+    return found
+
+
+def heads_violations(model: ModelDescription, processes: int, option: str) -> list[str]:
+    """Why `processes` can't share the attention heads; empty when they can."""
+    found = []
+    if model.heads % processes:
+        found.append(f"{option}={processes} does not divide the model's {model.heads} attention heads.")
+    if model.groups % processes and processes % model.groups:
+        found.append(f"{option}={processes} neither divides the model's {model.groups} key-value heads nor is a multiple.")
     return found

@@ -20,9 +20,14 @@ def build_manager(folder: Path, parallel: ParallelConfig, *, dtype: torch.dtype 
 
 
 def build_actor(
-    folder: Path, parallel: ParallelConfig, optimizer: OptimizerConfig | None = None, **settings: Any
+    folder: Path,
+    parallel: ParallelConfig,
+    optimizer: OptimizerConfig | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    **settings: Any,
 ) -> MegatronActor:
-    manager = build_manager(folder, parallel)
+    manager = build_manager(folder, parallel, dtype=dtype)
     manager.setup_model_and_optimizer(optimizer or OptimizerConfig(learning_rate=1e-3), optimizer_steps=100)
     return MegatronActor(manager, **({"temperature": 1.0, "token_cap": 64} | settings))
 

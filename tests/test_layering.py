@@ -34,6 +34,7 @@ ONLY_IN = {
     "vllm": "rollout",
     "transformers": "rollout data",
 }
+RELATIVE = "a relative import"
 LIGHT = {"config": ("torch", "transformers", "megatron", "vllm")}  # units whose import must cost nothing
 
 
@@ -42,6 +43,8 @@ def names_in(path: Path) -> Iterator[tuple[int, str]]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level:
+            yield node.lineno, RELATIVE
         elif isinstance(node, ast.ImportFrom) and node.module:
             yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
         elif isinstance(node, ast.Attribute):
@@ -61,6 +64,8 @@ def violations(root: Path) -> list[str]:
         if unit == "__init__":
             continue
         for line, name in names_in(path):
+            if name == RELATIVE:
+                found.append(f"{path.relative_to(root)}:{line}: {name}: write the whole name")
             inside = name.split(".")
             target = inside[1] if inside[0] == "rftmega" and len(inside) > 1 else inside[0]
             if target in MAY_IMPORT and inside[0] in ("rftmega", "model_providers", "converters"):
@@ -89,6 +94,8 @@ def test_imports_follow_the_map() -> None:
         ("rftmega/rollout/bad.py", "from megatron.core import parallel_state", "parallel_state belongs in parallel"),
         ("converters/bad.py", "import megatron.core", "megatron belongs in"),
         ("converters/bad.py", "from rftmega.config import RunConfig", "converters may not import config"),
+        ("rftmega/trainer/bad.py", "from ..data import load_prompts", "a relative import"),
+        ("rftmega/trainer/bad.py", "from .. import megatron", "a relative import"),
         ("rftmega/config/bad.py", "import torch", "config must import nothing heavy"),
     ],
 )

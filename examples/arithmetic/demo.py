@@ -10,28 +10,34 @@ import sys
 import time
 from pathlib import Path
 
+from rftmega.config import RunConfig, load
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PHASES = ("rollout", "score", "update", "push")
 
 
 def run(*command: object) -> None:
-    """Runs it in the project's folder and passes its failure on."""
-    code = subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, check=False).returncode
+    """Runs it in the project's folder and passes its failure, or Ctrl-C, on once it has ended."""
+    process = subprocess.Popen([sys.executable, *map(str, command)], cwd=ROOT)
+    while True:
+        try:
+            code = process.wait()
+            break
+        except KeyboardInterrupt:  # the child has it too, and ends its ranks first
+            continue
     if code:
         sys.exit(code)
 
 
-def summary(records: list[dict[str, float]], overrides: list[str], processes: int, launched: float, finished: float) -> dict:
+def summary(records: list[dict], config: RunConfig, processes: int, launched: float, finished: float) -> dict:
     start, *steps = records
-    first, last = start["eval_exact_match"], steps[-1]["eval_exact_match"]
-    chosen = dict(text.split("=", 1) for text in overrides)
-    tensor, pipeline = (int(chosen.get(f"parallel.{name}", 2)) for name in ("tensor", "pipeline"))
+    tensor, pipeline = config.parallel.tensor, config.parallel.pipeline
     return {
         "layout": f"TP{tensor} x PP{pipeline} x DP{processes // (tensor * pipeline)}",
         "steps": len(steps),
-        "accuracy_before": first,
-        "accuracy_after": last,
+        "accuracy_before": start["eval_exact_match"],
+        "accuracy_after": steps[-1]["eval_exact_match"],
         "logprob_gap_max": max(step["logprob_gap_max"] for step in steps),
         "seconds": round(finished - launched, 1),
         "startup_seconds": round(start["time"] - start["eval_seconds"] - launched, 1),
@@ -62,18 +68,19 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="option=value")
     parser.add_argument("--processes", type=int, default=4)
     given = parser.parse_args()
-    output = ROOT / "runs/demo"
+    config = load(HERE / "grpo.yaml", given.overrides)
+    output = ROOT / config.trainer.output
     run(HERE / "make_data.py")
     run(HERE / "warm_start.py")
     launched = time.time()
     run("train_rl.py", HERE / "grpo.yaml", *given.overrides, "--processes", given.processes)
     records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    result = summary(records, given.overrides, given.processes, launched, time.time())
+    result = summary(records, config, given.processes, launched, time.time())
     (output / "summary.json").write_text(json.dumps(result, indent=2) + "\n")
     draw(records, output / "reward.png")
     print(json.dumps(result, indent=2))
     print(f"held-out accuracy: {result['accuracy_before']:.1%} before, {result['accuracy_after']:.1%} after")
-    print("wrote runs/demo/summary.json, runs/demo/reward.png, runs/demo/metrics.jsonl and the model in runs/demo/policy")
+    print(f"wrote summary.json, reward.png, metrics.jsonl and the trained model (policy/) in {config.trainer.output}")
 
 
 if __name__ == "__main__":

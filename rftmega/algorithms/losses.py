@@ -7,10 +7,12 @@ from rftmega.algorithms.kl import ESTIMATORS
 from rftmega.algorithms.weighting import Weighting, token_mean
 from rftmega.types import Experience, LossFn, TokenLoss, TokenStats
 
+LARGEST_LOG_RATIO = 20.0
+
 
 def clipped_surrogate(log_ratio: Tensor, advantage: Tensor, *, low: float, high: float) -> Tensor:
     """PPO's pessimistic bound (arXiv:1707.06347, eq. 7), with a clip range of its own upwards (DAPO, eq. 10)."""
-    ratio = log_ratio.exp()
+    ratio = log_ratio.clamp(max=LARGEST_LOG_RATIO).exp()  # inf has a gradient of NaN even where the clip takes over
     return -torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
 
 
@@ -32,7 +34,7 @@ def policy_loss(
         log_ratio = torch.where(mask, stats.logp - experience.old_logp, 0.0)
         advantage = torch.where(mask, experience.advantage, 0.0)
         value = clipped_surrogate(log_ratio, advantage, low=clip_low, high=clip_high)
-        ratio = log_ratio.detach().exp()
+        ratio = log_ratio.detach().clamp(max=LARGEST_LOG_RATIO).exp()
         metrics = {
             "policy_loss": value.detach(),
             "ratio": ratio,
@@ -41,8 +43,9 @@ def policy_loss(
         }
         if experience.reference_logp is not None:
             delta = torch.where(mask, stats.logp - experience.reference_logp, 0.0)
-            value = value + kl_coef * kl(delta)
             metrics["kl"] = kl(delta.detach())
+            if kl_coef:
+                value = value + kl_coef * kl(delta)
         if stats.entropy is not None:
             entropy = torch.where(mask, stats.entropy, 0.0)
             metrics["entropy"] = entropy.detach()

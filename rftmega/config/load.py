@@ -15,27 +15,32 @@ from rftmega.config.schema import RunConfig
 from rftmega.errors import ConfigError
 
 
-def option_names(schema: type = RunConfig, prefix: str = "") -> Iterator[str]:
-    """Dotted names of all options, in the order of the schema."""
+def options(schema: type = RunConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted name, type) of all options, in the order of the schema."""
     for f in fields(schema):
         nested = f.default_factory if is_dataclass(f.default_factory) else None
         if nested:
-            yield from option_names(nested, f"{prefix}{f.name}.")
+            yield from options(nested, f"{prefix}{f.name}.")
         else:
-            yield prefix + f.name
+            yield prefix + f.name, f.type
 
 
 def parse_override(text: str) -> tuple[str, Any]:
-    """ "a.b=value" -> ("a.b", value), the value read as YAML. Raises ConfigError without "="."""
+    """ "a.b=value" -> ("a.b", value), the value read as YAML where it is some. Raises ConfigError without "="."""
     name, equals, value = text.partition("=")
+    name = name.strip()
     if not equals:
         raise ConfigError(f"{text!r} is not an override. Write option=value, e.g. parallel.tensor=2.")
-    # YAML 1.1 reads 1e-6 as a string; numbers are numbers here.
-    parsed = yaml.safe_load(value) if value else ""
+    if not value or dict(options()).get(name) is str:  # a regular expression may look like YAML
+        return name, value
+    try:
+        parsed = yaml.safe_load(value)
+    except yaml.YAMLError:
+        return name, value
     if isinstance(parsed, str):
         with contextlib.suppress(ValueError):
-            parsed = float(parsed)
-    return name.strip(), parsed
+            parsed = float(parsed)  # YAML 1.1 reads 1e-6 as a string; numbers are numbers here
+    return name, parsed
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -46,7 +51,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     given = flatten(_read_yaml(Path(path)))
     given |= dict(parse_override(text) for text in overrides)
     config = OmegaConf.structured(RunConfig)
-    known = list(option_names())
+    known = [name for name, _ in options()]
     problems = []
     for name, value in given.items():
         if name not in known:

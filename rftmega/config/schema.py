@@ -71,7 +71,7 @@ class RolloutConfig:
     """Answers a prompt: the group that GRPO normalises over."""
 
     temperature: float = 1.0
-    """Of sampling; the trainer scores under the same temperature."""
+    """Of sampling, above 0 (evaluation is greedy anyway); the trainer scores under the same temperature."""
 
     max_prompt_tokens: int = 1024
     """A longer prompt is an error (see data.too_long)."""

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from rftmega.config.schema import ParallelConfig, RunConfig
 
@@ -26,12 +27,16 @@ AT_LEAST_ONE = (
     "trainer.prompts_per_step",
     "trainer.push_bucket_mib",
 )
+POSITIVE = ("optimizer.epsilon", "rollout.cpu_cache_gib", "rollout.memory_fraction", "rollout.temperature")
+BELOW_ONE = ("optimizer.beta1", "optimizer.beta2", "rollout.memory_fraction")
 NOT_NEGATIVE = (
     "optimizer.learning_rate",
     "optimizer.min_learning_rate",
     "optimizer.warmup_steps",
     "optimizer.weight_decay",
     "optimizer.clip_grad",
+    "optimizer.beta1",
+    "optimizer.beta2",
     "algorithm.clip_low",
     "algorithm.clip_high",
     "algorithm.kl_coef",
@@ -39,7 +44,7 @@ NOT_NEGATIVE = (
 )
 
 
-def value_of(config: RunConfig, name: str) -> object:
+def value_of(config: RunConfig, name: str) -> Any:
     """The value of a dotted option."""
     section, leaf = name.split(".")
     return getattr(getattr(config, section), leaf)
@@ -47,19 +52,31 @@ def value_of(config: RunConfig, name: str) -> object:
 
 def violations(config: RunConfig, world_size: int) -> list[str]:
     """All reasons why `config` can't run on `world_size` processes, each with what to change; empty when there are none."""
-    found = []
+    choices = []
     for name, allowed in CHOICES.items():
         if (value := value_of(config, name)) not in allowed:
-            found.append(f"{name}={value} is unknown. Choose one of: {', '.join(allowed)}.")
-    for names, lowest in ((AT_LEAST_ONE, 1), (NOT_NEGATIVE, 0)):
-        for name in names:
-            value = value_of(config, name)
-            assert isinstance(value, int | float)
-            if value < lowest:
-                found.append(f"{name}={value} must be at least {lowest}.")
-    if not found:
-        found += _layout(config.parallel, world_size) + _engine(config, world_size) + _batch(config)
-    return found + _files(config)
+            choices.append(f"{name}={value} is unknown. Choose one of: {', '.join(allowed)}.")
+    numbers = _ranges(config)
+    if world_size < 1:
+        numbers.append(f"--processes {world_size} must be at least 1.")
+    if not numbers:  # the arithmetic below needs sizes that make sense
+        numbers = _layout(config.parallel, world_size) + _engine(config, world_size) + _batch(config)
+    return choices + numbers + _files(config)
+
+
+def _ranges(config: RunConfig) -> list[str]:
+    bounds = (
+        (AT_LEAST_ONE, "at least 1", lambda x: x >= 1),
+        (NOT_NEGATIVE, "at least 0", lambda x: x >= 0),
+        (POSITIVE, "positive", lambda x: x > 0),
+        (BELOW_ONE, "below 1", lambda x: x < 1),
+    )
+    return [
+        f"{name}={value_of(config, name)} must be {bound}."
+        for names, bound, holds in bounds
+        for name in names
+        if not holds(value_of(config, name))
+    ]
 
 
 def _layout(parallel: ParallelConfig, world_size: int) -> list[str]:
@@ -84,11 +101,6 @@ def _engine(config: RunConfig, world_size: int) -> list[str]:
         )
     if config.rollout.engine != "vllm" and config.rollout.tensor > 1:
         found.append(f"rollout.tensor={config.rollout.tensor}: only the vllm engine is split over processes. Set it to 1.")
-    if config.rollout.temperature <= 0:
-        found.append(
-            f"rollout.temperature={config.rollout.temperature}: training needs answers that differ. Choose a positive one; "
-            "evaluation is greedy anyway."
-        )
     return found
 
 

@@ -22,7 +22,7 @@ def load_prompts(path: str | Path, tokenizer: Tokenizer, config: DataConfig, *, 
     prompts: list[Prompt] = []
     problems: list[str] = []
     dropped = 0
-    for number, line in enumerate(Path(path).read_text().splitlines(), start=1):
+    for number, line in enumerate(_lines(path), start=1):
         if not line.strip():
             continue
         try:
@@ -57,6 +57,13 @@ def load_prompts(path: str | Path, tokenizer: Tokenizer, config: DataConfig, *, 
     return prompts
 
 
+def _lines(path: str | Path) -> list[str]:
+    try:
+        return Path(path).read_text(encoding="utf-8").split("\n")  # splitlines() would cut at U+2028, which JSON allows
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8: {error}.") from error
+
+
 def _parse(line: str, tokenizer: Tokenizer, config: DataConfig, *, index: int) -> Prompt:
     try:
         record = json.loads(line)
@@ -73,6 +80,8 @@ def _parse(line: str, tokenizer: Tokenizer, config: DataConfig, *, index: int) -
     if not isinstance(label, str | int | float):
         raise DataError(f'"{config.label_key}" must be a string or a number, not {type(label).__name__}.')
     ids = tokenizer.encode(text, chat_template=config.chat_template)
+    if not ids:
+        raise DataError(f"the tokenizer makes no token of {text!r}.")
     return Prompt(ids, label=str(label), index=index)
 
 

@@ -4,9 +4,10 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
-from rftmega.errors import CheckpointError
+from rftmega.errors import CheckpointError, DataError
 
 Messages = list[dict[str, str]]
 
@@ -30,7 +31,10 @@ class Tokenizer:
         if isinstance(prompt, str) and not chat_template:
             return tuple(self._inner.encode(prompt))
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        text = self._inner.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        try:
+            text = self._inner.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except (ValueError, TypeError, TemplateError) as error:
+            raise DataError(f"the tokenizer's chat template can't take it: {error}") from error
         return tuple(self._inner.encode(text, add_special_tokens=False))
 
     def decode(self, token_ids: Sequence[int]) -> str:

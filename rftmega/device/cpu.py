@@ -11,19 +11,14 @@ class CPU:
     train_dtype = torch.float32
     reason = "no CUDA device is visible"
 
+    start_method = "forkserver"
+
+    def devices(self) -> int | None:
+        """No limit to the processes of this host."""
+        return None
+
     def select(self, local_rank: int, local_world_size: int) -> torch.device:
         """Shares the cores between the processes of this host; more threads than cores only wait for each other."""
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, cores // local_world_size))
         return torch.device("cpu")
-
-    def synchronize(self) -> None:
-        pass
-
-    def release_cache(self) -> None:
-        pass
-
-    def memory_bytes(self) -> int:
-        """Resident memory of this process."""
-        with open("/proc/self/statm") as statm:
-            return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

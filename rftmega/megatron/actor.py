@@ -63,13 +63,12 @@ class MegatronActor:
 
         A step with non-finite gradients is skipped on all processes alike and counted in "skipped_steps".
         """
-        steps = [
-            self._optimizer_step(experience.select(index), loss_fn)
-            for index in torch.arange(len(experience)).chunk(self.mini_batches)
-        ]
-        mean = {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
-        mean["skipped_steps"] = sum(step["skipped_steps"] for step in steps)
-        return mean
+        parts = torch.arange(len(experience)).tensor_split(self.mini_batches)
+        steps = [self._optimizer_step(experience.select(index), loss_fn) for index in parts]
+        taken = [step for step in steps if not step["skipped_steps"]]
+        averaged = taken or steps
+        mean = {name: sum(step[name] for step in averaged) / len(averaged) for name in steps[0]}
+        return mean | {"skipped_steps": float(len(steps) - len(taken))}
 
     def _optimizer_step(self, experience: Experience, loss_fn: LossFn) -> Metrics:
         learning_rate = self.manager.learning_rate

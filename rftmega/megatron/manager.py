@@ -79,7 +79,7 @@ class MegatronModelManager:
             max_lr=optimizer.learning_rate,
             min_lr=optimizer.min_learning_rate,
             lr_warmup_steps=optimizer.warmup_steps,
-            lr_decay_steps=optimizer_steps,
+            lr_decay_steps=optimizer_steps + 1,  # the minimum is where the schedule would go next
             lr_decay_style=optimizer.schedule,
             start_wd=optimizer.weight_decay,
             end_wd=optimizer.weight_decay,

@@ -1,4 +1,4 @@
-"""Joining the other processes, under torchrun, srun's environment, or alone; and leaving them."""
+"""Joining the other processes, under torchrun or alone; and leaving them."""
 
 import logging
 import os
@@ -34,6 +34,10 @@ class World:
 
 def launched_size() -> int:
     """Processes that the launcher started (1 without one); readable before anything is initialised."""
+    if "WORLD_SIZE" not in os.environ and int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        raise ConfigError(
+            "srun started several tasks that know nothing of each other. Start one torchrun a node: srun torchrun ..."
+        )
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 

@@ -1,22 +1,35 @@
 """Starting N processes of the same program on this machine, through torchrun's own agent."""
 
+import logging
+import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Sequence
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+from setproctitle import setproctitle
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-SAID_WHY = 2  # exit code of a rank that has printed what is wrong
+from rftmega import device
+from rftmega.errors import RFTMegaError
 
 
-def launch(processes: int, script: str | Path, arguments: Sequence[str]) -> int:
-    """Runs `script` on `processes` ranks and waits; the exit code for this process. Ends all of them when one fails."""
+def launch(processes: int, work: Callable[..., None], *arguments: Any, preload: Sequence[str]) -> int:
+    """Runs work(*arguments) on `processes` ranks and waits; the exit code for this process. Ends all when one fails.
+
+    Where the device allows it, ranks are forked from a server that has imported the modules `preload` once, which is most
+    of a start. Raises the RFTMegaError that a rank raised, whichever it was.
+    """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a line of NUMA advice a rank
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what it would say is said below
+    multiprocessing.set_forkserver_preload(list(preload))
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -26,18 +39,38 @@ def launch(processes: int, script: str | Path, arguments: Sequence[str]) -> int:
         rdzv_endpoint="localhost:0",
         max_restarts=0,
         monitor_interval=0.1,
+        start_method=device.current().start_method,
     )
-    try:
-        elastic_launch(config, sys.executable)("-u", str(script), *arguments)
-    except ChildFailedError as error:
-        rank, first = error.get_first_failure()
-        if first.exitcode != SAID_WHY:
-            end = (
-                f"was killed by {signal.Signals(-first.exitcode).name}" if first.exitcode < 0 else f"exited with {first.exitcode}"
-            )
+    with tempfile.TemporaryDirectory() as complaints:
+        try:
+            elastic_launch(config, _rank)(complaints, work, *arguments)
+        except ChildFailedError as error:
+            if said := sorted(Path(complaints).iterdir(), key=lambda path: path.stat().st_mtime):
+                raise RFTMegaError(said[0].read_text()) from None
+            rank, first = error.get_first_failure()
+            killed = first.exitcode < 0
+            end = f"was killed by {signal.Signals(-first.exitcode).name}" if killed else f"exited with {first.exitcode}"
             sys.stderr.write(f"error: rank {rank} (pid {first.pid}) {end}; the other ranks were ended.\n")
-        return SAID_WHY if first.exitcode == SAID_WHY else 1
-    except SignalException as stopped:
-        sys.stderr.write(f"stopped by {signal.Signals(stopped.sigval).name}; all ranks were ended.\n")
-        return 128 + stopped.sigval
+            return 1
+        except SignalException as stopped:
+            sys.stderr.write(f"stopped by {signal.Signals(stopped.sigval).name}; all ranks were ended.\n")
+            return 128 + stopped.sigval
     return 0
+
+
+def _rank(complaints: str, work: Callable[..., None], *arguments: Any) -> None:
+    """One rank: its title names it in `ps`; what is the user's to mend goes to the launcher, anything else is a traceback."""
+    rank = os.environ["RANK"]
+    setproctitle(f"rftmega rank {rank}")
+    try:
+        work(*arguments)
+    except RFTMegaError as error:
+        draft = Path(complaints, f".{rank}")
+        draft.write_text(str(error))
+        draft.rename(Path(complaints, rank))
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)  # Ctrl-C reaches every process of a terminal; the launcher says so once
+    except Exception:
+        sys.stderr.write("".join(f"[rank {rank}] {line}\n" for line in traceback.format_exc().splitlines()))
+        sys.exit(1)

@@ -16,7 +16,7 @@ from rftmega.config import ParallelConfig
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Sizes and ranks, and the three groups that this project talks over."""
+    """Sizes and ranks, and the two groups that this project talks over."""
 
     tensor: int
     tensor_rank: int
@@ -26,7 +26,6 @@ class Topology:
     data_rank: int
     tensor_group: Any
     model_group: Any  # the tensor x pipeline processes that hold one replica
-    data_group: Any
 
     @classmethod
     def create(cls, parallel: ParallelConfig, *, seed: int) -> "Topology":
@@ -49,7 +48,6 @@ class Topology:
             data_rank=state.get_data_parallel_rank(),
             tensor_group=state.get_tensor_model_parallel_group(),
             model_group=state.get_model_parallel_group(),
-            data_group=state.get_data_parallel_group(),
         )
 
     @staticmethod

@@ -17,29 +17,31 @@ from rftmega.parallel.launch import World
 from rftmega.rollout.base import Engine
 from rftmega.types import Completion, Prompt
 
+# vLLM reads these when it is imported, and speaks before it has read the second.
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine shares this process with the trainer
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+if device.current().type == "cpu":
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # else the first two batches with log-probs compile for 10 s
+logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
 
-def _prepare_environment(world: World, engine_size: int) -> None:
-    """vLLM reads these when it is imported."""
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine shares this process with the trainer
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # it speaks before it has read that
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    if device.current().type == "cpu":
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # else the first two batches with log-probs compile for 10 s
-        if engine_size > 1:  # one entry a local rank, or ranks of one engine fight for a core
-            cores = sorted(os.sched_getaffinity(0))
-            binding = "|".join(str(cores[rank % len(cores)]) for rank in range(world.local_size))
-            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", binding)
-        else:
-            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+# isort: split
+from vllm import LLM, SamplingParams  # noqa: E402
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead  # noqa: E402
+
+
+def _share_cores(world: World) -> None:
+    """One entry a local rank: an engine of several ranks finds its cores by it, and ranks must not fight for one."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.environ.setdefault(
+        "VLLM_CPU_OMP_THREADS_BIND", "|".join(str(cores[rank % len(cores)]) for rank in range(world.local_size))
+    )
 
 
 def _pack_output_heads(model: Any) -> None:
     """Tied to the embedding, an output head gets no weights of its own in a reload, and on a CPU it multiplies with a packed
     copy that would stay the old one. So vLLM's hook for "after loading" is called once more.
     """
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
             module.quant_method.process_weights_after_loading(module)
@@ -51,12 +53,12 @@ class VLLMEngine(Engine):
     def __init__(self, folder: str | Path, config: RolloutConfig, world: World, *, dtype: str, stop_ids: Sequence[int]):
         """A collective over the engine's processes. Starts with random weights; the first push brings the real ones."""
         super().__init__()
-        _prepare_environment(world, config.tensor)
-        from vllm import LLM, SamplingParams
-
+        if config.tensor > 1:
+            _share_cores(world)
+        else:
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         self.stop_ids = list(stop_ids)
         self.longest = config.max_response_tokens
-        self._sampling_params = SamplingParams
         on_cuda = device.current().type == "cuda"
         precision: Any = dtype if dtype != "auto" else str(device.current().train_dtype).removeprefix("torch.")
         memory: dict[str, Any] = (
@@ -82,7 +84,7 @@ class VLLMEngine(Engine):
 
     def _generate(self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float) -> list[Completion]:
         params = [
-            self._sampling_params(
+            SamplingParams(
                 temperature=temperature,
                 seed=seed,
                 max_tokens=self.longest,

@@ -1,13 +1,16 @@
 """Everything that can be refused before a process group or a model exists, all of it in one error."""
 
 from converters import Rule, shard_shape, table
-from model_providers.description import describe, layout_violations, read_hf_config
+from model_providers.description import describe, heads_violations, layout_violations, read_hf_config
+from rftmega import device
 from rftmega.config import RunConfig, violations
 from rftmega.errors import CheckpointError, ConfigError
 
+VLLM_CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
-def preflight(config: RunConfig, world_size: int) -> None:
-    """Raises ConfigError that lists every reason why this run can't work on `world_size` processes."""
+
+def preflight(config: RunConfig, world_size: int, *, local: bool = False) -> None:
+    """Raises ConfigError that lists every reason why this run can't work on `world_size` processes (`local`: of this host)."""
     found = violations(config, world_size)
     try:
         model = describe(read_hf_config(config.model.path))
@@ -16,14 +19,18 @@ def preflight(config: RunConfig, world_size: int) -> None:
             found.append(str(error))
     else:
         found += layout_violations(model, config.parallel)
-        if model.heads % config.rollout.tensor:
-            found.append(f"rollout.tensor={config.rollout.tensor} does not divide the model's {model.heads} attention heads.")
+        found += heads_violations(model, config.rollout.tensor, "rollout.tensor")
+        if config.rollout.engine == "vllm" and device.current().type == "cpu" and model.head_dim not in VLLM_CPU_HEAD_DIMS:
+            found.append(f"vLLM's CPU kernels don't know head size {model.head_dim}, only {VLLM_CPU_HEAD_DIMS}.")
         longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
         if longest > model.max_positions:
             found.append(
                 f"rollout.max_prompt_tokens + rollout.max_response_tokens = {longest}, but the model knows "
                 f"{model.max_positions} positions (max_position_embeddings). Shorten one of them."
             )
+    devices = device.current().devices()
+    if local and devices is not None and world_size > devices:
+        found.append(f"--processes {world_size} is more than the {devices} CUDA device(s) here; each process needs its own.")
     if found:
         raise ConfigError("This run can't start:\n" + "\n".join(f"  - {reason}" for reason in found))
 
@@ -53,6 +60,11 @@ def dry_run(config: RunConfig, world_size: int) -> str:
         data_rank = rank // tensor % data
         lines.append(f"  rank {rank}: tensor {tensor_rank}, data {data_rank}, stage {stage}: {held:,}")
     return "\n".join(lines)
+
+
+def engine_modules(config: RunConfig) -> list[str]:
+    """Modules of the chosen engine: those whose import takes long."""
+    return [] if config.rollout.engine == "scripted" else [f"rftmega.rollout.{config.rollout.engine}"]
 
 
 def parameters_of_rank(rules: list[Rule], layers: int, *, tensor_rank: int, tensor: int, stage: int, stages: int) -> int:

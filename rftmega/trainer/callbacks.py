@@ -1,6 +1,7 @@
 """What happens beside the step: progress, metrics, evaluation, export. The step itself knows none of it."""
 
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -84,11 +85,16 @@ class JSONLines(Observer):
         self.on_step(trainer, metrics)
 
     def on_step(self, trainer: Any, metrics: Metrics) -> None:
-        self.file.write(json.dumps({"step": trainer.step, "time": time.time(), **metrics}) + "\n")
+        self.file.write(json.dumps({"step": trainer.step, "time": time.time(), **_finite(metrics)}) + "\n")
         self.file.flush()
 
     def on_end(self, trainer: Any) -> None:
         self.file.close()
+
+
+def _finite(metrics: Metrics) -> dict[str, float | None]:
+    """JSON knows no NaN."""
+    return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
 
 
 class TensorBoard(Observer):

@@ -63,6 +63,8 @@ class PPOTrainer:
         first = (self.seed * 1_000_003 + self.step) * len(requests)
         seeds = [(first + i) % 2**31 for i in range(len(requests))]
         completions = self.engine.generate(requests, seeds=seeds, temperature=self.temperature)
+        versions = {completion.policy_version for completion in completions}
+        assert versions == {self.step}, f"answers of policy {versions} at step {self.step}: a push was missed"
         return collect(requests, completions, self.reward, samples_per_prompt=self.samples_per_prompt)
 
     def phase(self, name: str, work: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:

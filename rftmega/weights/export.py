@@ -10,6 +10,7 @@ from torch import Tensor
 from rftmega.weights.gather import Exporter
 
 SHARD_BYTES = 4 * 2**30
+WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}  # of the model that was started from
 
 
 def export_hf_folder(exporter: Exporter, source: str | Path, target: str | Path, *, write: bool) -> None:
@@ -28,7 +29,7 @@ def export_hf_folder(exporter: Exporter, source: str | Path, target: str | Path,
         return
     writer.close()
     for path in source.iterdir():
-        if path.is_file() and path.suffix != ".safetensors" and path.name != "model.safetensors.index.json":
+        if path.is_file() and path.suffix not in WEIGHTS and not path.name.endswith(".index.json"):
             shutil.copy2(path, draft / path.name)
     if target.exists():
         shutil.rmtree(target)

@@ -1,7 +1,5 @@
 """WeightSync: the policy's weights into the engine of this process."""
 
-import time
-
 from rftmega.interfaces import RolloutEngine
 from rftmega.types import Metrics
 from rftmega.weights.gather import Exporter
@@ -16,9 +14,8 @@ class EngineWeights:
 
     def push(self, *, version: int) -> Metrics:
         """Every process calls it; afterwards its engine answers under `version`."""
-        begin = time.perf_counter()
         tensors = iter(self.exporter)
         self.engine.load_weights(tensors, version=version)
         for _ in tensors:  # an engine that stopped early must not leave the other processes waiting in a collective
             pass
-        return {"push_seconds": time.perf_counter() - begin, "push_bytes": float(self.exporter.total_bytes)}
+        return {"push_bytes": float(self.exporter.total_bytes)}

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rftmega.algorithms.losses import policy_loss
@@ -46,7 +47,7 @@ LAYOUTS = {
         ParallelConfig(tensor=2, sequence=True),
         replace(OPTIMIZER, distributed=True),
     ),
-    "PP2 x DP2": (4, ParallelConfig(pipeline=2), OPTIMIZER),
+    "PP2 x DP2, distributed optimizer": (4, ParallelConfig(pipeline=2), replace(OPTIMIZER, distributed=True)),
 }
 
 
@@ -195,3 +196,63 @@ def test_three_updates_equal_a_plain_loop_of_transformers_and_torch(tmp_path: Pa
         adam.step()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(found[name], parameter.detach(), atol=2e-5, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def mini_batch_body(world: Any, folder: Path) -> Any:
+    actor = build_actor(folder, ParallelConfig(), OPTIMIZER, mini_batches=3)
+    metrics = actor.update(experience_of_plain(actor, rows_of(ROWS, PROMPTS)), policy_loss())
+    steps = actor.manager.scheduler.num_steps - 1
+    broken = experience_of_plain(actor, rows_of(ROWS, PROMPTS))
+    advantage = broken.advantage.clone()
+    advantage[0] = torch.inf  # in the first mini-batch only
+    return (
+        metrics,
+        steps,
+        actor.update(replace(broken, advantage=advantage), policy_loss()),
+        actor.manager.scheduler.num_steps - 1,
+    )
+
+
+def test_as_many_steps_as_asked_for_and_a_skipped_one_leaves_the_others_metrics(tmp_path: Path) -> None:
+    """8 rows in 3 mini-batches."""
+    metrics, steps, broken, steps_after = run_ranks(1, mini_batch_body, save_tiny(tmp_path, "qwen3"))[0]
+    assert (metrics["skipped_steps"], steps) == (0, 3)
+    assert (broken["skipped_steps"], steps_after) == (1, 5)
+    assert all(torch.tensor(list(broken.values())).isfinite())
+
+
+def bf16_body(world: Any, folder: Path, parallel: ParallelConfig, dtype: torch.dtype) -> Any:
+    optimizer = replace(OPTIMIZER, learning_rate=1e-3, distributed=world.size > 1, warmup_steps=0, schedule="constant")
+    actor = build_actor(folder, parallel, optimizer, dtype=dtype, keep_reference=True)
+
+    def weights() -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for name, tensor in Exporter(actor.manager.bound, actor.topology, bucket_bytes=30_000)}
+
+    start = weights()
+    rows = rows_of(ROWS, PROMPTS)
+    before = actor.log_probs(rows).logp
+    experience = experience_of_plain(actor, rows)
+    metrics = [actor.update(experience, policy_loss()) for _ in range(3)]
+    trained = weights()
+    reference = actor.reference_log_probs(rows).logp
+    after_swap = weights()
+    assert all(torch.equal(after_swap[name], trained[name]) for name in trained), "the swap did not bring every bit back"
+    assert torch.equal(reference, before), "the reference is not the policy of the start"
+    return start, metrics, trained
+
+
+@pytest.mark.parametrize(("world", "parallel"), [(1, ParallelConfig()), (4, ParallelConfig(tensor=2, pipeline=2))])
+def test_bf16_with_fp32_main_parameters_follows_fp32_within_its_noise(
+    world: int, parallel: ParallelConfig, tmp_path: Path
+) -> None:
+    folder = save_tiny(tmp_path, "qwen3-tied")
+    disk = load_file(folder / "model.safetensors")
+    exact = run_ranks(1, bf16_body, folder, ParallelConfig(), torch.float32)[0]
+    start, metrics, trained = run_ranks(world, bf16_body, folder, parallel, torch.bfloat16)[0]
+    assert all(torch.equal(start[name], disk[name].bfloat16()) for name in disk)
+    for rough, fine in zip(metrics, exact[1], strict=True):
+        assert rough["loss"] == pytest.approx(fine["loss"], abs=0.02)
+        assert rough["grad_norm"] == pytest.approx(fine["grad_norm"], rel=0.1)
+    for name, tensor in trained.items():
+        # bf16 keeps 8 bits; Adam moves an element by at most 3 steps of the learning rate
+        torch.testing.assert_close(tensor.float(), exact[2][name], atol=6.5e-3, rtol=8e-3)

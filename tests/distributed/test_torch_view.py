@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,7 @@ def test_without_a_patch_training_fails_and_with_all_it_works(patch: str, tmp_pa
 def test_the_real_torch_is_left_alone() -> None:
     assert not install()  # a second call does nothing
     assert torch.cuda.current_device.__module__.startswith("torch.cuda")
-    assert torch.zeros.__module__ is None or "rftmega" not in str(torch.zeros.__module__)
+    assert isinstance(torch.zeros, types.BuiltinFunctionType)
     assert "torch_view" not in getattr(torch.Tensor.type, "__module__", "")
 
 

@@ -13,7 +13,7 @@ from rftmega.parallel.topology import Topology
 from rftmega.weights import Exporter, export_hf_folder
 from tests.layouts import build_manager
 from tests.ranks import RankFailure, run_ranks
-from tests.tiny_models import save_tiny, transformers_logits
+from tests.tiny_models import VARIANTS, save_tiny, transformers_logits
 
 LAYOUTS = [
     (1, ParallelConfig()),
@@ -36,7 +36,11 @@ def export_body(world: Any, folder: Path, parallel: ParallelConfig, bucket_bytes
     return exporter.total_bytes, dict(tensors)
 
 
-@pytest.mark.parametrize("variant", ["llama", "llama-tied-llama3-rope", "qwen2", "qwen3-tied"])
+FAST = ["llama-tied-llama3-rope", "qwen2", "qwen3-tied"]
+SLOW = [pytest.param(variant, marks=pytest.mark.ranks) for variant in VARIANTS if variant not in FAST]
+
+
+@pytest.mark.parametrize("variant", [*FAST, *SLOW])
 def test_every_process_gets_every_tensor_as_it_was_on_disk(variant: str, tmp_path: Path) -> None:
     folder = save_tiny(tmp_path, variant)
     disk = load_file(folder / "model.safetensors")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.e2e.conftest import ROOT, Run
 
@@ -37,8 +38,8 @@ def running(arithmetic: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]
 
 
 def ranks_of(process: subprocess.Popen[str]) -> dict[int, psutil.Process]:
-    children = psutil.Process(process.pid).children(recursive=True)
-    return {int(child.environ()["RANK"]): child for child in children if "RANK" in child.environ()}
+    titled = {child: " ".join(child.cmdline()) for child in psutil.Process(process.pid).children(recursive=True)}
+    return {int(title.split()[-1]): child for child, title in titled.items() if title.startswith("rftmega rank")}
 
 
 def assert_gone(ranks: dict[int, psutil.Process]) -> None:
@@ -107,3 +108,39 @@ def test_bad_input_is_one_clear_error_and_nothing_is_written(what: str, arithmet
     assert done.stderr.count("error: ") == 1
     assert "Traceback" not in done.stderr
     assert not output.exists()
+
+
+def test_an_error_of_one_rank_alone_reaches_the_user(arithmetic: Path, tmp_path: Path, train: Run) -> None:
+    """The missing tensor belongs to the second stage: rank 0 never hears of it."""
+    model = tmp_path / "model"
+    shutil.copytree(arithmetic / "model", model)
+    tensors = load_file(model / "model.safetensors")
+    del tensors["model.layers.3.mlp.up_proj.weight"]
+    save_file(tensors, model / "model.safetensors")
+    done = train(arithmetic / "run.yaml", f"model.path={model}", "parallel.pipeline=2", "--processes", 2)
+    assert done.returncode == 2
+    assert done.stderr.count("error: ") == 1
+    assert "holds no tensor 'model.layers.3.mlp.up_proj.weight'" in done.stderr
+
+
+def test_ctrl_c_in_the_demo_leaves_no_process_behind(arithmetic: Path, tmp_path: Path) -> None:
+    """The demo waits for its run to end its ranks, however often Ctrl-C is pressed."""
+    program = f"import sys; sys.path.insert(0, {str(ROOT / 'examples/arithmetic')!r}); import demo; demo.run(*sys.argv[1:])"
+    arguments = ["train_rl.py", str(arithmetic / "run.yaml"), "--processes", "2", "trainer.steps=100000",
+                 f"trainer.output={tmp_path / 'out'}"]  # fmt: skip
+    process = subprocess.Popen([sys.executable, "-c", program, *arguments], stderr=subprocess.PIPE, text=True,
+                               start_new_session=True, cwd=ROOT)  # fmt: skip
+    metrics = tmp_path / "out/metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.is_file() and metrics.read_text().count("\n") > 1):
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.1)
+    ranks = ranks_of(process)
+    for _ in range(2):
+        os.killpg(process.pid, signal.SIGINT)
+        time.sleep(0.1)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+    assert_gone(ranks)

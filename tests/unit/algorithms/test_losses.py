@@ -93,6 +93,16 @@ def test_what_stands_in_padding_changes_neither_loss_nor_gradient(poison: float)
     assert torch.equal(clean.grad, dirty.grad)
 
 
+@pytest.mark.parametrize(("log_ratio", "advantage"), [(94.0, 1.0), (94.0, -1.0), (-200.0, 1.0), (-200.0, -1.0)])
+def test_extreme_ratios_have_finite_values_and_gradients(log_ratio: float, advantage: float) -> None:
+    experience = experience_of([[-1.0]], [2], [[advantage]])
+    logp = torch.tensor([[-1.0 + log_ratio]], requires_grad=True)
+    loss = reduced(experience, logp)
+    loss.backward()
+    assert loss.isfinite()
+    assert logp.grad.isfinite().all()
+
+
 def test_splitting_a_batch_does_not_change_its_gradient() -> None:
     experience, logp = ragged()
     for weighting in (token_mean, sequence_mean):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rftmega.config import RunConfig, load, option_reference, parse_override, violations
-from rftmega.config.load import option_names
+from rftmega.config.load import options
 from rftmega.config.validate import CHOICES, value_of
 from rftmega.errors import ConfigError
 
@@ -87,6 +87,16 @@ def test_numbers_are_read_as_numbers_however_python_prints_them(number: float) -
     assert parse_override(f"a.b={number!r}") == ("a.b", number)
 
 
+@pytest.mark.parametrize("pattern", ["[0-9]+", "*a", "@x", r"-?\d+: x", "1e5", ""])
+def test_text_options_are_taken_as_they_are(pattern: str, config_file: Path) -> None:
+    assert load(config_file, [f"reward.format_pattern={pattern}"]).reward.format_pattern == pattern
+
+
+def test_what_yaml_cannot_read_is_a_wrong_value_and_no_traceback(config_file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.steps='\[1'"):
+        load(config_file, ["trainer.steps=[1"])
+
+
 def test_a_sound_config_has_no_violations(config_file: Path) -> None:
     assert violations(load(config_file), world_size=1) == []
 
@@ -98,7 +108,7 @@ def test_a_sound_config_has_no_violations(config_file: Path) -> None:
         ("parallel.sequence=true", 4, "parallel.sequence needs parallel.tensor > 1"),
         ("rollout.tensor=3", 4, "rollout.tensor=3 does not divide"),
         ("rollout.engine=vlm", 1, "rollout.engine=vlm is unknown. Choose one of: vllm, transformers, scripted"),
-        ("rollout.temperature=0", 1, "training needs answers that differ"),
+        ("rollout.temperature=0", 1, "rollout.temperature=0.0 must be positive"),
         ("algorithm.mini_batches=129", 1, "is more than the rows of a rollout"),
         ("trainer.max_tokens_per_micro_batch=100", 1, "can't hold one row"),
         ("reward.format=1", 1, "reward.format_pattern is empty"),
@@ -106,6 +116,10 @@ def test_a_sound_config_has_no_violations(config_file: Path) -> None:
         ("optimizer.min_learning_rate=1", 1, "above optimizer.learning_rate"),
         ("trainer.steps=0", 1, "trainer.steps=0 must be at least 1"),
         ("optimizer.clip_grad=-1", 1, "optimizer.clip_grad=-1.0 must be at least 0"),
+        ("optimizer.beta1=1.5", 1, "optimizer.beta1=1.5 must be below 1"),
+        ("optimizer.epsilon=-1", 1, "optimizer.epsilon=-1.0 must be positive"),
+        ("rollout.memory_fraction=7", 1, "rollout.memory_fraction=7.0 must be below 1"),
+        ("trainer.seed=1", 0, "--processes 0 must be at least 1"),
         ("model.path=/nowhere", 1, "model.path=/nowhere is not a folder"),
         ("data.eval=/nowhere", 1, "data.eval=/nowhere is not a file"),
     ],
@@ -117,8 +131,8 @@ def test_what_cannot_run_is_refused_with_a_reason(override: str, world: int, com
 
 
 def test_all_violations_come_at_once(config_file: Path) -> None:
-    bad = ["parallel.tensor=3", "rollout.tensor=3", "model.path=/nowhere", "algorithm.mini_batches=1000"]
-    assert len(violations(load(config_file, bad), world_size=4)) == 4
+    bad = ["parallel.tensor=3", "rollout.tensor=3", "rollout.engine=vlm", "model.path=/nowhere", "algorithm.mini_batches=1000"]
+    assert len(violations(load(config_file, bad), world_size=4)) == 6  # 3 of the engine: name, size, and size for this engine
 
 
 def test_a_model_folder_without_weights_or_with_a_missing_shard_is_refused(config_file: Path) -> None:
@@ -132,7 +146,7 @@ def test_a_model_folder_without_weights_or_with_a_missing_shard_is_refused(confi
 
 def test_every_option_is_explained_and_its_default_shown() -> None:
     reference = option_reference()
-    for name in option_names():
+    for name, _ in options():
         assert f"  {name} = " in reference, name
     for name, allowed in CHOICES.items():
         assert value_of(RunConfig(), name) in allowed, name

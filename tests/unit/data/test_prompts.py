@@ -44,6 +44,26 @@ def test_a_bad_line_is_named_with_file_and_number(line: str, complaint: str, tmp
     assert complaint in str(caught.value)
 
 
+def test_line_separators_of_unicode_do_not_end_a_line(tmp_path: Path) -> None:
+    assert load(tmp_path / "a.jsonl", '{"prompt": "a\u2028b", "label": "x"}\n')[0].token_ids == (97, 0x2028, 98)
+
+
+def test_a_file_in_another_encoding_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"prompt": "\xff", "label": "x"}')
+    with pytest.raises(DataError, match="not UTF-8"):
+        load_prompts(tmp_path / "a.jsonl", Letters(), DataConfig(train=""), max_prompt_tokens=5)
+
+
+def test_a_prompt_without_any_token_is_refused(tmp_path: Path) -> None:
+    class Deaf(Letters):
+        def encode(self, prompt: str, *, chat_template: bool) -> tuple[int, ...]:
+            return ()
+
+    (tmp_path / "a.jsonl").write_text('{"prompt": "abc", "label": "x"}')
+    with pytest.raises(DataError, match="a.jsonl:1: the tokenizer makes no token of 'abc'"):
+        load_prompts(tmp_path / "a.jsonl", Deaf(), DataConfig(train=""), max_prompt_tokens=5)
+
+
 def test_all_bad_lines_are_named_at_once(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         load(tmp_path / "a.jsonl", "x\n" * 12)

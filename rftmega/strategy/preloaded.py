@@ -1,0 +1,11 @@
+"""What every rank needs, imported once in the server that `--processes` forks ranks from."""
+
+import warnings
+
+warnings.filterwarnings("ignore")  # Megatron names every accelerator that is not installed
+
+# isort: split
+import rftmega.data
+import rftmega.rewards
+import rftmega.strategy.megatron
+import rftmega.trainer.callbacks  # noqa: F401
