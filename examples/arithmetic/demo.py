@@ -27,7 +27,7 @@ def run(*command: object) -> None:
         except KeyboardInterrupt:  # the child has it too, and ends its ranks first
             continue
     if code:
-        sys.exit(code)
+        sys.exit(code if code > 0 else 128 - code)
 
 
 def summary(records: list[dict], config: RunConfig, processes: int, launched: float, finished: float) -> dict:

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,6 +19,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from rftmega import device
 from rftmega.errors import RFTMegaError
+
+GRACE = 2.0  # seconds
 
 
 def launch(processes: int, work: Callable[..., None], *arguments: Any, preload: Sequence[str]) -> int:
@@ -72,5 +75,6 @@ def _rank(complaints: str, work: Callable[..., None], *arguments: Any) -> None:
     except KeyboardInterrupt:
         sys.exit(130)  # Ctrl-C reaches every process of a terminal; the launcher says so once
     except Exception:
+        time.sleep(GRACE)  # a collective fails within milliseconds of a peer's death, and it is the peer that is to be named
         sys.stderr.write("".join(f"[rank {rank}] {line}\n" for line in traceback.format_exc().splitlines()))
         sys.exit(1)
