@@ -13,7 +13,7 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from rftmega.megatron.forward import Packed, pack, stats_of_logits
+from rftmega.megatron.forward import Packed, hidden_states_only, pack, stats_of_hidden
 from rftmega.megatron.manager import MegatronModelManager, ReferenceWeights
 from rftmega.parallel.micro_batches import plan_micro_batches
 from rftmega.types import Experience, LossFn, Metrics, Rows, TokenLoss, TokenStats
@@ -77,7 +77,7 @@ class MegatronActor:
         self.manager.zero_grad()
         indices = self._micro_batches(experience.lengths)
         batches = [(self._pack(experience.rows, index), experience.select(index).to(self.manager.where)) for index in indices]
-        micro_sums = self._run(batches, partial(self._loss_of_logits, loss_fn), forward_only=False)
+        micro_sums = self._run(batches, partial(self._loss_of_hidden, loss_fn), forward_only=False)
         metrics = self._mean(micro_sums, loss_fn, experience)
         taken, grad_norm = self.manager.optimizer_step()
         return metrics | {"grad_norm": grad_norm, "learning_rate": learning_rate, "skipped_steps": float(not taken)}
@@ -88,7 +88,7 @@ class MegatronActor:
         for chunk in self.manager.model:
             chunk.eval()
         indices = self._micro_batches(rows.lengths)
-        found = self._run([(self._pack(rows, index), None) for index in indices], self._stats_of_logits, forward_only=True)
+        found = self._run([(self._pack(rows, index), None) for index in indices], self._stats_of_hidden, forward_only=True)
         return list(zip(indices, found, strict=True)) if found else []
 
     def _micro_batches(self, lengths: Tensor) -> list[Tensor]:
@@ -115,18 +115,25 @@ class MegatronActor:
 
     def _forward_step(self, finish: Callable[..., Any], batches: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Any]:
         packed, experience = next(batches)
-        logits = model(packed.tokens, packed.positions, None, packed_seq_params=packed.sequence)
-        return logits, partial(finish, packed, experience)
+        with hidden_states_only(self.manager.chunks[0]):
+            hidden = model(packed.tokens, packed.positions, None, packed_seq_params=packed.sequence)
+        return hidden, partial(finish, packed, experience)
 
-    def _stats_of_logits(self, packed: Packed, experience: None, logits: Tensor, non_loss_data: bool = True) -> TokenStats:
-        vocabulary = self.manager.description.vocabulary
-        return stats_of_logits(logits, packed, self.topology, vocabulary=vocabulary, temperature=self.temperature)
+    def _stats_of_hidden(self, packed: Packed, experience: None, hidden: Tensor, non_loss_data: bool = True) -> TokenStats:
+        return stats_of_hidden(
+            hidden,
+            packed,
+            self.manager.chunks[0],
+            self.topology,
+            vocabulary=self.manager.description.vocabulary,
+            temperature=self.temperature,
+        )
 
-    def _loss_of_logits(
-        self, loss_fn: LossFn, packed: Packed, experience: Experience, logits: Tensor
+    def _loss_of_hidden(
+        self, loss_fn: LossFn, packed: Packed, experience: Experience, hidden: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Megatron's three: local sum with its graph, integer count, sums to be collected."""
-        loss = loss_fn(self._stats_of_logits(packed, None, logits), experience)
+        loss = loss_fn(self._stats_of_hidden(packed, None, hidden), experience)
         total = (loss.value * loss.weight).sum()
         return total, loss.count.int(), sums_of(loss)
 

@@ -1,12 +1,16 @@
 """Rows -> one packed sequence -> model -> statistics per token, back in rows. No padding is computed."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from torch import Tensor
 
-from rftmega.megatron.logprobs import vocab_parallel_stats
+from rftmega.megatron.logprobs import Shard, linear_stats
 from rftmega.parallel.topology import Topology
 from rftmega.types import Rows, TokenStats
 
@@ -62,15 +66,32 @@ def unpack(values: Tensor, packed: Packed) -> Tensor:
     return canvas.index_put((packed.row, packed.column), values)[:rows, :columns]
 
 
-def stats_of_logits(logits: Tensor, packed: Packed, topology: Topology, *, vocabulary: int, temperature: float) -> TokenStats:
-    """Statistics of the sampling distribution, softmax(logits / temperature), from this rank's logits [1, N, V / tensor]."""
-    per_token = vocab_parallel_stats(
-        logits[0],
-        packed.targets,
-        temperature=temperature,
-        vocabulary=vocabulary,
-        rank=topology.tensor_rank,
-        group=topology.tensor_group,
-    )
-    logp, entropy = (unpack(x, packed) for x in per_token)
+@contextmanager
+def hidden_states_only(chunk: GPTModel) -> Iterator[None]:
+    """Within, the last stage gives its normalised hidden states instead of multiplying them with the output weight."""
+    kept, chunk.post_process = chunk.post_process, False
+    try:
+        yield
+    finally:
+        chunk.post_process = kept
+
+
+def stats_of_hidden(
+    hidden: Tensor, packed: Packed, chunk: GPTModel, topology: Topology, *, vocabulary: int, temperature: float | Tensor
+) -> TokenStats:
+    """Statistics of the sampling distribution, softmax(logits / temperature), from the last stage's hidden states [N, 1, H].
+
+    `temperature` is one for all rows or [rows].
+    """
+    # As the output layer would: their backward adds up the ranks' shares of the gradient.
+    if chunk.config.sequence_parallel:
+        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
+    else:
+        hidden = copy_to_tensor_model_parallel_region(hidden)
+    tied = chunk.share_embeddings_and_output_weights
+    weight = chunk.shared_embedding_or_output_weight() if tied else chunk.output_layer.weight
+    if isinstance(temperature, Tensor):
+        temperature = torch.cat([temperature, temperature.new_ones(1)])[packed.row]  # the last one is the filler's
+    shard = Shard.of_rank(len(weight), vocabulary=vocabulary, rank=topology.tensor_rank, group=topology.tensor_group)
+    logp, entropy = (unpack(x, packed) for x in linear_stats(hidden[:, 0], weight, packed.targets, temperature, shard))
     return TokenStats(logp, entropy)

@@ -1,67 +1,132 @@
-"""Log-probabilities and entropy from logits that are sharded over the vocabulary.
+"""Log-probabilities and entropy straight from hidden states: the logits exist for a chunk of tokens at a time.
 
-Legend: N tokens, V this rank's part of the vocabulary. `group` None is a group of one.
+Legend: N tokens, H hidden size, V this rank's part of the vocabulary, c tokens of a chunk.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+CHUNK = 1024  # tokens whose logits exist at once: memory is O(CHUNK x V), whatever N is
 
-def vocab_parallel_stats(
-    logits_NV: Tensor, targets_N: Tensor, *, temperature: float, vocabulary: int, rank: int, group: Any
+
+class Shard(NamedTuple):
+    """A rank's columns of the vocabulary."""
+
+    first: int  # id of the first column
+    real: int  # columns that are words; those behind them are padding
+    group: Any  # the tensor-parallel group; None for a group of one
+
+    @classmethod
+    def of_rank(cls, width: int, *, vocabulary: int, rank: int, group: Any) -> "Shard":
+        """`width` columns on each rank of `group`; `vocabulary` is the true size."""
+        return cls(rank * width, max(0, min(width, vocabulary - rank * width)), group)
+
+
+def linear_stats(
+    hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, temperature: float | Tensor, shard: Shard, *, chunk: int = CHUNK
 ) -> tuple[Tensor, Tensor]:
-    """(log-prob of each target, entropy), both [N] float32, of softmax(logits / temperature); differentiable.
+    """(log-prob of each target, entropy), both [N] float32, of softmax(hidden @ weight.T / temperature); differentiable.
 
-    The logits are left as they are. `vocabulary` is the true size: columns at and beyond it (padding, on the last ranks)
-    are out of the softmax and get zero gradient. `rank` is this process's place in `group`.
+    `temperature` is one for all tokens or [N]. Padding columns are out of the softmax and get zero gradient. The gradient of
+    `hidden` is this rank's share: a sum over the tensor-parallel ranks is the caller's (Megatron's mappings do it).
     """
-    width = logits_NV.shape[-1]
-    real = max(0, min(width, vocabulary - rank * width))
-    return _VocabParallel.apply(logits_NV, targets_N - rank * width, temperature, real, group)
+    if not isinstance(temperature, Tensor):
+        temperature = hidden_NH.new_full((), temperature, dtype=torch.float32)
+    return _LinearStats.apply(hidden_NH, weight_VH, targets_N, temperature.expand(len(hidden_NH)), shard, chunk)
 
 
-class _VocabParallel(torch.autograd.Function):
+class _LinearStats(torch.autograd.Function):
     """With p the softmax and H its entropy: d logp / d logit = [target] - p, d H / d logit = -p (log p + H)."""
 
     @staticmethod
     def forward(
-        ctx: Any, logits_NV: Tensor, local_targets_N: Tensor, temperature: float, real: int, group: Any
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, shard: Shard, chunk: int
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        x = logits_NV.to(torch.float32, copy=True).div_(temperature)
-        x[:, real:] = -torch.inf
-        largest = x.max(-1).values
-        _reduce(largest, group, dist.ReduceOp.MAX)
-        x -= largest[:, None]
-        held = (local_targets_N >= 0) & (local_targets_N < real)
-        column = torch.where(held, local_targets_N, 0)[:, None]
-        target = torch.where(held, x.gather(-1, column)[:, 0], 0.0)
-        p = x.exp()
-        x[:, real:] = 0.0  # exp(-inf) * -inf is NaN
-        totals = torch.stack([p.sum(-1), target, (p * x).sum(-1)])
-        _reduce(totals, group, dist.ReduceOp.SUM)
-        normaliser, target, mean_logit = totals
-        p /= normaliser[:, None]
-        logp = target - normaliser.log()
-        entropy = normaliser.log() - mean_logit / normaliser
-        ctx.save_for_backward(p, column, held, entropy)
-        ctx.temperature, ctx.dtype = temperature, logits_NV.dtype
+        largest, sums = _local_sums(hidden, weight, targets, temperature, shard, chunk)
+        top = largest.clone()
+        _reduce(top, shard.group, dist.ReduceOp.MAX)
+        shift = largest - top  # from this rank's largest logit to the largest of all
+        scale = shift.exp()
+        normaliser, weighted, target = sums
+        # A rank of padding only has -inf as its largest: its sums are 0, and 0 * -inf is not.
+        totals = torch.stack(
+            [scale * normaliser, scale * (weighted + torch.where(normaliser > 0, shift, 0.0) * normaliser), target]
+        )
+        _reduce(totals, shard.group, dist.ReduceOp.SUM)
+        normaliser, weighted, target = totals
+        log_normaliser = normaliser.log() + top
+        logp = target - log_normaliser
+        entropy = normaliser.log() - weighted / normaliser
+        ctx.save_for_backward(hidden, weight, targets, temperature, log_normaliser, entropy)
+        ctx.shard, ctx.chunk = shard, chunk
         return logp, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, temperature, log_normaliser, entropy = ctx.saved_tensors
         grad_logp, grad_entropy = grads
-        p, column, held, entropy = ctx.saved_tensors
-        grad = torch.zeros_like(p)
-        if grad_logp is not None:
-            grad -= grad_logp[:, None] * p
-            grad.scatter_add_(-1, column, (grad_logp * held)[:, None])
-        if grad_entropy is not None:
-            grad -= grad_entropy[:, None] * (torch.xlogy(p, p) + p * entropy[:, None])
-        return grad.div_(ctx.temperature).to(ctx.dtype), None, None, None, None
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        for part in _parts(len(hidden), ctx.chunk):
+            logits = _logits(hidden[part], weight, temperature[part], ctx.shard)
+            log_p = logits.sub_(log_normaliser[part, None])
+            p = log_p.exp()
+            grad = torch.zeros_like(p)
+            if grad_entropy is not None:
+                log_p[:, ctx.shard.real :] = 0.0  # p is 0 there, and 0 * -inf is not
+                grad -= grad_entropy[part, None] * p * (log_p + entropy[part, None])
+            if grad_logp is not None:
+                grad -= grad_logp[part, None] * p
+                column, held = _columns(targets[part], ctx.shard)
+                grad.scatter_add_(-1, column, (grad_logp[part] * held)[:, None])
+            grad = grad.div_(temperature[part, None]).to(hidden.dtype)
+            grad_hidden[part] = grad @ weight
+            grad_weight += grad.T @ hidden[part]
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
+
+
+def _local_sums(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, shard: Shard, chunk: int
+) -> tuple[Tensor, Tensor]:
+    """This rank's largest logit m [N], and [3, N]: sum of exp(x - m), sum of exp(x - m) (x - m), the target's logit or 0."""
+    largest = hidden.new_empty(len(hidden), dtype=torch.float32)
+    sums = hidden.new_empty(3, len(hidden), dtype=torch.float32)
+    for part in _parts(len(hidden), chunk):
+        logits = _logits(hidden[part], weight, temperature[part], shard)
+        column, held = _columns(targets[part], shard)
+        sums[2, part] = torch.where(held, logits.gather(-1, column)[:, 0], 0.0)
+        if shard.real == 0:
+            largest[part], sums[:2, part] = -torch.inf, 0.0
+            continue
+        words = logits[:, : shard.real]
+        largest[part] = words.max(-1).values
+        words -= largest[part, None]
+        p = words.exp()
+        sums[0, part] = p.sum(-1)
+        sums[1, part] = p.mul_(words).sum(-1)
+    return largest, sums
+
+
+def _logits(hidden: Tensor, weight: Tensor, temperature: Tensor, shard: Shard) -> Tensor:
+    """[c, V] float32, -inf on padding."""
+    logits = (hidden @ weight.T).float().div_(temperature[:, None])
+    logits[:, shard.real :] = -torch.inf
+    return logits
+
+
+def _columns(targets: Tensor, shard: Shard) -> tuple[Tensor, Tensor]:
+    """Each target's column here [c, 1] (0 where another rank has it), and whether it is here [c]."""
+    local = targets - shard.first
+    held = (local >= 0) & (local < shard.real)
+    return torch.where(held, local, 0)[:, None], held
+
+
+def _parts(tokens: int, chunk: int) -> list[slice]:
+    return [slice(start, start + chunk) for start in range(0, tokens, chunk)]
 
 
 def _reduce(x: Tensor, group: Any, op: Any) -> None:

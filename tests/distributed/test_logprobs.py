@@ -1,4 +1,4 @@
-"""Vocabulary-parallel log-prob and entropy against dense autograd in float64."""
+"""The fused linear -> (log-prob, entropy) against dense autograd in float64: values, gradients, memory."""
 
 from typing import Any
 
@@ -6,63 +6,87 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rftmega.megatron.logprobs import vocab_parallel_stats
+from rftmega.megatron.logprobs import Shard, linear_stats
 from tests.ranks import run_ranks
 
-VOCABULARY, TOKENS = 11, 6
+VOCABULARY, TOKENS, HIDDEN = 11, 6, 5
 
 
-def case(scale: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def case(scale: float) -> tuple[torch.Tensor, ...]:
+    """hidden, weight, targets, a temperature a token, and what log-prob and entropy weigh in the loss."""
     torch.manual_seed(0)
-    logits = scale * torch.randn(TOKENS, VOCABULARY, dtype=torch.float64)
+    hidden, weight = torch.randn(TOKENS, HIDDEN, dtype=torch.float64), torch.randn(VOCABULARY, HIDDEN, dtype=torch.float64)
     targets = torch.tensor([0, 10, 3, 5, 6, 2])
-    return logits, targets, torch.randn(TOKENS, dtype=torch.float64), torch.randn(TOKENS, dtype=torch.float64)
+    temperature = torch.tensor([1.0, 0.7, 2.0, 1.0, 0.5, 1.3], dtype=torch.float64)
+    return hidden, scale * weight, targets, temperature, torch.randn(TOKENS).double(), torch.randn(TOKENS).double()
 
 
-def dense(scale: float, temperature: float) -> tuple[torch.Tensor, ...]:
-    logits, targets, weight, entropy_weight = case(scale)
-    logits.requires_grad_()
-    logp = (logits / temperature).log_softmax(-1)
+def dense(scale: float) -> tuple[torch.Tensor, ...]:
+    hidden, weight, targets, temperature, on_logp, on_entropy = case(scale)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    logp = (hidden @ weight.T / temperature[:, None]).log_softmax(-1)
     picked = logp.gather(-1, targets[:, None])[:, 0]
     entropy = -(logp.exp() * logp).sum(-1)
-    (picked * weight + entropy * entropy_weight).sum().backward()
-    return picked.detach(), entropy.detach(), logits.grad
+    (picked * on_logp + entropy * on_entropy).sum().backward()
+    return picked.detach(), entropy.detach(), hidden.grad, weight.grad
 
 
-def sharded_body(world: Any, scale: float, temperature: float) -> tuple[torch.Tensor, ...]:
-    logits, targets, weight, entropy_weight = case(scale)
+def sharded_body(world: Any, scale: float, chunk: int) -> tuple[torch.Tensor, ...]:
+    hidden, weight, targets, temperature, on_logp, on_entropy = (x if x.dtype == torch.int64 else x.float() for x in case(scale))
     width = -(-VOCABULARY // world.size)
-    padded = torch.full((TOKENS, width * world.size), 1e4, dtype=torch.float64)  # padding that would win every softmax
-    padded[:, :VOCABULARY] = logits
-    mine = padded[:, world.rank * width : (world.rank + 1) * width].float().requires_grad_()
-    before = mine.detach().clone()
-    logp, entropy = vocab_parallel_stats(
-        mine, targets, temperature=temperature, vocabulary=VOCABULARY, rank=world.rank, group=dist.group.WORLD
-    )
-    (logp * weight.float() + entropy * entropy_weight.float()).sum().backward()
-    assert torch.equal(mine.detach(), before), "the logits were overwritten"
-    return logp.detach(), entropy.detach(), mine.grad
+    padded = torch.full((width * world.size, HIDDEN), 50.0)  # padding rows that would win many a softmax
+    padded[:VOCABULARY] = weight
+    mine = padded[world.rank * width : (world.rank + 1) * width].clone().requires_grad_()
+    hidden.requires_grad_()
+    shard = Shard.of_rank(width, vocabulary=VOCABULARY, rank=world.rank, group=dist.group.WORLD)
+    logp, entropy = linear_stats(hidden, mine, targets, temperature, shard, chunk=chunk)
+    (logp * on_logp + entropy * on_entropy).sum().backward()
+    return logp.detach(), entropy.detach(), hidden.grad, mine.grad
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize(("scale", "temperature"), [(1.0, 1.0), (3.0, 0.7), (1000.0, 1.0)])
-def test_values_and_gradients_equal_dense_autograd(ranks: int, scale: float, temperature: float) -> None:
-    logp, entropy, grad = dense(scale, temperature)
-    results = run_ranks(ranks, sharded_body, scale, temperature)
-    tolerance = {"atol": 1e-5 * max(1.0, scale / 10), "rtol": 1e-5}
-    for found_logp, found_entropy, _ in results:
-        torch.testing.assert_close(found_logp.double(), logp, **tolerance)
-        torch.testing.assert_close(found_entropy.double(), entropy, **tolerance)
-    found_grad = torch.cat([g for _, _, g in results], dim=1)
-    torch.testing.assert_close(found_grad[:, :VOCABULARY].double(), grad, **tolerance)
-    assert found_grad[:, VOCABULARY:].abs().sum() == 0, "padding got a gradient"
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])  # of 8, one holds padding only
+@pytest.mark.parametrize(("scale", "chunk"), [(1.0, 1), (3.0, 4), (1000.0, 100)])
+def test_values_and_gradients_equal_dense_autograd(ranks: int, scale: float, chunk: int) -> None:
+    logp, entropy, grad_hidden, grad_weight = dense(scale)
+    results = run_ranks(ranks, sharded_body, scale, chunk)
+    for found_logp, found_entropy, _, _ in results:
+        torch.testing.assert_close(found_logp.double(), logp, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(found_entropy.double(), entropy, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(sum(r[2] for r in results).double(), grad_hidden, atol=1e-5, rtol=1e-5)
+    found = torch.cat([r[3] for r in results])
+    torch.testing.assert_close(found[:VOCABULARY].double(), grad_weight, atol=1e-5, rtol=1e-5)
+    assert found[VOCABULARY:].abs().sum() == 0, "padding got a gradient"
 
 
-def test_entropy_alone_and_log_prob_alone_have_gradients() -> None:
-    logits = torch.randn(3, 5, requires_grad=True)
-    for pick in (0, 1):
-        logits.grad = None
-        stats = vocab_parallel_stats(logits, torch.tensor([0, 1, 2]), temperature=1.0, vocabulary=5, rank=0, group=None)
-        stats[pick].sum().backward()
-        assert logits.grad is not None
-        assert logits.grad.abs().sum() > 0
+@pytest.mark.parametrize("pick", [0, 1])
+def test_log_prob_alone_and_entropy_alone_have_gradients(pick: int) -> None:
+    weight = torch.randn(5, 3, requires_grad=True)
+    linear_stats(torch.randn(4, 3), weight, torch.tensor([0, 1, 2, 4]), 1.0, Shard(0, 5, None))[pick].sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.abs().sum() > 0
+
+
+def largest_allocation(tokens: int) -> int:
+    """Largest number of elements of any tensor made while forward and backward run."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Watch(TorchDispatchMode):
+        largest = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            for x in out if isinstance(out, tuple | list) else [out]:
+                if isinstance(x, torch.Tensor):
+                    self.largest = max(self.largest, x.numel())
+            return out
+
+    hidden, weight = torch.randn(tokens, 4, requires_grad=True), torch.randn(1000, 4, requires_grad=True)
+    with Watch() as watch:
+        logp, entropy = linear_stats(hidden, weight, torch.zeros(tokens, dtype=torch.int64), 1.0, Shard(0, 1000, None), chunk=16)
+        (logp + entropy).sum().backward()
+    return watch.largest
+
+
+def test_no_tensor_grows_with_tokens_times_vocabulary() -> None:
+    assert largest_allocation(64) == largest_allocation(512) == 16 * 1000
