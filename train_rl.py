@@ -29,7 +29,7 @@ def main() -> int:
     from rftmega.parallel.launch import launched_rank, launched_size
 
     try:
-        return start(given, given.processes or launched_size())
+        return start(given)
     except RFTMegaError as error:
         where = f"[rank {launched_rank()}] " if launched_size() > 1 else ""
         sys.stderr.write(f"{where}error: {error}\n")
@@ -38,10 +38,13 @@ def main() -> int:
         return 130
 
 
-def start(given: argparse.Namespace, processes: int) -> int:
+def start(given: argparse.Namespace) -> int:
     """Checks the config, then trains: here, or in `--processes` ranks of this machine. The exit code."""
+    from rftmega.parallel.launch import check_launcher, launched_size
     from rftmega.strategy import preflight
 
+    check_launcher()
+    processes = launched_size() if given.processes is None else given.processes
     config = configuration.load(given.config, given.overrides)
     preflight.preflight(config, processes, local=given.processes is not None)
     if given.dry_run:

@@ -1,5 +1,6 @@
 """In which order prompts are used: epochs without repetition, each shuffled by its own seed."""
 
+import functools
 import random
 from collections.abc import Iterator, Sequence
 
@@ -23,11 +24,11 @@ class PromptOrder:
 
     def _prompt(self, position: int) -> Prompt:
         epoch, offset = divmod(position, len(self.prompts))
-        return self.prompts[self._epoch_order(epoch)[offset]]
+        return self.prompts[_epoch_order(self.seed, epoch, len(self.prompts))[offset]]
 
-    def _epoch_order(self, epoch: int) -> list[int]:
-        if getattr(self, "_cached_epoch", None) != epoch:
-            order = list(range(len(self.prompts)))
-            random.Random(f"{self.seed}/{epoch}").shuffle(order)
-            self._cached_epoch, self._cached_order = epoch, order
-        return self._cached_order
+
+@functools.lru_cache(maxsize=2)
+def _epoch_order(seed: int, epoch: int, size: int) -> list[int]:
+    order = list(range(size))
+    random.Random(f"{seed}/{epoch}").shuffle(order)
+    return order

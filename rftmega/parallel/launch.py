@@ -34,11 +34,15 @@ class World:
 
 def launched_size() -> int:
     """Processes that the launcher started (1 without one); readable before anything is initialised."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def check_launcher() -> None:
+    """Raises ConfigError where srun started tasks that would each take themselves for the whole run."""
     if "WORLD_SIZE" not in os.environ and int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
         raise ConfigError(
             "srun started several tasks that know nothing of each other. Start one torchrun a node: srun torchrun ..."
         )
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def launched_rank() -> int:

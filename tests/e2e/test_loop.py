@@ -1,12 +1,15 @@
 """The real program, from its command line to the exported model."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.e2e.conftest import Run, metrics_of
+from tests.e2e.conftest import ROOT, Run, metrics_of
 
 LAYOUTS = {"TP2 x PP2": (2, 2, 4), "DP4": (1, 1, 4), "TP4": (4, 1, 4), "PP4": (1, 4, 4), "one process": (1, 1, 1)}
 
@@ -64,3 +67,21 @@ def test_help_explains_every_section(train: Run) -> None:
     assert done.returncode == 0
     for part in ("parallel.tensor = 1", "rollout.temperature = 1.0", "--dry-run", "CONFIG [option=value ...]"):
         assert part in done.stdout
+
+
+def test_torchrun_starts_it_as_well(arithmetic: Path, tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(ROOT / "train_rl.py")]
+    options = [str(arithmetic / "run.yaml"), "parallel.tensor=2", "trainer.steps=1", f"trainer.output={tmp_path}"]
+    done = subprocess.run([*torchrun, *options], capture_output=True, text=True, check=False, timeout=240, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "TP2 x PP1 x DP1" in done.stdout
+    assert [step["step"] for step in metrics_of(tmp_path)] == [0, 1]
+
+
+def test_tasks_of_srun_that_know_nothing_of_each_other_are_refused(arithmetic: Path, tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "train_rl.py"), str(arithmetic / "run.yaml"), f"trainer.output={tmp_path / 'out'}"]
+    environment = os.environ | {"SLURM_STEP_NUM_TASKS": "4"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=ROOT)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: srun started several tasks")
+    assert not (tmp_path / "out").exists()
