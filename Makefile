@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 HARDWARE := $(if $(shell command -v nvidia-smi 2>/dev/null),cuda,cpu)
 READY := $(VENV)/.ready-$(HARDWARE)
 
-.PHONY: demo test check ranks learning clean
+.PHONY: demo test check ranks invariance bench learning clean
 
 $(READY): requirements/torch.txt requirements/$(HARDWARE).txt requirements/dev.txt setup.py
 	$(PYTHON) -m venv $(VENV)
@@ -31,6 +31,12 @@ check: $(READY)  ## style, formatting and types
 
 ranks: $(READY)  ## the exhaustive multi-rank half of the tests
 	$(BIN)/python -m pytest -q -m ranks
+
+invariance: $(READY)  ## the table of layouts, micro-batches and orders that must agree; writes runs/invariance.json
+	$(BIN)/python -m tests.invariance
+
+bench: $(READY)  ## the ratios of docs/results.md; writes runs/bench.json
+	$(BIN)/python -m benchmarks
 
 learning: $(READY)  ## runs that must learn
 	$(BIN)/python -m pytest -q -m learning

@@ -18,7 +18,9 @@ def arguments() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("config", metavar="CONFIG", help="YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="option=value", help="dotted overrides, e.g. parallel.tensor=2")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="option=value", default=[], help="dotted overrides, e.g. parallel.tensor=2"
+    )
     parser.add_argument("--processes", type=int, help="start this many processes here (otherwise launch with torchrun)")
     parser.add_argument("--dry-run", action="store_true", help="print layout, batch arithmetic and parameters a rank, and exit")
     return parser.parse_intermixed_args()

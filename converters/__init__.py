@@ -7,7 +7,7 @@ conversion, so they cannot drift. A new family is one file here (and one in `mod
 from collections.abc import Callable
 from typing import Any
 
-from converters import dense
+from converters import decoders
 from converters.rules import (
     QKV,
     Column,
@@ -25,18 +25,26 @@ from converters.rules import (
 from rftmega.errors import CheckpointError
 
 TABLES: dict[str, Callable[[dict[str, Any]], list[Rule]]] = {
-    "llama": dense.llama,
-    "qwen2": dense.qwen2,
-    "qwen3": dense.qwen3,
+    "llama": decoders.llama,
+    "qwen2": decoders.qwen2,
+    "qwen3": decoders.qwen3,
+    "qwen3_moe": decoders.qwen3_moe,
 }
 
 
-def table(hf_config: dict[str, Any]) -> list[Rule]:
-    """The rules of the family that config.json names. Raises CheckpointError for a family without a table."""
+def table(hf_config: dict[str, Any], *, value_head: bool = False) -> list[Rule]:
+    """The rules of the family that config.json names; with `value_head`, of its value model instead.
+
+    Raises CheckpointError for a family without a table.
+    """
     family = hf_config.get("model_type")
     if family not in TABLES:
         raise CheckpointError(f"There is no conversion table for model_type={family!r}; there is one for {', '.join(TABLES)}.")
-    return TABLES[family](hf_config)
+    rules = TABLES[family](hf_config)
+    if not value_head:
+        return rules
+    body = [rule for rule in rules if rule.megatron != ("output_layer.weight",)]
+    return [*body, *decoders.value_head(hf_config)]
 
 
 __all__ = [

@@ -24,7 +24,7 @@ class Segment(NamedTuple):
 
 
 class HFTensor(NamedTuple):
-    """A tensor as Hugging Face stores it; the name may hold {layer}."""
+    """A tensor as Hugging Face stores it; the name may hold {layer} and {expert}."""
 
     name: str
     shape: tuple[int, ...]
@@ -38,11 +38,16 @@ class Sliceable(Protocol):
 
 @dataclass(frozen=True)
 class Rule:
-    """One Megatron tensor and the HF tensors that it is made of; {layer} is local in Megatron's names, global in HF's."""
+    """One Megatron tensor and the HF tensors that it is made of.
+
+    {layer} and {expert} in a name are local numbers on Megatron's side and global ones on HF's.
+    """
 
     megatron: tuple[str, ...]  # candidate names: the local spec's and Transformer Engine's; a module has exactly one of them
     hf: tuple[HFTensor, ...]
     exported: bool = field(default=True, kw_only=True)  # False: a copy of a tensor that another rule exports
+    optional: bool = field(default=False, kw_only=True)  # a folder without it leaves the parameter as it was built
+    layers: frozenset[int] | None = field(default=None, kw_only=True)  # those it speaks of; None: all
 
     axis = 0
 
@@ -50,8 +55,16 @@ class Rule:
     def per_layer(self) -> bool:
         return "{layer}" in self.hf[0].name
 
-    def hf_names(self, layer: int | None) -> tuple[str, ...]:
-        return tuple(tensor.name.format(layer=layer) for tensor in self.hf)
+    @property
+    def per_expert(self) -> bool:
+        """Of one expert: sharded over the processes that share an expert, not over those that share a dense layer."""
+        return "{expert}" in self.hf[0].name
+
+    def speaks_of(self, layer: int) -> bool:
+        return self.layers is None or layer in self.layers
+
+    def hf_names(self, layer: int | None, expert: int | None = None) -> tuple[str, ...]:
+        return tuple(tensor.name.format(layer=layer, expert=expert) for tensor in self.hf)
 
     @property
     def sizes(self) -> tuple[int, ...]:

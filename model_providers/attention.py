@@ -1,8 +1,15 @@
-"""Core attention over packed rows in plain torch: no token sees another row, and no padding is computed."""
+"""Core attention over packed rows in plain torch: no token sees another row, and no padding is computed.
 
+Under context parallelism each process has two chunks of every row, the c-th from the front and the c-th from the back
+(zig-zag: all processes have equally much to do under a causal mask), and gathers the keys and values of the others.
+"""
+
+import contextlib
 from collections import defaultdict
+from typing import Any, NamedTuple
 
 import torch
+from megatron.core import tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
@@ -21,12 +28,14 @@ class PackedAttention(torch.nn.Module):
         attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
+        pg_collection: Any = None,
         **_: object,
     ):
         super().__init__()
         assert attn_mask_type == AttnMaskType.causal, attn_mask_type
         self.scale = softmax_scale
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.context_group = pg_collection.cp if config.context_parallel_size > 1 else None
 
     def forward(
         self,
@@ -38,47 +47,90 @@ class PackedAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Packed, with `cu_seqlens_q`: [tokens, heads, d] -> [tokens, heads * d]; else [s, b, heads, d] -> [s, b, heads * d]."""
+        """Packed, with `cu_seqlens_q`: [tokens, heads, d] -> [tokens, heads * d]; else [s, b, heads, d] -> [s, b, heads * d].
+
+        Under context parallelism tokens are this process's, and `cu_seqlens_q` speaks of the whole rows.
+        """
         assert attention_bias is None, "attention_bias is not supported"
         if packed_seq_params is None:
+            assert self.context_group is None, "context parallelism needs packed rows"
             rows = (x.permute(1, 2, 0, 3) for x in (query, key, value))
             return self._attend(*rows).permute(2, 0, 1, 3).flatten(2)
+        if self.context_group is None:
+            parts = parts_of(packed_seq_params, 0, 1)
+        else:
+            parts = parts_of(packed_seq_params, self.context_group.rank(), self.context_group.size())
+            both = tensor_parallel.gather_from_sequence_parallel_region(torch.cat([key, value], -1), group=self.context_group)
+            key, value = both.chunk(2, -1)
         attended = []
-        groups = row_groups(packed_seq_params)
-        for index in groups:
-            rows = (x[index].transpose(1, 2) for x in (query, key, value))
+        for part in parts:
+            rows = (x[index].transpose(1, 2) for x, index in ((query, part.queries), (key, part.keys), (value, part.keys)))
             attended.append(self._attend(*rows).transpose(1, 2).flatten(0, 1))
-        order = torch.cat([index.flatten() for index in groups])
+        order = torch.cat([part.queries.flatten() for part in parts])
         return torch.cat(attended)[order.argsort()].flatten(1)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """[b, heads, s, d] -> the same."""
-        return F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            is_causal=True,
-            enable_gqa=query.shape[1] != key.shape[1],
-            scale=self.scale,
-            dropout_p=self.dropout if self.training else 0.0,
-        )
+        """[b, heads, q, d] over [b, groups, k, d] -> [b, heads, q, d]; the last query sees the last key."""
+        queries, keys = query.shape[2], key.shape[2]
+        mask = None
+        if queries != keys:
+            mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
+        dropout = self.dropout if self.training else 0.0
+        # Heads differ between tensor-parallel processes, so what is dropped must differ, too.
+        stream = tensor_parallel.get_cuda_rng_tracker().fork() if dropout else contextlib.nullcontext()
+        with stream:
+            return F.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=mask,
+                is_causal=mask is None,
+                enable_gqa=query.shape[1] != key.shape[1],
+                scale=self.scale,
+                dropout_p=dropout,
+            )
 
 
-def row_groups(packed: PackedSeqParams) -> list[Tensor]:
-    """Token indices [rows, length] of all rows of one length, for each length.
+class Part(NamedTuple):
+    """Equally long stretches of rows, one a row, that attend together; each sees its row up to its own end."""
 
-    Rows of one length are one batch: a call a row would cost more than the attention of short rows. Kept with the
+    queries: Tensor  # [rows, q] indices into this process's tokens
+    keys: Tensor  # [rows, k] indices into the gathered tokens, process by process
+
+
+def parts_of(packed: PackedSeqParams, rank: int, processes: int) -> list[Part]:
+    """All stretches of this context-parallel `rank`: whole rows alone, two chunks a row with others.
+
+    Rows of one length are one part: a call a row would cost more than the attention of short rows. Kept with the
     micro-batch, so that its layers share one look at the lengths.
     """
-    groups: list[Tensor] | None = getattr(packed, "row_groups", None)
-    if groups is None:
+    parts: list[Part] | None = getattr(packed, "parts", None)
+    if parts is None:
         edges = packed.cu_seqlens_q.tolist()
         starts: dict[int, list[int]] = defaultdict(list)
         for start, stop in zip(edges, edges[1:], strict=False):
             starts[stop - start].append(start)
-        where = packed.cu_seqlens_q.device
-        groups = [
-            torch.tensor(begin, device=where)[:, None] + torch.arange(length, device=where) for length, begin in starts.items()
+        parts = [
+            part
+            for length, begin in starts.items()
+            for part in _parts_of_length(length, begin, edges[-1], rank, processes, packed.cu_seqlens_q.device)
         ]
-        packed.row_groups = groups
-    return groups
+        packed.parts = parts
+    return parts
+
+
+def _parts_of_length(length: int, starts: list[int], total: int, rank: int, processes: int, where: torch.device) -> list[Part]:
+    begin = torch.tensor(starts, device=where)[:, None] // processes  # of each row among a process's tokens
+    if processes == 1:
+        index = begin + torch.arange(length, device=where)
+        return [Part(index, index)]
+    chunk = length // (2 * processes)
+    within = torch.arange(chunk, device=where)
+    gathered = []  # where the row's chunks lie, in the order of the row
+    for number in range(2 * processes):
+        holder, second = (number, 0) if number < processes else (2 * processes - 1 - number, 1)
+        gathered.append(holder * (total // processes) + begin + second * chunk + within)
+    return [
+        Part(begin + second * chunk + within, torch.cat(gathered[: number + 1], 1))
+        for second, number in enumerate((rank, 2 * processes - 1 - rank))
+    ]

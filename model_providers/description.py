@@ -11,8 +11,19 @@ from rftmega.errors import CheckpointError
 
 
 @dataclass(frozen=True)
+class Experts:
+    """The mixture of experts in a model's sparse layers."""
+
+    number: int
+    active: int  # experts a token goes to
+    ffn: int  # of one expert
+    layers: frozenset[int]  # which layers have experts; the others are dense
+    normalised: bool  # the active experts' weights add up to 1
+
+
+@dataclass(frozen=True)
 class ModelDescription:
-    """A dense decoder. Sizes are the whole model's, before any sharding."""
+    """A decoder. Sizes are the whole model's, before any sharding."""
 
     family: str
     layers: int
@@ -31,6 +42,7 @@ class ModelDescription:
     qkv_bias: bool
     qk_norm: bool
     init_std: float
+    experts: Experts | None = None
 
     @property
     def parameters(self) -> int:
@@ -38,8 +50,12 @@ class ModelDescription:
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.groups)
         biases = self.head_dim * (self.heads + 2 * self.groups) if self.qkv_bias else 0
         norms = 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
-        layer = attention + biases + norms + 3 * self.hidden * self.ffn
-        return self.layers * layer + self.hidden + self.vocabulary * self.hidden * (1 if self.tied else 2)
+        sparse = len(self.experts.layers) if self.experts else 0
+        mlps = (self.layers - sparse) * 3 * self.hidden * self.ffn
+        if self.experts:
+            mlps += sparse * self.experts.number * self.hidden * (3 * self.experts.ffn + 1)  # 1: the router's row
+        outside = self.hidden + self.vocabulary * self.hidden * (1 if self.tied else 2)
+        return self.layers * (attention + biases + norms) + mlps + outside
 
 
 def read_hf_config(folder: str | Path) -> dict[str, Any]:
@@ -55,12 +71,13 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
 
 def describe(hf_config: dict[str, Any]) -> ModelDescription:
     """Raises CheckpointError, naming the field, for a family or a setting that Megatron-Core 0.16 can't represent here."""
-    from model_providers import llama, qwen2, qwen3  # the families use this module's parts
+    from model_providers import llama, qwen2, qwen3, qwen3_moe  # the families use this module's parts
 
     families: dict[str, Callable[[dict[str, Any]], ModelDescription]] = {
         "llama": llama.describe,
         "qwen2": qwen2.describe,
         "qwen3": qwen3.describe,
+        "qwen3_moe": qwen3_moe.describe,
     }
     family = hf_config.get("model_type")
     if family not in families:
@@ -71,8 +88,8 @@ def describe(hf_config: dict[str, Any]) -> ModelDescription:
         raise CheckpointError(f"config.json of this {family} model has no {missing}.") from missing
 
 
-def dense_description(hf_config: dict[str, Any], *, qkv_bias: bool, qk_norm: bool) -> ModelDescription:
-    """What Llama-shaped configs have in common."""
+def decoder_description(hf_config: dict[str, Any], *, qkv_bias: bool, qk_norm: bool) -> ModelDescription:
+    """What Llama-shaped configs have in common; a family with experts adds them."""
     if (act := hf_config.get("hidden_act", "silu")) != "silu":
         raise CheckpointError(f"hidden_act={act!r} is not supported; this family is trained with silu.")
     if hf_config.get("mlp_bias"):
@@ -119,15 +136,77 @@ def rope_parameters(hf_config: dict[str, Any]) -> dict[str, Any]:
 
 
 def layout_violations(model: ModelDescription, parallel: ParallelConfig) -> list[str]:
-    """Why this model can't be split like that, each with what to change; empty when it can."""
+    """Why this model can't be split like that, each with the nearest that can; empty when it can."""
+    found = heads_violations(model, parallel.tensor, "parallel.tensor")
+    if model.ffn % parallel.tensor:
+        found.append(_no_divisor("parallel.tensor", parallel.tensor, "intermediate_size", model.ffn))
+    try:
+        stage_layers(model.layers, parallel)
+    except ValueError as reason:
+        found.append(str(reason))
+    return found + _expert_violations(model.experts, parallel)
+
+
+def _expert_violations(experts: Experts | None, parallel: ParallelConfig) -> list[str]:
     found = []
-    tensor, pipeline = parallel.tensor, parallel.pipeline
-    found += heads_violations(model, tensor, "parallel.tensor")
-    if model.ffn % tensor:
-        found.append(f"parallel.tensor={tensor} does not divide intermediate_size={model.ffn}.")
-    if model.layers % pipeline:
-        fits = [n for n in range(1, model.layers + 1) if model.layers % n == 0]
-        found.append(f"parallel.pipeline={pipeline} does not divide the model's {model.layers} layers; {fits} do.")
+    if experts is None:
+        for option in ("expert", "expert_tensor"):
+            if (value := getattr(parallel, option)) > 1:
+                found.append(f"parallel.{option}={value}: this model has no experts. Set it to 1.")
+        return found
+    if experts.number % parallel.expert:
+        found.append(_no_divisor("parallel.expert", parallel.expert, "number of experts,", experts.number))
+    if experts.ffn % parallel.expert_tensor:
+        found.append(_no_divisor("parallel.expert_tensor", parallel.expert_tensor, "moe_intermediate_size", experts.ffn))
+    if parallel.tensor > 1 and not parallel.sequence:
+        found.append(
+            f"parallel.tensor={parallel.tensor} with experts needs parallel.sequence=true: otherwise every tensor-parallel "
+            "process would send the same tokens to the experts."
+        )
+    return found
+
+
+def _no_divisor(option: str, value: int, of: str, size: int) -> str:
+    nearest = min((n for n in range(1, size + 1) if size % n == 0), key=lambda n: (abs(n - value), n))
+    return f"{option}={value} does not divide the model's {of} {size}; the nearest that does is {nearest}."
+
+
+def stage_layers(layers: int, parallel: ParallelConfig) -> list[list[range]]:
+    """[stage][chunk] -> the layers it holds. Raises ValueError, with the nearest that works, where they can't be split so.
+
+    Chunks run in the order stage 0 chunk 0, stage 1 chunk 0, ..., stage 0 chunk 1, ...
+    """
+    stages, chunks = parallel.pipeline, parallel.virtual_pipeline
+    first, last = parallel.first_stage_layers, parallel.last_stage_layers
+    others = stages - (first > 0) - (last > 0)
+    rest = layers - first - last
+    if others == 0 and rest:
+        raise ValueError(
+            f"parallel.first_stage_layers + parallel.last_stage_layers = {first} + {last}, but the {stages} stages must hold the "
+            f"model's {layers} layers. Set one of them to 0: it takes what is left."
+        )
+    if rest < others or (others and rest % others):
+        named = f" between the first ({first or 'even'}) and the last ({last or 'even'})" if first or last else ""
+        fits = [n for n in range(1, layers + 1) if layers % n == 0]
+        nearest = min(fits, key=lambda n: (abs(n - stages), n))
+        raise ValueError(
+            f"parallel.pipeline={stages} does not divide the model's {layers} layers evenly{named}. The nearest that does is "
+            f"{nearest}; or set parallel.first_stage_layers or parallel.last_stage_layers so that {others} stage(s) share it."
+        )
+    sizes = [rest // others if others else 0] * stages
+    sizes[0], sizes[-1] = first or sizes[0], last or sizes[-1]
+    if uneven := [size for size in sizes if size % chunks]:
+        fits = [n for n in range(1, min(sizes) + 1) if all(size % n == 0 for size in sizes)]
+        raise ValueError(
+            f"parallel.virtual_pipeline={chunks} does not divide the {uneven[0]} layers of a stage; "
+            f"the nearest that does is {min(fits, key=lambda n: (abs(n - chunks), n))}."
+        )
+    found: list[list[range]] = [[] for _ in range(stages)]
+    begin = 0
+    for _ in range(chunks):
+        for stage, size in enumerate(sizes):
+            found[stage].append(range(begin, begin + size // chunks))
+            begin += size // chunks
     return found
 
 
@@ -135,7 +214,7 @@ def heads_violations(model: ModelDescription, processes: int, option: str) -> li
     """Why `processes` can't share the attention heads; empty when they can."""
     found = []
     if model.heads % processes:
-        found.append(f"{option}={processes} does not divide the model's {model.heads} attention heads.")
+        found.append(_no_divisor(option, processes, "number of attention heads,", model.heads))
     if model.groups % processes and processes % model.groups:
         found.append(f"{option}={processes} neither divides the model's {model.groups} key-value heads nor is a multiple.")
     return found

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from model_providers.description import ModelDescription, dense_description
+from model_providers.description import ModelDescription, decoder_description
 
 
 def describe(hf_config: dict[str, Any]) -> ModelDescription:
-    return dense_description(hf_config, qkv_bias=True, qk_norm=False)
+    return decoder_description(hf_config, qkv_bias=True, qk_norm=False)

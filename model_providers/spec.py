@@ -1,9 +1,11 @@
 """Which modules a layer is made of: Transformer Engine's where it imports, otherwise Megatron's own with our attention."""
 
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
 from model_providers.attention import PackedAttention
 from model_providers.norm import RMSNorm
@@ -21,16 +23,22 @@ def uses_transformer_engine() -> bool:
     return True
 
 
-def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """The layers that this pipeline stage builds."""
+def block_spec(config: TransformerConfig, chunk: int | None) -> TransformerBlockSubmodules:
+    """The layers of this pipeline stage, or of its `chunk` where the schedule is interleaved."""
     if uses_transformer_engine():
-        return get_gpt_decoder_block_spec(config, use_transformer_engine=True)
-    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
-    parts = layer.submodules
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=chunk)
+    # Megatron-Core 0.16.1 asks for this name where it failed to import it, on any device without Transformer Engine.
+    vars(moe_utils).setdefault("te_general_gemm", None)
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=chunk)
+    for layer in {id(layer): layer for layer in block.layer_specs}.values():
+        _use_ours(layer.submodules)
+    block.layer_norm = RMSNorm
+    return block
+
+
+def _use_ours(parts: TransformerLayerSubmodules) -> None:
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention = parts.self_attention.submodules
     attention.core_attention = PackedAttention
     if attention.q_layernorm is not IdentityOp:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    layers = get_num_layers_to_build(config)
-    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RMSNorm)

@@ -121,6 +121,13 @@ class TokenStats:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenValues:
+    """What the value model says about each state in which a target is chosen."""
+
+    value: Tensor  # [B, T]
+
+
+@dataclass(frozen=True, slots=True)
 class TokenLoss:
     """A loss before anyone has reduced it: gradient = d(sum(value * weight)) / (global count)."""
 
@@ -130,4 +137,4 @@ class TokenLoss:
     metrics: dict[str, Tensor]  # name -> [B, T], averaged with the same weight and count
 
 
-LossFn = Callable[[TokenStats, Experience], TokenLoss]
+LossFn = Callable[[Any, Experience], TokenLoss]  # of TokenStats for a policy, of TokenValues for a value model

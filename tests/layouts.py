@@ -7,29 +7,50 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
-from rftmega.config import OptimizerConfig, ParallelConfig
-from rftmega.megatron import MegatronActor, MegatronModelManager
-from rftmega.megatron.forward import pack
+from rftmega.config import AlgorithmConfig, ModelConfig, OptimizerConfig, ParallelConfig, RolloutConfig, RunConfig, TrainerConfig
+from rftmega.megatron import MegatronActor, MegatronCritic, MegatronModelManager
+from rftmega.megatron.forward import custom_forward
 from rftmega.parallel.topology import Topology
 from rftmega.types import Rows
 
 
-def build_manager(folder: Path, parallel: ParallelConfig, *, dtype: torch.dtype = torch.float32) -> MegatronModelManager:
-    topology = Topology.create(parallel, seed=1)
-    return MegatronModelManager(folder, parallel, topology, dtype=dtype, where=torch.device("cpu"))
-
-
-def build_actor(
+def config_of(
     folder: Path,
     parallel: ParallelConfig,
     optimizer: OptimizerConfig | None = None,
     *,
-    dtype: torch.dtype = torch.float32,
-    **settings: Any,
+    dtype: str = "float32",
+    temperature: float = 1.0,
+    token_cap: int = 64,
+    mini_batches: int = 1,
+    keep_reference: bool = False,
+    dropout: float = 0.0,
+) -> RunConfig:
+    """100 optimizer steps, whatever the number of mini-batches."""
+    return RunConfig(
+        model=ModelConfig(path=str(folder), dtype=dtype, dropout=dropout),
+        parallel=parallel,
+        optimizer=optimizer or OptimizerConfig(learning_rate=1e-3),
+        rollout=RolloutConfig(temperature=temperature),
+        algorithm=AlgorithmConfig(mini_batches=mini_batches, kl_coef=0.1 if keep_reference else 0.0),
+        trainer=TrainerConfig(steps=100 // mini_batches, max_tokens_per_micro_batch=token_cap),
+    )
+
+
+def build_manager(folder: Path, parallel: ParallelConfig, **settings: Any) -> MegatronModelManager:
+    return MegatronModelManager(config_of(folder, parallel, **settings), Topology.create(parallel, seed=1))
+
+
+def build_actor(
+    folder: Path, parallel: ParallelConfig, optimizer: OptimizerConfig | None = None, **settings: Any
 ) -> MegatronActor:
-    manager = build_manager(folder, parallel, dtype=dtype)
-    manager.setup_model_and_optimizer(optimizer or OptimizerConfig(learning_rate=1e-3), optimizer_steps=100)
-    return MegatronActor(manager, **({"temperature": 1.0, "token_cap": 64} | settings))
+    return MegatronActor(config_of(folder, parallel, optimizer, **settings), Topology.create(parallel, seed=1))
+
+
+def build_critic(
+    folder: Path, parallel: ParallelConfig, optimizer: OptimizerConfig | None = None, **settings: Any
+) -> MegatronCritic:
+    return MegatronCritic(config_of(folder, parallel, optimizer, **settings), Topology.create(parallel, seed=1))
 
 
 def rows_of(token_lists: list[list[int]], prompt_lengths: list[int] | None = None) -> Rows:
@@ -42,27 +63,31 @@ def rows_of(token_lists: list[list[int]], prompt_lengths: list[int] | None = Non
 
 @torch.no_grad()
 def packed_logits(manager: MegatronModelManager, token_lists: list[list[int]]) -> torch.Tensor | None:
-    """[N, V] of all tokens that predict one, packed, on the last stage's first tensor-parallel rank; None elsewhere."""
+    """[N, V] of all tokens that predict one, row by row, on the last stage's first tensor-parallel rank; None elsewhere."""
     rows = rows_of(token_lists)
+    mask = torch.arange(rows.tokens.shape[1]) < rows.lengths[:, None] - 1
     for chunk in manager.chunks:
         chunk.eval()
 
     def forward_step(batches: Any, model: Any) -> tuple[torch.Tensor, Any]:
-        packed = pack(next(batches), multiple_of=manager.topology.tensor, where=manager.where)
-        logits = model(packed.tokens, packed.positions, None, packed_seq_params=packed.sequence)
-        return logits, lambda logits, non_loss_data: gather_from_tensor_model_parallel_region(logits)
+        next(batches)
+        output = custom_forward(model, rows.tokens, mask, None, manager.config.sequence_parallel)
+        return output, lambda logits, non_loss_data: gather_from_tensor_model_parallel_region(logits)
 
+    # The interleaved schedule wants a micro-batch a stage at least.
+    several = len(manager.model) > 1
+    micro_batches = manager.topology.pipeline if several else 1
+    iterators = manager.make_data_iterator_list(iter(range(micro_batches)), vpp_size=len(manager.model))
     found = get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=iter([rows]),
-        model=manager.model[0],
-        num_microbatches=1,
+        data_iterator=iterators if several else iterators[0],
+        model=manager.model if several else manager.model[0],
+        num_microbatches=micro_batches,
         seq_length=1,
         micro_batch_size=1,
         forward_only=True,
         collect_non_loss_data=True,
     )
-    if not found or manager.topology.tensor_rank:
+    if not found or not manager.topology.speaks:
         return None
-    tokens = int((rows.lengths - 1).sum())
-    return found[0][0, :tokens, : manager.description.vocabulary].clone()
+    return found[0][mask][:, : manager.description.vocabulary].clone()

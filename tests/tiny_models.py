@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 VOCABULARY = 131  # prime: every tensor-parallel size needs padding rows
 SHAPE: dict[str, Any] = {
@@ -25,6 +25,13 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 8192,
 }
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+EXPERTS = {
+    "head_dim": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "tie_word_embeddings": False,
+}
 VARIANTS: dict[str, tuple[type, dict[str, Any]]] = {
     "llama": (LlamaConfig, {"tie_word_embeddings": False}),
     "llama-tied-llama3-rope": (LlamaConfig, {"tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE}),
@@ -33,6 +40,8 @@ VARIANTS: dict[str, tuple[type, dict[str, Any]]] = {
     "qwen2-tied": (Qwen2Config, {"tie_word_embeddings": True}),
     "qwen3": (Qwen3Config, {"tie_word_embeddings": False, "head_dim": 32}),
     "qwen3-tied": (Qwen3Config, {"tie_word_embeddings": True, "head_dim": 32}),
+    "qwen3-moe": (Qwen3MoeConfig, EXPERTS | {"norm_topk_prob": True, "mlp_only_layers": [1]}),
+    "qwen3-moe-plain-weights": (Qwen3MoeConfig, EXPERTS | {"norm_topk_prob": False}),
 }
 
 

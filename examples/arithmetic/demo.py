@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from rftmega.config import RunConfig, load
+from rftmega.errors import ConfigError
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -68,7 +69,10 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="option=value")
     parser.add_argument("--processes", type=int, default=4)
     given = parser.parse_args()
-    config = load(HERE / "grpo.yaml", given.overrides)
+    try:
+        config = load(HERE / "grpo.yaml", given.overrides)
+    except ConfigError as error:  # before the warm start
+        sys.exit(f"error: {error}")
     output = ROOT / config.trainer.output
     run(HERE / "make_data.py")
     run(HERE / "warm_start.py")

@@ -13,6 +13,9 @@ class ModelConfig:
     dtype: str = "auto"
     """Training dtype: float32, bfloat16, or auto (bfloat16 on CUDA, float32 on CPU)."""
 
+    dropout: float = 0.0
+    """Of hidden states and attention while learning; scoring never drops."""
+
 
 @dataclass
 class ParallelConfig:
@@ -24,6 +27,27 @@ class ParallelConfig:
 
     sequence: bool = False
     """Split activations between the tensor-parallel processes along the sequence (Megatron's sequence parallelism)."""
+
+    virtual_pipeline: int = 1
+    """Chunks of layers that each stage holds; above 1 the interleaved schedule runs, with a smaller bubble (VPP)."""
+
+    first_stage_layers: int = 0
+    """Layers of the first pipeline stage; 0: the others' share. The middle stages share the rest evenly."""
+
+    last_stage_layers: int = 0
+    """Layers of the last pipeline stage, which also holds the output head; 0: the others' share."""
+
+    context: int = 1
+    """Processes that share the tokens of every row (context parallelism, CP), for long rows."""
+
+    expert: int = 1
+    """Processes that share the experts of a mixture-of-experts layer (EP); taken out of the data-parallel ones."""
+
+    expert_tensor: int = 1
+    """Processes that share each expert's matrices."""
+
+    recompute: str = "none"
+    """Activations that the backward pass computes again: none, selective (attention's) or full (each layer's)."""
 
 
 @dataclass
@@ -57,6 +81,12 @@ class OptimizerConfig:
 
     distributed: bool = False
     """Shard optimizer states over the data-parallel processes (Megatron's DistributedOptimizer)."""
+
+    overlap_grad_reduce: bool = False
+    """Reduce gradients over the data-parallel processes while the backward pass still runs."""
+
+    overlap_param_gather: bool = False
+    """Gather updated parameters while the next forward pass runs; needs optimizer.distributed and overlap_grad_reduce."""
 
 
 @dataclass
@@ -159,6 +189,15 @@ class TrainerConfig:
 
     max_tokens_per_micro_batch: int = 16384
     """Rows are packed into micro-batches of at most this many tokens."""
+
+    max_attention_per_micro_batch: int = 0
+    """And of at most this sum of squared row lengths, which bounds attention's work; 0: no bound."""
+
+    attention_weight: float = 0.0
+    """Cost of a row of n tokens is n + this x n^2 when work is balanced over data-parallel processes."""
+
+    offload: bool = True
+    """Between phases, what the trainer doesn't need (weights, gradients, main parameters, Adam) moves to the host."""
 
     eval_every: int = 0
     """Steps between evaluations; 0: only before the first and after the last step."""

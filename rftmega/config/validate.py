@@ -1,13 +1,16 @@
 """Everything about a config that can be wrong without looking at a model: names, ranges, files, the process layout."""
 
 import json
+import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from rftmega.config.schema import ParallelConfig, RunConfig
+from rftmega.config.schema import OptimizerConfig, ParallelConfig, RunConfig
 
 CHOICES = {
     "model.dtype": ("auto", "float32", "bfloat16"),
+    "parallel.recompute": ("none", "selective", "full"),
     "optimizer.schedule": ("constant", "linear", "cosine"),
     "rollout.engine": ("vllm", "transformers", "scripted"),
     "data.too_long": ("error", "drop"),
@@ -17,6 +20,10 @@ CHOICES = {
 AT_LEAST_ONE = (
     "parallel.tensor",
     "parallel.pipeline",
+    "parallel.virtual_pipeline",
+    "parallel.context",
+    "parallel.expert",
+    "parallel.expert_tensor",
     "rollout.tensor",
     "rollout.samples_per_prompt",
     "rollout.max_prompt_tokens",
@@ -28,8 +35,11 @@ AT_LEAST_ONE = (
     "trainer.push_bucket_mib",
 )
 POSITIVE = ("optimizer.epsilon", "rollout.cpu_cache_gib", "rollout.memory_fraction", "rollout.temperature")
-BELOW_ONE = ("optimizer.beta1", "optimizer.beta2", "rollout.memory_fraction")
+BELOW_ONE = ("model.dropout", "optimizer.beta1", "optimizer.beta2", "rollout.memory_fraction")
 NOT_NEGATIVE = (
+    "model.dropout",
+    "parallel.first_stage_layers",
+    "parallel.last_stage_layers",
     "optimizer.learning_rate",
     "optimizer.min_learning_rate",
     "optimizer.warmup_steps",
@@ -41,6 +51,8 @@ NOT_NEGATIVE = (
     "algorithm.clip_high",
     "algorithm.kl_coef",
     "trainer.eval_every",
+    "trainer.max_attention_per_micro_batch",
+    "trainer.attention_weight",
 )
 
 
@@ -60,7 +72,7 @@ def violations(config: RunConfig, world_size: int) -> list[str]:
     if world_size < 1:
         numbers.append(f"--processes {world_size} must be at least 1.")
     if not numbers:  # the arithmetic below needs sizes that make sense
-        numbers = _layout(config.parallel, world_size) + _engine(config, world_size) + _batch(config)
+        numbers = _layout(config.parallel, world_size) + _overlap(config.optimizer) + _engine(config, world_size) + _batch(config)
     return choices + numbers + _files(config)
 
 
@@ -81,15 +93,37 @@ def _ranges(config: RunConfig) -> list[str]:
 
 def _layout(parallel: ParallelConfig, world_size: int) -> list[str]:
     found = []
-    model = parallel.tensor * parallel.pipeline
-    if world_size % model:
-        found.append(
-            f"parallel.tensor x parallel.pipeline = {parallel.tensor} x {parallel.pipeline} = {model} does not divide the "
-            f"{world_size} launched processes. Launch a multiple of {model}, or lower one of them."
-        )
+    experts = [("expert_tensor", "expert", "pipeline")] if parallel.expert * parallel.expert_tensor > 1 else []
+    for options in [("tensor", "context", "pipeline"), *experts]:
+        sizes = {option: size for option in options if (size := getattr(parallel, option)) > 1}
+        together = math.prod(sizes.values())
+        if world_size % together:
+            nearest = max(round(world_size / together), 1) * together
+            found.append(
+                f"{' x '.join(f'parallel.{option}' for option in sizes)} = {_product(sizes.values())} does not "
+                f"divide the {world_size} launched processes. Launch {nearest} (--processes or torchrun), or lower one of them."
+            )
     if parallel.sequence and parallel.tensor == 1:
         found.append("parallel.sequence needs parallel.tensor > 1: it splits the sequence between the tensor-parallel processes.")
+    if parallel.pipeline == 1:
+        for option, off in (("virtual_pipeline", 1), ("first_stage_layers", 0), ("last_stage_layers", 0)):
+            if (value := getattr(parallel, option)) != off:
+                found.append(f"parallel.{option}={value} needs parallel.pipeline > 1: there is one stage. Set it to {off}.")
     return found
+
+
+def _product(factors: Iterable[int]) -> str:
+    """As "2 x 3 = 6", or "6" where there is nothing to multiply."""
+    factors = list(factors)
+    return " x ".join(map(str, factors)) + (f" = {math.prod(factors)}" if len(factors) > 1 else "")
+
+
+def _overlap(optimizer: OptimizerConfig) -> list[str]:
+    missing = [name for name in ("distributed", "overlap_grad_reduce") if not getattr(optimizer, name)]
+    if optimizer.overlap_param_gather and missing:
+        needed = " and ".join(f"optimizer.{name}=true" for name in missing)
+        return [f"optimizer.overlap_param_gather=true also needs {needed}: only sharded parameters are gathered."]
+    return []
 
 
 def _engine(config: RunConfig, world_size: int) -> list[str]:
@@ -113,6 +147,12 @@ def _batch(config: RunConfig) -> list[str]:
             f" x rollout.samples_per_prompt = {config.trainer.prompts_per_step} x {config.rollout.samples_per_prompt} = {rows})."
         )
     longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    attention_cap = config.trainer.max_attention_per_micro_batch
+    if attention_cap and attention_cap < longest**2:
+        found.append(
+            f"trainer.max_attention_per_micro_batch={attention_cap} can't hold one row of {longest} tokens, {longest**2} "
+            "squared. Raise it, or set it to 0."
+        )
     if config.trainer.max_tokens_per_micro_batch < longest:
         found.append(
             f"trainer.max_tokens_per_micro_batch={config.trainer.max_tokens_per_micro_batch} can't hold one row of "

@@ -22,3 +22,24 @@ class CPU:
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, cores // local_world_size))
         return torch.device("cpu")
+
+    def here(self) -> torch.device:
+        """The device of this process."""
+        return torch.device("cpu")
+
+    def random_state(self) -> torch.Tensor:
+        """Of the generator that dropout draws from."""
+        return torch.get_rng_state()
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        torch.set_rng_state(state)
+
+    def host_buffer(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """[size] on the host, quick to copy to and from the device."""
+        return torch.empty(size, dtype=dtype)
+
+    def release_unused(self) -> None:
+        """Gives freed memory back to others on this device: a CPU's allocator does so by itself."""
+
+    def synchronize(self) -> None:
+        """A CPU runs in order."""

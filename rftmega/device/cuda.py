@@ -19,3 +19,25 @@ class CUDA:
         """Each process of a host takes the device of its local rank."""
         torch.cuda.set_device(local_rank)
         return torch.device("cuda", local_rank)
+
+    def here(self) -> torch.device:
+        """The device of this process."""
+        return torch.device("cuda", torch.cuda.current_device())
+
+    def random_state(self) -> torch.Tensor:
+        """Of the generator that dropout draws from."""
+        return torch.cuda.get_rng_state()
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        torch.cuda.set_rng_state(state)
+
+    def host_buffer(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """[size] on the host, pinned: quick to copy to and from the device."""
+        return torch.empty(size, dtype=dtype, pin_memory=True)
+
+    def release_unused(self) -> None:
+        """Gives freed memory back to others on this device (the rollout engine), past torch's cache."""
+        torch.cuda.empty_cache()
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()

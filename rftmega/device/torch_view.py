@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-PATCHES = ("current_device", "literals", "streams", "rng", "tensor_type", "tensor_cuda")
+PATCHES = ("current_device", "literals", "streams", "rng", "tensor_type", "tensor_cuda", "split_sizes", "uneven")
 _CPU = torch.device("cpu")
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like", "ones_like")
 _installed = False
@@ -194,6 +194,45 @@ def _patch_tied_embeddings(module: Any) -> None:
     _within(module.LanguageModule, "setup_embeddings_and_output_layer", "cuda", lambda self, *args, **kwargs: self)
 
 
+def _patch_split_sizes(module: Any) -> None:
+    """Only tensors on CUDA become the numpy array that the all-to-all between experts wants its split sizes as."""
+    real = module.maybe_move_tensor_to_cpu
+
+    @functools.wraps(real)
+    def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        moved = real(tensor, as_numpy, record_stream)
+        return moved.numpy() if as_numpy and isinstance(moved, torch.Tensor) else moved
+
+    module.maybe_move_tensor_to_cpu = move
+
+
+def _patch_uneven_collectives(module: Any) -> None:
+    """Processes that share an expert's matrices swap parts of unequal size, which NCCL can and gloo can't."""
+    gather, reduce_scatter = module._gather_along_first_dim, module._reduce_scatter_along_first_dim
+
+    @functools.wraps(gather)
+    def uneven_gather(input_: Any, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if output_split_sizes is None or group.size() == 1:
+            return gather(input_, group, output_split_sizes, use_global_buffer)
+        longest = max(output_split_sizes)
+        padded = input_.new_zeros(longest, *input_.shape[1:])
+        padded[: len(input_)] = input_
+        parts = gather(padded, group).split(longest)
+        return torch.cat([part[:size] for part, size in zip(parts, output_split_sizes, strict=True)])
+
+    @functools.wraps(reduce_scatter)
+    def uneven_reduce_scatter(input_: Any, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if input_split_sizes is None or group.size() == 1:
+            return reduce_scatter(input_, group, input_split_sizes, use_global_buffer)
+        longest = max(input_split_sizes)
+        padded = input_.new_zeros(len(input_split_sizes), longest, *input_.shape[1:])
+        for place, part in zip(padded, input_.split(input_split_sizes), strict=True):
+            place[: len(part)] = part
+        return reduce_scatter(padded.flatten(0, 1), group)[: input_split_sizes[group.rank()]]
+
+    module._gather_along_first_dim, module._reduce_scatter_along_first_dim = uneven_gather, uneven_reduce_scatter
+
+
 _MODULE_PATCHES: dict[str, dict[str, Callable[[Any], None]]] = {
     "rng": {"megatron.core.tensor_parallel.random": _patch_rng},
     "tensor_type": {
@@ -202,6 +241,8 @@ _MODULE_PATCHES: dict[str, dict[str, Callable[[Any], None]]] = {
         "megatron.core.optimizer.clip_grads": _patch_clip,
     },
     "tensor_cuda": {"megatron.core.models.common.language_module.language_module": _patch_tied_embeddings},
+    "split_sizes": {"megatron.core.transformer.moe.moe_utils": _patch_split_sizes},
+    "uneven": {"megatron.core.tensor_parallel.mappings": _patch_uneven_collectives},
 }
 
 

@@ -5,6 +5,7 @@ import rftmega.device.before_megatron  # noqa: F401
 # isort: split
 
 from rftmega.megatron.actor import MegatronActor
+from rftmega.megatron.critic import MegatronCritic
 from rftmega.megatron.manager import MegatronModelManager
 
-__all__ = ["MegatronActor", "MegatronModelManager"]
+__all__ = ["MegatronActor", "MegatronCritic", "MegatronModelManager"]

@@ -8,40 +8,55 @@ from torch.nn import Module, Parameter
 
 from converters import Rule
 from rftmega.errors import WeightMismatch
+from rftmega.parallel.topology import Topology
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """One parameter of this process and the rule that converts it; `layer` is global, None outside the layers."""
+    """One parameter of this process and the rule that converts it."""
 
     rule: Rule
-    layer: int | None
+    layer: int | None  # global; None outside the layers
+    expert: int | None  # global; None outside the experts
     parameter: Parameter
+    rank: int  # which shard of the tensor this is
+    ranks: int
 
     @property
     def hf_names(self) -> tuple[str, ...]:
-        return self.rule.hf_names(self.layer)
+        return self.rule.hf_names(self.layer, self.expert)
 
 
-def bind(chunks: Sequence[Module], rules: Sequence[Rule]) -> list[Bound]:
-    """One Bound a parameter of `chunks`, in the table's order within each layer.
+def bind(chunks: Sequence[Module], rules: Sequence[Rule], topology: Topology, *, experts: int = 0) -> list[Bound]:
+    """One Bound a parameter of `chunks`, in the table's order within each layer; `experts` is the whole model's number.
 
     Raises WeightMismatch for a parameter without a rule, and for a rule of a layer without its parameter.
     """
-    return [bound for chunk in chunks for bound in _bind_chunk(chunk, rules)]
+    return [bound for chunk in chunks for bound in _bind_chunk(chunk, rules, topology, experts // topology.expert)]
 
 
-def _bind_chunk(chunk: Any, rules: Sequence[Rule]) -> Iterator[Bound]:
+def _bind_chunk(chunk: Any, rules: Sequence[Rule], topology: Topology, experts: int) -> Iterator[Bound]:
     left = dict(chunk.named_parameters())
     for rule in rules:
-        # Megatron numbers modules from 0 in every chunk; layer_number is global and starts at 1.
-        layers = enumerate(chunk.decoder.layers) if rule.per_layer else [(None, None)]
-        for local, layer in layers:
-            present = [name for n in rule.megatron if (name := n.format(layer=local)) in left]
-            if rule.per_layer and len(present) != 1:
-                wanted = " or ".join(n.format(layer=local) for n in rule.megatron)
-                raise WeightMismatch(f"The model has {present or 'no parameter'} where the table expects one of: {wanted}.")
-            for name in present:
-                yield Bound(rule, None if layer is None else layer.layer_number - 1, left.pop(name))
+        shard = (
+            (topology.expert_tensor_rank, topology.expert_tensor) if rule.per_expert else (topology.tensor_rank, topology.tensor)
+        )
+        if not rule.per_layer:
+            yield from (Bound(rule, None, None, left.pop(name), *shard) for name in rule.megatron if name in left)
+            continue
+        for local, module in enumerate(chunk.decoder.layers):
+            # Megatron numbers modules from 0 in every chunk; layer_number is global and starts at 1.
+            layer = module.layer_number - 1
+            if not rule.speaks_of(layer):
+                continue
+            for number in range(experts) if rule.per_expert else [None]:
+                names = [name.format(layer=local, expert=number) for name in rule.megatron]
+                present = [name for name in names if name in left]
+                if len(present) != 1:
+                    raise WeightMismatch(
+                        f"The model has {present or 'no parameter'} where the table expects one of: {' or '.join(names)}."
+                    )
+                expert = None if number is None else topology.expert_rank * experts + number
+                yield Bound(rule, layer, expert, left.pop(present[0]), *shard)
     if left:
         raise WeightMismatch(f"No rule of the conversion table covers {sorted(left)}.")

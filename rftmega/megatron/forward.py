@@ -1,50 +1,148 @@
-"""Rows -> one packed sequence -> model -> statistics per token, back in rows. No padding is computed."""
+"""Rows -> one packed sequence -> model -> a value per token, back in rows. No padding is computed.
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+`custom_forward` is the one forward of the project: actor and critic run it through Megatron's pipeline schedule.
+"""
+
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 import torch
+import torch.distributed as dist
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from torch import Tensor
 
 from rftmega.megatron.logprobs import Shard, linear_stats
-from rftmega.parallel.topology import Topology
-from rftmega.types import Rows, TokenStats
+from rftmega.parallel.topology import tensor_and_context
+
+LogitsProcessor = Callable[..., dict[str, Tensor]]
+
+
+@runtime_checkable
+class HiddenProcessor(Protocol):
+    """A logits processor that does without logits: it gets what they would be made of."""
+
+    def from_hidden(
+        self, hidden: Tensor, weight: Tensor, *, temperature: float | Tensor, tensor_group: Any, **arguments: Any
+    ) -> dict[str, Tensor]:
+        """`hidden` [N, H], `weight` [V, H] this process's rows of the output layer; each result is [N]."""
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
-    """Rows of one micro-batch, end to end. The last token of a row predicts nothing here, so it is left out."""
+class LogProbs:
+    """Log-prob of `targets` and entropy of the sampling distribution, without ever holding the logits."""
 
-    tokens: Tensor  # [1, N] inputs
-    targets: Tensor  # [N]
+    vocabulary: int
+
+    def from_hidden(
+        self, hidden: Tensor, weight: Tensor, *, temperature: float | Tensor, tensor_group: Any, **arguments: Any
+    ) -> dict[str, Tensor]:
+        targets = arguments["targets"]
+        shard = Shard.of_rank(len(weight), vocabulary=self.vocabulary, rank=dist.get_rank(tensor_group), group=tensor_group)
+        logp, entropy = linear_stats(hidden, weight, targets, temperature, shard)
+        return {"logp": logp, "entropy": entropy}
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Where each packed slot of this process comes from. Filler makes lengths divisible; it is row `rows`, column 0."""
+
+    slots: Tensor  # [N] index into the flat [rows * columns] grid; rows * columns for filler
     positions: Tensor  # [1, N], starting at 0 in every row
     sequence: PackedSeqParams
-    row: Tensor  # [N] which row; len(rows) for filler
-    column: Tensor  # [N] which target column of it; 0 for filler
-    shape: tuple[int, int]  # rows, target columns
+    rows: int
+    columns: int
+    context_group: Any  # None without context parallelism
+
+    def take(self, grid: Tensor) -> Tensor:
+        """[rows, columns] or [rows] -> [N] on the model's device; filler is 0, or 1 where there is one number a row."""
+        if grid.dim() == 1:
+            grid = grid[:, None].expand(-1, self.columns)
+            filler = grid.new_ones(1)
+        else:
+            filler = grid.new_zeros(1)
+        flat = torch.cat([grid.reshape(-1), filler])
+        return flat[self.slots.to(flat.device)].to(self.slots.device)
+
+    def put(self, values: Tensor) -> Tensor:
+        """[N, ...] -> [rows, columns, ...], 0 where there is no token; every context-parallel process gets whole rows.
+
+        Differentiable. Whole rows on each of these processes mean that each computes the same loss: one of them counts it.
+        """
+        size = self.rows * self.columns
+        canvas = values.new_zeros(size + 1, *values.shape[1:])  # the last one takes the filler
+        grid = canvas.index_put((self.slots,), values)[:size].unflatten(0, (self.rows, self.columns))
+        return grid if self.context_group is None else _Everyones.apply(grid, self.context_group)
 
 
-def pack(rows: Rows, *, multiple_of: int, where: torch.device) -> Packed:
-    """Lays rows (on the host) end to end, then filler up to a multiple as a row of its own; an empty batch is filler only."""
-    counts = (rows.lengths - 1).clamp(min=0)
-    total = int(counts.sum())
-    filler = -total % multiple_of if total else multiple_of
-    lengths = torch.cat([counts[counts > 0], counts.new_tensor([filler] if filler else [])])
+class _Everyones(torch.autograd.Function):
+    """Sum over the context-parallel processes; the gradient of what is mine is mine, since all compute the same loss."""
+
+    @staticmethod
+    def forward(ctx: Any, grid: Tensor, group: Any) -> Tensor:
+        total = grid.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+def pack(
+    mask: Tensor,
+    *,
+    tensor_multiple: int = 1,
+    context_rank: int = 0,
+    context: int = 1,
+    context_group: Any = None,
+    row_length: int | None = None,
+    total_length: int | None = None,
+    where: torch.device,
+) -> Packing:
+    """Lays the True places of `mask` [rows, columns] (on the host) end to end, row by row; an empty batch is filler only.
+
+    Every row starts at a multiple of 2 x `context`, whose zig-zag chunks `context_rank` takes; what a process gets is
+    divisible by `tensor_multiple` (sequence parallelism). `row_length` pads every row to that, `total_length` all of them.
+    Raises ValueError where one of these is too short.
+    """
+    rows, columns = mask.shape
+    unit = 2 * context if context > 1 else 1
+    counts = mask.sum(1)
+    longest = int(counts.max()) if rows else 0
+    if row_length is not None and longest > row_length:
+        raise ValueError(f"A row has {longest} tokens; it can't be padded to {row_length}.")
+    lengths = -(-counts // unit) * unit if row_length is None else torch.full_like(counts, -(-row_length // unit) * unit)
+    lengths = lengths[counts > 0] if row_length is None else lengths
+    total = int(lengths.sum())
+    multiple = math.lcm(unit, context * tensor_multiple)
+    filler = -total % multiple if total else multiple
+    if total_length is not None:
+        if total_length % multiple or total_length < total + filler:
+            raise ValueError(f"{total + filler} packed tokens can't be padded to {total_length}, a multiple of {multiple}.")
+        filler = total_length - total
+    lengths = torch.cat([lengths, lengths.new_tensor([filler] if filler else [])])
     edges = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    length_of = lengths.repeat_interleave(lengths)
     position = torch.arange(int(edges[-1])) - edges[:-1].repeat_interleave(lengths)
-    row, column = torch.arange(len(rows)).repeat_interleave(counts), position[:total]
-    nothing = counts.new_zeros(filler)
-    tokens = torch.cat([rows.tokens[row, column], nothing])
-    targets = torch.cat([rows.tokens[row, column + 1], nothing])
-    longest = int(lengths.max())
+    slots = torch.full_like(position, rows * columns)
+    source = mask.flatten().nonzero()[:, 0]
+    present = torch.arange(rows)[counts > 0] if row_length is None else torch.arange(rows)
+    begin = counts.new_zeros(rows).index_put((present,), edges[: len(present)])
+    first = counts.cumsum(0) - counts  # of each row among all tokens
+    row = source // max(columns, 1)
+    slots[begin[row] + torch.arange(len(source)) - first[row]] = source
+    if context > 1:
+        chunk = position * (2 * context) // length_of
+        mine = (chunk == context_rank) | (chunk == 2 * context - 1 - context_rank)
+        slots, position = slots[mine], position[mine]
     cumulative = edges.to(device=where, dtype=torch.int32)
-    return Packed(
-        tokens=tokens[None].to(where),
-        targets=targets.to(where),
+    longest = int(lengths.max())
+    return Packing(
+        slots=slots.to(where),
         positions=position[None].to(where),
         sequence=PackedSeqParams(
             qkv_format="thd",
@@ -53,45 +151,107 @@ def pack(rows: Rows, *, multiple_of: int, where: torch.device) -> Packed:
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
         ),
-        row=torch.cat([row, nothing + len(rows)]).to(where),
-        column=torch.cat([column, nothing]).to(where),
-        shape=(len(rows), rows.tokens.shape[1] - 1),
+        rows=rows,
+        columns=columns,
+        context_group=context_group if context > 1 else None,
     )
 
 
-def unpack(values: Tensor, packed: Packed) -> Tensor:
-    """[N] per packed token -> [rows, columns], 0 where there is no token; differentiable."""
-    rows, columns = packed.shape
-    canvas = values.new_zeros(rows + 1, max(columns, 1))  # the last row takes the filler
-    return canvas.index_put((packed.row, packed.column), values)[:rows, :columns]
+def custom_forward(
+    model: Any,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    position_ids: Tensor | None,
+    sequence_parallel: bool,
+    value_model: bool = False,
+    pack_seqs: bool = True,
+    logits_processor: LogitsProcessor | HiddenProcessor | None = None,
+    logits_processor_args: dict[str, Tensor] | None = None,
+    temperature: float | Tensor = 1.0,
+    max_batch_seqlen: int | None = 4096,
+    padding_seqlen: int | None = None,
+) -> Any:
+    """Runs one pipeline chunk over the tokens of `input_ids` [B, S] that `attention_mask` [B, S] marks, wherever they are.
+
+    Stages but the last give the hidden states that the schedule sends on. The last gives, in rows and 0 off the mask:
+    with `value_model` the values [B, S]; with a `logits_processor` its dict of [B, S]; otherwise this process's columns
+    of the logits [B, S, V / TP], divided by `temperature` (one number, or [B]).
+
+    A processor is called with (logits [N, V / TP], **args), where `logits_processor_args` ([B, S] each) arrive as [N]. One with a
+    method `from_hidden` (see HiddenProcessor) gets hidden states and the output weight instead, and no logits exist.
+    `pack_seqs=False` pads every row to the longest, as unpacked models do. `padding_seqlen` pads the packed tokens to a
+    fixed number. Tensors may live on the host. `position_ids` may only say what is so anyway: rows count from 0.
+
+    Raises ValueError for more than `max_batch_seqlen` tokens, for other positions, and for a `sequence_parallel` that the
+    model was not built with.
+    """
+    chunk: GPTModel = unwrap(model)
+    config = chunk.config
+    if sequence_parallel != config.sequence_parallel:
+        raise ValueError(f"sequence_parallel={sequence_parallel}, but the model was built with {config.sequence_parallel}.")
+    mask = attention_mask.bool().cpu()
+    if max_batch_seqlen is not None and (tokens := int(mask.sum())) > max_batch_seqlen:
+        raise ValueError(f"{tokens} tokens are more than max_batch_seqlen={max_batch_seqlen}. Make smaller micro-batches.")
+    if position_ids is not None and not torch.equal(position_ids.cpu()[mask], (mask.cumsum(1) - 1)[mask]):
+        raise ValueError("position_ids must count from 0 in every row; rotary embeddings of packed rows know nothing else.")
+    tensor_group, context_group = tensor_and_context()
+    packing = pack(
+        mask,
+        tensor_multiple=config.tensor_model_parallel_size if config.sequence_parallel else 1,
+        context_rank=dist.get_rank(context_group),
+        context=config.context_parallel_size,
+        context_group=context_group,
+        row_length=None if pack_seqs else int(mask.sum(1).max()),
+        total_length=padding_seqlen,
+        where=next(chunk.parameters()).device,
+    )
+    ids = packing.take(input_ids)[None]
+    no_logits = value_model or isinstance(logits_processor, HiddenProcessor)
+    output = _run(model, chunk, ids, packing, hidden_only=no_logits)
+    if not chunk.post_process:
+        return output
+    if value_model:
+        return packing.put(chunk.value_head(output))
+    arguments = {name: packing.take(value) for name, value in (logits_processor_args or {}).items()}
+    if isinstance(temperature, Tensor):
+        temperature = packing.take(temperature)
+    if isinstance(logits_processor, HiddenProcessor):
+        hidden, weight = _for_output_layer(output, chunk, tensor_group), _output_weight(model, chunk)
+        processed = logits_processor.from_hidden(hidden, weight, temperature=temperature, tensor_group=tensor_group, **arguments)
+        return {name: packing.put(value) for name, value in processed.items()}
+    logits = output[0] / (temperature[:, None] if isinstance(temperature, Tensor) else temperature)
+    if logits_processor is None:
+        return packing.put(logits)
+    return {name: packing.put(value) for name, value in logits_processor(logits, **arguments).items()}
 
 
-@contextmanager
-def hidden_states_only(chunk: GPTModel) -> Iterator[None]:
-    """Within, the last stage gives its normalised hidden states instead of multiplying them with the output weight."""
-    kept, chunk.post_process = chunk.post_process, False
+def unwrap(model: Any) -> Any:
+    """The model inside its data-parallel wrapper."""
+    while hasattr(model, "module"):
+        model = model.module
+    return model
+
+
+def _run(model: Any, chunk: GPTModel, ids: Tensor, packing: Packing, *, hidden_only: bool) -> Tensor:
+    """[N, 1, H], or on a last stage without `hidden_only` the logits [1, N, V / TP]."""
+    kept = chunk.post_process
+    chunk.post_process = kept and not hidden_only
     try:
-        yield
+        return model(ids, packing.positions, None, packed_seq_params=packing.sequence)
     finally:
         chunk.post_process = kept
 
 
-def stats_of_hidden(
-    hidden: Tensor, packed: Packed, chunk: GPTModel, topology: Topology, *, vocabulary: int, temperature: float | Tensor
-) -> TokenStats:
-    """Statistics of the sampling distribution, softmax(logits / temperature), from the last stage's hidden states [N, 1, H].
-
-    `temperature` is one for all rows or [rows].
-    """
-    # As the output layer would: their backward adds up the ranks' shares of the gradient.
+def _for_output_layer(hidden: Tensor, chunk: GPTModel, tensor_group: Any) -> Tensor:
+    """[N, H] as the output layer would see them: the backward adds up the processes' shares of the gradient."""
     if chunk.config.sequence_parallel:
-        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
-    else:
-        hidden = copy_to_tensor_model_parallel_region(hidden)
-    tied = chunk.share_embeddings_and_output_weights
-    weight = chunk.shared_embedding_or_output_weight() if tied else chunk.output_layer.weight
-    if isinstance(temperature, Tensor):
-        temperature = torch.cat([temperature, temperature.new_ones(1)])[packed.row]  # the last one is the filler's
-    shard = Shard.of_rank(len(weight), vocabulary=vocabulary, rank=topology.tensor_rank, group=topology.tensor_group)
-    logp, entropy = (unpack(x, packed) for x in linear_stats(hidden[:, 0], weight, packed.targets, temperature, shard))
-    return TokenStats(logp, entropy)
+        return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=tensor_group)[:, 0]
+    return copy_to_tensor_model_parallel_region(hidden, group=tensor_group)[:, 0]
+
+
+def _output_weight(model: Any, chunk: GPTModel) -> Tensor:
+    weight = chunk.shared_embedding_or_output_weight() if chunk.share_embeddings_and_output_weights else chunk.output_layer.weight
+    # The output layer's own forward, whose hook would wait for a gather that still runs, is not called.
+    if model is not chunk and model.ddp_config.overlap_param_gather:
+        model.param_to_bucket_group[weight].finish_param_sync()
+    return weight

@@ -29,6 +29,9 @@ class HFFolder:
                 raise CheckpointError(f"{folder} holds no *.safetensors weights.")
             self._file_of = {name: file for file in files for name in self._file(file).keys()}  # noqa: SIM118
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
     def slice_of(self, name: str, shape: tuple[int, ...]) -> Any:
         """A lazy slice of tensor `name`. Raises CheckpointError where it is missing or of another shape."""
         if name not in self._file_of:
@@ -51,12 +54,13 @@ class HFFolder:
 
 
 @torch.no_grad()
-def load_hf(folder: str | Path, bound: Sequence[Bound], *, rank: int, ranks: int) -> None:
-    """Fills every bound parameter from `folder`; this process is tensor-parallel `rank` of `ranks`.
+def load_hf(files: HFFolder, bound: Sequence[Bound]) -> None:
+    """Fills every bound parameter from `files`, reading only this process's slices.
 
     Raises CheckpointError for a missing tensor, a wrong shape or an unreadable file.
     """
-    files = HFFolder(folder)
     for item in bound:
+        if item.rule.optional and not any(name in files for name in item.hf_names):
+            continue
         slices = [files.slice_of(name, tensor.shape) for name, tensor in zip(item.hf_names, item.rule.hf, strict=True)]
-        item.parameter.copy_(shard(item.rule, slices, rank, ranks))
+        item.parameter.copy_(shard(item.rule, slices, item.rank, item.ranks))

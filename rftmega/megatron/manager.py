@@ -3,60 +3,122 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from itertools import tee
 from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.enums import ModelType
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
+from torch.nn import functional as F
 
 from converters import table
 from model_providers.builder import build_chunk, transformer_config
 from model_providers.description import describe, read_hf_config
-from rftmega.config import OptimizerConfig, ParallelConfig
+from model_providers.value_head import ValueHead
+from rftmega import device
+from rftmega.config import RunConfig
+from rftmega.megatron import forward, offload
 from rftmega.megatron.binding import Bound, bind
-from rftmega.megatron.load import load_hf
+from rftmega.megatron.load import HFFolder, load_hf
 from rftmega.parallel.topology import Topology
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class MegatronModelManager:
-    """This process's chunks of one model, with Hugging Face weights, ready to be run and stepped."""
+    """This process's chunks of one model, with Hugging Face weights, ready to be run and stepped.
 
-    def __init__(
-        self,
-        hf_folder: str | Path,
-        parallel: ParallelConfig,
-        topology: Topology,
-        *,
-        dtype: torch.dtype,
-        where: torch.device,
-    ):
-        """Builds and loads the model. Raises CheckpointError where the folder's config or weights can't serve."""
-        self.topology = topology
-        self.where = where
-        self.hf_config = read_hf_config(hf_folder)
+    `chunks` are the bare models, one a virtual stage; `model` the same, wrapped by `setup_model_and_optimizer`.
+    """
+
+    custom_forward = staticmethod(forward.custom_forward)
+
+    def __init__(self, cfg: RunConfig, placement: Topology, *, value_model: bool = False):
+        """Builds `cfg.model` in the layout of `placement` (that of `cfg.parallel`) and loads its weights.
+
+        Raises CheckpointError where the folder's config or weights can't serve.
+        """
+        self.cfg = cfg
+        self.topology = placement
+        self.value_model = value_model
+        self.where = device.current().here()
+        self.hf_config = read_hf_config(cfg.model.path)
         self.description = describe(self.hf_config)
-        self.config = transformer_config(self.description, parallel, dtype)
-        self.chunks: list[GPTModel] = [
-            build_chunk(
-                self.description, self.config, pre_process=topology.is_first_stage, post_process=topology.is_last_stage
-            ).to(where)
-        ]
-        self.bound: list[Bound] = bind(self.chunks, table(self.hf_config))
-        load_hf(hf_folder, self.bound, rank=topology.tensor_rank, ranks=topology.tensor)
+        dtype = DTYPES.get(cfg.model.dtype, device.current().train_dtype)
+        self.config = transformer_config(self.description, cfg.parallel, dtype, dropout=cfg.model.dropout)
+        files = HFFolder(cfg.model.path)
+        self._head_bias = "score.bias" in files
+        chunks = cfg.parallel.virtual_pipeline
+        with placement.active():
+            self.chunks: list[GPTModel] = [
+                self.model_provider_func(
+                    placement.is_first_stage and chunk == 0,
+                    placement.is_last_stage and chunk == chunks - 1,
+                    chunk if chunks > 1 else None,
+                ).to(self.where)
+                for chunk in range(chunks)
+            ]
+        rules = table(self.hf_config, value_head=value_model)
+        experts = self.description.experts.number if self.description.experts else 0
+        self.bound: list[Bound] = bind(self.chunks, rules, placement, experts=experts)
+        load_hf(files, self.bound)
         self.model: list[Any] = list(self.chunks)  # wrapped by setup_model_and_optimizer
+        self.optimizer: Any = None
+        self.residency = offload.Residency(lambda: offload.parts_of(self.model, self.optimizer))
 
-    def setup_model_and_optimizer(self, optimizer: OptimizerConfig, *, optimizer_steps: int) -> None:
-        """Wraps the chunks for data parallelism and builds optimizer and learning-rate schedule over `optimizer_steps`."""
-        data_parallel = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=optimizer.distributed, check_for_nan_in_grad=False
+    def model_provider_func(self, pre_process: bool, post_process: bool, chunk: int | None = None) -> GPTModel:
+        """One pipeline chunk, randomly initialised; override it to build something else."""
+        built = build_chunk(
+            self.description,
+            self.config,
+            pre_process=pre_process,
+            post_process=post_process,
+            chunk=chunk,
+            head=not self.value_model,
         )
-        self.model = [DistributedDataParallel(self.config, data_parallel, chunk) for chunk in self.chunks]
-        self.optimizer = get_megatron_optimizer(
+        if post_process and self.value_model:
+            built.value_head = ValueHead(self.config, bias=self._head_bias)
+        return built
+
+    def setup_model_and_optimizer(self, model_type: ModelType = ModelType.encoder_or_decoder) -> None:
+        """Wraps the chunks for data parallelism and builds optimizer and learning-rate schedule.
+
+        Raises ValueError for another `model_type`: these are decoders, which Megatron counts with the encoders.
+        """
+        if model_type != ModelType.encoder_or_decoder:
+            raise ValueError(f"model_type={model_type} is not supported: only ModelType.encoder_or_decoder is built here.")
+        with self.topology.active():
+            self.model = [self._wrap(chunk, number) for number, chunk in enumerate(self.chunks)]
+            self.optimizer = self._build_optimizer()
+        self.scheduler = self._build_scheduler()
+        self.scheduler.step(1)  # optimizer step k runs at the schedule's k, so that a warm-up does not start with a step of 0
+        self.config.grad_scale_func = self.optimizer.scale_loss
+        self.config.finalize_model_grads_func = finalize_model_grads
+        if self.cfg.optimizer.overlap_grad_reduce:
+            no_sync = [chunk.no_sync for chunk in self.model]
+            self.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+
+    def _wrap(self, chunk: GPTModel, number: int) -> DistributedDataParallel:
+        optimizer = self.cfg.optimizer
+        data_parallel = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=optimizer.distributed,
+            overlap_grad_reduce=optimizer.overlap_grad_reduce,
+            overlap_param_gather=optimizer.overlap_param_gather,
+            check_for_nan_in_grad=False,
+        )
+        # Later chunks' communication is off the critical path, so it need not come in small pieces.
+        return DistributedDataParallel(self.config, data_parallel, chunk, disable_bucketing=number > 0)
+
+    def _build_optimizer(self) -> Any:
+        optimizer = self.cfg.optimizer
+        return get_megatron_optimizer(
             MegatronOptimizerConfig(
                 optimizer="adam",
                 lr=optimizer.learning_rate,
@@ -69,11 +131,17 @@ class MegatronModelManager:
                 bf16=self.config.bf16,
                 params_dtype=self.config.params_dtype,
                 use_distributed_optimizer=optimizer.distributed,
+                overlap_param_gather=optimizer.overlap_param_gather,
             ),
             self.model,
+            use_gloo_process_groups=False,
         )
+
+    def _build_scheduler(self) -> OptimizerParamScheduler:
+        optimizer = self.cfg.optimizer
+        optimizer_steps = self.cfg.trainer.steps * self.cfg.algorithm.mini_batches
         # Never without the scheduler: the exemption of norms from weight decay acts only through its step.
-        self.scheduler = OptimizerParamScheduler(
+        return OptimizerParamScheduler(
             self.optimizer,
             init_lr=0.0,
             max_lr=optimizer.learning_rate,
@@ -86,9 +154,6 @@ class MegatronModelManager:
             wd_incr_steps=0,
             wd_incr_style="constant",
         )
-        self.scheduler.step(1)  # optimizer step k runs at the schedule's k, so that a warm-up does not start with a step of 0
-        self.config.grad_scale_func = self.optimizer.scale_loss
-        self.config.finalize_model_grads_func = finalize_model_grads
 
     def zero_grad(self) -> None:
         for chunk in self.model:
@@ -101,18 +166,64 @@ class MegatronModelManager:
         Gradients that are not finite are refused, on all processes alike, since the norm is global: weights, optimizer
         state and schedule stay as they are. (Megatron itself looks for them in fp16 only.)
         """
-        if not self.optimizer.prepare_grads():
-            grad_norm = float(self.optimizer.get_grad_norm())
-            if math.isfinite(grad_norm):
-                self.optimizer.step()
-                self.scheduler.step(1)
-                return True, grad_norm
-        return False, math.nan
+        taken, grad_norm = False, math.nan
+        with self.topology.active():
+            if not self.optimizer.prepare_grads():
+                grad_norm = float(self.optimizer.get_grad_norm())
+                if math.isfinite(grad_norm):
+                    self._clip(grad_norm)
+                    self.optimizer.step_with_ready_grads()
+                    self.scheduler.step(1)
+                    taken = True
+            self.optimizer.zero_grad()  # main parameters have gradients of their own; nobody needs them any more
+        return taken, grad_norm if taken else math.nan
+
+    def _clip(self, grad_norm: float) -> None:
+        if not self.cfg.optimizer.clip_grad:
+            return
+        for inner in offload.inner_optimizers(self.optimizer):
+            if parameters := inner.get_parameters():
+                clip_grad_by_total_norm_fp32(parameters, max_norm=self.cfg.optimizer.clip_grad, total_norm=grad_norm)
+
+    def finish_param_sync(self) -> None:
+        """Gathers parameters whose gather was left to the next forward pass; before anybody else looks at them."""
+        if self.cfg.optimizer.overlap_param_gather:
+            for chunk in self.model:
+                chunk.start_param_sync(force_sync=True)
+
+    def weights_changed(self) -> None:
+        """After parameters were written from outside: the optimizer's main parameters follow them."""
+        if self.optimizer is not None:
+            self.optimizer.reload_model_params()
 
     @property
     def learning_rate(self) -> float:
         """Of the next optimizer step."""
         return self.optimizer.param_groups[0]["lr"]
+
+    @staticmethod
+    def make_data_iterator_list(data_iterator: Iterator[Any], padding: bool = False, vpp_size: int = 1) -> list[Iterator[Any]]:
+        """One iterator a model chunk over the same micro-batches: with interleaving, each chunk runs all of them.
+
+        With `padding`, micro-batches are dicts of tensors, and those of two dimensions are padded with zeros to the longest.
+        (A schedule without interleaving wants the one iterator, not the list.)
+        """
+        if padding:
+            batches = list(data_iterator)
+            longest = max((x.shape[1] for batch in batches for x in batch.values() if x.dim() == 2), default=0)
+            data_iterator = iter(
+                {name: F.pad(x, (0, longest - x.shape[1])) if x.dim() == 2 else x for name, x in batch.items()}
+                for batch in batches
+            )
+        return list(tee(data_iterator, vpp_size))
+
+    def offload_megatron_copy_params(self, optimizers: Any) -> None:
+        """Moves the fp32 main ("copy") parameters of a Megatron optimizer, or of several, to the host."""
+        self.residency.off_tensors(offload.main_parameters(optimizers))
+
+    def load_megatron_copy_params(self, optimizers: Any) -> None:
+        """Brings them back."""
+        self.residency.on_tensors(offload.main_parameters(optimizers))
 
 
 class ReferenceWeights:

@@ -8,11 +8,14 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 from setproctitle import setproctitle
+from torch.distributed.elastic.multiprocessing import api as elastic
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -32,7 +35,8 @@ def launch(processes: int, work: Callable[..., None], *arguments: Any, preload: 
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a line of NUMA advice a rank
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what it would say is said below
-    multiprocessing.set_forkserver_preload(list(preload))
+    if device.current().start_method == "forkserver":
+        _start_server(preload)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -44,7 +48,7 @@ def launch(processes: int, work: Callable[..., None], *arguments: Any, preload: 
         monitor_interval=0.1,
         start_method=device.current().start_method,
     )
-    with tempfile.TemporaryDirectory() as complaints:
+    with tempfile.TemporaryDirectory() as complaints, _one_signal() as came:
         try:
             elastic_launch(config, _rank)(complaints, work, *arguments)
         except ChildFailedError as error:
@@ -55,14 +59,50 @@ def launch(processes: int, work: Callable[..., None], *arguments: Any, preload: 
             end = f"was killed by {signal.Signals(-first.exitcode).name}" if killed else f"exited with {first.exitcode}"
             sys.stderr.write(f"error: rank {rank} (pid {first.pid}) {end}; the other ranks were ended.\n")
             return 1
-        except SignalException as stopped:
-            sys.stderr.write(f"stopped by {signal.Signals(stopped.sigval).name}; all ranks were ended.\n")
-            return 128 + stopped.sigval
+        except SignalException:
+            sys.stderr.write(f"stopped by {came[0].name}; all ranks were ended.\n")
+            return 128 + came[0]
     return 0
+
+
+def _start_server(preload: Sequence[str]) -> None:
+    """Starts the server that ranks are forked from, deaf to Ctrl-C from its first moment: it ends with this process."""
+    multiprocessing.set_forkserver_preload(list(preload))
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
+@contextmanager
+def _one_signal() -> Iterator[list[signal.Signals]]:
+    """Within, the first Ctrl-C or SIGTERM (gives which) ends the ranks, and further ones don't interrupt that.
+
+    The agent's own handler raises for each of them, also out of the code that waits for the ranks to end.
+    """
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    every_time = elastic._terminate_process_handler
+    came: list[signal.Signals] = []
+
+    def once(signum: int, frame: Any) -> None:
+        for ended in handlers:
+            signal.signal(ended, signal.SIG_IGN)
+        came.append(signal.Signals(signum))
+        raise SignalException("stopped", signal.SIGTERM)  # what the ranks get: they ignore a terminal's Ctrl-C
+
+    elastic._terminate_process_handler = once
+    try:
+        yield came
+    finally:
+        elastic._terminate_process_handler = every_time
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def _rank(complaints: str, work: Callable[..., None], *arguments: Any) -> None:
     """One rank: its title names it in `ps`; what is the user's to mend goes to the launcher, anything else is a traceback."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of a terminal; the launcher ends the ranks
     rank = os.environ["RANK"]
     setproctitle(f"rftmega rank {rank}")
     try:
@@ -72,8 +112,6 @@ def _rank(complaints: str, work: Callable[..., None], *arguments: Any) -> None:
         draft.write_text(str(error))
         draft.rename(Path(complaints, rank))
         sys.exit(1)
-    except KeyboardInterrupt:
-        sys.exit(130)  # Ctrl-C reaches every process of a terminal; the launcher says so once
     except Exception:
         time.sleep(GRACE)  # a collective fails within milliseconds of a peer's death, and it is the peer that is to be named
         sys.stderr.write("".join(f"[rank {rank}] {line}\n" for line in traceback.format_exc().splitlines()))

@@ -5,23 +5,60 @@ from collections.abc import Iterable, Sequence
 import torch.distributed as dist
 from torch import Tensor
 
+from rftmega.interfaces import WeightSync
 from rftmega.megatron import MegatronActor
+from rftmega.megatron.offload import PARAMETERS, PARTS, Residency
 from rftmega.parallel.launch import World
 from rftmega.rollout import Engine
 from rftmega.types import Completion, Experience, LossFn, Metrics, Prompt, Rows, TokenStats
 
 
+class Turns:
+    """Who holds the device's memory in which phase of a colocated run: the trainer's parts, the engine, or both's weights."""
+
+    def __init__(self, residency: Residency, engine: Engine, *, offload: bool):
+        """Without `offload` the trainer keeps everything, always."""
+        self.residency = residency
+        self.engine = engine
+        self.offload = offload
+        self.mib: Metrics = {}  # of the trainer, at the start of each phase
+
+    def rollout(self) -> None:
+        """The engine works; it wakes by itself."""
+        self._hold("rollout")
+
+    def score(self) -> None:
+        """The trainer reads its weights; optimizer state stays where it is."""
+        self.engine.sleep()
+        self._hold("score", PARAMETERS)
+
+    def update(self) -> None:
+        self.engine.sleep()
+        self._hold("update", *PARTS)
+
+    def push(self) -> None:
+        """Weights move from one to the other."""
+        self._hold("push", PARAMETERS)
+
+    def _hold(self, phase: str, *parts: str) -> None:
+        if self.offload:
+            self.residency.only(*parts)
+        self.mib[f"trainer_mib_{phase}"] = sum(self.residency.bytes().values()) / 2**20
+
+
 class SharedEngine:
     """All engines of the run as one: splits the prompts over them and gives every process every completion."""
 
-    def __init__(self, engine: Engine, world: World, *, processes_per_engine: int):
+    def __init__(self, engine: Engine, turns: Turns, world: World, *, processes_per_engine: int):
         self.engine = engine
+        self.turns = turns
         self.engines = world.size // processes_per_engine
         self.mine, place = divmod(world.rank, processes_per_engine)
         self.speaks = place == 0  # the processes of one engine have the same answers
 
     def generate(self, prompts: Sequence[Prompt], *, seeds: Sequence[int], temperature: float) -> list[Completion]:
         """Consecutive requests go to the same engine, so that siblings share the prompt's cache."""
+        self.turns.rollout()
         edges = [len(prompts) * i // self.engines for i in range(self.engines + 1)]
         part = slice(edges[self.mine], edges[self.mine + 1])
         answers = self.engine.generate(prompts[part], seeds=seeds[part], temperature=temperature)
@@ -33,21 +70,33 @@ class SharedEngine:
         self.engine.load_weights(named_tensors, version=version)
 
 
-class TakingTurns:
-    """The policy of a colocated run: before it computes, the engine gives the device's memory back."""
+class ColocatedPolicy:
+    """The policy of a colocated run: what it needs comes to the device before it computes."""
 
-    def __init__(self, actor: MegatronActor, engine: Engine):
+    def __init__(self, actor: MegatronActor, turns: Turns):
         self.actor = actor
-        self.engine = engine
+        self.turns = turns
 
     def log_probs(self, rows: Rows) -> TokenStats:
-        self.engine.sleep()
+        self.turns.score()
         return self.actor.log_probs(rows)
 
     def reference_log_probs(self, rows: Rows) -> TokenStats:
-        self.engine.sleep()
+        self.turns.score()
         return self.actor.reference_log_probs(rows)
 
     def update(self, experience: Experience, loss_fn: LossFn) -> Metrics:
-        self.engine.sleep()
+        self.turns.update()
         return self.actor.update(experience, loss_fn)
+
+
+class ColocatedWeights:
+    """The weight transfer of a colocated run."""
+
+    def __init__(self, weights: WeightSync, turns: Turns):
+        self.weights = weights
+        self.turns = turns
+
+    def push(self, *, version: int) -> Metrics:
+        self.turns.push()
+        return self.weights.push(version=version) | self.turns.mib

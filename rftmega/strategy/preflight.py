@@ -1,10 +1,18 @@
 """Everything that can be refused before a process group or a model exists, all of it in one error."""
 
 from converters import Rule, shard_shape, table
-from model_providers.description import describe, heads_violations, layout_violations, read_hf_config
+from model_providers.description import (
+    ModelDescription,
+    describe,
+    heads_violations,
+    layout_violations,
+    read_hf_config,
+    stage_layers,
+)
 from rftmega import device
-from rftmega.config import RunConfig, violations
+from rftmega.config import ParallelConfig, RunConfig, violations
 from rftmega.errors import CheckpointError, ConfigError
+from rftmega.parallel.layout import layout_name, replicas
 
 VLLM_CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
@@ -39,26 +47,27 @@ def dry_run(config: RunConfig, world_size: int) -> str:
     """The process layout, the batch arithmetic and the parameters a rank, as text."""
     hf_config = read_hf_config(config.model.path)
     model, rules = describe(hf_config), table(hf_config)
-    tensor, pipeline = config.parallel.tensor, config.parallel.pipeline
-    data = world_size // (tensor * pipeline)
+    parallel = config.parallel
+    replica = parallel.tensor * parallel.context * parallel.pipeline
+    data = world_size // replica
     rows = config.trainer.prompts_per_step * config.rollout.samples_per_prompt
     batch = f"{config.trainer.prompts_per_step} prompts x {config.rollout.samples_per_prompt} answers = {rows} rows"
     lines = [
         f"model       {model.family}, {model.parameters:,} parameters, {model.layers} layers, vocabulary {model.vocabulary}",
-        f"processes   {world_size} = tensor {tensor} x pipeline {pipeline} x data {data}",
+        f"processes   {world_size} = {layout_name(parallel, data)}",
         f"engines     {world_size // config.rollout.tensor} x {config.rollout.engine}, {config.rollout.tensor} process(es) each",
         f"batch       {batch} a step, "
         f"{config.algorithm.mini_batches} optimizer step(s) of about {rows // config.algorithm.mini_batches} rows, "
         f"about {rows / config.algorithm.mini_batches / data:g} rows a data-parallel rank",
         f"micro-batch at most {config.trainer.max_tokens_per_micro_batch} tokens",
-        "parameters a rank:",
+        "parameters a rank (of one replica):",
     ]
-    for rank in range(world_size):
-        # Megatron's order of ranks: tensor fastest, then data, then pipeline.
-        tensor_rank, stage = rank % tensor, rank // (tensor * data)
-        held = parameters_of_rank(rules, model.layers, tensor_rank=tensor_rank, tensor=tensor, stage=stage, stages=pipeline)
-        data_rank = rank // tensor % data
-        lines.append(f"  rank {rank}: tensor {tensor_rank}, data {data_rank}, stage {stage}: {held:,}")
+    for rank in replicas(world_size, parallel)[0]:
+        # Megatron's order of ranks: tensor fastest, then context, data, pipeline; among experts tensor, then expert.
+        stage = rank // (parallel.tensor * parallel.context * data)
+        shards = (rank % parallel.tensor, rank % parallel.expert_tensor)
+        held = parameters_of_rank(rules, model, parallel, stage=stage, tensor_rank=shards[0], expert_tensor_rank=shards[1])
+        lines.append(f"  rank {rank}: tensor {shards[0]}, stage {stage}: {held:,}")
     return "\n".join(lines)
 
 
@@ -67,13 +76,19 @@ def engine_modules(config: RunConfig) -> list[str]:
     return [] if config.rollout.engine == "scripted" else [f"rftmega.rollout.{config.rollout.engine}"]
 
 
-def parameters_of_rank(rules: list[Rule], layers: int, *, tensor_rank: int, tensor: int, stage: int, stages: int) -> int:
-    """Parameters that one rank holds when the layers are split evenly."""
-    first, last = stage == 0, stage == stages - 1
+def parameters_of_rank(
+    rules: list[Rule], model: ModelDescription, parallel: ParallelConfig, *, stage: int, tensor_rank: int, expert_tensor_rank: int
+) -> int:
+    """Parameters that one rank holds."""
+    layers = [layer for chunk in stage_layers(model.layers, parallel)[stage] for layer in chunk]
+    first, last = stage == 0, stage == parallel.pipeline - 1
     total = 0
     for rule in rules:
-        copies = layers // stages if rule.per_layer else int(first if "embedding" in rule.megatron[0] else last)
+        rank, ranks = (expert_tensor_rank, parallel.expert_tensor) if rule.per_expert else (tensor_rank, parallel.tensor)
+        copies = sum(map(rule.speaks_of, layers)) if rule.per_layer else int(first if "embedding" in rule.megatron[0] else last)
+        if rule.per_expert and model.experts:
+            copies *= model.experts.number // parallel.expert
         if not rule.exported and first:
             copies = 0  # tied, and this stage holds the embedding itself
-        total += copies * shard_shape(rule, tensor_rank, tensor).numel()
+        total += copies * shard_shape(rule, rank, ranks).numel()
     return total

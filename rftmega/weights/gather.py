@@ -12,9 +12,11 @@ from converters import Rule, assemble
 from converters.rules import Replicated
 from rftmega.parallel.topology import Topology
 
+Key = tuple[str, int | None, int | None]  # a rule's first Megatron name, layer, expert
+
 
 class Held(Protocol):
-    """What a process holds: a rule, the layer it is applied to, and the parameter (`megatron.binding.Bound`)."""
+    """What a process holds: shard `rank` of a rule's tensor, at a layer and expert (`megatron.binding.Bound`)."""
 
     @property
     def rule(self) -> Rule: ...
@@ -23,7 +25,17 @@ class Held(Protocol):
     def layer(self) -> int | None: ...
 
     @property
+    def expert(self) -> int | None: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
     def parameter(self) -> Tensor: ...
+
+
+def key_of(item: Held) -> Key:
+    return item.rule.megatron[0], item.layer, item.expert
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +44,13 @@ class Unit:
 
     rule: Rule
     layer: int | None
+    expert: int | None
     dtype: torch.dtype
-    shapes: dict[int, tuple[int, ...]]  # global rank -> shape of its shard, in the order of tensor-parallel ranks
+    shapes: dict[int, tuple[int, ...]]  # global rank that sends a shard -> its shape, in the order of the shards
 
     @property
-    def key(self) -> tuple[str, int | None]:
-        return self.rule.megatron[0], self.layer
+    def key(self) -> Key:
+        return self.rule.megatron[0], self.layer, self.expert
 
     @property
     def bytes(self) -> int:
@@ -49,15 +62,15 @@ class Exporter:
 
     def __init__(self, held: Sequence[Held], topology: Topology, *, bucket_bytes: int):
         """Learns once, from all processes of the replica, who holds what."""
-        self.topology = topology
-        self._parameter: dict[tuple[str, int | None], Tensor] = {}
-        mine = []
-        for item in held:
-            if item.rule.exported:
-                self._parameter[item.rule.megatron[0], item.layer] = item.parameter
-                mine.append((item.rule, item.layer, item.parameter.dtype, tuple(item.parameter.shape)))
-        told: list[Any] = [None] * topology.model_group.size()
-        dist.all_gather_object(told, (topology.tensor_rank, dist.get_rank(), mine), group=topology.model_group)
+        self.group = topology.replica_group
+        exported = [item for item in held if item.rule.exported]
+        self._parameter: dict[Key, Tensor] = {key_of(item): item.parameter for item in exported}
+        mine = [
+            (item.rule, item.layer, item.expert, item.rank, item.parameter.dtype, tuple(item.parameter.shape))
+            for item in exported
+        ]
+        told: list[Any] = [None] * self.group.size()
+        dist.all_gather_object(told, (dist.get_rank(), mine), group=self.group)
         self._device = held[0].parameter.device
         self.buckets = _buckets(_units(told), bucket_bytes)
 
@@ -66,7 +79,7 @@ class Exporter:
         for bucket in self.buckets:
             shards = self._gather(bucket)
             for unit, held in zip(bucket, shards, strict=True):
-                yield from zip(unit.rule.hf_names(unit.layer), assemble(unit.rule, held), strict=True)
+                yield from zip(unit.rule.hf_names(unit.layer, unit.expert), assemble(unit.rule, held), strict=True)
 
     @property
     def total_bytes(self) -> int:
@@ -74,8 +87,8 @@ class Exporter:
 
     @torch.no_grad()
     def _gather(self, bucket: Sequence[Unit]) -> list[list[Tensor]]:
-        """Every holder sends its shards of the bucket as one flat tensor; per unit, the shards by tensor-parallel rank."""
-        shards: dict[tuple[str, int | None], list[Tensor]] = {unit.key: [] for unit in bucket}
+        """Every holder sends its shards of the bucket as one flat tensor; per unit, the shards in their order."""
+        shards: dict[tuple[Key, int], Tensor] = {}
         for source in dict.fromkeys(rank for unit in bucket for rank in unit.shapes):
             sent = [unit for unit in bucket if source in unit.shapes]
             sizes = [torch.Size(unit.shapes[source]).numel() for unit in sent]
@@ -83,22 +96,28 @@ class Exporter:
                 flat = torch.cat([self._parameter[unit.key].detach().flatten() for unit in sent])
             else:
                 flat = torch.empty(sum(sizes), dtype=bucket[0].dtype, device=self._device)
-            if self.topology.model_group.size() > 1:
-                dist.broadcast(flat, src=source, group=self.topology.model_group)
+            if self.group.size() > 1:
+                dist.broadcast(flat, src=source, group=self.group)
             for unit, part in zip(sent, flat.split(sizes), strict=True):
-                shards[unit.key].append(part.view(unit.shapes[source]))
-        return [shards[unit.key] for unit in bucket]
+                shards[unit.key, source] = part.view(unit.shapes[source])
+        return [[shards[unit.key, source] for source in unit.shapes] for unit in bucket]
 
 
-def _units(told: Sequence[tuple[int, int, list[Any]]]) -> list[Unit]:
+def _units(told: Sequence[tuple[int, list[Any]]]) -> list[Unit]:
     """What all processes said, as units in the order of the model: embedding, layers, norm, head."""
-    found: dict[tuple[str, int | None], Unit] = {}
-    for tensor_rank, rank, mine in sorted(told, key=lambda x: x[:2]):
-        for rule, layer, dtype, shape in mine:
-            unit = found.setdefault((rule.megatron[0], layer), Unit(rule, layer, dtype, {}))
-            if tensor_rank == 0 or not isinstance(rule, Replicated):  # replicas are equal: one sends
+    found: dict[Key, Unit] = {}
+    senders: dict[tuple[Key, int], int] = {}
+    for rank, mine in told:
+        for rule, layer, expert, shard, dtype, shape in mine:
+            unit = Unit(rule, layer, expert, dtype, {})
+            unit = found.setdefault(unit.key, unit)
+            # Replicas are equal, of a whole tensor or of a shard: one sends.
+            if senders.setdefault((unit.key, 0 if isinstance(rule, Replicated) else shard), rank) == rank:
                 unit.shapes[rank] = shape
-    in_layers = sorted((u for u in found.values() if u.layer is not None), key=lambda u: u.layer or 0)
+    for (key, _), rank in sorted(senders.items(), key=lambda item: item[0][1]):
+        shapes = found[key].shapes
+        shapes[rank] = shapes.pop(rank)
+    in_layers = sorted((u for u in found.values() if u.layer is not None), key=lambda u: (u.layer, u.expert or 0))
     outside = [u for u in found.values() if u.layer is None]
     first = [u for u in outside if "embedding" in u.rule.megatron[0]]
     return first + in_layers + [u for u in outside if u not in first]

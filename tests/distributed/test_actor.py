@@ -10,7 +10,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rftmega.algorithms.losses import policy_loss
-from rftmega.algorithms.weighting import WEIGHTINGS
 from rftmega.config import OptimizerConfig, ParallelConfig
 from rftmega.types import Experience
 from rftmega.weights import Exporter
@@ -32,23 +31,6 @@ PROMPTS = [2, 1, 4, 3, 1, 2, 2, 1]  # row 4 has an empty response
 # Adam divides by |g| + epsilon: with the usual 1e-8, an element whose gradient is rounding noise moves by a full step in a
 # random direction, whatever the layout. A larger one keeps this a test of layouts.
 OPTIMIZER = OptimizerConfig(epsilon=1e-4, learning_rate=1e-2, weight_decay=0.1, clip_grad=0.5, schedule="cosine", warmup_steps=2)
-LAYOUTS = {
-    "one process": (1, ParallelConfig(), OPTIMIZER),
-    "TP2": (2, ParallelConfig(tensor=2), OPTIMIZER),
-    "TP4 (2 key-value heads)": (4, ParallelConfig(tensor=4), OPTIMIZER),
-    "PP2": (2, ParallelConfig(pipeline=2), OPTIMIZER),
-    "PP4": (4, ParallelConfig(pipeline=4), OPTIMIZER),
-    "DP2": (2, ParallelConfig(), OPTIMIZER),
-    "DP4, distributed optimizer": (4, ParallelConfig(), replace(OPTIMIZER, distributed=True)),
-    "TP2 x PP2": (4, ParallelConfig(tensor=2, pipeline=2), OPTIMIZER),
-    "TP2 x PP2, sequence parallel": (4, ParallelConfig(tensor=2, pipeline=2, sequence=True), OPTIMIZER),
-    "TP2 x DP2, sequence parallel, distributed optimizer": (
-        4,
-        ParallelConfig(tensor=2, sequence=True),
-        replace(OPTIMIZER, distributed=True),
-    ),
-    "PP2 x DP2, distributed optimizer": (4, ParallelConfig(pipeline=2), replace(OPTIMIZER, distributed=True)),
-}
 
 
 def experience_of(actor: Any) -> Experience:
@@ -61,53 +43,6 @@ def experience_of(actor: Any) -> Experience:
         old_logp=stats.logp + noise, reference_logp=actor.reference_log_probs(rows).logp,
         advantage=torch.randn(len(rows), 1) * rows.mask,
     )  # fmt: skip
-
-
-def learn_body(world: Any, folder: Path, parallel: ParallelConfig, optimizer: OptimizerConfig, weighting: str, cap: int) -> Any:
-    actor = build_actor(folder, parallel, optimizer, keep_reference=True, token_cap=cap, temperature=0.8, mini_batches=2)
-    experience = experience_of(actor)
-    loss_fn = policy_loss(kl_coef=0.1, entropy_coef=0.01, weighting=WEIGHTINGS[weighting])
-    before = actor.log_probs(experience.rows)
-    metrics = [actor.update(experience, loss_fn) for _ in range(3)]
-    after = actor.log_probs(experience.rows)
-    reference = actor.reference_log_probs(experience.rows)
-    exporter = Exporter(actor.manager.bound, actor.topology, bucket_bytes=20_000)
-    weights = {name: tensor.clone() for name, tensor in exporter}
-    return metrics, before, after, reference, weights
-
-
-def assert_equal_runs(found: Any, wanted: Any, name: str) -> None:
-    for mine, theirs in zip(found[0], wanted[0], strict=True):
-        assert mine.keys() == theirs.keys()
-        for metric, value in theirs.items():
-            assert mine[metric] == pytest.approx(value, rel=1e-5, abs=1e-6), (name, metric)
-    for mine, theirs in zip(found[1:4], wanted[1:4], strict=True):
-        torch.testing.assert_close(mine.logp, theirs.logp, atol=1e-5, rtol=1e-5, msg=lambda m: f"{name}: {m}")
-        torch.testing.assert_close(mine.entropy, theirs.entropy, atol=1e-5, rtol=1e-5, msg=lambda m: f"{name}: {m}")
-    assert found[4].keys() == wanted[4].keys(), name
-    for tensor, value in wanted[4].items():
-        torch.testing.assert_close(found[4][tensor], value, atol=1e-5, rtol=1e-5, msg=lambda m, t=tensor: f"{name}, {t}: {m}")
-
-
-@pytest.mark.parametrize("variant", ["qwen3", "qwen2-tied"])
-def test_three_updates_are_the_same_under_every_layout(variant: str, tmp_path: Path) -> None:
-    folder = save_tiny(tmp_path, variant)
-    wanted = None
-    for name, (world, parallel, optimizer) in LAYOUTS.items():
-        results = run_ranks(world, learn_body, folder, parallel, optimizer, "token_mean", 64)
-        wanted = wanted or results[0]
-        for result in results:
-            assert_equal_runs(result, wanted, name)
-    moved = max((wanted[2].logp - wanted[1].logp).abs().max().item() for _ in [0])
-    assert moved > 0.1, "nothing was learnt, so nothing was compared"
-
-
-@pytest.mark.parametrize("weighting", ["token_mean", "sequence_mean"])
-def test_the_micro_batch_size_is_not_an_algorithm(weighting: str, tmp_path: Path) -> None:
-    folder = save_tiny(tmp_path, "qwen3")
-    runs = [run_ranks(1, learn_body, folder, ParallelConfig(), OPTIMIZER, weighting, cap)[0] for cap in (1000, 64, 30)]
-    for run in runs[1:]:
-        assert_equal_runs(run, runs[0], weighting)
 
 
 def score_body(world: Any, folder: Path, parallel: ParallelConfig, rows: list[list[int]], temperature: float) -> Any:
@@ -221,7 +156,7 @@ def test_as_many_steps_as_asked_for_and_a_skipped_one_leaves_the_others_metrics(
     assert all(torch.tensor(list(broken.values())).isfinite())
 
 
-def bf16_body(world: Any, folder: Path, parallel: ParallelConfig, dtype: torch.dtype) -> Any:
+def bf16_body(world: Any, folder: Path, parallel: ParallelConfig, dtype: str) -> Any:
     optimizer = replace(OPTIMIZER, learning_rate=1e-3, distributed=world.size > 1, warmup_steps=0, schedule="constant")
     actor = build_actor(folder, parallel, optimizer, dtype=dtype, keep_reference=True)
 
@@ -247,8 +182,8 @@ def test_bf16_with_fp32_main_parameters_follows_fp32_within_its_noise(
 ) -> None:
     folder = save_tiny(tmp_path, "qwen3-tied")
     disk = load_file(folder / "model.safetensors")
-    exact = run_ranks(1, bf16_body, folder, ParallelConfig(), torch.float32)[0]
-    start, metrics, trained = run_ranks(world, bf16_body, folder, parallel, torch.bfloat16)[0]
+    exact = run_ranks(1, bf16_body, folder, ParallelConfig(), "float32")[0]
+    start, metrics, trained = run_ranks(world, bf16_body, folder, parallel, "bfloat16")[0]
     assert all(torch.equal(start[name], disk[name].bfloat16()) for name in disk)
     for rough, fine in zip(metrics, exact[1], strict=True):
         assert rough["loss"] == pytest.approx(fine["loss"], abs=0.02)

@@ -1,45 +1,63 @@
 """Each patch of the view of torch is needed: without it, unmodified megatron-core fails on a CPU."""
 
+import json
 import os
 import subprocess
 import sys
 import types
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 
+from rftmega.config import ParallelConfig
 from rftmega.device.torch_view import PATCHES, install
 from tests.tiny_models import save_tiny
 
 ROOT = Path(__file__).parents[2]
-BETWEEN_STAGES = {"streams", "tensor_cuda", ""}  # these only matter where there are two stages (tied embeddings included)
+DENSE, TWO_STAGES = ParallelConfig(), ParallelConfig(pipeline=2)
+SPREAD_EXPERTS = ParallelConfig(tensor=2, sequence=True, expert=2)
+SHARED_EXPERTS = ParallelConfig(tensor=2, sequence=True, expert_tensor=2)
+# Where a patch matters: (model, processes, layout). Two stages include tied embeddings.
+NEEDED_BY = {
+    "streams": ("qwen2-tied", 2, TWO_STAGES),
+    "tensor_cuda": ("qwen2-tied", 2, TWO_STAGES),
+    "split_sizes": ("qwen3-moe", 2, SPREAD_EXPERTS),
+    "uneven": ("qwen3-moe", 2, SHARED_EXPERTS),
+}
+SAYS = ("cuda", "CUDA", "forked generators", "TypeError", "invalid tensor size")
 
 
-def train(folder: Path, meeting: Path, *, without: str) -> str:
+def train(folder: Path, *, without: str, model: str, processes: int, layout: ParallelConfig) -> str:
     """What the ranks said."""
-    stages = 2 if without in BETWEEN_STAGES else 1
+    save_tiny(folder / "model", model)
     script = Path(__file__).with_name("without_patch.py")
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    described = json.dumps(asdict(layout))
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(script), without, str(folder), str(meeting), str(rank), str(stages)],
+            [sys.executable, str(script), without, str(folder), str(rank), str(processes), described],
             env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
-        for rank in range(stages)
+        for rank in range(processes)
     ]  # fmt: skip
-    said = [rank.communicate(timeout=120)[0] for rank in ranks]
-    if not without:
-        assert all("trained" in text for text in said), said
-    return "\n".join(said)
+    return "\n".join(rank.communicate(timeout=120)[0] for rank in ranks)
 
 
-@pytest.mark.parametrize("patch", ["", *PATCHES])
-def test_without_a_patch_training_fails_and_with_all_it_works(patch: str, tmp_path: Path) -> None:
-    said = train(save_tiny(tmp_path / "model", "qwen2-tied"), tmp_path / "meeting", without=patch)
-    if patch:
-        assert "trained" not in said
-        assert "cuda" in said.lower() or "forked generators" in said or "TypeError" in said, said
+@pytest.mark.parametrize("patch", PATCHES)
+def test_without_a_patch_training_fails(patch: str, tmp_path: Path) -> None:
+    model, processes, layout = NEEDED_BY.get(patch, ("qwen2-tied", 1, DENSE))
+    said = train(tmp_path, without=patch, model=model, processes=processes, layout=layout)
+    assert "trained" not in said
+    assert any(words in said for words in SAYS), said
+
+
+@pytest.mark.parametrize("case", [NEEDED_BY["streams"], NEEDED_BY["uneven"]])
+def test_with_all_patches_training_works(case: tuple[str, int, ParallelConfig], tmp_path: Path) -> None:
+    model, processes, layout = case
+    said = train(tmp_path, without="", model=model, processes=processes, layout=layout)
+    assert said.count("trained") == processes, said
 
 
 def test_the_real_torch_is_left_alone() -> None:

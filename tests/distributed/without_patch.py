@@ -1,13 +1,14 @@
 """Trains one bf16 step with some patches of the view of torch left out. A script of its own: the view can't be taken back.
 
-usage: without_patch.py PATCHES MODEL_FOLDER MEETING_FILE RANK STAGES
+usage: without_patch.py PATCHES FOLDER RANK PROCESSES LAYOUT (ParallelConfig as JSON); the model is in FOLDER/model
 """
 
+import json
 import sys
 
 from rftmega.device import torch_view
 
-patches, folder, meeting, rank, stages = sys.argv[1:]
+patches, folder, rank, processes, layout = sys.argv[1:]
 assert torch_view.install(without=frozenset(patches.split(",")) - {""})
 
 # isort: split
@@ -17,14 +18,12 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from rftmega.algorithms.losses import policy_loss
 from rftmega.config import OptimizerConfig, ParallelConfig
-from rftmega.megatron import MegatronActor
 from rftmega.types import Experience
-from tests.layouts import build_manager, rows_of
+from tests.layouts import build_actor, rows_of
 
-dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=int(rank), world_size=int(stages))
-manager = build_manager(folder, ParallelConfig(pipeline=int(stages)), dtype=torch.bfloat16)
-manager.setup_model_and_optimizer(OptimizerConfig(learning_rate=1e-3, distributed=stages == "1"), optimizer_steps=9)
-actor = MegatronActor(manager, temperature=1.0, token_cap=64)
+dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=int(rank), world_size=int(processes))
+optimizer = OptimizerConfig(learning_rate=1e-3, distributed=processes == "1")
+actor = build_actor(f"{folder}/model", ParallelConfig(**json.loads(layout)), optimizer, dtype="bfloat16")
 rows = rows_of([[1, 2, 3], [4, 5]])
 logp = actor.log_probs(rows).logp
 experience = Experience(rows.tokens, rows.prompt_lengths, rows.lengths, rows.mask, logp, logp, None, torch.ones_like(logp))

@@ -141,6 +141,6 @@ def test_ctrl_c_in_the_demo_leaves_no_process_behind(arithmetic: Path, tmp_path:
         os.killpg(process.pid, signal.SIGINT)
         time.sleep(0.1)
     _, errors = process.communicate(timeout=30)
-    assert process.returncode == 130
+    assert process.returncode == 130, errors
     assert "Traceback" not in errors
     assert_gone(ranks)

@@ -58,7 +58,7 @@ def test_dry_run_prints_layout_batch_and_parameters_and_starts_nothing(arithmeti
     layout = ("parallel.tensor=2", "parallel.pipeline=2", f"trainer.output={tmp_path / 'out'}")
     done = train(arithmetic / "run.yaml", *layout, "--processes", 8, "--dry-run")
     assert done.returncode == 0, done.stderr
-    for part in ("8 = tensor 2 x pipeline 2 x data 2", "8 prompts x 4 answers = 32 rows", "rank 7: tensor 1, data 1, stage 1"):
+    for part in ("8 = TP2 x PP2 x DP2", "8 prompts x 4 answers = 32 rows", "rank 5: tensor 1, stage 1"):
         assert part in done.stdout
     model = AutoModelForCausalLM.from_pretrained(arithmetic / "model")
     assert f"{sum(p.numel() for p in model.parameters()):,} parameters" in done.stdout

@@ -104,7 +104,11 @@ def test_a_sound_config_has_no_violations(config_file: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "world", "complaint"),
     [
-        ("parallel.tensor=3", 4, "parallel.tensor x parallel.pipeline = 3 x 1 = 3 does not divide the 4 launched processes"),
+        (
+            "parallel.tensor=3",
+            4,
+            "parallel.tensor = 3 does not divide the 4 launched processes. Launch 3 (--processes",
+        ),
         ("parallel.sequence=true", 4, "parallel.sequence needs parallel.tensor > 1"),
         ("rollout.tensor=3", 4, "rollout.tensor=3 does not divide"),
         ("rollout.engine=vlm", 1, "rollout.engine=vlm is unknown. Choose one of: vllm, transformers, scripted"),

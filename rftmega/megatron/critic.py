@@ -1,0 +1,28 @@
+"""MegatronCritic: a value per token under any layout, its own, next to the actor's."""
+
+from torch import Tensor
+
+from rftmega.config import RunConfig
+from rftmega.megatron.manager import MegatronModelManager
+from rftmega.megatron.passes import Passes
+from rftmega.parallel.topology import Topology
+from rftmega.types import Experience, LossFn, Metrics, Rows, TokenValues
+
+
+class MegatronCritic:
+    """The value model. Every process calls its methods with the whole batch and gets the whole result."""
+
+    def __init__(self, cfg: RunConfig, placement: Topology):
+        """Builds the model of `cfg.model` with a value head, from a reward model's folder or a policy's (head at 0)."""
+        self.manager = MegatronModelManager(cfg, placement, value_model=True)
+        self.topology = placement
+        self.manager.setup_model_and_optimizer()
+        self.passes = Passes(self.manager, TokenValues, None)
+
+    def values(self, rows: Rows) -> Tensor:
+        """[B, T] on the host; no gradient. Column t is the value of the state in which target t + 1 is chosen."""
+        return self.passes.score(rows).value
+
+    def update(self, experience: Experience, loss_fn: LossFn) -> Metrics:
+        """One optimizer step for each mini-batch; see `Passes.update`. `loss_fn` gets TokenValues."""
+        return self.passes.update(experience, loss_fn)

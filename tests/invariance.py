@@ -1,0 +1,214 @@
+"""The invariance table: three optimizer steps mean the same under every layout, micro-batch size and order of rows.
+
+`make invariance` runs every case, prints one row each and writes runs/invariance.json; tests/distributed/test_invariance.py
+asserts the same. Differences are relative: |a - b| over |b| for a number, largest |a - b| over largest |b| for a tensor.
+"""
+
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from rftmega.algorithms.losses import policy_loss
+from rftmega.algorithms.weighting import WEIGHTINGS
+from rftmega.config import OptimizerConfig, ParallelConfig
+from rftmega.types import Experience, Rows
+from rftmega.weights import Exporter
+from tests.layouts import build_actor, rows_of
+from tests.ranks import run_ranks
+from tests.tiny_models import save_tiny
+
+P = ParallelConfig
+QUANTITIES = ("loss", "logp", "entropy", "grad_norm", "weights")
+LENGTHS = (30, 29, 2, 28, 27, 1, 26, 25, 3, 30, 23, 4)  # row 5 is a prompt without an answer
+ROWS = [[(37 * i + 11 * b) % 131 for i in range(length)] for b, length in enumerate(LENGTHS)]
+PROMPTS = [4, 10, 1, 3, 1, 1, 20, 7, 2, 5, 22, 1]
+CAPS = {1: 1000, 3: 80, 8: 30}  # micro-batches of one process -> tokens in each
+# Adam divides by |g| + epsilon: with the usual 1e-8, an element whose gradient is rounding noise moves by a full step in a
+# random direction, whatever the layout. A larger one keeps this a test of layouts.
+OPTIMIZER = OptimizerConfig(epsilon=1e-4, learning_rate=1e-2, weight_decay=0.1, clip_grad=0.5, schedule="cosine", warmup_steps=2)
+SHARDED = replace(OPTIMIZER, distributed=True)
+OVERLAPPED = replace(SHARDED, overlap_grad_reduce=True, overlap_param_gather=True)
+
+
+@dataclass(frozen=True)
+class Layout:
+    processes: int
+    parallel: ParallelConfig
+    optimizer: OptimizerConfig = field(default_factory=lambda: OPTIMIZER)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What must not matter, besides the layout."""
+
+    weighting: str = "token_mean"  # this one does; it is compared with itself
+    micro_batches: int = 3
+    shuffled: bool = False
+    dtype: str = "float32"
+
+
+LAYOUTS: dict[str, dict[str, Layout]] = {
+    "qwen3": {
+        "TP2": Layout(2, P(tensor=2)),
+        "TP4 (2 key-value heads)": Layout(4, P(tensor=4)),
+        "TP2, SP": Layout(2, P(tensor=2, sequence=True)),
+        "PP2": Layout(2, P(pipeline=2)),
+        "PP4": Layout(4, P(pipeline=4)),
+        "PP2 x VPP2": Layout(2, P(pipeline=2, virtual_pipeline=2)),
+        "PP2, first stage of 1 layer": Layout(2, P(pipeline=2, first_stage_layers=1)),
+        "PP3, last stage of 2 layers": Layout(3, P(pipeline=3, last_stage_layers=2)),
+        "DP2": Layout(2, P()),
+        "DP2, gradient reduce overlapped": Layout(2, P(), replace(OPTIMIZER, overlap_grad_reduce=True)),
+        "DP4, distributed optimizer": Layout(4, P(), SHARDED),
+        "DP2, distributed optimizer, overlapped": Layout(2, P(), OVERLAPPED),
+        "CP2": Layout(2, P(context=2)),
+        "CP4": Layout(4, P(context=4)),
+        "TP2 x CP2": Layout(4, P(tensor=2, context=2)),
+        "TP2 x CP2, SP": Layout(4, P(tensor=2, context=2, sequence=True)),
+        "PP2 x CP2": Layout(4, P(pipeline=2, context=2)),
+        "CP2 x DP2, distributed optimizer": Layout(4, P(context=2), SHARDED),
+        "TP2 x PP2, SP": Layout(4, P(tensor=2, pipeline=2, sequence=True)),
+        "TP2 x PP2 x DP2": Layout(8, P(tensor=2, pipeline=2)),
+        "TP2 x PP2 x DP2, SP, distributed optimizer, overlapped": Layout(8, P(tensor=2, pipeline=2, sequence=True), OVERLAPPED),
+        "PP2 x VPP2 x DP2, distributed optimizer, overlapped": Layout(4, P(pipeline=2, virtual_pipeline=2), OVERLAPPED),
+        "one process, full recompute": Layout(1, P(recompute="full")),
+        "TP2 x PP2, SP, selective recompute": Layout(4, P(tensor=2, pipeline=2, sequence=True, recompute="selective")),
+    },
+    "qwen2-tied": {
+        "TP4 (2 key-value heads)": Layout(4, P(tensor=4)),
+        "PP2": Layout(2, P(pipeline=2)),
+        "PP2 x VPP2": Layout(2, P(pipeline=2, virtual_pipeline=2)),
+        "TP2 x PP2 x CP2": Layout(8, P(tensor=2, pipeline=2, context=2)),
+        "PP2 x DP2, distributed optimizer": Layout(4, P(pipeline=2), SHARDED),
+        "DP2, distributed optimizer, overlapped": Layout(2, P(), OVERLAPPED),
+    },
+    "qwen3-moe": {
+        "EP2": Layout(2, P(expert=2)),
+        "EP4": Layout(4, P(expert=4)),
+        "EP2 x TP2 (one process an expert)": Layout(2, P(expert=2, tensor=2, sequence=True)),
+        "EP2 x TP2 x ETP2": Layout(4, P(expert=2, tensor=2, sequence=True, expert_tensor=2)),
+        "EP2 x PP2": Layout(4, P(expert=2, pipeline=2)),
+        "EP2 x PP2 x VPP2": Layout(4, P(expert=2, pipeline=2, virtual_pipeline=2)),
+        "EP2 x CP2": Layout(2, P(expert=2, context=2)),
+        "EP2 x DP4, distributed optimizer": Layout(4, P(expert=2), SHARDED),
+        "EP2 x TP4, SP": Layout(4, P(expert=2, tensor=4, sequence=True)),
+        "DP2": Layout(2, P()),
+    },
+}
+ALONE = Layout(1, P())
+SETTINGS = [Setting(weighting, n) for weighting in WEIGHTINGS for n in CAPS] + [Setting(shuffled=True)]
+
+
+def learn(folder: Path, layout: Layout, setting: Setting) -> dict[str, Any]:
+    """Three updates in a rank: what was learnt, in the unshuffled order of rows."""
+    torch.manual_seed(3)
+    noise, advantage = 0.3 * torch.randn(len(ROWS), max(LENGTHS) - 1), torch.randn(len(ROWS), 1)
+    order = torch.randperm(len(ROWS)) if setting.shuffled else torch.arange(len(ROWS))
+    actor = build_actor(
+        folder,
+        layout.parallel,
+        layout.optimizer,
+        dtype=setting.dtype,
+        keep_reference=True,
+        token_cap=CAPS[setting.micro_batches],
+        temperature=0.8,
+    )
+    whole = rows_of(ROWS, PROMPTS)
+    rows = Rows(whole.tokens[order], whole.prompt_lengths[order], whole.lengths[order])
+    before = actor.log_probs(rows)
+    experience = Experience(
+        tokens=rows.tokens,
+        prompt_lengths=rows.prompt_lengths,
+        lengths=rows.lengths,
+        mask=rows.mask,
+        behaviour_logp=before.logp,
+        old_logp=before.logp + noise[order],
+        reference_logp=actor.reference_log_probs(rows).logp,
+        advantage=advantage[order] * rows.mask,
+    )
+    # Far from 0, where a loss has no digits: the bonus of a few nats.
+    loss_fn = policy_loss(kl_coef=0.1, entropy_coef=0.1, weighting=WEIGHTINGS[setting.weighting])
+    metrics = [actor.update(experience, loss_fn) for _ in range(3)]
+    after = actor.log_probs(rows)
+    back = order.argsort()
+    exporter = Exporter(actor.manager.bound, actor.topology, bucket_bytes=20_000)
+    return {
+        "loss": torch.tensor([m["loss"] for m in metrics]),
+        "grad_norm": torch.tensor([m["grad_norm"] for m in metrics]),
+        "logp": torch.stack([before.logp[back], after.logp[back]]),
+        "entropy": torch.stack([before.entropy[back], after.entropy[back]]),
+        "weights": {name: tensor.clone() for name, tensor in exporter},
+    }
+
+
+def learn_body(world: Any, folder: Path, layout: Layout, settings: list[Setting]) -> list[dict[str, Any]]:
+    found = [learn(folder, layout, setting) for setting in settings]
+    return found if world.rank == 0 else [{**run, "weights": {}} for run in found]
+
+
+def runs_of(folder: Path, layout: Layout, settings: list[Setting]) -> list[list[dict[str, Any]]]:
+    """[setting][rank]; weights are rank 0's (the exporter's own tests compare the ranks)."""
+    by_rank = run_ranks(layout.processes, learn_body, folder, layout, settings)
+    return [list(found) for found in zip(*by_rank, strict=True)]
+
+
+def differences(found: list[dict[str, Any]], wanted: dict[str, Any]) -> dict[str, float]:
+    """Largest relative difference of each quantity over all ranks and steps."""
+    assert found[0]["weights"].keys() == wanted["weights"].keys()
+    worst = {
+        name: max(float(((run[name] - wanted[name]) / wanted[name]).abs().max()) for run in found)
+        for name in ("loss", "grad_norm")
+    }
+    for name in ("logp", "entropy"):
+        worst[name] = max(relative(run[name], wanted[name]) for run in found)
+    worst["weights"] = max(relative(found[0]["weights"][name].float(), tensor) for name, tensor in wanted["weights"].items())
+    return {name: worst[name] for name in QUANTITIES}
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).abs().max() / b.abs().max())
+
+
+def every_case(folder: Path) -> Iterator[dict[str, Any]]:
+    """One row a case, as it is done."""
+    total = sum(len(layouts) + 1 for layouts in LAYOUTS.values())
+    with tqdm(total=total, unit="layout", file=sys.stderr) as bar:
+        for variant, layouts in LAYOUTS.items():
+            model = save_tiny(folder / variant, variant)
+            settings = SETTINGS + [Setting(dtype="bfloat16")]
+            wanted: dict[str, dict[str, Any]] = {}
+            for name, layout in {"one process": ALONE, **layouts}.items():
+                bar.set_postfix_str(f"{variant}, {name}")
+                for setting, found in zip(settings, runs_of(model, layout, settings), strict=True):
+                    reference = wanted.setdefault(setting.weighting, found[0])  # the first case of each weighting
+                    case = {"model": variant, "layout": name, "processes": layout.processes, **asdict(setting)}
+                    yield case | differences(found, reference)
+                bar.update()
+
+
+def main() -> None:
+    folder = Path("runs")
+    folder.mkdir(exist_ok=True)
+    header = ["model", "layout", "weighting", "micro_batches", "shuffled", "dtype", *QUANTITIES]
+    sys.stdout.write("| " + " | ".join(header) + " |\n" + "|---" * len(header) + "|\n")
+    rows = []
+    with tempfile.TemporaryDirectory() as models:
+        for case in every_case(Path(models)):
+            rows.append(case)
+            cells = [f"{case[name]:.1e}" if name in QUANTITIES else str(case[name]) for name in header]
+            sys.stdout.write("| " + " | ".join(cells) + " |\n")
+            sys.stdout.flush()
+    (folder / "invariance.json").write_text(json.dumps(rows, indent=1))
+    exact = [max(case[name] for name in QUANTITIES) for case in rows if case["dtype"] == "float32"]
+    sys.stdout.write(f"\n{len(rows)} cases; largest relative difference in float32: {max(exact):.1e}\n")
+
+
+if __name__ == "__main__":
+    main()
