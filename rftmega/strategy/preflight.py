@@ -30,6 +30,8 @@ def preflight(config: RunConfig, world_size: int, *, local: bool = False) -> Non
         found += heads_violations(model, config.rollout.tensor, "rollout.tensor")
         if config.rollout.engine == "vllm" and device.current().type == "cpu" and model.head_dim not in VLLM_CPU_HEAD_DIMS:
             found.append(f"vLLM's CPU kernels don't know head size {model.head_dim}, only {VLLM_CPU_HEAD_DIMS}.")
+        if model.experts and (reason := _expert_engine(config.rollout.engine)):
+            found.append(reason)
         longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
         if longest > model.max_positions:
             found.append(
@@ -41,6 +43,15 @@ def preflight(config: RunConfig, world_size: int, *, local: bool = False) -> Non
         found.append(f"--processes {world_size} is more than the {devices} CUDA device(s) here; each process needs its own.")
     if found:
         raise ConfigError("This run can't start:\n" + "\n".join(f"  - {reason}" for reason in found))
+
+
+def _expert_engine(engine: str) -> str | None:
+    """Why `engine` can't generate with a mixture of experts; None when it can."""
+    if engine == "vllm" and device.current().type == "cpu":
+        return "rollout.engine=vllm: on a CPU, vLLM 0.32 fails to reload the weights of experts. Take a dense model."
+    if engine == "transformers":
+        return "rollout.engine=transformers doesn't take experts one by one. Use vllm on a CUDA machine, or a dense model."
+    return None
 
 
 def dry_run(config: RunConfig, world_size: int) -> str:

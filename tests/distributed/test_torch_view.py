@@ -18,13 +18,13 @@ from tests.tiny_models import save_tiny
 ROOT = Path(__file__).parents[2]
 DENSE, TWO_STAGES = ParallelConfig(), ParallelConfig(pipeline=2)
 SPREAD_EXPERTS = ParallelConfig(tensor=2, sequence=True, expert=2)
-SHARED_EXPERTS = ParallelConfig(tensor=2, sequence=True, expert_tensor=2)
+SHARED_EXPERTS = ParallelConfig(tensor=2, sequence=True, expert=2, expert_tensor=2)
 # Where a patch matters: (model, processes, layout). Two stages include tied embeddings.
 NEEDED_BY = {
     "streams": ("qwen2-tied", 2, TWO_STAGES),
     "tensor_cuda": ("qwen2-tied", 2, TWO_STAGES),
     "split_sizes": ("qwen3-moe", 2, SPREAD_EXPERTS),
-    "uneven": ("qwen3-moe", 2, SHARED_EXPERTS),
+    "uneven": ("qwen3-moe", 4, SHARED_EXPERTS),
 }
 SAYS = ("cuda", "CUDA", "forked generators", "TypeError", "invalid tensor size")
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from rftmega.algorithms.losses import policy_loss
 from rftmega.config import ParallelConfig, RolloutConfig
 from rftmega.rollout.transformers import TransformersEngine
-from rftmega.strategy.dispatch import SharedEngine
+from rftmega.strategy.dispatch import ColocatedPolicy, ColocatedWeights, SharedEngine, Turns
 from rftmega.types import Experience, Prompt
 from rftmega.weights import EngineWeights, Exporter
 from tests.layouts import build_actor, rows_of
@@ -30,20 +30,23 @@ def agreement_body(world: Any, folder: Path, parallel: ParallelConfig, engine_si
     actor = build_actor(folder, parallel, temperature=0.7, token_cap=512)
     engine = VLLMEngine(folder, config, world, dtype="float32", stop_ids=[STOP])
     oracle = TransformersEngine(folder, config, stop_ids=[STOP], where=torch.device("cpu"))
-    shared = SharedEngine(engine, world, processes_per_engine=engine_size)
+    turns = Turns(actor.manager.residency, engine, offload=True)
+    shared = SharedEngine(engine, turns, world, processes_per_engine=engine_size)
+    policy = ColocatedPolicy(actor, turns)
     exporter = Exporter(actor.manager.bound, actor.topology, bucket_bytes=50_000)
+    weights = ColocatedWeights(EngineWeights(exporter, engine), turns)
     found = []
     for version in range(2):  # the second time other weights, the same prompts: no stale cache
-        EngineWeights(exporter, engine).push(version=version)
+        weights.push(version=version)
         oracle.load_weights(exporter, version=version)
         answers = shared.generate(PROMPTS, seeds=[1, 2, 3], temperature=0.7)
         again = shared.generate(PROMPTS[::-1], seeds=[3, 2, 1], temperature=0.7)[::-1]
         rows = rows_of(
             [[*p.token_ids, *a.token_ids] for p, a in zip(PROMPTS, answers, strict=True)], [len(p.token_ids) for p in PROMPTS]
         )
-        stats = actor.log_probs(rows)
         engine_logp = torch.tensor([x for a in answers for x in a.logprobs])
         greedy = [e.generate(PROMPTS, seeds=[0] * 3, temperature=0.0) for e in (shared, oracle)]
+        stats = policy.log_probs(rows)
         found.append({
             "gap": (stats.logp[rows.mask] - engine_logp).abs().max().item(),
             "answers": [a.token_ids for a in answers],
@@ -55,9 +58,9 @@ def agreement_body(world: Any, folder: Path, parallel: ParallelConfig, engine_si
         plain = Experience(
             rows.tokens, rows.prompt_lengths, rows.lengths, rows.mask, stats.logp, stats.logp, None, torch.ones_like(stats.logp)
         )
-        actor.update(plain, policy_loss())
+        policy.update(plain, policy_loss())
     engine.sleep()
-    EngineWeights(exporter, engine).push(version=2)  # wakes what it needs
+    weights.push(version=2)  # wakes what it needs
     assert engine.generate(PROMPTS[:1], seeds=[1], temperature=0.7)[0].policy_version == 2
     dist.barrier()
     engine.close()
@@ -70,6 +73,7 @@ def agreement_body(world: Any, folder: Path, parallel: ParallelConfig, engine_si
         ("qwen3", 4, ParallelConfig(tensor=2, pipeline=2), 1),
         ("llama-tied-llama3-rope", 2, ParallelConfig(pipeline=2), 1),
         ("qwen2", 4, ParallelConfig(tensor=2), 2),
+        ("qwen3-tied", 2, ParallelConfig(pipeline=2, virtual_pipeline=2), 1),
     ],
 )
 def test_vllm_agrees_with_the_trainer_and_with_transformers(

@@ -1,0 +1,65 @@
+from pathlib import Path
+
+import pytest
+
+from rftmega.config import DataConfig, ModelConfig, ParallelConfig, RolloutConfig, RunConfig
+from rftmega.errors import ConfigError
+from rftmega.strategy.preflight import preflight
+from tests.tiny_models import save_tiny
+
+P = ParallelConfig
+
+
+def config_of(folder: Path, variant: str, parallel: ParallelConfig, engine: str) -> RunConfig:
+    (folder / "data.jsonl").write_text("")
+    return RunConfig(
+        model=ModelConfig(path=str(save_tiny(folder, variant))),
+        parallel=parallel,
+        data=DataConfig(train=str(folder / "data.jsonl")),
+        rollout=RolloutConfig(engine=engine, max_prompt_tokens=16, max_response_tokens=16),
+    )
+
+
+@pytest.mark.parametrize(
+    ("variant", "parallel", "processes"),
+    [
+        ("qwen3", P(tensor=2, pipeline=2, context=2), 8),
+        ("qwen3-moe", P(tensor=2, sequence=True, expert=4), 4),
+        ("qwen2-tied", P(pipeline=2, virtual_pipeline=2), 4),
+    ],
+)
+def test_what_works_is_let_through(variant: str, parallel: ParallelConfig, processes: int, tmp_path: Path) -> None:
+    preflight(config_of(tmp_path, variant, parallel, "scripted"), processes)
+
+
+@pytest.mark.parametrize(
+    ("variant", "parallel", "processes", "engine", "complaints"),
+    [
+        (
+            "qwen3",
+            P(tensor=2, context=2),
+            6,
+            "scripted",
+            ["parallel.tensor x parallel.context = 2 x 2 = 4 does not divide the 6"],
+        ),
+        ("qwen3-moe", P(expert=4), 6, "scripted", ["parallel.expert = 4 does not divide the 6 launched processes. Launch 8"]),
+        (
+            "qwen3-moe",
+            P(tensor=2, expert=3),
+            6,
+            "scripted",
+            ["number of experts, 4; the nearest", "needs parallel.sequence=true"],
+        ),
+        ("qwen3", P(pipeline=3, virtual_pipeline=2), 3, "scripted", ["parallel.pipeline=3 does not divide the model's 4 layers"]),
+        ("qwen3", P(virtual_pipeline=2), 1, "scripted", ["parallel.virtual_pipeline=2 needs parallel.pipeline > 1"]),
+        ("qwen3-moe", P(), 1, "vllm", ["on a CPU, vLLM 0.32 fails to reload the weights of experts"]),
+        ("qwen3-moe", P(), 1, "transformers", ["doesn't take experts one by one"]),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_reason_and_what_does(
+    variant: str, parallel: ParallelConfig, processes: int, engine: str, complaints: list[str], tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        preflight(config_of(tmp_path, variant, parallel, engine), processes)
+    assert all(complaint in str(caught.value) for complaint in complaints), caught.value
+    assert str(caught.value).count("\n  - ") == len(complaints)
