@@ -29,6 +29,7 @@ class MegatronActor:
         self.passes = Passes(self.manager, TokenStats, LogProbs(self.manager.description.vocabulary))
         keep_reference = role == "actor" and cfg.algorithm.kl_coef > 0
         self.reference = ReferenceWeights(self.manager) if keep_reference else None
+        self.push_to_rollout: Callable[..., Metrics] | None = None
 
     def log_probs(self, rows: Rows) -> TokenStats:
         """Log-prob and entropy of every target, [B, T] on the host; no gradient."""
@@ -43,6 +44,15 @@ class MegatronActor:
     def update(self, experience: Experience, loss_fn: LossFn) -> Metrics:
         """One optimizer step for each mini-batch; see `Passes.update`."""
         return self.passes.update(experience, loss_fn)
+
+    def sync_model_to_rollout(self, version: int) -> Metrics:
+        """Pushes the weights into the rollout engine, which answers under `version` from then on.
+
+        Raises RuntimeError where the strategy gave this actor no engine to push to (`push_to_rollout`).
+        """
+        if self.push_to_rollout is None:
+            raise RuntimeError("This actor has no rollout engine: a strategy sets push_to_rollout once it has built one.")
+        return self.push_to_rollout(version=version)
 
     def get_forward_step_func(self, loss_fn: LossFn | None = None) -> Callable[[Any, Any], tuple[Any, Any]]:
         """Megatron's `forward_step_func(data_iterator, model)`: to learn with `loss_fn`, or to score without one.

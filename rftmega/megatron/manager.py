@@ -14,6 +14,7 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -23,12 +24,28 @@ from model_providers.description import describe, read_hf_config
 from model_providers.value_head import ValueHead
 from rftmega import device
 from rftmega.config import RunConfig
+from rftmega.errors import ConfigError
 from rftmega.megatron import forward, offload
 from rftmega.megatron.binding import Bound, bind
 from rftmega.megatron.load import HFFolder, load_hf
 from rftmega.parallel.topology import Topology
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def refuse_hazards(config: TransformerConfig) -> None:
+    """Raises ConfigError for settings of Megatron-Core 0.16 that go wrong without a word."""
+    interleaved = config.virtual_pipeline_model_parallel_size is not None
+    hazards = {
+        "batch_p2p_comm=True with interleaving: both neighbours of two stages are one process, and messages are mixed up; "
+        "gradients are wrong. Use overlap_p2p_comm=True, batch_p2p_comm=False.": interleaved and config.batch_p2p_comm,
+        "calculate_per_token_loss=False divides the loss by the number of micro-batches, which is no algorithm. "
+        "Set it to True.": not config.calculate_per_token_loss,
+        "variable_seq_lengths=False with stages: packed micro-batches differ in length, and a stage would receive them in the "
+        "shape of another. Set it to True.": config.pipeline_model_parallel_size > 1 and not config.variable_seq_lengths,
+    }
+    if found := [text for text, present in hazards.items() if present]:
+        raise ConfigError("Megatron's config would train something else:\n" + "\n".join(f"  - {text}" for text in found))
 
 
 class MegatronModelManager:
@@ -52,6 +69,7 @@ class MegatronModelManager:
         self.description = describe(self.hf_config)
         dtype = DTYPES.get(cfg.model.dtype, device.current().train_dtype)
         self.config = transformer_config(self.description, cfg.parallel, dtype, dropout=cfg.model.dropout)
+        refuse_hazards(self.config)
         files = HFFolder(cfg.model.path)
         self._head_bias = "score.bias" in files
         chunks = cfg.parallel.virtual_pipeline

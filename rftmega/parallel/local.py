@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from setproctitle import setproctitle
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing import api as elastic
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -37,18 +38,19 @@ def launch(processes: int, work: Callable[..., None], *arguments: Any, preload: 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what it would say is said below
     if device.current().start_method == "forkserver":
         _start_server(preload)
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=processes,
-        run_id="local",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        monitor_interval=0.1,
-        start_method=device.current().start_method,
-    )
-    with tempfile.TemporaryDirectory() as complaints, _one_signal() as came:
+    with tempfile.TemporaryDirectory() as complaints, tempfile.TemporaryDirectory() as agent_files, _one_signal() as came:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=processes,
+            run_id="local",
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            max_restarts=0,
+            monitor_interval=0.1,
+            start_method=device.current().start_method,
+            logs_specs=DefaultLogsSpecs(log_dir=agent_files),
+        )
         try:
             elastic_launch(config, _rank)(complaints, work, *arguments)
         except ChildFailedError as error:

@@ -40,6 +40,7 @@ class MegatronStrategy:
         self.policy: Policy = ColocatedPolicy(actor, self._turns)
         self.engine: RolloutEngine = SharedEngine(self._engine, self._turns, world, processes_per_engine=config.rollout.tensor)
         self.weights: WeightSync = ColocatedWeights(weights.EngineWeights(self._exporter, self._engine), self._turns)
+        actor.push_to_rollout = self.weights.push
 
     def export(self, folder: str | Path) -> None:
         """Writes the policy as a Hugging Face folder; every process calls it."""

@@ -9,6 +9,7 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 
 from rftmega.config import ParallelConfig
 from rftmega.megatron import MegatronModelManager
+from rftmega.megatron.forward import LogProbs
 from tests.layouts import build_critic, build_manager
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny, transformers_logits
@@ -83,6 +84,29 @@ def test_a_processor_sees_packed_logits_and_arguments_and_its_answers_come_back_
     for b, logits in enumerate(transformers_logits(folder, ROWS)):
         wanted = (logits / [0.5, 1.0, 2.0][b]).max(-1).values * weight[b][mask[b]]
         torch.testing.assert_close(found["best"][b][mask[b]], wanted, atol=1e-4, rtol=1e-5)
+
+
+def row_temperatures_body(world: Any, folder: Path, parallel: ParallelConfig) -> Any:
+    manager = build_manager(folder, parallel)
+    manager.chunks[0].eval()
+    ids, mask = grid(left=True)
+    with torch.no_grad():
+        return manager.custom_forward(
+            manager.chunks[0], ids, mask, None, parallel.sequence, logits_processor=LogProbs(131),
+            logits_processor_args={"targets": ids.roll(-1, 1)}, temperature=torch.tensor([0.5, 1.0, 2.0]),
+        ), ids.roll(-1, 1), mask  # fmt: skip
+
+
+@pytest.mark.parametrize("parallel", [P(), P(tensor=2, context=2, sequence=True)])
+def test_log_probs_without_logits_take_a_temperature_a_row(parallel: ParallelConfig, tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path, "qwen3")
+    wanted = [x / t for x, t in zip(transformers_logits(folder, ROWS), [0.5, 1.0, 2.0], strict=True)]
+    for found, targets, mask in run_ranks(parallel.tensor * parallel.context, row_temperatures_body, folder, parallel):
+        for b, logits in enumerate(wanted):
+            logp = logits.log_softmax(-1)
+            picked = logp.gather(-1, targets[b][mask[b]][:, None])[:, 0]
+            torch.testing.assert_close(found["logp"][b][mask[b]], picked, atol=2e-5, rtol=1e-5)
+            torch.testing.assert_close(found["entropy"][b][mask[b]], -(logp.exp() * logp).sum(-1), atol=2e-5, rtol=1e-5)
 
 
 def value_body(world: Any, folder: Path) -> Any:

@@ -1,0 +1,1 @@
+"""Ratios, each measured within one run on one machine; `make bench` prints them and writes runs/bench.json."""

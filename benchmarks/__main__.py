@@ -1,0 +1,55 @@
+"""Runs every benchmark, prints one table and writes runs/bench.json. Quiet machines give better figures."""
+
+import datetime
+import json
+import os
+import platform
+import sys
+import tempfile
+from pathlib import Path
+
+import rftmega.device.before_megatron  # noqa: F401
+
+# isort: split
+import torch
+from tqdm import tqdm
+
+from benchmarks import bubble, log_probs, offload, steps
+
+# name -> (what runs, the figure that is asked for, its bound)
+BENCHMARKS = {
+    "packed against padded step": (steps.packed_against_padded, "share_of_ideal", "at least 0.85"),
+    "step against transformers": (steps.against_transformers, "times_theirs", "at most 1.10"),
+    "fused against dense log-probs": (log_probs.fused_against_dense, "memory_ratio", ""),
+    "pipeline bubble": (bubble.of_pipelines, "", "counted = formula"),
+    "offload against copy": (offload.against_copy, "off_over_copy", "at least 0.7"),
+}
+
+
+def main() -> None:
+    wanted = sys.argv[1:] or list(BENCHMARKS)
+    if unknown := [name for name in wanted if name not in BENCHMARKS]:
+        sys.exit(f"error: there is no benchmark {unknown[0]!r}; these are: {', '.join(BENCHMARKS)}")
+    machine = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes"),
+        "cores": len(os.sched_getaffinity(0)),
+        "processor": platform.processor() or platform.machine(),
+        "torch": torch.__version__,
+        "load_before": os.getloadavg()[0],
+    }
+    found = {}
+    for name in tqdm(wanted, unit="benchmark", file=sys.stderr):
+        with tempfile.TemporaryDirectory() as folder:
+            found[name] = BENCHMARKS[name][0](Path(folder))
+    folder = Path("runs")
+    folder.mkdir(exist_ok=True)
+    (folder / "bench.json").write_text(json.dumps({"machine": machine, "results": found}, indent=1))
+    sys.stdout.write("| benchmark | figure | value | asked for |\n|---|---|---|---|\n")
+    for name, values in found.items():
+        for figure, value in values.items():
+            bound = BENCHMARKS[name][2] if figure == BENCHMARKS[name][1] else ""
+            sys.stdout.write(f"| {name} | {figure} | {value:.4g} | {bound} |\n")
+
+
+if __name__ == "__main__":
+    main()

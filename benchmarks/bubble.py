@@ -1,0 +1,95 @@
+"""The pipeline's bubble, by counting: the order in which Megatron really runs micro-batches, laid out in slots.
+
+Every stage's own order is recorded while it trains; then each forward and backward is given the first slot at which what it
+needs from its neighbours is there. A forward takes one slot and a backward two (per chunk). No clock is involved.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from benchmarks.models import save_model
+from rftmega.config import OptimizerConfig, ParallelConfig
+from rftmega.megatron.forward import custom_forward
+from tests.layouts import build_actor
+from tests.ranks import run_ranks
+
+SLOTS = {"forward": 1, "backward": 2}
+MICRO_BATCHES = 16
+Event = tuple[str, int, int]  # kind, micro-batch, chunk
+
+
+def order_body(world: Any, folder: Path, parallel: ParallelConfig) -> list[Event]:
+    """What this stage did, in its order."""
+    manager = build_actor(folder, parallel, OptimizerConfig()).manager
+    ids, mask = torch.ones(1, 8, dtype=torch.int64), torch.ones(1, 8, dtype=torch.bool)
+    events: list[Event] = []
+
+    def forward_step(batches: Any, model: Any) -> Any:
+        number = next(batches)
+        chunk = manager.model.index(model)
+        events.append(("forward", number, chunk))
+        output = custom_forward(model, ids, mask, None, False)
+        output.register_hook(lambda _: events.append(("backward", number, chunk)))
+        return output, lambda logits: (logits.sum(), torch.tensor(1, dtype=torch.int), {})
+
+    several = len(manager.model) > 1
+    iterators = manager.make_data_iterator_list(iter(range(MICRO_BATCHES)), vpp_size=len(manager.model))
+    get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iterators if several else iterators[0],
+        model=manager.model if several else manager.model[0],
+        num_microbatches=MICRO_BATCHES,
+        seq_length=1,
+        micro_batch_size=1,
+        forward_only=False,
+    )
+    return events
+
+
+def makespan(orders: list[list[Event]], chunks: int) -> int:
+    """Slots from the first forward to the last backward."""
+    stages = len(orders)
+    done: dict[tuple[int, Event], int] = {}
+    free, place = [0] * stages, [0] * stages
+
+    def needs(stage: int, event: Event) -> list[tuple[int, Event]]:
+        kind, number, chunk = event
+        step = chunk * stages + stage + (-1 if kind == "forward" else 1)
+        wanted = [(stage, ("forward", number, chunk))] if kind == "backward" else []
+        if 0 <= step < stages * chunks:
+            wanted.append((step % stages, (kind, number, step // stages)))
+        return wanted
+
+    while any(place[s] < len(orders[s]) for s in range(stages)):
+        before = list(place)
+        for stage, order in enumerate(orders):
+            if place[stage] < len(order):
+                event = order[place[stage]]
+                wanted = needs(stage, event)
+                if all(need in done for need in wanted):
+                    begin = max([free[stage], *(done[need] for need in wanted)])
+                    done[stage, event] = free[stage] = begin + SLOTS[event[0]]
+                    place[stage] += 1
+        assert place != before, "these orders wait for each other"
+    return max(free)
+
+
+def bubble(folder: Path, parallel: ParallelConfig) -> dict[str, float]:
+    orders = run_ranks(parallel.pipeline, order_body, folder, parallel, timeout=300)
+    chunks = parallel.virtual_pipeline
+    work = MICRO_BATCHES * chunks * sum(SLOTS.values())
+    assert all(len(order) == 2 * MICRO_BATCHES * chunks for order in orders)
+    return {
+        "counted": makespan(orders, chunks) / work - 1,
+        "formula": (parallel.pipeline - 1) / (MICRO_BATCHES * chunks),
+    }
+
+
+def of_pipelines(folder: Path) -> dict[str, float]:
+    small = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 128, "num_attention_heads": 2}
+    model = save_model(folder, **small)
+    cases = {"PP4": ParallelConfig(pipeline=4), "PP4 x VPP2": ParallelConfig(pipeline=4, virtual_pipeline=2)}
+    return {f"{name} {key}": value for name, case in cases.items() for key, value in bubble(model, case).items()}

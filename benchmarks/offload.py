@@ -1,0 +1,63 @@
+"""Moving the trainer's parts off the device and back, in GB/s, against plain copies of as many bytes.
+
+Off is a copy into memory that is there already. On takes memory anew, since others had it in between: it is compared
+with a copy that does, too.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.models import save_model
+from benchmarks.timing import seconds
+from rftmega.config import OptimizerConfig, ParallelConfig
+from rftmega.megatron.offload import PARTS
+from tests.layouts import build_actor
+from tests.ranks import run_ranks
+
+
+def offload_body(world: Any, folder: Path) -> dict[str, float]:
+    manager = build_actor(folder, ParallelConfig(), OptimizerConfig(learning_rate=1e-5)).manager
+    for buffer in manager.model[0].buffers:
+        buffer.grad_data.normal_()
+    manager.optimizer_step()  # Adam has its states now
+    residency = manager.residency
+    total = sum(residency.bytes().values())
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for ts in residency._tensors().values() for t in ts}
+    sizes = list(storages.values())
+    source, target = ([torch.ones(size, dtype=torch.uint8) for size in sizes] for _ in range(2))
+
+    def copy_into() -> None:
+        for a, b in zip(source, target, strict=True):
+            b.copy_(a)
+
+    def copy_anew() -> None:
+        kept = [a.clone() for a in source]
+        del kept
+
+    times: dict[str, list[float]] = {name: [] for name in ("off", "on", "into", "anew")}
+    for turn in range(8):
+        measured = {
+            "off": seconds(lambda: residency.off(*PARTS)),
+            "on": seconds(lambda: residency.on(*PARTS)),
+            "into": seconds(copy_into),
+            "anew": seconds(copy_anew),
+        }
+        for name, value in measured.items():
+            if turn:  # the first warms up
+                times[name].append(value)
+    rate = {name: total / sorted(values)[len(values) // 2] / 1e9 for name, values in times.items()}
+    return {
+        "gigabytes": total / 1e9,
+        "off_gb_s": rate["off"],
+        "copy_gb_s": rate["into"],
+        "off_over_copy": rate["off"] / rate["into"],
+        "on_gb_s": rate["on"],
+        "copy_anew_gb_s": rate["anew"],
+        "on_over_copy": rate["on"] / rate["anew"],
+    }
+
+
+def against_copy(folder: Path) -> dict[str, float]:
+    return run_ranks(1, offload_body, save_model(folder, num_hidden_layers=16, hidden_size=512), timeout=300)[0]

@@ -1,0 +1,93 @@
+"""Whole training steps: packed against padded, and against plain transformers and torch."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmarks.models import save_model
+from benchmarks.timing import Comparison, compare
+from rftmega.config import OptimizerConfig, ParallelConfig
+from rftmega.megatron.forward import LogProbs, custom_forward
+from rftmega.parallel.micro_batches import plan_micro_batches
+from tests.layouts import build_actor
+from tests.ranks import run_ranks
+
+LONGEST = 512
+OPTIMIZER = OptimizerConfig(learning_rate=1e-5, weight_decay=0.01)
+
+
+def long_tail(rows: int) -> torch.Tensor:
+    """Row lengths, log-normal: most short, a few of the full length."""
+    torch.manual_seed(1)
+    return (60 * torch.randn(rows).exp()).long().clamp(8, LONGEST)
+
+
+def step(manager: Any, micro_batches: list[tuple[torch.Tensor, torch.Tensor]], *, packed: bool) -> None:
+    """Log-probs of every token up, one optimizer step; a micro-batch is (ids [B, S + 1], mask [B, S])."""
+    manager.zero_grad()
+    processor = LogProbs(manager.description.vocabulary)
+    for ids, mask in micro_batches:
+        targets = {"targets": ids[:, 1:]}
+        stats = custom_forward(
+            manager.model[0], ids[:, :-1], mask, None, False, pack_seqs=packed, logits_processor=processor,
+            logits_processor_args=targets, max_batch_seqlen=None,
+        )  # fmt: skip
+        (-stats["logp"] * mask).sum().backward()
+    manager.optimizer_step()
+
+
+def packed_body(world: Any, folder: Path) -> dict[str, float]:
+    manager = build_actor(folder, ParallelConfig(), OPTIMIZER).manager
+    lengths = long_tail(48)
+    ids = torch.randint(4096, (len(lengths), LONGEST + 1))
+    (plan,) = plan_micro_batches(lengths.tolist(), data_parallel=1, token_cap=2048)
+
+    def batch(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        longest = int(lengths[rows].max())
+        return ids[rows, : longest + 1], torch.arange(longest) < lengths[rows, None]
+
+    packed = [batch(torch.tensor(rows)) for rows in plan]
+    padded = [batch(rows) for rows in torch.arange(len(lengths)).split(4)]  # four rows at a time, as they come
+    found = compare(lambda: step(manager, packed, packed=True), lambda: step(manager, padded, packed=False), rounds=5)
+    valid, total = int(lengths.sum()), sum(mask.numel() for _, mask in padded)
+    return {
+        "packed_seconds": found.ours,
+        "padded_seconds": found.theirs,
+        "speedup": found.ratio,
+        "padded_over_valid_tokens": total / valid,
+        "share_of_ideal": found.ratio / (total / valid),
+    }
+
+
+def against_transformers_body(world: Any, folder: Path) -> dict[str, float]:
+    """Rows of one length, so that nobody gains from packing."""
+    manager = build_actor(folder, ParallelConfig(), OPTIMIZER).manager
+    ids = torch.randint(4096, (8, 257))
+    mask = torch.ones(8, 256, dtype=torch.bool)
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+    adam = torch.optim.AdamW(plain.parameters(), lr=1e-5, betas=(0.9, 0.95), weight_decay=0.01)
+
+    def plain_step() -> None:
+        adam.zero_grad()
+        for part in ids.split(4):
+            logits = plain(part[:, :-1], use_cache=False).logits.float()
+            logp = logits.log_softmax(-1).gather(-1, part[:, 1:, None])[..., 0]
+            entropy = -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1).detach()
+            assert entropy.shape == logp.shape
+            (-logp).sum().backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        adam.step()
+
+    ours = [(part, mask[:4]) for part in ids.split(4)]
+    found: Comparison = compare(lambda: step(manager, ours, packed=True), plain_step, rounds=7)
+    return {"ours_seconds": found.ours, "transformers_seconds": found.theirs, "times_theirs": 1 / found.ratio}
+
+
+def packed_against_padded(folder: Path) -> dict[str, float]:
+    return run_ranks(1, packed_body, save_model(folder), timeout=600)[0]
+
+
+def against_transformers(folder: Path) -> dict[str, float]:
+    return run_ranks(1, against_transformers_body, save_model(folder), timeout=600)[0]
