@@ -24,8 +24,7 @@ def offload_body(world: Any, folder: Path) -> dict[str, float]:
     manager.optimizer_step()  # Adam has its states now
     residency = manager.residency
     total = sum(residency.bytes().values())
-    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for ts in residency._tensors().values() for t in ts}
-    sizes = list(storages.values())
+    sizes = [storage.nbytes() for storages in residency.storages().values() for storage in storages.values()]
     source, target = ([torch.ones(size, dtype=torch.uint8) for size in sizes] for _ in range(2))
 
     def copy_into() -> None:

@@ -46,7 +46,7 @@ class _LinearStats(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, shard: Shard, chunk: int
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        largest, sums = _local_sums(hidden, weight, targets, temperature, shard, chunk)
+        largest, sums, last = _local_sums(hidden, weight, targets, temperature, shard, chunk)
         top = largest.clone()
         _reduce(top, shard.group, dist.ReduceOp.MAX)
         shift = largest - top  # from this rank's largest logit to the largest of all
@@ -61,38 +61,51 @@ class _LinearStats(torch.autograd.Function):
         log_normaliser = normaliser.log() + top
         logp = target - log_normaliser
         entropy = normaliser.log() - weighted / normaliser
-        ctx.save_for_backward(hidden, weight, targets, temperature, log_normaliser, entropy)
+        if last is not None:
+            last += (largest - log_normaliser)[-len(last) :, None]
+        ctx.save_for_backward(hidden, weight, targets, temperature, log_normaliser, entropy, last)
         ctx.shard, ctx.chunk = shard, chunk
         return logp, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, temperature, log_normaliser, entropy = ctx.saved_tensors
+        hidden, weight, targets, temperature, log_normaliser, entropy, last = ctx.saved_tensors
         grad_logp, grad_entropy = grads
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        for part in _parts(len(hidden), ctx.chunk):
-            logits = _logits(hidden[part], weight, temperature[part], ctx.shard)
-            log_p = logits.sub_(log_normaliser[part, None])
-            p = log_p.exp()
-            grad = torch.zeros_like(p)
-            if grad_entropy is not None:
+        parts = _parts(len(hidden), ctx.chunk)
+        for part in parts:
+            if last is not None and part is parts[-1]:
+                log_p = last
+            else:
+                log_p = _logits(hidden[part], weight, temperature[part], ctx.shard).sub_(log_normaliser[part, None])
+            grad = log_p.exp()
+            pull = torch.zeros_like(log_normaliser[part]) if grad_logp is None else grad_logp[part] / temperature[part]
+            if grad_entropy is None:
+                grad.mul_(-pull[:, None])
+            else:
                 log_p[:, ctx.shard.real :] = 0.0  # p is 0 there, and 0 * -inf is not
-                grad -= grad_entropy[part, None] * p * (log_p + entropy[part, None])
-            if grad_logp is not None:
-                grad -= grad_logp[part, None] * p
-                column, held = _columns(targets[part], ctx.shard)
-                grad.scatter_add_(-1, column, (grad_logp[part] * held)[:, None])
-            grad = grad.div_(temperature[part, None]).to(hidden.dtype)
+                spread = log_p.add_(entropy[part, None]).mul_((grad_entropy[part] / temperature[part])[:, None])
+                grad.mul_(spread.add_(pull[:, None]).neg_())
+            column, held = _columns(targets[part], ctx.shard)
+            grad.scatter_add_(-1, column, (pull * held)[:, None])
+            grad = grad.to(hidden.dtype)
             grad_hidden[part] = grad @ weight
-            grad_weight += grad.T @ hidden[part]
+            if weight.dtype == torch.float32:
+                grad_weight.addmm_(grad.T, hidden[part])
+            else:
+                grad_weight += grad.T @ hidden[part]
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
 
 
 def _local_sums(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, shard: Shard, chunk: int
-) -> tuple[Tensor, Tensor]:
-    """This rank's largest logit m [N], and [3, N]: sum of exp(x - m), sum of exp(x - m) (x - m), the target's logit or 0."""
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """This rank's largest logit m [N], and [3, N]: sum of exp(x - m), sum of exp(x - m) (x - m), the target's logit or 0.
+
+    Third, x - m of the last chunk [c, V]: it costs no more than a chunk does anyway, and backward need not compute it again.
+    """
+    last = None
     largest = hidden.new_empty(len(hidden), dtype=torch.float32)
     sums = hidden.new_empty(3, len(hidden), dtype=torch.float32)
     for part in _parts(len(hidden), chunk):
@@ -105,10 +118,11 @@ def _local_sums(
         words = logits[:, : shard.real]
         largest[part] = words.max(-1).values
         words -= largest[part, None]
+        last = logits
         p = words.exp()
         sums[0, part] = p.sum(-1)
         sums[1, part] = p.mul_(words).sum(-1)
-    return largest, sums
+    return largest, sums, last
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: Tensor, shard: Shard) -> Tensor:

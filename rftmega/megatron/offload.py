@@ -6,6 +6,7 @@ every kind of optimizer.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,22 +17,33 @@ from rftmega import device
 PARAMETERS, GRADIENTS, MAIN_PARAMETERS, ADAM = PARTS = ("parameters", "gradients", "main_parameters", "adam")
 
 
+@dataclass(slots=True)
+class Berth:
+    """A storage's place on the host, kept for the next time."""
+
+    storage: Any
+    content: Tensor  # [bytes] view of the storage; valid whenever it is on the device
+    home: Tensor  # [bytes] on the host
+    away: bool = False  # freed, and its content at home
+
+
 class Residency:
     """Which parts of a model are on the device. Moving a part that is already there does nothing."""
 
     def __init__(self, parts: Callable[[], dict[str, list[Tensor]]]):
         """`parts` lists the tensors of each part as they are now: Adam has none before its first step."""
         self._parts = parts
-        self._home: dict[int, tuple[Any, Tensor]] = {}  # storage's id -> (the freed storage, its bytes on the host)
-        self._buffers: dict[int, Tensor] = {}  # host buffers, kept for the next time
+        self._berths: dict[int, Berth] = {}  # by the storage's id
 
     def off(self, *parts: str, keep: bool = True) -> None:
         """Moves parts to the host; with `keep=False` their content is forgotten and comes back as zeros."""
-        self.off_tensors((t for part in parts for t in self._tensors()[part]), keep=keep)
+        storages = self.storages()
+        self._off((storage for part in parts for storage in storages[part].values()), keep=keep)
 
     def on(self, *parts: str) -> None:
         """Brings parts back, bit for bit."""
-        self.on_tensors(t for part in parts for t in self._tensors()[part])
+        storages = self.storages()
+        self._on(number for part in parts for number in storages[part])
 
     def only(self, *parts: str) -> None:
         """Exactly these parts are on the device afterwards. Gradients are forgotten rather than moved."""
@@ -44,41 +56,53 @@ class Residency:
 
     def bytes(self) -> dict[str, int]:
         """Bytes on the device, by part."""
-        return {part: sum(s.nbytes() for s in _storages(tensors)) for part, tensors in self._tensors().items()}
+        return {part: sum(s.nbytes() for s in storages.values()) for part, storages in self.storages().items()}
 
-    def off_tensors(self, tensors: Iterable[Tensor], *, keep: bool = True) -> None:
-        """The same for any tensors of the model."""
-        leaving = [storage for storage in _storages(tensors) if storage.nbytes()]
-        for storage in leaving:
-            size = storage.nbytes()
-            home = self._buffers.get(storage._cdata)
-            if home is None or home.numel() != size:
-                home = self._buffers[storage._cdata] = device.current().host_buffer(size, torch.uint8)
-            if keep:
-                home.copy_(_bytes_of(storage), non_blocking=True)
-            else:
-                home.zero_()
-            self._home[storage._cdata] = storage, home
-        device.current().synchronize()  # the copies must be done before the memory is given to others
-        for storage in leaving:
-            storage.resize_(0)
+    def off_tensors(self, tensors: Iterable[Tensor]) -> None:
+        """Moves any tensors of the model."""
+        self._off(storages_of(tensors).values(), keep=True)
 
     def on_tensors(self, tensors: Iterable[Tensor]) -> None:
-        """The same for any tensors of the model."""
-        for storage in _storages(tensors):
-            if (away := self._home.pop(storage._cdata, None)) is not None:
-                storage.resize_(away[1].numel())
-                _bytes_of(storage).copy_(away[1], non_blocking=True)
-        device.current().synchronize()
+        """Brings them back."""
+        self._on(storages_of(tensors))
 
-    def _tensors(self) -> dict[str, list[Tensor]]:
-        """Each part's tensors; a storage that two parts share (fp32 main parameters that are the parameters) is the first's."""
+    def storages(self) -> dict[str, dict[int, Any]]:
+        """Each part's storages; one that two parts share (fp32 main parameters that are the parameters) is the first's."""
         seen: set[int] = set()
         found = {}
         for part, tensors in self._parts().items():
-            found[part] = [t for t in tensors if t.untyped_storage()._cdata not in seen]
-            seen |= {t.untyped_storage()._cdata for t in tensors}
+            found[part] = {number: storage for number, storage in storages_of(tensors).items() if number not in seen}
+            seen |= found[part].keys()
         return found
+
+    def _off(self, storages: Iterable[Any], *, keep: bool) -> None:
+        leaving = []
+        for storage in storages:
+            if not storage.nbytes():
+                continue
+            berth = self._berths.get(storage._cdata)
+            if berth is None or len(berth.home) != storage.nbytes():
+                content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+                home = device.current().host_buffer(storage.nbytes(), torch.uint8)
+                berth = self._berths[storage._cdata] = Berth(storage, content, home)
+            if keep:
+                berth.home.copy_(berth.content, non_blocking=True)
+            else:
+                berth.home.zero_()
+            leaving.append(berth)
+        device.current().synchronize()  # the copies must be done before the memory is given to others
+        for berth in leaving:
+            berth.storage.resize_(0)
+            berth.away = True
+
+    def _on(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            berth = self._berths.get(number)
+            if berth is not None and berth.away:
+                berth.storage.resize_(len(berth.home))
+                berth.content.copy_(berth.home, non_blocking=True)
+                berth.away = False
+        device.current().synchronize()
 
 
 def parts_of(model: Iterable[Any], optimizer: Any) -> dict[str, list[Tensor]]:
@@ -118,9 +142,6 @@ def _adam(inner: Any) -> Iterator[list[Tensor]]:
         yield [x for x in state.values() if isinstance(x, Tensor) and x.dim() > 0]  # the step count is a host number
 
 
-def _storages(tensors: Iterable[Tensor]) -> list[Any]:
-    return list({t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}.values())
-
-
-def _bytes_of(storage: Any) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+def storages_of(tensors: Iterable[Tensor]) -> dict[int, Any]:
+    """The memory under `tensors`, each once, by an id that stays the same while it is freed."""
+    return {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}

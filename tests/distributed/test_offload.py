@@ -38,9 +38,14 @@ def prepared(folder: Path, parallel: ParallelConfig, optimizer: OptimizerConfig,
     return actor, Experience(rows.tokens, rows.prompt_lengths, rows.lengths, rows.mask, logp, logp, None, torch.ones_like(logp))
 
 
+def bytes_of(storage: Any) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(storage).clone()
+
+
 def contents(residency: Any) -> dict[str, list[torch.Tensor]]:
     """A copy of every part."""
-    return {part: [t.detach().clone() for t in tensors] for part, tensors in residency._tensors().items()}
+    parts = residency.storages()
+    return {part: [bytes_of(storage) for storage in storages.values()] for part, storages in parts.items()}
 
 
 def offload_body(world: Any, *case: Any) -> Any:
@@ -153,7 +158,7 @@ def host_buffers_body(world: Any, *case: Any) -> Any:
     found = []
     for _ in range(3):
         residency.off(*PARTS)
-        found.append({number: buffer.data_ptr() for number, buffer in residency._buffers.items()})
+        found.append({number: berth.home.data_ptr() for number, berth in residency._berths.items()})
         residency.on(*PARTS)
     return found
 
