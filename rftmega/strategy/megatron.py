@@ -10,6 +10,7 @@ from rftmega.interfaces import Policy, RolloutEngine, WeightSync
 from rftmega.megatron import MegatronActor
 from rftmega.parallel.launch import World
 from rftmega.parallel.layout import layout_name
+from rftmega.parallel.seeds import set_seed
 from rftmega.parallel.topology import Topology
 from rftmega.strategy.dispatch import ColocatedPolicy, ColocatedWeights, SharedEngine, Turns
 
@@ -21,6 +22,7 @@ class MegatronStrategy:
 
     def __init__(self, config: RunConfig, world: World, *, stop_ids: Sequence[int]):
         self.config = config
+        set_seed(config.trainer.seed)
         self.topology = Topology.create(config.parallel, seed=config.trainer.seed)
         actor = MegatronActor(config, self.topology)
         manager = actor.manager

@@ -1,10 +1,28 @@
 """Nothing that is learnt depends on the layout, the micro-batch size or the order of rows; see tests/invariance.py."""
 
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.invariance import ALONE, LAYOUTS, QUANTITIES, SETTINGS, Setting, differences, every_case, runs_of, write
+from rftmega.megatron import manager
+from tests.invariance import (
+    ALONE,
+    LAYOUTS,
+    OVERLAPPED,
+    QUANTITIES,
+    SETTINGS,
+    Layout,
+    P,
+    Setting,
+    differences,
+    every_case,
+    learn_body,
+    runs_of,
+    write,
+)
+from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 
 TOLERANCE = 1e-5
@@ -41,6 +59,21 @@ def test_three_updates_are_those_of_one_process_under_every_layout(model: tuple[
     for name, layout in LAYOUTS[variant].items():
         (found,) = runs_of(folder, layout, [Setting()])
         assert_equal(found, alone[Setting()], name)
+
+
+def small_buckets_body(world: Any, folder: Path, layout: Layout) -> Any:
+    """Many buckets, as large models have them: each is gathered and reduced at a time of its own."""
+    manager.DistributedDataParallelConfig = partial(manager.DistributedDataParallelConfig, bucket_size=3000)
+    (found,) = learn_body(world, folder, layout, [Setting()])
+    return found
+
+
+@pytest.mark.parametrize("variant", ["qwen3", "qwen2-tied"])
+def test_with_overlap_and_many_buckets_nothing_stale_is_used(variant: str, tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path, variant)
+    (alone,) = runs_of(folder, ALONE, [Setting()])
+    for layout in (Layout(2, P(), OVERLAPPED), Layout(4, P(pipeline=2, virtual_pipeline=2), OVERLAPPED)):
+        assert_equal(run_ranks(layout.processes, small_buckets_body, folder, layout), alone[0], str(layout))
 
 
 @pytest.mark.ranks
