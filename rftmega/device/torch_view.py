@@ -214,7 +214,8 @@ def _patch_uneven_collectives(module: Any) -> None:
     def uneven_gather(input_: Any, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
         if output_split_sizes is None or group.size() == 1:
             return gather(input_, group, output_split_sizes, use_global_buffer)
-        longest = max(output_split_sizes)
+        if not (longest := max(output_split_sizes)):
+            return input_  # nobody has a token for this expert
         padded = input_.new_zeros(longest, *input_.shape[1:])
         padded[: len(input_)] = input_
         parts = gather(padded, group).split(longest)
@@ -224,7 +225,8 @@ def _patch_uneven_collectives(module: Any) -> None:
     def uneven_reduce_scatter(input_: Any, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
         if input_split_sizes is None or group.size() == 1:
             return reduce_scatter(input_, group, input_split_sizes, use_global_buffer)
-        longest = max(input_split_sizes)
+        if not (longest := max(input_split_sizes)):
+            return input_
         padded = input_.new_zeros(len(input_split_sizes), longest, *input_.shape[1:])
         for place, part in zip(padded, input_.split(input_split_sizes), strict=True):
             place[: len(part)] = part

@@ -7,12 +7,15 @@ import sys
 import types
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from rftmega.config import ParallelConfig
 from rftmega.device.torch_view import PATCHES, install
+from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 
 ROOT = Path(__file__).parents[2]
@@ -58,6 +61,29 @@ def test_with_all_patches_training_works(case: tuple[str, int, ParallelConfig], 
     model, processes, layout = case
     said = train(tmp_path, without="", model=model, processes=processes, layout=layout)
     assert said.count("trained") == processes, said
+
+
+def uneven_body(world: Any, sizes: list[int]) -> Any:
+    from megatron.core.tensor_parallel.mappings import (
+        gather_from_sequence_parallel_region,
+        reduce_scatter_to_sequence_parallel_region,
+    )
+
+    group = dist.group.WORLD
+    mine = torch.full((sizes[world.rank], 2), float(world.rank + 1), requires_grad=True)
+    gathered = gather_from_sequence_parallel_region(mine, group=group, output_split_sizes=sizes)
+    scattered = reduce_scatter_to_sequence_parallel_region(gathered * (world.rank + 1), group=group, input_split_sizes=sizes)
+    scattered.sum().backward()
+    return gathered.detach(), scattered.detach(), mine.grad
+
+
+@pytest.mark.parametrize("sizes", [[3, 0, 2], [0, 0, 0], [1, 1, 1]])
+def test_uneven_parts_are_gathered_and_reduced_as_nccl_would(sizes: list[int]) -> None:
+    wanted = torch.cat([torch.full((size, 2), float(rank + 1)) for rank, size in enumerate(sizes)])
+    for rank, (gathered, scattered, grad) in enumerate(run_ranks(3, uneven_body, sizes)):
+        assert torch.equal(gathered, wanted)
+        assert torch.equal(scattered, wanted.split(sizes)[rank] * 6)  # the processes' factors: 1 + 2 + 3
+        assert torch.equal(grad, torch.full((sizes[rank], 2), 6.0))
 
 
 def test_the_real_torch_is_left_alone() -> None:
