@@ -136,10 +136,10 @@ def learn(folder: Path, layout: Layout, setting: Setting) -> dict[str, Any]:
         reference_logp=actor.reference_log_probs(rows).logp,
         advantage=advantage[order] * rows.mask,
     )
-    # Far from 0, where a loss has no digits: the bonus of a few nats.
+    # Far from 0, where a loss has no digits: the bonus on a few nats.
     clip = 0.2 if setting.clipped else 10.0
     weighting = WEIGHTINGS[setting.weighting]
-    loss_fn = policy_loss(clip_low=clip, clip_high=clip, kl_coef=0.1, entropy_coef=0.1, weighting=weighting)
+    loss_fn = policy_loss(clip_low=clip, clip_high=clip, kl_coef=0.1, entropy_coef=0.5, weighting=weighting)
     metrics = [actor.update(experience, loss_fn) for _ in range(3)]
     after = actor.log_probs(rows)
     back = order.argsort()
