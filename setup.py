@@ -7,7 +7,7 @@ from setuptools import find_packages, setup
 
 def pins(name: str) -> list[str]:
     lines = Path(__file__).with_name("requirements").joinpath(f"{name}.txt").read_text().splitlines()
-    return [line for line in lines if line and not line.startswith("#")]
+    return [line for line in lines if line and not line.startswith(("#", "-"))]  # "-": where pip looks, not what it installs
 
 
 setup(
