@@ -4,6 +4,10 @@ import os
 
 import torch
 
+# Large tensors in pages of 2 MiB: freeing them page by page was a third of the time that offloading takes. Torch reads it
+# at its first allocation.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
 
 class CPU:
     type = "cpu"
