@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from benchmarks.models import save_model
 from rftmega.config import OptimizerConfig, ParallelConfig
@@ -35,17 +34,7 @@ def order_body(world: Any, folder: Path, parallel: ParallelConfig) -> list[Event
         output.register_hook(lambda _: events.append(("backward", number, chunk)))
         return output, lambda logits: (logits.sum(), torch.tensor(1, dtype=torch.int), {})
 
-    several = len(manager.model) > 1
-    iterators = manager.make_data_iterator_list(iter(range(MICRO_BATCHES)), vpp_size=len(manager.model))
-    get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iterators if several else iterators[0],
-        model=manager.model if several else manager.model[0],
-        num_microbatches=MICRO_BATCHES,
-        seq_length=1,
-        micro_batch_size=1,
-        forward_only=False,
-    )
+    manager.run_schedule(forward_step, range(MICRO_BATCHES), forward_only=False)
     return events
 
 

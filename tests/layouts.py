@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
 from rftmega.config import AlgorithmConfig, ModelConfig, OptimizerConfig, ParallelConfig, RolloutConfig, RunConfig, TrainerConfig
@@ -75,19 +74,8 @@ def packed_logits(manager: MegatronModelManager, token_lists: list[list[int]]) -
         return output, lambda logits, non_loss_data: gather_from_tensor_model_parallel_region(logits)
 
     # The interleaved schedule wants a micro-batch a stage at least.
-    several = len(manager.model) > 1
-    micro_batches = manager.topology.pipeline if several else 1
-    iterators = manager.make_data_iterator_list(iter(range(micro_batches)), vpp_size=len(manager.model))
-    found = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iterators if several else iterators[0],
-        model=manager.model if several else manager.model[0],
-        num_microbatches=micro_batches,
-        seq_length=1,
-        micro_batch_size=1,
-        forward_only=True,
-        collect_non_loss_data=True,
-    )
+    micro_batches = manager.topology.pipeline if len(manager.model) > 1 else 1
+    found = manager.run_schedule(forward_step, range(micro_batches), forward_only=True)
     if not found or not manager.topology.speaks:
         return None
     return found[0][mask][:, : manager.description.vocabulary].clone()

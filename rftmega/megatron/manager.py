@@ -1,7 +1,7 @@
 """MegatronModelManager: builds this process's part of a model, wraps it, and owns its optimizer and schedule."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import tee
 from typing import Any
@@ -14,6 +14,7 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.nn import functional as F
@@ -234,6 +235,27 @@ class MegatronModelManager:
                 for batch in batches
             )
         return list(tee(data_iterator, vpp_size))
+
+    def run_schedule(self, forward_step: Callable[..., Any], micro_batches: Iterable[Any], *, forward_only: bool) -> list[Any]:
+        """Runs the pipeline schedule over `micro_batches`, forward and, unless `forward_only`, backward.
+
+        `forward_step(iterator, chunk)` gives (output, what to do with it on the last stage); the answers of the latter, in
+        order, on the last stage, and [] on the others.
+        """
+        batches = list(micro_batches)
+        several = len(self.model) > 1
+        iterators = self.make_data_iterator_list(iter(batches), vpp_size=len(self.model))
+        with self.topology.active():
+            return get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=iterators if several else iterators[0],
+                model=self.model if several else self.model[0],
+                num_microbatches=len(batches),
+                seq_length=1,  # ignored: the stages tell each other the shape of each micro-batch
+                micro_batch_size=1,
+                forward_only=forward_only,
+                collect_non_loss_data=forward_only,
+            )
 
     def offload_megatron_copy_params(self, optimizers: Any) -> None:
         """Moves the fp32 main ("copy") parameters of a Megatron optimizer, or of several, to the host."""

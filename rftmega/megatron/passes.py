@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from rftmega.megatron.forward import HiddenProcessor, custom_forward
@@ -84,20 +83,8 @@ class Passes:
         return [torch.tensor(rows, dtype=torch.int64) for rows in plan[self.topology.data_rank]]
 
     def _run(self, batches: Sequence[MicroBatch], finish: Callable[..., Any], *, forward_only: bool) -> list[Any]:
-        """Runs the pipeline schedule; what `finish` made of each micro-batch on the last stage, [] on the others."""
-        model = self.manager.model
-        iterators = self.manager.make_data_iterator_list(iter(batches), vpp_size=len(model))
-        with self.topology.active():
-            return get_forward_backward_func()(
-                forward_step_func=partial(self.forward_step, finish),
-                data_iterator=iterators if len(model) > 1 else iterators[0],
-                model=model if len(model) > 1 else model[0],
-                num_microbatches=len(batches),
-                seq_length=1,  # ignored: the stages tell each other the shape of each micro-batch
-                micro_batch_size=1,
-                forward_only=forward_only,
-                collect_non_loss_data=forward_only,
-            )
+        """What `finish` made of each micro-batch on the last stage, [] on the others."""
+        return self.manager.run_schedule(partial(self.forward_step, finish), batches, forward_only=forward_only)
 
     def forward_step(self, finish: Callable[..., Any], batches: Iterator[MicroBatch], model: Any) -> tuple[Any, Any]:
         """What Megatron's schedule calls for each micro-batch and chunk: (output, what to do with it on the last stage)."""

@@ -34,7 +34,7 @@ class Held(Protocol):
     def parameter(self) -> Tensor: ...
 
 
-def key_of(item: Held) -> Key:
+def key_of(item: "Held | Unit") -> Key:
     return item.rule.megatron[0], item.layer, item.expert
 
 
@@ -47,10 +47,6 @@ class Unit:
     expert: int | None
     dtype: torch.dtype
     shapes: dict[int, tuple[int, ...]]  # global rank that sends a shard -> its shape, in the order of the shards
-
-    @property
-    def key(self) -> Key:
-        return self.rule.megatron[0], self.layer, self.expert
 
     @property
     def bytes(self) -> int:
@@ -93,14 +89,14 @@ class Exporter:
             sent = [unit for unit in bucket if source in unit.shapes]
             sizes = [torch.Size(unit.shapes[source]).numel() for unit in sent]
             if source == dist.get_rank():
-                flat = torch.cat([self._parameter[unit.key].detach().flatten() for unit in sent])
+                flat = torch.cat([self._parameter[key_of(unit)].detach().flatten() for unit in sent])
             else:
                 flat = torch.empty(sum(sizes), dtype=bucket[0].dtype, device=self._device)
             if self.group.size() > 1:
                 dist.broadcast(flat, src=source, group=self.group)
             for unit, part in zip(sent, flat.split(sizes), strict=True):
-                shards[unit.key, source] = part.view(unit.shapes[source])
-        return [[shards[unit.key, source] for source in unit.shapes] for unit in bucket]
+                shards[key_of(unit), source] = part.view(unit.shapes[source])
+        return [[shards[key_of(unit), source] for source in unit.shapes] for unit in bucket]
 
 
 def _units(told: Sequence[tuple[int, list[Any]]]) -> list[Unit]:
@@ -110,9 +106,9 @@ def _units(told: Sequence[tuple[int, list[Any]]]) -> list[Unit]:
     for rank, mine in told:
         for rule, layer, expert, shard, dtype, shape in mine:
             unit = Unit(rule, layer, expert, dtype, {})
-            unit = found.setdefault(unit.key, unit)
+            unit = found.setdefault(key_of(unit), unit)
             # Replicas are equal, of a whole tensor or of a shard: one sends.
-            if senders.setdefault((unit.key, 0 if isinstance(rule, Replicated) else shard), rank) == rank:
+            if senders.setdefault((key_of(unit), 0 if isinstance(rule, Replicated) else shard), rank) == rank:
                 unit.shapes[rank] = shape
     for (key, _), rank in sorted(senders.items(), key=lambda item: item[0][1]):
         shapes = found[key].shapes
