@@ -1,13 +1,16 @@
 """One two-way table of rules a model family: Hugging Face names and shapes on one side, Megatron's on the other.
 
 Knows names and shapes, not Megatron: the same table serves loading at start, HF export, live weight sync and offline
-conversion, so they cannot drift. A new family is one file here (and one in `model_providers/`), listed in TABLES.
+conversion, so they cannot drift. A new family is one file in `families/` (and one in `model_providers/families/`).
 """
 
-from collections.abc import Callable
+import importlib
+import pkgutil
+import re
+from collections.abc import Mapping
 from typing import Any
 
-from converters import decoders
+from converters import decoder, families
 from converters.rules import (
     QKV,
     Column,
@@ -18,33 +21,42 @@ from converters.rules import (
     Segment,
     Vocabulary,
     assemble,
+    instances,
     padded_vocabulary,
     shard,
     shard_shape,
 )
 from rftmega.errors import CheckpointError
 
-TABLES: dict[str, Callable[[dict[str, Any]], list[Rule]]] = {
-    "llama": decoders.llama,
-    "qwen2": decoders.qwen2,
-    "qwen3": decoders.qwen3,
-    "qwen3_moe": decoders.qwen3_moe,
-}
+FAMILIES = tuple(sorted(module.name for module in pkgutil.iter_modules(families.__path__)))
+NOT_WEIGHTS = r".*\.rotary_emb\.inv_freq"  # old Llama folders have them; they follow from config.json
 
 
-def table(hf_config: dict[str, Any], *, value_head: bool = False) -> list[Rule]:
+def table(hf_config: Mapping[str, Any], *, value_head: bool = False) -> list[Rule]:
     """The rules of the family that config.json names; with `value_head`, of its value model instead.
 
     Raises CheckpointError for a family without a table.
     """
-    family = hf_config.get("model_type")
-    if family not in TABLES:
-        raise CheckpointError(f"There is no conversion table for model_type={family!r}; there is one for {', '.join(TABLES)}.")
-    rules = TABLES[family](hf_config)
+    rules: list[Rule] = _family(hf_config).table(hf_config)
     if not value_head:
         return rules
     body = [rule for rule in rules if rule.megatron != ("output_layer.weight",)]
-    return [*body, *decoders.value_head(hf_config)]
+    return [*body, *decoder.value_head(hf_config)]
+
+
+def left_out(hf_config: Mapping[str, Any], name: str) -> bool:
+    """Whether a folder of this family may hold a tensor `name` that no rule speaks of."""
+    patterns = [NOT_WEIGHTS]
+    if pattern := getattr(_family(hf_config), "left_out", None):
+        patterns.append(pattern(hf_config))
+    return any(re.fullmatch(pattern, name) for pattern in patterns)
+
+
+def _family(hf_config: Mapping[str, Any]) -> Any:
+    family = hf_config.get("model_type")
+    if family not in FAMILIES:
+        raise CheckpointError(f"There is no conversion table for model_type={family!r}; there is one for {', '.join(FAMILIES)}.")
+    return importlib.import_module(f"{families.__name__}.{family}")
 
 
 __all__ = [
@@ -57,6 +69,8 @@ __all__ = [
     "Segment",
     "Vocabulary",
     "assemble",
+    "instances",
+    "left_out",
     "padded_vocabulary",
     "shard",
     "shard_shape",

@@ -144,6 +144,13 @@ class QKV(Rule):
         return list(_clip(whole, rank * total // ranks, (rank + 1) * total // ranks))
 
 
+def instances(rules: Sequence[Rule], *, layers: int, experts: int) -> Iterator[tuple[Rule, int | None, int | None]]:
+    """(rule, layer, expert) of every Megatron tensor of a model: None where the rule speaks of no layer or expert."""
+    for rule in rules:
+        for layer in filter(rule.speaks_of, range(layers)) if rule.per_layer else [None]:
+            yield from ((rule, layer, expert) for expert in (range(experts) if rule.per_expert else [None]))
+
+
 def padded_vocabulary(size: int, ranks: int) -> int:
     """Rows of the embedding after padding: the next multiple of the number of tensor-parallel ranks."""
     return -(-size // ranks) * ranks

@@ -13,6 +13,7 @@ from megatron.core import tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -34,6 +35,8 @@ class PackedAttention(torch.nn.Module):
         super().__init__()
         assert attn_mask_type == AttnMaskType.causal, attn_mask_type
         self.scale = softmax_scale
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = config.window_size[0] + 1 if windowed and config.window_size else None  # tokens, with one's own
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.context_group = pg_collection.cp if config.context_parallel_size > 1 else None
 
@@ -61,7 +64,7 @@ class PackedAttention(torch.nn.Module):
         else:
             parts = parts_of(packed_seq_params, self.context_group.rank(), self.context_group.size())
             both = tensor_parallel.gather_from_sequence_parallel_region(torch.cat([key, value], -1), group=self.context_group)
-            key, value = both.chunk(2, -1)
+            key, value = both.split([key.shape[-1], value.shape[-1]], -1)
         if len(parts) == 1 and self.context_group is None:  # rows of one length lie one behind the other: nothing is copied
             rows = (x.unflatten(0, parts[0].queries.shape).transpose(1, 2) for x in (query, key, value))
             return self._attend(*rows).transpose(1, 2).flatten(0, 1).flatten(1)
@@ -76,8 +79,12 @@ class PackedAttention(torch.nn.Module):
         """[b, heads, q, d] over [b, groups, k, d] -> [b, heads, q, d]; the last query sees the last key."""
         queries, keys = query.shape[2], key.shape[2]
         mask = None
-        if queries != keys:
+        window = keys if self.window is None else self.window
+        narrow = window < keys
+        if queries != keys or narrow:
             mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
+        if mask is not None and narrow:
+            mask = mask.triu(keys - queries - window + 1)
         dropout = self.dropout if self.training else 0.0
         # Heads differ between tensor-parallel processes, so what is dropped must differ, too.
         stream = tensor_parallel.get_cuda_rng_tracker().fork() if dropout else contextlib.nullcontext()

@@ -11,10 +11,12 @@ import rftmega.device.before_megatron  # noqa: F401
 
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from converters import padded_vocabulary
 from model_providers import spec
-from model_providers.description import Experts, ModelDescription
+from model_providers.description import Experts, LatentAttention, ModelDescription
+from model_providers.rope import Rope
 from rftmega.config import ParallelConfig
 
 
@@ -23,7 +25,8 @@ def transformer_config(
 ) -> TransformerConfig:
     """Megatron's config for this model and layout; parameters in `dtype`."""
     interleaved = parallel.virtual_pipeline > 1
-    return TransformerConfig(
+    kind = MLATransformerConfig if model.latent else TransformerConfig
+    config = kind(
         num_layers=model.layers,
         hidden_size=model.hidden,
         ffn_hidden_size=model.ffn,
@@ -61,6 +64,8 @@ def transformer_config(
         moe_token_dispatcher_type="alltoall",  # the default refuses variable lengths, of dense models as well
         **_RECOMPUTE[parallel.recompute],
         **(_experts(model, model.experts, parallel) if model.experts else {}),
+        **(_latent(model.latent, model.rope) if model.latent else {}),
+        **(_windows(model, model.window) if model.window else {}),
         # Fused kernels that only CUDA has; Transformer Engine brings its own.
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
@@ -69,6 +74,18 @@ def transformer_config(
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
     )
+    if (yarn := model.rope.yarn) and not model.latent:
+        # No fields of the class: GPTModel and its attention look for attributes of these names.
+        vars(config).update(
+            yarn_rotary_scaling_factor=model.rope.factor,
+            yarn_original_max_position_embeddings=yarn.original_positions,
+            yarn_beta_fast=yarn.beta_fast,
+            yarn_beta_slow=yarn.beta_slow,
+            yarn_mscale=yarn.mscale,
+            yarn_mscale_all_dim=yarn.mscale_all_dim,
+            yarn_correction_range_round_to_int=yarn.truncate,
+        )
+    return config
 
 
 _RECOMPUTE: dict[str, dict[str, Any]] = {
@@ -78,6 +95,33 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
 }
 
 
+def _windows(model: ModelDescription, window: int) -> dict[str, Any]:
+    return {
+        "window_size": (window - 1, 0),  # tokens before this one, and after
+        "window_attn_skip_freq": [int(layer in model.windowed) for layer in range(model.layers)],
+    }
+
+
+def _latent(latent: LatentAttention, rope: Rope) -> dict[str, Any]:
+    """All of them, since Megatron's defaults stretch positions by 40."""
+    yarn = rope.yarn
+    return {
+        "q_lora_rank": latent.query_rank,
+        "kv_lora_rank": latent.key_value_rank,
+        "qk_head_dim": latent.plain_dim,
+        "qk_pos_emb_head_dim": latent.rope_dim,
+        "v_head_dim": latent.value_dim,
+        "rope_type": "yarn" if yarn else "rope",
+        "rotary_base": rope.base,
+        "rotary_scaling_factor": rope.factor,
+        "original_max_position_embeddings": yarn.original_positions if yarn else 0,
+        "beta_fast": yarn.beta_fast if yarn else 0.0,
+        "beta_slow": yarn.beta_slow if yarn else 0.0,
+        "mscale": yarn.mscale if yarn and yarn.mscale is not None else 1.0,
+        "mscale_all_dim": yarn.mscale_all_dim if yarn and yarn.mscale_all_dim is not None else 0.0,
+    }
+
+
 def _experts(model: ModelDescription, experts: Experts, parallel: ParallelConfig) -> dict[str, Any]:
     return {
         "num_moe_experts": experts.number,
@@ -85,7 +129,16 @@ def _experts(model: ModelDescription, experts: Experts, parallel: ParallelConfig
         "moe_ffn_hidden_size": experts.ffn,
         "moe_layer_freq": [int(layer in experts.layers) for layer in range(model.layers)],
         # The softmax of the best few is the softmax of all, normalised.
-        "moe_router_pre_softmax": not experts.normalised,
+        "moe_router_pre_softmax": not experts.sigmoid and not experts.normalised,
+        "moe_router_score_function": "sigmoid" if experts.sigmoid else "softmax",
+        "moe_router_dtype": "fp32" if experts.sigmoid else None,  # as transformers computes each
+        "moe_router_topk_scaling_factor": experts.scale if experts.scale != 1.0 else None,
+        "moe_router_num_groups": experts.groups if experts.groups > 1 else None,
+        "moe_router_group_topk": experts.active_groups if experts.groups > 1 else None,
+        "moe_router_enable_expert_bias": experts.sigmoid,
+        "moe_router_bias_update_rate": 0.0,  # it is a weight like any other here
+        "moe_shared_expert_intermediate_size": experts.shared_ffn or None,
+        "moe_shared_expert_gate": experts.shared_gate,
         # RL scores and learns with the router as it is; a balancing loss would be another objective.
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
@@ -108,6 +161,7 @@ def build_chunk(
 
     `head=False` leaves the output head out: a value model has its own.
     """
+    rope = model.rope
     built = GPTModel(
         config,
         spec.block_spec(config, chunk),
@@ -117,11 +171,11 @@ def build_chunk(
         post_process=post_process,
         parallel_output=True,
         share_embeddings_and_output_weights=model.tied and head,
-        position_embedding_type="rope",
-        rotary_base=model.rope_base,
-        seq_len_interpolation_factor=model.rope_linear_factor,
-        rope_scaling=model.rope_llama3_factor is not None,
-        rope_scaling_factor=model.rope_llama3_factor or 1.0,
+        position_embedding_type="yarn" if rope.yarn and not model.latent else "rope",
+        rotary_base=rope.base,  # type: ignore[arg-type]  # a float serves as well
+        seq_len_interpolation_factor=rope.factor if rope.kind == "linear" else None,
+        rope_scaling=rope.kind == "llama3",
+        rope_scaling_factor=rope.factor,
         vp_stage=chunk,
     )
     if post_process and not head:

@@ -1,11 +1,14 @@
-"""What a config.json says, in one vocabulary for every family and for both generations of transformers (4 and 5)."""
+"""What a model is, in one vocabulary for every family and for both generations of transformers (4 and 5)."""
 
-import json
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
+from model_providers import families
+from model_providers.hf_config import HFConfig
+from model_providers.rope import Rope, read_rope
 from rftmega.config import ParallelConfig
 from rftmega.errors import CheckpointError
 
@@ -19,6 +22,23 @@ class Experts:
     ffn: int  # of one expert
     layers: frozenset[int]  # which layers have experts; the others are dense
     normalised: bool  # the active experts' weights add up to 1
+    shared_ffn: int = 0  # of the expert that every token goes to
+    shared_gate: bool = False  # it is weighted by a sigmoid of its own
+    sigmoid: bool = False  # scores are sigmoids and carry a bias for the choice, instead of one softmax
+    groups: int = 1  # experts are chosen within the best `active_groups` of these
+    active_groups: int = 1
+    scale: float = 1.0  # of the active experts' weights
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention (arXiv:2405.04434): keys and values come from a narrow vector a token."""
+
+    query_rank: int | None  # None: queries come straight from the hidden state
+    key_value_rank: int
+    plain_dim: int  # of a head's queries and keys, without position
+    rope_dim: int  # with position; shared by the heads' keys
+    value_dim: int
 
 
 @dataclass(frozen=True)
@@ -35,109 +55,116 @@ class ModelDescription:
     vocabulary: int
     max_positions: int
     norm_epsilon: float
-    rope_base: float
-    rope_linear_factor: float | None
-    rope_llama3_factor: float | None
+    rope: Rope
     tied: bool
     qkv_bias: bool
     qk_norm: bool
     init_std: float
+    window: int | None = None  # tokens that a token sees, itself included, in the layers `windowed`
+    windowed: frozenset[int] = frozenset()
+    latent: LatentAttention | None = None
     experts: Experts | None = None
 
     @property
     def parameters(self) -> int:
         """Weights of the whole model; tied embeddings count once."""
-        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.groups)
-        biases = self.head_dim * (self.heads + 2 * self.groups) if self.qkv_bias else 0
-        norms = 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
+        norms = 2 * self.hidden + (2 * self.head_dim if self.qk_norm and not self.latent else 0)
         sparse = len(self.experts.layers) if self.experts else 0
         mlps = (self.layers - sparse) * 3 * self.hidden * self.ffn
-        if self.experts:
-            mlps += sparse * self.experts.number * self.hidden * (3 * self.experts.ffn + 1)  # 1: the router's row
+        if experts := self.experts:
+            shared = 3 * experts.shared_ffn + (1 if experts.shared_gate else 0)
+            routed = experts.number * (3 * experts.ffn + 1)  # 1: the router's row
+            mlps += sparse * self.hidden * (routed + shared)
         outside = self.hidden + self.vocabulary * self.hidden * (1 if self.tied else 2)
-        return self.layers * (attention + biases + norms) + mlps + outside
+        return self.layers * (self._attention_parameters + norms) + mlps + outside
+
+    @property
+    def _attention_parameters(self) -> int:
+        if latent := self.latent:
+            query = self.heads * (latent.plain_dim + latent.rope_dim)
+            rank = latent.query_rank
+            queries = self.hidden * query if rank is None else rank * (self.hidden + 1 + query)
+            down = self.hidden * (latent.key_value_rank + latent.rope_dim) + latent.key_value_rank
+            up = latent.key_value_rank * self.heads * (latent.plain_dim + latent.value_dim)
+            return queries + down + up + self.heads * latent.value_dim * self.hidden
+        biases = self.head_dim * (self.heads + 2 * self.groups) if self.qkv_bias else 0
+        return self.hidden * self.head_dim * (2 * self.heads + 2 * self.groups) + biases
 
 
-def read_hf_config(folder: str | Path) -> dict[str, Any]:
-    """config.json of a Hugging Face folder. Raises CheckpointError where it is missing or not JSON."""
-    path = Path(folder) / "config.json"
-    try:
-        return json.loads(path.read_text())
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{folder} holds no config.json, so it is not a Hugging Face model folder.") from error
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
+FAMILIES = tuple(sorted(module.name for module in pkgutil.iter_modules(families.__path__)))
 
 
-def describe(hf_config: dict[str, Any]) -> ModelDescription:
+def describe(hf_config: Mapping[str, Any]) -> ModelDescription:
     """Raises CheckpointError, naming the field, for a family or a setting that Megatron-Core 0.16 can't represent here."""
-    from model_providers import llama, qwen2, qwen3, qwen3_moe  # the families use this module's parts
-
-    families: dict[str, Callable[[dict[str, Any]], ModelDescription]] = {
-        "llama": llama.describe,
-        "qwen2": qwen2.describe,
-        "qwen3": qwen3.describe,
-        "qwen3_moe": qwen3_moe.describe,
-    }
     family = hf_config.get("model_type")
-    if family not in families:
-        raise CheckpointError(f"model_type={family!r} is not supported; these are: {', '.join(families)}.")
-    try:
-        return families[family](hf_config)
-    except KeyError as missing:
-        raise CheckpointError(f"config.json of this {family} model has no {missing}.") from missing
+    if family not in FAMILIES:
+        raise CheckpointError(f"model_type={family!r} is not supported; these are: {', '.join(FAMILIES)}.")
+    config = HFConfig(hf_config)
+    found: ModelDescription = importlib.import_module(f"{families.__name__}.{family}").describe(config)
+    config.refuse_unread()
+    return found
 
 
-def decoder_description(hf_config: dict[str, Any], *, qkv_bias: bool, qk_norm: bool) -> ModelDescription:
-    """What Llama-shaped configs have in common; a family with experts adds them."""
-    if (act := hf_config.get("hidden_act", "silu")) != "silu":
-        raise CheckpointError(f"hidden_act={act!r} is not supported; this family is trained with silu.")
-    if hf_config.get("mlp_bias"):
-        raise CheckpointError("mlp_bias=true is not supported.")
-    if hf_config.get("use_sliding_window") and hf_config.get("sliding_window"):
-        raise CheckpointError("use_sliding_window=true is not supported yet.")
-    heads = hf_config["num_attention_heads"]
-    rope = rope_parameters(hf_config)
-    kind = rope.get("rope_type", "default")
-    if kind not in ("default", "linear", "llama3"):
-        raise CheckpointError(f"rope_type={kind!r} is not supported; default, linear and llama3 are.")
-    if kind == "llama3":
-        # Megatron hard-codes these three; another value would silently be another model.
-        for name, only in (("low_freq_factor", 1), ("high_freq_factor", 4), ("original_max_position_embeddings", 8192)):
-            if rope[name] != only:
-                raise CheckpointError(f"rope {name}={rope[name]} is not supported: Megatron-Core 0.16 knows {only} only.")
+def decoder(config: HFConfig, *, qkv_bias: bool = False, qk_norm: bool = False) -> ModelDescription:
+    """What the families have in common: Llama's shape. A family changes the rest with dataclasses.replace."""
+    config.only("hidden_act", "silu", why="this family is trained with it")
+    config.only("mlp_bias", False, why="the layers are built without")
+    config.only("attention_bias", False, qkv_bias, why="it would put a bias on o_proj, too")
+    config.only("attention_dropout", 0.0, why="set model.dropout instead")
+    config.only("quantization_config", None, why="quantised weights can't be trained; convert the folder to bfloat16 first")
+    heads = config["num_attention_heads"]
     return ModelDescription(
-        family=hf_config["model_type"],
-        layers=hf_config["num_hidden_layers"],
-        hidden=hf_config["hidden_size"],
-        ffn=hf_config["intermediate_size"],
+        family=config["model_type"],
+        layers=config["num_hidden_layers"],
+        hidden=config["hidden_size"],
+        ffn=config["intermediate_size"],
         heads=heads,
-        groups=hf_config.get("num_key_value_heads") or heads,
-        head_dim=hf_config.get("head_dim") or hf_config["hidden_size"] // heads,
-        vocabulary=hf_config["vocab_size"],
-        max_positions=hf_config["max_position_embeddings"],
-        norm_epsilon=hf_config["rms_norm_eps"],
-        rope_base=rope["rope_theta"],
-        rope_linear_factor=rope["factor"] if kind == "linear" else None,
-        rope_llama3_factor=rope["factor"] if kind == "llama3" else None,
-        tied=hf_config.get("tie_word_embeddings", False),
+        groups=config.get("num_key_value_heads", heads),
+        head_dim=config.get("head_dim", config["hidden_size"] // heads),
+        vocabulary=config["vocab_size"],
+        max_positions=config["max_position_embeddings"],
+        norm_epsilon=config["rms_norm_eps"],
+        rope=read_rope(config),
+        tied=config.get("tie_word_embeddings", False),
         qkv_bias=qkv_bias,
         qk_norm=qk_norm,
-        init_std=hf_config.get("initializer_range", 0.02),
+        init_std=config.get("initializer_range", 0.02),
     )
 
 
-def rope_parameters(hf_config: dict[str, Any]) -> dict[str, Any]:
-    """transformers 5 writes `rope_parameters`; 4 wrote `rope_theta` and `rope_scaling` (with `type` or `rope_type`)."""
-    rope = dict(hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {})
-    rope.setdefault("rope_type", rope.get("type", "default"))
-    rope.setdefault("rope_theta", hf_config.get("rope_theta", 10000.0))
-    return rope
+def with_windows(
+    model: ModelDescription, config: HFConfig, *, used: bool, default: int | None, first: int = 0
+) -> ModelDescription:
+    """Adds the sliding window: in the layers that `layer_types` lists, or else from layer `first` on.
+
+    `default` is the window that transformers takes where config.json does not name the field (null means none).
+    """
+    window = config.get("sliding_window", None if "sliding_window" in config.named else default)
+    kinds = config.get(
+        "layer_types", ["sliding_attention" if layer >= first else "full_attention" for layer in range(model.layers)]
+    )
+    if unknown := set(kinds) - {"full_attention", "sliding_attention"}:
+        raise CheckpointError(f"layer_types has {sorted(unknown)[0]!r}; full_attention and sliding_attention are supported.")
+    windowed = frozenset(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
+    return replace(model, window=window, windowed=windowed) if used and window and windowed else model
+
+
+def qwen_windows(model: ModelDescription, config: HFConfig) -> ModelDescription:
+    """Qwen's: off unless `use_sliding_window` says so, and then from `max_window_layers` on."""
+    used, first = config.get("use_sliding_window", False), config.get("max_window_layers", 28)
+    return with_windows(model, config, used=used, default=4096, first=first)
 
 
 def layout_violations(model: ModelDescription, parallel: ParallelConfig) -> list[str]:
     """Why this model can't be split like that, each with the nearest that can; empty when it can."""
     found = heads_violations(model, parallel.tensor, "parallel.tensor")
+    if latent := model.latent:
+        for name, size in (
+            ("q_lora_rank", latent.query_rank),
+            ("kv_lora_rank + qk_rope_head_dim", latent.key_value_rank + latent.rope_dim),
+        ):
+            if size and size % parallel.tensor:
+                found.append(_no_divisor("parallel.tensor", parallel.tensor, name, size))
     if model.ffn % parallel.tensor:
         found.append(_no_divisor("parallel.tensor", parallel.tensor, "intermediate_size", model.ffn))
     try:

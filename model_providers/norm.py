@@ -11,3 +11,10 @@ class RMSNorm(torch.nn.RMSNorm):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         # finalize_model_grads adds up, over the TP ranks, the gradients of parameters that carry this mark.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class LatentNorm(RMSNorm):
+    """Of latent attention's narrow vectors: transformers takes 1e-6 there, whatever rms_norm_eps is."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, **_: object):
+        super().__init__(config, hidden_size, eps=1e-6)

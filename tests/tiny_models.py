@@ -4,7 +4,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 VOCABULARY = 131  # prime: every tensor-parallel size needs padding rows
 SHAPE: dict[str, Any] = {
@@ -32,6 +42,24 @@ EXPERTS = {
     "moe_intermediate_size": 48,
     "tie_word_embeddings": False,
 }
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+LATENT = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 48,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
 VARIANTS: dict[str, tuple[type, dict[str, Any]]] = {
     "llama": (LlamaConfig, {"tie_word_embeddings": False}),
     "llama-tied-llama3-rope": (LlamaConfig, {"tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE}),
@@ -40,6 +68,22 @@ VARIANTS: dict[str, tuple[type, dict[str, Any]]] = {
     "qwen2-tied": (Qwen2Config, {"tie_word_embeddings": True}),
     "qwen3": (Qwen3Config, {"tie_word_embeddings": False, "head_dim": 32}),
     "qwen3-tied": (Qwen3Config, {"tie_word_embeddings": True, "head_dim": 32}),
+    "llama-yarn": (LlamaConfig, {"tie_word_embeddings": False, "rope_parameters": YARN}),
+    "mistral-window": (MistralConfig, {"tie_word_embeddings": False, "sliding_window": 8}),
+    "qwen2-late-window": (
+        Qwen2Config,
+        {"tie_word_embeddings": False, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2},
+    ),
+    "mixtral": (MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": False}),
+    "qwen2-moe": (
+        Qwen2MoeConfig,
+        EXPERTS | {"shared_expert_intermediate_size": 56, "norm_topk_prob": False, "decoder_sparse_step": 2},
+    ),
+    "deepseek-v3": (DeepseekV3Config, LATENT),
+    "deepseek-v3-yarn-plain-queries": (
+        DeepseekV3Config,
+        LATENT | {"q_lora_rank": None, "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+    ),
     "qwen3-moe": (Qwen3MoeConfig, EXPERTS | {"norm_topk_prob": True, "mlp_only_layers": [1]}),
     "qwen3-moe-plain-weights": (Qwen3MoeConfig, EXPERTS | {"norm_topk_prob": False}),
 }
@@ -56,6 +100,9 @@ def save_tiny(folder: Path, variant: str, *, seed: int = 0, **changes: Any) -> P
                 parameter.add_(0.2 * torch.randn_like(parameter))
             else:
                 parameter.mul_(3.0)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(0.1 * torch.randn_like(buffer))
     model.save_pretrained(folder)
     return folder
 

@@ -4,21 +4,22 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch.nn import Module, Parameter
+from torch import Tensor
+from torch.nn import Module
 
-from converters import Rule
+from converters import Rule, shard_shape
 from rftmega.errors import WeightMismatch
 from rftmega.parallel.topology import Topology
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """One parameter of this process and the rule that converts it."""
+    """One parameter (or persistent buffer) of this process and the rule that converts it."""
 
     rule: Rule
     layer: int | None  # global; None outside the layers
     expert: int | None  # global; None outside the experts
-    parameter: Parameter
+    parameter: Tensor
     rank: int  # which shard of the tensor this is
     ranks: int
 
@@ -28,21 +29,23 @@ class Bound:
 
 
 def bind(chunks: Sequence[Module], rules: Sequence[Rule], topology: Topology, *, experts: int = 0) -> list[Bound]:
-    """One Bound a parameter of `chunks`, in the table's order within each layer; `experts` is the whole model's number.
+    """One Bound a tensor of `chunks`, in the table's order within each layer; `experts` is the whole model's number.
 
-    Raises WeightMismatch for a parameter without a rule, and for a rule of a layer without its parameter.
+    Raises WeightMismatch for a tensor without a rule, for a rule of a layer without its tensor, and for another shape.
     """
     return [bound for chunk in chunks for bound in _bind_chunk(chunk, rules, topology, experts // topology.expert)]
 
 
 def _bind_chunk(chunk: Any, rules: Sequence[Rule], topology: Topology, experts: int) -> Iterator[Bound]:
-    left = dict(chunk.named_parameters())
+    left = {
+        name: tensor for name, tensor in chunk.state_dict(keep_vars=True).items() if not name.endswith("._extra_state")
+    }  # buffers too: a router's bias is one
     for rule in rules:
         shard = (
             (topology.expert_tensor_rank, topology.expert_tensor) if rule.per_expert else (topology.tensor_rank, topology.tensor)
         )
         if not rule.per_layer:
-            yield from (Bound(rule, None, None, left.pop(name), *shard) for name in rule.megatron if name in left)
+            yield from (_bound(rule, None, None, left.pop(name), *shard) for name in rule.megatron if name in left)
             continue
         for local, module in enumerate(chunk.decoder.layers):
             # Megatron numbers modules from 0 in every chunk; layer_number is global and starts at 1.
@@ -57,6 +60,14 @@ def _bind_chunk(chunk: Any, rules: Sequence[Rule], topology: Topology, experts: 
                         f"The model has {present or 'no parameter'} where the table expects one of: {' or '.join(names)}."
                     )
                 expert = None if number is None else topology.expert_rank * experts + number
-                yield Bound(rule, layer, expert, left.pop(present[0]), *shard)
+                yield _bound(rule, layer, expert, left.pop(present[0]), *shard)
     if left:
         raise WeightMismatch(f"No rule of the conversion table covers {sorted(left)}.")
+
+
+def _bound(rule: Rule, layer: int | None, expert: int | None, tensor: Tensor, rank: int, ranks: int) -> Bound:
+    if tensor.shape == shard_shape(rule, 0, 1):
+        rank, ranks = 0, 1  # every rank holds all of it: Transformer Engine's down-projections in latent attention
+    if tensor.shape != (wanted := shard_shape(rule, rank, ranks)):
+        raise WeightMismatch(f"{rule.megatron[0]} is {tuple(tensor.shape)} in the model, {tuple(wanted)} by the table.")
+    return Bound(rule, layer, expert, tensor, rank, ranks)

@@ -1,14 +1,14 @@
 """Hugging Face weights into this process's shards; reads only the slices that it holds."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from converters import shard
+from converters import Rule, Vocabulary, instances, left_out, shard
 from rftmega.errors import CheckpointError
 from rftmega.megatron.binding import Bound
 
@@ -32,6 +32,10 @@ class HFFolder:
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
 
+    @property
+    def names(self) -> Iterable[str]:
+        return self._file_of
+
     def slice_of(self, name: str, shape: tuple[int, ...]) -> Any:
         """A lazy slice of tensor `name`. Raises CheckpointError where it is missing or of another shape."""
         if name not in self._file_of:
@@ -51,6 +55,40 @@ class HFFolder:
             except (SafetensorError, FileNotFoundError) as error:
                 raise CheckpointError(f"{self.folder / name} can't be read: {error}") from error
         return self._open[name]
+
+
+def refuse_strangers(
+    files: HFFolder, rules: Sequence[Rule], hf_config: Mapping[str, Any], *, experts: int, allowed: frozenset[str]
+) -> None:
+    """Raises CheckpointError for tensors that no rule reads and that the family does not leave out: another model's.
+
+    `allowed` are read nowhere either.
+    """
+    known = {
+        name
+        for rule, layer, expert in instances(rules, layers=hf_config["num_hidden_layers"], experts=experts)
+        for name in rule.hf_names(layer, expert)
+    }
+    strangers = sorted(name for name in files.names if name not in known | allowed and not left_out(hf_config, name))
+    if strangers:
+        raise CheckpointError(
+            f"{files.folder} holds {len(strangers)} tensor(s) that its config.json does not lead to, {strangers[0]!r} first. "
+            "Weights that nobody reads would make it another model."
+        )
+
+
+HEAD = "lm_head.weight"
+
+
+def refuse_another_head(files: HFFolder, bound: Sequence[Bound]) -> None:
+    """Some folders of tied models hold the output head nevertheless: raises CheckpointError where it is not the embedding."""
+    for item in bound:
+        if HEAD in files and isinstance(item.rule, Vocabulary) and item.hf_names[0] != HEAD:
+            head = shard(item.rule, [files.slice_of(HEAD, item.rule.hf[0].shape)], item.rank, item.ranks)
+            if not torch.equal(head.to(item.parameter), item.parameter):
+                raise CheckpointError(
+                    f"{files.folder}: tie_word_embeddings=true, but {HEAD} is not {item.hf_names[0]}. One of them is wrong."
+                )
 
 
 @torch.no_grad()

@@ -21,14 +21,15 @@ from torch.nn import functional as F
 
 from converters import table
 from model_providers.builder import build_chunk, transformer_config
-from model_providers.description import describe, read_hf_config
+from model_providers.description import describe
+from model_providers.hf_config import read_hf_config
 from model_providers.value_head import ValueHead
 from rftmega import device
 from rftmega.config import RunConfig
 from rftmega.errors import ConfigError
 from rftmega.megatron import forward, offload
 from rftmega.megatron.binding import Bound, bind
-from rftmega.megatron.load import HFFolder, load_hf
+from rftmega.megatron.load import HEAD, HFFolder, load_hf, refuse_another_head, refuse_strangers
 from rftmega.parallel.topology import Topology
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -86,7 +87,11 @@ class MegatronModelManager:
         rules = table(self.hf_config, value_head=value_model)
         experts = self.description.experts.number if self.description.experts else 0
         self.bound: list[Bound] = bind(self.chunks, rules, placement, experts=experts)
+        tied = self.description.tied
+        refuse_strangers(files, rules, self.hf_config, experts=experts, allowed=frozenset({HEAD} if tied or value_model else ()))
         load_hf(files, self.bound)
+        if tied and not value_model:
+            refuse_another_head(files, self.bound)
         self.model: list[Any] = list(self.chunks)  # wrapped by setup_model_and_optimizer
         self.optimizer: Any = None
         self.residency = offload.Residency(lambda: offload.parts_of(self.model, self.optimizer))

@@ -1,14 +1,8 @@
 """Everything that can be refused before a process group or a model exists, all of it in one error."""
 
 from converters import Rule, shard_shape, table
-from model_providers.description import (
-    ModelDescription,
-    describe,
-    heads_violations,
-    layout_violations,
-    read_hf_config,
-    stage_layers,
-)
+from model_providers.description import ModelDescription, describe, heads_violations, layout_violations, stage_layers
+from model_providers.hf_config import read_hf_config
 from rftmega import device
 from rftmega.config import ParallelConfig, RunConfig, violations
 from rftmega.errors import CheckpointError, ConfigError

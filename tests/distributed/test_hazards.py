@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from model_providers.builder import transformer_config
-from model_providers.description import describe, read_hf_config
+from model_providers.description import describe
+from model_providers.hf_config import read_hf_config
 from rftmega.config import ParallelConfig
 from rftmega.errors import ConfigError
 from rftmega.megatron import MegatronActor, MegatronModelManager

@@ -7,7 +7,8 @@ import pytest
 import torch.distributed as dist
 
 from converters import table
-from model_providers.description import describe, read_hf_config, stage_layers
+from model_providers.description import describe, stage_layers
+from model_providers.hf_config import read_hf_config
 from rftmega.config import ParallelConfig
 from rftmega.parallel.layout import replicas
 from rftmega.strategy.preflight import parameters_of_rank

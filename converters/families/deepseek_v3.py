@@ -1,0 +1,61 @@
+"""DeepSeek-V3: latent attention; dense first layers, then experts with a bias for the choice and shared ones."""
+
+from converters.decoder import ATTENTION, MLP, Config, decoder, dense_mlp, in_layer, routed_experts, router, shared_expert
+from converters.rules import Column, Replicated, Row, Rule
+
+
+def table(config: Config) -> list[Rule]:
+    layers = range(config["num_hidden_layers"])
+    first = config.get("first_k_dense_replace") or 0
+    dense, sparse = frozenset(layers[:first]), frozenset(layers[first:])
+    experts, ffn = config["n_routed_experts"], config["moe_intermediate_size"]
+    bias = in_layer("mlp.gate.e_score_correction_bias", experts)
+    shared = (config.get("n_shared_experts") or 0) * ffn
+    mlp = [
+        *dense_mlp(config, layers=dense),
+        router(config, experts, layers=sparse),
+        Replicated((MLP + "router.expert_bias",), (bias,), layers=sparse),
+        *routed_experts(config, ffn, layers=sparse),
+        *(shared_expert(config, shared, "mlp.shared_experts", layers=sparse) if shared else []),
+    ]
+    return decoder(config, latent_attention(config), mlp)
+
+
+def latent_attention(config: Config) -> list[Rule]:
+    """Up-projections are split by whole heads. Transformer Engine holds the down-projections whole on every rank, and the
+    norms inside the up-projections.
+    """
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    rank, narrow = config.get("q_lora_rank"), config["kv_lora_rank"]
+    plain, rope, value = (config[name] for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    query = heads * (plain + rope)
+
+    def column(megatron: str, hf: str, out: int, into: int) -> Rule:
+        return Column((f"{ATTENTION}{megatron}.weight",), (in_layer(f"self_attn.{hf}.weight", out, into),))
+
+    def norm(kind: str, hf: str, size: int) -> Rule:
+        candidates = (f"{ATTENTION}{kind}_layernorm.weight", f"{ATTENTION}linear_{kind}_up_proj.layer_norm_weight")
+        return Replicated(candidates, (in_layer(f"self_attn.{hf}.weight", size),))
+
+    queries = (
+        [
+            column("linear_q_down_proj", "q_a_proj", rank, hidden),
+            norm("q", "q_a_layernorm", rank),
+            column("linear_q_up_proj", "q_b_proj", query, rank),
+        ]
+        if rank
+        else [column("linear_q_proj", "q_proj", query, hidden)]
+    )
+    return [
+        *queries,
+        column("linear_kv_down_proj", "kv_a_proj_with_mqa", narrow + rope, hidden),
+        norm("kv", "kv_a_layernorm", narrow),
+        column("linear_kv_up_proj", "kv_b_proj", heads * (plain + value), narrow),
+        Row((ATTENTION + "linear_proj.weight",), (in_layer("self_attn.o_proj.weight", hidden, heads * value),)),
+    ]
+
+
+def left_out(config: Config) -> str:
+    """Layers behind the last, for predicting several tokens at once: a pattern of the names that are not read."""
+    last = config["num_hidden_layers"] - 1
+    return rf"model\.layers\.(?!(?:{'|'.join(map(str, range(last + 1)))})\.)\d+\..*"

@@ -1,0 +1,30 @@
+"""Qwen2 with a mixture of experts, one of them shared and gated."""
+
+from converters.decoder import (
+    MLP,
+    Config,
+    decoder,
+    dense_mlp,
+    grouped_attention,
+    in_layer,
+    number_of_experts,
+    qwen_sparse_layers,
+    routed_experts,
+    router,
+    shared_expert,
+)
+from converters.rules import Replicated, Rule
+
+
+def table(config: Config) -> list[Rule]:
+    sparse = qwen_sparse_layers(config)
+    dense = frozenset(range(config["num_hidden_layers"])) - sparse
+    gate = in_layer("mlp.shared_expert_gate.weight", 1, config["hidden_size"])
+    mlp = [
+        *dense_mlp(config, layers=dense),
+        router(config, number_of_experts(config), layers=sparse),
+        *routed_experts(config, config["moe_intermediate_size"], layers=sparse),
+        *shared_expert(config, config["shared_expert_intermediate_size"], "mlp.shared_expert", layers=sparse),
+        Replicated((MLP + "shared_experts.gate_weight",), (gate,), layers=sparse),
+    ]
+    return decoder(config, grouped_attention(config, qkv_bias=config.get("qkv_bias", True)), mlp)

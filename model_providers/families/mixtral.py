@@ -1,0 +1,19 @@
+"""Mixtral: every layer has experts, of the width that config.json calls intermediate_size."""
+
+from dataclasses import replace
+
+from model_providers.description import Experts, ModelDescription, decoder, with_windows
+from model_providers.hf_config import HFConfig
+
+
+def describe(config: HFConfig) -> ModelDescription:
+    config.only("router_jitter_noise", 0.0, why="training would see other weights than the engine")
+    model = decoder(config)
+    experts = Experts(
+        number=config["num_local_experts"],
+        active=config["num_experts_per_tok"],
+        ffn=model.ffn,
+        layers=frozenset(range(model.layers)),
+        normalised=True,  # transformers' Mixtral always does
+    )
+    return with_windows(replace(model, experts=experts), config, used=True, default=None)

@@ -1,0 +1,21 @@
+"""Qwen3 with a mixture of experts: softmax over all experts, the best few taken, no shared expert."""
+
+from dataclasses import replace
+
+from converters.decoder import number_of_experts, qwen_sparse_layers
+from model_providers.description import Experts, ModelDescription, decoder
+from model_providers.hf_config import HFConfig
+
+
+def describe(config: HFConfig) -> ModelDescription:
+    config.only("use_sliding_window", False, why="no published model of this family has one")
+    for unused in ("sliding_window", "max_window_layers"):
+        config.get(unused)
+    experts = Experts(
+        number=number_of_experts(config),
+        active=config["num_experts_per_tok"],
+        ffn=config["moe_intermediate_size"],
+        layers=qwen_sparse_layers(config),
+        normalised=config.get("norm_topk_prob", False),
+    )
+    return replace(decoder(config, qk_norm=True), experts=experts)

@@ -1,0 +1,73 @@
+"""config.json, read so that no field of it can be overlooked."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rftmega.errors import CheckpointError
+
+# Fields that change no number of the model: bookkeeping, generation, heads of other tasks, losses that we do not use.
+NEUTRAL = frozenset(
+    {
+        *("_name_or_path", "architectures", "auto_map", "dtype", "model_type", "torch_dtype", "transformers_version"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "tokenizer_class", "use_cache"),
+        *("chunk_size_feed_forward", "is_decoder", "is_encoder_decoder", "pretraining_tp", "return_dict"),
+        *("id2label", "label2id", "num_labels", "problem_type", "task_specific_params"),
+        *("output_attentions", "output_hidden_states", "output_router_logits", "router_aux_loss_coef"),
+    }
+)
+
+
+class HFConfig(Mapping[str, Any]):
+    """The fields of a config.json; knows which were asked for. A field that is null counts as absent."""
+
+    def __init__(self, fields: Mapping[str, Any]):
+        self._fields = {name: value for name, value in fields.items() if value is not None}
+        self.named = frozenset(fields)  # also those that are null
+        self._read: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self._read.add(name)
+        if name not in self._fields:
+            raise CheckpointError(f"config.json of this {self._fields.get('model_type')} model has no {name!r}.")
+        return self._fields[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self._read.add(name)
+        return self._fields.get(name, default)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._fields
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._fields)
+
+    def __len__(self) -> int:
+        return len(self._fields)
+
+    def only(self, name: str, *values: Any, why: str) -> None:
+        """Raises CheckpointError where the field is there and is none of `values`."""
+        if (value := self.get(name, values[0])) not in values:
+            fits = " and ".join(json.dumps(fit) for fit in values)
+            raise CheckpointError(f"{name}={json.dumps(value)} is not supported, only {fits}: {why}.")
+
+    def refuse_unread(self) -> None:
+        """Raises CheckpointError for fields that nobody asked for and that might change the model."""
+        if unread := sorted(self._fields.keys() - self._read - NEUTRAL):
+            said = ", ".join(f"{name}={json.dumps(self._fields[name])}" for name in unread)
+            raise CheckpointError(
+                f"config.json of this {self._fields.get('model_type')} model says {said}, which is not honoured here. "
+                "If it changes nothing, remove it from config.json; otherwise another model would be trained."
+            )
+
+
+def read_hf_config(folder: str | Path) -> dict[str, Any]:
+    """config.json of a Hugging Face folder. Raises CheckpointError where it is missing or not JSON."""
+    path = Path(folder) / "config.json"
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{folder} holds no config.json, so it is not a Hugging Face model folder.") from error
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
