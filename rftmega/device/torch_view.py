@@ -194,6 +194,11 @@ def _patch_tied_embeddings(module: Any) -> None:
     _within(module.LanguageModule, "setup_embeddings_and_output_layer", "cuda", lambda self, *args, **kwargs: self)
 
 
+def _patch_context_slices(module: Any) -> None:
+    """Under context parallelism, positions of rows that are not packed are picked by `torch.tensor(...).cuda()`."""
+    _within(module, "get_pos_emb_on_this_cp_rank", "cuda", lambda self, *args, **kwargs: self)
+
+
 def _patch_split_sizes(module: Any) -> None:
     """Only tensors on CUDA become the numpy array that the all-to-all between experts wants its split sizes as."""
     real = module.maybe_move_tensor_to_cpu
@@ -242,7 +247,10 @@ _MODULE_PATCHES: dict[str, dict[str, Callable[[Any], None]]] = {
         "megatron.core.optimizer.distrib_optimizer": _patch_distributed_optimizer,
         "megatron.core.optimizer.clip_grads": _patch_clip,
     },
-    "tensor_cuda": {"megatron.core.models.common.language_module.language_module": _patch_tied_embeddings},
+    "tensor_cuda": {
+        "megatron.core.models.common.language_module.language_module": _patch_tied_embeddings,
+        "megatron.core.models.common.embeddings.rope_utils": _patch_context_slices,
+    },
     "split_sizes": {"megatron.core.transformer.moe.moe_utils": _patch_split_sizes},
     "uneven": {"megatron.core.tensor_parallel.mappings": _patch_uneven_collectives},
 }
