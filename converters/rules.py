@@ -60,6 +60,11 @@ class Rule:
         """Of one expert: sharded over the processes that share an expert, not over those that share a dense layer."""
         return "{expert}" in self.hf[0].name
 
+    @property
+    def opens(self) -> bool:
+        """Held by the first stage; what speaks of no layer otherwise is the last one's."""
+        return self.megatron[0].startswith("embedding.")
+
     def speaks_of(self, layer: int) -> bool:
         return self.layers is None or layer in self.layers
 

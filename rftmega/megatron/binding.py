@@ -67,7 +67,7 @@ def _bind_chunk(chunk: Any, rules: Sequence[Rule], topology: Topology, experts: 
 
 def _bound(rule: Rule, layer: int | None, expert: int | None, tensor: Tensor, rank: int, ranks: int) -> Bound:
     if tensor.shape == shard_shape(rule, 0, 1):
-        rank, ranks = 0, 1  # every rank holds all of it: Transformer Engine's down-projections in latent attention
+        rank, ranks = 0, 1  # every rank holds all of it, as Transformer Engine does of latent attention's narrow layers
     if tensor.shape != (wanted := shard_shape(rule, rank, ranks)):
         raise WeightMismatch(f"{rule.megatron[0]} is {tuple(tensor.shape)} in the model, {tuple(wanted)} by the table.")
     return Bound(rule, layer, expert, tensor, rank, ranks)

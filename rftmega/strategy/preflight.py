@@ -1,10 +1,11 @@
 """Everything that can be refused before a process group or a model exists, all of it in one error."""
 
-from converters import Rule, shard_shape, table
-from model_providers.description import ModelDescription, describe, heads_violations, layout_violations, stage_layers
+from converters import shard_shape, table
+from model_providers.description import describe, heads_violations, layout_violations
 from model_providers.hf_config import read_hf_config
+from model_providers.placement import holdings
 from rftmega import device
-from rftmega.config import ParallelConfig, RunConfig, violations
+from rftmega.config import RunConfig, violations
 from rftmega.errors import CheckpointError, ConfigError
 from rftmega.parallel.layout import layout_name, replicas
 
@@ -69,31 +70,21 @@ def dry_run(config: RunConfig, world_size: int) -> str:
     ]
     for rank in replicas(world_size, parallel)[0]:
         # Megatron's order of ranks: tensor fastest, then context, data, pipeline; among experts tensor, then expert.
-        stage = rank // (parallel.tensor * parallel.context * data)
-        shards = (rank % parallel.tensor, rank % parallel.expert_tensor)
-        held = parameters_of_rank(rules, model, parallel, stage=stage, tensor_rank=shards[0], expert_tensor_rank=shards[1])
-        lines.append(f"  rank {rank}: tensor {shards[0]}, stage {stage}: {held:,}")
+        stage, within = divmod(rank, parallel.tensor * parallel.context * data)
+        held = holdings(
+            rules,
+            model,
+            parallel,
+            stage=stage,
+            tensor_rank=within % parallel.tensor,
+            expert_rank=within // parallel.expert_tensor % parallel.expert,
+            expert_tensor_rank=within % parallel.expert_tensor,
+        )
+        parameters = sum(shard_shape(item.rule, item.rank, item.ranks).numel() for item in held)
+        lines.append(f"  rank {rank}: tensor {within % parallel.tensor}, stage {stage}: {parameters:,}")
     return "\n".join(lines)
 
 
 def engine_modules(config: RunConfig) -> list[str]:
     """Modules of the chosen engine: those whose import takes long."""
     return [] if config.rollout.engine == "scripted" else [f"rftmega.rollout.{config.rollout.engine}"]
-
-
-def parameters_of_rank(
-    rules: list[Rule], model: ModelDescription, parallel: ParallelConfig, *, stage: int, tensor_rank: int, expert_tensor_rank: int
-) -> int:
-    """Parameters that one rank holds."""
-    layers = [layer for chunk in stage_layers(model.layers, parallel)[stage] for layer in chunk]
-    first, last = stage == 0, stage == parallel.pipeline - 1
-    total = 0
-    for rule in rules:
-        rank, ranks = (expert_tensor_rank, parallel.expert_tensor) if rule.per_expert else (tensor_rank, parallel.tensor)
-        copies = sum(map(rule.speaks_of, layers)) if rule.per_layer else int(first if "embedding" in rule.megatron[0] else last)
-        if rule.per_expert and model.experts:
-            copies *= model.experts.number // parallel.expert
-        if not rule.exported and first:
-            copies = 0  # tied, and this stage holds the embedding itself
-        total += copies * shard_shape(rule, rank, ranks).numel()
-    return total

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from converters import Rule, assemble
-from converters.rules import Replicated
 from rftmega.parallel.topology import Topology
 
 Key = tuple[str, int | None, int | None]  # a rule's first Megatron name, layer, expert
@@ -108,15 +107,15 @@ def _units(told: Sequence[tuple[int, list[Any]]]) -> list[Unit]:
             unit = Unit(rule, layer, expert, dtype, {})
             unit = found.setdefault(key_of(unit), unit)
             # Replicas are equal, of a whole tensor or of a shard: one sends.
-            if senders.setdefault((key_of(unit), 0 if isinstance(rule, Replicated) else shard), rank) == rank:
+            if senders.setdefault((key_of(unit), shard), rank) == rank:
                 unit.shapes[rank] = shape
     for (key, _), rank in sorted(senders.items(), key=lambda item: item[0][1]):
         shapes = found[key].shapes
         shapes[rank] = shapes.pop(rank)
     in_layers = sorted((u for u in found.values() if u.layer is not None), key=lambda u: (u.layer, u.expert or 0))
     outside = [u for u in found.values() if u.layer is None]
-    first = [u for u in outside if "embedding" in u.rule.megatron[0]]
-    return first + in_layers + [u for u in outside if u not in first]
+    first = [u for u in outside if u.rule.opens]
+    return first + in_layers + [u for u in outside if not u.rule.opens]
 
 
 def _buckets(units: Sequence[Unit], bucket_bytes: int) -> list[list[Unit]]:

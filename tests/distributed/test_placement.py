@@ -9,9 +9,9 @@ import torch.distributed as dist
 from converters import table
 from model_providers.description import describe, stage_layers
 from model_providers.hf_config import read_hf_config
+from model_providers.placement import holdings
 from rftmega.config import ParallelConfig
 from rftmega.parallel.layout import replicas
-from rftmega.strategy.preflight import parameters_of_rank
 from tests.layouts import build_manager
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
@@ -27,6 +27,8 @@ CASES: list[tuple[str, int, int, ParallelConfig]] = [  # (model, layers, process
     ("qwen3-moe", 4, 4, P(tensor=2, sequence=True, expert=2, expert_tensor=2)),
     ("qwen3-moe", 4, 8, P(pipeline=2, expert=4)),
     ("qwen3-moe", 4, 4, P(tensor=4, sequence=True, expert=2)),
+    ("deepseek-v3", 4, 4, P(tensor=2, sequence=True, pipeline=2, expert=2)),
+    ("qwen2-moe", 4, 2, P(tensor=2, sequence=True, expert_tensor=2)),
 ]
 
 
@@ -34,28 +36,34 @@ def built_body(world: Any, folder: Path, parallel: ParallelConfig) -> Any:
     manager = build_manager(folder, parallel)
     topology = manager.topology
     layers = [[layer.layer_number - 1 for layer in chunk.decoder.layers] for chunk in manager.chunks]
-    held = sum(item.parameter.numel() for item in manager.bound)
-    keys = [(item.rule.megatron[0], item.layer, item.expert, item.rank) for item in manager.bound]
+    keys = [(item.rule.megatron[0], item.layer, item.expert, item.rank, item.ranks) for item in manager.bound]
     ranks = dist.get_process_group_ranks(topology.replica_group)
-    return layers, held, keys, ranks, (topology.pipeline_rank, topology.tensor_rank, topology.expert_tensor_rank)
+    place = {
+        "stage": topology.pipeline_rank,
+        "tensor_rank": topology.tensor_rank,
+        "expert_rank": topology.expert_rank,
+        "expert_tensor_rank": topology.expert_tensor_rank,
+    }
+    return layers, keys, ranks, place
 
 
 @pytest.mark.parametrize(("variant", "layers", "processes", "parallel"), CASES)
 def test_layers_parameters_and_replicas(
     variant: str, layers: int, processes: int, parallel: ParallelConfig, tmp_path: Path
 ) -> None:
-    folder = save_tiny(tmp_path, variant, num_hidden_layers=layers, max_window_layers=layers)
+    more = {"max_window_layers": layers} if variant.startswith("qwen") else {}
+    folder = save_tiny(tmp_path, variant, num_hidden_layers=layers, **more)
     hf_config = read_hf_config(folder)
     model, rules = describe(hf_config), table(hf_config)
     built = run_ranks(processes, built_body, folder, parallel)
     planned = stage_layers(layers, parallel)
-    for rank, (found, held, _, group, (stage, tensor_rank, expert_tensor_rank)) in enumerate(built):
-        assert found == [list(chunk) for chunk in planned[stage]]
-        ranks = {"stage": stage, "tensor_rank": tensor_rank, "expert_tensor_rank": expert_tensor_rank}
-        assert parameters_of_rank(rules, model, parallel, **ranks) == held
+    for rank, (found, keys, group, place) in enumerate(built):
+        assert found == [list(chunk) for chunk in planned[place["stage"]]]
+        expected = holdings(rules, model, parallel, **place)
+        assert sorted(map(str, keys)) == sorted(str((item.rule.megatron[0], *item[1:])) for item in expected)
         assert rank in group
-    groups = {tuple(group) for _, _, _, group, _ in built}
+    groups = {tuple(group) for _, _, group, _ in built}
     assert groups == {tuple(group) for group in replicas(processes, parallel)}
-    everything = {key for _, _, keys, _, _ in built for key in keys}
+    everything = {key for _, keys, _, _ in built for key in keys}
     for group in groups:  # each holds every shard of every parameter
-        assert {key for rank in group for key in built[rank][2]} == everything
+        assert {key for rank in group for key in built[rank][1]} == everything

@@ -1,0 +1,45 @@
+"""Which shard of which tensor a process holds, from the layout alone: nothing is built, no process is asked."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from converters import Replicated, Rule, instances
+from model_providers.description import ModelDescription, stage_layers
+from rftmega.config import ParallelConfig
+
+
+class Holding(NamedTuple):
+    """Shard `rank` of `ranks` of a Megatron tensor; layer and expert are the whole model's numbers."""
+
+    rule: Rule
+    layer: int | None
+    expert: int | None
+    rank: int
+    ranks: int
+
+
+def holdings(
+    rules: Sequence[Rule],
+    model: ModelDescription,
+    parallel: ParallelConfig,
+    *,
+    stage: int,
+    tensor_rank: int,
+    expert_rank: int,
+    expert_tensor_rank: int,
+) -> Iterator[Holding]:
+    """Everything that one process holds, with the modules of Megatron itself (not Transformer Engine's).
+
+    Raises WeightMismatch, on use of a rule, and ValueError where the layout does not fit the model.
+    """
+    layers = {layer for chunk in stage_layers(model.layers, parallel)[stage] for layer in chunk}
+    experts = model.experts.number if model.experts else 0
+    each = experts // parallel.expert
+    for rule, layer, expert in instances(rules, layers=model.layers, experts=experts):
+        if layer is None:
+            if stage != (0 if rule.opens else parallel.pipeline - 1) or (not rule.exported and stage == 0):
+                continue  # tied, and this stage holds the embedding itself
+        elif layer not in layers or (expert is not None and expert // each != expert_rank):
+            continue
+        shard = (tensor_rank, parallel.tensor) if expert is None else (expert_tensor_rank, parallel.expert_tensor)
+        yield Holding(rule, layer, expert, *((0, 1) if isinstance(rule, Replicated) else shard))
