@@ -79,6 +79,10 @@ def damaged(folder: Path, what: str) -> None:
         del tensors["model.layers.2.mlp.up_proj.weight"]
     if what == "a wrong shape":
         tensors["model.layers.2.mlp.up_proj.weight"] = torch.zeros(3, 3)
+    if what == "a tensor too many":
+        tensors["model.layers.0.self_attn.sinks"] = torch.zeros(4)
+    if what == "another head":
+        tensors["lm_head.weight"] = torch.zeros(131, 64)
     if what == "a file cut off":
         file.write_bytes(file.read_bytes()[:1000])
         return
@@ -88,18 +92,35 @@ def damaged(folder: Path, what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "complaint"),
     [
+        ("a tensor too many", "1 tensor(s) that its config.json does not lead to, 'model.layers.0.self_attn.sinks' first"),
+        ("another head", "tie_word_embeddings=true, but lm_head.weight is not model.embed_tokens.weight"),
         ("a tensor missing", "holds no tensor 'model.layers.2.mlp.up_proj.weight'"),
         ("a wrong shape", "model.layers.2.mlp.up_proj.weight has shape (3, 3); config.json asks for (96, 64)"),
         ("a file cut off", "model.safetensors can't be read"),
     ],
 )
 def test_damaged_weights_are_refused_by_name(what: str, complaint: str, tmp_path: Path) -> None:
-    folder = save_tiny(tmp_path, "llama")
+    folder = save_tiny(tmp_path, "qwen3-tied" if what == "another head" else "llama")
     damaged(folder, what)
     with pytest.raises(RankFailure) as caught:
         run_ranks(1, load_body, folder)
     assert "CheckpointError" in str(caught.value)
     assert complaint in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("variant", "name", "like"),
+    [
+        ("qwen3-tied", "lm_head.weight", "model.embed_tokens.weight"),  # written out, and equal
+        ("llama", "model.layers.0.self_attn.rotary_emb.inv_freq", "model.norm.weight"),
+        ("deepseek-v3", "model.layers.4.enorm.weight", "model.norm.weight"),  # behind the last layer
+    ],
+)
+def test_what_the_family_leaves_out_may_be_in_the_folder(variant: str, name: str, like: str, tmp_path: Path) -> None:
+    file = save_tiny(tmp_path, variant) / "model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {name: tensors[like].clone()}, file)
+    run_ranks(1, load_body, tmp_path)
 
 
 def read_body(world: Any, folder: Path, parallel: ParallelConfig) -> int:

@@ -1,0 +1,112 @@
+"""What config.json says is honoured or refused, never overlooked."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from model_providers.description import describe
+from model_providers.hf_config import read_hf_config
+from rftmega.errors import CheckpointError
+from tests.tiny_models import LLAMA3_ROPE, VARIANTS, save_tiny
+
+OLD_LLAMA: dict[str, Any] = {  # as transformers 4 wrote it
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "hidden_size": 64,
+    "initializer_range": 0.02,
+    "intermediate_size": 96,
+    "max_position_embeddings": 256,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+    "transformers_version": "4.31.0",
+    "use_cache": True,
+    "vocab_size": 131,
+}
+OLD_SCALING = {name: value for name, value in LLAMA3_ROPE.items() if name != "rope_theta"}
+OLD_QWEN3_MOE = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+                 "head_dim": 32, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [1], "max_window_layers": 4,
+                 "use_sliding_window": False, "sliding_window": None, "attention_bias": False}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("variant", "old"),
+    [
+        ("llama", OLD_LLAMA),
+        ("llama-linear-rope", OLD_LLAMA | {"rope_scaling": {"type": "linear", "factor": 4.0}}),
+        (
+            "llama-tied-llama3-rope",
+            OLD_LLAMA | {"tie_word_embeddings": True, "rope_theta": 500000.0, "rope_scaling": OLD_SCALING},
+        ),
+        ("qwen3-moe", OLD_LLAMA | OLD_QWEN3_MOE),
+    ],
+)
+def test_both_generations_of_config_give_the_same_model(variant: str, old: dict[str, Any], tmp_path: Path) -> None:
+    assert describe(old) == describe(read_hf_config(save_tiny(tmp_path, variant)))
+
+
+@pytest.mark.parametrize(
+    ("variant", "change", "complaint"),
+    [
+        ("llama", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0, which is not honoured"),
+        ("llama", {"some_new_switch": False}, "some_new_switch=false, which is not honoured"),
+        ("llama", {"attention_bias": True}, "attention_bias=true is not supported"),
+        ("llama", {"mlp_bias": True}, "mlp_bias=true is not supported"),
+        ("llama", {"hidden_act": "gelu"}, 'hidden_act="gelu" is not supported'),
+        ("llama", {"sliding_window": 16}, "sliding_window=16, which is not honoured"),
+        ("llama", {"quantization_config": {"bits": 4}}, "quantised weights"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rope_type='dynamic'"),
+        ("llama", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope_type='longrope'"),
+        ("llama", {"rope_parameters": LLAMA3_ROPE | {"high_freq_factor": 8.0}}, "high_freq_factor=8.0 is not supported"),
+        ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "short": [1]}}, "short=[1], which is not"),
+        ("llama", {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differ between layer types"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ("llama-yarn", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 2.0}}, "factor=2.0"),
+        ("qwen2", {"layer_types": ["full_attention", "linear_attention"] * 2}, "'linear_attention'"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
+        ("deepseek-v3", {"scoring_func": "softmax"}, 'scoring_func="softmax"'),
+        ("deepseek-v3", {"norm_topk_prob": False}, "norm_topk_prob=false"),
+        ("deepseek-v3", {"num_experts_per_tok": 2}, "scores a group by its best"),
+        ("deepseek-v3", {"rope_interleave": False}, "rope_interleave=false"),
+    ],
+)  # fmt: skip
+def test_what_would_be_another_model_is_refused_by_name(
+    variant: str, change: dict[str, Any], complaint: str, tmp_path: Path
+) -> None:
+    hf_config = json.loads((save_tiny(tmp_path, variant) / "config.json").read_text())
+    describe(hf_config)
+    with pytest.raises(CheckpointError) as refusal:
+        describe(hf_config | change)
+    assert complaint in str(refusal.value)
+
+
+@pytest.mark.parametrize("variant", list(VARIANTS))
+@pytest.mark.parametrize("name", ["hidden_size", "num_hidden_layers", "vocab_size", "rms_norm_eps"])
+def test_a_missing_size_is_refused_by_name(variant: str, name: str, tmp_path: Path) -> None:
+    hf_config = json.loads((save_tiny(tmp_path, variant) / "config.json").read_text())
+    del hf_config[name]
+    with pytest.raises(CheckpointError, match=name):
+        describe(hf_config)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "phi3", "gpt_bigcode", None])
+def test_a_family_that_is_not_there_is_refused_with_those_that_are(family: str | None) -> None:
+    with pytest.raises(CheckpointError, match=r"deepseek_v3, llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe"):
+        describe({"model_type": family})
+
+
+def test_mistral_has_a_window_unless_config_json_says_that_it_has_none(tmp_path: Path) -> None:
+    hf_config = json.loads((save_tiny(tmp_path, "mistral-window") / "config.json").read_text())
+    assert describe(hf_config).window == 8
+    assert describe(hf_config | {"sliding_window": None}).window is None
+    del hf_config["sliding_window"]
+    assert describe(hf_config).window == 4096
