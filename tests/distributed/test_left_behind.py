@@ -15,14 +15,23 @@ import torch
 import torch.distributed as dist
 from tests.ranks import run_ranks
 
-def body(world):
+def raise_it(world):
+    meet_and_fail(world, lambda: 1 / 0)
+
+def kill_it(world):
+    meet_and_fail(world, lambda: os.kill(os.getpid(), 9))
+
+def meet_and_fail(world, fault):
     dist.all_reduce(torch.ones(1))
     if world.rank == world.size - 1:
-        {fault}
+        fault()
     dist.barrier()
 
-def test_it():
-    run_ranks({ranks}, body)
+def test_a_rank_that_raises():
+    run_ranks({ranks}, raise_it)
+
+def test_a_rank_that_is_killed():
+    run_ranks({ranks}, kill_it)
 """
 FAILING_RUN = """
 import os, sys
@@ -89,13 +98,14 @@ def assert_nothing_left(command: list[str], folder: Path) -> str:
 
 
 @pytest.mark.parametrize("ranks", [1, 8])
-@pytest.mark.parametrize("fault", ["raise ValueError('planned')", "os.kill(os.getpid(), 9)"])
-def test_after_a_test_whose_rank_fails(ranks: int, fault: str, tmp_path: Path) -> None:
+def test_after_tests_whose_rank_raises_and_is_killed(ranks: int, tmp_path: Path) -> None:
     test = tmp_path / "test_failing.py"
-    test.write_text(FAILING_TEST.format(ranks=ranks, fault=fault))
+    test.write_text(FAILING_TEST.format(ranks=ranks))
     said = assert_nothing_left([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(test)], tmp_path)
-    assert "1 failed" in said
-    assert ("planned" if "planned" in fault else f"rank {ranks - 1}") in said
+    assert "2 failed" in said
+    assert f"rank {ranks - 1} raised" in said
+    assert "ZeroDivisionError" in said
+    assert f"rank {ranks - 1} died" in said
 
 
 def test_after_a_run_whose_rank_is_killed(tmp_path: Path) -> None:

@@ -73,9 +73,10 @@ def test_ctrl_c_and_terminate_leave_no_process_behind(stop: signal.Signals, runn
     assert_gone(ranks)
 
 
-def with_line(arithmetic: Path, tmp_path: Path, line: str) -> str:
+def bad_lines(arithmetic: Path, tmp_path: Path) -> str:
     bad = tmp_path / "bad.jsonl"
-    bad.write_text('{"prompt": "1+1=", "label": "2"}\n' + line + "\n")
+    lines = ['{"prompt": "1+1=", "label": "2"}', '{"prompt": "11111+11111=", "label": "1"}', "{prompt", '{"prompt": "1+1="}']
+    bad.write_text("\n".join(lines) + "\n")
     return f"data.train={bad}"
 
 
@@ -85,14 +86,15 @@ def without_weights(arithmetic: Path, tmp_path: Path) -> str:
 
 
 BAD = {
-    "a prompt longer than the limit": (
-        lambda a, t: with_line(a, t, '{"prompt": "11111+11111=", "label": "1"}'),
-        "bad.jsonl:2: the prompt has 12 tokens, rollout.max_prompt_tokens is 8"),
-    "a line that is not JSON": (lambda a, t: with_line(a, t, "{prompt"), "bad.jsonl:2: not JSON"),
-    "a label missing": (lambda a, t: with_line(a, t, '{"prompt": "1+1="}'), 'bad.jsonl:2: no "label"'),
+    "a prompt longer than the limit, a line that is not JSON, a label missing": (
+        bad_lines,
+        "bad.jsonl:2: the prompt has 12 tokens, rollout.max_prompt_tokens is 8",
+        "bad.jsonl:3: not JSON",
+        'bad.jsonl:4: no "label"'),
     "a model folder without weights": (without_weights, "holds no *.safetensors weights"),
-    "a world size that does not divide": (lambda a, t: "parallel.tensor=3", "does not divide the 2 launched processes"),
-    "heads that do not divide": (lambda a, t: "parallel.pipeline=3", "parallel.pipeline=3 does not divide the model's 4 layers"),
+    "a world size and layers that do not divide": (
+        lambda a, t: "parallel.pipeline=3",
+        "does not divide the 2 launched processes", "parallel.pipeline=3 does not divide the model's 4 layers"),
     "an unknown engine": (lambda a, t: "rollout.engine=sglang", "Choose one of: vllm, transformers, scripted"),
     "a typo": (lambda a, t: "trainer.step=1", "Did you mean trainer.steps?"),
 }  # fmt: skip
@@ -100,11 +102,12 @@ BAD = {
 
 @pytest.mark.parametrize("what", list(BAD))
 def test_bad_input_is_one_clear_error_and_nothing_is_written(what: str, arithmetic: Path, tmp_path: Path, train: Run) -> None:
-    make, complaint = BAD[what]
+    make, *complaints = BAD[what]
     output = tmp_path / "out"
     done = train(arithmetic / "run.yaml", make(arithmetic, tmp_path), f"trainer.output={output}", "--processes", 2)
     assert done.returncode == 2
-    assert complaint in done.stderr
+    for complaint in complaints:
+        assert complaint in done.stderr
     assert done.stderr.count("error: ") == 1
     assert "Traceback" not in done.stderr
     assert not output.exists()
