@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from converters import table
+from converters.hf_folder import HFFolder
 from model_providers.builder import build_chunk, transformer_config
 from model_providers.description import describe
 from model_providers.hf_config import read_hf_config
@@ -29,7 +30,7 @@ from rftmega.config import RunConfig
 from rftmega.errors import ConfigError
 from rftmega.megatron import forward, offload
 from rftmega.megatron.binding import Bound, bind
-from rftmega.megatron.load import HEAD, HFFolder, load_hf, refuse_another_head, refuse_strangers
+from rftmega.megatron.load import HEAD, load_hf, refuse_another_head, refuse_strangers
 from rftmega.parallel.topology import Topology
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -1,16 +1,12 @@
 """The policy as a Hugging Face folder that `transformers` and vLLM load."""
 
-import json
 import shutil
 from pathlib import Path
 
-from safetensors.torch import save_file
-from torch import Tensor
-
+from converters.hf_folder import WEIGHTS, shards_of, write_index, write_shard
 from rftmega.weights.gather import Exporter
 
 SHARD_BYTES = 4 * 2**30
-WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}  # of the model that was started from
 
 
 def export_hf_folder(exporter: Exporter, source: str | Path, target: str | Path, *, write: bool) -> None:
@@ -19,47 +15,27 @@ def export_hf_folder(exporter: Exporter, source: str | Path, target: str | Path,
     Every process calls it; the one with `write` puts the files down, into a folder that gets its name only when it is
     complete, so that `target` is never half-written.
     """
+    tensors = iter(exporter)
+    if not write:
+        for _ in tensors:  # a collective
+            pass
+        return
     source, target = Path(source), Path(target)
     draft = target.with_name(target.name + ".incomplete")
-    writer = _ShardWriter(draft) if write else None
-    for name, tensor in exporter:
-        if writer:
-            writer.add(name, tensor)
-    if writer is None:
-        return
-    writer.close()
-    for path in source.iterdir():
-        if path.is_file() and path.suffix not in WEIGHTS and not path.name.endswith(".index.json"):
-            shutil.copy2(path, draft / path.name)
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    shards = shards_of(exporter.planned, SHARD_BYTES)
+    for file, planned in shards.items():
+        write_shard(draft / file, planned, tensors)
+    write_index(draft, shards)
+    copy_companions(source, draft)
     if target.exists():
         shutil.rmtree(target)
     draft.rename(target)
 
 
-class _ShardWriter:
-    def __init__(self, folder: Path):
-        if folder.exists():
-            shutil.rmtree(folder)
-        folder.mkdir(parents=True)
-        self.folder = folder
-        self.pending: dict[str, Tensor] = {}
-        self.pending_bytes = self.total_bytes = 0
-        self.file_of: dict[str, str] = {}
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        if self.pending_bytes + tensor.nbytes > SHARD_BYTES and self.pending:
-            self._flush()
-        self.pending[name] = tensor.to("cpu", copy=True).contiguous()
-        self.pending_bytes += tensor.nbytes
-
-    def close(self) -> None:
-        self._flush()
-        index = {"metadata": {"total_size": self.total_bytes}, "weight_map": self.file_of}
-        (self.folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-
-    def _flush(self) -> None:
-        file = f"model-{len(set(self.file_of.values())) + 1:05d}.safetensors"
-        save_file(self.pending, self.folder / file, metadata={"format": "pt"})
-        self.file_of |= dict.fromkeys(self.pending, file)
-        self.total_bytes += self.pending_bytes
-        self.pending, self.pending_bytes = {}, 0
+def copy_companions(source: Path, target: Path) -> None:
+    """Config, tokenizer and generation files: everything but weights and their index."""
+    for path in source.iterdir():
+        if path.is_file() and path.suffix not in WEIGHTS and not path.name.endswith(".index.json"):
+            shutil.copy2(path, target / path.name)

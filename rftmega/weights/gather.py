@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from converters import Rule, assemble
+from converters.hf_folder import Planned
 from rftmega.parallel.topology import Topology
 
 Key = tuple[str, int | None, int | None]  # a rule's first Megatron name, layer, expert
@@ -75,6 +76,16 @@ class Exporter:
             shards = self._gather(bucket)
             for unit, held in zip(bucket, shards, strict=True):
                 yield from zip(unit.rule.hf_names(unit.layer, unit.expert), assemble(unit.rule, held), strict=True)
+
+    @property
+    def planned(self) -> list[Planned]:
+        """What an iteration will give, in its order."""
+        return [
+            Planned(name, unit.dtype, tensor.shape)
+            for bucket in self.buckets
+            for unit in bucket
+            for name, tensor in zip(unit.rule.hf_names(unit.layer, unit.expert), unit.rule.hf, strict=True)
+        ]
 
     @property
     def total_bytes(self) -> int:

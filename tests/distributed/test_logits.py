@@ -12,11 +12,11 @@ from tests.ranks import run_ranks
 from tests.tiny_models import VARIANTS, save_tiny, transformers_logits
 
 LAYOUTS: dict[str, tuple[int, ParallelConfig]] = {  # processes, layout
-    "tp1": (1, ParallelConfig()),
     "tp4": (4, ParallelConfig(tensor=4)),  # fewer key-value heads (2) than ranks
     "tp2-pp2-sp": (4, ParallelConfig(tensor=2, pipeline=2, sequence=True)),
 }
 MORE_LAYOUTS: dict[str, tuple[int, ParallelConfig]] = {
+    "tp1": (1, ParallelConfig()),
     "tp2": (2, ParallelConfig(tensor=2)),
     "tp2-pp2": (4, ParallelConfig(tensor=2, pipeline=2)),
     "pp2-vpp2": (2, ParallelConfig(pipeline=2, virtual_pipeline=2)),

@@ -56,7 +56,7 @@ def test_without_a_patch_training_fails(patch: str, tmp_path: Path) -> None:
     assert any(words in said for words in SAYS), said
 
 
-@pytest.mark.parametrize("case", [NEEDED_BY["streams"], NEEDED_BY["uneven"]])
+@pytest.mark.parametrize("case", [NEEDED_BY["streams"], pytest.param(NEEDED_BY["uneven"], marks=pytest.mark.ranks)])
 def test_with_all_patches_training_works(case: tuple[str, int, ParallelConfig], tmp_path: Path) -> None:
     model, processes, layout = case
     said = train(tmp_path, without="", model=model, processes=processes, layout=layout)

@@ -125,7 +125,7 @@ def test_what_the_family_leaves_out_may_be_in_the_folder(variant: str, name: str
 
 def read_body(world: Any, folder: Path, parallel: ParallelConfig) -> int:
     """Elements that this rank asks the files for."""
-    from rftmega.megatron import load
+    from converters.hf_folder import HFFolder
 
     asked = []
 
@@ -138,8 +138,8 @@ def read_body(world: Any, folder: Path, parallel: ParallelConfig) -> int:
             asked.append(found.numel())
             return found
 
-    real = load.HFFolder.slice_of
-    load.HFFolder.slice_of = lambda self, name, shape: Counting(real(self, name, shape))
+    real = HFFolder.slice_of
+    HFFolder.slice_of = lambda self, name, shape: Counting(real(self, name, shape))
     build_manager(folder, parallel)
     return sum(asked)
 

@@ -1,0 +1,204 @@
+"""Hugging Face model folders: safetensors files read slice by slice or tensor by tensor, and written as a stream."""
+
+import json
+import math
+import os
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from rftmega.errors import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+
+class Planned(NamedTuple):
+    """A tensor that will be written."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class HFFolder:
+    """The safetensors files of a model folder, opened lazily and once each."""
+
+    def __init__(self, folder: str | Path):
+        """Raises CheckpointError where the folder holds no weights."""
+        self.folder = Path(folder)
+        self._open: dict[str, Any] = {}
+        self._headers: dict[str, tuple[int, dict[str, Any]]] = {}
+        index = self.folder / INDEX
+        if index.is_file():
+            self._file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        else:
+            files = sorted(path.name for path in self.folder.glob("*.safetensors"))
+            if not files:
+                raise CheckpointError(f"{folder} holds no *.safetensors weights.")
+            self._file_of = {name: file for file in files for name in self._file(file).keys()}  # noqa: SIM118
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    @property
+    def names(self) -> Iterable[str]:
+        return self._file_of
+
+    @property
+    def files(self) -> list[Path]:
+        return [self.folder / name for name in sorted(set(self._file_of.values()))]
+
+    def slice_of(self, name: str, shape: tuple[int, ...]) -> Any:
+        """A lazy slice of tensor `name`. Raises CheckpointError where it is missing or of another shape."""
+        file = self._holder(name)
+        found = self._file(file).get_slice(name)
+        self._check_shape(name, tuple(found.get_shape()), shape)
+        return found
+
+    def whole(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Tensor `name` in memory of its own: a mapped file would stay resident. Raises CheckpointError as `slice_of`."""
+        file = self._holder(name)
+        start, header = self._header(file)
+        said = header[name]
+        self._check_shape(name, tuple(said["shape"]), shape)
+        tensor = torch.empty(shape, dtype=DTYPES[said["dtype"]])
+        begin, end = said["data_offsets"]
+        with (self.folder / file).open("rb", buffering=0) as stream:
+            stream.seek(start + begin)
+            read_into(stream, tensor, f"{self.folder / file}: {name}")
+        assert end - begin == tensor.nbytes, (name, said)
+        return tensor
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        return DTYPES[self._header(self._holder(name))[1][name]["dtype"]]
+
+    def _holder(self, name: str) -> str:
+        if name not in self._file_of:
+            raise CheckpointError(f"{self.folder} holds no tensor {name!r}, which its config.json asks for.")
+        return self._file_of[name]
+
+    def _check_shape(self, name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+        if found != tuple(wanted):
+            raise CheckpointError(
+                f"{self.folder / self._file_of[name]}: {name} has shape {found}; config.json asks for {tuple(wanted)}."
+            )
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            try:
+                self._open[name] = safe_open(self.folder / name, framework="pt")
+            except (SafetensorError, FileNotFoundError) as error:
+                raise CheckpointError(f"{self.folder / name} can't be read: {error}") from error
+        return self._open[name]
+
+    def _header(self, file: str) -> tuple[int, dict[str, Any]]:
+        """(where data begins, the header) of a file, which `safe_open` has checked against its length."""
+        if file not in self._headers:
+            self._file(file)
+            with (self.folder / file).open("rb") as stream:
+                length = int.from_bytes(stream.read(8), "little")
+                self._headers[file] = 8 + length, json.loads(stream.read(length))
+        return self._headers[file]
+
+
+def read_into(stream: Any, tensor: Tensor, what: str) -> None:
+    """Fills a contiguous tensor from an unbuffered file. Raises CheckpointError where the file ends early."""
+    view = memoryview(bytes_of(tensor))
+    while len(view):
+        if not (count := stream.readinto(view)):
+            raise CheckpointError(f"{what}: the file ends {len(view)} bytes early.")
+        view = view[count:]
+
+
+def bytes_of(tensor: Tensor) -> Any:
+    """A contiguous tensor's memory as a numpy array of bytes."""
+    return tensor.reshape(-1).view(torch.uint8).numpy()
+
+
+def checksum(tensor: Tensor) -> str:
+    """CRC-32 of a tensor's bytes: finds a flipped byte for certain, and is read as fast as memory."""
+    return f"{zlib.crc32(bytes_of(tensor.contiguous())):08x}"
+
+
+def shards_of(planned: Sequence[Planned], shard_bytes: int) -> dict[str, list[Planned]]:
+    """File name -> tensors, in order, up to `shard_bytes` a file (a larger tensor is a file of its own)."""
+    shards: list[list[Planned]] = []
+    size = 0
+    for tensor in planned:
+        if not shards or size + tensor.bytes > shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(tensor)
+        size += tensor.bytes
+    return {f"model-{number:05d}-of-{len(shards):05d}.safetensors": shard for number, shard in enumerate(shards, start=1)}
+
+
+def write_shard(path: Path, planned: Sequence[Planned], tensors: Iterator[tuple[str, Tensor]]) -> dict[str, str]:
+    """Writes the next tensors of a stream, of which one is in memory at a time; their checksums.
+
+    The file gets its name when it is complete and on the disk.
+    """
+    offset = 0
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    for tensor in planned:
+        header[tensor.name] = {
+            "dtype": CODES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + tensor.bytes],
+        }
+        offset += tensor.bytes
+    said = json.dumps(header, separators=(",", ":")).encode()
+    said += b" " * (-len(said) % 8)
+    draft, sums = path.with_name(path.name + ".part"), {}
+    with draft.open("wb", buffering=0) as stream:
+        stream.write(len(said).to_bytes(8, "little") + said)
+        for wanted in planned:
+            name, given = next(tensors)
+            assert (name, given.dtype, tuple(given.shape)) == tuple(wanted), (name, given.dtype, given.shape, wanted)
+            given = given.detach().to("cpu").contiguous()
+            sums[name] = checksum(given)
+            write_all(stream, given)
+        os.fsync(stream.fileno())
+    draft.rename(path)
+    return sums
+
+
+def write_all(stream: Any, tensor: Tensor) -> None:
+    """All bytes of a contiguous tensor; one call writes 2 GiB at most."""
+    view = memoryview(bytes_of(tensor))
+    while len(view):
+        view = view[stream.write(view) :]
+
+
+def write_index(folder: Path, shards: dict[str, list[Planned]]) -> None:
+    """The index of a complete folder."""
+    weight_map = {tensor.name: file for file, planned in shards.items() for tensor in planned}
+    total = sum(tensor.bytes for planned in shards.values() for tensor in planned)
+    draft = folder / (INDEX + ".part")
+    draft.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
+    draft.rename(folder / INDEX)
