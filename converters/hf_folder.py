@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -15,7 +16,9 @@ from torch import Tensor
 from rftmega.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
-WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
+WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".distcp", ".part"}
+# What describes the weights of a folder rather than the model: each folder has its own.
+OF_WEIGHTS = {"manifest.json", "progress.jsonl", "metadata.json", ".metadata"}
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -96,6 +99,9 @@ class HFFolder:
 
     def dtype_of(self, name: str) -> torch.dtype:
         return DTYPES[self._header(self._holder(name))[1][name]["dtype"]]
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        return tuple(self._header(self._holder(name))[1][name]["shape"])
 
     def _holder(self, name: str) -> str:
         if name not in self._file_of:
@@ -202,3 +208,11 @@ def write_index(folder: Path, shards: dict[str, list[Planned]]) -> None:
     draft = folder / (INDEX + ".part")
     draft.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
     draft.rename(folder / INDEX)
+
+
+def copy_companions(source: Path, target: Path) -> None:
+    """Config, tokenizer and generation files: everything but weights and what describes them."""
+    for path in source.iterdir():
+        weights = path.suffix in WEIGHTS or path.name.endswith(".index.json") or path.name in OF_WEIGHTS
+        if path.is_file() and not weights:
+            shutil.copy2(path, target / path.name)

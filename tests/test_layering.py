@@ -19,6 +19,7 @@ MAY_IMPORT = {
     "device": "errors",
     "parallel": "config errors device",
     "megatron": "config types errors device parallel model_providers converters",
+    "checkpoint": "config errors parallel megatron model_providers converters",
     "rollout": "config types errors device parallel",
     "weights": "config types interfaces errors device parallel converters",
     "strategy": "config errors types interfaces algorithms rewards data experience trainer "
@@ -29,7 +30,7 @@ MAY_IMPORT = {
 ONLY_IN = {
     "megatron": "parallel megatron model_providers",
     "megatron.core.parallel_state": "parallel",
-    "torch.distributed": "parallel megatron weights strategy",
+    "torch.distributed": "parallel megatron weights strategy checkpoint",
     "torch.cuda": "device",
     "vllm": "rollout",
     "transformers": "rollout data",

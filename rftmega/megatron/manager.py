@@ -1,9 +1,10 @@
 """MegatronModelManager: builds this process's part of a model, wraps it, and owns its optimizer and schedule."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import tee
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.nn import functional as F
 
-from converters import table
+from converters import Rule, table
 from converters.hf_folder import HFFolder
 from model_providers.builder import build_chunk, transformer_config
 from model_providers.description import describe
@@ -31,6 +32,7 @@ from rftmega.errors import ConfigError
 from rftmega.megatron import forward, offload
 from rftmega.megatron.binding import Bound, bind
 from rftmega.megatron.load import HEAD, load_hf, refuse_another_head, refuse_strangers
+from rftmega.megatron.sharded import is_distributed, load_distributed, read_manifest
 from rftmega.parallel.topology import Topology
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -73,8 +75,9 @@ class MegatronModelManager:
         dtype = DTYPES.get(cfg.model.dtype, device.current().train_dtype)
         self.config = transformer_config(self.description, cfg.parallel, dtype, dropout=cfg.model.dropout)
         refuse_hazards(self.config)
-        files = HFFolder(cfg.model.path)
-        self._head_bias = "score.bias" in files
+        distributed = is_distributed(cfg.model.path)
+        files = None if distributed else HFFolder(cfg.model.path)
+        self._head_bias = "score.bias" in files if files else read_manifest(Path(cfg.model.path))["head_bias"]
         chunks = cfg.parallel.virtual_pipeline
         with placement.active():
             self.chunks: list[GPTModel] = [
@@ -88,14 +91,22 @@ class MegatronModelManager:
         rules = table(self.hf_config, value_head=value_model)
         experts = self.description.experts.number if self.description.experts else 0
         self.bound: list[Bound] = bind(self.chunks, rules, placement, experts=experts)
-        tied = self.description.tied
-        refuse_strangers(files, rules, self.hf_config, experts=experts, allowed=frozenset({HEAD} if tied or value_model else ()))
-        load_hf(files, self.bound)
-        if tied and not value_model:
-            refuse_another_head(files, self.bound)
+        if files is None:
+            with placement.active():
+                load_distributed(self.chunks, Path(cfg.model.path))
+        else:
+            self._load(files, rules, experts)
         self.model: list[Any] = list(self.chunks)  # wrapped by setup_model_and_optimizer
         self.optimizer: Any = None
         self.residency = offload.Residency(lambda: offload.parts_of(self.model, self.optimizer))
+
+    def _load(self, files: HFFolder, rules: Sequence[Rule], experts: int) -> None:
+        tied = self.description.tied
+        allowed = frozenset({HEAD} if tied or self.value_model else ())
+        refuse_strangers(files, rules, self.hf_config, experts=experts, allowed=allowed)
+        load_hf(files, self.bound)
+        if tied and not self.value_model:
+            refuse_another_head(files, self.bound)
 
     def model_provider_func(self, pre_process: bool, post_process: bool, chunk: int | None = None) -> GPTModel:
         """One pipeline chunk, randomly initialised; override it to build something else."""

@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-from converters.hf_folder import WEIGHTS, shards_of, write_index, write_shard
+from converters.hf_folder import copy_companions, shards_of, write_index, write_shard
 from rftmega.weights.gather import Exporter
 
 SHARD_BYTES = 4 * 2**30
@@ -32,10 +32,3 @@ def export_hf_folder(exporter: Exporter, source: str | Path, target: str | Path,
     if target.exists():
         shutil.rmtree(target)
     draft.rename(target)
-
-
-def copy_companions(source: Path, target: Path) -> None:
-    """Config, tokenizer and generation files: everything but weights and their index."""
-    for path in source.iterdir():
-        if path.is_file() and path.suffix not in WEIGHTS and not path.name.endswith(".index.json"):
-            shutil.copy2(path, target / path.name)

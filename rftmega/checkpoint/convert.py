@@ -1,0 +1,265 @@
+"""Between Hugging Face folders and Megatron's distributed checkpoints: as a stream, resumable, without a GPU."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from converters import Replicated, assemble, left_out, shard, table
+from converters.hf_folder import (
+    HFFolder,
+    Planned,
+    checksum,
+    copy_companions,
+    shards_of,
+    write_index,
+    write_shard,
+)
+from model_providers.builder import build_chunk, transformer_config
+from model_providers.description import describe, layout_violations
+from model_providers.hf_config import read_hf_config
+from model_providers.value_head import ValueHead
+from rftmega.checkpoint.distributed import Reader, Stored, finish, write_manifest, write_pieces
+from rftmega.config import ParallelConfig
+from rftmega.errors import CheckpointError, ConfigError
+from rftmega.megatron.binding import Bound, bind
+from rftmega.megatron.load import HEAD, refuse_strangers
+from rftmega.megatron.sharded import MANIFEST, PROGRESS, Piece, is_distributed, pieces_of
+from rftmega.parallel.topology import Topology
+
+FILE_BYTES = 512 * 2**20
+Progress = Callable[[int], object]  # told the bytes that are done
+
+
+class Model:
+    """A family's table and Megatron's names for a model of which no weight is in memory."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype, *, value_head: bool, head_bias: bool):
+        self.hf_config = read_hf_config(folder)
+        self.description = describe(self.hf_config)
+        rules = table(self.hf_config, value_head=value_head)
+        self.rules = [rule for rule in rules if head_bias or rule.megatron != ("value_head.bias",)]
+        config = transformer_config(self.description, ParallelConfig(), dtype)
+        config.perform_initialization = False  # memory that nobody writes to costs nothing
+        topology = Topology.create(ParallelConfig(), seed=0)
+        with topology.active():
+            self.chunk = build_chunk(self.description, config, pre_process=True, post_process=True, head=not value_head)
+            if value_head:
+                self.chunk.value_head = ValueHead(config, bias=head_bias)
+        self.experts = self.description.experts.number if self.description.experts else 0
+        self.bound = bind([self.chunk], self.rules, topology, experts=self.experts)
+        with topology.active():
+            self.pieces, self.objects = pieces_of(self.chunk, self.bound)
+
+
+def to_megatron(source: Path, target: Path, parallel: ParallelConfig, *, progress: Progress = lambda _: None) -> None:
+    """HF folder -> distributed checkpoint, in pieces that ranks of `parallel` read whole. Resumes what was broken off.
+
+    Raises CheckpointError for a folder that its config.json does not describe, ConfigError for a layout that can't be.
+    """
+    files = HFFolder(source)
+    value_head = "score.weight" in files
+    dtype = files.dtype_of("model.embed_tokens.weight")
+    model = Model(source, dtype, value_head=value_head, head_bias="score.bias" in files)
+    if problems := layout_violations(model.description, parallel):
+        raise ConfigError("This layout is impossible:\n" + "\n".join(f"  - {problem}" for problem in problems))
+    unread = frozenset({HEAD} if model.description.tied or value_head else ())
+    refuse_strangers(files, model.rules, model.hf_config, experts=model.experts, allowed=unread)
+    layout = {name: value for name, value in asdict(parallel).items() if value != getattr(ParallelConfig(), name)}
+    job = {"source": fingerprint(files), "layout": layout, "value_head": value_head, "head_bias": "score.bias" in files}
+    finished = begin(target, job)
+    stored: list[Stored] = []
+    sums: dict[str, str] = {}
+    for number, group in enumerate(_groups(model.bound)):
+        name = f"__{number}_0.distcp"
+        total = sum(item.parameter.nbytes for item, _ in group)
+        if name in finished:
+            said = finished[name]
+            boxes = [Stored(**{**box, "offset": tuple(box["offset"]), "shape": tuple(box["shape"])}) for box in said["pieces"]]
+            read = said["tensors"]
+        else:
+            read = {}
+            boxes = write_pieces(target / name, _boxes(files, group, model.pieces, parallel, read))
+            note(target, {"file": name, "pieces": [asdict(box) for box in boxes], "tensors": read})
+        stored += boxes
+        sums |= read
+        progress(total)
+    copy_companions(source, target)
+    shapes = {piece.key: piece.global_shape for pieces in model.pieces for piece in pieces}
+    finish(target, stored, shapes, model.objects, {"kind": "megatron", **job, "tensors": sums})
+    (target / PROGRESS).unlink()
+
+
+def to_hf(source: Path, target: Path, *, progress: Progress = lambda _: None) -> None:
+    """Distributed checkpoint -> HF folder, one tensor at a time. Resumes what was broken off."""
+    tensors = CheckpointTensors(source)
+    job = {"source": hashlib.sha256((source / MANIFEST).read_bytes()).hexdigest()}
+    finished = begin(target, job)
+    shards = shards_of(tensors.planned, FILE_BYTES)
+    sums: dict[str, str] = {}
+    for file, planned in shards.items():
+        if file in finished:
+            sums |= finished[file]["tensors"]
+        else:
+            written = write_shard(target / file, planned, tensors.named({tensor.name for tensor in planned}))
+            note(target, {"file": file, "tensors": written})
+            sums |= written
+        progress(sum(tensor.bytes for tensor in planned))
+    copy_companions(source, target)
+    write_index(target, shards)
+    write_manifest(target, {"kind": "huggingface", **job, "tensors": sums})
+    (target / PROGRESS).unlink()
+
+
+def verify(first: Path, second: Path, *, progress: Progress = lambda _: None) -> int:
+    """Compares every tensor of two folders of either kind, byte by byte; how many there are.
+
+    Raises CheckpointError, naming the tensor, at the first difference.
+    """
+    a, b = (tensors_of(folder) for folder in (first, second))
+    names = [{tensor.name: tensor for tensor in side.planned} for side in (a, b)]
+    if odd := sorted(names[0].keys() ^ names[1].keys()):
+        raise CheckpointError(f"Only one of {first} and {second} holds {odd[0]!r} ({len(odd)} such).")
+    for name, one in names[0].items():
+        if one != names[1][name]:
+            raise CheckpointError(f"{name} is {one} in {first} and {names[1][name]} in {second}.")
+    found = [{name: checksum(tensor) for name, tensor in side.all(progress)} for side in (a, b)]
+    if wrong := [name for name in found[0] if found[0][name] != found[1][name]]:
+        raise CheckpointError(f"{len(wrong)} of {len(found[0])} tensors differ between {first} and {second}: {wrong[0]!r} first.")
+    return len(found[0])
+
+
+class FolderTensors:
+    """The tensors of an HF folder."""
+
+    def __init__(self, folder: Path):
+        self.files = HFFolder(folder)
+        hf_config = read_hf_config(folder)
+        self.planned = [
+            Planned(name, self.files.dtype_of(name), self.files.shape_of(name))
+            for name in sorted(self.files.names)
+            if not left_out(hf_config, name) and not (name == HEAD and hf_config.get("tie_word_embeddings"))
+        ]
+
+    def all(self, progress: Progress) -> Iterator[tuple[str, Tensor]]:
+        for name, _, shape in self.planned:
+            tensor = self.files.whole(name, shape)
+            yield name, tensor
+            progress(tensor.nbytes)
+
+
+class CheckpointTensors:
+    """The tensors of a distributed checkpoint under their Hugging Face names."""
+
+    def __init__(self, folder: Path):
+        """Raises CheckpointError where the checkpoint is not whole."""
+        self.reader = Reader(folder)
+        manifest = self.reader.manifest
+        dtype = self.reader.dtype_of("embedding.word_embeddings.weight")
+        self.model = Model(folder, dtype, value_head=manifest["value_head"], head_bias=manifest["head_bias"])
+        self._exported = [
+            (item, pieces) for item, pieces in zip(self.model.bound, self.model.pieces, strict=True) if item.rule.exported
+        ]
+        self.planned = [
+            Planned(name, self.reader.dtype_of(pieces[0].key), tuple(tensor.shape))
+            for item, pieces in self._exported
+            for name, tensor in zip(item.hf_names, item.rule.hf, strict=True)
+        ]
+
+    def named(self, names: set[str]) -> Iterator[tuple[str, Tensor]]:
+        """Those tensors, in the order of `planned`."""
+        for item, pieces in self._exported:
+            if names.isdisjoint(item.hf_names):
+                continue
+            whole = torch.empty(item.parameter.shape, dtype=self.reader.dtype_of(pieces[0].key))
+            for piece in pieces:
+                self.reader.fill(piece.of(whole), piece.key, piece.offset)
+            yield from (
+                (name, part) for name, part in zip(item.hf_names, assemble(item.rule, [whole]), strict=True) if name in names
+            )
+
+    def all(self, progress: Progress) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self.named({planned.name for planned in self.planned}):
+            yield name, tensor
+            progress(tensor.nbytes)
+
+
+def tensors_of(folder: Path) -> FolderTensors | CheckpointTensors:
+    return CheckpointTensors(folder) if is_distributed(folder) else FolderTensors(folder)
+
+
+def fingerprint(files: HFFolder) -> str:
+    """Of the source: a conversion goes on only where it is the same."""
+    said = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files.files]
+    return hashlib.sha256(json.dumps(said).encode()).hexdigest()
+
+
+def begin(target: Path, job: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Opens `target`, new or broken off; file -> what was noted of it, for files that are finished.
+
+    PROGRESS says what is converted in its first line, then has one line a finished file.
+
+    Raises CheckpointError where `target` is something else.
+    """
+    log = target / PROGRESS
+    if log.is_file():
+        first, *rest = [line for line in log.read_text().split("\n")[:-1] if line]  # a last line without its end is half a line
+        if json.loads(first) != job:
+            raise CheckpointError(f"{target} is a conversion of something else, broken off. Remove it, or choose another folder.")
+        finished = {(said := json.loads(line))["file"]: said for line in rest}
+        return {name: said for name, said in finished.items() if (target / name).is_file()}
+    if target.exists() and any(target.iterdir()):
+        raise CheckpointError(f"{target} exists and is not empty. Remove it, or choose another folder.")
+    target.mkdir(parents=True, exist_ok=True)
+    note(target, job)
+    return {}
+
+
+def note(target: Path, said: dict[str, Any]) -> None:
+    with (target / PROGRESS).open("a") as stream:
+        stream.write(json.dumps(said) + "\n")
+
+
+def _groups(bound: list[Bound]) -> Iterator[list[tuple[Bound, int]]]:
+    """(tensor, its number) by files of up to FILE_BYTES."""
+    group: list[tuple[Bound, int]] = []
+    size = 0
+    for number, item in enumerate(bound):
+        if group and size + item.parameter.nbytes > FILE_BYTES:
+            yield group
+            group, size = [], 0
+        group.append((item, number))
+        size += item.parameter.nbytes
+    yield group
+
+
+def _boxes(
+    files: HFFolder,
+    group: list[tuple[Bound, int]],
+    pieces: list[list[Piece]],
+    parallel: ParallelConfig,
+    sums: dict[str, str],
+) -> Iterator[tuple[str, tuple[int, ...], Tensor]]:
+    """(key, offset, box), each split as the ranks of `parallel` will ask for it; notes the checksums of what is read."""
+    for item, number in group:
+        parts = []
+        for name, tensor in zip(item.hf_names, item.rule.hf, strict=True):
+            parts.append(files.whole(name, tuple(tensor.shape)))
+            sums[name] = checksum(parts[-1])
+        whole = shard(item.rule, parts, 0, 1)
+        del parts
+        for piece in pieces[number]:
+            box = piece.of(whole)
+            ranks = parallel.expert_tensor if item.rule.per_expert else parallel.tensor
+            axis = box.dim() - item.parameter.dim() + item.rule.axis
+            split = ranks if not isinstance(item.rule, Replicated) and box.shape[axis] % ranks == 0 else 1
+            width = box.shape[axis] // split
+            for turn in range(split):
+                at = list(piece.offset)
+                at[axis] += turn * width
+                yield piece.key, tuple(at), box.narrow(axis, turn * width, width)
