@@ -14,7 +14,7 @@ import rftmega.device.before_megatron  # noqa: F401
 import torch
 from tqdm import tqdm
 
-from benchmarks import bubble, log_probs, offload, steps
+from benchmarks import bubble, conversion, log_probs, offload, steps
 
 # name -> (what runs, the figure that is asked for, its bound)
 BENCHMARKS = {
@@ -22,6 +22,7 @@ BENCHMARKS = {
     "step against transformers": (steps.against_transformers, "times_theirs", "at most 1.10"),
     "fused against dense log-probs": (log_probs.fused_against_dense, "memory_ratio", ""),
     "pipeline bubble": (bubble.of_pipelines, "", "counted = formula"),
+    "conversion of 2 billion parameters": (conversion.both_ways, "slower_over_copy_speed", "at least 0.5"),
     "offload against copy": (offload.against_copy, "off_over_copy", "at least 0.7"),
 }
 
