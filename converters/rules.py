@@ -93,8 +93,10 @@ class Replicated(Rule):
 class Column(Rule):
     """Rank r holds its block of each part in turn: column-parallel linear, [out, in] split along out.
 
-    With two parts, gate and up: its block of gate, then its block of up.
+    With two parts, gate and up: its block of gate, then its block of up. `narrow`: engines hold all of it on every rank.
     """
+
+    narrow: bool = field(default=False, kw_only=True)
 
     def segments(self, rank: int, ranks: int) -> list[Segment]:
         return [self._block(part, rank, ranks) for part in range(len(self.hf))]

@@ -31,7 +31,8 @@ def latent_attention(config: Config) -> list[Rule]:
     query = heads * (plain + rope)
 
     def column(megatron: str, hf: str, out: int, into: int) -> Rule:
-        return Column((f"{ATTENTION}{megatron}.weight",), (in_layer(f"self_attn.{hf}.weight", out, into),))
+        narrow = "down" in megatron
+        return Column((f"{ATTENTION}{megatron}.weight",), (in_layer(f"self_attn.{hf}.weight", out, into),), narrow=narrow)
 
     def norm(kind: str, hf: str, size: int) -> Rule:
         candidates = (f"{ATTENTION}{kind}_layernorm.weight", f"{ATTENTION}linear_{kind}_up_proj.layer_norm_weight")

@@ -28,7 +28,7 @@ from rftmega.checkpoint.distributed import Reader, Stored, finish, write_manifes
 from rftmega.config import ParallelConfig
 from rftmega.errors import CheckpointError, ConfigError
 from rftmega.megatron.binding import Bound, bind
-from rftmega.megatron.load import HEAD, refuse_strangers
+from rftmega.megatron.load import HEAD, refuse_another_head, refuse_strangers
 from rftmega.megatron.sharded import MANIFEST, PROGRESS, Piece, is_distributed, pieces_of
 from rftmega.parallel.topology import Topology
 
@@ -70,6 +70,8 @@ def to_megatron(source: Path, target: Path, parallel: ParallelConfig, *, progres
         raise ConfigError("This layout is impossible:\n" + "\n".join(f"  - {problem}" for problem in problems))
     unread = frozenset({HEAD} if model.description.tied or value_head else ())
     refuse_strangers(files, model.rules, model.hf_config, experts=model.experts, allowed=unread)
+    if model.description.tied and not value_head:
+        refuse_another_head(files, model.bound)
     layout = {name: value for name, value in asdict(parallel).items() if value != getattr(ParallelConfig(), name)}
     job = {"source": fingerprint(files), "layout": layout, "value_head": value_head, "head_bias": "score.bias" in files}
     finished = begin(target, job)

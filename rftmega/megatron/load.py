@@ -38,8 +38,11 @@ def refuse_another_head(files: HFFolder, bound: Sequence[Bound]) -> None:
     """Some folders of tied models hold the output head nevertheless: raises CheckpointError where it is not the embedding."""
     for item in bound:
         if HEAD in files and isinstance(item.rule, Vocabulary) and item.hf_names[0] != HEAD:
-            head = shard(item.rule, [files.slice_of(HEAD, item.rule.hf[0].shape)], item.rank, item.ranks)
-            if not torch.equal(head.to(item.parameter), item.parameter):
+            head, embedding = (
+                shard(item.rule, [files.slice_of(name, item.rule.hf[0].shape)], item.rank, item.ranks)
+                for name in (HEAD, item.hf_names[0])
+            )
+            if not torch.equal(head, embedding):
                 raise CheckpointError(
                     f"{files.folder}: tie_word_embeddings=true, but {HEAD} is not {item.hf_names[0]}. One of them is wrong."
                 )

@@ -1,0 +1,61 @@
+"""The plan of a push for a whole model: trainer's layout, engine's layout, model -> who sends what to whom."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from converters import Replicated, Rule, instances
+from converters.rules import Segment
+from model_providers.description import ModelDescription, stage_layers
+from rftmega.config import ParallelConfig
+from rftmega.weights.plan import Placement, engine_needs
+
+
+class Engines(NamedTuple):
+    """`ranks` processes: engines of `tensor` processes each; `spread_experts`: each holds whole experts instead of slices."""
+
+    ranks: int
+    tensor: int
+    spread_experts: bool = False
+
+
+def placements(
+    rules: Sequence[Rule], model: ModelDescription, parallel: ParallelConfig, world: int, engines: Engines, *, colocated: bool
+) -> Iterator[tuple[Placement, int | None, int | None]]:
+    """(placement, layer, expert) of every tensor that is pushed. Engine ranks are the trainer's own where colocated, else they
+    are numbered after them.
+    """
+    experts = model.experts.number if model.experts else 0
+    stage_of = {layer: stage for stage, chunks in enumerate(stage_layers(model.layers, parallel)) for c in chunks for layer in c}
+    a_stage = world // parallel.pipeline
+    first = 0 if colocated else world
+    dense: dict[tuple[bool, int], tuple[tuple[int, ...], ...]] = {}
+    for stage in range(parallel.pipeline):
+        ranks = range(stage * a_stage, (stage + 1) * a_stage)
+        dense[True, stage] = (tuple(ranks),)
+        dense[False, stage] = tuple(tuple(ranks[t :: parallel.tensor]) for t in range(parallel.tensor))
+    mine = experts // parallel.expert
+    block = parallel.expert_tensor * parallel.expert
+    needs: dict[tuple[Rule, int | None], tuple[tuple[int, tuple[Segment, ...]], ...]] = {}
+    holders: dict[tuple[int, int], tuple[tuple[int, ...], ...]] = {}
+    for rule, layer, expert in instances(rules, layers=model.layers, experts=experts):
+        if not rule.exported:
+            continue
+        stage = stage_of[layer] if layer is not None else (0 if rule.opens else parallel.pipeline - 1)
+        place = None  # of the engine's ranks, the one that holds this expert
+        if expert is None:
+            shards = dense[isinstance(rule, Replicated), stage]
+        else:
+            owner = expert // mine
+            if (stage, owner) not in holders:
+                begin, end = stage * a_stage + owner * parallel.expert_tensor, (stage + 1) * a_stage
+                holders[stage, owner] = tuple(tuple(range(begin + t, end, block)) for t in range(parallel.expert_tensor))
+            shards = holders[stage, owner]
+            if engines.spread_experts:
+                place = expert * engines.tensor // experts
+        if (rule, place) not in needs:
+            needs[rule, place] = tuple(
+                (first + rank, engine_needs(rule, *((0, 1) if place is not None else (rank % engines.tensor, engines.tensor))))
+                for rank in range(engines.ranks)
+                if place is None or rank % engines.tensor == place
+            )
+        yield Placement(rule, shards, needs[rule, place]), layer, expert
