@@ -8,6 +8,7 @@ HF_DIR needs a config.json only. Seconds are a bound: the busiest rank's bytes o
 import argparse
 import sys
 import time
+import warnings
 from pathlib import Path
 
 from rftmega.errors import RFTMegaError
@@ -38,6 +39,7 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--nvlink", type=float, default=450.0, metavar="GB/S", help="a rank's bandwidth within a node (450)")
     parser.add_argument("--nic", type=float, default=50.0, metavar="GB/S", help="a rank's bandwidth between nodes (50)")
     chosen = parser.parse_args(given)
+    warnings.filterwarnings("ignore")
     try:
         return show(chosen)
     except RFTMegaError as error:
