@@ -14,6 +14,8 @@ NEUTRAL = frozenset(
         *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "tokenizer_class", "use_cache"),
         *("chunk_size_feed_forward", "is_decoder", "is_encoder_decoder", "pretraining_tp", "return_dict"),
         *("id2label", "label2id", "num_labels", "problem_type", "task_specific_params"),
+        *("_attn_implementation", "_attn_implementation_autoset", "attn_implementation", "torchscript", "use_bfloat16"),
+        *("is_llama_config", "transformers.js_config", "unsloth_fixed", "unsloth_version"),
         *("output_attentions", "output_hidden_states", "output_router_logits", "router_aux_loss_coef"),
     }
 )

@@ -5,4 +5,5 @@ from model_providers.hf_config import HFConfig
 
 
 def describe(config: HFConfig) -> ModelDescription:
+    config.only("use_mrope", False, why="positions of images are not represented")
     return qwen_windows(decoder(config, qkv_bias=True), config)

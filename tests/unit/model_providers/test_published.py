@@ -1,0 +1,85 @@
+"""config.json of published models, as their makers wrote it: read without complaint, and of the published size."""
+
+from typing import Any
+
+import pytest
+
+from converters import instances, table
+from model_providers.description import describe
+
+COMMON: dict[str, Any] = {"attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
+                          "initializer_range": 0.02, "transformers_version": "4.44.0", "torch_dtype": "bfloat16",
+                          "use_cache": True, "rms_norm_eps": 1e-6}  # fmt: skip
+LLAMA3_SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+                  "rope_type": "llama3"}  # fmt: skip
+YARN = {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096, "type": "yarn"}  # fmt: skip
+PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {  # name -> (parameters, the fields that matter)
+    "Llama-3.1-8B": (8_030_261_248, {
+        "model_type": "llama", "attention_bias": False, "eos_token_id": [128001, 128008, 128009], "hidden_size": 4096,
+        "intermediate_size": 14336, "max_position_embeddings": 131072, "mlp_bias": False, "num_attention_heads": 32,
+        "num_hidden_layers": 32, "num_key_value_heads": 8, "pretraining_tp": 1, "rope_scaling": LLAMA3_SCALING,
+        "rope_theta": 500000.0, "tie_word_embeddings": False, "vocab_size": 128256}),
+    "Qwen2.5-0.5B": (494_032_768, {
+        "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "max_position_embeddings": 32768,
+        "max_window_layers": 24, "num_attention_heads": 14, "num_hidden_layers": 24, "num_key_value_heads": 2,
+        "rope_theta": 1000000.0, "sliding_window": 32768, "tie_word_embeddings": True, "use_mrope": False,
+        "use_sliding_window": False, "vocab_size": 151936}),
+    "DeepSeek-R1-Distill-Qwen-1.5B": (1_777_088_000, {
+        "model_type": "qwen2", "hidden_size": 1536, "intermediate_size": 8960, "max_position_embeddings": 131072,
+        "max_window_layers": 21, "num_attention_heads": 12, "num_hidden_layers": 28, "num_key_value_heads": 2,
+        "rope_theta": 10000, "sliding_window": 4096, "tie_word_embeddings": False, "use_mrope": False,
+        "use_sliding_window": False, "vocab_size": 151936}),
+    "Qwen3-8B": (8_190_735_360, {
+        "model_type": "qwen3", "attention_bias": False, "head_dim": 128, "hidden_size": 4096, "intermediate_size": 12288,
+        "max_position_embeddings": 40960, "max_window_layers": 36, "num_attention_heads": 32, "num_hidden_layers": 36,
+        "num_key_value_heads": 8, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None,
+        "tie_word_embeddings": False, "use_sliding_window": False, "vocab_size": 151936}),
+    "Mistral-7B-v0.1": (7_241_732_096, {
+        "model_type": "mistral", "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 32768,
+        "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "rope_theta": 10000.0,
+        "sliding_window": 4096, "tie_word_embeddings": False, "vocab_size": 32000}),
+    "Mixtral-8x7B-v0.1": (46_702_792_704, {
+        "model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 32768,
+        "num_attention_heads": 32, "num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8,
+        "num_local_experts": 8, "output_router_logits": False, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02,
+        "sliding_window": None, "tie_word_embeddings": False, "vocab_size": 32000}),
+    "Qwen1.5-MoE-A2.7B": (14_315_784_192, {
+        "model_type": "qwen2_moe", "decoder_sparse_step": 1, "hidden_size": 2048, "intermediate_size": 5632,
+        "max_position_embeddings": 8192, "max_window_layers": 21, "moe_intermediate_size": 1408, "norm_topk_prob": False,
+        "num_attention_heads": 16, "num_experts": 60, "num_experts_per_tok": 4, "num_hidden_layers": 24,
+        "num_key_value_heads": 16, "output_router_logits": False, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001,
+        "shared_expert_intermediate_size": 5632, "sliding_window": 32768, "tie_word_embeddings": False,
+        "use_sliding_window": False, "vocab_size": 151936}),
+    "Qwen3-30B-A3B": (30_532_122_624, {
+        "model_type": "qwen3_moe", "attention_bias": False, "decoder_sparse_step": 1, "head_dim": 128, "hidden_size": 2048,
+        "intermediate_size": 6144, "max_position_embeddings": 40960, "max_window_layers": 48, "mlp_only_layers": [],
+        "moe_intermediate_size": 768, "norm_topk_prob": True, "num_attention_heads": 32, "num_experts": 128,
+        "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4, "output_router_logits": False,
+        "rope_scaling": None, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": None,
+        "tie_word_embeddings": False, "use_sliding_window": False, "vocab_size": 151936}),
+    "DeepSeek-V3, in bf16": (671_026_404_352, {
+        "model_type": "deepseek_v3", "attention_bias": False, "auto_map": {}, "aux_loss_alpha": 0.001, "ep_size": 1,
+        "first_k_dense_replace": 3, "hidden_size": 7168, "intermediate_size": 18432, "kv_lora_rank": 512,
+        "max_position_embeddings": 163840, "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 8,
+        "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 128,
+        "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1,
+        "pretraining_tp": 1, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rope_scaling": YARN,
+        "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "seq_aux": True,
+        "tie_word_embeddings": False, "topk_group": 4, "topk_method": "noaux_tc", "v_head_dim": 128, "vocab_size": 129280}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(PUBLISHED))
+def test_a_published_config_is_understood_and_gives_the_published_number_of_parameters(name: str) -> None:
+    parameters, fields = PUBLISHED[name]
+    model = describe(COMMON | fields)
+    assert model.parameters == parameters
+    experts = model.experts.number if model.experts else 0
+    by_table = 0
+    for rule, _, _ in instances(table(COMMON | fields), layers=model.layers, experts=experts):
+        if rule.exported and not rule.megatron[0].endswith("expert_bias"):  # a buffer in transformers
+            for tensor in rule.hf:
+                rows, columns = (*tensor.shape, 1)[:2]
+                by_table += rows * columns
+    assert by_table == parameters
