@@ -20,7 +20,8 @@ from tests.tiny_models import save_tiny
 ROWS = [[5, 9, 130, 2, 77], [3, 0], [(37 * i) % 131 for i in range(30)], [1, 2, 3, 4, 5, 6], [8], [7, 7, 7]]
 PROMPTS = [2, 1, 4, 3, 1, 2]
 P = ParallelConfig
-OPTIMIZER = OptimizerConfig(epsilon=1e-4, learning_rate=1e-3, clip_grad=0.5)
+# At rate 1e-3 the second update overshoots (gradient norm 11, then 37), which enlarges rounding to 1.2e-5 on some CPUs.
+OPTIMIZER = OptimizerConfig(epsilon=1e-4, learning_rate=2e-4, clip_grad=0.5)
 SHARDED = replace(OPTIMIZER, distributed=True)
 LAYOUTS = {
     "TP2": (2, P(tensor=2), OPTIMIZER),
