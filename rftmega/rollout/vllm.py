@@ -38,6 +38,16 @@ def _share_cores(world: World) -> None:
     )
 
 
+def _unlink_shared_memory(world: World, size: int) -> None:
+    """On a CPU the ranks of an engine talk through shared memory under a name that is the same in every run: what a run leaves
+    there keeps the next from starting. So it loses its name before a start (a killed run's) and as soon as all have joined.
+    """
+    first = world.rank - world.rank % size
+    ranks = "-".join(str(rank) for rank in range(first, first + size))
+    for file in Path("/dev/shm").glob(f"*-[[]{ranks}]-cpushm_{world.rank - first}"):
+        file.unlink(missing_ok=True)
+
+
 def _pack_output_heads(model: Any) -> None:
     """Tied to the embedding, an output head gets no weights of its own in a reload, and on a CPU it multiplies with a packed
     copy that would stay the old one. So vLLM's hook for "after loading" is called once more.
@@ -55,6 +65,7 @@ class VLLMEngine(Engine):
         super().__init__()
         if config.tensor > 1:
             _share_cores(world)
+            _unlink_shared_memory(world, config.tensor)
         else:
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         self.stop_ids = list(stop_ids)
@@ -81,6 +92,8 @@ class VLLMEngine(Engine):
             disable_log_stats=True,
             **memory,
         )
+        if config.tensor > 1:
+            _unlink_shared_memory(world, config.tensor)
 
     def _generate(self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float) -> list[Completion]:
         params = [
