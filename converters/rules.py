@@ -183,12 +183,18 @@ def assemble(rule: Rule, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
     parts = tuple(shards[0].new_empty(tensor.shape) for tensor in rule.hf)
     replicas = shards[:1] if isinstance(rule, Replicated) else shards
     for rank, held in enumerate(replicas):
-        offset = 0
-        for part, start, stop in rule.segments(rank, len(shards)):
-            if part >= 0:
-                parts[part].narrow(rule.axis, start, stop - start).copy_(held.narrow(rule.axis, offset, stop - start))
-            offset += stop - start
+        for (part, start, stop), offset in located(rule, rank, len(shards)):
+            parts[part].narrow(rule.axis, start, stop - start).copy_(held.narrow(rule.axis, offset, stop - start))
     return parts
+
+
+def located(rule: Rule, rank: int, ranks: int) -> Iterator[tuple[Segment, int]]:
+    """Shard `rank`'s segments, less padding, and where in it each begins."""
+    offset = 0
+    for segment in rule.segments(rank, ranks):
+        if segment.part >= 0:
+            yield segment, offset
+        offset += segment.stop - segment.start
 
 
 def _clip(segments: Sequence[Segment], start: int, stop: int) -> Iterator[Segment]:

@@ -39,14 +39,24 @@ class Engine(ABC):
         return self._generate(prompts, seeds, temperature) if prompts else []
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
-        """Replaces all weights by `named_tensors` (HF names, whole tensors); stale until the last one has arrived.
+        """Replaces all weights by `named_tensors` (HF names and shapes); stale until the last one has arrived.
 
         Of a sleeping engine it wakes the weights' memory only, so that the cache need not fit beside the trainer yet.
         """
-        self.version = None
+        self.distrust()
         self._take("weights")
         self._load_weights(named_tensors)
         self.version = version
+
+    def rehearse(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Loads tensors that only record what is asked of them, so that a push can be planned; the weights are lost."""
+        self.distrust()
+        self._take("weights")
+        self._load_weights(named_tensors)
+
+    def distrust(self) -> None:
+        """The weights are not to be answered with: refuses until a whole push has landed."""
+        self.version = None
 
     def sleep(self) -> None:
         """Gives the device's memory back; weights are dropped, so that a push must come before the next answer."""

@@ -6,6 +6,7 @@ Weights go in through vLLM's own reload (it repacks parameters after loading, so
 import logging
 import os
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
 # isort: split
 from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead  # noqa: E402
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload  # noqa: E402
 
 
 def _share_cores(world: World) -> None:
@@ -119,7 +121,12 @@ class VLLMEngine(Engine):
         return Completion(ids, logprobs, answer.finish_reason, self.version)
 
     def _load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named_tensors)})
+        try:
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named_tensors)})
+        except Exception:
+            # Half-loaded layers wait for the rest of theirs, and would take it from the next push.
+            self._llm.apply_model(partial(finalize_layerwise_reload, model_config=self._llm.model_config))
+            raise
         self._llm.apply_model(_pack_output_heads)
         self._llm.reset_prefix_cache()
 

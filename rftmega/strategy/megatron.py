@@ -37,17 +37,21 @@ class MegatronStrategy:
                 config.rollout.engine,
             )
         self._engine = rollout.create(config, world, vocabulary=manager.description.vocabulary, stop_ids=stop_ids)
-        self._exporter = weights.Exporter(manager.bound, self.topology, bucket_bytes=config.trainer.push_bucket_mib * 2**20)
+        self._bound = manager.bound
+        self._bucket_bytes = config.trainer.push_bucket_mib * 2**20
         self._turns = Turns(manager.residency, self._engine, offload=config.trainer.offload)
         self.policy: Policy = ColocatedPolicy(actor, self._turns)
         self.engine: RolloutEngine = SharedEngine(self._engine, self._turns, world, processes_per_engine=config.rollout.tensor)
-        self.weights: WeightSync = ColocatedWeights(weights.EngineWeights(self._exporter, self._engine), self._turns)
+        self.weights: WeightSync = ColocatedWeights(
+            weights.EngineWeights(manager.bound, self._engine, bucket_bytes=self._bucket_bytes), self._turns
+        )
         actor.push_to_rollout = self.weights.push
 
     def export(self, folder: str | Path) -> None:
         """Writes the policy as a Hugging Face folder; every process calls it."""
         self._turns.push()
-        weights.export_hf_folder(self._exporter, self.config.model.path, folder, write=self.topology.is_main)
+        exporter = weights.Exporter(self._bound, self.topology, bucket_bytes=self._bucket_bytes)
+        weights.export_hf_folder(exporter, self.config.model.path, folder, write=self.topology.is_main)
 
     def close(self) -> None:
         """Ends the engine, which must be gone before the process groups are."""

@@ -1,21 +1,289 @@
-"""WeightSync: the policy's weights into the engine of this process."""
+"""WeightSync: what the engine of this process needs of the policy's weights, and nothing else, into it.
 
-from rftmega.interfaces import RolloutEngine
+At the start the engine's own loader is handed tensors that only record what is asked for; from that and from who holds what,
+every process computes the same plan. A push then moves each planned slice once, checks it, and lets the loader copy from the
+slices that came and from the trainer's own shard.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from converters import Segment, located
+from rftmega.errors import EngineError
 from rftmega.types import Metrics
-from rftmega.weights.gather import Exporter
+from rftmega.weights.message import Move, message_for, opened, written
+from rftmega.weights.on_demand import Box, OnDemand
+from rftmega.weights.plan import Balance, Placement
+from rftmega.weights.units import Held, Unit, buckets_of, key_of, units_of
+
+Needs = dict[str, list[tuple[int, int]]]  # HF name -> rows (columns, by the rule's axis) that an engine reads, from and to
+
+
+class Loader(Protocol):
+    """An engine, as far as a push knows it."""
+
+    def rehearse(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None: ...
+
+    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None: ...
+
+    def distrust(self) -> None: ...
+
+
+class Piece(NamedTuple):
+    """Rows (columns) start to stop of an HF tensor, present on this process."""
+
+    start: int
+    stop: int
+    elements: Tensor
+
+
+class Bucket(NamedTuple):
+    """Units that are loaded one after the other, and what travels for them; sender and receiver have it in the same order."""
+
+    units: list[Unit]
+    sends: dict[int, list[Move]]  # by target
+    receives: dict[int, list[Move]]  # by source
 
 
 class EngineWeights:
-    """Pushes whole tensors, bucket by bucket, through the engine's own loader."""
+    """Brings new weights into all engines. Every process constructs it, and calls it, alike."""
 
-    def __init__(self, exporter: Exporter, engine: RolloutEngine):
-        self.exporter = exporter
+    def __init__(self, held: Sequence[Held], engine: Loader, *, bucket_bytes: int):
+        """Rehearses the load and plans it, a collective over all processes; the engine's weights are lost.
+
+        Raises EngineError for a tensor that no engine reads: the policy's idea of the model would not be the engine's.
+        """
         self.engine = engine
+        self.held = {key_of(item): item for item in held if item.rule.exported}
+        self.device = held[0].parameter.device
+        units = units_of(held)
+        self.needs = self._rehearse(units)
+        told: list[Needs] = [{}] * dist.get_world_size()
+        dist.all_gather_object(told, self.needs)
+        _refuse_unread(units, told)
+        self.buckets = _plan(buckets_of(units, bucket_bytes, for_an_engine=True), told)
+        missing = torch.tensor(sum(map(self._missing_bytes, units)), device=self.device)
+        dist.all_reduce(missing)
+        self.least_bytes = int(missing)
 
     def push(self, *, version: int) -> Metrics:
-        """Every process calls it; afterwards its engine answers under `version`."""
-        tensors = iter(self.exporter)
-        self.engine.load_weights(tensors, version=version)
-        for _ in tensors:  # an engine that stopped early must not leave the other processes waiting in a collective
-            pass
-        return {"push_bytes": float(self.exporter.total_bytes)}
+        """Afterwards every engine answers under `version`. If anything fails anywhere, none answers until a push was whole.
+
+        Raises what this process's engine raised, or EngineError; a push that failed on a living process may be repeated.
+        """
+        begin = time.perf_counter()
+        passage = _Passage(self, version)
+        whole = False
+        try:
+            moved = self._push(passage)
+            whole = True
+        finally:
+            if not whole:
+                self.engine.distrust()
+        return {
+            "push_seconds": time.perf_counter() - begin,
+            "push_bytes": float(moved),
+            "push_bytes_least": float(self.least_bytes),
+            "push_ratio": moved / self.least_bytes if self.least_bytes else 1.0,
+        }
+
+    def _push(self, passage: "_Passage") -> int:
+        """Bytes that all processes sent."""
+        failure: Exception | None = None
+        try:
+            self.engine.load_weights(passage.tensors(), version=passage.version)
+            if not passage.over:
+                failure = EngineError("The engine stopped reading before the last tensor of the push.")
+        except Exception as error:
+            failure = error
+        try:
+            passage.drain()  # others wait for what this process sends
+            total = torch.tensor([int(failure is not None), passage.sent_bytes], device=self.device)
+            dist.all_reduce(total)
+        except RuntimeError as lost:
+            raise EngineError(f"Push {passage.version} broke off: a process is gone ({lost}).") from failure
+        failed, moved = total.tolist()
+        if failure is not None:
+            raise failure
+        if failed:
+            raise EngineError(f"Push {passage.version} failed on {failed} other process(es); no engine has weights now.")
+        return int(moved)
+
+    def local_pieces(self, unit: Unit, part: int) -> list[Piece]:
+        """What this process holds of an HF tensor itself: views of its parameter."""
+        item = self.held.get(key_of(unit))
+        if item is None:
+            return []
+        axis = unit.rule.axis
+        return [
+            Piece(start, stop, item.parameter.detach().narrow(axis, offset, stop - start))
+            for (each, start, stop), offset in located(unit.rule, item.rank, item.ranks)
+            if each == part
+        ]
+
+    def slice_of(self, move: Move) -> Tensor:
+        """What a move takes from this process's shard: it lies within one piece of it."""
+        for start, stop, elements in self.local_pieces(move.unit, move.part):
+            if start <= move.start and move.stop <= stop:
+                return elements.narrow(move.unit.rule.axis, move.start - start, move.stop - move.start)
+        raise AssertionError(f"planned to send {move.name}[{move.start}:{move.stop}], which is not here")
+
+    def _rehearse(self, units: Sequence[Unit]) -> Needs:
+        asked: Needs = defaultdict(list)
+
+        def recorder(name: str, axis: int, dtype: torch.dtype) -> Callable[[Box], Tensor]:
+            def fetch(box: Box) -> Tensor:
+                asked[name].append(box[axis])
+                return torch.zeros((), dtype=dtype, device=self.device).expand([stop - start for start, stop in box])
+
+            return fetch
+
+        self.engine.rehearse(
+            (name, OnDemand.of(shape, dtype, recorder(name, unit.rule.axis, dtype)))
+            for unit in units
+            for name, dtype, shape in unit.planned
+        )
+        return {name: _merged(ranges) for name, ranges in asked.items()}
+
+    def _missing_bytes(self, unit: Unit) -> int:
+        """Of a unit: what this process's engine reads and this process does not hold."""
+        missing = 0
+        for part, (name, dtype, shape) in enumerate(unit.planned):
+            row = torch.Size(shape).numel() // shape[unit.rule.axis] * dtype.itemsize
+            here = self.local_pieces(unit, part)
+            for start, stop in self.needs.get(name, []):
+                present = sum(max(0, min(stop, piece.stop) - max(start, piece.start)) for piece in here)
+                missing += (stop - start - present) * row
+        return missing
+
+
+class _Passage:
+    """One push under way, as one process sees it."""
+
+    def __init__(self, weights: EngineWeights, version: int):
+        self.weights = weights
+        self.version = version
+        self.sent_bytes = 0
+        self._left = iter(weights.buckets)
+        self._travelling = self._post()
+
+    @property
+    def over(self) -> bool:
+        return self._travelling is None
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(HF name, tensor on demand) of the whole model. Raises EngineError where what came is not what was sent."""
+        while self._travelling is not None:
+            bucket, came = self._arrive()
+            arrived: dict[tuple[int, int], list[Piece]] = defaultdict(list)
+            for source, message in came.items():
+                for move, elements in opened(message, bucket.receives[source], self.version, source):
+                    arrived[id(move.unit), move.part].append(Piece(move.start, move.stop, elements))
+            for unit in bucket.units:
+                for part, (name, dtype, shape) in enumerate(unit.planned):
+                    pieces = self.weights.local_pieces(unit, part) + arrived[id(unit), part]
+                    yield name, OnDemand.of(shape, dtype, _reader(name, unit.rule.axis, pieces))
+
+    def drain(self) -> None:
+        """Takes part in what is left, for the others' sake."""
+        while self._travelling is not None:
+            self._arrive()
+
+    def _post(self) -> tuple[Bucket, dict[int, Tensor], list[Any], list[Tensor]] | None:
+        """Starts a bucket on its way."""
+        bucket = next(self._left, None)
+        if bucket is None:
+            return None
+        device = self.weights.device
+        sent = {
+            target: written(message_for(moves, device), moves, self.version, self.weights.slice_of)
+            for target, moves in bucket.sends.items()
+        }
+        came = {source: message_for(moves, device) for source, moves in bucket.receives.items()}
+        self.sent_bytes += sum(move.bytes for moves in bucket.sends.values() for move in moves)
+        operations = [dist.P2POp(dist.isend, message, target) for target, message in sent.items()]
+        operations += [dist.P2POp(dist.irecv, message, source) for source, message in came.items()]
+        return bucket, came, dist.batch_isend_irecv(operations) if operations else [], list(sent.values())
+
+    def _arrive(self) -> tuple[Bucket, dict[int, Tensor]]:
+        """Waits for the bucket on its way, once the next one has set out: it travels while this one is loaded."""
+        assert self._travelling is not None
+        bucket, came, works, _ = self._travelling
+        self._travelling = self._post()
+        for work in works:
+            work.wait()
+        return bucket, came
+
+
+def _plan(buckets: Sequence[list[Unit]], told: Sequence[Needs]) -> list[Bucket]:
+    """The same on every process; each keeps what it takes part in."""
+    me = dist.get_rank()
+    balance: dict[torch.dtype, Balance] = {}
+    planned = []
+    for units in buckets:
+        bucket = Bucket(units, defaultdict(list), defaultdict(list))
+        for unit in units:
+            names = unit.rule.hf_names(unit.layer, unit.expert)
+            needs = tuple(
+                (rank, tuple(Segment(part, *range_) for part, name in enumerate(names) for range_ in needed.get(name, [])))
+                for rank, needed in enumerate(told)
+            )
+            plan = balance.setdefault(unit.dtype, Balance(unit.dtype.itemsize))
+            for source, target, part, start, stop, _ in plan.transfers(Placement(unit.rule, unit.holders, needs)):
+                if source == me:
+                    bucket.sends[target].append(Move(unit, part, start, stop))
+                if target == me:
+                    bucket.receives[source].append(Move(unit, part, start, stop))
+        planned.append(bucket)
+    return planned
+
+
+def _refuse_unread(units: Sequence[Unit], told: Sequence[Needs]) -> None:
+    """Every element must be read by some engine's rank."""
+    for unit in units:
+        for name, _, shape in unit.planned:
+            read = _merged([range_ for needs in told for range_ in needs.get(name, [])])
+            if read != [(0, shape[unit.rule.axis])]:
+                raise EngineError(f"No engine reads all of {name} {tuple(shape)}, which the policy has: only {read} of it.")
+
+
+def _merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same rows in the fewest ranges."""
+    found: list[tuple[int, int]] = []
+    for start, stop in sorted(range_ for range_ in ranges if range_[0] < range_[1]):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], stop)
+        else:
+            found.append((start, stop))
+    return found
+
+
+def _reader(name: str, axis: int, pieces: Sequence[Piece]) -> Callable[[Box], Tensor]:
+    """Elements of a box, from the pieces of the tensor that are here."""
+
+    def fetch(box: Box) -> Tensor:
+        start, stop = box[axis]
+        overlapping = sorted((p for p in pieces if p.start < stop and start < p.stop), key=lambda piece: piece.start)
+        found, at = [], start
+        for piece in overlapping:
+            if piece.start > at:
+                break
+            end = min(piece.stop, stop)
+            if at < end:
+                found.append(piece.elements.narrow(axis, at - piece.start, end - at))
+                at = end
+        if at < stop:
+            raise EngineError(f"The engine asks for {name}[{start}:{stop}]; it did not when the push was planned.")
+        elements = found[0] if len(found) == 1 else torch.cat(found, axis)
+        for dim, (low, high) in enumerate(box):
+            if dim != axis:
+                elements = elements.narrow(dim, low, high - low)
+        return elements
+
+    return fetch

@@ -1,6 +1,7 @@
 """Real vLLM in the trainer's processes: after a push it says what the trainer says, and what transformers says."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 from rftmega.algorithms.losses import policy_loss
 from rftmega.config import ParallelConfig, RolloutConfig
+from rftmega.errors import EngineError
 from rftmega.rollout.transformers import TransformersEngine
 from rftmega.strategy.dispatch import ColocatedPolicy, ColocatedWeights, SharedEngine, Turns
 from rftmega.types import Experience, Prompt
@@ -20,6 +22,14 @@ from tests.tiny_models import save_tiny
 
 PROMPTS = [Prompt((5, 9, 100)), Prompt((3,)), Prompt((5, 9, 100, 7, 7, 7, 8, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12))]
 STOP = 1
+
+
+def broken_off(exporter: Exporter) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in exporter:
+        yield name, torch.full_like(tensor, 7.0)
+        if name.endswith("q_proj.weight"):
+            break
+    raise EngineError("half of it")
 
 
 def agreement_body(world: Any, folder: Path, parallel: ParallelConfig, engine_size: int) -> Any:
@@ -34,9 +44,11 @@ def agreement_body(world: Any, folder: Path, parallel: ParallelConfig, engine_si
     shared = SharedEngine(engine, turns, world, processes_per_engine=engine_size)
     policy = ColocatedPolicy(actor, turns)
     exporter = Exporter(actor.manager.bound, actor.topology, bucket_bytes=50_000)
-    weights = ColocatedWeights(EngineWeights(exporter, engine), turns)
+    weights = ColocatedWeights(EngineWeights(actor.manager.bound, engine, bucket_bytes=50_000), turns)
     found = []
     for version in range(2):  # the second time other weights, the same prompts: no stale cache
+        with pytest.raises(EngineError, match="half"):  # the first layer's queries, and no keys and values
+            engine.load_weights(broken_off(exporter), version=99)
         weights.push(version=version)
         oracle.load_weights(exporter, version=version)
         answers = shared.generate(PROMPTS, seeds=[1, 2, 3], temperature=0.7)
@@ -80,7 +92,11 @@ def test_vllm_agrees_with_the_trainer_and_with_transformers(
     variant: str, world: int, parallel: ParallelConfig, engine_size: int, tmp_path: Path
 ) -> None:
     folder = save_tiny(tmp_path, variant, hidden_size=128)  # vLLM's CPU attention starts at head size 32
+    shared = Path("/dev/shm/-tp:0-[0-1]-cpushm_1")
+    if engine_size > 1:
+        shared.touch()  # as a killed run leaves it
     results = run_ranks(world, agreement_body, folder, parallel, engine_size, timeout=300)
+    assert not shared.exists()
     for found in results:
         for version, turn in enumerate(found):
             assert turn["gap"] < 1e-5

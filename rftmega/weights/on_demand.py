@@ -1,0 +1,95 @@
+"""Tensors of Hugging Face's shapes that are asked for their elements only where somebody copies from them.
+
+An engine's loader narrows, slices and chunks what it is given and copies the rest into its own parameters. Handed these
+tensors, it says which elements it needs; or it gets just those, without the others being anywhere on this process.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Box = tuple[tuple[int, int], ...]  # start and stop along each dimension
+
+
+class OnDemand(Tensor):
+    """A tensor without elements. Views of it are views; anything else that is done to it or with it gets the elements first:
+    `fetch(box)` must give those of a box, in its shape.
+    """
+
+    fetch: Callable[[Box], Tensor]
+    whole: torch.Size
+
+    @staticmethod
+    def of(shape: tuple[int, ...], dtype: torch.dtype, fetch: Callable[[Box], Tensor]) -> "OnDemand":
+        return _like(torch.empty(shape, dtype=dtype, device="meta"), fetch, torch.Size(shape))
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is Tensor.copy_ and args[0].is_meta and isinstance(args[1], OnDemand):
+                # vLLM counts what its loader will copy on parameters that have no elements either.
+                return args[0].copy_(torch.empty(args[1].shape, dtype=args[1].dtype, device="meta"))
+            if isinstance(args[0], OnDemand) and func is not Tensor.copy_:
+                try:
+                    found = func(*args, **kwargs)
+                except (RuntimeError, NotImplementedError):  # needs elements
+                    found = None
+                if found is not None and (views := _as_views(found, args[0])) is not None:
+                    return views
+            return func(*[_filled(arg) for arg in args], **{name: _filled(arg) for name, arg in kwargs.items()})
+
+
+def _like(plain: Tensor, fetch: Callable[[Box], Tensor], whole: torch.Size) -> OnDemand:
+    tensor = plain.as_subclass(OnDemand)
+    tensor.fetch, tensor.whole = fetch, whole
+    return tensor
+
+
+def _as_views(found: Any, origin: OnDemand) -> Any:
+    """`found` as views of origin; as it is if it holds no tensor; None if it is, or holds, a tensor of other elements."""
+    if isinstance(found, Tensor):
+        same = found.untyped_storage()._cdata == origin.untyped_storage()._cdata and found.dtype == origin.dtype
+        return _like(found, origin.fetch, origin.whole) if same else None
+    if isinstance(found, tuple | list) and any(isinstance(each, Tensor) for each in found):
+        views = [_as_views(each, origin) for each in found]
+        return None if any(view is None for view in views) else type(found)(views)
+    return found
+
+
+def _filled(argument: Any) -> Any:
+    """The argument, with elements wherever it has none."""
+    if isinstance(argument, OnDemand):
+        return _elements(argument)
+    if isinstance(argument, tuple | list):
+        return type(argument)(_filled(each) for each in argument)
+    return argument
+
+
+def _elements(view: OnDemand) -> Tensor:
+    if not view.numel():
+        return torch.empty(view.shape, dtype=view.dtype)
+    box = _box(view)
+    if box is not None:
+        return view.fetch(box)
+    everything = view.fetch(tuple((0, size) for size in view.whole))
+    return everything.contiguous().as_strided(view.shape, view.stride(), view.storage_offset())
+
+
+def _box(view: OnDemand) -> Box | None:
+    """Where in the whole a view lies; None if it is no box of it (another number of dimensions, a transposition)."""
+    natural = torch.empty(view.whole, device="meta").stride()
+    if view.dim() != len(natural):
+        return None
+    if any(size > 1 and stride != own for size, stride, own in zip(view.shape, view.stride(), natural, strict=True)):
+        return None
+    box = []
+    offset = int(view.storage_offset())
+    for size, length, stride in zip(view.shape, view.whole, natural, strict=True):
+        start, offset = divmod(offset, stride)
+        if start + size > length:
+            return None
+        box.append((start, start + size))
+    return tuple(box)

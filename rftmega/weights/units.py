@@ -1,0 +1,106 @@
+"""Which processes hold which shard of which tensor, learnt once from what each of them says."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from converters import Rule
+from converters.hf_folder import Planned
+
+Key = tuple[str, int | None, int | None]  # a rule's first Megatron name, layer, expert
+
+
+class Held(Protocol):
+    """What a process holds: shard `rank` of `ranks` of a rule's tensor, at a layer and expert (`megatron.binding.Bound`)."""
+
+    @property
+    def rule(self) -> Rule: ...
+
+    @property
+    def layer(self) -> int | None: ...
+
+    @property
+    def expert(self) -> int | None: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def ranks(self) -> int: ...
+
+    @property
+    def parameter(self) -> Tensor: ...
+
+
+def key_of(item: "Held | Unit") -> Key:
+    return item.rule.megatron[0], item.layer, item.expert
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """One Megatron tensor of the whole model: a load unit, since its HF tensors (q, k, v) always travel together."""
+
+    rule: Rule
+    layer: int | None
+    expert: int | None
+    dtype: torch.dtype
+    holders: tuple[tuple[int, ...], ...]  # shard number -> the processes (global ranks) that hold it
+
+    @property
+    def planned(self) -> list[Planned]:
+        """Its HF tensors, in the rule's order."""
+        names = self.rule.hf_names(self.layer, self.expert)
+        return [Planned(name, self.dtype, tensor.shape) for name, tensor in zip(names, self.rule.hf, strict=True)]
+
+    @property
+    def bytes(self) -> int:
+        return sum(torch.Size(tensor.shape).numel() for tensor in self.rule.hf) * self.dtype.itemsize
+
+
+def units_of(held: Sequence[Held], group: Any = None) -> list[Unit]:
+    """Every exported tensor that the group (default: all processes) holds between them, in the order of the model: embedding,
+    layers, norm, head. A collective; everybody gets the same.
+    """
+    mine = [(item.rule, item.layer, item.expert, item.rank, item.parameter.dtype) for item in held if item.rule.exported]
+    told: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(told, (dist.get_rank(), mine), group=group)
+    found: dict[Key, tuple[Rule, int | None, int | None, torch.dtype]] = {}
+    holders: dict[Key, dict[int, list[int]]] = {}
+    for process, theirs in told:
+        for rule, layer, expert, shard, dtype in theirs:
+            key = rule.megatron[0], layer, expert
+            found.setdefault(key, (rule, layer, expert, dtype))
+            holders.setdefault(key, {}).setdefault(shard, []).append(process)
+    units = [Unit(*what, tuple(tuple(ranks) for _, ranks in sorted(holders[key].items()))) for key, what in found.items()]
+    in_layers = sorted((u for u in units if u.layer is not None), key=lambda u: (u.layer, -1 if u.expert is None else u.expert))
+    outside = [u for u in units if u.layer is None]
+    return [u for u in outside if u.rule.opens] + in_layers + [u for u in outside if not u.rule.opens]
+
+
+def buckets_of(units: Sequence[Unit], bucket_bytes: int, *, for_an_engine: bool = False) -> list[list[Unit]]:
+    """Consecutive units of one dtype up to `bucket_bytes`; what is larger by itself is a bucket of its own.
+
+    An engine loads the experts of a layer as one: for it they stay together.
+    """
+    groups: list[list[Unit]] = []
+    for unit in units:
+        last = groups[-1][-1] if groups else unit
+        experts = for_an_engine and None not in (unit.expert, last.expert) and last.layer == unit.layer
+        if groups and experts and last.dtype == unit.dtype:
+            groups[-1].append(unit)
+        else:
+            groups.append([unit])
+    buckets: list[list[Unit]] = []
+    size = 0
+    for group in groups:
+        bytes_ = sum(unit.bytes for unit in group)
+        if not buckets or size + bytes_ > bucket_bytes or group[0].dtype != buckets[-1][0].dtype:
+            buckets.append([])
+            size = 0
+        buckets[-1] += group
+        size += bytes_
+    return buckets

@@ -1,0 +1,221 @@
+"""The planned push on real ranks: every engine's rank gets exactly what its loader reads, moved once, or nothing counts."""
+
+import os
+import signal
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from rftmega.config import ParallelConfig
+from rftmega.errors import EngineError
+from rftmega.weights import EngineWeights
+from tests.block_engine import BlockEngine
+from tests.layouts import build_manager
+from tests.ranks import RankFailure, run_ranks
+from tests.tiny_models import save_tiny
+
+P = ParallelConfig
+
+
+def push_body(world: Any, folder: Path, parallel: ParallelConfig, ranks: int) -> Any:
+    manager = build_manager(folder, parallel)
+    disk = load_file(folder / "model.safetensors")
+    for bucket_bytes in (2**30, 10_000):
+        engine = BlockEngine(world.rank % ranks, ranks)
+        weights = EngineWeights(manager.bound, engine, bucket_bytes=bucket_bytes)
+        engine.loaded.clear()
+        metrics = weights.push(version=7)
+        assert engine.version == 7
+        assert engine.loaded.keys() == disk.keys()
+        for name, tensor in disk.items():
+            assert torch.equal(engine.loaded[name], engine.block(name, tensor)), name
+    return metrics["push_bytes"], metrics["push_bytes_least"], metrics["push_ratio"]
+
+
+PAIRS = [
+    ("llama", 4, P(tensor=2, pipeline=2), 1),
+    ("llama", 4, P(tensor=4), 4),  # key-value heads fewer than ranks on both sides
+    pytest.param("qwen2", 4, P(tensor=4), 1, marks=pytest.mark.ranks),
+    ("qwen2", 4, P(tensor=2), 4),
+    ("qwen3-tied", 4, P(pipeline=2, virtual_pipeline=2), 2),
+    pytest.param("llama-tied-llama3-rope", 4, P(pipeline=2, first_stage_layers=1), 2, marks=pytest.mark.ranks),
+    ("qwen3-moe", 4, P(tensor=2, sequence=True, expert=2), 2),
+    ("deepseek-v3", 4, P(tensor=2, sequence=True, expert=4), 1),
+    pytest.param("llama", 8, P(tensor=2, pipeline=2), 4, marks=pytest.mark.ranks),
+    pytest.param("qwen3", 8, P(tensor=2, pipeline=2, virtual_pipeline=2), 2, marks=pytest.mark.ranks),
+]
+"""(variant, processes, trainer's layout, engine's tensor-parallel size)"""
+
+
+@pytest.mark.parametrize(("variant", "world", "parallel", "ranks"), PAIRS)
+def test_engines_get_what_they_read_and_no_byte_more_is_moved(
+    variant: str, world: int, parallel: ParallelConfig, ranks: int, tmp_path: Path
+) -> None:
+    folder = save_tiny(tmp_path, variant)
+    for moved, least, ratio in run_ranks(world, push_body, folder, parallel, ranks):
+        assert moved == least > 0
+        assert ratio == 1
+
+
+def test_nothing_moves_where_trainer_and_engine_cut_alike(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path, "llama", vocab_size=128)
+    for moved, least, _ in run_ranks(4, push_body, folder, P(tensor=2), 2):
+        assert moved == least == 0
+
+
+def faulty_body(world: Any, folder: Path, fault: str) -> Any:
+    """What each process saw of a push that went wrong, and of the next one."""
+    manager = build_manager(folder, P(tensor=2, pipeline=2))
+    engine = BlockEngine(0, 1)
+    weights = EngineWeights(manager.bound, engine, bucket_bytes=20_000)
+    assert len(weights.buckets) > 4
+    weights.push(version=0)
+    restore = plant(fault, engine, weights) if world.rank == 1 else lambda: None
+    with pytest.raises(EngineError) as caught:
+        weights.push(version=1)
+    assert engine.version is None, "half a push counts as a whole one"
+    restore()
+    weights.push(version=2)
+    assert engine.version == 2
+    disk = load_file(folder / "model.safetensors")
+    assert all(torch.equal(engine.loaded[name], tensor) for name, tensor in disk.items())
+    return str(caught.value)
+
+
+def plant(fault: str, engine: BlockEngine, weights: EngineWeights) -> Any:
+    """Breaks something on this process; returns what mends it."""
+    load = engine.load_weights
+    if fault == "the loader fails half-way":
+
+        def fails(named_tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
+            engine.distrust()
+            for _, (name, tensor) in zip(range(9), named_tensors, strict=False):
+                engine.loaded[name] = torch.clone(tensor)
+            raise EngineError("no memory left for this tensor")
+
+        engine.load_weights = fails  # type: ignore[method-assign]
+    if fault == "the loader stops early":
+
+        def stops(named_tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
+            for _ in zip(range(9), named_tensors, strict=False):
+                pass
+            engine.version = version
+
+        engine.load_weights = stops  # type: ignore[method-assign]
+    if fault == "another tensor is asked for":
+        bucket = weights.buckets[3]
+        for source in bucket.receives:
+            dropped = bucket.receives[source]
+            bucket.receives[source] = [move._replace(stop=move.stop - 1, start=move.start - 1) for move in dropped]
+            return lambda: bucket.receives.update({source: dropped})
+    return lambda: setattr(engine, "load_weights", load)
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("the loader fails half-way", "no memory left for this tensor"),
+        ("the loader stops early", "The engine stopped reading before the last tensor of the push."),
+        ("another tensor is asked for", "it did not when the push was planned"),
+    ],
+)
+def test_where_one_engine_fails_none_answers_and_the_push_can_be_repeated(fault: str, told: str, tmp_path: Path) -> None:
+    saw = run_ranks(4, faulty_body, save_tiny(tmp_path, "llama"), fault)
+    assert told in saw[1]
+    for rank in (0, 2, 3):
+        assert saw[rank] == "Push 1 failed on 1 other process(es); no engine has weights now."
+
+
+def damaged_body(world: Any, folder: Path, fault: str) -> Any:
+    """Process 1 sends something else than it should, once."""
+    import rftmega.weights.push as push
+
+    manager = build_manager(folder, P(tensor=2))
+    engine = BlockEngine(0, 1)
+    weights = EngineWeights(manager.bound, engine, bucket_bytes=20_000)
+    real = push.written
+
+    def damaged(message: Tensor, moves: Any, version: int, slice_of: Any) -> Tensor:
+        if fault == "another push":
+            return real(message, moves, version - 1, slice_of)
+        real(message, moves, version, slice_of)
+        at = message.numel() - 64  # of the last slice
+        if fault == "a byte":
+            message[at] += 1
+        if fault == "words swapped":
+            words = message[at : at + 16].view(torch.int64)
+            words.copy_(words.flip(0))
+        return message
+
+    if world.rank == 1:
+        push.written = damaged
+    with pytest.raises(EngineError) as caught:
+        weights.push(version=4)
+    push.written = real
+    assert engine.version is None
+    weights.push(version=5)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("a byte", "of push 4 came damaged from process 1"),
+        ("words swapped", "of push 4 came damaged from process 1"),
+        ("another push", "Process 1 sent push 3 while this one takes push 4"),
+    ],
+)
+def test_what_does_not_arrive_as_it_was_sent_is_refused(fault: str, told: str, tmp_path: Path) -> None:
+    assert told in run_ranks(2, damaged_body, save_tiny(tmp_path, "llama"), fault)[0]
+
+
+def killed_body(world: Any, folder: Path, victim: int, after: int, told: Path) -> None:
+    """A process is gone in the middle of a push: the others see an error, and their engines have no weights."""
+    manager = build_manager(folder, P(tensor=2))
+    engine = BlockEngine(0, 1)
+    weights = EngineWeights(manager.bound, engine, bucket_bytes=10_000)
+    weights.push(version=0)
+    if world.rank == victim:
+        load = engine.block
+        left = iter(range(after))
+
+        def dies(name: str, tensor: Tensor) -> Tensor:
+            if next(left, None) is None:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return load(name, tensor)
+
+        engine.block = dies  # type: ignore[method-assign]
+    try:
+        weights.push(version=1)
+    except EngineError as error:
+        assert engine.version is None
+        told.write_text(str(error))
+
+
+@pytest.mark.parametrize(("victim", "after"), [(0, 0), (0, 12), (1, 5), (1, 30)])
+def test_a_process_that_dies_in_the_middle_of_a_push_leaves_no_engine_that_answers(
+    victim: int, after: int, tmp_path: Path
+) -> None:
+    told = tmp_path / "told"
+    with pytest.raises(RankFailure, match=f"rank {victim} died|rank {1 - victim} raised"):
+        run_ranks(2, killed_body, save_tiny(tmp_path, "llama"), victim, after, told)
+    assert "Push 1 broke off: a process is gone" in told.read_text()
+
+
+def test_a_tensor_that_no_engine_reads_is_refused_before_the_first_push(tmp_path: Path) -> None:
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(1, unread_body, save_tiny(tmp_path, "llama"))
+    assert "No engine reads all of model.norm.weight (64,), which the policy has" in str(caught.value)
+
+
+def unread_body(world: Any, folder: Path) -> None:
+    class Forgetful(BlockEngine):
+        def block(self, name: str, tensor: Tensor) -> Tensor:
+            return torch.empty(0) if name == "model.norm.weight" else super().block(name, tensor)
+
+    EngineWeights(build_manager(folder, P()).bound, Forgetful(0, 1), bucket_bytes=2**20)
