@@ -11,27 +11,29 @@ import torch
 from torch import Tensor
 
 Box = tuple[tuple[int, int], ...]  # start and stop along each dimension
+Fetch = Callable[[Box, Tensor], None]
 
 
 class OnDemand(Tensor):
     """A tensor without elements. Views of it are views; anything else that is done to it or with it gets the elements first:
-    `fetch(box)` must give those of a box, in its shape.
+    `fetch(box, out)` must write those of a box to `out`, which has the box's shape and whatever dtype.
     """
 
-    fetch: Callable[[Box], Tensor]
+    fetch: Fetch
     whole: torch.Size
+    home: torch.device
 
     @staticmethod
-    def of(shape: tuple[int, ...], dtype: torch.dtype, fetch: Callable[[Box], Tensor]) -> "OnDemand":
-        return _like(torch.empty(shape, dtype=dtype, device="meta"), fetch, torch.Size(shape))
+    def of(shape: tuple[int, ...], dtype: torch.dtype, fetch: Fetch, home: torch.device) -> "OnDemand":
+        """Of a whole tensor; elements that somebody computes with are made on `home`."""
+        return _like(torch.empty(shape, dtype=dtype, device="meta"), fetch, torch.Size(shape), home)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            if func is Tensor.copy_ and args[0].is_meta and isinstance(args[1], OnDemand):
-                # vLLM counts what its loader will copy on parameters that have no elements either.
-                return args[0].copy_(torch.empty(args[1].shape, dtype=args[1].dtype, device="meta"))
+            if func is Tensor.copy_ and isinstance(args[1], OnDemand):
+                return _copied(args[0], args[1])
             if isinstance(args[0], OnDemand) and func is not Tensor.copy_:
                 try:
                     found = func(*args, **kwargs)
@@ -42,9 +44,9 @@ class OnDemand(Tensor):
             return func(*[_filled(arg) for arg in args], **{name: _filled(arg) for name, arg in kwargs.items()})
 
 
-def _like(plain: Tensor, fetch: Callable[[Box], Tensor], whole: torch.Size) -> OnDemand:
+def _like(plain: Tensor, fetch: Fetch, whole: torch.Size, home: torch.device) -> OnDemand:
     tensor = plain.as_subclass(OnDemand)
-    tensor.fetch, tensor.whole = fetch, whole
+    tensor.fetch, tensor.whole, tensor.home = fetch, whole, home
     return tensor
 
 
@@ -52,7 +54,7 @@ def _as_views(found: Any, origin: OnDemand) -> Any:
     """`found` as views of origin; as it is if it holds no tensor; None if it is, or holds, a tensor of other elements."""
     if isinstance(found, Tensor):
         same = found.untyped_storage()._cdata == origin.untyped_storage()._cdata and found.dtype == origin.dtype
-        return _like(found, origin.fetch, origin.whole) if same else None
+        return _like(found, origin.fetch, origin.whole, origin.home) if same else None
     if isinstance(found, tuple | list) and any(isinstance(each, Tensor) for each in found):
         views = [_as_views(each, origin) for each in found]
         return None if any(view is None for view in views) else type(found)(views)
@@ -68,14 +70,27 @@ def _filled(argument: Any) -> Any:
     return argument
 
 
+def _copied(target: Tensor, view: OnDemand) -> Tensor:
+    if target.is_meta:  # vLLM counts what its loader will copy on parameters that have no elements either
+        return target.copy_(torch.empty(view.shape, dtype=view.dtype, device="meta"))
+    box = _box(view)
+    if box is None or target.shape != view.shape:
+        return target.copy_(_elements(view))
+    if view.numel():
+        view.fetch(box, target)
+    return target
+
+
 def _elements(view: OnDemand) -> Tensor:
-    if not view.numel():
-        return torch.empty(view.shape, dtype=view.dtype)
     box = _box(view)
     if box is not None:
-        return view.fetch(box)
-    everything = view.fetch(tuple((0, size) for size in view.whole))
-    return everything.contiguous().as_strided(view.shape, view.stride(), view.storage_offset())
+        elements = torch.empty(view.shape, dtype=view.dtype, device=view.home)
+        if view.numel():
+            view.fetch(box, elements)
+        return elements
+    everything = torch.empty(view.whole, dtype=view.dtype, device=view.home)
+    view.fetch(tuple((0, size) for size in view.whole), everything)
+    return everything.as_strided(view.shape, view.stride(), view.storage_offset())
 
 
 def _box(view: OnDemand) -> Box | None:

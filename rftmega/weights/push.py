@@ -7,7 +7,7 @@ slices that came and from the trainer's own shard.
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -18,7 +18,7 @@ from converters import Segment, located
 from rftmega.errors import EngineError
 from rftmega.types import Metrics
 from rftmega.weights.message import Move, message_for, opened, written
-from rftmega.weights.on_demand import Box, OnDemand
+from rftmega.weights.on_demand import Box, Fetch, OnDemand
 from rftmega.weights.plan import Balance, Placement
 from rftmega.weights.units import Held, Unit, buckets_of, key_of, units_of
 
@@ -137,15 +137,15 @@ class EngineWeights:
     def _rehearse(self, units: Sequence[Unit]) -> Needs:
         asked: Needs = defaultdict(list)
 
-        def recorder(name: str, axis: int, dtype: torch.dtype) -> Callable[[Box], Tensor]:
-            def fetch(box: Box) -> Tensor:
+        def recorder(name: str, axis: int) -> Fetch:
+            def fetch(box: Box, out: Tensor) -> None:
                 asked[name].append(box[axis])
-                return torch.zeros((), dtype=dtype, device=self.device).expand([stop - start for start, stop in box])
+                out.zero_()
 
             return fetch
 
         self.engine.rehearse(
-            (name, OnDemand.of(shape, dtype, recorder(name, unit.rule.axis, dtype)))
+            (name, OnDemand.of(shape, dtype, recorder(name, unit.rule.axis), self.device))
             for unit in units
             for name, dtype, shape in unit.planned
         )
@@ -188,7 +188,7 @@ class _Passage:
             for unit in bucket.units:
                 for part, (name, dtype, shape) in enumerate(unit.planned):
                     pieces = self.weights.local_pieces(unit, part) + arrived[id(unit), part]
-                    yield name, OnDemand.of(shape, dtype, _reader(name, unit.rule.axis, pieces))
+                    yield name, OnDemand.of(shape, dtype, _reader(name, unit.rule.axis, pieces), self.weights.device)
 
     def drain(self) -> None:
         """Takes part in what is left, for the others' sake."""
@@ -201,10 +201,13 @@ class _Passage:
         if bucket is None:
             return None
         device = self.weights.device
-        sent = {
-            target: written(message_for(moves, device), moves, self.version, self.weights.slice_of)
-            for target, moves in bucket.sends.items()
-        }
+        alike: dict[Any, Tensor] = {}  # processes that need the same get the same message
+        sent = {}
+        for target, moves in bucket.sends.items():
+            key = tuple((id(move.unit), *move[1:]) for move in moves)
+            if key not in alike:
+                alike[key] = written(message_for(moves, device), moves, self.version, self.weights.slice_of)
+            sent[target] = alike[key]
         came = {source: message_for(moves, device) for source, moves in bucket.receives.items()}
         self.sent_bytes += sum(move.bytes for moves in bucket.sends.values() for move in moves)
         operations = [dist.P2POp(dist.isend, message, target) for target, message in sent.items()]
@@ -264,26 +267,23 @@ def _merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return found
 
 
-def _reader(name: str, axis: int, pieces: Sequence[Piece]) -> Callable[[Box], Tensor]:
+def _reader(name: str, axis: int, pieces: Sequence[Piece]) -> Fetch:
     """Elements of a box, from the pieces of the tensor that are here."""
 
-    def fetch(box: Box) -> Tensor:
+    def fetch(box: Box, out: Tensor) -> None:
         start, stop = box[axis]
-        overlapping = sorted((p for p in pieces if p.start < stop and start < p.stop), key=lambda piece: piece.start)
-        found, at = [], start
-        for piece in overlapping:
-            if piece.start > at:
-                break
+        at = start
+        for piece in sorted(pieces, key=lambda piece: piece.start):
             end = min(piece.stop, stop)
-            if at < end:
-                found.append(piece.elements.narrow(axis, at - piece.start, end - at))
-                at = end
+            if piece.start > at or end <= at:
+                continue
+            elements = piece.elements.narrow(axis, at - piece.start, end - at)
+            for dim, (low, high) in enumerate(box):
+                if dim != axis:
+                    elements = elements.narrow(dim, low, high - low)
+            out.narrow(axis, at - start, end - at).copy_(elements)
+            at = end
         if at < stop:
             raise EngineError(f"The engine asks for {name}[{start}:{stop}]; it did not when the push was planned.")
-        elements = found[0] if len(found) == 1 else torch.cat(found, axis)
-        for dim, (low, high) in enumerate(box):
-            if dim != axis:
-                elements = elements.narrow(dim, low, high - low)
-        return elements
 
     return fetch
