@@ -16,5 +16,6 @@ setup(
     description="Reinforcement fine-tuning of language models on Megatron-Core with vLLM rollouts",
     python_requires=">=3.11",
     packages=find_packages(include=["rftmega", "rftmega.*", "model_providers", "converters"]),
+    entry_points={"vllm.general_plugins": ["rftmega = rftmega.rollout.plugin:register"]},
     extras_require={"cpu": pins("torch") + pins("cpu"), "cuda": pins("cuda"), "dev": pins("dev")},
 )

@@ -2,6 +2,8 @@
 
 import ast
 import inspect
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 from rftmega.config import schema
 
@@ -10,16 +12,25 @@ def option_reference() -> str:
     """One block a section: name, default, and the docstring under the field."""
     classes = {n.name: n for n in ast.parse(inspect.getsource(schema)).body if isinstance(n, ast.ClassDef)}
     lines = []
-    for section in classes["RunConfig"].body:
-        if not isinstance(section, ast.AnnAssign):
-            continue
-        name = ast.unparse(section.target)
-        lines.append(f"\n{name}:")
-        body = classes[ast.unparse(section.annotation)].body
-        for option, doc in zip(body, body[1:], strict=False):
-            if isinstance(option, ast.AnnAssign) and isinstance(doc, ast.Expr):
-                assert option.value is not None and isinstance(doc.value, ast.Constant)
-                default = ast.unparse(option.value)
-                shown = "required" if default == "MISSING" else default
-                lines.append(f"  {name}.{ast.unparse(option.target)} = {shown}\n      {doc.value.value!s}")
+    whole = classes["RunConfig"].body
+    for option, doc in _explained(whole):
+        lines.append(_described("", option, doc))
+    for section in whole:
+        if isinstance(section, ast.AnnAssign) and (named := classes.get(ast.unparse(section.annotation))):
+            name = ast.unparse(section.target)
+            lines += [f"\n{name}:", *(_described(f"{name}.", *each) for each in _explained(named.body))]
     return "\n".join(lines)
+
+
+def _explained(body: Sequence[ast.stmt]) -> Iterator[tuple[ast.AnnAssign, str]]:
+    """Fields with the text under them."""
+    for option, doc in pairwise(body):
+        if isinstance(option, ast.AnnAssign) and isinstance(doc, ast.Expr):
+            assert isinstance(doc.value, ast.Constant)
+            yield option, str(doc.value.value)
+
+
+def _described(prefix: str, option: ast.AnnAssign, doc: str) -> str:
+    assert option.value is not None
+    default = ast.unparse(option.value)
+    return f"  {prefix}{ast.unparse(option.target)} = {'required' if default == 'MISSING' else default}\n      {doc}"

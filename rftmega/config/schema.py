@@ -95,7 +95,10 @@ class RolloutConfig:
     """vllm (fast), transformers (slow and obvious, the oracle) or scripted (no model: seeded tokens)."""
 
     tensor: int = 1
-    """Processes that share one engine; engines in all: processes / this."""
+    """Processes that share one engine; colocated engines in all: processes / this."""
+
+    servers: int = 1
+    """vLLM servers (strategy=separate only), each of rollout.tensor processes of its own."""
 
     samples_per_prompt: int = 8
     """Answers a prompt: the group that GRPO normalises over."""
@@ -217,6 +220,9 @@ class TrainerConfig:
 
 @dataclass
 class RunConfig:
+    strategy: str = "colocated"
+    """colocated (engines in the trainer's processes, by turns) or separate (vLLM servers beside them on this host)."""
+
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

@@ -3,12 +3,14 @@
 import json
 import math
 from collections.abc import Iterable
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 from rftmega.config.schema import OptimizerConfig, ParallelConfig, RunConfig
 
 CHOICES = {
+    "strategy": ("colocated", "separate"),
     "model.dtype": ("auto", "float32", "bfloat16"),
     "parallel.recompute": ("none", "selective", "full"),
     "optimizer.schedule": ("constant", "linear", "cosine"),
@@ -25,6 +27,7 @@ AT_LEAST_ONE = (
     "parallel.expert",
     "parallel.expert_tensor",
     "rollout.tensor",
+    "rollout.servers",
     "rollout.samples_per_prompt",
     "rollout.max_prompt_tokens",
     "rollout.max_response_tokens",
@@ -58,8 +61,7 @@ NOT_NEGATIVE = (
 
 def value_of(config: RunConfig, name: str) -> Any:
     """The value of a dotted option."""
-    section, leaf = name.split(".")
-    return getattr(getattr(config, section), leaf)
+    return reduce(getattr, name.split("."), config)
 
 
 def violations(config: RunConfig, world_size: int) -> list[str]:
@@ -128,6 +130,12 @@ def _overlap(optimizer: OptimizerConfig) -> list[str]:
 
 def _engine(config: RunConfig, world_size: int) -> list[str]:
     found = []
+    if config.strategy == "separate":
+        if config.rollout.engine != "vllm":
+            found.append(f"strategy=separate starts vLLM servers, not rollout.engine={config.rollout.engine}. Set it to vllm.")
+        return found
+    if config.rollout.servers > 1:
+        found.append(f"rollout.servers={config.rollout.servers} needs strategy=separate: colocated engines are no servers.")
     if world_size % config.rollout.tensor:
         found.append(
             f"rollout.tensor={config.rollout.tensor} does not divide the {world_size} launched processes, so the last engine "

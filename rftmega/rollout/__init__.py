@@ -17,6 +17,11 @@ def create(config: RunConfig, world: World, *, vocabulary: int, stop_ids: Sequen
 
         return TransformersEngine(config.model.path, config.rollout, stop_ids=stop_ids, where=world.device)
     assert config.rollout.engine == "vllm", config.rollout.engine
+    if config.strategy == "separate":
+        from rftmega.rollout.servers import ServerEngine
+
+        logs = f"{config.trainer.output}/servers"
+        return ServerEngine(config.model.path, config.rollout, world, dtype=config.model.dtype, stop_ids=stop_ids, logs=logs)
     from rftmega.rollout.vllm import VLLMEngine
 
     return VLLMEngine(config.model.path, config.rollout, world, dtype=config.model.dtype, stop_ids=stop_ids)

@@ -28,8 +28,9 @@ logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
 
 # isort: split
 from vllm import LLM, SamplingParams  # noqa: E402
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead  # noqa: E402
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload  # noqa: E402
+
+from rftmega.rollout.reload import pack_output_heads  # noqa: E402
 
 
 def _share_cores(world: World) -> None:
@@ -48,15 +49,6 @@ def _unlink_shared_memory(world: World, size: int) -> None:
     ranks = "-".join(str(rank) for rank in range(first, first + size))
     for file in Path("/dev/shm").glob(f"*-[[]{ranks}]-cpushm_{world.rank - first}"):
         file.unlink(missing_ok=True)
-
-
-def _pack_output_heads(model: Any) -> None:
-    """Tied to the embedding, an output head gets no weights of its own in a reload, and on a CPU it multiplies with a packed
-    copy that would stay the old one. So vLLM's hook for "after loading" is called once more.
-    """
-    for module in model.modules():
-        if isinstance(module, ParallelLMHead):
-            module.quant_method.process_weights_after_loading(module)
 
 
 class VLLMEngine(Engine):
@@ -127,7 +119,7 @@ class VLLMEngine(Engine):
             # Half-loaded layers wait for the rest of theirs, and would take it from the next push.
             self._llm.apply_model(partial(finalize_layerwise_reload, model_config=self._llm.model_config))
             raise
-        self._llm.apply_model(_pack_output_heads)
+        self._llm.apply_model(pack_output_heads)
         self._llm.reset_prefix_cache()
 
     def _sleep(self) -> None:

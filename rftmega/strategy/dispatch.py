@@ -16,8 +16,8 @@ from rftmega.types import Completion, Experience, LossFn, Metrics, Prompt, Rows,
 class Turns:
     """Who holds the device's memory in which phase of a colocated run: the trainer's parts, the engine, or both's weights."""
 
-    def __init__(self, residency: Residency, engine: Engine, *, offload: bool):
-        """Without `offload` the trainer keeps everything, always."""
+    def __init__(self, residency: Residency, engine: Engine | None, *, offload: bool):
+        """Without `offload` the trainer keeps everything, always; `engine` is None where it has devices of its own."""
         self.residency = residency
         self.engine = engine
         self.offload = offload
@@ -29,16 +29,20 @@ class Turns:
 
     def score(self) -> None:
         """The trainer reads its weights; optimizer state stays where it is."""
-        self.engine.sleep()
+        self._engine_sleeps()
         self._hold("score", PARAMETERS)
 
     def update(self) -> None:
-        self.engine.sleep()
+        self._engine_sleeps()
         self._hold("update", *PARTS)
 
     def push(self) -> None:
         """Weights move from one to the other."""
         self._hold("push", PARAMETERS)
+
+    def _engine_sleeps(self) -> None:
+        if self.engine is not None:
+            self.engine.sleep()
 
     def _hold(self, phase: str, *parts: str) -> None:
         if self.offload:

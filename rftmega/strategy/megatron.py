@@ -1,4 +1,4 @@
-"""MegatronStrategy: builds and places policy, engine and weight transfer for a colocated run on Megatron-Core."""
+"""MegatronStrategy: builds and places policy, engine and weight transfer of a run on Megatron-Core."""
 
 import logging
 from collections.abc import Sequence
@@ -6,45 +6,62 @@ from pathlib import Path
 
 from rftmega import rollout, weights
 from rftmega.config import RunConfig
+from rftmega.errors import ConfigError
 from rftmega.interfaces import Policy, RolloutEngine, WeightSync
 from rftmega.megatron import MegatronActor
 from rftmega.parallel.launch import World
 from rftmega.parallel.layout import layout_name
 from rftmega.parallel.seeds import set_seed
 from rftmega.parallel.topology import Topology
+from rftmega.rollout.servers import ServerEngine
 from rftmega.strategy.dispatch import ColocatedPolicy, ColocatedWeights, SharedEngine, Turns
 
 log = logging.getLogger(__name__)
 
 
 class MegatronStrategy:
-    """Every process holds its shard of the actor and an engine (or its slice of one); they take turns."""
+    """Every process holds its shard of the actor. Colocated, it holds an engine too (or its slice of one), and they take turns;
+    separate, vLLM servers beside the processes are the engines.
+    """
 
     def __init__(self, config: RunConfig, world: World, *, stop_ids: Sequence[int]):
         self.config = config
+        if config.strategy == "separate" and world.local_size != world.size:
+            raise ConfigError(
+                f"strategy=separate shares memory with its servers, so all {world.size} processes must be on one host; this one "
+                f"has {world.local_size} of them. Take strategy=colocated."
+            )
         set_seed(config.trainer.seed)
         self.topology = Topology.create(config.parallel, seed=config.trainer.seed)
         actor = MegatronActor(config, self.topology)
         manager = actor.manager
+        separate = config.strategy == "separate"
         if world.is_main:
             log.info(
-                "policy: %s, %s parameters in %s, %s; engines: %d x %s",
+                "policy: %s, %s parameters in %s, %s; engines: %d x %s, %s",
                 manager.description.family,
                 f"{manager.description.parameters:,}",
                 str(manager.config.params_dtype).removeprefix("torch."),
                 layout_name(config.parallel, self.topology.data),
-                world.size // config.rollout.tensor,
+                config.rollout.servers if separate else world.size // config.rollout.tensor,
                 config.rollout.engine,
+                config.strategy,
             )
         self._engine = rollout.create(config, world, vocabulary=manager.description.vocabulary, stop_ids=stop_ids)
         self._bound = manager.bound
         self._bucket_bytes = config.trainer.push_bucket_mib * 2**20
-        self._turns = Turns(manager.residency, self._engine, offload=config.trainer.offload)
-        self.policy: Policy = ColocatedPolicy(actor, self._turns)
-        self.engine: RolloutEngine = SharedEngine(self._engine, self._turns, world, processes_per_engine=config.rollout.tensor)
-        self.weights: WeightSync = ColocatedWeights(
-            weights.EngineWeights(manager.bound, self._engine, bucket_bytes=self._bucket_bytes), self._turns
+        self._turns = Turns(
+            manager.residency, None if separate else self._engine, offload=config.trainer.offload and not separate
         )
+        self.policy: Policy = ColocatedPolicy(actor, self._turns)
+        an_engine = world.size if separate else config.rollout.tensor
+        self.engine: RolloutEngine = SharedEngine(self._engine, self._turns, world, processes_per_engine=an_engine)
+        sync: WeightSync
+        if isinstance(self._engine, ServerEngine):
+            sync = weights.SharedWeights(manager.bound, self._engine, bucket_bytes=self._bucket_bytes)
+        else:
+            sync = weights.EngineWeights(manager.bound, self._engine, bucket_bytes=self._bucket_bytes)
+        self.weights: WeightSync = ColocatedWeights(sync, self._turns)
         actor.push_to_rollout = self.weights.push
 
     def export(self, folder: str | Path) -> None:

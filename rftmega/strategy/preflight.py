@@ -34,8 +34,10 @@ def preflight(config: RunConfig, world_size: int, *, local: bool = False) -> Non
                 f"{model.max_positions} positions (max_position_embeddings). Shorten one of them."
             )
     devices = device.current().devices()
-    if local and devices is not None and world_size > devices:
-        found.append(f"--processes {world_size} is more than the {devices} CUDA device(s) here; each process needs its own.")
+    servers = config.rollout.servers * config.rollout.tensor if config.strategy == "separate" else 0
+    if local and devices is not None and world_size + servers > devices:
+        beside = f" and {servers} of vLLM's" if servers else ""
+        found.append(f"--processes {world_size}{beside} are more than the {devices} CUDA device(s) here; each needs its own.")
     if found:
         raise ConfigError("This run can't start:\n" + "\n".join(f"  - {reason}" for reason in found))
 
@@ -56,12 +58,13 @@ def dry_run(config: RunConfig, world_size: int) -> str:
     parallel = config.parallel
     replica = parallel.tensor * parallel.context * parallel.pipeline
     data = world_size // replica
+    engines = config.rollout.servers if config.strategy == "separate" else world_size // config.rollout.tensor
     rows = config.trainer.prompts_per_step * config.rollout.samples_per_prompt
     batch = f"{config.trainer.prompts_per_step} prompts x {config.rollout.samples_per_prompt} answers = {rows} rows"
     lines = [
         f"model       {model.family}, {model.parameters:,} parameters, {model.layers} layers, vocabulary {model.vocabulary}",
         f"processes   {world_size} = {layout_name(parallel, data)}",
-        f"engines     {world_size // config.rollout.tensor} x {config.rollout.engine}, {config.rollout.tensor} process(es) each",
+        f"engines     {engines} x {config.rollout.engine}, {config.rollout.tensor} process(es) each, {config.strategy}",
         f"batch       {batch} a step, "
         f"{config.algorithm.mini_batches} optimizer step(s) of about {rows // config.algorithm.mini_batches} rows, "
         f"about {rows / config.algorithm.mini_batches / data:g} rows a data-parallel rank",
@@ -87,4 +90,6 @@ def dry_run(config: RunConfig, world_size: int) -> str:
 
 def engine_modules(config: RunConfig) -> list[str]:
     """Modules of the chosen engine: those whose import takes long."""
-    return [] if config.rollout.engine == "scripted" else [f"rftmega.rollout.{config.rollout.engine}"]
+    if config.strategy == "separate" or config.rollout.engine == "scripted":
+        return []
+    return [f"rftmega.rollout.{config.rollout.engine}"]

@@ -1,39 +1,14 @@
 """Slices on their way from one process to another: one flat message a bucket, with the push's version and a checksum a slice."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from rftmega.errors import EngineError
-from rftmega.weights.units import Unit
-
-ALIGNED = 64  # bytes: every slice begins at a multiple, and its checksum is over whole multiples
-LANES = torch.tensor([1, 3, 5, 7, 11, 13, 17, 19])  # odd, and different: words that change places change the sum
-
-
-class Move(NamedTuple):
-    """Rows (columns, by the rule's axis) start to stop of a unit's HF tensor `part`."""
-
-    unit: Unit
-    part: int
-    start: int
-    stop: int
-
-    @property
-    def name(self) -> str:
-        return self.unit.planned[self.part].name
-
-    @property
-    def shape(self) -> torch.Size:
-        shape = list(self.unit.rule.hf[self.part].shape)
-        shape[self.unit.rule.axis] = self.stop - self.start
-        return torch.Size(shape)
-
-    @property
-    def bytes(self) -> int:
-        return self.shape.numel() * self.unit.dtype.itemsize
+from rftmega.parallel.checksum import blocks, checksum
+from rftmega.weights.units import Move
 
 
 def message_for(moves: Sequence[Move], device: torch.device) -> Tensor:
@@ -70,20 +45,13 @@ def _header(message: Tensor, moves: Sequence[Move]) -> Tensor:
 
 def _places(moves: Sequence[Move]) -> list[int]:
     """Where each slice begins, and where the message ends."""
-    places = [_aligned(8 * (1 + len(moves)))]
+    places = [blocks(8 * (1 + len(moves)))]
     for move in moves:
-        places.append(places[-1] + _aligned(move.bytes))
+        places.append(places[-1] + blocks(move.bytes))
     return places
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNED) * ALIGNED
 
 
 def _checksums(message: Tensor, moves: Sequence[Move]) -> Tensor:
     """[slices], of what is in the message, gaps behind the slices included."""
     places = _places(moves)
-    lanes = [
-        message[start:stop].view(torch.int64).view(-1, len(LANES)).sum(0) for start, stop in zip(places, places[1:], strict=False)
-    ]
-    return (torch.stack(lanes) * LANES.to(message.device)).sum(1)
+    return torch.stack([checksum(message[start:stop]) for start, stop in pairwise(places)])

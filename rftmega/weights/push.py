@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from converters import Segment, located
+from converters import Segment
 from rftmega.errors import EngineError
 from rftmega.types import Metrics
-from rftmega.weights.message import Move, message_for, opened, written
+from rftmega.weights.message import message_for, opened, written
 from rftmega.weights.on_demand import Box, Fetch, OnDemand
 from rftmega.weights.plan import Balance, Placement
-from rftmega.weights.units import Held, Unit, buckets_of, key_of, units_of
+from rftmega.weights.units import Held, Move, Piece, Shards, Unit, buckets_of, units_of
 
 Needs = dict[str, list[tuple[int, int]]]  # HF name -> rows (columns, by the rule's axis) that an engine reads, from and to
 
@@ -33,14 +33,6 @@ class Loader(Protocol):
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None: ...
 
     def distrust(self) -> None: ...
-
-
-class Piece(NamedTuple):
-    """Rows (columns) start to stop of an HF tensor, present on this process."""
-
-    start: int
-    stop: int
-    elements: Tensor
 
 
 class Bucket(NamedTuple):
@@ -60,15 +52,14 @@ class EngineWeights:
         Raises EngineError for a tensor that no engine reads: the policy's idea of the model would not be the engine's.
         """
         self.engine = engine
-        self.held = {key_of(item): item for item in held if item.rule.exported}
-        self.device = held[0].parameter.device
+        self.shards = Shards(held)
         units = units_of(held)
         self.needs = self._rehearse(units)
         told: list[Needs] = [{}] * dist.get_world_size()
         dist.all_gather_object(told, self.needs)
         _refuse_unread(units, told)
         self.buckets = _plan(buckets_of(units, bucket_bytes, for_an_engine=True), told)
-        missing = torch.tensor(sum(map(self._missing_bytes, units)), device=self.device)
+        missing = torch.tensor(sum(map(self._missing_bytes, units)), device=self.shards.device)
         dist.all_reduce(missing)
         self.least_bytes = int(missing)
 
@@ -104,7 +95,7 @@ class EngineWeights:
             failure = error
         try:
             passage.drain()  # others wait for what this process sends
-            total = torch.tensor([int(failure is not None), passage.sent_bytes], device=self.device)
+            total = torch.tensor([int(failure is not None), passage.sent_bytes], device=self.shards.device)
             dist.all_reduce(total)
         except RuntimeError as lost:
             raise EngineError(f"Push {passage.version} broke off: a process is gone ({lost}).") from failure
@@ -114,25 +105,6 @@ class EngineWeights:
         if failed:
             raise EngineError(f"Push {passage.version} failed on {failed} other process(es); no engine has weights now.")
         return int(moved)
-
-    def local_pieces(self, unit: Unit, part: int) -> list[Piece]:
-        """What this process holds of an HF tensor itself: views of its parameter."""
-        item = self.held.get(key_of(unit))
-        if item is None:
-            return []
-        axis = unit.rule.axis
-        return [
-            Piece(start, stop, item.parameter.detach().narrow(axis, offset, stop - start))
-            for (each, start, stop), offset in located(unit.rule, item.rank, item.ranks)
-            if each == part
-        ]
-
-    def slice_of(self, move: Move) -> Tensor:
-        """What a move takes from this process's shard: it lies within one piece of it."""
-        for start, stop, elements in self.local_pieces(move.unit, move.part):
-            if start <= move.start and move.stop <= stop:
-                return elements.narrow(move.unit.rule.axis, move.start - start, move.stop - move.start)
-        raise AssertionError(f"planned to send {move.name}[{move.start}:{move.stop}], which is not here")
 
     def _rehearse(self, units: Sequence[Unit]) -> Needs:
         asked: Needs = defaultdict(list)
@@ -145,7 +117,7 @@ class EngineWeights:
             return fetch
 
         self.engine.rehearse(
-            (name, OnDemand.of(shape, dtype, recorder(name, unit.rule.axis), self.device))
+            (name, OnDemand.of(shape, dtype, recorder(name, unit.rule.axis), self.shards.device))
             for unit in units
             for name, dtype, shape in unit.planned
         )
@@ -156,7 +128,7 @@ class EngineWeights:
         missing = 0
         for part, (name, dtype, shape) in enumerate(unit.planned):
             row = torch.Size(shape).numel() // shape[unit.rule.axis] * dtype.itemsize
-            here = self.local_pieces(unit, part)
+            here = self.shards.pieces(unit, part)
             for start, stop in self.needs.get(name, []):
                 present = sum(max(0, min(stop, piece.stop) - max(start, piece.start)) for piece in here)
                 missing += (stop - start - present) * row
@@ -187,8 +159,8 @@ class _Passage:
                     arrived[id(move.unit), move.part].append(Piece(move.start, move.stop, elements))
             for unit in bucket.units:
                 for part, (name, dtype, shape) in enumerate(unit.planned):
-                    pieces = self.weights.local_pieces(unit, part) + arrived[id(unit), part]
-                    yield name, OnDemand.of(shape, dtype, _reader(name, unit.rule.axis, pieces), self.weights.device)
+                    pieces = self.weights.shards.pieces(unit, part) + arrived[id(unit), part]
+                    yield name, OnDemand.of(shape, dtype, _reader(name, unit.rule.axis, pieces), self.weights.shards.device)
 
     def drain(self) -> None:
         """Takes part in what is left, for the others' sake."""
@@ -200,13 +172,13 @@ class _Passage:
         bucket = next(self._left, None)
         if bucket is None:
             return None
-        device = self.weights.device
+        device = self.weights.shards.device
         alike: dict[Any, Tensor] = {}  # processes that need the same get the same message
         sent = {}
         for target, moves in bucket.sends.items():
             key = tuple((id(move.unit), *move[1:]) for move in moves)
             if key not in alike:
-                alike[key] = written(message_for(moves, device), moves, self.version, self.weights.slice_of)
+                alike[key] = written(message_for(moves, device), moves, self.version, self.weights.shards.slice_of)
             sent[target] = alike[key]
         came = {source: message_for(moves, device) for source, moves in bucket.receives.items()}
         self.sent_bytes += sum(move.bytes for moves in bucket.sends.values() for move in moves)

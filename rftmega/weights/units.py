@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from converters import Rule
+from converters import Rule, located
 from converters.hf_folder import Planned
 
 Key = tuple[str, int | None, int | None]  # a rule's first Megatron name, layer, expert
@@ -59,6 +59,63 @@ class Unit:
     @property
     def bytes(self) -> int:
         return sum(torch.Size(tensor.shape).numel() for tensor in self.rule.hf) * self.dtype.itemsize
+
+
+class Move(NamedTuple):
+    """Rows (columns, by the rule's axis) start to stop of a unit's HF tensor `part`."""
+
+    unit: Unit
+    part: int
+    start: int
+    stop: int
+
+    @property
+    def name(self) -> str:
+        return self.unit.planned[self.part].name
+
+    @property
+    def shape(self) -> torch.Size:
+        shape = list(self.unit.rule.hf[self.part].shape)
+        shape[self.unit.rule.axis] = self.stop - self.start
+        return torch.Size(shape)
+
+    @property
+    def bytes(self) -> int:
+        return self.shape.numel() * self.unit.dtype.itemsize
+
+
+class Piece(NamedTuple):
+    """Rows (columns) start to stop of an HF tensor, present on this process."""
+
+    start: int
+    stop: int
+    elements: Tensor
+
+
+class Shards:
+    """What this process holds of the model, in terms of HF tensors."""
+
+    def __init__(self, held: Sequence[Held]):
+        self._held = {key_of(item): item for item in held if item.rule.exported}
+        self.device = held[0].parameter.device
+
+    def pieces(self, unit: Unit, part: int) -> list[Piece]:
+        """Of one HF tensor: views of the parameter."""
+        item = self._held.get(key_of(unit))
+        if item is None:
+            return []
+        return [
+            Piece(start, stop, item.parameter.detach().narrow(unit.rule.axis, offset, stop - start))
+            for (each, start, stop), offset in located(unit.rule, item.rank, item.ranks)
+            if each == part
+        ]
+
+    def slice_of(self, move: Move) -> Tensor:
+        """What a move takes from here: it lies within one piece."""
+        for start, stop, elements in self.pieces(move.unit, move.part):
+            if start <= move.start and move.stop <= stop:
+                return elements.narrow(move.unit.rule.axis, move.start - start, move.stop - move.start)
+        raise AssertionError(f"planned to send {move.name}[{move.start}:{move.stop}], which is not here")
 
 
 def units_of(held: Sequence[Held], group: Any = None) -> list[Unit]:

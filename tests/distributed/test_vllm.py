@@ -33,6 +33,7 @@ def broken_off(exporter: Exporter) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def agreement_body(world: Any, folder: Path, parallel: ParallelConfig, engine_size: int) -> Any:
+    from rftmega.rollout.source import PolicySource
     from rftmega.rollout.vllm import VLLMEngine
 
     os.environ["LOCAL_WORLD_SIZE"] = str(world.size)
@@ -71,6 +72,11 @@ def agreement_body(world: Any, folder: Path, parallel: ParallelConfig, engine_si
             rows.tokens, rows.prompt_lengths, rows.lengths, rows.mask, stats.logp, stats.logp, None, torch.ones_like(stats.logp)
         )
         policy.update(plain, policy_loss())
+    groups = list(PolicySource(exporter).iter_groups())  # vLLM checks the order against the metadata as it goes
+    assert len(groups) == len({name.split("layers.")[1][:2] for name, _ in exporter if "layers." in name}) + 2
+    assert {name: t.shape for names, tensors in groups for name, t in zip(names, tensors, strict=True)} == {
+        meta.name: meta.shape for meta in PolicySource(exporter).metadata()
+    }
     engine.sleep()
     weights.push(version=2)  # wakes what it needs
     assert engine.generate(PROMPTS[:1], seeds=[1], temperature=0.7)[0].policy_version == 2

@@ -1,9 +1,12 @@
 """The real program, from its command line to the exported model."""
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -101,3 +104,44 @@ def test_tasks_of_srun_that_know_nothing_of_each_other_are_refused(arithmetic: P
     assert done.returncode == 2
     assert done.stderr.startswith("error: srun started several tasks")
     assert not (tmp_path / "out").exists()
+
+
+SEPARATE = ("strategy=separate", "rollout.engine=vllm", "rollout.cpu_cache_gib=0.05", "parallel.tensor=2", "--processes", 2)
+
+
+@pytest.mark.ranks
+def test_with_two_servers_the_same_steps_give_the_same_numbers_as_with_engines_inside(
+    arithmetic: Path, train: Run, tmp_path: Path
+) -> None:
+    seen = {}
+    for name, options in {"separate": (*SEPARATE, "rollout.servers=2"), "colocated": SEPARATE[1:]}.items():
+        done = train(arithmetic / "run.yaml", *options, f"trainer.output={tmp_path / name}", "optimizer.learning_rate=1e-2")
+        assert done.returncode == 0, done.stderr
+        seen[name] = metrics_of(tmp_path / name)
+    for ours, theirs in zip(seen["separate"][1:], seen["colocated"][1:], strict=True):
+        assert ours["logprob_gap_max"] < 1e-5
+        for metric in ("reward", "loss", "grad_norm"):
+            assert ours[metric] == pytest.approx(theirs[metric], rel=1e-4), (ours["step"], metric)
+
+
+@pytest.mark.ranks
+def test_servers_end_with_the_run_that_is_stopped(arithmetic: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "train_rl.py", str(arithmetic / "run.yaml"), *map(str, SEPARATE), f"trainer.output={tmp_path}"]
+    run = subprocess.Popen([*command, "trainer.steps=1000"], cwd=ROOT, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "metrics.jsonl").exists() and time.monotonic() < deadline:
+        time.sleep(0.5)
+    run.send_signal(signal.SIGTERM)
+    assert run.wait(60) == 128 + signal.SIGTERM
+    deadline = time.monotonic() + 30
+    while left := processes_that_name(tmp_path, arithmetic):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.5)
+
+
+def processes_that_name(*paths: Path) -> list[bytes]:
+    lines = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            lines.append(file.read_bytes())
+    return [line for line in lines if any(str(path).encode() in line for path in paths) or b"VLLM::" in line]

@@ -113,6 +113,8 @@ def test_a_sound_config_has_no_violations(config_file: Path) -> None:
         ("rollout.tensor=3", 4, "rollout.tensor=3 does not divide"),
         ("rollout.engine=vlm", 1, "rollout.engine=vlm is unknown. Choose one of: vllm, transformers, scripted"),
         ("rollout.temperature=0", 1, "rollout.temperature=0.0 must be positive"),
+        ("rollout.servers=2", 1, "rollout.servers=2 needs strategy=separate"),
+        ("strategy=apart", 1, "strategy=apart is unknown. Choose one of: colocated, separate."),
         ("algorithm.mini_batches=129", 1, "is more than the rows of a rollout"),
         ("trainer.max_tokens_per_micro_batch=100", 1, "can't hold one row"),
         ("reward.format=1", 1, "reward.format_pattern is empty"),
@@ -146,6 +148,12 @@ def test_a_model_folder_without_weights_or_with_a_missing_shard_is_refused(confi
     assert "holds no *.safetensors weights" in violations(config, 1)[0]
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
     assert "names model-1.safetensors, which is missing" in violations(config, 1)[0]
+
+
+def test_servers_are_vllms(tmp_path: Path) -> None:
+    config = load(ROOT / "examples/arithmetic/grpo.yaml", ["strategy=separate", "rollout.tensor=3", "rollout.engine=scripted"])
+    found = [reason for reason in violations(config, 4) if "rollout" in reason]
+    assert found == ["strategy=separate starts vLLM servers, not rollout.engine=scripted. Set it to vllm."]
 
 
 def test_every_option_is_explained_and_its_default_shown() -> None:

@@ -1,0 +1,246 @@
+"""vLLM servers in processes of their own on this host: prompts go to them as HTTP, weights through shared memory."""
+
+import asyncio
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+from torch import Tensor
+
+from rftmega import device
+from rftmega.config import RolloutConfig
+from rftmega.errors import EngineError
+from rftmega.parallel.launch import World
+from rftmega.rollout.base import Engine
+from rftmega.types import Completion, Prompt
+
+RANKS_OWN = {  # what tells a process that it is a rank of the trainer
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    "VLLM_ENABLE_V1_MULTIPROCESSING",
+}
+START_SECONDS = 600.0
+STOP_SECONDS = 20.0
+CONTROL_SECONDS = 600.0
+
+
+class Server:
+    """One `vllm serve`, on loopback. It ends with the process that started it."""
+
+    def __init__(self, arguments: Sequence[str], environment: dict[str, str], log: Path):
+        """Returns at once; `wait` for it."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.address = f"http://127.0.0.1:{port}"
+        self.log = log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)]
+        with log.open("w") as file:
+            self._process = subprocess.Popen(
+                [*command, *arguments],
+                env=environment,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=_end_with_parent,
+            )
+
+    def wait(self) -> None:
+        """Until it answers. Raises EngineError, with the end of its log, where it does not come up."""
+        begin = time.monotonic()
+        while time.monotonic() - begin < START_SECONDS:
+            if self._process.poll() is not None:
+                break
+            try:
+                if httpx.get(f"{self.address}/health", timeout=5).is_success:
+                    return
+            except httpx.TransportError:
+                time.sleep(0.2)
+        raise EngineError(f"The vLLM server at {self.address} did not come up. {self._last_words()}")
+
+    def post(self, path: str, body: dict[str, Any] | None = None) -> None:
+        """Raises EngineError where it answers with an error, or not at all."""
+        try:
+            response = httpx.post(f"{self.address}/{path}", json=body, timeout=CONTROL_SECONDS)
+        except httpx.TransportError as error:
+            raise EngineError(f"The vLLM server at {self.address} does not answer ({error!r}). {self._last_words()}") from error
+        if response.is_error:
+            raise EngineError(f"The vLLM server at {self.address} failed in {path}: {response.text[:500]}. {self._last_words()}")
+
+    async def answer(self, client: httpx.AsyncClient, prompt: Prompt, sampling: dict[str, Any]) -> dict[str, Any]:
+        """One choice, as the server gives it."""
+        body = {"token_ids": list(prompt.token_ids), "sampling_params": sampling}
+        try:
+            response = await client.post(f"{self.address}/inference/v1/generate", json=body)
+        except httpx.TransportError as error:
+            raise EngineError(f"The vLLM server at {self.address} broke off ({error!r}). {self._last_words()}") from error
+        if response.is_error:
+            raise EngineError(f"The vLLM server at {self.address} refused a prompt: {response.text[:500]}")
+        choice: dict[str, Any] = response.json()["choices"][0]
+        return choice
+
+    def close(self) -> None:
+        """Ends it and whatever it started."""
+        self._process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_SECONDS)
+        with suppress(ProcessLookupError):  # raised once the whole session is gone
+            os.killpg(self._process.pid, signal.SIGTERM)  # killed at once, vLLM's processes would leave shared memory behind
+            deadline = time.monotonic() + STOP_SECONDS
+            while time.monotonic() < deadline:
+                os.killpg(self._process.pid, 0)
+                time.sleep(0.1)
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _last_words(self) -> str:
+        lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        return f"The end of {self.log}:\n" + "\n".join(lines[-5:])
+
+
+class ServerEngine(Engine):
+    """All servers of the run. The first process has started them and speaks to them; the others only know the version."""
+
+    def __init__(
+        self, folder: str | Path, config: RolloutConfig, world: World, *, dtype: str, stop_ids: Sequence[int], logs: str | Path
+    ):
+        """Starts with random weights; the first push brings the real ones."""
+        super().__init__()
+        self.stop_ids, self.config = list(stop_ids), config
+        self.servers: list[Server] = []
+        if not world.is_main:
+            return
+        on_cuda = device.current().type == "cuda"
+        arguments = {
+            "model": str(folder),
+            "load-format": "dummy",
+            "dtype": dtype if dtype != "auto" else str(device.current().train_dtype).removeprefix("torch."),
+            "tensor-parallel-size": config.tensor,
+            "max-model-len": config.max_prompt_tokens + config.max_response_tokens,
+            "max-num-seqs": config.max_batch,
+            "logprobs-mode": "processed_logprobs",
+            "weight-transfer-config": json.dumps({"backend": "shared_memory"}),
+        }
+        flags = ["--skip-tokenizer-init", "--enable-scale-out", "--disable-uvicorn-access-log"]
+        if on_cuda:
+            arguments["gpu-memory-utilization"] = config.memory_fraction
+        else:
+            arguments["kv-cache-memory-bytes"] = int(config.cpu_cache_gib * 2**30)
+            flags.append("--enforce-eager")
+        listed = [*flags, *(f"--{name}={value}" for name, value in arguments.items())]
+        environment = {name: value for name, value in os.environ.items() if name not in RANKS_OWN}
+        environment |= {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "0" if on_cuda else "1"}
+        for number in range(config.servers):
+            own = environment | _devices(world, config, number)
+            self.servers.append(Server(listed, own, Path(logs) / f"server-{number}.log"))
+        try:
+            for server in self.servers:
+                server.wait()
+        except BaseException:
+            self.close()
+            raise
+
+    def expect(self, names: Sequence[str]) -> None:
+        """Tells the servers which tensors a push brings."""
+        self._all("init_weight_transfer_engine", {"init_info": {"names": list(names)}})
+
+    def begin(self) -> None:
+        """A push begins: nothing is generated until it was whole."""
+        self._all("pause")
+        self._all("start_weight_update")
+
+    def take(self, bucket: dict[str, Any]) -> None:
+        """Returns when all servers have read the bucket."""
+        self._all("update_weights", {"update_info": bucket})
+
+    def finish(self, version: int) -> None:
+        """All buckets were taken: from now on the servers answer, under `version`."""
+        self._all("finish_weight_update", {"weight_version": str(version)})
+        self._all("resume")
+
+    def _all(self, path: str, body: dict[str, Any] | None = None) -> None:
+        with ThreadPoolExecutor(max(1, len(self.servers))) as pool:
+            list(pool.map(lambda server: server.post(path, body), self.servers))
+
+    def _generate(self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float) -> list[Completion]:
+        if not self.servers:
+            return []
+        return asyncio.run(self._ask(prompts, seeds, temperature))
+
+    async def _ask(self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float) -> list[Completion]:
+        """Consecutive requests go to the same server, so that siblings share the prompt's cache."""
+        limits = httpx.Limits(max_connections=self.config.max_batch * len(self.servers))
+        async with httpx.AsyncClient(timeout=httpx.Timeout(None, connect=30.0), limits=limits) as client:
+            choices = await asyncio.gather(
+                *(
+                    self.servers[place * len(self.servers) // len(prompts)].answer(
+                        client, prompt, self._sampling(seed, temperature)
+                    )
+                    for place, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
+                )
+            )
+        return [self._completion(choice) for choice in choices]
+
+    def _sampling(self, seed: int, temperature: float) -> dict[str, Any]:
+        return {
+            "temperature": temperature,
+            "seed": seed,
+            "max_tokens": self.config.max_response_tokens,
+            "logprobs": 0,
+            "stop_token_ids": self.stop_ids,
+            "ignore_eos": True,
+            "detokenize": False,
+        }
+
+    def _completion(self, choice: dict[str, Any]) -> Completion:
+        """Raises EngineError for an answer under other weights than the last push's."""
+        assert self.version is not None
+        versions = {part["version"] for part in choice["weight_versions"]}
+        if versions != {str(self.version)}:
+            raise EngineError(f"A server answered under weights {sorted(versions)}; the last push was {self.version}.")
+        ids = tuple(choice["token_ids"])
+        logprobs = tuple(content["logprob"] for content in choice["logprobs"]["content"])
+        assert choice["finish_reason"] in ("stop", "length"), choice["finish_reason"]
+        assert len(ids) == len(logprobs)
+        return Completion(ids, logprobs, choice["finish_reason"], self.version)
+
+    def close(self) -> None:
+        for server in self.servers:
+            server.close()
+
+    def _load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        raise EngineError("A server takes no tensors from this process; weights reach it through weights.SharedWeights.")
+
+    def _sleep(self) -> None:
+        """Servers have their devices to themselves."""
+
+    def _wake(self, parts: Sequence[str]) -> None: ...
+
+
+def _devices(world: World, config: RolloutConfig, number: int) -> dict[str, str]:
+    """Behind the trainer's devices, each server has its own; on a CPU they share the cores with everybody."""
+    if device.current().type == "cpu":
+        return {"VLLM_CPU_OMP_THREADS_BIND": "nobind" if config.tensor == 1 else "|".join(_cores(config.tensor))}
+    first = world.local_size + number * config.tensor
+    return {"CUDA_VISIBLE_DEVICES": ",".join(str(first + place) for place in range(config.tensor))}
+
+
+def _cores(number: int) -> list[str]:
+    cores = sorted(os.sched_getaffinity(0))
+    return [str(cores[place % len(cores)]) for place in range(number)]
+
+
+def _end_with_parent() -> None:
+    """In the new process: SIGTERM when the thread that started it is gone, however it ended (prctl's PR_SET_PDEATHSIG)."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)

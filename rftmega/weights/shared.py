@@ -1,0 +1,209 @@
+"""WeightSync for engines in processes of their own on this host: every process writes its slices into memory that all map.
+
+No process gathers anything: the first byte to leave a shard is written where the engines' loaders copy from, once, however many
+engines there are.
+"""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from converters import Segment
+from rftmega.errors import EngineError
+from rftmega.parallel.checksum import blocks, checksum
+from rftmega.types import Metrics
+from rftmega.weights.plan import Balance, Placement
+from rftmega.weights.units import Held, Move, Shards, Unit, buckets_of, units_of
+
+SEGMENTS = 2  # one is read while the other is written
+
+
+class Receivers(Protocol):
+    """The engines, as far as a push knows them. Only the first process's are asked to do anything."""
+
+    version: int | None
+
+    def expect(self, names: Sequence[str]) -> None: ...
+
+    def begin(self) -> None: ...
+
+    def take(self, bucket: dict[str, Any]) -> None: ...
+
+    def finish(self, version: int) -> None: ...
+
+    def distrust(self) -> None: ...
+
+
+class Place(NamedTuple):
+    """Where in a segment a tensor lies."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+
+    def view(self, memory: Tensor) -> Tensor:
+        size = torch.Size(self.shape).numel() * self.dtype.itemsize
+        return memory[self.start : self.start + size].view(self.dtype).view(self.shape)
+
+    def stored(self, memory: Tensor) -> Tensor:
+        """[bytes] in whole blocks."""
+        size = torch.Size(self.shape).numel() * self.dtype.itemsize
+        return memory[self.start : self.start + blocks(size)]
+
+
+class Bucket(NamedTuple):
+    places: list[Place]
+    writes: list[tuple[int, Move]]  # which place, what of it: this process's
+
+
+class SharedWeights:
+    """Brings new weights into the engines of this host. Every process constructs it, and calls it, alike."""
+
+    def __init__(self, held: Sequence[Held], engines: Receivers, *, bucket_bytes: int):
+        self.engines = engines
+        self.shards = Shards(held)
+        units = units_of(held)
+        self.buckets = _plan(buckets_of(units, bucket_bytes, for_an_engine=True))
+        self.total_bytes = sum(unit.bytes for unit in units)
+        self.path, self.size, self.memory = _shared_memory(max(map(_size, self.buckets)))
+        self._failure: Exception | None = None
+        self._main = dist.get_rank() == 0
+        self._control = ThreadPoolExecutor(1) if self._main else None
+        self._ask(engines.expect, [place.name for bucket in self.buckets for place in bucket.places])
+
+    def push(self, *, version: int) -> Metrics:
+        """Afterwards every engine answers under `version`; if anything fails, none answers until a push was whole.
+
+        Raises EngineError on every process.
+        """
+        begin = time.perf_counter()
+        self.engines.distrust()
+        self._failure = None
+        self._ask(self.engines.begin)
+        reading: list[Future[None]] = []
+        for number, bucket in enumerate(self.buckets):
+            self._settle(reading, number - SEGMENTS)
+            self._agree(version)
+            memory = self.memory[number % SEGMENTS * self.size :][: self.size]
+            sums = self._write(bucket, memory)
+            if self._control:
+                told = self._described(bucket, number % SEGMENTS, sums)
+                told |= {"version": version, "last": number == len(self.buckets) - 1}
+                reading.append(self._control.submit(self.engines.take, told))
+        for number in range(len(reading)):
+            self._settle(reading, number)
+        self._ask(self.engines.finish, version)
+        self._agree(version)
+        self.engines.version = version
+        return {
+            "push_seconds": time.perf_counter() - begin,
+            "push_bytes": float(self.total_bytes),
+            "push_bytes_least": float(self.total_bytes),
+            "push_ratio": 1.0,
+        }
+
+    def close(self) -> None:
+        """Ends the thread that talks to the engines."""
+        if self._control:
+            self._control.shutdown()
+
+    def _ask(self, work: Callable[..., None], *arguments: Any) -> None:
+        """The first process asks the engines; nothing more is asked of them once something failed."""
+        if self._control and self._failure is None:
+            try:
+                work(*arguments)
+            except EngineError as error:
+                self._failure = error
+
+    def _settle(self, reading: Sequence["Future[None]"], number: int) -> None:
+        """Waits until the engines have read bucket `number`, so that its segment can be written again."""
+        if 0 <= number < len(reading):
+            self._ask(reading[number].result)
+
+    def _agree(self, version: int) -> None:
+        """All processes come here; all raise if the first one's engines failed."""
+        failed = torch.tensor(int(self._failure is not None), device=self.shards.device)
+        dist.all_reduce(failed)
+        if self._failure is not None:
+            raise self._failure
+        if failed:
+            raise EngineError(f"Push {version} failed (see the first process); no engine has weights now.")
+
+    @torch.no_grad()
+    def _write(self, bucket: Bucket, memory: Tensor) -> list[int]:
+        """This process's slices; then the checksums of what all of them wrote."""
+        for number, move in bucket.writes:
+            place = bucket.places[number]
+            place.view(memory).narrow(move.unit.rule.axis, move.start, move.stop - move.start).copy_(self.shards.slice_of(move))
+        dist.barrier()
+        sums = torch.zeros(len(bucket.places), dtype=torch.int64)
+        for number in range(dist.get_rank(), len(bucket.places), dist.get_world_size()):  # the reading is shared
+            sums[number] = checksum(bucket.places[number].stored(memory))
+        sums = sums.to(self.shards.device)
+        dist.all_reduce(sums)
+        return [int(each) for each in sums]
+
+    def _described(self, bucket: Bucket, segment: int, sums: Sequence[int]) -> dict[str, Any]:
+        """A bucket, as the worker that reads it is told (`rollout.shared_memory.UpdateInfo`)."""
+        return {
+            "memory": self.path,
+            "size": self.size * SEGMENTS,
+            "tensors": [
+                [
+                    place.name,
+                    str(place.dtype).removeprefix("torch."),
+                    list(place.shape),
+                    place.start + segment * self.size,
+                    written,
+                ]
+                for place, written in zip(bucket.places, sums, strict=True)
+            ],
+        }
+
+
+def _plan(buckets: Sequence[list[Unit]]) -> list[Bucket]:
+    """Which process writes what: every element once, spread evenly over those that hold it."""
+    me, reader = dist.get_rank(), -1
+    balance: dict[torch.dtype, Balance] = {}
+    planned = []
+    for units in buckets:
+        bucket = Bucket([], [])
+        start = 0
+        for unit in units:
+            first = len(bucket.places)
+            for name, dtype, shape in unit.planned:
+                bucket.places.append(Place(name, dtype, shape, start))
+                start += blocks(torch.Size(shape).numel() * dtype.itemsize)
+            whole = tuple(Segment(part, 0, size) for part, size in enumerate(unit.rule.sizes))
+            plan = balance.setdefault(unit.dtype, Balance(unit.dtype.itemsize))
+            for source, _, part, begin, stop, _ in plan.transfers(Placement(unit.rule, unit.holders, ((reader, whole),))):
+                if source == me:
+                    bucket.writes.append((first + part, Move(unit, part, begin, stop)))
+        planned.append(bucket)
+    return planned
+
+
+def _size(bucket: Bucket) -> int:
+    last = bucket.places[-1]
+    return last.start + blocks(torch.Size(last.shape).numel() * last.dtype.itemsize)
+
+
+def _shared_memory(size: int) -> tuple[str, int, Tensor]:
+    """(path, bytes a segment, [bytes] of all segments), mapped by every process of this host.
+
+    It has no name in any folder, so that nothing is left behind however the run ends: it is reached through its owner's files.
+    """
+    told = [""]
+    if dist.get_rank() == 0:
+        memory = os.memfd_create("rftmega-push")
+        os.ftruncate(memory, size * SEGMENTS)
+        told = [f"/proc/{os.getpid()}/fd/{memory}"]
+    dist.broadcast_object_list(told)
+    return told[0], size, torch.from_file(told[0], shared=True, size=size * SEGMENTS, dtype=torch.uint8)

@@ -1,0 +1,101 @@
+"""A real vLLM server beside the trainer's processes: weights through shared memory, prompts over HTTP, faults on the way."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rftmega.config import ParallelConfig, RolloutConfig
+from rftmega.errors import EngineError
+from rftmega.types import Prompt
+from rftmega.weights import SharedWeights
+from tests.layouts import build_actor, rows_of
+from tests.ranks import run_ranks
+from tests.tiny_models import save_tiny
+
+PROMPTS = [Prompt((5, 9, 100)), Prompt((3,)), Prompt((5, 9, 100, 7, 7, 7, 8, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12))]
+TEMPERATURE = 0.7
+
+
+def server_body(world: Any, folder: Path, logs: Path) -> Any:
+    from rftmega.rollout.servers import ServerEngine
+
+    actor = build_actor(folder, ParallelConfig(tensor=2), temperature=TEMPERATURE, token_cap=512)
+    config = RolloutConfig(max_prompt_tokens=32, max_response_tokens=12, cpu_cache_gib=0.05, max_batch=8)
+    engine = ServerEngine(folder, config, world, dtype="float32", stop_ids=[1], logs=logs)
+    weights = SharedWeights(actor.manager.bound, engine, bucket_bytes=20_000)
+    assert len(weights.buckets) > 10
+
+    def refusal(version: int) -> str:
+        with pytest.raises(EngineError) as caught:
+            weights.push(version=version)
+        with pytest.raises(EngineError, match="holds no weights"):
+            engine.generate(PROMPTS, seeds=[1, 2, 3], temperature=TEMPERATURE)
+        return str(caught.value)
+
+    def gap(version: int) -> tuple[float, list[tuple[int, ...]]]:
+        weights.push(version=version)
+        answers = engine.generate(PROMPTS, seeds=[1, 2, 3], temperature=TEMPERATURE)
+        told: list[Any] = [answers]
+        torch.distributed.broadcast_object_list(told)
+        (answers,) = told
+        rows = rows_of(
+            [[*p.token_ids, *a.token_ids] for p, a in zip(PROMPTS, answers, strict=True)], [len(p.token_ids) for p in PROMPTS]
+        )
+        logp = actor.log_probs(rows).logp[rows.mask]
+        assert {a.policy_version for a in answers} == {version}
+        return (logp - torch.tensor([x for a in answers for x in a.logprobs])).abs().max().item(), [a.token_ids for a in answers]
+
+    found: dict[str, Any] = {"first": gap(0)}
+    with torch.no_grad():
+        for item in actor.manager.bound:
+            item.parameter.mul_(0.9)
+    found["second"] = gap(1)
+    real = weights._write
+    weights._write = lambda bucket, memory: [each + 1 for each in real(bucket, memory)]  # type: ignore[method-assign]
+    found["damaged"] = refusal(2)
+    weights._write = real  # type: ignore[method-assign]
+    dropped = weights.buckets.pop()
+    found["incomplete"] = refusal(3)
+    weights.buckets.append(dropped)
+    found["repeated"] = gap(4)
+    if world.rank == 0:
+        os.kill(engine.servers[0]._process.pid, signal.SIGKILL)
+    found["killed"] = refusal(5)
+    weights.close()
+    engine.close()
+    return found
+
+
+def test_a_server_follows_the_trainer_or_refuses(tmp_path: Path) -> None:
+    """Tied, with biases, and buckets so small that a layer's tensors come in several."""
+    folder = save_tiny(tmp_path / "model", "qwen2-tied", hidden_size=128)
+    shared = set(os.listdir("/dev/shm"))
+    results = run_ranks(2, server_body, folder, tmp_path / "logs", timeout=240)
+    for found in results:
+        for name in ("first", "second", "repeated"):
+            assert found[name][0] < 1e-5, name
+        assert found["second"][1] == found["repeated"][1] != found["first"][1]
+    told, elsewhere = results
+    assert "is not as it was written" in told["damaged"]
+    assert "The push ended without model.norm.weight" in told["incomplete"]
+    assert "does not answer" in told["killed"]
+    for name, version in (("damaged", 2), ("incomplete", 3), ("killed", 5)):
+        assert elsewhere[name] == f"Push {version} failed (see the first process); no engine has weights now."
+    assert set(os.listdir("/dev/shm")) <= shared
+    assert not [p for p in Path("/proc").glob("[0-9]*/cmdline") if str(folder).encode() in p.read_bytes()]
+
+
+@pytest.mark.ranks
+def test_a_server_that_does_not_come_up_says_why(tmp_path: Path) -> None:
+    from rftmega.parallel.launch import World
+    from rftmega.rollout.servers import ServerEngine
+
+    with pytest.raises(EngineError, match="did not come up") as caught:
+        ServerEngine(
+            tmp_path, RolloutConfig(), World(0, 1, 0, 1, torch.device("cpu")), dtype="float32", stop_ids=[1], logs=tmp_path
+        )
+    assert "server-0.log" in str(caught.value)
