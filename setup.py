@@ -15,7 +15,7 @@ setup(
     version="0.1.0",
     description="Reinforcement fine-tuning of language models on Megatron-Core with vLLM rollouts",
     python_requires=">=3.11",
-    packages=find_packages(include=["rftmega", "rftmega.*", "model_providers", "converters"]),
+    packages=find_packages(include=["rftmega*", "model_providers*", "converters*"]),
     entry_points={"vllm.general_plugins": ["rftmega = rftmega.rollout.plugin:register"]},
     extras_require={"cpu": pins("torch") + pins("cpu"), "cuda": pins("cuda"), "dev": pins("dev")},
 )

@@ -2,15 +2,17 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from converters import Replicated, assemble, left_out, shard, table
+from converters import Replicated, Rule, Vocabulary, assemble, left_out, padded_vocabulary, shard, table
 from converters.hf_folder import (
     HFFolder,
     Planned,
@@ -24,14 +26,16 @@ from model_providers.builder import build_chunk, transformer_config
 from model_providers.description import describe, layout_violations
 from model_providers.hf_config import read_hf_config
 from model_providers.value_head import ValueHead
-from rftmega.checkpoint.distributed import Reader, Stored, finish, write_manifest, write_pieces
+from rftmega.checkpoint.distributed import finish, write_manifest, write_pieces
 from rftmega.config import ParallelConfig
 from rftmega.errors import CheckpointError, ConfigError
 from rftmega.megatron.binding import Bound, bind
 from rftmega.megatron.load import HEAD, refuse_another_head, refuse_strangers
-from rftmega.megatron.sharded import MANIFEST, PROGRESS, Piece, is_distributed, pieces_of
+from rftmega.megatron.sharded import Piece, pieces_of
+from rftmega.megatron.stored import MANIFEST, PROGRESS, Reader, Stored, is_distributed
 from rftmega.parallel.topology import Topology
 
+FINEST = 8  # tensor-parallel ranks (and every divisor) that read no more of a dense tensor than they hold, whatever was given
 FILE_BYTES = 512 * 2**20
 Progress = Callable[[int], object]  # told the bytes that are done
 
@@ -180,7 +184,7 @@ class CheckpointTensors:
                 continue
             whole = torch.empty(item.parameter.shape, dtype=self.reader.dtype_of(pieces[0].key))
             for piece in pieces:
-                self.reader.fill(piece.of(whole), piece.key, piece.offset)
+                self.reader.fill_shard(piece.of(whole), piece.key, piece.global_shape, piece.offset, padded=False)
             yield from (
                 (name, part) for name, part in zip(item.hf_names, assemble(item.rule, [whole]), strict=True) if name in names
             )
@@ -257,11 +261,23 @@ def _boxes(
         del parts
         for piece in pieces[number]:
             box = piece.of(whole)
-            ranks = parallel.expert_tensor if item.rule.per_expert else parallel.tensor
             axis = box.dim() - item.parameter.dim() + item.rule.axis
-            split = ranks if not isinstance(item.rule, Replicated) and box.shape[axis] % ranks == 0 else 1
-            width = box.shape[axis] // split
-            for turn in range(split):
+            for start, stop in pairwise(_edges(item.rule, box.shape[axis], parallel)):
                 at = list(piece.offset)
-                at[axis] += turn * width
-                yield piece.key, tuple(at), box.narrow(axis, turn * width, width)
+                at[axis] += start
+                yield piece.key, tuple(at), box.narrow(axis, start, stop - start)
+
+
+def _edges(rule: Rule, size: int, parallel: ParallelConfig) -> list[int]:
+    """Where a tensor is cut. A piece is read whole, for its checksum, so none may straddle two ranks' shares: of the given layout
+    or, outside the experts, of FINEST ranks or fewer.
+    """
+    if isinstance(rule, Replicated):
+        return [0, size]
+    most = parallel.expert_tensor if rule.per_expert else math.lcm(parallel.tensor, FINEST)
+    edges = {0, size}
+    for ranks in (ranks for ranks in range(1, most + 1) if most % ranks == 0):
+        share = padded_vocabulary(size, ranks) // ranks if isinstance(rule, Vocabulary) else size / ranks
+        if share == int(share):
+            edges |= set(range(0, size, int(share)))
+    return sorted(edges)

@@ -8,7 +8,7 @@ import json
 import os
 import pickle
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,22 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from converters.hf_folder import checksum
-from rftmega.errors import CheckpointError
-from rftmega.megatron.sharded import FORMAT, MANIFEST, MARK, read_manifest
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A box of a tensor in a file."""
-
-    key: str
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-    dtype: str
-    file: str
-    begin: int  # bytes
-    length: int
-    checksum: str
+from rftmega.megatron.stored import FORMAT, MANIFEST, MARK, Stored
 
 
 def write_pieces(path: Path, pieces: Iterable[tuple[str, tuple[int, ...], Tensor]]) -> list[Stored]:
@@ -93,78 +78,3 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
         stream.flush()
         os.fsync(stream.fileno())
     draft.rename(folder / MANIFEST)
-
-
-class Reader:
-    """The tensors of a whole checkpoint, by boxes; every piece that is read is checked."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self.manifest = read_manifest(folder)
-        self.stored: dict[str, list[Stored]] = {}
-        for said in self.manifest["pieces"]:
-            box = Stored(**{**said, "offset": tuple(said["offset"]), "shape": tuple(said["shape"])})
-            self.stored.setdefault(box.key, []).append(box)
-
-    def dtype_of(self, key: str) -> torch.dtype:
-        """Raises CheckpointError where there is no such tensor."""
-        if key not in self.stored:
-            raise CheckpointError(f"{self.folder} holds no tensor {key!r}.")
-        return getattr(torch, self.stored[key][0].dtype)
-
-    def fill(self, target: Tensor, key: str, offset: tuple[int, ...]) -> None:
-        """Copies the box at `offset` of tensor `key` into `target`.
-
-        Raises CheckpointError where the checkpoint does not hold all of it, or a piece's checksum is another.
-        """
-        self.dtype_of(key)
-        missing = target.numel()
-        for box in self.stored[key]:
-            low = [max(a, b) for a, b in zip(offset, box.offset, strict=True)]
-            high = [min(a + n, b + m) for a, n, b, m in zip(offset, target.shape, box.offset, box.shape, strict=True)]
-            if any(a >= b for a, b in zip(low, high, strict=True)):
-                continue
-            held = self._read(box)[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, box.offset, strict=True))]
-            target[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offset, strict=True))] = held
-            missing -= held.numel()
-        if missing:
-            raise CheckpointError(f"{self.folder}: {missing} elements of {key!r} are missing.")
-
-    def _read(self, box: Stored) -> Tensor:
-        path = self.folder / box.file
-        try:
-            with path.open("rb") as stream:
-                part: Any = _Part(stream, box.begin, box.length)
-                tensor = torch.load(part, weights_only=True)
-        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            raise CheckpointError(f"{path}: {box.key} at {box.offset} can't be read: {error}") from error
-        if (found := checksum(tensor)) != box.checksum:
-            raise CheckpointError(f"{path}: {box.key} at {box.offset} has checksum {found}, the manifest says {box.checksum}.")
-        return tensor
-
-
-class _Part(io.RawIOBase):
-    """Bytes begin to begin + length of a file, as a file."""
-
-    def __init__(self, stream: Any, begin: int, length: int):
-        self.stream, self.begin, self.length, self.at = stream, begin, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self.at = (0, self.at, self.length)[whence] + offset
-        return self.at
-
-    def tell(self) -> int:
-        return self.at
-
-    def readinto(self, buffer: Any) -> int:
-        self.stream.seek(self.begin + self.at)
-        view = memoryview(buffer).cast("B")[: max(0, self.length - self.at)]
-        count: int = self.stream.readinto(view)
-        self.at += count
-        return count

@@ -32,7 +32,8 @@ from rftmega.errors import ConfigError
 from rftmega.megatron import forward, offload
 from rftmega.megatron.binding import Bound, bind
 from rftmega.megatron.load import HEAD, load_hf, refuse_another_head, refuse_strangers
-from rftmega.megatron.sharded import is_distributed, load_distributed, read_manifest
+from rftmega.megatron.sharded import load_distributed
+from rftmega.megatron.stored import is_distributed, read_manifest
 from rftmega.parallel.topology import Topology
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -93,7 +94,7 @@ class MegatronModelManager:
         self.bound: list[Bound] = bind(self.chunks, rules, placement, experts=experts)
         if files is None:
             with placement.active():
-                load_distributed(self.chunks, Path(cfg.model.path))
+                load_distributed(self.chunks, Path(cfg.model.path), self.bound)
         else:
             self._load(files, rules, experts)
         self.model: list[Any] = list(self.chunks)  # wrapped by setup_model_and_optimizer

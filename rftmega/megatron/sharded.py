@@ -1,23 +1,17 @@
 """What Megatron calls the parts of a model in a distributed checkpoint, without holding their contents."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.core import dist_checkpointing
+import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factories
 from torch import Tensor
 
-from rftmega.errors import CheckpointError
 from rftmega.megatron.binding import Bound
-
-MARK = "metadata.json"  # Megatron's own; a folder without it is no checkpoint to it
-MANIFEST = "manifest.json"  # ours: written last
-PROGRESS = "progress.jsonl"  # of a conversion that goes on; gone when it is done
-FORMAT = 1
+from rftmega.megatron.stored import Reader
 
 
 @dataclass(frozen=True)
@@ -68,20 +62,27 @@ def pieces_of(chunk: Any, bound: Sequence[Bound]) -> tuple[list[list[Piece]], li
     return pieces, objects
 
 
-def load_distributed(chunks: Sequence[Any], folder: Path) -> None:
-    """Fills the chunks from a distributed checkpoint of any layout; each process reads what overlaps its shards.
+@torch.no_grad()
+def load_distributed(chunks: Sequence[Any], folder: Path, bound: Sequence[Bound]) -> None:
+    """Fills the chunks from a distributed checkpoint of any layout; each process reads the pieces that overlap its shards.
 
-    Raises CheckpointError where the checkpoint lacks a tensor or has it in another shape.
+    Raises CheckpointError where the checkpoint lacks a tensor, has it in another shape, or a piece is not as it was written.
     """
-    read_manifest(folder)
-    # All chunks at once: Megatron checks that the processes together ask for every piece.
-    states = {str(number): _state_of(chunk) for number, chunk in enumerate(chunks)}
-    try:
-        loaded = dist_checkpointing.load(states, str(folder))
-    except (KeyError, dist_checkpointing.core.CheckpointingException) as error:
-        raise CheckpointError(f"{folder} does not hold this model: {error}") from error
-    for number, chunk in enumerate(chunks):
-        chunk.load_state_dict(loaded[str(number)], strict=True)
+    reader = Reader(folder)
+    owners = {item.parameter.untyped_storage().data_ptr(): item for item in bound}
+    filled = set()
+    for chunk in chunks:
+        state = _state_of(chunk)
+        apply_factories(state)
+        for entry in nested_values(state):
+            if not isinstance(entry, ShardedTensor):
+                continue
+            item = owners[entry.data.untyped_storage().data_ptr()]
+            filled.add(id(item))
+            if not (item.rule.optional and entry.key not in reader.stored):
+                target = entry.data[(None,) * entry.prepend_axis_num]
+                reader.fill_shard(target, entry.key, entry.global_shape, entry.global_offset, padded=entry.allow_shape_mismatch)
+    assert filled == {id(item) for item in bound}, "Megatron names no place in a checkpoint for some parameters"
 
 
 def _state_of(chunk: Any) -> Any:
@@ -92,21 +93,3 @@ def _state_of(chunk: Any) -> Any:
         return chunk.sharded_state_dict()
     finally:
         chunk.post_process = last
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """Raises CheckpointError where it is missing (so the checkpoint is not whole) or of another format."""
-    path = folder / MANIFEST
-    if not path.is_file():
-        raise CheckpointError(
-            f"{folder} has no {MANIFEST}: it is no checkpoint of ours, or its conversion did not end. Run it again."
-        )
-    manifest = json.loads(path.read_text())
-    if manifest.get("format") != FORMAT:
-        raise CheckpointError(f"{path} is of format {manifest.get('format')}; this version reads {FORMAT}.")
-    return manifest
-
-
-def is_distributed(folder: str | Path) -> bool:
-    """Whether a folder is, or was to become, a distributed checkpoint."""
-    return any((Path(folder) / name).exists() for name in (MARK, PROGRESS)) and not any(Path(folder).glob("*.safetensors"))

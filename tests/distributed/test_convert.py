@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from rftmega.checkpoint import convert
 from rftmega.config import ParallelConfig
 from rftmega.errors import CheckpointError
-from rftmega.megatron.sharded import MANIFEST, PROGRESS
+from rftmega.megatron.stored import MANIFEST, PROGRESS
 from tests.layouts import build_critic, build_manager, packed_logits
 from tests.ranks import RankFailure, run_ranks
 from tests.tiny_models import VARIANTS, save_tiny, transformers_logits
@@ -37,6 +37,61 @@ def back_body(world: Any, source: Path, target: Path) -> int:
 
 def logits_body(world: Any, folder: Path, parallel: ParallelConfig) -> Any:
     return packed_logits(build_manager(folder, parallel), ROWS)
+
+
+def megatrons_own_body(world: Any, folder: Path, parallel: ParallelConfig) -> Any:
+    """As any program on Megatron-Core loads it."""
+    from megatron.core import dist_checkpointing
+
+    manager = build_manager(folder, parallel)
+    for item in manager.bound:
+        item.parameter.data.zero_()
+    with manager.topology.active():
+        states = {str(number): chunk.sharded_state_dict() for number, chunk in enumerate(manager.chunks)}
+        loaded = dist_checkpointing.load(states, str(folder))
+        for number, chunk in enumerate(manager.chunks):
+            chunk.load_state_dict(loaded[str(number)], strict=True)
+    return packed_logits(manager, ROWS)
+
+
+def read_body(world: Any, folder: Path, parallel: ParallelConfig) -> int:
+    """Bytes of tensors that this rank read."""
+    from rftmega.megatron.stored import Reader
+
+    read = []
+    real = Reader._read
+
+    def counted(self: Any, box: Any) -> torch.Tensor:
+        found = real(self, box)
+        read.append(found.nbytes)
+        return found
+
+    Reader._read = counted  # type: ignore[method-assign]
+    build_manager(folder, parallel)
+    return sum(read)
+
+
+@pytest.mark.parametrize("variant", ["qwen2", "qwen3-moe"])
+def test_ranks_together_read_a_checkpoint_once_a_replica(variant: str, tmp_path: Path) -> None:
+    """Whatever layout it was cut for; what every rank of a stage holds (norms, routers) is read by each of them."""
+    source = save_tiny(tmp_path / "hf", variant)
+    run_ranks(1, there_body, source, tmp_path / "megatron", P())
+    tensors = load_file(source / "model.safetensors")
+    whole = sum(t.nbytes for t in tensors.values())
+    everywhere = sum(t.nbytes for name, t in tensors.items() if t.dim() == 1 and "proj" not in name or "mlp.gate." in name)
+    sequence = variant == "qwen3-moe"
+    for world, parallel, replicas in (
+        (4, P(tensor=4, sequence=sequence), 1),
+        (4, P(tensor=2, pipeline=2, sequence=sequence), 1),
+        (4, P(tensor=2, sequence=sequence), 2),
+    ):
+        if sequence:
+            experts = sum(t.nbytes for name, t in tensors.items() if ".experts." in name)
+            copies = world // parallel.pipeline  # experts are not split: a copy a process of the stage
+            wanted = (whole - experts - everywhere) * replicas + everywhere * copies + experts * copies
+        else:
+            wanted = (whole - everywhere) * replicas + everywhere * world // parallel.pipeline
+        assert sum(run_ranks(world, read_body, tmp_path / "megatron", parallel)) == wanted, parallel
 
 
 FAST = ["qwen2-tied", "deepseek-v3"]
@@ -62,6 +117,8 @@ def test_there_and_back_gives_every_byte_and_every_layout_reads_it(variant: str,
         found = [x for x in run_ranks(processes, logits_body, tmp_path / "megatron", parallel) if x is not None]
         assert found
         assert all((logits - wanted).abs().max() < 1e-5 for logits in found), parallel
+    found = [x for x in run_ranks(2, megatrons_own_body, tmp_path / "megatron", P(tensor=2, sequence=True)) if x is not None]
+    assert all((logits - wanted).abs().max() < 1e-5 for logits in found)
 
 
 def critic_body(world: Any, folder: Path) -> torch.Tensor:
@@ -78,6 +135,11 @@ def test_a_reward_model_keeps_its_head(bias: bool, tmp_path: Path) -> None:
     run_ranks(1, there_body, source, tmp_path / "megatron", P())
     assert torch.equal(run_ranks(1, critic_body, tmp_path / "megatron")[0], head["score.weight"])
     assert run_ranks(1, back_body, tmp_path / "megatron", tmp_path / "back") == [len(tensors) + len(head)]
+
+
+def test_a_critic_starts_from_a_policys_checkpoint(tmp_path: Path) -> None:
+    run_ranks(1, there_body, save_tiny(tmp_path / "hf", "qwen3"), tmp_path / "megatron", P())
+    assert run_ranks(1, critic_body, tmp_path / "megatron")[0].abs().sum() == 0
 
 
 def dying_body(world: Any, direction: str, source: Path, target: Path, after: int) -> None:
@@ -139,6 +201,14 @@ def damage(folder: Path, what: str) -> None:
         (folder / MANIFEST).write_text(json.dumps(manifest))
     if what == "a newer format":
         (folder / MANIFEST).write_text(json.dumps(manifest | {"format": 2}))
+    if what == "two shapes swapped":
+        shapes = manifest["shapes"]
+        shapes["decoder.layers.mlp.linear_fc1.weight"] = [4, 64, 192]
+        (folder / MANIFEST).write_text(json.dumps(manifest))
+    if what == "another tensor":
+        for each in manifest["pieces"]:
+            each["key"] = each["key"].replace("linear_fc2", "linear_fc3")
+        (folder / MANIFEST).write_text(json.dumps(manifest))
     if what == "no manifest":
         (folder / MANIFEST).unlink()
 
@@ -151,16 +221,19 @@ def damage(folder: Path, what: str) -> None:
         ("a piece gone", "are missing"),
         ("a newer format", "is of format 2; this version reads 1"),
         ("no manifest", "did not end"),
+        ("two shapes swapped", "has shape (4, 64, 192); the model's is (4, 192, 64)"),
+        ("another tensor", "holds no tensor 'decoder.layers.mlp.linear_fc2.weight'"),
     ],
 )
 def test_a_damaged_checkpoint_is_refused(what: str, complaint: str, tmp_path: Path) -> None:
     source = save_tiny(tmp_path / "hf", "qwen3")
     run_ranks(1, there_body, source, tmp_path / "megatron", P(tensor=2, sequence=True))
     damage(tmp_path / "megatron", what)
-    with pytest.raises(RankFailure) as caught:
-        run_ranks(1, back_body, tmp_path / "megatron", tmp_path / "back")
-    assert "CheckpointError" in str(caught.value)
-    assert complaint in str(caught.value)
+    for body, more in ((back_body, [tmp_path / "back"]), (logits_body, [P()])):
+        with pytest.raises(RankFailure) as caught:
+            run_ranks(1, body, tmp_path / "megatron", *more)
+        assert "CheckpointError" in str(caught.value)
+        assert complaint in str(caught.value)
     assert not (tmp_path / "back" / MANIFEST).exists()
 
 
