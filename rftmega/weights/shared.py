@@ -7,7 +7,7 @@ engines there are.
 import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -77,6 +77,7 @@ class SharedWeights:
         self._main = dist.get_rank() == 0
         self._control = ThreadPoolExecutor(1) if self._main else None
         self._ask(engines.expect, [place.name for bucket in self.buckets for place in bucket.places])
+        self._agree("Telling the engines what a push brings")
 
     def push(self, *, version: int) -> Metrics:
         """Afterwards every engine answers under `version`; if anything fails, none answers until a push was whole.
@@ -88,31 +89,36 @@ class SharedWeights:
         self._failure = None
         self._ask(self.engines.begin)
         reading: list[Future[None]] = []
+        try:
+            moved = self._send(version, reading)
+        finally:  # what is still being read must not be read into the next push
+            wait(reading)
+        self._ask(self.engines.finish, version)
+        self._agree(f"Push {version}")
+        self.engines.version = version
+        return {
+            "push_seconds": time.perf_counter() - begin,
+            "push_bytes": float(moved),
+            "push_bytes_least": float(self.total_bytes),
+            "push_ratio": moved / self.total_bytes,
+        }
+
+    def _send(self, version: int, reading: list["Future[None]"]) -> int:
+        """Bucket by bucket; `reading` has the engines' progress, on the first process. Bytes that all processes wrote."""
+        moved = 0
         for number, bucket in enumerate(self.buckets):
             self._settle(reading, number - SEGMENTS)
-            self._agree(version)
+            self._agree(f"Push {version}")
             memory = self.memory[number % SEGMENTS * self.size :][: self.size]
-            sums = self._write(bucket, memory)
+            *sums, written = self._write(bucket, memory)
+            moved += written
             if self._control:
                 told = self._described(bucket, number % SEGMENTS, sums)
                 told |= {"version": version, "last": number == len(self.buckets) - 1}
                 reading.append(self._control.submit(self.engines.take, told))
         for number in range(len(reading)):
             self._settle(reading, number)
-        self._ask(self.engines.finish, version)
-        self._agree(version)
-        self.engines.version = version
-        return {
-            "push_seconds": time.perf_counter() - begin,
-            "push_bytes": float(self.total_bytes),
-            "push_bytes_least": float(self.total_bytes),
-            "push_ratio": 1.0,
-        }
-
-    def close(self) -> None:
-        """Ends the thread that talks to the engines."""
-        if self._control:
-            self._control.shutdown()
+        return moved
 
     def _ask(self, work: Callable[..., None], *arguments: Any) -> None:
         """The first process asks the engines; nothing more is asked of them once something failed."""
@@ -127,23 +133,24 @@ class SharedWeights:
         if 0 <= number < len(reading):
             self._ask(reading[number].result)
 
-    def _agree(self, version: int) -> None:
+    def _agree(self, what: str) -> None:
         """All processes come here; all raise if the first one's engines failed."""
         failed = torch.tensor(int(self._failure is not None), device=self.shards.device)
         dist.all_reduce(failed)
         if self._failure is not None:
             raise self._failure
         if failed:
-            raise EngineError(f"Push {version} failed (see the first process); no engine has weights now.")
+            raise EngineError(f"{what} failed (see the first process); no engine has weights now.")
 
     @torch.no_grad()
     def _write(self, bucket: Bucket, memory: Tensor) -> list[int]:
-        """This process's slices; then the checksums of what all of them wrote."""
+        """This process's slices; then the checksums of what all of them wrote, and how many bytes that was."""
         for number, move in bucket.writes:
             place = bucket.places[number]
             place.view(memory).narrow(move.unit.rule.axis, move.start, move.stop - move.start).copy_(self.shards.slice_of(move))
         dist.barrier()
-        sums = torch.zeros(len(bucket.places), dtype=torch.int64)
+        sums = torch.zeros(len(bucket.places) + 1, dtype=torch.int64)
+        sums[-1] = sum(move.bytes for _, move in bucket.writes)
         for number in range(dist.get_rank(), len(bucket.places), dist.get_world_size()):  # the reading is shared
             sums[number] = checksum(bucket.places[number].stored(memory))
         sums = sums.to(self.shards.device)

@@ -89,7 +89,7 @@ def agreement_body(world: Any, folder: Path, parallel: ParallelConfig, engine_si
     ("variant", "world", "parallel", "engine_size"),
     [
         ("qwen3", 4, ParallelConfig(tensor=2, pipeline=2), 1),
-        ("llama-tied-llama3-rope", 2, ParallelConfig(pipeline=2), 1),
+        pytest.param("llama-tied-llama3-rope", 2, ParallelConfig(pipeline=2), 1, marks=pytest.mark.ranks),
         ("qwen2", 4, ParallelConfig(tensor=2), 2),
         ("qwen3-tied", 2, ParallelConfig(pipeline=2, virtual_pipeline=2), 1),
     ],

@@ -36,7 +36,7 @@ def export_body(world: Any, folder: Path, parallel: ParallelConfig, bucket_bytes
     return exporter.total_bytes, dict(tensors)
 
 
-FAST = ["llama-tied-llama3-rope", "qwen2", "qwen3-tied"]
+FAST = ["llama-tied-llama3-rope", "qwen2"]
 SLOW = [pytest.param(variant, marks=pytest.mark.ranks) for variant in VARIANTS if variant not in FAST]
 
 
