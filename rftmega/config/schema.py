@@ -212,7 +212,7 @@ class TrainerConfig:
     """Write the trained policy as a Hugging Face folder (output/policy) at the end."""
 
     push_bucket_mib: int = 256
-    """Weights travel to the engine in buckets of about this size."""
+    """Weights travel to the engine in buckets of about this size; larger where one tensor, or a layer's experts together, are."""
 
     seed: int = 0
     """Of data order, sampling and initialisation."""

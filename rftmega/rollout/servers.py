@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,8 @@ class Server:
                 start_new_session=True,
                 preexec_fn=_end_with_parent,
             )
+        # Where nobody closes it. Ranks are processes of multiprocessing, which ends them without Python's atexit.
+        self._closing = Finalize(self, _end, (self._process,), exitpriority=1)
 
     def wait(self) -> None:
         """Until it answers. Raises EngineError, with the end of its log, where it does not come up."""
@@ -92,17 +95,7 @@ class Server:
 
     def close(self) -> None:
         """Ends it and whatever it started."""
-        self._process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(STOP_SECONDS)
-        with suppress(ProcessLookupError):  # raised once the whole session is gone
-            os.killpg(self._process.pid, signal.SIGTERM)  # killed at once, vLLM's processes would leave shared memory behind
-            deadline = time.monotonic() + STOP_SECONDS
-            while time.monotonic() < deadline:
-                os.killpg(self._process.pid, 0)
-                time.sleep(0.1)
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        self._closing()
 
     def _last_words(self) -> str:
         lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
@@ -118,6 +111,7 @@ class ServerEngine(Engine):
         """Starts with random weights; the first push brings the real ones."""
         super().__init__()
         self.stop_ids, self.config = list(stop_ids), config
+        self._begun = False  # a push that has not ended
         self.servers: list[Server] = []
         if not world.is_main:
             return
@@ -158,6 +152,11 @@ class ServerEngine(Engine):
     def begin(self) -> None:
         """A push begins: nothing is generated until it was whole."""
         self._all("pause")
+        if self._begun:  # and broke off; only those workers that failed have ended it, and the others can't begin another
+            for server in self.servers:
+                with suppress(EngineError):
+                    server.post("finish_weight_update")
+        self._begun = True
         self._all("start_weight_update")
 
     def take(self, bucket: dict[str, Any]) -> None:
@@ -167,6 +166,7 @@ class ServerEngine(Engine):
     def finish(self, version: int) -> None:
         """All buckets were taken: from now on the servers answer, under `version`."""
         self._all("finish_weight_update", {"weight_version": str(version)})
+        self._begun = False
         self._all("resume")
 
     def _all(self, path: str, body: dict[str, Any] | None = None) -> None:
@@ -233,12 +233,30 @@ def _devices(world: World, config: RolloutConfig, number: int) -> dict[str, str]
     if device.current().type == "cpu":
         return {"VLLM_CPU_OMP_THREADS_BIND": "nobind" if config.tensor == 1 else "|".join(_cores(config.tensor))}
     first = world.local_size + number * config.tensor
-    return {"CUDA_VISIBLE_DEVICES": ",".join(str(first + place) for place in range(config.tensor))}
+    places = range(first, first + config.tensor)
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = seen.split(",") if seen else None  # the trainer counts within these
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names[place] if names else str(place) for place in places)}
 
 
 def _cores(number: int) -> list[str]:
     cores = sorted(os.sched_getaffinity(0))
     return [str(cores[place % len(cores)]) for place in range(number)]
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """Ends a server's whole session."""
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(STOP_SECONDS)
+    with suppress(ProcessLookupError):  # raised once the session is gone
+        os.killpg(process.pid, signal.SIGTERM)  # killed at once, vLLM's processes would leave shared memory behind
+        deadline = time.monotonic() + STOP_SECONDS
+        while time.monotonic() < deadline:
+            os.killpg(process.pid, 0)
+            time.sleep(0.1)
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def _end_with_parent() -> None:

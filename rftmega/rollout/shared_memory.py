@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
@@ -65,8 +66,18 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo
         model: Any = self.model
         model.load_weights(named)
         self._keep_what_waits(memory)
-        if update_info.last and self._missing:  # here, since vLLM can't start another update once its end has failed
+        if update_info.last:  # here, since vLLM can't start another update once its end has failed
+            self._refuse_gaps()
+
+    def _refuse_gaps(self) -> None:
+        if self._missing:
             raise EngineError(f"The push ended without {sorted(self._missing)[0]} and {len(self._missing) - 1} other tensor(s).")
+        tied = getattr(self.model_config.hf_config, "tie_word_embeddings", False)
+        for name, module in self.model.named_modules():
+            info = get_layerwise_info(module)
+            waits = info.can_load() and not info.load_numel and any(True for _ in module.parameters(recurse=False))
+            if waits and not (tied and isinstance(module, ParallelLMHead)):
+                raise EngineError(f"{name} took nothing of the push; it would keep its old weights.")
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)

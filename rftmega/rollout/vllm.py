@@ -6,6 +6,7 @@ Weights go in through vLLM's own reload (it repacks parameters after loading, so
 import logging
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,14 +42,24 @@ def _share_cores(world: World) -> None:
     )
 
 
-def _unlink_shared_memory(world: World, size: int) -> None:
+def _unlink_shared_memory(world: World, size: int, *, mine: bool) -> None:
     """On a CPU the ranks of an engine talk through shared memory under a name that is the same in every run: what a run leaves
     there keeps the next from starting. So it loses its name before a start (a killed run's) and as soon as all have joined.
     """
     first = world.rank - world.rank % size
     ranks = "-".join(str(rank) for rank in range(first, first + size))
     for file in Path("/dev/shm").glob(f"*-[[]{ranks}]-cpushm_{world.rank - first}"):
-        file.unlink(missing_ok=True)
+        if mine or not _is_mapped(file):  # another run's, which starts right now: vLLM's own error is better than its memory
+            file.unlink(missing_ok=True)
+
+
+def _is_mapped(file: Path) -> bool:
+    """Whether a living process uses it."""
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):  # it has ended
+            if str(file) in maps.read_text():
+                return True
+    return False
 
 
 class VLLMEngine(Engine):
@@ -59,7 +70,7 @@ class VLLMEngine(Engine):
         super().__init__()
         if config.tensor > 1:
             _share_cores(world)
-            _unlink_shared_memory(world, config.tensor)
+            _unlink_shared_memory(world, config.tensor, mine=False)
         else:
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         self.stop_ids = list(stop_ids)
@@ -87,7 +98,7 @@ class VLLMEngine(Engine):
             **memory,
         )
         if config.tensor > 1:
-            _unlink_shared_memory(world, config.tensor)
+            _unlink_shared_memory(world, config.tensor, mine=True)
 
     def _generate(self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float) -> list[Completion]:
         params = [

@@ -1,16 +1,21 @@
 """What makes one engine a process and one trainer a world look like one of each."""
 
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rftmega import device
 from rftmega.interfaces import WeightSync
 from rftmega.megatron import MegatronActor
 from rftmega.megatron.offload import PARAMETERS, PARTS, Residency
 from rftmega.parallel.launch import World
 from rftmega.rollout import Engine
 from rftmega.types import Completion, Experience, LossFn, Metrics, Prompt, Rows, TokenStats
+
+PATIENCE = 10.0  # seconds
 
 
 class Turns:
@@ -65,13 +70,33 @@ class SharedEngine:
         self.turns.rollout()
         edges = [len(prompts) * i // self.engines for i in range(self.engines + 1)]
         part = slice(edges[self.mine], edges[self.mine + 1])
-        answers = self.engine.generate(prompts[part], seeds=seeds[part], temperature=temperature)
+        answers = self._ask(prompts[part], seeds[part], temperature)
         gathered: list[list[Completion] | None] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, answers if self.speaks else None)
         return [completion for answers in gathered if answers is not None for completion in answers]
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
         self.engine.load_weights(named_tensors, version=version)
+
+    def _ask(self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float) -> list[Completion]:
+        return self.engine.generate(prompts, seeds=seeds, temperature=temperature)
+
+
+class AskedByOne(SharedEngine):
+    """Engines that the first process alone speaks to. The others wait as long as it takes: a collective that began with the
+    rollout would time out in a long one.
+    """
+
+    def _ask(self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float) -> list[Completion]:
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(super()._ask, prompts, seeds, temperature)
+            done = torch.zeros((), device=device.current().here())
+            while not done:
+                if dist.get_rank() == 0:
+                    wait([asked], timeout=PATIENCE)
+                    done.fill_(asked.done())
+                dist.broadcast(done, 0)
+            return asked.result()
 
 
 class ColocatedPolicy:

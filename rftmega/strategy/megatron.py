@@ -14,7 +14,7 @@ from rftmega.parallel.layout import layout_name
 from rftmega.parallel.seeds import set_seed
 from rftmega.parallel.topology import Topology
 from rftmega.rollout.servers import ServerEngine
-from rftmega.strategy.dispatch import ColocatedPolicy, ColocatedWeights, SharedEngine, Turns
+from rftmega.strategy.dispatch import AskedByOne, ColocatedPolicy, ColocatedWeights, SharedEngine, Turns
 
 log = logging.getLogger(__name__)
 
@@ -50,12 +50,10 @@ class MegatronStrategy:
         self._engine = rollout.create(config, world, vocabulary=manager.description.vocabulary, stop_ids=stop_ids)
         self._bound = manager.bound
         self._bucket_bytes = config.trainer.push_bucket_mib * 2**20
-        self._turns = Turns(
-            manager.residency, None if separate else self._engine, offload=config.trainer.offload and not separate
-        )
+        self._turns = Turns(manager.residency, None if separate else self._engine, offload=config.trainer.offload)
         self.policy: Policy = ColocatedPolicy(actor, self._turns)
-        an_engine = world.size if separate else config.rollout.tensor
-        self.engine: RolloutEngine = SharedEngine(self._engine, self._turns, world, processes_per_engine=an_engine)
+        face, an_engine = (AskedByOne, world.size) if separate else (SharedEngine, config.rollout.tensor)
+        self.engine: RolloutEngine = face(self._engine, self._turns, world, processes_per_engine=an_engine)
         sync: WeightSync
         if isinstance(self._engine, ServerEngine):
             sync = weights.SharedWeights(manager.bound, self._engine, bucket_bytes=self._bucket_bytes)

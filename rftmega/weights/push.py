@@ -69,14 +69,12 @@ class EngineWeights:
         Raises what this process's engine raised, or EngineError; a push that failed on a living process may be repeated.
         """
         begin = time.perf_counter()
-        passage = _Passage(self, version)
-        whole = False
+        self.engine.distrust()
         try:
-            moved = self._push(passage)
-            whole = True
-        finally:
-            if not whole:
-                self.engine.distrust()
+            moved = self._push(version)
+        except BaseException:
+            self.engine.distrust()  # it may have taken everything where another's did not
+            raise
         return {
             "push_seconds": time.perf_counter() - begin,
             "push_bytes": float(moved),
@@ -84,26 +82,27 @@ class EngineWeights:
             "push_ratio": moved / self.least_bytes if self.least_bytes else 1.0,
         }
 
-    def _push(self, passage: "_Passage") -> int:
+    def _push(self, version: int) -> int:
         """Bytes that all processes sent."""
         failure: Exception | None = None
         try:
-            self.engine.load_weights(passage.tensors(), version=passage.version)
-            if not passage.over:
-                failure = EngineError("The engine stopped reading before the last tensor of the push.")
-        except Exception as error:
-            failure = error
-        try:
+            passage = _Passage(self, version)
+            try:
+                self.engine.load_weights(passage.tensors(), version=version)
+                if not passage.over:
+                    failure = EngineError("The engine stopped reading before the last tensor of the push.")
+            except Exception as error:
+                failure = error
             passage.drain()  # others wait for what this process sends
             total = torch.tensor([int(failure is not None), passage.sent_bytes], device=self.shards.device)
             dist.all_reduce(total)
         except RuntimeError as lost:
-            raise EngineError(f"Push {passage.version} broke off: a process is gone ({lost}).") from failure
+            raise EngineError(f"Push {version} broke off: a process is gone ({lost}).") from failure
         failed, moved = total.tolist()
         if failure is not None:
             raise failure
         if failed:
-            raise EngineError(f"Push {passage.version} failed on {failed} other process(es); no engine has weights now.")
+            raise EngineError(f"Push {version} failed on {failed} other process(es); no engine has weights now.")
         return int(moved)
 
     def _rehearse(self, units: Sequence[Unit]) -> Needs:

@@ -118,6 +118,8 @@ class SharedWeights:
                 reading.append(self._control.submit(self.engines.take, told))
         for number in range(len(reading)):
             self._settle(reading, number)
+        if moved != self.total_bytes:
+            raise EngineError(f"{moved} of {self.total_bytes} bytes were written in push {version}; no engine has weights now.")
         return moved
 
     def _ask(self, work: Callable[..., None], *arguments: Any) -> None:

@@ -150,6 +150,9 @@ def damaged_body(world: Any, folder: Path, fault: str) -> Any:
         if fault == "words swapped":
             words = message[at : at + 16].view(torch.int64)
             words.copy_(words.flip(0))
+        if fault == "rows swapped":
+            rows = message[at - 512 : at].view(2, 256)  # of 64 numbers
+            rows.copy_(rows.flip(0))
         return message
 
     if world.rank == 1:
@@ -167,6 +170,7 @@ def damaged_body(world: Any, folder: Path, fault: str) -> Any:
     [
         ("a byte", "of push 4 came damaged from process 1"),
         ("words swapped", "of push 4 came damaged from process 1"),
+        ("rows swapped", "of push 4 came damaged from process 1"),
         ("another push", "Process 1 sent push 3 while this one takes push 4"),
     ],
 )
@@ -181,6 +185,8 @@ def killed_body(world: Any, folder: Path, victim: int, after: int, told: Path) -
     weights = EngineWeights(manager.bound, engine, bucket_bytes=10_000)
     weights.push(version=0)
     if world.rank == victim:
+        if after < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
         load = engine.block
         left = iter(range(after))
 
@@ -197,10 +203,8 @@ def killed_body(world: Any, folder: Path, victim: int, after: int, told: Path) -
         told.write_text(str(error))
 
 
-@pytest.mark.parametrize(("victim", "after"), [(0, 0), (0, 12), (1, 5), (1, 30)])
-def test_a_process_that_dies_in_the_middle_of_a_push_leaves_no_engine_that_answers(
-    victim: int, after: int, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("victim", "after"), [(1, -1), (0, 0), (0, 12), (1, 5), (1, 30)])
+def test_a_process_that_dies_before_or_in_a_push_leaves_no_engine_that_answers(victim: int, after: int, tmp_path: Path) -> None:
     told = tmp_path / "told"
     with pytest.raises(RankFailure, match=f"rank {victim} died|rank {1 - victim} raised"):
         run_ranks(2, killed_body, save_tiny(tmp_path, "llama"), victim, after, told)

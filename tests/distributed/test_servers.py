@@ -61,7 +61,11 @@ def server_body(world: Any, folder: Path, logs: Path) -> Any:
     found["damaged"] = refusal(2)
     weights._write = real  # type: ignore[method-assign]
     dropped = weights.buckets.pop()
+    found["too few bytes"] = refusal(3)
+    whole = weights.total_bytes
+    weights.total_bytes -= sum(torch.Size(place.shape).numel() * 4 for place in dropped.places)  # nor does the trainer notice
     found["incomplete"] = refusal(3)
+    weights.total_bytes = whole
     weights.buckets.append(dropped)
     found["repeated"] = gap(4)
     if world.rank == 0:
@@ -83,6 +87,7 @@ def test_a_server_follows_the_trainer_or_refuses(tmp_path: Path) -> None:
     told, elsewhere = results
     assert "is not as it was written" in told["damaged"]
     assert "The push ended without model.norm.weight" in told["incomplete"]
+    assert "bytes were written in push 3" in told["too few bytes"]
     assert "does not answer" in told["killed"]
     for name, version in (("damaged", 2), ("incomplete", 3), ("killed", 5)):
         assert elsewhere[name] == f"Push {version} failed (see the first process); no engine has weights now."
@@ -97,15 +102,3 @@ def files_of_processes(name: str) -> list[bytes]:
         with contextlib.suppress(OSError):  # it has ended
             found.append(file.read_bytes())
     return found
-
-
-@pytest.mark.ranks
-def test_a_server_that_does_not_come_up_says_why(tmp_path: Path) -> None:
-    from rftmega.parallel.launch import World
-    from rftmega.rollout.servers import ServerEngine
-
-    with pytest.raises(EngineError, match="did not come up") as caught:
-        ServerEngine(
-            tmp_path, RolloutConfig(), World(0, 1, 0, 1, torch.device("cpu")), dtype="float32", stop_ids=[1], logs=tmp_path
-        )
-    assert "server-0.log" in str(caught.value)

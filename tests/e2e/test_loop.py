@@ -131,17 +131,22 @@ def test_servers_end_with_the_run_that_is_stopped(arithmetic: Path, tmp_path: Pa
     deadline = time.monotonic() + 120
     while not (tmp_path / "metrics.jsonl").exists() and time.monotonic() < deadline:
         time.sleep(0.5)
+    sessions = {session for session, line in processes() if b"api_server" in line and str(arithmetic).encode() in line}
+    assert len(sessions) == 1
+    assert len([session for session, _ in processes() if session in sessions]) > 2, "a server has processes of its own"
     run.send_signal(signal.SIGTERM)
     assert run.wait(60) == 128 + signal.SIGTERM
     deadline = time.monotonic() + 30
-    while left := processes_that_name(tmp_path, arithmetic):
+    while left := [line for session, line in processes() if session in sessions]:
         assert time.monotonic() < deadline, left
         time.sleep(0.5)
 
 
-def processes_that_name(*paths: Path) -> list[bytes]:
-    lines = []
+def processes() -> list[tuple[int, bytes]]:
+    """(session, command line) of everything alive."""
+    found = []
     for file in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            lines.append(file.read_bytes())
-    return [line for line in lines if any(str(path).encode() in line for path in paths) or b"VLLM::" in line]
+        with contextlib.suppress(OSError):  # it has ended
+            if line := file.read_bytes():
+                found.append((os.getsid(int(file.parent.name)), line))
+    return found

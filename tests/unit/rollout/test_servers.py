@@ -1,0 +1,102 @@
+"""What is asked of vLLM's servers, and in which order; real ones are in tests/distributed/test_servers.py."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rftmega.config import RolloutConfig
+from rftmega.errors import EngineError
+from rftmega.parallel.launch import World
+from rftmega.rollout import servers
+from rftmega.rollout.servers import ServerEngine
+
+
+class Scripted:
+    """A server's weight updates as vLLM's worker keeps them: one at a time, and a failing one ends itself alone."""
+
+    def __init__(self) -> None:
+        self.active = False
+        self.fails = False
+        self.versions: list[str] = []
+
+    def post(self, path: str, body: dict[str, Any] | None = None) -> None:
+        if path == "start_weight_update":
+            self.expect(not self.active)
+            self.active = True
+        if path == "update_weights":
+            self.expect(self.active)
+            if self.fails:
+                self.active = False
+                raise EngineError("no")
+        if path == "finish_weight_update":
+            self.expect(self.active)
+            self.active = False
+            if body:
+                self.versions.append(body["weight_version"])
+
+    def expect(self, condition: bool) -> None:
+        if not condition:
+            raise EngineError("out of order")
+
+
+def engine_of(*fakes: Scripted) -> ServerEngine:
+    elsewhere = World(1, 2, 1, 2, torch.device("cpu"))  # starts none
+    engine = ServerEngine("model", RolloutConfig(), elsewhere, dtype="float32", stop_ids=[1], logs="logs")
+    engine.servers = list(fakes)  # type: ignore[arg-type]
+    return engine
+
+
+def push(engine: ServerEngine, version: int) -> None:
+    engine.begin()
+    engine.take({})
+    engine.finish(version)
+
+
+def test_after_one_server_failed_all_of_them_take_the_next_push() -> None:
+    first, second = Scripted(), Scripted()
+    engine = engine_of(first, second)
+    push(engine, 0)
+    first.fails = True
+    with pytest.raises(EngineError, match="no"):
+        push(engine, 1)
+    first.fails = False
+    push(engine, 2)
+    assert first.versions == second.versions == ["0", "2"]
+
+
+def test_servers_take_the_devices_behind_the_trainers(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Cuda:
+        type = "cuda"
+
+    monkeypatch.setattr(servers.device, "current", Cuda)
+    world, config = World(0, 2, 0, 2, torch.device("cpu")), RolloutConfig(tensor=2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert servers._devices(world, config, 1) == {"CUDA_VISIBLE_DEVICES": "4,5"}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,6,5,4,GPU-c,GPU-d")
+    assert servers._devices(world, config, 1) == {"CUDA_VISIBLE_DEVICES": "GPU-c,GPU-d"}
+
+
+def test_an_answer_under_other_weights_than_the_last_pushs_is_an_error() -> None:
+    engine = engine_of()
+    engine.version = 3
+    choice = {
+        "token_ids": [4, 1],
+        "finish_reason": "stop",
+        "logprobs": {"content": [{"logprob": -0.5}, {"logprob": -0.25}]},
+        "weight_versions": [{"version": "3", "start": 0, "end": 2}],
+    }
+    assert engine._completion(choice).logprobs == (-0.5, -0.25)
+    choice["weight_versions"] = [{"version": "3", "start": 0, "end": 1}, {"version": "2", "start": 1, "end": 2}]
+    with pytest.raises(EngineError, match="answered under weights"):
+        engine._completion(choice)
+
+
+def test_a_server_that_does_not_start_leaves_nothing(tmp_path: Path) -> None:
+    server = servers.Server(["--no-such-option"], {"PATH": ""}, tmp_path / "log")
+    with pytest.raises(EngineError, match="did not come up") as caught:
+        server.wait()
+    assert f"The end of {tmp_path / 'log'}" in str(caught.value)
+    server.close()
+    server.close()  # twice is once
