@@ -5,6 +5,7 @@ every process computes the same plan. A push then moves each planned slice once,
 slices that came and from the trainer's own shard.
 """
 
+import hashlib
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -55,10 +56,9 @@ class EngineWeights:
         self.shards = Shards(held)
         units = units_of(held)
         self.needs = self._rehearse(units)
-        told: list[Needs] = [{}] * dist.get_world_size()
-        dist.all_gather_object(told, self.needs)
-        _refuse_unread(units, told)
-        self.buckets = _plan(buckets_of(units, bucket_bytes, for_an_engine=True), told)
+        kinds, kind_of = _everybodys(self.needs)
+        _refuse_unread(units, kinds)
+        self.buckets = _plan(buckets_of(units, bucket_bytes, for_an_engine=True), kinds, kind_of)
         missing = torch.tensor(sum(map(self._missing_bytes, units)), device=self.shards.device)
         dist.all_reduce(missing)
         self.least_bytes = int(missing)
@@ -141,12 +141,9 @@ class _Passage:
         self.weights = weights
         self.version = version
         self.sent_bytes = 0
+        self.over = False  # the last tensor was taken
         self._left = iter(weights.buckets)
         self._travelling = self._post()
-
-    @property
-    def over(self) -> bool:
-        return self._travelling is None
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(HF name, tensor on demand) of the whole model. Raises EngineError where what came is not what was sent."""
@@ -160,6 +157,7 @@ class _Passage:
                 for part, (name, dtype, shape) in enumerate(unit.planned):
                     pieces = self.weights.shards.pieces(unit, part) + arrived[id(unit), part]
                     yield name, OnDemand.of(shape, dtype, _reader(name, unit.rule.axis, pieces), self.weights.shards.device)
+        self.over = True
 
     def drain(self) -> None:
         """Takes part in what is left, for the others' sake."""
@@ -195,19 +193,38 @@ class _Passage:
         return bucket, came
 
 
-def _plan(buckets: Sequence[list[Unit]], told: Sequence[Needs]) -> list[Bucket]:
-    """The same on every process; each keeps what it takes part in."""
+def _everybodys(needs: Needs) -> tuple[list[Needs], list[int]]:
+    """(what ranks of engines need, which of these each process needs): engines are alike, so there are few, each told once."""
+    said = sorted(needs.items())
+    digests = [b""] * dist.get_world_size()
+    dist.all_gather_object(digests, hashlib.sha256(repr(said).encode()).digest())
+    first = {digest: rank for rank, digest in reversed(list(enumerate(digests)))}
+    kinds = []
+    for rank in sorted(first.values()):
+        told: list[Any] = [needs]
+        dist.broadcast_object_list(told, rank)
+        kinds.append(told[0])
+    order = {digests[rank]: number for number, rank in enumerate(sorted(first.values()))}
+    return kinds, [order[digest] for digest in digests]
+
+
+def _plan(buckets: Sequence[list[Unit]], kinds: Sequence[Needs], kind_of: Sequence[int]) -> list[Bucket]:
+    """The same on every process; each keeps what it takes part in. Layers that are alike share their needs, and are cut once."""
     me = dist.get_rank()
     balance: dict[torch.dtype, Balance] = {}
+    shared: dict[Any, tuple[tuple[int, tuple[Segment, ...]], ...]] = {}
     planned = []
     for units in buckets:
         bucket = Bucket(units, defaultdict(list), defaultdict(list))
         for unit in units:
             names = unit.rule.hf_names(unit.layer, unit.expert)
-            needs = tuple(
-                (rank, tuple(Segment(part, *range_) for part, name in enumerate(names) for range_ in needed.get(name, [])))
-                for rank, needed in enumerate(told)
+            of_kind = tuple(
+                tuple(Segment(part, *range_) for part, name in enumerate(names) for range_ in needed.get(name, []))
+                for needed in kinds
             )
+            if of_kind not in shared:
+                shared[of_kind] = tuple((rank, of_kind[kind]) for rank, kind in enumerate(kind_of))
+            needs = shared[of_kind]
             plan = balance.setdefault(unit.dtype, Balance(unit.dtype.itemsize))
             for source, target, part, start, stop, _ in plan.transfers(Placement(unit.rule, unit.holders, needs)):
                 if source == me:
@@ -218,11 +235,11 @@ def _plan(buckets: Sequence[list[Unit]], told: Sequence[Needs]) -> list[Bucket]:
     return planned
 
 
-def _refuse_unread(units: Sequence[Unit], told: Sequence[Needs]) -> None:
+def _refuse_unread(units: Sequence[Unit], kinds: Sequence[Needs]) -> None:
     """Every element must be read by some engine's rank."""
     for unit in units:
         for name, _, shape in unit.planned:
-            read = _merged([range_ for needs in told for range_ in needs.get(name, [])])
+            read = _merged([range_ for needs in kinds for range_ in needs.get(name, [])])
             if read != [(0, shape[unit.rule.axis])]:
                 raise EngineError(f"No engine reads all of {name} {tuple(shape)}, which the policy has: only {read} of it.")
 

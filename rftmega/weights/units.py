@@ -132,7 +132,11 @@ def units_of(held: Sequence[Held], group: Any = None) -> list[Unit]:
             key = rule.megatron[0], layer, expert
             found.setdefault(key, (rule, layer, expert, dtype))
             holders.setdefault(key, {}).setdefault(shard, []).append(process)
-    units = [Unit(*what, tuple(tuple(ranks) for _, ranks in sorted(holders[key].items()))) for key, what in found.items()]
+    alike: dict[Any, tuple[tuple[int, ...], ...]] = {}  # one object for equal ones, so that what is planned of one holds for all
+    units = []
+    for key, what in found.items():
+        theirs = tuple(tuple(ranks) for _, ranks in sorted(holders[key].items()))
+        units.append(Unit(*what, alike.setdefault(theirs, theirs)))
     in_layers = sorted((u for u in units if u.layer is not None), key=lambda u: (u.layer, -1 if u.expert is None else u.expert))
     outside = [u for u in units if u.layer is None]
     return [u for u in outside if u.rule.opens] + in_layers + [u for u in outside if not u.rule.opens]

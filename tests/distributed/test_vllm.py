@@ -85,9 +85,19 @@ def agreement_body(world: Any, folder: Path, parallel: ParallelConfig, engine_si
     return found
 
 
+def also(world: int, parallel: ParallelConfig, engine_size: int) -> Any:
+    """The other pairs of layouts that benchmarks/push.py measures."""
+    return pytest.param("qwen3", world, parallel, engine_size, marks=pytest.mark.ranks)
+
+
 @pytest.mark.parametrize(
     ("variant", "world", "parallel", "engine_size"),
     [
+        also(4, ParallelConfig(tensor=2, pipeline=2), 2),
+        also(4, ParallelConfig(tensor=2), 4),
+        also(4, ParallelConfig(pipeline=4), 2),
+        also(8, ParallelConfig(tensor=4, pipeline=2), 2),
+        also(8, ParallelConfig(tensor=2, pipeline=2), 4),
         ("qwen3", 4, ParallelConfig(tensor=2, pipeline=2), 1),
         pytest.param("llama-tied-llama3-rope", 2, ParallelConfig(pipeline=2), 1, marks=pytest.mark.ranks),
         ("qwen2", 4, ParallelConfig(tensor=2), 2),

@@ -79,6 +79,9 @@ def damaged(folder: Path, what: str) -> None:
         del tensors["model.layers.2.mlp.up_proj.weight"]
     if what == "a wrong shape":
         tensors["model.layers.2.mlp.up_proj.weight"] = torch.zeros(3, 3)
+    if what == "two shapes swapped":
+        up, down = (f"model.layers.2.mlp.{name}_proj.weight" for name in ("up", "down"))
+        tensors[up], tensors[down] = tensors[down], tensors[up]
     if what == "a tensor too many":
         tensors["model.layers.0.self_attn.sinks"] = torch.zeros(4)
     if what == "another head":
@@ -96,6 +99,7 @@ def damaged(folder: Path, what: str) -> None:
         ("another head", "tie_word_embeddings=true, but lm_head.weight is not model.embed_tokens.weight"),
         ("a tensor missing", "holds no tensor 'model.layers.2.mlp.up_proj.weight'"),
         ("a wrong shape", "model.layers.2.mlp.up_proj.weight has shape (3, 3); config.json asks for (96, 64)"),
+        ("two shapes swapped", "model.layers.2.mlp.up_proj.weight has shape (64, 96); config.json asks for (96, 64)"),
         ("a file cut off", "model.safetensors can't be read"),
     ],
 )
