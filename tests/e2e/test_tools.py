@@ -4,8 +4,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.e2e.conftest import ROOT
 from tests.tiny_models import save_tiny
 
@@ -15,7 +13,6 @@ def tool(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=240)
 
 
-@pytest.mark.ranks
 def test_convert_verify_inspect_and_back(tmp_path: Path) -> None:
     source = save_tiny(tmp_path / "hf", "qwen3")
     there = tool("convert", "to-megatron", source, tmp_path / "megatron", "--tp", 2, "--verify")
