@@ -16,6 +16,7 @@ setup(
     description="Reinforcement fine-tuning of language models on Megatron-Core with vLLM rollouts",
     python_requires=">=3.11",
     packages=find_packages(include=["rftmega*", "model_providers*", "converters*"]),
+    package_data={"rftmega.config": ["recipes/*.yaml"]},
     entry_points={"vllm.general_plugins": ["rftmega = rftmega.rollout.plugin:register"]},
     extras_require={"cpu": pins("torch") + pins("cpu"), "cuda": pins("cuda"), "dev": pins("dev")},
 )

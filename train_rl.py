@@ -85,10 +85,8 @@ def train(config: RunConfig) -> None:
     )
     reward = RuleReward(config.reward, tokenizer.decode)
 
-    from rftmega.algorithms.losses import policy_loss
-    from rftmega.algorithms.weighting import WEIGHTINGS
-    from rftmega.experience import ExperienceMaker
     from rftmega.parallel import launch
+    from rftmega.strategy.algorithm import loss_of, maker_of
     from rftmega.strategy.megatron import MegatronStrategy
     from rftmega.trainer import PPOTrainer, callbacks
 
@@ -106,21 +104,13 @@ def train(config: RunConfig) -> None:
             ]
         if config.trainer.export:
             observers.append(callbacks.AtEnd(lambda: strategy.export(f"{config.trainer.output}/policy")))
-        algorithm = config.algorithm
         trainer = PPOTrainer(
             engine=strategy.engine,
             policy=strategy.policy,
             weights=strategy.weights,
             reward=reward,
-            maker=ExperienceMaker(strategy.policy, use_reference=algorithm.kl_coef > 0, scale_by_std=algorithm.scale_by_std),
-            loss_fn=policy_loss(
-                clip_low=algorithm.clip_low,
-                clip_high=algorithm.clip_high,
-                kl_coef=algorithm.kl_coef,
-                kl_estimator=algorithm.kl_estimator,
-                entropy_coef=algorithm.entropy_coef,
-                weighting=WEIGHTINGS[algorithm.weighting],
-            ),
+            maker=maker_of(config, strategy.policy),
+            loss_fn=loss_of(config),
             samples_per_prompt=config.rollout.samples_per_prompt,
             temperature=config.rollout.temperature,
             seed=config.trainer.seed,

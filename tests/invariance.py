@@ -16,6 +16,7 @@ import torch
 from tqdm import tqdm
 
 from rftmega.algorithms.losses import policy_loss
+from rftmega.algorithms.surrogates import Clip
 from rftmega.algorithms.weighting import WEIGHTINGS
 from rftmega.config import OptimizerConfig, ParallelConfig
 from rftmega.types import Experience, Rows
@@ -141,7 +142,7 @@ def learn(folder: Path, layout: Layout, setting: Setting) -> dict[str, Any]:
     # Far from 0, where a loss has no digits: the bonus on a few nats.
     clip = 10.0 if setting.smooth else 0.2
     weighting = WEIGHTINGS[setting.weighting]
-    loss_fn = policy_loss(clip_low=clip, clip_high=clip, kl_coef=0.1, entropy_coef=0.5, weighting=weighting)
+    loss_fn = policy_loss(clip=Clip(clip, clip), kl_coef=0.1, entropy_coef=0.5, weighting=weighting)
     metrics = [actor.update(experience, loss_fn) for _ in range(3)]
     after = actor.log_probs(rows)
     back = order.argsort()

@@ -4,42 +4,45 @@ import torch
 from torch import Tensor
 
 from rftmega.algorithms.kl import ESTIMATORS
+from rftmega.algorithms.mismatch import Correction, importance
+from rftmega.algorithms.surrogates import SURROGATES, Clip, ratio_of
 from rftmega.algorithms.weighting import Weighting, token_mean
 from rftmega.types import Experience, LossFn, TokenLoss, TokenStats
-
-LARGEST_LOG_RATIO = 20.0
-
-
-def clipped_surrogate(log_ratio: Tensor, advantage: Tensor, *, low: float, high: float) -> Tensor:
-    """PPO's pessimistic bound (arXiv:1707.06347, eq. 7), with a clip range of its own upwards (DAPO, eq. 10)."""
-    ratio = log_ratio.clamp(max=LARGEST_LOG_RATIO).exp()  # inf has a gradient of NaN even where the clip takes over
-    return -torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
 
 
 def policy_loss(
     *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
+    surrogate: str = "ppo",
+    clip: Clip = Clip(),  # noqa: B008  immutable
+    correction: Correction = Correction(),  # noqa: B008
+    high_entropy_share: float = 1.0,
     kl_coef: float = 0.0,
     kl_estimator: str = "k3",
     entropy_coef: float = 0.0,
     weighting: Weighting = token_mean,
 ) -> LossFn:
-    """Clipped surrogate + kl_coef x KL to the reference - entropy_coef x entropy, per token."""
+    """Surrogate + kl_coef x KL to the reference - entropy_coef x entropy, per token.
+
+    The surrogate is one of SURROGATES, times the importance of CORRECTIONS. Below 1, `high_entropy_share` keeps only that share
+    of each answer's tokens, those of highest entropy (after arXiv:2506.01939, which takes the share over the batch).
+    """
     kl = ESTIMATORS[kl_estimator]
+    objective = SURROGATES[surrogate]
 
     def loss(stats: TokenStats, experience: Experience) -> TokenLoss:
         mask = experience.mask
         # Masked before exp: a padding column may hold anything, and inf * 0 is NaN.
         log_ratio = torch.where(mask, stats.logp - experience.old_logp, 0.0)
         advantage = torch.where(mask, experience.advantage, 0.0)
-        value = clipped_surrogate(log_ratio, advantage, low=clip_low, high=clip_high)
-        ratio = log_ratio.detach().clamp(max=LARGEST_LOG_RATIO).exp()
+        weighed = importance(experience.old_logp, experience.behaviour_logp, mask, correction)
+        value = weighed * objective(log_ratio, advantage, mask, clip)
+        ratio = ratio_of(log_ratio.detach())
         metrics = {
             "policy_loss": value.detach(),
             "ratio": ratio,
-            "clip_fraction": ((ratio < 1 - clip_low) | (ratio > 1 + clip_high)).float(),
+            "clip_fraction": ((ratio < 1 - clip.low) | (ratio > 1 + clip.high)).float(),
             "ppo_kl": -log_ratio.detach(),
+            "importance": weighed,
         }
         if experience.reference_logp is not None:
             delta = torch.where(mask, stats.logp - experience.reference_logp, 0.0)
@@ -51,7 +54,20 @@ def policy_loss(
             metrics["entropy"] = entropy.detach()
             if entropy_coef:
                 value = value - entropy_coef * entropy
+            if high_entropy_share < 1:
+                mask = mask & highest(entropy.detach(), mask, high_entropy_share)
         weight, count = weighting(mask)
         return TokenLoss(value, weight, count, metrics)
 
     return loss
+
+
+def highest(entropy: Tensor, mask: Tensor, share: float) -> Tensor:
+    """[B, T] True for the `share` of each answer's tokens (rounded down, at least one) with the highest entropy.
+
+    Never outside the mask; of equals the first.
+    """
+    kept = (mask.sum(-1, keepdim=True) * share).floor().clamp(min=1)
+    order = entropy.masked_fill(~mask, -torch.inf).argsort(dim=-1, descending=True, stable=True)
+    rank = torch.empty_like(order).scatter_(-1, order, torch.arange(order.shape[-1]).expand_as(order).to(order))
+    return (rank < kept) & mask

@@ -22,4 +22,20 @@ def sequence_mean(mask: Tensor) -> tuple[Tensor, Tensor]:
     return mask / length.clamp(min=1), (length > 0).sum()
 
 
+def sequence_sum(constant: int) -> Weighting:
+    """Every response token weighs 1 / constant in its response's sum, so that no response's length matters (Dr. GRPO,
+    arXiv:2503.20783, section 3.2; the constant is the most tokens that a response may have). Count: non-empty responses.
+    """
+
+    def weighting(mask: Tensor) -> tuple[Tensor, Tensor]:
+        return mask / constant, mask.any(-1).sum()
+
+    return weighting
+
+
 WEIGHTINGS: dict[str, Weighting] = {"token_mean": token_mean, "sequence_mean": sequence_mean}
+
+
+def weighting_of(name: str, *, longest: int) -> Weighting:
+    """The weighting that an option names; `longest`: tokens that a response may have."""
+    return sequence_sum(longest) if name == "sequence_sum" else WEIGHTINGS[name]

@@ -50,6 +50,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """
     given = flatten(_read_yaml(Path(path)))
     given |= dict(parse_override(text) for text in overrides)
+    given = recipe(str(given.get("algorithm.recipe") or "")) | given
     config = OmegaConf.structured(RunConfig)
     known = [name for name, _ in options()]
     problems = []
@@ -67,6 +68,16 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     run = OmegaConf.to_object(config)
     assert isinstance(run, RunConfig)
     return run
+
+
+def recipe(name: str) -> dict[str, Any]:
+    """Dotted options that a recipe sets; none for "". Raises ConfigError for a name that there is not."""
+    files = {path.stem: path for path in Path(__file__).with_name("recipes").glob("*.yaml")}
+    if not name:
+        return {}
+    if name not in files:
+        raise ConfigError(f"algorithm.recipe={name} is unknown. Choose one of: {', '.join(sorted(files))}.")
+    return flatten(_read_yaml(files[name]))
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

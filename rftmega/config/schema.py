@@ -157,11 +157,20 @@ class RewardConfig:
 
 @dataclass
 class AlgorithmConfig:
-    weighting: str = "token_mean"
-    """token_mean (every token weighs the same) or sequence_mean (every answer does)."""
+    recipe: str = ""
+    """A bundle of the options below, by name (rftmega/config/recipes); what is set besides it comes first."""
+
+    advantage: str = "group"
+    """group (GRPO), leave_one_out (RLOO), reinforce (REINFORCE++) or reinforce_baseline."""
 
     scale_by_std: bool = True
-    """Divide group-centred rewards by the group's standard deviation; false is Dr. GRPO."""
+    """advantage=group: divide by the group's standard deviation; false is Dr. GRPO."""
+
+    gamma: float = 1.0
+    """advantage=reinforce: discount a token."""
+
+    surrogate: str = "ppo"
+    """ppo (clipped ratio), gspo (an answer's ratio), cispo (clipped weight), cpgd (clipped log-ratio) or reinforce."""
 
     clip_low: float = 0.2
     """The ratio is clipped below 1 - this."""
@@ -169,11 +178,32 @@ class AlgorithmConfig:
     clip_high: float = 0.2
     """The ratio is clipped above 1 + this."""
 
+    dual_clip: float = 0.0
+    """surrogate=ppo: the loss of a token with a negative advantage is at most this (above 1) times its size; 0: no bound."""
+
+    drift_coef: float = 0.0
+    """surrogate=cpgd: weight of the KL from the policy that sampled."""
+
+    correction: str = "none"
+    """Of the engine's probabilities against the trainer's: none, token, sequence (importance weights) or mask (drop the odd)."""
+
+    correction_cap: float = 2.0
+    """Largest importance weight; correction=mask drops tokens outside 1 / this to this."""
+
+    high_entropy_share: float = 1.0
+    """Learn from this share of each answer's tokens only, those of highest entropy."""
+
+    weighting: str = "token_mean"
+    """token_mean (every token weighs the same), sequence_mean (every answer does) or sequence_sum (over the longest allowed)."""
+
+    kl_in: str = "loss"
+    """Where the KL to the starting policy goes: loss, or reward (advantage=reinforce only)."""
+
     kl_coef: float = 0.0
-    """Weight of the KL to the starting policy in the loss; 0 keeps no reference weights."""
+    """Its weight; 0 keeps no reference weights."""
 
     kl_estimator: str = "k3"
-    """k2 or k3."""
+    """k1 (in the reward only: as a loss it has no direction), k2 or k3."""
 
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""

@@ -7,7 +7,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from rftmega.config.schema import OptimizerConfig, ParallelConfig, RunConfig
+from rftmega.config.schema import AlgorithmConfig, OptimizerConfig, ParallelConfig, RunConfig
 
 CHOICES = {
     "strategy": ("colocated", "separate"),
@@ -16,8 +16,12 @@ CHOICES = {
     "optimizer.schedule": ("constant", "linear", "cosine"),
     "rollout.engine": ("vllm", "transformers", "scripted"),
     "data.too_long": ("error", "drop"),
-    "algorithm.weighting": ("token_mean", "sequence_mean"),
-    "algorithm.kl_estimator": ("k2", "k3"),
+    "algorithm.advantage": ("group", "leave_one_out", "reinforce", "reinforce_baseline"),
+    "algorithm.surrogate": ("ppo", "gspo", "cispo", "cpgd", "reinforce"),
+    "algorithm.correction": ("none", "token", "sequence", "mask"),
+    "algorithm.weighting": ("token_mean", "sequence_mean", "sequence_sum"),
+    "algorithm.kl_in": ("loss", "reward"),
+    "algorithm.kl_estimator": ("k1", "k2", "k3"),
 }
 AT_LEAST_ONE = (
     "parallel.tensor",
@@ -37,7 +41,13 @@ AT_LEAST_ONE = (
     "trainer.prompts_per_step",
     "trainer.push_bucket_mib",
 )
-POSITIVE = ("optimizer.epsilon", "rollout.cpu_cache_gib", "rollout.memory_fraction", "rollout.temperature")
+POSITIVE = (
+    "algorithm.high_entropy_share",
+    "optimizer.epsilon",
+    "rollout.cpu_cache_gib",
+    "rollout.memory_fraction",
+    "rollout.temperature",
+)
 BELOW_ONE = ("model.dropout", "optimizer.beta1", "optimizer.beta2", "rollout.memory_fraction")
 NOT_NEGATIVE = (
     "model.dropout",
@@ -51,6 +61,9 @@ NOT_NEGATIVE = (
     "optimizer.beta1",
     "optimizer.beta2",
     "algorithm.clip_low",
+    "algorithm.dual_clip",
+    "algorithm.drift_coef",
+    "algorithm.gamma",
     "algorithm.clip_high",
     "algorithm.kl_coef",
     "trainer.eval_every",
@@ -75,6 +88,7 @@ def violations(config: RunConfig, world_size: int) -> list[str]:
         numbers.append(f"--processes {world_size} must be at least 1.")
     if not numbers:  # the arithmetic below needs sizes that make sense
         numbers = _layout(config.parallel, world_size) + _overlap(config.optimizer) + _engine(config, world_size) + _batch(config)
+        numbers += _algorithm(config.algorithm)
     return choices + numbers + _files(config)
 
 
@@ -126,6 +140,34 @@ def _overlap(optimizer: OptimizerConfig) -> list[str]:
         needed = " and ".join(f"optimizer.{name}=true" for name in missing)
         return [f"optimizer.overlap_param_gather=true also needs {needed}: only sharded parameters are gathered."]
     return []
+
+
+def _algorithm(algorithm: AlgorithmConfig) -> list[str]:
+    found = []
+    needs = (  # an option, where it is set, what it needs, what it is set to where nothing reads it
+        ("dual_clip", "surrogate", "ppo", 0.0),
+        ("drift_coef", "surrogate", "cpgd", 0.0),
+        ("gamma", "advantage", "reinforce", 1.0),
+        ("scale_by_std", "advantage", "group", True),
+        ("kl_in", "advantage", "reinforce", "loss"),
+    )
+    for option, other, value, off in needs:
+        if getattr(algorithm, option) != off and getattr(algorithm, other) != value:
+            found.append(
+                f"algorithm.{option}={getattr(algorithm, option)} needs algorithm.{other}={value}, not "
+                f"{getattr(algorithm, other)}: nothing else reads it."
+            )
+    if 0 < algorithm.dual_clip <= 1:
+        found.append(f"algorithm.dual_clip={algorithm.dual_clip} must be above 1, or 0 for none.")
+    if algorithm.correction_cap < 1:
+        found.append(f"algorithm.correction_cap={algorithm.correction_cap} must be at least 1.")
+    if algorithm.high_entropy_share > 1:
+        found.append(f"algorithm.high_entropy_share={algorithm.high_entropy_share} must be at most 1.")
+    if algorithm.kl_estimator == "k1" and algorithm.kl_in == "loss":
+        found.append("algorithm.kl_estimator=k1 needs algorithm.kl_in=reward: as a loss its gradient is zero on average.")
+    if algorithm.surrogate in ("ppo", "gspo", "cpgd") and algorithm.clip_low >= 1:
+        found.append(f"algorithm.clip_low={algorithm.clip_low} must be below 1 for algorithm.surrogate={algorithm.surrogate}.")
+    return found
 
 
 def _engine(config: RunConfig, world_size: int) -> list[str]:

@@ -3,7 +3,15 @@ import itertools
 import pytest
 import torch
 
-from rftmega.algorithms.advantages import group_normalised
+from rftmega.algorithms.advantages import (
+    ESTIMATORS,
+    Scored,
+    discounted_returns,
+    group_normalised,
+    leave_one_out,
+    token_rewards,
+    whitened,
+)
 
 
 def by_hand(rewards: list[float], groups: list[int]) -> list[float]:
@@ -39,3 +47,59 @@ def test_a_group_of_one_teaches_nothing() -> None:
 def test_without_std_it_is_the_distance_to_the_mean() -> None:
     found = group_normalised(torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.zeros(4, dtype=torch.int64), scale_by_std=False)
     assert found.tolist() == [0.75, -0.25, -0.25, -0.25]
+
+
+def test_leaving_one_out_compares_with_the_mean_of_the_others() -> None:
+    reward, group = torch.tensor([1.0, 0.0, 0.25, 5.0, 0.1, 0.1, 0.1]), torch.tensor([4, 4, 4, 9, 1, 1, 1])
+    wanted = [1 - 0.125, -0.625, 0.25 - 0.5, 0.0, 0.0, 0.0, 0.0]
+    assert leave_one_out(reward, group).tolist() == pytest.approx(wanted)
+    assert leave_one_out(reward, group)[3:].tolist() == [0.0] * 4, "a group of one, and one that agrees, teach nothing at all"
+
+
+MASK = torch.tensor([[True, False, True, True, False], [False, True, False, False, False], [False] * 5])
+
+
+def test_an_answers_reward_is_at_its_last_token_once() -> None:
+    reward, penalty = torch.tensor([1.0, 2.0, 3.0]), torch.full((3, 5), 0.1)
+    assert token_rewards(reward, MASK).tolist() == [[0, 0, 0, 1, 0], [0, 2, 0, 0, 0], [0] * 5]
+    found = token_rewards(reward, MASK, torch.where(MASK, penalty, torch.nan))
+    assert found.sum(-1).tolist() == pytest.approx([1 - 0.3, 2 - 0.1, 0.0])
+
+
+def test_returns_are_discounted_by_tokens_and_step_over_holes() -> None:
+    reward = torch.tensor([[1.0, 7.0, 2.0, 4.0, 9.0], [9.0, 3.0, 9.0, 9.0, 9.0], [9.0] * 5])
+    found = discounted_returns(reward, MASK, 0.5)
+    assert found.tolist() == [[1 + 0.5 * (2 + 0.5 * 4), 0, 2 + 0.5 * 4, 4, 0], [0, 3, 0, 0, 0], [0] * 5]
+
+
+def test_whitening_is_over_the_tokens_of_the_mask_alone() -> None:
+    torch.manual_seed(0)
+    x = torch.where(MASK, torch.randn(3, 5) * 4 + 7, torch.inf)
+    found = whitened(x, MASK)
+    assert found[MASK].mean().item() == pytest.approx(0.0, abs=1e-6)
+    assert found[MASK].var(correction=0).item() == pytest.approx(1.0, rel=1e-5)
+    assert found[~MASK].abs().sum() == 0
+    assert whitened(torch.full((3, 5), 0.1), MASK).abs().sum() == 0
+    assert whitened(x, torch.zeros_like(MASK)).abs().sum() == 0
+
+
+@pytest.mark.parametrize("name", list(ESTIMATORS))
+def test_no_estimator_says_anything_outside_the_mask_or_depends_on_the_order_of_rows(name: str) -> None:
+    torch.manual_seed(1)
+    mask = torch.rand(8, 6) < 0.6
+    reward, group = torch.randn(8), torch.tensor([0, 0, 0, 1, 1, 2, 2, 2])
+    penalty = torch.where(mask, torch.rand(8, 6), torch.nan)
+    found = ESTIMATORS[name](Scored(reward, group, mask, penalty, 0.9, True))
+    assert found.isfinite().all()
+    assert found[~mask].abs().sum() == 0
+    order = torch.randperm(8)
+    again = ESTIMATORS[name](Scored(reward[order], group[order], mask[order], penalty[order], 0.9, True))
+    torch.testing.assert_close(again, found[order])
+
+
+def test_reinforce_with_a_baseline_is_whitened_over_tokens_not_answers() -> None:
+    mask = torch.tensor([[True, True, True], [True, False, False]])
+    found = ESTIMATORS["reinforce_baseline"](Scored(torch.tensor([1.0, 0.0]), torch.zeros(2), mask, None, 1.0, True))
+    kept = torch.tensor([0.5, 0.5, 0.5, -0.5])
+    wanted = (kept - kept.mean()) / kept.std(correction=0)
+    torch.testing.assert_close(found[mask], wanted)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from rftmega.algorithms.losses import policy_loss
+from rftmega.algorithms.surrogates import Clip
 from rftmega.algorithms.weighting import WEIGHTINGS, sequence_mean, token_mean
 from rftmega.types import Experience, TokenStats
 
@@ -59,7 +60,7 @@ def reduced(experience: Experience, logp: Tensor, **settings: object) -> Tensor:
 def test_it_equals_the_formula(weighting: str, low: float, high: float) -> None:
     for seed in range(5):
         experience, logp = ragged(seed)
-        found = reduced(experience, logp, clip_low=low, clip_high=high, kl_coef=0.1, weighting=WEIGHTINGS[weighting])
+        found = reduced(experience, logp, clip=Clip(low, high), kl_coef=0.1, weighting=WEIGHTINGS[weighting])
         assert found.item() == pytest.approx(by_hand(experience, logp.detach(), low, high, 0.1, weighting), rel=1e-5)
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rftmega.config import RunConfig, load, option_reference, parse_override, violations
-from rftmega.config.load import options
+from rftmega.config.load import options, recipe
 from rftmega.config.validate import CHOICES, value_of
 from rftmega.errors import ConfigError
 
@@ -114,6 +114,15 @@ def test_a_sound_config_has_no_violations(config_file: Path) -> None:
         ("rollout.engine=vlm", 1, "rollout.engine=vlm is unknown. Choose one of: vllm, transformers, scripted"),
         ("rollout.temperature=0", 1, "rollout.temperature=0.0 must be positive"),
         ("rollout.servers=2", 1, "rollout.servers=2 needs strategy=separate"),
+        ("algorithm.dual_clip=0.5", 1, "algorithm.dual_clip=0.5 must be above 1"),
+        ("algorithm.drift_coef=0.5", 1, "algorithm.drift_coef=0.5 needs algorithm.surrogate=cpgd, not ppo"),
+        ("algorithm.gamma=0.5", 1, "algorithm.gamma=0.5 needs algorithm.advantage=reinforce, not group"),
+        ("algorithm.kl_in=reward", 1, "algorithm.kl_in=reward needs algorithm.advantage=reinforce, not group"),
+        ("algorithm.kl_estimator=k1", 1, "as a loss its gradient is zero on average"),
+        ("algorithm.correction_cap=0.5", 1, "algorithm.correction_cap=0.5 must be at least 1"),
+        ("algorithm.high_entropy_share=1.5", 1, "must be at most 1"),
+        ("algorithm.high_entropy_share=0", 1, "algorithm.high_entropy_share=0.0 must be positive"),
+        ("algorithm.clip_low=1", 1, "algorithm.clip_low=1.0 must be below 1 for algorithm.surrogate=ppo"),
         ("strategy=apart", 1, "strategy=apart is unknown. Choose one of: colocated, separate."),
         ("algorithm.mini_batches=129", 1, "is more than the rows of a rollout"),
         ("trainer.max_tokens_per_micro_batch=100", 1, "can't hold one row"),
@@ -154,6 +163,27 @@ def test_servers_are_vllms(tmp_path: Path) -> None:
     config = load(ROOT / "examples/arithmetic/grpo.yaml", ["strategy=separate", "rollout.tensor=3", "rollout.engine=scripted"])
     found = [reason for reason in violations(config, 4) if "rollout" in reason]
     assert found == ["strategy=separate starts vLLM servers, not rollout.engine=scripted. Set it to vllm."]
+
+
+RECIPES = sorted(path.stem for path in (ROOT / "rftmega/config/recipes").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_sets_options_that_fit_together_and_what_is_given_comes_first(name: str) -> None:
+    config = load(ROOT / "examples/arithmetic/grpo.yaml", [f"algorithm.recipe={name}"])
+    assert not [reason for reason in violations(config, 4) if "algorithm." in reason]
+    said = recipe(name)
+    given = {"algorithm.kl_coef", "algorithm.mini_batches"}  # by the example
+    assert all(value_of(config, option) == value for option, value in said.items() if option not in given)
+    assert (
+        load(ROOT / "examples/arithmetic/grpo.yaml", [f"algorithm.recipe={name}", "algorithm.clip_low=0.125"]).algorithm.clip_low
+        == 0.125
+    )
+
+
+def test_a_recipe_that_there_is_not_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(ConfigError, match=f"algorithm.recipe=gprs is unknown. Choose one of: {', '.join(RECIPES)}"):
+        load(ROOT / "examples/arithmetic/grpo.yaml", ["algorithm.recipe=gprs"])
 
 
 def test_every_option_is_explained_and_its_default_shown() -> None:

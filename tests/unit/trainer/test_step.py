@@ -1,18 +1,23 @@
 """A whole GRPO step in one plain process: a bigram table is policy enough, a seeded generator engine enough."""
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from rftmega.algorithms.losses import policy_loss
+from rftmega.config import load
 from rftmega.experience import ExperienceMaker
+from rftmega.strategy.algorithm import loss_of, maker_of
 from rftmega.trainer import PPOTrainer
 from rftmega.trainer.callbacks import Evaluate, Observer
 from rftmega.types import Completion, Experience, Prompt, Rows, TokenStats
 
 WORDS = 16
+ROOT = Path(__file__).parents[3]
 
 
 class Bigrams:
@@ -27,6 +32,11 @@ class Bigrams:
 
     def log_probs(self, rows: Rows) -> TokenStats:
         return TokenStats(self.logp(rows).detach(), None)
+
+    def reference_log_probs(self, rows: Rows) -> TokenStats:
+        return TokenStats(
+            torch.zeros_like(self.table).log_softmax(-1)[rows.tokens[:, :-1]].gather(-1, rows.tokens[:, 1:, None])[..., 0], None
+        )
 
     def update(self, experience: Experience, loss_fn: Any) -> dict[str, float]:
         loss = loss_fn(TokenStats(self.logp(experience.rows), None), experience)
@@ -92,6 +102,17 @@ def test_rewarded_tokens_become_likelier() -> None:
     assert diary.metrics[0]["eval_exact_match"] == 0
     assert diary.metrics[-1]["eval_exact_match"] == 1
     assert diary.metrics[-1]["reward"] > 0.8
+
+
+@pytest.mark.parametrize("recipe", sorted(path.stem for path in (ROOT / "rftmega/config/recipes").glob("*.yaml")))
+def test_every_recipe_learns(recipe: str) -> None:
+    config = load(ROOT / "examples/arithmetic/grpo.yaml", [f"algorithm.recipe={recipe}"])
+    policy = Bigrams()
+    PPOTrainer(
+        engine=policy, policy=policy, weights=policy, reward=likes_seven, maker=maker_of(config, policy), loss_fn=loss_of(config),
+        samples_per_prompt=16, temperature=1.0, seed=0, callbacks=[],
+    ).fit([[Prompt((1, 2)), Prompt((3,))]] * 40, steps=40)  # fmt: skip
+    assert policy.table.softmax(-1)[2, 7] > 0.8
 
 
 def test_a_step_is_rollout_score_update_push_and_each_push_has_the_next_version() -> None:

@@ -1,0 +1,215 @@
+"""Each member of the family against its formula, written as a double loop over answers and tokens in float64."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rftmega.algorithms.losses import highest, policy_loss
+from rftmega.algorithms.mismatch import Correction, importance
+from rftmega.algorithms.surrogates import SURROGATES, Clip
+from rftmega.algorithms.weighting import weighting_of
+from rftmega.types import Experience, TokenStats
+
+Row = tuple[list[Tensor], list[float], list[float]]  # logp, old logp, advantage of an answer's tokens
+CLIP = Clip(low=0.2, high=0.28, dual=3.0, drift=0.3)
+
+
+def at_most(x: Tensor, bound: float) -> Tensor:
+    return x if float(x.detach()) <= bound else torch.tensor(bound, dtype=torch.float64)
+
+
+def between(x: Tensor, low: float, high: float) -> Tensor:
+    value = float(x.detach())
+    return x if low <= value <= high else torch.tensor(min(max(value, low), high), dtype=torch.float64)
+
+
+def smaller(a: Tensor, b: Tensor) -> Tensor:
+    return a if float(a.detach()) <= float(b.detach()) else b
+
+
+def ppo(row: Row, t: int) -> Tensor:
+    logp, old, advantage = row
+    ratio, a = torch.exp(logp[t] - old[t]), advantage[t]
+    value = smaller(ratio * a, between(ratio, 1 - CLIP.low, 1 + CLIP.high) * a)
+    if a < 0 and float(value.detach()) < CLIP.dual * a:
+        value = torch.tensor(CLIP.dual * a, dtype=torch.float64)
+    return -value
+
+
+def gspo(row: Row, t: int) -> Tensor:
+    logp, old, advantage = row
+    mean = sum((x - y for x, y in zip(logp, old, strict=True)), torch.zeros((), dtype=torch.float64)) / len(logp)
+    ratio, a = torch.exp(mean), advantage[t]
+    value = smaller(ratio * a, between(ratio, 1 - CLIP.low, 1 + CLIP.high) * a)
+    if a < 0 and float(value.detach()) < CLIP.dual * a:
+        value = torch.tensor(CLIP.dual * a, dtype=torch.float64)
+    return -value
+
+
+def cispo(row: Row, t: int) -> Tensor:
+    logp, old, advantage = row
+    weight = min(max(math.exp(float(logp[t].detach()) - old[t]), 1 - CLIP.low), 1 + CLIP.high)
+    return -weight * advantage[t] * (logp[t] - old[t])
+
+
+def cpgd(row: Row, t: int) -> Tensor:
+    logp, old, advantage = row
+    x, a = logp[t] - old[t], advantage[t]
+    clipped = between(x, math.log(1 - CLIP.low), math.log(1 + CLIP.high))
+    return -smaller(x * a, clipped * a) + CLIP.drift * (torch.exp(x) - 1 - x)
+
+
+def reinforce(row: Row, t: int) -> Tensor:
+    logp, old, advantage = row
+    return -advantage[t] * (logp[t] - old[t])
+
+
+BY_HAND: dict[str, Callable[[Row, int], Tensor]] = {
+    "ppo": ppo,
+    "gspo": gspo,
+    "cispo": cispo,
+    "cpgd": cpgd,
+    "reinforce": reinforce,
+}
+LONGEST = 7
+
+
+def ragged(seed: int, dtype: torch.dtype = torch.float64) -> tuple[Experience, Tensor]:
+    torch.manual_seed(seed)
+    lengths = torch.tensor([LONGEST, 3, 1, 5])
+    old = -torch.rand(4, LONGEST, dtype=dtype)
+    mask = torch.arange(LONGEST) < lengths[:, None]
+    advantage = torch.randn(4, 1, dtype=dtype).expand(4, LONGEST) * mask
+    experience = Experience(
+        tokens=torch.zeros(4, LONGEST + 1, dtype=torch.int64), prompt_lengths=torch.ones(4, dtype=torch.int64),
+        lengths=lengths + 1, mask=mask, behaviour_logp=old + 0.3 * torch.randn_like(old), old_logp=old, reference_logp=None,
+        advantage=advantage,
+    )  # fmt: skip
+    return experience, (old + 0.5 * torch.randn_like(old)).detach().requires_grad_()
+
+
+def reduced(experience: Experience, logp: Tensor, **options: Any) -> Tensor:
+    loss = policy_loss(**options)(TokenStats(logp, None), experience)
+    return (loss.value * loss.weight).sum() / loss.count
+
+
+@pytest.mark.parametrize("name", list(SURROGATES))
+@pytest.mark.parametrize("weighting", ["token_mean", "sequence_mean", "sequence_sum"])
+def test_value_and_gradient_are_the_formulas(name: str, weighting: str) -> None:
+    for seed in range(4):
+        experience, logp = ragged(seed)
+        found = reduced(experience, logp, surrogate=name, clip=CLIP, weighting=weighting_of(weighting, longest=LONGEST))
+        (gradient,) = torch.autograd.grad(found, logp)
+        free = logp.detach().clone().requires_grad_()
+        total, things = torch.zeros((), dtype=torch.float64), 0
+        for b, length in enumerate((experience.lengths - 1).tolist()):
+            row = list(free[b, :length]), experience.old_logp[b, :length].tolist(), experience.advantage[b, :length].tolist()
+            weight = {"token_mean": 1.0, "sequence_mean": 1 / length, "sequence_sum": 1 / LONGEST}[weighting]
+            things += length if weighting == "token_mean" else 1
+            total = total + weight * sum((BY_HAND[name](row, t) for t in range(length)), torch.zeros((), dtype=torch.float64))
+        (wanted,) = torch.autograd.grad(total / things, free)
+        assert found.item() == pytest.approx((total / things).item(), rel=1e-6)
+        torch.testing.assert_close(gradient, wanted, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", list(SURROGATES))
+def test_before_anything_has_changed_all_of_them_have_the_same_gradient(name: str) -> None:
+    experience, _ = ragged(0)
+    logp = experience.old_logp.clone().requires_grad_()
+    weighting = weighting_of("sequence_mean", longest=LONGEST)
+    (gradient,) = torch.autograd.grad(reduced(experience, logp, surrogate=name, clip=CLIP, weighting=weighting), logp)
+    wanted = -experience.advantage * experience.mask / (experience.lengths - 1)[:, None] / 4
+    torch.testing.assert_close(gradient, wanted)
+
+
+@pytest.mark.parametrize("name", list(SURROGATES))
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf"), 100.0, -100.0])
+def test_what_stands_in_padding_changes_neither_loss_nor_gradient(name: str, poison: float) -> None:
+    experience, logp = ragged(1)
+    found = []
+    for filling in (0.0, poison):
+
+        def fill(x: Tensor, filling: float = filling) -> Tensor:
+            return torch.where(experience.mask, x.detach(), filling)
+
+        dirty = replace(
+            experience, advantage=fill(experience.advantage), old_logp=fill(experience.old_logp),
+            behaviour_logp=fill(experience.behaviour_logp),
+        )  # fmt: skip
+        x = fill(logp).requires_grad_()
+        loss = reduced(dirty, x, surrogate=name, clip=CLIP, correction=Correction("sequence", 2.0))
+        found.append((loss.item(), torch.autograd.grad(loss, x)[0]))
+    assert found[0][0] == found[1][0]
+    assert torch.equal(found[0][1], found[1][1])
+
+
+@pytest.mark.parametrize("name", list(SURROGATES))
+@pytest.mark.parametrize("log_ratio", [94.0, -200.0])
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_extreme_ratios_have_finite_values_and_gradients(name: str, log_ratio: float, advantage: float) -> None:
+    experience, _ = ragged(0, torch.float32)
+    sign = experience.mask * advantage
+    logp = (experience.old_logp + log_ratio).requires_grad_()
+    loss = reduced(replace(experience, advantage=sign), logp, surrogate=name, clip=CLIP)
+    assert loss.isfinite()
+    assert torch.autograd.grad(loss, logp)[0].isfinite().all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(name=st.sampled_from(list(SURROGATES)), order=st.permutations(range(4)), padding=st.integers(0, 3), cut=st.integers(1, 3))
+def test_row_order_padding_and_micro_batches_do_not_matter(name: str, order: list[int], padding: int, cut: int) -> None:
+    experience, logp = ragged(2)
+    options = {"surrogate": name, "clip": CLIP, "correction": Correction("token", 1.5)}
+    whole = reduced(experience, logp, **options)
+    wanted = torch.autograd.grad(whole, logp)[0]
+
+    def wider(x: Tensor) -> Tensor:
+        return torch.nn.functional.pad(x, (0, padding)) if x.dim() == 2 else x
+
+    padded = experience._map(lambda x: None if x is None else wider(x))
+    x = wider(logp.detach()).requires_grad_()
+    losses = []
+    for rows in (torch.tensor(order[:cut]), torch.tensor(order[cut:])):
+        part = padded.select(rows)
+        losses.append(policy_loss(**options)(TokenStats(x[rows][:, : part.mask.shape[1]], None), part))
+    found = sum((loss.value * loss.weight).sum() for loss in losses) / sum(loss.count for loss in losses)
+    assert found.item() == pytest.approx(whole.item(), rel=1e-9)
+    torch.testing.assert_close(torch.autograd.grad(found, x)[0][:, :LONGEST], wanted)
+
+
+def test_a_dual_clip_bounds_the_loss_of_bad_answers_alone() -> None:
+    far = torch.tensor([[math.log(50.0)]], dtype=torch.float64)
+    one = torch.ones(1, 1, dtype=torch.bool)
+    clip = Clip(0.2, 0.2, dual=3.0)
+    assert SURROGATES["ppo"](far, torch.tensor([[-2.0]]), one, clip).item() == pytest.approx(6.0)
+    assert SURROGATES["ppo"](far, torch.tensor([[-2.0]]), one, Clip()).item() == pytest.approx(100.0)
+    assert SURROGATES["ppo"](far, torch.tensor([[2.0]]), one, clip).item() == pytest.approx(-2.4)
+
+
+def test_importance_weights_are_bounded_and_carry_no_gradient() -> None:
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+    old = torch.zeros(2, 3, requires_grad=True)
+    behaviour = -torch.tensor([[math.log(4.0), math.log(0.5), 9.0], [0.0, math.log(1.5), math.log(1.2)]])
+    weights = {kind: importance(old, behaviour, mask, Correction(kind, 2.0)) for kind in ("none", "token", "sequence", "mask")}
+    assert not any(weight.requires_grad for weight in weights.values())
+    torch.testing.assert_close(weights["none"], torch.ones(2, 3))
+    torch.testing.assert_close(weights["token"], torch.tensor([[2.0, 0.5, 1.0], [1.0, 1.5, 1.2]]))
+    torch.testing.assert_close(weights["sequence"], torch.tensor([[2.0] * 3, [1.8] * 3]))
+    torch.testing.assert_close(weights["mask"], torch.tensor([[0.0, 1.0, 1.0], [1.0, 1.0, 1.0]]))
+
+
+def test_tokens_of_high_entropy_are_kept_at_least_one_an_answer_never_padding() -> None:
+    entropy = torch.tensor([[0.1, 0.9, 0.9, 0.2, 5.0], [0.3, 9.0, 9.0, 9.0, 9.0], [9.0] * 5])
+    mask = torch.tensor([[True] * 4 + [False], [True] + [False] * 4, [False] * 5])
+    assert highest(entropy, mask, 0.5).int().tolist() == [[0, 1, 1, 0, 0], [1, 0, 0, 0, 0], [0] * 5]
+    assert highest(entropy, mask, 0.2).int().tolist() == [[0, 1, 0, 0, 0], [1, 0, 0, 0, 0], [0] * 5]
+    experience, logp = ragged(0)
+    loss = policy_loss(high_entropy_share=0.4)(TokenStats(logp, torch.rand_like(logp)), experience)
+    assert int(loss.count) == sum(max(1, int(0.4 * n)) for n in (experience.lengths - 1).tolist())
