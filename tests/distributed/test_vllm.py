@@ -108,7 +108,7 @@ def test_vllm_agrees_with_the_trainer_and_with_transformers(
     variant: str, world: int, parallel: ParallelConfig, engine_size: int, tmp_path: Path
 ) -> None:
     folder = save_tiny(tmp_path, variant, hidden_size=128)  # vLLM's CPU attention starts at head size 32
-    shared = Path("/dev/shm/-tp:0-[0-1]-cpushm_1")
+    shared = Path(f"/dev/shm/-tp:0-[{'-'.join(map(str, range(engine_size)))}]-cpushm_1")
     if engine_size > 1:
         shared.touch()  # as a killed run leaves it
     results = run_ranks(world, agreement_body, folder, parallel, engine_size, timeout=300)
