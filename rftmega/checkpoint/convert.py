@@ -3,11 +3,13 @@
 import hashlib
 import json
 import math
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,6 +39,7 @@ from rftmega.parallel.topology import Topology
 
 FINEST = 8  # tensor-parallel ranks (and every divisor) that read no more of a dense tensor than they hold, whatever was given
 FILE_BYTES = 512 * 2**20
+Item = TypeVar("Item")
 Progress = Callable[[int], object]  # told the bytes that are done
 
 
@@ -90,7 +93,7 @@ def to_megatron(source: Path, target: Path, parallel: ParallelConfig, *, progres
             read = said["tensors"]
         else:
             read = {}
-            boxes = write_pieces(target / name, _boxes(files, group, model.pieces, parallel, read))
+            boxes = write_pieces(target / name, ahead(_boxes(files, group, model.pieces, parallel, read), FINEST))
             note(target, {"file": name, "pieces": [asdict(box) for box in boxes], "tensors": read})
         stored += boxes
         sums |= read
@@ -112,7 +115,7 @@ def to_hf(source: Path, target: Path, *, progress: Progress = lambda _: None) ->
         if file in finished:
             sums |= finished[file]["tensors"]
         else:
-            written = write_shard(target / file, planned, tensors.named({tensor.name for tensor in planned}))
+            written = write_shard(target / file, planned, ahead(tensors.named({tensor.name for tensor in planned}), 1))
             note(target, {"file": file, "tensors": written})
             sums |= written
         progress(sum(tensor.bytes for tensor in planned))
@@ -138,6 +141,16 @@ def verify(first: Path, second: Path, *, progress: Progress = lambda _: None) ->
     if wrong := [name for name in found[0] if found[0][name] != found[1][name]]:
         raise CheckpointError(f"{len(wrong)} of {len(found[0])} tensors differ between {first} and {second}: {wrong[0]!r} first.")
     return len(found[0])
+
+
+def ahead(items: Iterator[Item], depth: int) -> Iterator[Item]:
+    """The same items; the next `depth` are made in a second thread while one is used, so that reading and writing overlap."""
+    end: Any = object()
+    with ThreadPoolExecutor(1) as beside:
+        following = deque(beside.submit(next, items, end) for _ in range(depth))
+        while (item := following.popleft().result()) is not end:
+            following.append(beside.submit(next, items, end))
+            yield item
 
 
 class FolderTensors:
