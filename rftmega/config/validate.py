@@ -161,6 +161,8 @@ def _algorithm(algorithm: AlgorithmConfig) -> list[str]:
         found.append(f"algorithm.dual_clip={algorithm.dual_clip} must be above 1, or 0 for none.")
     if algorithm.correction_cap < 1:
         found.append(f"algorithm.correction_cap={algorithm.correction_cap} must be at least 1.")
+    elif algorithm.correction == "none" and algorithm.correction_cap != AlgorithmConfig.correction_cap:
+        found.append(f"algorithm.correction_cap={algorithm.correction_cap} needs algorithm.correction: nothing else reads it.")
     if algorithm.high_entropy_share > 1:
         found.append(f"algorithm.high_entropy_share={algorithm.high_entropy_share} must be at most 1.")
     if algorithm.kl_estimator == "k1" and algorithm.kl_in == "loss":

@@ -65,11 +65,10 @@ class Server:
         while time.monotonic() - begin < START_SECONDS:
             if self._process.poll() is not None:
                 break
-            try:
+            with suppress(httpx.TransportError):  # nobody listens yet
                 if httpx.get(f"{self.address}/health", timeout=5).is_success:
                     return
-            except httpx.TransportError:
-                time.sleep(0.2)
+            time.sleep(0.2)
         raise EngineError(f"The vLLM server at {self.address} did not come up. {self._last_words()}")
 
     def post(self, path: str, body: dict[str, Any] | None = None) -> None:

@@ -74,8 +74,7 @@ class SharedWeights:
         self.total_bytes = sum(unit.bytes for unit in units)
         self.path, self.size, self.memory = _shared_memory(max(map(_size, self.buckets)))
         self._failure: Exception | None = None
-        self._main = dist.get_rank() == 0
-        self._control = ThreadPoolExecutor(1) if self._main else None
+        self._control = ThreadPoolExecutor(1) if dist.get_rank() == 0 else None
         self._ask(engines.expect, [place.name for bucket in self.buckets for place in bucket.places])
         self._agree("Telling the engines what a push brings")
 

@@ -21,10 +21,6 @@ Row = tuple[list[Tensor], list[float], list[float]]  # logp, old logp, advantage
 CLIP = Clip(low=0.2, high=0.28, dual=3.0, drift=0.3)
 
 
-def at_most(x: Tensor, bound: float) -> Tensor:
-    return x if float(x.detach()) <= bound else torch.tensor(bound, dtype=torch.float64)
-
-
 def between(x: Tensor, low: float, high: float) -> Tensor:
     value = float(x.detach())
     return x if low <= value <= high else torch.tensor(min(max(value, low), high), dtype=torch.float64)
@@ -34,23 +30,22 @@ def smaller(a: Tensor, b: Tensor) -> Tensor:
     return a if float(a.detach()) <= float(b.detach()) else b
 
 
-def ppo(row: Row, t: int) -> Tensor:
-    logp, old, advantage = row
-    ratio, a = torch.exp(logp[t] - old[t]), advantage[t]
+def pessimistic(ratio: Tensor, a: float) -> Tensor:
     value = smaller(ratio * a, between(ratio, 1 - CLIP.low, 1 + CLIP.high) * a)
     if a < 0 and float(value.detach()) < CLIP.dual * a:
         value = torch.tensor(CLIP.dual * a, dtype=torch.float64)
     return -value
+
+
+def ppo(row: Row, t: int) -> Tensor:
+    logp, old, advantage = row
+    return pessimistic(torch.exp(logp[t] - old[t]), advantage[t])
 
 
 def gspo(row: Row, t: int) -> Tensor:
     logp, old, advantage = row
     mean = sum((x - y for x, y in zip(logp, old, strict=True)), torch.zeros((), dtype=torch.float64)) / len(logp)
-    ratio, a = torch.exp(mean), advantage[t]
-    value = smaller(ratio * a, between(ratio, 1 - CLIP.low, 1 + CLIP.high) * a)
-    if a < 0 and float(value.detach()) < CLIP.dual * a:
-        value = torch.tensor(CLIP.dual * a, dtype=torch.float64)
-    return -value
+    return pessimistic(torch.exp(mean), advantage[t])
 
 
 def cispo(row: Row, t: int) -> Tensor:

@@ -120,6 +120,7 @@ def test_a_sound_config_has_no_violations(config_file: Path) -> None:
         ("algorithm.kl_in=reward", 1, "algorithm.kl_in=reward needs algorithm.advantage=reinforce, not group"),
         ("algorithm.kl_estimator=k1", 1, "as a loss its gradient is zero on average"),
         ("algorithm.correction_cap=0.5", 1, "algorithm.correction_cap=0.5 must be at least 1"),
+        ("algorithm.correction_cap=3", 1, "algorithm.correction_cap=3.0 needs algorithm.correction: nothing else reads it"),
         ("algorithm.high_entropy_share=1.5", 1, "must be at most 1"),
         ("algorithm.high_entropy_share=0", 1, "algorithm.high_entropy_share=0.0 must be positive"),
         ("algorithm.clip_low=1", 1, "algorithm.clip_low=1.0 must be below 1 for algorithm.surrogate=ppo"),
