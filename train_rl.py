@@ -86,9 +86,8 @@ def train(config: RunConfig) -> None:
     reward = RuleReward(config.reward, tokenizer.decode)
 
     from rftmega.parallel import launch
-    from rftmega.strategy.algorithm import loss_of, maker_of
     from rftmega.strategy.megatron import MegatronStrategy
-    from rftmega.trainer import PPOTrainer, callbacks
+    from rftmega.trainer import Algorithm, PPOTrainer, Refill, callbacks
 
     with launch.start() as world:
         strategy = MegatronStrategy(config, world, stop_ids=tokenizer.stop_ids)
@@ -104,13 +103,14 @@ def train(config: RunConfig) -> None:
             ]
         if config.trainer.export:
             observers.append(callbacks.AtEnd(lambda: strategy.export(f"{config.trainer.output}/policy")))
+        algorithm = Algorithm(config)
         trainer = PPOTrainer(
             engine=strategy.engine,
-            policy=strategy.policy,
             weights=strategy.weights,
             reward=reward,
-            maker=maker_of(config, strategy.policy),
-            loss_fn=loss_of(config),
+            maker=algorithm.maker(strategy.policy, strategy.critic),
+            learner=algorithm.learner(strategy.policy, strategy.critic),
+            refill=Refill(config.algorithm.refill_rounds),
             samples_per_prompt=config.rollout.samples_per_prompt,
             temperature=config.rollout.temperature,
             seed=config.trainer.seed,

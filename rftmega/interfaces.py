@@ -34,6 +34,16 @@ class Policy(Protocol):
         """Optimizer steps on `experience`; mini-batches are the policy's own setting."""
 
 
+class ValueModel(Protocol):
+    """The critic."""
+
+    def values(self, rows: Rows) -> Tensor:
+        """[B, T]: the value of each state in which a target is chosen, under the present weights; no gradient."""
+
+    def update(self, experience: Experience, loss_fn: LossFn) -> Metrics:
+        """Optimizer steps on `experience`; mini-batches are the model's own setting."""
+
+
 class WeightSync(Protocol):
     """Brings the policy's weights into the engine."""
 

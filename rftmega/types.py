@@ -5,12 +5,14 @@ log-probability of `tokens[b, t + 1]` given `tokens[b, : t + 1]`. Rows start at 
 every mask is made from lengths, never from token values: a padding id may well be a word.
 """
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 Metrics = dict[str, float]
 
@@ -72,6 +74,40 @@ class Samples:
     def __len__(self) -> int:
         return len(self.rows)
 
+    def select(self, index: Tensor) -> "Samples":
+        """Rows `index` (int64 [b]), trimmed to the longest of them."""
+        rows = self.rows.select(index)
+        return Samples(
+            rows,
+            self.behaviour_logp[index, : rows.tokens.shape[1] - 1],
+            self.reward[index],
+            self.group[index],
+            self.truncated[index],
+            {name: part[index] for name, part in self.reward_parts.items()},
+        )
+
+    @staticmethod
+    def join(parts: "Sequence[Samples]") -> "Samples":
+        """Several rollouts as one; their groups stay apart."""
+        width = max(part.rows.tokens.shape[1] for part in parts)
+        before = [0, *itertools.accumulate(int(part.group.max()) + 1 for part in parts)]
+
+        def side_by_side(tensors: Iterable[Tensor], columns: int = 0) -> Tensor:
+            return torch.cat([functional.pad(x, (0, columns - x.shape[1])) if columns else x for x in tensors])
+
+        return Samples(
+            Rows(
+                side_by_side((part.rows.tokens for part in parts), width),
+                side_by_side(part.rows.prompt_lengths for part in parts),
+                side_by_side(part.rows.lengths for part in parts),
+            ),
+            side_by_side((part.behaviour_logp for part in parts), width - 1),
+            side_by_side(part.reward for part in parts),
+            side_by_side(part.group + first for part, first in zip(parts, before, strict=False)),
+            side_by_side(part.truncated for part in parts),
+            {name: side_by_side(part.reward_parts[name] for part in parts) for name in parts[0].reward_parts},
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Experience:
@@ -85,6 +121,8 @@ class Experience:
     old_logp: Tensor  # [B, T] under the trainer, before this rollout's first update
     reference_logp: Tensor | None  # [B, T] under the reference policy; None where no KL is asked for
     advantage: Tensor  # [B, T]
+    old_value: Tensor | None = None  # [B, T] of the critic, before this rollout's first update; None where there is no critic
+    returns: Tensor | None = None  # [B, T] what the critic should have said
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -6,6 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rftmega.algorithms.gae import gae
+
 
 def group_normalised(reward: Tensor, group: Tensor, *, scale_by_std: bool = True, eps: float = 1e-6) -> Tensor:
     """How much better than its siblings was each answer? (GRPO, arXiv:2402.03300, section 4.1.2)
@@ -38,9 +40,17 @@ def _centred(reward: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     _, index = group.unique(return_inverse=True)
     size = torch.zeros(int(index.max()) + 1, dtype=torch.float64).index_add(0, index, torch.ones_like(exact))
     mean = torch.zeros_like(size).index_add(0, index, exact) / size
-    lowest = torch.full_like(size, torch.inf).scatter_reduce(0, index, exact, "amin")
-    highest = torch.full_like(size, -torch.inf).scatter_reduce(0, index, exact, "amax")
-    return torch.where((lowest == highest)[index], 0.0, exact - mean[index]), index, size
+    return torch.where(varied(exact, group), exact - mean[index], 0.0), index, size
+
+
+def varied(score: Tensor, group: Tensor) -> Tensor:
+    """score [B], group [B] int -> [B] bool: whether the answers of a row's group differ in score. Those of a group that agrees
+    teach nothing, so dynamic sampling leaves them out (DAPO, arXiv:2503.14476, eq. 11).
+    """
+    found, index = group.unique(return_inverse=True)
+    lowest = torch.full((len(found),), torch.inf, dtype=score.dtype).scatter_reduce(0, index, score, "amin")
+    highest = torch.full_like(lowest, -torch.inf).scatter_reduce(0, index, score, "amax")
+    return (lowest < highest)[index]
 
 
 def token_rewards(reward: Tensor, mask: Tensor, penalty: Tensor | None = None) -> Tensor:
@@ -76,8 +86,10 @@ class Scored(NamedTuple):
     reward: Tensor  # [B]
     group: Tensor  # [B] int64
     mask: Tensor  # [B, T]
+    value: Tensor | None  # [B, T] of the critic; None where there is none
     penalty: Tensor | None  # [B, T], the KL's share of each token's reward; None where it is in the loss
     gamma: float
+    lam: float
     scale_by_std: bool
 
 
@@ -93,19 +105,18 @@ def _leave_one_out(scored: Scored) -> Tensor:
 
 
 def _reinforce(scored: Scored) -> Tensor:
+    return discounted_returns(token_rewards(scored.reward, scored.mask, scored.penalty), scored.mask, scored.gamma)
+
+
+def _gae(scored: Scored) -> Tensor:
+    assert scored.value is not None, "advantage=gae needs a critic"
     rewards = token_rewards(scored.reward, scored.mask, scored.penalty)
-    return whitened(discounted_returns(rewards, scored.mask, scored.gamma), scored.mask)
-
-
-def _reinforce_baseline(scored: Scored) -> Tensor:
-    centred = group_normalised(scored.reward, scored.group, scale_by_std=False)
-    return whitened(centred[:, None].expand(scored.mask.shape), scored.mask)
+    return gae(scored.value, rewards, scored.mask, scored.gamma, scored.lam)[0]
 
 
 ESTIMATORS: dict[str, Estimator] = {
     "group": _group,  # GRPO
     "leave_one_out": _leave_one_out,  # RLOO
-    "reinforce": _reinforce,  # REINFORCE++ (arXiv:2501.03262)
-    "reinforce_baseline": _reinforce_baseline,  # its form with the group's mean as the baseline
+    "reinforce": _reinforce,  # REINFORCE++ (arXiv:2501.03262), whitened
+    "gae": _gae,  # PPO with a critic
 }
-PENALISED = ("reinforce",)  # estimators that take the KL as a part of the reward

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from rftmega.algorithms.kl import ESTIMATORS
+from rftmega.algorithms.kl import ESTIMATORS, KLController
 from rftmega.algorithms.mismatch import Correction, importance
 from rftmega.algorithms.surrogates import SURROGATES, Clip, ratio_of
 from rftmega.algorithms.weighting import Weighting, token_mean
@@ -16,7 +16,7 @@ def policy_loss(
     clip: Clip = Clip(),  # noqa: B008  immutable
     correction: Correction = Correction(),  # noqa: B008
     high_entropy_share: float = 1.0,
-    kl_coef: float = 0.0,
+    kl_coef: float | KLController = 0.0,
     kl_estimator: str = "k3",
     entropy_coef: float = 0.0,
     weighting: Weighting = token_mean,
@@ -27,6 +27,7 @@ def policy_loss(
     of each answer's tokens, those of highest entropy (after arXiv:2506.01939, which takes the share over the batch).
     """
     kl = ESTIMATORS[kl_estimator]
+    kl_weight = kl_coef if isinstance(kl_coef, KLController) else KLController(kl_coef)
     objective = SURROGATES[surrogate]
 
     def loss(stats: TokenStats, experience: Experience) -> TokenLoss:
@@ -47,8 +48,8 @@ def policy_loss(
         if experience.reference_logp is not None:
             delta = torch.where(mask, stats.logp - experience.reference_logp, 0.0)
             metrics["kl"] = kl(delta.detach())
-            if kl_coef:
-                value = value + kl_coef * kl(delta)
+            if kl_weight.coef:
+                value = value + kl_weight.coef * kl(delta)
         if stats.entropy is not None:
             entropy = torch.where(mask, stats.entropy, 0.0)
             metrics["entropy"] = entropy.detach()

@@ -4,6 +4,7 @@ from rftmega.config.load import load, parse_override
 from rftmega.config.reference import option_reference
 from rftmega.config.schema import (
     AlgorithmConfig,
+    CriticConfig,
     DataConfig,
     ModelConfig,
     OptimizerConfig,
@@ -17,6 +18,7 @@ from rftmega.config.validate import violations
 
 __all__ = [
     "AlgorithmConfig",
+    "CriticConfig",
     "DataConfig",
     "ModelConfig",
     "OptimizerConfig",

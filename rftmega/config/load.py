@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rftmega.config.schema import RunConfig
+from rftmega.config.validate import AS_THE_POLICY
 from rftmega.errors import ConfigError
 
 
@@ -46,6 +47,7 @@ def parse_override(text: str) -> tuple[str, Any]:
 def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Reads `path`, applies `overrides` on top, and fills in the defaults.
 
+    What is given for the policy's layout and optimizer holds for the critic too, unless it is given for that.
     Raises ConfigError with one line for each unknown option (and the nearest that exists), wrong type or missing value.
     """
     given = flatten(_read_yaml(Path(path)))
@@ -62,6 +64,9 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
             OmegaConf.update(config, name, value)
         except OmegaConfBaseException as error:
             problems.append(f"{name}={value!r}: {str(error).splitlines()[0]}")
+    for name in known:
+        if name.startswith(AS_THE_POLICY) and f"critic.{name}" not in given:
+            OmegaConf.update(config, f"critic.{name}", OmegaConf.select(config, name))
     problems += [f"{name} must be given." for name in known if OmegaConf.is_missing(*_parent(config, name))]
     if problems:
         raise ConfigError(f"{path}:\n" + "\n".join(f"  - {problem}" for problem in problems))

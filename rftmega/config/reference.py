@@ -33,4 +33,6 @@ def _explained(body: Sequence[ast.stmt]) -> Iterator[tuple[ast.AnnAssign, str]]:
 def _described(prefix: str, option: ast.AnnAssign, doc: str) -> str:
     assert option.value is not None
     default = ast.unparse(option.value)
+    if default.startswith("field("):  # a section within one
+        return f"  {prefix}{ast.unparse(option.target)}.*\n      {doc}"
     return f"  {prefix}{ast.unparse(option.target)} = {'required' if default == 'MISSING' else default}\n      {doc}"

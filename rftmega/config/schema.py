@@ -161,13 +161,49 @@ class AlgorithmConfig:
     """A bundle of the options below, by name (rftmega/config/recipes); what is set besides it comes first."""
 
     advantage: str = "group"
-    """group (GRPO), leave_one_out (RLOO), reinforce (REINFORCE++) or reinforce_baseline."""
+    """group (GRPO), leave_one_out (RLOO), reinforce (returns) or gae (PPO: a critic learns beside the policy)."""
 
     scale_by_std: bool = True
     """advantage=group: divide by the group's standard deviation; false is Dr. GRPO."""
 
+    whiten: bool = False
+    """Advantages get mean 0 and variance 1 over all response tokens of the rollout."""
+
     gamma: float = 1.0
-    """advantage=reinforce: discount a token."""
+    """advantage=reinforce or gae: discount a token."""
+
+    gae_lambda: float = 1.0
+    """advantage=gae: 1 trusts the rewards that came, 0 the critic's next value."""
+
+    value_clip: float = 0.0
+    """advantage=gae: a value may move this far in a rollout's updates; 0: any way."""
+
+    value_huber: float = 0.0
+    """advantage=gae: distances of a value beyond this count linearly, not squared; 0: none do."""
+
+    freezing_actor_steps: int = 0
+    """advantage=gae: in the first steps only the critic learns."""
+
+    ema_beta: float = 0.0
+    """Decay, a step of the optimizer, of the moving average of the policy, exported as output/policy_ema; 0 keeps none."""
+
+    reward_clip: float = 0.0
+    """Rewards are clipped to +- this, after all else; 0: not."""
+
+    reward_normalise: bool = False
+    """Rewards minus the mean, over the deviation, of all rewards of the run so far."""
+
+    overlong_share: float = 0.0
+    """An answer's reward falls over this last share of rollout.max_response_tokens (DAPO's overlong buffer); 0: does not."""
+
+    overlong_penalty: float = 1.0
+    """By so much at the very end."""
+
+    drop_truncated: bool = False
+    """Answers that were cut off are left out of the loss (overlong filtering)."""
+
+    refill_rounds: int = 0
+    """Groups whose answers all score alike are replaced from further prompts, in at most so many rounds; 0: they stay."""
 
     surrogate: str = "ppo"
     """ppo (clipped ratio), gspo (an answer's ratio), cispo (clipped weight), cpgd (clipped log-ratio) or reinforce."""
@@ -197,10 +233,16 @@ class AlgorithmConfig:
     """token_mean (every token weighs the same), sequence_mean (every answer does) or sequence_sum (over the longest allowed)."""
 
     kl_in: str = "loss"
-    """Where the KL to the starting policy goes: loss, or reward (advantage=reinforce only)."""
+    """Where the KL to the starting policy goes: loss, or reward (advantage=reinforce or gae only)."""
 
     kl_coef: float = 0.0
     """Its weight; 0 keeps no reference weights."""
+
+    kl_target: float = 0.0
+    """KL a token at which kl_coef is kept, by raising and lowering it; 0: kl_coef stays."""
+
+    kl_horizon: int = 10000
+    """kl_target: kl_coef changes by at most a fifth in so many answers."""
 
     kl_estimator: str = "k3"
     """k1 (in the reward only: as a loss it has no direction), k2 or k3."""
@@ -210,6 +252,18 @@ class AlgorithmConfig:
 
     mini_batches: int = 1
     """Optimizer steps a rollout."""
+
+
+@dataclass
+class CriticConfig:
+    path: str = ""
+    """Hugging Face folder of the critic: a reward model's, or a policy's (its value head then starts at 0); empty: model.path."""
+
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """As parallel.*, which also is the default of each option: critic.parallel.tensor=1 beside parallel.tensor=4."""
+
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """As optimizer.*, which also is the default of each option."""
 
 
 @dataclass
@@ -260,4 +314,5 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)

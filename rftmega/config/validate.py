@@ -3,12 +3,14 @@
 import json
 import math
 from collections.abc import Iterable
+from dataclasses import fields
 from functools import reduce
 from pathlib import Path
 from typing import Any
 
 from rftmega.config.schema import AlgorithmConfig, OptimizerConfig, ParallelConfig, RunConfig
 
+AS_THE_POLICY = ("parallel.", "optimizer.")  # sections that the critic has, too, and takes from there what it is not given
 CHOICES = {
     "strategy": ("colocated", "separate"),
     "model.dtype": ("auto", "float32", "bfloat16"),
@@ -16,7 +18,7 @@ CHOICES = {
     "optimizer.schedule": ("constant", "linear", "cosine"),
     "rollout.engine": ("vllm", "transformers", "scripted"),
     "data.too_long": ("error", "drop"),
-    "algorithm.advantage": ("group", "leave_one_out", "reinforce", "reinforce_baseline"),
+    "algorithm.advantage": ("group", "leave_one_out", "reinforce", "gae"),
     "algorithm.surrogate": ("ppo", "gspo", "cispo", "cpgd", "reinforce"),
     "algorithm.correction": ("none", "token", "sequence", "mask"),
     "algorithm.weighting": ("token_mean", "sequence_mean", "sequence_sum"),
@@ -37,6 +39,7 @@ AT_LEAST_ONE = (
     "rollout.max_response_tokens",
     "rollout.max_batch",
     "algorithm.mini_batches",
+    "algorithm.kl_horizon",
     "trainer.steps",
     "trainer.prompts_per_step",
     "trainer.push_bucket_mib",
@@ -48,7 +51,7 @@ POSITIVE = (
     "rollout.memory_fraction",
     "rollout.temperature",
 )
-BELOW_ONE = ("model.dropout", "optimizer.beta1", "optimizer.beta2", "rollout.memory_fraction")
+BELOW_ONE = ("algorithm.ema_beta", "model.dropout", "optimizer.beta1", "optimizer.beta2", "rollout.memory_fraction")
 NOT_NEGATIVE = (
     "model.dropout",
     "parallel.first_stage_layers",
@@ -64,8 +67,18 @@ NOT_NEGATIVE = (
     "algorithm.dual_clip",
     "algorithm.drift_coef",
     "algorithm.gamma",
+    "algorithm.gae_lambda",
+    "algorithm.value_clip",
+    "algorithm.value_huber",
+    "algorithm.freezing_actor_steps",
+    "algorithm.ema_beta",
+    "algorithm.reward_clip",
+    "algorithm.overlong_share",
+    "algorithm.overlong_penalty",
+    "algorithm.refill_rounds",
     "algorithm.clip_high",
     "algorithm.kl_coef",
+    "algorithm.kl_target",
     "trainer.eval_every",
     "trainer.max_attention_per_micro_batch",
     "trainer.attention_weight",
@@ -88,7 +101,7 @@ def violations(config: RunConfig, world_size: int) -> list[str]:
         numbers.append(f"--processes {world_size} must be at least 1.")
     if not numbers:  # the arithmetic below needs sizes that make sense
         numbers = _layout(config.parallel, world_size) + _overlap(config.optimizer) + _engine(config, world_size) + _batch(config)
-        numbers += _algorithm(config.algorithm)
+        numbers += _algorithm(config.algorithm) + _critic(config, world_size)
     return choices + numbers + _files(config)
 
 
@@ -102,7 +115,7 @@ def _ranges(config: RunConfig) -> list[str]:
     return [
         f"{name}={value_of(config, name)} must be {bound}."
         for names, bound, holds in bounds
-        for name in names
+        for name in (*names, *(f"critic.{name}" for name in names if name.startswith(AS_THE_POLICY)))
         if not holds(value_of(config, name))
     ]
 
@@ -142,20 +155,55 @@ def _overlap(optimizer: OptimizerConfig) -> list[str]:
     return []
 
 
+def _critic(config: RunConfig, world_size: int) -> list[str]:
+    critic = config.critic
+    if config.algorithm.advantage == "gae":
+        found = [*_layout(critic.parallel, world_size), *_overlap(critic.optimizer)]
+        already = [*_layout(config.parallel, world_size), *_overlap(config.optimizer)]
+        found = [f"For the critic: {reason}" for reason in found if reason not in already]
+        if (frozen := config.algorithm.freezing_actor_steps) >= config.trainer.steps:
+            found.append(
+                f"algorithm.freezing_actor_steps={frozen} leaves the policy nothing of the {config.trainer.steps} steps "
+                "(trainer.steps). Lower it."
+            )
+        return found
+    unread = [
+        f"critic.{section}.{f.name}"
+        for section in ("parallel", "optimizer")
+        for f in fields(getattr(critic, section))
+        if getattr(getattr(critic, section), f.name) not in (f.default, getattr(getattr(config, section), f.name))
+    ]
+    return [
+        f"{name}={value_of(config, name)} needs algorithm.advantage=gae, not {config.algorithm.advantage}: there is no critic."
+        for name in (*unread, *(["critic.path"] if critic.path else []))
+    ]
+
+
 def _algorithm(algorithm: AlgorithmConfig) -> list[str]:
     found = []
-    needs = (  # an option, where it is set, what it needs, what it is set to where nothing reads it
-        ("dual_clip", "surrogate", "ppo", 0.0),
-        ("drift_coef", "surrogate", "cpgd", 0.0),
-        ("gamma", "advantage", "reinforce", 1.0),
-        ("scale_by_std", "advantage", "group", True),
-        ("kl_in", "advantage", "reinforce", "loss"),
+    per_token = ("reinforce", "gae")
+    needs = (  # an option and the choices that read it
+        ("dual_clip", "surrogate", ("ppo",)),
+        ("drift_coef", "surrogate", ("cpgd",)),
+        ("gamma", "advantage", per_token),
+        ("gae_lambda", "advantage", ("gae",)),
+        ("value_clip", "advantage", ("gae",)),
+        ("value_huber", "advantage", ("gae",)),
+        ("freezing_actor_steps", "advantage", ("gae",)),
+        ("scale_by_std", "advantage", ("group",)),
+        ("kl_in", "advantage", per_token),
     )
-    for option, other, value, off in needs:
-        if getattr(algorithm, option) != off and getattr(algorithm, other) != value:
+    for option, other, values in needs:
+        if getattr(algorithm, option) != getattr(AlgorithmConfig, option) and getattr(algorithm, other) not in values:
             found.append(
-                f"algorithm.{option}={getattr(algorithm, option)} needs algorithm.{other}={value}, not "
+                f"algorithm.{option}={getattr(algorithm, option)} needs algorithm.{other}={' or '.join(values)}, not "
                 f"{getattr(algorithm, other)}: nothing else reads it."
+            )
+    switched = (("kl_target", "kl_coef"), ("kl_horizon", "kl_target"), ("overlong_penalty", "overlong_share"))
+    for option, switch in switched:
+        if getattr(algorithm, option) != getattr(AlgorithmConfig, option) and not getattr(algorithm, switch):
+            found.append(
+                f"algorithm.{option}={getattr(algorithm, option)} needs algorithm.{switch} above 0: nothing else reads it."
             )
     if 0 < algorithm.dual_clip <= 1:
         found.append(f"algorithm.dual_clip={algorithm.dual_clip} must be above 1, or 0 for none.")
@@ -163,8 +211,9 @@ def _algorithm(algorithm: AlgorithmConfig) -> list[str]:
         found.append(f"algorithm.correction_cap={algorithm.correction_cap} must be at least 1.")
     elif algorithm.correction == "none" and algorithm.correction_cap != AlgorithmConfig.correction_cap:
         found.append(f"algorithm.correction_cap={algorithm.correction_cap} needs algorithm.correction: nothing else reads it.")
-    if algorithm.high_entropy_share > 1:
-        found.append(f"algorithm.high_entropy_share={algorithm.high_entropy_share} must be at most 1.")
+    for option in ("gae_lambda", "overlong_share", "high_entropy_share"):
+        if getattr(algorithm, option) > 1:
+            found.append(f"algorithm.{option}={getattr(algorithm, option)} must be at most 1.")
     if algorithm.kl_estimator == "k1" and algorithm.kl_in == "loss":
         found.append("algorithm.kl_estimator=k1 needs algorithm.kl_in=reward: as a loss its gradient is zero on average.")
     if algorithm.surrogate in ("ppo", "gspo", "cpgd") and algorithm.clip_low >= 1:
@@ -232,6 +281,8 @@ def _files(config: RunConfig) -> list[str]:
         if not (folder / "config.json").is_file():
             found.append(f"model.path={folder} holds no config.json.")
         found += _weights(folder)
+    if config.critic.path and config.algorithm.advantage == "gae" and not (Path(config.critic.path) / "config.json").is_file():
+        found.append(f"critic.path={config.critic.path} holds no config.json. Give a Hugging Face folder.")
     for name in ("data.train", "data.eval"):
         path = value_of(config, name)
         if path and not Path(str(path)).is_file():

@@ -1,8 +1,14 @@
-"""ExperienceMaker: samples in, one Experience out. Asks the policy for log-probs and turns rewards into advantages."""
+"""ExperienceMaker: samples in, one Experience out. Asks the models for log-probs and values and turns rewards into advantages."""
+
+from collections.abc import Callable
+
+from torch import Tensor
 
 from rftmega.algorithms import kl
-from rftmega.algorithms.advantages import ESTIMATORS, Scored
-from rftmega.interfaces import Policy
+from rftmega.algorithms.advantages import ESTIMATORS, Scored, whitened
+from rftmega.algorithms.kl import KLController
+from rftmega.algorithms.shaping import Shaping
+from rftmega.interfaces import Policy, ValueModel
 from rftmega.types import Experience, Samples
 
 
@@ -14,34 +20,50 @@ class ExperienceMaker:
         policy: Policy,
         *,
         use_reference: bool,
+        critic: ValueModel | None = None,
         advantage: str = "group",
         scale_by_std: bool = True,
+        whiten: bool = False,
         gamma: float = 1.0,
-        kl_in_reward: float = 0.0,
+        lam: float = 1.0,
+        kl_in_reward: KLController | None = None,
         kl_estimator: str = "k1",
+        shape: Shaping | None = None,
+        drop_truncated: bool = False,
     ):
-        """`kl_in_reward`: weight of each token's KL to the reference in its reward; needs `use_reference`."""
-        self.policy = policy
+        """`kl_in_reward`: weight of each token's KL to the reference in its reward; needs `use_reference`. `shape` changes the
+        rewards that advantages are made of; those of `drop_truncated` answers still count in their group, but teach nothing.
+        """
+        self.policy, self.critic = policy, critic
         self.use_reference = use_reference
-        self.estimator = ESTIMATORS[advantage]
-        self.scale_by_std, self.gamma = scale_by_std, gamma
+        self.estimator, self.scale_by_std, self.whiten = ESTIMATORS[advantage], scale_by_std, whiten
+        self.gamma, self.lam = gamma, lam
         self.kl_in_reward, self.kl = kl_in_reward, kl.ESTIMATORS[kl_estimator]
+        self.shape: Callable[[Tensor, Tensor], Tensor] = shape or (lambda reward, length: reward)
+        self.drop_truncated = drop_truncated
 
     def make(self, samples: Samples) -> Experience:
         rows, mask = samples.rows, samples.rows.mask
         old = self.policy.log_probs(rows).logp
         reference = self.policy.reference_log_probs(rows).logp if self.use_reference else None
+        value = self.critic.values(rows) if self.critic is not None else None
         penalty = None
-        if self.kl_in_reward and reference is not None:
-            penalty = self.kl_in_reward * self.kl(old - reference)
-        scored = Scored(samples.reward, samples.group, mask, penalty, self.gamma, self.scale_by_std)
+        if self.kl_in_reward is not None and reference is not None:
+            penalty = self.kl_in_reward.coef * self.kl(old - reference)
+        reward = self.shape(samples.reward, rows.lengths - rows.prompt_lengths)
+        advantage = self.estimator(
+            Scored(reward, samples.group, mask, value, penalty, self.gamma, self.lam, scale_by_std=self.scale_by_std)
+        )
+        taught = mask & ~samples.truncated[:, None] if self.drop_truncated else mask
         return Experience(
             tokens=rows.tokens,
             prompt_lengths=rows.prompt_lengths,
             lengths=rows.lengths,
-            mask=mask,
+            mask=taught,
             behaviour_logp=samples.behaviour_logp,
             old_logp=old,
             reference_logp=reference,
-            advantage=self.estimator(scored),
+            advantage=whitened(advantage, taught) if self.whiten else advantage,
+            old_value=value,
+            returns=None if value is None else advantage + value,
         )

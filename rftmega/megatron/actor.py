@@ -6,7 +6,7 @@ from typing import Any
 
 from rftmega.config import RunConfig
 from rftmega.megatron.forward import LogProbs
-from rftmega.megatron.manager import MegatronModelManager, ReferenceWeights
+from rftmega.megatron.manager import AveragedWeights, MegatronModelManager, ReferenceWeights
 from rftmega.megatron.passes import Passes
 from rftmega.parallel.topology import Topology
 from rftmega.types import Experience, LossFn, Metrics, Rows, TokenStats
@@ -29,6 +29,10 @@ class MegatronActor:
         self.passes = Passes(self.manager, TokenStats, LogProbs(self.manager.description.vocabulary))
         keep_reference = role == "actor" and cfg.algorithm.kl_coef > 0
         self.reference = ReferenceWeights(self.manager) if keep_reference else None
+        keep_average = role == "actor" and cfg.algorithm.ema_beta > 0
+        self.average = AveragedWeights(self.manager, cfg.algorithm.ema_beta) if keep_average else None
+        if self.average is not None:
+            self.passes.after_step = self.average.update
         self.push_to_rollout: Callable[..., Metrics] | None = None
 
     def log_probs(self, rows: Rows) -> TokenStats:

@@ -176,7 +176,8 @@ class MegatronModelManager:
 
     def _build_scheduler(self) -> OptimizerParamScheduler:
         optimizer = self.cfg.optimizer
-        optimizer_steps = self.cfg.trainer.steps * self.cfg.algorithm.mini_batches
+        frozen = 0 if self.value_model else self.cfg.algorithm.freezing_actor_steps
+        optimizer_steps = (self.cfg.trainer.steps - frozen) * self.cfg.algorithm.mini_batches
         # Never without the scheduler: the exemption of norms from weight decay acts only through its step.
         return OptimizerParamScheduler(
             self.optimizer,
@@ -307,3 +308,34 @@ class ReferenceWeights:
             mine = item.parameter.detach().to("cpu", copy=True)
             item.parameter.copy_(held)  # in place: gradient and parameter buffers alias this storage
             held.copy_(mine)
+
+
+class AveragedWeights:
+    """The exponential moving average of the weights over optimizer steps, in float32 on the host."""
+
+    def __init__(self, manager: MegatronModelManager, beta: float):
+        """Starts from the present weights; each `update` keeps the share `beta` of the average."""
+        self.manager, self.beta = manager, beta
+        self._held: list[Tensor] = [item.parameter.detach().to("cpu", torch.float32, copy=True) for item in manager.bound]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """After an optimizer step."""
+        self.manager.finish_param_sync()
+        for item, held in zip(self.manager.bound, self._held, strict=True):
+            held.lerp_(item.parameter.detach().to("cpu", torch.float32), 1 - self.beta)
+
+    @contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """Within, the model holds the average, in its own precision; afterwards its own weights, bit for bit."""
+        own = [item.parameter.detach().to("cpu", copy=True) for item in self.manager.bound]
+        self._write(self._held)
+        try:
+            yield
+        finally:
+            self._write(own)
+
+    @torch.no_grad()
+    def _write(self, tensors: Sequence[Tensor]) -> None:
+        for item, tensor in zip(self.manager.bound, tensors, strict=True):
+            item.parameter.copy_(tensor)

@@ -31,6 +31,7 @@ class Passes:
         self.names: list[str] = list(stats.__dataclass_fields__)
         self.processor = processor
         self.cfg = manager.cfg
+        self.after_step: Callable[[], None] = lambda: None  # called once an optimizer step that was taken
 
     @torch.no_grad()
     def score(self, rows: Rows) -> Any:
@@ -50,7 +51,7 @@ class Passes:
 
         A step with non-finite gradients is skipped on all processes alike and counted in "skipped_steps".
         """
-        parts = torch.arange(len(experience)).tensor_split(self.cfg.algorithm.mini_batches)
+        parts = torch.arange(len(experience)).tensor_split(min(self.cfg.algorithm.mini_batches, len(experience)))
         steps = [self._optimizer_step(experience.select(index), loss_fn) for index in parts]
         self.manager.finish_param_sync()
         taken = [step for step in steps if not step["skipped_steps"]]
@@ -68,6 +69,8 @@ class Passes:
         micro_sums = self._run(batches, self.finish(loss_fn), forward_only=False)
         metrics = self._mean(micro_sums, loss_fn, experience)
         taken, grad_norm = self.manager.optimizer_step()
+        if taken:
+            self.after_step()
         return metrics | {"grad_norm": grad_norm, "learning_rate": learning_rate, "skipped_steps": float(not taken)}
 
     def _micro_batches(self, lengths: Tensor) -> list[Tensor]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rftmega import device
 from rftmega.interfaces import WeightSync
-from rftmega.megatron import MegatronActor
+from rftmega.megatron import MegatronActor, MegatronCritic
 from rftmega.megatron.offload import PARAMETERS, PARTS, Residency
 from rftmega.parallel.launch import World
 from rftmega.rollout import Engine
@@ -21,9 +21,9 @@ PATIENCE = 10.0  # seconds
 class Turns:
     """Who holds the device's memory in which phase of a colocated run: the trainer's parts, the engine, or both's weights."""
 
-    def __init__(self, residency: Residency, engine: Engine | None, *, offload: bool):
+    def __init__(self, policy: Residency, engine: Engine | None, *, critic: Residency | None = None, offload: bool):
         """Without `offload` the trainer keeps everything, always; `engine` is None where it has devices of its own."""
-        self.residency = residency
+        self.policy, self.critic = policy, critic
         self.engine = engine
         self.offload = offload
         self.mib: Metrics = {}  # of the trainer, at the start of each phase
@@ -35,24 +35,35 @@ class Turns:
     def score(self) -> None:
         """The trainer reads its weights; optimizer state stays where it is."""
         self._engine_sleeps()
-        self._hold("score", PARAMETERS)
+        self._hold("score", (PARAMETERS,))
+
+    def values(self) -> None:
+        """The same of the critic."""
+        self._engine_sleeps()
+        self._hold("values", critic=(PARAMETERS,))
 
     def update(self) -> None:
         self._engine_sleeps()
-        self._hold("update", *PARTS)
+        self._hold("update", PARTS)
+
+    def update_critic(self) -> None:
+        self._engine_sleeps()
+        self._hold("update_critic", critic=PARTS)
 
     def push(self) -> None:
         """Weights move from one to the other."""
-        self._hold("push", PARAMETERS)
+        self._hold("push", (PARAMETERS,))
 
     def _engine_sleeps(self) -> None:
         if self.engine is not None:
             self.engine.sleep()
 
-    def _hold(self, phase: str, *parts: str) -> None:
+    def _hold(self, phase: str, policy: Sequence[str] = (), critic: Sequence[str] = ()) -> None:
+        models = [(self.policy, policy), *([(self.critic, critic)] if self.critic is not None else [])]
         if self.offload:
-            self.residency.only(*parts)
-        self.mib[f"trainer_mib_{phase}"] = sum(self.residency.bytes().values()) / 2**20
+            for model, parts in sorted(models, key=lambda each: len(each[1])):  # who leaves makes room for who comes
+                model.only(*parts)
+        self.mib[f"trainer_mib_{phase}"] = sum(sum(model.bytes().values()) for model, _ in models) / 2**20
 
 
 class SharedEngine:
@@ -117,6 +128,22 @@ class ColocatedPolicy:
     def update(self, experience: Experience, loss_fn: LossFn) -> Metrics:
         self.turns.update()
         return self.actor.update(experience, loss_fn)
+
+
+class ColocatedCritic:
+    """The critic, likewise."""
+
+    def __init__(self, critic: MegatronCritic, turns: Turns):
+        self.critic = critic
+        self.turns = turns
+
+    def values(self, rows: Rows) -> Tensor:
+        self.turns.values()
+        return self.critic.values(rows)
+
+    def update(self, experience: Experience, loss_fn: LossFn) -> Metrics:
+        self.turns.update_critic()
+        return self.critic.update(experience, loss_fn)
 
 
 class ColocatedWeights:

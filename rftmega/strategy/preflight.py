@@ -22,6 +22,7 @@ def preflight(config: RunConfig, world_size: int, *, local: bool = False) -> Non
             found.append(str(error))
     else:
         found += layout_violations(model, config.parallel)
+        found += _critic(config)
         found += heads_violations(model, config.rollout.tensor, "rollout.tensor")
         if config.rollout.engine == "vllm" and device.current().type == "cpu" and model.head_dim not in VLLM_CPU_HEAD_DIMS:
             found.append(f"vLLM's CPU kernels don't know head size {model.head_dim}, only {VLLM_CPU_HEAD_DIMS}.")
@@ -40,6 +41,18 @@ def preflight(config: RunConfig, world_size: int, *, local: bool = False) -> Non
         found.append(f"--processes {world_size}{beside} are more than the {devices} CUDA device(s) here; each needs its own.")
     if found:
         raise ConfigError("This run can't start:\n" + "\n".join(f"  - {reason}" for reason in found))
+
+
+def _critic(config: RunConfig) -> list[str]:
+    if config.algorithm.advantage != "gae":
+        return []
+    try:
+        model = describe(read_hf_config(config.critic.path or config.model.path))
+    except CheckpointError as error:
+        return [f"critic.path: {error}"] if config.critic.path else []
+    reasons = layout_violations(model, config.critic.parallel)
+    same = not config.critic.path and config.critic.parallel == config.parallel
+    return [] if same else [f"For the critic: {reason}" for reason in reasons]
 
 
 def _expert_engine(engine: str) -> str | None:

@@ -60,7 +60,8 @@ class Progress(Observer):
         self.bar = tqdm(total=self.steps, initial=trainer.step, unit="step", dynamic_ncols=True)
 
     def on_step(self, trainer: Any, metrics: Metrics) -> None:
-        shown = {name: f"{metrics[name]:.3g}" for name in ("reward", "loss", "grad_norm", "logprob_gap_max")}
+        names = ("reward", "loss", "grad_norm", "logprob_gap_max")
+        shown = {name: f"{metrics[name]:.3g}" for name in names if name in metrics}  # a frozen policy has no loss
         self.bar.set_postfix(shown, refresh=False)
         self.bar.update()
         self._say(metrics, f"after step {trainer.step}")

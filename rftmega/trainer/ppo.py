@@ -1,13 +1,15 @@
-"""One step, top to bottom; GRPO and its family are the maker and the loss that it is given."""
+"""One step, top to bottom; GRPO, PPO and their family are the maker and the learner that it is given."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from rftmega.algorithms.mismatch import log_prob_gap
 from rftmega.experience import ExperienceMaker, collect
-from rftmega.interfaces import Callback, Policy, Reward, RolloutEngine, WeightSync
-from rftmega.types import Experience, LossFn, Metrics, Prompt, Samples
+from rftmega.interfaces import Callback, Reward, RolloutEngine, WeightSync
+from rftmega.trainer.learner import Learner
+from rftmega.trainer.sampling import Refill
+from rftmega.types import Metrics, Prompt, Samples
 
 Result = TypeVar("Result")
 
@@ -19,18 +21,19 @@ class PPOTrainer:
         self,
         *,
         engine: RolloutEngine,
-        policy: Policy,
         weights: WeightSync,
         reward: Reward,
         maker: ExperienceMaker,
-        loss_fn: LossFn,
+        learner: Learner,
         samples_per_prompt: int,
         temperature: float,
         seed: int,
+        refill: Refill | None = None,
         callbacks: Sequence[Callback] = (),
     ):
-        self.engine, self.policy, self.weights = engine, policy, weights
-        self.reward, self.maker, self.loss_fn = reward, maker, loss_fn
+        self.engine, self.weights, self.reward = engine, weights, reward
+        self.maker, self.learner = maker, learner
+        self.refill = refill or Refill(0)
         self.samples_per_prompt, self.temperature, self.seed = samples_per_prompt, temperature, seed
         self.callbacks = callbacks
         self.step = 0
@@ -42,25 +45,30 @@ class PPOTrainer:
         start: Metrics = {}
         for callback in self.callbacks:
             callback.on_start(self, start)
-        for _, prompts in zip(range(self.step, steps), batches, strict=False):  # in this order: draws no batch too many
-            metrics = self.train_step(prompts)
+        source = iter(batches)
+        for _, prompts in zip(range(self.step, steps), source, strict=False):  # in this order: draws no batch too many
+            metrics = self.train_step(prompts, source)
             for callback in self.callbacks:
                 callback.on_step(self, metrics)
         for callback in self.callbacks:
             callback.on_end(self)
 
-    def train_step(self, prompts: Sequence[Prompt]) -> Metrics:
-        samples = self.phase("rollout", self.rollout, prompts)
+    def train_step(self, prompts: Sequence[Prompt], more: Iterator[Sequence[Prompt]]) -> Metrics:
+        """One step on `prompts`; where groups are replaced, `more` has the prompts for it."""
+        samples, seen = self.phase("rollout", self.refill, self.rollout, prompts, more)
         experience = self.phase("score", self.maker.make, samples)
-        metrics = self.phase("update", self.policy.update, experience, self.loss_fn)
+        metrics = self.phase("update", self.learner.update, experience, self.step)
         self.step += 1
         metrics |= self.phase("push", self.weights.push, version=self.step)
-        return metrics | self.describe(samples, experience)
+        metrics |= log_prob_gap(experience.behaviour_logp, experience.old_logp, experience.mask)
+        return metrics | seen | {f"seconds_{name}": seconds for name, seconds in self.seconds.items()}
 
-    def rollout(self, prompts: Sequence[Prompt]) -> Samples:
-        """`samples_per_prompt` scored answers a prompt; the same ones whenever this step is run with this seed."""
+    def rollout(self, prompts: Sequence[Prompt], number: int = 0) -> Samples:
+        """`samples_per_prompt` scored answers a prompt; the same ones whenever this step is run with this seed. `number`: of
+        the step's rollouts, which draw differently.
+        """
         requests = [prompt for prompt in prompts for _ in range(self.samples_per_prompt)]
-        first = (self.seed * 1_000_003 + self.step) * len(requests)
+        first = (self.seed * 1_000_003 + self.step) * len(requests) + number * 715_827_883
         seeds = [(first + i) % 2**31 for i in range(len(requests))]
         completions = self.engine.generate(requests, seeds=seeds, temperature=self.temperature)
         versions = {completion.policy_version for completion in completions}
@@ -75,15 +83,3 @@ class PPOTrainer:
         for callback in self.callbacks:
             callback.on_phase(self, name, self.seconds[name])
         return result
-
-    def describe(self, samples: Samples, experience: Experience) -> Metrics:
-        """What the rollout was like."""
-        response_lengths = (samples.rows.lengths - samples.rows.prompt_lengths).double()
-        return {
-            "reward": samples.reward.mean().item(),
-            "response_length": response_lengths.mean().item(),
-            "truncated": samples.truncated.double().mean().item(),
-            **{f"reward_{name}": part.mean().item() for name, part in samples.reward_parts.items()},
-            **log_prob_gap(experience.behaviour_logp, experience.old_logp, experience.mask),
-            **{f"seconds_{name}": seconds for name, seconds in self.seconds.items()},
-        }

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.e2e.conftest import ROOT, Run, metrics_of
@@ -27,29 +28,51 @@ for arguments in json.load(sys.stdin):
 LAYOUTS = {"TP2 x PP2": (2, 2, 4), "DP4": (1, 1, 4), "TP4": (4, 1, 4), "PP4": (1, 4, 4), "one process": (1, 1, 1)}
 
 
+def run_all(arithmetic: Path, runs: dict[str, list[str]], folder: Path) -> dict[str, list[dict[str, float]]]:
+    """Metrics of every run's steps, by its name."""
+    given = [[str(arithmetic / "run.yaml"), f"trainer.output={folder / name}", *options] for name, options in runs.items()]
+    done = subprocess.run(
+        [sys.executable, "-c", SEVERAL_RUNS], input=json.dumps(given), capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    return {name: metrics_of(folder / name)[1:] for name in runs}
+
+
 def test_the_first_steps_agree_between_all_layouts(arithmetic: Path, tmp_path: Path) -> None:
     """Loss, gradient norm and reward of three steps, to 5 significant digits, with the scripted engine.
 
     The entropy bonus keeps the loss away from 0, where a surrogate's terms cancel and digits mean nothing.
     """
-    runs = [
-        [str(arithmetic / "run.yaml"), f"parallel.tensor={tensor}", f"parallel.pipeline={pipeline}",
-         f"trainer.output={tmp_path / name}", "--processes", str(processes)]
+    runs = {
+        name: [f"parallel.tensor={tensor}", f"parallel.pipeline={pipeline}", "--processes", str(processes)]
         for name, (tensor, pipeline, processes) in LAYOUTS.items()
-    ]  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-c", SEVERAL_RUNS], input=json.dumps(runs), capture_output=True, text=True, check=False, cwd=ROOT
-    )
-    assert done.returncode == 0, done.stderr
-    seen = {name: metrics_of(tmp_path / name)[1:] for name in LAYOUTS}
-    wanted = seen["one process"]
-    assert len(wanted) == 3
-    assert len({step["reward"] for step in wanted}) > 1, "nothing to compare"
+    }
+    ppo = ["algorithm.recipe=ppo", "algorithm.ema_beta=0.5", "trainer.export=true", "critic.optimizer.learning_rate=1e-3"]
+    runs["PPO, one process"] = [*ppo, "--processes", "1"]
+    layouts = [
+        "parallel.tensor=2",
+        "critic.parallel.tensor=1",
+        "critic.parallel.pipeline=2",
+        "critic.parallel.virtual_pipeline=2",
+    ]
+    runs["PPO, TP2 beside PP2 x VPP2"] = [*ppo, *layouts, "critic.optimizer.distributed=true", "--processes", "2"]
+    seen = run_all(arithmetic, runs, tmp_path)
     for name, steps in seen.items():
+        with_critic = name.startswith("PPO")
+        wanted = seen["PPO, one process" if with_critic else "one process"]
+        assert len(steps) == 3
+        assert len({step["reward"] for step in steps}) > 1, "nothing to compare"
+        more = ("critic_loss", "critic_grad_norm", "critic_value", "reference_kl") if with_critic else ()
         for step, reference in zip(steps, wanted, strict=True):
-            for metric in ("loss", "grad_norm", "reward", "kl", "entropy"):
+            for metric in ("loss", "grad_norm", "reward", "kl", "entropy", *more):
                 assert step[metric] == pytest.approx(reference[metric], rel=5e-6, abs=1e-9), (name, step["step"], metric)
-    assert all(step["grad_norm"] > 1e-3 for step in wanted)
+    assert all(step["grad_norm"] > 1e-3 for step in seen["one process"])
+    assert seen["PPO, one process"][-1]["critic_loss"] < seen["PPO, one process"][0]["critic_loss"]
+    start, end, average = (
+        load_file(path / "model.safetensors")["model.norm.weight"]
+        for path in (arithmetic / "model", *(tmp_path / "PPO, TP2 beside PP2 x VPP2" / name for name in ("policy", "policy_ema")))
+    )
+    assert ((average - end).abs().sum() < (start - end).abs().sum()) and not torch.equal(average, end), "no average of the steps"
 
 
 def test_with_vllm_the_engine_follows_the_trainer_and_the_export_is_a_model(arithmetic: Path, train: Run, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from rftmega.algorithms.advantages import (
     group_normalised,
     leave_one_out,
     token_rewards,
+    varied,
     whitened,
 )
 
@@ -89,17 +90,26 @@ def test_no_estimator_says_anything_outside_the_mask_or_depends_on_the_order_of_
     mask = torch.rand(8, 6) < 0.6
     reward, group = torch.randn(8), torch.tensor([0, 0, 0, 1, 1, 2, 2, 2])
     penalty = torch.where(mask, torch.rand(8, 6), torch.nan)
-    found = ESTIMATORS[name](Scored(reward, group, mask, penalty, 0.9, True))
+    value = torch.where(mask, torch.randn(8, 6), torch.nan)
+    found = ESTIMATORS[name](Scored(reward, group, mask, value, penalty, 0.9, 0.8, True))
     assert found.isfinite().all()
     assert found[~mask].abs().sum() == 0
     order = torch.randperm(8)
-    again = ESTIMATORS[name](Scored(reward[order], group[order], mask[order], penalty[order], 0.9, True))
+    scored = Scored(reward[order], group[order], mask[order], value[order], penalty[order], 0.9, 0.8, True)
+    again = ESTIMATORS[name](scored)
     torch.testing.assert_close(again, found[order])
 
 
 def test_reinforce_with_a_baseline_is_whitened_over_tokens_not_answers() -> None:
     mask = torch.tensor([[True, True, True], [True, False, False]])
-    found = ESTIMATORS["reinforce_baseline"](Scored(torch.tensor([1.0, 0.0]), torch.zeros(2), mask, None, 1.0, True))
+    scored = Scored(torch.tensor([1.0, 0.0]), torch.zeros(2), mask, None, None, 1.0, 1.0, scale_by_std=False)
+    found = whitened(ESTIMATORS["group"](scored), mask)
     kept = torch.tensor([0.5, 0.5, 0.5, -0.5])
     wanted = (kept - kept.mean()) / kept.std(correction=0)
     torch.testing.assert_close(found[mask], wanted)
+
+
+def test_only_groups_whose_answers_differ_are_varied_whatever_the_order() -> None:
+    score = torch.tensor([0.1, 1.0, 0.1, 0.0, 0.1, 1.0, 0.3])
+    group = torch.tensor([7, 2, 7, 2, 7, 5, 9])
+    assert varied(score, group).tolist() == [False, True, False, True, False, False, False]

@@ -41,7 +41,7 @@ def test_overrides_win_over_the_file_and_the_file_over_defaults(config_file: Pat
     [
         ("rollout.temprature=1", "Did you mean rollout.temperature?"),
         ("paralel.tensor=2", "Did you mean parallel.tensor?"),
-        ("tensor=2", "Did you mean parallel.tensor or rollout.tensor?"),
+        ("tensor=2", "Did you mean parallel.tensor or rollout.tensor or critic.parallel.tensor?"),
         ("zzzz.qqqq=2", "--help"),
     ],
 )

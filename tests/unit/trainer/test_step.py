@@ -1,6 +1,8 @@
 """A whole GRPO step in one plain process: a bigram table is policy enough, a seeded generator engine enough."""
 
+import itertools
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,9 @@ from torch import Tensor
 from rftmega.algorithms.losses import policy_loss
 from rftmega.config import load
 from rftmega.experience import ExperienceMaker
-from rftmega.strategy.algorithm import loss_of, maker_of
-from rftmega.trainer import PPOTrainer
+from rftmega.trainer import Algorithm, Learner, PPOTrainer, Refill
 from rftmega.trainer.callbacks import Evaluate, Observer
-from rftmega.types import Completion, Experience, Prompt, Rows, TokenStats
+from rftmega.types import Completion, Experience, Prompt, Rows, TokenStats, TokenValues
 
 WORDS = 16
 ROOT = Path(__file__).parents[3]
@@ -60,6 +61,24 @@ class Bigrams:
         return Completion((token,), (float(logp[token]),), "length", self.versions[-1])
 
 
+class Values:
+    """A critic: one number a word."""
+
+    def __init__(self) -> None:
+        self.table = torch.zeros(WORDS, requires_grad=True)
+        self.updates = 0
+
+    def values(self, rows: Rows) -> Tensor:
+        return self.table.detach()[rows.tokens[:, :-1]]
+
+    def update(self, experience: Experience, loss_fn: Any) -> dict[str, float]:
+        self.updates += 1
+        loss = loss_fn(TokenValues(self.table[experience.tokens[:, :-1]]), experience)
+        (gradient,) = torch.autograd.grad((loss.value * loss.weight).sum() / loss.count, self.table)
+        self.table.data -= gradient
+        return {"loss": 0.0}
+
+
 def likes_seven(prompt: Prompt, completion: Completion) -> dict[str, float]:
     hit = float(completion.token_ids == (7,))
     return {"exact_match": hit, "reward": hit}
@@ -89,8 +108,8 @@ def train(steps: int, seed: int = 0) -> tuple[Bigrams, Diary]:
     policy, diary = Bigrams(), Diary()
     prompts = [Prompt((1, 2)), Prompt((3,))]
     PPOTrainer(
-        engine=policy, policy=policy, weights=policy, reward=likes_seven, maker=ExperienceMaker(policy, use_reference=False),
-        loss_fn=policy_loss(), samples_per_prompt=16, temperature=1.0, seed=seed,
+        engine=policy, weights=policy, reward=likes_seven, maker=ExperienceMaker(policy, use_reference=False),
+        learner=Learner(policy, policy_loss()), samples_per_prompt=16, temperature=1.0, seed=seed,
         callbacks=[Evaluate(prompts, likes_seven, every=2, last=steps), diary],
     ).fit([prompts] * (steps + 5), steps=steps)  # fmt: skip
     return policy, diary
@@ -106,13 +125,16 @@ def test_rewarded_tokens_become_likelier() -> None:
 
 @pytest.mark.parametrize("recipe", sorted(path.stem for path in (ROOT / "rftmega/config/recipes").glob("*.yaml")))
 def test_every_recipe_learns(recipe: str) -> None:
-    config = load(ROOT / "examples/arithmetic/grpo.yaml", [f"algorithm.recipe={recipe}"])
-    policy = Bigrams()
+    config = load(ROOT / "examples/arithmetic/grpo.yaml", [f"algorithm.recipe={recipe}", "rollout.max_response_tokens=8"])
+    policy, algorithm, critic = Bigrams(), Algorithm(config), Values() if recipe == "ppo" else None
     PPOTrainer(
-        engine=policy, policy=policy, weights=policy, reward=likes_seven, maker=maker_of(config, policy), loss_fn=loss_of(config),
+        engine=policy, weights=policy, reward=likes_seven, maker=algorithm.maker(policy, critic),
+        learner=algorithm.learner(policy, critic), refill=Refill(config.algorithm.refill_rounds),
         samples_per_prompt=16, temperature=1.0, seed=0, callbacks=[],
-    ).fit([[Prompt((1, 2)), Prompt((3,))]] * 40, steps=40)  # fmt: skip
+    ).fit([[Prompt((1, 2)), Prompt((3,))]] * 400, steps=40)  # fmt: skip
     assert policy.table.softmax(-1)[2, 7] > 0.8
+    if critic is not None:
+        assert critic.table[2] > 0.5, "what a state is worth has been learnt"
 
 
 def test_a_step_is_rollout_score_update_push_and_each_push_has_the_next_version() -> None:
@@ -136,3 +158,47 @@ def test_the_seed_decides_everything() -> None:
 def test_evaluation_happens_before_after_and_in_between() -> None:
     evaluated = [i for i, metrics in enumerate(train(5)[1].metrics) if "eval_exact_match" in metrics]
     assert evaluated == [0, 2, 4, 5]
+
+
+def learner_of(*overrides: str) -> tuple[Bigrams, Values, Any]:
+    config = load(ROOT / "examples/arithmetic/grpo.yaml", ["algorithm.recipe=ppo", *overrides])
+    policy, critic, algorithm = Bigrams(), Values(), Algorithm(config)
+    trainer = PPOTrainer(
+        engine=policy, weights=policy, reward=likes_seven, maker=algorithm.maker(policy, critic),
+        learner=algorithm.learner(policy, critic), samples_per_prompt=4, temperature=1.0, seed=0,
+    )  # fmt: skip
+    return policy, critic, trainer
+
+
+def test_a_frozen_policy_stays_while_the_critic_learns() -> None:
+    policy, critic, trainer = learner_of("algorithm.freezing_actor_steps=2")
+    trainer.fit([[Prompt((1, 2))]] * 2, steps=2)
+    assert policy.table.abs().sum() == 0
+    assert critic.updates == 2
+    assert policy.versions == [0, 1, 2], "the engine's version goes on"
+    trainer.fit([[Prompt((1, 2))]], steps=3)
+    assert policy.table.abs().sum() > 0
+
+
+def test_the_weight_of_the_kl_in_the_reward_follows_its_target() -> None:
+    policy, _, trainer = learner_of("algorithm.kl_target=1e-9", "algorithm.kl_horizon=10")
+    said = Diary()
+    trainer.callbacks = [said]
+    trainer.fit([[Prompt((1, 2))]] * 20, steps=20)
+    coefs = [metrics["kl_coef"] for metrics in said.metrics[1:]]
+    factors = [round(after / before, 9) for before, after in itertools.pairwise(coefs)]
+    assert coefs[0] == 0.001
+    assert factors[0] == 0.92, "nothing has moved, which is below the target"
+    assert factors[-1] == 1.08
+
+
+def test_answers_that_were_cut_off_can_be_left_out_of_the_loss_but_not_of_their_group() -> None:
+    policy, _, trainer = learner_of()
+    policy.push(version=0)
+    samples = trainer.rollout([Prompt((1, 2))])
+    assert samples.truncated.all()
+    config = load(ROOT / "examples/arithmetic/grpo.yaml", ["algorithm.drop_truncated=true"])
+    kept = replace(samples, truncated=torch.tensor([True, False, False, True]), reward=torch.tensor([1.0, 0.0, 0.0, 0.0]))
+    experience = Algorithm(config).maker(policy).make(kept)
+    assert experience.mask[:, 1].tolist() == [False, True, True, False]
+    assert experience.advantage[1, 1] < 0

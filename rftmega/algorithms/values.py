@@ -1,0 +1,39 @@
+"""What the critic minimises per token. No reduction: a `TokenLoss` carries value, weight and count."""
+
+import torch
+from torch.nn import functional as F
+
+from rftmega.algorithms.weighting import Weighting, token_mean
+from rftmega.types import Experience, LossFn, TokenLoss, TokenValues
+
+
+def value_loss(*, clip: float = 0.0, huber: float = 0.0, weighting: Weighting = token_mean) -> LossFn:
+    """Half the squared distance of value [B, T] to the return.
+
+    With `clip` above 0, the larger of it and the distance of a value that may move no further than `clip` from what it was when
+    the rollout was scored (arXiv:2005.12729, section 3). With `huber` above 0, distances beyond it count linearly.
+    """
+
+    def distance(value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if huber:
+            return F.huber_loss(value, target, reduction="none", delta=huber)
+        return (value - target).square() / 2
+
+    def loss(stats: TokenValues, experience: Experience) -> TokenLoss:
+        mask = experience.mask
+        assert experience.old_value is not None and experience.returns is not None, "scored without a critic"
+        value = torch.where(mask, stats.value, 0.0)
+        old, target = (torch.where(mask, x, 0.0) for x in (experience.old_value, experience.returns))
+        found = distance(value, target)
+        moved = (value - old).detach()
+        if clip:
+            found = torch.maximum(found, distance(old + (value - old).clamp(-clip, clip), target))
+        metrics = {
+            "value_loss": found.detach(),
+            "value": value.detach(),
+            "value_clip_fraction": (moved.abs() > clip).float() if clip else torch.zeros_like(moved),
+        }
+        weight, count = weighting(mask)
+        return TokenLoss(found, weight, count, metrics)
+
+    return loss

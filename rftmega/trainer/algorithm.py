@@ -1,0 +1,76 @@
+"""What a config's `algorithm` section makes of the pure parts: who scores, who learns, and from what."""
+
+from rftmega.algorithms.kl import KLController
+from rftmega.algorithms.losses import policy_loss
+from rftmega.algorithms.mismatch import Correction
+from rftmega.algorithms.shaping import Shaping
+from rftmega.algorithms.surrogates import Clip
+from rftmega.algorithms.values import value_loss
+from rftmega.algorithms.weighting import Weighting, weighting_of
+from rftmega.config import RunConfig
+from rftmega.experience import ExperienceMaker
+from rftmega.interfaces import Policy, ValueModel
+from rftmega.trainer.learner import Learner
+from rftmega.types import LossFn
+
+
+class Algorithm:
+    """Experience maker and learner, and the KL's weight, which they share."""
+
+    def __init__(self, config: RunConfig):
+        chosen = self.chosen = config.algorithm
+        self.longest = config.rollout.max_response_tokens
+        self.kl = KLController(chosen.kl_coef, target=chosen.kl_target, horizon=chosen.kl_horizon)
+
+    def maker(self, policy: Policy, critic: ValueModel | None = None) -> ExperienceMaker:
+        chosen = self.chosen
+        return ExperienceMaker(
+            policy,
+            critic=critic,
+            use_reference=chosen.kl_coef > 0,
+            advantage=chosen.advantage,
+            scale_by_std=chosen.scale_by_std,
+            whiten=chosen.whiten,
+            gamma=chosen.gamma,
+            lam=chosen.gae_lambda,
+            kl_in_reward=self.kl if chosen.kl_in == "reward" else None,
+            kl_estimator=chosen.kl_estimator,
+            shape=Shaping(
+                longest=self.longest,
+                buffer=max(int(chosen.overlong_share * self.longest), 1) if chosen.overlong_share else 0,
+                factor=chosen.overlong_penalty,
+                normalise=chosen.reward_normalise,
+                clip=chosen.reward_clip,
+            ),
+            drop_truncated=chosen.drop_truncated,
+        )
+
+    def learner(self, policy: Policy, critic: ValueModel | None = None) -> Learner:
+        return Learner(
+            policy,
+            self.policy_loss(),
+            critic=critic,
+            value_loss_fn=self.value_loss(),
+            frozen_steps=self.chosen.freezing_actor_steps,
+            kl=self.kl,
+        )
+
+    @property
+    def weighting(self) -> Weighting:
+        return weighting_of(self.chosen.weighting, longest=self.longest)
+
+    def policy_loss(self) -> LossFn:
+        chosen = self.chosen
+        return policy_loss(
+            surrogate=chosen.surrogate,
+            clip=Clip(chosen.clip_low, chosen.clip_high, chosen.dual_clip, chosen.drift_coef),
+            correction=Correction(chosen.correction, chosen.correction_cap),
+            high_entropy_share=chosen.high_entropy_share,
+            kl_coef=self.kl if chosen.kl_in == "loss" else 0.0,
+            kl_estimator=chosen.kl_estimator,
+            entropy_coef=chosen.entropy_coef,
+            weighting=self.weighting,
+        )
+
+    def value_loss(self) -> LossFn:
+        return value_loss(clip=self.chosen.value_clip, huber=self.chosen.value_huber, weighting=self.weighting)

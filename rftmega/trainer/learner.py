@@ -1,0 +1,50 @@
+"""What an experience teaches, and whom."""
+
+from rftmega.algorithms.kl import ESTIMATORS, KLController
+from rftmega.interfaces import Policy, ValueModel
+from rftmega.types import Experience, LossFn, Metrics
+
+
+class Learner:
+    """The policy and, where there is one, the critic, which learns alone in the first `frozen_steps` steps."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        loss_fn: LossFn,
+        *,
+        critic: ValueModel | None = None,
+        value_loss_fn: LossFn | None = None,
+        frozen_steps: int = 0,
+        kl: KLController | None = None,
+    ):
+        self.policy, self.loss_fn = policy, loss_fn
+        self.critic, self.value_loss_fn = critic, value_loss_fn
+        self.frozen_steps = frozen_steps
+        self.kl = kl
+
+    def update(self, experience: Experience, step: int) -> Metrics:
+        """One rollout's optimizer steps, after `step` finished ones; the critic's metrics begin with "critic_"."""
+        metrics: Metrics = {}
+        if self.critic is not None:
+            assert self.value_loss_fn is not None
+            found = self.critic.update(experience, self.value_loss_fn)
+            metrics |= {f"critic_{name}": value for name, value in found.items()} | explained(experience)
+        if step >= self.frozen_steps:
+            metrics |= self.policy.update(experience, self.loss_fn)
+        if experience.reference_logp is not None:
+            delta = (experience.old_logp - experience.reference_logp)[experience.mask]
+            metrics["reference_kl"] = ESTIMATORS["k3"](delta).mean().item() if len(delta) else 0.0
+            if self.kl is not None:
+                metrics["kl_coef"] = self.kl.coef
+                self.kl.update(metrics["reference_kl"], len(experience))
+        return metrics
+
+
+def explained(experience: Experience) -> Metrics:
+    """How much of the returns' variance the critic's values foretold: 1 all, 0 as much as a constant."""
+    assert experience.old_value is not None and experience.returns is not None
+    returns, missed = (x[experience.mask].double() for x in (experience.returns, experience.returns - experience.old_value))
+    if len(returns) < 2 or not returns.var():
+        return {"explained_variance": 0.0}
+    return {"explained_variance": (1 - missed.var() / returns.var()).item()}
