@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.e2e.conftest import ROOT, Run, metrics_of
@@ -68,11 +67,12 @@ def test_the_first_steps_agree_between_all_layouts(arithmetic: Path, tmp_path: P
                 assert step[metric] == pytest.approx(reference[metric], rel=5e-6, abs=1e-9), (name, step["step"], metric)
     assert all(step["grad_norm"] > 1e-3 for step in seen["one process"])
     assert seen["PPO, one process"][-1]["critic_loss"] < seen["PPO, one process"][0]["critic_loss"]
+    ppo_run = tmp_path / "PPO, TP2 beside PP2 x VPP2"
     start, end, average = (
-        load_file(path / "model.safetensors")["model.norm.weight"]
-        for path in (arithmetic / "model", *(tmp_path / "PPO, TP2 beside PP2 x VPP2" / name for name in ("policy", "policy_ema")))
+        AutoModelForCausalLM.from_pretrained(folder).model.norm.weight.detach()
+        for folder in (arithmetic / "model", ppo_run / "policy", ppo_run / "policy_ema")
     )
-    assert ((average - end).abs().sum() < (start - end).abs().sum()) and not torch.equal(average, end), "no average of the steps"
+    assert 0 < (average - end).abs().sum() < (start - end).abs().sum(), "no average of the steps"
 
 
 def test_with_vllm_the_engine_follows_the_trainer_and_the_export_is_a_model(arithmetic: Path, train: Run, tmp_path: Path) -> None:
