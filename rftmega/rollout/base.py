@@ -1,13 +1,18 @@
 """What every engine has in common: it sleeps and wakes, and refuses to answer with weights it was never given."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 
 from torch import Tensor
 
 from rftmega.errors import EngineError
 from rftmega.types import Completion, Prompt
+
+Finished = Callable[[Sequence[int], Sequence[Completion]], None]  # places among the prompts, their answers
+
+
+def _nobody(places: Sequence[int], completions: Sequence[Completion]) -> None: ...
 
 
 class EngineStatus(Enum):
@@ -28,15 +33,18 @@ class Engine(ABC):
     def status(self) -> EngineStatus:
         return EngineStatus.WAKEUP if self._held else EngineStatus.SLEEPED
 
-    def generate(self, prompts: Sequence[Prompt], *, seeds: Sequence[int], temperature: float) -> list[Completion]:
+    def generate(
+        self, prompts: Sequence[Prompt], *, seeds: Sequence[int], temperature: float, finished: Finished = _nobody
+    ) -> list[Completion]:
         """One completion a prompt, sampled with its own seed; temperature 0 is greedy. Wakes a sleeping engine.
 
+        `finished` is told of every completion once, as soon as there is news, while the others are still being generated.
         Raises EngineError where weights never arrived, or were dropped in a sleep and not pushed again.
         """
         if self.version is None:
             raise EngineError("The engine holds no weights (none were pushed since it started or slept). Push first.")
         self.wake()
-        return self._generate(prompts, seeds, temperature) if prompts else []
+        return self._generate(prompts, seeds, temperature, finished) if prompts else []
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
         """Replaces all weights by `named_tensors` (HF names and shapes); stale until the last one has arrived.
@@ -78,7 +86,9 @@ class Engine(ABC):
         """Ends the engine; call it before the process groups go."""
 
     @abstractmethod
-    def _generate(self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float) -> list[Completion]: ...
+    def _generate(
+        self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float, finished: Finished
+    ) -> list[Completion]: ...
 
     @abstractmethod
     def _load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None: ...

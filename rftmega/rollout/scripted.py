@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rftmega.config import RolloutConfig
-from rftmega.rollout.base import Engine
+from rftmega.rollout.base import Engine, Finished
 from rftmega.types import Completion, Prompt
 
 
@@ -20,8 +20,12 @@ class ScriptedEngine(Engine):
         self.vocabulary = vocabulary
         self.stop_ids = stop_ids
 
-    def _generate(self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float) -> list[Completion]:
-        return [self._answer(seed) for seed in seeds]
+    def _generate(
+        self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float, finished: Finished
+    ) -> list[Completion]:
+        answers = [self._answer(seed) for seed in seeds]
+        finished(range(len(answers)), answers)
+        return answers
 
     def _answer(self, seed: int) -> Completion:
         rng = torch.Generator().manual_seed(seed)

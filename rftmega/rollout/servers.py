@@ -23,7 +23,7 @@ from rftmega import device
 from rftmega.config import RolloutConfig
 from rftmega.errors import EngineError
 from rftmega.parallel.launch import World
-from rftmega.rollout.base import Engine
+from rftmega.rollout.base import Engine, Finished
 from rftmega.types import Completion, Prompt
 
 RANKS_OWN = {  # what tells a process that it is a rank of the trainer
@@ -172,24 +172,28 @@ class ServerEngine(Engine):
         with ThreadPoolExecutor(max(1, len(self.servers))) as pool:
             list(pool.map(lambda server: server.post(path, body), self.servers))
 
-    def _generate(self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float) -> list[Completion]:
+    def _generate(
+        self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float, finished: Finished
+    ) -> list[Completion]:
         if not self.servers:
             return []
-        return asyncio.run(self._ask(prompts, seeds, temperature))
+        return asyncio.run(self._ask(prompts, seeds, temperature, finished))
 
-    async def _ask(self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float) -> list[Completion]:
+    async def _ask(
+        self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float, finished: Finished
+    ) -> list[Completion]:
         """Consecutive requests go to the same server, so that siblings share the prompt's cache."""
         limits = httpx.Limits(max_connections=self.config.max_batch * len(self.servers))
         async with httpx.AsyncClient(timeout=httpx.Timeout(None, connect=30.0), limits=limits) as client:
-            choices = await asyncio.gather(
-                *(
-                    self.servers[place * len(self.servers) // len(prompts)].answer(
-                        client, prompt, self._sampling(seed, temperature)
-                    )
-                    for place, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
-                )
-            )
-        return [self._completion(choice) for choice in choices]
+
+            async def one(place: int) -> Completion:
+                server = self.servers[place * len(self.servers) // len(prompts)]
+                choice = await server.answer(client, prompts[place], self._sampling(seeds[place], temperature))
+                completion = self._completion(choice)
+                finished([place], [completion])
+                return completion
+
+            return list(await asyncio.gather(*(one(place) for place in range(len(prompts)))))
 
     def _sampling(self, seed: int, temperature: float) -> dict[str, Any]:
         return {

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rftmega.config import RolloutConfig
 from rftmega.errors import WeightMismatch
-from rftmega.rollout.base import Engine
+from rftmega.rollout.base import Engine, Finished
 from rftmega.types import Completion, Prompt
 
 
@@ -24,8 +24,14 @@ class TransformersEngine(Engine):
         self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32).eval().to(where)
 
     @torch.no_grad()
-    def _generate(self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float) -> list[Completion]:
-        return [self._answer(prompt, seed, temperature) for prompt, seed in zip(prompts, seeds, strict=True)]
+    def _generate(
+        self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float, finished: Finished
+    ) -> list[Completion]:
+        answers = []
+        for place, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
+            answers.append(self._answer(prompt, seed, temperature))
+            finished([place], answers[-1:])
+        return answers
 
     def _answer(self, prompt: Prompt, seed: int, temperature: float) -> Completion:
         rng = torch.Generator(self.where).manual_seed(seed)

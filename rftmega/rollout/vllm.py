@@ -16,7 +16,7 @@ from torch import Tensor
 from rftmega import device
 from rftmega.config import RolloutConfig
 from rftmega.parallel.launch import World
-from rftmega.rollout.base import Engine
+from rftmega.rollout.base import Engine, Finished
 from rftmega.types import Completion, Prompt
 
 # vLLM reads these when it is imported, and speaks before it has read the second.
@@ -30,6 +30,7 @@ logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
 # isort: split
 from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload  # noqa: E402
+from vllm.sampling_params import RequestOutputKind  # noqa: E402
 
 from rftmega.rollout.reload import pack_output_heads  # noqa: E402
 
@@ -100,7 +101,9 @@ class VLLMEngine(Engine):
         if config.tensor > 1:
             _unlink_shared_memory(world, config.tensor, mine=True)
 
-    def _generate(self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float) -> list[Completion]:
+    def _generate(
+        self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float, finished: Finished
+    ) -> list[Completion]:
         params = [
             SamplingParams(
                 temperature=temperature,
@@ -110,11 +113,23 @@ class VLLMEngine(Engine):
                 stop_token_ids=self.stop_ids,
                 ignore_eos=True,  # the stop tokens are ours alone, whatever the model's config calls its end
                 detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
             )
             for seed in seeds
         ]
-        outputs = self._llm.generate([{"prompt_token_ids": list(p.token_ids)} for p in prompts], params, use_tqdm=False)
-        return [self._completion(output.outputs[0]) for output in outputs]
+        engine = self._llm.llm_engine
+        answers: dict[int, Completion] = {}
+        try:
+            for place, (prompt, sampling) in enumerate(zip(prompts, params, strict=True)):
+                engine.add_request(str(place), {"prompt_token_ids": list(prompt.token_ids)}, sampling)
+            while engine.has_unfinished_requests():
+                done = {int(output.request_id): self._completion(output.outputs[0]) for output in engine.step()}
+                answers |= done
+                if done:
+                    finished(list(done), list(done.values()))
+        finally:  # whoever was interrupted leaves nothing for the next
+            engine.abort_request([str(place) for place in range(len(prompts)) if place not in answers])
+        return [answers[place] for place in range(len(prompts))]
 
     def _completion(self, answer: Any) -> Completion:
         ids = tuple(answer.token_ids)

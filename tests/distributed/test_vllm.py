@@ -1,7 +1,7 @@
 """Real vLLM in the trainer's processes: after a push it says what the trainer says, and what transformers says."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from rftmega.config import ParallelConfig, RolloutConfig
 from rftmega.errors import EngineError
 from rftmega.rollout.transformers import TransformersEngine
 from rftmega.strategy.dispatch import ColocatedPolicy, ColocatedWeights, SharedEngine, Turns
-from rftmega.types import Experience, Prompt
+from rftmega.types import Completion, Experience, Prompt
 from rftmega.weights import EngineWeights, Exporter
 from tests.layouts import build_actor, rows_of
 from tests.ranks import run_ranks
@@ -30,6 +30,10 @@ def broken_off(exporter: Exporter) -> Iterator[tuple[str, torch.Tensor]]:
         if name.endswith("q_proj.weight"):
             break
     raise EngineError("half of it")
+
+
+def interrupt(places: Sequence[int], completions: Sequence[Completion]) -> None:
+    raise KeyboardInterrupt
 
 
 def agreement_body(world: Any, folder: Path, parallel: ParallelConfig, engine_size: int) -> Any:
@@ -52,6 +56,8 @@ def agreement_body(world: Any, folder: Path, parallel: ParallelConfig, engine_si
             engine.load_weights(broken_off(exporter), version=99)
         weights.push(version=version)
         oracle.load_weights(exporter, version=version)
+        with pytest.raises(KeyboardInterrupt):  # the others are still in the engine then, and must not come back
+            engine.generate(PROMPTS, seeds=[1, 2, 3], temperature=0.7, finished=interrupt)
         answers = shared.generate(PROMPTS, seeds=[1, 2, 3], temperature=0.7)
         again = shared.generate(PROMPTS[::-1], seeds=[3, 2, 1], temperature=0.7)[::-1]
         rows = rows_of(
@@ -79,7 +85,10 @@ def agreement_body(world: Any, folder: Path, parallel: ParallelConfig, engine_si
     }
     engine.sleep()
     weights.push(version=2)  # wakes what it needs
-    assert engine.generate(PROMPTS[:1], seeds=[1], temperature=0.7)[0].policy_version == 2
+    told: list[int] = []
+    answers = engine.generate(PROMPTS, seeds=[1, 2, 3], temperature=0.7, finished=lambda places, answers: told.extend(places))
+    assert sorted(told) == [0, 1, 2]
+    assert {answer.policy_version for answer in answers} == {2}
     dist.barrier()
     engine.close()
     return found

@@ -8,7 +8,7 @@ from rftmega.config import RolloutConfig
 from rftmega.errors import EngineError, WeightMismatch
 from rftmega.rollout import EngineStatus, ScriptedEngine
 from rftmega.rollout.transformers import TransformersEngine
-from rftmega.types import Prompt
+from rftmega.types import Completion, Prompt
 from tests.tiny_models import save_tiny, transformers_logits
 
 CONFIG = RolloutConfig(max_response_tokens=6)
@@ -34,6 +34,14 @@ def test_scripted_answers_end_in_the_stop_token_or_at_the_limit() -> None:
         assert len(answer.token_ids) == len(answer.logprobs)
         assert (answer.token_ids[-1] == 1) is (answer.finish_reason == "stop")
         assert len(answer.token_ids) <= 6
+
+
+def test_of_every_answer_it_tells_once() -> None:
+    told: dict[int, Completion] = {}
+    answers = scripted().generate(
+        PROMPTS, seeds=[1, 2], temperature=1.0, finished=lambda at, found: told.update(zip(at, found, strict=True))
+    )
+    assert [told[0], told[1]] == answers
 
 
 def test_an_engine_without_weights_refuses_to_answer() -> None:
@@ -106,7 +114,11 @@ def test_the_oracle_is_greedy_at_temperature_zero_and_reports_what_the_model_say
 
 def test_the_oracle_reports_log_probs_of_the_tempered_distribution(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path, "llama")
-    answer = transformers_engine(folder).generate(PROMPTS[:1], seeds=[3], temperature=0.5)[0]
+    told: list[Completion] = []
+    answer = transformers_engine(folder).generate(
+        PROMPTS[:1], seeds=[3], temperature=0.5, finished=lambda at, found: told.extend(found)
+    )[0]
+    assert told == [answer]
     row = [*PROMPTS[0].token_ids, *answer.token_ids]
     logp = (transformers_logits(folder, [row])[0] / 0.5).log_softmax(-1)[2:-1]
     picked = logp.gather(-1, torch.tensor(answer.token_ids)[:, None])[:, 0]
