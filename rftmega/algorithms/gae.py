@@ -1,0 +1,25 @@
+"""Generalised advantage estimation: what a value model makes of a reward at every token."""
+
+import torch
+from torch import Tensor
+
+
+def gae(values: Tensor, rewards: Tensor, mask: Tensor, gamma: float, lambd: float) -> tuple[Tensor, Tensor]:
+    """(advantages, returns), both [B, T] in the dtype of `values`, 0 outside the mask (arXiv:1506.02438, eq. 16).
+
+    values, rewards [B, T] float, mask [B, T] bool or 0/1. A token outside the mask takes no step: what follows a token is the
+    next token *of the mask*, and nothing (a value of 0) after the last. What stands outside the mask is never read, NaN or
+    not. returns = advantages + values: the target of the value model.
+    """
+    acted = mask.bool()
+    value = torch.where(acted, values, 0.0).double()
+    reward = torch.where(acted, rewards, 0.0).double()
+    advantage = torch.zeros_like(value)
+    later_value = later_advantage = value.new_zeros(len(value))
+    for t in reversed(range(value.shape[1])):
+        surprise = reward[:, t] + gamma * later_value - value[:, t]
+        found = surprise + gamma * lambd * later_advantage
+        advantage[:, t] = torch.where(acted[:, t], found, 0.0)
+        later_value = torch.where(acted[:, t], value[:, t], later_value)
+        later_advantage = torch.where(acted[:, t], found, later_advantage)
+    return advantage.to(values.dtype), (advantage + value).to(values.dtype)
