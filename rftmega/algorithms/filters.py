@@ -10,7 +10,7 @@ def clip_filter_like_weight_func(rewards: Tensor, clip_filter_like_weight_clip_e
     A group whose rewards differ weighs B over the number of such groups, at most `clip_filter_like_weight_clip_eps`; one that
     agrees weighs `lamda`. Where all agree there is nothing to make up for: all 1.
     """
-    agrees = rewards.amin(-1, keepdim=True) == rewards.amax(-1, keepdim=True)  # a deviation in floating point is seldom 0
+    agrees = rewards.amin(-1, keepdim=True) == rewards.amax(-1, keepdim=True)  # a deviation of 0.1s need not be 0
     differing = int((~agrees).sum())
     weight = torch.ones_like(rewards, dtype=rewards.dtype if rewards.is_floating_point() else torch.get_default_dtype())
     if not differing:
