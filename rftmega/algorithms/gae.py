@@ -12,8 +12,7 @@ def gae(values: Tensor, rewards: Tensor, mask: Tensor, gamma: float, lambd: floa
     not. returns = advantages + values: the target of the value model.
     """
     acted = mask.bool()
-    value = torch.where(acted, values, 0.0).double()
-    reward = torch.where(acted, rewards, 0.0).double()
+    value, reward = torch.where(acted, values, 0.0).double(), rewards.double()
     advantage = torch.zeros_like(value)
     later_value = later_advantage = value.new_zeros(len(value))
     for t in reversed(range(value.shape[1])):
