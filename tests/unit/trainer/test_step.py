@@ -13,7 +13,8 @@ from rftmega.config import load
 from rftmega.experience import ExperienceMaker
 from rftmega.strategy.algorithm import loss_of, maker_of
 from rftmega.trainer import PPOTrainer
-from rftmega.trainer.callbacks import Evaluate, Observer
+from rftmega.trainer.callbacks import Observer
+from rftmega.trainer.evaluate import Evaluate
 from rftmega.types import Completion, Experience, Prompt, Rows, TokenStats
 
 WORDS = 16
@@ -91,7 +92,7 @@ def train(steps: int, seed: int = 0) -> tuple[Bigrams, Diary]:
     PPOTrainer(
         engine=policy, policy=policy, weights=policy, reward=likes_seven, maker=ExperienceMaker(policy, use_reference=False),
         loss_fn=policy_loss(), samples_per_prompt=16, temperature=1.0, seed=seed,
-        callbacks=[Evaluate(prompts, likes_seven, every=2, last=steps), diary],
+        callbacks=[Evaluate({"": prompts}, likes_seven, every=2, last=steps), diary],
     ).fit([prompts] * (steps + 5), steps=steps)  # fmt: skip
     return policy, diary
 
