@@ -92,6 +92,7 @@ def train(config: RunConfig) -> None:
     from rftmega.strategy.megatron import MegatronStrategy
     from rftmega.trainer import PPOTrainer, callbacks
     from rftmega.trainer.evaluate import Answering, Evaluate, metric_of
+    from rftmega.trainer.trajectories import Trajectories
 
     with launch.start() as world:
         strategy = MegatronStrategy(config, world, stop_ids=tokenizer.stop_ids)
@@ -109,6 +110,16 @@ def train(config: RunConfig) -> None:
                     config.trainer.steps, {name: metric_of(name, config.trainer.eval_accuracy) for name in held_out}
                 ),
             ]
+            if config.trainer.trajectories:
+                observers.append(
+                    Trajectories(
+                        f"{output}/trajectories",
+                        tokenizer.decode,
+                        tokenizer.pieces,
+                        every=config.trainer.trajectories,
+                        most_bytes=config.trainer.trajectories_mib * 2**20,
+                    )
+                )
         if config.trainer.export:
             observers.append(callbacks.AtEnd(lambda: strategy.export(f"{config.trainer.output}/policy")))
         trainer = PPOTrainer(

@@ -85,6 +85,7 @@ class Experience:
     old_logp: Tensor  # [B, T] under the trainer, before this rollout's first update
     reference_logp: Tensor | None  # [B, T] under the reference policy; None where no KL is asked for
     advantage: Tensor  # [B, T]
+    entropy: Tensor | None = None  # [B, T] of the trainer's distribution at old_logp's time; None where the policy gives none
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -255,6 +255,12 @@ class TrainerConfig:
     eval_accuracy: str = "exact_match"
     """Part of the reward that is 1 or more where an answer is right: for pass@k, and shown beside the progress."""
 
+    trajectories: int = 10
+    """Samples of the first and every n-th step go to output/trajectories (about 20 bytes a token); 0: of none."""
+
+    trajectories_mib: int = 1024
+    """Largest size of that folder; the oldest files go first."""
+
     output: str = "runs/default"
     """Folder for metrics, logs and the exported model."""
 

@@ -43,6 +43,7 @@ AT_LEAST_ONE = (
     "trainer.steps",
     "trainer.prompts_per_step",
     "trainer.push_bucket_mib",
+    "trainer.trajectories_mib",
 )
 POSITIVE = (
     "algorithm.high_entropy_share",
@@ -72,6 +73,7 @@ NOT_NEGATIVE = (
     "trainer.eval_every",
     "trainer.eval_temperature",
     "trainer.max_attention_per_micro_batch",
+    "trainer.trajectories",
     "trainer.attention_weight",
 )
 
@@ -213,6 +215,10 @@ def _batch(config: RunConfig) -> list[str]:
         found.append(
             f"trainer.max_tokens_per_micro_batch={config.trainer.max_tokens_per_micro_batch} can't hold one row of "
             f"rollout.max_prompt_tokens + rollout.max_response_tokens = {longest}. Raise it, or shorten the rows."
+        )
+    if not config.trainer.trajectories and config.trainer.trajectories_mib != TrainerConfig.trajectories_mib:
+        found.append(
+            f"trainer.trajectories_mib={config.trainer.trajectories_mib} needs trainer.trajectories above 0: none are written."
         )
     if config.reward.format and not config.reward.format_pattern:
         found.append("reward.format has a weight, but reward.format_pattern is empty. Give a regular expression.")

@@ -29,7 +29,8 @@ class ExperienceMaker:
 
     def make(self, samples: Samples) -> Experience:
         rows, mask = samples.rows, samples.rows.mask
-        old = self.policy.log_probs(rows).logp
+        stats = self.policy.log_probs(rows)
+        old = stats.logp
         reference = self.policy.reference_log_probs(rows).logp if self.use_reference else None
         penalty = None
         if self.kl_in_reward and reference is not None:
@@ -44,4 +45,5 @@ class ExperienceMaker:
             old_logp=old,
             reference_logp=reference,
             advantage=self.estimator(scored),
+            entropy=stats.entropy,
         )

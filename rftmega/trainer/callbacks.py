@@ -3,14 +3,14 @@
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from rftmega.types import Metrics
+from rftmega.types import Experience, Metrics, Prompt, Samples
 
 
 class Observer:
@@ -19,6 +19,8 @@ class Observer:
     def on_start(self, trainer: Any, metrics: Metrics) -> None: ...
 
     def on_phase(self, trainer: Any, name: str, seconds: float) -> None: ...
+
+    def on_experience(self, trainer: Any, prompts: Sequence[Prompt], samples: Samples, experience: Experience) -> None: ...
 
     def on_step(self, trainer: Any, metrics: Metrics) -> None: ...
 

@@ -55,7 +55,7 @@ class PPOTrainer:
         metrics = self.phase("update", self.policy.update, experience, self.loss_fn)
         self.step += 1
         metrics |= self.phase("push", self.weights.push, version=self.step)
-        return metrics | self.describe(samples, experience)
+        return metrics | self.report(prompts, samples, experience)
 
     def rollout(self, prompts: Sequence[Prompt]) -> Samples:
         """`samples_per_prompt` scored answers a prompt; the same ones whenever this step is run with this seed."""
@@ -75,6 +75,12 @@ class PPOTrainer:
         for callback in self.callbacks:
             callback.on_phase(self, name, self.seconds[name])
         return result
+
+    def report(self, prompts: Sequence[Prompt], samples: Samples, experience: Experience) -> Metrics:
+        """Shows the callbacks what the step has learnt from, and says what it was like."""
+        for callback in self.callbacks:
+            callback.on_experience(self, prompts, samples, experience)
+        return self.describe(samples, experience)
 
     def describe(self, samples: Samples, experience: Experience) -> Metrics:
         """What the rollout was like."""

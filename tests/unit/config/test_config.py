@@ -141,6 +141,8 @@ def test_a_sound_config_has_no_violations(config_file: Path) -> None:
         ("data.evals.hard=/nowhere", 1, "data.evals.hard=/nowhere is not a file"),
         ("trainer.eval_every=5", 1, "trainer.eval_every=5 needs data.eval or data.evals: nothing else reads it"),
         ("trainer.eval_pass_at=[1]", 1, "trainer.eval_pass_at=[1] needs data.eval or data.evals"),
+        ("trainer.trajectories=-1", 1, "trainer.trajectories=-1 must be at least 0"),
+        ("trainer.trajectories_mib=0", 1, "trainer.trajectories_mib=0 must be at least 1"),
         ("trainer.eval_samples=0", 1, "trainer.eval_samples=0 must be at least 1"),
         ("trainer.eval_temperature=-1", 1, "trainer.eval_temperature=-1.0 must be at least 0"),
     ],
@@ -169,6 +171,11 @@ def test_an_evaluation_that_makes_no_sense_is_refused(overrides: list[str], comp
     found = violations(load(config_file, given), 1)
     assert len(found) == 1, found
     assert complaint in found[0]
+
+
+def test_a_bound_on_trajectories_that_are_not_written_is_refused(config_file: Path) -> None:
+    found = violations(load(config_file, ["trainer.trajectories=0", "trainer.trajectories_mib=5"]), 1)
+    assert found == ["trainer.trajectories_mib=5 needs trainer.trajectories above 0: none are written."]
 
 
 def test_held_out_files_have_names_of_their_own(config_file: Path) -> None:

@@ -15,7 +15,7 @@ from rftmega.strategy.algorithm import loss_of, maker_of
 from rftmega.trainer import PPOTrainer
 from rftmega.trainer.callbacks import Observer
 from rftmega.trainer.evaluate import Evaluate
-from rftmega.types import Completion, Experience, Prompt, Rows, TokenStats
+from rftmega.types import Completion, Experience, Prompt, Rows, Samples, TokenStats
 
 WORDS = 16
 ROOT = Path(__file__).parents[3]
@@ -78,6 +78,12 @@ class Diary(Observer):
     def on_phase(self, trainer: Any, name: str, seconds: float) -> None:
         self.said.append(name)
 
+    def on_experience(self, trainer: Any, prompts: Sequence[Prompt], samples: Samples, experience: Experience) -> None:
+        assert [prompts[group].token_ids[-1] for group in samples.group] == experience.tokens[
+            torch.arange(len(experience)), experience.prompt_lengths - 1
+        ].tolist()
+        self.said.append(f"experience {trainer.step}")
+
     def on_step(self, trainer: Any, metrics: dict[str, float]) -> None:
         self.said.append(f"step {trainer.step}")
         self.metrics.append(metrics)
@@ -119,7 +125,7 @@ def test_every_recipe_learns(recipe: str) -> None:
 def test_a_step_is_rollout_score_update_push_and_each_push_has_the_next_version() -> None:
     policy, diary = train(2)
     step = ["rollout", "score", "update", "push"]
-    assert diary.said == ["start", *step, "step 1", *step, "step 2", "end"]
+    assert diary.said == ["start", *step, "experience 1", "step 1", *step, "experience 2", "step 2", "end"]
     assert policy.versions == [0, 1, 2]
     assert {f"seconds_{phase}" for phase in step} <= diary.metrics[1].keys()
 
