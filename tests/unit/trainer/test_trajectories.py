@@ -107,6 +107,7 @@ def test_standard_tools_open_it_and_equal_samples_give_equal_bytes(tmp_path: Pat
     printed = subprocess.run(["gzip", "-dc", str(path)], capture_output=True, check=True).stdout
     assert [json.loads(line) for line in printed.split(b"\n")[:-1]] == lines_of(path)
     assert path.read_bytes() == same.read_bytes()
+    assert path.read_bytes()[4:8] == bytes(4), "no time of writing"
 
 
 def test_the_first_and_every_nth_step_is_written(tmp_path: Path) -> None:
