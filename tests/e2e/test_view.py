@@ -106,6 +106,16 @@ def test_a_click_shows_the_sample(page: Any) -> None:
     assert page.text_content("#response") == ""
 
 
+def test_lines_that_all_prompts_begin_with_are_left_out_of_the_table(browser: Any, tmp_path: Path) -> None:
+    prompts = ["system\nuser: one", "system\nuser: two"]
+    (tmp_path / "x.html").write_text(view.page([sample(i) | {"prompt": text} for i, text in enumerate(prompts)], title="x"))
+    page = browser.new_page()
+    page.goto(f"file://{tmp_path}/x.html")
+    assert column(page, "prompt") == ["…user: one", "…user: two"]
+    assert page.text_content("#prompt") == prompts[0]
+    page.close()
+
+
 def test_colours_follow_what_is_asked_for_and_the_sign(page: Any) -> None:
     gap = colours(page)
     assert len(set(gap)) == 3, "below, above and at zero"
