@@ -79,28 +79,46 @@ def train(config: RunConfig) -> None:
 
     # Data first: what is wrong with it shows before the heavy imports.
     tokenizer = Tokenizer(config.model.path)
-    prompts, held_out = (
-        load_prompts(path, tokenizer, config.data, max_prompt_tokens=config.rollout.max_prompt_tokens) if path else []
-        for path in (config.data.train, config.data.eval)
+    longest = config.rollout.max_prompt_tokens
+    prompts, *others = (
+        load_prompts(path, tokenizer, config.data, max_prompt_tokens=longest)
+        for path in (config.data.train, *config.data.held_out.values())
     )
+    held_out = dict(zip(config.data.held_out, others, strict=True))
     reward = RuleReward(config.reward, tokenizer.decode)
 
     from rftmega.parallel import launch
     from rftmega.strategy.megatron import MegatronStrategy
     from rftmega.trainer import Algorithm, PPOTrainer, Refill, callbacks
+    from rftmega.trainer.evaluate import Answering, Evaluate, metric_of
+    from rftmega.trainer.trajectories import Trajectories
 
     with launch.start() as world:
         strategy = MegatronStrategy(config, world, stop_ids=tokenizer.stop_ids)
         observers: list[callbacks.Observer] = []
         if held_out:
-            observers.append(callbacks.Evaluate(held_out, reward, every=config.trainer.eval_every, last=config.trainer.steps))
+            chosen = config.trainer
+            answering = Answering(chosen.eval_samples, chosen.eval_temperature, tuple(chosen.eval_pass_at), chosen.eval_accuracy)
+            observers.append(Evaluate(held_out, reward, answering, every=chosen.eval_every, last=chosen.steps))
         if world.is_main:
             output = config.trainer.output
             observers += [
                 callbacks.JSONLines(f"{output}/metrics.jsonl"),
                 callbacks.TensorBoard(f"{output}/tensorboard"),
-                callbacks.Progress(config.trainer.steps),
+                callbacks.Progress(
+                    config.trainer.steps, {name: metric_of(name, config.trainer.eval_accuracy) for name in held_out}
+                ),
             ]
+            if config.trainer.trajectories:
+                observers.append(
+                    Trajectories(
+                        f"{output}/trajectories",
+                        tokenizer.decode,
+                        tokenizer.pieces,
+                        every=config.trainer.trajectories,
+                        most_bytes=config.trainer.trajectories_mib * 2**20,
+                    )
+                )
         if config.trainer.export:
             observers.append(callbacks.AtEnd(lambda: strategy.export(f"{config.trainer.output}/policy")))
         algorithm = Algorithm(config)

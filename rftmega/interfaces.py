@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from rftmega.types import Completion, Experience, LossFn, Metrics, Prompt, Rows, TokenStats
+from rftmega.types import Completion, Experience, LossFn, Metrics, Prompt, Rows, Samples, TokenStats
 
 
 class RolloutEngine(Protocol):
@@ -65,6 +65,9 @@ class Callback(Protocol):
     def on_start(self, trainer: Any, metrics: Metrics) -> None: ...
 
     def on_phase(self, trainer: Any, name: str, seconds: float) -> None: ...
+
+    def on_experience(self, trainer: Any, samples: Samples, experience: Experience) -> None:
+        """What step `trainer.step`, just done, has learnt from; rows of group g answer `prompts[g]`. Before `on_step`."""
 
     def on_step(self, trainer: Any, metrics: Metrics) -> None: ...
 

@@ -64,6 +64,7 @@ class Rows:
 class Samples:
     """Scored answers of one rollout; rows with equal `group` answer the same prompt."""
 
+    prompts: Sequence[Prompt]  # B, one a row
     rows: Rows
     behaviour_logp: Tensor  # [B, T] as the engine reported it; 0 outside the response
     reward: Tensor  # [B] float
@@ -78,6 +79,7 @@ class Samples:
         """Rows `index` (int64 [b]), trimmed to the longest of them."""
         rows = self.rows.select(index)
         return Samples(
+            [self.prompts[i] for i in index.tolist()],
             rows,
             self.behaviour_logp[index, : rows.tokens.shape[1] - 1],
             self.reward[index],
@@ -96,6 +98,7 @@ class Samples:
             return torch.cat([functional.pad(x, (0, columns - x.shape[1])) if columns else x for x in tensors])
 
         return Samples(
+            [prompt for part in parts for prompt in part.prompts],
             Rows(
                 side_by_side((part.rows.tokens for part in parts), width),
                 side_by_side(part.rows.prompt_lengths for part in parts),
@@ -123,6 +126,7 @@ class Experience:
     advantage: Tensor  # [B, T]
     old_value: Tensor | None = None  # [B, T] of the critic, before this rollout's first update; None where there is no critic
     returns: Tensor | None = None  # [B, T] what the critic should have said
+    entropy: Tensor | None = None  # [B, T] of the trainer's distribution at old_logp's time; None where the policy gives none
 
     def __len__(self) -> int:
         return len(self.tokens)

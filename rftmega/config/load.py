@@ -5,7 +5,7 @@ import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 import yaml
 from omegaconf import OmegaConf
@@ -55,9 +55,10 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     given = recipe(str(given.get("algorithm.recipe") or "")) | given
     config = OmegaConf.structured(RunConfig)
     known = [name for name, _ in options()]
+    tables = [name for name, kind in options() if get_origin(kind) is dict]  # whose keys are the user's
     problems = []
     for name, value in given.items():
-        if name not in known:
+        if name not in known and name.rpartition(".")[0] not in tables:
             problems.append(_unknown(name, known))
             continue
         try:

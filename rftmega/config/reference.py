@@ -7,6 +7,8 @@ from itertools import pairwise
 
 from rftmega.config import schema
 
+EMPTY = {"MISSING": "required", "field(default_factory=dict)": "{}", "field(default_factory=list)": "[]"}
+
 
 def option_reference() -> str:
     """One block a section: name, default, and the docstring under the field."""
@@ -32,7 +34,8 @@ def _explained(body: Sequence[ast.stmt]) -> Iterator[tuple[ast.AnnAssign, str]]:
 
 def _described(prefix: str, option: ast.AnnAssign, doc: str) -> str:
     assert option.value is not None
-    default = ast.unparse(option.value)
-    if default.startswith("field("):  # a section within one
+    written = ast.unparse(option.value)
+    if written.startswith("field(") and written not in EMPTY:  # a section within one
         return f"  {prefix}{ast.unparse(option.target)}.*\n      {doc}"
-    return f"  {prefix}{ast.unparse(option.target)} = {'required' if default == 'MISSING' else default}\n      {doc}"
+    default = EMPTY.get(written, written)
+    return f"  {prefix}{ast.unparse(option.target)} = {default}\n      {doc}"

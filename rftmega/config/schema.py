@@ -104,7 +104,7 @@ class RolloutConfig:
     """Answers a prompt: the group that GRPO normalises over."""
 
     temperature: float = 1.0
-    """Of sampling, above 0 (evaluation is greedy anyway); the trainer scores under the same temperature."""
+    """Of sampling, above 0 (evaluation has its own); the trainer scores under the same temperature."""
 
     max_prompt_tokens: int = 1024
     """A longer prompt is an error (see data.too_long)."""
@@ -128,7 +128,10 @@ class DataConfig:
     """JSONL file of training prompts, one object a line."""
 
     eval: str = ""
-    """JSONL file of held-out prompts; empty: no evaluation."""
+    """JSONL file of held-out prompts; empty: no evaluation (or data.evals)."""
+
+    evals: dict[str, str] = field(default_factory=dict)
+    """Several such files by name, e.g. data.evals.easy=FILE; metrics are then eval_easy_..., of the one file eval_..."""
 
     prompt_key: str = "prompt"
     """Key of the prompt: a string, or a list of chat messages."""
@@ -141,6 +144,11 @@ class DataConfig:
 
     too_long: str = "error"
     """A prompt over rollout.max_prompt_tokens is an error, or is dropped with a count (drop)."""
+
+    @property
+    def held_out(self) -> dict[str, str]:
+        """Name -> file of held-out prompts; the one of data.eval has no name."""
+        return ({"": self.eval} if self.eval else {}) | self.evals
 
 
 @dataclass
@@ -288,6 +296,24 @@ class TrainerConfig:
 
     eval_every: int = 0
     """Steps between evaluations; 0: only before the first and after the last step."""
+
+    eval_samples: int = 1
+    """Answers to each held-out prompt; metrics are means over all of them (mean@n)."""
+
+    eval_temperature: float = 0.0
+    """Of these answers; 0 is greedy."""
+
+    eval_pass_at: list[int] = field(default_factory=list)
+    """Also pass@k for these k, at most eval_samples: is one of k answers right? Metrics are eval_pass_at_<k>."""
+
+    eval_accuracy: str = "exact_match"
+    """Part of the reward that is 1 or more where an answer is right: for pass@k, and shown beside the progress."""
+
+    trajectories: int = 10
+    """Samples of the first and every n-th step go to output/trajectories (about 20 bytes a token); 0: of none."""
+
+    trajectories_mib: int = 1024
+    """Largest size of that folder; the oldest files go first."""
 
     output: str = "runs/default"
     """Folder for metrics, logs and the exported model."""

@@ -2,13 +2,14 @@
 
 import json
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import fields
 from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from rftmega.config.schema import AlgorithmConfig, OptimizerConfig, ParallelConfig, RunConfig
+from rftmega.config.schema import AlgorithmConfig, OptimizerConfig, ParallelConfig, RewardConfig, RunConfig, TrainerConfig
 
 AS_THE_POLICY = ("parallel.", "optimizer.")  # sections that the critic has, too, and takes from there what it is not given
 CHOICES = {
@@ -40,9 +41,11 @@ AT_LEAST_ONE = (
     "rollout.max_batch",
     "algorithm.mini_batches",
     "algorithm.kl_horizon",
+    "trainer.eval_samples",
     "trainer.steps",
     "trainer.prompts_per_step",
     "trainer.push_bucket_mib",
+    "trainer.trajectories_mib",
 )
 POSITIVE = (
     "algorithm.high_entropy_share",
@@ -80,7 +83,9 @@ NOT_NEGATIVE = (
     "algorithm.kl_coef",
     "algorithm.kl_target",
     "trainer.eval_every",
+    "trainer.eval_temperature",
     "trainer.max_attention_per_micro_batch",
+    "trainer.trajectories",
     "trainer.attention_weight",
 )
 
@@ -101,7 +106,7 @@ def violations(config: RunConfig, world_size: int) -> list[str]:
         numbers.append(f"--processes {world_size} must be at least 1.")
     if not numbers:  # the arithmetic below needs sizes that make sense
         numbers = _layout(config.parallel, world_size) + _overlap(config.optimizer) + _engine(config, world_size) + _batch(config)
-        numbers += _algorithm(config.algorithm) + _critic(config, world_size)
+        numbers += _algorithm(config.algorithm) + _critic(config, world_size) + _evaluation(config)
     return choices + numbers + _files(config)
 
 
@@ -259,6 +264,10 @@ def _batch(config: RunConfig) -> list[str]:
             f"trainer.max_tokens_per_micro_batch={config.trainer.max_tokens_per_micro_batch} can't hold one row of "
             f"rollout.max_prompt_tokens + rollout.max_response_tokens = {longest}. Raise it, or shorten the rows."
         )
+    if not config.trainer.trajectories and config.trainer.trajectories_mib != TrainerConfig.trajectories_mib:
+        found.append(
+            f"trainer.trajectories_mib={config.trainer.trajectories_mib} needs trainer.trajectories above 0: none are written."
+        )
     if config.reward.format and not config.reward.format_pattern:
         found.append("reward.format has a weight, but reward.format_pattern is empty. Give a regular expression.")
     optimizer_steps = config.trainer.steps * config.algorithm.mini_batches
@@ -269,6 +278,40 @@ def _batch(config: RunConfig) -> list[str]:
         )
     if config.optimizer.min_learning_rate > config.optimizer.learning_rate:
         found.append("optimizer.min_learning_rate is above optimizer.learning_rate.")
+    return found
+
+
+def _evaluation(config: RunConfig) -> list[str]:
+    trainer, found = config.trainer, []
+    if not config.data.held_out:
+        options = [option.name for option in fields(trainer) if option.name.startswith("eval_")]
+        return [
+            f"trainer.{option}={value} needs data.eval or data.evals: nothing else reads it."
+            for option in options
+            if (value := getattr(trainer, option)) != getattr(TrainerConfig(), option)
+        ]
+    if config.data.eval and config.data.evals:
+        found.append("data.eval and data.evals are both given. Give the one file a name in data.evals, too.")
+    for name in config.data.evals:
+        if not re.fullmatch(r"[\w-]+", name):
+            found.append(f"data.evals: {name!r} becomes a part of metrics' names. Use letters, digits, _ and - only.")
+    if trainer.eval_samples > 1 and not trainer.eval_temperature:
+        found.append(
+            f"trainer.eval_samples={trainer.eval_samples} at trainer.eval_temperature=0 is one answer as often. Raise the "
+            "temperature, or take one sample."
+        )
+    for k in trainer.eval_pass_at:
+        if not 1 <= k <= trainer.eval_samples:
+            found.append(
+                f"trainer.eval_pass_at={k} must be from 1 to trainer.eval_samples={trainer.eval_samples}: pass@k needs k answers."
+            )
+    parts = [option.name for option in fields(RewardConfig) if option.type is float]
+    if trainer.eval_accuracy not in parts:
+        found.append(
+            f"trainer.eval_accuracy={trainer.eval_accuracy} is no part of the reward. Choose one of: {', '.join(parts)}."
+        )
+    elif trainer.eval_accuracy == "format" and not config.reward.format:
+        found.append("trainer.eval_accuracy=format needs reward.format above 0: it is not computed otherwise.")
     return found
 
 
@@ -283,9 +326,10 @@ def _files(config: RunConfig) -> list[str]:
         found += _weights(folder)
     if config.critic.path and config.algorithm.advantage == "gae" and not (Path(config.critic.path) / "config.json").is_file():
         found.append(f"critic.path={config.critic.path} holds no config.json. Give a Hugging Face folder.")
-    for name in ("data.train", "data.eval"):
-        path = value_of(config, name)
-        if path and not Path(str(path)).is_file():
+    named = {"data.train": config.data.train, "data.eval": config.data.eval}
+    named |= {f"data.evals.{name}": path for name, path in config.data.evals.items()}
+    for name, path in named.items():
+        if (path or name.startswith("data.evals.")) and not Path(path).is_file():
             found.append(f"{name}={path} is not a file.")
     return found
 

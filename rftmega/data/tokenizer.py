@@ -7,6 +7,7 @@ from pathlib import Path
 from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
+from rftmega.data.pieces import Pieces
 from rftmega.errors import CheckpointError, DataError
 
 Messages = list[dict[str, str]]
@@ -21,6 +22,7 @@ class Tokenizer:
             self._inner = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{folder} holds no tokenizer that transformers can read: {error}") from error
+        self._pieces = Pieces(lambda ids: str(self._inner.decode(list(ids), skip_special_tokens=False)))
         self.stop_ids = sorted({*_listed(self._inner.eos_token_id), *_listed(_generation_stop(Path(folder)))})
         """Every id that ends an answer: the tokenizer's end of sequence and those of generation_config.json."""
         if not self.stop_ids:
@@ -42,6 +44,10 @@ class Tokenizer:
         text = self._inner.decode(list(token_ids), skip_special_tokens=True)
         assert isinstance(text, str)
         return text
+
+    def pieces(self, token_ids: Sequence[int]) -> list[str]:
+        """Text of each token, special ones by their name."""
+        return self._pieces(token_ids)
 
 
 def _generation_stop(folder: Path) -> int | list[int] | None:

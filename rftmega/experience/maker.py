@@ -44,7 +44,8 @@ class ExperienceMaker:
 
     def make(self, samples: Samples) -> Experience:
         rows, mask = samples.rows, samples.rows.mask
-        old = self.policy.log_probs(rows).logp
+        stats = self.policy.log_probs(rows)
+        old = stats.logp
         reference = self.policy.reference_log_probs(rows).logp if self.use_reference else None
         value = self.critic.values(rows) if self.critic is not None else None
         penalty = None
@@ -66,4 +67,5 @@ class ExperienceMaker:
             advantage=whitened(advantage, taught) if self.whiten else advantage,
             old_value=value,
             returns=None if value is None else advantage + value,
+            entropy=stats.entropy,
         )

@@ -22,6 +22,7 @@ def collect(prompts: Sequence[Prompt], completions: Sequence[Completion], reward
     prompt_lengths = torch.tensor([len(prompt.token_ids) for prompt, _ in pairs])
     response_lengths = torch.tensor([len(completion.token_ids) for _, completion in pairs])
     return Samples(
+        prompts=list(prompts),
         rows=Rows(tokens, prompt_lengths, prompt_lengths + response_lengths),
         behaviour_logp=behaviour_logp,
         reward=torch.tensor([score["reward"] for score in scores]),

@@ -1,17 +1,16 @@
-"""What happens beside the step: progress, metrics, evaluation, export. The step itself knows none of it."""
+"""What happens beside the step: progress, metrics, export (and `evaluate.py`, `trajectories.py`). The step knows none of it."""
 
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from rftmega.interfaces import Reward
-from rftmega.types import Metrics, Prompt
+from rftmega.types import Experience, Metrics, Samples
 
 
 class Observer:
@@ -21,39 +20,20 @@ class Observer:
 
     def on_phase(self, trainer: Any, name: str, seconds: float) -> None: ...
 
+    def on_experience(self, trainer: Any, samples: Samples, experience: Experience) -> None: ...
+
     def on_step(self, trainer: Any, metrics: Metrics) -> None: ...
 
     def on_end(self, trainer: Any) -> None: ...
 
 
-class Evaluate(Observer):
-    """Greedy answers to held-out prompts: at the start, every `every` steps (0: never between) and after the last step."""
-
-    def __init__(self, prompts: Sequence[Prompt], reward: Reward, *, every: int, last: int):
-        self.prompts, self.reward = prompts, reward
-        self.every, self.last = every, last
-
-    def on_start(self, trainer: Any, metrics: Metrics) -> None:
-        metrics |= self.evaluate(trainer)
-
-    def on_step(self, trainer: Any, metrics: Metrics) -> None:
-        if trainer.step == self.last or (self.every and trainer.step % self.every == 0):
-            metrics |= self.evaluate(trainer)
-
-    def evaluate(self, trainer: Any) -> Metrics:
-        """Mean of every reward part over the held-out prompts."""
-        begin = time.perf_counter()
-        completions = trainer.engine.generate(self.prompts, seeds=[0] * len(self.prompts), temperature=0.0)
-        scores = [self.reward(prompt, completion) for prompt, completion in zip(self.prompts, completions, strict=True)]
-        mean = {f"eval_{name}": sum(score[name] for score in scores) / len(scores) for name in scores[0]}
-        return mean | {"eval_seconds": time.perf_counter() - begin}
-
-
 class Progress(Observer):
-    """One bar."""
+    """One bar, and a line for each evaluation."""
 
-    def __init__(self, steps: int):
+    def __init__(self, steps: int, accuracy: Mapping[str, str]):
+        """`accuracy`: name of a held-out set ("" where there is but one) -> metric that is shown of it."""
         self.steps = steps
+        self.accuracy = accuracy
 
     def on_start(self, trainer: Any, metrics: Metrics) -> None:
         self._say(metrics, "before training")
@@ -70,8 +50,9 @@ class Progress(Observer):
         self.bar.close()
 
     def _say(self, metrics: Metrics, when: str) -> None:
-        if "eval_exact_match" in metrics:
-            tqdm.write(f"held-out accuracy {when}: {metrics['eval_exact_match']:.1%}")
+        found = [f"{name} {metrics[metric]:.1%}".strip() for name, metric in self.accuracy.items() if metric in metrics]
+        if found:
+            tqdm.write(f"held-out accuracy {when}: {', '.join(found)}")
 
 
 class JSONLines(Observer):

@@ -60,6 +60,8 @@ class PPOTrainer:
         metrics = self.phase("update", self.learner.update, experience, self.step)
         self.step += 1
         metrics |= self.phase("push", self.weights.push, version=self.step)
+        for callback in self.callbacks:
+            callback.on_experience(self, samples, experience)
         metrics |= log_prob_gap(experience.behaviour_logp, experience.old_logp, experience.mask)
         return metrics | seen | {f"seconds_{name}": seconds for name, seconds in self.seconds.items()}
 

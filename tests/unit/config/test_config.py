@@ -138,12 +138,55 @@ def test_a_sound_config_has_no_violations(config_file: Path) -> None:
         ("trainer.seed=1", 0, "--processes 0 must be at least 1"),
         ("model.path=/nowhere", 1, "model.path=/nowhere is not a folder"),
         ("data.eval=/nowhere", 1, "data.eval=/nowhere is not a file"),
+        ("data.evals.hard=/nowhere", 1, "data.evals.hard=/nowhere is not a file"),
+        ("trainer.eval_every=5", 1, "trainer.eval_every=5 needs data.eval or data.evals: nothing else reads it"),
+        ("trainer.eval_pass_at=[1]", 1, "trainer.eval_pass_at=[1] needs data.eval or data.evals"),
+        ("trainer.trajectories=-1", 1, "trainer.trajectories=-1 must be at least 0"),
+        ("trainer.trajectories_mib=0", 1, "trainer.trajectories_mib=0 must be at least 1"),
+        ("trainer.eval_samples=0", 1, "trainer.eval_samples=0 must be at least 1"),
+        ("trainer.eval_temperature=-1", 1, "trainer.eval_temperature=-1.0 must be at least 0"),
     ],
 )
 def test_what_cannot_run_is_refused_with_a_reason(override: str, world: int, complaint: str, config_file: Path) -> None:
     found = violations(load(config_file, [override]), world)
     assert len(found) == 1, found
     assert complaint in found[0]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "complaint"),
+    [
+        (["data.evals.a={}"], "data.eval and data.evals are both given"),
+        (["data.eval=", "data.evals.a/b={}"], "data.evals: 'a/b' becomes a part of metrics' names"),
+        (["trainer.eval_samples=4"], "trainer.eval_samples=4 at trainer.eval_temperature=0 is one answer as often"),
+        (["trainer.eval_pass_at=[2]"], "trainer.eval_pass_at=2 must be from 1 to trainer.eval_samples=1"),
+        (["trainer.eval_pass_at=[0]"], "trainer.eval_pass_at=0 must be from 1 to trainer.eval_samples=1"),
+        (["trainer.eval_accuracy=format"], "trainer.eval_accuracy=format needs reward.format above 0"),
+        (["trainer.eval_accuracy=speed"], "is no part of the reward. Choose one of: exact_match, format."),
+    ],
+)
+def test_an_evaluation_that_makes_no_sense_is_refused(overrides: list[str], complaint: str, config_file: Path) -> None:
+    held_out = config_file.with_name("train.jsonl")
+    given = [f"data.eval={held_out}", *(override.replace("{}", str(held_out)) for override in overrides)]
+    found = violations(load(config_file, given), 1)
+    assert len(found) == 1, found
+    assert complaint in found[0]
+
+
+def test_a_bound_on_trajectories_that_are_not_written_is_refused(config_file: Path) -> None:
+    found = violations(load(config_file, ["trainer.trajectories=0", "trainer.trajectories_mib=5"]), 1)
+    assert found == ["trainer.trajectories_mib=5 needs trainer.trajectories above 0: none are written."]
+
+
+def test_held_out_files_have_names_of_their_own(config_file: Path) -> None:
+    held_out = config_file.with_name("train.jsonl")
+    config_file.write_text(config_file.read_text().replace("data: {", f"data: {{evals: {{easy: {held_out}}}, "))
+    config = load(config_file, [f"data.evals.hard={held_out}"])
+    assert config.data.held_out == {"easy": str(held_out), "hard": str(held_out)}
+    assert violations(config, 1) == []
+    assert load(config_file).data.held_out == {"easy": str(held_out)}
+    with pytest.raises(ConfigError, match=r"data\.evals='x'"):
+        load(config_file, ["data.evals=x"])
 
 
 def test_all_violations_come_at_once(config_file: Path) -> None:

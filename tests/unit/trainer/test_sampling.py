@@ -19,7 +19,8 @@ def ask(prompts: Sequence[Prompt], number: int) -> Samples:
     rows = Rows(index[:, None].expand(size, 2 + number), torch.ones(size, dtype=torch.int64), lengths)
     logp = torch.full((size, 1 + number), -1.0)
     flag = torch.zeros(size, dtype=torch.bool)
-    return Samples(rows, logp, reward, torch.arange(size) // 2, flag, {"format": 1 - reward})
+    asked = [prompt for prompt in prompts for _ in range(2)]
+    return Samples(asked, rows, logp, reward, torch.arange(size) // 2, flag, {"format": 1 - reward})
 
 
 def batches(*numbers: int) -> Iterator[list[Prompt]]:

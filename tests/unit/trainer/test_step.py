@@ -14,8 +14,9 @@ from rftmega.algorithms.losses import policy_loss
 from rftmega.config import load
 from rftmega.experience import ExperienceMaker
 from rftmega.trainer import Algorithm, Learner, PPOTrainer, Refill
-from rftmega.trainer.callbacks import Evaluate, Observer
-from rftmega.types import Completion, Experience, Prompt, Rows, TokenStats, TokenValues
+from rftmega.trainer.callbacks import Observer
+from rftmega.trainer.evaluate import Evaluate
+from rftmega.types import Completion, Experience, Prompt, Rows, Samples, TokenStats, TokenValues
 
 WORDS = 16
 ROOT = Path(__file__).parents[3]
@@ -96,6 +97,12 @@ class Diary(Observer):
     def on_phase(self, trainer: Any, name: str, seconds: float) -> None:
         self.said.append(name)
 
+    def on_experience(self, trainer: Any, samples: Samples, experience: Experience) -> None:
+        assert [prompt.token_ids[-1] for prompt in samples.prompts] == experience.tokens[
+            torch.arange(len(experience)), experience.prompt_lengths - 1
+        ].tolist()
+        self.said.append(f"experience {trainer.step}")
+
     def on_step(self, trainer: Any, metrics: dict[str, float]) -> None:
         self.said.append(f"step {trainer.step}")
         self.metrics.append(metrics)
@@ -110,7 +117,7 @@ def train(steps: int, seed: int = 0) -> tuple[Bigrams, Diary]:
     PPOTrainer(
         engine=policy, weights=policy, reward=likes_seven, maker=ExperienceMaker(policy, use_reference=False),
         learner=Learner(policy, policy_loss()), samples_per_prompt=16, temperature=1.0, seed=seed,
-        callbacks=[Evaluate(prompts, likes_seven, every=2, last=steps), diary],
+        callbacks=[Evaluate({"": prompts}, likes_seven, every=2, last=steps), diary],
     ).fit([prompts] * (steps + 5), steps=steps)  # fmt: skip
     return policy, diary
 
@@ -140,7 +147,7 @@ def test_every_recipe_learns(recipe: str) -> None:
 def test_a_step_is_rollout_score_update_push_and_each_push_has_the_next_version() -> None:
     policy, diary = train(2)
     step = ["rollout", "score", "update", "push"]
-    assert diary.said == ["start", *step, "step 1", *step, "step 2", "end"]
+    assert diary.said == ["start", *step, "experience 1", "step 1", *step, "experience 2", "step 2", "end"]
     assert policy.versions == [0, 1, 2]
     assert {f"seconds_{phase}" for phase in step} <= diary.metrics[1].keys()
 

@@ -1,0 +1,95 @@
+"""Held-out prompts, answered greedily or by sampling, beside the training and without a trace in it."""
+
+import random
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+
+from rftmega.algorithms.pass_at_k import pass_at_k
+from rftmega.interfaces import Reward
+from rftmega.trainer.callbacks import Observer
+from rftmega.types import Metrics, Prompt
+
+
+class Answering(NamedTuple):
+    """How held-out prompts are answered and judged."""
+
+    samples: int = 1  # answers a prompt
+    temperature: float = 0.0  # 0: greedy
+    pass_at: tuple[int, ...] = ()  # each k at most `samples`
+    accuracy: str = "exact_match"  # the part of the reward that is 1 or more where an answer is right
+
+
+class Evaluate(Observer):
+    """Evaluates at the start, every `every` steps (0: never between) and after step `last`."""
+
+    def __init__(
+        self,
+        held_out: Mapping[str, Sequence[Prompt]],
+        reward: Reward,
+        answering: Answering = Answering(),  # noqa: B008  it can't be changed
+        *,
+        every: int,
+        last: int,
+    ):
+        """`held_out`: prompts by name; one set may have the name "", see `metric_of`."""
+        self.held_out, self.reward, self.answering = held_out, reward, answering
+        self.every, self.last = every, last
+
+    def on_start(self, trainer: Any, metrics: Metrics) -> None:
+        metrics |= self.evaluate(trainer)
+
+    def on_step(self, trainer: Any, metrics: Metrics) -> None:
+        if trainer.step == self.last or (self.every and trainer.step % self.every == 0):
+            metrics |= self.evaluate(trainer)
+
+    def evaluate(self, trainer: Any) -> Metrics:
+        """Of each set, the mean of every reward part over all answers and pass@k; "eval_seconds" for all of them together."""
+        begin = time.perf_counter()
+        samples = self.answering.samples
+        requests = [(prompt, i) for prompts in self.held_out.values() for prompt in prompts for i in range(samples)]
+        asked, seeds = [prompt for prompt, _ in requests], [seed_of(*request) for request in requests]
+        with undisturbed():
+            completions = trainer.engine.generate(asked, seeds=seeds, temperature=self.answering.temperature)
+            scores = [self.reward(prompt, completion) for prompt, completion in zip(asked, completions, strict=True)]
+        metrics: Metrics = {}
+        for name, prompts in self.held_out.items():
+            own, scores = scores[: len(prompts) * samples], scores[len(prompts) * samples :]
+            metrics |= {metric_of(name, part): value for part, value in judged(own, self.answering).items()}
+        return metrics | {"eval_seconds": time.perf_counter() - begin}
+
+
+def judged(scores: Sequence[Mapping[str, float]], answering: Answering) -> Metrics:
+    """Mean of every part, and pass@k; `scores` are those of all answers, a prompt's side by side."""
+    n = answering.samples
+    found = {part: sum(score[part] for score in scores) / len(scores) for part in scores[0]}
+    if answering.pass_at:
+        right = [sum(score[answering.accuracy] >= 1 for score in scores[i : i + n]) for i in range(0, len(scores), n)]
+        found |= {f"pass_at_{k}": sum(pass_at_k(n, c, k) for c in right) / len(right) for k in answering.pass_at}
+    return found
+
+
+def metric_of(name: str, part: str) -> str:
+    """Name of the metric for `part` of the held-out set `name` ("": the only one)."""
+    return f"eval_{name}_{part}" if name else f"eval_{part}"
+
+
+def seed_of(prompt: Prompt, sample: int) -> int:
+    """Of one answer: the same at every evaluation, in every run, and whatever else is evaluated."""
+    return random.Random(f"evaluation/{prompt.index}/{sample}").getrandbits(31)
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Puts the global random states of Python, NumPy and torch (the host's) back to where they were."""
+    python, arrays = random.getstate(), numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(arrays)

@@ -1,0 +1,152 @@
+"""The page's data: what stands in it, what it must not become, and what is no trajectory."""
+
+import gzip
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools import view
+
+HOSTILE = '</script><script>alert(1)</script><img src=x onerror="alert(1)"> <!-- & \u2028\u2029 \ud800 {{DATA}} {{TITLE}}'
+
+
+def sample(step: int = 1, text: str = "ab", **more: Any) -> dict[str, Any]:
+    values = [0.5, -0.25]
+    tokens = {"id": [1, 2], "text": [text, "b"], "engine_logp": [-1.0, None], "trainer_logp": values, "gap": values,
+              "advantage": values, "entropy": None}  # fmt: skip
+    return {"step": step, "group": 0, "index": 3, "prompt": text, "response": text, "label": text, "reward": 1.0,
+            "reward_parts": {"exact_match": 1.0}, "truncated": False, "tokens": tokens} | more  # fmt: skip
+
+
+def write(path: Path, *samples: dict[str, Any]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(gzip.compress("".join(json.dumps(s) + "\n" for s in samples).encode()))
+    return path
+
+
+class Elements(HTMLParser):
+    """Tags in order, and what stands in the script elements with an id."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.tags: list[str] = []
+        self.data: dict[str, str] = {}
+        self.inside: str | None = None
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.inside = dict(attrs).get("id") if tag == "script" else None
+
+    def handle_data(self, data: str) -> None:
+        if self.inside:
+            self.data[self.inside] = self.data.get(self.inside, "") + data
+
+    def handle_endtag(self, tag: str) -> None:
+        self.inside = None
+
+
+def test_hostile_text_comes_back_as_it_was_and_adds_no_element() -> None:
+    harmless = Elements(view.page([sample(text="x")], title="x"))
+    hostile = Elements(view.page([sample(text=HOSTILE, reward_parts={HOSTILE: 1.0})], title=HOSTILE[:90]))
+    assert hostile.tags == harmless.tags
+    table = json.loads(hostile.data["samples"])["samples"][0]
+    assert (table["prompt"], table["response"], table["label"]) == (HOSTILE,) * 3
+    assert table["reward_parts"] == {HOSTILE: 1.0}
+    assert json.loads(hostile.data["tokens-0"])["text"] == [HOSTILE, "b"]
+
+
+def test_embedded_data_holds_nothing_that_a_parser_of_html_or_javascript_looks_for() -> None:
+    text = view.embedded({"a": HOSTILE})
+    assert not set(text) & set("<>&\u2028\u2029\ud800")
+    assert text.isascii()
+    assert json.loads(text) == {"a": HOSTILE}
+
+
+def test_only_the_pages_own_script_may_run_and_nothing_may_be_loaded() -> None:
+    text = view.page([sample()], title="x")
+    assert "content=\"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-" in text
+    assert "http:" not in text
+    assert "https:" not in text
+    assert "src=" not in text
+
+
+def test_the_table_has_lengths_and_gaps_and_colours_end_where_few_tokens_go() -> None:
+    odd = sample()
+    odd["tokens"] = {key: [9.0] for key in ("id", "engine_logp", "trainer_logp", "gap", "advantage")} | {"text": ["x"]}
+    found = json.loads(Elements(view.page([sample()] * 60 + [odd], title="x")).data["samples"])
+    assert (found["samples"][0]["length"], found["samples"][0]["gap"], found["samples"][0]["gap_max"]) == (2, 0.375, 0.5)
+    assert found["scale"]["gap"] == 0.5
+    small = sample() | {"tokens": sample()["tokens"] | {"gap": [1e-7, None]}}
+    assert json.loads(Elements(view.page([small], title="x")).data["samples"])["scale"]["gap"] == 0.01
+
+
+def test_a_run_is_read_from_its_last_step_back_and_shown_in_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (1, 10, 20):
+        write(tmp_path / f"out/trajectories/step_{step:06d}.jsonl.gz", sample(step), sample(step, "second"))
+    assert view.main([str(tmp_path / "out"), "--limit", "3"]) == 0
+    page = tmp_path / "out/trajectories.html"
+    rows = json.loads(Elements(page.read_text()).data["samples"])["samples"]
+    assert [(row["step"], row["prompt"]) for row in rows] == [(10, "ab"), (20, "ab"), (20, "second")]
+    assert "3 samples of steps 10 to 20, the last of more (--limit 3)" in capsys.readouterr().out
+    assert view.main([str(tmp_path / "out"), "--limit", "6"]) == 0
+    assert "6 samples of steps 1 to 20, 0.0 MB" in capsys.readouterr().out
+
+
+def test_files_may_be_plain_and_the_page_goes_where_it_is_asked_to(tmp_path: Path) -> None:
+    plain = tmp_path / "a.jsonl"
+    plain.write_text(json.dumps(sample()))
+    assert view.main([str(plain), "--output", str(tmp_path / "b.html")]) == 0
+    assert (tmp_path / "b.html").is_file()
+
+
+def cut(path: Path) -> Path:
+    path.write_bytes(path.read_bytes()[:-20])
+    return path
+
+
+BAD = {
+    "nothing there": (lambda folder: folder / "nowhere", "There is no "),
+    "a folder without trajectories": (lambda folder: folder, "Was the run's trainer.trajectories 0?"),
+    "half a gzip file": (lambda folder: cut(write(folder / "a.gz", sample())), "is no whole gzip file"),
+    "no gzip file": (lambda folder: plain(folder / "a.gz", "x"), "is no whole gzip file"),
+    "no JSON": (lambda folder: plain(folder / "a.jsonl", json.dumps(sample()) + "\n{"), "a.jsonl:2: not JSON"),
+    "not UTF-8": (lambda folder: plain(folder / "a.jsonl", "\udcff"), "a.jsonl:1: not JSON"),
+    "a list": (lambda folder: plain(folder / "a.jsonl", "[]"), "a.jsonl:1: no sample of a trajectory: a JSON list"),
+    "no tokens": (lambda folder: write(folder / "a.gz", sample(tokens=None)), '"tokens" is missing or no dict'),
+    "lists of two lengths": (
+        lambda folder: write(folder / "a.gz", sample(), sample(tokens=sample()["tokens"] | {"gap": [1.0]})),
+        'a.gz:2: no sample of a trajectory: "tokens" must hold lists of one length'),
+    "a word for a number": (lambda folder: write(folder / "a.gz", sample(reward="much")), "is no number"),
+    "a number for a word": (
+        lambda folder: write(folder / "a.gz", sample(tokens=sample()["tokens"] | {"text": [1, 2]})), "is no string"),
+    "no line": (lambda folder: write(folder / "a.gz"), "holds no sample"),
+}  # fmt: skip
+
+
+def plain(path: Path, text: str) -> Path:
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    return path
+
+
+@pytest.mark.parametrize("what", list(BAD))
+def test_what_cannot_be_shown_is_one_line_and_no_page(what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make, complaint = BAD[what]
+    assert view.main([str(make(tmp_path)), "--output", str(tmp_path / "page.html")]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert said.count("\n") == 1
+    assert complaint in said
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_a_limit_of_none_and_a_page_that_cannot_be_written_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "a.jsonl.gz", sample())
+    assert view.main([str(path), "--limit", "0"]) == 2
+    assert view.main([str(path), "--output", str(tmp_path / "no/page.html")]) == 2
+    assert capsys.readouterr().err.count("error: ") == 2

@@ -1,0 +1,158 @@
+"""Makes one HTML page of a run's trajectories: a table of samples, and each response with its tokens coloured.
+
+    view.py runs/demo                                     # writes runs/demo/trajectories.html
+    view.py runs/demo/trajectories/step_000100.jsonl.gz --output page.html --limit 500
+
+Tokens are coloured by the gap between the engine's and the trainer's log-prob, by advantage or by entropy; hovering shows the
+values. The page needs no network and no server: it holds its data, so it can be sent to somebody. trainer.trajectories says
+how often a run writes the files that are read here.
+"""
+
+import argparse
+import base64
+import gzip
+import hashlib
+import html
+import json
+import sys
+import zlib
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+from rftmega.errors import DataError, RFTMegaError
+
+TEMPLATE = Path(__file__).with_name("view.html")
+SAMPLE = {"step": int, "group": int, "index": int, "prompt": str, "response": str, "label": str, "reward_parts": dict,
+          "truncated": bool, "tokens": dict}  # fmt: skip
+TOKENS = ("id", "text", "engine_logp", "trainer_logp", "gap", "advantage")
+SMALLEST_SCALE = {"gap": 0.01, "advantage": 1e-6, "entropy": 1e-6}  # a smaller gap is rounding, and should not look like news
+
+
+def main(given: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sources", type=Path, nargs="+", metavar="OUT_OR_FILES", help="a run's output folder, or files of it")
+    parser.add_argument("--output", type=Path, metavar="PAGE", help="where to write (trajectories.html beside what is read)")
+    parser.add_argument("--limit", type=int, default=5000, metavar="N", help="at most N samples, of the last steps (5000)")
+    chosen = parser.parse_args(given)
+    try:
+        return show(chosen)
+    except RFTMegaError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+
+
+def show(chosen: argparse.Namespace) -> int:
+    if chosen.limit < 1:
+        raise DataError(f"--limit {chosen.limit} must be at least 1.")
+    files = [path for source in chosen.sources for path in files_of(source)]
+    newest_first = sorted(files, key=lambda path: path.name, reverse=True)
+    found = chain.from_iterable(samples_of(path) for path in newest_first)
+    samples = list(islice(found, chosen.limit))
+    left_out = next(found, None) is not None
+    if not samples:
+        raise DataError(f"{files[0]} holds no sample.")
+    samples.sort(key=lambda sample: sample["step"])  # stable: a step's own order stays
+    first = chosen.sources[0]
+    target = chosen.output or (first if first.is_dir() else first.parent) / "trajectories.html"
+    text = page(samples, title=f"Trajectories of {first}")
+    try:
+        target.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"{target} can't be written: {error.strerror}. Choose another --output.") from error
+    more = f", the last of more (--limit {chosen.limit})" if left_out else ""
+    steps = f"steps {samples[0]['step']} to {samples[-1]['step']}"
+    sys.stdout.write(f"wrote {target}: {len(samples)} samples of {steps}{more}, {len(text) / 1e6:.1f} MB\n")
+    return 0
+
+
+def files_of(source: Path) -> list[Path]:
+    """The trajectories of a run's folder, or the one file. Raises DataError where there is none."""
+    if source.is_file():
+        return [source]
+    if not source.is_dir():
+        raise DataError(f"There is no {source}. Give a run's output folder, or files of its trajectories.")
+    found = sorted(source.glob("trajectories/step_*.jsonl.gz")) or sorted(source.glob("step_*.jsonl.gz"))
+    if not found:
+        raise DataError(f"{source} holds no trajectories/step_*.jsonl.gz. Was the run's trainer.trajectories 0?")
+    return found
+
+
+def samples_of(path: Path) -> Iterator[dict[str, Any]]:
+    """One sample a line, gzipped or plain. Raises DataError that names file and line of what can't be read."""
+    number = 0
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):  # noqa: B007  the errors below name it
+                if line.strip():
+                    yield checked(json.loads(line))
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise DataError(f"{path} is no whole gzip file ({error}).") from error
+    except OSError as error:
+        raise DataError(f"{path} can't be read: {error.strerror}.") from error
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise DataError(f"{path}:{number}: not JSON ({error}).") from error
+    except DataError as error:
+        raise DataError(f"{path}:{number}: no sample of a trajectory: {error}") from error
+
+
+def checked(sample: Any) -> dict[str, Any]:
+    """`sample` as it is. Raises DataError for what the page could not show."""
+    if not isinstance(sample, dict):
+        raise DataError(f"a JSON {type(sample).__name__}, not an object.")
+    for key, kind in SAMPLE.items():
+        if not isinstance(sample.get(key), kind):
+            raise DataError(f'"{key}" is missing or no {kind.__name__}.')
+    tokens = sample["tokens"]
+    given = [*TOKENS, "entropy"] if tokens.get("entropy") is not None else TOKENS
+    lengths = {len(tokens[key]) if isinstance(tokens.get(key), list) else -1 for key in given}
+    if len(lengths) > 1 or -1 in lengths:
+        raise DataError(f'"tokens" must hold lists of one length: {", ".join(given)}.')
+    numbers = [sample.get("reward"), *sample["reward_parts"].values()]
+    numbers += [value for key in given if key != "text" for value in tokens[key]]
+    if not all(value is None or isinstance(value, int | float) for value in numbers):
+        raise DataError("a reward or a token's value is no number.")
+    if not all(isinstance(text, str) for text in tokens["text"]):
+        raise DataError("a token's text is no string.")
+    return sample
+
+
+def page(samples: Sequence[dict[str, Any]], *, title: str) -> str:
+    """The whole page. Tokens have an element each sample, so that the browser parses what is looked at only."""
+    rows = [{key: value for key, value in sample.items() if key != "tokens"} | summary(sample["tokens"]) for sample in samples]
+    scale = {measure: scale_of([sample["tokens"] for sample in samples], measure) for measure in SMALLEST_SCALE}
+    blocks = [block("samples", {"samples": rows, "scale": scale})]
+    blocks += [block(f"tokens-{i}", sample["tokens"]) for i, sample in enumerate(samples)]
+    template = TEMPLATE.read_text(encoding="utf-8")
+    script = template.split("<script>")[1].split("</script>")[0]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    before, after = template.split("{{DATA}}")
+    return before.replace("{{HASH}}", f"sha256-{digest}").replace("{{TITLE}}", html.escape(title)) + "\n".join(blocks) + after
+
+
+def block(name: str, value: Any) -> str:
+    return f'<script type="application/json" id="{name}">{embedded(value)}</script>'
+
+
+def embedded(value: Any) -> str:
+    """JSON that may stand in a script element: ASCII, and without a character that begins or ends markup."""
+    text = json.dumps(value, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def summary(tokens: dict[str, Any]) -> dict[str, float | int | None]:
+    """What the table shows of a response's tokens."""
+    gaps = [abs(gap) for gap in tokens["gap"] if gap is not None]
+    mean = sum(gaps) / len(gaps) if gaps else None
+    return {"length": len(tokens["id"]), "gap": mean, "gap_max": max(gaps, default=None)}
+
+
+def scale_of(samples: Sequence[dict[str, Any]], measure: str) -> float:
+    """Where the colours end: the value that 99 in 100 tokens stay below, so that one odd token does not bleach the others."""
+    sizes = sorted(abs(value) for tokens in samples for value in tokens.get(measure) or () if value is not None)
+    return max(sizes[len(sizes) * 99 // 100] if sizes else 0.0, SMALLEST_SCALE[measure])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
