@@ -75,7 +75,7 @@ def prepare() -> None:
 def train(config: RunConfig) -> None:
     """One run, from prompts to an exported policy."""
     from rftmega.data import PromptOrder, Tokenizer, load_prompts
-    from rftmega.rewards import RuleReward
+    from rftmega.rewards import check_prompts, create
 
     # Data first: what is wrong with it shows before the heavy imports.
     tokenizer = Tokenizer(config.model.path)
@@ -83,7 +83,8 @@ def train(config: RunConfig) -> None:
         load_prompts(path, tokenizer, config.data, max_prompt_tokens=config.rollout.max_prompt_tokens) if path else []
         for path in (config.data.train, config.data.eval)
     )
-    reward = RuleReward(config.reward, tokenizer.decode)
+    check_prompts(config.reward, [*prompts, *held_out])
+    reward = create(config.reward, tokenizer.decode)
 
     from rftmega.parallel import launch
     from rftmega.strategy.algorithm import loss_of, maker_of

@@ -32,5 +32,5 @@ def _explained(body: Sequence[ast.stmt]) -> Iterator[tuple[ast.AnnAssign, str]]:
 
 def _described(prefix: str, option: ast.AnnAssign, doc: str) -> str:
     assert option.value is not None
-    default = ast.unparse(option.value)
+    default = ast.unparse(option.value).replace("field(default_factory=dict)", "{}")
     return f"  {prefix}{ast.unparse(option.target)} = {'required' if default == 'MISSING' else default}\n      {doc}"

@@ -7,7 +7,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from rftmega.config.schema import AlgorithmConfig, OptimizerConfig, ParallelConfig, RunConfig
+from rftmega.config.schema import AlgorithmConfig, DataConfig, OptimizerConfig, ParallelConfig, RewardConfig, RunConfig
 
 CHOICES = {
     "strategy": ("colocated", "separate"),
@@ -23,6 +23,17 @@ CHOICES = {
     "algorithm.kl_in": ("loss", "reward"),
     "algorithm.kl_estimator": ("k1", "k2", "k3"),
 }
+REWARD_OPTIONS = {  # option -> the parts that read it
+    "format_pattern": ("format",),
+    "math_seconds": ("math",),
+    "code_seconds": ("code",),
+    "code_memory_mib": ("code",),
+    "workers": ("math", "code"),
+    "remote_url": ("remote",),
+    "remote_timeout": ("remote",),
+    "remote_retries": ("remote",),
+    "remote_batch": ("remote",),
+}
 AT_LEAST_ONE = (
     "parallel.tensor",
     "parallel.pipeline",
@@ -37,6 +48,9 @@ AT_LEAST_ONE = (
     "rollout.max_response_tokens",
     "rollout.max_batch",
     "algorithm.mini_batches",
+    "reward.code_memory_mib",
+    "reward.workers",
+    "reward.remote_batch",
     "trainer.steps",
     "trainer.prompts_per_step",
     "trainer.push_bucket_mib",
@@ -44,6 +58,9 @@ AT_LEAST_ONE = (
 POSITIVE = (
     "algorithm.high_entropy_share",
     "optimizer.epsilon",
+    "reward.math_seconds",
+    "reward.code_seconds",
+    "reward.remote_timeout",
     "rollout.cpu_cache_gib",
     "rollout.memory_fraction",
     "rollout.temperature",
@@ -66,6 +83,7 @@ NOT_NEGATIVE = (
     "algorithm.gamma",
     "algorithm.clip_high",
     "algorithm.kl_coef",
+    "reward.remote_retries",
     "trainer.eval_every",
     "trainer.max_attention_per_micro_batch",
     "trainer.attention_weight",
@@ -88,7 +106,7 @@ def violations(config: RunConfig, world_size: int) -> list[str]:
         numbers.append(f"--processes {world_size} must be at least 1.")
     if not numbers:  # the arithmetic below needs sizes that make sense
         numbers = _layout(config.parallel, world_size) + _overlap(config.optimizer) + _engine(config, world_size) + _batch(config)
-        numbers += _algorithm(config.algorithm)
+        numbers += _algorithm(config.algorithm) + _reward(config)
     return choices + numbers + _files(config)
 
 
@@ -210,8 +228,6 @@ def _batch(config: RunConfig) -> list[str]:
             f"trainer.max_tokens_per_micro_batch={config.trainer.max_tokens_per_micro_batch} can't hold one row of "
             f"rollout.max_prompt_tokens + rollout.max_response_tokens = {longest}. Raise it, or shorten the rows."
         )
-    if config.reward.format and not config.reward.format_pattern:
-        found.append("reward.format has a weight, but reward.format_pattern is empty. Give a regular expression.")
     optimizer_steps = config.trainer.steps * config.algorithm.mini_batches
     if config.optimizer.warmup_steps >= optimizer_steps:
         found.append(
@@ -220,6 +236,40 @@ def _batch(config: RunConfig) -> list[str]:
         )
     if config.optimizer.min_learning_rate > config.optimizer.learning_rate:
         found.append("optimizer.min_learning_rate is above optimizer.learning_rate.")
+    return found
+
+
+def _reward(config: RunConfig) -> list[str]:
+    reward, parts = config.reward, config.reward.parts()
+    flat = {f"reward.{name}": getattr(reward, name) for name in parts}
+    by_kind = {f"reward.recipe.{kind}.{name}": w for kind, given in reward.recipe.items() for name, w in given.items()}
+    found = [
+        f"{name}={weight} must be a finite number." for name, weight in (flat | by_kind).items() if not math.isfinite(weight)
+    ]
+    for kind, given in reward.recipe.items():
+        if unknown := [name for name in given if name not in parts]:
+            found.append(f"reward.recipe.{kind}: {', '.join(unknown)} is unknown. Choose among: {', '.join(parts)}.")
+        elif not any(given.values()):
+            found.append(f"reward.recipe.{kind} gives no part a weight, so nothing could be learnt from it.")
+    if not reward.recipe and not any(flat.values()):
+        found.append("No reward has a weight, so nothing could be learnt. Set one of: " + ", ".join(flat) + ".")
+    if reward.recipe:
+        for name in parts:
+            if (weight := getattr(reward, name)) != getattr(RewardConfig, name):
+                found.append(f"reward.{name}={weight} beside reward.recipe: nothing reads it. Move it there.")
+    used = {name for name in parts if any(given.get(name) for given in reward.recipe.values())}
+    used = used if reward.recipe else {name for name in parts if getattr(reward, name)}
+    for part, option, what in (("format", "format_pattern", "regular expression"), ("remote", "remote_url", "URL")):
+        if part in used and not getattr(reward, option):
+            found.append(f"reward.{part} has a weight, but reward.{option} is empty. Give a {what}.")
+    for option, readers in REWARD_OPTIONS.items():
+        if getattr(reward, option) != getattr(RewardConfig, option) and not used.intersection(readers):
+            needed = " or ".join(f"reward.{name}" for name in readers)
+            found.append(f"reward.{option}={getattr(reward, option)} needs a weight of {needed}: nothing else reads it.")
+    if "remote" in used and reward.remote_url and not reward.remote_url.startswith(("http://", "https://")):
+        found.append(f"reward.remote_url={reward.remote_url} must begin with http:// or https://.")
+    if config.data.kind_key != DataConfig.kind_key and not reward.recipe and "remote" not in used:
+        found.append(f"data.kind_key={config.data.kind_key} needs reward.recipe or reward.remote: nothing else reads kinds.")
     return found
 
 

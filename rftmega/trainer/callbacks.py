@@ -41,11 +41,14 @@ class Evaluate(Observer):
             metrics |= self.evaluate(trainer)
 
     def evaluate(self, trainer: Any) -> Metrics:
-        """Mean of every reward part over the held-out prompts."""
+        """Mean of every reward part over the held-out prompts that it scores."""
         begin = time.perf_counter()
         completions = trainer.engine.generate(self.prompts, seeds=[0] * len(self.prompts), temperature=0.0)
-        scores = [self.reward(prompt, completion) for prompt, completion in zip(self.prompts, completions, strict=True)]
-        mean = {f"eval_{name}": sum(score[name] for score in scores) / len(scores) for name in scores[0]}
+        values: dict[str, list[float]] = {}
+        for score in self.reward(self.prompts, completions):
+            for name, value in score.items():
+                values.setdefault(f"eval_{name}", []).append(value)
+        mean = {name: sum(each) / len(each) for name, each in values.items()}
         return mean | {"eval_seconds": time.perf_counter() - begin}
 
 

@@ -83,7 +83,7 @@ class PPOTrainer:
             "reward": samples.reward.mean().item(),
             "response_length": response_lengths.mean().item(),
             "truncated": samples.truncated.double().mean().item(),
-            **{f"reward_{name}": part.mean().item() for name, part in samples.reward_parts.items()},
+            **{f"reward_{name}": part.nanmean().item() for name, part in samples.reward_parts.items()},
             **log_prob_gap(experience.behaviour_logp, experience.old_logp, experience.mask),
             **{f"seconds_{name}": seconds for name, seconds in self.seconds.items()},
         }

@@ -60,9 +60,9 @@ class Bigrams:
         return Completion((token,), (float(logp[token]),), "length", self.versions[-1])
 
 
-def likes_seven(prompt: Prompt, completion: Completion) -> dict[str, float]:
-    hit = float(completion.token_ids == (7,))
-    return {"exact_match": hit, "reward": hit}
+def likes_seven(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
+    hits = [float(completion.token_ids == (7,)) for completion in completions]
+    return [{"exact_match": hit, "reward": hit} for hit in hits]
 
 
 class Diary(Observer):
