@@ -75,7 +75,7 @@ def prepare() -> None:
 def train(config: RunConfig) -> None:
     """One run, from prompts to an exported policy."""
     from rftmega.data import PromptOrder, Tokenizer, load_prompts
-    from rftmega.rewards import RuleReward
+    from rftmega.rewards import check_prompts, create
 
     # Data first: what is wrong with it shows before the heavy imports.
     tokenizer = Tokenizer(config.model.path)
@@ -85,7 +85,8 @@ def train(config: RunConfig) -> None:
         for path in (config.data.train, *config.data.held_out.values())
     )
     held_out = dict(zip(config.data.held_out, others, strict=True))
-    reward = RuleReward(config.reward, tokenizer.decode)
+    check_prompts(config.reward, [prompt for each in (prompts, *others) for prompt in each])
+    reward = create(config.reward, tokenizer.decode)
 
     from rftmega.parallel import launch
     from rftmega.strategy.megatron import MegatronStrategy

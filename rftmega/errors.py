@@ -23,3 +23,7 @@ class WeightMismatch(RFTMegaError):
 
 class EngineError(RFTMegaError):
     """The rollout engine was asked for something it cannot do in its present state."""
+
+
+class RewardError(RFTMegaError):
+    """An answer that can't be scored: a prompt's kind without weights, a remote reward that fails, a score that is no number."""

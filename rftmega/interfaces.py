@@ -51,9 +51,13 @@ class WeightSync(Protocol):
 
 
 class Reward(Protocol):
-    """Scores one answer; returns named parts and their weighted sum under "reward"."""
+    """Scores answers, as many as there are; may be called from several threads at once, while others are still generated."""
 
-    def __call__(self, prompt: Prompt, completion: Completion) -> dict[str, float]: ...
+    def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
+        """A dict a completion: named parts before weighting, and their weighted sum under "reward".
+
+        A prompt's kind decides which parts there are, so dicts of one call may differ in their keys.
+        """
 
 
 class Callback(Protocol):

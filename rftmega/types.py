@@ -24,6 +24,7 @@ class Prompt:
     token_ids: tuple[int, ...]
     label: str = ""
     index: int = 0  # its row in the data set
+    kind: str = ""  # of task: decides how answers are scored (reward.recipe)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ class Samples:
     reward: Tensor  # [B] float
     group: Tensor  # [B] int64
     truncated: Tensor  # [B] bool
-    reward_parts: dict[str, Tensor]  # name -> [B], before weighting
+    reward_parts: dict[str, Tensor]  # name -> [B], before weighting; NaN where a prompt's kind doesn't ask for it
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -87,10 +87,11 @@ def recipe(name: str) -> dict[str, Any]:
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}."""
+    """{"a": {"b": 1}} -> {"a.b": 1}; an option that is a dictionary itself stays whole."""
     flat: dict[str, Any] = {}
+    known = dict(options())
     for key, value in tree.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and f"{prefix}{key}" not in known:
             flat |= flatten(value, f"{prefix}{key}.")
         else:
             flat[f"{prefix}{key}"] = value

@@ -139,6 +139,9 @@ class DataConfig:
     label_key: str = "label"
     """Key of what the reward compares an answer with."""
 
+    kind_key: str = "kind"
+    """Key of the kind of task, which reward.recipe speaks about; a line may go without."""
+
     chat_template: bool = False
     """Apply the tokenizer's chat template to prompts given as strings, too."""
 
@@ -161,6 +164,55 @@ class RewardConfig:
 
     format_pattern: str = ""
     """Regular expression for the format reward; sees the response only."""
+
+    math: float = 0.0
+    """Weight of: the answer's last expression equals the label's mathematically (math-verify)."""
+
+    math_seconds: float = 5.0
+    """An expression that takes longer than this to read and compare scores 0."""
+
+    multiple_choice: float = 0.0
+    """Weight of: the answer settles on the label's letter."""
+
+    code: float = 0.0
+    """Weight of: the answer's Python passes the label's tests, in a sandbox (docs/rewards.md)."""
+
+    code_seconds: float = 10.0
+    """Wall-clock limit of one answer's tests, all of them together."""
+
+    code_memory_mib: int = 1024
+    """Address space that a tested process may take."""
+
+    workers: int = 2
+    """Answers that the math part, and the code part, score side by side, each in a process of its own."""
+
+    remote: float = 0.0
+    """Weight of: the number that remote_url answers with."""
+
+    remote_url: str = ""
+    """Where prompts, responses, labels and kinds are posted as JSON; the answer is {"rewards": [float, ...]}."""
+
+    remote_timeout: float = 30.0
+    """Seconds that one request may take."""
+
+    remote_retries: int = 4
+    """Further attempts after a lost connection, a time-out, status 429 or 5xx; the pause before each doubles."""
+
+    remote_batch: int = 64
+    """Answers a request, at most."""
+
+    recipe: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Weights by kind of task, {kind: {part: weight}}, in place of those above; every prompt's kind must be there."""
+
+    @staticmethod
+    def parts() -> tuple[str, ...]:
+        """The options that are weights."""
+        return ("exact_match", "format", "math", "multiple_choice", "code", "remote")
+
+    def used(self) -> set[str]:
+        """Those that some prompt is scored with."""
+        weights = self.recipe.values() if self.recipe else [{name: getattr(self, name) for name in self.parts()}]
+        return {name for given in weights for name, weight in given.items() if weight}
 
 
 @dataclass

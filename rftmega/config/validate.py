@@ -9,7 +9,15 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from rftmega.config.schema import AlgorithmConfig, OptimizerConfig, ParallelConfig, RewardConfig, RunConfig, TrainerConfig
+from rftmega.config.schema import (
+    AlgorithmConfig,
+    DataConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RewardConfig,
+    RunConfig,
+    TrainerConfig,
+)
 
 AS_THE_POLICY = ("parallel.", "optimizer.")  # sections that the critic has, too, and takes from there what it is not given
 CHOICES = {
@@ -25,6 +33,17 @@ CHOICES = {
     "algorithm.weighting": ("token_mean", "sequence_mean", "sequence_sum"),
     "algorithm.kl_in": ("loss", "reward"),
     "algorithm.kl_estimator": ("k1", "k2", "k3"),
+}
+REWARD_OPTIONS = {  # option -> the parts that read it
+    "format_pattern": ("format",),
+    "math_seconds": ("math",),
+    "code_seconds": ("code",),
+    "code_memory_mib": ("code",),
+    "workers": ("math", "code"),
+    "remote_url": ("remote",),
+    "remote_timeout": ("remote",),
+    "remote_retries": ("remote",),
+    "remote_batch": ("remote",),
 }
 AT_LEAST_ONE = (
     "parallel.tensor",
@@ -42,6 +61,9 @@ AT_LEAST_ONE = (
     "algorithm.mini_batches",
     "algorithm.kl_horizon",
     "trainer.eval_samples",
+    "reward.code_memory_mib",
+    "reward.workers",
+    "reward.remote_batch",
     "trainer.steps",
     "trainer.prompts_per_step",
     "trainer.push_bucket_mib",
@@ -50,6 +72,9 @@ AT_LEAST_ONE = (
 POSITIVE = (
     "algorithm.high_entropy_share",
     "optimizer.epsilon",
+    "reward.math_seconds",
+    "reward.code_seconds",
+    "reward.remote_timeout",
     "rollout.cpu_cache_gib",
     "rollout.memory_fraction",
     "rollout.temperature",
@@ -82,6 +107,7 @@ NOT_NEGATIVE = (
     "algorithm.clip_high",
     "algorithm.kl_coef",
     "algorithm.kl_target",
+    "reward.remote_retries",
     "trainer.eval_every",
     "trainer.eval_temperature",
     "trainer.max_attention_per_micro_batch",
@@ -106,7 +132,8 @@ def violations(config: RunConfig, world_size: int) -> list[str]:
         numbers.append(f"--processes {world_size} must be at least 1.")
     if not numbers:  # the arithmetic below needs sizes that make sense
         numbers = _layout(config.parallel, world_size) + _overlap(config.optimizer) + _engine(config, world_size) + _batch(config)
-        numbers += _algorithm(config.algorithm) + _critic(config, world_size) + _evaluation(config)
+        numbers += _algorithm(config.algorithm) + _critic(config, world_size) + _reward(config)
+        numbers += _evaluation(config)
     return choices + numbers + _files(config)
 
 
@@ -268,8 +295,6 @@ def _batch(config: RunConfig) -> list[str]:
         found.append(
             f"trainer.trajectories_mib={config.trainer.trajectories_mib} needs trainer.trajectories above 0: none are written."
         )
-    if config.reward.format and not config.reward.format_pattern:
-        found.append("reward.format has a weight, but reward.format_pattern is empty. Give a regular expression.")
     optimizer_steps = config.trainer.steps * config.algorithm.mini_batches
     if config.optimizer.warmup_steps >= optimizer_steps:
         found.append(
@@ -305,13 +330,46 @@ def _evaluation(config: RunConfig) -> list[str]:
             found.append(
                 f"trainer.eval_pass_at={k} must be from 1 to trainer.eval_samples={trainer.eval_samples}: pass@k needs k answers."
             )
-    parts = [option.name for option in fields(RewardConfig) if option.type is float]
+    parts = config.reward.parts()
     if trainer.eval_accuracy not in parts:
         found.append(
             f"trainer.eval_accuracy={trainer.eval_accuracy} is no part of the reward. Choose one of: {', '.join(parts)}."
         )
-    elif trainer.eval_accuracy == "format" and not config.reward.format:
-        found.append("trainer.eval_accuracy=format needs reward.format above 0: it is not computed otherwise.")
+    elif trainer.eval_accuracy not in {"exact_match", *config.reward.used()}:
+        found.append(f"trainer.eval_accuracy={trainer.eval_accuracy} needs a weight of that part: it is not computed otherwise.")
+    return found
+
+
+def _reward(config: RunConfig) -> list[str]:
+    reward, parts = config.reward, config.reward.parts()
+    flat = {f"reward.{name}": getattr(reward, name) for name in parts}
+    by_kind = {f"reward.recipe.{kind}.{name}": w for kind, given in reward.recipe.items() for name, w in given.items()}
+    found = [
+        f"{name}={weight} must be a finite number." for name, weight in (flat | by_kind).items() if not math.isfinite(weight)
+    ]
+    for kind, given in reward.recipe.items():
+        if unknown := [name for name in given if name not in parts]:
+            found.append(f"reward.recipe.{kind}: {', '.join(unknown)} is unknown. Choose among: {', '.join(parts)}.")
+        elif not any(given.values()):
+            found.append(f"reward.recipe.{kind} gives no part a weight, so nothing could be learnt from it.")
+    if not reward.recipe and not any(flat.values()):
+        found.append("No reward has a weight, so nothing could be learnt. Set one of: " + ", ".join(flat) + ".")
+    if reward.recipe:
+        for name in parts:
+            if (weight := getattr(reward, name)) != getattr(RewardConfig, name):
+                found.append(f"reward.{name}={weight} beside reward.recipe: nothing reads it. Move it there.")
+    used = reward.used()
+    for part, option, what in (("format", "format_pattern", "regular expression"), ("remote", "remote_url", "URL")):
+        if part in used and not getattr(reward, option):
+            found.append(f"reward.{part} has a weight, but reward.{option} is empty. Give a {what}.")
+    for option, readers in REWARD_OPTIONS.items():
+        if getattr(reward, option) != getattr(RewardConfig, option) and not used.intersection(readers):
+            needed = " or ".join(f"reward.{name}" for name in readers)
+            found.append(f"reward.{option}={getattr(reward, option)} needs a weight of {needed}: nothing else reads it.")
+    if "remote" in used and reward.remote_url and not reward.remote_url.startswith(("http://", "https://")):
+        found.append(f"reward.remote_url={reward.remote_url} must begin with http:// or https://.")
+    if config.data.kind_key != DataConfig.kind_key and not reward.recipe and "remote" not in used:
+        found.append(f"data.kind_key={config.data.kind_key} needs reward.recipe or reward.remote: nothing else reads kinds.")
     return found
 
 

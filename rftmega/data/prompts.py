@@ -79,10 +79,13 @@ def _parse(line: str, tokenizer: Tokenizer, config: DataConfig, *, index: int) -
         raise DataError(f'"{config.prompt_key}" must be a string or a list of chat messages, and not empty.')
     if not isinstance(label, str | int | float):
         raise DataError(f'"{config.label_key}" must be a string or a number, not {type(label).__name__}.')
+    kind = record.get(config.kind_key, "")
+    if not isinstance(kind, str):
+        raise DataError(f'"{config.kind_key}" must be a string, not {type(kind).__name__} (the key is set by data.kind_key).')
     ids = tokenizer.encode(text, chat_template=config.chat_template)
     if not ids:
         raise DataError(f"the tokenizer makes no token of {text!r}.")
-    return Prompt(ids, label=str(label), index=index)
+    return Prompt(ids, label=str(label), index=index, kind=kind)
 
 
 def _value(record: dict[str, Any], key: str, option: str) -> Any:

@@ -11,7 +11,8 @@ from rftmega.types import Completion, Prompt, Rows, Samples
 def collect(prompts: Sequence[Prompt], completions: Sequence[Completion], reward: Reward, *, samples_per_prompt: int) -> Samples:
     """Scores every completion and lays the rows out as given: one a completion, siblings side by side."""
     pairs = list(zip(prompts, completions, strict=True))
-    scores = [reward(prompt, completion) for prompt, completion in pairs]
+    scores = reward(prompts, completions)
+    parts = list(dict.fromkeys(name for score in scores for name in score if name != "reward"))
     width = max(len(prompt.token_ids) + len(completion.token_ids) for prompt, completion in pairs)
     tokens = torch.zeros(len(pairs), width, dtype=torch.int64)
     behaviour_logp = torch.zeros(len(pairs), width - 1)
@@ -28,5 +29,5 @@ def collect(prompts: Sequence[Prompt], completions: Sequence[Completion], reward
         reward=torch.tensor([score["reward"] for score in scores]),
         group=torch.arange(len(pairs)) // samples_per_prompt,
         truncated=torch.tensor([completion.finish_reason == "length" for _, completion in pairs]),
-        reward_parts={k: torch.tensor([s[k] for s in scores]) for k in scores[0] if k != "reward"},
+        reward_parts={name: torch.tensor([score.get(name, torch.nan) for score in scores]) for name in parts},
     )

@@ -1,5 +1,5 @@
 """Text in, float out."""
 
-from rftmega.rewards.rule import RuleReward, exact_match, matches_format
+from rftmega.rewards.create import check_prompts, create
 
-__all__ = ["RuleReward", "exact_match", "matches_format"]
+__all__ = ["check_prompts", "create"]

@@ -55,7 +55,7 @@ class Evaluate(Observer):
         asked, seeds = [prompt for prompt, _ in requests], [seed_of(*request) for request in requests]
         with undisturbed():
             completions = trainer.engine.generate(asked, seeds=seeds, temperature=self.answering.temperature)
-            scores = [self.reward(prompt, completion) for prompt, completion in zip(asked, completions, strict=True)]
+            scores = self.reward(asked, completions)
         metrics: Metrics = {}
         for name, prompts in self.held_out.items():
             own, scores = scores[: len(prompts) * samples], scores[len(prompts) * samples :]
@@ -66,11 +66,16 @@ class Evaluate(Observer):
 def judged(scores: Sequence[Mapping[str, float]], answering: Answering) -> Metrics:
     """Mean of every part, and pass@k; `scores` are those of all answers, a prompt's side by side."""
     n = answering.samples
-    found = {part: sum(score[part] for score in scores) / len(scores) for part in scores[0]}
+    parts = dict.fromkeys(part for score in scores for part in score)
+    found = {part: _mean([score[part] for score in scores if part in score]) for part in parts}
     if answering.pass_at:
         right = [sum(score[answering.accuracy] >= 1 for score in scores[i : i + n]) for i in range(0, len(scores), n)]
         found |= {f"pass_at_{k}": sum(pass_at_k(n, c, k) for c in right) / len(right) for k in answering.pass_at}
     return found
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
 
 
 def metric_of(name: str, part: str) -> str:

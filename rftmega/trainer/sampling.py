@@ -55,5 +55,5 @@ def _described(samples: Samples) -> Metrics:
         "reward": samples.reward.mean().item(),
         "response_length": lengths.mean().item(),
         "truncated": samples.truncated.double().mean().item(),
-        **{f"reward_{name}": part.mean().item() for name, part in samples.reward_parts.items()},
+        **{f"reward_{name}": part.nanmean().item() for name, part in samples.reward_parts.items()},
     }

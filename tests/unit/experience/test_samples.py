@@ -1,3 +1,5 @@
+from collections.abc import Sequence
+
 import pytest
 import torch
 
@@ -23,8 +25,12 @@ class Flat:
         return TokenStats(torch.full(rows.mask.shape, -2.0), None)
 
 
+def by_length(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
+    return [{"reward": float(len(c.token_ids)), **({"long": 1.0} if len(c.token_ids) > 1 else {})} for c in completions]
+
+
 def samples():
-    return collect(PROMPTS, COMPLETIONS, lambda p, c: {"reward": float(len(c.token_ids)), "length": 1.0}, samples_per_prompt=2)
+    return collect(PROMPTS, COMPLETIONS, by_length, samples_per_prompt=2)
 
 
 def test_rows_hold_prompt_and_response_and_the_mask_covers_the_response_targets() -> None:
@@ -44,7 +50,8 @@ def test_siblings_share_a_group_and_truncation_is_kept() -> None:
     assert found.group.tolist() == [0, 0, 1, 1]
     assert found.truncated.tolist() == [False, True, True, False]
     assert found.reward.tolist() == [2, 3, 0, 1]
-    assert set(found.reward_parts) == {"length"}
+    assert set(found.reward_parts) == {"long"}
+    assert found.reward_parts["long"].isnan().tolist() == [False, False, True, True], "a part that wasn't asked for is no 0"
 
 
 def test_experience_spreads_the_group_advantage_over_the_response_only() -> None:

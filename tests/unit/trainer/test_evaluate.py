@@ -14,7 +14,7 @@ from rftmega.config import RolloutConfig
 from rftmega.data import PromptOrder
 from rftmega.experience import ExperienceMaker
 from rftmega.rollout import ScriptedEngine
-from rftmega.trainer import PPOTrainer
+from rftmega.trainer import Learner, PPOTrainer
 from rftmega.trainer.callbacks import Observer, Progress
 from rftmega.trainer.evaluate import Answering, Evaluate, seed_of
 from rftmega.types import Completion, Experience, Prompt, Rows, TokenStats
@@ -109,10 +109,10 @@ class Counter:
         return {}
 
 
-def moody(prompt: Prompt, completion: Completion) -> dict[str, float]:
+def moody(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
     """Draws from every global generator, as a user's reward may."""
     drawn = random.random() + numpy.random.rand() + float(torch.rand(()))
-    return {"exact_match": float(sum(completion.token_ids) % 2), "reward": drawn + len(completion.token_ids)}
+    return [{"exact_match": float(sum(c.token_ids) % 2), "reward": drawn + len(c.token_ids)} for c in completions]
 
 
 class Notes(Observer):
@@ -134,8 +134,8 @@ def training(evaluate: bool) -> tuple[list[dict[str, float]], list[dict[str, flo
     observers = [Evaluate({"": EASY, "hard": HARD}, moody, answering, every=1, last=4)] if evaluate else []
     prompts = [Prompt((i,), index=i) for i in range(5)]
     PPOTrainer(
-        engine=engine, policy=policy, weights=policy, reward=moody, maker=ExperienceMaker(policy, use_reference=False),
-        loss_fn=policy_loss(), samples_per_prompt=4, temperature=1.0, seed=0, callbacks=[*observers, notes],
+        engine=engine, weights=policy, reward=moody, maker=ExperienceMaker(policy, use_reference=False),
+        learner=Learner(policy, policy_loss()), samples_per_prompt=4, temperature=1.0, seed=0, callbacks=[*observers, notes],
     ).fit(PromptOrder(prompts, batch_size=3, seed=0), steps=4)  # fmt: skip
     timeless = [{k: v for k, v in step.items() if "seconds" not in k} for step in notes.metrics]
     evaluated = [{k: v for k, v in step.items() if k.startswith("eval_")} for step in timeless]

@@ -80,9 +80,9 @@ class Values:
         return {"loss": 0.0}
 
 
-def likes_seven(prompt: Prompt, completion: Completion) -> dict[str, float]:
-    hit = float(completion.token_ids == (7,))
-    return {"exact_match": hit, "reward": hit}
+def likes_seven(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
+    hits = [float(completion.token_ids == (7,)) for completion in completions]
+    return [{"exact_match": hit, "reward": hit} for hit in hits]
 
 
 class Diary(Observer):

@@ -36,8 +36,9 @@ class Columns:
     reference_log_probs = log_probs
 
 
-def score(prompt: Prompt, completion: Completion) -> dict[str, float]:
-    return {"exact_match": float(len(completion.token_ids) == 2), "reward": len(completion.token_ids) / 3}
+def score(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
+    sizes = [len(completion.token_ids) for completion in completions]
+    return [{"exact_match": float(size == 2), "reward": size / 3} for size in sizes]
 
 
 def text(ids: Sequence[int]) -> str:

@@ -1,0 +1,59 @@
+"""From options to a reward."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from rftmega.config import RewardConfig
+from rftmega.errors import DataError
+from rftmega.rewards import multiple_choice
+from rftmega.rewards.exact_match import exact_match
+from rftmega.rewards.format import format_rule
+from rftmega.rewards.math import MathPart
+from rftmega.rewards.mix import MixedReward, parts_of, unknown_kind, weights_of
+from rftmega.rewards.part import Decode, Part, each
+from rftmega.rewards.remote import RemotePart
+from rftmega.types import Prompt
+
+PARTS: dict[str, Callable[[RewardConfig, Decode], Part]] = {
+    "exact_match": lambda config, decode: each(exact_match),
+    "format": lambda config, decode: each(format_rule(config.format_pattern)),
+    "math": lambda config, decode: MathPart(workers=config.workers, seconds=config.math_seconds),
+    "multiple_choice": lambda config, decode: each(multiple_choice.multiple_choice),
+    "remote": lambda config, decode: RemotePart(
+        config.remote_url,
+        decode,
+        timeout=config.remote_timeout,
+        retries=config.remote_retries,
+        batch=config.remote_batch,
+    ),
+}
+LABELS: dict[str, Callable[[str], str | None]] = {  # part -> why it can't work with a label
+    "multiple_choice": multiple_choice.complaint,
+}
+SHOWN_PROBLEMS = 10
+
+
+def create(config: RewardConfig, decode: Decode) -> MixedReward:
+    """The reward of `config`, with the parts that have a weight; `decode` turns token ids into text.
+
+    Raises ConfigError where reward.format_pattern is no regular expression.
+    """
+    used = parts_of(config)
+    return MixedReward(config, {name: make(config, decode) for name, make in PARTS.items() if name in used}, decode)
+
+
+def check_prompts(config: RewardConfig, prompts: Iterable[Prompt]) -> None:
+    """Raises DataError for what would fail once training has begun: kinds without weights, labels that a part can't read."""
+    prompts = list(prompts)
+    unknown = Counter(prompt.kind for prompt in prompts if config.recipe and prompt.kind not in config.recipe)
+    if unknown:
+        raise DataError("\n".join(f"{unknown_kind(config, kind)} ({n} prompt(s))." for kind, n in sorted(unknown.items())))
+    problems = [
+        f"reward.{name}: {why} (prompt {prompt.index})."
+        for prompt in prompts
+        for name in weights_of(config, prompt.kind)
+        if name in LABELS and (why := LABELS[name](prompt.label))
+    ]
+    if problems:
+        more = len(problems) - SHOWN_PROBLEMS
+        raise DataError("\n".join(problems[:SHOWN_PROBLEMS] + ([f"... and {more} more."] if more > 0 else [])))

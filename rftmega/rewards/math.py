@@ -1,0 +1,102 @@
+"""Mathematical equality, by math-verify, in processes of its own: what it computes has no bound, and its own time-outs need a main thread."""
+
+import json
+import queue
+import select
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from rftmega.errors import RewardError
+from rftmega.rewards.part import Answer
+
+STARTING = 120.0  # seconds: imports from a cold disk
+GRACE = 10.0  # seconds beyond the worker's own alarm, before it is killed from here
+
+
+class MathWorker:
+    """One process, started when it is first asked and after every time-out. For one thread at a time."""
+
+    def __init__(self, seconds: float):
+        self.seconds = seconds
+        self.process: subprocess.Popen[str] | None = None
+
+    def equal(self, response: str, label: str) -> float:
+        """1 where the response's last expression equals the label's; 0 otherwise, and where telling takes too long.
+
+        Raises RewardError where the process can't be started.
+        """
+        if self.process and self.process.poll() is not None:
+            self.close()  # somebody ended it since: that says nothing about this answer
+        process = self.process or self._start()
+        said = ""
+        try:
+            assert process.stdin is not None
+            process.stdin.write(json.dumps([response, label, self.seconds]) + "\n")
+            process.stdin.flush()
+            said = self._line(process, self.seconds + GRACE)
+        except BrokenPipeError:
+            pass  # it is dead already, as after a time-out
+        finally:
+            if said not in ("0\n", "1\n"):
+                self.close()
+        return float(said or 0)
+
+    def close(self) -> None:
+        """Ends the process; the next question starts another."""
+        if self.process:
+            self.process.kill()
+            self.process.wait()
+            for pipe in (self.process.stdout, self.process.stdin):
+                try:
+                    assert pipe is not None
+                    pipe.close()
+                except BrokenPipeError:
+                    pass  # what was not written to the dead
+            self.process = None
+
+    def _start(self) -> "subprocess.Popen[str]":
+        script = Path(__file__).with_name("math_worker.py")
+        pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
+        command = [sys.executable, "-P", str(script)]  # -P: "math" is not to be the module beside the script
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nowhere, text=True, encoding="utf-8")
+        if self._line(self.process, STARTING) != "ready\n":
+            self.close()
+            raise RewardError(
+                f"reward.math: `{' '.join(command)}` doesn't start. Run it by hand to see why (is math-verify there?)."
+            )
+        return self.process
+
+    @staticmethod
+    def _line(process: "subprocess.Popen[str]", seconds: float) -> str:
+        assert process.stdout is not None
+        ready, _, _ = select.select([process.stdout], [], [], seconds)
+        return process.stdout.readline() if ready else ""
+
+
+class MathPart:
+    """Shares `workers` processes between all threads that score."""
+
+    def __init__(self, *, workers: int, seconds: float):
+        self.threads = ThreadPoolExecutor(workers, thread_name_prefix="math-reward")
+        self.free: queue.LifoQueue[MathWorker] = queue.LifoQueue()  # the last one used is warm
+        for _ in range(workers):
+            self.free.put(MathWorker(seconds))
+
+    def __call__(self, answers: Sequence[Answer]) -> list[float]:
+        return list(self.threads.map(self._score, answers))
+
+    def close(self) -> None:
+        """Ends the processes; they end with this one anyway."""
+        self.threads.shutdown()
+        while not self.free.empty():
+            self.free.get().close()
+
+    def _score(self, answer: Answer) -> float:
+        worker = self.free.get()
+        try:
+            return worker.equal(answer.response, answer.label)
+        finally:
+            self.free.put(worker)

@@ -1,0 +1,62 @@
+"""Parts into one number."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from rftmega.config import RewardConfig
+from rftmega.errors import RewardError
+from rftmega.rewards.part import Answer, Decode, Part
+from rftmega.types import Completion, Prompt
+
+ALWAYS = "exact_match"  # scored whatever its weight: evaluation shows it
+
+
+def weights_of(config: RewardConfig, kind: str) -> dict[str, float]:
+    """Part -> weight for prompts of `kind`, without zeros. Raises RewardError for a kind that a recipe doesn't hold."""
+    if config.recipe and kind not in config.recipe:
+        raise RewardError(f"{unknown_kind(config, kind)}.")
+    given = config.recipe[kind] if config.recipe else {name: getattr(config, name) for name in config.parts()}
+    return {name: weight for name, weight in given.items() if weight}
+
+
+def unknown_kind(config: RewardConfig, kind: str) -> str:
+    return (
+        f"reward.recipe holds no kind {kind!r}, only {', '.join(map(repr, sorted(config.recipe)))}: add it, or correct the "
+        "prompt's kind (data.kind_key says where it is read)"
+    )
+
+
+def parts_of(config: RewardConfig) -> set[str]:
+    """The parts that some prompt is scored with."""
+    return {ALWAYS}.union(*(weights_of(config, kind) for kind in config.recipe or [""]))
+
+
+class MixedReward:
+    """Every prompt's own weighted sum of parts. Holds nothing that changes, so threads may share it as far as the parts do."""
+
+    def __init__(self, config: RewardConfig, parts: Mapping[str, Part], decode: Decode):
+        """`parts`: at least those of `parts_of(config)`."""
+        self.config, self.parts, self.decode = config, parts, decode
+
+    def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
+        """A dict a completion: the parts that its prompt's kind asks for (and exact_match), and their sum as "reward".
+
+        Raises RewardError for a kind that the recipe doesn't hold, a part that fails or a score that is not finite.
+        """
+        pairs = list(zip(prompts, completions, strict=True))
+        answers = [Answer(self.decode(c.token_ids), p.label, p.kind, p.token_ids) for p, c in pairs]
+        weights = [weights_of(self.config, prompt.kind) for prompt in prompts]
+        scores: list[dict[str, float]] = [{} for _ in answers]
+        for name, part in self.parts.items():
+            rows = [row for row, asked in enumerate(weights) if name in asked or name == ALWAYS]
+            values = part([answers[row] for row in rows]) if rows else []
+            for row, value in zip(rows, values, strict=True):
+                if not math.isfinite(value):
+                    raise RewardError(
+                        f"The reward part {name} gave {value} for prompt {prompts[row].index}: not a finite number."
+                    )
+                scores[row][name] = value
+        return [
+            score | {"reward": sum(asked.get(name, 0.0) * value for name, value in score.items())}
+            for score, asked in zip(scores, weights, strict=True)
+        ]

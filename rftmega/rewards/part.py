@@ -1,0 +1,24 @@
+"""What a reward is mixed from."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One completion as text. `prompt_ids` are for the remote part, which passes the prompt on; a rule never sees them."""
+
+    response: str
+    label: str
+    kind: str = ""
+    prompt_ids: tuple[int, ...] = ()
+
+
+Decode = Callable[[Sequence[int]], str]
+Rule = Callable[[str, str], float]  # (response, label) -> score
+Part = Callable[[Sequence[Answer]], list[float]]  # a score an answer, in their order; called from several threads
+
+
+def each(rule: Rule) -> Part:
+    """A part that scores every answer on its own."""
+    return lambda answers: [rule(answer.response, answer.label) for answer in answers]
