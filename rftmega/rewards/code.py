@@ -50,9 +50,9 @@ def read_tests(label: str) -> dict[str, Any]:
         return {"tests": held["tests"]}
     if isinstance(held, dict):
         inputs, outputs = held.get("inputs"), held.get("outputs")
-        if isinstance(inputs, list) and isinstance(outputs, list) and len(inputs) == len(outputs) > 0:
-            if all(isinstance(text, str) for text in inputs + outputs):
-                return {"inputs": inputs, "outputs": outputs}
+        lists = isinstance(inputs, list) and isinstance(outputs, list) and len(inputs) == len(outputs) > 0
+        if lists and all(isinstance(text, str) for text in inputs + outputs):
+            return {"inputs": inputs, "outputs": outputs}
     raise ValueError('the label is neither {"tests": text} nor {"inputs": [text, ...], "outputs": [as many]}')
 
 
@@ -109,12 +109,11 @@ class CodePart:
         outcome = run_sandboxed(job, self.seconds + GRACE)
         if "refused" in outcome:
             raise RewardError(f"reward.code: {outcome['refused']}.")
-        if self.namespaces is None and not outcome["namespaces"]:
-            log.warning(
-                "reward.code: no namespaces can be had here. Tested code has no network%s and limits, but sees this machine's files.",
-                "" if outcome["filter"] else " filter either",
-            )
-        self.namespaces = outcome["namespaces"]
+        lacks = outcome["lacks"]
+        if self.namespaces is None and lacks["namespaces"]:
+            missing = ", ".join(name for name, lacking in lacks.items() if lacking)
+            log.warning("reward.code: this machine gives the sandbox no %s; docs/rewards.md says what that means.", missing)
+        self.namespaces = not lacks["namespaces"]
         return outcome
 
 

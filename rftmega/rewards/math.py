@@ -1,4 +1,4 @@
-"""Mathematical equality, by math-verify, in processes of its own: nothing bounds what it computes, and its time-outs need signals."""
+"""Mathematical equality, by math-verify, in processes of its own: nothing else bounds its time but signals to a main thread."""
 
 import json
 import queue

@@ -1,9 +1,10 @@
 """One answer's run: a job as a JSON line on standard input, an outcome as a JSON line on standard output.
 
-The job: "answer", "seconds" (all together), "memory" (bytes), "namespaces" (true, false, or null: find out), and either "tests" or
-"inputs" and "limits" (bytes of output, an input). The outcome: "namespaces", "filter", and "passed" or "outputs" (those of programs
-that ended well; the first that didn't ends the list); or "refused". Standard input stays open meanwhile: when it closes, the
-answer ends. Every program runs in a child of a child: the middle one makes the namespaces, whose process 1 the program is.
+The job: "answer", "seconds" (all together), "memory" (bytes), "namespaces" (true, false, or null: find out), and either "tests",
+or "inputs" and "limits" (bytes of output, an input). The outcome: "lacks" (what this machine doesn't give: "namespaces", "filter",
+"files"), and "passed", or "outputs" (of programs that ended well; the first that didn't ends the list), or "refused". Standard
+input stays open meanwhile: when it closes, the answer ends. Every program runs in a child of a child: the middle one makes the
+namespaces, whose process 1 the program is.
 """
 
 import contextlib
@@ -24,8 +25,8 @@ from typing import Any
 from rftmega.sandbox import confine, kernel, program
 
 REFUSED = (
-    "neither namespaces nor a filter of system calls can be had here, so tested code would reach this user's files, processes and "
-    "network. Allow unprivileged user namespaces (or seccomp), or start as root"
+    "neither namespaces nor a filter of system calls can be had here, so tested code would reach this user's files, processes "
+    "and network. Allow unprivileged user namespaces (or seccomp), or start as root"
 )
 
 
@@ -43,14 +44,15 @@ def main() -> None:
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
     if job["namespaces"] is None:
         job["namespaces"] = _try(_probe_namespaces)
-    filtered = _try(_probe_filter)
-    if not job["namespaces"] and not filtered:
+    lacks = {"namespaces": not job["namespaces"], "filter": not _try(_probe_filter)}
+    lacks["files"] = lacks["namespaces"] and not _try(_probe_landlock)
+    if lacks["namespaces"] and lacks["filter"]:
         outcome: dict[str, Any] = {"refused": REFUSED}
     elif "tests" in job:
         outcome = {"passed": passes(job)}
     else:
         outcome = {"outputs": outputs(job)}
-    sys.stdout.write(json.dumps(outcome | {"namespaces": job["namespaces"], "filter": filtered}) + "\n")
+    sys.stdout.write(json.dumps(outcome | {"lacks": lacks}) + "\n")
 
 
 def passes(job: dict[str, Any]) -> bool:
@@ -90,8 +92,8 @@ def outputs(job: dict[str, Any]) -> list[str]:
             for descriptor in descriptors:
                 os.close(descriptor)
 
-        ended = execute(lambda: program.run_program(job["answer"]), job, stdin=given, stdout=out_in, keep=[], read=out, limit=limit,
-                        end=end, started=started)  # fmt: skip
+        ended = execute(lambda: program.run_program(job["answer"]), job, stdin=given, stdout=out_in, keep=[], read=out,
+                        limit=limit, end=end, started=started)  # fmt: skip
         if ended.status != 0:
             break
         found.append(ended.written.decode(errors="replace"))
@@ -160,7 +162,7 @@ def _confine(job: dict[str, Any], box: str, user: int, stdin: int, stdout: int, 
     confine.keep_only(keep)
     if job["namespaces"]:
         confine.enter_private_root(box)
-        where = "/work"
+        where = confine.WORK
     else:
         if os.getuid() == 0:
             os.chown(box, user, user)
@@ -170,6 +172,8 @@ def _confine(job: dict[str, Any], box: str, user: int, stdin: int, stdout: int, 
     tempfile.tempdir = None
     confine.limit(seconds=job["seconds"], memory=job["memory"])
     confine.drop_privileges(user)
+    if not job["namespaces"]:
+        confine.restrict_files(where)
     confine.filter_system_calls(own_pid=None if job["namespaces"] else os.getpid())
 
 
@@ -267,7 +271,12 @@ def _probe_namespaces() -> None:
 
 def _probe_filter() -> None:
     if not confine.filter_system_calls(own_pid=None):
-        os._exit(1)
+        raise OSError
+
+
+def _probe_landlock() -> None:
+    if not confine.restrict_files(tempfile.gettempdir()):
+        raise OSError
 
 
 def _try(step: Callable[[], None]) -> bool:

@@ -7,12 +7,13 @@ import signal
 import sys
 from collections.abc import Iterator
 
-from rftmega.sandbox import kernel, system_calls
+from rftmega.sandbox import kernel, landlock, system_calls
 
 TASKS = 16  # processes and threads together
 OPEN_FILES = 128
 DISK = 64 << 20  # bytes: of one file everywhere; of all files together where there are namespaces
 FILES = 4096
+WORK = "/answer"
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache")
 FIRST_USER = 1_900_000_000  # of one run each, so that runs neither count nor signal each other; nobody has such ids
@@ -37,7 +38,7 @@ def enter_namespaces() -> None:
 
 
 def enter_private_root(box: str) -> None:
-    """Makes `box`, an empty folder, this process's root: Python and the system's libraries, read-only, and an empty /work.
+    """Makes `box`, an empty folder, this process's root: Python and the system's libraries, read-only, and an empty WORK.
 
     Raises OSError where a mount is not allowed.
     """
@@ -57,13 +58,14 @@ def enter_private_root(box: str) -> None:
         kernel.mount(path, inside, None, kernel.MS_BIND | kernel.MS_REC)
         if path not in DEVICES:
             kernel.read_only(inside)
-    os.mkdir(f"{box}/work")
-    for name in ("tmp", "dev/shm"):
-        os.symlink("/work", f"{box}/{name}")
-    kernel.mount("tmpfs", f"{box}/work", "tmpfs", plain, f"size={DISK},nr_inodes={FILES},mode=1777")
+    os.mkdir(box + WORK)
+    for name in ("/tmp", "/dev/shm"):
+        if not os.path.lexists(box + name):  # Python itself may be installed below /tmp
+            os.symlink(WORK, box + name)
+    kernel.mount("tmpfs", box + WORK, "tmpfs", plain, f"size={DISK},nr_inodes={FILES},mode=1777")
     kernel.mount(None, box, None, kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | plain)
     os.chroot(box)
-    os.chdir("/work")
+    os.chdir(WORK)
 
 
 def _visible() -> Iterator[str]:
@@ -124,10 +126,27 @@ def filter_system_calls(*, own_pid: int | None) -> bool:
     return True
 
 
+def restrict_files(own: str) -> bool:
+    """Leaves `own`, and what a private root would show. False where this kernel has no Landlock."""
+    kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+    try:
+        readable = [path for path in _visible() if path not in DEVICES and _may_open(path)]
+        landlock.restrict_files(own=own, readable=readable, devices=DEVICES)
+    except OSError:
+        return False
+    return True
+
+
+def _may_open(path: str) -> bool:
+    try:
+        os.close(os.open(path, os.O_PATH))
+    except OSError:
+        return False
+    return True
+
+
 def keep_only(descriptors: list[int]) -> None:
     """Closes every other one above 2."""
     edges = [2, *sorted(descriptors), os.sysconf("SC_OPEN_MAX")]
     for low, high in zip(edges, edges[1:], strict=False):
         os.closerange(low + 1, high)
-
-

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+from typing import Any
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = (
     0x00020000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000,
@@ -18,6 +19,14 @@ def _done(result: int, what: str) -> None:
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
+
+
+def system_call(number: int, *arguments: Any) -> int:
+    """One that libc has no name for; integers are passed as C longs."""
+    given = [ctypes.c_long(each) if isinstance(each, int) else each for each in arguments]
+    result = _libc.syscall(ctypes.c_long(number), *given)
+    _done(result, f"system call {number}")
+    return result
 
 
 def unshare(flags: int) -> None:
@@ -38,9 +47,7 @@ def mount(source: str | None, target: str, kind: str | None, flags: int, options
 def read_only(target: str) -> None:
     """Makes a mount and all below it read-only, without devices and set-user-id programs (Linux 5.12)."""
     attributes = (ctypes.c_uint64 * 4)(MS_RDONLY | MS_NOSUID | MS_NODEV, 0, 0, 0)
-    size = ctypes.c_size_t(ctypes.sizeof(attributes))
-    number, here, flags = ctypes.c_long(MOUNT_SETATTR), ctypes.c_long(AT_FDCWD), ctypes.c_long(AT_RECURSIVE)
-    _done(_libc.syscall(number, here, target.encode(), flags, attributes, size), f"mount_setattr {target}")
+    system_call(MOUNT_SETATTR, AT_FDCWD, target.encode(), AT_RECURSIVE, attributes, ctypes.sizeof(attributes))
 
 
 def drop_capabilities() -> None:
