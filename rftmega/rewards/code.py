@@ -49,11 +49,14 @@ def read_tests(label: str) -> dict[str, Any]:
             raise ValueError(f"the label's tests are not Python ({error})") from None
         return {"tests": held["tests"]}
     if isinstance(held, dict):
-        inputs, outputs = held.get("inputs"), held.get("outputs")
-        lists = isinstance(inputs, list) and isinstance(outputs, list) and len(inputs) == len(outputs) > 0
-        if lists and all(isinstance(text, str) for text in inputs + outputs):
+        inputs, outputs = held.get("inputs", 0), held.get("outputs", 0)
+        if _texts(inputs) and _texts(outputs) and len(inputs) == len(outputs) > 0:
             return {"inputs": inputs, "outputs": outputs}
     raise ValueError('the label is neither {"tests": text} nor {"inputs": [text, ...], "outputs": [as many]}')
+
+
+def _texts(held: Any) -> bool:
+    return isinstance(held, list) and all(isinstance(text, str) for text in held)
 
 
 def complaint(label: str) -> str | None:

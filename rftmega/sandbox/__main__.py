@@ -1,7 +1,7 @@
 """One answer's run: a job as a JSON line on standard input, an outcome as a JSON line on standard output.
 
 The job: "answer", "seconds" (all together), "memory" (bytes), "namespaces" (true, false, or null: find out), and either "tests",
-or "inputs" and "limits" (bytes of output, an input). The outcome: "lacks" (what this machine doesn't give: "namespaces", "filter",
+or "inputs" and "limits" (bytes of output, an input). The outcome: "lacks" (what is not to be had: "namespaces", "filter",
 "files"), and "passed", or "outputs" (of programs that ended well; the first that didn't ends the list), or "refused". Standard
 input stays open meanwhile: when it closes, the answer ends. Every program runs in a child of a child: the middle one makes the
 namespaces, whose process 1 the program is.

@@ -84,9 +84,9 @@ def honest(value: object) -> object:
     while left and looked < DEEPEST:
         looked += 1
         item = left.pop()
-        if type(item) in (list, tuple, set, frozenset):
-            left.extend(item)  # type: ignore[call-overload]
-        elif type(item) is dict:
+        if isinstance(item, list | tuple | set | frozenset) and type(item) in (list, tuple, set, frozenset):
+            left.extend(item)
+        elif isinstance(item, dict) and type(item) is dict:
             left.extend(item.values())
         elif type(item).__eq__ is not object.__eq__ and (item == object()) is True:
             raise AssertionError("an answer that equals everything")
