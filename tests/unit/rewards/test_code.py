@@ -75,7 +75,8 @@ CHEATS = {
     "        os.set_blocking(fd, False)\n        said += os.read(fd, 64)\n    except OSError:\n        pass\n"
     "for fd in range(3, 128):\n    try:\n        os.write(fd, said)\n    except OSError:\n        pass\nos._exit(0)",
     "reads its parents' files and sends them back": "import os\nsaid = b''\n"
-    "for pid in {os.getppid(), *range(1, 9), 'self'}:\n    for name in ('environ', 'cmdline', 'fd/0', 'fd/3', 'fd/4', 'fd/5'):\n        try:\n"
+    "for pid in {os.getppid(), *range(1, 9), 'self'}:\n"
+    "    for name in ('environ', 'cmdline', 'fd/0', 'fd/3', 'fd/4', 'fd/5'):\n        try:\n"
     "            said += os.read(os.open(f'/proc/{pid}/{name}', os.O_RDONLY | os.O_NONBLOCK), 64)\n"
     "        except OSError:\n            pass\n"
     "for fd in range(3, 128):\n    try:\n        os.write(fd, said or b'?')\n    except OSError:\n        pass\nos._exit(0)",
