@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterable
 
 from rftmega.config import RewardConfig
 from rftmega.errors import DataError
-from rftmega.rewards import multiple_choice
+from rftmega.rewards import code, multiple_choice
+from rftmega.rewards.code import CodePart
 from rftmega.rewards.exact_match import exact_match
 from rftmega.rewards.format import format_rule
 from rftmega.rewards.math import MathPart
@@ -15,6 +16,9 @@ from rftmega.rewards.remote import RemotePart
 from rftmega.types import Prompt
 
 PARTS: dict[str, Callable[[RewardConfig, Decode], Part]] = {
+    "code": lambda config, decode: CodePart(
+        workers=config.workers, seconds=config.code_seconds, memory_mib=config.code_memory_mib
+    ),
     "exact_match": lambda config, decode: each(exact_match),
     "format": lambda config, decode: each(format_rule(config.format_pattern)),
     "math": lambda config, decode: MathPart(workers=config.workers, seconds=config.math_seconds),
@@ -28,6 +32,7 @@ PARTS: dict[str, Callable[[RewardConfig, Decode], Part]] = {
     ),
 }
 LABELS: dict[str, Callable[[str], str | None]] = {  # part -> why it can't work with a label
+    "code": code.complaint,
     "multiple_choice": multiple_choice.complaint,
 }
 SHOWN_PROBLEMS = 10

@@ -1,4 +1,4 @@
-"""Mathematical equality, by math-verify, in processes of its own: what it computes has no bound, and its own time-outs need a main thread."""
+"""Mathematical equality, by math-verify, in processes of its own: nothing else bounds its time but signals to a main thread."""
 
 import json
 import queue

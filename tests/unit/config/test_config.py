@@ -128,6 +128,17 @@ def test_a_sound_config_has_no_violations(config_file: Path) -> None:
         ("algorithm.mini_batches=129", 1, "is more than the rows of a rollout"),
         ("trainer.max_tokens_per_micro_batch=100", 1, "can't hold one row"),
         ("reward.format=1", 1, "reward.format_pattern is empty"),
+        ("reward.format_pattern=x", 1, "reward.format_pattern=x needs a weight of reward.format: nothing else reads it"),
+        ("reward.remote=1", 1, "reward.remote_url is empty"),
+        ("reward.remote_url=http://x", 1, "reward.remote_url=http://x needs a weight of reward.remote"),
+        ("reward.workers=3", 1, "reward.workers=3 needs a weight of reward.math or reward.code"),
+        ("reward.math=.nan", 1, "reward.math=nan must be a finite number"),
+        ("reward.exact_match=0", 1, "No reward has a weight"),
+        ("reward.remote_retries=-1", 1, "reward.remote_retries=-1 must be at least 0"),
+        ("reward.recipe={sum: {maths: 1}}", 1, "reward.recipe.sum: maths is unknown. Choose among: exact_match, format, math,"),
+        ("reward.recipe={sum: {math: 0}}", 1, "reward.recipe.sum gives no part a weight"),
+        ("reward.recipe={sum: {format: 1}}", 1, "reward.format_pattern is empty"),
+        ("data.kind_key=task", 1, "data.kind_key=task needs reward.recipe or reward.remote"),
         ("optimizer.warmup_steps=100", 1, "leaves nothing of the 100 optimizer steps"),
         ("optimizer.min_learning_rate=1", 1, "above optimizer.learning_rate"),
         ("trainer.steps=0", 1, "trainer.steps=0 must be at least 1"),
@@ -161,8 +172,8 @@ def test_what_cannot_run_is_refused_with_a_reason(override: str, world: int, com
         (["trainer.eval_samples=4"], "trainer.eval_samples=4 at trainer.eval_temperature=0 is one answer as often"),
         (["trainer.eval_pass_at=[2]"], "trainer.eval_pass_at=2 must be from 1 to trainer.eval_samples=1"),
         (["trainer.eval_pass_at=[0]"], "trainer.eval_pass_at=0 must be from 1 to trainer.eval_samples=1"),
-        (["trainer.eval_accuracy=format"], "trainer.eval_accuracy=format needs reward.format above 0"),
-        (["trainer.eval_accuracy=speed"], "is no part of the reward. Choose one of: exact_match, format."),
+        (["trainer.eval_accuracy=format"], "trainer.eval_accuracy=format needs a weight of that part"),
+        (["trainer.eval_accuracy=speed"], "is no part of the reward. Choose one of: exact_match, format, math,"),
     ],
 )
 def test_an_evaluation_that_makes_no_sense_is_refused(overrides: list[str], complaint: str, config_file: Path) -> None:
@@ -187,6 +198,15 @@ def test_held_out_files_have_names_of_their_own(config_file: Path) -> None:
     assert load(config_file).data.held_out == {"easy": str(held_out)}
     with pytest.raises(ConfigError, match=r"data\.evals='x'"):
         load(config_file, ["data.evals=x"])
+def test_a_reward_recipe_is_read_whole_from_file_or_override_and_replaces_the_weights_beside_it(config_file: Path) -> None:
+    config_file.write_text(config_file.read_text() + "reward: {math_seconds: 2, recipe: {sum: {math: 1, exact_match: 0.5}}}\n")
+    config = load(config_file, ["data.kind_key=task"])
+    assert config.reward.recipe == {"sum": {"math": 1.0, "exact_match": 0.5}}
+    assert violations(config, 1) == []
+    assert load(config_file, ["reward.recipe={a.b: {code: 2}}"]).reward.recipe == {"a.b": {"code": 2.0}}
+    assert "reward.math=1.0 beside reward.recipe" in violations(load(config_file, ["reward.math=1"]), 1)[0]
+    with pytest.raises(ConfigError, match=r"reward\.recipe="):
+        load(config_file, ["reward.recipe={sum: {math: much}}"])
 
 
 def test_all_violations_come_at_once(config_file: Path) -> None:

@@ -25,6 +25,12 @@ def test_prompts_keep_their_label_and_place(tmp_path: Path) -> None:
     assert found == [Prompt((97, 98), "x", 0), Prompt((99,), "7", 1)]
 
 
+def test_a_prompt_may_have_a_kind_under_a_key_of_choice(tmp_path: Path) -> None:
+    lines = '{"prompt": "a", "label": "x", "kind": "sum", "task": "word"}\n{"prompt": "a", "label": "x"}\n'
+    assert [prompt.kind for prompt in load(tmp_path / "a.jsonl", lines)] == ["sum", ""]
+    assert [prompt.kind for prompt in load(tmp_path / "a.jsonl", lines, kind_key="task")] == ["word", ""]
+
+
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
@@ -34,6 +40,7 @@ def test_prompts_keep_their_label_and_place(tmp_path: Path) -> None:
         ('{"label": "a"}', 'no "prompt" among the keys'),
         ('{"prompt": "", "label": "x"}', "not empty"),
         ('{"prompt": "a", "label": null}', "must be a string or a number"),
+        ('{"prompt": "a", "label": "x", "kind": 7}', '"kind" must be a string, not int'),
         ('{"prompt": "abcdef", "label": "x"}', "the prompt has 6 tokens, rollout.max_prompt_tokens is 5"),
     ],
 )

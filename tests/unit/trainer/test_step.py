@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -160,6 +161,18 @@ def test_the_seed_decides_everything() -> None:
     tables = [train(3, seed)[0].table for seed in (0, 0, 1)]
     assert torch.equal(tables[0], tables[1])
     assert not torch.equal(tables[0], tables[2])
+
+
+def test_evaluation_takes_the_mean_of_a_part_over_the_prompts_that_it_scores() -> None:
+    class Engine:
+        def generate(self, prompts: Sequence[Prompt], **how: Any) -> list[Completion]:
+            return [Completion((n,), (0.0,), "stop", 0) for n in range(len(prompts))]
+
+    def by_kind(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
+        return [{"reward": float(c.token_ids[0]), **({"odd": 1.0} if c.token_ids[0] % 2 else {})} for c in completions]
+
+    found = Evaluate([Prompt((1,))] * 4, by_kind, every=0, last=1).evaluate(SimpleNamespace(engine=Engine()))
+    assert {name: found[name] for name in ("eval_reward", "eval_odd")} == {"eval_reward": 1.5, "eval_odd": 1.0}
 
 
 def test_evaluation_happens_before_after_and_in_between() -> None:

@@ -1,0 +1,152 @@
+"""Takes from a process what tested code is not to have. All of it is for good, for the process and its children."""
+
+import contextlib
+import os
+import resource
+import signal
+import sys
+from collections.abc import Iterator
+
+from rftmega.sandbox import kernel, landlock, system_calls
+
+TASKS = 16  # processes and threads together
+OPEN_FILES = 128
+DISK = 64 << 20  # bytes: of one file everywhere; of all files together where there are namespaces
+FILES = 4096
+WORK = "/answer"
+DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache")
+FIRST_USER = 1_900_000_000  # of one run each, so that runs neither count nor signal each other; nobody has such ids
+
+
+def enter_namespaces() -> None:
+    """New namespaces for users (unless root), mounts, processes, network, IPC and host name; the next fork is process 1.
+
+    Raises OSError where the kernel, or a container's policy, doesn't allow all of them.
+    """
+    flags = kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
+    user, group = os.getuid(), os.getgid()
+    if user == 0:
+        kernel.unshare(flags)
+        return
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # otherwise the maps below belong to root
+    kernel.unshare(flags | kernel.CLONE_NEWUSER)
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+
+
+def enter_private_root(box: str) -> None:
+    """Makes `box`, an empty folder, this process's root: Python and the system's libraries, read-only, and an empty WORK.
+
+    Raises OSError where a mount is not allowed.
+    """
+    kernel.mount(None, "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
+    plain = kernel.MS_NOSUID | kernel.MS_NODEV
+    kernel.mount("tmpfs", box, "tmpfs", plain, "size=1m,mode=755")
+    for path in _visible():
+        inside = box + path
+        os.makedirs(os.path.dirname(inside), exist_ok=True)
+        if os.path.islink(path):
+            os.symlink(os.readlink(path), inside)
+            continue
+        if os.path.isdir(path):
+            os.makedirs(inside, exist_ok=True)
+        else:
+            open(inside, "w").close()
+        kernel.mount(path, inside, None, kernel.MS_BIND | kernel.MS_REC)
+        if path not in DEVICES:
+            kernel.read_only(inside)
+    os.mkdir(box + WORK)
+    for name in ("/tmp", "/dev/shm"):
+        if not os.path.lexists(box + name):  # Python itself may be installed below /tmp
+            os.symlink(WORK, box + name)
+    kernel.mount("tmpfs", box + WORK, "tmpfs", plain, f"size={DISK},nr_inodes={FILES},mode=1777")
+    kernel.mount(None, box, None, kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | plain)
+    os.chroot(box)
+    os.chdir(WORK)
+
+
+def _visible() -> Iterator[str]:
+    yield from (path for path in (*SYSTEM, *DEVICES) if os.path.lexists(path))
+    covered = [path + "/" for path in SYSTEM if not os.path.islink(path)]
+    for prefix in dict.fromkeys(os.path.realpath(path) for path in (sys.base_prefix, sys.prefix)):
+        if not any(f"{prefix}/".startswith(path) for path in covered):
+            covered.append(prefix + "/")
+            yield prefix
+    if os.path.realpath(sys.prefix) != sys.prefix:
+        yield sys.prefix
+
+
+def limit(*, seconds: float, memory: int) -> None:
+    """Limits of this process and, one by one, its children; of tasks, for all of its user's (or namespace's) together."""
+    tasks = TASKS if os.getuid() == 0 else TASKS + _tasks_of(os.getuid())
+    for name, value in (
+        (resource.RLIMIT_AS, memory),
+        (resource.RLIMIT_CPU, int(seconds) + 1),
+        (resource.RLIMIT_FSIZE, DISK),
+        (resource.RLIMIT_NOFILE, OPEN_FILES),
+        (resource.RLIMIT_NPROC, tasks),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        _, hard = resource.getrlimit(name)
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(name, (value, value))
+
+
+def _tasks_of(user: int) -> int:
+    """Threads that `user` has already, as the limit counts them; 0 in a namespace of one's own, where /proc is not to be seen."""
+    count = 0
+    for pid in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ()):
+        with contextlib.suppress(OSError):
+            if os.stat(f"/proc/{pid}").st_uid == user:
+                count += len(os.listdir(f"/proc/{pid}/task"))
+    return count
+
+
+def drop_privileges(user: int) -> None:
+    """Becomes `user` where this is root, and nobody's better anyway."""
+    if os.getuid() == 0:
+        os.setgroups([])
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
+    kernel.drop_capabilities()
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)  # setuid would have cleared it
+
+
+def filter_system_calls(*, own_pid: int | None) -> bool:
+    """False where this kernel or architecture has no filter."""
+    try:
+        system_calls.install(own_pid=own_pid)
+    except (OSError, KeyError):
+        kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+        return False
+    return True
+
+
+def restrict_files(own: str) -> bool:
+    """Leaves `own`, and what a private root would show. False where this kernel has no Landlock."""
+    kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+    try:
+        readable = [path for path in _visible() if path not in DEVICES and _may_open(path)]
+        landlock.restrict_files(own=own, readable=readable, devices=DEVICES)
+    except OSError:
+        return False
+    return True
+
+
+def _may_open(path: str) -> bool:
+    try:
+        os.close(os.open(path, os.O_PATH))
+    except OSError:
+        return False
+    return True
+
+
+def keep_only(descriptors: list[int]) -> None:
+    """Closes every other one above 2."""
+    edges = [2, *sorted(descriptors), os.sysconf("SC_OPEN_MAX")]
+    for low, high in zip(edges, edges[1:], strict=False):
+        os.closerange(low + 1, high)

@@ -1,0 +1,207 @@
+import json
+import os
+import resource
+import socket
+import tempfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rftmega.errors import RewardError
+from rftmega.rewards import code
+from rftmega.rewards.code import CodePart, code_of, complaint, same_output
+from rftmega.rewards.part import Answer
+
+SQUARES = json.dumps({"tests": "assert f(2) == 4\nassert [f(n) for n in range(3)] == [0, 1, 4]"})
+SUMS = json.dumps({"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7"]})
+RIGHT = "def f(n):\n    return n * n\n"
+PATIENT = 60.0  # seconds: nothing here takes long, but a machine may be busy
+
+
+def at_its_end(statement: str) -> str:
+    """A right answer that does something else besides, whatever comes of it."""
+    return f"{RIGHT}try:\n    {statement}\nexcept BaseException:\n    pass\n"
+
+
+@pytest.fixture(params=["namespaces", "without"])
+def part(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[CodePart]:
+    """Leaves nothing behind: no process, no memory. Once as this machine has it, once without namespaces."""
+    mark = uuid.uuid4().hex
+    monkeypatch.setattr(code, "_environment", lambda plain=code._environment: plain() | {"MARK": mark})
+    part = CodePart(workers=2, seconds=PATIENT, memory_mib=512)
+    part.namespaces = False if request.param == "without" else None
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    yield part
+    assert [pid for pid in filter(str.isdigit, os.listdir("/proc")) if mark.encode() in environment(pid)] == []
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10, "KiB of this process"
+
+
+def environment(pid: str) -> bytes:
+    try:
+        return Path("/proc", pid, "environ").read_bytes()
+    except OSError:
+        return b""
+
+
+def boxes() -> set[str]:
+    return {name for name in os.listdir(tempfile.gettempdir()) if name.startswith("rftmega-code-")}
+
+
+def score(part: CodePart, *responses: str, label: str = SQUARES) -> list[float]:
+    return part([Answer(response, label) for response in responses])
+
+
+def test_code_that_passes_all_tests_scores_and_other_code_does_not(part: CodePart) -> None:
+    block = f"I think:\n```python\nnonsense(\n```\nno:\n```python\n{RIGHT}```\nDone."
+    reads = "a, b = map(int, input().split())\nprint(a + b)"
+    assert score(part, RIGHT, block, RIGHT.replace("*", "+"), "def f(n:", "", "Sorry.") == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    assert score(part, reads, f"{reads}\nraise SystemExit", "print(3)", f"{reads}\n1 / 0", label=SUMS) == [1.0, 1.0, 0.0, 0.0]
+
+
+CHEATS = {
+    "leaves": "import sys\nsys.exit(0)",
+    "leaves for good": "import os\nos._exit(0)",
+    "leaves when called": "import os\ndef f(n):\n    os._exit(0)",
+    "says it passed": "print('passed', flush=True)\nprint('{\"passed\": true}', flush=True)\nraise SystemExit(0)",
+    "equals everything": "class Yes:\n    __eq__ = lambda *each: True\ndef f(n):\n    return Yes()",
+    "a number that equals everything": "class Yes(int):\n    __eq__ = lambda *each: True\ndef f(n):\n    return Yes(0)",
+    "replaces the machinery": "import builtins, os, sys, ast\n"
+    "builtins.AssertionError = builtins.exec = builtins.compile = ast.parse = lambda *each: None\ndef f(n):\n    return 0",
+    "writes into every pipe": "import os\nfor fd in range(3, 128):\n    try:\n        os.write(fd, b'passed' * 11)\n"
+    "    except OSError:\n        pass\nos._exit(0)",
+    "reads every pipe and sends it back": "import os\nsaid = b''\nfor fd in range(3, 128):\n    try:\n"
+    "        os.set_blocking(fd, False)\n        said += os.read(fd, 64)\n    except OSError:\n        pass\n"
+    "for fd in range(3, 128):\n    try:\n        os.write(fd, said)\n    except OSError:\n        pass\nos._exit(0)",
+    "reads its parents' files and sends them back": "import os\nsaid = b''\n"
+    "for pid in {os.getppid(), *range(1, 9), 'self'}:\n"
+    "    for name in ('environ', 'cmdline', 'fd/0', 'fd/3', 'fd/4', 'fd/5'):\n        try:\n"
+    "            said += os.read(os.open(f'/proc/{pid}/{name}', os.O_RDONLY | os.O_NONBLOCK), 64)\n"
+    "        except OSError:\n            pass\n"
+    "for fd in range(3, 128):\n    try:\n        os.write(fd, said or b'?')\n    except OSError:\n        pass\nos._exit(0)",
+}
+
+
+def test_code_that_gets_round_the_tests_scores_nothing(part: CodePart) -> None:
+    assert dict(zip(CHEATS, score(part, *CHEATS.values()), strict=True)) == dict.fromkeys(CHEATS, 0.0)
+
+
+GREEDY = {
+    "bombs with forks": "import os\nwhile True:\n    os.fork()",
+    "takes 100 GB at once": "x = bytearray(100 << 30)",
+    "takes 100 GB by and by": "x = [bytearray(1 << 20) for _ in range(100 << 10)]",
+    "fills a file": "with open('big', 'wb') as file:\n    while True:\n        file.write(bytes(1 << 20))",
+    "starts threads": "import threading, time\nwhile True:\n    threading.Thread(target=time.sleep, args=[99]).start()",
+}
+
+
+def test_greed_fails_and_leaves_nothing(part: CodePart) -> None:
+    there = boxes()
+    answers = [f"{RIGHT}{greed}" for greed in GREEDY.values()]
+    assert dict(zip(GREEDY, score(part, *answers), strict=True)) == dict.fromkeys(GREEDY, 0.0)
+    assert boxes() <= there
+
+
+def test_what_never_ends_is_ended(part: CodePart) -> None:
+    part.seconds = 0.3
+    deaf = (
+        "import signal, time\nfor n in set(range(1, 65)) - {9, 19, 32, 33}:\n    signal.signal(n, signal.SIG_IGN)\n"
+        "time.sleep(9999)"
+    )
+    assert score(part, f"{RIGHT}while True: pass", deaf) == [0.0, 0.0]
+    assert score(part, "input(); input()\nwhile True: pass", label=SUMS) == [0.0]
+
+
+def test_a_gigabyte_of_output_costs_no_memory(part: CodePart) -> None:
+    flood = "import os\nfor _ in range(1000):\n    os.write(1, bytes(1 << 20))\n"
+    assert score(part, RIGHT + flood) == [1.0], "nobody reads what it prints"
+    assert score(part, flood, label=SUMS) == [0.0]
+
+
+def test_a_daemon_dies_with_the_answer_that_left_it(part: CodePart) -> None:
+    daemon = at_its_end(
+        "import os, time\n    if not os.fork():\n        os.setsid()\n        os.fork() or time.sleep(9999)\n        os._exit(0)"
+    )
+    talking = (
+        "import os, time\nprint(sum(map(int, input().split())), flush=True)\n"
+        "if not os.fork():\n    os.setsid()\n    time.sleep(9999)"
+    )
+    assert score(part, daemon) == [1.0]
+    assert score(part, talking, label=SUMS) == [1.0], "the program ended well; what it left behind didn't hold it up"
+
+
+def test_there_is_no_network(part: CodePart) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+        port = server.getsockname()[1]
+        assert score(part, f"import socket\nsocket.create_connection(('127.0.0.1', {port}))\n{RIGHT}") == [0.0]
+        with pytest.raises(BlockingIOError):
+            server.accept()
+
+
+def test_the_folder_may_be_deleted_and_whatever_permissions_are_left(part: CodePart) -> None:
+    there = boxes()
+    deletes = at_its_end("import os, shutil\n    shutil.rmtree(os.getcwd(), ignore_errors=True)")
+    locks = at_its_end("import os\n    os.makedirs('a/b'); open('a/b/c', 'w').close(); os.chmod('a/b', 0); os.chmod('a', 0)")
+    assert score(part, deletes, locks) == [1.0, 1.0]
+    assert boxes() <= there
+
+
+def test_nothing_is_written_elsewhere(part: CodePart, tmp_path: Path) -> None:
+    name = f"left-{uuid.uuid4().hex}"
+    folders = [
+        "/",
+        "/tmp",
+        "/var/tmp",
+        "/dev/shm",
+        str(Path.home()),
+        str(tmp_path),
+        str(code.ROOT),
+        os.path.realpath(os.sys.prefix),
+    ]
+    tmp_path.chmod(0o777)
+    tries = at_its_end(
+        f"for folder in {folders}:\n        try: open(folder + '/{name}', 'w').close()\n        except OSError: pass"
+    )
+    assert score(part, tries) == [1.0]
+    left = [folder for folder in folders if Path(folder, name).exists()]
+    for folder in left:
+        Path(folder, name).unlink()
+    assert left == []
+
+
+def test_other_processes_are_out_of_reach(part: CodePart) -> None:
+    kills = at_its_end(f"import os\n    for pid in ({os.getpid()}, os.getppid() or 1, -1):\n        os.kill(pid, 9)")
+    assert score(part, kills)[0] in (0.0, 1.0)
+    assert score(part, RIGHT) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("label", "why"),
+    [
+        ("x = 1", "not JSON"),
+        ("[]", "neither"),
+        ('{"tests": 1}', "neither"),
+        ('{"tests": "assert ("}', "not Python"),
+        ('{"inputs": [], "outputs": []}', "neither"),
+        ('{"inputs": ["1"], "outputs": ["1", "2"]}', "neither"),
+        ('{"inputs": [1], "outputs": [1]}', "neither"),
+    ],
+)
+def test_a_label_that_holds_no_tests_is_named_and_no_score(label: str, why: str) -> None:
+    assert why in (complaint(label) or "")
+    with pytest.raises(RewardError, match=why):
+        CodePart(workers=1, seconds=PATIENT, memory_mib=512)([Answer(RIGHT, label)])
+
+
+def test_the_last_python_block_is_the_code() -> None:
+    assert complaint(SQUARES) is complaint(SUMS) is None
+    assert code_of("```python\na\n```\n```Python\nb\n```\n```\nc\n```") == "b\n"
+    assert code_of("x = 1") == "x = 1"
+
+
+def test_outputs_agree_up_to_white_space_at_the_ends_of_lines() -> None:
+    assert same_output("1 2 \n3\n\n", "1 2\n3")
+    assert not same_output("1  2\n3", "1 2\n3")
+    assert not same_output("\n1", "1")
