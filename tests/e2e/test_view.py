@@ -127,6 +127,9 @@ def test_colours_follow_what_is_asked_for_and_the_sign(page: Any) -> None:
     assert colours(page)[:2] not in (gap[:2], advantage[:2])
     assert colours(page)[2] == "rgba(0, 0, 0, 0)", "it is not known"
     assert "entropy" in page.text_content("#meaning")
+    page.keyboard.press("ArrowDown")
+    assert page.text_content("#prompt") == "question 1"
+    assert page.is_checked("input[value=entropy]")
 
 
 def test_hovering_and_the_arrow_keys_show_a_tokens_values(page: Any) -> None:
