@@ -1,6 +1,7 @@
 """The real program, from its command line to the exported model."""
 
 import contextlib
+import gzip
 import json
 import os
 import signal
@@ -111,13 +112,24 @@ def test_help_explains_every_section(train: Run) -> None:
         assert part in done.stdout
 
 
-def test_torchrun_starts_it_as_well(arithmetic: Path, tmp_path: Path) -> None:
+def test_torchrun_starts_it_as_well_and_what_it_learnt_from_is_written_once(arithmetic: Path, tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(ROOT / "train_rl.py")]
     options = [str(arithmetic / "run.yaml"), "parallel.tensor=2", "trainer.steps=1", f"trainer.output={tmp_path}"]
     done = subprocess.run([*torchrun, *options], capture_output=True, text=True, check=False, timeout=240, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "TP2 x PP1 x DP1" in done.stdout
-    assert [step["step"] for step in metrics_of(tmp_path)] == [0, 1]
+    metrics = metrics_of(tmp_path)
+    assert [step["step"] for step in metrics] == [0, 1]
+    (written,) = (tmp_path / "trajectories").iterdir()
+    samples = [json.loads(line) for line in gzip.decompress(written.read_bytes()).splitlines()]
+    assert len(samples) == 32
+    assert sum(sample["reward"] for sample in samples) / 32 == pytest.approx(metrics[1]["reward"])
+    gaps = [abs(gap) for sample in samples for gap in sample["tokens"]["gap"]]
+    assert max(gaps) == pytest.approx(metrics[1]["logprob_gap_max"], rel=1e-3)
+    entropies = [entropy for sample in samples for entropy in sample["tokens"]["entropy"]]
+    assert sum(entropies) / len(entropies) == pytest.approx(metrics[1]["entropy"], rel=0.05), (
+        "of two updates, the first's is this"
+    )
 
 
 def test_tasks_of_srun_that_know_nothing_of_each_other_are_refused(arithmetic: Path, tmp_path: Path) -> None:

@@ -127,6 +127,9 @@ def test_colours_follow_what_is_asked_for_and_the_sign(page: Any) -> None:
     assert colours(page)[:2] not in (gap[:2], advantage[:2])
     assert colours(page)[2] == "rgba(0, 0, 0, 0)", "it is not known"
     assert "entropy" in page.text_content("#meaning")
+    page.keyboard.press("ArrowDown")
+    assert page.text_content("#prompt") == "question 1"
+    assert page.is_checked("input[value=entropy]")
 
 
 def test_hovering_and_the_arrow_keys_show_a_tokens_values(page: Any) -> None:
@@ -141,6 +144,7 @@ def test_hovering_and_the_arrow_keys_show_a_tokens_values(page: Any) -> None:
 
 
 def test_up_and_down_choose_and_a_few_rows_stand_for_thousands(page: Any) -> None:
+    assert page.locator("tr.row").count() < 60
     for key, prompt in (("ArrowDown", "question 1"), ("ArrowDown", "question 2"), ("ArrowUp", "question 1"),
                         ("End", f"question {MANY - 1}"), ("ArrowUp", f"question {MANY - 2}")):  # fmt: skip
         page.keyboard.press(key)
