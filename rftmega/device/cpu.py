@@ -1,6 +1,7 @@
 """The CPU as a device: gloo, float32, nothing to synchronise."""
 
 import os
+from pathlib import Path
 
 import torch
 
@@ -47,3 +48,8 @@ class CPU:
 
     def synchronize(self) -> None:
         """A CPU runs in order."""
+
+    def memory(self) -> dict[str, int]:
+        """Bytes that this process has in memory."""
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return {"resident": pages * os.sysconf("SC_PAGE_SIZE")}

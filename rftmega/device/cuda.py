@@ -41,3 +41,8 @@ class CUDA:
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of this device: of tensors now and at most, and in torch's cache."""
+        now, most, cached = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved()
+        return {"allocated": now, "most_allocated": most, "reserved": cached}

@@ -1,31 +1,54 @@
 """MegatronStrategy: builds and places policy, engine and weight transfer of a run on Megatron-Core."""
 
+import json
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
+from itertools import count
 from pathlib import Path
+from typing import Any
 
+import torch.distributed as dist
+
+from converters.hf_folder import HFFolder
 from rftmega import rollout, weights
 from rftmega.config import RunConfig
+from rftmega.data import Tokenizer
 from rftmega.errors import ConfigError
 from rftmega.interfaces import Policy, RolloutEngine, ValueModel, WeightSync
 from rftmega.megatron import MegatronActor, MegatronCritic
+from rftmega.megatron.load import load_hf
+from rftmega.megatron.offload import ADAM, MAIN_PARAMETERS
 from rftmega.parallel.launch import World
 from rftmega.parallel.layout import layout_name
 from rftmega.parallel.seeds import set_seed
 from rftmega.parallel.topology import Topology
 from rftmega.rollout.servers import ServerEngine
+from rftmega.strategy import retention
+from rftmega.strategy.arguments import lightrft_arguments, rows_per_micro_batch, rows_per_update
+from rftmega.strategy.base import StrategyBase
 from rftmega.strategy.dispatch import AskedByOne, ColocatedCritic, ColocatedPolicy, ColocatedWeights, SharedEngine, Turns
+from rftmega.strategy.requests import Answer
+from rftmega.types import Completion, Prompt
 
+CLIENT_STATE = "client_state.json"
 log = logging.getLogger(__name__)
 
 
-class MegatronStrategy:
+class MegatronStrategy(StrategyBase):
     """Every process holds its shard of the actor. Colocated, it holds an engine too (or its slice of one), and they take turns;
     separate, vLLM servers beside the processes are the engines.
     """
 
     def __init__(self, config: RunConfig, world: World, *, stop_ids: Sequence[int]):
+        super().__init__(
+            seed=config.trainer.seed,
+            max_norm=config.optimizer.clip_grad,
+            micro_train_batch_size=rows_per_micro_batch(config),
+            train_batch_size=rows_per_update(config),
+            args=lightrft_arguments(config),
+        )
         self.config = config
         if config.strategy == "separate" and world.local_size != world.size:
             raise ConfigError(
@@ -34,7 +57,7 @@ class MegatronStrategy:
             )
         set_seed(config.trainer.seed)
         self.topology = Topology.create(config.parallel, seed=config.trainer.seed)
-        actor = MegatronActor(config, self.topology)
+        actor = self._actor = MegatronActor(config, self.topology)
         manager = actor.manager
         critic = self._build_critic() if config.algorithm.advantage == "gae" else None
         separate = config.strategy == "separate"
@@ -50,7 +73,8 @@ class MegatronStrategy:
                 config.strategy,
             )
         self._engine = rollout.create(config, world, vocabulary=manager.description.vocabulary, stop_ids=stop_ids)
-        self._actor = actor
+        self.inference_engine, self.inference_engine_type = self._engine, config.rollout.engine
+        self._versions = count()  # of pushes asked for through `update_engine_weights`
         self._bucket_bytes = config.trainer.push_bucket_mib * 2**20
         self._turns = Turns(
             manager.residency,
@@ -61,6 +85,7 @@ class MegatronStrategy:
         self.policy: Policy = ColocatedPolicy(actor, self._turns)
         self.critic: ValueModel | None = ColocatedCritic(critic, self._turns) if critic else None
         face, an_engine = (AskedByOne, world.size) if separate else (SharedEngine, config.rollout.tensor)
+        self.engine_processes = an_engine
         self.engine: RolloutEngine = face(self._engine, self._turns, world, processes_per_engine=an_engine)
         sync: WeightSync
         if isinstance(self._engine, ServerEngine):
@@ -97,3 +122,133 @@ class MegatronStrategy:
     def close(self) -> None:
         """Ends the engine, which must be gone before the process groups are."""
         self._engine.close()
+
+    # The interface of LightRFT, as far as the strategy above does not say it already.
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:  # type: ignore[override]
+        """That of the model's folder, read when it is first needed."""
+        return Tokenizer(self.config.model.path)
+
+    def backward(self, loss: Any, model: Any, optimizer: Any, **kwargs: Any) -> None:
+        """Raises NotImplementedError: a loss that was computed elsewhere can't go backward through Megatron's schedule."""
+        raise _the_schedules("backward")
+
+    def optimizer_step(self, optimizer: Any, model: Any, scheduler: Any, name: str = "model", **kwargs: Any) -> None:
+        """Raises NotImplementedError, as `backward`: the step belongs to the same call."""
+        raise _the_schedules("optimizer_step")
+
+    def create_optimizer(self, model: Any, **kwargs: Any) -> Any:
+        """The optimizer that the model was built with. Raises ValueError for settings: they are optimizer.* of the config."""
+        if kwargs:
+            raise ValueError(f"create_optimizer takes no {', '.join(kwargs)}: optimizer.* of the config decides them.")
+        return self.unwrap_model(model).manager.optimizer
+
+    def _scheduler(self, model: Any, optimizer: Any, max_steps: int) -> Any:
+        planned = self.config.trainer.steps * self.config.algorithm.mini_batches
+        if max_steps != planned:
+            raise ValueError(f"max_steps={max_steps}, but trainer.steps x algorithm.mini_batches = {planned}. Change the config.")
+        return self.unwrap_model(model).manager.scheduler
+
+    def unwrap_model(self, model: Any) -> Any:
+        """The MegatronActor of this strategy's policy; a bare Megatron module of a wrapped one."""
+        return model.actor if isinstance(model, ColocatedPolicy) else super().unwrap_model(model)
+
+    def maybe_load_optimizer(self, optimizer: Any, device: Any = None) -> Any:
+        """Brings Adam's state and the main parameters back. They come to the device that they left, whatever `device` is."""
+        self._actor.manager.residency.on(MAIN_PARAMETERS, ADAM)
+        return optimizer
+
+    def maybe_offload_optimizer(self, optimizer: Any) -> Any:
+        """Moves Adam's state and the main parameters to the host where trainer.offload says so."""
+        if self.config.trainer.offload:
+            self._actor.manager.residency.off(MAIN_PARAMETERS, ADAM)
+        return optimizer
+
+    def _build_engine(self, args: Any, engine_type: str) -> rollout.Engine:
+        """The one that this strategy was built with. Raises ValueError for another type: rollout.engine decides it."""
+        if engine_type != self.config.rollout.engine:
+            raise ValueError(f"engine_type={engine_type!r}, but rollout.engine={self.config.rollout.engine}. Change the config.")
+        return self._engine
+
+    def update_engine_weights(self, actor: Any) -> None:
+        """Pushes the policy's weights. Raises ValueError for another model's."""
+        self._refuse_another(actor)
+        self.weights.push(version=next(self._versions))
+
+    def engine_generate_local(
+        self, sampling_params: Any, prompt_token_ids: Any = None, multi_modal_inputs: Any = None
+    ) -> list[Answer]:
+        """As StrategyBase's. Raises NotImplementedError for strategy=separate, whose servers are asked by one process."""
+        if self.config.strategy == "separate":
+            raise NotImplementedError("strategy=separate has no engine of a process's own: call gather_and_generate.")
+        return super().engine_generate_local(sampling_params, prompt_token_ids, multi_modal_inputs)
+
+    def _generate(self, prompts: list[list[int]], seeds: list[int], temperature: float) -> list[Completion]:
+        if self.config.strategy == "separate":
+            return self.engine.generate([Prompt(tuple(ids)) for ids in prompts], seeds=seeds, temperature=temperature)
+        self._turns.rollout()
+        return super()._generate(prompts, seeds, temperature)
+
+    def save_ckpt(
+        self,
+        model: Any,
+        save_dir: str,
+        tag: str | None = None,
+        max_num: int = 3,
+        max_mem: float = 1000,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+    ) -> None:
+        """The policy's weights as a Hugging Face folder `save_dir`/`tag`, with `client_state` as JSON; then at most `max_num`
+        such folders of at most `max_mem` MB stay. Optimizer and schedule are not in it. Every process calls it.
+        """
+        self._refuse_another(model)
+        folder = Path(save_dir)
+        name = tag or f"version{self._engine.version or 0}"
+        self.export(folder / name)
+        if self.topology.is_main:
+            (folder / name / CLIENT_STATE).write_text(json.dumps(client_state or {}))
+            if save_latest:
+                retention.point_to(folder, name)
+            retention.rotate(folder, max_num=max_num, max_mem=max_mem)
+        dist.barrier()
+
+    def load_ckpt(
+        self,
+        model: Any,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+    ) -> tuple[str, dict[str, Any]]:
+        """Weights that `save_ckpt` wrote; the engine must be given them before its next answer.
+
+        Raises NotImplementedError where more than weights is asked for, or less than all of them; CheckpointError where there
+        is no such checkpoint, or it is another model's.
+        """
+        self._refuse_another(model)
+        if not load_module_only and (load_optimizer_states or load_lr_scheduler_states):
+            raise NotImplementedError("Checkpoints hold weights, no optimizer and no schedule yet: give load_module_only=True.")
+        if not load_module_strict:
+            raise NotImplementedError("load_module_strict=False would leave weights at random: every tensor must be there.")
+        found = retention.find(Path(load_dir), tag)
+        self._turns.update()
+        manager = self._actor.manager
+        load_hf(HFFolder(found), manager.bound)
+        manager.weights_changed()
+        self._engine.distrust()
+        return str(found), json.loads((found / CLIENT_STATE).read_text())
+
+    def _refuse_another(self, model: Any) -> None:
+        if self.unwrap_model(model) is not self._actor:
+            raise ValueError(f"{type(model).__name__} is not this strategy's policy, whose weights alone it moves.")
+
+
+def _the_schedules(name: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"{name}: Megatron's schedule runs forward, backward and step of all stages and micro-batches together. "
+        "Call policy.update(experience, loss_fn), which returns the metrics."
+    )

@@ -198,6 +198,8 @@ def test_held_out_files_have_names_of_their_own(config_file: Path) -> None:
     assert load(config_file).data.held_out == {"easy": str(held_out)}
     with pytest.raises(ConfigError, match=r"data\.evals='x'"):
         load(config_file, ["data.evals=x"])
+
+
 def test_a_reward_recipe_is_read_whole_from_file_or_override_and_replaces_the_weights_beside_it(config_file: Path) -> None:
     config_file.write_text(config_file.read_text() + "reward: {math_seconds: 2, recipe: {sum: {math: 1, exact_match: 0.5}}}\n")
     config = load(config_file, ["data.kind_key=task"])

@@ -1,0 +1,42 @@
+"""A run's options by the names that they have in LightRFT."""
+
+from types import SimpleNamespace
+
+from rftmega.config import RunConfig
+
+ESTIMATORS = {"group": "group_norm", "leave_one_out": "rloo"}  # others have one name
+
+
+def lightrft_arguments(config: RunConfig) -> SimpleNamespace:
+    """What `StrategyBase.args` and NaiveExperienceMaker read, and what else has a counterpart."""
+    algorithm, optimizer, rollout = config.algorithm, config.optimizer, config.rollout
+    return SimpleNamespace(
+        pretrain=config.model.path,
+        seed=config.trainer.seed,
+        max_norm=optimizer.clip_grad,
+        actor_learning_rate=optimizer.learning_rate,
+        n_samples_per_prompt=rollout.samples_per_prompt,
+        rollout_batch_size=config.trainer.prompts_per_step,
+        prompt_max_len=rollout.max_prompt_tokens,
+        generate_max_len=rollout.max_response_tokens,
+        temperature=rollout.temperature,
+        engine_type=rollout.engine,
+        engine_tp_size=rollout.tensor,
+        enable_engine_sleep=config.strategy == "colocated",
+        advantage_estimator=ESTIMATORS.get(algorithm.advantage, algorithm.advantage),
+        gamma=algorithm.gamma,
+        kl_estimator=algorithm.kl_estimator,
+        init_kl_coef=algorithm.kl_coef,
+        use_kl_loss=algorithm.kl_in == "loss",
+    )
+
+
+def rows_per_update(config: RunConfig) -> int:
+    """Answers that one optimizer step learns from."""
+    return config.trainer.prompts_per_step * config.rollout.samples_per_prompt // config.algorithm.mini_batches
+
+
+def rows_per_micro_batch(config: RunConfig) -> int:
+    """Answers of full length that fit a micro-batch, which is bounded by tokens here."""
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    return max(1, config.trainer.max_tokens_per_micro_batch // longest)

@@ -1,0 +1,86 @@
+"""What LightRFT's callers ask of an engine, in the words of rftmega's engines: ids, a seed each, a temperature."""
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rftmega.types import Completion
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {  # settings that change nothing at these values, and are not offered at others
+    "n": (1,),
+    "top_p": (1, None),
+    "top_k": (-1, 0, None),
+    "min_p": (0, None),
+    "min_tokens": (0, 1, None),
+    "repetition_penalty": (1, None),
+    "presence_penalty": (0, None),
+    "frequency_penalty": (0, None),
+    "stop": ((), [], None),
+    "ignore_eos": (False, None),
+}
+OF_TEXT = ("skip_special_tokens", "include_stop_str_in_output", "spaces_between_special_tokens", "detokenize", "logprobs")
+
+
+class Answer(dict[str, Any]):
+    """A dict whose keys are attributes too, as LightRFT's EasyDict."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
+
+
+def answers(prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> list[Answer]:
+    """Prompt and output ids, and what else the engine said, a dict an answer."""
+    return [
+        Answer(
+            prompt_token_ids=list(ids),
+            output_token_ids=list(completion.token_ids),
+            logprobs=list(completion.logprobs),
+            finish_reason=completion.finish_reason,
+            policy_version=completion.policy_version,
+        )
+        for ids, completion in zip(prompts, completions, strict=True)
+    ]
+
+
+def read_sampling(sampling_params: Any, *, longest: int | None) -> tuple[float, int | None]:
+    """(temperature, seed or None) of a dict, or of an object with such attributes (vLLM's SamplingParams).
+
+    Raises ValueError for a setting that would be dropped: an engine samples from the whole distribution, and ends an answer after
+    the `longest` tokens it was built for.
+    """
+    given = dict(sampling_params) if isinstance(sampling_params, Mapping) else None
+    names = ("temperature", "seed", "max_tokens", "max_new_tokens", *NEUTRAL)
+    found = (
+        given if given is not None else {name: getattr(sampling_params, name) for name in names if hasattr(sampling_params, name)}
+    )
+    for name in ("max_tokens", "max_new_tokens"):
+        if longest is not None and found.get(name, longest) not in (longest, None):
+            raise ValueError(f"{name}={found[name]}, but this engine ends answers after {longest}: rollout.max_response_tokens.")
+    for name, neutral in NEUTRAL.items():
+        if name in found and found[name] not in neutral:
+            raise ValueError(
+                f"{name}={found[name]!r} is not offered: the trainer scores the whole distribution, at one temperature. "
+                "Leave it out."
+            )
+    if unknown := sorted(found.keys() - {*names, *OF_TEXT}):
+        raise ValueError(f"sampling_params has {unknown}, which no engine here reads. Known are {', '.join(names)}.")
+    temperature, seed = found.get("temperature"), found.get("seed")
+    return (1.0 if temperature is None else float(temperature)), seed
+
+
+def token_lists(prompt_token_ids: Sequence[Any]) -> list[list[int]]:
+    """One prompt (a list of ids) or several (a list of lists), as several."""
+    if prompt_token_ids and isinstance(prompt_token_ids[0], int):
+        return [list(prompt_token_ids)]
+    return [list(ids) for ids in prompt_token_ids]
+
+
+def seeds_of(source: str, first: int, count: int) -> list[int]:
+    """A seed for each of the requests first ... first + count - 1 of those that `source` names; others get others."""
+    return [random.Random(f"{source}/{number}").getrandbits(31) for number in range(first, first + count)]

@@ -1,0 +1,67 @@
+"""Which checkpoints of a folder stay, and which is the latest."""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from rftmega.errors import CheckpointError
+
+LATEST = "latest"  # a file that holds the name of the newest complete checkpoint
+DRAFT = ".incomplete"
+
+
+class Saved(NamedTuple):
+    """One complete checkpoint."""
+
+    name: str
+    age: float  # seconds, or anything that is greater for an older one
+    size: int  # bytes
+
+
+def expired(saved: Sequence[Saved], *, max_num: int, max_mem: float) -> list[str]:
+    """Names to delete, oldest first, until at most `max_num` are left with at most `max_mem` MB (10^6 bytes) together.
+
+    The newest always stays, however large.
+    """
+    kept = sorted(saved, key=lambda each: -each.age)
+    gone = []
+    while len(kept) > 1 and (len(kept) > max_num or sum(each.size for each in kept) > max_mem * 1e6):
+        gone.append(kept.pop(0).name)
+    return gone
+
+
+def rotate(folder: Path, *, max_num: int, max_mem: float) -> list[str]:
+    """Deletes what has `expired` among the checkpoints (folders) of `folder`; their names. Call it once the new one is there.
+
+    The latest, where that is an older one, stays too.
+    """
+    complete = [path for path in folder.iterdir() if path.is_dir() and not path.name.endswith(DRAFT)]
+    saved = [
+        Saved(path.name, -path.stat().st_mtime_ns, sum(file.stat().st_size for file in path.rglob("*") if file.is_file()))
+        for path in complete
+    ]
+    pointer = folder / LATEST
+    latest = pointer.read_text().strip() if pointer.is_file() else None
+    gone = [name for name in expired(saved, max_num=max_num, max_mem=max_mem) if name != latest]
+    for name in gone:
+        shutil.rmtree(folder / name)
+    return gone
+
+
+def point_to(folder: Path, name: str) -> None:
+    """Makes `name` the latest; a reader sees the old pointer or the new one."""
+    draft = folder / (LATEST + DRAFT)
+    draft.write_text(name)
+    draft.rename(folder / LATEST)
+
+
+def find(folder: Path, tag: str | None) -> Path:
+    """The checkpoint `tag`, or the latest. Raises CheckpointError where there is none."""
+    if tag is None:
+        if not (folder / LATEST).is_file():
+            raise CheckpointError(f"{folder} has no file named {LATEST}, so there is no latest checkpoint. Give a tag.")
+        tag = (folder / LATEST).read_text().strip()
+    if not (folder / tag).is_dir():
+        raise CheckpointError(f"{folder} holds no checkpoint {tag!r}.")
+    return folder / tag

@@ -1,0 +1,169 @@
+"""StrategyBase over several processes: collectives, and answers that come back to those who asked."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rftmega.config import ParallelConfig, RolloutConfig
+from rftmega.errors import EngineError
+from rftmega.rollout import EngineStatus, ScriptedEngine
+from tests.layouts import config_of, rows_of
+from tests.ranks import on_ranks, run_ranks
+from tests.tiny_models import save_tiny
+from tests.unit.strategy.test_base import Plain
+
+SAMPLING = {"temperature": 1.0, "seed": 3}
+
+
+@on_ranks(3)
+def test_collectives_take_what_each_process_holds_and_keep_its_form(world: Any) -> None:
+    made = Plain(0, 1.0, 1, 1)
+    gathered_tensors_stand_in_the_order_of_ranks(made, world)
+    reductions_keep_the_form_and_the_argument(made, world)
+
+
+def gathered_tensors_stand_in_the_order_of_ranks(made: Plain, world: Any) -> None:
+    rows = torch.arange(world.rank * 2).reshape(world.rank, 2) + 10 * world.rank  # 0, 1 and 2 rows
+    named = {"rows": rows, "number": torch.tensor(float(world.rank))}
+    found = made.all_gather(named if world.rank else dict(reversed(named.items())))
+    assert found["rows"].tolist() == [[10, 11], [20, 21], [22, 23]]
+    assert found["number"].tolist() == [0.0, 1.0, 2.0]
+    assert made.all_gather(torch.tensor([world.rank == 1])).tolist() == [False, True, False]
+    with pytest.raises(ValueError, match=r"\[\(1, 1\), \(1, 2\), \(1, 3\)\], rank by rank"):
+        made.all_gather(torch.zeros(1, world.rank + 1))
+
+
+def reductions_keep_the_form_and_the_argument(made: Plain, world: Any) -> None:
+    x = torch.tensor([float(world.rank), -float(world.rank)])
+    for op, expected, number in (("mean", [1.0, -1.0], 2.0), ("max", [2.0, 0.0], 3), ("sum", [3.0, -3.0], 6)):
+        named = {"x": x, "number": world.rank + 1}
+        found = made.all_reduce(named if world.rank else dict(reversed(named.items())), op)
+        assert found["x"].tolist() == expected
+        assert found["number"] == number
+        assert type(found["number"]) is type(number)
+    assert x.tolist() == [float(world.rank), -float(world.rank)]
+    assert made.all_reduce(0.1 * (world.rank + 1)) == pytest.approx(0.2, abs=1e-15)
+    assert made.all_reduce(2**53 + world.rank, "max") == 2**53 + 2
+    assert made.all_reduce(torch.tensor([world.rank, 1])).tolist() == [1.0, 1.0]
+    half = made.all_reduce(torch.full((1,), 1.0 if world.rank else 256.0, dtype=torch.bfloat16), "sum")
+    assert half.dtype == torch.bfloat16
+    assert half.item() == 258  # added up in bfloat16 it would still be 256
+
+
+class Recorded(ScriptedEngine):
+    """Notes how many prompts each batch had."""
+
+    def __init__(self) -> None:
+        super().__init__(RolloutConfig(max_response_tokens=6), vocabulary=20, stop_ids=[1])
+        self.batches: list[int] = []
+        self.load_weights([], version=0)
+
+    def _generate(self, prompts: Any, seeds: Any, temperature: float) -> Any:
+        self.batches.append(len(prompts))
+        return super()._generate(prompts, seeds, temperature)
+
+
+PORTIONS = [[[1], [2, 2], [3]], [], [[4]], [[5], [6, 6]]]
+
+
+def generate_body(world: Any) -> Any:
+    return {size: generate(world, size) for size in (1, 2, 4)}
+
+
+def generate(world: Any, engine_processes: int) -> Any:
+    made = Plain(0, 1.0, 1, 1)
+    engine = made.inference_engine = Recorded()
+    made.inference_engine_type = "scripted"
+    made.engine_processes = engine_processes
+    answers = made.gather_and_generate(SAMPLING, PORTIONS[world.rank])
+    assert engine.status is EngineStatus.SLEEPED
+    engine.load_weights([], version=1)
+    nobody = made.gather_and_generate(SAMPLING, [], sleep_engine=False)
+    with pytest.raises(EngineError, match="reads token ids only"):  # on every process, though one has the picture
+        made.gather_and_generate(SAMPLING, [[1]], all_images=["picture"] if world.rank == 1 else None)
+    local = made.engine_generate_local(SAMPLING, [[9]] * 4)
+    return answers, nobody, engine.batches[0] if engine.batches else 0, [each.output_token_ids for each in local]
+
+
+def test_every_process_gets_the_answers_to_its_own_prompts_whoever_shares_an_engine() -> None:
+    alone = Plain(0, 1.0, 1, 1)
+    alone.inference_engine = Recorded()
+    expected = alone.gather_and_generate(SAMPLING, sum(PORTIONS, []), sleep_engine=False)
+    ranks = run_ranks(4, generate_body)
+    # A process without prompts, and alone with its engine, is next asked by itself: for 4.
+    for size, batches in ((1, [3, 4, 1, 2]), (2, [3, 3, 3, 3]), (4, [6, 6, 6, 6])):
+        found = [rank[size] for rank in ranks]
+        assert [[each.prompt_token_ids for each in answers] for answers, *_ in found] == PORTIONS
+        assert [nobody for _, nobody, *_ in found] == [[]] * 4
+        assert [batch for *_, batch, _ in found] == batches
+        assert sum((answers for answers, *_ in found), []) == expected
+        local = {str(ids) for *_, ids in found}
+        assert len(local) == 4 // size, "one engine's processes draw alike, engines differently"
+
+
+def megatron_body(world: Any, folder: Path, output: Path) -> Any:
+    from rftmega.algorithms.losses import policy_loss
+    from rftmega.strategy.base import StrategyBase, is_actor
+    from rftmega.strategy.megatron import MegatronStrategy
+
+    config = config_of(folder, ParallelConfig(tensor=2))
+    config.rollout = RolloutConfig(engine="scripted", tensor=2, max_prompt_tokens=8, max_response_tokens=6)
+    made = MegatronStrategy(config, world, stop_ids=[1])
+    assert isinstance(made, StrategyBase)
+    assert (made.train_batch_size, made.micro_train_batch_size) == (16 * 8, 64 // 14)
+    policy = made.policy
+    assert is_actor(policy)
+    actor = made.unwrap_model(policy)
+    assert made.setup_inference_engine(made.args, "scripted", actor=policy) is made.inference_engine
+    mine = [[[5, 9, 100], [3]], [[7]]][world.rank]
+    answers = made.gather_and_generate({"temperature": 1.0}, mine)
+    assert [each.prompt_token_ids for each in answers] == mine
+    (first, *_), critic, *_ = made.prepare_models_and_optimizers(policy, None, [], None, made.args, max_steps=100)
+    assert first is policy
+    assert critic == (None, None, None)
+    for call, why in (
+        (lambda: made.backward(None, policy, None), r"Call policy.update\(experience, loss_fn\)"),
+        (lambda: made.optimizer_step(None, policy, None), "Call policy.update"),
+        (lambda: made.load_ckpt(policy, str(output)), "load_module_only=True"),
+        (
+            lambda: made.load_ckpt(policy, str(output), load_module_only=True, load_module_strict=False),
+            "leave weights at random",
+        ),
+    ):
+        with pytest.raises(NotImplementedError, match=why):
+            call()
+    for refused in (
+        lambda: made.prepare_models_and_optimizers(policy, None, [], None, made.args, max_steps=7),
+        lambda: made.create_optimizer(policy, lr=1.0),
+        lambda: made.setup_inference_engine(made.args, "vllm"),
+        lambda: made.update_engine_weights(object()),
+    ):
+        with pytest.raises(ValueError):
+            refused()
+    rows = rows_of([[5, 9, 100, 4, 4], [3, 8, 8]])
+    before = policy.log_probs(rows).logp
+    made.save_ckpt(policy, str(output), tag="a", client_state={"consumed_samples": 12})
+    made.maybe_offload_optimizer(actor.manager.optimizer)
+    made.maybe_load_optimizer(actor.manager.optimizer)
+    from tests.unit.experience.test_padded import own_experience
+
+    policy.update(own_experience(rows, reference=False), policy_loss())
+    changed = policy.log_probs(rows).logp
+    assert not torch.equal(before, changed)
+    made.save_ckpt(policy, str(output), tag="b", max_num=1, save_latest=False)
+    found = made.load_ckpt(policy, str(output), tag="b", load_module_only=True)
+    assert torch.equal(policy.log_probs(rows).logp, changed)
+    return found, sorted(path.name for path in output.iterdir())
+
+
+def test_the_strategy_of_megatron_generates_saves_and_loads_under_the_names_that_users_know(tmp_path: Path) -> None:
+    folder, output = save_tiny(tmp_path, "qwen3-tied"), tmp_path / "checkpoints"
+    for (path, state), files in run_ranks(2, megatron_body, folder, output):
+        assert path == str(output / "b")
+        assert state == {}
+        assert files == ["a", "b", "latest"]
+    assert (output / "latest").read_text() == "a"
+    assert json.loads((output / "a" / "client_state.json").read_text()) == {"consumed_samples": 12}

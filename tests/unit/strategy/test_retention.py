@@ -1,0 +1,73 @@
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rftmega.errors import CheckpointError
+from rftmega.strategy.retention import Saved, expired, find, point_to, rotate
+
+MB = 10**6
+
+
+def saved(*sizes: int) -> list[Saved]:
+    """Oldest first."""
+    return [Saved(str(number), len(sizes) - number, size) for number, size in enumerate(sizes)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "max_num", "max_mem", "gone"),
+    [
+        ((MB, MB, MB), 3, 100, []),
+        ((MB, MB, MB, MB), 3, 100, ["0"]),
+        ((MB, 5 * MB, MB), 3, 6, ["0"]),
+        ((MB, 5 * MB, MB), 3, 5, ["0", "1"]),
+        ((MB, 9 * MB), 3, 1, ["0"]),  # the newest stays although it alone is too large
+        ((MB, MB), 0, 100, ["0"]),
+        ((), 3, 100, []),
+    ],
+)
+def test_the_oldest_go_until_number_and_size_fit(sizes: tuple[int, ...], max_num: int, max_mem: float, gone: list[str]) -> None:
+    assert expired(saved(*sizes), max_num=max_num, max_mem=max_mem) == gone
+    assert expired(saved(*sizes)[::-1], max_num=max_num, max_mem=max_mem) == gone
+
+
+@settings(max_examples=30)
+@given(st.lists(st.integers(0, 5 * MB), min_size=1, max_size=8), st.integers(1, 9), st.integers(0, 20))
+def test_what_stays_is_the_longest_run_of_the_newest_that_fits(sizes: list[int], max_num: int, max_mem: int) -> None:
+    kept = len(sizes) - len(expired(saved(*sizes), max_num=max_num, max_mem=max_mem))
+    fits = [n for n in range(1, len(sizes) + 1) if n <= max_num and sum(sizes[-n:]) <= max_mem * MB]
+    assert kept == max(fits, default=1)
+
+
+def checkpoint(folder: Path, name: str, when: int) -> None:
+    (folder / name).mkdir()
+    (folder / name / "weights").write_bytes(b"x" * 1000)
+    os.utime(folder / name, (when, when))
+
+
+def test_complete_folders_are_rotated_and_drafts_and_the_pointer_left_alone(tmp_path: Path) -> None:
+    for when, name in enumerate(["c", "b", "a", "d.incomplete"]):
+        checkpoint(tmp_path, name, when)
+    point_to(tmp_path, "a")
+    assert rotate(tmp_path, max_num=3, max_mem=0.0025) == ["c"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "d.incomplete", "latest"]
+
+
+def test_what_the_pointer_names_stays_although_it_is_old(tmp_path: Path) -> None:
+    for when, name in enumerate(["old", "older_than_new", "new"]):
+        checkpoint(tmp_path, name, when)
+    point_to(tmp_path, "old")
+    assert rotate(tmp_path, max_num=1, max_mem=1) == ["older_than_new"]
+    assert find(tmp_path, None).name == "old"
+
+
+def test_the_latest_is_found_and_a_missing_one_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no file named latest"):
+        find(tmp_path, None)
+    checkpoint(tmp_path, "one", 0)
+    point_to(tmp_path, "one")
+    assert find(tmp_path, None) == find(tmp_path, "one") == tmp_path / "one"
+    with pytest.raises(CheckpointError, match="no checkpoint 'two'"):
+        find(tmp_path, "two")
