@@ -74,15 +74,18 @@ def prepare() -> None:
 
 def train(config: RunConfig) -> None:
     """One run, from prompts to an exported policy."""
-    from rftmega.data import PromptOrder, Tokenizer, load_prompts
+    from rftmega.data import Tokenizer, load_prompts, order_of
     from rftmega.rewards import RuleReward
+    from rftmega.types import Prompt
 
     # Data first: what is wrong with it shows before the heavy imports.
     tokenizer = Tokenizer(config.model.path)
-    prompts, held_out = (
-        load_prompts(path, tokenizer, config.data, max_prompt_tokens=config.rollout.max_prompt_tokens) if path else []
-        for path in (config.data.train, config.data.eval)
-    )
+
+    def load(source: str) -> list[Prompt]:
+        return load_prompts(source, tokenizer, config.data, max_prompt_tokens=config.rollout.max_prompt_tokens)
+
+    order = order_of(config.data, load, batch_size=config.trainer.prompts_per_step, seed=config.trainer.seed)
+    held_out = load(config.data.eval) if config.data.eval else []
     reward = RuleReward(config.reward, tokenizer.decode)
 
     from rftmega.parallel import launch
@@ -116,7 +119,6 @@ def train(config: RunConfig) -> None:
             seed=config.trainer.seed,
             callbacks=observers,
         )
-        order = PromptOrder(prompts, batch_size=config.trainer.prompts_per_step, seed=config.trainer.seed)
         trainer.fit(order, steps=config.trainer.steps)
         strategy.close()
 

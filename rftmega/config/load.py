@@ -5,7 +5,7 @@ import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 import yaml
 from omegaconf import OmegaConf
@@ -81,10 +81,10 @@ def recipe(name: str) -> dict[str, Any]:
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}."""
+    """{"a": {"b": 1}} -> {"a.b": 1}; the value of an option that is a dict stays one."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and get_origin(dict(options()).get(f"{prefix}{key}")) is not dict:
             flat |= flatten(value, f"{prefix}{key}.")
         else:
             flat[f"{prefix}{key}"] = value

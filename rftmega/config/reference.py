@@ -33,4 +33,5 @@ def _explained(body: Sequence[ast.stmt]) -> Iterator[tuple[ast.AnnAssign, str]]:
 def _described(prefix: str, option: ast.AnnAssign, doc: str) -> str:
     assert option.value is not None
     default = ast.unparse(option.value)
-    return f"  {prefix}{ast.unparse(option.target)} = {'required' if default == 'MISSING' else default}\n      {doc}"
+    shown = {"MISSING": "required", "field(default_factory=dict)": "{}"}.get(default, default)
+    return f"  {prefix}{ast.unparse(option.target)} = {shown}\n      {doc}"

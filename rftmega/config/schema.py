@@ -124,11 +124,14 @@ class RolloutConfig:
 
 @dataclass
 class DataConfig:
-    train: str = MISSING
-    """JSONL file of training prompts, one object a line."""
+    train: str = ""
+    """Training data: .jsonl, .parquet or .arrow, or a folder that `datasets` saved ("folder#train": one split of several)."""
+
+    sources: dict[str, float] = field(default_factory=dict)
+    """Instead of data.train: several of them, each with the weight of its share, as {a.jsonl: 3, b.parquet: 1}."""
 
     eval: str = ""
-    """JSONL file of held-out prompts; empty: no evaluation."""
+    """Held-out prompts, in one of data.train's formats; empty: no evaluation."""
 
     prompt_key: str = "prompt"
     """Key of the prompt: a string, or a list of chat messages."""
@@ -136,11 +139,20 @@ class DataConfig:
     label_key: str = "label"
     """Key of what the reward compares an answer with."""
 
+    response_key: str = "response"
+    """Supervised data: key of the answer to learn (none where the prompt's chat messages end with it)."""
+
+    chosen_key: str = "chosen"
+    """Preference data: key of the better answer."""
+
+    rejected_key: str = "rejected"
+    """Preference data: key of the worse answer."""
+
     chat_template: bool = False
     """Apply the tokenizer's chat template to prompts given as strings, too."""
 
     too_long: str = "error"
-    """A prompt over rollout.max_prompt_tokens is an error, or is dropped with a count (drop)."""
+    """What is over rollout.max_prompt_tokens (max_response_tokens) is an error, or is dropped with a count (drop)."""
 
 
 @dataclass

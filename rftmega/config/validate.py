@@ -7,7 +7,8 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from rftmega.config.schema import AlgorithmConfig, OptimizerConfig, ParallelConfig, RunConfig
+from rftmega.config.schema import AlgorithmConfig, DataConfig, OptimizerConfig, ParallelConfig, RunConfig
+from rftmega.config.sources import LONGEST_CYCLE, shares, split_source
 
 CHOICES = {
     "strategy": ("colocated", "separate"),
@@ -70,6 +71,11 @@ NOT_NEGATIVE = (
     "trainer.max_attention_per_micro_batch",
     "trainer.attention_weight",
 )
+READ_FROM = {  # which of data's keys are read, by what a run learns from
+    "prompts": ("label_key",),
+    "supervised": ("response_key",),
+    "preferences": ("chosen_key", "rejected_key"),
+}
 
 
 def value_of(config: RunConfig, name: str) -> Any:
@@ -89,7 +95,7 @@ def violations(config: RunConfig, world_size: int) -> list[str]:
     if not numbers:  # the arithmetic below needs sizes that make sense
         numbers = _layout(config.parallel, world_size) + _overlap(config.optimizer) + _engine(config, world_size) + _batch(config)
         numbers += _algorithm(config.algorithm)
-    return choices + numbers + _files(config)
+    return choices + numbers + _data(config.data) + _files(config)
 
 
 def _ranges(config: RunConfig) -> list[str]:
@@ -223,6 +229,25 @@ def _batch(config: RunConfig) -> list[str]:
     return found
 
 
+def _data(data: DataConfig, *, learns_from: str = "prompts") -> list[str]:
+    """`learns_from`, one of READ_FROM: the kind of data that a run reads."""
+    found = []
+    if data.sources and data.train:
+        found.append(f"data.train={data.train} and data.sources are both given. Leave one out, or name it among the sources.")
+    if not (data.sources or data.train):
+        found.append("data.train must be given, or data.sources.")
+    odd = {source: weight for source, weight in data.sources.items() if not 0 < weight < math.inf}
+    found += [f"data.sources: the weight {weight} of {source} must be positive and finite." for source, weight in odd.items()]
+    if data.sources and not odd and (cycle := sum(shares(list(data.sources.values())))) > LONGEST_CYCLE:
+        found.append(
+            f"data.sources: the weights are exact only after {cycle} examples, more than {LONGEST_CYCLE}. Round them, as to 0.25."
+        )
+    for option in sorted({option for read in READ_FROM.values() for option in read} - set(READ_FROM[learns_from])):
+        if (value := getattr(data, option)) != getattr(DataConfig, option):
+            found.append(f"data.{option}={value}: nothing reads it, since this run learns from {learns_from}. Leave it out.")
+    return found
+
+
 def _files(config: RunConfig) -> list[str]:
     found = []
     folder = Path(config.model.path)
@@ -232,10 +257,11 @@ def _files(config: RunConfig) -> list[str]:
         if not (folder / "config.json").is_file():
             found.append(f"model.path={folder} holds no config.json.")
         found += _weights(folder)
-    for name in ("data.train", "data.eval"):
-        path = value_of(config, name)
-        if path and not Path(str(path)).is_file():
-            found.append(f"{name}={path} is not a file.")
+    data = config.data
+    named = [("data.train=", data.train), *(("data.sources: ", source) for source in data.sources), ("data.eval=", data.eval)]
+    found += [
+        f"{name}{source} is not a file or folder." for name, source in named if source and not split_source(source)[0].exists()
+    ]
     return found
 
 

@@ -1,7 +1,7 @@
-"""Prompts from files, in a seeded order."""
+"""Prompts, answers to learn and preferences from files, in a seeded order."""
 
 from rftmega.data.prompts import load_prompts
-from rftmega.data.sampler import PromptOrder
+from rftmega.data.sampler import MixedOrder, PromptOrder, order_of
 from rftmega.data.tokenizer import Tokenizer
 
-__all__ = ["PromptOrder", "Tokenizer", "load_prompts"]
+__all__ = ["MixedOrder", "PromptOrder", "Tokenizer", "load_prompts", "order_of"]
