@@ -1,7 +1,7 @@
 """From records to examples. Every record is checked before the first example is used."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -53,18 +53,3 @@ def required(record: Record, key: str, option: str) -> Any:
     if key not in record:
         raise DataError(f'no "{key}" among the keys {sorted(record)} (the key is set by {option}).')
     return record[key]
-
-
-def text_or_messages(value: Any, key: str) -> str | list[dict[str, str]]:
-    """`value` as a prompt. Raises DataError where it is neither text nor chat messages, or is empty."""
-    if not isinstance(value, str | list) or not value:
-        raise DataError(f'"{key}" must be a string or a list of chat messages, and not empty.')
-    return value
-
-
-def check_length(what: str, ids: Sequence[int], option: str, limit: int) -> None:
-    """Raises TooLong for more than `limit` tokens."""
-    if len(ids) > limit:
-        raise TooLong(
-            f"the {what} has {len(ids)} tokens, {option} is {limit}. Raise it, shorten the {what}, or set data.too_long=drop."
-        )
