@@ -58,7 +58,7 @@ def pairwise_loss() -> LossFn:
 
 def last_value(values: Tensor, rows: Rows) -> Tensor:
     """[B]: the value after each row's last token. `values` [B, T] are of `rows`, which `Rows.with_end` gave."""
-    return values.gather(1, (rows.lengths - 2)[:, None])[:, 0] if len(rows) else values.sum(1)
+    return values.gather(1, (rows.lengths - 2)[:, None])[:, 0]
 
 
 def _at_end(values: Tensor, rows: Rows) -> Tensor:

@@ -76,6 +76,7 @@ def test_the_pairwise_loss_is_its_formula(seed: int) -> None:
     assert reduced(loss).item() == pytest.approx(value, rel=1e-6)
     torch.testing.assert_close(values.grad, gradient, atol=1e-6, rtol=1e-6)
     assert int(loss.count) == 3
+    assert not any(metric.requires_grad for metric in loss.metrics.values())
     mean = {name: ((metric * loss.weight).sum() / loss.count).item() for name, metric in loss.metrics.items()}
     last = [float(values[b, n - 1].detach()) for b, n in enumerate(LENGTHS)]
     assert mean["chosen_reward"] == pytest.approx(sum(last[::2]) / 3)
