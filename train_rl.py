@@ -74,18 +74,20 @@ def prepare() -> None:
 
 def train(config: RunConfig) -> None:
     """One run, from prompts to an exported policy."""
-    from rftmega.data import PromptOrder, Tokenizer, load_prompts
+    from rftmega.data import Tokenizer, load_prompts, order_of
     from rftmega.rewards import check_prompts, create
+    from rftmega.types import Prompt
 
     # Data first: what is wrong with it shows before the heavy imports.
     tokenizer = Tokenizer(config.model.path)
-    longest = config.rollout.max_prompt_tokens
-    prompts, *others = (
-        load_prompts(path, tokenizer, config.data, max_prompt_tokens=longest)
-        for path in (config.data.train, *config.data.held_out.values())
-    )
-    held_out = dict(zip(config.data.held_out, others, strict=True))
-    check_prompts(config.reward, [prompt for each in (prompts, *others) for prompt in each])
+
+    def load(source: str) -> list[Prompt]:
+        prompts = load_prompts(source, tokenizer, config.data, max_prompt_tokens=config.rollout.max_prompt_tokens)
+        check_prompts(config.reward, prompts)
+        return prompts
+
+    order = order_of(config.data, load, batch_size=config.trainer.prompts_per_step, seed=config.trainer.seed)
+    held_out = {name: load(source) for name, source in config.data.held_out.items()}
     reward = create(config.reward, tokenizer.decode)
 
     from rftmega.parallel import launch
@@ -135,7 +137,6 @@ def train(config: RunConfig) -> None:
             seed=config.trainer.seed,
             callbacks=observers,
         )
-        order = PromptOrder(prompts, batch_size=config.trainer.prompts_per_step, seed=config.trainer.seed)
         trainer.fit(order, steps=config.trainer.steps)
         strategy.close()
 

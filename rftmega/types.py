@@ -54,6 +54,16 @@ class Rows:
         width = int(lengths.max()) if len(index) else 1
         return Rows(self.tokens[index, :width], self.prompt_lengths[index], lengths)
 
+    def with_end(self) -> "Rows":
+        """The rows with one more place behind each, for scores of whole answers.
+
+        A model is fed all tokens of a row but the last, which is a target only. A value model's word on the whole answer is its
+        value after the last token: with a target behind that (0, never fed, never predicted) it stands in column lengths - 2
+        of the longer row. `algorithms.supervised.last_value` reads it there.
+        """
+        more = self.tokens.new_zeros(len(self.tokens), 1)
+        return Rows(torch.cat([self.tokens, more], dim=1), self.prompt_lengths, self.lengths + 1)
+
     @property
     def mask(self) -> Tensor:
         """[B, T] True where the target is a response token."""

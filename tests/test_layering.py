@@ -34,6 +34,8 @@ ONLY_IN = {
     "torch.cuda": "device",
     "vllm": "rollout",
     "transformers": "rollout data",
+    "pyarrow": "data",
+    "datasets": "data",
 }
 RELATIVE = "a relative import"
 LIGHT = {"config": ("torch", "transformers", "megatron", "vllm")}  # units whose import must cost nothing

@@ -14,9 +14,11 @@ from rftmega.config.schema import (
     RunConfig,
     TrainerConfig,
 )
+from rftmega.config.sources import LONGEST_CYCLE, shares, split_source
 from rftmega.config.validate import violations
 
 __all__ = [
+    "LONGEST_CYCLE",
     "AlgorithmConfig",
     "CriticConfig",
     "DataConfig",
@@ -30,5 +32,7 @@ __all__ = [
     "load",
     "option_reference",
     "parse_override",
+    "shares",
+    "split_source",
     "violations",
 ]

@@ -124,11 +124,14 @@ class RolloutConfig:
 
 @dataclass
 class DataConfig:
-    train: str = MISSING
-    """JSONL file of training prompts, one object a line."""
+    train: str = ""
+    """Training data: .jsonl, .parquet or .arrow, or a folder that `datasets` saved ("folder#train": one split of several)."""
+
+    sources: dict[str, float] = field(default_factory=dict)
+    """Instead of data.train: several of them, each with the weight of its share, as {a.jsonl: 3, b.parquet: 1}."""
 
     eval: str = ""
-    """JSONL file of held-out prompts; empty: no evaluation (or data.evals)."""
+    """Held-out prompts, in one of data.train's formats; empty: no evaluation (or data.evals)."""
 
     evals: dict[str, str] = field(default_factory=dict)
     """Several such files by name, e.g. data.evals.easy=FILE; metrics are then eval_easy_..., of the one file eval_..."""
@@ -140,13 +143,22 @@ class DataConfig:
     """Key of what the reward compares an answer with."""
 
     kind_key: str = "kind"
-    """Key of the kind of task, which reward.recipe speaks about; a line may go without."""
+    """Key of the kind of task, which reward.recipe speaks about; a record may go without."""
+
+    response_key: str = "response"
+    """Supervised data: key of the answer to learn (none where the prompt's chat messages end with it)."""
+
+    chosen_key: str = "chosen"
+    """Preference data: key of the better answer."""
+
+    rejected_key: str = "rejected"
+    """Preference data: key of the worse answer."""
 
     chat_template: bool = False
     """Apply the tokenizer's chat template to prompts given as strings, too."""
 
     too_long: str = "error"
-    """A prompt over rollout.max_prompt_tokens is an error, or is dropped with a count (drop)."""
+    """What is over rollout.max_prompt_tokens (max_response_tokens) is an error, or is dropped with a count (drop)."""
 
     @property
     def held_out(self) -> dict[str, str]:

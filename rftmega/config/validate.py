@@ -18,6 +18,7 @@ from rftmega.config.schema import (
     RunConfig,
     TrainerConfig,
 )
+from rftmega.config.sources import LONGEST_CYCLE, shares, split_source
 
 AS_THE_POLICY = ("parallel.", "optimizer.")  # sections that the critic has, too, and takes from there what it is not given
 CHOICES = {
@@ -114,6 +115,11 @@ NOT_NEGATIVE = (
     "trainer.trajectories",
     "trainer.attention_weight",
 )
+READ_FROM = {  # which of data's keys are read, by what a run learns from
+    "prompts": ("label_key",),
+    "supervised": ("response_key",),
+    "preferences": ("chosen_key", "rejected_key"),
+}
 
 
 def value_of(config: RunConfig, name: str) -> Any:
@@ -134,7 +140,7 @@ def violations(config: RunConfig, world_size: int) -> list[str]:
         numbers = _layout(config.parallel, world_size) + _overlap(config.optimizer) + _engine(config, world_size) + _batch(config)
         numbers += _algorithm(config.algorithm) + _critic(config, world_size) + _reward(config)
         numbers += _evaluation(config)
-    return choices + numbers + _files(config)
+    return choices + numbers + _data(config.data) + _files(config)
 
 
 def _ranges(config: RunConfig) -> list[str]:
@@ -373,6 +379,25 @@ def _reward(config: RunConfig) -> list[str]:
     return found
 
 
+def _data(data: DataConfig, *, learns_from: str = "prompts") -> list[str]:
+    """`learns_from`, one of READ_FROM: the kind of data that a run reads."""
+    found = []
+    if data.sources and data.train:
+        found.append(f"data.train={data.train} and data.sources are both given. Leave one out, or name it among the sources.")
+    if not (data.sources or data.train):
+        found.append("data.train must be given, or data.sources.")
+    odd = {source: weight for source, weight in data.sources.items() if not 0 < weight < math.inf}
+    found += [f"data.sources: the weight {weight} of {source} must be positive and finite." for source, weight in odd.items()]
+    if data.sources and not odd and (cycle := sum(shares(list(data.sources.values())))) > LONGEST_CYCLE:
+        found.append(
+            f"data.sources: the weights are exact only after {cycle} examples, more than {LONGEST_CYCLE}. Round them, as to 0.25."
+        )
+    for option in sorted({option for read in READ_FROM.values() for option in read} - set(READ_FROM[learns_from])):
+        if (value := getattr(data, option)) != getattr(DataConfig, option):
+            found.append(f"data.{option}={value}: nothing reads it, since this run learns from {learns_from}. Leave it out.")
+    return found
+
+
 def _files(config: RunConfig) -> list[str]:
     found = []
     folder = Path(config.model.path)
@@ -384,11 +409,12 @@ def _files(config: RunConfig) -> list[str]:
         found += _weights(folder)
     if config.critic.path and config.algorithm.advantage == "gae" and not (Path(config.critic.path) / "config.json").is_file():
         found.append(f"critic.path={config.critic.path} holds no config.json. Give a Hugging Face folder.")
-    named = {"data.train": config.data.train, "data.eval": config.data.eval}
-    named |= {f"data.evals.{name}": path for name, path in config.data.evals.items()}
-    for name, path in named.items():
-        if (path or name.startswith("data.evals.")) and not Path(path).is_file():
-            found.append(f"{name}={path} is not a file.")
+    data = config.data
+    named = [("data.train=", data.train), *(("data.sources: ", source) for source in data.sources), ("data.eval=", data.eval)]
+    named += [(f"data.evals.{name}=", source or " ") for name, source in data.evals.items()]
+    found += [
+        f"{name}{source} is not a file or folder." for name, source in named if source and not split_source(source)[0].exists()
+    ]
     return found
 
 

@@ -1,7 +1,21 @@
-"""Prompts from files, in a seeded order."""
+"""Prompts, answers to learn and preferences from files, in a seeded order."""
 
+from rftmega.data.preference import Pair, load_preferences, pair_rows
 from rftmega.data.prompts import load_prompts
-from rftmega.data.sampler import PromptOrder
+from rftmega.data.sampler import MixedOrder, PromptOrder, order_of
+from rftmega.data.supervised import Example, load_supervised, rows_of
 from rftmega.data.tokenizer import Tokenizer
 
-__all__ = ["PromptOrder", "Tokenizer", "load_prompts"]
+__all__ = [
+    "Example",
+    "MixedOrder",
+    "Pair",
+    "PromptOrder",
+    "Tokenizer",
+    "load_preferences",
+    "load_prompts",
+    "load_supervised",
+    "order_of",
+    "pair_rows",
+    "rows_of",
+]

@@ -1,36 +1,105 @@
-"""In which order prompts are used: epochs without repetition, each shuffled by its own seed."""
+"""In which order examples are used: epochs without repetition, each shuffled by its own seed; sources mixed by weight."""
 
 import functools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Generic, TypeVar
 
-from rftmega.types import Prompt
+from rftmega.config import DataConfig, shares
+
+T = TypeVar("T")
 
 
-class PromptOrder:
-    """An endless stream of batches. `position` counts prompts handed out and is all that a resume needs."""
+def order_of(
+    data: DataConfig, load: Callable[[str], Sequence[T]], *, batch_size: int, seed: int, position: int = 0
+) -> "PromptOrder[T]":
+    """The order of data.train or data.sources; `load` gives the examples of one path."""
+    if not data.sources:
+        return PromptOrder(load(data.train), batch_size=batch_size, seed=seed, position=position)
+    sources = [load(source) for source in data.sources]
+    return MixedOrder(sources, list(data.sources.values()), batch_size=batch_size, seed=seed, position=position)
 
-    def __init__(self, prompts: Sequence[Prompt], *, batch_size: int, seed: int, position: int = 0):
-        self.prompts = prompts
+
+class PromptOrder(Generic[T]):
+    """An endless stream of batches of prompts, or other examples. `position` counts those handed out and is all that a resume
+    needs.
+    """
+
+    def __init__(self, prompts: Sequence[T], *, batch_size: int, seed: int, position: int = 0):
         self.batch_size = batch_size
-        self.seed = seed
         self.position = position
+        self._epochs = Epochs(prompts, seed)
 
-    def __iter__(self) -> Iterator[list[Prompt]]:
+    def __iter__(self) -> Iterator[list[T]]:
         while True:
-            batch = [self._prompt(self.position + i) for i in range(self.batch_size)]
+            batch = [self.at(self.position + i) for i in range(self.batch_size)]
             self.position += self.batch_size
             yield batch
 
-    def _prompt(self, position: int) -> Prompt:
-        epoch, offset = divmod(position, len(self.prompts))
-        return self.prompts[_epoch_order(self.seed, epoch, len(self.prompts))[offset]]
+    def at(self, position: int) -> T:
+        """The example that is handed out after `position` others."""
+        return self._epochs.at(position)
 
 
-@functools.lru_cache(maxsize=2)
-def _epoch_order(seed: int, epoch: int, size: int) -> list[int]:
-    order = list(range(size))
-    random.Random(f"{seed}/{epoch}").shuffle(order)
+class MixedOrder(PromptOrder[T]):
+    """The same of several sources, each in epochs of its own: of the first n examples a source with the share w gives more than
+    n w - 1 and less than n w + 1, for every n, and exactly its share after each whole cycle (see `cycle`).
+    """
+
+    def __init__(
+        self, sources: Sequence[Sequence[T]], weights: Sequence[float], *, batch_size: int, seed: int, position: int = 0
+    ):
+        """`weights` (positive, one a source) need not add up to 1."""
+        self.batch_size = batch_size
+        self.position = position
+        self._sources = [Epochs(source, f"{seed}/{number}") for number, source in enumerate(sources)]
+        self._shares = shares(weights)
+        self._cycle = cycle(self._shares)
+        taken = [0] * len(sources)
+        self._before = []  # how many of the same source come earlier in the cycle
+        for source in self._cycle:
+            self._before.append(taken[source])
+            taken[source] += 1
+
+    def at(self, position: int) -> T:
+        number, place = divmod(position, len(self._cycle))
+        source = self._cycle[place]
+        return self._sources[source].at(number * self._shares[source] + self._before[place])
+
+
+class Epochs(Generic[T]):
+    """Endlessly all of `items`, each epoch in an order of its own."""
+
+    def __init__(self, items: Sequence[T], seed: int | str):
+        self.items = items
+        self.seed = seed
+        self._order = functools.lru_cache(maxsize=2)(self._shuffled)
+
+    def at(self, position: int) -> T:
+        epoch, offset = divmod(position, len(self.items))
+        return self.items[self._order(epoch)[offset]]
+
+    def _shuffled(self, epoch: int) -> list[int]:
+        order = list(range(len(self.items)))
+        random.Random(f"{self.seed}/{epoch}").shuffle(order)
+        return order
+
+
+def cycle(shares: Sequence[int]) -> list[int]:
+    """Which source's turn it is in each of sum(shares) places; source s has shares[s] of them, spread evenly.
+
+    Item j of a source with share a of A must stand at or after place floor(j A / a) and before ceil((j + 1) A / a), or its
+    count would leave n a / A by one or more at some prefix n. Such an order exists (Tijdeman, The chairman assignment problem,
+    1980), and the earliest deadline first finds it, since every item takes one place.
+    """
+    whole = sum(shares)
+    taken = [0] * len(shares)
+    order = []
+    for place in range(whole):
+        open_ = (s for s, share in enumerate(shares) if taken[s] * whole < (place + 1) * share)
+        source = min(open_, key=lambda s: (-(-(taken[s] + 1) * whole // shares[s]), s))
+        order.append(source)
+        taken[source] += 1
     return order
 
 

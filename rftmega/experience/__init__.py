@@ -2,5 +2,6 @@
 
 from rftmega.experience.maker import ExperienceMaker
 from rftmega.experience.samples import collect
+from rftmega.experience.supervised import given
 
-__all__ = ["ExperienceMaker", "collect"]
+__all__ = ["ExperienceMaker", "collect", "given"]

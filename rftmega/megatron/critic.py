@@ -23,6 +23,6 @@ class MegatronCritic:
         """[B, T] on the host; no gradient. Column t is the value of the state in which target t + 1 is chosen."""
         return self.passes.score(rows).value
 
-    def update(self, experience: Experience, loss_fn: LossFn) -> Metrics:
+    def update(self, experience: Experience, loss_fn: LossFn, *, group_size: int = 1) -> Metrics:
         """One optimizer step for each mini-batch; see `Passes.update`. `loss_fn` gets TokenValues."""
-        return self.passes.update(experience, loss_fn)
+        return self.passes.update(experience, loss_fn, group_size=group_size)

@@ -46,25 +46,27 @@ class Passes:
             canvas[:, index, : values.shape[-1]] = values
         return self.stats(*self.topology.sum_of_speakers(canvas).cpu())
 
-    def update(self, experience: Experience, loss_fn: LossFn) -> Metrics:
+    def update(self, experience: Experience, loss_fn: LossFn, *, group_size: int = 1) -> Metrics:
         """One optimizer step for each mini-batch (consecutive rows); metrics are averaged over the steps taken.
 
-        A step with non-finite gradients is skipped on all processes alike and counted in "skipped_steps".
+        Each `group_size` consecutive rows come before `loss_fn` together. A step with non-finite gradients is skipped on all
+        processes alike and counted in "skipped_steps".
         """
-        parts = torch.arange(len(experience)).tensor_split(min(self.cfg.algorithm.mini_batches, len(experience)))
-        steps = [self._optimizer_step(experience.select(index), loss_fn) for index in parts]
+        groups = torch.arange(len(experience)).view(-1, group_size)
+        parts = groups.tensor_split(min(self.cfg.algorithm.mini_batches, len(groups)))
+        steps = [self._optimizer_step(experience.select(index.flatten()), loss_fn, group_size) for index in parts]
         self.manager.finish_param_sync()
         taken = [step for step in steps if not step["skipped_steps"]]
         averaged = taken or steps
         mean = {name: sum(step[name] for step in averaged) / len(averaged) for name in steps[0]}
         return mean | {"skipped_steps": float(len(steps) - len(taken))}
 
-    def _optimizer_step(self, experience: Experience, loss_fn: LossFn) -> Metrics:
+    def _optimizer_step(self, experience: Experience, loss_fn: LossFn, group_size: int) -> Metrics:
         learning_rate = self.manager.learning_rate
         for chunk in self.manager.model:
             chunk.train()
         self.manager.zero_grad()
-        indices = self._micro_batches(experience.lengths)
+        indices = self._micro_batches(experience.lengths, group_size)
         batches = [(experience.rows.select(index), experience.select(index).to(self.manager.where)) for index in indices]
         micro_sums = self._run(batches, self.finish(loss_fn), forward_only=False)
         metrics = self._mean(micro_sums, loss_fn, experience)
@@ -73,7 +75,7 @@ class Passes:
             self.after_step()
         return metrics | {"grad_norm": grad_norm, "learning_rate": learning_rate, "skipped_steps": float(not taken)}
 
-    def _micro_batches(self, lengths: Tensor) -> list[Tensor]:
+    def _micro_batches(self, lengths: Tensor, group_size: int = 1) -> list[Tensor]:
         plan = plan_micro_batches(
             lengths.tolist(),
             data_parallel=self.topology.data,
@@ -82,6 +84,7 @@ class Passes:
             attention_weight=self.cfg.trainer.attention_weight,
             # The interleaved schedule hands micro-batches round the stages in groups of as many as there are stages.
             multiple_of=self.topology.pipeline if len(self.manager.model) > 1 else 1,
+            group_size=group_size,
         )
         return [torch.tensor(rows, dtype=torch.int64) for rows in plan[self.topology.data_rank]]
 

@@ -12,19 +12,26 @@ def plan_micro_batches(
     attention_cap: int | None = None,
     attention_weight: float = 0.0,
     multiple_of: int = 1,
+    group_size: int = 1,
 ) -> list[list[list[int]]]:
     """Rows -> [rank][micro-batch] -> row indices. Every rank gets the same number of micro-batches; some may be empty.
 
     A row of n tokens costs n + attention_weight * n^2 (the share of attention in a layer's work grows with the row). Ranks
     get equal cost by Karmarkar-Karp differencing; a rank's micro-batches hold at most `token_cap` tokens and `attention_cap`
     squared tokens. Their number is a multiple of `multiple_of`, which the interleaved pipeline schedule asks for.
-    Raises AssertionError for a row over a cap (the config check refuses it before).
+    Each `group_size` consecutive rows stay together, side by side in their order: a loss over pairs needs both.
+    Raises AssertionError for a group over a cap (the config check refuses it before), and for a last one that is incomplete.
     """
-    longest = max(lengths, default=0)
+    assert len(lengths) % group_size == 0, (len(lengths), group_size)
+    groups = [list(range(first, first + group_size)) for first in range(0, len(lengths), group_size)]
+    tokens = [sum(lengths[row] for row in rows) for rows in groups]
+    squares = [sum(lengths[row] ** 2 for row in rows) for rows in groups]
+    longest, largest = max(tokens, default=0), max(squares, default=0)
     assert longest <= token_cap, (longest, token_cap)
-    assert attention_cap is None or longest**2 <= attention_cap, (longest**2, attention_cap)
-    costs = [n + attention_weight * n * n for n in lengths]
-    plan = [_first_fit(rows, lengths, token_cap, attention_cap) for rows in karmarkar_karp(costs, data_parallel)]
+    assert attention_cap is None or largest <= attention_cap, (largest, attention_cap)
+    costs = [sum(lengths[row] + attention_weight * lengths[row] * lengths[row] for row in rows) for rows in groups]
+    found = [_first_fit(items, tokens, squares, token_cap, attention_cap) for items in karmarkar_karp(costs, data_parallel)]
+    plan = [[[row for group in batch for row in groups[group]] for batch in batches] for batches in found]
     count = max(1, *(len(batches) for batches in plan))
     count = -(-count // multiple_of) * multiple_of
     return [batches + [[] for _ in range(count - len(batches))] for batches in plan]
@@ -50,22 +57,20 @@ def karmarkar_karp(costs: Sequence[float], parts: int) -> list[list[int]]:
     return sorted((sorted(items) for items in parts_found), key=lambda items: items or [len(costs)])
 
 
-def _first_fit(rows: Sequence[int], lengths: Sequence[int], token_cap: int, attention_cap: int | None) -> list[list[int]]:
-    """Longest rows first, each into the first micro-batch that has room."""
+def _first_fit(
+    items: Sequence[int], tokens: Sequence[int], squares: Sequence[int], token_cap: int, attention_cap: int | None
+) -> list[list[int]]:
+    """Longest items first, each into the first micro-batch that has room."""
     batches: list[list[int]] = []
-    tokens: list[int] = []
-    squares: list[int] = []
-    for row in sorted(rows, key=lambda row: (-lengths[row], row)):
-        n = lengths[row]
-        for i in range(len(batches)):
-            if tokens[i] + n <= token_cap and (attention_cap is None or squares[i] + n * n <= attention_cap):
+    held: list[tuple[int, int]] = []  # tokens and squared tokens of each
+    for item in sorted(items, key=lambda item: (-tokens[item], item)):
+        n, square = tokens[item], squares[item]
+        for i, (some, more) in enumerate(held):
+            if some + n <= token_cap and (attention_cap is None or more + square <= attention_cap):
+                batches[i].append(item)
+                held[i] = (some + n, more + square)
                 break
         else:
-            i = len(batches)
-            batches.append([])
-            tokens.append(0)
-            squares.append(0)
-        batches[i].append(row)
-        tokens[i] += n
-        squares[i] += n * n
+            batches.append([item])
+            held.append((n, square))
     return batches

@@ -1,4 +1,5 @@
 import json
+import math
 import subprocess
 import sys
 from dataclasses import fields
@@ -8,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rftmega.config import RunConfig, load, option_reference, parse_override, violations
+from rftmega.config import RunConfig, load, option_reference, parse_override, shares, violations
 from rftmega.config.load import options, recipe
 from rftmega.config.validate import CHOICES, value_of
 from rftmega.errors import ConfigError
@@ -57,7 +58,7 @@ def test_every_problem_of_a_file_is_in_one_error(tmp_path: Path) -> None:
     path.write_text("trainer: {stepz: 1, seed: abc}\nmodle: {path: x}\n")
     with pytest.raises(ConfigError) as caught:
         load(path)
-    for part in ("trainer.stepz", "trainer.seed='abc'", "modle.path", "model.path must be given", "data.train must be given"):
+    for part in ("trainer.stepz", "trainer.seed='abc'", "modle.path", "model.path must be given"):
         assert part in str(caught.value)
 
 
@@ -148,14 +149,19 @@ def test_a_sound_config_has_no_violations(config_file: Path) -> None:
         ("rollout.memory_fraction=7", 1, "rollout.memory_fraction=7.0 must be below 1"),
         ("trainer.seed=1", 0, "--processes 0 must be at least 1"),
         ("model.path=/nowhere", 1, "model.path=/nowhere is not a folder"),
-        ("data.eval=/nowhere", 1, "data.eval=/nowhere is not a file"),
-        ("data.evals.hard=/nowhere", 1, "data.evals.hard=/nowhere is not a file"),
+        ("data.eval=/nowhere", 1, "data.eval=/nowhere is not a file or folder"),
+        ("data.evals.hard=/nowhere", 1, "data.evals.hard=/nowhere is not a file or folder"),
         ("trainer.eval_every=5", 1, "trainer.eval_every=5 needs data.eval or data.evals: nothing else reads it"),
         ("trainer.eval_pass_at=[1]", 1, "trainer.eval_pass_at=[1] needs data.eval or data.evals"),
         ("trainer.trajectories=-1", 1, "trainer.trajectories=-1 must be at least 0"),
         ("trainer.trajectories_mib=0", 1, "trainer.trajectories_mib=0 must be at least 1"),
         ("trainer.eval_samples=0", 1, "trainer.eval_samples=0 must be at least 1"),
         ("trainer.eval_temperature=-1", 1, "trainer.eval_temperature=-1.0 must be at least 0"),
+        ("data.eval=/nowhere#test", 1, "data.eval=/nowhere#test is not a file or folder"),
+        ("data.train=", 1, "data.train must be given, or data.sources"),
+        ("data.sources={/: 1}", 1, "are both given. Leave one out"),
+        ("data.response_key=answer", 1, "nothing reads it, since this run learns from prompts"),
+        ("data.chosen_key=good", 1, "data.chosen_key=good: nothing reads it"),
     ],
 )
 def test_what_cannot_run_is_refused_with_a_reason(override: str, world: int, complaint: str, config_file: Path) -> None:
@@ -180,6 +186,23 @@ def test_an_evaluation_that_makes_no_sense_is_refused(overrides: list[str], comp
     held_out = config_file.with_name("train.jsonl")
     given = [f"data.eval={held_out}", *(override.replace("{}", str(held_out)) for override in overrides)]
     found = violations(load(config_file, given), 1)
+    assert len(found) == 1, found
+    assert complaint in found[0]
+
+
+@pytest.mark.parametrize(
+    ("weights", "complaint"),
+    [
+        ({"/": 0.0}, "data.sources: the weight 0.0 of / must be positive and finite"),
+        ({"/": math.inf, "/tmp": 1.0}, "the weight inf of /"),
+        ({"/": math.nan}, "the weight nan of /"),
+        ({"/": 1.0, "/nowhere": 1.0}, "data.sources: /nowhere is not a file or folder"),
+        ({"/": 1234567.0, "/tmp": 1.0}, "exact only after 1234568 examples, more than 100000. Round them"),
+    ],
+)
+def test_sources_that_cannot_be_mixed_are_refused(weights: dict[str, float], complaint: str, config_file: Path) -> None:
+    config = load(config_file, ["data.train=", f"data.sources={json.dumps(weights)}"])
+    found = violations(config, 1)
     assert len(found) == 1, found
     assert complaint in found[0]
 
@@ -209,6 +232,19 @@ def test_a_reward_recipe_is_read_whole_from_file_or_override_and_replaces_the_we
     assert "reward.math=1.0 beside reward.recipe" in violations(load(config_file, ["reward.math=1"]), 1)[0]
     with pytest.raises(ConfigError, match=r"reward\.recipe="):
         load(config_file, ["reward.recipe={sum: {math: much}}"])
+
+
+def test_sources_are_named_in_the_file_or_behind_it(config_file: Path) -> None:
+    config_file.write_text(config_file.read_text().partition("data:")[0] + "data: {sources: {/tmp/a.b.jsonl: 0.7, /tmp#x: 3}}\n")
+    assert load(config_file).data.sources == {"/tmp/a.b.jsonl": 0.7, "/tmp#x": 3.0}
+    assert load(config_file, ["data.sources={/: 1}"]).data.sources == {"/": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("weights", "wanted"), [([0.7, 0.3], [7, 3]), ([1.0], [1]), ([20, 10, 50], [2, 1, 5]), ([0.1, 0.2, 1e-3], [100, 200, 1])]
+)
+def test_shares_are_the_weights_as_they_are_written(weights: list[float], wanted: list[int]) -> None:
+    assert shares(weights) == wanted
 
 
 def test_all_violations_come_at_once(config_file: Path) -> None:

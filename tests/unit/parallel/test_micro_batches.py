@@ -26,6 +26,51 @@ def test_every_row_is_worked_on_once_under_the_caps_in_equally_many_micro_batche
         assert attention_cap is None or sum(lengths[row] ** 2 for row in batch) <= attention_cap
 
 
+@given(
+    LENGTHS, st.integers(1, 4), st.integers(1, 8), st.integers(0, 60), st.sampled_from([None, 0, 6000]), st.sampled_from([1, 2])
+)
+def test_rows_of_a_group_stay_side_by_side_in_their_order(
+    lengths: list[int], group_size: int, ranks: int, room: int, attention_room: int | None, multiple_of: int
+) -> None:
+    """Caps as tight as the largest group allows, and with some room."""
+    lengths = lengths[: len(lengths) // group_size * group_size]
+    starts = range(0, len(lengths), group_size)
+    cap = max((sum(lengths[i : i + group_size]) for i in starts), default=1) + room
+    squares = max((sum(n * n for n in lengths[i : i + group_size]) for i in starts), default=1)
+    attention_cap = None if attention_room is None else squares + attention_room
+    plan = plan_micro_batches(
+        lengths, data_parallel=ranks, token_cap=cap, attention_cap=attention_cap, multiple_of=multiple_of, group_size=group_size
+    )
+    assert sorted(row for batches in plan for batch in batches for row in batch) == list(range(len(lengths)))
+    assert len(plan) == ranks
+    assert len({len(batches) for batches in plan}) == 1
+    assert len(plan[0]) % multiple_of == 0
+    for batch in (batch for batches in plan for batch in batches):
+        assert sum(lengths[row] for row in batch) <= cap
+        assert attention_cap is None or sum(lengths[row] ** 2 for row in batch) <= attention_cap
+        for i in range(0, len(batch), group_size):
+            assert batch[i] % group_size == 0
+            assert batch[i : i + group_size] == list(range(batch[i], batch[i] + group_size))
+
+
+def test_a_plan_without_groups_is_the_one_of_before_there_were_any() -> None:
+    """Written down then."""
+    rng = random.Random(0)
+    lengths = [rng.randint(1, 50) for _ in range(24)]
+    plan = plan_micro_batches(lengths, data_parallel=3, token_cap=100, attention_cap=4000, attention_weight=0.013, multiple_of=2)
+    assert plan == [
+        [[1, 23], [13, 6, 0, 14], [4, 16], []],
+        [[22, 11, 18, 3], [5, 2, 7], [8, 20], []],
+        [[17, 21, 12], [19, 9, 10], [15], []],
+    ]
+
+
+@pytest.mark.parametrize(("lengths", "cap"), [([3, 4, 5], 100), ([3, 4], 6)])
+def test_groups_that_are_incomplete_or_over_the_cap_are_refused(lengths: list[int], cap: int) -> None:
+    with pytest.raises(AssertionError):
+        plan_micro_batches(lengths, data_parallel=1, token_cap=cap, group_size=2)
+
+
 @given(LENGTHS, st.integers(1, 8))
 def test_parts_hold_every_item_once_and_differ_by_at_most_the_largest(costs: list[int], parts: int) -> None:
     found = karmarkar_karp(costs, parts)

@@ -1,0 +1,66 @@
+"""What is learnt from given answers: the next token of one (supervised), or which of two is better (a reward model)."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from rftmega.algorithms.weighting import Weighting, token_mean
+from rftmega.types import Experience, LossFn, Rows, TokenLoss, TokenStats, TokenValues
+
+
+def cross_entropy_loss(weighting: Weighting = token_mean) -> LossFn:
+    """-log p of each response token, the end of sequence included; of the prompt's none."""
+
+    def loss(stats: TokenStats, experience: Experience) -> TokenLoss:
+        value = torch.where(experience.mask, -stats.logp, 0.0)
+        metrics = {"cross_entropy": value.detach()}
+        if stats.entropy is not None:
+            metrics["entropy"] = torch.where(experience.mask, stats.entropy, 0.0).detach()
+        weight, count = weighting(experience.mask)
+        return TokenLoss(value, weight, count, metrics)
+
+    return loss
+
+
+def pairwise_loss() -> LossFn:
+    """-log sigmoid(chosen - rejected) of the rewards of rows 2i and 2i + 1 (Bradley-Terry; arXiv:2203.02155, eq. 1).
+
+    Needs `Rows.with_end`, and rows in pairs (`update(..., group_size=2)`). The pair's loss stands in the chosen row, at its
+    score; the count is of pairs. Accuracy counts a tie as wrong.
+    """
+
+    def loss(stats: TokenValues, experience: Experience) -> TokenLoss:
+        reward = last_value(stats.value, experience.rows)
+        assert len(reward) % 2 == 0, f"{len(reward)} rows are no pairs: a micro-batch split one"
+        chosen, rejected = reward[0::2], reward[1::2]
+        margin = chosen - rejected
+
+        def everywhere(pair: Tensor) -> Tensor:
+            return pair.repeat_interleave(2)[:, None].expand_as(stats.value)
+
+        metrics = {
+            "accuracy": (margin > 0).float(),
+            "margin": margin,
+            "chosen_reward": chosen,
+            "rejected_reward": rejected,
+        }
+        weight = _at_end(stats.value, experience.rows)
+        weight[1::2] = 0.0
+        return TokenLoss(
+            value=everywhere(functional.softplus(-margin)),
+            weight=weight,
+            count=torch.tensor(len(margin), device=weight.device),
+            metrics={name: everywhere(metric.detach()) for name, metric in metrics.items()},
+        )
+
+    return loss
+
+
+def last_value(values: Tensor, rows: Rows) -> Tensor:
+    """[B]: the value after each row's last token. `values` [B, T] are of `rows`, which `Rows.with_end` gave."""
+    return values.gather(1, (rows.lengths - 2)[:, None])[:, 0]
+
+
+def _at_end(values: Tensor, rows: Rows) -> Tensor:
+    """[B, T] 1 where `last_value` reads, 0 elsewhere."""
+    return (torch.arange(values.shape[1], device=values.device) == rows.lengths[:, None] - 2).float()

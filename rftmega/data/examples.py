@@ -1,0 +1,55 @@
+"""From records to examples. Every record is checked before the first example is used."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rftmega.data.records import Record, records
+from rftmega.errors import DataError
+
+log = logging.getLogger(__name__)
+SHOWN_PROBLEMS = 10
+T = TypeVar("T")
+
+
+class TooLong(DataError):
+    """An example over a limit, which data.too_long may let go."""
+
+
+def load_examples(source: str | Path, parse: Callable[[Record, int], T], *, too_long: str, noun: str) -> list[T]:
+    """`parse`(record, examples before it) of every record; `noun` says in the plural what is made.
+
+    Raises DataError that lists where `parse` raised one, or what is no record; TooLong is counted where `too_long` is "drop".
+    """
+    examples: list[T] = []
+    problems: list[str] = []
+    dropped = 0
+    for where, record in records(source):
+        try:
+            if isinstance(record, DataError):
+                raise record
+            examples.append(parse(record, len(examples)))
+        except TooLong as error:
+            if too_long == "drop":
+                dropped += 1
+            else:
+                problems.append(f"{where}: {error}")
+        except DataError as error:
+            problems.append(f"{where}: {error}")
+    if problems:
+        more = len(problems) - SHOWN_PROBLEMS
+        shown = problems[:SHOWN_PROBLEMS] + ([f"... and {more} more."] if more > 0 else [])
+        raise DataError("\n".join(shown))
+    if dropped:
+        log.warning("%s: dropped %d of %d %s, which are too long", source, dropped, dropped + len(examples), noun)
+    if not examples:
+        raise DataError(f"{source} holds no usable {noun.removesuffix('s')}.")
+    return examples
+
+
+def required(record: Record, key: str, option: str) -> Any:
+    """What stands under `key`, which `option` names. Raises DataError where the record has no such key."""
+    if key not in record:
+        raise DataError(f'no "{key}" among the keys {sorted(record)} (the key is set by {option}).')
+    return record[key]

@@ -1,0 +1,125 @@
+"""Records of a data set on disk: the one place that knows formats.
+
+The suffix decides. A folder is what `datasets` wrote with save_to_disk, "folder#train" one split of a DatasetDict.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from pyarrow import parquet
+
+from rftmega.config import split_source
+from rftmega.errors import DataError
+
+Record = dict[str, Any]
+ROWS_AT_ONCE = 1024
+FILE_MAGIC = b"ARROW1"
+END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
+
+
+def records(source: str | Path) -> Iterator[tuple[str, Record | DataError]]:
+    """(where, record) of everything in `source`: "file:line" counts from 1, "file row N" from 0, as `datasets` does.
+
+    A line that is no JSON object comes as its error, so that all of them can be listed at once. Raises DataError for a
+    format that is not known, a split that there is not, and a file that is corrupt or cut off.
+    """
+    path, split = split_source(source)
+    read = _reader(path, split)
+    try:
+        yield from read(path)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8: {error}.") from error
+    except (OSError, ValueError, LookupError, TypeError, pa.ArrowException) as error:
+        raise DataError(f"{path} can't be read: {error}. Is it whole, and what its name says?") from error
+
+
+def _reader(path: Path, split: str) -> Callable[[Path], Iterator[tuple[str, Record | DataError]]]:
+    if path.is_dir():
+        return lambda folder: _rows(path if not split else f"{path}#{split}", _dataset(folder, split))
+    if split:
+        raise DataError(f"{path}#{split}: only a folder of `datasets` has splits. Leave #{split} out.")
+    if path.suffix == ".jsonl":
+        return _lines
+    if path.suffix in READERS:
+        return lambda file: _rows(file, READERS[path.suffix](file))
+    known = ", ".join((".jsonl", *READERS))
+    raise DataError(f"{path} has no suffix that is known: {known}, or a folder that `datasets` wrote with save_to_disk.")
+
+
+def _lines(path: Path) -> Iterator[tuple[str, Record | DataError]]:
+    """One JSON object a line; blank lines are passed over."""
+    with path.open(encoding="utf-8", newline="\n") as file:  # JSON allows a carriage return between its tokens
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield f"{path}:{number}", _object(line)
+
+
+def _object(line: str) -> Record | DataError:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        return DataError(f"not JSON ({error.msg} at column {error.colno}).")
+    return record if isinstance(record, dict) else DataError(f"a JSON {type(record).__name__}, not an object.")
+
+
+def _rows(name: str | Path, rows: Iterator[Record]) -> Iterator[tuple[str, Record | DataError]]:
+    return ((f"{name} row {number}", row) for number, row in enumerate(rows))
+
+
+def _parquet(path: Path) -> Iterator[Record]:
+    with parquet.ParquetFile(path, page_checksum_verification=True) as file:
+        for batch in file.iter_batches(batch_size=ROWS_AT_ONCE):
+            yield from batch.to_pylist()
+
+
+def _arrow(path: Path) -> Iterator[Record]:
+    """Arrow's IPC format, as a file or as a stream."""
+    with pa.memory_map(str(path)) as file:
+        if file.read(len(FILE_MAGIC)) == FILE_MAGIC:
+            reader = pa.ipc.open_file(file)
+            yield from _batches(reader.get_batch(number) for number in range(reader.num_record_batches))
+        else:
+            _check_end(path)
+            file.seek(0)
+            yield from _batches(pa.ipc.open_stream(file))
+
+
+def _batches(batches: Iterator[pa.RecordBatch]) -> Iterator[Record]:
+    for batch in batches:
+        batch.validate(full=True)  # a damaged offset would be followed out of the memory
+        for start in range(0, batch.num_rows, ROWS_AT_ONCE):
+            yield from batch.slice(start, ROWS_AT_ONCE).to_pylist()
+
+
+def _check_end(path: Path) -> None:
+    """Arrow takes a stream that was cut between two messages for a whole one."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - len(END_OF_STREAM)))
+        if file.read() != END_OF_STREAM:
+            raise ValueError(f"{path.name} is a stream without its end")
+
+
+def _dataset(folder: Path, split: str) -> Iterator[Record]:
+    from datasets import load_from_disk  # a second of imports, for these folders alone
+
+    index = folder / "dataset_dict.json"
+    if index.is_file():
+        known = json.loads(index.read_text())["splits"]
+        if split not in known:
+            names = " or ".join(f"{folder}#{name}" for name in known)
+            chosen = repr(split) if split else "none"
+            raise DataError(f"{folder} holds several splits and {chosen} was chosen. Give {names}.")
+        folder = folder / split
+    elif split:
+        raise DataError(f"{folder} holds one split, without a name. Leave #{split} out.")
+    if not (folder / "state.json").is_file():
+        raise DataError(f"{folder} is not what `datasets` writes with save_to_disk: it holds no state.json.")
+    for file in json.loads((folder / "state.json").read_text())["_data_files"]:
+        _check_end(folder / file["filename"])
+    yield from load_from_disk(str(folder)).with_format(None)
+
+
+READERS: dict[str, Callable[[Path], Iterator[Record]]] = {".parquet": _parquet, ".arrow": _arrow}

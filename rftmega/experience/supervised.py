@@ -1,0 +1,20 @@
+"""Given rows as an Experience: nothing was sampled, so there is nothing to correct and no advantage."""
+
+import torch
+
+from rftmega.types import Experience, Rows
+
+
+def given(rows: Rows) -> Experience:
+    """`rows` with log-probs and advantages of 0, for the losses of algorithms/supervised.py, which read neither."""
+    zeros = torch.zeros(rows.mask.shape)
+    return Experience(
+        tokens=rows.tokens,
+        prompt_lengths=rows.prompt_lengths,
+        lengths=rows.lengths,
+        mask=rows.mask,
+        behaviour_logp=zeros,
+        old_logp=zeros,
+        reference_logp=None,
+        advantage=zeros,
+    )
