@@ -29,17 +29,17 @@ ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k
 
 
 class KLController:
-    """The weight of the KL: `coef`, which stays as it is without a `target`.
+    """The weight of the KL: `value`, which stays as it is without a `target`.
 
     With one it follows the KL that is seen (arXiv:1909.08593, section 2.2): up where that is above the target, down where it is
-    below, by at most a fifth of (answers / horizon) a step. `coef` is all the state there is.
+    below, by at most a fifth of (answers / horizon) a step. `value` is all the state there is.
     """
 
-    def __init__(self, coef: float, *, target: float = 0.0, horizon: int = 10_000):
-        self.coef, self.target, self.horizon = coef, target, horizon
+    def __init__(self, value: float, *, target: float = 0.0, horizon: int = 10_000):
+        self.value, self.target, self.horizon = value, target, horizon
 
     def update(self, seen: float, answers: int) -> None:
         """After a rollout of `answers` answers whose mean KL a token was `seen`."""
         if self.target:
             error = min(max(seen / self.target - 1, -0.2), 0.2)
-            self.coef *= 1 + error * answers / self.horizon
+            self.value *= 1 + error * answers / self.horizon

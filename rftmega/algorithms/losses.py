@@ -48,8 +48,8 @@ def policy_loss(
         if experience.reference_logp is not None:
             delta = torch.where(mask, stats.logp - experience.reference_logp, 0.0)
             metrics["kl"] = kl(delta.detach())
-            if kl_weight.coef:
-                value = value + kl_weight.coef * kl(delta)
+            if kl_weight.value:
+                value = value + kl_weight.value * kl(delta)
         if stats.entropy is not None:
             entropy = torch.where(mask, stats.entropy, 0.0)
             metrics["entropy"] = entropy.detach()

@@ -153,9 +153,15 @@ def _ranges(config: RunConfig) -> list[str]:
     return [
         f"{name}={value_of(config, name)} must be {bound}."
         for names, bound, holds in bounds
-        for name in (*names, *(f"critic.{name}" for name in names if name.startswith(AS_THE_POLICY)))
+        for name in (*names, *_the_critics(config, names))
         if not holds(value_of(config, name))
     ]
+
+
+def _the_critics(config: RunConfig, names: Iterable[str]) -> list[str]:
+    """Those options of the critic that differ from the policy's."""
+    own = [name for name in names if name.startswith(AS_THE_POLICY)]
+    return [f"critic.{name}" for name in own if value_of(config, f"critic.{name}") != value_of(config, name)]
 
 
 def _layout(parallel: ParallelConfig, world_size: int) -> list[str]:

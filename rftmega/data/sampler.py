@@ -110,14 +110,15 @@ class ResumableSampler:
         """`consumed`: samples that were used before, over all epochs, of `per_epoch` each (less than `size` where a last, smaller
         batch is dropped).
         """
-        self.size, self.shuffle, self.seed = size, shuffle, seed
+        self.size, self.shuffle = size, shuffle
+        self._epochs = Epochs(range(size), seed)
         self.per_epoch = size if per_epoch is None else per_epoch
         self.epoch, self.offset = divmod(consumed, self.per_epoch) if self.per_epoch else (0, 0)
 
     def __iter__(self) -> Iterator[int]:
-        order = _epoch_order(self.seed, self.epoch, self.size) if self.shuffle else range(self.size)
-        begin, self.epoch, self.offset = self.offset, self.epoch + 1, 0
-        return iter(order[begin:])
+        places = range(self.epoch * self.size + self.offset, (self.epoch + 1) * self.size)
+        self.epoch, self.offset = self.epoch + 1, 0
+        return iter([self._epochs.at(place) if self.shuffle else place % self.size for place in places])
 
     def __len__(self) -> int:
         return self.size - self.offset

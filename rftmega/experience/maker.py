@@ -50,7 +50,7 @@ class ExperienceMaker:
         value = self.critic.values(rows) if self.critic is not None else None
         penalty = None
         if self.kl_in_reward is not None and reference is not None:
-            penalty = self.kl_in_reward.coef * self.kl(old - reference)
+            penalty = self.kl_in_reward.value * self.kl(old - reference)
         reward = self.shape(samples.reward, rows.lengths - rows.prompt_lengths)
         advantage = self.estimator(
             Scored(reward, samples.group, mask, value, penalty, self.gamma, self.lam, scale_by_std=self.scale_by_std)

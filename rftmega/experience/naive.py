@@ -59,7 +59,7 @@ class NaiveExperienceMaker:
 
         actor: `log_probs(rows) -> TokenStats` (a Policy); without `strategy` a RolloutEngine as well.
         critic: `values(rows) -> [B, T]`, or None where no value model is used.
-        reward_model: a Reward, `(Prompt, Completion) -> {"reward": float, ...}`, or a list of them with a `reward_fn`.
+        reward_model: a Reward, `(prompts, completions) -> [{"reward": float, ...}]`, or a list of them with a `reward_fn`.
         initial_model: the reference: a Policy; the actor itself, whose `reference_log_probs(rows)` are asked; None: no KL.
         tokenizer: rftmega.data.Tokenizer, or one of transformers. Prompts that are `Prompt`s don't need it.
         kl_controller: `.value` is the weight of each token's KL in its reward; None: none, as where the KL is in the loss.
@@ -229,8 +229,8 @@ class NaiveExperienceMaker:
         return {name: kw.get(name, getattr(self.args, name, default)) for name, default in DEFAULTS.items()}
 
     def _samples(self, prompts: list[Prompt], completions: list[Completion], group: Tensor) -> Samples:
-        nothing = {"reward": 0.0}  # judged later, with the log-probs
-        rows = collect(prompts, completions, lambda prompt, completion: nothing, samples_per_prompt=1).rows
+        nothing = [{"reward": 0.0}] * len(prompts)  # judged later, with the log-probs
+        rows = collect(prompts, completions, lambda prompts, completions: nothing, samples_per_prompt=1).rows
         made = Samples.of(rows, prompts=list(prompts), labels=[prompt.label for prompt in prompts], pad_id=self.pad_id)
         made.completions, made.group = completions, group
         return made
@@ -246,10 +246,7 @@ class NaiveExperienceMaker:
     def _judge(self, samples: Samples, rows: Rows, answers: list[Completion]) -> Tensor:
         pairs = zip(rows.tokens.tolist(), rows.prompt_lengths.tolist(), samples.prompts, samples.labels, strict=True)
         prompts = [given if isinstance(given, Prompt) else Prompt(tuple(ids[:end]), label) for ids, end, given, label in pairs]
-        parts = [
-            torch.tensor([judge(prompt, answer)["reward"] for prompt, answer in zip(prompts, answers, strict=True)])
-            for judge in self.rewards
-        ]
+        parts = [torch.tensor([score["reward"] for score in judge(prompts, answers)]) for judge in self.rewards]
         if self.reward_fn is None:
             return parts[0]
         labels = {"labels": samples.labels} if self.reward_options else {}

@@ -36,7 +36,7 @@ class Learner:
             delta = (experience.old_logp - experience.reference_logp)[experience.mask]
             metrics["reference_kl"] = ESTIMATORS["k3"](delta).mean().item() if len(delta) else 0.0
             if self.kl is not None:
-                metrics["kl_coef"] = self.kl.coef
+                metrics["kl_coef"] = self.kl.value
                 self.kl.update(metrics["reference_kl"], len(experience))
         return metrics
 

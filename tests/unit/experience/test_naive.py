@@ -46,8 +46,9 @@ def engine() -> ScriptedEngine:
     return found
 
 
-def first_token(prompt: Prompt, completion: Completion) -> dict[str, float]:
-    return {"reward": completion.token_ids[0] + (100.0 if prompt.label == "yes" else 0.0)}
+def first_token(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
+    pairs = zip(prompts, completions, strict=True)
+    return [{"reward": c.token_ids[0] + (100.0 if prompt.label == "yes" else 0.0)} for prompt, c in pairs]
 
 
 def maker(critic: Any = None, reward: Any = first_token, controller: Any = CONTROLLER, **settings: Any) -> NaiveExperienceMaker:
@@ -198,7 +199,7 @@ def test_several_rewards_are_combined_by_the_function_given() -> None:
         return parts[0] - 2 * parts[1]
 
     made = maker(
-        reward=[first_token, lambda prompt, completion: {"reward": 0.25}],
+        reward=[first_token, lambda prompts, completions: [{"reward": 0.25}] * len(prompts)],
         reward_fn=combine, reward_fn_label_map={"math": 0}, reward_recipe={"math": []},
     )  # fmt: skip
     (samples,) = made.generate_samples(["a", "b"], labels=["x", "y"])

@@ -45,9 +45,9 @@ class Trainer:
         self.engine = engine
 
 
-def seven(prompt: Prompt, completion: Completion) -> dict[str, float]:
-    right = float(completion.token_ids == (7,))
-    return {"exact_match": right, "half": right / 2, "reward": right}
+def seven(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
+    right = [float(completion.token_ids == (7,)) for completion in completions]
+    return [{"exact_match": each, "half": each / 2, "reward": each} for each in right]
 
 
 def test_one_file_is_answered_greedily_once_and_its_metrics_have_no_name() -> None:

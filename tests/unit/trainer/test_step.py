@@ -171,7 +171,7 @@ def test_evaluation_takes_the_mean_of_a_part_over_the_prompts_that_it_scores() -
     def by_kind(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
         return [{"reward": float(c.token_ids[0]), **({"odd": 1.0} if c.token_ids[0] % 2 else {})} for c in completions]
 
-    found = Evaluate([Prompt((1,))] * 4, by_kind, every=0, last=1).evaluate(SimpleNamespace(engine=Engine()))
+    found = Evaluate({"": [Prompt((1,))] * 4}, by_kind, every=0, last=1).evaluate(SimpleNamespace(engine=Engine()))
     assert {name: found[name] for name in ("eval_reward", "eval_odd")} == {"eval_reward": 1.5, "eval_odd": 1.0}
 
 

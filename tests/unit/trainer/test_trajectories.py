@@ -95,12 +95,12 @@ def test_entropy_that_the_policy_does_not_give_is_null(tmp_path: Path) -> None:
 
 
 def test_experience_keeps_the_entropy_of_selected_rows() -> None:
-    _, _, experience = learnt()
+    _, experience = learnt()
     chosen = experience.select(torch.tensor([3, 2]))
     assert chosen.entropy is not None
     assert chosen.entropy.shape == chosen.old_logp.shape == (2, 2)
     assert chosen.entropy[0].tolist() == pytest.approx([0, 0.1])
-    assert learnt(entropy=False)[2].select(torch.tensor([0])).entropy is None
+    assert learnt(entropy=False)[1].select(torch.tensor([0])).entropy is None
 
 
 def test_standard_tools_open_it_and_equal_samples_give_equal_bytes(tmp_path: Path) -> None:
