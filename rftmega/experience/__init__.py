@@ -1,6 +1,7 @@
 """From scored answers to what a loss learns from."""
 
 from rftmega.experience.maker import ExperienceMaker
+from rftmega.experience.naive import NaiveExperienceMaker
 from rftmega.experience.samples import collect
 
-__all__ = ["ExperienceMaker", "collect"]
+__all__ = ["ExperienceMaker", "NaiveExperienceMaker", "collect"]
