@@ -1,7 +1,8 @@
 """From scored answers to what a loss learns from."""
 
 from rftmega.experience.maker import ExperienceMaker
+from rftmega.experience.naive import NaiveExperienceMaker
 from rftmega.experience.samples import collect
 from rftmega.experience.supervised import given
 
-__all__ = ["ExperienceMaker", "collect", "given"]
+__all__ = ["ExperienceMaker", "NaiveExperienceMaker", "collect", "given"]

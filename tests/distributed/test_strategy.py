@@ -9,7 +9,10 @@ import torch
 
 from rftmega.config import ParallelConfig, RolloutConfig
 from rftmega.errors import EngineError
+from rftmega.experience import NaiveExperienceMaker
+from rftmega.experience.padded import to_experience
 from rftmega.rollout import EngineStatus, ScriptedEngine
+from rftmega.types import Completion, Prompt
 from tests.layouts import config_of, rows_of
 from tests.ranks import on_ranks, run_ranks
 from tests.tiny_models import save_tiny
@@ -104,6 +107,10 @@ def test_every_process_gets_the_answers_to_its_own_prompts_whoever_shares_an_eng
         assert len(local) == 4 // size, "one engine's processes draw alike, engines differently"
 
 
+def likes_long(prompt: Prompt, completion: Completion) -> dict[str, float]:
+    return {"reward": float(len(completion.token_ids))}
+
+
 def megatron_body(world: Any, folder: Path, output: Path) -> Any:
     from rftmega.algorithms.losses import policy_loss
     from rftmega.strategy.base import StrategyBase, is_actor
@@ -148,9 +155,11 @@ def megatron_body(world: Any, folder: Path, output: Path) -> Any:
     made.save_ckpt(policy, str(output), tag="a", client_state={"consumed_samples": 12})
     made.maybe_offload_optimizer(actor.manager.optimizer)
     made.maybe_load_optimizer(actor.manager.optimizer)
-    from tests.unit.experience.test_padded import own_experience
-
-    policy.update(own_experience(rows, reference=False), policy_loss())
+    made.update_engine_weights(actor)
+    maker = NaiveExperienceMaker(policy, None, likes_long, None, None, 8, None, made)
+    (experience,) = maker.make_experience_list([Prompt((5, 9)), Prompt((3,))], n_samples_per_prompt=4)
+    assert experience.sequences.shape[0] == 8
+    assert policy.update(to_experience(experience), policy_loss())["skipped_steps"] == 0
     changed = policy.log_probs(rows).logp
     assert not torch.equal(before, changed)
     made.save_ckpt(policy, str(output), tag="b", max_num=1, save_latest=False)
