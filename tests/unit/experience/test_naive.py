@@ -121,7 +121,7 @@ def test_an_experience_holds_what_policy_critic_reward_and_engine_say_of_each_to
             begin = len(samples.prompts[row].token_ids)
             assert found.values[row, :number].tolist() == list(range(begin, begin + number))
             assert found.info[BEHAVIOUR][row, :number].tolist() == pytest.approx(answer.logprobs)
-            assert found.info["reward"][row] == first_token(samples.prompts[row], answer)["reward"]
+            assert found.info["reward"][row] == first_token([samples.prompts[row]], [answer])[0]["reward"]
             assert bool(found.info["truncated"][row]) is (answer.finish_reason == "length")
             assert found.action_mask[row].tolist() == [True] * number + [False] * (found.action_mask.shape[1] - number)
             assert not found.kl[row, number:].any()
