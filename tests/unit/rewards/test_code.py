@@ -134,8 +134,12 @@ def test_a_daemon_dies_with_the_answer_that_left_it(part: CodePart) -> None:
 def test_there_is_no_network(part: CodePart) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.setblocking(False)
-        port = server.getsockname()[1]
-        assert score(part, f"import socket\nsocket.create_connection(('127.0.0.1', {port}))\n{RIGHT}") == [0.0]
+        address = b"\2\0" + server.getsockname()[1].to_bytes(2, "big") + bytes([127, 0, 0, 1]) + bytes(8)
+        connects = (  # through libc: Python's own module may not be readable for the user that an answer is
+            "import ctypes\nlibc = ctypes.CDLL(None)\n"
+            f"assert libc.connect(libc.socket(2, 1, 0), {address}, 16) == 0\n{RIGHT}"
+        )
+        assert score(part, connects) == [0.0]
         with pytest.raises(BlockingIOError):
             server.accept()
 

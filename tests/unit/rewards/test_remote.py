@@ -39,8 +39,10 @@ def server(say: Say) -> Iterator[tuple[str, list[dict[str, Any]]]]:
 
     with Quiet(("127.0.0.1", 0), Handler) as running:
         threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01}).start()
-        yield f"http://me:secret@127.0.0.1:{running.server_port}/score?key=secret", asked
-        running.shutdown()
+        try:
+            yield f"http://me:secret@127.0.0.1:{running.server_port}/score?key=secret", asked
+        finally:
+            running.shutdown()
 
 
 def part(url: str, *, timeout: float = 60.0, retries: int = 2, batch: int = 2) -> RemotePart:
