@@ -2,9 +2,12 @@ import json
 import os
 import resource
 import socket
+import subprocess
+import sys
 import tempfile
+import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -34,15 +37,20 @@ def part(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     part.namespaces = False if request.param == "without" else None
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     yield part
-    assert [pid for pid in filter(str.isdigit, os.listdir("/proc")) if mark.encode() in environment(pid)] == []
+    assert marked(mark) == []
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10, "KiB of this process"
 
 
-def environment(pid: str) -> bytes:
-    try:
-        return Path("/proc", pid, "environ").read_bytes()
-    except OSError:
-        return b""
+def marked(mark: str) -> list[str]:
+    """Processes with `mark` in their environment."""
+
+    def environment(pid: str) -> bytes:
+        try:
+            return Path("/proc", pid, "environ").read_bytes()
+        except OSError:
+            return b""
+
+    return [pid for pid in os.listdir("/proc") if pid.isdigit() and mark.encode() in environment(pid)]
 
 
 def boxes() -> set[str]:
@@ -131,13 +139,35 @@ def test_a_daemon_dies_with_the_answer_that_left_it(part: CodePart) -> None:
     assert score(part, talking, label=SUMS) == [1.0], "the program ended well; what it left behind didn't hold it up"
 
 
+@pytest.mark.parametrize("namespaces", [None, False])
+def test_an_answer_dies_with_the_trainer_that_asked_for_it(namespaces: bool | None) -> None:
+    mark, there = uuid.uuid4().hex, boxes()
+    endless = "import os\nif not os.fork():\n    os.setsid()\nwhile True:\n    pass"
+    trainer = (
+        "from rftmega.rewards import code, part\nplain = code._environment()\n"
+        f"code._environment = lambda: plain | dict(MARK={mark!r})\n"
+        f"scores = code.CodePart(workers=1, seconds=999.0, memory_mib=512)\nscores.namespaces = {namespaces}\n"
+        f"scores([part.Answer({endless!r}, {SQUARES!r})])"
+    )
+    with subprocess.Popen([sys.executable, "-c", trainer], cwd=code.ROOT) as process:
+        until(lambda: len(marked(mark)) >= 4)  # the supervisor, the one between, the answer and its daemon
+        process.kill()
+    until(lambda: not marked(mark) and boxes() <= there)
+
+
+def until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < end, "it never does"
+        time.sleep(0.01)
+
+
 def test_there_is_no_network(part: CodePart) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.setblocking(False)
         address = b"\2\0" + server.getsockname()[1].to_bytes(2, "big") + bytes([127, 0, 0, 1]) + bytes(8)
         connects = (  # through libc: Python's own module may not be readable for the user that an answer is
-            "import ctypes\nlibc = ctypes.CDLL(None)\n"
-            f"assert libc.connect(libc.socket(2, 1, 0), {address}, 16) == 0\n{RIGHT}"
+            f"import ctypes\nlibc = ctypes.CDLL(None)\nassert libc.connect(libc.socket(2, 1, 0), {address}, 16) == 0\n{RIGHT}"
         )
         assert score(part, connects) == [0.0]
         with pytest.raises(BlockingIOError):
@@ -162,7 +192,7 @@ def test_nothing_is_written_elsewhere(part: CodePart, tmp_path: Path) -> None:
         str(Path.home()),
         str(tmp_path),
         str(code.ROOT),
-        os.path.realpath(os.sys.prefix),
+        os.path.realpath(sys.prefix),
     ]
     tmp_path.chmod(0o777)
     tries = at_its_end(
