@@ -75,7 +75,7 @@ def prepare() -> None:
 def train(config: RunConfig) -> None:
     """One run, from prompts to an exported policy."""
     from rftmega.data import Tokenizer, load_prompts, order_of
-    from rftmega.rewards import check_prompts, create
+    from rftmega.rewards import MajorityReward, check_prompts, create
     from rftmega.types import Prompt
 
     # Data first: what is wrong with it shows before the heavy imports.
@@ -83,7 +83,8 @@ def train(config: RunConfig) -> None:
 
     def load(source: str) -> list[Prompt]:
         prompts = load_prompts(source, tokenizer, config.data, max_prompt_tokens=config.rollout.max_prompt_tokens)
-        check_prompts(config.reward, prompts)
+        if not config.reward.majority:
+            check_prompts(config.reward, prompts)
         return prompts
 
     order = order_of(config.data, load, batch_size=config.trainer.prompts_per_step, seed=config.trainer.seed)
@@ -128,10 +129,11 @@ def train(config: RunConfig) -> None:
         trainer = PPOTrainer(
             engine=strategy.engine,
             weights=strategy.weights,
-            reward=reward,
+            reward=MajorityReward(tokenizer.decode) if config.reward.majority else reward,
             maker=algorithm.maker(strategy.policy, strategy.critic),
             learner=algorithm.learner(strategy.policy, strategy.critic),
             refill=Refill(config.algorithm.refill_rounds),
+            learnt_from=config.algorithm.learnt_from,
             samples_per_prompt=config.rollout.samples_per_prompt,
             temperature=config.rollout.temperature,
             seed=config.trainer.seed,

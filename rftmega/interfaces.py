@@ -14,8 +14,13 @@ from rftmega.types import Completion, Experience, LossFn, Metrics, Prompt, Rows,
 class RolloutEngine(Protocol):
     """Turns prompts into completions and takes new weights."""
 
-    def generate(self, prompts: Sequence[Prompt], *, seeds: Sequence[int], temperature: float) -> list[Completion]:
-        """One completion a prompt, sampled with its own seed, whatever else is in the batch; temperature 0 is greedy."""
+    def generate(
+        self, prompts: Sequence[Prompt], *, seeds: Sequence[int], temperature: float, reward: "Reward | None" = None
+    ) -> list[Completion]:
+        """One completion a prompt, sampled with its own seed, whatever else is in the batch; temperature 0 is greedy.
+
+        With a `reward` completions may come back with its scores, found where and while they were generated.
+        """
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
         """Takes Hugging-Face-named tensors, whole, and answers under `version` from then on."""
@@ -51,7 +56,10 @@ class WeightSync(Protocol):
 
 
 class Reward(Protocol):
-    """Scores answers, as many as there are; may be called from several threads at once, while others are still generated."""
+    """Scores answers, as many as there are; may be called from several threads at once, while others are still generated.
+
+    One that compares the answers to a prompt with each other has `whole_groups = True`, and is asked once all are there.
+    """
 
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
         """A dict a completion: named parts before weighting, and their weighted sum under "reward".

@@ -35,6 +35,7 @@ class Completion:
     logprobs: tuple[float, ...]  # of each token, under the distribution it was sampled from (temperature included)
     finish_reason: Literal["stop", "length"]
     policy_version: int
+    scores: dict[str, float] | None = None  # by a reward: its parts and their sum, "reward"; None where it was not asked yet
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ MAY_IMPORT = {
     "types": "",
     "interfaces": "types",
     "algorithms": "types",
+    "sandbox": "",
     "rewards": "types errors config",
     "data": "config types errors",
     "experience": "types interfaces algorithms config",

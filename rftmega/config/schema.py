@@ -140,7 +140,7 @@ class DataConfig:
     """Key of the prompt: a string, or a list of chat messages."""
 
     label_key: str = "label"
-    """Key of what the reward compares an answer with."""
+    """Key of what the reward compares an answer with; empty: nobody knows it (reward.majority)."""
 
     kind_key: str = "kind"
     """Key of the kind of task, which reward.recipe speaks about; a record may go without."""
@@ -213,6 +213,9 @@ class RewardConfig:
     remote_batch: int = 64
     """Answers a request, at most."""
 
+    majority: bool = False
+    """Learn from the majority of a prompt's answers instead of labels (TTRL); the weights are for evaluation only."""
+
     recipe: dict[str, dict[str, float]] = field(default_factory=dict)
     """Weights by kind of task, {kind: {part: weight}}, in place of those above; every prompt's kind must be there."""
 
@@ -273,6 +276,9 @@ class AlgorithmConfig:
 
     drop_truncated: bool = False
     """Answers that were cut off are left out of the loss (overlong filtering)."""
+
+    learnt_from: int = 0
+    """Of each prompt's answers, only the first so many are learnt from, though all are scored and vote; 0: all."""
 
     refill_rounds: int = 0
     """Groups whose answers all score alike are replaced from further prompts, in at most so many rounds; 0: they stay."""

@@ -104,6 +104,7 @@ NOT_NEGATIVE = (
     "algorithm.reward_clip",
     "algorithm.overlong_share",
     "algorithm.overlong_penalty",
+    "algorithm.learnt_from",
     "algorithm.refill_rounds",
     "algorithm.clip_high",
     "algorithm.kl_coef",
@@ -285,7 +286,12 @@ def _engine(config: RunConfig, world_size: int) -> list[str]:
 
 def _batch(config: RunConfig) -> list[str]:
     found = []
-    rows = config.trainer.prompts_per_step * config.rollout.samples_per_prompt
+    rows = config.trainer.prompts_per_step * (config.algorithm.learnt_from or config.rollout.samples_per_prompt)
+    if config.algorithm.learnt_from > config.rollout.samples_per_prompt:
+        found.append(
+            f"algorithm.learnt_from={config.algorithm.learnt_from} is more than the answers a prompt gets "
+            f"(rollout.samples_per_prompt={config.rollout.samples_per_prompt}). Lower it, or set it to 0."
+        )
     if config.algorithm.mini_batches > rows:
         found.append(
             f"algorithm.mini_batches={config.algorithm.mini_batches} is more than the rows of a rollout (trainer.prompts_per_step"
@@ -364,6 +370,13 @@ def _reward(config: RunConfig) -> list[str]:
             found.append(f"reward.recipe.{kind}: {', '.join(unknown)} is unknown. Choose among: {', '.join(parts)}.")
         elif not any(given.values()):
             found.append(f"reward.recipe.{kind} gives no part a weight, so nothing could be learnt from it.")
+    if reward.majority and config.rollout.samples_per_prompt < 3:
+        found.append(
+            f"reward.majority needs more answers a prompt than rollout.samples_per_prompt={config.rollout.samples_per_prompt}: "
+            "two can't outvote each other."
+        )
+    if not config.data.label_key and not reward.majority:
+        found.append("data.label_key is empty: only reward.majority learns without labels.")
     if not reward.recipe and not any(flat.values()):
         found.append("No reward has a weight, so nothing could be learnt. Set one of: " + ", ".join(flat) + ".")
     if reward.recipe:

@@ -23,7 +23,7 @@ def load_prompts(source: str | Path, tokenizer: Tokenizer, config: DataConfig, *
 
 def _parse(encoder: Encoder, record: Record, index: int) -> Prompt:
     config = encoder.config
-    label = required(record, config.label_key, "data.label_key")
+    label = required(record, config.label_key, "data.label_key") if config.label_key else ""
     if not isinstance(label, str | int | float):
         raise DataError(f'"{config.label_key}" must be a string or a number, not {type(label).__name__}.')
     kind = record.get(config.kind_key, "")

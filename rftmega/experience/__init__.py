@@ -2,7 +2,7 @@
 
 from rftmega.experience.maker import ExperienceMaker
 from rftmega.experience.naive import NaiveExperienceMaker
-from rftmega.experience.samples import collect
+from rftmega.experience.samples import collect, scores_of
 from rftmega.experience.supervised import given
 
-__all__ = ["ExperienceMaker", "NaiveExperienceMaker", "collect", "given"]
+__all__ = ["ExperienceMaker", "NaiveExperienceMaker", "collect", "given", "scores_of"]

@@ -8,10 +8,16 @@ from rftmega.interfaces import Reward
 from rftmega.types import Completion, Prompt, Rows, Samples
 
 
+def scores_of(prompts: Sequence[Prompt], completions: Sequence[Completion], reward: Reward) -> list[dict[str, float]]:
+    """What completions have brought along, or else what the reward says now."""
+    known = [completion.scores for completion in completions if completion.scores is not None]
+    return known if len(known) == len(completions) else reward(prompts, completions)
+
+
 def collect(prompts: Sequence[Prompt], completions: Sequence[Completion], reward: Reward, *, samples_per_prompt: int) -> Samples:
-    """Scores every completion and lays the rows out as given: one a completion, siblings side by side."""
+    """Lays the rows out as given: one a completion, siblings side by side; scores what has not been."""
     pairs = list(zip(prompts, completions, strict=True))
-    scores = reward(prompts, completions)
+    scores = scores_of(prompts, completions, reward)
     parts = list(dict.fromkeys(name for score in scores for name in score if name != "reward"))
     width = max(len(prompt.token_ids) + len(completion.token_ids) for prompt, completion in pairs)
     tokens = torch.zeros(len(pairs), width, dtype=torch.int64)

@@ -1,5 +1,6 @@
 """Text in, float out."""
 
 from rftmega.rewards.create import check_prompts, create
+from rftmega.rewards.majority import MajorityReward
 
-__all__ = ["check_prompts", "create"]
+__all__ = ["MajorityReward", "check_prompts", "create"]

@@ -8,11 +8,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rftmega import device
-from rftmega.interfaces import WeightSync
+from rftmega.interfaces import Reward, WeightSync
 from rftmega.megatron import MegatronActor, MegatronCritic
 from rftmega.megatron.offload import PARAMETERS, PARTS, Residency
 from rftmega.parallel.launch import World
 from rftmega.rollout import Engine
+from rftmega.strategy.judging import Judging
 from rftmega.types import Completion, Experience, LossFn, Metrics, Prompt, Rows, TokenStats
 
 PATIENCE = 10.0  # seconds
@@ -76,12 +77,16 @@ class SharedEngine:
         self.mine, place = divmod(world.rank, processes_per_engine)
         self.speaks = place == 0  # the processes of one engine have the same answers
 
-    def generate(self, prompts: Sequence[Prompt], *, seeds: Sequence[int], temperature: float) -> list[Completion]:
-        """Consecutive requests go to the same engine, so that siblings share the prompt's cache."""
+    def generate(
+        self, prompts: Sequence[Prompt], *, seeds: Sequence[int], temperature: float, reward: Reward | None = None
+    ) -> list[Completion]:
+        """Consecutive requests go to the same engine, so that siblings share the prompt's cache. Each is scored once, in the
+        process that has it.
+        """
         self.turns.rollout()
         edges = [len(prompts) * i // self.engines for i in range(self.engines + 1)]
         part = slice(edges[self.mine], edges[self.mine + 1])
-        answers = self._ask(prompts[part], seeds[part], temperature)
+        answers = self._ask(prompts[part], seeds[part], temperature, reward if self.speaks else None)
         gathered: list[list[Completion] | None] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, answers if self.speaks else None)
         return [completion for answers in gathered if answers is not None for completion in answers]
@@ -89,8 +94,14 @@ class SharedEngine:
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
         self.engine.load_weights(named_tensors, version=version)
 
-    def _ask(self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float) -> list[Completion]:
-        return self.engine.generate(prompts, seeds=seeds, temperature=temperature)
+    def _ask(
+        self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float, reward: Reward | None
+    ) -> list[Completion]:
+        if reward is None:
+            return self.engine.generate(prompts, seeds=seeds, temperature=temperature)
+        with Judging(reward, prompts) as judging:
+            answers = self.engine.generate(prompts, seeds=seeds, temperature=temperature, finished=judging.finished)
+            return judging.scored(answers)
 
 
 class AskedByOne(SharedEngine):
@@ -98,9 +109,11 @@ class AskedByOne(SharedEngine):
     rollout would time out in a long one.
     """
 
-    def _ask(self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float) -> list[Completion]:
+    def _ask(
+        self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float, reward: Reward | None
+    ) -> list[Completion]:
         with ThreadPoolExecutor(1) as pool:
-            asked = pool.submit(super()._ask, prompts, seeds, temperature)
+            asked = pool.submit(super()._ask, prompts, seeds, temperature, reward)
             done = torch.zeros((), device=device.current().here())
             while not done:
                 if dist.get_rank() == 0:

@@ -10,6 +10,7 @@ import numpy
 import torch
 
 from rftmega.algorithms.pass_at_k import pass_at_k
+from rftmega.experience import scores_of
 from rftmega.interfaces import Reward
 from rftmega.trainer.callbacks import Observer
 from rftmega.types import Metrics, Prompt
@@ -54,8 +55,8 @@ class Evaluate(Observer):
         requests = [(prompt, i) for prompts in self.held_out.values() for prompt in prompts for i in range(samples)]
         asked, seeds = [prompt for prompt, _ in requests], [seed_of(*request) for request in requests]
         with undisturbed():
-            completions = trainer.engine.generate(asked, seeds=seeds, temperature=self.answering.temperature)
-            scores = self.reward(asked, completions)
+            completions = trainer.engine.generate(asked, seeds=seeds, temperature=self.answering.temperature, reward=self.reward)
+            scores = scores_of(asked, completions, self.reward)
         metrics: Metrics = {}
         for name, prompts in self.held_out.items():
             own, scores = scores[: len(prompts) * samples], scores[len(prompts) * samples :]

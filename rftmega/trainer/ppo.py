@@ -4,6 +4,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
+import torch
+
 from rftmega.algorithms.mismatch import log_prob_gap
 from rftmega.experience import ExperienceMaker, collect
 from rftmega.interfaces import Callback, Reward, RolloutEngine, WeightSync
@@ -15,7 +17,10 @@ Result = TypeVar("Result")
 
 
 class PPOTrainer:
-    """Drives one policy and one engine. `step` counts finished steps and is the version of the engine's weights."""
+    """Drives one policy and one engine. `step` counts finished steps and is the version of the engine's weights.
+
+    Of the `samples_per_prompt` answers to a prompt the first `learnt_from` (0: all) are learnt from; all are scored.
+    """
 
     def __init__(
         self,
@@ -29,11 +34,13 @@ class PPOTrainer:
         temperature: float,
         seed: int,
         refill: Refill | None = None,
+        learnt_from: int = 0,
         callbacks: Sequence[Callback] = (),
     ):
         self.engine, self.weights, self.reward = engine, weights, reward
         self.maker, self.learner = maker, learner
         self.refill = refill or Refill(0)
+        self.learnt_from = learnt_from or samples_per_prompt
         self.samples_per_prompt, self.temperature, self.seed = samples_per_prompt, temperature, seed
         self.callbacks = callbacks
         self.step = 0
@@ -72,10 +79,13 @@ class PPOTrainer:
         requests = [prompt for prompt in prompts for _ in range(self.samples_per_prompt)]
         first = (self.seed * 1_000_003 + self.step) * len(requests) + number * 715_827_883
         seeds = [(first + i) % 2**31 for i in range(len(requests))]
-        completions = self.engine.generate(requests, seeds=seeds, temperature=self.temperature)
+        # What compares answers with each other can't begin before all are there.
+        at_once = None if getattr(self.reward, "whole_groups", False) else self.reward
+        completions = self.engine.generate(requests, seeds=seeds, temperature=self.temperature, reward=at_once)
         versions = {completion.policy_version for completion in completions}
         assert versions == {self.step}, f"answers of policy {versions} at step {self.step}: a push was missed"
-        return collect(requests, completions, self.reward, samples_per_prompt=self.samples_per_prompt)
+        samples = collect(requests, completions, self.reward, samples_per_prompt=self.samples_per_prompt)
+        return samples.select((torch.arange(len(samples)) % self.samples_per_prompt < self.learnt_from).nonzero()[:, 0])
 
     def phase(self, name: str, work: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
         """Does the work and tells the callbacks how long it took."""

@@ -29,7 +29,9 @@ class Answers:
         self.script = {prompt: iter(tokens) for prompt, tokens in script.items()}
         self.asked: list[tuple[Prompt, int, float]] = []
 
-    def generate(self, prompts: Sequence[Prompt], *, seeds: Sequence[int], temperature: float) -> list[Completion]:
+    def generate(
+        self, prompts: Sequence[Prompt], *, seeds: Sequence[int], temperature: float, reward: Any = None
+    ) -> list[Completion]:
         self.asked += [(prompt, seed, temperature) for prompt, seed in zip(prompts, seeds, strict=True)]
         return [Completion((next(self.script[prompt]),), (0.0,), "stop", 0) for prompt in prompts]
 
@@ -123,12 +125,19 @@ class Notes(Observer):
         self.metrics.append(metrics)
 
 
+class Alone(ScriptedEngine):
+    """The only engine of a run; scores are left to whoever asks."""
+
+    def generate(self, *args: Any, reward: Any = None, **settings: Any) -> list[Completion]:
+        return super().generate(*args, **settings)
+
+
 def training(evaluate: bool) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
     """Metrics of four steps without those of evaluation and without timings; and those of evaluation."""
     random.seed(1)
     numpy.random.seed(2)
     torch.manual_seed(3)
-    engine = ScriptedEngine(RolloutConfig(max_response_tokens=6), vocabulary=50, stop_ids=[1])
+    engine = Alone(RolloutConfig(max_response_tokens=6), vocabulary=50, stop_ids=[1])
     policy, notes = Counter(engine), Notes()
     answering = Answering(samples=3, temperature=1.0, pass_at=(2,))
     observers = [Evaluate({"": EASY, "hard": HARD}, moody, answering, every=1, last=4)] if evaluate else []

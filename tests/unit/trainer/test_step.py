@@ -53,7 +53,9 @@ class Bigrams:
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None: ...
 
-    def generate(self, prompts: Sequence[Prompt], *, seeds: Sequence[int], temperature: float) -> list[Completion]:
+    def generate(
+        self, prompts: Sequence[Prompt], *, seeds: Sequence[int], temperature: float, reward: Any = None
+    ) -> list[Completion]:
         return [self._answer(prompt, seed, temperature) for prompt, seed in zip(prompts, seeds, strict=True)]
 
     def _answer(self, prompt: Prompt, seed: int, temperature: float) -> Completion:
@@ -222,3 +224,25 @@ def test_answers_that_were_cut_off_can_be_left_out_of_the_loss_but_not_of_their_
     experience = Algorithm(config).maker(policy).make(kept)
     assert experience.mask[:, 1].tolist() == [False, True, True, False]
     assert experience.advantage[1, 1] < 0
+
+
+def test_of_each_prompts_answers_the_first_are_learnt_from_and_all_are_there_to_be_compared() -> None:
+    class AllAtOnce:
+        whole_groups = True
+        seen = 0
+
+        def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
+            self.seen = len(completions)
+            return likes_seven(prompts, completions)
+
+    policy, reward = Bigrams(), AllAtOnce()
+    policy.push(version=0)
+    trainer = PPOTrainer(
+        engine=policy, weights=policy, reward=reward, maker=ExperienceMaker(policy, use_reference=False),
+        learner=Learner(policy, policy_loss()), samples_per_prompt=5, temperature=1.0, seed=0, learnt_from=2,
+    )  # fmt: skip
+    samples = trainer.rollout([Prompt((1, 2)), Prompt((3,))])
+    assert reward.seen == 10
+    assert samples.group.tolist() == [0, 0, 1, 1]
+    trainer.learnt_from = 5
+    assert torch.equal(trainer.rollout([Prompt((1, 2)), Prompt((3,))]).rows.tokens[[0, 1, 5, 6]], samples.rows.tokens)
