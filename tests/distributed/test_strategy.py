@@ -122,6 +122,7 @@ def megatron_body(world: Any, folder: Path, output: Path) -> Any:
     config.rollout = RolloutConfig(engine="scripted", tensor=2, max_prompt_tokens=8, max_response_tokens=6)
     made = MegatronStrategy(config, world, stop_ids=[1])
     assert isinstance(made, StrategyBase)
+    assert made.engine_processes == 2
     assert (made.train_batch_size, made.micro_train_batch_size) == (16 * 8, 64 // 14)
     policy = made.policy
     assert is_actor(policy)
@@ -155,16 +156,19 @@ def megatron_body(world: Any, folder: Path, output: Path) -> Any:
     rows = rows_of([[5, 9, 100, 4, 4], [3, 8, 8]])
     before = policy.log_probs(rows).logp
     made.save_ckpt(policy, str(output), tag="a", client_state={"consumed_samples": 12})
-    made.maybe_offload_optimizer(actor.manager.optimizer)
-    made.maybe_load_optimizer(actor.manager.optimizer)
     made.update_engine_weights(actor)
     maker = NaiveExperienceMaker(policy, None, likes_long, None, None, 8, None, made)
     (experience,) = maker.make_experience_list([Prompt((5, 9)), Prompt((3,))], n_samples_per_prompt=4)
     assert experience.sequences.shape[0] == 8
     assert policy.update(to_experience(experience), policy_loss())["skipped_steps"] == 0
+    made.maybe_load_optimizer(actor.manager.optimizer)
+    held = actor.manager.residency.bytes()["adam"]
+    made.maybe_offload_optimizer(actor.manager.optimizer)
+    assert (held > 0, actor.manager.residency.bytes()["adam"]) == (True, 0)
     assert not torch.equal(policy.log_probs(rows).logp, before)
     made.save_ckpt(policy, str(output), tag="b", max_num=1, save_latest=False)
     made.update_engine_weights(policy)
+    made.gather_and_generate({}, mine, sleep_engine=False)  # and the trainer's weights leave the device
     found = made.load_ckpt(policy, str(output), load_module_only=True)  # the latest that was made so
     assert torch.equal(policy.log_probs(rows).logp, before)
     with pytest.raises(EngineError, match="holds no weights"):
