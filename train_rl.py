@@ -4,6 +4,8 @@ import argparse
 import logging
 import sys
 import warnings
+from functools import partial
+from typing import Any
 
 from rftmega import config as configuration
 from rftmega.config import RunConfig
@@ -73,7 +75,65 @@ def prepare() -> None:
 
 
 def train(config: RunConfig) -> None:
-    """One run, from prompts to an exported policy."""
+    """One run, from data to an exported model."""
+    if config.algorithm.task == "rl":
+        reinforce(config)
+    else:
+        supervise(config)
+
+
+def supervise(config: RunConfig) -> None:
+    """From given answers to a policy, or from preferences to a reward model."""
+    from rftmega.data import Tokenizer, load_preferences, load_supervised, order_of, pair_rows, rows_of
+
+    sft, steps = config.algorithm.task == "sft", config.trainer.steps
+    tokenizer = Tokenizer(config.model.path)
+    read, rows = (load_supervised, rows_of) if sft else (load_preferences, pair_rows)
+
+    def load(source: str) -> list[Any]:
+        prompt, response = config.rollout.max_prompt_tokens, config.rollout.max_response_tokens
+        return list(read(source, tokenizer, config.data, max_prompt_tokens=prompt, max_response_tokens=response))
+
+    order = order_of(config.data, load, batch_size=config.trainer.prompts_per_step, seed=config.trainer.seed)
+    held_out = {name: rows(load(source)) for name, source in config.data.held_out.items()}
+
+    from rftmega.algorithms.supervised import cross_entropy_loss, pairwise_loss
+    from rftmega.algorithms.weighting import weighting_of
+    from rftmega.parallel import launch
+    from rftmega.strategy.supervised import SupervisedStrategy
+    from rftmega.trainer import callbacks
+    from rftmega.trainer.evaluate import metric_of
+    from rftmega.trainer.supervised import HeldOut, SupervisedTrainer, cross_entropy_of, preference_of
+
+    with launch.start() as world:
+        strategy = SupervisedStrategy(config)
+        model: Any = strategy.model
+        judge = partial(cross_entropy_of if sft else preference_of, model)
+        observers: list[callbacks.Observer] = []
+        if held_out:
+            observers.append(HeldOut(held_out, judge, every=config.trainer.eval_every, last=steps))
+        if world.is_main:
+            shown = {} if sft else {name: metric_of(name, "accuracy") for name in held_out}
+            observers += [
+                callbacks.JSONLines(f"{config.trainer.output}/metrics.jsonl"),
+                callbacks.TensorBoard(f"{config.trainer.output}/tensorboard"),
+                callbacks.Progress(steps, shown),
+            ]
+        if config.trainer.export:
+            name = "policy" if sft else "reward_model"
+            observers.append(callbacks.AtEnd(lambda: strategy.export(f"{config.trainer.output}/{name}")))
+        weighting = weighting_of(config.algorithm.weighting, longest=config.rollout.max_response_tokens)
+        trainer = SupervisedTrainer(
+            model=model,
+            loss_fn=cross_entropy_loss(weighting) if sft else pairwise_loss(),
+            group_size=1 if sft else 2,
+            callbacks=observers,
+        )
+        trainer.fit(map(rows, order), steps=steps)
+
+
+def reinforce(config: RunConfig) -> None:
+    """From prompts to a policy that answers them better."""
     from rftmega.data import Tokenizer, load_prompts, order_of
     from rftmega.rewards import MajorityReward, check_prompts, create
     from rftmega.types import Prompt

@@ -235,6 +235,9 @@ class AlgorithmConfig:
     recipe: str = ""
     """A bundle of the options below, by name (rftmega/config/recipes); what is set besides it comes first."""
 
+    task: str = "rl"
+    """rl (rewards of sampled answers), sft (given answers) or reward_model (given preferences); docs/data.md."""
+
     advantage: str = "group"
     """group (GRPO), leave_one_out (RLOO), reinforce (returns) or gae (PPO: a critic learns beside the policy)."""
 
@@ -347,10 +350,10 @@ class CriticConfig:
 @dataclass
 class TrainerConfig:
     steps: int = 100
-    """Rollouts."""
+    """Rollouts; of given data, batches."""
 
     prompts_per_step: int = 16
-    """Prompts a rollout."""
+    """Prompts a rollout; of given data, examples or pairs a step."""
 
     max_tokens_per_micro_batch: int = 16384
     """Rows are packed into micro-batches of at most this many tokens."""

@@ -21,6 +21,7 @@ from rftmega.config.schema import (
 from rftmega.config.sources import LONGEST_CYCLE, shares, split_source
 
 AS_THE_POLICY = ("parallel.", "optimizer.")  # sections that the critic has, too, and takes from there what it is not given
+LENGTHS = ("rollout.max_prompt_tokens", "rollout.max_response_tokens")
 CHOICES = {
     "strategy": ("colocated", "separate"),
     "model.dtype": ("auto", "float32", "bfloat16"),
@@ -28,6 +29,7 @@ CHOICES = {
     "optimizer.schedule": ("constant", "linear", "cosine"),
     "rollout.engine": ("vllm", "transformers", "scripted"),
     "data.too_long": ("error", "drop"),
+    "algorithm.task": ("rl", "sft", "reward_model"),
     "algorithm.advantage": ("group", "leave_one_out", "reinforce", "gae"),
     "algorithm.surrogate": ("ppo", "gspo", "cispo", "cpgd", "reinforce"),
     "algorithm.correction": ("none", "token", "sequence", "mask"),
@@ -116,10 +118,15 @@ NOT_NEGATIVE = (
     "trainer.trajectories",
     "trainer.attention_weight",
 )
-READ_FROM = {  # which of data's keys are read, by what a run learns from
-    "prompts": ("label_key",),
-    "supervised": ("response_key",),
-    "preferences": ("chosen_key", "rejected_key"),
+READ_FROM = {  # which of data's keys are read, by algorithm.task
+    "rl": ("label_key", "kind_key"),
+    "sft": ("response_key",),
+    "reward_model": ("chosen_key", "rejected_key"),
+}
+OF_ROLLOUTS = ("eval_samples", "eval_temperature", "eval_pass_at", "eval_accuracy", "trajectories_mib")
+READ_OF_GIVEN = {  # options of algorithm, rollout and reward that a task without rollouts reads
+    "sft": (*(f"algorithm.{name}" for name in ("task", "recipe", "mini_batches", "weighting", "ema_beta")), *LENGTHS),
+    "reward_model": (*(f"algorithm.{name}" for name in ("task", "recipe", "mini_batches")), *LENGTHS),
 }
 
 
@@ -138,10 +145,13 @@ def violations(config: RunConfig, world_size: int) -> list[str]:
     if world_size < 1:
         numbers.append(f"--processes {world_size} must be at least 1.")
     if not numbers:  # the arithmetic below needs sizes that make sense
-        numbers = _layout(config.parallel, world_size) + _overlap(config.optimizer) + _engine(config, world_size) + _batch(config)
-        numbers += _algorithm(config.algorithm) + _critic(config, world_size) + _reward(config)
-        numbers += _evaluation(config)
-    return choices + numbers + _data(config.data) + _files(config)
+        numbers = _layout(config.parallel, world_size) + _overlap(config.optimizer) + _rows(config)
+        if config.algorithm.task == "rl":
+            numbers += _engine(config, world_size) + _algorithm(config.algorithm) + _reward(config) + _evaluation(config)
+        elif not choices:
+            numbers += _given(config)
+        numbers += _critic(config, world_size)
+    return choices + numbers + _data(config) + _files(config)
 
 
 def _ranges(config: RunConfig) -> list[str]:
@@ -284,9 +294,29 @@ def _engine(config: RunConfig, world_size: int) -> list[str]:
     return found
 
 
-def _batch(config: RunConfig) -> list[str]:
+def _given(config: RunConfig) -> list[str]:
+    """What a task without rollouts does not read."""
+    task = config.algorithm.task
+    read = READ_OF_GIVEN[task]
+    settings = [
+        (f"{section}.{f.name}", getattr(getattr(config, section), f.name), getattr(type(getattr(config, section))(), f.name))
+        for section in ("algorithm", "rollout", "reward")
+        for f in fields(getattr(config, section))
+    ]
+    trainer = [(f"trainer.{name}", getattr(config.trainer, name), getattr(TrainerConfig(), name)) for name in OF_ROLLOUTS]
+    whole = [("strategy", config.strategy, RunConfig.strategy)]
+    return [
+        f"{name}={value}: with algorithm.task={task} nothing is generated or rewarded, so nothing reads it. Leave it out."
+        for name, value, default in whole + settings + trainer
+        if name not in read and value != default
+    ]
+
+
+def _rows(config: RunConfig) -> list[str]:
     found = []
-    rows = config.trainer.prompts_per_step * (config.algorithm.learnt_from or config.rollout.samples_per_prompt)
+    task = config.algorithm.task
+    answers = (config.algorithm.learnt_from or config.rollout.samples_per_prompt) if task == "rl" else 1
+    rows = config.trainer.prompts_per_step * answers
     if config.algorithm.learnt_from > config.rollout.samples_per_prompt:
         found.append(
             f"algorithm.learnt_from={config.algorithm.learnt_from} is more than the answers a prompt gets "
@@ -294,19 +324,21 @@ def _batch(config: RunConfig) -> list[str]:
         )
     if config.algorithm.mini_batches > rows:
         found.append(
-            f"algorithm.mini_batches={config.algorithm.mini_batches} is more than the rows of a rollout (trainer.prompts_per_step"
-            f" x rollout.samples_per_prompt = {config.trainer.prompts_per_step} x {config.rollout.samples_per_prompt} = {rows})."
+            f"algorithm.mini_batches={config.algorithm.mini_batches} is more than the rows of a step (trainer.prompts_per_step"
+            f" x answers = {config.trainer.prompts_per_step} x {answers} = {rows})."
         )
     longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    together, what = (1, "one row") if task != "reward_model" else (2, "a pair of rows")
+    longest += together - 1  # a score has a place of its own
     attention_cap = config.trainer.max_attention_per_micro_batch
-    if attention_cap and attention_cap < longest**2:
+    if attention_cap and attention_cap < together * longest**2:
         found.append(
-            f"trainer.max_attention_per_micro_batch={attention_cap} can't hold one row of {longest} tokens, {longest**2} "
-            "squared. Raise it, or set it to 0."
+            f"trainer.max_attention_per_micro_batch={attention_cap} can't hold {what} of {longest} tokens, "
+            f"{together * longest**2} squared. Raise it, or set it to 0."
         )
-    if config.trainer.max_tokens_per_micro_batch < longest:
+    if config.trainer.max_tokens_per_micro_batch < together * longest:
         found.append(
-            f"trainer.max_tokens_per_micro_batch={config.trainer.max_tokens_per_micro_batch} can't hold one row of "
+            f"trainer.max_tokens_per_micro_batch={config.trainer.max_tokens_per_micro_batch} can't hold {what} of "
             f"rollout.max_prompt_tokens + rollout.max_response_tokens = {longest}. Raise it, or shorten the rows."
         )
     if not config.trainer.trajectories and config.trainer.trajectories_mib != TrainerConfig.trajectories_mib:
@@ -319,6 +351,8 @@ def _batch(config: RunConfig) -> list[str]:
             f"optimizer.warmup_steps={config.optimizer.warmup_steps} leaves nothing of the {optimizer_steps} optimizer steps "
             "(trainer.steps x algorithm.mini_batches)."
         )
+    if config.algorithm.ema_beta and not config.trainer.export:
+        found.append("algorithm.ema_beta needs trainer.export: the average is only written down.")
     if config.optimizer.min_learning_rate > config.optimizer.learning_rate:
         found.append("optimizer.min_learning_rate is above optimizer.learning_rate.")
     return found
@@ -398,9 +432,8 @@ def _reward(config: RunConfig) -> list[str]:
     return found
 
 
-def _data(data: DataConfig, *, learns_from: str = "prompts") -> list[str]:
-    """`learns_from`, one of READ_FROM: the kind of data that a run reads."""
-    found = []
+def _data(config: RunConfig) -> list[str]:
+    data, task, found = config.data, config.algorithm.task, []
     if data.sources and data.train:
         found.append(f"data.train={data.train} and data.sources are both given. Leave one out, or name it among the sources.")
     if not (data.sources or data.train):
@@ -411,9 +444,9 @@ def _data(data: DataConfig, *, learns_from: str = "prompts") -> list[str]:
         found.append(
             f"data.sources: the weights are exact only after {cycle} examples, more than {LONGEST_CYCLE}. Round them, as to 0.25."
         )
-    for option in sorted({option for read in READ_FROM.values() for option in read} - set(READ_FROM[learns_from])):
+    for option in sorted({option for read in READ_FROM.values() for option in read} - set(READ_FROM.get(task, ()))):
         if (value := getattr(data, option)) != getattr(DataConfig, option):
-            found.append(f"data.{option}={value}: nothing reads it, since this run learns from {learns_from}. Leave it out.")
+            found.append(f"data.{option}={value}: with algorithm.task={task} nothing reads it. Leave it out.")
     return found
 
 

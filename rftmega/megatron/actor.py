@@ -45,9 +45,9 @@ class MegatronActor:
         with self.reference.swapped_in():
             return self.log_probs(rows)
 
-    def update(self, experience: Experience, loss_fn: LossFn) -> Metrics:
+    def update(self, experience: Experience, loss_fn: LossFn, *, group_size: int = 1) -> Metrics:
         """One optimizer step for each mini-batch; see `Passes.update`."""
-        return self.passes.update(experience, loss_fn)
+        return self.passes.update(experience, loss_fn, group_size=group_size)
 
     def sync_model_to_rollout(self, version: int) -> Metrics:
         """Pushes the weights into the rollout engine, which answers under `version` from then on.

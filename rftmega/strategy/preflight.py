@@ -1,7 +1,7 @@
 """Everything that can be refused before a process group or a model exists, all of it in one error."""
 
 from converters import shard_shape, table
-from model_providers.description import describe, heads_violations, layout_violations
+from model_providers.description import ModelDescription, describe, heads_violations, layout_violations
 from model_providers.hf_config import read_hf_config
 from model_providers.placement import holdings
 from rftmega import device
@@ -23,11 +23,8 @@ def preflight(config: RunConfig, world_size: int, *, local: bool = False) -> Non
     else:
         found += layout_violations(model, config.parallel)
         found += _critic(config)
-        found += heads_violations(model, config.rollout.tensor, "rollout.tensor")
-        if config.rollout.engine == "vllm" and device.current().type == "cpu" and model.head_dim not in VLLM_CPU_HEAD_DIMS:
-            found.append(f"vLLM's CPU kernels don't know head size {model.head_dim}, only {VLLM_CPU_HEAD_DIMS}.")
-        if model.experts and (reason := _expert_engine(config.rollout.engine)):
-            found.append(reason)
+        if config.algorithm.task == "rl":
+            found += _engine(config, model)
         longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
         if longest > model.max_positions:
             found.append(
@@ -41,6 +38,15 @@ def preflight(config: RunConfig, world_size: int, *, local: bool = False) -> Non
         found.append(f"--processes {world_size}{beside} are more than the {devices} CUDA device(s) here; each needs its own.")
     if found:
         raise ConfigError("This run can't start:\n" + "\n".join(f"  - {reason}" for reason in found))
+
+
+def _engine(config: RunConfig, model: ModelDescription) -> list[str]:
+    found = heads_violations(model, config.rollout.tensor, "rollout.tensor")
+    if config.rollout.engine == "vllm" and device.current().type == "cpu" and model.head_dim not in VLLM_CPU_HEAD_DIMS:
+        found.append(f"vLLM's CPU kernels don't know head size {model.head_dim}, only {VLLM_CPU_HEAD_DIMS}.")
+    if model.experts and (reason := _expert_engine(config.rollout.engine)):
+        found.append(reason)
+    return found
 
 
 def _critic(config: RunConfig) -> list[str]:
@@ -71,13 +77,13 @@ def dry_run(config: RunConfig, world_size: int) -> str:
     parallel = config.parallel
     replica = parallel.tensor * parallel.context * parallel.pipeline
     data = world_size // replica
-    engines = config.rollout.servers if config.strategy == "separate" else world_size // config.rollout.tensor
-    rows = config.trainer.prompts_per_step * config.rollout.samples_per_prompt
-    batch = f"{config.trainer.prompts_per_step} prompts x {config.rollout.samples_per_prompt} answers = {rows} rows"
+    answers = {"rl": config.rollout.samples_per_prompt, "sft": 1, "reward_model": 2}[config.algorithm.task]
+    rows = config.trainer.prompts_per_step * answers
+    batch = f"{config.trainer.prompts_per_step} prompts x {answers} answers = {rows} rows"
     lines = [
         f"model       {model.family}, {model.parameters:,} parameters, {model.layers} layers, vocabulary {model.vocabulary}",
         f"processes   {world_size} = {layout_name(parallel, data)}",
-        f"engines     {engines} x {config.rollout.engine}, {config.rollout.tensor} process(es) each, {config.strategy}",
+        f"engines     {_engines(config, world_size)}",
         f"batch       {batch} a step, "
         f"{config.algorithm.mini_batches} optimizer step(s) of about {rows // config.algorithm.mini_batches} rows, "
         f"about {rows / config.algorithm.mini_batches / data:g} rows a data-parallel rank",
@@ -101,8 +107,15 @@ def dry_run(config: RunConfig, world_size: int) -> str:
     return "\n".join(lines)
 
 
+def _engines(config: RunConfig, world_size: int) -> str:
+    if config.algorithm.task != "rl":
+        return "none"
+    engines = config.rollout.servers if config.strategy == "separate" else world_size // config.rollout.tensor
+    return f"{engines} x {config.rollout.engine}, {config.rollout.tensor} process(es) each, {config.strategy}"
+
+
 def engine_modules(config: RunConfig) -> list[str]:
     """Modules of the chosen engine: those whose import takes long."""
-    if config.strategy == "separate" or config.rollout.engine == "scripted":
+    if config.algorithm.task != "rl" or config.strategy == "separate" or config.rollout.engine == "scripted":
         return []
     return [f"rftmega.rollout.{config.rollout.engine}"]

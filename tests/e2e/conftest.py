@@ -16,7 +16,9 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture(scope="session")
 def arithmetic(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """model/ (random Qwen3 of 4 layers with the demo's tokenizer), train.jsonl, eval.jsonl and run.yaml."""
+    """model/ (random Qwen3 of 4 layers with the demo's tokenizer), train.jsonl, eval.jsonl, pairs.jsonl (the right sum and the
+    next number); run.yaml learns from rewards, given.yaml from what is given.
+    """
     import make_data
     import warm_start
 
@@ -28,6 +30,18 @@ def arithmetic(tmp_path_factory: pytest.TempPathFactory) -> Path:
     encode = warm_start.tokenizer()
     save_tiny(folder / "model", "qwen3", vocab_size=len(warm_start.SYMBOLS), eos_token_id=encode.eos_token_id)
     encode.save_pretrained(folder / "model")
+    records = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    pairs = [{"prompt": r["prompt"], "chosen": r["label"], "rejected": str(int(r["label"]) + 1)} for r in records]
+    for name, part in (("pairs", pairs[:-16]), ("held_out_pairs", pairs[-16:])):
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, part)))
+    (folder / "given.yaml").write_text(f"""
+model: {{path: {folder / "model"}}}
+data: {{train: {folder / "train.jsonl"}, eval: {folder / "eval.jsonl"}}}
+rollout: {{max_prompt_tokens: 8, max_response_tokens: 6}}
+optimizer: {{learning_rate: 1.0e-3, epsilon: 1.0e-4}}
+algorithm: {{mini_batches: 2}}
+trainer: {{steps: 3, prompts_per_step: 8, max_tokens_per_micro_batch: 64, output: {folder / "out"}}}
+""")
     (folder / "run.yaml").write_text(f"""
 model: {{path: {folder / "model"}}}
 data: {{train: {folder / "train.jsonl"}, eval: {folder / "eval.jsonl"}}}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.e2e.conftest import ROOT, Run, metrics_of
 
@@ -28,9 +28,9 @@ for arguments in json.load(sys.stdin):
 LAYOUTS = {"TP2 x PP2": (2, 2, 4), "DP4": (1, 1, 4), "TP4": (4, 1, 4), "PP4": (1, 4, 4), "one process": (1, 1, 1)}
 
 
-def run_all(arithmetic: Path, runs: dict[str, list[str]], folder: Path) -> dict[str, list[dict[str, float]]]:
+def run_all(config: Path, runs: dict[str, list[str]], folder: Path) -> dict[str, list[dict[str, float]]]:
     """Metrics of every run's steps, by its name."""
-    given = [[str(arithmetic / "run.yaml"), f"trainer.output={folder / name}", *options] for name, options in runs.items()]
+    given = [[str(config), f"trainer.output={folder / name}", *options] for name, options in runs.items()]
     done = subprocess.run(
         [sys.executable, "-c", SEVERAL_RUNS], input=json.dumps(given), capture_output=True, text=True, check=False, cwd=ROOT
     )
@@ -56,7 +56,7 @@ def test_the_first_steps_agree_between_all_layouts(arithmetic: Path, tmp_path: P
         "critic.parallel.virtual_pipeline=2",
     ]
     runs["PPO, TP2 beside PP2 x VPP2"] = [*ppo, *layouts, "critic.optimizer.distributed=true", "--processes", "2"]
-    seen = run_all(arithmetic, runs, tmp_path)
+    seen = run_all(arithmetic / "run.yaml", runs, tmp_path)
     for name, steps in seen.items():
         with_critic = name.startswith("PPO")
         wanted = seen["PPO, one process" if with_critic else "one process"]
@@ -74,6 +74,37 @@ def test_the_first_steps_agree_between_all_layouts(arithmetic: Path, tmp_path: P
         for folder in (arithmetic / "model", ppo_run / "policy", ppo_run / "policy_ema")
     )
     assert 0 < (average - end).abs().sum() < (start - end).abs().sum(), "no average of the steps"
+
+
+def test_given_answers_and_preferences_are_learnt_alike_under_two_layouts(arithmetic: Path, tmp_path: Path) -> None:
+    pairs = [f"data.train={arithmetic / 'pairs.jsonl'}", f"data.eval={arithmetic / 'held_out_pairs.jsonl'}"]
+    tasks = {"sft": ["data.response_key=label"], "reward_model": pairs}
+    layouts = {"alone": ["--processes", "1"], "TP2 x PP2": ["parallel.tensor=2", "parallel.pipeline=2", "--processes", "4"]}
+    runs = {
+        f"{task}, {layout}": [f"algorithm.task={task}", *data, *options]
+        for task, data in tasks.items()
+        for layout, options in layouts.items()
+    }
+    seen = run_all(arithmetic / "given.yaml", runs, tmp_path)
+    for task, judged in (("sft", "eval_cross_entropy"), ("reward_model", "eval_margin")):
+        alone, together = (seen[f"{task}, {layout}"] for layout in layouts)
+        for step, reference in zip(together, alone, strict=True):
+            for metric in ("loss", "grad_norm"):
+                assert step[metric] == pytest.approx(reference[metric], rel=5e-6), (task, step["step"], metric)
+        assert together[-1][judged] == pytest.approx(alone[-1][judged], rel=1e-4)
+        assert alone[-1]["loss"] < alone[0]["loss"]
+    policy = AutoModelForCausalLM.from_pretrained(tmp_path / "sft, TP2 x PP2" / "policy")
+    assert policy.dtype == torch.float32
+    judge = AutoModelForSequenceClassification.from_pretrained(tmp_path / "reward_model, TP2 x PP2" / "reward_model")
+    assert judge.config.num_labels == 1
+    encode = AutoTokenizer.from_pretrained(arithmetic / "model")
+    margins = []
+    for line in (arithmetic / "held_out_pairs.jsonl").read_text().splitlines():
+        pair = json.loads(line)
+        ids = [[*encode.encode(pair["prompt"] + pair[side]), encode.eos_token_id] for side in ("chosen", "rejected")]
+        chosen, rejected = (judge(torch.tensor([row])).logits[0, 0].item() for row in ids)
+        margins.append(chosen - rejected)
+    assert sum(margins) / len(margins) == pytest.approx(seen["reward_model, alone"][-1]["eval_margin"], rel=1e-3)
 
 
 def test_with_vllm_the_engine_follows_the_trainer_and_the_export_is_a_model(arithmetic: Path, train: Run, tmp_path: Path) -> None:

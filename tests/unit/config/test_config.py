@@ -126,7 +126,7 @@ def test_a_sound_config_has_no_violations(config_file: Path) -> None:
         ("algorithm.high_entropy_share=0", 1, "algorithm.high_entropy_share=0.0 must be positive"),
         ("algorithm.clip_low=1", 1, "algorithm.clip_low=1.0 must be below 1 for algorithm.surrogate=ppo"),
         ("strategy=apart", 1, "strategy=apart is unknown. Choose one of: colocated, separate."),
-        ("algorithm.mini_batches=129", 1, "is more than the rows of a rollout"),
+        ("algorithm.mini_batches=129", 1, "is more than the rows of a step"),
         ("trainer.max_tokens_per_micro_batch=100", 1, "can't hold one row"),
         ("reward.format=1", 1, "reward.format_pattern is empty"),
         ("reward.format_pattern=x", 1, "reward.format_pattern=x needs a weight of reward.format: nothing else reads it"),
@@ -160,14 +160,26 @@ def test_a_sound_config_has_no_violations(config_file: Path) -> None:
         ("data.eval=/nowhere#test", 1, "data.eval=/nowhere#test is not a file or folder"),
         ("data.train=", 1, "data.train must be given, or data.sources"),
         ("data.sources={/: 1}", 1, "are both given. Leave one out"),
-        ("data.response_key=answer", 1, "nothing reads it, since this run learns from prompts"),
-        ("data.chosen_key=good", 1, "data.chosen_key=good: nothing reads it"),
+        ("data.response_key=answer", 1, "data.response_key=answer: with algorithm.task=rl nothing reads it"),
+        ("data.chosen_key=good", 1, "data.chosen_key=good: with algorithm.task=rl nothing reads it"),
     ],
 )
 def test_what_cannot_run_is_refused_with_a_reason(override: str, world: int, complaint: str, config_file: Path) -> None:
     found = violations(load(config_file, [override]), world)
     assert len(found) == 1, found
     assert complaint in found[0]
+
+
+def test_learning_from_given_rows_reads_lengths_and_little_else(config_file: Path) -> None:
+    sft = ["algorithm.task=sft", "data.response_key=answer", "rollout.max_response_tokens=8", "algorithm.weighting=sequence_mean"]
+    assert violations(load(config_file, sft), 1) == []
+    unread = ["rollout.temperature=0.5", "reward.math=1", "algorithm.kl_coef=1", "trainer.eval_samples=2", "strategy=separate"]
+    for override in unread:
+        found = violations(load(config_file, [*sft, override]), 1)
+        assert [f"{override.partition('=')[0]}=" in reason and "nothing reads it" in reason for reason in found] == [True]
+    reward_model = ["algorithm.task=reward_model", "data.chosen_key=good", "trainer.max_tokens_per_micro_batch=4097"]
+    assert "can't hold a pair of rows of" in violations(load(config_file, reward_model), 1)[0]
+    assert violations(load(config_file, [*reward_model[:2], "trainer.max_tokens_per_micro_batch=4098"]), 1) == []
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,74 @@
+"""Learning from given rows, answers or preferences: no rollout, no reward."""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from rftmega.algorithms.supervised import last_value
+from rftmega.experience import given
+from rftmega.interfaces import Callback, Policy, ValueModel
+from rftmega.trainer.callbacks import Observer
+from rftmega.trainer.evaluate import metric_of
+from rftmega.types import Experience, LossFn, Metrics, Rows
+
+
+class Learns(Protocol):
+    """A policy or a value model."""
+
+    def update(self, experience: Experience, loss_fn: LossFn, *, group_size: int = 1) -> Metrics: ...
+
+
+class SupervisedTrainer:
+    """One update a batch. `step` counts those that are done."""
+
+    def __init__(self, *, model: Learns, loss_fn: LossFn, group_size: int = 1, callbacks: Sequence[Callback] = ()):
+        """`group_size` consecutive rows come before the loss together: 2 for pairs."""
+        self.model, self.loss_fn, self.group_size = model, loss_fn, group_size
+        self.callbacks = callbacks
+        self.step = 0
+
+    def fit(self, batches: Iterable[Rows], *, steps: int) -> None:
+        """Trains until `steps` steps are done."""
+        start: Metrics = {}
+        for callback in self.callbacks:
+            callback.on_start(self, start)
+        for _, rows in zip(range(self.step, steps), batches, strict=False):  # in this order: draws no batch too many
+            begin = time.perf_counter()
+            metrics = self.model.update(given(rows), self.loss_fn, group_size=self.group_size)
+            self.step += 1
+            seconds = time.perf_counter() - begin
+            metrics |= {"seconds_update": seconds, "tokens_per_second": float(rows.lengths.sum()) / seconds}
+            for callback in self.callbacks:
+                callback.on_step(self, metrics)
+        for callback in self.callbacks:
+            callback.on_end(self)
+
+
+class HeldOut(Observer):
+    """What the model makes of rows that it does not learn from: at the start, every `every` steps and after step `last`."""
+
+    def __init__(self, sets: Mapping[str, Rows], judge: Callable[[Rows], Metrics], *, every: int, last: int):
+        self.sets, self.judge = sets, judge
+        self.every, self.last = every, last
+
+    def on_start(self, trainer: Any, metrics: Metrics) -> None:
+        metrics |= self.evaluate()
+
+    def on_step(self, trainer: Any, metrics: Metrics) -> None:
+        if trainer.step == self.last or (self.every and trainer.step % self.every == 0):
+            metrics |= self.evaluate()
+
+    def evaluate(self) -> Metrics:
+        return {metric_of(name, part): x for name, rows in self.sets.items() for part, x in self.judge(rows).items()}
+
+
+def cross_entropy_of(policy: Policy, rows: Rows) -> Metrics:
+    """-log p of a response token, on average over all."""
+    return {"cross_entropy": -policy.log_probs(rows).logp[rows.mask].double().mean().item()}
+
+
+def preference_of(model: ValueModel, rows: Rows) -> Metrics:
+    """How often (a tie is wrong) and by how much the chosen one of a pair is preferred; `rows` as `pair_rows` gives them."""
+    reward = last_value(model.values(rows), rows)
+    margin = (reward[0::2] - reward[1::2]).double()
+    return {"accuracy": (margin > 0).double().mean().item(), "margin": margin.mean().item()}
