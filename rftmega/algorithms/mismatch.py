@@ -10,11 +10,17 @@ from rftmega.types import Metrics
 
 
 def log_prob_gap(behaviour_logp: Tensor, old_logp: Tensor, mask: Tensor) -> Metrics:
-    """|engine - trainer| log-probability over response tokens (all [B, T]), largest and mean. 0 where there are none."""
+    """|engine - trainer| log-probability over response tokens (all [B, T]), largest and mean, and the mean of its exp, by which
+    factor probabilities differ. 0, 0 and 1 where there are no tokens.
+    """
     gap = (behaviour_logp - old_logp).abs()[mask]
     if not len(gap):
-        return {"logprob_gap_max": 0.0, "logprob_gap_mean": 0.0}
-    return {"logprob_gap_max": gap.max().item(), "logprob_gap_mean": gap.mean().item()}
+        return {"logprob_gap_max": 0.0, "logprob_gap_mean": 0.0, "token_mult_prob_error": 1.0}
+    return {
+        "logprob_gap_max": gap.max().item(),
+        "logprob_gap_mean": gap.mean().item(),
+        "token_mult_prob_error": gap.double().exp().mean().item(),
+    }
 
 
 class Correction(NamedTuple):

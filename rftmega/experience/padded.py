@@ -227,7 +227,10 @@ def to_experience(padded: Experience) -> types.Experience:
     lengths = padded.attention_mask.bool().sum(-1)
     rows = Rows(flush(padded.sequences, prompts - prompt_lengths, lengths), prompt_lengths, lengths)
     behaviour = (padded.info or {}).get(BEHAVIOUR, padded.action_log_probs)
-    base = padded.base_action_log_probs
+
+    def laid_out(values: Tensor | None) -> Tensor | None:
+        return None if values is None else per_target(values, rows)
+
     return types.Experience(
         tokens=rows.tokens,
         prompt_lengths=prompt_lengths,
@@ -235,22 +238,29 @@ def to_experience(padded: Experience) -> types.Experience:
         mask=per_target(padded.action_mask.bool(), rows),
         behaviour_logp=per_target(behaviour, rows),
         old_logp=per_target(padded.action_log_probs, rows),
-        reference_logp=None if base is None else per_target(base, rows),
+        reference_logp=laid_out(padded.base_action_log_probs),
         advantage=per_target(padded.advantages, rows),
+        old_value=laid_out(padded.values),
+        returns=laid_out(padded.returns),
+        entropy=laid_out(padded.action_entropy),
     )
 
 
 def of_experience(own: types.Experience, *, pad_id: int = 0) -> Experience:
-    """The canvas of an experience of rftmega; what it does not hold (values, returns, kl, entropy) is None."""
+    """The canvas of an experience of rftmega; what it does not hold (kl, and whatever is None there) is None."""
     rows = own.rows
     actions = _widest(rows.lengths - rows.prompt_lengths)
     sequences, attention_mask = canvas(rows, _widest(rows.prompt_lengths), actions, pad_id=pad_id)
+
+    def laid_out(values: Tensor | None) -> Tensor | None:
+        return None if values is None else per_action(values, rows)
+
     return Experience(
         sequences=sequences,
         action_log_probs=per_action(own.old_logp, rows),
-        base_action_log_probs=None if own.reference_logp is None else per_action(own.reference_logp, rows),
-        values=None,
-        returns=None,
+        base_action_log_probs=laid_out(own.reference_logp),
+        values=laid_out(own.old_value),
+        returns=laid_out(own.returns),
         advantages=per_action(own.advantage, rows),
         attention_mask=attention_mask,
         action_mask=per_action(own.mask, rows),
@@ -259,4 +269,5 @@ def of_experience(own: types.Experience, *, pad_id: int = 0) -> Experience:
             "response_length": rows.lengths - rows.prompt_lengths,
             "total_length": rows.lengths,
         },
+        action_entropy=laid_out(own.entropy),
     )

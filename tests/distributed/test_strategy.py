@@ -1,5 +1,6 @@
 """StrategyBase over several processes: collectives, and answers that come back to those who asked."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +67,9 @@ class Recorded(ScriptedEngine):
         self.batches: list[int] = []
         self.load_weights([], version=0)
 
-    def _generate(self, prompts: Any, seeds: Any, temperature: float) -> Any:
+    def _generate(self, prompts: Any, seeds: Any, temperature: float, finished: Any) -> Any:
         self.batches.append(len(prompts))
-        return super()._generate(prompts, seeds, temperature)
+        return super()._generate(prompts, seeds, temperature, finished)
 
 
 PORTIONS = [[[1], [2, 2], [3]], [], [[4]], [[5], [6, 6]]]
@@ -109,8 +110,8 @@ def test_every_process_gets_the_answers_to_its_own_prompts_whoever_shares_an_eng
         assert len(local) == 4 // size, "one engine's processes draw alike, engines differently"
 
 
-def likes_long(prompt: Prompt, completion: Completion) -> dict[str, float]:
-    return {"reward": float(len(completion.token_ids))}
+def likes_long(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
+    return [{"reward": float(len(completion.token_ids))} for completion in completions]
 
 
 def megatron_body(world: Any, folder: Path, output: Path) -> Any:

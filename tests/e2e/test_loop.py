@@ -110,10 +110,16 @@ def test_given_answers_and_preferences_are_learnt_alike_under_two_layouts(arithm
 def test_with_vllm_the_engine_follows_the_trainer_and_the_export_is_a_model(arithmetic: Path, train: Run, tmp_path: Path) -> None:
     done = train(
         arithmetic / "run.yaml", "rollout.engine=vllm", "rollout.cpu_cache_gib=0.05", "parallel.tensor=2", "--processes", 2,
-        f"trainer.output={tmp_path}", "trainer.export=true", "optimizer.learning_rate=1e-2",
+        f"trainer.output={tmp_path}", "trainer.export=true", "optimizer.learning_rate=1e-2", "algorithm.mini_batches=1",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     steps = metrics_of(tmp_path)
+    first = steps[1]  # nothing has changed yet when its rollout is scored and learnt from
+    assert abs(first["ppo_kl"]) < 1e-8
+    assert first["kl"] < 1e-8
+    assert first["reference_kl"] < 1e-8
+    assert first["ratio"] == pytest.approx(1.0, abs=1e-6)
+    assert first["token_mult_prob_error"] < 1.001
     assert [step["step"] for step in steps] == [0, 1, 2, 3]
     assert all(step["logprob_gap_max"] < 1e-4 for step in steps[1:])
     assert "eval_exact_match" in steps[0]
