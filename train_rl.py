@@ -151,6 +151,7 @@ def reinforce(config: RunConfig) -> None:
     held_out = {name: load(source) for name, source in config.data.held_out.items()}
     reward = create(config.reward, tokenizer.decode)
 
+    from rftmega.experience import ModelReward
     from rftmega.parallel import launch
     from rftmega.strategy.megatron import MegatronStrategy
     from rftmega.trainer import Algorithm, PPOTrainer, Refill, callbacks
@@ -192,6 +193,7 @@ def reinforce(config: RunConfig) -> None:
             reward=MajorityReward(tokenizer.decode) if config.reward.majority else reward,
             maker=algorithm.maker(strategy.policy, strategy.critic),
             learner=algorithm.learner(strategy.policy, strategy.critic),
+            model_reward=ModelReward(strategy.reward_model, config.reward.model) if strategy.reward_model else None,
             refill=Refill(config.algorithm.refill_rounds),
             learnt_from=config.algorithm.learnt_from,
             samples_per_prompt=config.rollout.samples_per_prompt,

@@ -213,6 +213,12 @@ class RewardConfig:
     remote_batch: int = 64
     """Answers a request, at most."""
 
+    model: float = 0.0
+    """Weight of: a reward model's score (algorithm.task=reward_model makes one), in the policy's layout and vocabulary."""
+
+    model_path: str = ""
+    """Its Hugging Face folder, a sequence classifier with one label."""
+
     majority: bool = False
     """Learn from the majority of a prompt's answers instead of labels (TTRL); the weights are for evaluation only."""
 

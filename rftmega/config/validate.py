@@ -394,7 +394,7 @@ def _evaluation(config: RunConfig) -> list[str]:
 
 def _reward(config: RunConfig) -> list[str]:
     reward, parts = config.reward, config.reward.parts()
-    flat = {f"reward.{name}": getattr(reward, name) for name in parts}
+    flat = {f"reward.{name}": getattr(reward, name) for name in (*parts, "model")}
     by_kind = {f"reward.recipe.{kind}.{name}": w for kind, given in reward.recipe.items() for name, w in given.items()}
     found = [
         f"{name}={weight} must be a finite number." for name, weight in (flat | by_kind).items() if not math.isfinite(weight)
@@ -404,6 +404,18 @@ def _reward(config: RunConfig) -> list[str]:
             found.append(f"reward.recipe.{kind}: {', '.join(unknown)} is unknown. Choose among: {', '.join(parts)}.")
         elif not any(given.values()):
             found.append(f"reward.recipe.{kind} gives no part a weight, so nothing could be learnt from it.")
+    if bool(reward.model) != bool(reward.model_path):
+        found.append(
+            f"reward.model={reward.model} and reward.model_path={reward.model_path!r} need each other: a weight, and the "
+            "folder of a reward model."
+        )
+    if reward.model and config.algorithm.refill_rounds:
+        found.append(
+            f"algorithm.refill_rounds={config.algorithm.refill_rounds} with reward.model: the engine gives its memory to the "
+            "reward model and could not go on. Set it to 0."
+        )
+    if reward.model and reward.majority:
+        found.append("reward.majority and reward.model are two ways to do without labels. Take one of them.")
     if reward.majority and config.rollout.samples_per_prompt < 3:
         found.append(
             f"reward.majority needs more answers a prompt than rollout.samples_per_prompt={config.rollout.samples_per_prompt}: "
@@ -411,7 +423,7 @@ def _reward(config: RunConfig) -> list[str]:
         )
     if not config.data.label_key and not reward.majority:
         found.append("data.label_key is empty: only reward.majority learns without labels.")
-    if not reward.recipe and not any(flat.values()):
+    if not reward.recipe and not reward.model and not any(flat.values()):
         found.append("No reward has a weight, so nothing could be learnt. Set one of: " + ", ".join(flat) + ".")
     if reward.recipe:
         for name in parts:

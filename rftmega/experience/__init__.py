@@ -1,8 +1,9 @@
 """From scored answers to what a loss learns from."""
 
 from rftmega.experience.maker import ExperienceMaker
+from rftmega.experience.model_reward import ModelReward
 from rftmega.experience.naive import NaiveExperienceMaker
 from rftmega.experience.samples import collect, scores_of
 from rftmega.experience.supervised import given
 
-__all__ = ["ExperienceMaker", "NaiveExperienceMaker", "collect", "given", "scores_of"]
+__all__ = ["ExperienceMaker", "ModelReward", "NaiveExperienceMaker", "collect", "given", "scores_of"]

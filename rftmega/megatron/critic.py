@@ -12,11 +12,17 @@ from rftmega.types import Experience, LossFn, Metrics, Rows, TokenValues
 class MegatronCritic:
     """The value model. Every process calls its methods with the whole batch and gets the whole result."""
 
-    def __init__(self, cfg: RunConfig, placement: Topology):
-        """Builds the model of `cfg.model` with a value head, from a reward model's folder or a policy's (head at 0)."""
+    def __init__(self, cfg: RunConfig, placement: Topology, role: str = "critic"):
+        """Builds the model of `cfg.model` with a value head, from a reward model's folder or a policy's (head at 0).
+
+        `role`: "critic", or "reward" for one that only scores (no optimizer).
+        """
+        if role not in ("critic", "reward"):
+            raise ValueError(f"role={role!r} is unknown. Choose critic or reward; a policy is a MegatronActor.")
         self.manager = MegatronModelManager(cfg, placement, value_model=True)
         self.topology = placement
-        self.manager.setup_model_and_optimizer()
+        if role == "critic":
+            self.manager.setup_model_and_optimizer()
         self.passes = Passes(self.manager, TokenValues, None)
 
     def values(self, rows: Rows) -> Tensor:

@@ -1,6 +1,6 @@
 """What makes one engine a process and one trainer a world look like one of each."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 
 import torch
@@ -17,14 +17,17 @@ from rftmega.strategy.judging import Judging
 from rftmega.types import Completion, Experience, LossFn, Metrics, Prompt, Rows, TokenStats
 
 PATIENCE = 10.0  # seconds
+POLICY = "policy"
 
 
 class Turns:
     """Who holds the device's memory in which phase of a colocated run: the trainer's parts, the engine, or both's weights."""
 
-    def __init__(self, policy: Residency, engine: Engine | None, *, critic: Residency | None = None, offload: bool):
-        """Without `offload` the trainer keeps everything, always; `engine` is None where it has devices of its own."""
-        self.policy, self.critic = policy, critic
+    def __init__(self, models: Mapping[str, Residency], engine: Engine | None, *, offload: bool):
+        """`models` by name, "policy" among them. Without `offload` they keep everything, always; `engine` is None where it has
+        devices of its own.
+        """
+        self.models = models
         self.engine = engine
         self.offload = offload
         self.mib: Metrics = {}  # of the trainer, at the start of each phase
@@ -33,38 +36,30 @@ class Turns:
         """The engine works; it wakes by itself."""
         self._hold("rollout")
 
-    def score(self) -> None:
-        """The trainer reads its weights; optimizer state stays where it is."""
+    def score(self, model: str = POLICY) -> None:
+        """A model's weights are read; optimizer state stays where it is."""
         self._engine_sleeps()
-        self._hold("score", (PARAMETERS,))
+        self._hold("score", model, PARAMETERS)
 
-    def values(self) -> None:
-        """The same of the critic."""
+    def update(self, model: str = POLICY) -> None:
         self._engine_sleeps()
-        self._hold("values", critic=(PARAMETERS,))
-
-    def update(self) -> None:
-        self._engine_sleeps()
-        self._hold("update", PARTS)
-
-    def update_critic(self) -> None:
-        self._engine_sleeps()
-        self._hold("update_critic", critic=PARTS)
+        self._hold("update", model, *PARTS)
 
     def push(self) -> None:
-        """Weights move from one to the other."""
-        self._hold("push", (PARAMETERS,))
+        """Weights move from the policy to the engine."""
+        self._hold("push", POLICY, PARAMETERS)
 
     def _engine_sleeps(self) -> None:
         if self.engine is not None:
             self.engine.sleep()
 
-    def _hold(self, phase: str, policy: Sequence[str] = (), critic: Sequence[str] = ()) -> None:
-        models = [(self.policy, policy), *([(self.critic, critic)] if self.critic is not None else [])]
+    def _hold(self, phase: str, model: str = POLICY, *parts: str) -> None:
         if self.offload:
-            for model, parts in sorted(models, key=lambda each: len(each[1])):  # who leaves makes room for who comes
-                model.only(*parts)
-        self.mib[f"trainer_mib_{phase}"] = sum(sum(model.bytes().values()) for model, _ in models) / 2**20
+            for other in self.models.keys() - {model}:  # who leaves makes room for who comes
+                self.models[other].only()
+            self.models[model].only(*parts)
+        name = phase if model == POLICY else f"{phase}_{model}"
+        self.mib[f"trainer_mib_{name}"] = sum(sum(held.bytes().values()) for held in self.models.values()) / 2**20
 
 
 class SharedEngine:
@@ -143,20 +138,19 @@ class ColocatedPolicy:
         return self.actor.update(experience, loss_fn)
 
 
-class ColocatedCritic:
-    """The critic, likewise."""
+class ColocatedValues:
+    """A value model likewise, under the `name` that Turns knows it by."""
 
-    def __init__(self, critic: MegatronCritic, turns: Turns):
-        self.critic = critic
-        self.turns = turns
+    def __init__(self, model: MegatronCritic, turns: Turns, name: str):
+        self.model, self.turns, self.name = model, turns, name
 
     def values(self, rows: Rows) -> Tensor:
-        self.turns.values()
-        return self.critic.values(rows)
+        self.turns.score(self.name)
+        return self.model.values(rows)
 
     def update(self, experience: Experience, loss_fn: LossFn) -> Metrics:
-        self.turns.update_critic()
-        return self.critic.update(experience, loss_fn)
+        self.turns.update(self.name)
+        return self.model.update(experience, loss_fn)
 
 
 class ColocatedWeights:

@@ -28,7 +28,7 @@ from rftmega.rollout.servers import ServerEngine
 from rftmega.strategy import retention
 from rftmega.strategy.arguments import lightrft_arguments, rows_per_micro_batch, rows_per_update
 from rftmega.strategy.base import StrategyBase
-from rftmega.strategy.dispatch import AskedByOne, ColocatedCritic, ColocatedPolicy, ColocatedWeights, SharedEngine, Turns
+from rftmega.strategy.dispatch import POLICY, AskedByOne, ColocatedPolicy, ColocatedValues, ColocatedWeights, SharedEngine, Turns
 from rftmega.strategy.requests import Answer
 from rftmega.types import Completion, Prompt
 
@@ -59,7 +59,7 @@ class MegatronStrategy(StrategyBase):
         self.topology = Topology.create(config.parallel, seed=config.trainer.seed)
         actor = self._actor = MegatronActor(config, self.topology)
         manager = actor.manager
-        critic = self._build_critic() if config.algorithm.advantage == "gae" else None
+        judges = self._build_value_models()
         separate = config.strategy == "separate"
         if world.is_main:
             log.info(
@@ -76,14 +76,12 @@ class MegatronStrategy(StrategyBase):
         self.inference_engine, self.inference_engine_type = self._engine, config.rollout.engine
         self._versions = count()  # of pushes asked for through `update_engine_weights`
         self._bucket_bytes = config.trainer.push_bucket_mib * 2**20
-        self._turns = Turns(
-            manager.residency,
-            None if separate else self._engine,
-            critic=critic.manager.residency if critic else None,
-            offload=config.trainer.offload,
-        )
+        models = {POLICY: actor.manager.residency} | {name: model.manager.residency for name, model in judges.items()}
+        self._turns = Turns(models, None if separate else self._engine, offload=config.trainer.offload)
         self.policy: Policy = ColocatedPolicy(actor, self._turns)
-        self.critic: ValueModel | None = ColocatedCritic(critic, self._turns) if critic else None
+        faces = {name: ColocatedValues(model, self._turns, name) for name, model in judges.items()}
+        self.critic: ValueModel | None = faces.get("critic")
+        self.reward_model: ValueModel | None = faces.get("reward_model")
         face, an_engine = (AskedByOne, world.size) if separate else (SharedEngine, config.rollout.tensor)
         self.engine_processes = an_engine
         self.engine: RolloutEngine = face(self._engine, self._turns, world, processes_per_engine=an_engine)
@@ -95,15 +93,25 @@ class MegatronStrategy(StrategyBase):
         self.weights: WeightSync = ColocatedWeights(sync, self._turns)
         actor.push_to_rollout = self.weights.push
 
-    def _build_critic(self) -> MegatronCritic:
-        """With the layout and the optimizer of its own section."""
-        chosen = self.config.critic
-        model = replace(self.config.model, path=chosen.path or self.config.model.path)
-        config = replace(self.config, model=model, parallel=chosen.parallel, optimizer=chosen.optimizer)
-        critic = MegatronCritic(config, Topology.create(chosen.parallel, seed=self.config.trainer.seed))
-        if self.topology.is_main:
-            log.info("critic: %s", layout_name(chosen.parallel, critic.topology.data))
-        return critic
+    def _build_value_models(self) -> dict[str, MegatronCritic]:
+        """Those that the config asks for: the critic, with the layout and the optimizer of its own section, and the reward model,
+        with the policy's layout and no optimizer.
+        """
+        config, found = self.config, {}
+        if config.algorithm.advantage == "gae":
+            chosen = config.critic
+            model = replace(config.model, path=chosen.path or config.model.path)
+            own = replace(config, model=model, parallel=chosen.parallel, optimizer=chosen.optimizer)
+            found["critic"] = MegatronCritic(own, Topology.create(chosen.parallel, seed=config.trainer.seed))
+        if config.reward.model:
+            own = replace(config, model=replace(config.model, path=config.reward.model_path))
+            found["reward_model"] = MegatronCritic(own, self.topology, role="reward")
+        for name, built in found.items():
+            if self.topology.is_main:
+                log.info(
+                    "%s: %s, %s", name, built.manager.cfg.model.path, layout_name(built.manager.cfg.parallel, built.topology.data)
+                )
+        return found
 
     def export(self, folder: str | Path) -> None:
         """Writes the policy as a Hugging Face folder, and beside it `folder`_ema where an average is kept; every process

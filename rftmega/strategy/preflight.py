@@ -22,7 +22,7 @@ def preflight(config: RunConfig, world_size: int, *, local: bool = False) -> Non
             found.append(str(error))
     else:
         found += layout_violations(model, config.parallel)
-        found += _critic(config)
+        found += _critic(config) + _reward_model(config, model)
         if config.algorithm.task == "rl":
             found += _engine(config, model)
         longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
@@ -59,6 +59,22 @@ def _critic(config: RunConfig) -> list[str]:
     reasons = layout_violations(model, config.critic.parallel)
     same = not config.critic.path and config.critic.parallel == config.parallel
     return [] if same else [f"For the critic: {reason}" for reason in reasons]
+
+
+def _reward_model(config: RunConfig, policy: ModelDescription) -> list[str]:
+    if not config.reward.model or not config.reward.model_path:
+        return []
+    try:
+        model = describe(read_hf_config(config.reward.model_path))
+    except CheckpointError as error:
+        return [f"reward.model_path: {error}"]
+    found = [f"For the reward model: {reason}" for reason in layout_violations(model, config.parallel)]
+    if model.vocabulary != policy.vocabulary:
+        found.append(
+            f"reward.model_path={config.reward.model_path} knows {model.vocabulary} tokens, the policy {policy.vocabulary}: it "
+            "reads the policy's tokens. Take one with the policy's tokenizer."
+        )
+    return found
 
 
 def _expert_engine(engine: str) -> str | None:

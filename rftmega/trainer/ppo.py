@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 
 from rftmega.algorithms.mismatch import log_prob_gap
-from rftmega.experience import ExperienceMaker, collect
+from rftmega.experience import ExperienceMaker, ModelReward, collect
 from rftmega.interfaces import Callback, Reward, RolloutEngine, WeightSync
 from rftmega.trainer.learner import Learner
 from rftmega.trainer.sampling import Refill
@@ -34,10 +34,11 @@ class PPOTrainer:
         temperature: float,
         seed: int,
         refill: Refill | None = None,
+        model_reward: ModelReward | None = None,
         learnt_from: int = 0,
         callbacks: Sequence[Callback] = (),
     ):
-        self.engine, self.weights, self.reward = engine, weights, reward
+        self.engine, self.weights, self.reward, self.model_reward = engine, weights, reward, model_reward
         self.maker, self.learner = maker, learner
         self.refill = refill or Refill(0)
         self.learnt_from = learnt_from or samples_per_prompt
@@ -85,6 +86,8 @@ class PPOTrainer:
         versions = {completion.policy_version for completion in completions}
         assert versions == {self.step}, f"answers of policy {versions} at step {self.step}: a push was missed"
         samples = collect(requests, completions, self.reward, samples_per_prompt=self.samples_per_prompt)
+        if self.model_reward is not None:
+            samples = self.model_reward(samples)
         return samples.select((torch.arange(len(samples)) % self.samples_per_prompt < self.learnt_from).nonzero()[:, 0])
 
     def phase(self, name: str, work: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:

@@ -45,7 +45,7 @@ def agreement_body(world: Any, folder: Path, parallel: ParallelConfig, engine_si
     actor = build_actor(folder, parallel, temperature=0.7, token_cap=512)
     engine = VLLMEngine(folder, config, world, dtype="float32", stop_ids=[STOP])
     oracle = TransformersEngine(folder, config, stop_ids=[STOP], where=torch.device("cpu"))
-    turns = Turns(actor.manager.residency, engine, offload=True)
+    turns = Turns({"policy": actor.manager.residency}, engine, offload=True)
     shared = SharedEngine(engine, turns, world, processes_per_engine=engine_size)
     policy = ColocatedPolicy(actor, turns)
     exporter = Exporter(actor.manager.bound, actor.topology, bucket_bytes=50_000)

@@ -105,6 +105,19 @@ def test_given_answers_and_preferences_are_learnt_alike_under_two_layouts(arithm
         chosen, rejected = (judge(torch.tensor([row])).logits[0, 0].item() for row in ids)
         margins.append(chosen - rejected)
     assert sum(margins) / len(margins) == pytest.approx(seen["reward_model, alone"][-1]["eval_margin"], rel=1e-3)
+    rewarded = ["parallel.tensor=2", "reward.exact_match=0", "reward.format=0", "reward.format_pattern=", "reward.model=0.5"]
+    path = f"reward.model_path={tmp_path / 'reward_model, alone' / 'reward_model'}"
+    (step, *_) = run_all(arithmetic / "run.yaml", {"rl": [*rewarded, path, "--processes", "2"]}, tmp_path)["rl"]
+    judge = AutoModelForSequenceClassification.from_pretrained(tmp_path / "reward_model, alone" / "reward_model")
+    written = gzip.decompress((tmp_path / "rl" / "trajectories" / "step_000001.jsonl.gz").read_bytes()).decode().splitlines()
+    scores = []
+    for sample in map(json.loads, written):
+        ids = [*encode.encode(sample["prompt"]), *sample["tokens"]["id"]]
+        scores.append(judge(torch.tensor([ids])).logits[0, 0].item())
+        assert sample["reward_parts"]["model"] == pytest.approx(scores[-1], abs=1e-5)
+        assert sample["reward"] == pytest.approx(0.5 * scores[-1], abs=1e-5)
+    assert max(scores) - min(scores) > 1e-3, "nothing to compare"
+    assert step["reward_model"] == pytest.approx(sum(scores) / len(scores), abs=1e-5)
 
 
 def test_with_vllm_the_engine_follows_the_trainer_and_the_export_is_a_model(arithmetic: Path, train: Run, tmp_path: Path) -> None:

@@ -122,6 +122,18 @@ def test_a_sound_config_has_no_violations(config_file: Path) -> None:
         ("algorithm.kl_estimator=k1", 1, "as a loss its gradient is zero on average"),
         ("algorithm.correction_cap=0.5", 1, "algorithm.correction_cap=0.5 must be at least 1"),
         ("algorithm.correction_cap=3", 1, "algorithm.correction_cap=3.0 needs algorithm.correction: nothing else reads it"),
+        ("reward.model=1", 1, "reward.model=1.0 and reward.model_path='' need each other"),
+        ("algorithm.learnt_from=9", 1, "is more than the answers a prompt gets (rollout.samples_per_prompt=8)"),
+        ("algorithm.kl_target=0.1", 1, "algorithm.kl_target=0.1 needs algorithm.kl_coef above 0"),
+        ("algorithm.kl_horizon=5", 1, "algorithm.kl_horizon=5 needs algorithm.kl_target above 0"),
+        ("algorithm.overlong_penalty=2", 1, "algorithm.overlong_penalty=2.0 needs algorithm.overlong_share above 0"),
+        ("algorithm.overlong_share=1.5", 1, "must be at most 1"),
+        ("algorithm.gae_lambda=0.5", 1, "algorithm.gae_lambda=0.5 needs algorithm.advantage=gae, not group"),
+        ("algorithm.freezing_actor_steps=5", 1, "needs algorithm.advantage=gae, not group"),
+        ("algorithm.ema_beta=1", 1, "algorithm.ema_beta=1.0 must be below 1"),
+        ("critic.parallel.tensor=2", 1, "critic.parallel.tensor=2 needs algorithm.advantage=gae, not group: there is no critic"),
+        ("critic.path=x", 1, "critic.path=x needs algorithm.advantage=gae, not group: there is no critic"),
+        ("data.label_key=", 1, "data.label_key is empty: only reward.majority learns without labels"),
         ("algorithm.high_entropy_share=1.5", 1, "must be at most 1"),
         ("algorithm.high_entropy_share=0", 1, "algorithm.high_entropy_share=0.0 must be positive"),
         ("algorithm.clip_low=1", 1, "algorithm.clip_low=1.0 must be below 1 for algorithm.surrogate=ppo"),
@@ -168,6 +180,20 @@ def test_what_cannot_run_is_refused_with_a_reason(override: str, world: int, com
     found = violations(load(config_file, [override]), world)
     assert len(found) == 1, found
     assert complaint in found[0]
+
+
+def test_a_critic_takes_layout_and_optimizer_from_the_policy_where_it_is_given_none(config_file: Path) -> None:
+    config = load(
+        config_file,
+        ["algorithm.advantage=gae", "parallel.tensor=2", "optimizer.learning_rate=1e-5", "critic.optimizer.learning_rate=1e-4",
+         "parallel.pipeline=2", "critic.parallel.pipeline=1"],
+    )  # fmt: skip
+    assert (config.critic.parallel.tensor, config.critic.parallel.pipeline) == (2, 1)
+    assert (config.critic.optimizer.learning_rate, config.critic.optimizer.beta2) == (1e-4, config.optimizer.beta2)
+    assert violations(config, 4) == []
+    config.critic.parallel.tensor = 3
+    (found,) = violations(config, 4)
+    assert found.startswith("For the critic: parallel.tensor = 3 does not divide the 4 launched processes")
 
 
 def test_learning_from_given_rows_reads_lengths_and_little_else(config_file: Path) -> None:

@@ -141,9 +141,8 @@ def own_experience(rows: Rows, *, reference: bool) -> types.Experience:
     def masked() -> Tensor:
         return torch.where(rows.mask, torch.randn(rows.mask.shape, generator=random), 0.0)
 
-    return types.Experience(
-        rows.tokens, rows.prompt_lengths, rows.lengths, mask, masked(), masked(), masked() if reference else None, masked()
-    )
+    logp, optional = [masked(), masked()], [masked() if reference else None for _ in range(4)]
+    return types.Experience(rows.tokens, rows.prompt_lengths, rows.lengths, mask, *logp, optional[0], masked(), *optional[1:])
 
 
 @pytest.mark.parametrize("reference", [True, False])
