@@ -194,7 +194,7 @@ def reinforce(config: RunConfig) -> None:
             maker=algorithm.maker(strategy.policy, strategy.critic),
             learner=algorithm.learner(strategy.policy, strategy.critic),
             model_reward=ModelReward(strategy.reward_model, config.reward.model) if strategy.reward_model else None,
-            refill=Refill(config.algorithm.refill_rounds),
+            refill=Refill(config.algorithm.refill_rounds, part=config.algorithm.refill_by),
             learnt_from=config.algorithm.learnt_from,
             samples_per_prompt=config.rollout.samples_per_prompt,
             temperature=config.rollout.temperature,

@@ -292,6 +292,9 @@ class AlgorithmConfig:
     refill_rounds: int = 0
     """Groups whose answers all score alike are replaced from further prompts, in at most so many rounds; 0: they stay."""
 
+    refill_by: str = ""
+    """The part of the reward that must differ within a group, such as exact_match; empty: the whole reward."""
+
     surrogate: str = "ppo"
     """ppo (clipped ratio), gspo (an answer's ratio), cispo (clipped weight), cpgd (clipped log-ratio) or reinforce."""
 

@@ -254,7 +254,12 @@ def _algorithm(algorithm: AlgorithmConfig) -> list[str]:
                 f"algorithm.{option}={getattr(algorithm, option)} needs algorithm.{other}={' or '.join(values)}, not "
                 f"{getattr(algorithm, other)}: nothing else reads it."
             )
-    switched = (("kl_target", "kl_coef"), ("kl_horizon", "kl_target"), ("overlong_penalty", "overlong_share"))
+    switched = (
+        ("kl_target", "kl_coef"),
+        ("kl_horizon", "kl_target"),
+        ("overlong_penalty", "overlong_share"),
+        ("refill_by", "refill_rounds"),
+    )
     for option, switch in switched:
         if getattr(algorithm, option) != getattr(AlgorithmConfig, option) and not getattr(algorithm, switch):
             found.append(
@@ -404,25 +409,6 @@ def _reward(config: RunConfig) -> list[str]:
             found.append(f"reward.recipe.{kind}: {', '.join(unknown)} is unknown. Choose among: {', '.join(parts)}.")
         elif not any(given.values()):
             found.append(f"reward.recipe.{kind} gives no part a weight, so nothing could be learnt from it.")
-    if bool(reward.model) != bool(reward.model_path):
-        found.append(
-            f"reward.model={reward.model} and reward.model_path={reward.model_path!r} need each other: a weight, and the "
-            "folder of a reward model."
-        )
-    if reward.model and config.algorithm.refill_rounds:
-        found.append(
-            f"algorithm.refill_rounds={config.algorithm.refill_rounds} with reward.model: the engine gives its memory to the "
-            "reward model and could not go on. Set it to 0."
-        )
-    if reward.model and reward.majority:
-        found.append("reward.majority and reward.model are two ways to do without labels. Take one of them.")
-    if reward.majority and config.rollout.samples_per_prompt < 3:
-        found.append(
-            f"reward.majority needs more answers a prompt than rollout.samples_per_prompt={config.rollout.samples_per_prompt}: "
-            "two can't outvote each other."
-        )
-    if not config.data.label_key and not reward.majority:
-        found.append("data.label_key is empty: only reward.majority learns without labels.")
     if not reward.recipe and not reward.model and not any(flat.values()):
         found.append("No reward has a weight, so nothing could be learnt. Set one of: " + ", ".join(flat) + ".")
     if reward.recipe:
@@ -441,6 +427,38 @@ def _reward(config: RunConfig) -> list[str]:
         found.append(f"reward.remote_url={reward.remote_url} must begin with http:// or https://.")
     if config.data.kind_key != DataConfig.kind_key and not reward.recipe and "remote" not in used:
         found.append(f"data.kind_key={config.data.kind_key} needs reward.recipe or reward.remote: nothing else reads kinds.")
+    return found + _beside_labels(config)
+
+
+def _beside_labels(config: RunConfig) -> list[str]:
+    """Rewards that compare no answer with a label, and what looks at rewards once all are there."""
+    reward, found = config.reward, []
+    if bool(reward.model) != bool(reward.model_path):
+        found.append(
+            f"reward.model={reward.model} and reward.model_path={reward.model_path!r} need each other: a weight, and the "
+            "folder of a reward model."
+        )
+    if reward.model and reward.majority:
+        found.append("reward.majority and reward.model are two ways to do without labels. Take one of them.")
+    if reward.majority and config.rollout.samples_per_prompt < 3:
+        found.append(
+            f"reward.majority needs more answers a prompt than rollout.samples_per_prompt={config.rollout.samples_per_prompt}: "
+            "two can't outvote each other."
+        )
+    if not config.data.label_key and not (reward.majority or reward.model):
+        found.append("data.label_key is empty: only reward.majority and reward.model learn without labels.")
+    if reward.model and config.algorithm.refill_rounds:
+        found.append(
+            f"algorithm.refill_rounds={config.algorithm.refill_rounds} with reward.model: the engine gives its memory to the "
+            "reward model and could not go on. Set it to 0."
+        )
+    kinds = [{name for name, weight in given.items() if weight} for given in reward.recipe.values()] or [reward.used()]
+    everywhere = ["majority"] if reward.majority else sorted({"exact_match", *set.intersection(*kinds)})
+    if config.algorithm.refill_by and config.algorithm.refill_by not in everywhere:
+        found.append(
+            f"algorithm.refill_by={config.algorithm.refill_by} is not in every answer's reward. Choose one of: "
+            f"{', '.join(everywhere)}."
+        )
     return found
 
 

@@ -128,12 +128,13 @@ def test_a_sound_config_has_no_violations(config_file: Path) -> None:
         ("algorithm.kl_horizon=5", 1, "algorithm.kl_horizon=5 needs algorithm.kl_target above 0"),
         ("algorithm.overlong_penalty=2", 1, "algorithm.overlong_penalty=2.0 needs algorithm.overlong_share above 0"),
         ("algorithm.overlong_share=1.5", 1, "must be at most 1"),
+        ("algorithm.refill_by=exact_match", 1, "algorithm.refill_by=exact_match needs algorithm.refill_rounds above 0"),
         ("algorithm.gae_lambda=0.5", 1, "algorithm.gae_lambda=0.5 needs algorithm.advantage=gae, not group"),
         ("algorithm.freezing_actor_steps=5", 1, "needs algorithm.advantage=gae, not group"),
         ("algorithm.ema_beta=1", 1, "algorithm.ema_beta=1.0 must be below 1"),
         ("critic.parallel.tensor=2", 1, "critic.parallel.tensor=2 needs algorithm.advantage=gae, not group: there is no critic"),
         ("critic.path=x", 1, "critic.path=x needs algorithm.advantage=gae, not group: there is no critic"),
-        ("data.label_key=", 1, "data.label_key is empty: only reward.majority learns without labels"),
+        ("data.label_key=", 1, "data.label_key is empty: only reward.majority and reward.model learn without labels"),
         ("algorithm.high_entropy_share=1.5", 1, "must be at most 1"),
         ("algorithm.high_entropy_share=0", 1, "algorithm.high_entropy_share=0.0 must be positive"),
         ("algorithm.clip_low=1", 1, "algorithm.clip_low=1.0 must be below 1 for algorithm.surrogate=ppo"),
@@ -180,6 +181,13 @@ def test_what_cannot_run_is_refused_with_a_reason(override: str, world: int, com
     found = violations(load(config_file, [override]), world)
     assert len(found) == 1, found
     assert complaint in found[0]
+
+
+def test_groups_are_replaced_by_a_part_that_every_answer_has(config_file: Path) -> None:
+    refill = ["algorithm.refill_rounds=2", "reward.recipe={a: {math: 1, exact_match: 1}, b: {math: 1, code: 1}}"]
+    for part, known in (("math", True), ("exact_match", True), ("code", False), ("majority", False)):
+        found = violations(load(config_file, [*refill, f"algorithm.refill_by={part}"]), 1)
+        assert found == [] if known else "is not in every answer's reward. Choose one of: exact_match, math." in found[0]
 
 
 def test_a_critic_takes_layout_and_optimizer_from_the_policy_where_it_is_given_none(config_file: Path) -> None:
