@@ -79,7 +79,7 @@ class Callback(Protocol):
     def on_phase(self, trainer: Any, name: str, seconds: float) -> None: ...
 
     def on_experience(self, trainer: Any, samples: Samples, experience: Experience) -> None:
-        """What step `trainer.step`, just done, has learnt from; rows of group g answer `prompts[g]`. Before `on_step`."""
+        """What step `trainer.step`, just done, has learnt from. Before `on_step`."""
 
     def on_step(self, trainer: Any, metrics: Metrics) -> None: ...
 

@@ -87,6 +87,10 @@ class Samples:
     def __len__(self) -> int:
         return len(self.rows)
 
+    def part(self, name: str) -> Tensor:
+        """[B] of the reward's part; NaN where an answer, or all of them, have none."""
+        return self.reward_parts.get(name, torch.full_like(self.reward, torch.nan))
+
     def select(self, index: Tensor) -> "Samples":
         """Rows `index` (int64 [b]), trimmed to the longest of them."""
         rows = self.rows.select(index)
@@ -103,6 +107,7 @@ class Samples:
     @staticmethod
     def join(parts: "Sequence[Samples]") -> "Samples":
         """Several rollouts as one; their groups stay apart."""
+        names = dict.fromkeys(name for part in parts for name in part.reward_parts)
         width = max(part.rows.tokens.shape[1] for part in parts)
         before = [0, *itertools.accumulate(int(part.group.max()) + 1 for part in parts)]
 
@@ -120,7 +125,7 @@ class Samples:
             side_by_side(part.reward for part in parts),
             side_by_side(part.group + first for part, first in zip(parts, before, strict=False)),
             side_by_side(part.truncated for part in parts),
-            {name: side_by_side(part.reward_parts[name] for part in parts) for name in parts[0].reward_parts},
+            {name: side_by_side(part.part(name) for part in parts) for name in names},
         )
 
 

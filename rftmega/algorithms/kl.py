@@ -42,4 +42,4 @@ class KLController:
         """After a rollout of `answers` answers whose mean KL a token was `seen`."""
         if self.target:
             error = min(max(seen / self.target - 1, -0.2), 0.2)
-            self.value *= 1 + error * answers / self.horizon
+            self.value *= 1 + error * min(answers / self.horizon, 1.0)

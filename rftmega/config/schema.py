@@ -235,6 +235,11 @@ class RewardConfig:
         weights = self.recipe.values() if self.recipe else [{name: getattr(self, name) for name in self.parts()}]
         return {name for given in weights for name, weight in given.items() if weight}
 
+    def in_every_answer(self) -> set[str]:
+        """Those that every prompt is scored with, whatever its kind."""
+        kinds = [{name for name, weight in given.items() if weight} for given in self.recipe.values()] or [self.used()]
+        return {"exact_match", *set.intersection(*kinds)}
+
 
 @dataclass
 class AlgorithmConfig:

@@ -123,7 +123,7 @@ READ_FROM = {  # which of data's keys are read, by algorithm.task
     "sft": ("response_key",),
     "reward_model": ("chosen_key", "rejected_key"),
 }
-OF_ROLLOUTS = ("eval_samples", "eval_temperature", "eval_pass_at", "eval_accuracy", "trajectories_mib")
+OF_ROLLOUTS = ("offload", "trajectories", "eval_samples", "eval_temperature", "eval_pass_at", "eval_accuracy", "trajectories_mib")
 READ_OF_GIVEN = {  # options of algorithm, rollout and reward that a task without rollouts reads
     "sft": (*(f"algorithm.{name}" for name in ("task", "recipe", "mini_batches", "weighting", "ema_beta")), *LENGTHS),
     "reward_model": (*(f"algorithm.{name}" for name in ("task", "recipe", "mini_batches")), *LENGTHS),
@@ -145,7 +145,7 @@ def violations(config: RunConfig, world_size: int) -> list[str]:
     if world_size < 1:
         numbers.append(f"--processes {world_size} must be at least 1.")
     if not numbers:  # the arithmetic below needs sizes that make sense
-        numbers = _layout(config.parallel, world_size) + _overlap(config.optimizer) + _rows(config)
+        numbers = _layout(config.parallel, world_size) + _overlap(config.optimizer) + _rows(config) + _held_out(config)
         if config.algorithm.task == "rl":
             numbers += _engine(config, world_size) + _algorithm(config.algorithm) + _reward(config) + _evaluation(config)
         elif not choices:
@@ -240,6 +240,8 @@ def _algorithm(algorithm: AlgorithmConfig) -> list[str]:
     needs = (  # an option and the choices that read it
         ("dual_clip", "surrogate", ("ppo",)),
         ("drift_coef", "surrogate", ("cpgd",)),
+        ("clip_low", "surrogate", ("ppo", "gspo", "cispo", "cpgd")),
+        ("clip_high", "surrogate", ("ppo", "gspo", "cispo", "cpgd")),
         ("gamma", "advantage", per_token),
         ("gae_lambda", "advantage", ("gae",)),
         ("value_clip", "advantage", ("gae",)),
@@ -308,7 +310,11 @@ def _given(config: RunConfig) -> list[str]:
         for section in ("algorithm", "rollout", "reward")
         for f in fields(getattr(config, section))
     ]
-    trainer = [(f"trainer.{name}", getattr(config.trainer, name), getattr(TrainerConfig(), name)) for name in OF_ROLLOUTS]
+    trainer = [
+        (f"trainer.{name}", getattr(config.trainer, name), getattr(TrainerConfig(), name))
+        for name in OF_ROLLOUTS
+        if config.data.held_out or not name.startswith("eval_")  # which `_held_out` has refused already
+    ]
     whole = [("strategy", config.strategy, RunConfig.strategy)]
     return [
         f"{name}={value}: with algorithm.task={task} nothing is generated or rewarded, so nothing reads it. Leave it out."
@@ -334,7 +340,7 @@ def _rows(config: RunConfig) -> list[str]:
         )
     longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
     together, what = (1, "one row") if task != "reward_model" else (2, "a pair of rows")
-    longest += together - 1  # a score has a place of its own
+    longest += int(task == "reward_model" or bool(config.reward.model))  # a score has a place of its own
     attention_cap = config.trainer.max_attention_per_micro_batch
     if attention_cap and attention_cap < together * longest**2:
         found.append(
@@ -350,20 +356,28 @@ def _rows(config: RunConfig) -> list[str]:
         found.append(
             f"trainer.trajectories_mib={config.trainer.trajectories_mib} needs trainer.trajectories above 0: none are written."
         )
-    optimizer_steps = config.trainer.steps * config.algorithm.mini_batches
-    if config.optimizer.warmup_steps >= optimizer_steps:
-        found.append(
-            f"optimizer.warmup_steps={config.optimizer.warmup_steps} leaves nothing of the {optimizer_steps} optimizer steps "
-            "(trainer.steps x algorithm.mini_batches)."
-        )
+    found += _schedule("optimizer", config.optimizer, config, frozen=config.algorithm.freezing_actor_steps)
+    if config.algorithm.advantage == "gae" and config.critic.optimizer != config.optimizer:
+        found += _schedule("critic.optimizer", config.critic.optimizer, config, frozen=0)
     if config.algorithm.ema_beta and not config.trainer.export:
         found.append("algorithm.ema_beta needs trainer.export: the average is only written down.")
-    if config.optimizer.min_learning_rate > config.optimizer.learning_rate:
-        found.append("optimizer.min_learning_rate is above optimizer.learning_rate.")
     return found
 
 
-def _evaluation(config: RunConfig) -> list[str]:
+def _schedule(section: str, optimizer: OptimizerConfig, config: RunConfig, *, frozen: int) -> list[str]:
+    found = []
+    steps = (config.trainer.steps - frozen) * config.algorithm.mini_batches
+    if optimizer.warmup_steps >= steps > 0:
+        found.append(
+            f"{section}.warmup_steps={optimizer.warmup_steps} leaves nothing of the {steps} optimizer steps "
+            "(trainer.steps, less algorithm.freezing_actor_steps for the policy, x algorithm.mini_batches)."
+        )
+    if optimizer.min_learning_rate > optimizer.learning_rate:
+        found.append(f"{section}.min_learning_rate is above {section}.learning_rate.")
+    return found
+
+
+def _held_out(config: RunConfig) -> list[str]:
     trainer, found = config.trainer, []
     if not config.data.held_out:
         options = [option.name for option in fields(trainer) if option.name.startswith("eval_")]
@@ -377,6 +391,13 @@ def _evaluation(config: RunConfig) -> list[str]:
     for name in config.data.evals:
         if not re.fullmatch(r"[\w-]+", name):
             found.append(f"data.evals: {name!r} becomes a part of metrics' names. Use letters, digits, _ and - only.")
+    return found
+
+
+def _evaluation(config: RunConfig) -> list[str]:
+    trainer, found = config.trainer, []
+    if not config.data.held_out:
+        return []
     if trainer.eval_samples > 1 and not trainer.eval_temperature:
         found.append(
             f"trainer.eval_samples={trainer.eval_samples} at trainer.eval_temperature=0 is one answer as often. Raise the "
@@ -392,8 +413,11 @@ def _evaluation(config: RunConfig) -> list[str]:
         found.append(
             f"trainer.eval_accuracy={trainer.eval_accuracy} is no part of the reward. Choose one of: {', '.join(parts)}."
         )
-    elif trainer.eval_accuracy not in {"exact_match", *config.reward.used()}:
-        found.append(f"trainer.eval_accuracy={trainer.eval_accuracy} needs a weight of that part: it is not computed otherwise.")
+    elif trainer.eval_accuracy not in config.reward.in_every_answer():
+        found.append(
+            f"trainer.eval_accuracy={trainer.eval_accuracy} needs a weight of that part, for every kind of prompt: it is not "
+            "computed otherwise."
+        )
     return found
 
 
@@ -445,15 +469,27 @@ def _beside_labels(config: RunConfig) -> list[str]:
             f"reward.majority needs more answers a prompt than rollout.samples_per_prompt={config.rollout.samples_per_prompt}: "
             "two can't outvote each other."
         )
-    if not config.data.label_key and not (reward.majority or reward.model):
-        found.append("data.label_key is empty: only reward.majority and reward.model learn without labels.")
+    needing = sorted({"exact_match", "math", "multiple_choice", "code"} & reward.used())
+    if not config.data.label_key and needing and not reward.majority:
+        found.append(
+            f"data.label_key is empty, but {', '.join(f'reward.{name}' for name in needing)} compares answers with labels. Set "
+            "its weight to 0 (reward.majority, reward.model, format and remote need none)."
+        )
+    if not config.data.label_key and config.data.held_out:
+        found.append(
+            "data.label_key is empty, but evaluation compares answers with labels. Name the key, or leave data.eval out."
+        )
+    if config.algorithm.refill_rounds and (config.algorithm.learnt_from or config.rollout.samples_per_prompt) < 2:
+        found.append(
+            f"algorithm.refill_rounds={config.algorithm.refill_rounds} compares a prompt's answers, and there is one of each. "
+            "Raise rollout.samples_per_prompt (and algorithm.learnt_from), or set it to 0."
+        )
     if reward.model and config.algorithm.refill_rounds:
         found.append(
             f"algorithm.refill_rounds={config.algorithm.refill_rounds} with reward.model: the engine gives its memory to the "
             "reward model and could not go on. Set it to 0."
         )
-    kinds = [{name for name, weight in given.items() if weight} for given in reward.recipe.values()] or [reward.used()]
-    everywhere = ["majority"] if reward.majority else sorted({"exact_match", *set.intersection(*kinds)})
+    everywhere = ["majority"] if reward.majority else sorted(reward.in_every_answer())
     if config.algorithm.refill_by and config.algorithm.refill_by not in everywhere:
         found.append(
             f"algorithm.refill_by={config.algorithm.refill_by} is not in every answer's reward. Choose one of: "

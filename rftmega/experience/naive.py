@@ -80,6 +80,8 @@ class NaiveExperienceMaker:
         )
         if remote_rm_url:
             raise ValueError("remote_rm_url is not read: give reward_model a Reward that asks the server.")
+        if any(getattr(reward, "whole_groups", False) for reward in self.rewards):
+            raise ValueError("A reward that compares the answers to a prompt is not judged in batches, which may cut a group.")
         if reward_fn is None and (len(self.rewards) > 1 or reward_fn_label_map or reward_recipe):
             raise ValueError("Several reward models, a label map or a recipe need a reward_fn that combines the rewards.")
         self.reward_fn = reward_fn
@@ -246,7 +248,9 @@ class NaiveExperienceMaker:
     def _judge(self, samples: Samples, rows: Rows, answers: list[Completion]) -> Tensor:
         pairs = zip(rows.tokens.tolist(), rows.prompt_lengths.tolist(), samples.prompts, samples.labels, strict=True)
         prompts = [given if isinstance(given, Prompt) else Prompt(tuple(ids[:end]), label) for ids, end, given, label in pairs]
-        parts = [torch.tensor([score["reward"] for score in judge(prompts, answers)]) for judge in self.rewards]
+        parts = [
+            torch.tensor([score["reward"] for score in judge(prompts, answers)], dtype=torch.float32) for judge in self.rewards
+        ]
         if self.reward_fn is None:
             return parts[0]
         labels = {"labels": samples.labels} if self.reward_options else {}

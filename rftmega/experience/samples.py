@@ -32,8 +32,10 @@ def collect(prompts: Sequence[Prompt], completions: Sequence[Completion], reward
         prompts=list(prompts),
         rows=Rows(tokens, prompt_lengths, prompt_lengths + response_lengths),
         behaviour_logp=behaviour_logp,
-        reward=torch.tensor([score["reward"] for score in scores]),
+        reward=torch.tensor([score["reward"] for score in scores], dtype=torch.float32),
         group=torch.arange(len(pairs)) // samples_per_prompt,
         truncated=torch.tensor([completion.finish_reason == "length" for _, completion in pairs]),
-        reward_parts={name: torch.tensor([score.get(name, torch.nan) for score in scores]) for name in parts},
+        reward_parts={
+            name: torch.tensor([score.get(name, torch.nan) for score in scores], dtype=torch.float32) for name in parts
+        },
     )

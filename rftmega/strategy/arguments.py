@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from rftmega.config import RunConfig
+from rftmega.config import AlgorithmConfig, RunConfig
 
 ESTIMATORS = {"group": "group_norm", "leave_one_out": "rloo"}  # others have one name
 
@@ -23,17 +23,25 @@ def lightrft_arguments(config: RunConfig) -> SimpleNamespace:
         engine_type=rollout.engine,
         engine_tp_size=rollout.tensor,
         enable_engine_sleep=config.strategy == "colocated",
-        advantage_estimator=ESTIMATORS.get(algorithm.advantage, algorithm.advantage),
+        advantage_estimator=_estimator(algorithm),
         gamma=algorithm.gamma,
+        lambd=algorithm.gae_lambda,
         kl_estimator=algorithm.kl_estimator,
         init_kl_coef=algorithm.kl_coef,
         use_kl_loss=algorithm.kl_in == "loss",
     )
 
 
+def _estimator(algorithm: AlgorithmConfig) -> str:
+    if algorithm.advantage == "group" and not algorithm.scale_by_std:
+        return "reinforce_baseline"
+    return ESTIMATORS.get(algorithm.advantage, algorithm.advantage)
+
+
 def rows_per_update(config: RunConfig) -> int:
     """Answers that one optimizer step learns from."""
-    return config.trainer.prompts_per_step * config.rollout.samples_per_prompt // config.algorithm.mini_batches
+    answers = config.algorithm.learnt_from or config.rollout.samples_per_prompt
+    return config.trainer.prompts_per_step * answers // config.algorithm.mini_batches
 
 
 def rows_per_micro_batch(config: RunConfig) -> int:

@@ -29,6 +29,7 @@ from rftmega.strategy import retention
 from rftmega.strategy.arguments import lightrft_arguments, rows_per_micro_batch, rows_per_update
 from rftmega.strategy.base import StrategyBase
 from rftmega.strategy.dispatch import POLICY, AskedByOne, ColocatedPolicy, ColocatedValues, ColocatedWeights, SharedEngine, Turns
+from rftmega.strategy.export import export, export_weights
 from rftmega.strategy.requests import Answer
 from rftmega.types import Completion, Prompt
 
@@ -118,14 +119,7 @@ class MegatronStrategy(StrategyBase):
         calls it.
         """
         self._turns.push()
-        self._export(folder)
-        if self._actor.average is not None:
-            with self._actor.average.swapped_in():
-                self._export(f"{folder}_ema")
-
-    def _export(self, folder: str | Path) -> None:
-        exporter = weights.Exporter(self._actor.manager.bound, self.topology, bucket_bytes=self._bucket_bytes)
-        weights.export_hf_folder(exporter, self.config.model.path, folder, write=self.topology.is_main)
+        export(self._actor, self.config, folder)
 
     def close(self) -> None:
         """Ends the engine, which must be gone before the process groups are."""
@@ -153,9 +147,13 @@ class MegatronStrategy(StrategyBase):
         return self.unwrap_model(model).manager.optimizer
 
     def _scheduler(self, model: Any, optimizer: Any, max_steps: int) -> Any:
-        planned = self.config.trainer.steps * self.config.algorithm.mini_batches
+        algorithm = self.config.algorithm
+        planned = (self.config.trainer.steps - algorithm.freezing_actor_steps) * algorithm.mini_batches
         if max_steps != planned:
-            raise ValueError(f"max_steps={max_steps}, but trainer.steps x algorithm.mini_batches = {planned}. Change the config.")
+            raise ValueError(
+                f"max_steps={max_steps}, but the policy's (trainer.steps - freezing_actor_steps) x mini_batches = {planned}. "
+                "Change the config."
+            )
         return self.unwrap_model(model).manager.scheduler
 
     def unwrap_model(self, model: Any) -> Any:
@@ -214,7 +212,8 @@ class MegatronStrategy(StrategyBase):
         self._refuse_another(model)
         folder = Path(save_dir)
         name = tag or f"version{self._engine.version or 0}"
-        self.export(folder / name)
+        self._turns.push()
+        export_weights(self._actor.manager, self.topology, self.config, folder / name)
         if self.topology.is_main:
             (folder / name / CLIENT_STATE).write_text(json.dumps(client_state or {}))
             if save_latest:

@@ -1,14 +1,18 @@
 """Everything that can be refused before a process group or a model exists, all of it in one error."""
 
+from pathlib import Path
+
 from converters import shard_shape, table
+from converters.hf_folder import HFFolder
 from model_providers.description import ModelDescription, describe, heads_violations, layout_violations
 from model_providers.hf_config import read_hf_config
 from model_providers.placement import holdings
 from rftmega import device
-from rftmega.config import RunConfig, violations
+from rftmega.config import ParallelConfig, RunConfig, violations
 from rftmega.errors import CheckpointError, ConfigError
 from rftmega.parallel.layout import layout_name, replicas
 
+HEAD = "score.weight"  # of a value model
 VLLM_CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
@@ -22,7 +26,7 @@ def preflight(config: RunConfig, world_size: int, *, local: bool = False) -> Non
             found.append(str(error))
     else:
         found += layout_violations(model, config.parallel)
-        found += _critic(config) + _reward_model(config, model)
+        found += _value_models(config, model)
         if config.algorithm.task == "rl":
             found += _engine(config, model)
         longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
@@ -49,31 +53,37 @@ def _engine(config: RunConfig, model: ModelDescription) -> list[str]:
     return found
 
 
-def _critic(config: RunConfig) -> list[str]:
-    if config.algorithm.advantage != "gae":
-        return []
-    try:
-        model = describe(read_hf_config(config.critic.path or config.model.path))
-    except CheckpointError as error:
-        return [f"critic.path: {error}"] if config.critic.path else []
-    reasons = layout_violations(model, config.critic.parallel)
-    same = not config.critic.path and config.critic.parallel == config.parallel
-    return [] if same else [f"For the critic: {reason}" for reason in reasons]
+def _value_models(config: RunConfig, policy: ModelDescription) -> list[str]:
+    """Of critic and reward model, where there are such."""
+    found = []
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    if config.algorithm.advantage == "gae" and (config.critic.path or config.critic.parallel != config.parallel):
+        path = config.critic.path or config.model.path
+        found += _value_model("critic", "critic.path", path, config.critic.parallel, policy, longest)
+    path = config.reward.model_path
+    if config.reward.model and path:
+        reasons = _value_model("reward model", "reward.model_path", path, config.parallel, policy, longest)
+        if not reasons and list(Path(path).glob("*.safetensors")) and HEAD not in HFFolder(path):
+            reasons = [f"reward.model_path={path} holds no {HEAD}: a policy says nothing about answers. Give a reward model."]
+        found += reasons
+    return found
 
 
-def _reward_model(config: RunConfig, policy: ModelDescription) -> list[str]:
-    if not config.reward.model or not config.reward.model_path:
-        return []
+def _value_model(
+    what: str, option: str, path: str, parallel: ParallelConfig, policy: ModelDescription, longest: int
+) -> list[str]:
     try:
-        model = describe(read_hf_config(config.reward.model_path))
+        model = describe(read_hf_config(path))
     except CheckpointError as error:
-        return [f"reward.model_path: {error}"]
-    found = [f"For the reward model: {reason}" for reason in layout_violations(model, config.parallel)]
+        return [f"{option}: {error}"]
+    found = [f"For the {what}: {reason}" for reason in layout_violations(model, parallel)]
     if model.vocabulary != policy.vocabulary:
         found.append(
-            f"reward.model_path={config.reward.model_path} knows {model.vocabulary} tokens, the policy {policy.vocabulary}: it "
-            "reads the policy's tokens. Take one with the policy's tokenizer."
+            f"{option}={path} knows {model.vocabulary} tokens, the policy {policy.vocabulary}: it reads the policy's tokens. "
+            "Take one with the policy's tokenizer."
         )
+    if model.max_positions < longest:
+        found.append(f"{option}={path} knows {model.max_positions} positions; it reads rows of up to {longest} tokens.")
     return found
 
 
@@ -93,7 +103,9 @@ def dry_run(config: RunConfig, world_size: int) -> str:
     parallel = config.parallel
     replica = parallel.tensor * parallel.context * parallel.pipeline
     data = world_size // replica
-    answers = {"rl": config.rollout.samples_per_prompt, "sft": 1, "reward_model": 2}[config.algorithm.task]
+    answers = {"rl": config.algorithm.learnt_from or config.rollout.samples_per_prompt, "sft": 1, "reward_model": 2}[
+        config.algorithm.task
+    ]
     rows = config.trainer.prompts_per_step * answers
     batch = f"{config.trainer.prompts_per_step} prompts x {answers} answers = {rows} rows"
     lines = [

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from rftmega import weights
 from rftmega.config import RunConfig
 from rftmega.megatron import MegatronActor, MegatronCritic
 from rftmega.parallel.seeds import set_seed
 from rftmega.parallel.topology import Topology
+from rftmega.strategy.export import export
 
 
 class SupervisedStrategy:
@@ -23,18 +23,5 @@ class SupervisedStrategy:
             self.model = MegatronCritic(config, self.topology)
 
     def export(self, folder: str | Path) -> None:
-        """Writes the model as a Hugging Face folder, a value model as a classifier of one label; every process calls it."""
-        average = getattr(self.model, "average", None)
-        self._export(folder)
-        if average is not None:
-            with average.swapped_in():
-                self._export(f"{folder}_ema")
-
-    def _export(self, folder: str | Path) -> None:
-        exporter = weights.Exporter(
-            self.model.manager.bound, self.topology, bucket_bytes=self.config.trainer.push_bucket_mib * 2**20
-        )
-        source = self.config.model.path
-        weights.export_hf_folder(
-            exporter, source, folder, write=self.topology.is_main, classifier=isinstance(self.model, MegatronCritic)
-        )
+        """Writes the model as a Hugging Face folder; every process calls it."""
+        export(self.model, self.config, folder)

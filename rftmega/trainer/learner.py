@@ -37,7 +37,8 @@ class Learner:
             metrics["reference_kl"] = ESTIMATORS["k3"](delta).mean().item() if len(delta) else 0.0
             if self.kl is not None:
                 metrics["kl_coef"] = self.kl.value
-                self.kl.update(metrics["reference_kl"], len(experience))
+                if step >= self.frozen_steps:  # a policy that can't move says nothing about the weight
+                    self.kl.update(metrics["reference_kl"], len(experience))
         return metrics
 
 

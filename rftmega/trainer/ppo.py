@@ -78,7 +78,7 @@ class PPOTrainer:
         the step's rollouts, which draw differently.
         """
         requests = [prompt for prompt in prompts for _ in range(self.samples_per_prompt)]
-        first = (self.seed * 1_000_003 + self.step) * len(requests) + number * 715_827_883
+        first = (self.seed * 1_000_003 + self.step) * len(requests) + number * 1_640_531_527
         seeds = [(first + i) % 2**31 for i in range(len(requests))]
         # What compares answers with each other can't begin before all are there.
         at_once = None if getattr(self.reward, "whole_groups", False) else self.reward

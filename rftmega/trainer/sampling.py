@@ -36,7 +36,7 @@ class Refill:
         return _first(Samples.join(kept), groups), seen
 
     def _varied(self, samples: Samples) -> Samples:
-        score = samples.reward_parts[self.part] if self.part else samples.reward
+        score = samples.part(self.part) if self.part else samples.reward
         return samples.select(varied(score, samples.group).nonzero()[:, 0])
 
 

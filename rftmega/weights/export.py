@@ -43,6 +43,8 @@ def export_hf_folder(
 
 def _say_classifier(path: Path) -> None:
     config = json.loads(path.read_text())
-    config["architectures"] = [name.replace("ForCausalLM", "ForSequenceClassification") for name in config["architectures"]]
+    config["architectures"] = [
+        name.replace("ForCausalLM", "ForSequenceClassification") for name in config.get("architectures") or []
+    ]
     config |= {"id2label": {"0": "reward"}, "label2id": {"reward": 0}, "num_labels": 1}
     path.write_text(json.dumps(config, indent=2))

@@ -40,3 +40,9 @@ def test_with_one_it_follows_what_is_seen_by_at_most_a_fifth_of_the_horizon(seen
     controller = KLController(0.3, target=0.1, horizon=10_000)
     controller.update(seen, 500)
     assert controller.value == pytest.approx(0.3 * factor)
+
+
+def test_however_many_answers_a_step_has_the_weight_keeps_its_sign() -> None:
+    controller = KLController(0.01, target=0.1, horizon=100)
+    controller.update(0.0, 100_000)
+    assert controller.value == pytest.approx(0.008)

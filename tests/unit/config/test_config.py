@@ -134,7 +134,7 @@ def test_a_sound_config_has_no_violations(config_file: Path) -> None:
         ("algorithm.ema_beta=1", 1, "algorithm.ema_beta=1.0 must be below 1"),
         ("critic.parallel.tensor=2", 1, "critic.parallel.tensor=2 needs algorithm.advantage=gae, not group: there is no critic"),
         ("critic.path=x", 1, "critic.path=x needs algorithm.advantage=gae, not group: there is no critic"),
-        ("data.label_key=", 1, "data.label_key is empty: only reward.majority and reward.model learn without labels"),
+        ("data.label_key=", 1, "data.label_key is empty, but reward.exact_match compares answers with labels"),
         ("algorithm.high_entropy_share=1.5", 1, "must be at most 1"),
         ("algorithm.high_entropy_share=0", 1, "algorithm.high_entropy_share=0.0 must be positive"),
         ("algorithm.clip_low=1", 1, "algorithm.clip_low=1.0 must be below 1 for algorithm.surrogate=ppo"),
@@ -183,6 +183,26 @@ def test_what_cannot_run_is_refused_with_a_reason(override: str, world: int, com
     assert complaint in found[0]
 
 
+def test_what_lies_outside_the_schedules_of_policy_and_critic_is_refused(config_file: Path) -> None:
+    gae = ["algorithm.advantage=gae", "trainer.steps=100", "algorithm.freezing_actor_steps=60"]
+    for override, complaint in (
+        ("optimizer.warmup_steps=50", "optimizer.warmup_steps=50 leaves nothing of the 40 optimizer steps"),
+        ("critic.optimizer.warmup_steps=500", "critic.optimizer.warmup_steps=500 leaves nothing of the 100"),
+        ("critic.optimizer.min_learning_rate=1", "critic.optimizer.min_learning_rate is above"),
+    ):
+        assert complaint in violations(load(config_file, [*gae, override]), 1)[0]
+    assert violations(load(config_file, [*gae, "critic.optimizer.warmup_steps=99"]), 1) == []
+
+
+def test_rewards_without_labels_need_none_and_groups_of_one_are_not_compared(config_file: Path) -> None:
+    unlabelled = ["data.label_key=", "reward.exact_match=0", "reward.format=1", "reward.format_pattern=x"]
+    assert violations(load(config_file, unlabelled), 1) == []
+    held_out = f"data.eval={config_file.with_name('train.jsonl')}"
+    assert "evaluation compares answers with labels" in violations(load(config_file, [*unlabelled, held_out]), 1)[0]
+    alone = ["algorithm.refill_rounds=1", "rollout.samples_per_prompt=1"]
+    assert "there is one of each" in violations(load(config_file, alone), 1)[0]
+
+
 def test_groups_are_replaced_by_a_part_that_every_answer_has(config_file: Path) -> None:
     refill = ["algorithm.refill_rounds=2", "reward.recipe={a: {math: 1, exact_match: 1}, b: {math: 1, code: 1}}"]
     for part, known in (("math", True), ("exact_match", True), ("code", False), ("majority", False)):
@@ -207,7 +227,9 @@ def test_a_critic_takes_layout_and_optimizer_from_the_policy_where_it_is_given_n
 def test_learning_from_given_rows_reads_lengths_and_little_else(config_file: Path) -> None:
     sft = ["algorithm.task=sft", "data.response_key=answer", "rollout.max_response_tokens=8", "algorithm.weighting=sequence_mean"]
     assert violations(load(config_file, sft), 1) == []
-    unread = ["rollout.temperature=0.5", "reward.math=1", "algorithm.kl_coef=1", "trainer.eval_samples=2", "strategy=separate"]
+    held_out = f"data.eval={config_file.with_name('train.jsonl')}"
+    assert "trainer.eval_samples=2: with" in violations(load(config_file, [*sft, held_out, "trainer.eval_samples=2"]), 1)[0]
+    unread = ["rollout.temperature=0.5", "reward.math=1", "algorithm.kl_coef=1", "trainer.trajectories=1", "strategy=separate"]
     for override in unread:
         found = violations(load(config_file, [*sft, override]), 1)
         assert [f"{override.partition('=')[0]}=" in reason and "nothing reads it" in reason for reason in found] == [True]

@@ -63,3 +63,19 @@ def test_what_cannot_work_is_refused_with_the_reason_and_what_does(
         preflight(config_of(tmp_path, variant, parallel, engine), processes)
     assert all(complaint in str(caught.value) for complaint in complaints), caught.value
     assert str(caught.value).count("\n  - ") == len(complaints)
+
+
+def test_value_models_fit_the_policys_tokens_and_a_reward_model_has_a_head(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "qwen3", P(), "scripted")
+    config.reward.model = 1.0
+    config.reward.model_path = config.model.path
+    with pytest.raises(ConfigError, match=r"holds no score.weight: a policy says nothing about answers"):
+        preflight(config, 1)
+    config.reward.model = 0.0
+    config.reward.model_path = ""
+    config.algorithm.advantage = "gae"
+    config.critic.path = str(save_tiny(tmp_path / "other", "qwen3", vocab_size=77, max_position_embeddings=16))
+    with pytest.raises(ConfigError) as caught:
+        preflight(config, 1)
+    for complaint in ("knows 77 tokens, the policy 131", "knows 16 positions; it reads rows of up to 32 tokens"):
+        assert complaint in str(caught.value)

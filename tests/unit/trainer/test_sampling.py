@@ -1,4 +1,5 @@
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -69,3 +70,12 @@ def test_without_rounds_every_group_stays() -> None:
     samples, seen = Refill(0)(ask, next(batches(0)), batches(3))
     assert kept(samples) == [0, 0, 1, 1]
     assert "refills" not in seen
+
+
+def test_rounds_whose_answers_have_other_parts_are_joined() -> None:
+    def by_kind(prompts: Sequence[Prompt], number: int) -> Samples:
+        return replace(ask(prompts, number), reward_parts={f"part {number}": torch.ones(2 * len(prompts))})
+
+    samples, seen = Refill(9)(by_kind, next(batches(2)), batches(5))
+    assert samples.part("part 0").nan_to_num(-1).tolist() == [1, 1, -1, -1]
+    assert seen["reward_part 1"] == 1.0

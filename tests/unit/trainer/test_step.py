@@ -193,11 +193,12 @@ def learner_of(*overrides: str) -> tuple[Bigrams, Values, Any]:
 
 
 def test_a_frozen_policy_stays_while_the_critic_learns() -> None:
-    policy, critic, trainer = learner_of("algorithm.freezing_actor_steps=2")
+    policy, critic, trainer = learner_of("algorithm.freezing_actor_steps=2", "algorithm.kl_target=1", "algorithm.kl_horizon=10")
     trainer.fit([[Prompt((1, 2))]] * 2, steps=2)
     assert policy.table.abs().sum() == 0
     assert critic.updates == 2
     assert policy.versions == [0, 1, 2], "the engine's version goes on"
+    assert trainer.learner.kl.value == 0.001, "what can not move says nothing about the weight of the KL"
     trainer.fit([[Prompt((1, 2))]], steps=3)
     assert policy.table.abs().sum() > 0
 
