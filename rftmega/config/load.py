@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rftmega.config.schema import RunConfig
-from rftmega.config.validate import AS_THE_POLICY
+from rftmega.config.validate_ranges import AS_THE_POLICY
 from rftmega.errors import ConfigError
 
 

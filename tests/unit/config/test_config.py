@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rftmega.config import RunConfig, load, option_reference, parse_override, shares, violations
 from rftmega.config.load import options, recipe
-from rftmega.config.validate import CHOICES, value_of
+from rftmega.config.validate_ranges import CHOICES, value_of
 from rftmega.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]

@@ -1,0 +1,53 @@
+"""Options of the algorithm that refuse each other, or that nothing reads."""
+
+from rftmega.config.schema import AlgorithmConfig
+
+
+def algorithm_options(algorithm: AlgorithmConfig) -> list[str]:
+    """Options that the others leave unread, and those that contradict each other."""
+    found = []
+    per_token = ("reinforce", "gae")
+    needs = (  # an option and the choices that read it
+        ("dual_clip", "surrogate", ("ppo",)),
+        ("drift_coef", "surrogate", ("cpgd",)),
+        ("clip_low", "surrogate", ("ppo", "gspo", "cispo", "cpgd")),
+        ("clip_high", "surrogate", ("ppo", "gspo", "cispo", "cpgd")),
+        ("gamma", "advantage", per_token),
+        ("gae_lambda", "advantage", ("gae",)),
+        ("value_clip", "advantage", ("gae",)),
+        ("value_huber", "advantage", ("gae",)),
+        ("freezing_actor_steps", "advantage", ("gae",)),
+        ("scale_by_std", "advantage", ("group",)),
+        ("kl_in", "advantage", per_token),
+    )
+    for option, other, values in needs:
+        if getattr(algorithm, option) != getattr(AlgorithmConfig, option) and getattr(algorithm, other) not in values:
+            found.append(
+                f"algorithm.{option}={getattr(algorithm, option)} needs algorithm.{other}={' or '.join(values)}, not "
+                f"{getattr(algorithm, other)}: nothing else reads it."
+            )
+    switched = (
+        ("kl_target", "kl_coef"),
+        ("kl_horizon", "kl_target"),
+        ("overlong_penalty", "overlong_share"),
+        ("refill_by", "refill_rounds"),
+    )
+    for option, switch in switched:
+        if getattr(algorithm, option) != getattr(AlgorithmConfig, option) and not getattr(algorithm, switch):
+            found.append(
+                f"algorithm.{option}={getattr(algorithm, option)} needs algorithm.{switch} above 0: nothing else reads it."
+            )
+    if 0 < algorithm.dual_clip <= 1:
+        found.append(f"algorithm.dual_clip={algorithm.dual_clip} must be above 1, or 0 for none.")
+    if algorithm.correction_cap < 1:
+        found.append(f"algorithm.correction_cap={algorithm.correction_cap} must be at least 1.")
+    elif algorithm.correction == "none" and algorithm.correction_cap != AlgorithmConfig.correction_cap:
+        found.append(f"algorithm.correction_cap={algorithm.correction_cap} needs algorithm.correction: nothing else reads it.")
+    for option in ("gae_lambda", "overlong_share", "high_entropy_share"):
+        if getattr(algorithm, option) > 1:
+            found.append(f"algorithm.{option}={getattr(algorithm, option)} must be at most 1.")
+    if algorithm.kl_estimator == "k1" and algorithm.kl_in == "loss":
+        found.append("algorithm.kl_estimator=k1 needs algorithm.kl_in=reward: as a loss its gradient is zero on average.")
+    if algorithm.surrogate in ("ppo", "gspo", "cpgd") and algorithm.clip_low >= 1:
+        found.append(f"algorithm.clip_low={algorithm.clip_low} must be below 1 for algorithm.surrogate={algorithm.surrogate}.")
+    return found

@@ -1,0 +1,64 @@
+"""Data files and the folders of models."""
+
+import json
+import math
+from pathlib import Path
+
+from rftmega.config.schema import DataConfig, RunConfig
+from rftmega.config.sources import LONGEST_CYCLE, shares, split_source
+
+READ_FROM = {  # which of data's keys are read, by algorithm.task
+    "rl": ("label_key", "kind_key"),
+    "sft": ("response_key",),
+    "reward_model": ("chosen_key", "rejected_key"),
+}
+
+
+def training_data(config: RunConfig) -> list[str]:
+    """Training data, and keys of records that the task doesn't read."""
+    data, task, found = config.data, config.algorithm.task, []
+    if data.sources and data.train:
+        found.append(f"data.train={data.train} and data.sources are both given. Leave one out, or name it among the sources.")
+    if not (data.sources or data.train):
+        found.append("data.train must be given, or data.sources.")
+    odd = {source: weight for source, weight in data.sources.items() if not 0 < weight < math.inf}
+    found += [f"data.sources: the weight {weight} of {source} must be positive and finite." for source, weight in odd.items()]
+    if data.sources and not odd and (cycle := sum(shares(list(data.sources.values())))) > LONGEST_CYCLE:
+        found.append(
+            f"data.sources: the weights are exact only after {cycle} examples, more than {LONGEST_CYCLE}. Round them, as to 0.25."
+        )
+    for option in sorted({option for read in READ_FROM.values() for option in read} - set(READ_FROM.get(task, ()))):
+        if (value := getattr(data, option)) != getattr(DataConfig, option):
+            found.append(f"data.{option}={value}: with algorithm.task={task} nothing reads it. Leave it out.")
+    return found
+
+
+def files(config: RunConfig) -> list[str]:
+    """Files and folders that are not there."""
+    found = []
+    folder = Path(config.model.path)
+    if not folder.is_dir():
+        found.append(f"model.path={folder} is not a folder. Give a Hugging Face folder.")
+    else:
+        if not (folder / "config.json").is_file():
+            found.append(f"model.path={folder} holds no config.json.")
+        found += _weights(folder)
+    if config.critic.path and config.algorithm.advantage == "gae" and not (Path(config.critic.path) / "config.json").is_file():
+        found.append(f"critic.path={config.critic.path} holds no config.json. Give a Hugging Face folder.")
+    data = config.data
+    named = [("data.train=", data.train), *(("data.sources: ", source) for source in data.sources), ("data.eval=", data.eval)]
+    named += [(f"data.evals.{name}=", source or " ") for name, source in data.evals.items()]
+    found += [
+        f"{name}{source} is not a file or folder." for name, source in named if source and not split_source(source)[0].exists()
+    ]
+    return found
+
+
+def _weights(folder: Path) -> list[str]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        named = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        return [f"model.path={folder}: {index.name} names {n}, which is missing." for n in named if not (folder / n).is_file()]
+    if not list(folder.glob("*.safetensors")):
+        return [f"model.path={folder} holds no *.safetensors weights. Convert or download them first."]
+    return []

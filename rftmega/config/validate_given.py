@@ -1,0 +1,34 @@
+"""Tasks without rollouts (algorithm.task=sft and reward_model): what they leave unread."""
+
+from dataclasses import fields
+
+from rftmega.config.schema import RunConfig, TrainerConfig
+
+LENGTHS = ("rollout.max_prompt_tokens", "rollout.max_response_tokens")
+OF_ROLLOUTS = ("offload", "trajectories", "eval_samples", "eval_temperature", "eval_pass_at", "eval_accuracy", "trajectories_mib")
+READ_OF_GIVEN = {  # options of algorithm, rollout and reward that a task without rollouts reads
+    "sft": (*(f"algorithm.{name}" for name in ("task", "recipe", "mini_batches", "weighting", "ema_beta")), *LENGTHS),
+    "reward_model": (*(f"algorithm.{name}" for name in ("task", "recipe", "mini_batches")), *LENGTHS),
+}
+
+
+def unread_without_rollouts(config: RunConfig) -> list[str]:
+    """What a task without rollouts does not read."""
+    task = config.algorithm.task
+    read = READ_OF_GIVEN[task]
+    settings = [
+        (f"{section}.{f.name}", getattr(getattr(config, section), f.name), getattr(type(getattr(config, section))(), f.name))
+        for section in ("algorithm", "rollout", "reward")
+        for f in fields(getattr(config, section))
+    ]
+    trainer = [
+        (f"trainer.{name}", getattr(config.trainer, name), getattr(TrainerConfig(), name))
+        for name in OF_ROLLOUTS
+        if config.data.held_out or not name.startswith("eval_")  # which `held_out_prompts` has refused already
+    ]
+    whole = [("strategy", config.strategy, RunConfig.strategy)]
+    return [
+        f"{name}={value}: with algorithm.task={task} nothing is generated or rewarded, so nothing reads it. Leave it out."
+        for name, value, default in whole + settings + trainer
+        if name not in read and value != default
+    ]

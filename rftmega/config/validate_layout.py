@@ -1,0 +1,89 @@
+"""How the processes are shared out: to the policy, to the critic, to engines."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import fields
+
+from rftmega.config.schema import OptimizerConfig, ParallelConfig, RunConfig
+from rftmega.config.validate_ranges import value_of
+
+
+def layout(parallel: ParallelConfig, world_size: int) -> list[str]:
+    """Sizes that don't divide `world_size`, and options of stages or slices that there are not."""
+    found = []
+    experts = [("expert_tensor", "expert", "pipeline")] if parallel.expert * parallel.expert_tensor > 1 else []
+    for options in [("tensor", "context", "pipeline"), *experts]:
+        sizes = {option: size for option in options if (size := getattr(parallel, option)) > 1}
+        together = math.prod(sizes.values())
+        if world_size % together:
+            nearest = max(round(world_size / together), 1) * together
+            found.append(
+                f"{' x '.join(f'parallel.{option}' for option in sizes)} = {_product(sizes.values())} does not "
+                f"divide the {world_size} launched processes. Launch {nearest} (--processes or torchrun), or lower one of them."
+            )
+    if parallel.sequence and parallel.tensor == 1:
+        found.append("parallel.sequence needs parallel.tensor > 1: it splits the sequence between the tensor-parallel processes.")
+    if parallel.pipeline == 1:
+        for option, off in (("virtual_pipeline", 1), ("first_stage_layers", 0), ("last_stage_layers", 0)):
+            if (value := getattr(parallel, option)) != off:
+                found.append(f"parallel.{option}={value} needs parallel.pipeline > 1: there is one stage. Set it to {off}.")
+    return found
+
+
+def _product(factors: Iterable[int]) -> str:
+    """As "2 x 3 = 6", or "6" where there is nothing to multiply."""
+    factors = list(factors)
+    return " x ".join(map(str, factors)) + (f" = {math.prod(factors)}" if len(factors) > 1 else "")
+
+
+def overlap(optimizer: OptimizerConfig) -> list[str]:
+    """What overlapping needs."""
+    missing = [name for name in ("distributed", "overlap_grad_reduce") if not getattr(optimizer, name)]
+    if optimizer.overlap_param_gather and missing:
+        needed = " and ".join(f"optimizer.{name}=true" for name in missing)
+        return [f"optimizer.overlap_param_gather=true also needs {needed}: only sharded parameters are gathered."]
+    return []
+
+
+def critic(config: RunConfig, world_size: int) -> list[str]:
+    """The critic's layout and optimizer; without a critic, what nothing reads."""
+    critic = config.critic
+    if config.algorithm.advantage == "gae":
+        found = [*layout(critic.parallel, world_size), *overlap(critic.optimizer)]
+        already = [*layout(config.parallel, world_size), *overlap(config.optimizer)]
+        found = [f"For the critic: {reason}" for reason in found if reason not in already]
+        if (frozen := config.algorithm.freezing_actor_steps) >= config.trainer.steps:
+            found.append(
+                f"algorithm.freezing_actor_steps={frozen} leaves the policy nothing of the {config.trainer.steps} steps "
+                "(trainer.steps). Lower it."
+            )
+        return found
+    unread = [
+        f"critic.{section}.{f.name}"
+        for section in ("parallel", "optimizer")
+        for f in fields(getattr(critic, section))
+        if getattr(getattr(critic, section), f.name) not in (f.default, getattr(getattr(config, section), f.name))
+    ]
+    return [
+        f"{name}={value_of(config, name)} needs algorithm.advantage=gae, not {config.algorithm.advantage}: there is no critic."
+        for name in (*unread, *(["critic.path"] if critic.path else []))
+    ]
+
+
+def engine(config: RunConfig, world_size: int) -> list[str]:
+    """What the engine's kind and number rule out."""
+    found = []
+    if config.strategy == "separate":
+        if config.rollout.engine != "vllm":
+            found.append(f"strategy=separate starts vLLM servers, not rollout.engine={config.rollout.engine}. Set it to vllm.")
+        return found
+    if config.rollout.servers > 1:
+        found.append(f"rollout.servers={config.rollout.servers} needs strategy=separate: colocated engines are no servers.")
+    if world_size % config.rollout.tensor:
+        found.append(
+            f"rollout.tensor={config.rollout.tensor} does not divide the {world_size} launched processes, so the last engine "
+            "would be incomplete. Lower it."
+        )
+    if config.rollout.engine != "vllm" and config.rollout.tensor > 1:
+        found.append(f"rollout.tensor={config.rollout.tensor}: only the vllm engine is split over processes. Set it to 1.")
+    return found

@@ -1,0 +1,95 @@
+"""Parts of the reward, what they need, and what does without labels."""
+
+import math
+
+from rftmega.config.schema import DataConfig, RewardConfig, RunConfig
+
+REWARD_OPTIONS = {  # option -> the parts that read it
+    "format_pattern": ("format",),
+    "math_seconds": ("math",),
+    "code_seconds": ("code",),
+    "code_memory_mib": ("code",),
+    "workers": ("math", "code"),
+    "remote_url": ("remote",),
+    "remote_timeout": ("remote",),
+    "remote_retries": ("remote",),
+    "remote_batch": ("remote",),
+}
+
+
+def reward_parts(config: RunConfig) -> list[str]:
+    """Weights, what their parts need, and what no part reads."""
+    reward, parts = config.reward, config.reward.parts()
+    flat = {f"reward.{name}": getattr(reward, name) for name in (*parts, "model")}
+    by_kind = {f"reward.recipe.{kind}.{name}": w for kind, given in reward.recipe.items() for name, w in given.items()}
+    found = [
+        f"{name}={weight} must be a finite number." for name, weight in (flat | by_kind).items() if not math.isfinite(weight)
+    ]
+    for kind, given in reward.recipe.items():
+        if unknown := [name for name in given if name not in parts]:
+            found.append(f"reward.recipe.{kind}: {', '.join(unknown)} is unknown. Choose among: {', '.join(parts)}.")
+        elif not any(given.values()):
+            found.append(f"reward.recipe.{kind} gives no part a weight, so nothing could be learnt from it.")
+    if not reward.recipe and not reward.model and not any(flat.values()):
+        found.append("No reward has a weight, so nothing could be learnt. Set one of: " + ", ".join(flat) + ".")
+    if reward.recipe:
+        for name in parts:
+            if (weight := getattr(reward, name)) != getattr(RewardConfig, name):
+                found.append(f"reward.{name}={weight} beside reward.recipe: nothing reads it. Move it there.")
+    used = reward.used()
+    for part, option, what in (("format", "format_pattern", "regular expression"), ("remote", "remote_url", "URL")):
+        if part in used and not getattr(reward, option):
+            found.append(f"reward.{part} has a weight, but reward.{option} is empty. Give a {what}.")
+    for option, readers in REWARD_OPTIONS.items():
+        if getattr(reward, option) != getattr(RewardConfig, option) and not used.intersection(readers):
+            needed = " or ".join(f"reward.{name}" for name in readers)
+            found.append(f"reward.{option}={getattr(reward, option)} needs a weight of {needed}: nothing else reads it.")
+    if "remote" in used and reward.remote_url and not reward.remote_url.startswith(("http://", "https://")):
+        found.append(f"reward.remote_url={reward.remote_url} must begin with http:// or https://.")
+    if config.data.kind_key != DataConfig.kind_key and not reward.recipe and "remote" not in used:
+        found.append(f"data.kind_key={config.data.kind_key} needs reward.recipe or reward.remote: nothing else reads kinds.")
+    return found + _beside_labels(config)
+
+
+def _beside_labels(config: RunConfig) -> list[str]:
+    """Rewards that compare no answer with a label, and what looks at rewards once all are there."""
+    reward, found = config.reward, []
+    if bool(reward.model) != bool(reward.model_path):
+        found.append(
+            f"reward.model={reward.model} and reward.model_path={reward.model_path!r} need each other: a weight, and the "
+            "folder of a reward model."
+        )
+    if reward.model and reward.majority:
+        found.append("reward.majority and reward.model are two ways to do without labels. Take one of them.")
+    if reward.majority and config.rollout.samples_per_prompt < 3:
+        found.append(
+            f"reward.majority needs more answers a prompt than rollout.samples_per_prompt={config.rollout.samples_per_prompt}: "
+            "two can't outvote each other."
+        )
+    needing = sorted({"exact_match", "math", "multiple_choice", "code"} & reward.used())
+    if not config.data.label_key and needing and not reward.majority:
+        found.append(
+            f"data.label_key is empty, but {', '.join(f'reward.{name}' for name in needing)} compares answers with labels. Set "
+            "its weight to 0 (reward.majority, reward.model, format and remote need none)."
+        )
+    if not config.data.label_key and config.data.held_out:
+        found.append(
+            "data.label_key is empty, but evaluation compares answers with labels. Name the key, or leave data.eval out."
+        )
+    if config.algorithm.refill_rounds and (config.algorithm.learnt_from or config.rollout.samples_per_prompt) < 2:
+        found.append(
+            f"algorithm.refill_rounds={config.algorithm.refill_rounds} compares a prompt's answers, and there is one of each. "
+            "Raise rollout.samples_per_prompt (and algorithm.learnt_from), or set it to 0."
+        )
+    if reward.model and config.algorithm.refill_rounds:
+        found.append(
+            f"algorithm.refill_rounds={config.algorithm.refill_rounds} with reward.model: the engine gives its memory to the "
+            "reward model and could not go on. Set it to 0."
+        )
+    everywhere = ["majority"] if reward.majority else sorted(reward.in_every_answer())
+    if config.algorithm.refill_by and config.algorithm.refill_by not in everywhere:
+        found.append(
+            f"algorithm.refill_by={config.algorithm.refill_by} is not in every answer's reward. Choose one of: "
+            f"{', '.join(everywhere)}."
+        )
+    return found
