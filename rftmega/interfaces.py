@@ -68,6 +68,26 @@ class Reward(Protocol):
         """
 
 
+class Resumable(Protocol):
+    """Something whose past the next step depends on: `state` gives it as JSON has it, `load_state` takes it back."""
+
+    def state(self) -> Any: ...
+
+    def load_state(self, state: Any) -> None: ...
+
+
+class Checkpoints(Protocol):
+    """Keeps all that a run needs to go on: the states that it is given, and what the machinery adds (weights, optimizers,
+    random streams).
+    """
+
+    def save(self, state: dict[str, Any], *, step: int) -> None:
+        """Of the run after `step` steps. May return while files are still written."""
+
+    def wait(self) -> None:
+        """Until what was saved is on the disk."""
+
+
 class Callback(Protocol):
     """Told what the trainer does (a base with empty methods: `trainer/callbacks.py`).
 

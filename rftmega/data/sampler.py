@@ -36,6 +36,14 @@ class PromptOrder(Generic[T]):
             self.position += self.batch_size
             yield batch
 
+    def state(self) -> dict[str, int]:
+        """As JSON has it."""
+        return {"position": self.position}
+
+    def load_state(self, state: dict[str, int]) -> None:
+        """Goes on behind the examples that were handed out before."""
+        self.position = state["position"]
+
     def at(self, position: int) -> T:
         """The example that is handed out after `position` others."""
         return self._epochs.at(position)

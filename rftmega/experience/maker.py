@@ -1,8 +1,6 @@
 """ExperienceMaker: samples in, one Experience out. Asks the models for log-probs and values and turns rewards into advantages."""
 
-from collections.abc import Callable
-
-from torch import Tensor
+from typing import Any
 
 from rftmega.algorithms import kl
 from rftmega.algorithms.advantages import ESTIMATORS, Scored, whitened
@@ -39,8 +37,16 @@ class ExperienceMaker:
         self.estimator, self.scale_by_std, self.whiten = ESTIMATORS[advantage], scale_by_std, whiten
         self.gamma, self.lam = gamma, lam
         self.kl_in_reward, self.kl = kl_in_reward, kl.ESTIMATORS[kl_estimator]
-        self.shape: Callable[[Tensor, Tensor], Tensor] = shape or (lambda reward, length: reward)
+        self.shape = shape or Shaping(longest=0)
         self.drop_truncated = drop_truncated
+
+    def state(self) -> dict[str, Any]:
+        """What experiences to come take over from those before; as JSON has it."""
+        return {"moments": None if self.shape.moments is None else list(self.shape.moments.state)}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        if self.shape.moments is not None and state["moments"] is not None:
+            self.shape.moments.state = tuple(state["moments"])
 
     def make(self, samples: Samples) -> Experience:
         rows, mask = samples.rows, samples.rows.mask

@@ -36,7 +36,7 @@ class Progress(Observer):
         self.accuracy = accuracy
 
     def on_start(self, trainer: Any, metrics: Metrics) -> None:
-        self._say(metrics, "before training")
+        self._say(metrics, f"after step {trainer.step}" if trainer.step else "before training")
         self.bar = tqdm(total=self.steps, initial=trainer.step, unit="step", dynamic_ncols=True)
 
     def on_step(self, trainer: Any, metrics: Metrics) -> None:
@@ -56,15 +56,20 @@ class Progress(Observer):
 
 
 class JSONLines(Observer):
-    """Every step's metrics, one JSON object a line, flushed at once."""
+    """Every step's metrics, one JSON object a line, flushed at once. A resumed run keeps the lines of the steps before."""
 
     def __init__(self, path: str | Path):
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.file = path.open("w")
+        self.path = Path(path)
 
     def on_start(self, trainer: Any, metrics: Metrics) -> None:
-        self.on_step(trainer, metrics)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        kept = lines_until(self.path, trainer.step) if trainer.step else []
+        draft = self.path.with_name(f".{self.path.name}.draft")
+        draft.write_text("".join(kept))
+        draft.rename(self.path)
+        self.file = self.path.open("a")
+        if not trainer.step:
+            self.on_step(trainer, metrics)
 
     def on_step(self, trainer: Any, metrics: Metrics) -> None:
         self.file.write(json.dumps({"step": trainer.step, "time": time.time(), **_finite(metrics)}) + "\n")
@@ -72,6 +77,14 @@ class JSONLines(Observer):
 
     def on_end(self, trainer: Any) -> None:
         self.file.close()
+
+
+def lines_until(path: Path, step: int) -> list[str]:
+    """The lines of a metrics file up to that step; what a killed run did not finish writing is left out."""
+    if not path.is_file():
+        return []
+    lines = path.read_text().splitlines(keepends=True)
+    return [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
 
 
 def _finite(metrics: Metrics) -> dict[str, float | None]:
@@ -83,10 +96,12 @@ class TensorBoard(Observer):
     """Every step's metrics as scalars."""
 
     def __init__(self, folder: str | Path):
-        self.writer = SummaryWriter(str(folder))
+        self.folder = str(folder)
 
     def on_start(self, trainer: Any, metrics: Metrics) -> None:
-        self.on_step(trainer, metrics)
+        self.writer = SummaryWriter(self.folder, purge_step=trainer.step + 1 if trainer.step else None)
+        if not trainer.step:
+            self.on_step(trainer, metrics)
 
     def on_step(self, trainer: Any, metrics: Metrics) -> None:
         for name, value in metrics.items():
@@ -97,10 +112,11 @@ class TensorBoard(Observer):
 
 
 class AtEnd(Observer):
-    """Runs `work` once, after the last step."""
+    """Runs `work` once, after the last step; not where the run was stopped before."""
 
     def __init__(self, work: Callable[[], None]):
         self.work = work
 
     def on_end(self, trainer: Any) -> None:
-        self.work()
+        if not trainer.stopped:
+            self.work()

@@ -42,7 +42,8 @@ class Evaluate(Observer):
         self.every, self.last = every, last
 
     def on_start(self, trainer: Any, metrics: Metrics) -> None:
-        metrics |= self.evaluate(trainer)
+        if not trainer.step:  # a resumed run was evaluated before
+            metrics |= self.evaluate(trainer)
 
     def on_step(self, trainer: Any, metrics: Metrics) -> None:
         if trainer.step == self.last or (self.every and trainer.step % self.every == 0):

@@ -1,5 +1,7 @@
 """What an experience teaches, and whom."""
 
+from typing import Any
+
 from rftmega.algorithms.kl import ESTIMATORS, KLController
 from rftmega.interfaces import Policy, ValueModel
 from rftmega.types import Experience, LossFn, Metrics
@@ -22,6 +24,14 @@ class Learner:
         self.critic, self.value_loss_fn = critic, value_loss_fn
         self.frozen_steps = frozen_steps
         self.kl = kl
+
+    def state(self) -> dict[str, Any]:
+        """The KL's weight, which moves; as JSON has it."""
+        return {"kl_coef": None if self.kl is None else self.kl.value}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        if self.kl is not None and self.kl.target:  # without a target it is what the config says
+            self.kl.value = state["kl_coef"]
 
     def update(self, experience: Experience, step: int) -> Metrics:
         """One rollout's optimizer steps, after `step` finished ones; the critic's metrics begin with "critic_"."""

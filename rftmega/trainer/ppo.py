@@ -37,18 +37,21 @@ class PPOTrainer:
         model_reward: ModelReward | None = None,
         learnt_from: int = 0,
         callbacks: Sequence[Callback] = (),
+        stop: Callable[[], bool] = lambda: False,
     ):
+        """`stop` is asked after each step, on every process, and answers alike on all: training ends there where it says so."""
         self.engine, self.weights, self.reward, self.model_reward = engine, weights, reward, model_reward
         self.maker, self.learner = maker, learner
         self.refill = refill or Refill(0)
         self.learnt_from = learnt_from or samples_per_prompt
         self.samples_per_prompt, self.temperature, self.seed = samples_per_prompt, temperature, seed
         self.callbacks = callbacks
+        self.stop, self.stopped = stop, False
         self.step = 0
         self.seconds: Metrics = {}  # of each phase of the present step
 
     def fit(self, batches: Iterable[list[Prompt]], *, steps: int) -> None:
-        """Trains until `steps` steps are done."""
+        """Trains until `steps` steps are done, or `stop` says so: then `stopped` is true, for the callbacks of that step, too."""
         self.weights.push(version=self.step)
         start: Metrics = {}
         for callback in self.callbacks:
@@ -56,10 +59,23 @@ class PPOTrainer:
         source = iter(batches)
         for _, prompts in zip(range(self.step, steps), source, strict=False):  # in this order: draws no batch too many
             metrics = self.train_step(prompts, source)
+            self.stopped = self.stop()
             for callback in self.callbacks:
                 callback.on_step(self, metrics)
+            if self.stopped:
+                break
         for callback in self.callbacks:
             callback.on_end(self)
+
+    def state(self) -> dict[str, Any]:
+        """What the next step depends on, beside weights, random streams and the order of prompts; as JSON has it."""
+        return {"step": self.step, "maker": self.maker.state(), "learner": self.learner.state()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Goes on after the step of which this is the `state`."""
+        self.step = state["step"]
+        self.maker.load_state(state["maker"])
+        self.learner.load_state(state["learner"])
 
     def train_step(self, prompts: Sequence[Prompt], more: Iterator[Sequence[Prompt]]) -> Metrics:
         """One step on `prompts`; where groups are replaced, `more` has the prompts for it."""

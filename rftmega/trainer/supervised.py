@@ -21,14 +21,23 @@ class Learns(Protocol):
 class SupervisedTrainer:
     """One update a batch. `step` counts those that are done."""
 
-    def __init__(self, *, model: Learns, loss_fn: LossFn, group_size: int = 1, callbacks: Sequence[Callback] = ()):
-        """`group_size` consecutive rows come before the loss together: 2 for pairs."""
+    def __init__(
+        self,
+        *,
+        model: Learns,
+        loss_fn: LossFn,
+        group_size: int = 1,
+        callbacks: Sequence[Callback] = (),
+        stop: Callable[[], bool] = lambda: False,
+    ):
+        """`group_size` consecutive rows come before the loss together: 2 for pairs. `stop` as PPOTrainer's."""
         self.model, self.loss_fn, self.group_size = model, loss_fn, group_size
         self.callbacks = callbacks
+        self.stop, self.stopped = stop, False
         self.step = 0
 
     def fit(self, batches: Iterable[Rows], *, steps: int) -> None:
-        """Trains until `steps` steps are done."""
+        """Trains until `steps` steps are done, or `stop` says so."""
         start: Metrics = {}
         for callback in self.callbacks:
             callback.on_start(self, start)
@@ -38,10 +47,21 @@ class SupervisedTrainer:
             self.step += 1
             seconds = time.perf_counter() - begin
             metrics |= {"seconds_update": seconds, "tokens_per_second": float(rows.lengths.sum()) / seconds}
+            self.stopped = self.stop()
             for callback in self.callbacks:
                 callback.on_step(self, metrics)
+            if self.stopped:
+                break
         for callback in self.callbacks:
             callback.on_end(self)
+
+    def state(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {"step": self.step}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Goes on after the step of which this is the `state`."""
+        self.step = state["step"]
 
 
 class HeldOut(Observer):
@@ -52,7 +72,8 @@ class HeldOut(Observer):
         self.every, self.last = every, last
 
     def on_start(self, trainer: Any, metrics: Metrics) -> None:
-        metrics |= self.evaluate()
+        if not trainer.step:  # a resumed run was evaluated before
+            metrics |= self.evaluate()
 
     def on_step(self, trainer: Any, metrics: Metrics) -> None:
         if trainer.step == self.last or (self.every and trainer.step % self.every == 0):
