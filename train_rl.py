@@ -101,33 +101,23 @@ def supervise(config: RunConfig) -> None:
     from rftmega.algorithms.weighting import weighting_of
     from rftmega.parallel import launch
     from rftmega.strategy.supervised import SupervisedStrategy
-    from rftmega.trainer import callbacks
-    from rftmega.trainer.evaluate import metric_of
-    from rftmega.trainer.supervised import HeldOut, SupervisedTrainer, cross_entropy_of, preference_of
+    from rftmega.trainer import observers
+    from rftmega.trainer.supervised import SupervisedTrainer, cross_entropy_of, preference_of
 
     with launch.start() as world:
         strategy = SupervisedStrategy(config)
         model: Any = strategy.model
         judge = partial(cross_entropy_of if sft else preference_of, model)
-        observers: list[callbacks.Observer] = []
-        if held_out:
-            observers.append(HeldOut(held_out, judge, every=config.trainer.eval_every, last=steps))
-        if world.is_main:
-            shown = {} if sft else {name: metric_of(name, "accuracy") for name in held_out}
-            observers += [
-                callbacks.JSONLines(f"{config.trainer.output}/metrics.jsonl"),
-                callbacks.TensorBoard(f"{config.trainer.output}/tensorboard"),
-                callbacks.Progress(steps, shown),
-            ]
-        if config.trainer.export:
-            name = "policy" if sft else "reward_model"
-            observers.append(callbacks.AtEnd(lambda: strategy.export(f"{config.trainer.output}/{name}")))
+        name = "policy" if sft else "reward_model"
+        watching = observers.supervised(
+            config, held_out, judge, lambda: strategy.export(f"{config.trainer.output}/{name}"), is_main=world.is_main
+        )
         weighting = weighting_of(config.algorithm.weighting, longest=config.rollout.max_response_tokens)
         trainer = SupervisedTrainer(
             model=model,
             loss_fn=cross_entropy_loss(weighting) if sft else pairwise_loss(),
             group_size=1 if sft else 2,
-            callbacks=observers,
+            callbacks=watching,
         )
         trainer.fit(map(rows, order), steps=steps)
 
@@ -154,38 +144,19 @@ def reinforce(config: RunConfig) -> None:
     from rftmega.experience import ModelReward
     from rftmega.parallel import launch
     from rftmega.strategy.megatron import MegatronStrategy
-    from rftmega.trainer import Algorithm, PPOTrainer, Refill, callbacks
-    from rftmega.trainer.evaluate import Answering, Evaluate, metric_of
-    from rftmega.trainer.trajectories import Trajectories
+    from rftmega.trainer import Algorithm, PPOTrainer, Refill, observers
 
     with launch.start() as world:
         strategy = MegatronStrategy(config, world, stop_ids=tokenizer.stop_ids)
-        observers: list[callbacks.Observer] = []
-        if held_out:
-            chosen = config.trainer
-            answering = Answering(chosen.eval_samples, chosen.eval_temperature, tuple(chosen.eval_pass_at), chosen.eval_accuracy)
-            observers.append(Evaluate(held_out, reward, answering, every=chosen.eval_every, last=chosen.steps))
-        if world.is_main:
-            output = config.trainer.output
-            observers += [
-                callbacks.JSONLines(f"{output}/metrics.jsonl"),
-                callbacks.TensorBoard(f"{output}/tensorboard"),
-                callbacks.Progress(
-                    config.trainer.steps, {name: metric_of(name, config.trainer.eval_accuracy) for name in held_out}
-                ),
-            ]
-            if config.trainer.trajectories:
-                observers.append(
-                    Trajectories(
-                        f"{output}/trajectories",
-                        tokenizer.decode,
-                        tokenizer.pieces,
-                        every=config.trainer.trajectories,
-                        most_bytes=config.trainer.trajectories_mib * 2**20,
-                    )
-                )
-        if config.trainer.export:
-            observers.append(callbacks.AtEnd(lambda: strategy.export(f"{config.trainer.output}/policy")))
+        watching = observers.reinforced(
+            config,
+            held_out,
+            reward,
+            lambda: strategy.export(f"{config.trainer.output}/policy"),
+            decode=tokenizer.decode,
+            pieces=tokenizer.pieces,
+            is_main=world.is_main,
+        )
         algorithm = Algorithm(config)
         trainer = PPOTrainer(
             engine=strategy.engine,
@@ -199,7 +170,7 @@ def reinforce(config: RunConfig) -> None:
             samples_per_prompt=config.rollout.samples_per_prompt,
             temperature=config.rollout.temperature,
             seed=config.trainer.seed,
-            callbacks=observers,
+            callbacks=watching,
         )
         trainer.fit(order, steps=config.trainer.steps)
         strategy.close()
