@@ -124,7 +124,7 @@ def supervise(config: RunConfig) -> None:
 
 def reinforce(config: RunConfig) -> None:
     """From prompts to a policy that answers them better."""
-    from rftmega.data import Tokenizer, load_prompts, order_of
+    from rftmega.data import PromptOrder, Tokenizer, load_prompts, load_supervised, order_of, rows_of
     from rftmega.rewards import MajorityReward, check_prompts, create
     from rftmega.types import Prompt
 
@@ -139,6 +139,14 @@ def reinforce(config: RunConfig) -> None:
 
     order = order_of(config.data, load, batch_size=config.trainer.prompts_per_step, seed=config.trainer.seed)
     held_out = {name: load(source) for name, source in config.data.held_out.items()}
+    given = None
+    if config.data.ptx:
+        limits = {
+            "max_prompt_tokens": config.rollout.max_prompt_tokens,
+            "max_response_tokens": config.rollout.max_response_tokens,
+        }
+        examples = load_supervised(config.data.ptx, tokenizer, config.data, **limits)
+        given = PromptOrder(examples, batch_size=config.trainer.prompts_per_step, seed=f"{config.trainer.seed}/ptx")
     reward = create(config.reward, tokenizer.decode)
 
     from rftmega.experience import ModelReward
@@ -163,7 +171,7 @@ def reinforce(config: RunConfig) -> None:
             weights=strategy.weights,
             reward=MajorityReward(tokenizer.decode) if config.reward.majority else reward,
             maker=algorithm.maker(strategy.policy, strategy.critic),
-            learner=algorithm.learner(strategy.policy, strategy.critic),
+            learner=algorithm.learner(strategy.policy, strategy.critic, algorithm.ptx(given, rows_of) if given else None),
             model_reward=ModelReward(strategy.reward_model, config.reward.model) if strategy.reward_model else None,
             refill=Refill(config.algorithm.refill_rounds, part=config.algorithm.refill_by),
             learnt_from=config.algorithm.learnt_from,

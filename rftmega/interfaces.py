@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from rftmega.types import Completion, Experience, LossFn, Metrics, Prompt, Rows, Samples, TokenStats
+from rftmega.types import Auxiliary, Completion, Experience, LossFn, Metrics, Prompt, Rows, Samples, TokenStats
 
 
 class RolloutEngine(Protocol):
@@ -35,8 +35,8 @@ class Policy(Protocol):
     def reference_log_probs(self, rows: Rows) -> TokenStats:
         """The same under the frozen reference weights."""
 
-    def update(self, experience: Experience, loss_fn: LossFn) -> Metrics:
-        """Optimizer steps on `experience`; mini-batches are the policy's own setting."""
+    def update(self, experience: Experience, loss_fn: LossFn, *, auxiliary: Auxiliary | None = None) -> Metrics:
+        """Optimizer steps on `experience`, and on `auxiliary` in the same; mini-batches are the policy's own setting."""
 
 
 class ValueModel(Protocol):

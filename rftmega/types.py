@@ -192,8 +192,21 @@ class TokenLoss:
 
     value: Tensor  # [B, T]
     weight: Tensor  # [B, T]; 0 outside the mask
-    count: Tensor  # integer scalar: how many things (tokens, sequences) `weight` averages over
+    count: Tensor  # integer scalar: how many things (tokens, sequences) `weight` averages over; the experience alone decides it
     metrics: dict[str, Tensor]  # name -> [B, T], averaged with the same weight and count
 
 
 LossFn = Callable[[Any, Experience], TokenLoss]  # of TokenStats for a policy, of TokenValues for a value model
+
+
+@dataclass(frozen=True, slots=True)
+class Auxiliary:
+    """A second loss in the same optimizer steps: `coef` x its mean, over its own rows and count, is added to the first.
+
+    Its rows were not sampled, so they are scored at temperature 1. Its metrics begin with `name` and "_".
+    """
+
+    name: str
+    experience: Experience
+    loss_fn: LossFn
+    coef: float  # above 0

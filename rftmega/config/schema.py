@@ -136,6 +136,9 @@ class DataConfig:
     evals: dict[str, str] = field(default_factory=dict)
     """Several such files by name, e.g. data.evals.easy=FILE; metrics are then eval_easy_..., of the one file eval_..."""
 
+    ptx: str = ""
+    """Given answers that are learnt beside the rewarded ones (algorithm.ptx_coef): supervised data, in one of these formats."""
+
     prompt_key: str = "prompt"
     """Key of the prompt: a string, or a list of chat messages."""
 
@@ -146,7 +149,7 @@ class DataConfig:
     """Key of the kind of task, which reward.recipe speaks about; a record may go without."""
 
     response_key: str = "response"
-    """Supervised data: key of the answer to learn (none where the prompt's chat messages end with it)."""
+    """Supervised data (data.ptx, too): key of the answer to learn (none where the prompt's chat messages end with it)."""
 
     chosen_key: str = "chosen"
     """Preference data: key of the better answer."""
@@ -344,6 +347,9 @@ class AlgorithmConfig:
 
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
+
+    ptx_coef: float = 0.0
+    """Weight of the cross entropy of data.ptx, of which each step learns as many examples as it has prompts; 0: none."""
 
     mini_batches: int = 1
     """Optimizer steps a rollout."""

@@ -27,9 +27,26 @@ def training_data(config: RunConfig) -> list[str]:
         found.append(
             f"data.sources: the weights are exact only after {cycle} examples, more than {LONGEST_CYCLE}. Round them, as to 0.25."
         )
-    for option in sorted({option for read in READ_FROM.values() for option in read} - set(READ_FROM.get(task, ()))):
+    read_here = {*READ_FROM.get(task, ()), *(READ_FROM["sft"] if data.ptx else ())}
+    for option in sorted({option for read in READ_FROM.values() for option in read} - read_here):
         if (value := getattr(data, option)) != getattr(DataConfig, option):
             found.append(f"data.{option}={value}: with algorithm.task={task} nothing reads it. Leave it out.")
+    return found + _beside_rewards(config)
+
+
+def _beside_rewards(config: RunConfig) -> list[str]:
+    """Given answers need a weight, and an example for each optimizer step."""
+    algorithm, found = config.algorithm, []
+    if bool(algorithm.ptx_coef) != bool(config.data.ptx):
+        found.append(
+            f"algorithm.ptx_coef={algorithm.ptx_coef} and data.ptx={config.data.ptx!r} need each other: a weight, and the "
+            "answers that are learnt with it."
+        )
+    elif config.data.ptx and algorithm.mini_batches > config.trainer.prompts_per_step:
+        found.append(
+            f"algorithm.mini_batches={algorithm.mini_batches} is more than the examples of data.ptx a step "
+            f"(trainer.prompts_per_step={config.trainer.prompts_per_step}). Lower it."
+        )
     return found
 
 
@@ -47,6 +64,7 @@ def files(config: RunConfig) -> list[str]:
         found.append(f"critic.path={config.critic.path} holds no config.json. Give a Hugging Face folder.")
     data = config.data
     named = [("data.train=", data.train), *(("data.sources: ", source) for source in data.sources), ("data.eval=", data.eval)]
+    named.append(("data.ptx=", data.ptx))
     named += [(f"data.evals.{name}=", source or " ") for name, source in data.evals.items()]
     found += [
         f"{name}{source} is not a file or folder." for name, source in named if source and not split_source(source)[0].exists()

@@ -83,6 +83,7 @@ NOT_NEGATIVE = (
     "algorithm.learnt_from",
     "algorithm.refill_rounds",
     "algorithm.clip_high",
+    "algorithm.ptx_coef",
     "algorithm.kl_coef",
     "algorithm.kl_target",
     "reward.remote_retries",

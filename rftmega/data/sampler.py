@@ -25,7 +25,7 @@ class PromptOrder(Generic[T]):
     needs.
     """
 
-    def __init__(self, prompts: Sequence[T], *, batch_size: int, seed: int, position: int = 0):
+    def __init__(self, prompts: Sequence[T], *, batch_size: int, seed: int | str, position: int = 0):
         self.batch_size = batch_size
         self.position = position
         self._epochs = Epochs(prompts, seed)

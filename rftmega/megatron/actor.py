@@ -1,15 +1,14 @@
 """MegatronActor: the policy, scored and trained under any layout."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from rftmega.config import RunConfig
 from rftmega.megatron.forward import LogProbs
 from rftmega.megatron.manager import AveragedWeights, MegatronModelManager, ReferenceWeights
-from rftmega.megatron.passes import Passes
+from rftmega.megatron.passes import MicroBatch, Passes
 from rftmega.parallel.topology import Topology
-from rftmega.types import Experience, LossFn, Metrics, Rows, TokenStats
+from rftmega.types import Auxiliary, Experience, LossFn, Metrics, Rows, TokenStats
 
 
 class MegatronActor:
@@ -45,9 +44,11 @@ class MegatronActor:
         with self.reference.swapped_in():
             return self.log_probs(rows)
 
-    def update(self, experience: Experience, loss_fn: LossFn, *, group_size: int = 1) -> Metrics:
+    def update(
+        self, experience: Experience, loss_fn: LossFn, *, group_size: int = 1, auxiliary: Auxiliary | None = None
+    ) -> Metrics:
         """One optimizer step for each mini-batch; see `Passes.update`."""
-        return self.passes.update(experience, loss_fn, group_size=group_size)
+        return self.passes.update(experience, loss_fn, group_size=group_size, auxiliary=auxiliary)
 
     def sync_model_to_rollout(self, version: int) -> Metrics:
         """Pushes the weights into the rollout engine, which answers under `version` from then on.
@@ -63,4 +64,10 @@ class MegatronActor:
 
         The iterator gives (Rows, Experience on the device, or None to score).
         """
-        return partial(self.passes.forward_step, self.passes.finish(loss_fn))
+
+        def step(data_iterator: Any, model: Any) -> tuple[Any, Any]:
+            rows, experience = next(data_iterator)
+            batch = MicroBatch(rows, self.passes.temperature, experience, loss_fn)
+            return self.passes.forward_step(iter([batch]), model)
+
+        return step

@@ -6,18 +6,28 @@ is the LossFn's business.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rftmega.megatron.auxiliary import beside
 from rftmega.megatron.forward import HiddenProcessor, custom_forward
 from rftmega.megatron.manager import MegatronModelManager
 from rftmega.parallel.micro_batches import plan_micro_batches
-from rftmega.types import Experience, LossFn, Metrics, Rows, TokenLoss
+from rftmega.types import Auxiliary, Experience, LossFn, Metrics, Rows, TokenLoss
 
-MicroBatch = tuple[Rows, Experience | None]  # what to compute, and what to learn from it (None: only score)
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """What to compute, and what to learn from it; nothing: only score."""
+
+    rows: Rows
+    temperature: float  # of the distribution that is scored
+    experience: Experience | None = None  # on the device
+    loss_fn: LossFn | None = None
 
 
 class Passes:
@@ -31,6 +41,7 @@ class Passes:
         self.names: list[str] = list(stats.__dataclass_fields__)
         self.processor = processor
         self.cfg = manager.cfg
+        self.temperature = self.cfg.rollout.temperature
         self.after_step: Callable[[], None] = lambda: None  # called once an optimizer step that was taken
 
     @torch.no_grad()
@@ -39,41 +50,55 @@ class Passes:
         for chunk in self.manager.model:
             chunk.eval()
         indices = self._micro_batches(rows.lengths)
-        found = self._run([(rows.select(index), None) for index in indices], self.finish(None), forward_only=True)
+        found = self._run([MicroBatch(rows.select(index), self.temperature) for index in indices], forward_only=True)
         canvas = torch.zeros(len(self.names), *rows.tokens[:, 1:].shape, device=self.manager.where)
         for index, stats in zip(indices, found, strict=False):  # stages but the last found nothing
             values = torch.stack([getattr(stats, name) for name in self.names])
             canvas[:, index, : values.shape[-1]] = values
         return self.stats(*self.topology.sum_of_speakers(canvas).cpu())
 
-    def update(self, experience: Experience, loss_fn: LossFn, *, group_size: int = 1) -> Metrics:
+    def update(
+        self, experience: Experience, loss_fn: LossFn, *, group_size: int = 1, auxiliary: Auxiliary | None = None
+    ) -> Metrics:
         """One optimizer step for each mini-batch (consecutive rows); metrics are averaged over the steps taken.
 
-        Each `group_size` consecutive rows come before `loss_fn` together. A step with non-finite gradients is skipped on all
-        processes alike and counted in "skipped_steps".
+        Each `group_size` consecutive rows come before `loss_fn` together. The rows of `auxiliary` are split over the steps
+        likewise. A step with non-finite gradients is skipped on all processes alike and counted in "skipped_steps".
         """
         groups = torch.arange(len(experience)).view(-1, group_size)
         parts = groups.tensor_split(min(self.cfg.algorithm.mini_batches, len(groups)))
-        steps = [self._optimizer_step(experience.select(index.flatten()), loss_fn, group_size) for index in parts]
+        shares = [None] * len(parts) if auxiliary is None else _split(auxiliary, len(parts))
+        steps = [
+            self._optimizer_step(experience.select(index.flatten()), loss_fn, group_size, share)
+            for index, share in zip(parts, shares, strict=True)
+        ]
         self.manager.finish_param_sync()
         taken = [step for step in steps if not step["skipped_steps"]]
         averaged = taken or steps
         mean = {name: sum(step[name] for step in averaged) / len(averaged) for name in steps[0]}
         return mean | {"skipped_steps": float(len(steps) - len(taken))}
 
-    def _optimizer_step(self, experience: Experience, loss_fn: LossFn, group_size: int) -> Metrics:
+    def _optimizer_step(self, experience: Experience, loss_fn: LossFn, group_size: int, auxiliary: Auxiliary | None) -> Metrics:
         learning_rate = self.manager.learning_rate
         for chunk in self.manager.model:
             chunk.train()
         self.manager.zero_grad()
-        indices = self._micro_batches(experience.lengths, group_size)
-        batches = [(experience.rows.select(index), experience.select(index).to(self.manager.where)) for index in indices]
-        micro_sums = self._run(batches, self.finish(loss_fn), forward_only=False)
-        metrics = self._mean(micro_sums, loss_fn, experience)
+        batches = self._to_learn(experience, loss_fn, self.temperature, group_size)
+        losses = [(loss_fn, experience)]
+        if auxiliary is not None:
+            second = beside(loss_fn, experience, auxiliary, self.stats)
+            batches += self._to_learn(auxiliary.experience, second, temperature=1.0)
+            losses.append((second, auxiliary.experience))
+        micro_sums = self._run(batches, forward_only=False)
+        metrics = self._mean(micro_sums, losses)
         taken, grad_norm = self.manager.optimizer_step()
         if taken:
             self.after_step()
         return metrics | {"grad_norm": grad_norm, "learning_rate": learning_rate, "skipped_steps": float(not taken)}
+
+    def _to_learn(self, experience: Experience, loss_fn: LossFn, temperature: float, group_size: int = 1) -> list[MicroBatch]:
+        parts = [experience.select(index) for index in self._micro_batches(experience.lengths, group_size)]
+        return [MicroBatch(part.rows, temperature, part.to(self.manager.where), loss_fn) for part in parts]
 
     def _micro_batches(self, lengths: Tensor, group_size: int = 1) -> list[Tensor]:
         plan = plan_micro_batches(
@@ -88,13 +113,14 @@ class Passes:
         )
         return [torch.tensor(rows, dtype=torch.int64) for rows in plan[self.topology.data_rank]]
 
-    def _run(self, batches: Sequence[MicroBatch], finish: Callable[..., Any], *, forward_only: bool) -> list[Any]:
-        """What `finish` made of each micro-batch on the last stage, [] on the others."""
-        return self.manager.run_schedule(partial(self.forward_step, finish), batches, forward_only=forward_only)
+    def _run(self, batches: Sequence[MicroBatch], *, forward_only: bool) -> list[Any]:
+        """Sums to be collected, or statistics, of each micro-batch on the last stage, [] on the others."""
+        return self.manager.run_schedule(self.forward_step, batches, forward_only=forward_only)
 
-    def forward_step(self, finish: Callable[..., Any], batches: Iterator[MicroBatch], model: Any) -> tuple[Any, Any]:
+    def forward_step(self, batches: Iterator[MicroBatch], model: Any) -> tuple[Any, Any]:
         """What Megatron's schedule calls for each micro-batch and chunk: (output, what to do with it on the last stage)."""
-        rows, experience = next(batches)
+        batch = next(batches)
+        rows, finish = batch.rows, self._stats if batch.loss_fn is None else partial(self._loss, batch.loss_fn)
         output = custom_forward(
             model,
             rows.tokens[:, :-1],
@@ -105,16 +131,12 @@ class Passes:
             value_model=self.processor is None,
             logits_processor=self.processor,
             logits_processor_args={"targets": rows.tokens[:, 1:]} if self.processor else None,
-            temperature=self.cfg.rollout.temperature,
+            temperature=batch.temperature,
             max_batch_seqlen=None,  # the plan has a cap of its own
         )
         if isinstance(output, dict):  # the schedule wants to see a tensor; all of them go to `finish`
-            return next(iter(output.values())), partial(finish, experience, output)
-        return output, partial(finish, experience, output)
-
-    def finish(self, loss_fn: LossFn | None) -> Callable[..., Any]:
-        """What to make of a micro-batch's output on the last stage: something to learn from, or its statistics."""
-        return partial(self._loss, loss_fn) if loss_fn else self._stats
+            return next(iter(output.values())), partial(finish, batch.experience, output)
+        return output, partial(finish, batch.experience, output)
 
     def _stats(self, experience: Experience | None, output: Any, shown: Any = None, non_loss_data: bool = True) -> Any:
         return self.stats(output) if self.processor is None else self.stats(**output)
@@ -127,17 +149,26 @@ class Passes:
         counted = loss.count if self.topology.context_rank == 0 else torch.zeros_like(loss.count)
         return total, counted.int(), sums_of(loss)
 
-    def _mean(self, micro_sums: Sequence[dict[str, Tensor]], loss_fn: LossFn, experience: Experience) -> Metrics:
+    def _mean(self, micro_sums: Sequence[dict[str, Tensor]], losses: Sequence[tuple[LossFn, Experience]]) -> Metrics:
         """Sums of all micro-batches and ranks, divided by the count of all; one collective."""
         # Stages that never see the loss learn its metrics' names from a batch of no rows.
-        nothing = experience.select(torch.zeros(0, dtype=torch.int64))
-        names = list(sums_of(loss_fn(self.stats(*[nothing.old_logp] * len(self.names)), nothing)))
+        names = list(dict.fromkeys(name for loss_fn, experience in losses for name in self._names(loss_fn, experience)))
         totals = torch.zeros(len(names), dtype=torch.float64, device=self.manager.where)
         for sums in micro_sums:
-            totals += torch.stack([sums[name].double() for name in names])
+            totals += torch.stack([sums[name].double() if name in sums else totals.new_zeros(()) for name in names])
         total = dict(zip(names, self.topology.sum_of_speakers(totals).tolist(), strict=True))
         count = total.pop("count")
         return {name: value / max(count, 1) for name, value in total.items()} | {"count": count}
+
+    def _names(self, loss_fn: LossFn, experience: Experience) -> list[str]:
+        nothing = experience.select(torch.zeros(0, dtype=torch.int64))
+        return list(sums_of(loss_fn(self.stats(*[nothing.old_logp] * len(self.names)), nothing)))
+
+
+def _split(auxiliary: Auxiliary, parts: int) -> list[Auxiliary]:
+    """Consecutive rows, nearly as many in each part."""
+    indices = torch.arange(len(auxiliary.experience)).tensor_split(parts)
+    return [replace(auxiliary, experience=auxiliary.experience.select(index)) for index in indices]
 
 
 def sums_of(loss: TokenLoss) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from rftmega.megatron.offload import PARAMETERS, PARTS, Residency
 from rftmega.parallel.launch import World
 from rftmega.rollout import Engine
 from rftmega.strategy.judging import Judging
-from rftmega.types import Completion, Experience, LossFn, Metrics, Prompt, Rows, TokenStats
+from rftmega.types import Auxiliary, Completion, Experience, LossFn, Metrics, Prompt, Rows, TokenStats
 
 PATIENCE = 10.0  # seconds
 POLICY = "policy"
@@ -133,9 +133,9 @@ class ColocatedPolicy:
         self.turns.score()
         return self.actor.reference_log_probs(rows)
 
-    def update(self, experience: Experience, loss_fn: LossFn) -> Metrics:
+    def update(self, experience: Experience, loss_fn: LossFn, *, auxiliary: Auxiliary | None = None) -> Metrics:
         self.turns.update()
-        return self.actor.update(experience, loss_fn)
+        return self.actor.update(experience, loss_fn, auxiliary=auxiliary)
 
 
 class ColocatedValues:

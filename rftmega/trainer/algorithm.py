@@ -1,9 +1,13 @@
 """What a config's `algorithm` section makes of the pure parts: who scores, who learns, and from what."""
 
+from collections.abc import Callable
+from typing import Any
+
 from rftmega.algorithms.kl import KLController
 from rftmega.algorithms.losses import policy_loss
 from rftmega.algorithms.mismatch import Correction
 from rftmega.algorithms.shaping import Shaping
+from rftmega.algorithms.supervised import cross_entropy_loss
 from rftmega.algorithms.surrogates import Clip
 from rftmega.algorithms.values import value_loss
 from rftmega.algorithms.weighting import Weighting, weighting_of
@@ -11,7 +15,8 @@ from rftmega.config import RunConfig
 from rftmega.experience import ExperienceMaker
 from rftmega.interfaces import Policy, ValueModel
 from rftmega.trainer.learner import Learner
-from rftmega.types import LossFn
+from rftmega.trainer.ptx import PTX, Order
+from rftmega.types import LossFn, Rows
 
 
 class Algorithm:
@@ -45,7 +50,7 @@ class Algorithm:
             drop_truncated=chosen.drop_truncated,
         )
 
-    def learner(self, policy: Policy, critic: ValueModel | None = None) -> Learner:
+    def learner(self, policy: Policy, critic: ValueModel | None = None, ptx: PTX | None = None) -> Learner:
         return Learner(
             policy,
             self.policy_loss(),
@@ -53,6 +58,7 @@ class Algorithm:
             value_loss_fn=self.value_loss(),
             frozen_steps=self.chosen.freezing_actor_steps,
             kl=self.kl,
+            ptx=ptx,
         )
 
     @property
@@ -71,6 +77,10 @@ class Algorithm:
             entropy_coef=chosen.entropy_coef,
             weighting=self.weighting,
         )
+
+    def ptx(self, order: Order, rows: Callable[[Any], Rows]) -> PTX:
+        """Batches of `order`, which `rows` makes into what is scored, learnt beside the answers that are rewarded."""
+        return PTX(order, rows, cross_entropy_loss(self.weighting), self.chosen.ptx_coef)
 
     def value_loss(self) -> LossFn:
         return value_loss(clip=self.chosen.value_clip, huber=self.chosen.value_huber, weighting=self.weighting)

@@ -4,11 +4,14 @@ from typing import Any
 
 from rftmega.algorithms.kl import ESTIMATORS, KLController
 from rftmega.interfaces import Policy, ValueModel
+from rftmega.trainer.ptx import PTX
 from rftmega.types import Experience, LossFn, Metrics
 
 
 class Learner:
-    """The policy and, where there is one, the critic, which learns alone in the first `frozen_steps` steps."""
+    """The policy and, where there is one, the critic, which learns alone in the first `frozen_steps` steps; given answers (`ptx`)
+    are learnt in the policy's optimizer steps.
+    """
 
     def __init__(
         self,
@@ -19,19 +22,23 @@ class Learner:
         value_loss_fn: LossFn | None = None,
         frozen_steps: int = 0,
         kl: KLController | None = None,
+        ptx: PTX | None = None,
     ):
         self.policy, self.loss_fn = policy, loss_fn
         self.critic, self.value_loss_fn = critic, value_loss_fn
         self.frozen_steps = frozen_steps
         self.kl = kl
+        self.ptx = ptx
 
     def state(self) -> dict[str, Any]:
-        """The KL's weight, which moves; as JSON has it."""
-        return {"kl_coef": None if self.kl is None else self.kl.value}
+        """The KL's weight, which moves, and where in the given answers the next batch begins; as JSON has it."""
+        return {"kl_coef": None if self.kl is None else self.kl.value, "ptx": None if self.ptx is None else self.ptx.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         if self.kl is not None and self.kl.target:  # without a target it is what the config says
             self.kl.value = state["kl_coef"]
+        if self.ptx is not None and state["ptx"] is not None:  # they may begin with the resumed run
+            self.ptx.load_state(state["ptx"])
 
     def update(self, experience: Experience, step: int) -> Metrics:
         """One rollout's optimizer steps, after `step` finished ones; the critic's metrics begin with "critic_"."""
@@ -41,7 +48,8 @@ class Learner:
             found = self.critic.update(experience, self.value_loss_fn)
             metrics |= {f"critic_{name}": value for name, value in found.items()} | explained(experience)
         if step >= self.frozen_steps:
-            metrics |= self.policy.update(experience, self.loss_fn)
+            beside = {} if self.ptx is None else {"auxiliary": self.ptx()}
+            metrics |= self.policy.update(experience, self.loss_fn, **beside)
         if experience.reference_logp is not None:
             delta = (experience.old_logp - experience.reference_logp)[experience.mask]
             metrics["reference_kl"] = ESTIMATORS["k3"](delta).mean().item() if len(delta) else 0.0

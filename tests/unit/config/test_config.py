@@ -123,6 +123,8 @@ def test_a_sound_config_has_no_violations(config_file: Path) -> None:
         ("algorithm.correction_cap=0.5", 1, "algorithm.correction_cap=0.5 must be at least 1"),
         ("algorithm.correction_cap=3", 1, "algorithm.correction_cap=3.0 needs algorithm.correction: nothing else reads it"),
         ("reward.model=1", 1, "reward.model=1.0 and reward.model_path='' need each other"),
+        ("algorithm.ptx_coef=0.1", 1, "algorithm.ptx_coef=0.1 and data.ptx='' need each other"),
+        ("data.ptx=/tmp", 1, "algorithm.ptx_coef=0.0 and data.ptx='/tmp' need each other"),
         ("algorithm.learnt_from=9", 1, "is more than the answers a prompt gets (rollout.samples_per_prompt=8)"),
         ("algorithm.kl_target=0.1", 1, "algorithm.kl_target=0.1 needs algorithm.kl_coef above 0"),
         ("algorithm.kl_horizon=5", 1, "algorithm.kl_horizon=5 needs algorithm.kl_target above 0"),
@@ -278,6 +280,17 @@ def test_sources_that_cannot_be_mixed_are_refused(weights: dict[str, float], com
 def test_a_bound_on_trajectories_that_are_not_written_is_refused(config_file: Path) -> None:
     found = violations(load(config_file, ["trainer.trajectories=0", "trainer.trajectories_mib=5"]), 1)
     assert found == ["trainer.trajectories_mib=5 needs trainer.trajectories above 0: none are written."]
+
+
+def test_given_answers_are_enough_for_every_optimizer_step(config_file: Path) -> None:
+    """16 prompts a step, 8 answers to each."""
+    given = [f"data.ptx={config_file.with_name('train.jsonl')}", "algorithm.ptx_coef=0.1", "data.response_key=label"]
+    assert violations(load(config_file, [*given, "algorithm.mini_batches=16"]), 1) == []
+    found = violations(load(config_file, [*given, "algorithm.mini_batches=17"]), 1)
+    assert [reason.partition(" (")[0] for reason in found] == [
+        "algorithm.mini_batches=17 is more than the examples of data.ptx a step"
+    ]
+    assert "data.ptx=/nowhere is not a file" in violations(load(config_file, [*given, "data.ptx=/nowhere"]), 1)[0]
 
 
 def test_held_out_files_have_names_of_their_own(config_file: Path) -> None:

@@ -1,0 +1,34 @@
+"""Two losses in one accumulation, each averaged over its own count, although gradients are divided once.
+
+With A a first loss's sum over n things and B a second's over m: A / n + c B / m = (A + c n / m B) / n. So the second is
+scaled beforehand and counts nothing.
+"""
+
+from typing import Any
+
+import torch
+
+from rftmega.types import Auxiliary, Experience, LossFn, TokenLoss
+
+
+def beside(first: LossFn, experience: Experience, auxiliary: Auxiliary, stats: Any) -> LossFn:
+    """The auxiliary loss of any part of its rows, to be summed with `first` of parts of `experience` and divided once.
+
+    Where the first loss has nothing to count (all answers left out), the second is counted instead. `stats` as `counted` says.
+    """
+    count = counted(first, experience, stats)
+    own = counted(auxiliary.loss_fn, auxiliary.experience, stats)
+    scale = auxiliary.coef * (count / max(own, 1) if count else 1.0)
+
+    def loss(stats: Any, experience: Experience) -> TokenLoss:
+        found = auxiliary.loss_fn(stats, experience)
+        metrics = {f"{auxiliary.name}_{name}": value / auxiliary.coef for name, value in found.metrics.items()}
+        return TokenLoss(found.value, found.weight * scale, torch.zeros_like(found.count) if count else found.count, metrics)
+
+    return loss
+
+
+def counted(loss_fn: LossFn, experience: Experience, stats: Any) -> int:
+    """What `loss_fn` counts over all of `experience`; `stats` (TokenStats or TokenValues) is what it reads, of any numbers."""
+    names = stats.__dataclass_fields__
+    return int(loss_fn(stats(*[torch.zeros_like(experience.old_logp)] * len(names)), experience).count)

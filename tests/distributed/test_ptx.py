@@ -1,0 +1,73 @@
+"""Rewarded and given answers in the same optimizer steps, under two layouts and in a plain loop of transformers and torch."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rftmega.algorithms.losses import policy_loss
+from rftmega.algorithms.supervised import cross_entropy_loss
+from rftmega.config import OptimizerConfig, ParallelConfig
+from rftmega.experience import given
+from rftmega.types import Auxiliary, Experience
+from rftmega.weights import Exporter
+from tests.layouts import build_actor, rows_of
+from tests.ranks import run_ranks
+from tests.tiny_models import save_tiny
+
+ROWS, PROMPTS = [[5, 9, 130, 2, 77], [3, 0], [(37 * i) % 131 for i in range(30)], [8], [1, 2, 3, 4, 5, 6]], [2, 1, 4, 1, 3]
+GIVEN, GIVEN_PROMPTS = [[7, 7, 7], [0, 1, 2, 3], [(11 * i) % 131 for i in range(40)]], [1, 3, 20]
+TEMPERATURE, COEF = 0.7, 0.4
+OPTIMIZER = OptimizerConfig(epsilon=1e-4, learning_rate=1e-2, weight_decay=0.0, clip_grad=0.0)
+
+
+def body(world: Any, folder: Path, parallel: ParallelConfig, mini_batches: int) -> Any:
+    actor = build_actor(
+        folder, parallel, replace(OPTIMIZER, distributed=world.size > 2), temperature=TEMPERATURE, mini_batches=mini_batches,
+        token_cap=40,
+    )  # fmt: skip
+    rows = rows_of(ROWS, PROMPTS)
+    logp = actor.log_probs(rows).logp
+    experience = Experience(rows.tokens, rows.prompt_lengths, rows.lengths, rows.mask, logp, logp, None, torch.ones_like(logp))
+    auxiliary = Auxiliary("ptx", given(rows_of(GIVEN, GIVEN_PROMPTS)), cross_entropy_loss(), COEF)
+    metrics = [actor.update(experience, policy_loss(), auxiliary=auxiliary) for _ in range(2)]
+    steps = actor.manager.scheduler.num_steps - 1
+    return metrics, steps, dict(Exporter(actor.manager.bound, actor.topology, bucket_bytes=2**20))
+
+
+def picked(model: Any, rows: list[list[int]], prompts: list[int], temperature: float) -> torch.Tensor:
+    found = []
+    for row, prompt in zip(rows, prompts, strict=True):
+        logp = (model(torch.tensor([row])).logits[0] / temperature).log_softmax(-1)
+        found.append(logp[torch.arange(prompt - 1, len(row) - 1), torch.tensor(row[prompt:], dtype=torch.int64)])
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("mini_batches", [1, 2])
+def test_updates_equal_a_plain_loop_in_one_process_and_in_four(mini_batches: int, tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path, "qwen3")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-4, weight_decay=0.0)
+    parts = {1: [(slice(0, 5), slice(0, 3))], 2: [(slice(0, 3), slice(0, 2)), (slice(3, 5), slice(2, 3))]}[mini_batches]
+    olds = [picked(model, ROWS[mine], PROMPTS[mine], TEMPERATURE).detach() for mine, _ in parts]
+    shown = []
+    for _ in range(2):
+        for (mine, others), old in zip(parts, olds, strict=True):
+            ratio = (picked(model, ROWS[mine], PROMPTS[mine], TEMPERATURE) - old).exp()
+            cross_entropy = -picked(model, GIVEN[others], GIVEN_PROMPTS[others], 1.0).mean()
+            loss = -torch.minimum(ratio, ratio.clamp(0.8, 1.2)).mean() + COEF * cross_entropy
+            adam.zero_grad()
+            loss.backward()
+            adam.step()
+            shown.append((loss.item(), cross_entropy.item()))
+    for world, parallel in ((1, ParallelConfig()), (4, ParallelConfig(tensor=2, pipeline=2))):
+        metrics, steps, weights = run_ranks(world, body, folder, parallel, mini_batches)[0]
+        assert steps == 2 * mini_batches, "both losses share an optimizer step"
+        for i, found in enumerate(metrics):
+            mean = torch.tensor(shown[i * mini_batches : (i + 1) * mini_batches]).mean(0).tolist()
+            assert [found["loss"], found["ptx_cross_entropy"]] == pytest.approx(mean, rel=1e-4)
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(weights[name], parameter.detach(), atol=2e-5, rtol=1e-4, msg=f"{world} processes, {name}")
