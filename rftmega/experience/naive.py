@@ -1,6 +1,7 @@
 """NaiveExperienceMaker: LightRFT's interface to what happens between prompts and advantages. It delegates; it has no formula."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,6 +38,33 @@ SHAPING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # advantage_estimato
 }
 
 
+class Panel:
+    """Several rewards as one, which scores under each one's place among them."""
+
+    def __init__(self, rewards: Mapping[int, Reward]):
+        self.rewards = rewards
+
+    def part(self, *, whole_groups: bool) -> "Panel":
+        """Those that compare the answers to a prompt with each other, or those that don't."""
+        return Panel({place: r for place, r in self.rewards.items() if getattr(r, "whole_groups", False) is whole_groups})
+
+    def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
+        found: list[dict[str, float]] = [{} for _ in completions]
+        for place, reward in self.rewards.items():
+            for scores, score in zip(found, reward(prompts, completions), strict=True):
+                scores[str(place)] = score["reward"]
+        return found
+
+    def judged(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Completion]:
+        """The answers with all scores; those that they have brought along are not asked for again."""
+        known = set.intersection(*(set(answer.scores or {}) for answer in completions)) if completions else set()
+        missing = Panel({place: reward for place, reward in self.rewards.items() if str(place) not in known})
+        if not missing.rewards:
+            return list(completions)
+        pairs = zip(completions, missing(prompts, completions), strict=True)
+        return [replace(answer, scores={**(answer.scores or {}), **scores}) for answer, scores in pairs]
+
+
 class NaiveExperienceMaker:
     """Generates, scores and judges, every process with the whole batch."""
 
@@ -71,7 +99,8 @@ class NaiveExperienceMaker:
         Raises ValueError where rewards can't be combined, or for `remote_rm_url`: a remote reward is a Reward as well.
         """
         self.actor, self.critic, self.initial_model = actor, critic, initial_model
-        self.rewards: list[Reward] = list(reward_model) if isinstance(reward_model, list | tuple) else [reward_model]
+        rewards: list[Reward] = list(reward_model) if isinstance(reward_model, list | tuple) else [reward_model]
+        self.panel = Panel(dict(enumerate(rewards)))
         self.tokenizer, self.prompt_max_len, self.kl_controller, self.strategy = (
             tokenizer,
             prompt_max_len,
@@ -80,9 +109,7 @@ class NaiveExperienceMaker:
         )
         if remote_rm_url:
             raise ValueError("remote_rm_url is not read: give reward_model a Reward that asks the server.")
-        if any(getattr(reward, "whole_groups", False) for reward in self.rewards):
-            raise ValueError("A reward that compares the answers to a prompt is not judged in batches, which may cut a group.")
-        if reward_fn is None and (len(self.rewards) > 1 or reward_fn_label_map or reward_recipe):
+        if reward_fn is None and (len(rewards) > 1 or reward_fn_label_map or reward_recipe):
             raise ValueError("Several reward models, a label map or a recipe need a reward_fn that combines the rewards.")
         self.reward_fn = reward_fn
         given = {"label_map": reward_fn_label_map, "recipe": reward_recipe}
@@ -101,8 +128,9 @@ class NaiveExperienceMaker:
         """Answers in batches of `micro_rollout_batch_size`, `n_samples_per_prompt` of each prompt side by side.
 
         `labels` (a string a prompt) is what a reward compares with; a Prompt brings its own. Options are those of DEFAULTS.
-        The engine is asked once for all: an answer depends on its own seed, not on its batch. Raises ValueError for an
-        option that nothing here reads.
+        The engine is asked once for all: an answer depends on its own seed, not on its batch. It may judge answers where and
+        while it gives them; a reward that compares the answers to a prompt is asked once all are there. Raises ValueError for
+        an option that nothing here reads.
         """
         option = self._options(kw)
         prompts = self._prompts(all_prompts, kw.get("labels"))
@@ -111,7 +139,11 @@ class NaiveExperienceMaker:
         self.rollouts += 1
         seeds = [(first + i) % 2**31 for i in range(len(requests))]
         engine = self.actor if self.strategy is None else self.strategy.engine
-        completions = engine.generate(requests, seeds=seeds, temperature=option["temperature"])
+        at_once = self.panel.part(whole_groups=False)
+        asked = {"reward": at_once} if at_once.rewards else {}
+        completions = self.panel.judged(
+            requests, engine.generate(requests, seeds=seeds, temperature=option["temperature"], **asked)
+        )
         group = torch.arange(len(requests)) // option["n_samples_per_prompt"]
         size = option["micro_rollout_batch_size"]
         parts = [slice(begin, begin + size) for begin in range(0, len(requests), size)]
@@ -231,8 +263,8 @@ class NaiveExperienceMaker:
         return {name: kw.get(name, getattr(self.args, name, default)) for name, default in DEFAULTS.items()}
 
     def _samples(self, prompts: list[Prompt], completions: list[Completion], group: Tensor) -> Samples:
-        nothing = [{"reward": 0.0}] * len(prompts)  # judged later, with the log-probs
-        rows = collect(prompts, completions, lambda prompts, completions: nothing, samples_per_prompt=1).rows
+        silent = [replace(answer, scores={"reward": 0.0}) for answer in completions]  # a panel has no sum: rows only
+        rows = collect(prompts, silent, self.panel, samples_per_prompt=1).rows
         made = Samples.of(rows, prompts=list(prompts), labels=[prompt.label for prompt in prompts], pad_id=self.pad_id)
         made.completions, made.group = completions, group
         return made
@@ -248,9 +280,8 @@ class NaiveExperienceMaker:
     def _judge(self, samples: Samples, rows: Rows, answers: list[Completion]) -> Tensor:
         pairs = zip(rows.tokens.tolist(), rows.prompt_lengths.tolist(), samples.prompts, samples.labels, strict=True)
         prompts = [given if isinstance(given, Prompt) else Prompt(tuple(ids[:end]), label) for ids, end, given, label in pairs]
-        parts = [
-            torch.tensor([score["reward"] for score in judge(prompts, answers)], dtype=torch.float32) for judge in self.rewards
-        ]
+        scores = [answer.scores or {} for answer in self.panel.judged(prompts, answers)]
+        parts = [torch.tensor([score[str(place)] for score in scores], dtype=torch.float32) for place in self.panel.rewards]
         if self.reward_fn is None:
             return parts[0]
         labels = {"labels": samples.labels} if self.reward_options else {}

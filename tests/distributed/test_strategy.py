@@ -158,7 +158,13 @@ def megatron_body(world: Any, folder: Path, output: Path) -> Any:
     before = policy.log_probs(rows).logp
     made.save_ckpt(policy, str(output), tag="a", client_state={"consumed_samples": 12})
     made.update_engine_weights(actor)
-    maker = NaiveExperienceMaker(policy, None, likes_long, None, None, 8, None, made)
+    judged: list[Completion] = []
+
+    def watched(prompts: Any, completions: Any) -> Any:
+        judged.extend(completions)
+        return likes_long(prompts, completions)
+
+    maker = NaiveExperienceMaker(policy, None, watched, None, None, 8, None, made)
     (experience,) = maker.make_experience_list([Prompt((5, 9)), Prompt((3,))], n_samples_per_prompt=4)
     assert experience.sequences.shape[0] == 8
     assert policy.update(to_experience(experience), policy_loss())["skipped_steps"] == 0
@@ -174,12 +180,14 @@ def megatron_body(world: Any, folder: Path, output: Path) -> Any:
     assert torch.equal(policy.log_probs(rows).logp, before)
     with pytest.raises(EngineError, match="holds no weights"):
         made.engine_generate_local({}, [5])
-    return found, sorted(path.name for path in output.iterdir())
+    return found, sorted(path.name for path in output.iterdir()), len(judged)
 
 
 def test_the_strategy_of_megatron_generates_saves_and_loads_under_the_names_that_users_know(tmp_path: Path) -> None:
     folder, output = save_tiny(tmp_path, "qwen3-tied"), tmp_path / "checkpoints"
-    for (path, state), files in run_ranks(2, megatron_body, folder, output):
+    ranks = run_ranks(2, megatron_body, folder, output)
+    assert [judged for *_, judged in ranks] == [4, 4], "each of 8 answers is judged once, where its engine is"
+    for (path, state), files, _ in ranks:
         assert path == str(output / "a")
         assert state == {"consumed_samples": 12}
         assert files == ["a", "b", "latest"]

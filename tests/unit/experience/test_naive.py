@@ -1,5 +1,6 @@
 import inspect
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,9 +41,24 @@ class Toy:
         return torch.arange(1.0, rows.tokens.shape[1]).expand(len(rows), -1)
 
 
-def engine() -> ScriptedEngine:
-    found = ScriptedEngine(RolloutConfig(max_response_tokens=5), vocabulary=20, stop_ids=[1])
+class Engines(ScriptedEngine):
+    """All engines of a run: where `judges`, answers come back with their scores."""
+
+    judges = False
+
+    def generate(self, prompts: Sequence[Prompt], *, reward: Any = None, **settings: Any) -> list[Completion]:
+        answers = super().generate(prompts, **settings)
+        if not self.judges or reward is None:
+            return answers
+        halves = [slice(0, 1), slice(1, None)]  # in parts, which may cut a group
+        scores = [score for half in halves for score in reward(prompts[half], answers[half])]
+        return [replace(answer, scores=score) for answer, score in zip(answers, scores, strict=True)]
+
+
+def engine(*, judges: bool = False) -> Engines:
+    found = Engines(RolloutConfig(max_response_tokens=5), vocabulary=20, stop_ids=[1])
     found.load_weights([], version=0)
+    found.judges = judges
     return found
 
 
@@ -76,7 +92,7 @@ def test_answers_come_in_batches_siblings_side_by_side_whatever_the_size_of_a_ba
     assert [label for samples in found for label in samples.labels] == ["no"] * 3 + ["yes"] * 6
     prompts = [prompt.token_ids for samples in found for prompt in samples.prompts]
     assert prompts == [(1, 2, 3)] * 3 + [(4,)] * 3 + [(7, 7)] * 3  # cut off at prompt_max_len
-    (whole,) = maker().generate_samples(PROMPTS, n_samples_per_prompt=3, micro_rollout_batch_size=9)
+    (whole,) = maker().generate_samples(PROMPTS, n_samples_per_prompt=3, micro_rollout_batch_size=9, labels=["no", "yes", ""])
     answers = [answer for samples in found for answer in samples.completions or []]
     assert answers == whole.completions
     rows = whole.rows()
@@ -206,6 +222,42 @@ def test_several_rewards_are_combined_by_the_function_given() -> None:
     info = made.make_experience(samples).info or {}
     assert info["reward"].tolist() == [answer.token_ids[0] - 0.5 for answer in samples.completions or []]
     assert seen == {"labels": ["x", "y"], "label_map": {"math": 0}, "recipe": {"math": []}}
+
+
+class Ranked:
+    """How many of a prompt's other answers begin with a smaller token: of whole groups."""
+
+    whole_groups = True
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
+        self.calls += 1
+        pairs = [(prompt, c.token_ids[0]) for prompt, c in zip(prompts, completions, strict=True)]
+        return [{"reward": float(sum(p is prompt and x < first for p, x in pairs))} for prompt, first in pairs]
+
+
+@pytest.mark.parametrize("judges", [False, True])
+def test_every_reward_is_asked_once_an_answer_by_the_engine_where_it_can_and_of_whole_groups_at_the_end(judges: bool) -> None:
+    asked: list[Completion] = []
+
+    def counted(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
+        asked.extend(completions)
+        return first_token(prompts, completions)
+
+    ranked = Ranked()
+    made = maker(reward=[counted, ranked], reward_fn=lambda parts, **options: 10 * parts[0] + parts[1])
+    made.strategy.engine = engine(judges=judges)
+    batches = made.generate_samples(["a", "b"], n_samples_per_prompt=4, micro_rollout_batch_size=3)  # cuts both groups
+    answers = [answer for samples in batches for answer in samples.completions or []]
+    firsts = [answer.token_ids[0] for answer in answers]
+    assert (len(asked), ranked.calls) == (8, 1)
+    found = [float(reward) for samples in batches for reward in (made.make_experience(samples).info or {})["reward"]]
+    others = [[x for x in firsts[i - i % 4 : i - i % 4 + 4] if x < first] for i, first in enumerate(firsts)]
+    assert found == [10.0 * first + len(smaller) for first, smaller in zip(firsts, others, strict=True)]
+    assert any(others), "answers differ, so ranks were compared"
+    assert (len(asked), ranked.calls) == (8, 1), "nobody is asked again for the experience"
 
 
 def test_answers_from_elsewhere_are_judged_too() -> None:
