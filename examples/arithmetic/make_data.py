@@ -1,6 +1,8 @@
 """Writes train.jsonl, eval.jsonl and warm_start.jsonl: sums of two numbers below 50, no prompt in more than one file.
 
-A prompt is held out, its mirror image need not be: 3+4= may be trained on while 4+3= is in eval.jsonl.
+A prompt is held out, its mirror image need not be: 3+4= may be trained on while 4+3= is in eval.jsonl. Besides:
+train_pairs.jsonl and eval_pairs.jsonl, preferences for the right sum (of prompts that are not, and that are, in eval.jsonl), and
+small_train.jsonl and small_eval.jsonl, sums of two numbers below 20.
 """
 
 import argparse
@@ -8,18 +10,43 @@ import json
 import random
 from pathlib import Path
 
-BELOW = 50
+BELOW, SMALL = 50, 20
 SIZES = {"eval": 200, "warm_start": 1000, "train": 1300}
+SMALL_SIZES = {"small_eval": 60, "small_train": 340}
+WRONG_ANSWERS = 3  # a prompt of train_pairs.jsonl
+Sum = tuple[int, int]
 
 
 def write(folder: Path, *, seed: int = 0) -> None:
-    pairs = [(a, b) for a in range(BELOW) for b in range(BELOW)]
-    random.Random(seed).shuffle(pairs)
     folder.mkdir(parents=True, exist_ok=True)
-    for name, size in SIZES.items():
-        lines = [json.dumps({"prompt": f"{a}+{b}=", "label": str(a + b)}) for a, b in pairs[:size]]
-        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
-        pairs = pairs[size:]
+    files = split(BELOW, SIZES, seed) | split(SMALL, SMALL_SIZES, seed)
+    for name, sums in files.items():
+        write_lines(folder / f"{name}.jsonl", [{"prompt": f"{a}+{b}=", "label": str(a + b)} for a, b in sums])
+    drawn = random.Random(seed)
+    given = {"train": (files["warm_start"] + files["train"]) * WRONG_ANSWERS, "eval": files["eval"]}
+    for name, sums in given.items():
+        write_lines(folder / f"{name}_pairs.jsonl", [preference(a, b, drawn) for a, b in sums])
+
+
+def split(below: int, sizes: dict[str, int], seed: int) -> dict[str, list[Sum]]:
+    """Of all sums of two numbers below `below`, so many by name."""
+    pairs = [(a, b) for a in range(below) for b in range(below)]
+    random.Random(seed).shuffle(pairs)
+    found = {}
+    for name, size in sizes.items():
+        found[name], pairs = pairs[:size], pairs[size:]
+    return found
+
+
+def preference(a: int, b: int, drawn: random.Random) -> dict[str, str]:
+    """The right sum, and one that a policy could have given: next to it, a digit off, or of other numbers."""
+    near = [a + b + off for off in (-10, -2, -1, 1, 2, 10) if a + b + off >= 0]
+    wrong = drawn.choice(near) if drawn.random() < 0.75 else drawn.choice([n for n in range(2 * BELOW - 1) if n != a + b])
+    return {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(wrong)}
+
+
+def write_lines(path: Path, records: list[dict[str, str]]) -> None:
+    path.write_text("\n".join(map(json.dumps, records)) + "\n")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>")
 
 
-def train(examples: list[dict[str, str]], encode: PreTrainedTokenizerFast, *, seed: int = 0) -> Qwen3ForCausalLM:
+def train(
+    examples: list[dict[str, str]], encode: PreTrainedTokenizerFast, *, steps: int = STEPS, seed: int = 0
+) -> Qwen3ForCausalLM:
     torch.manual_seed(seed)
     model = Qwen3ForCausalLM(
         Qwen3Config(
@@ -45,9 +47,9 @@ def train(examples: list[dict[str, str]], encode: PreTrainedTokenizerFast, *, se
         )
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.1)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 50, (STEPS - step) / 20))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 50, (steps - step) / 20))
     shuffled = random.Random(seed)
-    for _ in tqdm(range(STEPS), desc="warm start", unit="step"):
+    for _ in tqdm(range(steps), desc="warm start", unit="step"):
         tokens, targets = rows(shuffled.choices(examples, k=BATCH), encode)
         optimizer.zero_grad()
         model(tokens, labels=targets).loss.backward()
@@ -73,10 +75,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("examples", type=Path, nargs="?", default=Path("runs/demo/data/warm_start.jsonl"))
     parser.add_argument("target", type=Path, nargs="?", default=Path("runs/demo/model"))
+    parser.add_argument("--steps", type=int, default=STEPS, help="0: random weights")
     given = parser.parse_args()
     logging.disable_progress_bar()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     encode = tokenizer()
     examples = [json.loads(line) for line in given.examples.read_text().splitlines()]
-    train(examples, encode).save_pretrained(given.target)
+    train(examples, encode, steps=given.steps).save_pretrained(given.target)
     encode.save_pretrained(given.target)

@@ -45,12 +45,12 @@ def parse_override(text: str) -> tuple[str, Any]:
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Reads `path`, applies `overrides` on top, and fills in the defaults.
+    """Reads `path` and the file that it names as its `base`, applies `overrides` on top, and fills in the defaults.
 
     What is given for the policy's layout and optimizer holds for the critic too, unless it is given for that.
     Raises ConfigError with one line for each unknown option (and the nearest that exists), wrong type or missing value.
     """
-    given = flatten(_read_yaml(Path(path)))
+    given = _with_base(Path(path))
     given |= dict(parse_override(text) for text in overrides)
     given = recipe(str(given.get("algorithm.recipe") or "")) | given
     config = OmegaConf.structured(RunConfig)
@@ -96,6 +96,19 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{key}"] = value
     return flat
+
+
+def _with_base(path: Path, below: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """Dotted options of a file, over those of its base, a path from its own folder. `below`: the files that led here."""
+    if path.resolve() in below:
+        raise ConfigError(f"{path} is its own base: {' -> '.join(map(str, (*below, path.resolve())))}. Take base out of one.")
+    tree = _read_yaml(path)
+    base = tree.pop("base", None)
+    if base is None:
+        return flatten(tree)
+    if not isinstance(base, str):
+        raise ConfigError(f"{path}: base={base!r} must be the path of another config file, from {path.parent}.")
+    return _with_base(path.parent / base, (*below, path.resolve())) | flatten(tree)
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

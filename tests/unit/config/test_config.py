@@ -37,6 +37,34 @@ def test_overrides_win_over_the_file_and_the_file_over_defaults(config_file: Pat
     assert config.optimizer.learning_rate == 1e-6
 
 
+def test_a_file_goes_over_its_base_which_may_have_one_and_is_found_from_its_folder(config_file: Path) -> None:
+    config_file.write_text(config_file.read_text() + "trainer: {steps: 7, seed: 3}\nalgorithm: {recipe: dapo}\n")
+    folder = config_file.parent / "more"
+    folder.mkdir()
+    (folder / "a.yaml").write_text("base: ../run.yaml\ntrainer: {seed: 4, output: a}\n")
+    (folder / "b.yaml").write_text("base: a.yaml\ntrainer: {output: b}\nalgorithm: {clip_high: 0.3}\n")
+    config = load(folder / "b.yaml", ["trainer.prompts_per_step=5"])
+    trainer, algorithm = config.trainer, config.algorithm
+    assert (trainer.steps, trainer.seed, trainer.output, trainer.prompts_per_step) == (7, 4, "b", 5)
+    assert (algorithm.clip_high, algorithm.refill_rounds) == (0.3, 5)  # what is given, and the recipe of the base's base
+
+
+@pytest.mark.parametrize(
+    ("base", "complaint"),
+    [
+        ("b.yaml", "is its own base"),
+        ("a.yaml", "is its own base"),
+        ("[a.yaml]", "must be the path"),
+        ("c.yaml", "no config file"),
+    ],
+)
+def test_a_base_that_is_none_is_refused(base: str, complaint: str, tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(f"base: {base}\n")
+    (tmp_path / "b.yaml").write_text("base: a.yaml\n")
+    with pytest.raises(ConfigError, match=complaint):
+        load(tmp_path / "b.yaml")
+
+
 @pytest.mark.parametrize(
     ("given", "hint"),
     [

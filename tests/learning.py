@@ -1,0 +1,259 @@
+"""The learning table: what examples/arithmetic/recipes learn, three seeds each, against what is asked of them.
+
+`make learning` runs them, a core each, and writes runs/learning.json and a picture of the curves for each; names of recipes as
+arguments run only those, `--seeds 1` one seed. A run that has ended is not repeated while its config, start and data
+are the same.
+tests/e2e/test_learning.py asserts what is asked.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Lock
+from typing import Any
+
+from rftmega.config import load
+
+ROOT = Path(__file__).parents[1]
+EXAMPLE = ROOT / "examples/arithmetic"
+DEMO, OUT = Path("runs/demo"), Path("runs/learning")  # from ROOT, where train_rl.py runs
+STARTS = {"model": 100, "longer": 120, "scratch": 0}  # folder in DEMO -> steps of its warm start
+SEEDS = (0, 1, 2)
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a run must do to `metric`, a share of 1 in its metrics.jsonl; for `by_answers` to the greedy answers of its policy."""
+
+    rise: float = 0.0
+    end: float = 0.0
+    metric: str = "eval_exact_match"
+    by_answers: bool = False
+    needs: str = ""  # another run of the same seed, which comes first
+
+    def met(self, before: float, after: float) -> bool:
+        """Whether it did both."""
+        return after - before >= self.rise - 1e-9 and after >= self.end
+
+    def __str__(self) -> str:
+        return f"+{100 * self.rise:.0f} points" if self.rise else f"{100 * self.end:.0f} %"
+
+
+FAMILY = ("grpo", "rloo", "reinforce_pp", "dapo", "gspo", "cispo", "cpgd", "ppo")
+RUNS = dict.fromkeys(FAMILY, Asked(rise=0.2)) | {
+    "ttrl": Asked(rise=0.08),
+    "sft": Asked(end=0.9, by_answers=True),
+    "reward_model": Asked(end=0.9, metric="eval_accuracy"),
+    "grpo_on_reward_model": Asked(rise=0.05, needs="reward_model"),
+}
+
+
+class Learning:
+    """Runs recipes, each with one core of its own, and remembers which have ended."""
+
+    def __init__(self, jobs: int):
+        self.jobs = jobs
+        self.locks: defaultdict[tuple[str, int], Lock] = defaultdict(Lock)
+
+    def __call__(self, names: Iterable[str], seeds: Sequence[int] = SEEDS) -> list[Record]:
+        """One record a run; all first seeds come before the second ones. Raises RuntimeError where one failed."""
+        prepare()
+        wanted = [(name, seed) for seed in seeds for name in names]
+        cores: SimpleQueue[int] = SimpleQueue()
+        for core in sorted(os.sched_getaffinity(0))[: self.jobs]:
+            cores.put(core)
+        # A thread has a core, and so has what it starts: two runs that both use two threads wait for each other's.
+        with ThreadPoolExecutor(cores.qsize(), initializer=lambda: os.sched_setaffinity(0, {cores.get()})) as pool:
+            try:
+                return list(pool.map(self.run, *zip(*wanted, strict=True)))
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+
+    def run(self, name: str, seed: int) -> Record:
+        asked = RUNS[name]
+        if asked.needs:
+            self.run(asked.needs, seed)
+        with self.locks[name, seed]:
+            return done(name, seed) or learn(name, seed)
+
+
+def overrides_of(name: str, seed: int) -> list[str]:
+    """Of the recipe's file: one process, a folder of its own."""
+    given = ["parallel.tensor=1", "parallel.pipeline=1", f"trainer.seed={seed}", f"trainer.output={OUT}/{name}-{seed}"]
+    if needed := RUNS[name].needs:
+        given.append(f"reward.model_path={OUT}/{needed}-{seed}/reward_model")
+    return given
+
+
+def settings_of(name: str, seed: int) -> Record:
+    """All that decides what a run learns: every option, and what is in the files that they name."""
+    config = load(EXAMPLE / f"recipes/{name}.yaml", overrides_of(name, seed))
+    named = [config.data.train, config.data.eval, f"{config.model.path}/model.safetensors"]
+    named += [f"{folder}/model.safetensors" for folder in (config.reward.model_path, config.critic.path) if folder]
+    return {"config": asdict(config), "files": {file: digest(ROOT / file) for file in named}}
+
+
+def digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
+
+
+def done(name: str, seed: int) -> Record | None:
+    """The record of a run that has ended with the settings of today."""
+    file = ROOT / OUT / f"{name}-{seed}/run.json"
+    record = json.loads(file.read_text()) if file.is_file() else None
+    return record if record and record["settings"] == settings_of(name, seed) else None
+
+
+def learn(name: str, seed: int) -> Record:
+    """One run, from the command line to run.json in its folder. Raises RuntimeError where it failed."""
+    asked, folder = RUNS[name], ROOT / OUT / f"{name}-{seed}"
+    folder.mkdir(parents=True, exist_ok=True)
+    command = ["train_rl.py", f"examples/arithmetic/recipes/{name}.yaml", *overrides_of(name, seed), "--processes", "1"]
+    say(f"{name}, seed {seed}: begins")
+    begin = time.time()
+    with (folder / "log.txt").open("w") as log:
+        ended = subprocess.run([sys.executable, *command], cwd=ROOT, stdout=log, stderr=log, check=False)
+    if ended.returncode:
+        raise RuntimeError(f"{name}, seed {seed}, ended with {ended.returncode}; see {folder}/log.txt")
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    curve = [(m["step"], m[asked.metric]) for m in metrics if asked.metric in m]
+    if asked.by_answers:
+        config = load(EXAMPLE / f"recipes/{name}.yaml", overrides_of(name, seed))
+        curve = [
+            (0, accuracy(config.model.path, config.data.eval)),
+            (len(metrics) - 1, accuracy(folder / "policy", config.data.eval)),
+        ]
+    record = {
+        "name": name,
+        "seed": seed,
+        "before": curve[0][1],
+        "after": curve[-1][1],
+        "asked": str(asked),
+        "met": asked.met(curve[0][1], curve[-1][1]),
+        "curve": curve,
+        "learnt_from": [(m["step"], m["reward"]) for m in metrics if "reward" in m],
+        "logprob_gap_max": max((m["logprob_gap_max"] for m in metrics if "logprob_gap_max" in m), default=None),
+        "seconds": round(time.time() - begin),
+        "date": time.strftime("%Y-%m-%dT%H:%MZ", time.gmtime()),
+        "commit": commit(),
+        "command": "python " + " ".join(command),
+        "settings": settings_of(name, seed),
+    }
+    (folder / "run.json").write_text(json.dumps(record, indent=1))
+    say(f"{name}, seed {seed}: {record['before']:.1%} -> {record['after']:.1%} in {record['seconds']} s")
+    return json.loads(json.dumps(record))  # as `done` gives it
+
+
+def accuracy(model: str | Path, file: str) -> float:
+    """Share of greedy answers that are the label, by transformers; prompts of one length at a time."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    torch.set_num_threads(1)
+    policy, tokenizer = AutoModelForCausalLM.from_pretrained(ROOT / model), AutoTokenizer.from_pretrained(ROOT / model)
+    by_length = defaultdict(list)
+    records = [json.loads(line) for line in (ROOT / file).read_text().splitlines()]
+    for record in records:
+        by_length[len(record["prompt"])].append(record)
+    right = 0
+    for length, group in by_length.items():
+        tokens = torch.tensor([tokenizer.encode(record["prompt"]) for record in group])
+        answers = policy.generate(tokens, attention_mask=torch.ones_like(tokens), do_sample=False, max_new_tokens=4)[:, length:]
+        texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
+        right += sum(text == record["label"] for text, record in zip(texts, group, strict=True))
+    return right / len(records)
+
+
+def prepare() -> None:
+    """Data and warm starts in runs/demo, once; they are the same whenever they are made."""
+    made = [[EXAMPLE / "make_data.py"]]
+    starts = [(name, steps) for name, steps in STARTS.items() if not (ROOT / DEMO / name / "model.safetensors").is_file()]
+    made += [
+        [EXAMPLE / "warm_start.py", DEMO / "data/warm_start.jsonl", DEMO / name, "--steps", str(steps)] for name, steps in starts
+    ]
+    for command in made:
+        subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, check=True)
+
+
+def commit() -> str:
+    """Of the working tree, with a plus where it was changed since."""
+    asked = ["git", "describe", "--always", "--dirty=+", "--abbrev=7", "--exclude=*"]
+    return subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def say(text: str) -> None:
+    sys.stdout.write(f"{time.strftime('%H:%M:%S')} {text}\n")
+    sys.stdout.flush()
+
+
+def draw(name: str, records: Sequence[Record], target: Path) -> None:
+    """The metric of every seed over the steps, and the rewards that were learnt from."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    for record in records:
+        colour = f"C{record['seed']}"
+        axes.plot(*zip(*record["curve"], strict=True), "o-", color=colour, label=f"held out, seed {record['seed']}")
+        if record["learnt_from"]:
+            axes.plot(*zip(*record["learnt_from"], strict=True), color=colour, alpha=0.3)
+    axes.set(xlabel="step", title=f"{name} (thin: mean reward of the rollouts)" if records[0]["learnt_from"] else name)
+    axes.legend(loc="lower right")
+    figure.savefig(target, dpi=120, bbox_inches="tight")
+    pyplot.close(figure)
+
+
+def report(records: Sequence[Record]) -> str:
+    """Writes runs/learning.json and a picture a recipe; the table, a line a recipe."""
+    machine = {
+        "cores": os.cpu_count(),
+        "processor": platform.processor() or platform.machine(),
+        "python": platform.python_version(),
+    }
+    (ROOT / "runs/learning.json").write_text(json.dumps({"machine": machine, "runs": records}, indent=1))
+    lines = ["| recipe | " + " | ".join(f"seed {seed}" for seed in SEEDS) + " | asked | met |", "|---" * (len(SEEDS) + 3) + "|"]
+    for name in RUNS:
+        found = {record["seed"]: record for record in records if record["name"] == name}
+        if not found:
+            continue
+        draw(name, list(found.values()), ROOT / OUT / f"{name}.png")
+        cells = [f"{100 * r['before']:.1f} to {100 * r['after']:.1f}" if (r := found.get(s)) else "" for s in SEEDS]
+        met = sum(record["met"] for record in found.values())
+        lines.append(f"| `{name}` | {' | '.join(cells)} | {RUNS[name]} | {met} of {len(found)} |")
+    return "\n".join(lines) + "\n"
+
+
+def ended() -> list[Record]:
+    """Of all runs, those that have ended with the settings of today."""
+    return [record for name in RUNS for seed in SEEDS if (record := done(name, seed))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="recipe", help=", ".join(RUNS))
+    parser.add_argument("--seeds", type=int, default=len(SEEDS), help="how many")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="runs at the same time")
+    given = parser.parse_args()
+    if unknown := [name for name in given.names if name not in RUNS]:
+        sys.exit(f"error: there is no run {unknown[0]!r}; these are: {', '.join(RUNS)}")
+    Learning(given.jobs)(given.names or RUNS, SEEDS[: given.seeds])
+    sys.stdout.write(report(ended()))
+
+
+if __name__ == "__main__":
+    main()
