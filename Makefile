@@ -38,7 +38,8 @@ invariance: $(READY)  ## the table of layouts, micro-batches and orders that mus
 bench: $(READY)  ## the ratios of docs/results.md; writes runs/bench.json
 	$(BIN)/python -m benchmarks
 
-learning: $(READY)  ## runs that must learn
+learning: $(READY)  ## runs that must learn: examples/arithmetic/recipes, three seeds each; writes runs/learning.json
+	$(BIN)/python -m tests.learning
 	$(BIN)/python -m pytest -q -m learning
 
 clean:
