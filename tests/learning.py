@@ -28,7 +28,7 @@ from rftmega.config import load
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples/arithmetic"
 DEMO, OUT = Path("runs/demo"), Path("runs/learning")  # from ROOT, where train_rl.py runs
-STARTS = {"model": 100, "longer": 120, "scratch": 0}  # folder in DEMO -> steps of its warm start
+STARTS = {"model": 100, "longer": 140, "able": 160, "scratch": 0}  # folder in DEMO -> steps of its warm start
 SEEDS = (0, 1, 2)
 Record = dict[str, Any]
 
