@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 HARDWARE := $(if $(shell command -v nvidia-smi 2>/dev/null),cuda,cpu)
 READY := $(VENV)/.ready-$(HARDWARE)
 
-.PHONY: demo test check ranks invariance bench learning clean
+.PHONY: demo test check ranks invariance bench learning slurm clean
 
 $(READY): requirements/torch.txt requirements/$(HARDWARE).txt requirements/dev.txt setup.py
 	$(PYTHON) -m venv $(VENV)
@@ -22,7 +22,7 @@ demo: $(READY)  ## a small Qwen3 learns arithmetic on 4 processes (TP2 x PP2), o
 	$(BIN)/python examples/arithmetic/demo.py
 
 test: check  ## what CI runs
-	$(BIN)/python -m pytest -q -m "not ranks and not learning and not gpu"
+	$(BIN)/python -m pytest -q -m "not ranks and not learning and not slurm and not gpu"
 
 check: $(READY)  ## style, formatting and types
 	$(BIN)/ruff check .
@@ -41,6 +41,9 @@ bench: $(READY)  ## the ratios of docs/results.md; writes runs/bench.json
 learning: $(READY)  ## runs that must learn: examples/arithmetic/recipes, three seeds each; writes runs/learning.json
 	$(BIN)/python -m tests.learning
 	$(BIN)/python -m pytest -q -m learning
+
+slurm: $(READY)  ## runs on a Slurm of two nodes that is started here (as root)
+	$(BIN)/python -m pytest -q -m slurm
 
 clean:
 	rm -rf runs build *.egg-info .pytest_cache .ruff_cache .mypy_cache

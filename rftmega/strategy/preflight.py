@@ -16,8 +16,11 @@ HEAD = "score.weight"  # of a value model
 VLLM_CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
-def preflight(config: RunConfig, world_size: int, *, local: bool = False) -> None:
-    """Raises ConfigError that lists every reason why this run can't work on `world_size` processes (`local`: of this host)."""
+def preflight(config: RunConfig, world_size: int, *, local: bool = False, on: device.Device | None = None) -> None:
+    """Raises ConfigError that lists every reason why this run can't work on `world_size` processes (`local`: of this host),
+    on devices like this process's own or of another kind (`on`).
+    """
+    on = on or device.current()
     found = violations(config, world_size)
     try:
         model = describe(read_hf_config(config.model.path))
@@ -28,27 +31,27 @@ def preflight(config: RunConfig, world_size: int, *, local: bool = False) -> Non
         found += layout_violations(model, config.parallel)
         found += _value_models(config, model)
         if config.algorithm.task == "rl":
-            found += _engine(config, model)
+            found += _engine(config, model, on)
         longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
         if longest > model.max_positions:
             found.append(
                 f"rollout.max_prompt_tokens + rollout.max_response_tokens = {longest}, but the model knows "
                 f"{model.max_positions} positions (max_position_embeddings). Shorten one of them."
             )
-    devices = device.current().devices()
+    devices = on.devices() if local else None
     servers = config.rollout.servers * config.rollout.tensor if config.strategy == "separate" else 0
-    if local and devices is not None and world_size + servers > devices:
+    if devices is not None and world_size + servers > devices:
         beside = f" and {servers} of vLLM's" if servers else ""
         found.append(f"--processes {world_size}{beside} are more than the {devices} CUDA device(s) here; each needs its own.")
     if found:
         raise ConfigError("This run can't start:\n" + "\n".join(f"  - {reason}" for reason in found))
 
 
-def _engine(config: RunConfig, model: ModelDescription) -> list[str]:
+def _engine(config: RunConfig, model: ModelDescription, on: device.Device) -> list[str]:
     found = heads_violations(model, config.rollout.tensor, "rollout.tensor")
-    if config.rollout.engine == "vllm" and device.current().type == "cpu" and model.head_dim not in VLLM_CPU_HEAD_DIMS:
+    if config.rollout.engine == "vllm" and on.type == "cpu" and model.head_dim not in VLLM_CPU_HEAD_DIMS:
         found.append(f"vLLM's CPU kernels don't know head size {model.head_dim}, only {VLLM_CPU_HEAD_DIMS}.")
-    if model.experts and (reason := _expert_engine(config.rollout.engine)):
+    if model.experts and (reason := _expert_engine(config.rollout.engine, on)):
         found.append(reason)
     return found
 
@@ -87,9 +90,9 @@ def _value_model(
     return found
 
 
-def _expert_engine(engine: str) -> str | None:
+def _expert_engine(engine: str, on: device.Device) -> str | None:
     """Why `engine` can't generate with a mixture of experts; None when it can."""
-    if engine == "vllm" and device.current().type == "cpu":
+    if engine == "vllm" and on.type == "cpu":
         return "rollout.engine=vllm: on a CPU, vLLM 0.32 fails to reload the weights of experts. Take a dense model."
     if engine == "transformers":
         return "rollout.engine=transformers doesn't take experts one by one. Use vllm on a CUDA machine, or a dense model."

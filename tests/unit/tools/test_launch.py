@@ -1,0 +1,191 @@
+"""The file for sbatch: what it asks Slurm for, what a rank is told, and what happens after each end. On Slurm: tests/slurm."""
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_models import save_tiny
+from tools import launch
+
+SRUN = """#!/bin/bash
+echo "srun $*" >> calls
+while [[ $1 == --* ]]; do shift; done
+for task in 0 1 2 3; do SLURM_PROCID=$task SLURM_LOCALID=$((task % 2)) "$@"; done
+exit "${SRUN_CODE:-0}"
+"""
+SCONTROL = """#!/bin/bash
+echo "scontrol $*" >> calls
+case "$*" in
+"show hostnames n[1-2]") printf 'n1\\nn2\\n' ;;
+"--oneliner show node n1") echo "NodeName=n1 CPUs=4 NodeAddr=10.0.0.1 NodeHostName=n1" ;;
+esac
+"""
+RANK = """#!/usr/bin/env python3
+import json, os, sys
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NCCL_DEBUG")
+print(json.dumps({name: os.environ.get(name) for name in names} | {"arguments": sys.argv[1:]}))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A config, its model and data; the working directory, with a Slurm of a few lines on PATH."""
+    for name, text in {"srun": SRUN, "scontrol": SCONTROL, "rank": RANK}.items():
+        program = tmp_path / "bin" / name
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(text)
+        program.chmod(0o755)
+    save_tiny(tmp_path / "model", "qwen3")
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n')
+    (tmp_path / "run.yaml").write_text("""
+model: {path: model}
+data: {train: train.jsonl}
+rollout: {engine: scripted, max_prompt_tokens: 8, max_response_tokens: 8}
+trainer: {output: out}
+""")
+    monkeypatch.chdir(tmp_path)
+    for name in os.environ:
+        if name.startswith(launch.READ):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    return tmp_path
+
+
+def write(*more: str, code: int = 0) -> str:
+    """The file's text."""
+    given = ["slurm", "run.yaml", "--nodes", "2", *more]
+    assert launch.main(given if "--gpus-per-node" in more else [*given, "--processes-per-node", "2"]) == code
+    return Path("out/slurm/run.sbatch").read_text() if code == 0 else ""
+
+
+def run(code: int = 0, job: int = 7) -> "subprocess.CompletedProcess[str]":
+    slurm = {"SLURM_JOB_ID": str(job), "SLURM_JOB_NODELIST": "n[1-2]", "SRUN_CODE": str(code)}
+    return subprocess.run(
+        ["bash", "out/slurm/run.sbatch"], env=os.environ | slurm, capture_output=True, text=True, check=False, timeout=60
+    )
+
+
+def asked(text: str) -> list[str]:
+    return [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH ")]
+
+
+def test_sbatch_is_asked_for_nodes_a_restart_and_a_signal_in_time(folder: Path) -> None:
+    options = asked(write("--gpus-per-node", "8", "--time", "1-00:00:00", "--partition", "gpu", "--sbatch=--qos=high"))
+    assert options == [
+        "--job-name=out", "--nodes=2", "--ntasks-per-node=8", "--gpus-per-node=8", "--exclusive", "--mem=0",
+        "--time=1-00:00:00", "--partition=gpu", f"--chdir={folder}", f"--output={folder}/out/slurm/%j.log",
+        "--open-mode=append", "--requeue", "--signal=USR1@600", "--qos=high",
+    ]  # fmt: skip
+
+
+def test_bash_and_shellcheck_find_nothing(folder: Path) -> None:
+    text = write('reward.format_pattern=it\'s $HOME "here"', "reward.format=1", "--container", "image:1")
+    subprocess.run(["bash", "-n", "out/slurm/run.sbatch"], check=True)
+    if shutil.which("shellcheck"):
+        subprocess.run(["shellcheck", "out/slurm/run.sbatch"], check=True)
+    assert "{{" not in text
+
+
+def test_every_rank_is_told_who_it_is_and_where_all_meet(folder: Path) -> None:
+    awkward = 'reward.format_pattern=it\'s $HOME "here"; exit 1'
+    write(awkward, "reward.format=1", "--python", str(folder / "bin/rank"))
+    done = run()
+    ranks = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [(rank["RANK"], rank["LOCAL_RANK"]) for rank in ranks] == [("0", "0"), ("1", "1"), ("2", "0"), ("3", "1")]
+    for rank in ranks:
+        assert (rank["WORLD_SIZE"], rank["LOCAL_WORLD_SIZE"], rank["MASTER_ADDR"]) == ("4", "2", "10.0.0.1")
+        assert 20000 <= int(rank["MASTER_PORT"]) < 30000  # below the ports that Linux gives out by itself
+        assert rank["arguments"] == ["-u", str(launch.ROOT / "train_rl.py"), "run.yaml", awkward, "reward.format=1"]
+    assert f"--output={folder}/out/slurm/%j-rank-%t.log" in Path("calls").read_text()
+    assert done.returncode == 0
+
+
+def test_the_environment_is_written_down_and_secrets_are_not(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden = {"HF_TOKEN": "s3cr3t-1", "WANDB_API_KEY": "s3cr3t-2", "VLLM_PASSWORD": "s3cr3t-3", "NCCL_SECRET": "s3cr3t-4",
+              "HF_ENDPOINT": "https://me:s3cr3t-5@hub", "HF_URL": "http://h/?api_key=s3cr3t-6", "OTHER": "s3cr3t-7"}  # fmt: skip
+    for name, value in hidden.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("NCCL_DEBUG", "it's $INFO")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    text = write("--python", str(folder / "bin/rank"))
+    assert "s3cr3t" not in text
+    assert "export TOKENIZERS_PARALLELISM=false" in text
+    monkeypatch.delenv("NCCL_DEBUG")
+    assert '"NCCL_DEBUG": "it\'s $INFO"' in run().stdout
+
+
+@pytest.mark.parametrize(
+    ("code", "again", "ends_with"), [(0, False, 0), (75, True, 0), (2, False, 2), (1, True, 0), (137, True, 0)]
+)
+def test_what_a_restart_mends_goes_back_into_the_queue(code: int, again: bool, ends_with: int, folder: Path) -> None:
+    write("--python", "true")
+    done = run(code)
+    assert ("scontrol requeue 7" in Path("calls").read_text()) == again
+    assert done.returncode == ends_with
+
+
+def test_a_fault_that_comes_again_after_the_same_checkpoint_ends_it_and_being_stopped_does_not(folder: Path) -> None:
+    write("--python", "true", "--max-failures", "2")
+    assert [run(75).returncode for _ in range(3)] == [0, 0, 0]
+    assert run(137).returncode == 0
+    assert run(137).returncode == 137
+    latest = Path("out/checkpoints/latest")
+    latest.parent.mkdir()
+    latest.write_text("step_10\n")
+    assert [run(137).returncode, run(1).returncode] == [0, 1]
+    assert run(137, job=8).returncode == 0  # another job counts for itself
+
+
+@pytest.mark.parametrize(
+    ("more", "complaint"),
+    [
+        (["parallel.tensor=3"], "does not divide the 4 launched processes"),
+        (["rollout.tensor=4"], "rollout.tensor=4 does not divide a node's 2 ranks"),
+        (["strategy=separate", "rollout.engine=vllm"], "--nodes 1 only"),
+        (["--time", "10:00"], "--time 10:00 is not longer than --save-seconds 600"),
+        (["--time", "soon"], "--time soon is no time"),
+        (["--mounts", "/a:/a"], "--mounts needs --container"),
+        (["--sbatch=qos=high"], "--sbatch=qos=high is no option"),
+        (["--gpus-per-node", "0"], "--processes-per-node 0 must be at least 1"),
+        (["--gpus-per-node", "2", "--processes-per-node", "4"], "4 ranks a node are more than --gpus-per-node 2"),
+        (["trainer.output=my runs"], "has characters that Slurm reads otherwise"),
+        (["reward.remote_url=http://me:s3cr3t@host"], "reward.remote_url holds a secret"),
+        (["trainer.step=1"], "Did you mean trainer.steps?"),
+    ],
+)
+def test_what_cannot_work_is_refused_and_nothing_is_written(
+    more: list[str], complaint: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(folder.rglob("*"))
+    write(*more, code=2)
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and complaint in said
+    assert "s3cr3t" not in said
+    assert sorted(folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("limit", "seconds"),
+    [("90", 5400), ("1:30", 90), ("2:00:30", 7230), ("1-0", 86400), ("1-01:30", 91800), ("2-00:00:01", 172801)],
+)
+def test_slurms_times_are_read_as_slurm_reads_them(limit: str, seconds: int) -> None:
+    assert launch.seconds_of(limit) == seconds
+
+
+def test_a_container_gets_its_own_python_and_none_of_the_hosts_paths(folder: Path) -> None:
+    text = write("--container", "image:1", "--mounts", "/data:/data")
+    assert "--container-image=image:1" in text and "--container-mounts=/data:/data" in text
+    assert f"python -u {launch.ROOT}/train_rl.py" in text
+    assert "export PATH=" not in text and "export PYTHONPATH=" not in text
+
+
+def test_gpu_nodes_are_planned_where_there_is_no_gpu(folder: Path) -> None:
+    """On a CPU vLLM refuses this model's experts; the nodes have GPUs."""
+    shutil.rmtree("model")
+    save_tiny(Path("model"), "qwen3-moe")
+    write("rollout.engine=vllm", "--gpus-per-node", "2")
+    write("rollout.engine=vllm", code=2)
