@@ -99,12 +99,14 @@ def supervise(config: RunConfig) -> None:
 
     from rftmega.algorithms.supervised import cross_entropy_loss, pairwise_loss
     from rftmega.algorithms.weighting import weighting_of
-    from rftmega.parallel import launch
+    from rftmega.parallel import launch, nodes
+    from rftmega.strategy import disk
     from rftmega.strategy.supervised import SupervisedStrategy
     from rftmega.trainer import observers
     from rftmega.trainer.supervised import SupervisedTrainer, cross_entropy_of, preference_of
 
     with launch.start() as world:
+        nodes.check_nodes(world, disk.needed(config))
         strategy = SupervisedStrategy(config)
         model: Any = strategy.model
         judge = partial(cross_entropy_of if sft else preference_of, model)
@@ -150,11 +152,13 @@ def reinforce(config: RunConfig) -> None:
     reward = create(config.reward, tokenizer.decode)
 
     from rftmega.experience import ModelReward
-    from rftmega.parallel import launch
+    from rftmega.parallel import launch, nodes
+    from rftmega.strategy import disk
     from rftmega.strategy.megatron import MegatronStrategy
     from rftmega.trainer import Algorithm, PPOTrainer, Refill, observers
 
     with launch.start() as world:
+        nodes.check_nodes(world, disk.needed(config))
         strategy = MegatronStrategy(config, world, stop_ids=tokenizer.stop_ids)
         watching = observers.reinforced(
             config,

@@ -27,3 +27,7 @@ class EngineError(RFTMegaError):
 
 class RewardError(RFTMegaError):
     """An answer that can't be scored: a prompt's kind without weights, a remote reward that fails, a score that is no number."""
+
+
+class NodeError(RFTMegaError):
+    """A host of the run that lacks something, or is not like the others; names the host and a rank on it."""
