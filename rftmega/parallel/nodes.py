@@ -53,10 +53,10 @@ def check_nodes(world: World, needed: Mapping[str, int]) -> None:
     speed = _bandwidth()
     if world.is_main:
         log.info(
-            "nodes: %d, clocks within %.3f s, all-reduce at %s, free: %s",
+            "nodes: %d, clocks within %.3f s, %s, free: %s",
             len({report.host for report in reports}),
             max(clocks) - min(clocks),
-            f"{speed / 1e9:.2f} GB/s a process" if speed else "no other process",
+            f"all-reduce at {speed / 1e9:.2f} GB/s a process" if speed else "no other process",
             ", ".join(f"{int(size) / 1e9:,.0f} GB in {folder}" for folder, size in free.items()),
         )
 
