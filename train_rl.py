@@ -87,7 +87,7 @@ def supervise(config: RunConfig) -> None:
     from rftmega.data import Tokenizer, load_preferences, load_supervised, order_of, pair_rows, rows_of
 
     sft, steps = config.algorithm.task == "sft", config.trainer.steps
-    tokenizer = Tokenizer(config.model.path)
+    tokenizer = Tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     read, rows = (load_supervised, rows_of) if sft else (load_preferences, pair_rows)
 
     def load(source: str) -> list[Any]:
@@ -131,7 +131,7 @@ def reinforce(config: RunConfig) -> None:
     from rftmega.types import Prompt
 
     # Data first: what is wrong with it shows before the heavy imports.
-    tokenizer = Tokenizer(config.model.path)
+    tokenizer = Tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
 
     def load(source: str) -> list[Prompt]:
         prompts = load_prompts(source, tokenizer, config.data, max_prompt_tokens=config.rollout.max_prompt_tokens)

@@ -110,7 +110,7 @@ def logit_difference(folder: Path, converted: Path) -> float:
     manager = MegatronModelManager(config, Topology.create(ParallelConfig(), seed=0))
     words = manager.description.vocabulary
     tokens = (torch.arange(64) * 37 % words)[None]
-    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
     with torch.no_grad():
         ours = manager.custom_forward(manager.chunks[0].eval(), tokens, torch.ones_like(tokens, dtype=torch.bool), None, False)
         return float((ours[..., :words] - theirs(tokens).logits).abs().max())

@@ -16,6 +16,9 @@ class ModelConfig:
     dropout: float = 0.0
     """Of hidden states and attention while learning; scoring never drops."""
 
+    trust_remote_code: bool = False
+    """The tokenizer may be Python code in model.path, which then runs here."""
+
 
 @dataclass
 class ParallelConfig:

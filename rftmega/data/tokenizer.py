@@ -16,11 +16,18 @@ Messages = list[dict[str, str]]
 class Tokenizer:
     """The tokenizer of a Hugging Face folder."""
 
-    def __init__(self, folder: str | Path):
-        """Raises CheckpointError where the folder holds no tokenizer or one without an end-of-sequence token."""
+    def __init__(self, folder: str | Path, *, trust_remote_code: bool = False):
+        """Python files in the folder are run only with `trust_remote_code`.
+
+        Raises CheckpointError where the folder holds no tokenizer, one that needs them, or one without an end of sequence.
+        """
         try:
-            self._inner = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            self._inner = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
         except (OSError, ValueError) as error:
+            if "trust_remote_code" in str(error):
+                raise CheckpointError(
+                    f"The tokenizer in {folder} is Python code of its own. Read it; model.trust_remote_code=true runs it."
+                ) from error
             raise CheckpointError(f"{folder} holds no tokenizer that transformers can read: {error}") from error
         self._pieces = Pieces(lambda ids: str(self._inner.decode(list(ids), skip_special_tokens=False)))
         stops = _listed(self._inner.eos_token_id) + _listed(_generation_stop(Path(folder)))

@@ -21,7 +21,9 @@ class TransformersEngine(Engine):
         self.longest = config.max_response_tokens
         self.stop_ids = stop_ids
         self.where = where
-        self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32).eval().to(where)
+        config_of = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        model = AutoModelForCausalLM.from_config(config_of, dtype=torch.float32, trust_remote_code=False)
+        self.model = model.eval().to(where)
 
     @torch.no_grad()
     def _generate(

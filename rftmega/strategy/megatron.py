@@ -130,7 +130,7 @@ class MegatronStrategy(StrategyBase):
     @cached_property
     def tokenizer(self) -> Tokenizer:  # type: ignore[override]
         """That of the model's folder, read when it is first needed."""
-        return Tokenizer(self.config.model.path)
+        return Tokenizer(self.config.model.path, trust_remote_code=self.config.model.trust_remote_code)
 
     def backward(self, loss: Any, model: Any, optimizer: Any, **kwargs: Any) -> None:
         """Raises NotImplementedError: a loss that was computed elsewhere can't go backward through Megatron's schedule."""
