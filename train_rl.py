@@ -107,7 +107,7 @@ def supervise(config: RunConfig) -> None:
 
     with launch.start() as world:
         nodes.check_nodes(world, disk.needed(config))
-        strategy = SupervisedStrategy(config)
+        strategy = SupervisedStrategy(config, world)
         model: Any = strategy.model
         judge = partial(cross_entropy_of if sft else preference_of, model)
         name = "policy" if sft else "reward_model"
@@ -116,7 +116,7 @@ def supervise(config: RunConfig) -> None:
         )
         weighting = weighting_of(config.algorithm.weighting, longest=config.rollout.max_response_tokens)
         trainer = SupervisedTrainer(
-            model=model,
+            model=strategy,
             loss_fn=cross_entropy_loss(weighting) if sft else pairwise_loss(),
             group_size=1 if sft else 2,
             callbacks=watching,

@@ -23,8 +23,9 @@ MAY_IMPORT = {
     "checkpoint": "config errors parallel megatron model_providers converters",
     "rollout": "config types errors device parallel",
     "weights": "config types interfaces errors device parallel converters",
+    "planning": "config errors parallel weights model_providers converters",
     "strategy": "config errors types interfaces algorithms rewards data experience trainer "
-    "device parallel megatron rollout weights model_providers converters",
+    "device parallel megatron rollout weights planning model_providers converters",
     "model_providers": "config errors device converters",
     "converters": "errors",
 }
@@ -98,6 +99,7 @@ def test_imports_follow_the_map() -> None:
         ("rftmega/rollout/bad.py", "from megatron.core import parallel_state", "parallel_state belongs in parallel"),
         ("converters/bad.py", "import megatron.core", "megatron belongs in"),
         ("converters/bad.py", "from rftmega.config import RunConfig", "converters may not import config"),
+        ("rftmega/planning/bad.py", "import torch.distributed as dist", "torch.distributed belongs in"),
         ("rftmega/trainer/bad.py", "from ..data import load_prompts", "a relative import"),
         ("rftmega/trainer/bad.py", "from .. import megatron", "a relative import"),
         ("rftmega/config/bad.py", "import torch", "config must import nothing heavy"),

@@ -57,7 +57,7 @@ def show(chosen: argparse.Namespace) -> int:
     from model_providers.hf_config import read_hf_config
     from rftmega.config import ParallelConfig
     from rftmega.errors import ConfigError
-    from rftmega.strategy.push_plan import Engines, placements
+    from rftmega.planning.push_plan import Engines, placements
     from rftmega.weights.plan import Balance, spread
 
     hf_config = read_hf_config(chosen.folder)

@@ -10,8 +10,11 @@ from rftmega.config.validate_reward import reward_parts
 from rftmega.config.validate_trainer import evaluation, held_out_prompts, step_rows
 
 
-def violations(config: RunConfig, world_size: int) -> list[str]:
-    """All reasons why `config` can't run on `world_size` processes, each with what to change; empty when there are none."""
+def violations(config: RunConfig, world_size: int, *, data: bool = True) -> list[str]:
+    """All reasons why `config` can't run on `world_size` processes, each with what to change; empty when there are none.
+
+    `data=False`: whatever data and weights there are.
+    """
     unknown, numbers = choices(config), ranges(config)
     if world_size < 1:
         numbers.append(f"--processes {world_size} must be at least 1.")
@@ -24,4 +27,4 @@ def violations(config: RunConfig, world_size: int) -> list[str]:
         elif not unknown:
             numbers += unread_without_rollouts(config)
         numbers += critic(config, world_size)
-    return unknown + numbers + training_data(config) + files(config)
+    return unknown + numbers + (training_data(config) + files(config) if data else [])

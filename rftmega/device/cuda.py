@@ -46,3 +46,7 @@ class CUDA:
         """Bytes of this device: of tensors now and at most, and in torch's cache."""
         now, most, cached = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved()
         return {"allocated": now, "most_allocated": most, "reserved": cached}
+
+    def forget_peak(self) -> None:
+        """`most_allocated` of `memory` counts from here."""
+        torch.cuda.reset_peak_memory_stats()

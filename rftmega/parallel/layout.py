@@ -1,8 +1,29 @@
 """What follows from a layout before anything is built: arithmetic on Megatron's order of ranks, without Megatron."""
 
 import math
+from typing import NamedTuple
 
 from rftmega.config import ParallelConfig
+
+
+class Place(NamedTuple):
+    """A process in a layout: which stage it is, and which of those that share a dense layer, the experts, one expert."""
+
+    stage: int
+    tensor_rank: int
+    expert_rank: int
+    expert_tensor_rank: int
+
+
+def place_of(rank: int, world_size: int, parallel: ParallelConfig) -> Place:
+    """In Megatron's order: tensor fastest, then context, data, pipeline; among experts tensor, then expert."""
+    stage, within = divmod(rank, world_size // parallel.pipeline)
+    return Place(
+        stage,
+        within % parallel.tensor,
+        within // parallel.expert_tensor % parallel.expert,
+        within % parallel.expert_tensor,
+    )
 
 
 def replicas(world_size: int, parallel: ParallelConfig) -> list[list[int]]:

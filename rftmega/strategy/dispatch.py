@@ -14,6 +14,7 @@ from rftmega.megatron.offload import PARAMETERS, PARTS, Residency
 from rftmega.parallel.launch import World
 from rftmega.rollout import Engine
 from rftmega.strategy.judging import Judging
+from rftmega.strategy.memory import Memory, Predicted
 from rftmega.types import Auxiliary, Completion, Experience, LossFn, Metrics, Prompt, Rows, TokenStats
 
 PATIENCE = 10.0  # seconds
@@ -23,14 +24,16 @@ POLICY = "policy"
 class Turns:
     """Who holds the device's memory in which phase of a colocated run: the trainer's parts, the engine, or both's weights."""
 
-    def __init__(self, models: Mapping[str, Residency], engine: Engine | None, *, offload: bool):
+    def __init__(
+        self, models: Mapping[str, Residency], engine: Engine | None, *, offload: bool, predicted: Predicted | None = None
+    ):
         """`models` by name, "policy" among them. Without `offload` they keep everything, always; `engine` is None where it has
-        devices of its own.
+        devices of its own. `predicted` bytes are told beside those that are measured.
         """
         self.models = models
         self.engine = engine
         self.offload = offload
-        self.mib: Metrics = {}  # of the trainer, at the start of each phase
+        self.memory = Memory(models, predicted or {})
 
     def rollout(self) -> None:
         """The engine works; it wakes by itself."""
@@ -54,12 +57,12 @@ class Turns:
             self.engine.sleep()
 
     def _hold(self, phase: str, model: str = POLICY, *parts: str) -> None:
+        self.memory.end()
         if self.offload:
             for other in self.models.keys() - {model}:  # who leaves makes room for who comes
                 self.models[other].only()
             self.models[model].only(*parts)
-        name = phase if model == POLICY else f"{phase}_{model}"
-        self.mib[f"trainer_mib_{name}"] = sum(sum(held.bytes().values()) for held in self.models.values()) / 2**20
+        self.memory.begin(phase if model == POLICY else f"{phase}_{model}")
 
 
 class SharedEngine:
@@ -162,4 +165,6 @@ class ColocatedWeights:
 
     def push(self, *, version: int) -> Metrics:
         self.turns.push()
-        return self.weights.push(version=version) | self.turns.mib
+        metrics = self.weights.push(version=version)
+        self.turns.memory.end(push_buffers=int(metrics["push_buffer_bytes"]))
+        return metrics | self.turns.memory.metrics

@@ -30,6 +30,7 @@ from rftmega.strategy.arguments import lightrft_arguments, rows_per_micro_batch,
 from rftmega.strategy.base import StrategyBase
 from rftmega.strategy.dispatch import POLICY, AskedByOne, ColocatedPolicy, ColocatedValues, ColocatedWeights, SharedEngine, Turns
 from rftmega.strategy.export import export, export_weights
+from rftmega.strategy.memory import predicted
 from rftmega.strategy.requests import Answer
 from rftmega.types import Completion, Prompt
 
@@ -78,7 +79,9 @@ class MegatronStrategy(StrategyBase):
         self._versions = count()  # of pushes asked for through `update_engine_weights`
         self._bucket_bytes = config.trainer.push_bucket_mib * 2**20
         models = {POLICY: actor.manager.residency} | {name: model.manager.residency for name, model in judges.items()}
-        self._turns = Turns(models, None if separate else self._engine, offload=config.trainer.offload)
+        self._turns = Turns(
+            models, None if separate else self._engine, offload=config.trainer.offload, predicted=predicted(config, world)
+        )
         self.policy: Policy = ColocatedPolicy(actor, self._turns)
         faces = {name: ColocatedValues(model, self._turns, name) for name, model in judges.items()}
         self.critic: ValueModel | None = faces.get("critic")

@@ -10,7 +10,7 @@ from model_providers.placement import holdings
 from rftmega import device
 from rftmega.config import ParallelConfig, RunConfig, violations
 from rftmega.errors import CheckpointError, ConfigError
-from rftmega.parallel.layout import layout_name, replicas
+from rftmega.parallel.layout import layout_name, place_of, replicas
 
 HEAD = "score.weight"  # of a value model
 VLLM_CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -122,19 +122,10 @@ def dry_run(config: RunConfig, world_size: int) -> str:
         "parameters a rank (of one replica):",
     ]
     for rank in replicas(world_size, parallel)[0]:
-        # Megatron's order of ranks: tensor fastest, then context, data, pipeline; among experts tensor, then expert.
-        stage, within = divmod(rank, parallel.tensor * parallel.context * data)
-        held = holdings(
-            rules,
-            model,
-            parallel,
-            stage=stage,
-            tensor_rank=within % parallel.tensor,
-            expert_rank=within // parallel.expert_tensor % parallel.expert,
-            expert_tensor_rank=within % parallel.expert_tensor,
-        )
+        place = place_of(rank, world_size, parallel)
+        held = holdings(rules, model, parallel, **place._asdict())
         parameters = sum(shard_shape(item.rule, item.rank, item.ranks).numel() for item in held)
-        lines.append(f"  rank {rank}: tensor {within % parallel.tensor}, stage {stage}: {parameters:,}")
+        lines.append(f"  rank {rank}: tensor {place.tensor_rank}, stage {place.stage}: {parameters:,}")
     return "\n".join(lines)
 
 

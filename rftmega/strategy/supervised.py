@@ -4,15 +4,19 @@ from pathlib import Path
 
 from rftmega.config import RunConfig
 from rftmega.megatron import MegatronActor, MegatronCritic
+from rftmega.parallel.launch import World
 from rftmega.parallel.seeds import set_seed
 from rftmega.parallel.topology import Topology
+from rftmega.planning.models import POLICY
 from rftmega.strategy.export import export
+from rftmega.strategy.memory import Memory, predicted
+from rftmega.types import Experience, LossFn, Metrics
 
 
 class SupervisedStrategy:
     """The policy (algorithm.task=sft) or a value model (reward_model) on Megatron-Core, in `model`."""
 
-    def __init__(self, config: RunConfig):
+    def __init__(self, config: RunConfig, world: World):
         set_seed(config.trainer.seed)
         self.config = config
         self.topology = Topology.create(config.parallel, seed=config.trainer.seed)
@@ -21,6 +25,14 @@ class SupervisedStrategy:
             self.model = MegatronActor(config, self.topology)
         else:
             self.model = MegatronCritic(config, self.topology)
+        self._memory = Memory({POLICY: self.model.manager.residency}, predicted(config, world))
+
+    def update(self, experience: Experience, loss_fn: LossFn, *, group_size: int = 1) -> Metrics:
+        """The model's, and the bytes that it took."""
+        self._memory.begin("update")
+        metrics = self.model.update(experience, loss_fn, group_size=group_size)
+        self._memory.end()
+        return metrics | self._memory.metrics
 
     def export(self, folder: str | Path) -> None:
         """Writes the model as a Hugging Face folder; every process calls it."""

@@ -1,6 +1,7 @@
 """Shards -> whole HF-named tensors on every process of a replica, one bucket at a time."""
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -8,14 +9,16 @@ from torch import Tensor
 
 from converters import assemble, shard_shape
 from converters.hf_folder import Planned
-from rftmega.parallel.topology import Topology
 from rftmega.weights.units import Held, Key, Unit, buckets_of, key_of, units_of
+
+if TYPE_CHECKING:  # so that a push can be planned without Megatron
+    from rftmega.parallel.topology import Topology
 
 
 class Exporter:
     """Iterates over the policy as HF-named tensors. A collective: every process of the replica iterates in step."""
 
-    def __init__(self, held: Sequence[Held], topology: Topology, *, bucket_bytes: int):
+    def __init__(self, held: Sequence[Held], topology: "Topology", *, bucket_bytes: int):
         """Learns once, from all processes of the replica, who holds what."""
         self.group = topology.replica_group
         self._parameter: dict[Key, Tensor] = {key_of(item): item.parameter for item in held if item.rule.exported}

@@ -11,9 +11,14 @@ from rftmega.parallel.checksum import blocks, checksum
 from rftmega.weights.units import Move
 
 
+def message_bytes(moves: Sequence[Move]) -> int:
+    """Of a message with these slices, header and gaps included."""
+    return _places(moves)[-1]
+
+
 def message_for(moves: Sequence[Move], device: torch.device) -> Tensor:
     """[bytes], with nothing in it yet."""
-    return torch.empty(_places(moves)[-1], dtype=torch.uint8, device=device)
+    return torch.empty(message_bytes(moves), dtype=torch.uint8, device=device)
 
 
 def written(message: Tensor, moves: Sequence[Move], version: int, slice_of: Callable[[Move], Tensor]) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from converters import Segment
 from rftmega.errors import EngineError
@@ -62,6 +63,7 @@ class EngineWeights:
         missing = torch.tensor(sum(map(self._missing_bytes, units)), device=self.shards.device)
         dist.all_reduce(missing)
         self.least_bytes = int(missing)
+        self.buffer_bytes = 0  # of messages that this process held at once in the last push, at most
 
     def push(self, *, version: int) -> Metrics:
         """Afterwards every engine answers under `version`. If anything fails anywhere, none answers until a push was whole.
@@ -80,6 +82,7 @@ class EngineWeights:
             "push_bytes": float(moved),
             "push_bytes_least": float(self.least_bytes),
             "push_ratio": moved / self.least_bytes if self.least_bytes else 1.0,
+            "push_buffer_bytes": float(self.buffer_bytes),
         }
 
     def _push(self, version: int) -> int:
@@ -93,6 +96,7 @@ class EngineWeights:
                     failure = EngineError("The engine stopped reading before the last tensor of the push.")
             except Exception as error:
                 failure = error
+            self.buffer_bytes = passage.buffer_bytes
             passage.drain()  # others wait for what this process sends
             total = torch.tensor([int(failure is not None), passage.sent_bytes], device=self.shards.device)
             dist.all_reduce(total)
@@ -142,22 +146,27 @@ class _Passage:
         self.version = version
         self.sent_bytes = 0
         self.over = False  # the last tensor was taken
+        self.buffer_bytes = 0  # of messages that were there at once, at most
+        self._alive: list[tuple[StorageWeakRef, int]] = []
         self._left = iter(weights.buckets)
         self._travelling = self._post()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(HF name, tensor on demand) of the whole model. Raises EngineError where what came is not what was sent."""
         while self._travelling is not None:
-            bucket, came = self._arrive()
-            arrived: dict[tuple[int, int], list[Piece]] = defaultdict(list)
-            for source, message in came.items():
-                for move, elements in opened(message, bucket.receives[source], self.version, source):
-                    arrived[id(move.unit), move.part].append(Piece(move.start, move.stop, elements))
-            for unit in bucket.units:
-                for part, (name, dtype, shape) in enumerate(unit.planned):
-                    pieces = self.weights.shards.pieces(unit, part) + arrived[id(unit), part]
-                    yield name, OnDemand.of(shape, dtype, _reader(name, unit.rule.axis, pieces), self.weights.shards.device)
+            yield from self._opened(*self._arrive())
         self.over = True
+
+    def _opened(self, bucket: Bucket, came: dict[int, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """A bucket's tensors. Its messages go with this generator, before the bucket after the next one sets out."""
+        arrived: dict[tuple[int, int], list[Piece]] = defaultdict(list)
+        for source, message in came.items():
+            for move, elements in opened(message, bucket.receives[source], self.version, source):
+                arrived[id(move.unit), move.part].append(Piece(move.start, move.stop, elements))
+        for unit in bucket.units:
+            for part, (name, dtype, shape) in enumerate(unit.planned):
+                pieces = self.weights.shards.pieces(unit, part) + arrived[id(unit), part]
+                yield name, OnDemand.of(shape, dtype, _reader(name, unit.rule.axis, pieces), self.weights.shards.device)
 
     def drain(self) -> None:
         """Takes part in what is left, for the others' sake."""
@@ -179,9 +188,16 @@ class _Passage:
             sent[target] = alike[key]
         came = {source: message_for(moves, device) for source, moves in bucket.receives.items()}
         self.sent_bytes += sum(move.bytes for moves in bucket.sends.values() for move in moves)
+        self._count([*alike.values(), *came.values()])
         operations = [dist.P2POp(dist.isend, message, target) for target, message in sent.items()]
         operations += [dist.P2POp(dist.irecv, message, source) for source, message in came.items()]
         return bucket, came, dist.batch_isend_irecv(operations) if operations else [], list(sent.values())
+
+    def _count(self, messages: Sequence[Tensor]) -> None:
+        """New messages, beside those that somebody still reads."""
+        self._alive = [(storage, size) for storage, size in self._alive if not storage.expired()]
+        self._alive += [(StorageWeakRef(message.untyped_storage()), message.nbytes) for message in messages]
+        self.buffer_bytes = max(self.buffer_bytes, sum(size for _, size in self._alive))
 
     def _arrive(self) -> tuple[Bucket, dict[int, Tensor]]:
         """Waits for the bucket on its way, once the next one has set out: it travels while this one is loaded."""
@@ -209,13 +225,31 @@ def _everybodys(needs: Needs) -> tuple[list[Needs], list[int]]:
 
 
 def _plan(buckets: Sequence[list[Unit]], kinds: Sequence[Needs], kind_of: Sequence[int]) -> list[Bucket]:
-    """The same on every process; each keeps what it takes part in. Layers that are alike share their needs, and are cut once."""
+    """The same on every process; each keeps what it takes part in."""
     me = dist.get_rank()
+    planned = []
+    for units, moves in zip(buckets, planned_moves(buckets, kinds, kind_of), strict=True):
+        bucket = Bucket(units, defaultdict(list), defaultdict(list))
+        for source, target, move in moves:
+            if source == me:
+                bucket.sends[target].append(move)
+            if target == me:
+                bucket.receives[source].append(move)
+        planned.append(bucket)
+    return planned
+
+
+def planned_moves(
+    buckets: Sequence[list[Unit]], kinds: Sequence[Needs], kind_of: Sequence[int]
+) -> Iterator[Iterator[tuple[int, int, Move]]]:
+    """(source, target, what moves) of each bucket, which must be read one after the other: who sends depends on who sent before.
+
+    `kinds`: what ranks of engines need; `kind_of`: which of them each process needs. Layers that are alike are cut once.
+    """
     balance: dict[torch.dtype, Balance] = {}
     shared: dict[Any, tuple[tuple[int, tuple[Segment, ...]], ...]] = {}
-    planned = []
-    for units in buckets:
-        bucket = Bucket(units, defaultdict(list), defaultdict(list))
+
+    def moves(units: list[Unit]) -> Iterator[tuple[int, int, Move]]:
         for unit in units:
             names = unit.rule.hf_names(unit.layer, unit.expert)
             of_kind = tuple(
@@ -224,15 +258,11 @@ def _plan(buckets: Sequence[list[Unit]], kinds: Sequence[Needs], kind_of: Sequen
             )
             if of_kind not in shared:
                 shared[of_kind] = tuple((rank, of_kind[kind]) for rank, kind in enumerate(kind_of))
-            needs = shared[of_kind]
             plan = balance.setdefault(unit.dtype, Balance(unit.dtype.itemsize))
-            for source, target, part, start, stop, _ in plan.transfers(Placement(unit.rule, unit.holders, needs)):
-                if source == me:
-                    bucket.sends[target].append(Move(unit, part, start, stop))
-                if target == me:
-                    bucket.receives[source].append(Move(unit, part, start, stop))
-        planned.append(bucket)
-    return planned
+            for source, target, part, start, stop, _ in plan.transfers(Placement(unit.rule, unit.holders, shared[of_kind])):
+                yield source, target, Move(unit, part, start, stop)
+
+    return map(moves, buckets)
 
 
 def _refuse_unread(units: Sequence[Unit], kinds: Sequence[Needs]) -> None:

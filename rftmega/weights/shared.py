@@ -72,7 +72,7 @@ class SharedWeights:
         units = units_of(held)
         self.buckets = _plan(buckets_of(units, bucket_bytes, for_an_engine=True))
         self.total_bytes = sum(unit.bytes for unit in units)
-        self.path, self.size, self.memory = _shared_memory(max(map(_size, self.buckets)))
+        self.path, self.size, self.memory = _shared_memory(segment_bytes(units, bucket_bytes))
         self._failure: Exception | None = None
         self._control = ThreadPoolExecutor(1) if dist.get_rank() == 0 else None
         self._ask(engines.expect, [place.name for bucket in self.buckets for place in bucket.places])
@@ -100,6 +100,7 @@ class SharedWeights:
             "push_bytes": float(moved),
             "push_bytes_least": float(self.total_bytes),
             "push_ratio": moved / self.total_bytes,
+            "push_buffer_bytes": float(len(self.memory)),
         }
 
     def _send(self, version: int, reading: list["Future[None]"]) -> int:
@@ -198,9 +199,12 @@ def _plan(buckets: Sequence[list[Unit]]) -> list[Bucket]:
     return planned
 
 
-def _size(bucket: Bucket) -> int:
-    last = bucket.places[-1]
-    return last.start + blocks(torch.Size(last.shape).numel() * last.dtype.itemsize)
+def segment_bytes(units: Sequence[Unit], bucket_bytes: int) -> int:
+    """Of memory that holds any one bucket."""
+    return max(
+        sum(blocks(torch.Size(shape).numel() * dtype.itemsize) for unit in bucket for _, dtype, shape in unit.planned)
+        for bucket in buckets_of(units, bucket_bytes, for_an_engine=True)
+    )
 
 
 def _shared_memory(size: int) -> tuple[str, int, Tensor]:

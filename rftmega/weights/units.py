@@ -137,6 +137,11 @@ def units_of(held: Sequence[Held], group: Any = None) -> list[Unit]:
     for key, what in found.items():
         theirs = tuple(tuple(ranks) for _, ranks in sorted(holders[key].items()))
         units.append(Unit(*what, alike.setdefault(theirs, theirs)))
+    return in_order(units)
+
+
+def in_order(units: Sequence[Unit]) -> list[Unit]:
+    """Embedding, layers with their experts behind the rest of each, norm, head."""
     in_layers = sorted((u for u in units if u.layer is not None), key=lambda u: (u.layer, -1 if u.expert is None else u.expert))
     outside = [u for u in units if u.layer is None]
     return [u for u in outside if u.rule.opens] + in_layers + [u for u in outside if not u.rule.opens]

@@ -38,6 +38,14 @@ def run_all(config: Path, runs: dict[str, list[str]], folder: Path) -> dict[str,
     return {name: metrics_of(folder / name)[1:] for name in runs}
 
 
+def assert_memory_as_predicted(step: dict[str, float]) -> None:
+    """Of every phase and kind, within a tenth."""
+    predicted = {name.removesuffix("_predicted"): value for name, value in step.items() if name.endswith("_predicted")}
+    assert {"memory_score_parameters_mib", "memory_update_adam_mib", "memory_push_parameters_mib"} <= predicted.keys()
+    for name, value in predicted.items():
+        assert step[name] == pytest.approx(value, rel=0.1), name
+
+
 def test_the_first_steps_agree_between_all_layouts(arithmetic: Path, tmp_path: Path) -> None:
     """Loss, gradient norm and reward of three steps, to 5 significant digits, with the scripted engine.
 
@@ -66,6 +74,9 @@ def test_the_first_steps_agree_between_all_layouts(arithmetic: Path, tmp_path: P
         for step, reference in zip(steps, wanted, strict=True):
             for metric in ("loss", "grad_norm", "reward", "kl", "entropy", *more):
                 assert step[metric] == pytest.approx(reference[metric], rel=5e-6, abs=1e-9), (name, step["step"], metric)
+            assert_memory_as_predicted(step)
+    assert "memory_update_critic_adam_mib" in seen["PPO, TP2 beside PP2 x VPP2"][-1]
+    assert seen["TP2 x PP2"][-1]["memory_push_push_buffers_mib"] > 0
     assert all(step["grad_norm"] > 1e-3 for step in seen["one process"])
     assert seen["PPO, one process"][-1]["critic_loss"] < seen["PPO, one process"][0]["critic_loss"]
     ppo_run = tmp_path / "PPO, TP2 beside PP2 x VPP2"

@@ -1,6 +1,6 @@
 """The plan of a push for a whole model: trainer's layout, engine's layout, model -> who sends what to whom."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from converters import Replicated, Rule, instances
@@ -19,10 +19,17 @@ class Engines(NamedTuple):
 
 
 def placements(
-    rules: Sequence[Rule], model: ModelDescription, parallel: ParallelConfig, world: int, engines: Engines, *, colocated: bool
+    rules: Sequence[Rule],
+    model: ModelDescription,
+    parallel: ParallelConfig,
+    world: int,
+    engines: Engines,
+    *,
+    colocated: bool,
+    layers: Collection[int] | None = None,
 ) -> Iterator[tuple[Placement, int | None, int | None]]:
     """(placement, layer, expert) of every tensor that is pushed. Engine ranks are the trainer's own where colocated, else they
-    are numbered after them.
+    are numbered after them. `layers`: only of these.
     """
     experts = model.experts.number if model.experts else 0
     stage_of = {layer: stage for stage, chunks in enumerate(stage_layers(model.layers, parallel)) for c in chunks for layer in c}
@@ -38,7 +45,7 @@ def placements(
     needs: dict[tuple[Rule, int | None], tuple[tuple[int, tuple[Segment, ...]], ...]] = {}
     holders: dict[tuple[int, int], tuple[tuple[int, ...], ...]] = {}
     for rule, layer, expert in instances(rules, layers=model.layers, experts=experts):
-        if not rule.exported:
+        if not rule.exported or (layer is not None and layers is not None and layer not in layers):
             continue
         stage = stage_of[layer] if layer is not None else (0 if rule.opens else parallel.pipeline - 1)
         place = None  # of the engine's ranks, the one that holds this expert

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from converters import table
 from model_providers.description import describe, layout_violations
 from rftmega.config import ParallelConfig
-from rftmega.strategy.push_plan import Engines, placements
+from rftmega.planning.push_plan import Engines, placements
 from rftmega.weights.plan import Balance
 
 P = ParallelConfig

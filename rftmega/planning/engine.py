@@ -1,0 +1,43 @@
+"""What an engine's process holds: its slice of the weights, its KV cache, room to work in."""
+
+import math
+from functools import lru_cache
+
+from converters import Rule
+from model_providers.description import ModelDescription
+from rftmega.planning.models import Planned
+from rftmega.weights.plan import engine_needs
+
+BATCHED = 8192  # tokens that vLLM computes at once
+
+
+def weight_bytes(planned: Planned, ranks: int, itemsize: int = 2) -> int:
+    """Of the fullest of `ranks` processes that share an engine."""
+    experts = planned.model.experts.number if planned.model.experts else 0
+    elements = 0
+    for rule in planned.rules:
+        if rule.exported:
+            layers = sum(map(rule.speaks_of, range(planned.model.layers))) if rule.per_layer else 1
+            elements += layers * (experts if rule.per_expert else 1) * _elements(rule, ranks)
+    return elements * itemsize
+
+
+@lru_cache(4096)
+def _elements(rule: Rule, ranks: int) -> int:
+    sizes = [math.prod(tensor.shape) // tensor.shape[rule.axis] for tensor in rule.hf]
+    return sum((stop - start) * sizes[part] for part, start, stop in engine_needs(rule, 0, ranks))
+
+
+def cache_bytes(model: ModelDescription, ranks: int, itemsize: int = 2) -> int:
+    """A token in the KV cache of one process; latent attention keeps the narrow vector whole on each."""
+    if model.latent:
+        return model.layers * (model.latent.key_value_rank + model.latent.rope_dim) * itemsize
+    return model.layers * 2 * max(1, model.groups // ranks) * model.head_dim * itemsize
+
+
+def working_bytes(model: ModelDescription, ranks: int, sequences: int, itemsize: int = 2) -> int:
+    """Of a forward pass over `BATCHED` tokens and the sampling of `sequences` tokens (logits and probabilities in float32)."""
+    wide = 3 * model.ffn // ranks
+    if model.experts:
+        wide = max(wide, 3 * model.experts.active * model.experts.ffn // ranks + model.experts.active * model.hidden)
+    return BATCHED * (4 * model.hidden + wide) * itemsize + sequences * model.vocabulary * 8

@@ -1,0 +1,136 @@
+"""Bytes of one process in each phase of a run, by kind: what is on the device together, and what is on the host.
+
+Phases are those of `strategy.dispatch.Turns`: rollout (the engine generates), score, update (training) and push, of another
+model than the policy with its name behind: update_critic.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rftmega.config import ParallelConfig, RunConfig
+from rftmega.planning import activations, engine
+from rftmega.planning.activations import Load
+from rftmega.planning.models import POLICY, Planned
+from rftmega.planning.states import PARAMETERS, elements_of, states
+
+Bytes = dict[str, int]  # by kind
+TOKEN_ON_HOST = 72  # bytes of a sampled token as Python holds it: an int, a float, and a pointer to each
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What one device has. `reserved`: CUDA's context, NCCL's buffers, what the allocator can't use."""
+
+    memory: float
+    reserved: float = 0.0
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Of one engine."""
+
+    budget: float  # bytes a process that vLLM may take
+    bytes: int  # left for the cache; below 0 where weights and work leave none
+    sequences: float  # of the longest kind that fit into it at once
+
+
+def resident(models: Mapping[str, Planned], config: RunConfig, world: int, stages: Mapping[str, int]) -> dict[str, Bytes]:
+    """Phase -> bytes of weights, gradients, main parameters and Adam on the device; `stages`: of this process, by model."""
+    held = {name: states(planned, world, stages[name]) for name, planned in models.items()}
+    phases: dict[str, Bytes] = {"rollout": {}} if config.algorithm.task == "rl" else {}
+    for name, planned in models.items():
+        suffix = "" if name == POLICY else f"_{name}"
+        phases[f"score{suffix}"] = {PARAMETERS: held[name][PARAMETERS]}
+        if planned.optimizer is not None:
+            phases[f"update{suffix}"] = held[name]
+    if config.algorithm.task == "rl":
+        phases["push"] = {PARAMETERS: held[POLICY][PARAMETERS]}
+    if config.algorithm.task == "rl" and config.trainer.offload:
+        return phases
+    everything: Bytes = {}
+    for parts in held.values():
+        everything = {kind: everything.get(kind, 0) + size for kind, size in parts.items()}
+    return dict.fromkeys(phases, everything)
+
+
+def load_of(config: RunConfig, parallel: ParallelConfig, world: int) -> Load:
+    """Of an update, if all rows are as long as they may be."""
+    data = world // (parallel.tensor * parallel.pipeline * parallel.context)
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    rows = max(1, rows_of(config) // config.algorithm.mini_batches // data)
+    fit = max(1, config.trainer.max_tokens_per_micro_batch // longest)
+    multiple = parallel.pipeline if parallel.virtual_pipeline > 1 else 1
+    return Load(min(fit, rows) * longest, math.ceil(rows / fit / multiple) * multiple)
+
+
+def rows_of(config: RunConfig) -> int:
+    """Rows of a step."""
+    answers = {"sft": 1, "reward_model": 2}.get(config.algorithm.task)
+    return config.trainer.prompts_per_step * (answers or config.algorithm.learnt_from or config.rollout.samples_per_prompt)
+
+
+def cache_of(policy: Planned, config: RunConfig, budget: Budget) -> Cache:
+    """Of an engine on devices of `budget`."""
+    ranks = config.rollout.tensor
+    share = config.rollout.memory_fraction * budget.memory
+    left = share - engine.weight_bytes(policy, ranks) - engine.working_bytes(policy.model, ranks, config.rollout.max_batch)
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    return Cache(share, int(left), max(0.0, left) / (engine.cache_bytes(policy.model, ranks) * longest))
+
+
+def on_device(
+    models: Mapping[str, Planned], config: RunConfig, world: int, stages: Mapping[str, int], budget: Budget, push_buffers: int
+) -> dict[str, Bytes]:
+    """Phase -> kind -> bytes of a CUDA device, at its fullest. A colocated engine takes all that it may."""
+    phases = {phase: dict(parts) for phase, parts in resident(models, config, world, stages).items()}
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    for name, planned in models.items():
+        suffix, stage, parallel = ("" if name == POLICY else f"_{name}"), stages[name], planned.parallel
+        load = load_of(config, parallel, world)
+        rows = max(1, rows_of(config) * parallel.tensor * parallel.pipeline * parallel.context // world)
+        scored = 2 * 4 * 2 * rows_of(config) * longest  # two float32 tables of two numbers a token, of the whole batch
+        phases[f"score{suffix}"] |= {
+            "activations": activations.scoring(planned, load) + scored,
+            "log_probs": activations.log_probs(planned, stage, load, learns=False),
+        }
+        if planned.optimizer is not None:
+            learnt = experience_bytes(config) * rows // config.algorithm.mini_batches
+            phases[f"update{suffix}"] |= {
+                "activations": activations.training(planned, stage, load) + learnt,
+                "log_probs": activations.log_probs(planned, stage, load, learns=True),
+            }
+    if config.algorithm.task == "rl":
+        phases["push"]["push_buffers"] = push_buffers
+        if config.strategy == "colocated":
+            policy = models[POLICY]
+            cache, weights = cache_of(policy, config, budget), engine.weight_bytes(policy, config.rollout.tensor)
+            working = engine.working_bytes(policy.model, config.rollout.tensor, config.rollout.max_batch)
+            phases["rollout"] |= {"engine_weights": weights, "engine_working": working, "kv_cache": max(0, cache.bytes)}
+            phases["push"]["engine_weights"] = weights
+    for parts in phases.values():
+        parts["reserved"] = int(budget.reserved)
+    return phases
+
+
+def experience_bytes(config: RunConfig) -> int:
+    """Tensors of one row of an Experience and its Samples (rftmega/types.py), if it is as long as it may be."""
+    algorithm = config.algorithm
+    floats = 4 + (2 if algorithm.advantage == "gae" else 0) + (1 if algorithm.kl_coef > 0 else 0)
+    return (config.rollout.max_prompt_tokens + config.rollout.max_response_tokens) * (8 + 1 + 4 * floats)
+
+
+def on_host(models: Mapping[str, Planned], config: RunConfig, world: int, stages: Mapping[str, int]) -> Bytes:
+    """Bytes that one process keeps on the host: the whole step's rows, copies of weights, what has left the device."""
+    policy, found = models[POLICY], Bytes()
+    elements = elements_of(policy, stages[POLICY])
+    if config.algorithm.kl_coef > 0:
+        found["reference"] = elements * policy.itemsize
+    if config.algorithm.ema_beta > 0:
+        found["average"] = elements * 4
+    if config.algorithm.task == "rl":
+        if config.trainer.offload:
+            found["offload"] = sum(sum(states(planned, world, stages[name]).values()) for name, planned in models.items())
+        answers = config.trainer.prompts_per_step * config.rollout.samples_per_prompt
+        found["experience"] = answers * (experience_bytes(config) + TOKEN_ON_HOST * config.rollout.max_response_tokens)
+    return found

@@ -1,0 +1,50 @@
+"""The models of a run as a plan sees them: what they are, how they are laid out, whether they learn."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from converters import Rule, table
+from model_providers.description import ModelDescription, describe
+from model_providers.hf_config import read_hf_config
+from rftmega.config import OptimizerConfig, ParallelConfig, RunConfig
+
+POLICY = "policy"
+BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One model of a run."""
+
+    model: ModelDescription
+    rules: Sequence[Rule]
+    parallel: ParallelConfig
+    optimizer: OptimizerConfig | None  # None: it is only scored
+    value: bool  # a number a token instead of a vocabulary
+    itemsize: int  # bytes of a parameter
+    narrow_whole: bool  # every tensor-parallel rank holds all of latent attention's narrow layers, as in Transformer Engine
+
+    def with_layout(self, parallel: ParallelConfig, optimizer: OptimizerConfig | None) -> "Planned":
+        return replace(self, parallel=parallel, optimizer=optimizer)
+
+
+def models_of(config: RunConfig, *, auto: str = "bfloat16", narrow_whole: bool = True) -> dict[str, Planned]:
+    """By the name that the run gives them: policy, critic, reward_model. `auto`: what model.dtype=auto stands for.
+
+    Raises CheckpointError where a folder has no config.json, or one that is not understood.
+    """
+    itemsize = BYTES[auto if config.model.dtype == "auto" else config.model.dtype]
+
+    def planned(path: str, parallel: ParallelConfig, optimizer: OptimizerConfig | None, *, value: bool) -> Planned:
+        hf_config = read_hf_config(path)
+        rules = table(hf_config, value_head=value)
+        return Planned(describe(hf_config), rules, parallel, optimizer, value, itemsize, narrow_whole)
+
+    policy = config.model.path
+    found = {POLICY: planned(policy, config.parallel, config.optimizer, value=config.algorithm.task == "reward_model")}
+    if config.algorithm.advantage == "gae":
+        critic = config.critic
+        found["critic"] = planned(critic.path or policy, critic.parallel, critic.optimizer, value=True)
+    if config.reward.model:
+        found["reward_model"] = planned(config.reward.model_path, config.parallel, None, value=True)
+    return found

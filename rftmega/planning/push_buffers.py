@@ -1,0 +1,128 @@
+"""What a push of the weights keeps in memory and moves, simulated message by message without a process."""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from converters import Rule
+from converters.rules import Column, Segment
+from model_providers.description import ModelDescription
+from rftmega.config import RunConfig
+from rftmega.planning.models import Planned
+from rftmega.planning.push_plan import Engines, placements
+from rftmega.planning.states import BUFFERS
+from rftmega.weights.message import message_bytes
+from rftmega.weights.plan import engine_needs
+from rftmega.weights.push import Needs, planned_moves
+from rftmega.weights.shared import SEGMENTS, segment_bytes
+from rftmega.weights.units import Move, Unit, buckets_of, in_order
+
+DTYPES = {4: torch.float32, 2: torch.bfloat16}
+
+
+class Push(NamedTuple):
+    """Of every process, by its rank."""
+
+    buffers: list[int]  # bytes of messages, at most
+    sent: dict[tuple[int, int], int]  # (source, target) -> bytes
+    share: float  # of the model's bytes that were looked at
+
+
+MOST = 200_000  # moves that are simulated; of a larger push, only some layers are
+
+
+def push_buffers(planned: Planned, config: RunConfig, world: int) -> list[int]:
+    """Bytes of each process at most; of engines beside the trainer, the shared memory that all processes map."""
+    bucket_bytes = config.trainer.push_bucket_mib * 2**20
+    layers = sampled(planned.model, world)
+    if config.strategy == "separate":
+        units = list(units_of_plan(planned, world, 1, layers))
+        return [SEGMENTS * segment_bytes(units, bucket_bytes)] * world
+    # Other engines than vLLM, which is never split otherwise, read all.
+    return push_of(planned, world, config.rollout.tensor, bucket_bytes, layers=layers).buffers
+
+
+def sampled(model: ModelDescription, world: int) -> set[int] | None:
+    """Two neighbouring layers of each kind, where all are too many to look at; otherwise None."""
+    experts = model.experts.layers if model.experts else frozenset()
+    each = 2 * model.experts.number if model.experts else 0
+    if (model.layers * 8 + len(experts) * each) * world <= MOST:
+        return None
+    dense = [layer for layer in range(model.layers) if layer not in experts]
+    return {*dense[:2], *sorted(experts)[:2]}
+
+
+def push_of(
+    planned: Planned, world: int, engine_tensor: int, bucket_bytes: int, *, layers: Collection[int] | None = None
+) -> Push:
+    """A push into engines of `engine_tensor` of the trainer's own processes, which load as vLLM does. `layers`: only of these."""
+    units = list(units_of_plan(planned, world, engine_tensor, layers))
+    kinds = [_needs(units, rank, engine_tensor) for rank in range(engine_tensor)]
+    return simulated(units, kinds, [rank % engine_tensor for rank in range(world)], bucket_bytes, planned.model)
+
+
+def simulated(
+    units: Sequence[Unit], kinds: Sequence[Needs], kind_of: Sequence[int], bucket_bytes: int, model: ModelDescription
+) -> Push:
+    """`kinds`: what ranks of engines read; `kind_of`: which of these each process reads."""
+    world = len(kind_of)
+    most = [0] * world
+    sent: dict[tuple[int, int], int] = defaultdict(int)
+    # A bucket travels while the one before it is loaded, and the loader still holds the last tensor of the one before that.
+    before, tail, tail_before = [0] * world, [0] * world, [0] * world
+    buckets = buckets_of(units, bucket_bytes, for_an_engine=True)
+    for bucket, moves in zip(buckets, planned_moves(buckets, kinds, kind_of), strict=True):
+        pairs: dict[tuple[int, int], list[Move]] = defaultdict(list)
+        for source, target, move in moves:
+            pairs[source, target].append(move)
+            sent[source, target] += move.bytes
+        held, last = _messages(pairs, bucket[-1], world)
+        most = [max(peak, sum(alive)) for peak, *alive in zip(most, tail_before, before, held, strict=True)]
+        before, tail, tail_before = held, last, tail
+    looked_at = sum(unit.bytes for unit in units)
+    return Push(most, dict(sent), min(1.0, looked_at / (model.parameters * units[0].dtype.itemsize)))
+
+
+def _messages(pairs: dict[tuple[int, int], list[Move]], unit: Unit, world: int) -> tuple[list[int], list[int]]:
+    """(bytes of all messages, bytes of received ones that hold the last tensor of `unit`) of each process."""
+    held, last = [0] * world, [0] * world
+    alike: set[tuple[int, tuple[tuple[int, int, int, int], ...]]] = set()  # a process sends those that need the same one message
+    end = len(unit.rule.hf) - 1
+    for (source, target), moves in pairs.items():
+        size = message_bytes(moves)
+        held[target] += size
+        if any(move.unit is unit and move.part == end for move in moves):
+            last[target] += size
+        key = source, tuple((id(move.unit), *move[1:]) for move in moves)
+        if key not in alike:
+            alike.add(key)
+            held[source] += size
+    return held, last
+
+
+def units_of_plan(planned: Planned, world: int, engine_tensor: int, layers: Collection[int] | None = None) -> Iterator[Unit]:
+    """As `weights.units.units_of` learns them from the processes, in the order of the model. `layers`: only these."""
+    found = []
+    for placement, layer, expert in placements(
+        planned.rules, planned.model, planned.parallel, world, Engines(world, engine_tensor), colocated=True, layers=layers
+    ):
+        shards = placement.shards
+        if planned.narrow_whole and isinstance(placement.rule, Column) and placement.rule.narrow:
+            shards = (tuple(rank for ranks in shards for rank in ranks),)
+        dtype = torch.float32 if placement.rule.megatron[0].endswith(BUFFERS) else DTYPES[planned.itemsize]
+        found.append(Unit(placement.rule, layer, expert, dtype, shards))
+    return iter(in_order(found))
+
+
+def _needs(units: Sequence[Unit], rank: int, ranks: int) -> Needs:
+    asked: Needs = defaultdict(list)
+    of_rule: dict[Rule, tuple[Segment, ...]] = {}
+    for unit in units:
+        if unit.rule not in of_rule:
+            of_rule[unit.rule] = engine_needs(unit.rule, rank, ranks)
+        names = unit.rule.hf_names(unit.layer, unit.expert)
+        for part, start, stop in of_rule[unit.rule]:
+            asked[names[part]].append((start, stop))
+    return asked

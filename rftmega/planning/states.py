@@ -1,0 +1,104 @@
+"""Bytes of weights, gradients, main parameters and Adam of one process, as Megatron 0.16 allocates them.
+
+Gradients live in one float32 buffer a chunk of layers, and another of its experts. The distributed optimizer puts the weights
+into such a buffer too, starts each parameter at a multiple of 64 elements, pads the end to a multiple of 128 and of the
+processes that share it, and gives each of these an equal part of main parameters and Adam's two moments.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+from converters import Rule, shard_shape
+from converters.rules import Column
+from model_providers.description import ModelDescription, stage_layers
+from rftmega.planning.models import Planned
+
+PARAMETERS, GRADIENTS, MAIN_PARAMETERS, ADAM = STATES = ("parameters", "gradients", "main_parameters", "adam")
+BUFFERS = ("router.expert_bias",)  # of Megatron's modules: weights to us, but nothing learns them
+START, END = 64, 128  # elements that parameters, and buffers, are aligned to
+
+
+class Chunk(NamedTuple):
+    """Parameters of one chunk of layers of one process: elements of a parameter -> how many there are of that size."""
+
+    dense: Counter[int]
+    experts: Counter[int]
+
+
+def chunks_of(planned: Planned, stage: int) -> list[Chunk]:
+    """Of every process of a stage: shards are equally large. Raises ValueError, WeightMismatch where the layout does not fit."""
+    parallel = planned.parallel
+    chunks = stage_layers(planned.model.layers, parallel)[stage]
+    ends = (stage == 0, stage == parallel.pipeline - 1)
+    return [
+        _chunk(planned, layers, opens=ends[0] and number == 0, closes=ends[1] and number == len(chunks) - 1)
+        for number, layers in enumerate(chunks)
+    ]
+
+
+def _chunk(planned: Planned, layers: range, *, opens: bool, closes: bool) -> Chunk:
+    parallel, found = planned.parallel, Chunk(Counter(), Counter())
+    for rule in planned.rules:
+        if rule.megatron[0].endswith(BUFFERS):
+            continue
+        number = sum(map(rule.speaks_of, layers)) if rule.per_layer else int(opens if rule.opens else closes)
+        if not rule.exported and opens:
+            number = 0  # tied, and this process holds the embedding itself
+        ranks = parallel.expert_tensor if rule.per_expert else parallel.tensor
+        if rule.per_expert:
+            number *= _experts(planned.model) // parallel.expert
+        if planned.narrow_whole and isinstance(rule, Column) and rule.narrow:
+            ranks = 1
+        if number:
+            (found.experts if rule.per_expert else found.dense)[_elements(rule, ranks)] += number
+    return found
+
+
+@lru_cache(4096)
+def _elements(rule: Rule, ranks: int) -> int:
+    return shard_shape(rule, 0, ranks).numel()
+
+
+def _experts(model: ModelDescription) -> int:
+    return model.experts.number if model.experts else 0
+
+
+def elements_of(planned: Planned, stage: int) -> int:
+    """Parameters of one process of a stage."""
+    return sum(size * number for chunk in chunks_of(planned, stage) for sizes in chunk for size, number in sizes.items())
+
+
+def sharers(planned: Planned, world: int) -> tuple[int, int]:
+    """Processes that hold the same dense parameters, and the same experts: the distributed optimizer is shared by them."""
+    parallel = planned.parallel
+    stage = world // parallel.pipeline
+    return stage // parallel.tensor, stage // (parallel.expert * parallel.expert_tensor)
+
+
+def states(planned: Planned, world: int, stage: int) -> dict[str, int]:
+    """Bytes by part of each process of a stage; Adam's as they are after the first optimizer step."""
+    optimizer, totals = planned.optimizer, dict.fromkeys(STATES, 0)
+    for size, elements, shared_by in _buffers(planned, world, stage):
+        sharded = optimizer is not None and optimizer.distributed
+        totals[PARAMETERS] += planned.itemsize * (size if sharded else elements)
+        if optimizer is None:
+            continue
+        totals[GRADIENTS] += 4 * (size if sharded else elements)
+        own = math.ceil(elements / shared_by) if sharded else elements
+        totals[MAIN_PARAMETERS] += 4 * own if planned.itemsize < 4 else 0
+        totals[ADAM] += 8 * own
+    return totals
+
+
+def _buffers(planned: Planned, world: int, stage: int) -> Iterator[tuple[int, int, int]]:
+    """(elements with padding, elements, processes that share them) of each buffer."""
+    shared_by = sharers(planned, world)
+    for chunk in chunks_of(planned, stage):
+        for sizes, processes in zip(chunk, shared_by, strict=True):
+            if sizes:
+                aligned = sum(-(-size // START) * START * number for size, number in sizes.items())
+                end = math.lcm(processes, END)
+                yield -(-aligned // end) * end, sum(size * number for size, number in sizes.items()), processes

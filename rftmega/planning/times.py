@@ -1,0 +1,126 @@
+"""Seconds of each phase at least: what must be computed over the speed of computing, what must be moved over the link's.
+
+A roofline (Williams et al. 2009): no launch takes time, no kernel falls short, even shares everywhere. Real runs take longer;
+compare layouts with it, or a measured phase with its bound.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from model_providers.description import ModelDescription
+from model_providers.flops import BACKWARD, forward_flops
+from rftmega.config import RunConfig
+from rftmega.planning import engine
+from rftmega.planning.memory import Cache, load_of, rows_of
+from rftmega.planning.models import POLICY, Planned
+from rftmega.planning.push_buffers import Push
+from rftmega.planning.states import ADAM, GRADIENTS, MAIN_PARAMETERS, PARAMETERS, sharers, states
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Of one device: floating-point operations a second, bytes a second of its memory and of each link; devices a node."""
+
+    flops: float
+    memory: float
+    nvlink: float
+    nic: float
+    host: float
+    node: int
+
+    def link(self, neighbours: int) -> float:
+        """Between processes of which the farthest are so many ranks apart."""
+        return self.nvlink if neighbours <= self.node else self.nic
+
+
+def seconds(
+    models: Mapping[str, Planned], config: RunConfig, world: int, cache: Cache | None, push: Push | None, speeds: Speeds
+) -> dict[str, dict[str, float]]:
+    """Phase -> what takes time -> seconds of a step with answers of full length. `cache`, `push`: None where there is none."""
+    found: dict[str, dict[str, float]] = {}
+    length = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    if cache is not None:
+        found["rollout"] = _generating(models[POLICY], config, world, cache, speeds)
+    for name, planned in models.items():
+        suffix = "" if name == POLICY else f"_{name}"
+        forward = forward_flops(planned.model, [length], value_head=planned.value) * rows_of(config) / world / speeds.flops
+        if config.algorithm.task == "rl":
+            times = 2 if name == POLICY and config.algorithm.kl_coef > 0 else 1
+            found[f"score{suffix}"] = {"compute": forward * times}
+        if planned.optimizer is not None:
+            found[f"update{suffix}"] = _learning(planned, config, world, forward, speeds)
+    if config.algorithm.task == "rl" and config.trainer.offload:
+        held = states(models[POLICY], world, 0)
+        both_ways = held[PARAMETERS] + held[MAIN_PARAMETERS] + held[ADAM]
+        found["update"]["offload"] = (2 * both_ways + held[GRADIENTS]) / speeds.host
+    if push is not None:
+        moved = {True: 0, False: 0}
+        for (source, target), size in push.sent.items():
+            moved[source // speeds.node == target // speeds.node] += size
+        each = {near: size / push.share / world for near, size in moved.items()}
+        found["push"] = {"NVLink": each[True] / speeds.nvlink, "NIC": each[False] / speeds.nic}
+    return found
+
+
+def _generating(policy: Planned, config: RunConfig, world: int, cache: Cache, speeds: Speeds) -> dict[str, float]:
+    """Of one engine, its answers side by side as far as the cache and rollout.max_batch allow."""
+    ranks, rollout, model = config.rollout.tensor, config.rollout, policy.model
+    engines = rollout.servers if config.strategy == "separate" else world // ranks
+    prompts = config.trainer.prompts_per_step / engines
+    answers = prompts * rollout.samples_per_prompt
+    together = max(1.0, min(answers, rollout.max_batch, cache.sequences))
+    rounds = answers / together
+    middle = rollout.max_prompt_tokens + rollout.max_response_tokens / 2
+    a_token = forward_flops(model, [1]) / ranks
+    read = _read(policy, ranks, together) + together * middle * engine.cache_bytes(model, ranks)
+    exchanged = 2 * model.layers * together * model.hidden * 2 * 2 * (ranks - 1) / ranks
+    steps = rounds * rollout.max_response_tokens
+    return {
+        "prefill": forward_flops(model, [rollout.max_prompt_tokens]) / ranks * prompts / speeds.flops,
+        "decode": steps * max(read / speeds.memory, together * a_token / speeds.flops),
+        "tensor exchange": steps * exchanged / speeds.link(ranks),
+    }
+
+
+def _read(policy: Planned, ranks: int, tokens: float) -> float:
+    """Bytes of weights that a step of `tokens` sequences reads: of routed experts, those that one of them goes to."""
+    whole, model = engine.weight_bytes(policy, ranks), policy.model
+    if model.experts is None:
+        return whole
+    routed = len(model.experts.layers) * model.experts.number * 3 * model.hidden * model.experts.ffn * 2 / ranks
+    met = 1 - (1 - model.experts.active / model.experts.number) ** tokens
+    return whole - routed * (1 - met)
+
+
+def _learning(planned: Planned, config: RunConfig, world: int, forward: float, speeds: Speeds) -> dict[str, float]:
+    model, parallel, optimizer = planned.model, planned.parallel, planned.optimizer
+    assert optimizer is not None
+    load = load_of(config, parallel, world)
+    again = 1 if parallel.recompute == "full" else 0
+    compute = forward * (1 + BACKWARD + again)
+    stage = world // parallel.pipeline
+    tokens = load.tokens * load.micro_batches * config.algorithm.mini_batches / parallel.context  # a process's
+    found = {"compute": compute}
+    if parallel.pipeline > 1:
+        found["bubble"] = compute * (parallel.pipeline - 1) / parallel.virtual_pipeline / load.micro_batches
+    if parallel.tensor > 1:
+        t = parallel.tensor
+        reduced = 2 * (2 + again) * model.layers / parallel.pipeline * tokens * model.hidden * planned.itemsize
+        found["tensor exchange"] = reduced * 2 * (t - 1) / t / speeds.link(t)
+    if parallel.expert > 1:
+        found["experts' exchange"] = (
+            (4 + 2 * again) * _routed(model, planned, tokens) * (1 - 1 / parallel.expert)
+        ) / speeds.link(parallel.expert * parallel.expert_tensor)
+    held, shared_by = states(planned, world, 0), sharers(planned, world)[0]
+    if shared_by > 1:
+        reduced = held[GRADIENTS] * (1 if optimizer.distributed else 2) + (held[PARAMETERS] if optimizer.distributed else 0)
+        found["gradients"] = reduced * (1 - 1 / shared_by) * config.algorithm.mini_batches / speeds.link(stage)
+    return found
+
+
+def _routed(model: ModelDescription, planned: Planned, tokens: float) -> float:
+    """Bytes that one process sends to experts in one direction."""
+    assert model.experts is not None
+    parallel = planned.parallel
+    layers = len(model.experts.layers) / parallel.pipeline
+    return layers * tokens / parallel.tensor * model.experts.active * model.hidden * planned.itemsize

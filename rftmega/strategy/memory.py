@@ -1,0 +1,60 @@
+"""Bytes of every phase of a run, as measured and, beside them, as they were predicted."""
+
+from collections import Counter
+from collections.abc import Mapping
+
+from model_providers.spec import uses_transformer_engine
+from rftmega import device
+from rftmega.config import RunConfig
+from rftmega.megatron.offload import Residency
+from rftmega.parallel.launch import World
+from rftmega.parallel.layout import place_of
+from rftmega.planning.memory import resident
+from rftmega.planning.models import POLICY, models_of
+from rftmega.planning.push_buffers import push_buffers
+from rftmega.types import Metrics
+
+MIB = 2**20
+Predicted = Mapping[str, Mapping[str, int]]  # phase -> kind -> bytes
+
+
+def predicted(config: RunConfig, world: World) -> Predicted:
+    """Of this process, by `rftmega.planning`: what a run on this kind of device will hold."""
+    auto = str(device.current().train_dtype).removeprefix("torch.")
+    models = models_of(config, auto=auto, narrow_whole=uses_transformer_engine())
+    stages = {name: place_of(world.rank, world.size, planned.parallel).stage for name, planned in models.items()}
+    phases = resident(models, config, world.size, stages)
+    if "push" in phases:
+        phases["push"] = phases["push"] | {"push_buffers": push_buffers(models[POLICY], config, world.size)[world.rank]}
+    return phases
+
+
+class Memory:
+    """Of this process. `metrics` has the last of each phase, in MiB: memory_<phase>_<kind>_mib, of living tensors by kind, and
+    memory_<phase>_<kind>_mib_predicted; memory_<phase>_<name>_mib, of `device.memory`.
+    """
+
+    def __init__(self, models: Mapping[str, Residency], predicted: Predicted):
+        self.models, self.predicted = models, predicted
+        self.metrics: Metrics = {}
+        self._phase: str | None = None
+
+    def begin(self, phase: str) -> None:
+        self._phase = phase
+        device.current().forget_peak()
+
+    def end(self, **more: int) -> None:
+        """Measures the phase that began last, once: Adam has no states before its first step. `more`: bytes by kind."""
+        if self._phase is None:
+            return
+        measured: Counter[str] = Counter(more)
+        for held in self.models.values():
+            measured.update(held.bytes())
+        predicted = self.predicted.get(self._phase, {})
+        for kind in measured.keys() | predicted.keys():
+            if measured[kind] or predicted.get(kind, 0):
+                name = f"memory_{self._phase}_{kind}_mib"
+                self.metrics |= {name: measured[kind] / MIB, f"{name}_predicted": predicted.get(kind, 0) / MIB}
+        for name, size in device.current().memory().items():
+            self.metrics[f"memory_{self._phase}_{name}_mib"] = size / MIB
+        self._phase = None

@@ -1,0 +1,107 @@
+"""The bytes that a plan says beforehand are those that Megatron and the push then take, on real ranks."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from converters import table
+from model_providers.description import describe
+from model_providers.hf_config import read_hf_config
+from rftmega.algorithms.losses import policy_loss
+from rftmega.algorithms.values import value_loss
+from rftmega.config import OptimizerConfig, ParallelConfig
+from rftmega.parallel.layout import place_of
+from rftmega.planning.models import Planned
+from rftmega.planning.push_buffers import push_of
+from rftmega.planning.states import states
+from rftmega.types import Experience
+from rftmega.weights import EngineWeights
+from tests.block_engine import BlockEngine
+from tests.layouts import build_actor, build_critic, rows_of
+from tests.ranks import run_ranks
+from tests.tiny_models import save_tiny
+
+P = ParallelConfig
+PLAIN = OptimizerConfig(learning_rate=1e-2, epsilon=1e-4)
+SHARDED = replace(PLAIN, distributed=True)
+OVERLAPPED = replace(SHARDED, overlap_grad_reduce=True, overlap_param_gather=True)
+SIZES = {"vocab_size": 509, "hidden_size": 192, "intermediate_size": 320, "head_dim": 48}
+LATENT = {"q_lora_rank": 48, "kv_lora_rank": 40}
+BUCKET = 700_000  # bytes: several buckets a push
+CLOSE = 0.1
+
+
+class Case(NamedTuple):
+    """`engine`: processes of an engine; 0: a critic, which is not pushed."""
+
+    variant: str
+    processes: int
+    parallel: ParallelConfig
+    optimizer: OptimizerConfig = PLAIN
+    dtype: str = "float32"
+    engine: int = 1
+
+
+CASES = {
+    "TP2 x PP2": Case("qwen3", 4, P(tensor=2, pipeline=2)),
+    "one process": Case("llama", 1, P()),
+    "DP4": Case("qwen2", 4, P(), engine=2),
+    "distributed, bf16, DP4": Case("qwen3", 4, P(), SHARDED, "bfloat16", engine=4),
+    "tied, PP2 x VPP2, distributed, bf16": Case("qwen3-tied", 4, P(pipeline=2, virtual_pipeline=2), SHARDED, "bfloat16", 2),
+    "tied, TP2, overlapped": Case("qwen2-tied", 4, P(tensor=2, sequence=True), OVERLAPPED, engine=4),
+    "uneven stages": Case("llama", 3, P(pipeline=3, first_stage_layers=1, last_stage_layers=1)),
+    "EP2 x TP2, distributed, bf16": Case("qwen3-moe", 4, P(tensor=2, sequence=True, expert=2), SHARDED, "bfloat16", 2),
+    "EP4": Case("mixtral", 4, P(expert=4), engine=2),
+    "ETP2": Case("qwen2-moe", 4, P(tensor=2, sequence=True, expert_tensor=2), SHARDED, engine=4),
+    "latent, TP2 x PP2 x EP2": Case("deepseek-v3", 4, P(tensor=2, sequence=True, pipeline=2, expert=2), engine=2),
+    "CP2, distributed": Case("qwen3", 4, P(context=2), SHARDED, engine=2),
+    "critic, TP2 x PP2": Case("qwen3", 4, P(tensor=2, pipeline=2), PLAIN, "bfloat16", 0),
+    "critic, tied, distributed": Case("qwen2-tied", 2, P(), SHARDED, "bfloat16", 0),
+}
+QUICK = ("TP2 x PP2", "EP2 x TP2, distributed, bf16", "critic, tied, distributed")
+
+
+def measured_body(world: Any, folder: Path, case: Case) -> dict[str, int]:
+    """Bytes of this process after an optimizer step and a push, by kind."""
+    build = build_actor if case.engine else build_critic
+    model = build(folder, case.parallel, case.optimizer, dtype=case.dtype)
+    rows = rows_of([[1, 2, 3, 4], [5, 6], [7, 8, 9, 10, 11], [3, 1, 2]])
+    zero = torch.zeros(rows.mask.shape)
+    experience = Experience(
+        rows.tokens, rows.prompt_lengths, rows.lengths, rows.mask, zero, zero, None, zero + 1, old_value=zero, returns=zero + 1
+    )
+    model.update(experience, policy_loss() if case.engine else value_loss())
+    found = model.manager.residency.bytes()
+    if case.engine:
+        engine = BlockEngine(world.rank % case.engine, case.engine)
+        weights = EngineWeights(model.manager.bound, engine, bucket_bytes=BUCKET)
+        weights.push(version=1)
+        found["push_buffers"] = weights.buffer_bytes
+    return found
+
+
+def planned_of(folder: Path, case: Case) -> Planned:
+    hf_config = read_hf_config(folder)
+    rules = table(hf_config, value_head=not case.engine)
+    itemsize = 4 if case.dtype == "float32" else 2
+    return Planned(describe(hf_config), rules, case.parallel, case.optimizer, not case.engine, itemsize, narrow_whole=False)
+
+
+@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.ranks) for name in CASES])
+def test_predicted_bytes_are_within_ten_percent_of_the_measured(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    more = LATENT if case.variant == "deepseek-v3" else {}
+    folder = save_tiny(tmp_path, case.variant, **SIZES, **more)
+    planned = planned_of(folder, case)
+    push = push_of(planned, case.processes, case.engine, BUCKET).buffers if case.engine else None
+    for rank, measured in enumerate(run_ranks(case.processes, measured_body, folder, case)):
+        predicted = states(planned, case.processes, place_of(rank, case.processes, case.parallel).stage)
+        if push is not None:
+            predicted["push_buffers"] = push[rank]
+        assert predicted.keys() == measured.keys()
+        for kind, size in measured.items():
+            assert abs(predicted[kind] - size) <= CLOSE * size, (rank, kind, predicted[kind], size)
+        assert measured["gradients"] > 1_000_000

@@ -1,0 +1,49 @@
+"""Activations against the formulas of arXiv:2205.05198 and against what torch really keeps."""
+
+import pytest
+
+from rftmega.config import ParallelConfig
+from rftmega.planning import activations
+from rftmega.planning.activations import Load, chunks_in_flight, layer_bytes
+from tests.unit.planning.test_states import planned
+
+P = ParallelConfig
+
+
+@pytest.mark.parametrize(("stages", "chunks"), [(4, 1), (4, 2), (8, 5)])
+def test_the_first_stage_keeps_what_the_paper_says(stages: int, chunks: int) -> None:
+    """All L layers for 1F1B; with m chunks a stage L (1 + (p - 1) / (p m)) (section 4.2.3)."""
+    kept = chunks_in_flight(P(pipeline=stages, virtual_pipeline=chunks), 0, 1000) / (stages * chunks)
+    assert kept == pytest.approx(1 + (stages - 1) / (stages * chunks) if chunks > 1 else 1)
+
+
+def test_later_stages_and_few_micro_batches_keep_less() -> None:
+    assert [chunks_in_flight(P(pipeline=4), stage, 100) for stage in range(4)] == [4, 3, 2, 1]
+    assert [chunks_in_flight(P(pipeline=4), stage, 2) for stage in range(4)] == [2, 2, 2, 1]
+
+
+def test_sequence_parallelism_divides_all_of_a_layer_and_tensor_parallelism_not_the_norms() -> None:
+    """Equations 2 and 4: with t processes sbh (10 + 24 / t) becomes sbh 34 / t."""
+    model = planned("llama-3-70b", P()).model
+    alone, tensor, sequence = (layer_bytes(model, parallel, 0, 2) for parallel in
+                               (P(), P(tensor=8), P(tensor=8, sequence=True)))  # fmt: skip
+    norms = 4 * 2 * model.hidden + 8
+    assert sequence == pytest.approx(alone / 8)
+    assert tensor == pytest.approx(norms + (alone - norms) / 8)
+
+
+def test_full_recomputation_keeps_a_layers_input_only() -> None:
+    """2 sbh a layer (section 5), and one layer at work: what it kept, and the gradients of that."""
+    load = Load(tokens=4096, micro_batches=8)
+    kept, recomputed = (activations.training(planned("llama-3-70b", P(recompute=how)), 0, load) for how in ("none", "full"))
+    layer = 4096 * layer_bytes(planned("llama-3-70b", P()).model, P(), 0, 2)
+    assert recomputed == pytest.approx(80 * 2 * 8192 * 4096 + 2 * layer)
+    assert kept == pytest.approx(81 * layer)
+
+
+def test_experts_cost_as_many_as_a_token_goes_to() -> None:
+    dense = planned("deepseek-v3", P()).model
+    assert dense.experts is not None
+    sparse, plain = layer_bytes(dense, P(), 3, 2), layer_bytes(dense, P(), 0, 2)
+    routed = 8 * (2 * 7168 + 4 * 2048) * 2 + 3 * 4 * 256
+    assert sparse - plain == pytest.approx(routed + 4 * 2048 * 2 - 4 * 18432 * 2)

@@ -1,0 +1,89 @@
+"""What fits, what does not, and which change is proposed."""
+
+from pathlib import Path
+
+import pytest
+
+from rftmega.config import ModelConfig, OptimizerConfig, ParallelConfig, RolloutConfig, RunConfig, TrainerConfig
+from rftmega.planning.fit import Machine, changed, laid_out, misfits, nearest, push_bound, refused
+from rftmega.planning.memory import Budget
+from rftmega.planning.models import POLICY, models_of
+from rftmega.planning.times import Speeds
+
+GB = 1e9
+FOLDER = Path(__file__).parents[3] / "examples/planning/llama-3-70b"
+SPEEDS = Speeds(989e12, 3350 * GB, 450 * GB, 50 * GB, 50 * GB, 8)
+
+
+def config_of(parallel: ParallelConfig, *, offload: bool = True, engine: int = 8, distributed: bool = True) -> RunConfig:
+    config = RunConfig(
+        model=ModelConfig(path=str(FOLDER)),
+        parallel=parallel,
+        optimizer=OptimizerConfig(distributed=distributed),
+        rollout=RolloutConfig(tensor=engine, max_prompt_tokens=1024, max_response_tokens=3072),
+        trainer=TrainerConfig(max_tokens_per_micro_batch=8192, prompts_per_step=128, offload=offload),
+    )
+    config.critic.parallel, config.critic.optimizer = config.parallel, config.optimizer
+    return config
+
+
+def machine(devices: int = 64, memory: float = 80, host: float = 0) -> Machine:
+    return Machine(devices, Budget(memory * GB, 4 * GB), SPEEDS, host * GB)
+
+
+FITS = ParallelConfig(tensor=8, sequence=True, pipeline=4)
+
+
+def reasons(config: RunConfig, where: Machine) -> dict[str, str]:
+    models = models_of(config)
+    assert refused(models, config, where) == []
+    found = misfits(models, config, where, push_bound(models[POLICY], config))
+    return {reason.phase: reason.reason for reason in found}
+
+
+def test_what_fits_has_no_reasons_and_less_memory_has_one_a_phase() -> None:
+    assert reasons(config_of(FITS), machine()) == {}
+    assert reasons(config_of(FITS), machine(memory=50)).keys() == {"update"}
+    assert reasons(config_of(FITS), machine(memory=24)).keys() == {"rollout", "update", "push"}
+    assert reasons(config_of(FITS), machine(host=100)).keys() == {"host"}
+
+
+@pytest.mark.parametrize(
+    ("config", "changes"),
+    [
+        (config_of(FITS, engine=1), {"rollout.tensor"}),
+        (config_of(ParallelConfig(tensor=8, sequence=True)), {"parallel.pipeline"}),
+        (config_of(ParallelConfig(tensor=8, sequence=True), engine=1), {"parallel.pipeline", "rollout.tensor"}),
+    ],
+)
+def test_the_nearest_that_fits_changes_no_more_than_it_must(config: RunConfig, changes: set[str]) -> None:
+    where = machine()
+    assert reasons(config, where)
+    proposal, rejected = nearest(models_of(config), config, where)
+    assert proposal is not None
+    assert proposal.changes.keys() == changes
+    assert reasons(changed(config, proposal.changes), where) == {}
+    for others, why in rejected:
+        assert len(others) <= len(changes) + 3  # one thing may be several options
+        assert "\n" not in why.reason
+
+
+def test_without_offload_everything_stays_beside_the_engine() -> None:
+    there, away = (config_of(FITS, offload=offload) for offload in (False, True))
+    assert reasons(there, machine(memory=61)).keys() == {"rollout"}
+    assert reasons(away, machine(memory=61)) == {}
+
+
+def test_a_change_leaves_the_config_that_it_is_made_to_alone_and_takes_the_critic_along() -> None:
+    config = config_of(FITS)
+    found = changed(config, {"parallel.tensor": 4, "optimizer.distributed": False})
+    assert (config.parallel.tensor, config.optimizer.distributed) == (8, True)
+    assert (found.critic.parallel.tensor, found.critic.optimizer.distributed) == (4, False)
+    assert laid_out(models_of(config), found)[POLICY].parallel.tensor == 4
+
+
+def test_where_nothing_fits_nothing_is_proposed() -> None:
+    config = config_of(FITS)
+    proposal, rejected = nearest(models_of(config), config, machine(host=1, memory=40))
+    assert proposal is None
+    assert rejected

@@ -1,0 +1,71 @@
+"""Bytes of weights and optimizer by hand, for a model whose numbers are known."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rftmega.config import AlgorithmConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
+from rftmega.planning.models import POLICY, Planned, models_of
+from rftmega.planning.states import ADAM, GRADIENTS, MAIN_PARAMETERS, PARAMETERS, elements_of, states
+
+PLANNING = Path(__file__).parents[3] / "examples/planning"
+P = ParallelConfig
+
+
+def planned(name: str, parallel: ParallelConfig, *, distributed: bool = False, critic: bool = False) -> Planned:
+    config = RunConfig(
+        model=ModelConfig(path=str(PLANNING / name)),
+        parallel=parallel,
+        optimizer=OptimizerConfig(distributed=distributed),
+        algorithm=AlgorithmConfig(advantage="gae" if critic else "group"),
+    )
+    config.critic.parallel, config.critic.optimizer = config.parallel, config.optimizer
+    return models_of(config)["critic" if critic else POLICY]
+
+
+@pytest.mark.parametrize(
+    ("name", "parallel"),
+    [
+        ("llama-3-70b", P()),
+        ("llama-3-70b", P(pipeline=4)),
+        ("llama-3-70b", P(pipeline=2, virtual_pipeline=4)),
+        ("qwen3-235b-a22b", P(pipeline=8, last_stage_layers=10)),
+    ],
+)
+def test_stages_hold_every_parameter_once(name: str, parallel: ParallelConfig) -> None:
+    model = planned(name, parallel)
+    assert sum(elements_of(model, stage) for stage in range(parallel.pipeline)) == model.model.parameters
+
+
+def test_bytes_a_parameter_are_those_of_mixed_precision_training() -> None:
+    """2 for the weight, 4 for its gradient, 4 for the main parameter, 8 for Adam (arXiv:1910.02054, but for the gradient's 4)."""
+    model = planned("llama-3-70b", P(tensor=8, sequence=True))
+    held, elements = states(model, 64, 0), elements_of(model, 0)
+    assert held == {PARAMETERS: 2 * elements, GRADIENTS: 4 * elements, MAIN_PARAMETERS: 4 * elements, ADAM: 8 * elements}
+    full = states(replace(model, itemsize=4), 64, 0)
+    assert full == held | {PARAMETERS: 4 * elements, MAIN_PARAMETERS: 0}
+
+
+def test_the_distributed_optimizer_shares_main_parameters_and_adam_only() -> None:
+    alone = states(planned("llama-3-70b", P(tensor=8, sequence=True)), 64, 0)
+    shared = states(planned("llama-3-70b", P(tensor=8, sequence=True), distributed=True), 64, 0)
+    for kind, share in ((PARAMETERS, 1), (GRADIENTS, 1), (MAIN_PARAMETERS, 8), (ADAM, 8)):
+        assert shared[kind] == pytest.approx(alone[kind] / share, rel=1e-4)
+
+
+def test_experts_are_shared_by_fewer_processes_than_what_is_dense() -> None:
+    """Of DeepSeek-V3 on 512 processes, TP8 x PP16: 4 hold the same dense shard, and with 32 processes an expert's 1."""
+    parallel = P(tensor=8, sequence=True, pipeline=16, last_stage_layers=1, expert=32)
+    model = planned("deepseek-v3", parallel, distributed=True)
+    held = states(model, 512, 1)
+    experts = 4 * 8 * 3 * 7168 * 2048  # layers of a stage, experts a process, matrices
+    dense = elements_of(model, 1) - experts
+    assert held[ADAM] == pytest.approx(8 * (experts + dense / 4), rel=1e-4)
+
+
+def test_a_critic_has_a_number_a_token_instead_of_a_vocabulary() -> None:
+    policy, critic = (planned("llama-3-70b", P(pipeline=4), critic=critic) for critic in (False, True))
+    head = 128256 * 8192
+    assert elements_of(policy, 0) == elements_of(critic, 0)
+    assert elements_of(policy, 3) - elements_of(critic, 3) == head - 8192 - 1

@@ -1,0 +1,242 @@
+"""Says before a launch what a run takes: bytes of every process in every phase, what does not fit, the nearest layout that does.
+
+    plan.py CONFIG [option=value ...] --gpus 64 --gpu-memory 80
+    plan.py examples/planning/llama-3-70b/run.yaml --gpus 64 --gpu-memory 80 parallel.pipeline=2 --json
+
+CONFIG is the file that train_rl.py gets; of the folder model.path it needs a config.json only. No GPU, no weights, no data and
+no process are needed. GB are 10^9 bytes.
+
+Phases are those of a run's metrics: rollout (engines generate), score (log-probs, no gradient), update (training), push (weights
+into the engines). Rows are as long as the config allows, routing to experts is even: the worst case of memory but for a skewed
+router. Kinds:
+  parameters, gradients, main_parameters, adam    as Megatron's buffers hold them, padding included
+  activations    kept for the backward pass and one layer at work, after arXiv:2205.05198; batches on the device
+  log_probs      hidden states and logits of 1024 tokens at a time, on the last stage; gradient of the output weight
+  engine_weights, engine_working, kv_cache    of vLLM: it takes rollout.memory_fraction of a device, the cache what is left
+  push_buffers   messages of two buckets (trainer.push_bucket_mib), simulated
+  reserved       --reserved-gb: CUDA's context, NCCL, what the allocator can't use
+Host copies of a process: reference (kl_coef), average (ema_beta), offload, experience (all rows of a step).
+
+Seconds are a roofline, a bound from below: work over speed, with answers of full length and all devices in step.
+
+The exit code is 0 where all fits, 1 where it does not, 2 where nothing could be planned.
+"""
+
+import argparse
+import json
+import sys
+import textwrap
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from rftmega import config as configuration
+from rftmega.config import RunConfig
+from rftmega.errors import ConfigError, RFTMegaError
+
+if TYPE_CHECKING:
+    from rftmega.planning.fit import Machine, Misfit, Proposal
+    from rftmega.planning.models import Planned
+
+GB = 1e9
+KINDS = (
+    *("parameters", "gradients", "main_parameters", "adam", "activations", "log_probs"),
+    *("engine_weights", "engine_working", "kv_cache", "push_buffers", "reserved"),
+)
+WIDTH = 100  # columns
+SHOWN = 8  # layouts that don't fit
+FLAGS = (
+    ("--reserved-gb", 4.0, "of each device that is nobody's"),
+    ("--host-memory", 0.0, "GB of a node's host memory; 0: not looked at"),
+    ("--tflops", 989.0, "of a device, dense, in the training dtype"),
+    ("--hbm-gbs", 3350.0, "GB/s of a device's memory"),
+    ("--nvlink-gbs", 450.0, "GB/s of a device within a node, one way"),
+    ("--nic-gbs", 50.0, "GB/s of a device between nodes, one way"),
+    ("--pcie-gbs", 50.0, "GB/s between a device and its host, one way"),
+)
+
+
+def main(given: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        usage="plan.py CONFIG [option=value ...] --gpus N --gpu-memory GB [--json] [...]",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", metavar="CONFIG", help="YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="option=value", default=[], help="as of train_rl.py")
+    parser.add_argument("--gpus", type=int, required=True, metavar="N", help="devices in all, those of separate servers too")
+    parser.add_argument("--gpu-memory", type=float, required=True, metavar="GB", help="of each")
+    parser.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="devices that NVLink joins (8)")
+    for flag, default, meaning in FLAGS:
+        parser.add_argument(flag, type=float, default=default, metavar="X", help=f"{meaning} ({default:g})")
+    parser.add_argument("--no-search", action="store_true", help="say what does not fit, propose nothing")
+    parser.add_argument("--json", action="store_true", help="everything as one JSON object")
+    chosen = parser.parse_intermixed_args(given)
+    try:
+        return show(chosen)
+    except RFTMegaError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+
+
+def show(chosen: argparse.Namespace) -> int:
+    from rftmega.planning.fit import Machine, misfits, nearest, refused
+    from rftmega.planning.memory import Budget
+    from rftmega.planning.models import models_of
+    from rftmega.planning.times import Speeds
+
+    begin = time.perf_counter()
+    if chosen.gpus < 1 or chosen.gpus_per_node < 1 or chosen.gpu_memory <= chosen.reserved_gb:
+        raise ConfigError("--gpus and --gpus-per-node must be at least 1, and --gpu-memory more than --reserved-gb.")
+    hbm, nvlink, nic, pcie = (GB * x for x in (chosen.hbm_gbs, chosen.nvlink_gbs, chosen.nic_gbs, chosen.pcie_gbs))
+    if min(chosen.tflops, hbm, nvlink, nic, pcie) <= 0:
+        raise ConfigError("--tflops and all bandwidths must be positive.")
+    machine = Machine(
+        chosen.gpus,
+        Budget(chosen.gpu_memory * GB, chosen.reserved_gb * GB),
+        Speeds(chosen.tflops * 1e12, hbm, nvlink, nic, pcie, chosen.gpus_per_node),
+        chosen.host_memory * GB,
+    )
+    config = configuration.load(chosen.config, chosen.overrides)
+    models = models_of(config)
+    if problems := refused(models, config, machine):
+        raise ConfigError("This can't be planned:\n" + "\n".join(f"  - {problem}" for problem in problems))
+    found = figures(models, config, machine)
+    reasons = misfits(models, config, machine, found["push_buffers"])
+    proposal, rejected = nearest(models, config, machine) if reasons and not chosen.no_search else (None, [])
+    found |= {"misfits": [reason.reason for reason in reasons], "proposal": None}
+    if proposal is not None:
+        found["proposal"] = {"changes": dict(proposal.changes), "seconds_at_least": proposal.seconds}
+    found["seconds_to_plan"] = time.perf_counter() - begin
+    if chosen.json:
+        found["rejected"] = [{"changes": dict(changes), "reason": why.reason} for changes, why in rejected]
+        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+    else:
+        sys.stdout.write("\n".join([*table(found), *verdict(reasons, proposal, rejected), ""]))
+    return 1 if reasons else 0
+
+
+def figures(models: Mapping[str, "Planned"], config: RunConfig, machine: "Machine") -> dict[str, Any]:
+    """All numbers of a plan."""
+    from rftmega.parallel.layout import layout_name
+    from rftmega.planning.fit import stages_of
+    from rftmega.planning.memory import cache_of, load_of, on_device, on_host
+    from rftmega.planning.models import POLICY
+    from rftmega.planning.push_buffers import push_of, sampled
+    from rftmega.planning.times import seconds
+
+    world, policy, rl = machine.trainers(config), models[POLICY], config.algorithm.task == "rl"
+    parallel = config.parallel
+    push = cache = None
+    if rl:
+        cache = cache_of(policy, config, machine.budget)
+    if rl and config.strategy == "colocated":
+        bucket = config.trainer.push_bucket_mib * 2**20
+        push = push_of(policy, world, config.rollout.tensor, bucket, layers=sampled(policy.model, world))
+    buffers = max(push.buffers) if push else 0
+    stages = stages_of(models, world)
+    load = load_of(config, parallel, world)
+    return {
+        "model": {"family": policy.model.family, "parameters": policy.model.parameters},
+        "layout": layout_name(parallel, world // (parallel.tensor * parallel.context * parallel.pipeline)),
+        "recompute": parallel.recompute,
+        "distributed_optimizer": config.optimizer.distributed,
+        "offload": rl and config.trainer.offload,
+        "processes": world,
+        "memory": machine.budget.memory,
+        "micro_batch_tokens": load.tokens,
+        "micro_batches": load.micro_batches,
+        "engine": cache and {"processes": config.rollout.tensor, "full_answers_at_once": cache.sequences},
+        "stages": [on_device(models, config, world, place, machine.budget, buffers) for place in stages],
+        "host": [on_host(models, config, world, place) for place in stages],
+        "push_buffers": buffers,
+        "seconds_at_least": seconds(models, config, world, cache, push, machine.speeds),
+    }
+
+
+def table(found: dict[str, Any]) -> list[str]:
+    """The plan as text of at most 100 columns."""
+    stages, memory, engine = found["stages"], found["memory"], found["engine"]
+    phases = list(stages[0])
+    switches = [f"recompute {found['recompute']}"]
+    switches += [name.replace("_", " ") for name in ("distributed_optimizer", "offload") if found[name]]
+    said = [
+        f"model    {found['model']['family']}, {found['model']['parameters'] / 1e9:.1f} billion parameters",
+        f"layout   {found['layout']} on {found['processes']} devices of {memory / GB:g} GB; {', '.join(switches)}",
+        f"update   {found['micro_batches']} micro-batches of {found['micro_batch_tokens']} tokens a data-parallel rank and step",
+    ]
+    if engine:
+        said.append(
+            f"engine   {engine['processes']} device(s); room for {engine['full_answers_at_once']:.0f} full answers at once"
+        )
+    fullest = {phase: max(range(len(stages)), key=lambda n: sum(stages[n][phase].values())) for phase in phases}
+    present = {kind for stage in stages for parts in stage.values() for kind, size in parts.items() if size}
+    kinds = [kind for kind in KINDS if kind in present]
+    said += ["", _row("GB a device of the fullest stage", phases)]
+    for kind in kinds:
+        said.append(_row(f"  {kind}", [_gb(stages[fullest[phase]][phase].get(kind, 0)) for phase in phases]))
+    totals = {phase: [sum(stage[phase].values()) for stage in stages] for phase in phases}
+    said.append(_row("  together", [_gb(max(totals[phase])) for phase in phases]))
+    said.append(_row("  left", [f"{(memory - max(totals[phase])) / GB:.1f}" for phase in phases]))
+    said.append(_row("  on stage", [str(fullest[phase]) for phase in phases]))
+    if len(stages) > 1:
+        said += ["", _row("GB together, by stage", phases)]
+        for number in range(len(stages)):
+            said.append(_row(f"  {number}", [_gb(totals[phase][number]) for phase in phases]))
+    host = max(found["host"], key=lambda kinds: sum(kinds.values()))
+    named = ", ".join(f"{kind} {size / GB:.1f}" for kind, size in host.items())
+    said += ["", f"host     {sum(host.values()) / GB:.1f} GB a process: {named or 'nothing'}", ""]
+    seconds = found["seconds_at_least"]
+    for phase, parts in seconds.items():
+        what = ", ".join(f"{name} {_s(value)}" for name, value in parts.items())
+        line = f"{phase:<16} at least {_s(sum(parts.values())):>7} s: {what}"
+        said += textwrap.wrap(line, WIDTH, subsequent_indent=" " * 36)
+    whole = sum(sum(parts.values()) for parts in seconds.values())
+    return [*said, f"{'a step':<16} at least {_s(whole):>7} s; planned in {found['seconds_to_plan']:.1f} s", ""]
+
+
+def verdict(
+    reasons: list["Misfit"], proposal: "Proposal | None", rejected: list[tuple[Mapping[str, Any], "Misfit"]]
+) -> list[str]:
+    """What does not fit, what would, and what was looked at besides: the nearest to fitting first."""
+    if not reasons:
+        return ["All of it fits."]
+    said = ["Does not fit:"]
+    for reason in reasons:
+        said += textwrap.wrap(f"  - {reason.reason}", WIDTH, subsequent_indent="    ")
+    if proposal is not None:
+        said += ["", "The nearest that fits:"]
+        options = f"  {_options(proposal.changes)}    (a step at least {_s(proposal.seconds)} s)"
+        said += textwrap.wrap(options, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+    elif rejected:
+        said.append("No layout that was looked at fits: take more devices, or larger ones.")
+    if rejected:
+        said += ["", f"Looked at with as few changes or fewer, and did not fit ({len(rejected)}; the nearest to it):"]
+        for changes, why in sorted(rejected, key=lambda one: one[1].over)[:SHOWN]:
+            said.append(_cut(f"  {_options(changes)}: {why.reason}"))
+    return said
+
+
+def _options(changes: Mapping[str, Any]) -> str:
+    return " ".join(f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in changes.items())
+
+
+def _cut(line: str) -> str:
+    return line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}..."
+
+
+def _row(label: str, cells: list[str]) -> str:
+    width = max(9, (WIDTH - 34) // max(1, len(cells)) if len(cells) > 6 else 9)
+    return label.ljust(34) + "".join(cell.rjust(max(width, len(cell) + 1)) for cell in cells)
+
+
+def _gb(size: float) -> str:
+    return f"{size / GB:.1f}" if size else "-"
+
+
+def _s(seconds: float) -> str:
+    return f"{seconds:.2f}" if seconds < 10 else f"{seconds:.0f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
