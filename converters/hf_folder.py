@@ -4,12 +4,12 @@ import json
 import math
 import os
 import shutil
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -85,17 +85,28 @@ class HFFolder:
 
     def whole(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Tensor `name` in memory of its own: a mapped file would stay resident. Raises CheckpointError as `slice_of`."""
+        tensor = torch.empty(shape, dtype=self.dtype_of(name))
+        self.fill([tensor], name, shape)
+        return tensor
+
+    def fill(self, targets: Sequence[Tensor], name: str, shape: tuple[int, ...]) -> str:
+        """Reads tensor `name` into contiguous tensors, its consecutive rows; the checksum of all of it.
+
+        Raises CheckpointError as `slice_of`.
+        """
         file = self._holder(name)
         start, header = self._header(file)
         said = header[name]
         self._check_shape(name, tuple(said["shape"]), shape)
-        tensor = torch.empty(shape, dtype=DTYPES[said["dtype"]])
         begin, end = said["data_offsets"]
+        assert end - begin == sum(target.nbytes for target in targets), (name, said)
+        found = xxhash.xxh3_64()
         with (self.folder / file).open("rb", buffering=0) as stream:
             stream.seek(start + begin)
-            read_into(stream, tensor, f"{self.folder / file}: {name}")
-        assert end - begin == tensor.nbytes, (name, said)
-        return tensor
+            for target in targets:
+                read_into(stream, target, f"{self.folder / file}: {name}")
+                found.update(bytes_of(target))
+        return str(found.hexdigest())
 
     def dtype_of(self, name: str) -> torch.dtype:
         return DTYPES[self._header(self._holder(name))[1][name]["dtype"]]
@@ -147,8 +158,8 @@ def bytes_of(tensor: Tensor) -> Any:
 
 
 def checksum(tensor: Tensor) -> str:
-    """CRC-32 of a tensor's bytes: finds a flipped byte for certain, and is read as fast as memory."""
-    return f"{zlib.crc32(bytes_of(tensor.contiguous())):08x}"
+    """XXH3 (64 bits) of a tensor's bytes: read as fast as memory, where a CRC takes longer than the disk."""
+    return str(xxhash.xxh3_64_hexdigest(bytes_of(tensor.contiguous())))
 
 
 def shards_of(planned: Sequence[Planned], shard_bytes: int) -> dict[str, list[Planned]]:
@@ -162,6 +173,18 @@ def shards_of(planned: Sequence[Planned], shard_bytes: int) -> dict[str, list[Pl
         shards[-1].append(tensor)
         size += tensor.bytes
     return {f"model-{number:05d}-of-{len(shards):05d}.safetensors": shard for number, shard in enumerate(shards, start=1)}
+
+
+def draft_of(path: Path) -> Path:
+    """What a file is called while it is written."""
+    return path.with_name(path.name + ".part")
+
+
+def land(path: Path) -> None:
+    """Gives a written file its name, once it is on the disk."""
+    with draft_of(path).open("rb") as stream:
+        os.fsync(stream.fileno())
+    draft_of(path).rename(path)
 
 
 def write_shard(path: Path, planned: Sequence[Planned], tensors: Iterator[tuple[str, Tensor]]) -> dict[str, str]:
@@ -180,8 +203,8 @@ def write_shard(path: Path, planned: Sequence[Planned], tensors: Iterator[tuple[
         offset += tensor.bytes
     said = json.dumps(header, separators=(",", ":")).encode()
     said += b" " * (-len(said) % 8)
-    draft, sums = path.with_name(path.name + ".part"), {}
-    with draft.open("wb", buffering=0) as stream:
+    sums = {}
+    with draft_of(path).open("wb", buffering=0) as stream:
         stream.write(len(said).to_bytes(8, "little") + said)
         for wanted in planned:
             name, given = next(tensors)
@@ -189,8 +212,7 @@ def write_shard(path: Path, planned: Sequence[Planned], tensors: Iterator[tuple[
             given = given.detach().to("cpu").contiguous()
             sums[name] = checksum(given)
             write_all(stream, given)
-        os.fsync(stream.fileno())
-    draft.rename(path)
+    land(path)
     return sums
 
 

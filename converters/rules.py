@@ -178,14 +178,23 @@ def shard(rule: Rule, parts: Sequence[Sliceable], rank: int, ranks: int) -> Tens
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, rule.axis)
 
 
-def assemble(rule: Rule, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The HF tensors from all ranks' shards: the inverse of `shard`. Padding is dropped."""
-    parts = tuple(shards[0].new_empty(tensor.shape) for tensor in rule.hf)
+def assemble(rule: Rule, shards: Sequence[Tensor], *, alias: bool = False) -> tuple[Tensor, ...]:
+    """The HF tensors from all ranks' shards: the inverse of `shard`. Padding is dropped.
+
+    With `alias`, one that lies in a shard in one piece is a view of it.
+    """
+    parts: list[Tensor | None] = [None] * len(rule.hf)
     replicas = shards[:1] if isinstance(rule, Replicated) else shards
     for rank, held in enumerate(replicas):
         for (part, start, stop), offset in located(rule, rank, len(shards)):
-            parts[part].narrow(rule.axis, start, stop - start).copy_(held.narrow(rule.axis, offset, stop - start))
-    return parts
+            piece = held.narrow(rule.axis, offset, stop - start)
+            if alias and piece.shape == rule.hf[part].shape:
+                parts[part] = piece
+                continue
+            if (whole := parts[part]) is None:
+                whole = parts[part] = held.new_empty(rule.hf[part].shape)
+            whole.narrow(rule.axis, start, stop - start).copy_(piece)
+    return tuple(part for part in parts if part is not None)
 
 
 def located(rule: Rule, rank: int, ranks: int) -> Iterator[tuple[Segment, int]]:

@@ -1,11 +1,13 @@
 """Between Hugging Face folders and Megatron's distributed checkpoints: as a stream, resumable, without a GPU."""
 
+import ctypes
 import hashlib
 import json
 import math
-from collections import deque
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from converters import Replicated, Rule, Vocabulary, assemble, left_out, padded_vocabulary, shard, table
+from converters import Replicated, Rule, Vocabulary, assemble, left_out, padded_vocabulary, table
 from converters.hf_folder import (
     HFFolder,
     Planned,
@@ -24,6 +26,7 @@ from converters.hf_folder import (
     write_index,
     write_shard,
 )
+from converters.rules import located, shard_shape
 from model_providers.builder import build_chunk, transformer_config
 from model_providers.description import describe, layout_violations
 from model_providers.hf_config import read_hf_config
@@ -39,7 +42,10 @@ from rftmega.parallel.topology import Topology
 
 FINEST = 8  # tensor-parallel ranks (and every divisor) that read no more of a dense tensor than they hold, whatever was given
 FILE_BYTES = 512 * 2**20
+SPARE = 128 * 2**20  # bytes
+M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # malloc.h
 Item = TypeVar("Item")
+Result = TypeVar("Result")
 Progress = Callable[[int], object]  # told the bytes that are done
 
 
@@ -84,20 +90,24 @@ def to_megatron(source: Path, target: Path, parallel: ParallelConfig, *, progres
     finished = begin(target, job)
     stored: list[Stored] = []
     sums: dict[str, str] = {}
-    for number, group in enumerate(_groups(model.bound)):
+    room = Room(max(item.parameter.nbytes for item in model.bound) + SPARE)
+
+    def convert(numbered: tuple[int, list[tuple[Bound, int]]]) -> dict[str, Any]:
+        number, group = numbered
         name = f"__{number}_0.distcp"
-        total = sum(item.parameter.nbytes for item, _ in group)
         if name in finished:
-            said = finished[name]
-            boxes = [Stored(**{**box, "offset": tuple(box["offset"]), "shape": tuple(box["shape"])}) for box in said["pieces"]]
-            read = said["tensors"]
-        else:
-            read = {}
-            boxes = write_pieces(target / name, ahead(_boxes(files, group, model.pieces, parallel, read), FINEST))
-            note(target, {"file": name, "pieces": [asdict(box) for box in boxes], "tensors": read})
-        stored += boxes
-        sums |= read
-        progress(total)
+            return finished[name]
+        read: dict[str, str] = {}
+        boxes = write_pieces(target / name, _boxes(files, group, model.pieces, parallel, read, room))
+        said = {"file": name, "pieces": [asdict(box) for box in boxes], "tensors": read}
+        note(target, said)
+        return said
+
+    groups = list(enumerate(_groups(model.bound)))
+    for (_, group), said in zip(groups, side_by_side(convert, groups), strict=True):
+        stored += [Stored(**{**box, "offset": tuple(box["offset"]), "shape": tuple(box["shape"])}) for box in said["pieces"]]
+        sums |= said["tensors"]
+        progress(sum(item.parameter.nbytes for item, _ in group))
     copy_companions(source, target)
     shapes = {piece.key: piece.global_shape for pieces in model.pieces for piece in pieces}
     finish(target, stored, shapes, model.objects, {"kind": "megatron", **job, "tensors": sums})
@@ -111,14 +121,19 @@ def to_hf(source: Path, target: Path, *, progress: Progress = lambda _: None) ->
     finished = begin(target, job)
     shards = shards_of(tensors.planned, FILE_BYTES)
     sums: dict[str, str] = {}
-    for file, planned in shards.items():
+    room = Room(2 * max(tensor.bytes for tensor in tensors.planned))
+
+    def convert(file: str) -> dict[str, Any]:
         if file in finished:
-            sums |= finished[file]["tensors"]
-        else:
-            written = write_shard(target / file, planned, ahead(tensors.named({tensor.name for tensor in planned}), 1))
-            note(target, {"file": file, "tensors": written})
-            sums |= written
-        progress(sum(tensor.bytes for tensor in planned))
+            return finished[file]
+        names = {tensor.name for tensor in shards[file]}
+        said = {"file": file, "tensors": write_shard(target / file, shards[file], tensors.named(names, room))}
+        note(target, said)
+        return said
+
+    for said in side_by_side(convert, shards):
+        sums |= said["tensors"]
+        progress(sum(tensor.bytes for tensor in shards[said["file"]]))
     copy_companions(source, target)
     write_index(target, shards)
     write_manifest(target, {"kind": "huggingface", **job, "tensors": sums})
@@ -143,14 +158,47 @@ def verify(first: Path, second: Path, *, progress: Progress = lambda _: None) ->
     return len(found[0])
 
 
-def ahead(items: Iterator[Item], depth: int) -> Iterator[Item]:
-    """The same items; the next `depth` are made in a second thread while one is used, so that reading and writing overlap."""
-    end: Any = object()
-    with ThreadPoolExecutor(1) as beside:
-        following = deque(beside.submit(next, items, end) for _ in range(depth))
-        while (item := following.popleft().result()) is not end:
-            following.append(beside.submit(next, items, end))
-            yield item
+class Room:
+    """Memory that threads share: who asks for more than is left waits, unless nobody has any.
+
+    What is freed stays with the process and is used again: fresh pages take the kernel longer than a copy takes us. Around
+    a tensor of more than SPARE it goes back.
+    """
+
+    def __init__(self, limit: int):
+        self.left = self.limit = limit  # bytes
+        self._changed = threading.Condition()
+        self._libc = ctypes.CDLL(None)
+        if hasattr(self._libc, "mallopt"):  # glibc
+            for option, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_ARENA_MAX, 1)):
+                self._libc.mallopt(option, value)
+
+    @contextmanager
+    def of(self, size: int) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: size <= self.left or self.left == self.limit)
+            self.left -= size
+        self._trim(size)
+        try:
+            yield
+        finally:
+            self._trim(size)
+            with self._changed:
+                self.left += size
+                self._changed.notify_all()
+
+    def _trim(self, size: int) -> None:
+        if size > SPARE and hasattr(self._libc, "malloc_trim"):
+            self._libc.malloc_trim(0)
+
+
+def side_by_side(work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+    """The results in order; two at a time are made, so that one's disk and the other's processor are busy together."""
+    pool = ThreadPoolExecutor(2)
+    try:
+        yield from pool.map(work, items)
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 class FolderTensors:
@@ -190,20 +238,21 @@ class CheckpointTensors:
             for name, tensor in zip(item.hf_names, item.rule.hf, strict=True)
         ]
 
-    def named(self, names: set[str]) -> Iterator[tuple[str, Tensor]]:
+    def named(self, names: set[str], room: Room) -> Iterator[tuple[str, Tensor]]:
         """Those tensors, in the order of `planned`."""
         for item, pieces in self._exported:
             if names.isdisjoint(item.hf_names):
                 continue
-            whole = torch.empty(item.parameter.shape, dtype=self.reader.dtype_of(pieces[0].key))
-            for piece in pieces:
-                self.reader.fill_shard(piece.of(whole), piece.key, piece.global_shape, piece.offset, padded=False)
-            yield from (
-                (name, part) for name, part in zip(item.hf_names, assemble(item.rule, [whole]), strict=True) if name in names
-            )
+            with room.of(2 * item.parameter.nbytes):
+                whole = torch.empty(item.parameter.shape, dtype=self.reader.dtype_of(pieces[0].key))
+                for piece in pieces:
+                    self.reader.fill_shard(piece.of(whole), piece.key, piece.global_shape, piece.offset, padded=False)
+                parts = assemble(item.rule, [whole], alias=True)
+                yield from ((name, part) for name, part in zip(item.hf_names, parts, strict=True) if name in names)
+                del whole, parts
 
     def all(self, progress: Progress) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self.named({planned.name for planned in self.planned}):
+        for name, tensor in self.named({planned.name for planned in self.planned}, Room(0)):
             yield name, tensor
             progress(tensor.nbytes)
 
@@ -240,8 +289,8 @@ def begin(target: Path, job: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def note(target: Path, said: dict[str, Any]) -> None:
-    with (target / PROGRESS).open("a") as stream:
-        stream.write(json.dumps(said) + "\n")
+    with (target / PROGRESS).open("ab", buffering=0) as stream:
+        stream.write((json.dumps(said) + "\n").encode())  # one write, appended whole: two files may end at once
 
 
 def _groups(bound: list[Bound]) -> Iterator[list[tuple[Bound, int]]]:
@@ -263,22 +312,38 @@ def _boxes(
     pieces: list[list[Piece]],
     parallel: ParallelConfig,
     sums: dict[str, str],
+    room: Room,
 ) -> Iterator[tuple[str, tuple[int, ...], Tensor]]:
     """(key, offset, box), each split as the ranks of `parallel` will ask for it; notes the checksums of what is read."""
     for item, number in group:
-        parts = []
-        for name, tensor in zip(item.hf_names, item.rule.hf, strict=True):
-            parts.append(files.whole(name, tuple(tensor.shape)))
-            sums[name] = checksum(parts[-1])
-        whole = shard(item.rule, parts, 0, 1)
-        del parts
-        for piece in pieces[number]:
-            box = piece.of(whole)
-            axis = box.dim() - item.parameter.dim() + item.rule.axis
-            for start, stop in pairwise(_edges(item.rule, box.shape[axis], parallel)):
-                at = list(piece.offset)
-                at[axis] += start
-                yield piece.key, tuple(at), box.narrow(axis, start, stop - start)
+        with room.of(item.parameter.nbytes):
+            whole, found = _read(files, item)
+            sums |= found
+            for piece in pieces[number]:
+                box = piece.of(whole)
+                axis = box.dim() - item.parameter.dim() + item.rule.axis
+                for start, stop in pairwise(_edges(item.rule, box.shape[axis], parallel)):
+                    at = list(piece.offset)
+                    at[axis] += start
+                    yield piece.key, tuple(at), box.narrow(axis, start, stop - start)
+            del whole, box
+
+
+def _read(files: HFFolder, item: Bound) -> tuple[Tensor, dict[str, str]]:
+    """The Megatron tensor of all ranks, each HF tensor read straight to where its rows lie in it; their checksums."""
+    rule = item.rule
+    places = list(located(rule, 0, 1))
+    dtype = files.dtype_of(item.hf_names[0])
+    whole = torch.empty(shard_shape(rule, 0, 1), dtype=dtype)
+    sums = {}
+    for number, (name, tensor) in enumerate(zip(item.hf_names, rule.hf, strict=True)):
+        mine = [(start, stop, offset) for (part, start, stop), offset in places if part == number]
+        assert [start for start, _, _ in mine] == [0, *(stop for _, stop, _ in mine[:-1])], (name, mine)
+        rows = [whole.narrow(rule.axis, offset, stop - start) for start, stop, offset in mine]
+        sums[name] = files.fill(rows, name, tuple(tensor.shape))
+    held = sum(tensor.shape[rule.axis] for tensor in rule.hf)
+    whole.narrow(rule.axis, held, whole.shape[rule.axis] - held).zero_()  # padding of the vocabulary
+    return whole, sums
 
 
 def _edges(rule: Rule, size: int, parallel: ParallelConfig) -> list[int]:

@@ -2,7 +2,6 @@
 
 import io
 import json
-import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from converters.hf_folder import checksum
+from converters.hf_folder import checksum, read_into
 from rftmega.errors import CheckpointError
 
 MARK = "metadata.json"  # Megatron's own; a folder without it is no checkpoint to it
 MANIFEST = "manifest.json"  # ours: written last
 PROGRESS = "progress.jsonl"  # of a conversion that goes on; gone when it is done
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -81,9 +80,13 @@ class Reader:
             high = [min(a + n, b + m) for a, n, b, m in zip(offset, target.shape, box.offset, box.shape, strict=True)]
             if any(a >= b for a, b in zip(low, high, strict=True)):
                 continue
-            held = self._read(box)[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, box.offset, strict=True))]
-            target[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offset, strict=True))] = held
-            missing -= held.numel()
+            part = target[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offset, strict=True))]
+            if part.shape == box.shape and part.is_contiguous() and part.dtype == getattr(torch, box.dtype):
+                self._read(box, part)
+            else:
+                held = self._read(box, torch.empty(box.shape, dtype=getattr(torch, box.dtype)))
+                part.copy_(held[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, box.offset, strict=True))])
+            missing -= part.numel()
         if missing:
             raise CheckpointError(f"{self.folder}: {missing} elements of {key!r} are missing.")
 
@@ -103,13 +106,15 @@ class Reader:
         if target.numel():
             self.fill(target, key, offset)
 
-    def _read(self, box: Stored) -> Tensor:
+    def _read(self, box: Stored, tensor: Tensor) -> Tensor:
+        """Reads a piece into `tensor`, contiguous, of its shape and dtype: straight from where torch.save has put its bytes."""
         path = self.folder / box.file
         try:
-            with path.open("rb") as stream:
-                part: Any = _Part(stream, box.begin, box.length)
-                tensor = torch.load(part, weights_only=True)
-        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            with path.open("rb", buffering=0) as stream:
+                archive: Any = torch._C.PyTorchFileReader(_Part(stream, box.begin, box.length))  # type: ignore[call-overload]
+                stream.seek(box.begin + archive.get_record_offset("data/0"))
+                read_into(stream, tensor, f"{path}: {box.key} at {box.offset}")
+        except (OSError, RuntimeError) as error:
             raise CheckpointError(f"{path}: {box.key} at {box.offset} can't be read: {error}") from error
         if (found := checksum(tensor)) != box.checksum:
             raise CheckpointError(f"{path}: {box.key} at {box.offset} has checksum {found}, the manifest says {box.checksum}.")

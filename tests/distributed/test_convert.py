@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from rftmega.checkpoint import convert
 from rftmega.config import ParallelConfig
 from rftmega.errors import CheckpointError
-from rftmega.megatron.stored import MANIFEST, PROGRESS
+from rftmega.megatron.stored import FORMAT, MANIFEST, PROGRESS
 from tests.layouts import build_critic, build_manager, packed_logits
 from tests.ranks import RankFailure, run_ranks
 from tests.tiny_models import VARIANTS, save_tiny, transformers_logits
@@ -61,10 +61,9 @@ def read_body(world: Any, folder: Path, parallel: ParallelConfig) -> int:
     read = []
     real = Reader._read
 
-    def counted(self: Any, box: Any) -> torch.Tensor:
-        found = real(self, box)
-        read.append(found.nbytes)
-        return found
+    def counted(self: Any, box: Any, tensor: torch.Tensor) -> torch.Tensor:
+        read.append(tensor.nbytes)
+        return real(self, box, tensor)
 
     Reader._read = counted  # type: ignore[method-assign]
     build_manager(folder, parallel)
@@ -145,20 +144,20 @@ def test_a_critic_starts_from_a_policys_checkpoint(tmp_path: Path) -> None:
 def dying_body(world: Any, direction: str, source: Path, target: Path, after: int) -> None:
     """Dies as a killed process does, after so many bytes."""
     written = 0
-    real = {"to_megatron": torch.save, "to_hf": convert.write_shard.__globals__["write_all"]}[direction]
+    writer = {"to_megatron": convert.write_pieces, "to_hf": convert.write_shard}[direction].__globals__
+    real = writer["write_all"]
 
-    def deadly(*arguments: Any) -> None:
+    def deadly(stream: Any, tensor: torch.Tensor) -> None:
         nonlocal written
-        real(*arguments)
-        written += next(x.nbytes for x in arguments if isinstance(x, torch.Tensor))
+        real(stream, tensor)
+        written += tensor.nbytes
         if written > after:
             os.kill(os.getpid(), 9)
 
+    writer["write_all"] = deadly
     if direction == "to_megatron":
-        torch.save = deadly  # type: ignore[assignment]
         there_body(world, source, target, P(tensor=2, sequence=True))
     else:
-        convert.write_shard.__globals__["write_all"] = deadly
         back_body(world, source, target)
 
 
@@ -178,7 +177,8 @@ def test_killed_at_random_points_it_is_unfinished_and_goes_on(direction: str, tm
         assert not (done / MANIFEST).exists()
         with pytest.raises(RankFailure, match="holds no config.json"):
             run_ranks(1, logits_body, done, P())
-    finished = {path: path.stat().st_mtime_ns for path in done.iterdir() if path.suffix in (".distcp", ".safetensors")}
+    _, *noted = (done / PROGRESS).read_text().splitlines()
+    finished = {path: path.stat().st_mtime_ns for path in (done / json.loads(line)["file"] for line in noted)}
     assert finished, "nothing was left to go on from"
     body, more = (there_body, [P(tensor=2, sequence=True)]) if direction == "to_megatron" else (back_body, [])
     assert run_ranks(1, body, source, done, *more)[0] > 0
@@ -200,7 +200,7 @@ def damage(folder: Path, what: str) -> None:
         manifest["pieces"].remove(piece)
         (folder / MANIFEST).write_text(json.dumps(manifest))
     if what == "a newer format":
-        (folder / MANIFEST).write_text(json.dumps(manifest | {"format": 2}))
+        (folder / MANIFEST).write_text(json.dumps(manifest | {"format": FORMAT + 1}))
     if what == "two shapes swapped":
         shapes = manifest["shapes"]
         shapes["decoder.layers.mlp.linear_fc1.weight"] = [4, 64, 192]
@@ -219,7 +219,7 @@ def damage(folder: Path, what: str) -> None:
         ("a wrong byte", "has checksum"),
         ("a file cut off", "can't be read"),
         ("a piece gone", "are missing"),
-        ("a newer format", "is of format 2; this version reads 1"),
+        ("a newer format", f"is of format {FORMAT + 1}; this version reads {FORMAT}"),
         ("no manifest", "did not end"),
         ("two shapes swapped", "has shape (4, 64, 192); the model's is (4, 192, 64)"),
         ("another tensor", "holds no tensor 'decoder.layers.mlp.linear_fc2.weight'"),
