@@ -121,6 +121,7 @@ def supervise(config: RunConfig) -> None:
             group_size=1 if sft else 2,
             callbacks=watching,
         )
+        resume_and_save(config, strategy.checkpoints, {"data": order, "trainer": trainer}, watching)
         trainer.fit(map(rows, order), steps=steps)
 
 
@@ -184,8 +185,21 @@ def reinforce(config: RunConfig) -> None:
             seed=config.trainer.seed,
             callbacks=watching,
         )
+        parts = {"data": order, "trainer": trainer} | ({"ptx": given} if given else {})
+        resume_and_save(config, strategy.checkpoints, parts, watching)
         trainer.fit(order, steps=config.trainer.steps)
         strategy.close()
+
+
+def resume_and_save(config: RunConfig, checkpoints: Any, parts: dict[str, Any], watching: list[Any]) -> None:
+    """Goes on from a checkpoint where checkpoint.* says so, and has the run saved after what is `watching` it."""
+    from rftmega.trainer.checkpointing import Checkpointing, resume
+
+    chosen = config.checkpoint
+    if (chosen.every or chosen.resume not in ("auto", "none")) and (state := checkpoints.resume()) is not None:
+        resume(parts, state)
+    if chosen.every:
+        watching.append(Checkpointing(checkpoints, parts, every=chosen.every, last=config.trainer.steps))
 
 
 if __name__ == "__main__":

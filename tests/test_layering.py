@@ -20,12 +20,12 @@ MAY_IMPORT = {
     "device": "errors",
     "parallel": "config errors device",
     "megatron": "config types errors device parallel model_providers converters",
-    "checkpoint": "config errors parallel megatron model_providers converters",
+    "checkpoint": "config errors device parallel megatron model_providers converters",
     "rollout": "config types errors device parallel",
     "weights": "config types interfaces errors device parallel converters",
     "planning": "config errors parallel weights model_providers converters",
     "strategy": "config errors types interfaces algorithms rewards data experience trainer "
-    "device parallel megatron rollout weights planning model_providers converters",
+    "device parallel megatron checkpoint rollout weights planning model_providers converters",
     "model_providers": "config errors device converters",
     "converters": "errors",
 }

@@ -67,7 +67,7 @@ class Model:
         self.experts = self.description.experts.number if self.description.experts else 0
         self.bound = bind([self.chunk], self.rules, topology, experts=self.experts)
         with topology.active():
-            self.pieces, self.objects = pieces_of(self.chunk, self.bound)
+            self.pieces, self.objects = pieces_of([self.chunk], self.bound)
 
 
 def to_megatron(source: Path, target: Path, parallel: ParallelConfig, *, progress: Progress = lambda _: None) -> None:

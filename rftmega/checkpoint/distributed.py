@@ -10,7 +10,6 @@ import math
 import pickle
 import tempfile
 from collections.abc import Iterable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from converters.hf_folder import checksum, draft_of, land, write_all
-from rftmega.megatron.stored import FORMAT, MANIFEST, MARK, Stored
+from rftmega.megatron.stored import FORMAT, MANIFEST, MARK, Stored, seal
 
 
 def write_pieces(path: Path, pieces: Iterable[tuple[str, tuple[int, ...], Tensor]]) -> list[Stored]:
@@ -86,10 +85,15 @@ def finish(folder: Path, stored: list[Stored], shapes: dict[str, tuple[int, ...]
     (folder / ".metadata").write_bytes(pickle.dumps(Metadata(described, storage_data=where)))
     torch.save({}, folder / "common.pt")
     (folder / MARK).write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
-    write_manifest(folder, manifest | {"pieces": [asdict(box) for box in stored], "shapes": shapes})
+    write_manifest(folder, manifest | {"pieces": [box.as_json() for box in stored], "shapes": shapes})
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    path = folder / MANIFEST
-    draft_of(path).write_text(json.dumps({"format": FORMAT, **manifest}, indent=1))
+    said = {"format": FORMAT, **manifest}
+    write_json(folder / MANIFEST, said | {"seal": seal(said)})
+
+
+def write_json(path: Path, content: Any) -> None:
+    """The file gets its name when it is complete and on the disk."""
+    draft_of(path).write_text(json.dumps(content, indent=1))
     land(path)

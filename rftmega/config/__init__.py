@@ -4,6 +4,7 @@ from rftmega.config.load import load, parse_override
 from rftmega.config.reference import option_reference
 from rftmega.config.schema import (
     AlgorithmConfig,
+    CheckpointConfig,
     CriticConfig,
     DataConfig,
     ModelConfig,
@@ -20,6 +21,7 @@ from rftmega.config.validate import violations
 __all__ = [
     "LONGEST_CYCLE",
     "AlgorithmConfig",
+    "CheckpointConfig",
     "CriticConfig",
     "DataConfig",
     "ModelConfig",

@@ -425,6 +425,33 @@ class TrainerConfig:
 
 
 @dataclass
+class CheckpointConfig:
+    every: int = 0
+    """Steps between saves of all that a run needs to go on (docs/training_checkpoints.md); 0: none are saved."""
+
+    folder: str = ""
+    """Where they are kept; empty: output/checkpoints."""
+
+    resume: str = "auto"
+    """auto (go on from the latest in the folder, where there is one), none (start anew), or a checkpoint's folder."""
+
+    keep: int = 3
+    """So many stay, the newest; an older one goes once a newer is whole."""
+
+    keep_mib: int = 0
+    """And at most so much of them together, though the newest always stays; 0: no bound."""
+
+    asynchronous: bool = True
+    """Training goes on while a copy of the state is written; false waits for the disk."""
+
+    hf: bool = False
+    """Each also holds the policy (or the reward model) as a Hugging Face folder, hf/."""
+
+    on_failure: str = "stop"
+    """When one can't be written (a full disk): stop, or warn and train on."""
+
+
+@dataclass
 class RunConfig:
     strategy: str = "colocated"
     """colocated (engines in the trainer's processes, by turns) or separate (vLLM servers beside them on this host)."""
@@ -438,3 +465,4 @@ class RunConfig:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -21,6 +21,7 @@ CHOICES = {
     "algorithm.weighting": ("token_mean", "sequence_mean", "sequence_sum"),
     "algorithm.kl_in": ("loss", "reward"),
     "algorithm.kl_estimator": ("k1", "k2", "k3"),
+    "checkpoint.on_failure": ("stop", "warn"),
 }
 AT_LEAST_ONE = (
     "parallel.tensor",
@@ -37,6 +38,7 @@ AT_LEAST_ONE = (
     "rollout.max_batch",
     "algorithm.mini_batches",
     "algorithm.kl_horizon",
+    "checkpoint.keep",
     "trainer.eval_samples",
     "reward.code_memory_mib",
     "reward.workers",
@@ -86,6 +88,8 @@ NOT_NEGATIVE = (
     "algorithm.ptx_coef",
     "algorithm.kl_coef",
     "algorithm.kl_target",
+    "checkpoint.every",
+    "checkpoint.keep_mib",
     "reward.remote_retries",
     "trainer.eval_every",
     "trainer.eval_temperature",

@@ -32,7 +32,7 @@ from rftmega.errors import ConfigError
 from rftmega.megatron import forward, offload
 from rftmega.megatron.binding import Bound, bind
 from rftmega.megatron.load import HEAD, load_hf, refuse_another_head, refuse_strangers
-from rftmega.megatron.sharded import load_distributed
+from rftmega.megatron.sharded import load_distributed, pieces_of
 from rftmega.megatron.stored import is_distributed, read_manifest
 from rftmega.parallel.topology import Topology
 
@@ -97,6 +97,8 @@ class MegatronModelManager:
                 load_distributed(self.chunks, Path(cfg.model.path), self.bound)
         else:
             self._load(files, rules, experts)
+        with placement.active():
+            self.pieces, _ = pieces_of(self.chunks, self.bound)
         self.model: list[Any] = list(self.chunks)  # wrapped by setup_model_and_optimizer
         self.optimizer: Any = None
         self.residency = offload.Residency(lambda: offload.parts_of(self.model, self.optimizer))
@@ -316,20 +318,25 @@ class AveragedWeights:
     def __init__(self, manager: MegatronModelManager, beta: float):
         """Starts from the present weights; each `update` keeps the share `beta` of the average."""
         self.manager, self.beta = manager, beta
-        self._held: list[Tensor] = [item.parameter.detach().to("cpu", torch.float32, copy=True) for item in manager.bound]
+        self.held: list[Tensor] = []
+        self.restart()
+
+    def restart(self) -> None:
+        """Takes the present weights as the average."""
+        self.held = [item.parameter.detach().to("cpu", torch.float32, copy=True) for item in self.manager.bound]
 
     @torch.no_grad()
     def update(self) -> None:
         """After an optimizer step."""
         self.manager.finish_param_sync()
-        for item, held in zip(self.manager.bound, self._held, strict=True):
+        for item, held in zip(self.manager.bound, self.held, strict=True):
             held.lerp_(item.parameter.detach().to("cpu", torch.float32), 1 - self.beta)
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
         """Within, the model holds the average, in its own precision; afterwards its own weights, bit for bit."""
         own = [item.parameter.detach().to("cpu", copy=True) for item in self.manager.bound]
-        self._write(self._held)
+        self._write(self.held)
         try:
             yield
         finally:

@@ -66,6 +66,13 @@ class Residency:
         """Brings them back."""
         self._on(storages_of(tensors))
 
+    def host(self, tensor: Tensor) -> Tensor:
+        """`tensor`, wherever it is: itself, or the same view of what lies on the host. Live either way, so copy it."""
+        berth = self._berths.get(tensor.untyped_storage()._cdata)
+        if berth is None or not berth.away:
+            return tensor
+        return berth.home.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
     def storages(self) -> dict[str, dict[int, Any]]:
         """Each part's storages; one that two parts share (fp32 main parameters that are the parameters) is the first's."""
         seen: set[int] = set()

@@ -27,21 +27,27 @@ class Piece:
     shape: tuple[int, ...]  # of the box: leading ones for the stacked axes
     begin: int  # first element in the Megatron tensor
     stride: tuple[int, ...]  # there, without the leading ones
+    padded: bool = False  # the vocabulary's: how many rows the tensor has depends on the layout
+    replica: tuple[int, int, int] = (0, 0, 0)  # which of equal holders this process is: stages, tensor- and data-parallel ones
 
     def of(self, megatron: Tensor) -> Tensor:
-        """The box of a (contiguous) Megatron tensor."""
+        """The box of a (contiguous) Megatron tensor, which may be a view of a buffer."""
         local = self.shape[len(self.shape) - len(self.stride) :]
-        return megatron.as_strided(local, self.stride, self.begin).reshape(self.shape)
+        return megatron.as_strided(local, self.stride, megatron.storage_offset() + self.begin).view(self.shape)
 
 
-def pieces_of(chunk: Any, bound: Sequence[Bound]) -> tuple[list[list[Piece]], list[str]]:
-    """(the pieces of each bound tensor, the names of objects that Megatron expects beside them) of an unsharded model."""
-    state = _state_of(chunk)
-    apply_factories(state)
+def pieces_of(chunks: Sequence[Any], bound: Sequence[Bound]) -> tuple[list[list[Piece]], list[str]]:
+    """(the pieces of each bound tensor, the names of objects that Megatron expects beside them) of this process's chunks.
+
+    To be called before they are wrapped: each tensor still has memory of its own.
+    """
+    states = [_state_of(chunk) for chunk in chunks]
+    for state in states:
+        apply_factories(state)
     owners = {item.parameter.untyped_storage().data_ptr(): number for number, item in enumerate(bound)}
     pieces: list[list[Piece]] = [[] for _ in bound]
     objects = []
-    for entry in nested_values(state):
+    for entry in (entry for state in states for entry in nested_values(state)):
         if isinstance(entry, ShardedObject):
             objects.append(entry.unique_key)
         elif isinstance(entry, ShardedTensor):
@@ -55,6 +61,8 @@ def pieces_of(chunk: Any, bound: Sequence[Bound]) -> tuple[list[list[Piece]], li
                     lead + tuple(entry.local_shape),
                     entry.data.storage_offset() - bound[number].parameter.storage_offset(),
                     tuple(entry.data.stride()),
+                    entry.allow_shape_mismatch,
+                    entry.replica_id,
                 )
             )
     for item, found in zip(bound, pieces, strict=True):

@@ -1,9 +1,10 @@
 """A distributed checkpoint on disk: which piece of which tensor is where, and reading them, each one checked."""
 
+import hashlib
 import io
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,13 @@ class Stored:
     length: int
     checksum: str
 
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, said: dict[str, Any]) -> "Stored":
+        return cls(**{**said, "offset": tuple(said["offset"]), "shape": tuple(said["shape"])})
+
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Raises CheckpointError where it is missing (so the checkpoint is not whole) or of another format."""
@@ -40,10 +48,22 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{folder} has no {MANIFEST}: it is no checkpoint of ours, or its conversion did not end. Run it again."
         )
-    manifest = json.loads(path.read_text())
-    if manifest.get("format") != FORMAT:
-        raise CheckpointError(f"{path} is of format {manifest.get('format')}; this version reads {FORMAT}.")
+    try:
+        manifest = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not as it was written: {error}.") from error
+    if (said := manifest.get("format")) != FORMAT:
+        newer = " Take a newer rftmega." if isinstance(said, int) and said > FORMAT else ""
+        raise CheckpointError(f"{path} is of format {said}; this version reads {FORMAT}.{newer}")
+    sealed = manifest.pop("seal", None)
+    if sealed is not None and sealed != seal(manifest):
+        raise CheckpointError(f"{path} is not as it was written: its checksum is another.")
     return manifest
+
+
+def seal(manifest: dict[str, Any]) -> str:
+    """A checksum of the content, however it is laid out."""
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def is_distributed(folder: str | Path) -> bool:
@@ -59,7 +79,7 @@ class Reader:
         self.manifest = read_manifest(folder)
         self.stored: dict[str, list[Stored]] = {}
         for said in self.manifest["pieces"]:
-            box = Stored(**{**said, "offset": tuple(said["offset"]), "shape": tuple(said["shape"])})
+            box = Stored.from_json(said)
             self.stored.setdefault(box.key, []).append(box)
 
     def dtype_of(self, key: str) -> torch.dtype:

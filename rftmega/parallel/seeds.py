@@ -1,6 +1,7 @@
-"""One seed for every generator of a process."""
+"""One seed for every generator of a process, and where they stand, as JSON has it."""
 
 import random
+from typing import Any
 
 import numpy
 import torch
@@ -11,3 +12,32 @@ def set_seed(seed: int) -> None:
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)  # also every CUDA device's, now or when it is first used
+
+
+def random_state() -> dict[str, Any]:
+    """Where the host's generators stand."""
+    version, numbers, gauss = random.getstate()
+    kind, keys, *rest = numpy.random.get_state(legacy=True)
+    return {
+        "python": [version, list(numbers), gauss],
+        "numpy": [kind, [int(key) for key in keys], *rest],
+        "torch": as_text(torch.get_rng_state()),
+    }
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Draws go on from here."""
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    kind, keys, *rest = state["numpy"]
+    numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), *rest))
+    torch.set_rng_state(as_bytes(state["torch"]))
+
+
+def as_text(state: torch.Tensor) -> str:
+    """[bytes] of a generator's state, in hexadecimal."""
+    return bytes(state.cpu().tolist()).hex()
+
+
+def as_bytes(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)

@@ -16,6 +16,7 @@ from torch import Tensor
 from rftmega import device
 from rftmega.config import ParallelConfig
 from rftmega.parallel.layout import replicas
+from rftmega.parallel.seeds import as_bytes, as_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +102,18 @@ class Topology:
             self._streams.remember()
             _set_globals(before)
             streams.resume()
+
+    def random_state(self) -> dict[str, Any]:
+        """Where this layout's random streams stand, as JSON has it."""
+        with self.active():
+            streams = RandomStreams.now()
+        return {"device": as_text(streams.device), "named": {name: as_text(state) for name, state in streams.named.items()}}
+
+    def set_random_state(self, state: dict[str, Any]) -> None:
+        """Draws go on from here."""
+        named = {name: as_bytes(text) for name, text in state["named"].items()}
+        with self.active():
+            RandomStreams(as_bytes(state["device"]), named).resume()
 
     @staticmethod
     def destroy() -> None:

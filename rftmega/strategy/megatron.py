@@ -1,6 +1,5 @@
 """MegatronStrategy: builds and places policy, engine and weight transfer of a run on Megatron-Core."""
 
-import json
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,16 +8,12 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
-from converters.hf_folder import HFFolder
 from rftmega import rollout, weights
 from rftmega.config import RunConfig
 from rftmega.data import Tokenizer
 from rftmega.errors import ConfigError
 from rftmega.interfaces import Policy, RolloutEngine, ValueModel, WeightSync
 from rftmega.megatron import MegatronActor, MegatronCritic
-from rftmega.megatron.load import load_hf
 from rftmega.megatron.offload import ADAM, MAIN_PARAMETERS
 from rftmega.parallel.launch import World
 from rftmega.parallel.layout import layout_name
@@ -28,13 +23,13 @@ from rftmega.rollout.servers import ServerEngine
 from rftmega.strategy import retention
 from rftmega.strategy.arguments import lightrft_arguments, rows_per_micro_batch, rows_per_update
 from rftmega.strategy.base import StrategyBase
+from rftmega.strategy.checkpoints import Model, TrainingCheckpoints, of_run
 from rftmega.strategy.dispatch import POLICY, AskedByOne, ColocatedPolicy, ColocatedValues, ColocatedWeights, SharedEngine, Turns
-from rftmega.strategy.export import export, export_weights
+from rftmega.strategy.export import export
 from rftmega.strategy.memory import predicted
 from rftmega.strategy.requests import Answer
 from rftmega.types import Completion, Prompt
 
-CLIENT_STATE = "client_state.json"
 log = logging.getLogger(__name__)
 
 
@@ -62,6 +57,7 @@ class MegatronStrategy(StrategyBase):
         actor = self._actor = MegatronActor(config, self.topology)
         manager = actor.manager
         judges = self._build_value_models()
+        self._learning: dict[str, Model] = {name: model for name, model in judges.items() if name == "critic"} | {POLICY: actor}
         separate = config.strategy == "separate"
         if world.is_main:
             log.info(
@@ -124,6 +120,11 @@ class MegatronStrategy(StrategyBase):
         self._turns.push()
         export(self._actor, self.config, folder)
 
+    @cached_property
+    def checkpoints(self) -> TrainingCheckpoints:
+        """Of policy and critic, as checkpoint.* says."""
+        return of_run(self.config, self._learning, self.export)
+
     def close(self) -> None:
         """Ends the engine, which must be gone before the process groups are."""
         self._engine.close()
@@ -160,8 +161,10 @@ class MegatronStrategy(StrategyBase):
         return self.unwrap_model(model).manager.scheduler
 
     def unwrap_model(self, model: Any) -> Any:
-        """The MegatronActor of this strategy's policy; a bare Megatron module of a wrapped one."""
-        return model.actor if isinstance(model, ColocatedPolicy) else super().unwrap_model(model)
+        """The MegatronActor (MegatronCritic) of this strategy's policy (critic); a bare Megatron module of a wrapped one."""
+        if isinstance(model, ColocatedPolicy):
+            return model.actor
+        return model.model if isinstance(model, ColocatedValues) else super().unwrap_model(model)
 
     def maybe_load_optimizer(self, optimizer: Any, device: Any = None) -> Any:
         """Brings Adam's state and the main parameters back. They come to the device that they left, whatever `device` is."""
@@ -209,20 +212,13 @@ class MegatronStrategy(StrategyBase):
         client_state: dict[str, Any] | None = None,
         save_latest: bool = True,
     ) -> None:
-        """The policy's weights as a Hugging Face folder `save_dir`/`tag`, with `client_state` as JSON; then at most `max_num`
-        such folders of at most `max_mem` MB stay. Optimizer and schedule are not in it. Every process calls it.
+        """The policy's (or the critic's) weights, optimizer and schedule as a training checkpoint `save_dir`/`tag`, with
+        `client_state`, which must be what JSON has; then at most `max_num` of them of at most `max_mem` MB stay. Every process
+        calls it; it waits for the disk. Raises CheckpointError where the folder can't be written.
         """
-        self._refuse_another(model)
-        folder = Path(save_dir)
         name = tag or f"version{self._engine.version or 0}"
-        self._turns.push()
-        export_weights(self._actor.manager, self.topology, self.config, folder / name)
-        if self.topology.is_main:
-            (folder / name / CLIENT_STATE).write_text(json.dumps(client_state or {}))
-            if save_latest:
-                retention.point_to(folder, name)
-            retention.rotate(folder, max_num=max_num, max_mem=max_mem)
-        dist.barrier()
+        kept = TrainingCheckpoints(Path(save_dir), self._named(model), self.config, keep=max_num, keep_mb=max_mem)
+        kept.save(client_state or {}, step=0, tag=name, latest=save_latest)
 
     def load_ckpt(
         self,
@@ -234,27 +230,35 @@ class MegatronStrategy(StrategyBase):
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
     ) -> tuple[str, dict[str, Any]]:
-        """Weights that `save_ckpt` wrote; the engine must be given them before its next answer.
+        """Takes back what `save_ckpt` wrote, under whatever layout; the engine must be given a policy's weights before its next
+        answer. `load_module_only`: weights alone, as without both of the flags before it; the optimizer's main parameters follow.
+        Without `load_module_strict` weights that the checkpoint lacks stay.
 
-        Raises NotImplementedError where more than weights is asked for, or less than all of them; CheckpointError where there
-        is no such checkpoint, or it is another model's.
+        Raises CheckpointError where there is no such checkpoint, it is another model's, or not as it was written.
         """
-        self._refuse_another(model)
-        if not load_module_only and (load_optimizer_states or load_lr_scheduler_states):
-            raise NotImplementedError("Checkpoints hold weights, no optimizer and no schedule yet: give load_module_only=True.")
-        if not load_module_strict:
-            raise NotImplementedError("load_module_strict=False would leave weights at random: every tensor must be there.")
+        models = self._named(model)
         found = retention.find(Path(load_dir), tag)
-        self._turns.update()
-        manager = self._actor.manager
-        load_hf(HFFolder(found), manager.bound)
-        manager.weights_changed()
-        self._engine.distrust()
-        return str(found), json.loads((found / CLIENT_STATE).read_text())
+        state = TrainingCheckpoints(Path(load_dir), models, self.config).load(
+            found,
+            strict=load_module_strict,
+            optimizer=load_optimizer_states and not load_module_only,
+            schedule=load_lr_scheduler_states and not load_module_only,
+            random=False,
+        )
+        if POLICY in models:
+            self._engine.distrust()
+        return str(found), state
+
+    def _named(self, model: Any) -> dict[str, Model]:
+        """A model that is trained here, by its name. Raises ValueError for another one."""
+        for name, trained in self._learning.items():
+            if self.unwrap_model(model) is trained:
+                return {name: trained}
+        raise ValueError(f"{type(model).__name__} is not trained by this strategy, which saves its policy and its critic.")
 
     def _refuse_another(self, model: Any) -> None:
         if self.unwrap_model(model) is not self._actor:
-            raise ValueError(f"{type(model).__name__} is not this strategy's policy, whose weights alone it moves.")
+            raise ValueError(f"{type(model).__name__} is not this strategy's policy, whose weights alone it pushes.")
 
 
 def _the_schedules(name: str) -> NotImplementedError:

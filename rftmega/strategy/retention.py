@@ -1,11 +1,13 @@
 """Which checkpoints of a folder stay, and which is the latest."""
 
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from rftmega.errors import CheckpointError
+from rftmega.megatron.stored import MANIFEST
 
 LATEST = "latest"  # a file that holds the name of the newest complete checkpoint
 DRAFT = ".incomplete"
@@ -52,8 +54,28 @@ def rotate(folder: Path, *, max_num: int, max_mem: float) -> list[str]:
 def point_to(folder: Path, name: str) -> None:
     """Makes `name` the latest; a reader sees the old pointer or the new one."""
     draft = folder / (LATEST + DRAFT)
-    draft.write_text(name)
+    with draft.open("w") as stream:
+        stream.write(name)
+        stream.flush()
+        os.fsync(stream.fileno())
     draft.rename(folder / LATEST)
+
+
+def settle(draft: Path, wanted: Path) -> Path:
+    """Gives a whole draft its name; one beside it where that is taken, so that nothing goes before the pointer moves."""
+    target, number = wanted, 2
+    while target.exists():
+        target, number = wanted.with_name(f"{wanted.name}.{number}"), number + 1
+    return draft.rename(target)
+
+
+def before(checkpoint: Path) -> Path | None:
+    """The newest whole checkpoint beside this one that is older."""
+    manifests = [path for path in checkpoint.parent.glob(f"*/{MANIFEST}") if not path.parent.name.endswith(DRAFT)]
+    own = checkpoint / MANIFEST
+    age = own.stat().st_mtime_ns if own.is_file() else float("inf")
+    older = [path for path in manifests if path != own and path.stat().st_mtime_ns < age]
+    return max(older, key=lambda path: path.stat().st_mtime_ns).parent if older else None
 
 
 def find(folder: Path, tag: str | None) -> Path:

@@ -1,5 +1,6 @@
 """One model that learns from given rows: no engine, no turns to take."""
 
+from functools import cached_property
 from pathlib import Path
 
 from rftmega.config import RunConfig
@@ -8,6 +9,7 @@ from rftmega.parallel.launch import World
 from rftmega.parallel.seeds import set_seed
 from rftmega.parallel.topology import Topology
 from rftmega.planning.models import POLICY
+from rftmega.strategy.checkpoints import TrainingCheckpoints, of_run
 from rftmega.strategy.export import export
 from rftmega.strategy.memory import Memory, predicted
 from rftmega.types import Experience, LossFn, Metrics
@@ -33,6 +35,11 @@ class SupervisedStrategy:
         metrics = self.model.update(experience, loss_fn, group_size=group_size)
         self._memory.end()
         return metrics | self._memory.metrics
+
+    @cached_property
+    def checkpoints(self) -> TrainingCheckpoints:
+        """Of the model, as checkpoint.* says."""
+        return of_run(self.config, {self.config.algorithm.task: self.model}, self.export)
 
     def export(self, folder: str | Path) -> None:
         """Writes the model as a Hugging Face folder; every process calls it."""

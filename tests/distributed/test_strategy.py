@@ -116,10 +116,12 @@ def likes_long(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> 
 
 def megatron_body(world: Any, folder: Path, output: Path) -> Any:
     from rftmega.algorithms.losses import policy_loss
+    from rftmega.megatron.training_state import adam_steps, schedule_steps
     from rftmega.strategy.base import StrategyBase, is_actor
     from rftmega.strategy.megatron import MegatronStrategy
 
     config = config_of(folder, ParallelConfig(tensor=2))
+    config.algorithm.ema_beta = 0.5
     config.rollout = RolloutConfig(engine="scripted", tensor=2, max_prompt_tokens=8, max_response_tokens=6)
     made = MegatronStrategy(config, world, stop_ids=[1])
     assert isinstance(made, StrategyBase)
@@ -138,11 +140,6 @@ def megatron_body(world: Any, folder: Path, output: Path) -> Any:
     for call, why in (
         (lambda: made.backward(None, policy, None), r"Call policy.update\(experience, loss_fn\)"),
         (lambda: made.optimizer_step(None, policy, None), "Call policy.update"),
-        (lambda: made.load_ckpt(policy, str(output)), "load_module_only=True"),
-        (
-            lambda: made.load_ckpt(policy, str(output), load_module_only=True, load_module_strict=False),
-            "leave weights at random",
-        ),
     ):
         with pytest.raises(NotImplementedError, match=why):
             call()
@@ -151,6 +148,7 @@ def megatron_body(world: Any, folder: Path, output: Path) -> Any:
         lambda: made.create_optimizer(policy, lr=1.0),
         lambda: made.setup_inference_engine(made.args, "vllm"),
         lambda: made.update_engine_weights(object()),
+        lambda: made.save_ckpt(object(), str(output)),
     ):
         with pytest.raises(ValueError):
             refused()
@@ -175,8 +173,22 @@ def megatron_body(world: Any, folder: Path, output: Path) -> Any:
     assert not torch.equal(policy.log_probs(rows).logp, before)
     made.save_ckpt(policy, str(output), tag="b", max_num=1, save_latest=False)
     made.update_engine_weights(policy)
+    manager, average = actor.manager, actor.average
+    learnt, averaged = policy.log_probs(rows).logp, [x.clone() for x in average.held]
     made.gather_and_generate({}, mine, sleep_engine=False)  # and the trainer's weights leave the device
     found = made.load_ckpt(policy, str(output), load_module_only=True)  # the latest that was made so
+    assert torch.equal(policy.log_probs(rows).logp, before)
+    assert all(torch.equal(x, item.parameter) for x, item in zip(average.held, manager.bound, strict=True))
+    assert (adam_steps(manager), schedule_steps(manager)) == (1, 2), "not of the weights"
+    made.load_ckpt(policy, str(output), tag="b", load_optimizer_states=False)
+    assert torch.equal(policy.log_probs(rows).logp, learnt)
+    assert all(torch.equal(x, y) for x, y in zip(average.held, averaged, strict=True))
+    made.load_ckpt(policy, str(output), tag="a", load_lr_scheduler_states=False)
+    assert (adam_steps(manager), schedule_steps(manager)) == (0, 2)
+    made.load_ckpt(policy, str(output), tag="b")
+    assert (adam_steps(manager), schedule_steps(manager)) == (1, 2)
+    made.load_ckpt(policy, str(output), tag="a")
+    assert (adam_steps(manager), schedule_steps(manager)) == (0, 1)
     assert torch.equal(policy.log_probs(rows).logp, before)
     with pytest.raises(EngineError, match="holds no weights"):
         made.engine_generate_local({}, [5])

@@ -205,6 +205,9 @@ def test_a_sound_config_has_no_violations(config_file: Path) -> None:
         ("data.sources={/: 1}", 1, "are both given. Leave one out"),
         ("data.response_key=answer", 1, "data.response_key=answer: with algorithm.task=rl nothing reads it"),
         ("data.chosen_key=good", 1, "data.chosen_key=good: with algorithm.task=rl nothing reads it"),
+        ("checkpoint.keep=2", 1, "checkpoint.keep=2 needs checkpoint.every above 0: nothing is saved"),
+        ("checkpoint.every=-1", 1, "checkpoint.every=-1 must be at least 0"),
+        ("checkpoint.resume=/nowhere", 1, "checkpoint.resume=/nowhere is not a folder. Give a checkpoint, or auto, or none"),
     ],
 )
 def test_what_cannot_run_is_refused_with_a_reason(override: str, world: int, complaint: str, config_file: Path) -> None:

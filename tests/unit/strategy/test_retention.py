@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rftmega.errors import CheckpointError
-from rftmega.strategy.retention import Saved, expired, find, point_to, rotate
+from rftmega.strategy.retention import Saved, before, expired, find, point_to, rotate, settle
 
 MB = 10**6
 
@@ -71,3 +71,21 @@ def test_the_latest_is_found_and_a_missing_one_named(tmp_path: Path) -> None:
     assert find(tmp_path, None) == find(tmp_path, "one") == tmp_path / "one"
     with pytest.raises(CheckpointError, match="no checkpoint 'two'"):
         find(tmp_path, "two")
+
+
+def test_a_whole_draft_takes_no_name_that_is_taken(tmp_path: Path) -> None:
+    for expected in ("a", "a.2", "a.3"):
+        (tmp_path / "a.incomplete").mkdir()
+        assert settle(tmp_path / "a.incomplete", tmp_path / "a").name == expected
+
+
+def test_the_one_before_is_the_newest_whole_one_that_is_older(tmp_path: Path) -> None:
+    for when, name in enumerate(["first", "second", "third", "fourth.incomplete", "fifth"]):
+        checkpoint(tmp_path, name, when)
+        if name != "third":  # it never became whole
+            (tmp_path / name / "manifest.json").write_text("{}")
+            os.utime(tmp_path / name / "manifest.json", (when, when))
+    assert before(tmp_path / "fifth") == tmp_path / "second"
+    assert before(tmp_path / "first") is None
+    (tmp_path / "fifth" / "manifest.json").unlink()
+    assert before(tmp_path / "fifth") == tmp_path / "second"

@@ -1,0 +1,49 @@
+"""A copy on the host of what this process writes: training goes on while it is written."""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rftmega import device
+from rftmega.megatron.training_state import Held
+
+ALIGNED = 64  # bytes
+
+
+class Snapshot(NamedTuple):
+    """Copied boxes, (key, offset, box) each, and the shapes of the tensors that they are of."""
+
+    boxes: Sequence[tuple[str, tuple[int, ...], Tensor]]
+    shapes: dict[str, tuple[int, ...]]
+
+
+class HostCopies:
+    """Memory for one snapshot, kept for the next one."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    @torch.no_grad()
+    def take(self, held: Iterable[tuple[str, Held]]) -> Snapshot:
+        """Copies the boxes that this process writes of (prefix of its key, box). The snapshot before is overwritten."""
+        found = list(held)
+        written = [(prefix, each) for prefix, each in found if each.written]
+        sizes = [-(-each.tensor.nbytes // ALIGNED) * ALIGNED for _, each in written]
+        if sum(sizes) > len(self._memory):
+            self._memory = device.current().host_buffer(sum(sizes), torch.uint8)
+        boxes, at = [], 0
+        for (prefix, each), size in zip(written, sizes, strict=True):
+            tensor = each.tensor
+            place = self._memory[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            place.copy_(tensor, non_blocking=True)
+            boxes.append((f"{prefix}/{each.key}", each.offset, place))
+            at += size
+        device.current().synchronize()
+        return Snapshot(boxes, {f"{prefix}/{each.key}": each.shape for prefix, each in found})
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self._memory.shape)

@@ -1,0 +1,74 @@
+"""The files of a training checkpoint: each process writes its own, the first one a manifest when all are there.
+
+manifest.json         last of all: step, states, config, all pieces with checksums, and a seal of itself
+__<rank>_0.distcp     the pieces that this rank wrote, as torch.distributed.checkpoint's
+rank_<rank>.json      which pieces these are, and where the rank's random streams stood
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rftmega.checkpoint.distributed import finish, write_json, write_pieces
+from rftmega.checkpoint.snapshot import Snapshot
+from rftmega.errors import CheckpointError
+from rftmega.megatron.stored import Reader, Stored
+
+KIND = "training"
+POLL = 0.05  # seconds
+
+
+def note_of(rank: int) -> str:
+    return f"rank_{rank}.json"
+
+
+def write_rank(folder: Path, rank: int, snapshot: Snapshot, random: dict[str, Any]) -> None:
+    """This rank's files; the note comes last."""
+    stored = write_pieces(folder / f"__{rank}_0.distcp", snapshot.boxes)
+    said = {"random": random, "pieces": [box.as_json() for box in stored], "shapes": snapshot.shapes}
+    write_json(folder / note_of(rank), said)
+
+
+def write_whole(folder: Path, ranks: int, about: dict[str, Any], *, given_up: Callable[[], bool]) -> bool:
+    """Waits for the notes of all ranks, then writes the manifest, with `about` in it. False where it was given up."""
+    notes = [folder / note_of(rank) for rank in range(ranks)]
+    while not all(note.is_file() for note in notes):
+        if given_up():
+            return False
+        time.sleep(POLL)
+    stored: list[Stored] = []
+    shapes: dict[str, tuple[int, ...]] = {}
+    sums = {}
+    for note in notes:
+        text = note.read_bytes()
+        said = json.loads(text)
+        stored += map(Stored.from_json, said["pieces"])
+        shapes |= {key: tuple(shape) for key, shape in said["shapes"].items()}
+        sums[note.name] = hashlib.sha256(text).hexdigest()
+    finish(folder, stored, shapes, [], {"kind": KIND, "ranks": sums, **about})
+    return True
+
+
+class TrainingReader(Reader):
+    """A whole training checkpoint. Raises CheckpointError where it is none, or its manifest is not as it was written."""
+
+    def __init__(self, folder: Path):
+        super().__init__(folder)
+        if self.manifest.get("kind") != KIND:
+            raise CheckpointError(f"{folder} is no training checkpoint: its manifest is of kind {self.manifest.get('kind')!r}.")
+        self.prefixes = {key.partition("/")[0] for key in self.stored}
+
+    def random_of(self, rank: int) -> dict[str, Any]:
+        """Where the random streams of a rank stood. Raises CheckpointError where its file is not as it was written."""
+        path = self.folder / note_of(rank)
+        try:
+            text = path.read_bytes()
+        except OSError as error:
+            raise CheckpointError(f"{path} can't be read: {error}") from error
+        if hashlib.sha256(text).hexdigest() != self.manifest["ranks"][path.name]:
+            raise CheckpointError(f"{path} is not as it was written: its checksum is another.")
+        said: dict[str, Any] = json.loads(text)["random"]
+        return said

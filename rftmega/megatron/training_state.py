@@ -1,0 +1,142 @@
+"""Every tensor that training goes on from, as boxes of the whole model's tensors: the same names under every layout."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rftmega.megatron.boxes import boxes_of
+from rftmega.megatron.manager import AveragedWeights, MegatronModelManager
+from rftmega.megatron.offload import inner_optimizers
+from rftmega.megatron.sharded import Piece
+from rftmega.megatron.stored import Reader
+
+WEIGHTS, AVERAGE, MAIN, FIRST, SECOND = "weights", "average", "main", "exp_avg", "exp_avg_sq"
+
+
+@dataclass(frozen=True)
+class Held:
+    """A box of a tensor that this process holds."""
+
+    key: str  # "weights/decoder.layers...": what it is, and Megatron's name
+    shape: tuple[int, ...]  # of the whole tensor
+    padded: bool  # see Piece
+    offset: tuple[int, ...]  # of the box in it
+    tensor: Tensor  # the box, a view
+    written: bool  # by this process, not by another that holds the same
+
+
+def model_tensors(manager: MegatronModelManager, average: AveragedWeights | None) -> Iterator[Held]:
+    """Weights and, where one is kept, their average."""
+    for number, item in enumerate(manager.bound):
+        weights = manager.residency.host(item.parameter.detach())
+        for piece in manager.pieces[number]:
+            yield _held(WEIGHTS, piece, weights)
+            if average is not None:
+                yield _held(AVERAGE, piece, average.held[number])
+
+
+def _held(kind: str, piece: Piece, tensor: Tensor) -> Held:
+    written = not any(piece.replica)
+    return Held(f"{kind}/{piece.key}", piece.global_shape, piece.padded, piece.offset, piece.of(tensor), written)
+
+
+def optimizer_tensors(manager: MegatronModelManager) -> Iterator[Held]:
+    """Main parameters, where they are not the weights themselves, and Adam's states, where there are any yet."""
+    numbers = {id(item.parameter): number for number, item in enumerate(manager.bound)}
+    for inner in inner_optimizers(manager.optimizer):
+        for parameter, main, begin in _owned(inner):
+            tensors = {name: inner.optimizer.state[main][name] for name in (FIRST, SECOND) if main in inner.optimizer.state}
+            if main.dtype != parameter.dtype:
+                tensors[MAIN] = main.detach()
+            tensors = {kind: manager.residency.host(tensor) for kind, tensor in tensors.items()}
+            for piece in manager.pieces[numbers[id(parameter)]]:
+                for kind, tensor in tensors.items():
+                    yield from _ranges(kind, piece, tensor, begin, sharded=_is_sharded(inner))
+
+
+def _is_sharded(inner: Any) -> bool:
+    """Whether data-parallel processes share the state (Megatron's DistributedOptimizer)."""
+    return hasattr(inner, "model_param_gbuf_map")
+
+
+def _owned(inner: Any) -> Iterator[tuple[Tensor, Tensor, int]]:
+    """(parameter, what the optimizer steps in its place, where in the flattened parameter that begins)."""
+    if inner.optimizer is None:  # a process without trainable parameters
+        return
+    if _is_sharded(inner):
+        for parameter in inner.model_param_gbuf_map:
+            main = inner._get_main_param_and_optimizer_states(parameter)["param"]
+            yield parameter, main, inner._get_model_param_range_map(parameter)["param"].start
+        return
+    groups = zip(getattr(inner, "float16_groups", ()), getattr(inner, "fp32_from_float16_groups", ()), strict=True)
+    halves = {id(main): parameter for group, mains in groups for parameter, main in zip(group, mains, strict=True)}
+    for group in inner.optimizer.param_groups:
+        yield from ((halves.get(id(main), main), main, 0) for main in group["params"])
+
+
+def _ranges(kind: str, piece: Piece, tensor: Tensor, begin: int, *, sharded: bool) -> Iterator[Held]:
+    """The boxes of `piece` within `tensor`, which holds elements `begin` ... of the flattened parameter."""
+    written = not any(piece.replica[:2] if sharded else piece.replica)
+    size = tensor.numel()
+    local = piece.shape[len(piece.shape) - len(piece.stride) :]
+    assert torch.empty(local, device="meta").stride() == piece.stride, f"{piece.key} is no range of its parameter"
+    low, high = max(begin, piece.begin), min(begin + size, piece.begin + torch.Size(local).numel())
+    at = low - begin
+    for offset, shape in boxes_of(piece.shape, low - piece.begin, high - piece.begin):
+        box = tensor.as_strided((number := torch.Size(shape).numel(),), (1,), tensor.storage_offset() + at).view(shape)
+        at += number
+        place = tuple(a + b for a, b in zip(piece.offset, offset, strict=True))
+        yield Held(f"{kind}/{piece.key}", piece.global_shape, piece.padded, place, box, written)
+
+
+def adam_steps(manager: MegatronModelManager) -> int:
+    """Optimizer steps that Adam has counted; 0 where it has no states yet."""
+    for inner in inner_optimizers(manager.optimizer):
+        if inner.optimizer is not None and inner.optimizer.state:
+            state = next(iter(inner.optimizer.state.values()))
+            return int(state["step"] if "step" in state else inner.optimizer.param_groups[0]["step"])
+    return 0
+
+
+@torch.no_grad()
+def set_adam_steps(manager: MegatronModelManager, steps: int) -> None:
+    """Makes Adam's states, whose content is then whatever is copied into them; at 0 steps there are none."""
+    for inner in inner_optimizers(manager.optimizer):
+        if inner.optimizer is None:
+            continue
+        if not steps:
+            inner.optimizer.state.clear()
+            continue
+        in_group = not isinstance(inner.optimizer, torch.optim.Adam)  # fused ones count for a whole group
+        for group in inner.optimizer.param_groups:
+            if in_group:
+                group["step"] = steps
+            for main in group["params"]:
+                state = inner.optimizer.state[main]
+                for name in (FIRST, SECOND):
+                    if name not in state:
+                        state[name] = torch.zeros_like(main, dtype=torch.float32)
+                if not in_group:
+                    state["step"] = torch.tensor(float(steps))
+
+
+def schedule_steps(manager: MegatronModelManager) -> int:
+    """Where the learning rate's schedule stands."""
+    return int(manager.scheduler.num_steps)
+
+
+def set_schedule_steps(manager: MegatronModelManager, steps: int) -> None:
+    manager.scheduler.num_steps = steps
+    manager.scheduler.step(0)
+
+
+@torch.no_grad()
+def fill(held: Held, reader: Reader, prefix: str) -> None:
+    """Reads a box. Raises CheckpointError where the checkpoint lacks it, has it in another shape, or bytes are wrong."""
+    where = held.tensor if held.tensor.device.type == "cpu" else torch.empty_like(held.tensor, device="cpu")
+    reader.fill_shard(where, f"{prefix}/{held.key}", held.shape, held.offset, padded=held.padded)
+    if where is not held.tensor:
+        held.tensor.copy_(where)

@@ -1,0 +1,281 @@
+"""Training goes on from a checkpoint: bit for bit under the same layout, within fp32 noise under another; and what is no
+whole checkpoint is none.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+
+from rftmega.algorithms.supervised import cross_entropy_loss
+from rftmega.checkpoint import training
+from rftmega.config import OptimizerConfig, ParallelConfig
+from rftmega.errors import CheckpointError
+from rftmega.experience import given
+from rftmega.megatron import MegatronActor
+from rftmega.megatron.stored import MANIFEST
+from rftmega.parallel.topology import Topology
+from rftmega.strategy import checkpoints as saving
+from rftmega.strategy import retention
+from rftmega.strategy.checkpoints import TrainingCheckpoints
+from tests.layouts import config_of, rows_of
+from tests.ranks import run_ranks
+from tests.tiny_models import save_tiny
+
+P = ParallelConfig
+PLAIN = OptimizerConfig(learning_rate=1e-2, epsilon=1e-4, schedule="linear", warmup_steps=2)
+SHARDED = replace(PLAIN, distributed=True)
+TOKENS = [[1, 2, 3, 4], [5, 6], [7, 8, 9, 10, 11], [3, 1, 2], [12, 13, 14], [9, 9], [4, 5, 6, 7], [1, 3]]
+STEPS = 5
+Case = tuple[int, ParallelConfig, OptimizerConfig]
+
+
+def actor_of(folder: Path, parallel: ParallelConfig, optimizer: OptimizerConfig, dtype: str, dropout: float) -> MegatronActor:
+    config = config_of(folder, parallel, optimizer, dtype=dtype, dropout=dropout)
+    config.algorithm.ema_beta = 0.5
+    return MegatronActor(config, Topology.create(parallel, seed=1))
+
+
+def kept_by(actor: MegatronActor, folder: Path, **settings: Any) -> TrainingCheckpoints:
+    return TrainingCheckpoints(folder, {"policy": actor}, actor.manager.cfg, **settings)
+
+
+def learn(actor: MegatronActor, steps: int) -> list[float]:
+    """Losses of steps that each learn from the same rows."""
+    return [actor.update(given(rows_of(TOKENS)), cross_entropy_loss())["loss"] for _ in range(steps)]
+
+
+def save_body(world: Any, model: Path, folder: Path, case: tuple[Any, ...], settings: dict[str, Any]) -> list[float]:
+    """Three steps, a save, and what the next steps' losses are; meanwhile it is written."""
+    actor = actor_of(model, *case)
+    learn(actor, 3)
+    kept = kept_by(actor, folder, **settings)
+    kept.save({"trainer": {"step": 3}}, step=3)
+    losses = learn(actor, STEPS)  # before it is surely written: a snapshot that is no copy would hold what comes of these
+    kept.wait()
+    return losses
+
+
+def resume_body(world: Any, model: Path, folder: Path, again: Path, case: tuple[Any, ...]) -> list[float]:
+    actor = actor_of(model, *case)
+    kept = kept_by(actor, folder)
+    assert kept.resume() == {"trainer": {"step": 3}}
+    kept_by(actor, again).save({}, step=3)  # what was taken back, for a comparison of all its bits
+    return learn(actor, STEPS)
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """All of a checkpoint, whole, without the vocabulary's padding."""
+    reader = training.TrainingReader(folder)
+    found = {}
+    for key in reader.stored:
+        whole = torch.empty(reader.manifest["shapes"][key], dtype=reader.dtype_of(key))
+        reader.fill(whole, key, (0,) * whole.dim())
+        found[key] = whole[:131] if "word_embeddings" in key or "output_layer" in key else whole
+    return found
+
+
+def resumed(
+    tmp_path: Path, variant: str, saved: Case, others: list[Case], *, dtype: str = "float32", dropout: float = 0.0
+) -> tuple[list[float], list[list[float]]]:
+    """(losses after a save, those of each resume); all that was saved came back, whatever the layout."""
+    model, folder = save_tiny(tmp_path / "model", variant), tmp_path / "kept"
+    (expected, *_) = run_ranks(saved[0], save_body, model, folder, (*saved[1:], dtype, dropout), {"asynchronous": True})
+    whole = tensors(folder / "step_000003")
+    kinds = {key.split("/")[1] for key in whole}
+    assert kinds == {"weights", "average", "exp_avg", "exp_avg_sq"} | ({"main"} if dtype == "bfloat16" else set())
+    found = []
+    for number, (ranks, *case) in enumerate(others):
+        again = tmp_path / f"again{number}"
+        (losses, *_) = run_ranks(ranks, resume_body, model, folder, again, (*case, dtype, dropout))
+        found.append(losses)
+        back = tensors(again / "step_000003")
+        assert back.keys() == whole.keys()
+        odd = [key for key, tensor in whole.items() if not torch.equal(tensor, back[key])]
+        assert not odd, odd
+    return expected, found
+
+
+def test_a_run_goes_on_bit_for_bit_and_its_snapshot_is_a_copy(tmp_path: Path) -> None:
+    """With dropout: the random streams go on, too."""
+    case = (2, P(tensor=2), PLAIN)
+    expected, (found,) = resumed(tmp_path, "qwen3-tied", case, [case], dropout=0.1)
+    assert found == expected
+    assert len(set(expected)) == STEPS
+    manifest = json.loads((tmp_path / "kept" / "step_000003" / MANIFEST).read_text())
+    assert (manifest["step"], manifest["models"]["policy"]["adam_steps"]) == (3, 3)
+    described = FileSystemReader(tmp_path / "kept" / "step_000003").read_metadata()  # torch's own reader knows it
+    assert "policy/weights/decoder.layers.mlp.linear_fc2.weight" in described.state_dict_metadata
+
+
+def test_a_run_saved_by_four_processes_goes_on_in_one(tmp_path: Path) -> None:
+    expected, found = resumed(tmp_path, "qwen3", (4, P(tensor=2, pipeline=2), PLAIN), [(1, P(), SHARDED)])
+    assert found[0] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.ranks
+def test_a_run_goes_on_under_every_layout(tmp_path: Path) -> None:
+    others = [
+        (4, P(tensor=4), SHARDED),
+        (4, P(pipeline=2), SHARDED),
+        (4, P(), SHARDED),
+        (4, P(), PLAIN),
+        (2, P(pipeline=2, virtual_pipeline=2), PLAIN),
+    ]
+    expected, found = resumed(tmp_path, "qwen3", (4, P(tensor=2, pipeline=2), PLAIN), others)
+    for losses in found:
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("variant", ["qwen3-moe", "deepseek-v3", "qwen2-tied"])
+def test_experts_latent_attention_and_tied_embeddings_come_back_from_a_sharded_optimizer(variant: str, tmp_path: Path) -> None:
+    tied = variant == "qwen2-tied"
+    saved = (4, P(pipeline=2) if tied else P(expert=2), SHARDED)
+    expected, found = resumed(tmp_path, variant, saved, [(2, P(), SHARDED), (2, P(tensor=2), PLAIN), saved])
+    for losses in found[:2]:
+        assert losses == pytest.approx(expected, rel=1e-5)
+    assert found[2] == expected
+
+
+@pytest.mark.ranks
+def test_main_parameters_of_bfloat16_come_back_under_another_layout(tmp_path: Path) -> None:
+    saved = (2, P(), SHARDED)
+    expected, found = resumed(tmp_path, "qwen3", saved, [(1, P(), PLAIN), saved], dtype="bfloat16")
+    assert found[0] == pytest.approx(expected, rel=2e-2)  # the first losses alone: bfloat16 rounds by 2**-8
+    assert found[1] == expected
+
+
+# What is no whole checkpoint.
+
+
+class Died(BaseException):
+    """Stands for the end of the process: nothing catches it."""
+
+
+STAGES: dict[str, tuple[Any, str]] = {
+    "the ranks' tensors": (training, "write_pieces"),
+    "a rank's note": (training, "write_json"),
+    "the manifest": (training, "finish"),
+    "its name": (retention, "settle"),
+    "the pointer": (retention, "point_to"),
+    "retention": (retention, "rotate"),
+}
+
+
+def died_body(world: Any, model: Path, folder: Path) -> None:
+    actor = actor_of(model, P(), PLAIN, "float32", 0.0)
+    learn(actor, 1)
+    kept_by(actor, folder).save({"n": 0}, step=1)
+    latest = 0
+    for number, (stage, (module, name)) in enumerate(STAGES.items(), start=1):
+        kept = kept_by(actor, folder, keep=2, asynchronous=True)
+        original: Callable[..., Any] = getattr(module, name)
+
+        def dies(*arguments: Any, original: Callable[..., Any] = original, **options: Any) -> None:
+            raise Died
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, name, dies)
+            patch.setattr("threading.excepthook", lambda arguments: None)
+            kept.save({"n": number}, step=1)
+            assert kept._writing is not None
+            writing = kept._writing[1]
+            writing._part.join()
+            writing._given_up.set()  # a process that is gone waits for nobody
+            writing._whole.join()
+        latest = number if stage == "retention" else latest
+        again = kept_by(actor, folder)
+        assert again.load(retention.find(folder, None)) == {"n": latest}, stage
+    kept = kept_by(actor, folder, keep=2)
+    kept.save({"n": 9}, step=2)
+    assert kept.load(retention.find(folder, None)) == {"n": 9}
+    assert len([path for path in folder.iterdir() if path.is_dir() and not path.name.endswith(retention.DRAFT)]) == 2
+
+
+def test_a_save_that_dies_at_any_stage_leaves_the_one_before(tmp_path: Path) -> None:
+    run_ranks(1, died_body, save_tiny(tmp_path / "model", "qwen3"), tmp_path / "kept")
+
+
+def flip(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+def refused_body(world: Any, model: Path, other: Path, folder: Path) -> None:
+    actor = actor_of(model, P(tensor=2), PLAIN, "float32", 0.0)
+    learn(actor, 1)
+    kept = kept_by(actor, folder)
+    kept.save({"n": 1}, step=1)
+    kept.save({"n": 2}, step=2)
+    second = folder / "step_000002"
+    offer = f"before it is {folder / 'step_000001'}: checkpoint.resume="
+    manifest = json.loads((second / MANIFEST).read_bytes())
+    piece = max(manifest["pieces"], key=lambda each: each["length"])
+    damages = {
+        piece["file"]: (piece["begin"] + piece["length"] // 2, "has checksum"),
+        "rank_1.json": (-9, "its checksum is another"),
+        MANIFEST: ((second / MANIFEST).read_text().index('"step": 2') + 8, "its checksum is another"),
+    }
+    for name, (at, reason) in damages.items():
+        if world.rank == 0:
+            flip(second / name, at)
+        torch.distributed.barrier()
+        with pytest.raises(CheckpointError, match=reason) as raised:  # on both ranks, whoever reads it
+            kept.load(second)
+        assert offer in str(raised.value), raised.value
+        torch.distributed.barrier()
+        if world.rank == 0:
+            flip(second / name, at)
+        torch.distributed.barrier()
+    assert kept.load(second) == {"n": 2}
+    stranger = actor_of(other, P(tensor=2), PLAIN, "float32", 0.0)
+    with pytest.raises(CheckpointError, match=r"another model: vocab_size is 131 there and 97 in") as raised:
+        kept_by(stranger, folder).load(second)
+    torch.distributed.barrier()
+    if world.rank == 0:
+        (second / MANIFEST).write_text(json.dumps(manifest | {"format": 99}))
+    torch.distributed.barrier()
+    with pytest.raises(CheckpointError, match=r"is of format 99; this version reads 1. Take a newer rftmega. The one before"):
+        kept.load(second)
+
+
+def test_what_is_not_as_it_was_written_is_refused_with_the_reason_and_the_one_before_is_offered(tmp_path: Path) -> None:
+    models = [save_tiny(tmp_path / name, "qwen3", vocab_size=words) for name, words in (("model", 131), ("other", 97))]
+    run_ranks(2, refused_body, *models, tmp_path / "kept")
+
+
+def full_disk_body(world: Any, model: Path, folder: Path) -> None:
+    actor = actor_of(model, P(tensor=2), PLAIN, "float32", 0.0)
+    kept_by(actor, folder).save({"n": 1}, step=1)
+
+    def make(draft: Path, original: Callable[[Path], None] = saving._make) -> None:
+        original(draft)
+        (draft / "__1_0.distcp.part").symlink_to("/dev/full")  # the disk of the second rank
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saving, "_make", make)
+        kept = kept_by(actor, folder, asynchronous=True)
+        kept.save({"n": 2}, step=2)
+        learn(actor, 1)
+        with pytest.raises(CheckpointError, match=r"rank 1: .*No space left on device.*latest is still step_000001. Make room"):
+            kept.save({"n": 3}, step=3)
+        kept_by(actor, folder, warn=True).save({"n": 4}, step=4)  # trains on
+    kept = kept_by(actor, folder, warn=True)
+    kept.save({"n": 5}, step=5)
+    assert kept.load(retention.find(folder, None)) == {"n": 5}
+    torch.distributed.barrier()
+    assert sorted(path.name for path in folder.iterdir()) == ["latest", "step_000001", "step_000005"]
+    nowhere = Path("/sys/kernel/checkpoints")  # nobody may write there, root neither
+    with pytest.raises(CheckpointError, match=r"can't be written: .*(Permi|permi).*There is none yet"):
+        kept_by(actor, nowhere).save({}, step=1)
+
+
+def test_a_full_disk_and_a_read_only_folder_are_told_and_training_goes_on_where_it_may(tmp_path: Path) -> None:
+    run_ranks(2, full_disk_body, save_tiny(tmp_path / "model", "qwen3"), tmp_path / "kept")
