@@ -7,6 +7,7 @@ from enum import Enum
 from torch import Tensor
 
 from rftmega.errors import EngineError
+from rftmega.rollout.order import Lengths
 from rftmega.types import Completion, Prompt
 
 Finished = Callable[[Sequence[int], Sequence[Completion]], None]  # places among the prompts, their answers
@@ -27,6 +28,7 @@ class Engine(ABC):
 
     def __init__(self) -> None:
         self.version: int | None = None
+        self.lengths = Lengths()  # of answers; whoever sends requests asks and tells it
         self._held: set[str] = {"weights", "kv_cache"}  # what is in the device's memory
 
     @property

@@ -1,5 +1,6 @@
 """An engine that answers from seeded generators: no model, the same tokens on every process and layout."""
 
+from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
@@ -12,11 +13,15 @@ from rftmega.types import Completion, Prompt
 
 
 class ScriptedEngine(Engine):
-    """Random ids, lengths and log-probs that depend on the seed alone; reads every pushed tensor and keeps none."""
+    """Random ids, lengths and log-probs that depend on the seed alone; reads every pushed tensor and keeps none.
+
+    A step gives one token to each of at most rollout.max_batch answers, begun in the order of the requests; `steps` counts them.
+    """
 
     def __init__(self, config: RolloutConfig, *, vocabulary: int, stop_ids: Sequence[int]):
         super().__init__()
-        self.longest = config.max_response_tokens
+        self.longest, self.slots = config.max_response_tokens, config.max_batch
+        self.steps = 0
         self.vocabulary = vocabulary
         self.stop_ids = stop_ids
 
@@ -24,7 +29,16 @@ class ScriptedEngine(Engine):
         self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float, finished: Finished
     ) -> list[Completion]:
         answers = [self._answer(seed) for seed in seeds]
-        finished(range(len(answers)), answers)
+        waiting, begun, ended = deque(range(len(answers))), 0, 0
+        due: dict[int, list[int]] = defaultdict(list)  # step -> answers whose last token it gives
+        while ended < len(answers):
+            while waiting and begun - ended < self.slots:
+                place, begun = waiting.popleft(), begun + 1
+                due[self.steps + len(answers[place].token_ids)].append(place)
+            self.steps += 1
+            if done := due.pop(self.steps, []):
+                ended += len(done)
+                finished(done, [answers[place] for place in done])
         return answers
 
     def _answer(self, seed: int) -> Completion:

@@ -24,6 +24,7 @@ from rftmega.config import RolloutConfig
 from rftmega.errors import EngineError
 from rftmega.parallel.launch import World
 from rftmega.rollout.base import Engine, Finished
+from rftmega.rollout.order import shares
 from rftmega.types import Completion, Prompt
 
 RANKS_OWN = {  # what tells a process that it is a rank of the trainer
@@ -182,13 +183,14 @@ class ServerEngine(Engine):
     async def _ask(
         self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float, finished: Finished
     ) -> list[Completion]:
-        """Consecutive requests go to the same server, so that siblings share the prompt's cache."""
+        """Servers get requests of about the same length in all, siblings together (`order.shares`)."""
+        parts = shares(prompts, self.lengths.expected(prompts), len(self.servers))
+        asked = {place: server for server, part in zip(self.servers, parts, strict=True) for place in part}
         limits = httpx.Limits(max_connections=self.config.max_batch * len(self.servers))
         async with httpx.AsyncClient(timeout=httpx.Timeout(None, connect=30.0), limits=limits) as client:
 
             async def one(place: int) -> Completion:
-                server = self.servers[place * len(self.servers) // len(prompts)]
-                choice = await server.answer(client, prompts[place], self._sampling(seeds[place], temperature))
+                choice = await asked[place].answer(client, prompts[place], self._sampling(seeds[place], temperature))
                 completion = self._completion(choice)
                 finished([place], [completion])
                 return completion

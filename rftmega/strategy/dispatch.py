@@ -1,5 +1,6 @@
 """What makes one engine a process and one trainer a world look like one of each."""
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 
@@ -13,6 +14,7 @@ from rftmega.megatron import MegatronActor, MegatronCritic
 from rftmega.megatron.offload import PARAMETERS, PARTS, Residency
 from rftmega.parallel.launch import World
 from rftmega.rollout import Engine
+from rftmega.rollout.order import shares
 from rftmega.strategy.judging import Judging
 from rftmega.strategy.memory import Memory, Predicted
 from rftmega.types import Auxiliary, Completion, Experience, LossFn, Metrics, Prompt, Rows, TokenStats
@@ -78,16 +80,21 @@ class SharedEngine:
     def generate(
         self, prompts: Sequence[Prompt], *, seeds: Sequence[int], temperature: float, reward: Reward | None = None
     ) -> list[Completion]:
-        """Consecutive requests go to the same engine, so that siblings share the prompt's cache. Each is scored once, in the
-        process that has it.
+        """Every engine gets requests of about the same expected length, the long ones first (`order.shares`). Each answer is
+        scored once, in the process that has it.
         """
         self.turns.rollout()
-        edges = [len(prompts) * i // self.engines for i in range(self.engines + 1)]
-        part = slice(edges[self.mine], edges[self.mine + 1])
-        answers = self._ask(prompts[part], seeds[part], temperature, reward if self.speaks else None)
+        parts = shares(prompts, self.engine.lengths.expected(prompts), self.engines)
+        mine = parts[self.mine]
+        asked, own = [prompts[place] for place in mine], [seeds[place] for place in mine]
+        answers = self._ask(asked, own, temperature, reward if self.speaks else None)
         gathered: list[list[Completion] | None] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, answers if self.speaks else None)
-        return [completion for answers in gathered if answers is not None for completion in answers]
+        spoken = [answers for answers in gathered if answers is not None]
+        pairs = zip(itertools.chain(*parts), itertools.chain(*spoken), strict=True)
+        found = [completion for _, completion in sorted(pairs, key=lambda pair: pair[0])]
+        self.engine.lengths.learn(prompts, found)
+        return found
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
         self.engine.load_weights(named_tensors, version=version)

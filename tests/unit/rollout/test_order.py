@@ -1,0 +1,95 @@
+from collections.abc import Sequence
+
+import pytest
+
+from rftmega.config import RolloutConfig
+from rftmega.rollout import ScriptedEngine
+from rftmega.rollout.order import Lengths, shares
+from rftmega.types import Completion, Prompt
+
+
+class AsLongAsItsSeed(ScriptedEngine):
+    """Request with seed n: n tokens."""
+
+    def _answer(self, seed: int) -> Completion:
+        assert self.version is not None
+        return Completion((3,) * seed, (0.0,) * seed, "stop", self.version)
+
+
+def prompts_of(*lengths: int) -> list[Prompt]:
+    """As long as given, no two alike."""
+    return [Prompt((place, *(7,) * (length - 1)), index=place) for place, length in enumerate(lengths)]
+
+
+def answers_of(lengths: Sequence[int]) -> list[Completion]:
+    return [Completion((3,) * length, (0.0,) * length, "stop", 0) for length in lengths]
+
+
+def steps_of(orders: list[list[int]], lengths: list[int], *, slots: int) -> int:
+    """Engine steps until the last of these engines is through."""
+    taken = []
+    for places in orders:
+        engine = AsLongAsItsSeed(RolloutConfig(max_batch=slots), vocabulary=9, stop_ids=[3])
+        engine.load_weights([], version=0)
+        found = engine.generate([Prompt((1,))] * len(places), seeds=[lengths[p] for p in places], temperature=1.0)
+        assert [len(answer.token_ids) for answer in found] == [lengths[p] for p in places]
+        taken.append(engine.steps)
+    return max(taken)
+
+
+def test_a_second_rollout_ends_after_fewer_engine_steps_than_one_in_the_order_given() -> None:
+    lengths = [2, 3, 2, 4, 3, 2, 3, 40, 2, 3, 2, 3, 30, 2, 3, 36]
+    prompts, halves = prompts_of(*[5] * 16), [list(range(8)), list(range(8, 16))]
+    seen = Lengths()
+    assert shares(prompts, seen.expected(prompts), 1) == [list(range(16))], "nothing tells new prompts of one length apart"
+    seen.learn(prompts, answers_of(lengths))
+    as_given = steps_of(halves, lengths, slots=2)
+    balanced = steps_of(shares(prompts, seen.expected(prompts), 2), lengths, slots=2)
+    assert (as_given, balanced) == (49, 40), "40 is the longest answer: no order is faster"
+    alone = [steps_of(order, lengths, slots=3) for order in ([list(range(16))], shares(prompts, seen.expected(prompts), 1))]
+    assert alone == [54, 47], "140 tokens in 3 slots take 47 steps at least"
+
+
+def test_engines_get_about_as_many_expected_tokens_each_and_every_request_once() -> None:
+    expected = [float(1 + 7 * n % 50) for n in range(60)]
+    found = shares(prompts_of(*[3] * 60), expected, 4)
+    assert sorted(place for part in found for place in part) == list(range(60))
+    loads = [sum(expected[place] for place in part) for part in found]
+    assert max(loads) - min(loads) <= min(expected) * 3
+    for part in found:
+        assert [expected[p] for p in part] == sorted((expected[p] for p in part), reverse=True)
+
+
+def test_siblings_stay_together_where_there_is_enough_to_balance_and_only_there() -> None:
+    requests = [prompt for prompt in prompts_of(4, 9, 6, 2, 5, 8, 3, 7) for _ in range(4)]
+    for part in shares(requests, Lengths().expected(requests), 2):
+        assert [place // 4 for place in part[::4]] == [place // 4 for place in part[3::4]]
+    few = prompts_of(4)[:1] * 4
+    assert [len(part) for part in shares(few, [4.0] * 4, 4)] == [1, 1, 1, 1]
+
+
+def test_new_prompts_are_expected_to_be_answered_in_proportion_and_known_ones_as_last_time() -> None:
+    prompts = prompts_of(2, 4, 6)
+    seen = Lengths()
+    assert seen.expected(prompts) == [2, 4, 6]
+    seen.learn(prompts[:2] * 2, answers_of([10, 20, 30, 40]))  # 100 tokens to 12 of prompts
+    assert seen.expected(prompts) == pytest.approx([20, 30, 50])
+    seen.learn(prompts[:1], answers_of([1]))
+    assert seen.expected(prompts[:2]) == [1, 30]
+
+
+def test_a_prompt_with_an_answer_that_was_broken_off_stays_as_it_was() -> None:
+    prompts = prompts_of(2, 2)
+    seen = Lengths()
+    seen.learn([prompts[0]] * 2, answers_of([8, 8]))
+    seen.learn([prompts[0], prompts[0], prompts[1]], [answers_of([2])[0], None, None])
+    assert seen.expected(prompts) == [8, 8]
+
+
+def test_what_is_expected_comes_back_from_a_state() -> None:
+    prompts = prompts_of(2, 5, 3)
+    seen, again = Lengths(), Lengths()
+    seen.learn(prompts[:2], answers_of([3, 9]))
+    again.load_state(seen.state())
+    assert again.expected(prompts) == seen.expected(prompts)
+    assert again.expected(prompts)[0] == 3
