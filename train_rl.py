@@ -178,7 +178,9 @@ def reinforce(config: RunConfig) -> None:
             maker=algorithm.maker(strategy.policy, strategy.critic),
             learner=algorithm.learner(strategy.policy, strategy.critic, algorithm.ptx(given, rows_of) if given else None),
             model_reward=ModelReward(strategy.reward_model, config.reward.model) if strategy.reward_model else None,
-            refill=Refill(config.algorithm.refill_rounds, part=config.algorithm.refill_by),
+            refill=Refill(
+                config.algorithm.refill_rounds, part=config.algorithm.refill_by, oversample=config.algorithm.oversample
+            ),
             learnt_from=config.algorithm.learnt_from,
             samples_per_prompt=config.rollout.samples_per_prompt,
             temperature=config.rollout.temperature,

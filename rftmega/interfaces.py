@@ -3,12 +3,16 @@
 Every method is called with the *whole* batch, on every process alike; how it is split is the implementation's business.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from rftmega.types import Auxiliary, Completion, Experience, LossFn, Metrics, Prompt, Rows, Samples, TokenStats
+
+Enough = Callable[
+    [Sequence[Completion | None]], bool
+]  # of all requests' answers, None where there is none yet; the same everywhere
 
 
 class RolloutEngine(Protocol):
@@ -22,8 +26,24 @@ class RolloutEngine(Protocol):
         With a `reward` completions may come back with its scores, found where and while they were generated.
         """
 
+    def generate_until(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        seeds: Sequence[int],
+        temperature: float,
+        reward: "Reward | None" = None,
+        enough: Enough,
+    ) -> list[Completion | None]:
+        """The same until `enough` says so of what has been finished and scored; what has not been then is aborted, and None."""
+
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
         """Takes Hugging-Face-named tensors, whole, and answers under `version` from then on."""
+
+    def state(self) -> dict[str, Any]:
+        """What decides which answers are finished first, as JSON has it."""
+
+    def load_state(self, state: dict[str, Any]) -> None: ...
 
 
 class Policy(Protocol):

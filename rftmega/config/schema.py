@@ -306,6 +306,9 @@ class AlgorithmConfig:
     refill_by: str = ""
     """The part of the reward that must differ within a group, such as exact_match; empty: the whole reward."""
 
+    oversample: float = 1.0
+    """Ask so many times trainer.prompts_per_step and stop when enough groups differ; the other prompts come again first."""
+
     surrogate: str = "ppo"
     """ppo (clipped ratio), gspo (an answer's ratio), cispo (clipped weight), cpgd (clipped log-ratio) or reinforce."""
 

@@ -31,6 +31,7 @@ def algorithm_options(algorithm: AlgorithmConfig) -> list[str]:
         ("kl_horizon", "kl_target"),
         ("overlong_penalty", "overlong_share"),
         ("refill_by", "refill_rounds"),
+        ("oversample", "refill_rounds"),
     )
     for option, switch in switched:
         if getattr(algorithm, option) != getattr(AlgorithmConfig, option) and not getattr(algorithm, switch):

@@ -37,6 +37,7 @@ AT_LEAST_ONE = (
     "rollout.max_response_tokens",
     "rollout.max_batch",
     "algorithm.mini_batches",
+    "algorithm.oversample",
     "algorithm.kl_horizon",
     "checkpoint.keep",
     "trainer.eval_samples",

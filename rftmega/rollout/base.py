@@ -13,7 +13,14 @@ from rftmega.types import Completion, Prompt
 Finished = Callable[[Sequence[int], Sequence[Completion]], None]  # places among the prompts, their answers
 
 
+Stop = Callable[[], bool]  # asked after every step of an engine: shall it leave what is not finished?
+
+
 def _nobody(places: Sequence[int], completions: Sequence[Completion]) -> None: ...
+
+
+def _never() -> bool:
+    return False
 
 
 class EngineStatus(Enum):
@@ -43,10 +50,17 @@ class Engine(ABC):
         `finished` is told of every completion once, as soon as there is news, while the others are still being generated.
         Raises EngineError where weights never arrived, or were dropped in a sleep and not pushed again.
         """
+        found = self.generate_until(prompts, seeds=seeds, temperature=temperature, finished=finished, stop=_never)
+        return [completion for completion in found if completion is not None]
+
+    def generate_until(
+        self, prompts: Sequence[Prompt], *, seeds: Sequence[int], temperature: float, finished: Finished = _nobody, stop: Stop
+    ) -> list[Completion | None]:
+        """The same until `stop`, asked after every engine step, says so: what is not finished then is aborted, and None."""
         if self.version is None:
             raise EngineError("The engine holds no weights (none were pushed since it started or slept). Push first.")
         self.wake()
-        return self._generate(prompts, seeds, temperature, finished) if prompts else []
+        return self._generate(prompts, seeds, temperature, finished, stop) if prompts else []
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
         """Replaces all weights by `named_tensors` (HF names and shapes); stale until the last one has arrived.
@@ -89,8 +103,8 @@ class Engine(ABC):
 
     @abstractmethod
     def _generate(
-        self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float, finished: Finished
-    ) -> list[Completion]: ...
+        self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float, finished: Finished, stop: Stop
+    ) -> list[Completion | None]: ...
 
     @abstractmethod
     def _load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None: ...

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rftmega.config import RolloutConfig
-from rftmega.rollout.base import Engine, Finished
+from rftmega.rollout.base import Engine, Finished, Stop
 from rftmega.types import Completion, Prompt
 
 
@@ -26,20 +26,23 @@ class ScriptedEngine(Engine):
         self.stop_ids = stop_ids
 
     def _generate(
-        self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float, finished: Finished
-    ) -> list[Completion]:
+        self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float, finished: Finished, stop: Stop
+    ) -> list[Completion | None]:
         answers = [self._answer(seed) for seed in seeds]
-        waiting, begun, ended = deque(range(len(answers))), 0, 0
+        waiting, running, ended = deque(range(len(answers))), 0, set[int]()
         due: dict[int, list[int]] = defaultdict(list)  # step -> answers whose last token it gives
-        while ended < len(answers):
-            while waiting and begun - ended < self.slots:
-                place, begun = waiting.popleft(), begun + 1
+        while len(ended) < len(answers):
+            while waiting and running < self.slots:
+                place, running = waiting.popleft(), running + 1
                 due[self.steps + len(answers[place].token_ids)].append(place)
             self.steps += 1
             if done := due.pop(self.steps, []):
-                ended += len(done)
+                running -= len(done)
+                ended |= set(done)
                 finished(done, [answers[place] for place in done])
-        return answers
+            if stop():
+                break
+        return [answer if place in ended else None for place, answer in enumerate(answers)]
 
     def _answer(self, seed: int) -> Completion:
         rng = torch.Generator().manual_seed(seed)

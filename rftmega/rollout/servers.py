@@ -23,7 +23,7 @@ from rftmega import device
 from rftmega.config import RolloutConfig
 from rftmega.errors import EngineError
 from rftmega.parallel.launch import World
-from rftmega.rollout.base import Engine, Finished
+from rftmega.rollout.base import Engine, Finished, Stop
 from rftmega.rollout.order import shares
 from rftmega.types import Completion, Prompt
 
@@ -34,6 +34,7 @@ RANKS_OWN = {  # what tells a process that it is a rank of the trainer
 START_SECONDS = 600.0
 STOP_SECONDS = 20.0
 CONTROL_SECONDS = 600.0
+LOOK_SECONDS = 0.2  # between two looks whether what has arrived, and was scored since, is enough
 
 
 class Server:
@@ -174,15 +175,15 @@ class ServerEngine(Engine):
             list(pool.map(lambda server: server.post(path, body), self.servers))
 
     def _generate(
-        self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float, finished: Finished
-    ) -> list[Completion]:
+        self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float, finished: Finished, stop: Stop
+    ) -> list[Completion | None]:
         if not self.servers:
             return []
-        return asyncio.run(self._ask(prompts, seeds, temperature, finished))
+        return asyncio.run(self._ask(prompts, seeds, temperature, finished, stop))
 
     async def _ask(
-        self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float, finished: Finished
-    ) -> list[Completion]:
+        self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float, finished: Finished, stop: Stop
+    ) -> list[Completion | None]:
         """Servers get requests of about the same length in all, siblings together (`order.shares`)."""
         parts = shares(prompts, self.lengths.expected(prompts), len(self.servers))
         asked = {place: server for server, part in zip(self.servers, parts, strict=True) for place in part}
@@ -195,7 +196,21 @@ class ServerEngine(Engine):
                 finished([place], [completion])
                 return completion
 
-            return list(await asyncio.gather(*(one(place) for place in range(len(prompts)))))
+            tasks = [asyncio.create_task(one(place)) for place in range(len(prompts))]
+            running, stopped = set(tasks), False
+            try:
+                while running and not stopped:
+                    done, running = await asyncio.wait(running, timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+                    for task in done:
+                        task.result()
+                    stopped = stop()
+            finally:
+                for task in running:
+                    task.cancel()
+                await asyncio.gather(*running, return_exceptions=True)
+        if running:  # a closed connection cancels its request some time; the engine must have none before it is pushed to
+            self._all("abort_requests", {})
+        return [None if task in running else task.result() for task in tasks]
 
     def _sampling(self, seed: int, temperature: float) -> dict[str, Any]:
         return {

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rftmega.config import RolloutConfig
 from rftmega.errors import WeightMismatch
-from rftmega.rollout.base import Engine, Finished
+from rftmega.rollout.base import Engine, Finished, Stop
 from rftmega.types import Completion, Prompt
 
 
@@ -27,12 +27,14 @@ class TransformersEngine(Engine):
 
     @torch.no_grad()
     def _generate(
-        self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float, finished: Finished
-    ) -> list[Completion]:
-        answers = []
+        self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float, finished: Finished, stop: Stop
+    ) -> list[Completion | None]:
+        answers: list[Completion | None] = [None] * len(prompts)
         for place, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
-            answers.append(self._answer(prompt, seed, temperature))
-            finished([place], answers[-1:])
+            answers[place] = answer = self._answer(prompt, seed, temperature)
+            finished([place], [answer])
+            if stop():
+                break
         return answers
 
     def _answer(self, prompt: Prompt, seed: int, temperature: float) -> Completion:

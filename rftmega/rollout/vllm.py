@@ -16,7 +16,7 @@ from torch import Tensor
 from rftmega import device
 from rftmega.config import RolloutConfig
 from rftmega.parallel.launch import World
-from rftmega.rollout.base import Engine, Finished
+from rftmega.rollout.base import Engine, Finished, Stop
 from rftmega.types import Completion, Prompt
 
 # vLLM reads these when it is imported, and speaks before it has read the second.
@@ -102,8 +102,8 @@ class VLLMEngine(Engine):
             _unlink_shared_memory(world, config.tensor, mine=True)
 
     def _generate(
-        self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float, finished: Finished
-    ) -> list[Completion]:
+        self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float, finished: Finished, stop: Stop
+    ) -> list[Completion | None]:
         params = [
             SamplingParams(
                 temperature=temperature,
@@ -122,14 +122,16 @@ class VLLMEngine(Engine):
         try:
             for place, (prompt, sampling) in enumerate(zip(prompts, params, strict=True)):
                 engine.add_request(str(place), {"prompt_token_ids": list(prompt.token_ids)}, sampling)
-            while engine.has_unfinished_requests():
+            stopped = False
+            while engine.has_unfinished_requests() and not stopped:
                 done = {int(output.request_id): self._completion(output.outputs[0]) for output in engine.step()}
                 answers |= done
                 if done:
                     finished(list(done), list(done.values()))
-        finally:  # whoever was interrupted leaves nothing for the next
+                stopped = stop()
+        finally:  # whoever was stopped or interrupted leaves nothing for the next
             engine.abort_request([str(place) for place in range(len(prompts)) if place not in answers])
-        return [answers[place] for place in range(len(prompts))]
+        return [answers.get(place) for place in range(len(prompts))]
 
     def _completion(self, answer: Any) -> Completion:
         ids = tuple(answer.token_ids)

@@ -1,26 +1,29 @@
 """What makes one engine a process and one trainer a world look like one of each."""
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rftmega import device
-from rftmega.interfaces import Reward, WeightSync
+from rftmega.interfaces import Enough, Reward, WeightSync
 from rftmega.megatron import MegatronActor, MegatronCritic
 from rftmega.megatron.offload import PARAMETERS, PARTS, Residency
 from rftmega.parallel.launch import World
 from rftmega.rollout import Engine
 from rftmega.rollout.order import shares
+from rftmega.strategy.early_stop import Together
 from rftmega.strategy.judging import Judging
 from rftmega.strategy.memory import Memory, Predicted
 from rftmega.types import Auxiliary, Completion, Experience, LossFn, Metrics, Prompt, Rows, TokenStats
 
 PATIENCE = 10.0  # seconds
 POLICY = "policy"
+Result = TypeVar("Result")
 
 
 class Turns:
@@ -96,8 +99,32 @@ class SharedEngine:
         self.engine.lengths.learn(prompts, found)
         return found
 
+    def generate_until(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        seeds: Sequence[int],
+        temperature: float,
+        reward: Reward | None = None,
+        enough: Enough,
+    ) -> list[Completion | None]:
+        """All engines stop after the same number of steps, decided from everybody's answers (`early_stop.Together`)."""
+        self.turns.rollout()
+        mine = shares(prompts, self.engine.lengths.expected(prompts), self.engines)[self.mine]
+        asked, own = [prompts[place] for place in mine], [seeds[place] for place in mine]
+        found = self._ask_until(mine, len(prompts), asked, own, temperature, reward if self.speaks else None, enough)
+        self.engine.lengths.learn(prompts, found)
+        return found
+
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
         self.engine.load_weights(named_tensors, version=version)
+
+    def state(self) -> dict[str, Any]:
+        """How long answers to each prompt are expected to be."""
+        return self.engine.lengths.state()
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.engine.lengths.load_state(state)
 
     def _ask(
         self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float, reward: Reward | None
@@ -105,20 +132,73 @@ class SharedEngine:
         if reward is None:
             return self.engine.generate(prompts, seeds=seeds, temperature=temperature)
         with Judging(reward, prompts) as judging:
-            answers = self.engine.generate(prompts, seeds=seeds, temperature=temperature, finished=judging.finished)
-            return judging.scored(answers)
+            self.engine.generate(prompts, seeds=seeds, temperature=temperature, finished=judging.finished)
+            return [completion for _, completion in sorted(judging.scored().items())]
+
+    def _ask_until(
+        self,
+        places: Sequence[int],
+        requests: int,
+        prompts: Sequence[Prompt],
+        seeds: Sequence[int],
+        temperature: float,
+        reward: Reward | None,
+        enough: Enough,
+    ) -> list[Completion | None]:
+        """All `requests` answers, of which this process's engine is to give those at `places`."""
+        with Judging(reward, prompts) as judging:
+            together = Together(judging, places if self.speaks else (), requests, enough)
+            self.engine.generate_until(prompts, seeds=seeds, temperature=temperature, finished=judging.finished, stop=together)
+            together.wait()
+            return together.answers
 
 
 class AskedByOne(SharedEngine):
     """Engines that the first process alone speaks to. The others wait as long as it takes: a collective that began with the
-    rollout would time out in a long one.
+    rollout would time out in a long one. When such engines stop early is decided by time: what has arrived, and was scored.
     """
 
     def _ask(
         self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float, reward: Reward | None
     ) -> list[Completion]:
+        return self._patiently(lambda: SharedEngine._ask(self, prompts, seeds, temperature, reward))
+
+    def _ask_until(
+        self,
+        places: Sequence[int],
+        requests: int,
+        prompts: Sequence[Prompt],
+        seeds: Sequence[int],
+        temperature: float,
+        reward: Reward | None,
+        enough: Enough,
+    ) -> list[Completion | None]:
+        def found_of(arrived: Mapping[int, Completion]) -> list[Completion | None]:
+            answers: list[Completion | None] = [None] * requests
+            for place, answer in arrived.items():
+                answers[places[place]] = answer
+            return answers
+
+        def ask() -> list[Completion | None]:
+            arrived: dict[int, Completion] = {}
+
+            def stop() -> bool:
+                arrived.update(judging.ready())
+                return enough(found_of(arrived))
+
+            with Judging(reward, prompts) as judging:
+                answers = self.engine.generate_until(
+                    prompts, seeds=seeds, temperature=temperature, finished=judging.finished, stop=stop
+                )
+                return found_of(arrived if None in answers else judging.scored())
+
+        found = [self._patiently(ask)]
+        dist.broadcast_object_list(found, 0)
+        return found[0]
+
+    def _patiently(self, work: Callable[[], Result]) -> Result:
         with ThreadPoolExecutor(1) as pool:
-            asked = pool.submit(super()._ask, prompts, seeds, temperature, reward)
+            asked = pool.submit(work)
             done = torch.zeros((), device=device.current().here())
             while not done:
                 if dist.get_rank() == 0:

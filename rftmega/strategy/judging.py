@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from types import TracebackType
+from typing import NamedTuple
 
 from rftmega.interfaces import Reward
 from rftmega.types import Completion, Prompt
@@ -13,13 +14,28 @@ THREADS = 8  # batches that are scored at a time: what takes long waits for a se
 Scores = list[dict[str, float]]
 
 
-class Judging:
-    """Scores what it is told of in threads of its own; use it as a context."""
+class Report(NamedTuple):
+    """Answers that finished together; `scores` is None where nobody scores them."""
 
-    def __init__(self, reward: Reward, prompts: Sequence[Prompt]):
+    places: Sequence[int]
+    completions: Sequence[Completion]
+    scores: Future[Scores] | None
+
+    def scored(self) -> dict[int, Completion]:
+        """Place -> answer. Waits for the scores; raises what the reward raised."""
+        if self.scores is None:
+            return dict(zip(self.places, self.completions, strict=True))
+        known = zip(self.places, self.completions, self.scores.result(), strict=True)
+        return {place: replace(completion, scores=scores) for place, completion, scores in known}
+
+
+class Judging:
+    """Scores what it is told of in threads of its own, or keeps it as it is without a reward; use it as a context."""
+
+    def __init__(self, reward: Reward | None, prompts: Sequence[Prompt]):
         self.reward, self.prompts = reward, prompts
+        self.reports: list[Report] = []
         self._pool = ThreadPoolExecutor(THREADS)
-        self._scores: list[tuple[Sequence[int], Future[Scores]]] = []
 
     def __enter__(self) -> "Judging":
         return self
@@ -30,9 +46,14 @@ class Judging:
     def finished(self, places: Sequence[int], completions: Sequence[Completion]) -> None:
         """The answers to the prompts at `places` are there."""
         asked = [self.prompts[place] for place in places]
-        self._scores.append((list(places), self._pool.submit(self.reward, asked, list(completions))))
+        scores = self._pool.submit(self.reward, asked, list(completions)) if self.reward is not None else None
+        self.reports.append(Report(list(places), list(completions), scores))
 
-    def scored(self, completions: Sequence[Completion]) -> list[Completion]:
-        """All completions, with their scores. Waits for the last; raises what the reward raised."""
-        found = dict(pair for places, scores in self._scores for pair in zip(places, scores.result(), strict=True))
-        return [replace(completion, scores=found[place]) for place, completion in enumerate(completions)]
+    def ready(self) -> dict[int, Completion]:
+        """Place -> answer of those that have their scores by now."""
+        done = [report.scored() for report in self.reports if report.scores is None or report.scores.done()]
+        return {place: completion for scored in done for place, completion in scored.items()}
+
+    def scored(self, first: int = 0, end: int | None = None) -> dict[int, Completion]:
+        """Place -> answer of all reports, or of those from `first` to `end`. Waits for their scores."""
+        return {place: completion for report in self.reports[first:end] for place, completion in report.scored().items()}

@@ -1,17 +1,18 @@
 """One step, top to bottom; GRPO, PPO and their family are the maker and the learner that it is given."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
-import torch
-
 from rftmega.algorithms.mismatch import log_prob_gap
-from rftmega.experience import ExperienceMaker, ModelReward, collect
+from rftmega.experience import ExperienceMaker, ModelReward
 from rftmega.interfaces import Callback, Reward, RolloutEngine, WeightSync
+from rftmega.trainer.groups import Groups, Wanted
 from rftmega.trainer.learner import Learner
 from rftmega.trainer.sampling import Refill
-from rftmega.types import Metrics, Prompt, Samples
+from rftmega.trainer.supply import Supply
+from rftmega.types import Completion, Metrics, Prompt, Samples
 
 Result = TypeVar("Result")
 
@@ -47,6 +48,7 @@ class PPOTrainer:
         self.samples_per_prompt, self.temperature, self.seed = samples_per_prompt, temperature, seed
         self.callbacks = callbacks
         self.stop, self.stopped = stop, False
+        self.supply = Supply()
         self.step = 0
         self.seconds: Metrics = {}  # of each phase of the present step
 
@@ -56,9 +58,9 @@ class PPOTrainer:
         start: Metrics = {}
         for callback in self.callbacks:
             callback.on_start(self, start)
-        source = iter(batches)
-        for _, prompts in zip(range(self.step, steps), source, strict=False):  # in this order: draws no batch too many
-            metrics = self.train_step(prompts, source)
+        self.supply.source(batches)
+        for _, prompts in zip(range(self.step, steps), self.supply, strict=False):  # in this order: draws no batch too many
+            metrics = self.train_step(prompts, self.supply)
             self.stopped = self.stop()
             for callback in self.callbacks:
                 callback.on_step(self, metrics)
@@ -69,16 +71,19 @@ class PPOTrainer:
 
     def state(self) -> dict[str, Any]:
         """What the next step depends on, beside weights, random streams and the order of prompts; as JSON has it."""
-        return {"step": self.step, "maker": self.maker.state(), "learner": self.learner.state()}
+        parts = {"maker": self.maker, "learner": self.learner, "supply": self.supply, "engine": self.engine}
+        return {"step": self.step} | {name: part.state() for name, part in parts.items()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Goes on after the step of which this is the `state`."""
         self.step = state["step"]
         self.maker.load_state(state["maker"])
         self.learner.load_state(state["learner"])
+        self.supply.load_state(state["supply"])
+        self.engine.load_state(state["engine"])
 
-    def train_step(self, prompts: Sequence[Prompt], more: Iterator[Sequence[Prompt]]) -> Metrics:
-        """One step on `prompts`; where groups are replaced, `more` has the prompts for it."""
+    def train_step(self, prompts: Sequence[Prompt], more: Supply) -> Metrics:
+        """One step on `prompts`; where groups are replaced, `more` has the prompts for it, and gets back what was not used."""
         samples, seen = self.phase("rollout", self.refill, self.rollout, prompts, more)
         experience = self.phase("score", self.maker.make, samples)
         metrics = self.phase("update", self.learner.update, experience, self.step)
@@ -89,22 +94,26 @@ class PPOTrainer:
         metrics |= log_prob_gap(experience.behaviour_logp, experience.old_logp, experience.mask)
         return metrics | seen | {f"seconds_{name}": seconds for name, seconds in self.seconds.items()}
 
-    def rollout(self, prompts: Sequence[Prompt], number: int = 0) -> Samples:
+    def rollout(self, prompts: Sequence[Prompt], number: int = 0, wanted: Wanted | None = None) -> Samples:
         """`samples_per_prompt` scored answers a prompt; the same ones whenever this step is run with this seed. `number`: of
-        the step's rollouts, which draw differently.
+        the step's rollouts, which draw differently. With `wanted` it may end with these groups only.
         """
         requests = [prompt for prompt in prompts for _ in range(self.samples_per_prompt)]
         first = (self.seed * 1_000_003 + self.step) * len(requests) + number * 1_640_531_527
         seeds = [(first + i) % 2**31 for i in range(len(requests))]
         # What compares answers with each other can't begin before all are there.
         at_once = None if getattr(self.reward, "whole_groups", False) else self.reward
-        completions = self.engine.generate(requests, seeds=seeds, temperature=self.temperature, reward=at_once)
-        versions = {completion.policy_version for completion in completions}
+        groups = Groups(requests, self.reward, self.samples_per_prompt, learnt_from=self.learnt_from)
+        completions: Sequence[Completion | None]
+        if wanted is None:
+            completions = self.engine.generate(requests, seeds=seeds, temperature=self.temperature, reward=at_once)
+        else:
+            asked = partial(self.engine.generate_until, requests, seeds=seeds, temperature=self.temperature, reward=at_once)
+            completions = asked(enough=groups.until(wanted))
+        versions = {completion.policy_version for completion in completions if completion is not None}
         assert versions == {self.step}, f"answers of policy {versions} at step {self.step}: a push was missed"
-        samples = collect(requests, completions, self.reward, samples_per_prompt=self.samples_per_prompt)
-        if self.model_reward is not None:
-            samples = self.model_reward(samples)
-        return samples.select((torch.arange(len(samples)) % self.samples_per_prompt < self.learnt_from).nonzero()[:, 0])
+        samples = groups.collected(completions)
+        return samples if self.model_reward is None else self.model_reward(samples)
 
     def phase(self, name: str, work: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
         """Does the work and tells the callbacks how long it took."""

@@ -1,39 +1,62 @@
 """Which of the answers are learnt from."""
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 
 from rftmega.algorithms.advantages import varied
+from rftmega.trainer.groups import Wanted
+from rftmega.trainer.supply import Supply
 from rftmega.types import Metrics, Prompt, Samples
 
-Ask = Callable[[Sequence[Prompt], int], Samples]  # prompts, number of the round -> scored answers
+Ask = Callable[[Sequence[Prompt], int, Wanted | None], Samples]
+"""Prompts, number of the round -> scored answers; `group` is the place of a prompt among those asked. Groups may be missing where
+there are as many as wanted."""
 
 
 class Refill:
     """Dynamic sampling (DAPO, arXiv:2503.14476, eq. 11): groups whose answers all score alike are replaced."""
 
-    def __init__(self, rounds: int, *, part: str = ""):
-        """Asks at most `rounds` times more, 0 never; answers are compared by the reward `part`, or by the whole reward."""
-        self.rounds, self.part = rounds, part
+    def __init__(self, rounds: int, *, part: str = "", oversample: float = 1.0):
+        """Asks at most `rounds` times more, 0 never; answers are compared by the reward `part`, or by the whole reward.
 
-    def __call__(self, ask: Ask, prompts: Sequence[Prompt], more: Iterator[Sequence[Prompt]]) -> tuple[Samples, Metrics]:
-        """As many whole groups as there are prompts, fewer where the rounds (or `more` prompts) run out, but one at least; and
-        what all answers were like, left-out ones included.
+        With `oversample` above 1 each round asks that many times the prompts of a step, and ends when it has enough groups.
         """
-        found = [ask(prompts, 0)]
-        kept = [self._varied(found[0])] if self.rounds else found
-        groups = len(prompts) if self.rounds else 0
-        while _groups(kept) < groups and len(found) <= self.rounds and (further := next(more, None)) is not None:
-            found.append(ask(further, len(found)))
-            kept.append(self._varied(found[-1]))
-        everything = Samples.join(found)
-        seen = _described(everything)
+        self.rounds, self.part, self.oversample = rounds, part, oversample
+
+    def __call__(self, ask: Ask, prompts: Sequence[Prompt], more: Supply) -> tuple[Samples, Metrics]:
+        """As many whole groups as there are prompts, the first that vary in their order; fewer where the rounds (or `more`
+        prompts) run out, but one at least. And what all answers were like, left-out ones included.
+
+        Prompts whose groups were not finished, or were good but too many, are put back to the head of `more`.
+        """
         if not self.rounds:
-            return found[0], seen
-        seen |= {"refills": float(len(found) - 1), "groups_left_out": float(_groups(found) - _groups(kept))}
+            samples = ask(prompts, 0, None)
+            return samples, _described(samples)
+        groups, size = len(prompts), math.ceil(self.oversample * len(prompts))
+        asked = [*prompts, *more.take(size - groups)]
+        found: list[Samples] = []
+        kept: list[Samples] = []
+        left_out, back = 0, list[Prompt]()
+        while asked and len(found) <= self.rounds and (missing := groups - _groups(kept)):
+            answered = ask(asked, len(found), Wanted(missing, self._good) if self.oversample > 1 else None)
+            good = self._varied(answered)
+            found.append(answered)
+            kept.append(_first(good, missing))
+            left_out += _groups([answered]) - _groups([good])
+            used = {*answered.group.tolist()} - ({*good.group.tolist()} - {*kept[-1].group.tolist()})
+            back = [prompt for place, prompt in enumerate(asked) if place not in used]  # none but in the last round
+            asked = more.take(size) if _groups(kept) < groups and len(found) <= self.rounds else []
+        more.put_back(back)
+        seen = _described(Samples.join(found)) | {"refills": float(len(found) - 1), "groups_left_out": float(left_out)}
+        if self.oversample > 1:
+            seen["groups_put_back"] = float(len(back))
         kept = [part for part in kept if len(part)] or [_first(found[0], 1)]  # something must be learnt from
-        return _first(Samples.join(kept), groups), seen
+        return Samples.join(kept), seen
+
+    def _good(self, samples: Samples) -> bool:
+        return len(self._varied(samples)) > 0
 
     def _varied(self, samples: Samples) -> Samples:
         score = samples.part(self.part) if self.part else samples.reward

@@ -159,6 +159,8 @@ def test_a_sound_config_has_no_violations(config_file: Path) -> None:
         ("algorithm.overlong_penalty=2", 1, "algorithm.overlong_penalty=2.0 needs algorithm.overlong_share above 0"),
         ("algorithm.overlong_share=1.5", 1, "must be at most 1"),
         ("algorithm.refill_by=exact_match", 1, "algorithm.refill_by=exact_match needs algorithm.refill_rounds above 0"),
+        ("algorithm.oversample=1.5", 1, "algorithm.oversample=1.5 needs algorithm.refill_rounds above 0"),
+        ("algorithm.oversample=0.5", 1, "algorithm.oversample=0.5 must be at least 1"),
         ("algorithm.gae_lambda=0.5", 1, "algorithm.gae_lambda=0.5 needs algorithm.advantage=gae, not group"),
         ("algorithm.freezing_actor_steps=5", 1, "needs algorithm.advantage=gae, not group"),
         ("algorithm.ema_beta=1", 1, "algorithm.ema_beta=1.0 must be below 1"),

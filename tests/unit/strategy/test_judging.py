@@ -18,9 +18,9 @@ def test_every_answer_gets_the_score_of_its_own_prompt_in_whatever_order_they_fi
     with Judging(score, PROMPTS) as judging:
         for places in ([2], [3, 0], [1]):
             judging.finished(places, [ANSWERS[place] for place in places])
-        found = judging.scored(ANSWERS)
-    assert [answer.scores for answer in found] == [{"reward": 11.0 * n} for n in range(4)]
-    assert [answer.token_ids for answer in found] == [answer.token_ids for answer in ANSWERS]
+        found = judging.scored()
+    assert [found[n].scores for n in range(4)] == [{"reward": 11.0 * n} for n in range(4)]
+    assert [found[n].token_ids for n in range(4)] == [answer.token_ids for answer in ANSWERS]
 
 
 def test_rewards_are_at_work_while_answers_are_still_to_come() -> None:
@@ -36,7 +36,7 @@ def test_rewards_are_at_work_while_answers_are_still_to_come() -> None:
         assert begun.wait(10)
         judging.finished([1], ANSWERS[1:2])
         last.set()
-        assert [answer.scores for answer in judging.scored(ANSWERS[:2])] == [{"reward": 0.0}, {"reward": 11.0}]
+        assert [answer.scores for answer in judging.scored().values()] == [{"reward": 0.0}, {"reward": 11.0}]
 
 
 def test_what_a_reward_raises_is_raised_where_its_scores_are_wanted() -> None:
@@ -46,4 +46,4 @@ def test_what_a_reward_raises_is_raised_where_its_scores_are_wanted() -> None:
     judging = Judging(broken, PROMPTS)
     judging.finished([0], ANSWERS[:1])
     with judging, pytest.raises(ValueError, match="no such label"):
-        judging.scored(ANSWERS[:1])
+        judging.scored()

@@ -1,17 +1,19 @@
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 
 from rftmega.trainer import Refill
-from rftmega.types import Prompt, Rows, Samples
+from rftmega.trainer.groups import Groups, Wanted
+from rftmega.trainer.supply import Supply
+from rftmega.types import Completion, Prompt, Rows, Samples
 
 # What the two answers of a prompt score, by the prompt's number: only those of 3, 5 and 8 differ.
 SCORES = {3: (0.0, 1.0), 5: (1.0, 0.0), 8: (0.5, 0.0)}
 
 
-def ask(prompts: Sequence[Prompt], number: int) -> Samples:
+def ask(prompts: Sequence[Prompt], number: int, wanted: Wanted | None = None) -> Samples:
     """Answers of 1 + number tokens, so that rounds differ in width."""
     size = 2 * len(prompts)
     index = torch.tensor([prompt.index for prompt in prompts for _ in range(2)])
@@ -24,8 +26,8 @@ def ask(prompts: Sequence[Prompt], number: int) -> Samples:
     return Samples(asked, rows, logp, reward, torch.arange(size) // 2, flag, {"format": 1 - reward})
 
 
-def batches(*numbers: int) -> Iterator[list[Prompt]]:
-    return iter([[Prompt((1,), index=n), Prompt((1,), index=n + 1)] for n in numbers])
+def batches(*numbers: int) -> Supply:
+    return Supply([[Prompt((1,), index=n), Prompt((1,), index=n + 1)] for n in numbers])
 
 
 def kept(samples: Samples) -> list[int]:
@@ -73,9 +75,87 @@ def test_without_rounds_every_group_stays() -> None:
 
 
 def test_rounds_whose_answers_have_other_parts_are_joined() -> None:
-    def by_kind(prompts: Sequence[Prompt], number: int) -> Samples:
+    def by_kind(prompts: Sequence[Prompt], number: int, wanted: Wanted | None = None) -> Samples:
         return replace(ask(prompts, number), reward_parts={f"part {number}": torch.ones(2 * len(prompts))})
 
     samples, seen = Refill(9)(by_kind, next(batches(2)), batches(5))
     assert samples.part("part 0").nan_to_num(-1).tolist() == [1, 1, -1, -1]
     assert seen["reward_part 1"] == 1.0
+
+
+def in_part(answered: Sequence[int]) -> tuple[Callable[..., Samples], list[tuple[list[int], int]]]:
+    """Finishes only the groups at these places of a round; and what was asked for, with how many were wanted."""
+    asked: list[tuple[list[int], int]] = []
+
+    def some(prompts: Sequence[Prompt], number: int, wanted: Wanted | None = None) -> Samples:
+        assert wanted is not None
+        asked.append(([prompt.index for prompt in prompts], wanted.groups))
+        samples = ask(prompts, number)
+        places = torch.isin(samples.group, torch.tensor([place for place in answered if place < len(prompts)]))
+        return samples.select(places.nonzero()[:, 0])
+
+    return some, asked
+
+
+def test_what_was_not_finished_or_too_many_comes_again_first_and_in_order() -> None:
+    more = batches(4, 6, 8, 10)
+    some, asked = in_part([1, 3, 4])  # of 2 ... 7: 3 and 5 differ, 6 does not
+    samples, seen = Refill(9, oversample=3.0)(some, next(batches(2)), more)
+    assert asked == [([2, 3, 4, 5, 6, 7], 2)]
+    assert kept(samples) == [3, 3, 5, 5]
+    assert [prompt.index for prompt in more.take(5)] == [2, 4, 7, 8, 9]
+    assert (seen["groups_left_out"], seen["groups_put_back"], seen["refills"]) == (1, 3, 0)
+    more = batches(5, 3, 8, 10)
+    everything, asked = in_part(range(6))
+    samples, seen = Refill(9, oversample=2.5)(everything, next(batches(2)), more)
+    assert asked == [([2, 3, 5, 6, 3], 2)]
+    assert kept(samples) == [3, 3, 5, 5], "the first in the prompts' order"
+    assert [prompt.index for prompt in more.take(3)] == [3, 4, 8], "a good group too many is not lost"
+
+
+def test_a_later_round_wants_only_what_is_missing() -> None:
+    everything, asked = in_part(range(6))
+    samples, seen = Refill(9, oversample=2.0)(everything, next(batches(2)), batches(0, 10, 12, 5, 8))
+    assert asked == [([2, 3, 0, 1], 2), ([10, 11, 12, 13], 1), ([5, 6, 8, 9], 1)]
+    assert kept(samples) == [3, 3, 5, 5]
+    assert seen["refills"] == 2
+
+
+def test_groups_are_good_enough_when_they_are_whole_and_each_is_looked_at_once() -> None:
+    looked: list[list[int]] = []
+
+    def good(samples: Samples) -> bool:
+        looked.append(samples.group.tolist())
+        return bool(samples.reward.max() > samples.reward.min())
+
+    def score(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
+        return [{"reward": float(completion.token_ids[0])} for completion in completions]
+
+    requests = [Prompt((1,), index=n) for n in range(3) for _ in range(3)]
+    groups = Groups(requests, score, 3, learnt_from=2)
+    answers: list[Completion | None] = [None] * 9
+    enough = groups.until(Wanted(1, good))
+
+    def arrive(place: int, token: int) -> bool:
+        answers[place] = Completion((token,), (0.0,), "stop", 0)
+        return enough(answers)
+
+    assert not any(arrive(place, 5) for place in (3, 4))
+    assert not arrive(5, 9), "only the first two are learnt from, and they agree"
+    assert looked == [[1, 1]]
+    assert not any([arrive(6, 1), arrive(7, 2), arrive(0, 1)])
+    assert arrive(8, 1)
+    assert looked == [[1, 1], [2, 2]]
+    whole = groups.collected(answers)
+    assert (whole.group.tolist(), whole.reward.tolist()) == ([1, 1, 2, 2], [5, 5, 1, 2])
+
+
+def test_a_supply_goes_on_from_its_state_with_what_was_put_back() -> None:
+    first, again = batches(0, 2, 4, 6), batches(6)
+    next(first)
+    taken = first.take(3)
+    first.put_back(taken[1:])
+    again.load_state(first.state())
+    assert [[prompt.index for prompt in batch] for batch in again] == [[3, 4], [5, 6], [7]]
+    assert [[prompt.index for prompt in batch] for batch in first] == [[3, 4], [5, 6], [7]]
+    assert first.take(1) == []

@@ -1,0 +1,50 @@
+"""When engines end a rollout before its last answer: together, as soon as what they have suffices."""
+
+from collections.abc import Mapping, Sequence
+
+import torch.distributed as dist
+
+from rftmega.interfaces import Enough
+from rftmega.strategy.judging import Judging
+from rftmega.types import Completion
+
+EVERY = 16  # engine steps from one decision to the next
+
+
+class Together:
+    """What the engines of all processes have finished, the same everywhere; ask it after each step of this process's engine.
+
+    Decisions fall after the same steps of every engine, whatever time these took, and know what was finished one decision
+    earlier, scores included: those are waited for. So the same requests end with the same answers, run after run, and rewards
+    have EVERY steps of time before an engine waits for them.
+    """
+
+    def __init__(self, judging: Judging, places: Sequence[int], requests: int, enough: Enough):
+        """`places` among all `requests`: of those that this process's engine got; empty where another process speaks for it."""
+        self.judging, self.places, self.enough = judging, places, enough
+        self.answers: list[Completion | None] = [None] * requests
+        self.over = False
+        self._steps = self._told = self._finished = 0  # the latter two: of reports, until the last decision
+
+    def __call__(self) -> bool:
+        self._steps += 1
+        return self._steps % EVERY == 0 and self._decide(idle=False)
+
+    def wait(self) -> None:
+        """This process's engine has nothing left to do: the others decide, and this one with them."""
+        while not self.over:
+            self._decide(idle=True)
+
+    def _decide(self, *, idle: bool) -> bool:
+        """A collective."""
+        own = self.judging.scored(self._told, self._finished) if self.places else {}
+        self._told, self._finished = self._finished, len(self.judging.reports)
+        done = idle and self._told == self._finished
+        gathered: list[tuple[Mapping[int, Completion], bool] | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, ({self.places[place]: answer for place, answer in own.items()}, done))
+        told = [one for one in gathered if one is not None]
+        for answers, _ in told:
+            for place, answer in answers.items():
+                self.answers[place] = answer
+        self.over = self.enough(self.answers) or all(done for _, done in told)
+        return self.over

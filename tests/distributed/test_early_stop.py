@@ -1,0 +1,85 @@
+"""Engines of several processes that stop together, and the same way however fast each of them is."""
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from rftmega.config import RolloutConfig
+from rftmega.parallel.launch import World
+from rftmega.rollout import ScriptedEngine
+from rftmega.strategy.dispatch import SharedEngine, Turns
+from rftmega.strategy.early_stop import EVERY
+from rftmega.types import Completion, Prompt
+from tests.ranks import run_ranks
+
+SIZE, GROUPS = 2, 12
+REQUESTS = [Prompt((5, group), index=group) for group in range(GROUPS) for _ in range(SIZE)]
+
+
+class AsLongAsItsSeed(ScriptedEngine):
+    def __init__(self, pace: Callable[[], float]):
+        super().__init__(RolloutConfig(max_batch=4), vocabulary=9, stop_ids=[3])
+        self.pace = pace
+
+    def _answer(self, seed: int) -> Completion:
+        assert self.version is not None
+        return Completion((3,) * seed, (0.0,) * seed, "stop", self.version)
+
+    def _generate(self, prompts: Any, seeds: Any, temperature: float, finished: Any, stop: Any) -> Any:
+        def slowly() -> bool:
+            time.sleep(self.pace())
+            return stop()
+
+        return super()._generate(prompts, seeds, temperature, finished, slowly)
+
+
+class NoTurns(Turns):
+    def rollout(self) -> None: ...
+
+
+def group_lengths() -> list[int]:
+    """Tokens of each request: two groups in three end early."""
+    rng = random.Random(1)
+    return [rng.randint(1, 20) if place // SIZE % 3 else 200 for place in range(len(REQUESTS))]
+
+
+def body(world: World, noise: int, per_engine: int, wanted: int, silent: bool) -> Any:
+    rng = random.Random(f"{noise}/{world.rank}")
+    engine = AsLongAsItsSeed(lambda: rng.random() * 0.002 if noise else 0.0)
+    engine.load_weights([], version=7)
+    shared = SharedEngine(engine, NoTurns({}, None, offload=False), world, processes_per_engine=per_engine)
+
+    def score(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
+        time.sleep(rng.random() * 0.02 if noise else 0.0)
+        return [{"reward": float(prompt.index)} for prompt in prompts]
+
+    def enough(completions: Sequence[Completion | None]) -> bool:
+        groups = [completions[begin : begin + SIZE] for begin in range(0, len(completions), SIZE)]
+        return sum(None not in group for group in groups) >= wanted
+
+    found = shared.generate_until(
+        REQUESTS, seeds=group_lengths(), temperature=1.0, reward=None if silent else score, enough=enough
+    )
+    return [None if c is None else (len(c.token_ids), c.scores) for c in found], engine.steps
+
+
+@pytest.mark.parametrize("per_engine", [1, 2])
+def test_engines_stop_after_the_same_step_with_the_same_answers_whatever_the_timing(per_engine: int) -> None:
+    quick, slow = (run_ranks(2, body, noise, per_engine, 5, False) for noise in (0, 1))
+    answers, steps = quick[0]
+    assert all(result[0] == answers for result in (*quick, *slow)), "processes, or runs, disagree"
+    assert {result[1] for result in (*quick, *slow)} == {steps}
+    assert steps % EVERY == 0
+    lengths = group_lengths()
+    for place, answer in enumerate(answers):
+        assert answer in (None, (lengths[place], {"reward": float(place // SIZE)}))
+    assert sum(None not in answers[begin : begin + SIZE] for begin in range(0, len(answers), SIZE)) >= 5
+    assert None in answers
+
+
+def test_where_there_is_never_enough_every_answer_comes_and_without_a_reward_no_scores() -> None:
+    for answers, _ in run_ranks(2, body, 0, 1, GROUPS + 1, True):
+        assert answers == [(length, None) for length in group_lengths()]
