@@ -19,7 +19,7 @@ class Wanted(NamedTuple):
 
 
 class Groups:
-    """The answers to `requests`, of which each `size` neighbours answer the same prompt; the first `learnt_from` are learnt from."""
+    """The answers to `requests`, each `size` neighbours to the same prompt, the first `learnt_from` to learn from."""
 
     def __init__(self, requests: Sequence[Prompt], reward: Reward, size: int, *, learnt_from: int):
         self.requests, self.reward, self.size, self.learnt_from = requests, reward, size, learnt_from

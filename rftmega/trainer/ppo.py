@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from rftmega.algorithms.mismatch import log_prob_gap
 from rftmega.experience import ExperienceMaker, ModelReward
-from rftmega.interfaces import Callback, Reward, RolloutEngine, WeightSync
+from rftmega.interfaces import Callback, Resumable, Reward, RolloutEngine, WeightSync
 from rftmega.trainer.groups import Groups, Wanted
 from rftmega.trainer.learner import Learner
 from rftmega.trainer.sampling import Refill
@@ -71,7 +71,7 @@ class PPOTrainer:
 
     def state(self) -> dict[str, Any]:
         """What the next step depends on, beside weights, random streams and the order of prompts; as JSON has it."""
-        parts = {"maker": self.maker, "learner": self.learner, "supply": self.supply, "engine": self.engine}
+        parts: dict[str, Resumable] = {"maker": self.maker, "learner": self.learner, "supply": self.supply, "engine": self.engine}
         return {"step": self.step} | {name: part.state() for name, part in parts.items()}
 
     def load_state(self, state: dict[str, Any]) -> None:
