@@ -181,6 +181,7 @@ def reinforce(config: RunConfig) -> None:
             refill=Refill(
                 config.algorithm.refill_rounds, part=config.algorithm.refill_by, oversample=config.algorithm.oversample
             ),
+            replay=algorithm.replay(strategy.policy),
             learnt_from=config.algorithm.learnt_from,
             samples_per_prompt=config.rollout.samples_per_prompt,
             temperature=config.rollout.temperature,

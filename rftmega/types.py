@@ -36,6 +36,7 @@ class Completion:
     finish_reason: Literal["stop", "length"]
     policy_version: int
     scores: dict[str, float] | None = None  # by a reward: its parts and their sum, "reward"; None where it was not asked yet
+    versions: tuple[int, ...] = ()  # of the policy that chose each token, where a push came in between; (): policy_version
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,7 @@ class Samples:
     group: Tensor  # [B] int64
     truncated: Tensor  # [B] bool
     reward_parts: dict[str, Tensor]  # name -> [B], before weighting; NaN where a prompt's kind doesn't ask for it
+    versions: Tensor | None = None  # [B, T] int64: of the policy that chose each token, -1 outside the response; None: not known
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -102,6 +104,7 @@ class Samples:
             self.group[index],
             self.truncated[index],
             {name: part[index] for name, part in self.reward_parts.items()},
+            None if self.versions is None else self.versions[index, : rows.tokens.shape[1] - 1],
         )
 
     @staticmethod
@@ -111,8 +114,10 @@ class Samples:
         width = max(part.rows.tokens.shape[1] for part in parts)
         before = [0, *itertools.accumulate(int(part.group.max()) + 1 for part in parts)]
 
-        def side_by_side(tensors: Iterable[Tensor], columns: int = 0) -> Tensor:
-            return torch.cat([functional.pad(x, (0, columns - x.shape[1])) if columns else x for x in tensors])
+        def side_by_side(tensors: Iterable[Tensor], columns: int = 0, fill: int = 0) -> Tensor:
+            return torch.cat([functional.pad(x, (0, columns - x.shape[1]), value=fill) if columns else x for x in tensors])
+
+        versions = [part.versions for part in parts if part.versions is not None]
 
         return Samples(
             [prompt for part in parts for prompt in part.prompts],
@@ -126,6 +131,7 @@ class Samples:
             side_by_side(part.group + first for part, first in zip(parts, before, strict=False)),
             side_by_side(part.truncated for part in parts),
             {name: side_by_side(part.part(name) for part in parts) for name in names},
+            side_by_side(versions, width - 1, -1) if len(versions) == len(parts) else None,
         )
 
 
@@ -144,6 +150,7 @@ class Experience:
     old_value: Tensor | None = None  # [B, T] of the critic, before this rollout's first update; None where there is no critic
     returns: Tensor | None = None  # [B, T] what the critic should have said
     entropy: Tensor | None = None  # [B, T] of the trainer's distribution at old_logp's time; None where the policy gives none
+    versions: Tensor | None = None  # [B, T] int64: of the policy that chose each token, -1 outside the response; None: not known
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -165,7 +172,30 @@ class Experience:
         return self._map(take)
 
     def to(self, device: torch.device) -> "Experience":
-        return self._map(lambda value: None if value is None else value.to(device))
+        return self.changed(lambda value: value.to(device))
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> "Experience":
+        """With `change` done to every tensor."""
+        return self._map(lambda value: None if value is None else change(value))
+
+    @staticmethod
+    def join(parts: "Iterable[Experience]") -> "Experience":
+        """Rows of all parts, in their order, as wide as the widest. What one of them does not have (None) none has."""
+        parts = list(parts)
+        width = max(part.tokens.shape[1] for part in parts)
+
+        def joined(name: str) -> Tensor | None:
+            values = [getattr(part, name) for part in parts]
+            if any(value is None for value in values):
+                return None
+            if values[0].dim() == 1:
+                return torch.cat(values)
+            fill = -1 if name == "versions" else 0
+            missing = [width - part.tokens.shape[1] for part in parts]
+            return torch.cat([functional.pad(x, (0, extra), value=fill) for x, extra in zip(values, missing, strict=True)])
+
+        made: dict[str, Any] = {f.name: joined(f.name) for f in fields(Experience)}
+        return Experience(**made)
 
     def _map(self, change: Callable[[Any], Any]) -> "Experience":
         return Experience(**{f.name: change(getattr(self, f.name)) for f in fields(self)})

@@ -309,6 +309,12 @@ class AlgorithmConfig:
     oversample: float = 1.0
     """Ask so many times trainer.prompts_per_step and stop when enough groups differ; the other prompts come again first."""
 
+    max_staleness: int = 0
+    """Learn also from answers of policies up to so many steps old, from a buffer (with algorithm.correction); 0: of none."""
+
+    replay_limit: int = 0
+    """Rows that the buffer keeps; the oldest groups go first. 0: no limit."""
+
     surrogate: str = "ppo"
     """ppo (clipped ratio), gspo (an answer's ratio), cispo (clipped weight), cpgd (clipped log-ratio) or reinforce."""
 

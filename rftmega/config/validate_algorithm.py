@@ -32,12 +32,23 @@ def algorithm_options(algorithm: AlgorithmConfig) -> list[str]:
         ("overlong_penalty", "overlong_share"),
         ("refill_by", "refill_rounds"),
         ("oversample", "refill_rounds"),
+        ("replay_limit", "max_staleness"),
     )
     for option, switch in switched:
         if getattr(algorithm, option) != getattr(AlgorithmConfig, option) and not getattr(algorithm, switch):
             found.append(
                 f"algorithm.{option}={getattr(algorithm, option)} needs algorithm.{switch} above 0: nothing else reads it."
             )
+    if algorithm.max_staleness and algorithm.correction == "none":
+        found.append(
+            f"algorithm.max_staleness={algorithm.max_staleness} needs algorithm.correction=token, sequence or mask: answers of "
+            "earlier policies would count as if the present one had given them."
+        )
+    if algorithm.max_staleness and algorithm.advantage == "gae":
+        found.append(
+            f"algorithm.max_staleness={algorithm.max_staleness} with algorithm.advantage=gae: advantages of earlier steps are "
+            "those of an earlier critic. Set it to 0."
+        )
     if 0 < algorithm.dual_clip <= 1:
         found.append(f"algorithm.dual_clip={algorithm.dual_clip} must be above 1, or 0 for none.")
     if algorithm.correction_cap < 1:

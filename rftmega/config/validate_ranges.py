@@ -84,6 +84,8 @@ NOT_NEGATIVE = (
     "algorithm.overlong_share",
     "algorithm.overlong_penalty",
     "algorithm.learnt_from",
+    "algorithm.max_staleness",
+    "algorithm.replay_limit",
     "algorithm.refill_rounds",
     "algorithm.clip_high",
     "algorithm.ptx_coef",

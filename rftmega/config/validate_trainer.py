@@ -17,6 +17,11 @@ def step_rows(config: RunConfig) -> list[str]:
             f"algorithm.learnt_from={config.algorithm.learnt_from} is more than the answers a prompt gets "
             f"(rollout.samples_per_prompt={config.rollout.samples_per_prompt}). Lower it, or set it to 0."
         )
+    if 0 < config.algorithm.replay_limit < answers:
+        found.append(
+            f"algorithm.replay_limit={config.algorithm.replay_limit} can't hold the {answers} answers that are learnt from of "
+            "a prompt. Raise it, or set it to 0."
+        )
     if config.algorithm.mini_batches > rows:
         found.append(
             f"algorithm.mini_batches={config.algorithm.mini_batches} is more than the rows of a step (trainer.prompts_per_step"

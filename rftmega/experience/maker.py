@@ -74,4 +74,5 @@ class ExperienceMaker:
             old_value=value,
             returns=None if value is None else advantage + value,
             entropy=stats.entropy,
+            versions=samples.versions,
         )

@@ -22,10 +22,13 @@ def collect(prompts: Sequence[Prompt], completions: Sequence[Completion], reward
     width = max(len(prompt.token_ids) + len(completion.token_ids) for prompt, completion in pairs)
     tokens = torch.zeros(len(pairs), width, dtype=torch.int64)
     behaviour_logp = torch.zeros(len(pairs), width - 1)
+    versions = torch.full((len(pairs), width - 1), -1)
     for row, (prompt, completion) in enumerate(pairs):
         ids = prompt.token_ids + completion.token_ids
         tokens[row, : len(ids)] = torch.tensor(ids)
-        behaviour_logp[row, len(prompt.token_ids) - 1 : len(ids) - 1] = torch.tensor(completion.logprobs)
+        targets = slice(len(prompt.token_ids) - 1, len(ids) - 1)
+        behaviour_logp[row, targets] = torch.tensor(completion.logprobs)
+        versions[row, targets] = torch.tensor(completion.versions or completion.policy_version)
     prompt_lengths = torch.tensor([len(prompt.token_ids) for prompt, _ in pairs])
     response_lengths = torch.tensor([len(completion.token_ids) for _, completion in pairs])
     return Samples(
@@ -38,4 +41,5 @@ def collect(prompts: Sequence[Prompt], completions: Sequence[Completion], reward
         reward_parts={
             name: torch.tensor([score.get(name, torch.nan) for score in scores], dtype=torch.float32) for name in parts
         },
+        versions=versions,
     )

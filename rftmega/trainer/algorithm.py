@@ -12,10 +12,11 @@ from rftmega.algorithms.surrogates import Clip
 from rftmega.algorithms.values import value_loss
 from rftmega.algorithms.weighting import Weighting, weighting_of
 from rftmega.config import RunConfig
-from rftmega.experience import ExperienceMaker
+from rftmega.experience import ExperienceMaker, ReplayBuffer
 from rftmega.interfaces import Policy, ValueModel
 from rftmega.trainer.learner import Learner
 from rftmega.trainer.ptx import PTX, Order
+from rftmega.trainer.replaying import Replaying
 from rftmega.types import LossFn, Rows
 
 
@@ -60,6 +61,13 @@ class Algorithm:
             kl=self.kl,
             ptx=ptx,
         )
+
+    def replay(self, policy: Policy) -> Replaying | None:
+        """What keeps earlier answers, where they are learnt from."""
+        chosen = self.chosen
+        if not chosen.max_staleness:
+            return None
+        return Replaying(policy, ReplayBuffer(chosen.replay_limit), max_staleness=chosen.max_staleness)
 
     @property
     def weighting(self) -> Weighting:

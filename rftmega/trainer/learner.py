@@ -40,8 +40,10 @@ class Learner:
         if self.ptx is not None and state["ptx"] is not None:  # they may begin with the resumed run
             self.ptx.load_state(state["ptx"])
 
-    def update(self, experience: Experience, step: int) -> Metrics:
-        """One rollout's optimizer steps, after `step` finished ones; the critic's metrics begin with "critic_"."""
+    def update(self, experience: Experience, step: int, learnt: Experience | None = None) -> Metrics:
+        """One rollout's optimizer steps, after `step` finished ones; the critic's metrics begin with "critic_". `learnt` is what
+        the policy learns from instead of `experience` alone; the KL is measured on that all the same.
+        """
         metrics: Metrics = {}
         if self.critic is not None:
             assert self.value_loss_fn is not None
@@ -49,7 +51,7 @@ class Learner:
             metrics |= {f"critic_{name}": value for name, value in found.items()} | explained(experience)
         if step >= self.frozen_steps:
             beside = {} if self.ptx is None else {"auxiliary": self.ptx()}
-            metrics |= self.policy.update(experience, self.loss_fn, **beside)
+            metrics |= self.policy.update(experience if learnt is None else learnt, self.loss_fn, **beside)
         if experience.reference_logp is not None:
             delta = (experience.old_logp - experience.reference_logp)[experience.mask]
             metrics["reference_kl"] = ESTIMATORS["k3"](delta).mean().item() if len(delta) else 0.0

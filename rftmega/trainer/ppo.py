@@ -10,6 +10,7 @@ from rftmega.experience import ExperienceMaker, ModelReward
 from rftmega.interfaces import Callback, Resumable, Reward, RolloutEngine, WeightSync
 from rftmega.trainer.groups import Groups, Wanted
 from rftmega.trainer.learner import Learner
+from rftmega.trainer.replaying import Replaying
 from rftmega.trainer.sampling import Refill
 from rftmega.trainer.supply import Supply
 from rftmega.types import Completion, Metrics, Prompt, Samples
@@ -35,6 +36,7 @@ class PPOTrainer:
         temperature: float,
         seed: int,
         refill: Refill | None = None,
+        replay: Replaying | None = None,
         model_reward: ModelReward | None = None,
         learnt_from: int = 0,
         callbacks: Sequence[Callback] = (),
@@ -43,7 +45,7 @@ class PPOTrainer:
         """`stop` is asked after each step, on every process, and answers alike on all: training ends there where it says so."""
         self.engine, self.weights, self.reward, self.model_reward = engine, weights, reward, model_reward
         self.maker, self.learner = maker, learner
-        self.refill = refill or Refill(0)
+        self.refill, self.replay = refill or Refill(0), replay
         self.learnt_from = learnt_from or samples_per_prompt
         self.samples_per_prompt, self.temperature, self.seed = samples_per_prompt, temperature, seed
         self.callbacks = callbacks
@@ -72,6 +74,8 @@ class PPOTrainer:
     def state(self) -> dict[str, Any]:
         """What the next step depends on, beside weights, random streams and the order of prompts; as JSON has it."""
         parts: dict[str, Resumable] = {"maker": self.maker, "learner": self.learner, "supply": self.supply, "engine": self.engine}
+        if self.replay is not None:
+            parts["replay"] = self.replay
         return {"step": self.step} | {name: part.state() for name, part in parts.items()}
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -81,12 +85,19 @@ class PPOTrainer:
         self.learner.load_state(state["learner"])
         self.supply.load_state(state["supply"])
         self.engine.load_state(state["engine"])
+        if self.replay is not None and "replay" in state:  # it may begin with the resumed run
+            self.replay.load_state(state["replay"])
 
     def train_step(self, prompts: Sequence[Prompt], more: Supply) -> Metrics:
         """One step on `prompts`; where groups are replaced, `more` has the prompts for it, and gets back what was not used."""
         samples, seen = self.phase("rollout", self.refill, self.rollout, prompts, more)
         experience = self.phase("score", self.maker.make, samples)
-        metrics = self.phase("update", self.learner.update, experience, self.step)
+        if self.replay is None:
+            metrics = self.phase("update", self.learner.update, experience, self.step)
+        else:
+            learnt, replayed = self.phase("replay", self.replay.beside, experience, self.step)
+            metrics = self.phase("update", self.learner.update, experience, self.step, learnt) | replayed
+            self.replay.keep(experience, samples.group)
         self.step += 1
         metrics |= self.phase("push", self.weights.push, version=self.step)
         for callback in self.callbacks:

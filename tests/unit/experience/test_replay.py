@@ -1,0 +1,108 @@
+import json
+from dataclasses import fields, replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rftmega.experience import ReplayBuffer, collect
+from rftmega.strategy.base import StrategyBase
+from rftmega.types import Completion, Experience, Prompt, Rows, Samples
+
+
+def experience_of(*answers: tuple[int, int], version: int = 0) -> Experience:
+    """Rows of (token, length of the answer) after a prompt of two."""
+    longest = max(length for _, length in answers)
+    tokens = torch.zeros(len(answers), 2 + longest, dtype=torch.int64)
+    for row, (token, length) in enumerate(answers):
+        tokens[row, : 2 + length] = token
+    lengths = torch.tensor([2 + length for _, length in answers])
+    rows = Rows(tokens, torch.full((len(answers),), 2), lengths)
+    logp = torch.where(rows.mask, -tokens[:, 1:].float(), 0.0)
+    versions = torch.where(rows.mask, version, -1)
+    return Experience(tokens, rows.prompt_lengths, lengths, rows.mask, logp, 2 * logp, None, 3 * logp, versions=versions)
+
+
+def first_tokens(buffer: ReplayBuffer) -> list[int]:
+    return [int(buffer[row].tokens[0, 0]) for row in range(len(buffer))]
+
+
+def same(one: Experience, other: Experience) -> bool:
+    pairs = [(getattr(one, f.name), getattr(other, f.name)) for f in fields(Experience)]
+    return all(torch.equal(a, b) if a is not None and b is not None else a is b for a, b in pairs)
+
+
+def test_without_a_limit_everything_stays_and_with_one_the_oldest_groups_go_whole() -> None:
+    group = torch.tensor([0, 0, 4, 4])
+    unlimited, limited = ReplayBuffer(), ReplayBuffer(5)
+    for tokens in ((1, 1, 2, 2), (3, 3, 4, 4)):
+        given = experience_of(*((token, 1) for token in tokens))
+        assert unlimited.append(given, group) == 0
+        limited.append(given, group)
+    assert first_tokens(unlimited) == [1, 1, 2, 2, 3, 3, 4, 4]
+    assert first_tokens(limited) == [3, 3, 4, 4], "3 rows of the older ones would fit, but no whole group and a half"
+    assert limited.append(experience_of((5, 1)), torch.tensor([0])) == 0
+    assert limited.append(experience_of((6, 1)), torch.tensor([0])) == 1
+    assert first_tokens(limited) == [4, 4, 5, 6]
+    with pytest.raises(ValueError, match="A group of 6 rows does not fit the buffer's limit of 5"):
+        limited.append(experience_of(*[(7, 1)] * 6), torch.zeros(6, dtype=torch.int64))
+
+
+def test_rows_come_back_as_they_were_without_the_padding_of_others() -> None:
+    given = experience_of((1, 4), (2, 2), (3, 1))
+    buffer = ReplayBuffer(cpu_offload=False)
+    buffer.append(given, torch.tensor([0, 1, 1]))
+    assert buffer.groups[1].tokens.shape == (2, 4)
+    assert same(buffer[2], given.select(torch.tensor([2])))
+    assert same(Experience.join(buffer[row] for row in range(3)), given)
+    with pytest.raises(IndexError):
+        buffer[3]
+
+
+def test_a_group_is_as_old_as_its_oldest_token() -> None:
+    buffer = ReplayBuffer()
+    given = experience_of((1, 3), (2, 3), version=5)
+    assert given.versions is not None
+    given.versions[1, 2] = 3  # its second token; the group's others are of version 5
+    buffer.append(given, torch.tensor([0, 0]))
+    buffer.append(experience_of((3, 2), version=4), torch.tensor([0]))
+    assert buffer.drop_older(3) == 0
+    assert buffer.drop_older(4) == 1
+    assert first_tokens(buffer) == [3]
+    buffer.append(replace(given, versions=None), torch.tensor([0, 0]))
+    with pytest.raises(ValueError, match="does not say which policy chose"):
+        buffer.drop_older(4)
+
+
+def test_a_state_is_json_and_brings_every_bit_back() -> None:
+    buffer, again = ReplayBuffer(), ReplayBuffer()
+    buffer.append(experience_of((1, 4), (2, 2), version=7), torch.tensor([3, 9]))
+    again.load_state(json.loads(json.dumps(buffer.state())))
+    assert len(again.groups) == 2
+    assert all(same(one, other) for one, other in zip(buffer.groups, again.groups, strict=True))
+
+
+def test_lightrfts_dataloader_takes_the_buffer() -> None:
+    buffer = ReplayBuffer()
+    buffer.append(experience_of(*((token, 1 + token % 3) for token in range(1, 8))), torch.arange(7) // 2)
+    strategy = SimpleNamespace(seed=0)
+    batches = list(StrategyBase.setup_dataloader(strategy, buffer, 3, shuffle=False, drop_last=False, collate_fn=Experience.join))
+    assert [batch.tokens[:, 0].tolist() for batch in batches] == [[1, 2, 3], [4, 5, 6], [7]]
+    shuffled = list(StrategyBase.setup_dataloader(strategy, buffer, 3, collate_fn=Experience.join))
+    assert [len(batch) for batch in shuffled] == [3, 3]
+
+
+def test_each_token_knows_its_policy_also_where_an_answer_went_on_after_a_push() -> None:
+    prompts = [Prompt((5, 6)), Prompt((7,))]
+    answers = [
+        Completion((1, 2, 3), (-0.1, -0.2, -0.3), "stop", 4, versions=(3, 4, 4)),
+        Completion((8,), (-0.5,), "length", 4),
+    ]
+    samples = collect(prompts, answers, lambda asked, given: [{"reward": 0.0}] * len(given), samples_per_prompt=1)
+    assert samples.versions is not None
+    assert samples.versions.tolist() == [[-1, 3, 4, 4], [4, -1, -1, -1]]
+    short = samples.select(torch.tensor([1]))
+    joined = Samples.join([short, samples])
+    assert joined.versions is not None
+    assert joined.versions.tolist() == [[4, -1, -1, -1], [-1, 3, 4, 4], [4, -1, -1, -1]]
+    assert Samples.join([replace(short, versions=None), samples]).versions is None
