@@ -1,19 +1,25 @@
 """Engines of several processes that stop together, and the same way however fast each of them is."""
 
+import os
 import random
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from rftmega.config import RolloutConfig
+from rftmega.config import ParallelConfig, RolloutConfig
 from rftmega.parallel.launch import World
 from rftmega.rollout import ScriptedEngine
 from rftmega.strategy.dispatch import SharedEngine, Turns
 from rftmega.strategy.early_stop import EVERY
 from rftmega.types import Completion, Prompt
+from rftmega.weights import EngineWeights
+from tests.layouts import build_actor
 from tests.ranks import run_ranks
+from tests.tiny_models import save_tiny
 
 SIZE, GROUPS = 2, 12
 REQUESTS = [Prompt((5, group), index=group) for group in range(GROUPS) for _ in range(SIZE)]
@@ -83,3 +89,40 @@ def test_engines_stop_after_the_same_step_with_the_same_answers_whatever_the_tim
 def test_where_there_is_never_enough_every_answer_comes_and_without_a_reward_no_scores() -> None:
     for answers, _ in run_ranks(2, body, 0, 1, GROUPS + 1, True):
         assert answers == [(length, None) for length in group_lengths()]
+
+
+def vllm_body(world: World, folder: Path, engine_size: int) -> Any:
+    from rftmega.rollout.vllm import VLLMEngine
+
+    os.environ["LOCAL_WORLD_SIZE"] = str(world.size)
+    config = RolloutConfig(tensor=engine_size, max_prompt_tokens=8, max_response_tokens=120, cpu_cache_gib=0.05, max_batch=8)
+    actor = build_actor(folder, ParallelConfig(), temperature=1.0, token_cap=512)
+    # One token in 25 ends an answer: most have some dozens, a few go on to the limit.
+    engine = VLLMEngine(folder, config, world, dtype="float32", stop_ids=range(0, 120, 25))
+    shared = SharedEngine(engine, NoTurns({}, None, offload=False), world, processes_per_engine=engine_size)
+    EngineWeights(actor.manager.bound, engine, bucket_bytes=50_000).push(version=0)
+
+    def enough(completions: Sequence[Completion | None]) -> bool:
+        return sum(completion is not None for completion in completions) >= 10
+
+    seeds = list(range(len(REQUESTS)))
+    found = [shared.generate_until(REQUESTS, seeds=seeds, temperature=1.0, enough=enough) for _ in range(2)]
+    left = engine._llm.llm_engine.has_unfinished_requests()
+    everything = shared.generate(REQUESTS, seeds=seeds, temperature=1.0)
+    dist.barrier()
+    engine.close()
+    return [[None if c is None else c.token_ids for c in answers] for answers in (*found, everything)], left
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("engine_size", [1, 2])
+def test_vllm_aborts_the_rest_and_what_it_is_asked_next_is_answered_as_ever(engine_size: int, tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path, "qwen3", hidden_size=128)
+    results = run_ranks(2, vllm_body, folder, engine_size, timeout=300)
+    (first, second, whole), left = results[0]
+    assert all(result == results[0] for result in results), "the processes have different answers"
+    assert not left, "aborted requests are still in the engine"
+    assert None in first and sum(answer is not None for answer in first) >= 10
+    assert None not in whole
+    for part in (first, second):
+        assert all(answer in (None, complete) for answer, complete in zip(part, whole, strict=True))
