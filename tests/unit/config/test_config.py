@@ -162,7 +162,6 @@ def test_a_sound_config_has_no_violations(config_file: Path) -> None:
         ("algorithm.oversample=1.5", 1, "algorithm.oversample=1.5 needs algorithm.refill_rounds above 0"),
         ("algorithm.max_staleness=2", 1, "algorithm.max_staleness=2 needs algorithm.correction=token, sequence or mask"),
         ("algorithm.replay_limit=64", 1, "algorithm.replay_limit=64 needs algorithm.max_staleness above 0"),
-        ("algorithm.replay_limit=2", 1, "algorithm.replay_limit=2 can't hold the"),
         ("algorithm.oversample=0.5", 1, "algorithm.oversample=0.5 must be at least 1"),
         ("algorithm.gae_lambda=0.5", 1, "algorithm.gae_lambda=0.5 needs algorithm.advantage=gae, not group"),
         ("algorithm.freezing_actor_steps=5", 1, "needs algorithm.advantage=gae, not group"),
@@ -230,6 +229,15 @@ def test_what_lies_outside_the_schedules_of_policy_and_critic_is_refused(config_
     ):
         assert complaint in violations(load(config_file, [*gae, override]), 1)[0]
     assert violations(load(config_file, [*gae, "critic.optimizer.warmup_steps=99"]), 1) == []
+
+
+def test_a_replay_buffer_holds_a_group_and_none_of_a_critics_making(config_file: Path) -> None:
+    on = ["algorithm.max_staleness=2", "algorithm.correction=token"]
+    assert violations(load(config_file, [*on, "algorithm.replay_limit=8"]), 1) == []
+    (small,) = violations(load(config_file, [*on, "algorithm.replay_limit=7"]), 1)
+    assert "algorithm.replay_limit=7 can't hold the 8 answers" in small
+    (critic,) = violations(load(config_file, [*on, "algorithm.advantage=gae"]), 1)
+    assert "an earlier critic" in critic
 
 
 def test_rewards_without_labels_need_none_and_groups_of_one_are_not_compared(config_file: Path) -> None:
