@@ -162,7 +162,8 @@ def table(found: dict[str, Any]) -> list[str]:
     switches += [name.replace("_", " ") for name in ("distributed_optimizer", "offload") if found[name]]
     said = [
         f"model    {found['model']['family']}, {found['model']['parameters'] / 1e9:.1f} billion parameters",
-        f"layout   {found['layout']} on {found['processes']} devices of {memory / GB:g} GB; {', '.join(switches)}",
+        f"layout   {found['layout']} on {found['processes']} devices of {memory / GB:g} GB",
+        f"with     {', '.join(switches)}",
         f"update   {found['micro_batches']} micro-batches of {found['micro_batch_tokens']} tokens a data-parallel rank and step",
     ]
     if engine:

@@ -45,13 +45,13 @@ def push_buffers(planned: Planned, config: RunConfig, world: int) -> list[int]:
 
 
 def sampled(model: ModelDescription, world: int) -> set[int] | None:
-    """Two neighbouring layers of each kind, where all are too many to look at; otherwise None."""
+    """A layer of each kind, where all are too many to look at; otherwise None."""
     experts = model.experts.layers if model.experts else frozenset()
     each = 2 * model.experts.number if model.experts else 0
     if (model.layers * 8 + len(experts) * each) * world <= MOST:
         return None
     dense = [layer for layer in range(model.layers) if layer not in experts]
-    return {*dense[:2], *sorted(experts)[:2]}
+    return {*dense[:1], *sorted(experts)[:1]}
 
 
 def push_of(
@@ -60,13 +60,22 @@ def push_of(
     """A push into engines of `engine_tensor` of the trainer's own processes, which load as vLLM does. `layers`: only of these."""
     units = list(units_of_plan(planned, world, engine_tensor, layers))
     kinds = [_needs(units, rank, engine_tensor) for rank in range(engine_tensor)]
-    return simulated(units, kinds, [rank % engine_tensor for rank in range(world)], bucket_bytes, planned.model)
+    kind_of = [rank % engine_tensor for rank in range(world)]
+    return simulated(units, kinds, kind_of, bucket_bytes, planned.model, alone=layers is not None)
 
 
 def simulated(
-    units: Sequence[Unit], kinds: Sequence[Needs], kind_of: Sequence[int], bucket_bytes: int, model: ModelDescription
+    units: Sequence[Unit],
+    kinds: Sequence[Needs],
+    kind_of: Sequence[int],
+    bucket_bytes: int,
+    model: ModelDescription,
+    *,
+    alone: bool = False,
 ) -> Push:
-    """`kinds`: what ranks of engines read; `kind_of`: which of these each process reads."""
+    """`kinds`: what ranks of engines read; `kind_of`: which of these each process reads. `alone`: every bucket stands for many
+    that follow each other.
+    """
     world = len(kind_of)
     most = [0] * world
     sent: dict[tuple[int, int], int] = defaultdict(int)
@@ -74,28 +83,30 @@ def simulated(
     before, tail, tail_before = [0] * world, [0] * world, [0] * world
     buckets = buckets_of(units, bucket_bytes, for_an_engine=True)
     for bucket, moves in zip(buckets, planned_moves(buckets, kinds, kind_of), strict=True):
-        pairs: dict[tuple[int, int], list[Move]] = defaultdict(list)
-        for source, target, move in moves:
-            pairs[source, target].append(move)
-            sent[source, target] += move.bytes
+        pairs: dict[tuple[int, int], list[tuple[Move, int]]] = defaultdict(list)
+        for source, target, move, size in moves:
+            pairs[source, target].append((move, size))
+            sent[source, target] += size
         held, last = _messages(pairs, bucket[-1], world)
         most = [max(peak, sum(alive)) for peak, *alive in zip(most, tail_before, before, held, strict=True)]
+        if alone:
+            most = [max(peak, 2 * size + end) for peak, size, end in zip(most, held, last, strict=True)]
         before, tail, tail_before = held, last, tail
     looked_at = sum(unit.bytes for unit in units)
     return Push(most, dict(sent), min(1.0, looked_at / (model.parameters * units[0].dtype.itemsize)))
 
 
-def _messages(pairs: dict[tuple[int, int], list[Move]], unit: Unit, world: int) -> tuple[list[int], list[int]]:
+def _messages(pairs: dict[tuple[int, int], list[tuple[Move, int]]], unit: Unit, world: int) -> tuple[list[int], list[int]]:
     """(bytes of all messages, bytes of received ones that hold the last tensor of `unit`) of each process."""
     held, last = [0] * world, [0] * world
     alike: set[tuple[int, tuple[tuple[int, int, int, int], ...]]] = set()  # a process sends those that need the same one message
     end = len(unit.rule.hf) - 1
     for (source, target), moves in pairs.items():
-        size = message_bytes(moves)
+        size = message_bytes([size for _, size in moves])
         held[target] += size
-        if any(move.unit is unit and move.part == end for move in moves):
+        if any(move.unit is unit and move.part == end for move, _ in moves):
             last[target] += size
-        key = source, tuple((id(move.unit), *move[1:]) for move in moves)
+        key = source, tuple((id(move.unit), move.part, move.start, move.stop) for move, _ in moves)
         if key not in alike:
             alike.add(key)
             held[source] += size

@@ -11,14 +11,14 @@ from rftmega.parallel.checksum import blocks, checksum
 from rftmega.weights.units import Move
 
 
-def message_bytes(moves: Sequence[Move]) -> int:
-    """Of a message with these slices, header and gaps included."""
-    return _places(moves)[-1]
+def message_bytes(sizes: Sequence[int]) -> int:
+    """Of a message with slices of so many bytes each, header and gaps included."""
+    return blocks(8 * (1 + len(sizes))) + sum(map(blocks, sizes))
 
 
 def message_for(moves: Sequence[Move], device: torch.device) -> Tensor:
     """[bytes], with nothing in it yet."""
-    return torch.empty(message_bytes(moves), dtype=torch.uint8, device=device)
+    return torch.empty(message_bytes([move.bytes for move in moves]), dtype=torch.uint8, device=device)
 
 
 def written(message: Tensor, moves: Sequence[Move], version: int, slice_of: Callable[[Move], Tensor]) -> Tensor:

@@ -230,7 +230,7 @@ def _plan(buckets: Sequence[list[Unit]], kinds: Sequence[Needs], kind_of: Sequen
     planned = []
     for units, moves in zip(buckets, planned_moves(buckets, kinds, kind_of), strict=True):
         bucket = Bucket(units, defaultdict(list), defaultdict(list))
-        for source, target, move in moves:
+        for source, target, move, _ in moves:
             if source == me:
                 bucket.sends[target].append(move)
             if target == me:
@@ -241,15 +241,15 @@ def _plan(buckets: Sequence[list[Unit]], kinds: Sequence[Needs], kind_of: Sequen
 
 def planned_moves(
     buckets: Sequence[list[Unit]], kinds: Sequence[Needs], kind_of: Sequence[int]
-) -> Iterator[Iterator[tuple[int, int, Move]]]:
-    """(source, target, what moves) of each bucket, which must be read one after the other: who sends depends on who sent before.
+) -> Iterator[Iterator[tuple[int, int, Move, int]]]:
+    """(source, target, what moves, bytes) of each bucket, to be read one after the other: who sends depends on who sent before.
 
     `kinds`: what ranks of engines need; `kind_of`: which of them each process needs. Layers that are alike are cut once.
     """
     balance: dict[torch.dtype, Balance] = {}
     shared: dict[Any, tuple[tuple[int, tuple[Segment, ...]], ...]] = {}
 
-    def moves(units: list[Unit]) -> Iterator[tuple[int, int, Move]]:
+    def moves(units: list[Unit]) -> Iterator[tuple[int, int, Move, int]]:
         for unit in units:
             names = unit.rule.hf_names(unit.layer, unit.expert)
             of_kind = tuple(
@@ -259,8 +259,8 @@ def planned_moves(
             if of_kind not in shared:
                 shared[of_kind] = tuple((rank, of_kind[kind]) for rank, kind in enumerate(kind_of))
             plan = balance.setdefault(unit.dtype, Balance(unit.dtype.itemsize))
-            for source, target, part, start, stop, _ in plan.transfers(Placement(unit.rule, unit.holders, shared[of_kind])):
-                yield source, target, Move(unit, part, start, stop)
+            for source, target, part, start, stop, size in plan.transfers(Placement(unit.rule, unit.holders, shared[of_kind])):
+                yield source, target, Move(unit, part, start, stop), size
 
     return map(moves, buckets)
 
