@@ -18,5 +18,5 @@ setup(
     packages=find_packages(include=["rftmega*", "model_providers*", "converters*"]),
     package_data={"rftmega.config": ["recipes/*.yaml"]},
     entry_points={"vllm.general_plugins": ["rftmega = rftmega.rollout.plugin:register"]},
-    extras_require={"cpu": pins("torch") + pins("cpu"), "cuda": pins("cuda"), "dev": pins("dev")},
+    extras_require={"cpu": pins("torch") + pins("cpu"), "cuda": pins("cuda"), "dev": pins("dev"), "wandb": pins("wandb")},
 )

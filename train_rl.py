@@ -102,6 +102,7 @@ def supervise(config: RunConfig) -> None:
     from rftmega.parallel import launch, nodes
     from rftmega.strategy import disk
     from rftmega.strategy.supervised import SupervisedStrategy
+    from rftmega.strategy.watching import measures_of, timeline_of
     from rftmega.trainer import observers
     from rftmega.trainer.supervised import SupervisedTrainer, cross_entropy_of, preference_of
 
@@ -112,7 +113,12 @@ def supervise(config: RunConfig) -> None:
         judge = partial(cross_entropy_of if sft else preference_of, model)
         name = "policy" if sft else "reward_model"
         watching = observers.supervised(
-            config, held_out, judge, lambda: strategy.export(f"{config.trainer.output}/{name}"), is_main=world.is_main
+            config,
+            held_out,
+            judge,
+            lambda: strategy.export(f"{config.trainer.output}/{name}"),
+            is_main=world.is_main,
+            measures=measures_of(config),
         )
         weighting = weighting_of(config.algorithm.weighting, longest=config.rollout.max_response_tokens)
         trainer = SupervisedTrainer(
@@ -122,6 +128,7 @@ def supervise(config: RunConfig) -> None:
             callbacks=watching,
         )
         resume_and_save(config, strategy.checkpoints, {"data": order, "trainer": trainer}, watching)
+        watching += timeline_of(config, strategy.topology)  # after all that it records
         trainer.fit(map(rows, order), steps=steps)
 
 
@@ -156,6 +163,7 @@ def reinforce(config: RunConfig) -> None:
     from rftmega.parallel import launch, nodes
     from rftmega.strategy import disk
     from rftmega.strategy.megatron import MegatronStrategy
+    from rftmega.strategy.watching import measures_of, timeline_of
     from rftmega.trainer import Algorithm, PPOTrainer, Refill, observers
 
     with launch.start() as world:
@@ -169,6 +177,7 @@ def reinforce(config: RunConfig) -> None:
             decode=tokenizer.decode,
             pieces=tokenizer.pieces,
             is_main=world.is_main,
+            measures=measures_of(config),
         )
         algorithm = Algorithm(config)
         trainer = PPOTrainer(
@@ -190,6 +199,7 @@ def reinforce(config: RunConfig) -> None:
         )
         parts = {"data": order, "trainer": trainer} | ({"ptx": given} if given else {})
         resume_and_save(config, strategy.checkpoints, parts, watching)
+        watching += timeline_of(config, strategy.topology)  # after all that it records
         trainer.fit(order, steps=config.trainer.steps)
         strategy.close()
 

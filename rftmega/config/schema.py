@@ -461,6 +461,24 @@ class CheckpointConfig:
 
 
 @dataclass
+class LoggingConfig:
+    timeline: list[int] = field(default_factory=list)
+    """First and last step of which all processes' work is recorded, as [3,4], in output/timeline (docs/watching.md)."""
+
+    peak_tflops: float = 0.0
+    """Of a device, in model.dtype, for mfu_score and mfu_update; 0: by the name of a CUDA device, where it is known."""
+
+    wandb: str = ""
+    """Weights & Biases project that metrics go to, too (pip install 'rftmega[wandb]'; WANDB_MODE=offline: no network)."""
+
+    prometheus_port: int = 0
+    """Port where the main process shows the last step's metrics to Prometheus; 0: none."""
+
+    prometheus_host: str = "127.0.0.1"
+    """Address of that port: this machine's own, unless another is given."""
+
+
+@dataclass
 class RunConfig:
     strategy: str = "colocated"
     """colocated (engines in the trainer's processes, by turns) or separate (vLLM servers beside them on this host)."""
@@ -475,3 +493,4 @@ class RunConfig:
     critic: CriticConfig = field(default_factory=CriticConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)

@@ -6,6 +6,7 @@ from rftmega.config.validate_checkpoint import checkpoints
 from rftmega.config.validate_data import files, training_data
 from rftmega.config.validate_given import unread_without_rollouts
 from rftmega.config.validate_layout import critic, engine, layout, overlap
+from rftmega.config.validate_logging import logging_options
 from rftmega.config.validate_ranges import choices, ranges
 from rftmega.config.validate_reward import reward_parts
 from rftmega.config.validate_trainer import evaluation, held_out_prompts, step_rows
@@ -27,6 +28,6 @@ def violations(config: RunConfig, world_size: int, *, data: bool = True) -> list
             )
         elif not unknown:
             numbers += unread_without_rollouts(config)
-        numbers += critic(config, world_size)
+        numbers += critic(config, world_size) + logging_options(config)
         numbers += checkpoints(config)
     return unknown + numbers + (training_data(config) + files(config) if data else [])

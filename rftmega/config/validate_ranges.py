@@ -93,6 +93,7 @@ NOT_NEGATIVE = (
     "algorithm.kl_target",
     "checkpoint.every",
     "checkpoint.keep_mib",
+    "logging.peak_tflops",
     "reward.remote_retries",
     "trainer.eval_every",
     "trainer.eval_temperature",

@@ -1,6 +1,7 @@
 """The CPU as a device: gloo, float32, nothing to synchronise."""
 
 import os
+import time
 from pathlib import Path
 
 import torch
@@ -48,6 +49,25 @@ class CPU:
 
     def synchronize(self) -> None:
         """A CPU runs in order."""
+
+    def finish(self) -> None:
+        """Waits until what was queued is computed."""
+
+    def moment(self) -> float:
+        """Now, as the computation sees it; see `seconds`."""
+        return time.perf_counter()
+
+    def seconds(self, begin: float, end: float) -> float:
+        """Between two moments."""
+        return end - begin
+
+    def peak_tflops(self) -> float | None:
+        """Of a CPU nobody knows."""
+        return None
+
+    def peak_bytes(self) -> int:
+        """Bytes in memory now: a CPU keeps no record of the most."""
+        return self.memory()["resident"]
 
     def memory(self) -> dict[str, int]:
         """Bytes that this process has in memory."""

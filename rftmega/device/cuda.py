@@ -2,6 +2,19 @@
 
 import torch
 
+PEAKS = {  # part of a device's name -> TFLOP/s; the first that fits
+    "B200": 2250.0,
+    "H200": 989.5,
+    "H100 PCIe": 756.5,
+    "H100 NVL": 835.5,
+    "H100": 989.5,
+    "H800": 989.5,
+    "H20": 148.0,
+    "A100": 312.0,
+    "A800": 312.0,
+    "L40S": 362.0,
+}
+
 
 class CUDA:
     type = "cuda"
@@ -41,6 +54,32 @@ class CUDA:
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()
+
+    def finish(self) -> None:
+        """Waits until what was queued is computed, but for no message that nobody has asked for yet: a neighbour may send it
+        only after it got one from here.
+        """
+        torch.cuda.current_stream().synchronize()
+
+    def moment(self) -> torch.cuda.Event:
+        """Now, as the computation sees it; see `seconds`."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        """Between two moments. Waits for the second."""
+        end.synchronize()
+        return begin.elapsed_time(end) / 1000
+
+    def peak_tflops(self) -> float | None:
+        """TFLOP/s of this device in bfloat16 without sparsity, as its data sheet says; None where its name is not known."""
+        name = torch.cuda.get_device_name()
+        return next((peak for part, peak in PEAKS.items() if part in name), None)
+
+    def peak_bytes(self) -> int:
+        """Bytes of tensors at most, since `forget_peak`."""
+        return torch.cuda.max_memory_allocated()
 
     def memory(self) -> dict[str, int]:
         """Bytes of this device: of tensors now and at most, and in torch's cache."""

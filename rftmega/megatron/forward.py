@@ -4,7 +4,7 @@
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -155,6 +155,13 @@ def pack(
         columns=columns,
         context_group=context_group if context > 1 else None,
     )
+
+
+def packed_length(counts: Sequence[int], *, tensor_multiple: int = 1, context: int = 1) -> int:
+    """Slots, filler included, that `pack` gives rows of so many tokens, on all context-parallel processes together."""
+    unit = 2 * context if context > 1 else 1
+    multiple = math.lcm(unit, context * tensor_multiple)
+    return max(-(-sum(-(-n // unit) * unit for n in counts) // multiple), 1) * multiple
 
 
 def custom_forward(

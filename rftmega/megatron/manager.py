@@ -28,12 +28,14 @@ from model_providers.hf_config import read_hf_config
 from model_providers.value_head import ValueHead
 from rftmega import device
 from rftmega.config import RunConfig
+from rftmega.device.spans import spanned
 from rftmega.errors import ConfigError
 from rftmega.megatron import forward, offload
 from rftmega.megatron.binding import Bound, bind
 from rftmega.megatron.load import HEAD, load_hf, refuse_another_head, refuse_strangers
 from rftmega.megatron.sharded import load_distributed, pieces_of
 from rftmega.megatron.stored import is_distributed, read_manifest
+from rftmega.megatron.timers import Timers
 from rftmega.parallel.topology import Topology
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -76,6 +78,7 @@ class MegatronModelManager:
         dtype = DTYPES.get(cfg.model.dtype, device.current().train_dtype)
         self.config = transformer_config(self.description, cfg.parallel, dtype, dropout=cfg.model.dropout)
         refuse_hazards(self.config)
+        self.config.timers = Timers()
         distributed = is_distributed(cfg.model.path)
         files = None if distributed else HFFolder(cfg.model.path)
         self._head_bias = "score.bias" in files if files else read_manifest(Path(cfg.model.path))["head_bias"]
@@ -200,6 +203,7 @@ class MegatronModelManager:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
+    @spanned("optimizer step")
     def optimizer_step(self) -> tuple[bool, float]:
         """Clips, steps and advances the schedule; (was a step taken?, global gradient norm before clipping).
 

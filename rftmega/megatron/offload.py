@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rftmega import device
+from rftmega.device.spans import spanned
 
 PARAMETERS, GRADIENTS, MAIN_PARAMETERS, ADAM = PARTS = ("parameters", "gradients", "main_parameters", "adam")
 
@@ -82,6 +83,7 @@ class Residency:
             seen |= found[part].keys()
         return found
 
+    @spanned("offload")
     def _off(self, storages: Iterable[Any], *, keep: bool) -> None:
         leaving = []
         for storage in storages:
@@ -102,6 +104,7 @@ class Residency:
             berth.storage.resize_(0)
             berth.away = True
 
+    @spanned("onload")
     def _on(self, numbers: Iterable[int]) -> None:
         for number in numbers:
             berth = self._berths.get(number)

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from model_providers.flops import BACKWARD, forward_flops
+from rftmega.device.spans import recorder
 from rftmega.megatron.auxiliary import beside
-from rftmega.megatron.forward import HiddenProcessor, custom_forward
+from rftmega.megatron.forward import HiddenProcessor, custom_forward, packed_length
 from rftmega.megatron.manager import MegatronModelManager
 from rftmega.parallel.micro_batches import plan_micro_batches
 from rftmega.types import Auxiliary, Experience, LossFn, Metrics, Rows, TokenLoss
@@ -49,7 +51,7 @@ class Passes:
         """`stats` of every target, [B, T] on the host; no gradient."""
         for chunk in self.manager.model:
             chunk.eval()
-        indices = self._micro_batches(rows.lengths)
+        indices = self._micro_batches(rows.lengths, passes=1)
         found = self._run([MicroBatch(rows.select(index), self.temperature) for index in indices], forward_only=True)
         canvas = torch.zeros(len(self.names), *rows.tokens[:, 1:].shape, device=self.manager.where)
         for index, stats in zip(indices, found, strict=False):  # stages but the last found nothing
@@ -97,10 +99,12 @@ class Passes:
         return metrics | {"grad_norm": grad_norm, "learning_rate": learning_rate, "skipped_steps": float(not taken)}
 
     def _to_learn(self, experience: Experience, loss_fn: LossFn, temperature: float, group_size: int = 1) -> list[MicroBatch]:
-        parts = [experience.select(index) for index in self._micro_batches(experience.lengths, group_size)]
+        indices = self._micro_batches(experience.lengths, group_size, passes=1 + BACKWARD)
+        parts = [experience.select(index) for index in indices]
         return [MicroBatch(part.rows, temperature, part.to(self.manager.where), loss_fn) for part in parts]
 
-    def _micro_batches(self, lengths: Tensor, group_size: int = 1) -> list[Tensor]:
+    def _micro_batches(self, lengths: Tensor, group_size: int = 1, *, passes: int) -> list[Tensor]:
+        """This process's rows of each; what they cost, over all processes, is counted as so many `passes` forward."""
         plan = plan_micro_batches(
             lengths.tolist(),
             data_parallel=self.topology.data,
@@ -111,10 +115,23 @@ class Passes:
             multiple_of=self.topology.pipeline if len(self.manager.model) > 1 else 1,
             group_size=group_size,
         )
+        self._count([[[int(lengths[row]) - 1 for row in rows] for rows in batches] for batches in plan], passes)
         return [torch.tensor(rows, dtype=torch.int64) for rows in plan[self.topology.data_rank]]
+
+    def _count(self, fed: Sequence[Sequence[Sequence[int]]], passes: int) -> None:
+        """`fed`: tokens of each row, by data-parallel rank and micro-batch."""
+        rows = [tokens for batches in fed for batch in batches for tokens in batch]
+        recorder.count("tokens", sum(rows))
+        sequence = self.manager.config.sequence_parallel
+        multiples = {"tensor_multiple": self.topology.tensor if sequence else 1, "context": self.topology.context}
+        recorder.count("slots", sum(packed_length(batch, **multiples) for batches in fed for batch in batches))
+        recorder.count("flops", passes * forward_flops(self.manager.description, rows, value_head=self.processor is None))
 
     def _run(self, batches: Sequence[MicroBatch], *, forward_only: bool) -> list[Any]:
         """Sums to be collected, or statistics, of each micro-batch on the last stage, [] on the others."""
+        # Narayanan et al. (arXiv:2104.04473, section 2.2): (p - 1) / (v m) of the ideal time, here as two sums.
+        recorder.count("bubble", self.topology.pipeline - 1)
+        recorder.count("ideal", len(batches) * len(self.manager.model))
         return self.manager.run_schedule(self.forward_step, batches, forward_only=forward_only)
 
     def forward_step(self, batches: Iterator[MicroBatch], model: Any) -> tuple[Any, Any]:

@@ -6,6 +6,7 @@ from enum import Enum
 
 from torch import Tensor
 
+from rftmega.device.spans import span, spanned
 from rftmega.errors import EngineError
 from rftmega.rollout.order import Lengths
 from rftmega.types import Completion, Prompt
@@ -53,6 +54,7 @@ class Engine(ABC):
         found = self.generate_until(prompts, seeds=seeds, temperature=temperature, finished=finished, stop=_never)
         return [completion for completion in found if completion is not None]
 
+    @spanned("generate")
     def generate_until(
         self, prompts: Sequence[Prompt], *, seeds: Sequence[int], temperature: float, finished: Finished = _nobody, stop: Stop
     ) -> list[Completion | None]:
@@ -62,6 +64,7 @@ class Engine(ABC):
         self.wake()
         return self._generate(prompts, seeds, temperature, finished, stop) if prompts else []
 
+    @spanned("load weights")
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
         """Replaces all weights by `named_tensors` (HF names and shapes); stale until the last one has arrived.
 
@@ -85,7 +88,8 @@ class Engine(ABC):
     def sleep(self) -> None:
         """Gives the device's memory back; weights are dropped, so that a push must come before the next answer."""
         if self._held:
-            self._sleep()
+            with span("sleep"):
+                self._sleep()
             self._held, self.version = set(), None
 
     def wake(self) -> None:
@@ -95,7 +99,8 @@ class Engine(ABC):
     def _take(self, *parts: str) -> None:
         missing = [part for part in parts if part not in self._held]
         if missing:
-            self._wake(missing)
+            with span("wake"):
+                self._wake(missing)
             self._held |= set(missing)
 
     def close(self) -> None:  # noqa: B027  most engines hold nothing that needs it

@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import NamedTuple
 
+from rftmega.device.spans import spanned
 from rftmega.interfaces import Reward
 from rftmega.types import Completion, Prompt
 
@@ -46,7 +47,9 @@ class Judging:
     def finished(self, places: Sequence[int], completions: Sequence[Completion]) -> None:
         """The answers to the prompts at `places` are there."""
         asked = [self.prompts[place] for place in places]
-        scores = self._pool.submit(self.reward, asked, list(completions)) if self.reward is not None else None
+        scores = None
+        if self.reward is not None:
+            scores = self._pool.submit(spanned("reward")(self.reward), asked, list(completions))
         self.reports.append(Report(list(places), list(completions), scores))
 
     def ready(self) -> dict[int, Completion]:

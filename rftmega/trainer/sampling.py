@@ -77,6 +77,7 @@ def _described(samples: Samples) -> Metrics:
     return {
         "reward": samples.reward.mean().item(),
         "response_length": lengths.mean().item(),
+        "generated_tokens": lengths.sum().item(),
         "truncated": samples.truncated.double().mean().item(),
         **{f"reward_{name}": part.nanmean().item() for name, part in samples.reward_parts.items()},
     }

@@ -46,7 +46,9 @@ class SupervisedTrainer:
             metrics = self.model.update(given(rows), self.loss_fn, group_size=self.group_size)
             self.step += 1
             seconds = time.perf_counter() - begin
-            metrics |= {"seconds_update": seconds, "tokens_per_second": float(rows.lengths.sum()) / seconds}
+            metrics["seconds_update"] = seconds
+            for callback in self.callbacks:
+                callback.on_phase(self, "update", seconds)
             self.stopped = self.stop()
             for callback in self.callbacks:
                 callback.on_step(self, metrics)

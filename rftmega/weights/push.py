@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from converters import Segment
+from rftmega.device.spans import span
 from rftmega.errors import EngineError
 from rftmega.types import Metrics
 from rftmega.weights.message import message_for, opened, written
@@ -204,8 +205,9 @@ class _Passage:
         assert self._travelling is not None
         bucket, came, works, _ = self._travelling
         self._travelling = self._post()
-        for work in works:
-            work.wait()
+        with span("receive weights"):
+            for work in works:
+                work.wait()
         return bucket, came
 
 

@@ -4,6 +4,7 @@ import contextlib
 import gzip
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -46,6 +47,37 @@ def assert_memory_as_predicted(step: dict[str, float]) -> None:
         assert step[name] == pytest.approx(value, rel=0.1), name
 
 
+def undocumented(seen: dict[str, list[dict[str, float]]]) -> set[str]:
+    """Metrics that no row of the table in docs/watching.md names; <part> there stands for any word."""
+    rows = [line.split("|")[1] for line in (ROOT / "docs/watching.md").read_text().splitlines() if line.startswith("| `")]
+    patterns = [re.sub("<[a-z]+>", "[a-z0-9_]+", name) for row in rows for name in re.findall("`([^`]+)`", row)]
+    known = re.compile(f"(critic_)?({'|'.join(patterns)})")
+    return {
+        name for steps in seen.values() for step in steps for name in step.keys() - {"step", "time"} if not known.fullmatch(name)
+    }
+
+
+def check_timeline(path: Path) -> None:
+    """Two steps of four processes, in two stages: their phases in order, and what they did within them."""
+    events = json.loads(path.read_text())["traceEvents"]
+    assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == [
+        f"rank {rank}: tensor {rank % 2}, stage {rank // 2}, data 0" for rank in range(4)
+    ]
+    phases = [f"{phase} {step}" for step in (2, 3) for phase in ("rollout", "score", "update", "push")]
+    for rank in range(4):
+        spans = sorted((e["ts"], e["ts"] + e["dur"], e["name"]) for e in events if e["ph"] == "X" and e["pid"] == rank)
+        names = [name for _, _, name in spans]
+        assert [name for name in names if name[-1].isdigit()] == phases
+        assert {"generate", "schedule", "forward", "backward", "offload", "onload", "load weights", "receive weights"} <= set(
+            names
+        )
+        assert ("forward-send" if rank < 2 else "forward-recv") in names
+        (begin, end), *_ = [(begin, end) for begin, end, name in spans if name == "update 2"]
+        within = [name for ts, until, name in spans if begin - 1000 < ts and until < end + 1000]
+        assert within.count("forward") == within.count("backward") > 0
+    assert any(e["name"] == "reward" for e in events)
+
+
 def test_the_first_steps_agree_between_all_layouts(arithmetic: Path, tmp_path: Path) -> None:
     """Loss, gradient norm and reward of three steps, to 5 significant digits, with the scripted engine.
 
@@ -55,6 +87,7 @@ def test_the_first_steps_agree_between_all_layouts(arithmetic: Path, tmp_path: P
         name: [f"parallel.tensor={tensor}", f"parallel.pipeline={pipeline}", "--processes", str(processes)]
         for name, (tensor, pipeline, processes) in LAYOUTS.items()
     }
+    runs["TP2 x PP2"].append("logging.timeline=[2,3]")
     ppo = ["algorithm.recipe=ppo", "algorithm.ema_beta=0.5", "trainer.export=true", "critic.optimizer.learning_rate=1e-3"]
     runs["PPO, one process"] = [*ppo, "--processes", "1"]
     layouts = [
@@ -65,6 +98,8 @@ def test_the_first_steps_agree_between_all_layouts(arithmetic: Path, tmp_path: P
     ]
     runs["PPO, TP2 beside PP2 x VPP2"] = [*ppo, *layouts, "critic.optimizer.distributed=true", "--processes", "2"]
     seen = run_all(arithmetic / "run.yaml", runs, tmp_path)
+    assert undocumented(seen) == set()
+    check_timeline(tmp_path / "TP2 x PP2" / "timeline" / "steps_000002_000003.json")
     for name, steps in seen.items():
         with_critic = name.startswith("PPO")
         wanted = seen["PPO, one process" if with_critic else "one process"]
@@ -97,6 +132,7 @@ def test_given_answers_and_preferences_are_learnt_alike_under_two_layouts(arithm
         for layout, options in layouts.items()
     }
     seen = run_all(arithmetic / "given.yaml", runs, tmp_path)
+    assert undocumented(seen) == set()
     for task, judged in (("sft", "eval_cross_entropy"), ("reward_model", "eval_margin")):
         alone, together = (seen[f"{task}, {layout}"] for layout in layouts)
         for step, reference in zip(together, alone, strict=True):

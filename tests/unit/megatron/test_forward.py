@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rftmega.megatron.forward import Packing, pack
+from rftmega.megatron.forward import Packing, pack, packed_length
 
 HERE = torch.device("cpu")
 Masks = st.integers(0, 6).flatmap(
@@ -28,6 +28,8 @@ def test_every_token_is_taken_once_and_comes_back_to_its_place(rows: list[list[b
     taken = [part.take(grid) for part in parts]
     assert len({len(x) for x in taken}) == 1, "processes of one row have equally many tokens"
     assert len(taken[0]) % tensor == 0
+    slots = packed_length(mask.sum(1).tolist(), tensor_multiple=tensor, context=context)
+    assert len(taken[0]) * context == slots, "what padding is counted by"
     assert torch.equal(put_all(parts, taken), grid * mask)
     rank_in_row = (mask.cumsum(1) - 1) * mask
     assert torch.equal(put_all(parts, [part.positions[0] for part in parts]), rank_in_row)

@@ -1,0 +1,34 @@
+"""Who else is told of the metrics, and which steps are recorded."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from rftmega.config.schema import LoggingConfig, RunConfig
+
+PORTS = 65535
+
+
+def logging_options(config: RunConfig) -> list[str]:
+    """Ranges of steps and ports, a package that is not there, and what nothing reads."""
+    logging, found = config.logging, []
+    if logging.timeline:
+        first, last = logging.timeline if len(logging.timeline) == 2 else (0, 0)
+        if not 1 <= first <= last <= config.trainer.steps:
+            found.append(
+                f"logging.timeline={logging.timeline} must be a first and a last step, from 1 to "
+                f"trainer.steps={config.trainer.steps}, as [3,4]."
+            )
+    if not 0 <= logging.prometheus_port <= PORTS:
+        found.append(f"logging.prometheus_port={logging.prometheus_port} must be a port, at most {PORTS}, or 0 for none.")
+    if not logging.prometheus_port and logging.prometheus_host != LoggingConfig.prometheus_host:
+        found.append(f"logging.prometheus_host={logging.prometheus_host} needs logging.prometheus_port: nothing else reads it.")
+    if logging.wandb and not _installed("wandb"):
+        found.append(f"logging.wandb={logging.wandb} needs a package that is not here. Install it: pip install 'rftmega[wandb]'.")
+    return found
+
+
+def _installed(package: str) -> bool:
+    try:
+        version(package)
+    except PackageNotFoundError:
+        return False
+    return True

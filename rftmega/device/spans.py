@@ -1,0 +1,118 @@
+"""What this process does when: how long each kind of work took, and, while somebody records, every stretch of it.
+
+Nobody asks for it by default, and then nothing is timed (`Recorder.measuring`).
+"""
+
+import functools
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
+
+from rftmega.device import current
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+clock = time.perf_counter_ns
+
+
+class Span(NamedTuple):
+    """Nanoseconds of this process's `clock`."""
+
+    name: str
+    thread: str
+    begin: int
+    end: int
+
+
+class Recorder:
+    """Sums of seconds and counts by name; and spans, from `record` to `stop`."""
+
+    def __init__(self) -> None:
+        self.measuring = self.recording = False
+        self._sums: dict[str, float] = defaultdict(float)
+        self._pending: list[tuple[str, Any, Any]] = []  # moments of a device that may not have come yet
+        self._spans: list[Span] = []
+        self._open: dict[str, Any] = {}
+        self._lock = threading.Lock()
+
+    def take(self) -> dict[str, float]:
+        """What was counted, and the seconds of spans, by name, since the last call. Waits for the device where it must."""
+        for name, begin, end in self._pending:
+            self.count(name, current().seconds(begin, end))
+        self._pending.clear()
+        with self._lock:
+            sums, self._sums = self._sums, defaultdict(float)
+        return sums
+
+    def count(self, name: str, amount: float) -> None:
+        if self.measuring:
+            with self._lock:
+                self._sums[name] += amount
+
+    def record(self) -> None:
+        """From now on every span is kept, and the device's spans wait for it."""
+        self._spans, self.recording = [], True
+
+    def stop(self) -> list[Span]:
+        """All spans since `record`."""
+        self.recording = False
+        return self._spans
+
+    def keep(self, name: str, begin: int, end: int, thread: str | None = None) -> None:
+        """One span, while recording."""
+        if self.recording:
+            self._spans.append(Span(name, thread or threading.current_thread().name, begin, end))
+
+    def start(self, name: str) -> None:
+        """Work begins that the device may do later. Ends with `finish`; spans of one name don't overlap."""
+        if self.recording:
+            current().finish()
+            self._open[name] = clock()
+        elif self.measuring:
+            self._open[name] = current().moment()
+
+    def finish(self, name: str) -> None:
+        begin = self._open.pop(name, None)
+        if begin is None:
+            return
+        if self.recording and isinstance(begin, int):
+            current().finish()
+            end = clock()
+            self.keep(name, begin, end)
+            self.count(name, (end - begin) / 1e9)
+        elif not self.recording and not isinstance(begin, int):
+            self._pending.append((name, begin, current().moment()))
+
+
+recorder = Recorder()
+
+
+@contextmanager
+def span(name: str) -> Iterator[None]:
+    """Within, the host does `name`; in any thread."""
+    if not (recorder.measuring or recorder.recording):
+        yield
+        return
+    begin = clock()
+    try:
+        yield
+    finally:
+        end = clock()
+        recorder.keep(name, begin, end)
+        recorder.count(name, (end - begin) / 1e9)
+
+
+def spanned(name: str) -> Callable[[Function], Function]:
+    """Decorator: every call is a span."""
+
+    def decorate(function: Function) -> Function:
+        @functools.wraps(function)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            with span(name):
+                return function(*args, **kwargs)
+
+        return wrapped  # type: ignore[return-value]
+
+    return decorate

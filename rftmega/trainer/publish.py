@@ -1,0 +1,81 @@
+"""Metrics for programs that watch many runs: Weights & Biases, and Prometheus, which comes and asks."""
+
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Gauge, start_http_server
+
+from rftmega.config import RunConfig
+from rftmega.trainer.callbacks import Observer
+from rftmega.types import Metrics
+
+SECRET = ("remote_url",)  # options that may carry a password
+
+
+class WandB(Observer):
+    """Metrics and config. Where to, and under which key, is wandb's own business (WANDB_MODE=offline: a folder)."""
+
+    def __init__(self, project: str, config: RunConfig):
+        self.project, self.config = project, config
+
+    def on_start(self, trainer: Any, metrics: Metrics) -> None:
+        import wandb  # optional, and slow to import
+
+        output = Path(self.config.trainer.output)
+        output.mkdir(parents=True, exist_ok=True)
+        self.run = wandb.init(
+            project=self.project,
+            name=output.name,
+            dir=output,
+            config=without_secrets(asdict(self.config)),
+            settings=wandb.Settings(console="off", disable_git=True, disable_code=True, silent=True),
+        )
+        self.on_step(trainer, metrics)
+
+    def on_step(self, trainer: Any, metrics: Metrics) -> None:
+        self.run.log(dict(metrics), step=trainer.step)
+
+    def on_end(self, trainer: Any) -> None:
+        self.run.finish()
+
+
+def without_secrets(tree: dict[str, Any]) -> dict[str, Any]:
+    """The options but for those that may carry a password."""
+    kept = {name: value for name, value in tree.items() if name not in SECRET}
+    return {name: without_secrets(value) if isinstance(value, dict) else value for name, value in kept.items()}
+
+
+class Prometheus(Observer):
+    """The last step's metrics at http://host:port/metrics, as gauges rftmega_<metric>, and rftmega_step.
+
+    Raises OSError at the start where something else listens there.
+    """
+
+    def __init__(self, host: str, port: int):
+        self.host, self.port = host, port
+        self.registry = CollectorRegistry()
+        self.gauges: dict[str, Gauge] = {}
+
+    def on_start(self, trainer: Any, metrics: Metrics) -> None:
+        try:
+            self.server, self.thread = start_http_server(self.port, addr=self.host, registry=self.registry)
+        except OSError as error:
+            raise OSError(
+                f"logging.prometheus_port={self.port} can't be opened on {self.host} ({error.strerror}). Choose another."
+            ) from error
+        self.port = self.server.server_port
+        self.on_step(trainer, metrics)
+
+    def on_step(self, trainer: Any, metrics: Metrics) -> None:
+        for name, value in {**metrics, "step": trainer.step}.items():
+            named = f"rftmega_{re.sub(r'[^a-zA-Z0-9_]', '_', name)}"
+            if named not in self.gauges:
+                self.gauges[named] = Gauge(named, f"{name} of the last step; docs/watching.md", registry=self.registry)
+            self.gauges[named].set(value)
+
+    def on_end(self, trainer: Any) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+        self.thread.join()
