@@ -27,6 +27,8 @@ def algorithm_options(algorithm: AlgorithmConfig) -> list[str]:
                 f"{getattr(algorithm, other)}: nothing else reads it."
             )
     switched = (
+        ("kl_in", "kl_coef"),
+        ("kl_estimator", "kl_coef"),
         ("kl_target", "kl_coef"),
         ("kl_horizon", "kl_target"),
         ("overlong_penalty", "overlong_share"),
@@ -35,7 +37,8 @@ def algorithm_options(algorithm: AlgorithmConfig) -> list[str]:
         ("replay_limit", "max_staleness"),
     )
     for option, switch in switched:
-        if getattr(algorithm, option) != getattr(AlgorithmConfig, option) and not getattr(algorithm, switch):
+        already = any(reason.startswith(f"algorithm.{option}=") for reason in found)
+        if not already and getattr(algorithm, option) != getattr(AlgorithmConfig, option) and not getattr(algorithm, switch):
             found.append(
                 f"algorithm.{option}={getattr(algorithm, option)} needs algorithm.{switch} above 0: nothing else reads it."
             )
@@ -58,7 +61,7 @@ def algorithm_options(algorithm: AlgorithmConfig) -> list[str]:
     for option in ("gae_lambda", "overlong_share", "high_entropy_share"):
         if getattr(algorithm, option) > 1:
             found.append(f"algorithm.{option}={getattr(algorithm, option)} must be at most 1.")
-    if algorithm.kl_estimator == "k1" and algorithm.kl_in == "loss":
+    if algorithm.kl_coef and algorithm.kl_estimator == "k1" and algorithm.kl_in == "loss":
         found.append("algorithm.kl_estimator=k1 needs algorithm.kl_in=reward: as a loss its gradient is zero on average.")
     if algorithm.surrogate in ("ppo", "gspo", "cpgd") and algorithm.clip_low >= 1:
         found.append(f"algorithm.clip_low={algorithm.clip_low} must be below 1 for algorithm.surrogate={algorithm.surrogate}.")

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import fields
 
-from rftmega.config.schema import OptimizerConfig, ParallelConfig, RunConfig
+from rftmega.config.schema import OptimizerConfig, ParallelConfig, RolloutConfig, RunConfig
 from rftmega.config.validate_ranges import value_of
 
 
@@ -84,6 +84,12 @@ def engine(config: RunConfig, world_size: int) -> list[str]:
             f"rollout.tensor={config.rollout.tensor} does not divide the {world_size} launched processes, so the last engine "
             "would be incomplete. Lower it."
         )
+    if config.rollout.engine != "vllm":
+        found += [
+            f"rollout.{option}={value} needs rollout.engine=vllm: nothing else reads it."
+            for option in ("memory_fraction", "cpu_cache_gib", "max_batch")
+            if (value := getattr(config.rollout, option)) != getattr(RolloutConfig, option)
+        ]
     if config.rollout.engine != "vllm" and config.rollout.tensor > 1:
         found.append(f"rollout.tensor={config.rollout.tensor}: only the vllm engine is split over processes. Set it to 1.")
     return found

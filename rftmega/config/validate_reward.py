@@ -61,6 +61,12 @@ def _beside_labels(config: RunConfig) -> list[str]:
         )
     if reward.model and reward.majority:
         found.append("reward.majority and reward.model are two ways to do without labels. Take one of them.")
+    if reward.majority and not config.data.held_out:
+        found += [
+            f"reward.{name}={weight} beside reward.majority: without evaluation (data.eval) nothing reads it. Leave it out."
+            for name in (*reward.parts(), "recipe")
+            if (weight := getattr(reward, name)) != getattr(RewardConfig(), name)
+        ]
     if reward.majority and config.rollout.samples_per_prompt < 3:
         found.append(
             f"reward.majority needs more answers a prompt than rollout.samples_per_prompt={config.rollout.samples_per_prompt}: "

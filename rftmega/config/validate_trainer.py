@@ -61,7 +61,12 @@ def _schedule(section: str, optimizer: OptimizerConfig, config: RunConfig, *, fr
             f"{section}.warmup_steps={optimizer.warmup_steps} leaves nothing of the {steps} optimizer steps "
             "(trainer.steps, less algorithm.freezing_actor_steps for the policy, x algorithm.mini_batches)."
         )
-    if optimizer.min_learning_rate > optimizer.learning_rate:
+    if optimizer.min_learning_rate and optimizer.schedule == "constant":
+        found.append(
+            f"{section}.min_learning_rate={optimizer.min_learning_rate} needs {section}.schedule=linear or cosine: nothing else "
+            "reads it."
+        )
+    elif optimizer.min_learning_rate > optimizer.learning_rate:
         found.append(f"{section}.min_learning_rate is above {section}.learning_rate.")
     return found
 

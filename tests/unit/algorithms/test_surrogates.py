@@ -208,3 +208,52 @@ def test_tokens_of_high_entropy_are_kept_at_least_one_an_answer_never_padding() 
     experience, logp = ragged(0)
     loss = policy_loss(high_entropy_share=0.4)(TokenStats(logp, torch.rand_like(logp)), experience)
     assert int(loss.count) == sum(max(1, int(0.4 * n)) for n in (experience.lengths - 1).tolist())
+
+
+def gradient_at(name: str, log_ratio: float, advantage: float, clip: Clip) -> tuple[float, float]:
+    """(value, gradient) of one token."""
+    x = torch.tensor([[log_ratio]], dtype=torch.float64, requires_grad=True)
+    value = SURROGATES[name](x, torch.tensor([[advantage]], dtype=torch.float64), torch.ones(1, 1, dtype=torch.bool), clip)
+    (gradient,) = torch.autograd.grad(value.sum(), x)
+    return value.item(), gradient.item()
+
+
+@pytest.mark.parametrize("name", ["ppo", "gspo", "cpgd"])
+def test_just_beyond_the_clip_nothing_is_learnt_and_clip_higher_moves_the_upper_edge_alone(name: str) -> None:
+    for advantage, low, high in ((1.0, 0.2, 0.2), (-1.0, 0.2, 0.2), (1.0, 0.2, 0.28), (-1.0, 0.2, 0.28)):
+        clip, edge = Clip(low, high), math.log(1 + high) if advantage > 0 else math.log(1 - low)
+        beyond, within = edge + 1e-6 * advantage, edge - 1e-6 * advantage
+        assert gradient_at(name, beyond, advantage, clip)[1] == 0.0
+        scale = 1.0 if name == "cpgd" else math.exp(within)
+        assert gradient_at(name, within, advantage, clip)[1] == pytest.approx(-advantage * scale)
+        assert gradient_at(name, -beyond, advantage, clip)[1] != 0.0, "on the other side it always learns"
+    assert gradient_at(name, math.log(1.25), 1.0, Clip(0.2, 0.28))[1] != 0.0
+    assert gradient_at(name, math.log(1.25), 1.0, Clip(0.2, 0.2))[1] == 0.0
+
+
+def test_the_drift_of_cpgd_is_never_negative_and_pulls_back() -> None:
+    for x in (-2.0, -0.1, 0.1, 2.0):
+        value, gradient = gradient_at("cpgd", x, 0.0, Clip(drift=1.0))
+        assert value > 0
+        assert math.copysign(1.0, gradient) == math.copysign(1.0, x)
+    assert gradient_at("cpgd", 0.0, 0.0, Clip(drift=1.0)) == (0.0, 0.0)
+
+
+def test_a_sequence_ratio_is_normalised_by_length_and_clips_all_tokens_together() -> None:
+    """Log-ratios that add up to 4 x 3e-4 x 1.01: just beyond 1 + 3e-4, for every token, however they are spread."""
+    mask, clip = torch.ones(1, 4, dtype=torch.bool), Clip(low=2e-4, high=3e-4)
+    for spread in ([1.0, 1.0, 1.0, 1.0], [4.0, 0.0, 0.0, 0.0], [9.0, -5.0, 3.0, -3.0]):
+        for size, learns in ((1.01, False), (0.99, True)):
+            x = (torch.tensor([spread], dtype=torch.float64) * math.log1p(3e-4) * size).requires_grad_()
+            (gradient,) = torch.autograd.grad(SURROGATES["gspo"](x, torch.ones(1, 4), mask, clip).sum(), x)
+            assert bool(gradient.any()) is learns
+
+
+def test_with_a_cap_of_one_no_importance_weight_is_above_one() -> None:
+    torch.manual_seed(0)
+    mask = torch.rand(5, 7) < 0.8
+    old, behaviour = torch.randn(5, 7), torch.randn(5, 7)
+    for kind in ("token", "sequence"):
+        weight = importance(old, behaviour, mask, Correction(kind, 1.0))
+        assert (weight <= 1).all()
+        assert (weight < 1).any()

@@ -1,0 +1,363 @@
+"""What a config does, seen without Megatron's kernels and without an engine's model.
+
+`program` is train_rl.py's own run: data, rewards, experience, losses, micro-batches, metrics, files. In place of the model stands
+a table of bigrams, in place of the engine a seeded one. The others look at what the right column is built with.
+"""
+
+import gzip
+import importlib
+import json
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import train_rl
+from rftmega import data, device, rollout
+from rftmega.config import RunConfig
+from rftmega.errors import RFTMegaError
+from rftmega.megatron import actor, manager, passes
+from rftmega.parallel import launch
+from rftmega.parallel.launch import World
+from rftmega.rollout import ScriptedEngine, servers
+from rftmega.strategy import megatron, supervised
+from rftmega.trainer import observers
+from rftmega.trainer.callbacks import Observer
+from rftmega.trainer.trajectories import Trajectories
+from rftmega.types import Completion, Metrics, Prompt, Rows, TokenStats, TokenValues
+
+WORDS, STOP = 4, 3
+ALONE = World(0, 1, 0, 1, torch.device("cpu"))
+Seen = list[Any]
+
+
+class Letters:
+    """A tokenizer: the ids of 1, 2 and 3 are 0, 1 and 2; 3 ends an answer."""
+
+    stop_ids = (STOP,)
+
+    def __init__(self, seen: Seen, folder: str | Path, **settings: bool):
+        seen.append(("tokenizer", settings))
+
+    def encode(self, prompt: Any, *, chat_template: bool) -> tuple[int, ...]:
+        text = prompt if isinstance(prompt, str) else "".join(message["content"] for message in prompt)
+        return ((0, 1) if chat_template else ()) + tuple(ord(letter) % 3 for letter in text)
+
+    def encode_answer(self, prompt: Any, answer: str, *, chat_template: bool) -> tuple[int, ...]:
+        return (*self.encode(answer, chat_template=False), STOP)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join("123"[i] for i in ids if i < STOP)
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        return [str(i) for i in ids]
+
+
+class Machine:
+    """A model of one table, and how it is stepped."""
+
+    def __init__(self, cfg: RunConfig, seen: Seen, shape: tuple[int, ...], data_parallel: int):
+        self.cfg, self.seen = cfg, seen
+        self.table = torch.zeros(shape, dtype=torch.float32, requires_grad=True)
+        module = torch.nn.Module()
+        module.table = torch.nn.Parameter(self.table)
+        self.table, self.model, self.where = module.table, [module], torch.device("cpu")
+        self.config, self.learning_rate = SimpleNamespace(sequence_parallel=False), 1.0
+        self.topology = SimpleNamespace(data=data_parallel, data_rank=0, context_rank=0, pipeline=1, sum_of_speakers=lambda x: x)
+
+    def zero_grad(self) -> None:
+        self.table.grad = torch.zeros_like(self.table)
+
+    def run_schedule(self, forward_step: Any, batches: Sequence[Any], *, forward_only: bool) -> list[Any]:
+        source, found, count = iter(batches), [], 0
+        self.seen.append(("micro-batches", [batch.rows.lengths.tolist() for batch in batches]))
+        for _ in batches:
+            output, finish = forward_step(source, self.model[0])
+            if forward_only:
+                found.append(finish(output, non_loss_data=True))
+            else:
+                total, number, sums = finish(output)
+                total.backward()
+                count += int(number)
+                found.append(sums)
+        if not forward_only:
+            self.table.grad /= max(count, 1)
+            self.seen.append(("gradient", self.table.grad.tolist()))
+        return found
+
+    def optimizer_step(self) -> tuple[bool, float]:
+        self.table.data -= 20 * self.table.grad
+        return True, float(self.table.grad.norm())
+
+    def finish_param_sync(self) -> None: ...
+
+
+def bigrams(
+    module: Any, tokens: Tensor, *_: Any, value_model: bool, logits_processor_args: Any, temperature: float, **__: Any
+) -> Any:
+    if value_model:
+        return module.table[tokens]
+    every = (module.table[tokens] / temperature).log_softmax(-1)
+    logp = every.gather(-1, logits_processor_args["targets"][..., None])[..., 0]
+    return {"logp": logp, "entropy": -(every.exp() * every).sum(-1)}
+
+
+class Model:
+    """Policy, critic or reward model, by the real Passes over a Machine."""
+
+    def __init__(self, cfg: RunConfig, seen: Seen, data_parallel: int, *, values: bool = False):
+        self.machine = Machine(cfg, seen, (WORDS,) if values else (WORDS, WORDS), data_parallel)
+        self.passes = passes.Passes(self.machine, TokenValues if values else TokenStats, None if values else object())
+        self.reference = self.machine.table.detach().clone()
+
+    def log_probs(self, rows: Rows) -> TokenStats:
+        return self.passes.score(rows)
+
+    def reference_log_probs(self, rows: Rows) -> TokenStats:
+        kept = self.machine.table.data.clone()
+        self.machine.table.data = self.reference
+        found = self.passes.score(rows)
+        self.machine.table.data = kept
+        return found
+
+    def values(self, rows: Rows) -> Tensor:
+        return self.passes.score(rows).value
+
+    def update(self, experience: Any, loss_fn: Any, **settings: Any) -> Metrics:
+        return self.passes.update(experience, loss_fn, **settings)
+
+
+class Strategy:
+    """Both of rftmega.strategy's, as far as train_rl.py uses them."""
+
+    def __init__(self, config: RunConfig, seen: Seen, data_parallel: int):
+        self.seen = seen
+        self.policy = Model(config, seen, data_parallel)
+        self.critic = Model(config, seen, data_parallel, values=True) if config.algorithm.advantage == "gae" else None
+        self.reward_model = Model(config, seen, data_parallel, values=True) if config.reward.model else None
+        if self.reward_model:
+            self.reward_model.machine.table.data = torch.arange(WORDS, dtype=torch.float32)
+        self.model = Model(config, seen, data_parallel, values=config.algorithm.task == "reward_model")
+        self.inner = ScriptedEngine(config.rollout, vocabulary=WORDS, stop_ids=[STOP])
+        self.engine = self.weights = self.checkpoints = self
+
+    def resume(self) -> None:
+        self.seen.append("asked for a checkpoint")
+
+    def save(self, state: dict[str, Any], *, step: int) -> None:
+        self.seen.append(("saved", step, json.loads(json.dumps(state))))
+
+    def wait(self) -> None: ...
+
+    def push(self, *, version: int) -> Metrics:
+        self.inner.load_weights([], version=version)
+        return {}
+
+    def generate(
+        self, prompts: Sequence[Prompt], *, seeds: Sequence[int], temperature: float, reward: Any = None
+    ) -> list[Completion]:
+        self.seen.append(("asked", [prompt.token_ids for prompt in prompts], list(seeds), temperature))
+        return self.inner.generate(prompts, seeds=seeds, temperature=temperature)
+
+    def generate_until(self, prompts: Sequence[Prompt], *, enough: Any, reward: Any = None, **settings: Any) -> Any:
+        """The first so many, one more each time."""
+        answers = self.generate(prompts, **settings)
+        if reward is not None:
+            answers = [replace(x, scores=score) for x, score in zip(answers, reward(prompts, answers), strict=True)]
+        for number in range(len(answers) + 1):
+            found = answers[:number] + [None] * (len(answers) - number)
+            if enough(found):
+                return found
+        return answers
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None: ...
+
+    def export(self, folder: str) -> None:
+        self.seen.append(("exported", folder))
+
+    def close(self) -> None: ...
+
+
+def recorded(seen: Seen, name: str) -> type:
+    """A part of a reward that tells what it was made with, and likes long answers."""
+
+    class Recorded:
+        def __init__(self, *given: Any, **named: Any):
+            seen.append((name, [x for x in given if not callable(x)], named))
+
+        def __call__(self, answers: Sequence[Any]) -> list[float]:
+            return [float(len(answer.response)) for answer in answers]
+
+    return Recorded
+
+
+def program(config: RunConfig, *, data_parallel: int = 1) -> Seen:
+    """All that a run asks, computes and writes; or the error that it ends with."""
+    seen: Seen = []
+    output = Path(config.trainer.output)
+    shutil.rmtree(output, ignore_errors=True)
+
+    @contextmanager
+    def start() -> Iterator[World]:
+        yield ALONE
+
+    class Written(Trajectories):
+        def __init__(self, *given: Any, **named: Any):
+            super().__init__(*given, **named)
+            seen.append(("trajectories", named))
+
+    def strategy(config: RunConfig, *_: Any, **__: Any) -> Strategy:
+        return Strategy(config, seen, data_parallel)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data, "Tokenizer", partial(Letters, seen))
+        patch.setattr(launch, "start", start)
+        patch.setattr(megatron, "MegatronStrategy", strategy)
+        patch.setattr(supervised, "SupervisedStrategy", strategy)
+        patch.setattr(passes, "custom_forward", bigrams)
+        patch.setattr(observers, "TensorBoard", lambda folder: Observer())
+        patch.setattr(observers, "Progress", lambda steps, shown: Observer())
+        patch.setattr(observers, "Trajectories", Written)
+        for name in ("MathPart", "CodePart", "RemotePart"):
+            patch.setattr(importlib.import_module("rftmega.rewards.create"), name, recorded(seen, name))
+        try:
+            train_rl.train(config)
+        except RFTMegaError as error:
+            seen.append(("error", str(error)))
+    for file in sorted(path for path in output.rglob("*") if path.is_file()):
+        text = gzip.decompress(file.read_bytes()).decode() if file.suffix == ".gz" else file.read_text()
+        seen.append((str(file), text if file.name != "metrics.jsonl" else [timeless(line) for line in text.splitlines()]))
+    return seen
+
+
+def timeless(line: str) -> Metrics:
+    return {name: x for name, x in json.loads(line).items() if name != "time" and "second" not in name}
+
+
+class Built(Exception):
+    """What is looked at is there; the rest is not built."""
+
+
+def transformer(config: RunConfig) -> dict[str, Any]:
+    """Megatron's config of the model."""
+    found: dict[str, Any] = {}
+    real = manager.transformer_config
+
+    def keep(*given: Any, **named: Any) -> None:
+        found.update({name: str(value) for name, value in vars(real(*given, **named)).items()})
+        raise Built
+
+    with pytest.MonkeyPatch.context() as patch, suppress(Built):
+        patch.setattr(manager, "transformer_config", keep)
+        manager.MegatronModelManager(config, None)
+    assert found
+    return found
+
+
+def stepping(config: RunConfig) -> list[Any]:
+    """Megatron's configs of optimizer and data parallelism, and the learning rate of every step."""
+    made = object.__new__(manager.MegatronModelManager)
+    made.cfg, made.model, made.value_model = config, [], False
+    made.config = SimpleNamespace(bf16=False, params_dtype=torch.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(manager, "get_megatron_optimizer", lambda chosen, *_, **__: chosen)
+        patch.setattr(manager, "DistributedDataParallel", lambda _, chosen, *__, **___: chosen)
+        found = [str(asdict(made._build_optimizer())), str(asdict(made._wrap(None, 0)))]
+    group = {"lr": 0.0, "weight_decay": 0.0}
+    made.optimizer = SimpleNamespace(param_groups=[group])
+    schedule = made._build_scheduler()
+    for _ in range(config.trainer.steps * config.algorithm.mini_batches):
+        schedule.step(1)
+        found.append(dict(group))
+    return found
+
+
+def averaged(config: RunConfig) -> Seen:
+    """The policy's moving average."""
+    seen: Seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("MegatronModelManager", "Passes", "LogProbs", "ReferenceWeights"):
+            patch.setattr(actor, name, lambda *_, **__: SimpleNamespace(
+                setup_model_and_optimizer=lambda: None, description=SimpleNamespace(vocabulary=WORDS)))  # fmt: skip
+        patch.setattr(actor, "AveragedWeights", lambda _, beta: seen.append(beta) or SimpleNamespace(update=None))
+        actor.MegatronActor(config, None)
+    return seen
+
+
+def built(config: RunConfig) -> Seen:
+    """What the strategy puts together: engines and their kind, turns, weight transfer, value models."""
+    seen: Seen = []
+
+    def kept(name: str) -> Any:
+        def make(*_: Any, **named: Any) -> Any:
+            seen.append((name, {key: x for key, x in named.items() if not isinstance(x, RunConfig)}))
+            return SimpleNamespace(manager=SimpleNamespace(
+                residency=None, bound=None, cfg=config, description=SimpleNamespace(family="", parameters=0, vocabulary=WORDS),
+                config=SimpleNamespace(params_dtype="")), push=None, topology=SimpleNamespace(data=1))  # fmt: skip
+
+        return make
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("MegatronActor", "Turns", "SharedEngine", "AskedByOne", "ColocatedPolicy", "ColocatedWeights"):
+            patch.setattr(megatron, name, kept(name))
+        patch.setattr(megatron.weights, "EngineWeights", kept("EngineWeights"))
+        patch.setattr(megatron.rollout, "create", kept("create"))
+        patch.setattr(megatron.Topology, "create", lambda *_, **__: SimpleNamespace(data=1, is_main=True))
+        real = kept("MegatronCritic")
+        patch.setattr(
+            megatron, "MegatronCritic", lambda cfg, *_, **named: seen.append(("value model", cfg)) or real(cfg, **named)
+        )
+        megatron.MegatronStrategy(config, ALONE, stop_ids=[STOP])
+    return seen
+
+
+def value_model(config: RunConfig) -> RunConfig:
+    """The config that the critic, or the reward model, is built with."""
+    return next(x[1] for x in built(config) if x[0] == "value model")
+
+
+def engine(config: RunConfig, *, kind: str = "cpu", processes: int = 1) -> Seen:
+    """What vLLM is told, in this process or in servers."""
+    seen: Seen = []
+    fake = {name: ModuleType(name) for name in ("vllm", "vllm.model_executor.model_loader.reload", "vllm.sampling_params",
+            "vllm.model_executor", "vllm.model_executor.model_loader", "rftmega.rollout.reload")}  # fmt: skip
+    fake["vllm"].LLM = lambda **named: seen.append(named)
+    fake["vllm"].SamplingParams = None
+    fake["vllm.model_executor.model_loader.reload"].finalize_layerwise_reload = None
+    fake["vllm.sampling_params"].RequestOutputKind = None
+    fake["rftmega.rollout.reload"].pack_output_heads = None
+
+    class Server:
+        def __init__(self, arguments: Sequence[str], environment: Any, log: Path):
+            seen.append((list(arguments), str(log)))
+
+        def wait(self) -> None: ...
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL", "HF_HUB_OFFLINE", "TORCHDYNAMO_DISABLE",
+                     "VLLM_CPU_OMP_THREADS_BIND"):  # fmt: skip
+            patch.setenv(name, "ERROR")
+        for name, module in fake.items():
+            patch.setitem(sys.modules, name, module)
+        patch.delitem(sys.modules, "rftmega.rollout.vllm", raising=False)
+        patch.setattr(device, "current", lambda: SimpleNamespace(type=kind, train_dtype=torch.float32))
+        patch.setattr(servers, "Server", Server)
+        patch.setattr(servers, "_devices", lambda *_: {})
+        made = rollout.create(config, World(0, processes, 0, processes, torch.device("cpu")), vocabulary=WORDS, stop_ids=[STOP])
+        seen.append(type(made).__name__)
+        patch.delitem(sys.modules, "rftmega.rollout.vllm", raising=False)
+    if hasattr(rollout, "vllm"):
+        del rollout.vllm
+    return seen

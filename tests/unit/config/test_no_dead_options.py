@@ -1,0 +1,282 @@
+"""Every option changes what a run does, and is refused where nothing would read it."""
+
+import ast
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rftmega.config import RunConfig, load, violations
+from rftmega.config.load import options
+from tests.tiny_models import save_tiny
+from tests.unit.config.observed import averaged, built, engine, program, stepping, transformer, value_model
+
+pytestmark = pytest.mark.ranks  # until it has been run beside the options of checkpoints and replay
+ROOT = Path(__file__).parents[3]
+ROLLOUTS = ("rollout.engine=scripted", "rollout.samples_per_prompt=4", "trainer.trajectories=0")
+GAE = ("algorithm.advantage=gae",)
+EVAL = ("data.eval={eval}",)
+SAMPLED = (*EVAL, "trainer.eval_samples=3", "trainer.eval_temperature=1")
+KL = ("algorithm.kl_coef=0.5",)
+STEPS = ("algorithm.mini_batches=2",)  # the second of them sees ratios other than 1
+PIPELINE = ("parallel.pipeline=2",)
+REMOTE = ("reward.remote=1", "reward.remote_url=http://127.0.0.1:9")
+VLLM = ("rollout.engine=vllm",)
+PTX = ("data.ptx={ptx}", "algorithm.ptx_coef=0.5")
+SFT = ("algorithm.task=sft", "rollout.samples_per_prompt=8", "rollout.engine=vllm", "trainer.trajectories=10")
+PAIRS = ("algorithm.task=reward_model", *SFT[1:])
+KINDS = ("reward.recipe={{a: {{exact_match: 1}}, b: {{exact_match: 3}}}}",)
+MAJORITY = ("reward.majority=true",)
+OVERLAP = ("optimizer.distributed=true", "optimizer.overlap_grad_reduce=true")
+
+
+@dataclass(frozen=True)
+class Live:
+    """`to` is another value of an option, which `seen` shows under `under` (on `processes`); under `dead` it is refused."""
+
+    to: str
+    under: Sequence[str] = ()
+    seen: Callable[[RunConfig], Any] = program
+    processes: int = 1
+    dead: Sequence[str] | None = None
+
+
+def of_critic(live: Live) -> Live:
+    under = [*GAE, *(f"critic.{option}" if option.startswith(("parallel", "optimizer")) else option for option in live.under)]
+    return Live(live.to, under, lambda config: live.seen(value_model(config)), live.processes, dead=())
+
+
+LAYOUT = {
+    "tensor": Live("2", seen=transformer, processes=8),
+    "pipeline": Live("2", seen=transformer, processes=8),
+    "sequence": Live("true", ("parallel.tensor=2",), transformer, 8, dead=()),
+    "virtual_pipeline": Live("2", PIPELINE, transformer, 8, dead=()),
+    "first_stage_layers": Live("1", PIPELINE, transformer, 8, dead=()),
+    "last_stage_layers": Live("1", PIPELINE, transformer, 8, dead=()),
+    "context": Live("2", seen=transformer, processes=8),
+    "expert": Live("2", ("model.path={moe}",), transformer, 8),
+    "expert_tensor": Live("2", ("model.path={moe}", "parallel.tensor=2", "parallel.sequence=true"), transformer, 8),
+    "recompute": Live("full", seen=transformer),
+}
+ADAM = {
+    "learning_rate": Live("1e-3", seen=stepping),
+    "min_learning_rate": Live("1e-7", ("optimizer.schedule=linear",), stepping, dead=()),
+    "schedule": Live("cosine", seen=stepping),
+    "warmup_steps": Live("2", seen=stepping),
+    "weight_decay": Live("0.5", seen=stepping),
+    "beta1": Live("0.5", seen=stepping),
+    "beta2": Live("0.5", seen=stepping),
+    "epsilon": Live("1e-4", seen=stepping),
+    "clip_grad": Live("0.5", seen=stepping),
+    "distributed": Live("true", seen=stepping),
+    "overlap_grad_reduce": Live("true", seen=stepping),
+    "overlap_param_gather": Live("true", OVERLAP, stepping, dead=()),
+}
+OPTIONS: dict[str, Live] = {
+    "strategy": Live("separate", VLLM, built),
+    "model.path": Live("{moe}", seen=transformer),
+    "model.dtype": Live("bfloat16", seen=transformer),
+    "model.trust_remote_code": Live("true"),
+    "model.dropout": Live("0.5", seen=transformer),
+    **{f"parallel.{name}": live for name, live in LAYOUT.items()},
+    **{f"optimizer.{name}": live for name, live in ADAM.items()},
+    "rollout.engine": Live("vllm", seen=engine),
+    "rollout.tensor": Live("2", VLLM, partial(engine, processes=2), 2, dead=("rollout.engine=scripted",)),
+    "rollout.servers": Live("2", (*VLLM, "strategy=separate"), engine, dead=()),
+    "rollout.samples_per_prompt": Live("3"),
+    "rollout.temperature": Live("0.5"),
+    "rollout.max_prompt_tokens": Live("3", ("data.too_long=drop",)),
+    "rollout.max_response_tokens": Live("3"),
+    "rollout.memory_fraction": Live("0.25", VLLM, partial(engine, kind="cuda"), dead=("rollout.engine=transformers",)),
+    "rollout.cpu_cache_gib": Live("0.5", VLLM, engine, dead=("rollout.engine=scripted",)),
+    "rollout.max_batch": Live("4", VLLM, engine, dead=("rollout.engine=scripted",)),
+    "data.train": Live("{other}"),
+    "data.sources": Live("{{{train}: 1, {other}: 3}}", ("data.train=", "data.sources={{{train}: 1, {other}: 1}}")),
+    "data.eval": Live("{eval}"),
+    "data.evals": Live("{{a: {eval}}}"),
+    "data.ptx": Live("{other_ptx}", PTX, dead=()),
+    "data.prompt_key": Live("question"),
+    "data.label_key": Live("answer", dead=("algorithm.task=sft",)),
+    "data.kind_key": Live("sort", KINDS, dead=()),
+    "data.response_key": Live("answer", SFT, dead=()),
+    "data.chosen_key": Live("answer", PAIRS, dead=()),
+    "data.rejected_key": Live("answer", PAIRS, dead=()),
+    "data.chat_template": Live("true"),
+    "data.too_long": Live("drop", ("rollout.max_prompt_tokens=3",)),
+    "reward.exact_match": Live("2", dead=MAJORITY),
+    "reward.format": Live("1", ("reward.format_pattern=1+",), dead=MAJORITY),
+    "reward.format_pattern": Live("2+", ("reward.format=1", "reward.format_pattern=1+"), dead=()),
+    "reward.math": Live("1", dead=MAJORITY),
+    "reward.math_seconds": Live("1", ("reward.math=1",), dead=()),
+    "reward.multiple_choice": Live("-1", ("data.label_key=letter",), dead=MAJORITY),
+    "reward.code": Live("1", ("data.label_key=tests", "reward.exact_match=0", "reward.format=1", "reward.format_pattern=1+"),
+                        dead=MAJORITY),
+    "reward.code_seconds": Live("1", ("data.label_key=tests", "reward.code=1"), dead=()),
+    "reward.code_memory_mib": Live("64", ("data.label_key=tests", "reward.code=1"), dead=()),
+    "reward.workers": Live("3", ("reward.math=1",), dead=()),
+    "reward.remote": Live("1", REMOTE[1:], dead=MAJORITY),
+    "reward.remote_url": Live("http://localhost:8", REMOTE, dead=()),
+    "reward.remote_timeout": Live("3", REMOTE, dead=()),
+    "reward.remote_retries": Live("0", REMOTE, dead=()),
+    "reward.remote_batch": Live("3", REMOTE, dead=()),
+    "reward.model": Live("1", ("reward.model_path={moe}",), dead=("algorithm.task=sft",)),
+    "reward.model_path": Live("{moe}", ("reward.model=1", "reward.model_path={policy}"), lambda c: value_model(c).model, dead=()),
+    "reward.majority": Live("true", dead=("algorithm.task=sft",)),
+    "reward.recipe": Live("{{a: {{exact_match: 1}}, b: {{exact_match: 3}}}}", dead=MAJORITY),
+    "algorithm.recipe": Live("dr_grpo"),
+    "algorithm.task": Live("reward_model", SFT),
+    "algorithm.advantage": Live("leave_one_out", dead=("algorithm.task=sft",)),
+    "algorithm.scale_by_std": Live("false", dead=("algorithm.advantage=leave_one_out",)),
+    "algorithm.whiten": Live("true"),
+    "algorithm.gamma": Live("0.5", ("algorithm.advantage=reinforce",), dead=()),
+    "algorithm.gae_lambda": Live("0.5", GAE, dead=()),
+    "algorithm.value_clip": Live("0.001", (*GAE, *STEPS), dead=()),
+    "algorithm.value_huber": Live("0.01", GAE, dead=()),
+    "algorithm.freezing_actor_steps": Live("1", GAE, dead=()),
+    "algorithm.ema_beta": Live("0.5", seen=averaged, dead=("trainer.export=false",)),
+    "algorithm.reward_clip": Live("0.5"),
+    "algorithm.reward_normalise": Live("true", ("algorithm.advantage=reinforce",)),
+    "algorithm.overlong_share": Live("0.5"),
+    "algorithm.overlong_penalty": Live("2", ("algorithm.overlong_share=0.5",), dead=()),
+    "algorithm.drop_truncated": Live("true"),
+    "algorithm.learnt_from": Live("2"),
+    "algorithm.refill_rounds": Live("1"),
+    "algorithm.refill_by": Live("exact_match", ("algorithm.refill_rounds=2", "reward.format=1", "reward.format_pattern=1+"),
+                                dead=()),
+    "algorithm.oversample": Live("1.5", ("algorithm.refill_rounds=1",)),
+    "algorithm.max_staleness": Live("1", ("algorithm.correction=token",), dead=()),
+    "algorithm.replay_limit": Live("20", ("algorithm.correction=token", "algorithm.max_staleness=2"), dead=()),
+    "algorithm.surrogate": Live("reinforce", STEPS),
+    "algorithm.clip_low": Live("0.001", STEPS, dead=("algorithm.surrogate=reinforce",)),
+    "algorithm.clip_high": Live("0.001", STEPS, dead=("algorithm.surrogate=reinforce",)),
+    "algorithm.dual_clip": Live("1.0001", STEPS, dead=("algorithm.surrogate=gspo",)),
+    "algorithm.drift_coef": Live("1", (*STEPS, "algorithm.surrogate=cpgd"), dead=()),
+    "algorithm.correction": Live("token"),
+    "algorithm.correction_cap": Live("1.5", ("algorithm.correction=mask",), dead=()),
+    "algorithm.high_entropy_share": Live("0.5"),
+    "algorithm.weighting": Live("sequence_mean"),
+    "algorithm.kl_in": Live("reward", (*KL, "algorithm.advantage=reinforce", "algorithm.kl_estimator=k2"),
+                            dead=("algorithm.advantage=reinforce",)),
+    "algorithm.kl_coef": Live("0.5"),
+    "algorithm.kl_target": Live("0.001", KL, dead=()),
+    "algorithm.kl_horizon": Live("20", (*KL, "algorithm.kl_target=0.001"), dead=KL),
+    "algorithm.kl_estimator": Live("k2", KL, dead=()),
+    "algorithm.entropy_coef": Live("0.1", STEPS),
+    "algorithm.ptx_coef": Live("1", PTX, dead=()),
+    "algorithm.mini_batches": Live("2"),
+    "checkpoint.every": Live("1"),
+    "critic.path": Live("{moe}", GAE, lambda config: value_model(config).model, dead=()),
+    **{f"critic.parallel.{name}": of_critic(live) for name, live in LAYOUT.items()},
+    **{f"critic.optimizer.{name}": of_critic(live) for name, live in ADAM.items()},
+    "trainer.steps": Live("2"),
+    "trainer.prompts_per_step": Live("2"),
+    "trainer.max_tokens_per_micro_batch": Live("20"),
+    "trainer.max_attention_per_micro_batch": Live("300"),
+    "trainer.attention_weight": Live("100", seen=partial(program, data_parallel=2)),
+    "trainer.offload": Live("false", seen=built, dead=("algorithm.task=sft",)),
+    "trainer.eval_every": Live("1", EVAL, dead=()),
+    "trainer.eval_samples": Live("2", SAMPLED, dead=()),
+    "trainer.eval_temperature": Live("0.5", SAMPLED, dead=()),
+    "trainer.eval_pass_at": Live("[2]", SAMPLED, dead=()),
+    "trainer.eval_accuracy": Live("format", (*SAMPLED, "trainer.eval_pass_at=[2]", "reward.format=1", "reward.format_pattern=.*"),
+                                  dead=("reward.format=1", "reward.format_pattern=.*")),
+    "trainer.trajectories": Live("2", dead=("algorithm.task=sft",)),
+    "trainer.trajectories_mib": Live("1", ("trainer.trajectories=1",), dead=()),
+    "trainer.output": Live("{folder}/elsewhere"),
+    "trainer.export": Live("false"),
+    "trainer.push_bucket_mib": Live("1", seen=built),
+    "trainer.seed": Live("7"),
+}  # fmt: skip
+
+
+UNSHOWN = ("folder", "resume", "keep", "keep_mib", "asynchronous", "hf", "on_failure")  # needs real checkpoints
+ELSEWHERE = {f"checkpoint.{name}": "test_checkpoints.py" for name in UNSHOWN}
+
+
+@pytest.fixture(scope="module")
+def names(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What stands in braces in the overrides: folders and files."""
+    folder = tmp_path_factory.mktemp("options")
+    policy, moe = save_tiny(folder / "policy", "qwen3"), save_tiny(folder / "moe", "qwen3-moe")
+    files = {}
+    for name, shift in (("train", 0), ("other", 1), ("eval", 2), ("ptx", 3), ("other_ptx", 4)):
+        records = [
+            {
+                "prompt": "abcde"[: 2 + (i + shift) % 4], "question": "edcba"[: 1 + (i + shift) % 4],
+                "label": "1", "answer": "222", "kind": "ab"[i % 2], "sort": "ba"[i % 2], "letter": "ABC"[i % 3],
+                "response": "123"[(i + shift) % 3] * (1 + i % 2), "chosen": "12", "rejected": "2",
+                "tests": json.dumps({"inputs": [""], "outputs": [str(i)]}),
+            }
+            for i in range(7)
+        ]  # fmt: skip
+        files[name] = str(folder / f"{name}.jsonl")
+        Path(files[name]).write_text("\n".join(map(json.dumps, records)))
+    return {**files, "policy": str(policy), "moe": str(moe), "folder": str(folder)}
+
+
+def config_of(names: dict[str, str], *overrides: str) -> RunConfig:
+    path = Path(names["folder"]) / "run.yaml"
+    path.write_text(f"""
+model: {{path: {names["policy"]}, dtype: float32}}
+data: {{train: {names["train"]}}}
+rollout: {{max_prompt_tokens: 8, max_response_tokens: 4}}
+trainer: {{steps: 3, prompts_per_step: 4, max_tokens_per_micro_batch: 48, output: {names["folder"]}/out}}
+""")
+    return load(path, [override.format(**names) for override in (*ROLLOUTS, *overrides)])
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_changing_an_option_changes_what_is_seen_of_a_run(name: str, names: dict[str, str]) -> None:
+    live = OPTIONS[name]
+    before, after = config_of(names, *live.under), config_of(names, *live.under, f"{name}={live.to}")
+    sound = violations(after, live.processes)
+    assert sound == [], "the other value must be one that a run can have"
+    assert live.seen(before) != live.seen(after), f"{name} changes nothing"
+
+
+@pytest.mark.parametrize("seen", [program, partial(program, data_parallel=2), transformer, stepping, averaged, built, engine])
+def test_what_is_seen_does_not_change_by_itself(seen: Callable[[RunConfig], Any], names: dict[str, str]) -> None:
+    config = config_of(names, *GAE, *SAMPLED, *PTX, *STEPS, "algorithm.ema_beta=0.5", "trainer.trajectories=1")
+    assert violations(config, 1) == []
+    first, second = ([x for x in seen(config) if "value model" not in x] for _ in range(2))
+    assert first == second
+
+
+@pytest.mark.parametrize("name", [name for name, live in OPTIONS.items() if live.dead is not None])
+def test_where_nothing_reads_an_option_it_is_refused(name: str, names: dict[str, str]) -> None:
+    live = OPTIONS[name]
+    assert live.dead is not None
+    found = violations(config_of(names, *live.dead, f"{name}={live.to}"), live.processes)
+    assert any(name.removeprefix("critic.") in reason for reason in found), found
+
+
+def test_every_option_is_in_the_table() -> None:
+    assert dict(options()).keys() == OPTIONS.keys() | ELSEWHERE.keys()
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_what_the_table_can_not_show_is_refused_where_nothing_reads_it_and_used_by_another_test(
+    name: str, names: dict[str, str]
+) -> None:
+    leaf = name.partition(".")[2]
+    other = {"folder": "x", "resume": "none", "asynchronous": "false", "hf": "true", "on_failure": "warn"}.get(leaf, "2")
+    if leaf != "resume":
+        assert any(name in reason for reason in violations(config_of(names, f"{name}={other}"), 1))
+    assert leaf in (ROOT / "tests/distributed" / ELSEWHERE[name]).read_text()
+
+
+def test_every_option_is_read_outside_the_config() -> None:
+    """By its name; that it has an effect is what the table shows."""
+    read: set[str] = set()
+    files = [path for unit in ("rftmega", "model_providers") for path in (ROOT / unit).rglob("*.py")]
+    for path in [ROOT / "train_rl.py", *files]:
+        if "config" not in path.relative_to(ROOT).parts:
+            tree = ast.walk(ast.parse(path.read_text()))
+            read |= {node.attr for node in tree if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
+    by_config = {"algorithm.recipe", "data.evals"}  # replaced by what it stands for; a part of `DataConfig.held_out`
+    weights = {f"reward.{part}" for part in RunConfig().reward.parts()}  # read by name, rewards/mix.py
+    assert {name for name, _ in options() if name.rpartition(".")[2] not in read} <= by_config | weights
