@@ -101,13 +101,14 @@ def overrides_of(name: str, seed: int) -> list[str]:
 def settings_of(name: str, seed: int) -> Record:
     """All that decides what a run learns: every option, and what is in the files that they name."""
     config = load(EXAMPLE / f"recipes/{name}.yaml", overrides_of(name, seed))
-    named = [config.data.train, config.data.eval, f"{config.model.path}/model.safetensors"]
-    named += [f"{folder}/model.safetensors" for folder in (config.reward.model_path, config.critic.path) if folder]
-    return {"config": asdict(config), "files": {file: digest(ROOT / file) for file in named}}
+    named = [config.data.train, config.data.eval, config.model.path, config.reward.model_path, config.critic.path]
+    return {"config": asdict(config), "files": {name: digest(ROOT / name) for name in named if name}}
 
 
-def digest(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
+def digest(path: Path) -> str:
+    """Of a file, or of a model's weights."""
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def done(name: str, seed: int) -> Record | None:
