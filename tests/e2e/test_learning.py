@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -36,3 +37,34 @@ def test_a_recipe_learns_what_is_asked_of_it_with_every_seed(name: str) -> None:
         assert record["after"] - record["before"] >= asked.rise - 1e-9, record["command"]
         assert record["after"] >= asked.end, record["command"]
         assert (record["logprob_gap_max"] or 0.0) < 1e-4
+
+
+def test_a_run_that_has_ended_is_repeated_only_where_what_it_learnt_from_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(learning, "ROOT", tmp_path)
+    weights, run = tmp_path / "runs/demo/model/model.safetensors", tmp_path / "runs/learning/ppo-1/run.json"
+    data = tmp_path / "runs/demo/data/train.jsonl"
+    for file in (weights, run, data):
+        file.parent.mkdir(parents=True)
+    for file in (weights, data, data.with_name("eval.jsonl")):
+        file.write_bytes(b"some")
+    assert learning.done("ppo", 1) is None
+    run.write_text(json.dumps({"settings": learning.settings_of("ppo", 1), "after": 0.5}))
+    record = learning.done("ppo", 1)
+    assert record and record["after"] == 0.5
+    run.write_text(json.dumps({"settings": learning.settings_of("ppo", 2)}))
+    assert learning.done("ppo", 1) is None
+    run.write_text(json.dumps(record))
+    weights.write_bytes(b"another")
+    assert learning.done("ppo", 1) is None
+
+
+def test_every_recipe_of_the_example_is_in_the_table() -> None:
+    assert {file.stem for file in (learning.EXAMPLE / "recipes").glob("*.yaml")} == set(learning.RUNS)
+
+
+def test_what_is_asked_is_a_rise_and_an_end() -> None:
+    assert learning.Asked(rise=0.2).met(0.445, 0.645)
+    assert not learning.Asked(rise=0.2).met(0.445, 0.64)
+    assert not learning.Asked(end=0.9).met(0.0, 0.899)
