@@ -124,7 +124,7 @@ def learn(name: str, seed: int) -> Record:
     folder.mkdir(parents=True, exist_ok=True)
     command = ["train_rl.py", f"examples/arithmetic/recipes/{name}.yaml", *overrides_of(name, seed), "--processes", "1"]
     say(f"{name}, seed {seed}: begins")
-    begin = time.time()
+    begin, written = time.time(), commit()
     with (folder / "log.txt").open("w") as log:
         ended = subprocess.run([sys.executable, *command], cwd=ROOT, stdout=log, stderr=log, check=False)
     if ended.returncode:
@@ -149,7 +149,7 @@ def learn(name: str, seed: int) -> Record:
         "logprob_gap_max": max((m["logprob_gap_max"] for m in metrics if "logprob_gap_max" in m), default=None),
         "seconds": round(time.time() - begin),
         "date": time.strftime("%Y-%m-%dT%H:%MZ", time.gmtime()),
-        "commit": commit(),
+        "commit": written,
         "command": "python " + " ".join(command),
         "settings": settings_of(name, seed),
     }
