@@ -252,8 +252,10 @@ def main() -> None:
     given = parser.parse_args()
     if unknown := [name for name in given.names if name not in RUNS]:
         sys.exit(f"error: there is no run {unknown[0]!r}; these are: {', '.join(RUNS)}")
-    Learning(given.jobs)(given.names or RUNS, SEEDS[: given.seeds])
-    sys.stdout.write(report(ended()))
+    try:
+        Learning(given.jobs)(given.names or RUNS, SEEDS[: given.seeds])
+    finally:
+        sys.stdout.write(report(ended()))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 A prompt is held out, its mirror image need not be: 3+4= may be trained on while 4+3= is in eval.jsonl. Besides:
 train_pairs.jsonl and eval_pairs.jsonl, preferences for the right sum (of prompts that are not, and that are, in eval.jsonl), and
-small_train.jsonl and small_eval.jsonl, sums of two numbers below 20.
+small_train.jsonl and small_eval.jsonl, sums of two numbers below 30.
 """
 
 import argparse
@@ -10,9 +10,9 @@ import json
 import random
 from pathlib import Path
 
-BELOW, SMALL = 50, 20
+BELOW, SMALL = 50, 30
 SIZES = {"eval": 200, "warm_start": 1000, "train": 1300}
-SMALL_SIZES = {"small_eval": 60, "small_train": 340}
+SMALL_SIZES = {"small_eval": 100, "small_train": 800}
 WRONG_ANSWERS = 3  # a prompt of train_pairs.jsonl
 Sum = tuple[int, int]
 
