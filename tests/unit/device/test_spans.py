@@ -44,6 +44,7 @@ def test_what_the_device_computes_is_summed_and_recorded(recorder: Recorder) -> 
         recorder.finish("schedule")
         recorder.finish("forward")
         found = recorder.take()
+        assert found.keys() == {"forward", "schedule"}
         assert 0 <= found["schedule"] <= found["forward"]
     inner, outer = recorder.stop()
     assert (inner.name, outer.name) == ("schedule", "forward")
