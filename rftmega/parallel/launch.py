@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from rftmega import device
 from rftmega.errors import ConfigError
+from rftmega.parallel.rendezvous import choose_interface, store
 
 log = logging.getLogger(__name__)
 
@@ -66,8 +67,14 @@ def start(*, timeout: timedelta = timedelta(minutes=30)) -> Iterator[World]:
     where = backend.select(local_rank, local_size)
     with tempfile.TemporaryDirectory() as meeting_place:
         if "MASTER_ADDR" in os.environ:
-            dist.init_process_group(backend.collectives, timeout=timeout)
+            choose_interface(os.environ["MASTER_ADDR"], alone=size == local_size)
+            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun's agent serves it
+                dist.init_process_group(backend.collectives, timeout=timeout)
+            else:
+                meeting = store(rank, size, timeout)
+                dist.init_process_group(backend.collectives, store=meeting, rank=rank, world_size=size, timeout=timeout)
         else:
+            choose_interface("", alone=True)
             os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}  # vLLM's external launcher reads them
             dist.init_process_group(
                 backend.collectives, init_method=f"file://{meeting_place}/rendezvous", rank=0, world_size=1, timeout=timeout

@@ -34,6 +34,7 @@ def launch(processes: int, work: Callable[..., None], *arguments: Any, preload: 
     of a start. Raises the RFTMegaError that a rank raised, whichever it was.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # ranks meet in rank 0's store (parallel.rendezvous)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a line of NUMA advice a rank
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what it would say is said below
     if device.current().start_method == "forkserver":
@@ -45,7 +46,9 @@ def launch(processes: int, work: Callable[..., None], *arguments: Any, preload: 
             nproc_per_node=processes,
             run_id="local",
             rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
+            rdzv_endpoint=f"{agent_files}/rendezvous",
+            rdzv_configs={"store_type": "file"},  # one of TCP would listen to other hosts, too
+            local_addr="127.0.0.1",
             max_restarts=0,
             monitor_interval=0.1,
             start_method=device.current().start_method,
