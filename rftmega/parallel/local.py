@@ -4,6 +4,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -15,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from setproctitle import setproctitle
+from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing import api as elastic
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from rftmega import device
@@ -34,7 +37,7 @@ def launch(processes: int, work: Callable[..., None], *arguments: Any, preload: 
     of a start. Raises the RFTMegaError that a rank raised, whichever it was.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # ranks meet in rank 0's store (parallel.rendezvous)
+    DynamicRendezvousHandler._create_tcp_store_server = _store  # type: ignore[assignment, method-assign]
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a line of NUMA advice a rank
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what it would say is said below
     if device.current().start_method == "forkserver":
@@ -68,6 +71,13 @@ def launch(processes: int, work: Callable[..., None], *arguments: Any, preload: 
             sys.stderr.write(f"stopped by {came[0].name}; all ranks were ended.\n")
             return 128 + came[0]
     return 0
+
+
+def _store(handler: DynamicRendezvousHandler, address: str, port: int) -> TCPStore:
+    """Where the ranks meet, on loopback: torch's listens to other hosts, too. The agent keeps it, so nobody takes its port."""
+    listener = socket.create_server((address, port))
+    bound = listener.getsockname()[1]
+    return TCPStore(address, bound, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def _start_server(preload: Sequence[str]) -> None:

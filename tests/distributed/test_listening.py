@@ -1,0 +1,31 @@
+"""Who can reach the processes of a run that `--processes` starts."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.e2e.conftest import ROOT
+
+PROGRAM = """
+import json, os, psutil
+from rftmega.parallel import launch, local
+
+def work(launcher):
+    with launch.start():
+        held = [held for pid in (os.getpid(), launcher) for held in psutil.Process(pid).net_connections("inet")]
+        print(json.dumps([one.laddr.ip for one in held if one.status == psutil.CONN_LISTEN]), flush=True)
+
+if __name__ == "__main__":
+    local.launch(1, work, os.getpid(), preload=[])
+"""
+
+
+def test_a_run_on_one_host_listens_on_loopback_only(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "program.py")], capture_output=True, text=True, check=False, cwd=ROOT, timeout=120
+    )
+    listening = json.loads(done.stdout.splitlines()[-1])
+    assert len(listening) >= 2, done  # the launcher's store, and gloo's
+    assert set(listening) == {"127.0.0.1"}
