@@ -143,11 +143,9 @@ def test_pickles_in_a_checkpoint_are_not_run(tmp_path: Path) -> None:
     target = torch.zeros(4)
     Reader(folder).fill(target, "a", (0,))
     assert target.tolist() == [0, 1, 2, 3]
-    torch.save(Trap(sprung), folder / "a.distcp")
-    manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["pieces"][0] |= {"begin": 0, "length": (folder / "a.distcp").stat().st_size}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(CheckpointError, match="can't be read"):
+    piece = folder / "a.distcp"
+    piece.write_bytes(trap.ljust(piece.stat().st_size, b"."))
+    with pytest.raises(CheckpointError):
         Reader(folder).fill(target, "a", (0,))
     assert not sprung.exists()
 
