@@ -101,7 +101,8 @@ def slurm(chosen: argparse.Namespace, given: list[str]) -> int:
     preflight.preflight(config, processes, on=device.CUDA() if chosen.gpus_per_node else device.CPU())
     folder = Path(config.trainer.output).resolve() / "slurm"
     target = (chosen.file or folder / "run.sbatch").resolve()
-    text = script(chosen, os.environ, folder=folder, target=target, command=["tools/launch.py", *given])
+    latest = Path(config.checkpoint.folder or f"{config.trainer.output}/checkpoints").resolve() / "latest"
+    text = script(chosen, os.environ, folder=folder, target=target, latest=latest, command=["tools/launch.py", *given])
     try:
         folder.mkdir(parents=True, exist_ok=True)
         target.write_text(text)
@@ -109,6 +110,8 @@ def slurm(chosen: argparse.Namespace, given: list[str]) -> int:
         raise ConfigError(f"{target} can't be written: {error.strerror}. Choose another trainer.output or --file.") from error
     say = sys.stdout.write
     say(preflight.dry_run(config, processes) + "\n")
+    if not config.checkpoint.every:
+        say("restarts    begin anew: checkpoint.every=0 saves nothing\n")
     say(f"wrote       {target}\n")
     if chosen.submit:
         done = subprocess.run(["sbatch", "--parsable", str(target)], capture_output=True, text=True, check=False)
@@ -168,8 +171,10 @@ def seconds_of(limit: str) -> int:
     return (first or 0) * 60 + (second or 0)
 
 
-def script(chosen: argparse.Namespace, environment: Mapping[str, str], *, folder: Path, target: Path, command: list[str]) -> str:
-    """The text of the file, with logs in `folder`."""
+def script(
+    chosen: argparse.Namespace, environment: Mapping[str, str], *, folder: Path, target: Path, latest: Path, command: list[str]
+) -> str:
+    """The text of the file, with logs in `folder`; `latest` is what a checkpoint changes when it is whole."""
     written, left_out = captured(environment, HOST if not chosen.container else ())
     python = chosen.python or ("python" if chosen.container else sys.executable)
     train = shlex.join([python, "-u", str(ROOT / "train_rl.py"), chosen.config, *chosen.overrides])
@@ -186,7 +191,7 @@ def script(chosen: argparse.Namespace, environment: Mapping[str, str], *, folder
         "TRAIN": train,
         "SAVED": SAVED,
         "LOGS": folder,
-        "LATEST": folder.parent / "checkpoints/latest",
+        "LATEST": shlex.quote(str(latest)),
         "MAX_FAILURES": chosen.max_failures,
     }
     return re.sub(r"{{(\w+)}}", lambda name: str(values[name[1]]), TEMPLATE.read_text())

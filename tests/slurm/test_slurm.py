@@ -2,16 +2,19 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.e2e.conftest import ROOT, metrics_of
 from tests.slurm.cluster import Cluster, until
 
 pytestmark = pytest.mark.slurm
-START, END = 300, 300  # seconds, on a machine with much else to do
+START, END = 300, 600  # seconds, on a machine with much else to do
+LONG = ("trainer.steps=8", "checkpoint.every=1")
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,12 @@ class Job:
 
     def steps(self) -> list[int]:
         return [int(record["step"]) for record in metrics_of(self.output)]
+
+    def learnt(self) -> list[tuple[float, ...]]:
+        """What does not depend on time, of every step."""
+        return [
+            tuple(record.get(name, 0.0) for name in ("step", "loss", "reward", "grad_norm")) for record in metrics_of(self.output)
+        ]
 
     def wait_for_step(self, step: int) -> None:
         until(lambda: (self.output / "metrics.jsonl").is_file() and max(self.steps()) >= step, START, f"step {step}")
@@ -46,6 +55,13 @@ def submit(cluster: Cluster, config: Path, output: Path, *options: str) -> Job:
     done = subprocess.run(command, env=cluster.environment, capture_output=True, text=True, check=False, cwd=ROOT, timeout=120)
     assert done.returncode == 0, done.stderr
     return Job(int(done.stdout.split("submitted   job ")[1].split()[0]), output, cluster)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(cluster: Cluster, arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    job = submit(cluster, arithmetic / "run.yaml", tmp_path_factory.mktemp("uninterrupted") / "out", *LONG)
+    job.wait()
+    return job
 
 
 def test_a_run_on_two_nodes_finishes(cluster: Cluster, arithmetic: Path, tmp_path: Path) -> None:
@@ -69,3 +85,32 @@ def test_what_a_restart_cannot_mend_ends_the_job(cluster: Cluster, arithmetic: P
     assert "refused: the error is in" in job.log()
     assert "error: " in job.log("-rank-0")
     assert cluster.job(job.number)["Restarts"] == "0"
+
+
+def stopped_by_a_signal(job: Job) -> None:
+    """As Slurm does before the time limit."""
+    job.cluster.command("scancel", "--signal=USR1", job.number)
+
+
+def put_back(job: Job) -> None:
+    job.cluster.command("scontrol", "requeue", job.number)
+
+
+def killed(job: Job) -> None:
+    """Rank 1, as the kernel does when memory is short."""
+    ranks = [process for process in psutil.process_iter(["cmdline"]) if f"trainer.output={job.output}" in process.info["cmdline"]]
+    (second,) = [process for process in ranks if process.name() != "srun" and process.environ().get("RANK") == "1"]
+    second.kill()
+
+
+@pytest.mark.parametrize("end", [stopped_by_a_signal, put_back, killed])
+def test_a_run_that_is_interrupted_goes_on_and_ends_as_if_nothing_had_been(
+    end: Callable[[Job], None], uninterrupted: Job, cluster: Cluster, arithmetic: Path, tmp_path: Path
+) -> None:
+    job = submit(cluster, arithmetic / "run.yaml", tmp_path / "out", *LONG)
+    job.wait_for_step(2)
+    end(job)
+    until(lambda: cluster.job(job.number)["Restarts"] == "1", START, "the job is put back into the queue")
+    job.wait()
+    assert ("failed with 137" in job.log()) == (end is killed)
+    assert job.learnt() == uninterrupted.learnt()

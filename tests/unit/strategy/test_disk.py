@@ -1,0 +1,21 @@
+from pathlib import Path
+
+from rftmega.config import AlgorithmConfig, CheckpointConfig, ModelConfig, RunConfig, TrainerConfig
+from rftmega.strategy.disk import needed
+from tests.tiny_models import save_tiny
+
+PARAMETERS = 189_632  # of the tiny Qwen3, as a dry run says
+
+
+def test_exports_and_a_checkpoint_are_counted_where_they_go(tmp_path: Path) -> None:
+    config = RunConfig(
+        model=ModelConfig(path=str(save_tiny(tmp_path, "qwen3")), dtype="bfloat16"),
+        algorithm=AlgorithmConfig(ema_beta=0.9),
+        trainer=TrainerConfig(output="out"),
+    )
+    assert needed(config) == {"out": 2 * 2 * PARAMETERS}
+    config.trainer.export = False
+    config.checkpoint = CheckpointConfig(every=5)
+    assert needed(config) == {"out": 0, "out/checkpoints": 12 * PARAMETERS}
+    config.checkpoint.folder = "/scratch"
+    assert needed(config) == {"out": 0, "/scratch": 12 * PARAMETERS}
