@@ -89,7 +89,9 @@ def load_distributed(chunks: Sequence[Any], folder: Path, bound: Sequence[Bound]
             filled.add(id(item))
             if not (item.rule.optional and entry.key not in reader.stored):
                 target = entry.data[(None,) * entry.prepend_axis_num]
-                reader.fill_shard(target, entry.key, entry.global_shape, entry.global_offset, padded=entry.allow_shape_mismatch)
+                read = torch.empty_like(target, device="cpu")  # the tensor itself must stay resizable, to be offloaded
+                reader.fill_shard(read, entry.key, entry.global_shape, entry.global_offset, padded=entry.allow_shape_mismatch)
+                target.copy_(read)
     assert filled == {id(item) for item in bound}, "Megatron names no place in a checkpoint for some parameters"
 
 

@@ -136,7 +136,7 @@ def set_schedule_steps(manager: MegatronModelManager, steps: int) -> None:
 @torch.no_grad()
 def fill(held: Held, reader: Reader, prefix: str) -> None:
     """Reads a box. Raises CheckpointError where the checkpoint lacks it, has it in another shape, or bytes are wrong."""
-    where = held.tensor if held.tensor.device.type == "cpu" else torch.empty_like(held.tensor, device="cpu")
+    # Not straight into the tensor: what NumPy has looked at can't be resized, and offloading frees storages by that.
+    where = torch.empty_like(held.tensor, device="cpu")
     reader.fill_shard(where, f"{prefix}/{held.key}", held.shape, held.offset, padded=held.padded)
-    if where is not held.tensor:
-        held.tensor.copy_(where)
+    held.tensor.copy_(where)

@@ -172,9 +172,9 @@ def megatron_body(world: Any, folder: Path, output: Path) -> Any:
     assert (held > 0, actor.manager.residency.bytes()["adam"]) == (True, 0)
     assert not torch.equal(policy.log_probs(rows).logp, before)
     made.save_ckpt(policy, str(output), tag="b", max_num=1, save_latest=False)
-    made.update_engine_weights(policy)
     manager, average = actor.manager, actor.average
     learnt, averaged = policy.log_probs(rows).logp, [x.clone() for x in average.held]
+    made.update_engine_weights(policy)
     made.gather_and_generate({}, mine, sleep_engine=False)  # and the trainer's weights leave the device
     found = made.load_ckpt(policy, str(output), load_module_only=True)  # the latest that was made so
     assert torch.equal(policy.log_probs(rows).logp, before)
