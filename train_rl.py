@@ -4,12 +4,14 @@ import argparse
 import logging
 import sys
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from rftmega import config as configuration
 from rftmega.config import RunConfig
-from rftmega.errors import RFTMegaError
+from rftmega.errors import EngineFault, RFTMegaError
 
 
 def arguments() -> argparse.Namespace:
@@ -37,7 +39,7 @@ def main() -> int:
     except RFTMegaError as error:
         where = f"[rank {launched_rank()}] " if launched_size() > 1 else ""
         sys.stderr.write(f"{where}error: {error}\n")
-        return 2
+        return 1 if isinstance(error, EngineFault) else 2
     except KeyboardInterrupt:
         return 130
 
@@ -55,17 +57,18 @@ def start(given: argparse.Namespace) -> int:
         sys.stdout.write(preflight.dry_run(config, processes) + "\n")
         return 0
     if given.processes is None:
-        train(config)
-        return 0
+        return train(config)
     from rftmega.parallel.local import launch
 
-    return launch(processes, rank, config, preload=["rftmega.strategy.preloaded", *preflight.engine_modules(config)])
+    preload = ["rftmega.strategy.preloaded", *preflight.engine_modules(config)]
+    saves = config.checkpoint.every > 0
+    return launch(processes, rank, config, preload=preload, max_restarts=config.faults.max_restarts, stops=saves)
 
 
-def rank(config: RunConfig) -> None:
-    """One process of a run started by `--processes`."""
+def rank(config: RunConfig) -> int:
+    """One process of a run started by `--processes`; its exit code."""
     prepare()
-    train(config)
+    return train(config)
 
 
 def prepare() -> None:
@@ -74,15 +77,12 @@ def prepare() -> None:
     logging.getLogger("rftmega").setLevel(logging.INFO)
 
 
-def train(config: RunConfig) -> None:
-    """One run, from data to an exported model."""
-    if config.algorithm.task == "rl":
-        reinforce(config)
-    else:
-        supervise(config)
+def train(config: RunConfig) -> int:
+    """One run, from data to an exported model. The exit code."""
+    return reinforce(config) if config.algorithm.task == "rl" else supervise(config)
 
 
-def supervise(config: RunConfig) -> None:
+def supervise(config: RunConfig) -> int:
     """From given answers to a policy, or from preferences to a reward model."""
     from rftmega.data import Tokenizer, load_preferences, load_supervised, order_of, pair_rows, rows_of
 
@@ -100,13 +100,14 @@ def supervise(config: RunConfig) -> None:
     from rftmega.algorithms.supervised import cross_entropy_loss, pairwise_loss
     from rftmega.algorithms.weighting import weighting_of
     from rftmega.parallel import launch, nodes
+    from rftmega.parallel.progress import watched
     from rftmega.strategy import disk
     from rftmega.strategy.supervised import SupervisedStrategy
     from rftmega.strategy.watching import measures_of, timeline_of
     from rftmega.trainer import observers
     from rftmega.trainer.supervised import SupervisedTrainer, cross_entropy_of, preference_of
 
-    with launch.start() as world:
+    with launch.start() as world, watched(config.faults.watchdog_seconds, world.rank), requests(config) as stop:
         nodes.check_nodes(world, disk.needed(config))
         strategy = SupervisedStrategy(config, world)
         model: Any = strategy.model
@@ -126,13 +127,15 @@ def supervise(config: RunConfig) -> None:
             loss_fn=cross_entropy_loss(weighting) if sft else pairwise_loss(),
             group_size=1 if sft else 2,
             callbacks=watching,
+            stop=stop,
         )
         resume_and_save(config, strategy.checkpoints, {"data": order, "trainer": trainer}, watching)
         watching += timeline_of(config, strategy.topology)  # after all that it records
         trainer.fit(map(rows, order), steps=steps)
+    return config.faults.requeue_code if trainer.stopped else 0
 
 
-def reinforce(config: RunConfig) -> None:
+def reinforce(config: RunConfig) -> int:
     """From prompts to a policy that answers them better."""
     from rftmega.data import PromptOrder, Tokenizer, load_prompts, load_supervised, order_of, rows_of
     from rftmega.rewards import MajorityReward, check_prompts, create
@@ -161,12 +164,13 @@ def reinforce(config: RunConfig) -> None:
 
     from rftmega.experience import ModelReward
     from rftmega.parallel import launch, nodes
+    from rftmega.parallel.progress import watched
     from rftmega.strategy import disk
     from rftmega.strategy.megatron import MegatronStrategy
     from rftmega.strategy.watching import measures_of, timeline_of
     from rftmega.trainer import Algorithm, PPOTrainer, Refill, observers
 
-    with launch.start() as world:
+    with launch.start() as world, watched(config.faults.watchdog_seconds, world.rank), requests(config) as stop:
         nodes.check_nodes(world, disk.needed(config))
         strategy = MegatronStrategy(config, world, stop_ids=tokenizer.stop_ids)
         watching = observers.reinforced(
@@ -196,12 +200,26 @@ def reinforce(config: RunConfig) -> None:
             temperature=config.rollout.temperature,
             seed=config.trainer.seed,
             callbacks=watching,
+            stop=stop,
         )
         parts = {"data": order, "trainer": trainer} | ({"ptx": given} if given else {})
         resume_and_save(config, strategy.checkpoints, parts, watching)
         watching += timeline_of(config, strategy.topology)  # after all that it records
         trainer.fit(order, steps=config.trainer.steps)
         strategy.close()
+    return config.faults.requeue_code if trainer.stopped else 0
+
+
+@contextmanager
+def requests(config: RunConfig) -> Iterator[Callable[[], bool]]:
+    """Within, a run that saves takes signals for requests to stop; gives what says whether there was one."""
+    from rftmega.parallel import stop
+
+    if not config.checkpoint.every:
+        yield lambda: False
+        return
+    with stop.listening():
+        yield stop.agreed
 
 
 def resume_and_save(config: RunConfig, checkpoints: Any, parts: dict[str, Any], watching: list[Any]) -> None:

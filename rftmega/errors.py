@@ -25,6 +25,10 @@ class EngineError(RFTMegaError):
     """The rollout engine was asked for something it cannot do in its present state."""
 
 
+class EngineFault(EngineError):
+    """An engine, or the process at the other end, is gone or hangs: nobody's mistake, and the run can be started again."""
+
+
 class RewardError(RFTMegaError):
     """An answer that can't be scored: a prompt's kind without weights, a remote reward that fails, a score that is no number."""
 

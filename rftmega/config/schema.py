@@ -380,6 +380,18 @@ class CriticConfig:
 
 
 @dataclass
+class FaultsConfig:
+    max_restarts: int = 0
+    """--processes: times that all are started again, from the latest checkpoint, after one died. torchrun has its own."""
+
+    requeue_code: int = 75
+    """Exit code of a run that SIGTERM or SIGUSR1 stopped and that saved: started again, it goes on."""
+
+    watchdog_seconds: float = 0.0
+    """A process without progress for so long says where it stands and ends, so that the run can be started again; 0: waits."""
+
+
+@dataclass
 class TrainerConfig:
     steps: int = 100
     """Rollouts; of given data, batches."""
@@ -491,6 +503,7 @@ class RunConfig:
     reward: RewardConfig = field(default_factory=RewardConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
+    faults: FaultsConfig = field(default_factory=FaultsConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)

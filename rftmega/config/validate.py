@@ -4,6 +4,7 @@ from rftmega.config.schema import RunConfig
 from rftmega.config.validate_algorithm import algorithm_options
 from rftmega.config.validate_checkpoint import checkpoints
 from rftmega.config.validate_data import files, training_data
+from rftmega.config.validate_faults import faults
 from rftmega.config.validate_given import unread_without_rollouts
 from rftmega.config.validate_layout import critic, engine, layout, overlap
 from rftmega.config.validate_logging import logging_options
@@ -29,5 +30,5 @@ def violations(config: RunConfig, world_size: int, *, data: bool = True) -> list
         elif not unknown:
             numbers += unread_without_rollouts(config)
         numbers += critic(config, world_size) + logging_options(config)
-        numbers += checkpoints(config)
+        numbers += checkpoints(config) + faults(config)
     return unknown + numbers + (training_data(config) + files(config) if data else [])

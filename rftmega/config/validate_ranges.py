@@ -100,6 +100,8 @@ NOT_NEGATIVE = (
     "trainer.max_attention_per_micro_batch",
     "trainer.trajectories",
     "trainer.attention_weight",
+    "faults.max_restarts",
+    "faults.watchdog_seconds",
 )
 
 

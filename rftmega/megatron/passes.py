@@ -19,6 +19,7 @@ from rftmega.megatron.auxiliary import beside
 from rftmega.megatron.forward import HiddenProcessor, custom_forward, packed_length
 from rftmega.megatron.manager import MegatronModelManager
 from rftmega.parallel.micro_batches import plan_micro_batches
+from rftmega.parallel.progress import mark
 from rftmega.types import Auxiliary, Experience, LossFn, Metrics, Rows, TokenLoss
 
 
@@ -136,6 +137,7 @@ class Passes:
 
     def forward_step(self, batches: Iterator[MicroBatch], model: Any) -> tuple[Any, Any]:
         """What Megatron's schedule calls for each micro-batch and chunk: (output, what to do with it on the last stage)."""
+        mark()
         batch = next(batches)
         rows, finish = batch.rows, self._stats if batch.loss_fn is None else partial(self._loss, batch.loss_fn)
         output = custom_forward(

@@ -25,16 +25,28 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from rftmega import device
-from rftmega.errors import RFTMegaError
+from rftmega.errors import EngineFault, RFTMegaError
+from rftmega.parallel import stop
+from rftmega.parallel.progress import HUNG
 
 GRACE = 2.0  # seconds
+COMPLAINTS, STOP = "complaints", "stop"
 
 
-def launch(processes: int, work: Callable[..., None], *arguments: Any, preload: Sequence[str]) -> int:
-    """Runs work(*arguments) on `processes` ranks and waits; the exit code for this process. Ends all when one fails.
+def launch(
+    processes: int,
+    work: Callable[..., int],
+    *arguments: Any,
+    preload: Sequence[str],
+    max_restarts: int = 0,
+    stops: bool = False,
+) -> int:
+    """Runs work(*arguments) on `processes` ranks and waits; the exit code for this process, which is what `work` gave where
+    all ranks came to their end. When one fails all are ended, and started again up to `max_restarts` times.
 
+    With `stops`, SIGTERM and SIGUSR1 are requests that ranks see (`stop.asked`); without, they end the ranks, as Ctrl-C does.
     Where the device allows it, ranks are forked from a server that has imported the modules `preload` once, which is most
-    of a start. Raises the RFTMegaError that a rank raised, whichever it was.
+    of a start. Raises the RFTMegaError that a rank raised, whichever it was: it would only be raised again.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
     DynamicRendezvousHandler._create_tcp_store_server = _store  # type: ignore[assignment, method-assign]
@@ -42,7 +54,9 @@ def launch(processes: int, work: Callable[..., None], *arguments: Any, preload: 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what it would say is said below
     if device.current().start_method == "forkserver":
         _start_server(preload)
-    with tempfile.TemporaryDirectory() as complaints, tempfile.TemporaryDirectory() as agent_files, _one_signal() as came:
+    with tempfile.TemporaryDirectory() as told, tempfile.TemporaryDirectory() as agent_files:
+        folder = Path(told)
+        (folder / COMPLAINTS).mkdir()
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -57,20 +71,26 @@ def launch(processes: int, work: Callable[..., None], *arguments: Any, preload: 
             start_method=device.current().start_method,
             logs_specs=DefaultLogsSpecs(log_dir=agent_files),
         )
-        try:
-            elastic_launch(config, _rank)(complaints, work, *arguments)
-        except ChildFailedError as error:
-            if said := sorted(Path(complaints).iterdir(), key=lambda path: path.stat().st_mtime):
-                raise RFTMegaError(said[0].read_text()) from None
-            rank, first = error.get_first_failure()
-            killed = first.exitcode < 0
-            end = f"was killed by {signal.Signals(-first.exitcode).name}" if killed else f"exited with {first.exitcode}"
-            sys.stderr.write(f"error: rank {rank} (pid {first.pid}) {end}; the other ranks were ended.\n")
-            return 1
-        except SignalException:
-            sys.stderr.write(f"stopped by {came[0].name}; all ranks were ended.\n")
-            return 128 + came[0]
-    return 0
+        with _signals(folder / STOP if stops else None) as came:
+            for restarts in range(max_restarts + 1):
+                try:
+                    return max(elastic_launch(config, _rank)(folder, restarts, work, *arguments).values())
+                except ChildFailedError as error:
+                    if said := sorted((folder / COMPLAINTS).iterdir(), key=lambda path: path.stat().st_mtime):
+                        raise RFTMegaError(said[0].read_text()) from None
+                    then = f"all start again ({restarts + 1} of {max_restarts})" if restarts < max_restarts else "this is the end"
+                    sys.stderr.write(f"error: {_what(error)}; the other ranks were ended, {then}.\n")
+                except SignalException:
+                    sys.stderr.write(f"stopped by {came[0].name}; all ranks were ended.\n")
+                    return 128 + came[0]
+    return 1
+
+
+def _what(error: ChildFailedError) -> str:
+    rank, first = error.get_first_failure()
+    if first.exitcode < 0:
+        return f"rank {rank} (pid {first.pid}) was killed by {signal.Signals(-first.exitcode).name}"
+    return f"rank {rank} (pid {first.pid}) exited with {first.exitcode}" + " (it hung)" * (first.exitcode == HUNG)
 
 
 def _store(handler: DynamicRendezvousHandler, address: str, port: int) -> TCPStore:
@@ -81,32 +101,39 @@ def _store(handler: DynamicRendezvousHandler, address: str, port: int) -> TCPSto
 
 
 def _start_server(preload: Sequence[str]) -> None:
-    """Starts the server that ranks are forked from, deaf to Ctrl-C from its first moment: it ends with this process."""
+    """Starts the server that ranks are forked from, deaf to signals from its first moment: it ends with this process."""
     multiprocessing.set_forkserver_preload(list(preload))
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, *stop.SIGNALS)}
     try:
         forkserver.ensure_running()
     finally:
-        signal.signal(signal.SIGINT, handler)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
-def _one_signal() -> Iterator[list[signal.Signals]]:
-    """Within, the first Ctrl-C or SIGTERM (gives which) ends the ranks, and further ones don't interrupt that.
+def _signals(stop_file: Path | None) -> Iterator[list[signal.Signals]]:
+    """Within, the first Ctrl-C or SIGTERM (gives which) ends the ranks, and further ones don't interrupt that. With a
+    `stop_file`, SIGTERM and SIGUSR1 only make it.
 
     The agent's own handler raises for each of them, also out of the code that waits for the ranks to end.
     """
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, *stop.SIGNALS)}
     every_time = elastic._terminate_process_handler
     came: list[signal.Signals] = []
 
     def once(signum: int, frame: Any) -> None:
+        if stop_file and signum in stop.SIGNALS:
+            stop_file.touch()
+            return
         for ended in handlers:
             signal.signal(ended, signal.SIG_IGN)
         came.append(signal.Signals(signum))
-        raise SignalException("stopped", signal.SIGTERM)  # what the ranks get: they ignore a terminal's Ctrl-C
+        raise SignalException("stopped", signal.SIGKILL)  # what the ranks get: they may take another one for a request
 
     elastic._terminate_process_handler = once
+    if stop_file:
+        signal.signal(signal.SIGUSR1, once)
     try:
         yield came
     finally:
@@ -115,17 +142,25 @@ def _one_signal() -> Iterator[list[signal.Signals]]:
             signal.signal(number, handler)
 
 
-def _rank(complaints: str, work: Callable[..., None], *arguments: Any) -> None:
+def _rank(folder: Path, restarts: int, work: Callable[..., int], *arguments: Any) -> int:
     """One rank: its title names it in `ps`; what is the user's to mend goes to the launcher, anything else is a traceback."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of a terminal; the launcher ends the ranks
+    for number in stop.SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    stop.request.file = folder / STOP
     rank = os.environ["RANK"]
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(restarts)  # the agent has 0 there, as it is another one each time
     setproctitle(f"rftmega rank {rank}")
     try:
-        work(*arguments)
+        return work(*arguments)
+    except EngineFault as error:
+        time.sleep(GRACE)
+        sys.stderr.write(f"[rank {rank}] {error}\n")
+        sys.exit(1)
     except RFTMegaError as error:
-        draft = Path(complaints, f".{rank}")
+        draft = folder / rank
         draft.write_text(str(error))
-        draft.rename(Path(complaints, rank))
+        draft.rename(folder / COMPLAINTS / rank)
         sys.exit(1)
     except Exception:
         time.sleep(GRACE)  # a collective fails within milliseconds of a peer's death, and it is the peer that is to be named

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from rftmega.device.spans import span, spanned
 from rftmega.errors import EngineError
+from rftmega.parallel.progress import mark
 from rftmega.rollout.order import Lengths
 from rftmega.types import Completion, Prompt
 
@@ -62,7 +63,12 @@ class Engine(ABC):
         if self.version is None:
             raise EngineError("The engine holds no weights (none were pushed since it started or slept). Push first.")
         self.wake()
-        return self._generate(prompts, seeds, temperature, finished, stop) if prompts else []
+
+        def told(places: Sequence[int], completions: Sequence[Completion]) -> None:
+            mark()
+            finished(places, completions)
+
+        return self._generate(prompts, seeds, temperature, told, stop) if prompts else []
 
     @spanned("load weights")
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rftmega import device
 from rftmega.config import RolloutConfig
-from rftmega.errors import EngineError
+from rftmega.errors import EngineError, EngineFault
 from rftmega.parallel.launch import World
 from rftmega.rollout.base import Engine, Finished, Stop
 from rftmega.rollout.order import shares
@@ -78,7 +78,7 @@ class Server:
         try:
             response = httpx.post(f"{self.address}/{path}", json=body, timeout=CONTROL_SECONDS)
         except httpx.TransportError as error:
-            raise EngineError(f"The vLLM server at {self.address} does not answer ({error!r}). {self._last_words()}") from error
+            raise EngineFault(f"The vLLM server at {self.address} does not answer ({error!r}). {self._last_words()}") from error
         if response.is_error:
             raise EngineError(f"The vLLM server at {self.address} failed in {path}: {response.text[:500]}. {self._last_words()}")
 
@@ -88,7 +88,7 @@ class Server:
         try:
             response = await client.post(f"{self.address}/inference/v1/generate", json=body)
         except httpx.TransportError as error:
-            raise EngineError(f"The vLLM server at {self.address} broke off ({error!r}). {self._last_words()}") from error
+            raise EngineFault(f"The vLLM server at {self.address} broke off ({error!r}). {self._last_words()}") from error
         if response.is_error:
             raise EngineError(f"The vLLM server at {self.address} refused a prompt: {response.text[:500]}")
         choice: dict[str, Any] = response.json()["choices"][0]

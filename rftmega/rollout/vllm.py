@@ -16,6 +16,7 @@ from torch import Tensor
 from rftmega import device
 from rftmega.config import RolloutConfig
 from rftmega.parallel.launch import World
+from rftmega.parallel.progress import mark
 from rftmega.rollout.base import Engine, Finished, Stop
 from rftmega.types import Completion, Prompt
 
@@ -124,6 +125,7 @@ class VLLMEngine(Engine):
                 engine.add_request(str(place), {"prompt_token_ids": list(prompt.token_ids)}, sampling)
             stopped = False
             while engine.has_unfinished_requests() and not stopped:
+                mark()
                 done = {int(output.request_id): self._completion(output.outputs[0]) for output in engine.step()}
                 answers |= done
                 if done:

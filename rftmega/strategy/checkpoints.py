@@ -31,6 +31,7 @@ from rftmega.megatron.training_state import (
     set_schedule_steps,
 )
 from rftmega.parallel import collectives, seeds
+from rftmega.parallel.progress import mark
 from rftmega.strategy import retention
 from rftmega.strategy.writing import Writing
 
@@ -65,6 +66,7 @@ class TrainingCheckpoints:
 
     def save(self, state: dict[str, Any], *, step: int, tag: str | None = None, latest: bool = True) -> None:
         """Writes folder/`tag` (or step_<step>). The one before is waited for; `latest`: becomes what a resume goes on from."""
+        mark("save")
         self.wait()
         name = tag or f"step_{step:06d}"
         draft = self.folder / (name + retention.DRAFT)

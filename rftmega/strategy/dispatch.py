@@ -14,6 +14,7 @@ from rftmega.interfaces import Enough, Reward, WeightSync
 from rftmega.megatron import MegatronActor, MegatronCritic
 from rftmega.megatron.offload import PARAMETERS, PARTS, Residency
 from rftmega.parallel.launch import World
+from rftmega.parallel.progress import mark
 from rftmega.rollout import Engine
 from rftmega.rollout.order import shares
 from rftmega.strategy.early_stop import Together
@@ -62,6 +63,7 @@ class Turns:
             self.engine.sleep()
 
     def _hold(self, phase: str, model: str = POLICY, *parts: str) -> None:
+        mark(phase if model == POLICY else f"{phase}_{model}")
         self.memory.end()
         if self.offload:
             for other in self.models.keys() - {model}:  # who leaves makes room for who comes
@@ -205,6 +207,8 @@ class AskedByOne(SharedEngine):
                     wait([asked], timeout=PATIENCE)
                     done.fill_(asked.done())
                 dist.broadcast(done, 0)
+                if dist.get_rank() > 0:
+                    mark()  # the first process is alive, and watches itself
             return asked.result()
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from rftmega.device.spans import spanned
 from rftmega.interfaces import Reward
+from rftmega.parallel.progress import mark
 from rftmega.types import Completion, Prompt
 
 THREADS = 8  # batches that are scored at a time: what takes long waits for a server or a process, not for this one
@@ -50,6 +51,7 @@ class Judging:
         scores = None
         if self.reward is not None:
             scores = self._pool.submit(spanned("reward")(self.reward), asked, list(completions))
+            scores.add_done_callback(lambda _: mark())
         self.reports.append(Report(list(places), list(completions), scores))
 
     def ready(self) -> dict[int, Completion]:

@@ -43,6 +43,11 @@ def preflight(config: RunConfig, world_size: int, *, local: bool = False, on: de
     if devices is not None and world_size + servers > devices:
         beside = f" and {servers} of vLLM's" if servers else ""
         found.append(f"--processes {world_size}{beside} are more than the {devices} CUDA device(s) here; each needs its own.")
+    if config.faults.max_restarts and not local:
+        found.append(
+            f"faults.max_restarts={config.faults.max_restarts} needs --processes: whoever starts the ranks starts them again "
+            "(torchrun --max-restarts)."
+        )
     if found:
         raise ConfigError("This run can't start:\n" + "\n".join(f"  - {reason}" for reason in found))
 

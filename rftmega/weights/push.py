@@ -18,7 +18,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from converters import Segment
 from rftmega.device.spans import span
-from rftmega.errors import EngineError
+from rftmega.errors import EngineError, EngineFault
+from rftmega.parallel.progress import mark
 from rftmega.types import Metrics
 from rftmega.weights.message import message_for, opened, written
 from rftmega.weights.on_demand import Box, Fetch, OnDemand
@@ -102,12 +103,12 @@ class EngineWeights:
             total = torch.tensor([int(failure is not None), passage.sent_bytes], device=self.shards.device)
             dist.all_reduce(total)
         except RuntimeError as lost:
-            raise EngineError(f"Push {version} broke off: a process is gone ({lost}).") from failure
+            raise EngineFault(f"Push {version} broke off: a process is gone ({lost}).") from failure
         failed, moved = total.tolist()
         if failure is not None:
             raise failure
         if failed:
-            raise EngineError(f"Push {version} failed on {failed} other process(es); no engine has weights now.")
+            raise EngineFault(f"Push {version} failed on {failed} other process(es); no engine has weights now.")
         return int(moved)
 
     def _rehearse(self, units: Sequence[Unit]) -> Needs:
@@ -202,6 +203,7 @@ class _Passage:
 
     def _arrive(self) -> tuple[Bucket, dict[int, Tensor]]:
         """Waits for the bucket on its way, once the next one has set out: it travels while this one is loaded."""
+        mark()
         assert self._travelling is not None
         bucket, came, works, _ = self._travelling
         self._travelling = self._post()

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from converters import Segment
-from rftmega.errors import EngineError
+from rftmega.errors import EngineError, EngineFault
 from rftmega.parallel.checksum import blocks, checksum
+from rftmega.parallel.progress import mark
 from rftmega.types import Metrics
 from rftmega.weights.plan import Balance, Placement
 from rftmega.weights.units import Held, Move, Shards, Unit, buckets_of, units_of
@@ -137,12 +138,13 @@ class SharedWeights:
 
     def _agree(self, what: str) -> None:
         """All processes come here; all raise if the first one's engines failed."""
+        mark()
         failed = torch.tensor(int(self._failure is not None), device=self.shards.device)
         dist.all_reduce(failed)
         if self._failure is not None:
             raise self._failure
         if failed:
-            raise EngineError(f"{what} failed (see the first process); no engine has weights now.")
+            raise EngineFault(f"{what} failed (see the first process); no engine has weights now.")
 
     @torch.no_grad()
     def _write(self, bucket: Bucket, memory: Tensor) -> list[int]:

@@ -1,33 +1,71 @@
 """The launcher of `--processes`: whichever rank fails, its user hears why."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rftmega.errors import ConfigError, RFTMegaError
+from rftmega.parallel import stop
 from rftmega.parallel.local import launch
 
 ROOT = Path(__file__).parents[2]
 
 
-def fails(rank: str, kind: str) -> None:
+def fails(rank: str, kind: str) -> int:
+    sys.stderr.write(f"start of rank {os.environ['RANK']}\n")
     if os.environ["RANK"] == rank:
         if kind == "user":
             raise ConfigError("choose another")
-        raise ValueError("boom")
+        if kind == "once" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if kind == "bug":
+            raise ValueError("boom")
+    return 0
 
 
-def works() -> None:
+def works() -> int:
     sys.stdout.write(f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}\n")
+    return 0
+
+
+def waits_for_a_request() -> int:
+    """Until this process or the launcher was asked to stop."""
+    with stop.listening():
+        sys.stdout.write(f"{os.getpid()}\n")
+        while not stop.asked():
+            time.sleep(0.05)
+    return 85
+
+
+@contextmanager
+def launching(call: str) -> Iterator["subprocess.Popen[str]"]:
+    """In a session of its own, which is gone at the end."""
+    process = subprocess.Popen([sys.executable, "-c", program_of(call)], stdout=subprocess.PIPE, text=True, cwd=ROOT,
+                               start_new_session=True)  # fmt: skip
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def program_of(call: str) -> str:
+    return f"import sys\nfrom rftmega.parallel.local import launch\nfrom {__name__} import *\nsys.exit({call})"
 
 
 def launched(call: str) -> subprocess.CompletedProcess[str]:
     """In a process of its own: ranks write where the server that they are forked from was started to write."""
-    program = f"import sys\nfrom rftmega.parallel.local import launch\nfrom {__name__} import *\nsys.exit({call})"
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT, timeout=120)
+    command = [sys.executable, "-c", program_of(call)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=120)
 
 
 def test_every_rank_works_and_the_code_is_zero() -> None:
@@ -47,4 +85,46 @@ def test_anything_else_is_a_traceback_with_the_rank_before_it() -> None:
     assert done.returncode == 1
     assert "[rank 1] ValueError: boom" in done.stderr
     assert "error: rank 1 (pid" in done.stderr
-    assert "exited with 1" in done.stderr
+    assert "exited with 1; the other ranks were ended" in done.stderr
+
+
+def test_ranks_start_again_when_one_was_killed() -> None:
+    done = launched("launch(2, fails, '1', 'once', preload=[], max_restarts=3)")
+    assert done.returncode == 0, done.stderr
+    assert "was killed by SIGKILL; the other ranks were ended, all start again (1 of 3)" in done.stderr
+    assert done.stderr.count("start of rank 1") == 2
+
+
+@pytest.mark.ranks
+def test_restarts_have_an_end_and_what_the_user_can_mend_has_none() -> None:
+    done = launched("launch(2, fails, '0', 'bug', preload=[], max_restarts=1)")
+    assert done.returncode == 1
+    assert done.stderr.count("[rank 0] ValueError: boom") == 2
+    assert "all start again (1 of 1)" in done.stderr and "this is the end" in done.stderr
+    done = launched("launch(1, fails, '0', 'user', preload=[], max_restarts=3)")
+    assert done.stderr.count("start of rank 0") == 1
+
+
+@pytest.mark.parametrize(("asked", "whom"), [(signal.SIGTERM, "the launcher"), (signal.SIGUSR1, "all its processes")])
+def test_a_request_to_stop_reaches_ranks_that_end_by_themselves(asked: signal.Signals, whom: str) -> None:
+    """Slurm may signal the first process of a step, or all of them: the server that ranks are forked from too."""
+    with launching("launch(2, waits_for_a_request, preload=[], stops=True)") as process:
+        assert process.stdout is not None
+        for _ in range(2):
+            process.stdout.readline()
+        if whom == "the launcher":
+            process.send_signal(asked)
+        else:
+            os.killpg(process.pid, asked)
+        process.send_signal(signal.SIGTERM)  # as Slurm at the end of the time: it must not break off what has begun
+        assert process.wait(60) == 85
+
+
+@pytest.mark.ranks
+def test_ctrl_c_ends_ranks_that_listen_for_requests_at_once() -> None:
+    with launching("launch(2, waits_for_a_request, preload=[], stops=True)") as process:
+        assert process.stdout is not None
+        ranks = [psutil.Process(int(process.stdout.readline())) for _ in range(2)]
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(60) == 130
+        assert not psutil.wait_procs(ranks, timeout=5)[1]

@@ -16,6 +16,12 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture(scope="session")
 def arithmetic(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("arithmetic")
+    write_arithmetic(folder)
+    return folder
+
+
+def write_arithmetic(folder: Path) -> None:
     """model/ (random Qwen3 of 4 layers with the demo's tokenizer), train.jsonl, eval.jsonl, pairs.jsonl (the right sum and the
     next number); run.yaml learns from rewards, given.yaml from what is given.
     """
@@ -24,7 +30,6 @@ def arithmetic(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     from tests.tiny_models import save_tiny
 
-    folder = tmp_path_factory.mktemp("arithmetic")
     make_data.write(folder)
     (folder / "eval.jsonl").write_text("\n".join((folder / "eval.jsonl").read_text().splitlines()[:8]))
     encode = warm_start.tokenizer()
@@ -51,7 +56,6 @@ optimizer: {{learning_rate: 1.0e-3, epsilon: 1.0e-4}}
 algorithm: {{kl_coef: 0.1, entropy_coef: 0.05, mini_batches: 2}}
 trainer: {{steps: 3, prompts_per_step: 8, max_tokens_per_micro_batch: 64, export: false, output: {folder / "out"}}}
 """)
-    return folder
 
 
 @pytest.fixture

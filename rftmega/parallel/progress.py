@@ -1,0 +1,79 @@
+"""What this process was last seen doing, and a watch over it: hung is not dead.
+
+Whoever works says so (`mark`): at phases, micro-batches, buckets of a push, answers.
+"""
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+HUNG = 86  # exit code
+
+
+class Seen:
+    """The phase that this process is in, and how many marks there were."""
+
+    def __init__(self) -> None:
+        self.phase, self.marks = "start", 0
+
+
+seen = Seen()
+
+
+def mark(phase: str | None = None) -> None:
+    """Something was done; with a `phase`, another one begins. From any thread."""
+    seen.phase, seen.marks = phase or seen.phase, seen.marks + 1
+
+
+@contextmanager
+def watched(seconds: float, rank: int, *, end: Callable[[int], None] = os._exit) -> Iterator[None]:
+    """Within, a process without a mark for `seconds` writes rank, phase and the stacks of all threads to stderr, and ends with
+    the code HUNG. 0: never.
+
+    Counted are the watch's own rounds, each at most its planned length: neither a clock that jumps nor a process that was
+    stopped for a while counts as hung.
+    """
+    if not seconds:
+        yield
+        return
+    over = threading.Event()
+    thread = threading.Thread(target=_watch, args=(seconds, rank, over, end), daemon=True, name="watchdog")
+    mark()
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _watch(seconds: float, rank: int, over: threading.Event, end: Callable[[int], None]) -> None:
+    pause, marks, idle = min(1.0, seconds / 10), seen.marks, 0.0
+    while True:
+        # Where a thread holds the interpreter, this one gets no turn; faulthandler's needs none. It knows no phase, and takes
+        # the time that a process was stopped for.
+        faulthandler.dump_traceback_later(10 * seconds, exit=True)
+        begin = time.monotonic()
+        if over.wait(pause):
+            return
+        idle += min(time.monotonic() - begin, 2 * pause)
+        if seen.marks != marks:
+            marks, idle = seen.marks, 0.0
+        if idle > seconds:
+            _report(rank, idle, seconds)
+            end(HUNG)
+            return
+
+
+def _report(rank: int, idle: float, seconds: float) -> None:
+    sys.stderr.write(
+        f"[rank {rank}] hung: no progress for {idle:.0f} s in the phase {seen.phase} (faults.watchdog_seconds={seconds:g}). "
+        "Its threads:\n"
+    )
+    sys.stderr.flush()
+    faulthandler.dump_traceback(all_threads=True)
