@@ -56,7 +56,7 @@ RUNS = dict.fromkeys(FAMILY, Asked(rise=0.2)) | {
     "ttrl": Asked(rise=0.08),
     "sft": Asked(end=0.9, by_answers=True),
     "reward_model": Asked(end=0.9, metric="eval_accuracy"),
-    "grpo_on_reward_model": Asked(rise=0.05, needs="reward_model"),
+    "grpo_on_reward_model": Asked(rise=0.03, needs="reward_model"),
 }
 
 
