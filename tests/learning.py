@@ -23,7 +23,7 @@ from queue import SimpleQueue
 from threading import Lock
 from typing import Any
 
-from rftmega.config import load
+from rftmega.config import RunConfig, load
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples/arithmetic"
@@ -99,10 +99,15 @@ def overrides_of(name: str, seed: int) -> list[str]:
 
 
 def settings_of(name: str, seed: int) -> Record:
-    """All that decides what a run learns: every option, and what is in the files that they name."""
+    """What a run learns by: every option that is not at its default, and what is in the files that they name."""
     config = load(EXAMPLE / f"recipes/{name}.yaml", overrides_of(name, seed))
     named = [config.data.train, config.data.eval, config.model.path, config.reward.model_path, config.critic.path]
-    return {"config": asdict(config), "files": {name: digest(ROOT / name) for name in named if name}}
+    plain, chosen = asdict(RunConfig()), asdict(config)
+    changed = {section: options for section, options in chosen.items() if options != plain[section]}
+    for section, options in changed.items():
+        if isinstance(options, dict):
+            changed[section] = {option: value for option, value in options.items() if value != plain[section][option]}
+    return {"config": changed, "files": {name: digest(ROOT / name) for name in named if name}}
 
 
 def digest(path: Path) -> str:
