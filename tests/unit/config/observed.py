@@ -22,14 +22,16 @@ import torch
 from torch import Tensor
 
 import train_rl
+from model_providers.description import describe
+from model_providers.hf_config import read_hf_config
 from rftmega import data, device, rollout
 from rftmega.config import RunConfig
 from rftmega.errors import RFTMegaError
 from rftmega.megatron import actor, manager, passes
-from rftmega.parallel import launch
+from rftmega.parallel import launch, nodes
 from rftmega.parallel.launch import World
 from rftmega.rollout import ScriptedEngine, servers
-from rftmega.strategy import megatron, supervised
+from rftmega.strategy import megatron, supervised, watching
 from rftmega.trainer import observers
 from rftmega.trainer.callbacks import Observer
 from rftmega.trainer.trajectories import Trajectories
@@ -72,7 +74,10 @@ class Machine:
         module.table = torch.nn.Parameter(self.table)
         self.table, self.model, self.where = module.table, [module], torch.device("cpu")
         self.config, self.learning_rate = SimpleNamespace(sequence_parallel=False), 1.0
-        self.topology = SimpleNamespace(data=data_parallel, data_rank=0, context_rank=0, pipeline=1, sum_of_speakers=lambda x: x)
+        self.description = describe(read_hf_config(Path(cfg.model.path)))
+        self.topology = SimpleNamespace(
+            data=data_parallel, data_rank=0, context=1, context_rank=0, pipeline=1, sum_of_speakers=lambda x: x
+        )
 
     def zero_grad(self) -> None:
         self.table.grad = torch.zeros_like(self.table)
@@ -149,6 +154,10 @@ class Strategy:
         self.model = Model(config, seen, data_parallel, values=config.algorithm.task == "reward_model")
         self.inner = ScriptedEngine(config.rollout, vocabulary=WORDS, stop_ids=[STOP])
         self.engine = self.weights = self.checkpoints = self
+        self.topology = None
+
+    def update(self, *given: Any, **named: Any) -> Metrics:
+        return self.model.update(*given, **named)
 
     def resume(self) -> None:
         self.seen.append("asked for a checkpoint")
@@ -224,6 +233,8 @@ def program(config: RunConfig, *, data_parallel: int = 1) -> Seen:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(data, "Tokenizer", partial(Letters, seen))
         patch.setattr(launch, "start", start)
+        patch.setattr(nodes, "check_nodes", lambda *_: None)
+        patch.setattr(watching, "measures_of", lambda _: [])
         patch.setattr(megatron, "MegatronStrategy", strategy)
         patch.setattr(supervised, "SupervisedStrategy", strategy)
         patch.setattr(passes, "custom_forward", bigrams)
@@ -319,6 +330,7 @@ def built(config: RunConfig) -> Seen:
         patch.setattr(
             megatron, "MegatronCritic", lambda cfg, *_, **named: seen.append(("value model", cfg)) or real(cfg, **named)
         )
+        patch.setattr(megatron, "predicted", lambda *_: None)
         megatron.MegatronStrategy(config, ALONE, stop_ids=[STOP])
     return seen
 

@@ -15,7 +15,6 @@ from rftmega.config.load import options
 from tests.tiny_models import save_tiny
 from tests.unit.config.observed import averaged, built, engine, program, stepping, transformer, value_model
 
-pytestmark = pytest.mark.ranks  # until it has been run beside the options of checkpoints and replay
 ROOT = Path(__file__).parents[3]
 ROLLOUTS = ("rollout.engine=scripted", "rollout.samples_per_prompt=4", "trainer.trajectories=0")
 GAE = ("algorithm.advantage=gae",)
@@ -149,7 +148,7 @@ OPTIONS: dict[str, Live] = {
                                 dead=()),
     "algorithm.oversample": Live("1.5", ("algorithm.refill_rounds=1",)),
     "algorithm.max_staleness": Live("1", ("algorithm.correction=token",), dead=()),
-    "algorithm.replay_limit": Live("20", ("algorithm.correction=token", "algorithm.max_staleness=2"), dead=()),
+    "algorithm.replay_limit": Live("4", ("algorithm.correction=token", "algorithm.max_staleness=2"), dead=()),
     "algorithm.surrogate": Live("reinforce", STEPS),
     "algorithm.clip_low": Live("0.001", STEPS, dead=("algorithm.surrogate=reinforce",)),
     "algorithm.clip_high": Live("0.001", STEPS, dead=("algorithm.surrogate=reinforce",)),
@@ -193,8 +192,25 @@ OPTIONS: dict[str, Live] = {
 }  # fmt: skip
 
 
-UNSHOWN = ("folder", "resume", "keep", "keep_mib", "asynchronous", "hf", "on_failure")  # needs real checkpoints
-ELSEWHERE = {f"checkpoint.{name}": "test_checkpoints.py" for name in UNSHOWN}
+CHECKPOINTS = "distributed/test_checkpoints.py"
+ELSEWHERE = {  # what needs several processes, real checkpoints or sockets: a value, the test that shows what it does, its word
+    "checkpoint.folder": ("x", CHECKPOINTS, "folder"),
+    "checkpoint.resume": ("auto", "e2e/test_resume.py", "started_again"),
+    "checkpoint.keep": ("2", CHECKPOINTS, "keep=2"),
+    "checkpoint.keep_mib": ("2", "unit/strategy/test_retention.py", "max_mem"),
+    "checkpoint.asynchronous": ("false", CHECKPOINTS, "asynchronous=True"),
+    "checkpoint.hf": ("true", "e2e/test_resume.py", "checkpoint.hf=true"),
+    "checkpoint.on_failure": ("warn", CHECKPOINTS, "warn=True"),
+    "logging.timeline": ("[3,9]", "e2e/test_loop.py", "logging.timeline="),
+    "logging.peak_tflops": ("0", "distributed/test_measures.py", "peak_tflops"),
+    "logging.wandb": ("", "unit/trainer/test_publish.py", "wandb"),
+    "logging.prometheus_port": ("-1", "unit/trainer/test_publish.py", "127.0.0.1"),
+    "logging.prometheus_host": ("0.0.0.0", "unit/trainer/test_publish.py", "127.0.0.1"),
+    "faults.max_restarts": ("1", "e2e/test_stop.py", "faults.max_restarts=1"),
+    "faults.requeue_code": ("77", "e2e/test_stop.py", "faults.requeue_code=77"),
+    "faults.watchdog_seconds": ("-1", "unit/parallel/test_progress.py", "watchdog_seconds=0.2"),
+}
+ALWAYS = {"checkpoint.resume", "logging.peak_tflops", "logging.wandb"}  # there is no run that does not read them
 
 
 @pytest.fixture(scope="module")
@@ -242,7 +258,7 @@ def test_changing_an_option_changes_what_is_seen_of_a_run(name: str, names: dict
 def test_what_is_seen_does_not_change_by_itself(seen: Callable[[RunConfig], Any], names: dict[str, str]) -> None:
     config = config_of(names, *GAE, *SAMPLED, *PTX, *STEPS, "algorithm.ema_beta=0.5", "trainer.trajectories=1")
     assert violations(config, 1) == []
-    first, second = ([x for x in seen(config) if "value model" not in x] for _ in range(2))
+    first, second = ([x for x in seen(config) if "value model" not in str(x)] for _ in range(2))
     assert first == second
 
 
@@ -262,11 +278,10 @@ def test_every_option_is_in_the_table() -> None:
 def test_what_the_table_can_not_show_is_refused_where_nothing_reads_it_and_used_by_another_test(
     name: str, names: dict[str, str]
 ) -> None:
-    leaf = name.partition(".")[2]
-    other = {"folder": "x", "resume": "none", "asynchronous": "false", "hf": "true", "on_failure": "warn"}.get(leaf, "2")
-    if leaf != "resume":
+    other, file, word = ELSEWHERE[name]
+    if name not in ALWAYS:
         assert any(name in reason for reason in violations(config_of(names, f"{name}={other}"), 1))
-    assert leaf in (ROOT / "tests/distributed" / ELSEWHERE[name]).read_text()
+    assert word in (ROOT / "tests" / file).read_text()
 
 
 def test_every_option_is_read_outside_the_config() -> None:

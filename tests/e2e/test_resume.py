@@ -1,0 +1,51 @@
+"""A run that was ended and started again, from its command line: numbers and weights are those of a run that nothing ended."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.e2e.conftest import ROOT, metrics_of
+from tests.e2e.test_loop import SEVERAL_RUNS
+
+OPTIONS = [
+    "--processes", "2", "parallel.pipeline=2", "checkpoint.every=2", "checkpoint.hf=true", "trainer.export=true", "data.eval=",
+]  # fmt: skip
+KINDS = {
+    "a critic, an average, adaptive KL and running moments": [
+        "algorithm.advantage=gae", "algorithm.ema_beta=0.9", "algorithm.reward_normalise=true", "algorithm.kl_coef=0.1",
+        "algorithm.kl_in=reward", "algorithm.kl_target=0.01", "algorithm.mini_batches=2",
+    ],
+    "refilled groups and earlier answers": [
+        "algorithm.refill_rounds=2", "algorithm.max_staleness=2", "algorithm.correction=token",
+    ],
+}  # fmt: skip
+UNLIKE = ("time", "seconds", "per_second", "work_", "memory_", "tflops", "mfu", "pipeline_idle")  # of the machine, not of the run
+
+
+def numbers_of(output: Path) -> list[dict[str, float]]:
+    return [{key: x for key, x in line.items() if not any(word in key for word in UNLIKE)} for line in metrics_of(output)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_that_is_started_again_gives_the_numbers_and_the_weights_of_one_that_was_not_ended(
+    kind: str, arithmetic: Path, tmp_path: Path
+) -> None:
+    whole, ended = tmp_path / "whole", tmp_path / "ended"
+    runs = [
+        [str(arithmetic / "run.yaml"), f"trainer.output={output}", f"trainer.steps={steps}", *OPTIONS, *KINDS[kind]]
+        for output, steps in ((whole, 4), (ended, 2), (ended, 4))
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", SEVERAL_RUNS], input=json.dumps(runs), capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    assert numbers_of(whole)[-1]["step"] == 4
+    assert numbers_of(ended) == numbers_of(whole)
+    for folder in ("policy", "checkpoints/step_000004/hf"):
+        weights, others = (load_file(output / folder / "model-00001-of-00001.safetensors") for output in (whole, ended))
+        assert weights.keys() == others.keys()
+        assert all(tensor.equal(others[name]) for name, tensor in weights.items()), folder
