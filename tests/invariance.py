@@ -102,6 +102,8 @@ LAYOUTS: dict[str, dict[str, Layout]] = {
         "EP2 x PP2 x VPP2": Layout(4, P(expert=2, pipeline=2, virtual_pipeline=2)),
         "EP2 x CP2": Layout(2, P(expert=2, context=2)),
         "EP2 x DP4, distributed optimizer": Layout(4, P(expert=2), SHARDED),
+        "TP2, SP (whole experts)": Layout(2, P(tensor=2, sequence=True)),
+        "TP2, SP, distributed optimizer (whole experts)": Layout(2, P(tensor=2, sequence=True), SHARDED),
         "EP2 x TP4, SP": Layout(4, P(expert=2, tensor=4, sequence=True)),
         "DP2": Layout(2, P()),
     },

@@ -148,6 +148,11 @@ class MegatronModelManager:
 
     def _wrap(self, chunk: GPTModel, number: int) -> DistributedDataParallel:
         optimizer = self.cfg.optimizer
+        # Megatron puts experts among the parameters of the dense data-parallel group unless they are spread over processes. That
+        # group lacks the tensor-parallel ranks, which each hold all of an expert, and see other tokens, where expert_tensor is smaller.
+        for name, parameter in chunk.named_parameters():
+            if ".experts." in name and self.cfg.parallel.expert_tensor != self.cfg.parallel.tensor:
+                parameter.allreduce = False
         data_parallel = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=optimizer.distributed,
