@@ -107,6 +107,12 @@ LAYOUTS: dict[str, dict[str, Layout]] = {
         "EP2 x TP4, SP": Layout(4, P(expert=2, tensor=4, sequence=True)),
         "DP2": Layout(2, P()),
     },
+    "deepseek-v3": {
+        "TP2, SP": Layout(2, P(tensor=2, sequence=True)),
+        "EP2 x TP2 x ETP2, SP": Layout(4, P(expert=2, tensor=2, sequence=True, expert_tensor=2)),
+        "TP2 x PP2, SP": Layout(4, P(tensor=2, pipeline=2, sequence=True)),
+        "EP2 x DP4, distributed optimizer": Layout(4, P(expert=2), SHARDED),
+    },
 }
 ALONE = Layout(1, P())
 SETTINGS = [Setting(weighting, n) for weighting in WEIGHTINGS for n in CAPS] + [Setting(shuffled=True)]

@@ -148,8 +148,8 @@ class MegatronModelManager:
 
     def _wrap(self, chunk: GPTModel, number: int) -> DistributedDataParallel:
         optimizer = self.cfg.optimizer
-        # Megatron puts experts among the parameters of the dense data-parallel group unless they are spread over processes. That
-        # group lacks the tensor-parallel ranks, which each hold all of an expert, and see other tokens, where expert_tensor is smaller.
+        # Megatron reduces experts' gradients over the dense data-parallel group unless experts are spread over processes. That
+        # group lacks the tensor-parallel ranks, which hold whole experts and see other tokens where expert_tensor is smaller.
         for name, parameter in chunk.named_parameters():
             if ".experts." in name and self.cfg.parallel.expert_tensor != self.cfg.parallel.tensor:
                 parameter.allreduce = False

@@ -63,7 +63,6 @@ def launch(
             nproc_per_node=processes,
             run_id="local",
             rdzv_backend="c10d",
-            rdzv_endpoint=f"{agent_files}/rendezvous",
             rdzv_configs={"store_type": "file"},  # one of TCP would listen to other hosts, too
             local_addr="127.0.0.1",
             max_restarts=0,
@@ -74,6 +73,7 @@ def launch(
         with _signals(folder / STOP if stops else None) as came:
             for restarts in range(max_restarts + 1):
                 try:
+                    config.rdzv_endpoint = f"{agent_files}/rendezvous{restarts}"  # one that has ended stays closed
                     return max(elastic_launch(config, _rank)(folder, restarts, work, *arguments).values())
                 except ChildFailedError as error:
                     if said := sorted((folder / COMPLAINTS).iterdir(), key=lambda path: path.stat().st_mtime):

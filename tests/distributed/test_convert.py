@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rftmega.checkpoint import convert
+from rftmega.checkpoint.distributed import write_manifest
 from rftmega.config import ParallelConfig
 from rftmega.errors import CheckpointError
 from rftmega.megatron.stored import FORMAT, MANIFEST, PROGRESS
@@ -188,6 +189,7 @@ def test_killed_at_random_points_it_is_unfinished_and_goes_on(direction: str, tm
 
 def damage(folder: Path, what: str) -> None:
     manifest = json.loads((folder / MANIFEST).read_text())
+    del manifest["seal"]
     piece = next(piece for piece in manifest["pieces"] if piece["key"].endswith("linear_fc2.weight"))
     path = folder / piece["file"]
     if what == "a wrong byte":
@@ -198,17 +200,17 @@ def damage(folder: Path, what: str) -> None:
         path.write_bytes(path.read_bytes()[: piece["begin"] + 100])
     if what == "a piece gone":
         manifest["pieces"].remove(piece)
-        (folder / MANIFEST).write_text(json.dumps(manifest))
+        write_manifest(folder, manifest)
     if what == "a newer format":
         (folder / MANIFEST).write_text(json.dumps(manifest | {"format": FORMAT + 1}))
     if what == "two shapes swapped":
         shapes = manifest["shapes"]
         shapes["decoder.layers.mlp.linear_fc1.weight"] = [4, 64, 192]
-        (folder / MANIFEST).write_text(json.dumps(manifest))
+        write_manifest(folder, manifest)
     if what == "another tensor":
         for each in manifest["pieces"]:
             each["key"] = each["key"].replace("linear_fc2", "linear_fc3")
-        (folder / MANIFEST).write_text(json.dumps(manifest))
+        write_manifest(folder, manifest)
     if what == "no manifest":
         (folder / MANIFEST).unlink()
 
