@@ -68,11 +68,8 @@ def start(*, timeout: timedelta = timedelta(minutes=30)) -> Iterator[World]:
     with tempfile.TemporaryDirectory() as meeting_place:
         if "MASTER_ADDR" in os.environ:
             choose_interface(os.environ["MASTER_ADDR"], alone=size == local_size)
-            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun's agent serves it
-                dist.init_process_group(backend.collectives, timeout=timeout)
-            else:
-                meeting = store(rank, size, timeout)
-                dist.init_process_group(backend.collectives, store=meeting, rank=rank, world_size=size, timeout=timeout)
+            meeting = store(rank, size, timeout)
+            dist.init_process_group(backend.collectives, store=meeting, rank=rank, world_size=size, timeout=timeout)
         else:
             choose_interface("", alone=True)
             os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}  # vLLM's external launcher reads them

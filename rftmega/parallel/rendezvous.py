@@ -13,12 +13,16 @@ from rftmega.errors import NodeError
 INTERFACE = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
-def store(rank: int, size: int, timeout: timedelta) -> dist.TCPStore:
-    """The store at MASTER_ADDR:MASTER_PORT; rank 0 serves it, at that address only.
+def store(rank: int, size: int, timeout: timedelta) -> dist.Store:
+    """The store at MASTER_ADDR:MASTER_PORT; rank 0 serves it, at that address only, unless torchrun's agent does. That one
+    remembers what ranks said before a restart, so each attempt has a part of its own.
 
     Raises NodeError where the address is not rank 0's, or is one that other hosts can't reach.
     """
     name, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return dist.PrefixStore(f"attempt {attempt}", dist.TCPStore(name, port, size, False, timeout))
     listener = None if rank else _listener(name, port, size)
     fd = None if listener is None else listener.detach()
     return dist.TCPStore(name, port, size, rank == 0, timeout, wait_for_workers=False, master_listen_fd=fd)
