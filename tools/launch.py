@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 TEMPLATE = Path(__file__).with_name("run.sbatch")
-SAVED = 75  # exit code of a run that saved because it was asked to stop
 WAIT = 60  # seconds
 READ = (  # beginnings of the names that the program and its libraries read
     *("CUDA_", "FI_", "GLOO_", "HF_", "KMP_", "MKL_", "NCCL_", "NVTE_", "OMP_", "PYTORCH_", "RFTMEGA_", "TOKENIZERS_", "TORCH"),
@@ -102,7 +101,8 @@ def slurm(chosen: argparse.Namespace, given: list[str]) -> int:
     folder = Path(config.trainer.output).resolve() / "slurm"
     target = (chosen.file or folder / "run.sbatch").resolve()
     latest = Path(config.checkpoint.folder or f"{config.trainer.output}/checkpoints").resolve() / "latest"
-    text = script(chosen, os.environ, folder=folder, target=target, latest=latest, command=["tools/launch.py", *given])
+    paths = {"folder": folder, "target": target, "latest": latest}
+    text = script(chosen, os.environ, **paths, saved=config.faults.requeue_code, command=["tools/launch.py", *given])
     try:
         folder.mkdir(parents=True, exist_ok=True)
         target.write_text(text)
@@ -172,9 +172,18 @@ def seconds_of(limit: str) -> int:
 
 
 def script(
-    chosen: argparse.Namespace, environment: Mapping[str, str], *, folder: Path, target: Path, latest: Path, command: list[str]
+    chosen: argparse.Namespace,
+    environment: Mapping[str, str],
+    *,
+    folder: Path,
+    target: Path,
+    latest: Path,
+    saved: int,
+    command: list[str],
 ) -> str:
-    """The text of the file, with logs in `folder`; `latest` is what a checkpoint changes when it is whole."""
+    """The text of the file, with logs in `folder`; `latest` is what a checkpoint changes when it is whole, `saved` the exit code
+    of a run that was asked to stop.
+    """
     written, left_out = captured(environment, HOST if not chosen.container else ())
     python = chosen.python or ("python" if chosen.container else sys.executable)
     train = shlex.join([python, "-u", str(ROOT / "train_rl.py"), chosen.config, *chosen.overrides])
@@ -189,7 +198,7 @@ def script(
         "WAIT": WAIT,
         "SRUN": " \\\n    ".join(srun(chosen, folder)),
         "TRAIN": train,
-        "SAVED": SAVED,
+        "SAVED": saved,
         "LOGS": folder,
         "LATEST": shlex.quote(str(latest)),
         "MAX_FAILURES": chosen.max_failures,

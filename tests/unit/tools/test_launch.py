@@ -128,6 +128,11 @@ def test_what_a_restart_mends_goes_back_into_the_queue(code: int, again: bool, e
     assert done.returncode == ends_with
 
 
+def test_the_code_of_a_run_that_saved_is_the_configs(folder: Path) -> None:
+    write("--python", "true", "--max-failures", "1", "checkpoint.every=1", "faults.requeue_code=99")
+    assert [run(99).returncode, run(75).returncode] == [0, 75]
+
+
 def test_a_fault_that_comes_again_after_the_same_checkpoint_ends_it_and_being_stopped_does_not(folder: Path) -> None:
     write("--python", "true", "--max-failures", "2")
     assert [run(75).returncode for _ in range(3)] == [0, 0, 0]
