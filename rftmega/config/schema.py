@@ -124,6 +124,9 @@ class RolloutConfig:
     max_batch: int = 256
     """Answers that one engine generates side by side."""
 
+    deadline_seconds: float = 3600.0
+    """strategy=separate: a server that needs longer for one answer is taken for hung, and started again."""
+
 
 @dataclass
 class DataConfig:
@@ -389,6 +392,9 @@ class FaultsConfig:
 
     watchdog_seconds: float = 0.0
     """A process without progress for so long says where it stands and ends, so that the run can be started again; 0: waits."""
+
+    engine_restarts: int = 2
+    """Times in one generation that engines which die, fail or hang are started again, to answer what is unanswered."""
 
 
 @dataclass

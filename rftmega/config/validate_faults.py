@@ -1,6 +1,6 @@
 """What only a run that saves can do about faults."""
 
-from rftmega.config.schema import FaultsConfig, RunConfig
+from rftmega.config.schema import FaultsConfig, RolloutConfig, RunConfig
 
 TAKEN = (1, 2, 86)  # a fault, a refusal, the watchdog's end: see docs/operations.md
 
@@ -17,5 +17,11 @@ def faults(config: RunConfig) -> list[str]:
     if not 1 < chosen.requeue_code < 126 or chosen.requeue_code in TAKEN:
         found.append(
             f"faults.requeue_code={chosen.requeue_code} must be between 3 and 125, and not 86: others have a meaning already."
+        )
+    deadline = config.rollout.deadline_seconds
+    if config.strategy == "separate" and deadline >= chosen.watchdog_seconds > 0 and deadline != RolloutConfig.deadline_seconds:
+        found.append(
+            f"rollout.deadline_seconds={deadline:g} must be below faults.watchdog_seconds={chosen.watchdog_seconds:g}, "
+            "which would end the run first."
         )
     return found

@@ -2,7 +2,7 @@
 
 from dataclasses import fields
 
-from rftmega.config.schema import RunConfig, TrainerConfig
+from rftmega.config.schema import FaultsConfig, RunConfig, TrainerConfig
 
 LENGTHS = ("rollout.max_prompt_tokens", "rollout.max_response_tokens")
 OF_ROLLOUTS = ("offload", "trajectories", "eval_samples", "eval_temperature", "eval_pass_at", "eval_accuracy", "trajectories_mib")
@@ -26,7 +26,10 @@ def unread_without_rollouts(config: RunConfig) -> list[str]:
         for name in OF_ROLLOUTS
         if config.data.held_out or not name.startswith("eval_")  # which `held_out_prompts` has refused already
     ]
-    whole = [("strategy", config.strategy, RunConfig.strategy)]
+    whole = [
+        ("strategy", config.strategy, RunConfig.strategy),
+        ("faults.engine_restarts", config.faults.engine_restarts, FaultsConfig.engine_restarts),
+    ]
     return [
         f"{name}={value}: with algorithm.task={task} nothing is generated or rewarded, so nothing reads it. Leave it out."
         for name, value, default in whole + settings + trainer

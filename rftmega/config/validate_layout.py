@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import fields
 
-from rftmega.config.schema import OptimizerConfig, ParallelConfig, RolloutConfig, RunConfig
+from rftmega.config.schema import FaultsConfig, OptimizerConfig, ParallelConfig, RolloutConfig, RunConfig
 from rftmega.config.validate_ranges import value_of
 
 
@@ -77,6 +77,11 @@ def engine(config: RunConfig, world_size: int) -> list[str]:
         if config.rollout.engine != "vllm":
             found.append(f"strategy=separate starts vLLM servers, not rollout.engine={config.rollout.engine}. Set it to vllm.")
         return found
+    if config.rollout.deadline_seconds != RolloutConfig.deadline_seconds:
+        found.append(
+            f"rollout.deadline_seconds={config.rollout.deadline_seconds:g} needs strategy=separate: what hangs in the trainer's "
+            "own processes is ended by faults.watchdog_seconds."
+        )
     if config.rollout.servers > 1:
         found.append(f"rollout.servers={config.rollout.servers} needs strategy=separate: colocated engines are no servers.")
     if world_size % config.rollout.tensor:
@@ -90,6 +95,11 @@ def engine(config: RunConfig, world_size: int) -> list[str]:
             for option in ("memory_fraction", "cpu_cache_gib", "max_batch")
             if (value := getattr(config.rollout, option)) != getattr(RolloutConfig, option)
         ]
+    if config.rollout.engine != "vllm" and config.faults.engine_restarts != FaultsConfig.engine_restarts:
+        found.append(
+            f"faults.engine_restarts={config.faults.engine_restarts} needs rollout.engine=vllm: no other is "
+            "started again without the trainer's process, which faults.max_restarts is about."
+        )
     if config.rollout.engine != "vllm" and config.rollout.tensor > 1:
         found.append(f"rollout.tensor={config.rollout.tensor}: only the vllm engine is split over processes. Set it to 1.")
     return found

@@ -56,6 +56,7 @@ POSITIVE = (
     "reward.code_seconds",
     "reward.remote_timeout",
     "rollout.cpu_cache_gib",
+    "rollout.deadline_seconds",
     "rollout.memory_fraction",
     "rollout.temperature",
 )
@@ -100,6 +101,7 @@ NOT_NEGATIVE = (
     "trainer.max_attention_per_micro_batch",
     "trainer.trajectories",
     "trainer.attention_weight",
+    "faults.engine_restarts",
     "faults.max_restarts",
     "faults.watchdog_seconds",
 )

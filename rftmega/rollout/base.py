@@ -50,7 +50,8 @@ class Engine(ABC):
         """One completion a prompt, sampled with its own seed; temperature 0 is greedy. Wakes a sleeping engine.
 
         `finished` is told of every completion once, as soon as there is news, while the others are still being generated.
-        Raises EngineError where weights never arrived, or were dropped in a sleep and not pushed again.
+        Raises EngineError where weights never arrived, or were dropped in a sleep and not pushed again; EngineFault where the
+        engine broke down, after which `restart` and a push may help.
         """
         found = self.generate_until(prompts, seeds=seeds, temperature=temperature, finished=finished, stop=_never)
         return [completion for completion in found if completion is not None]
@@ -90,6 +91,10 @@ class Engine(ABC):
     def distrust(self) -> None:
         """The weights are not to be answered with: refuses until a whole push has landed."""
         self.version = None
+
+    def restart(self) -> None:
+        """After a fault, of this engine or of another: it holds nothing now, and waits for a push."""
+        self.sleep()
 
     def sleep(self) -> None:
         """Gives the device's memory back; weights are dropped, so that a push must come before the next answer."""

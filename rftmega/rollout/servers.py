@@ -31,6 +31,8 @@ RANKS_OWN = {  # what tells a process that it is a rank of the trainer
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     "VLLM_ENABLE_V1_MULTIPROCESSING",
 }
+EXPECT = "init_weight_transfer_engine"
+PROGRAM = "vllm.entrypoints.openai.api_server"
 START_SECONDS = 600.0
 STOP_SECONDS = 20.0
 CONTROL_SECONDS = 600.0
@@ -48,8 +50,8 @@ class Server:
         self.address = f"http://127.0.0.1:{port}"
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)]
-        with log.open("w") as file:
+        command = [sys.executable, "-m", PROGRAM, "--host", "127.0.0.1", "--port", str(port)]
+        with log.open("a") as file:
             self._process = subprocess.Popen(
                 [*command, *arguments],
                 env=environment,
@@ -74,21 +76,26 @@ class Server:
         raise EngineError(f"The vLLM server at {self.address} did not come up. {self._last_words()}")
 
     def post(self, path: str, body: dict[str, Any] | None = None) -> None:
-        """Raises EngineError where it answers with an error, or not at all."""
+        """Raises EngineError where it answers with an error, EngineFault where it does not answer."""
         try:
             response = httpx.post(f"{self.address}/{path}", json=body, timeout=CONTROL_SECONDS)
         except httpx.TransportError as error:
-            raise EngineFault(f"The vLLM server at {self.address} does not answer ({error!r}). {self._last_words()}") from error
+            raise self._fault(f"does not answer ({error!r})") from error
         if response.is_error:
             raise EngineError(f"The vLLM server at {self.address} failed in {path}: {response.text[:500]}. {self._last_words()}")
 
-    async def answer(self, client: httpx.AsyncClient, prompt: Prompt, sampling: dict[str, Any]) -> dict[str, Any]:
-        """One choice, as the server gives it."""
+    async def answer(self, client: httpx.AsyncClient, prompt: Prompt, sampling: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """One choice, as the server gives it. Raises EngineFault where it breaks off, fails, or needs more than `seconds`."""
         body = {"token_ids": list(prompt.token_ids), "sampling_params": sampling}
         try:
-            response = await client.post(f"{self.address}/inference/v1/generate", json=body)
+            async with asyncio.timeout(seconds):
+                response = await client.post(f"{self.address}/inference/v1/generate", json=body)
+        except TimeoutError as error:
+            raise self._fault(f"gave no answer in {seconds:g} s (rollout.deadline_seconds)") from error
         except httpx.TransportError as error:
-            raise EngineFault(f"The vLLM server at {self.address} broke off ({error!r}). {self._last_words()}") from error
+            raise self._fault(f"broke off ({error!r})") from error
+        if response.is_server_error:
+            raise self._fault(f"failed while generating: {response.text[:500]}")
         if response.is_error:
             raise EngineError(f"The vLLM server at {self.address} refused a prompt: {response.text[:500]}")
         choice: dict[str, Any] = response.json()["choices"][0]
@@ -97,6 +104,13 @@ class Server:
     def close(self) -> None:
         """Ends it and whatever it started."""
         self._closing()
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def _fault(self, what: str) -> EngineFault:
+        return EngineFault(f"The vLLM server at {self.address} {what}. {self._last_words()}")
 
     def _last_words(self) -> str:
         lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
@@ -113,6 +127,8 @@ class ServerEngine(Engine):
         super().__init__()
         self.stop_ids, self.config = list(stop_ids), config
         self._begun = False  # a push that has not ended
+        self._names: dict[str, Any] = {}  # of the tensors that a push brings, as servers are told
+        self._failed: set[int] = set()  # servers that broke down in a generation, and were not started again yet
         self.servers: list[Server] = []
         if not world.is_main:
             return
@@ -133,12 +149,12 @@ class ServerEngine(Engine):
         else:
             arguments["kv-cache-memory-bytes"] = int(config.cpu_cache_gib * 2**30)
             flags.append("--enforce-eager")
-        listed = [*flags, *(f"--{name}={value}" for name, value in arguments.items())]
+        self._arguments = [*flags, *(f"--{name}={value}" for name, value in arguments.items())]
         environment = {name: value for name, value in os.environ.items() if name not in RANKS_OWN}
         environment |= {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "0" if on_cuda else "1"}
-        for number in range(config.servers):
-            own = environment | _devices(world, config, number)
-            self.servers.append(Server(listed, own, Path(logs) / f"server-{number}.log"))
+        self._environments = [environment | _devices(world, config, number) for number in range(config.servers)]
+        self._logs = Path(logs)
+        self.servers = [self._started(number) for number in range(config.servers)]
         try:
             for server in self.servers:
                 server.wait()
@@ -146,12 +162,35 @@ class ServerEngine(Engine):
             self.close()
             raise
 
+    def _started(self, number: int) -> Server:
+        return Server(self._arguments, self._environments[number], self._logs / f"server-{number}.log")
+
+    def restart(self) -> None:
+        """Ends the servers that failed or have died, and starts others in their places; all wait for a push.
+
+        Raises EngineFault where one does not come up: it did before, so that it is nobody's mistake.
+        """
+        self.distrust()
+        self._failed |= {number for number, server in enumerate(self.servers) if not server.alive}
+        for number in self._failed:
+            self.servers[number].close()
+            self.servers[number] = self._started(number)
+        try:
+            for number in self._failed:
+                self.servers[number].wait()
+                self.servers[number].post(EXPECT, self._names)
+        except EngineError as error:
+            raise EngineFault(str(error)) from error
+        self._failed.clear()
+
     def expect(self, names: Sequence[str]) -> None:
         """Tells the servers which tensors a push brings."""
-        self._all("init_weight_transfer_engine", {"init_info": {"names": list(names)}})
+        self._names = {"init_info": {"names": list(names)}}
+        self._all(EXPECT, self._names)
 
     def begin(self) -> None:
-        """A push begins: nothing is generated until it was whole."""
+        """A push begins: nothing is generated until it was whole. Servers that have died since are started again."""
+        self.restart()
         self._all("pause")
         if self._begun:  # and broke off; only those workers that failed have ended it, and the others can't begin another
             for server in self.servers:
@@ -171,8 +210,17 @@ class ServerEngine(Engine):
         self._all("resume")
 
     def _all(self, path: str, body: dict[str, Any] | None = None) -> None:
+        """Asks those that have not failed; who fails now is noted."""
+
+        def post(number: int) -> None:
+            try:
+                self.servers[number].post(path, body)
+            except EngineFault:
+                self._failed.add(number)
+                raise
+
         with ThreadPoolExecutor(max(1, len(self.servers))) as pool:
-            list(pool.map(lambda server: server.post(path, body), self.servers))
+            list(pool.map(post, [number for number in range(len(self.servers)) if number not in self._failed]))
 
     def _generate(
         self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float, finished: Finished, stop: Stop
@@ -184,14 +232,28 @@ class ServerEngine(Engine):
     async def _ask(
         self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float, finished: Finished, stop: Stop
     ) -> list[Completion | None]:
-        """Servers get requests of about the same length in all, siblings together (`order.shares`)."""
+        """Servers get requests of about the same length in all, siblings together (`order.shares`). One that fails is asked
+        nothing more, while the others give their answers.
+        """
+        if self._failed:  # in a generation that had enough answers all the same
+            raise EngineFault(f"The servers {sorted(self._failed)} broke down before.")
         parts = shares(prompts, self.lengths.expected(prompts), len(self.servers))
-        asked = {place: server for server, part in zip(self.servers, parts, strict=True) for place in part}
-        limits = httpx.Limits(max_connections=self.config.max_batch * len(self.servers))
+        asked = {place: number for number, part in enumerate(parts) for place in part}
+        turns = [asyncio.Semaphore(self.config.max_batch) for _ in parts]  # a deadline is no time in which a request waits
+        faults: dict[int, EngineFault] = {}
+        limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(timeout=httpx.Timeout(None, connect=30.0), limits=limits) as client:
 
-            async def one(place: int) -> Completion:
-                choice = await asked[place].answer(client, prompts[place], self._sampling(seeds[place], temperature))
+            async def one(place: int) -> Completion | None:
+                number, sampling = asked[place], self._sampling(seeds[place], temperature)
+                async with turns[number]:
+                    if number in faults:
+                        return None
+                    try:
+                        choice = await self.servers[number].answer(client, prompts[place], sampling, self.config.deadline_seconds)
+                    except EngineFault as fault:
+                        faults.setdefault(number, fault)
+                        return None
                 completion = self._completion(choice)
                 finished([place], [completion])
                 return completion
@@ -208,6 +270,9 @@ class ServerEngine(Engine):
                 for task in running:
                     task.cancel()
                 await asyncio.gather(*running, return_exceptions=True)
+        self._failed |= faults.keys()
+        if faults and not stopped:
+            raise next(iter(faults.values()))
         if running:  # a closed connection cancels its request some time; the engine must have none before it is pushed to
             self._all("abort_requests", {})
         return [None if task in running else task.result() for task in tasks]
@@ -265,8 +330,10 @@ def _cores(number: int) -> list[str]:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Ends a server's whole session."""
+    """Ends a server's whole session, stopped processes too."""
     process.terminate()
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGCONT)  # after SIGTERM, so that it does nothing else when it goes on
     with suppress(subprocess.TimeoutExpired):
         process.wait(STOP_SECONDS)
     with suppress(ProcessLookupError):  # raised once the session is gone

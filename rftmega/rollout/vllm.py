@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rftmega import device
 from rftmega.config import RolloutConfig
+from rftmega.errors import EngineFault
 from rftmega.parallel.launch import World
 from rftmega.parallel.progress import mark
 from rftmega.rollout.base import Engine, Finished, Stop
@@ -126,7 +127,7 @@ class VLLMEngine(Engine):
             stopped = False
             while engine.has_unfinished_requests() and not stopped:
                 mark()
-                done = {int(output.request_id): self._completion(output.outputs[0]) for output in engine.step()}
+                done = {int(output.request_id): self._completion(output.outputs[0]) for output in self._step()}
                 answers |= done
                 if done:
                     finished(list(done), list(done.values()))
@@ -134,6 +135,14 @@ class VLLMEngine(Engine):
         finally:  # whoever was stopped or interrupted leaves nothing for the next
             engine.abort_request([str(place) for place in range(len(prompts)) if place not in answers])
         return [answers.get(place) for place in range(len(prompts))]
+
+    def _step(self) -> list[Any]:
+        """What has finished. Whatever vLLM raises here is no mistake in a request: those were refused when they were added."""
+        try:
+            outputs: list[Any] = self._llm.llm_engine.step()
+        except Exception as error:
+            raise EngineFault(f"vLLM failed while generating: {error!r}") from error
+        return outputs
 
     def _completion(self, answer: Any) -> Completion:
         ids = tuple(answer.token_ids)

@@ -1,6 +1,7 @@
 """What makes one engine a process and one trainer a world look like one of each."""
 
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, TypeVar
@@ -10,20 +11,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rftmega import device
+from rftmega.errors import EngineFault
 from rftmega.interfaces import Enough, Reward, WeightSync
 from rftmega.megatron import MegatronActor, MegatronCritic
 from rftmega.megatron.offload import PARAMETERS, PARTS, Residency
+from rftmega.parallel.collectives import gather_objects
 from rftmega.parallel.launch import World
 from rftmega.parallel.progress import mark
 from rftmega.rollout import Engine
 from rftmega.rollout.order import shares
+from rftmega.strategy.asking import Asking
 from rftmega.strategy.early_stop import Together
-from rftmega.strategy.judging import Judging
 from rftmega.strategy.memory import Memory, Predicted
 from rftmega.types import Auxiliary, Completion, Experience, LossFn, Metrics, Prompt, Rows, TokenStats
 
 PATIENCE = 10.0  # seconds
 POLICY = "policy"
+log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
@@ -75,9 +79,13 @@ class Turns:
 class SharedEngine:
     """All engines of the run as one: splits the prompts over them and gives every process every completion."""
 
-    def __init__(self, engine: Engine, turns: Turns, world: World, *, processes_per_engine: int):
+    def __init__(
+        self, engine: Engine, turns: Turns, world: World, weights: WeightSync, *, processes_per_engine: int, restarts: int
+    ):
+        """Engines that break down are restarted, get `weights` again and answer what is left, `restarts` times a generation."""
         self.engine = engine
         self.turns = turns
+        self.weights, self.restarts = weights, restarts
         self.engines = world.size // processes_per_engine
         self.mine, place = divmod(world.rank, processes_per_engine)
         self.speaks = place == 0  # the processes of one engine have the same answers
@@ -86,15 +94,12 @@ class SharedEngine:
         self, prompts: Sequence[Prompt], *, seeds: Sequence[int], temperature: float, reward: Reward | None = None
     ) -> list[Completion]:
         """Every engine gets requests of about the same expected length, the long ones first (`order.shares`). Each answer is
-        scored once, in the process that has it.
+        scored once, in the process that has it. Raises EngineFault on every process where restarts did not help.
         """
-        self.turns.rollout()
         parts = shares(prompts, self.engine.lengths.expected(prompts), self.engines)
-        mine = parts[self.mine]
-        asked, own = [prompts[place] for place in mine], [seeds[place] for place in mine]
-        answers = self._ask(asked, own, temperature, reward if self.speaks else None)
-        gathered: list[list[Completion] | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, answers if self.speaks else None)
+        with self._asking(parts[self.mine], prompts, seeds, temperature, reward) as asking:
+            answers = self._over_faults(lambda: self._ask(asking))
+        gathered = gather_objects(answers if self.speaks else None)
         spoken = [answers for answers in gathered if answers is not None]
         pairs = zip(itertools.chain(*parts), itertools.chain(*spoken), strict=True)
         found = [completion for _, completion in sorted(pairs, key=lambda pair: pair[0])]
@@ -111,10 +116,9 @@ class SharedEngine:
         enough: Enough,
     ) -> list[Completion | None]:
         """All engines stop after the same number of steps, decided from everybody's answers (`early_stop.Together`)."""
-        self.turns.rollout()
         mine = shares(prompts, self.engine.lengths.expected(prompts), self.engines)[self.mine]
-        asked, own = [prompts[place] for place in mine], [seeds[place] for place in mine]
-        found = self._ask_until(mine, len(prompts), asked, own, temperature, reward if self.speaks else None, enough)
+        with self._asking(mine, prompts, seeds, temperature, reward) as asking:
+            found = self._over_faults(lambda: self._ask_until(asking, mine, len(prompts), enough))
         self.engine.lengths.learn(prompts, found)
         return found
 
@@ -128,31 +132,57 @@ class SharedEngine:
     def load_state(self, state: dict[str, Any]) -> None:
         self.engine.lengths.load_state(state)
 
-    def _ask(
-        self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float, reward: Reward | None
-    ) -> list[Completion]:
-        if reward is None:
-            return self.engine.generate(prompts, seeds=seeds, temperature=temperature)
-        with Judging(reward, prompts) as judging:
-            self.engine.generate(prompts, seeds=seeds, temperature=temperature, finished=judging.finished)
-            return [completion for _, completion in sorted(judging.scored().items())]
+    def _asking(
+        self, mine: Sequence[int], prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float, reward: Reward | None
+    ) -> Asking:
+        own, own_seeds = [prompts[place] for place in mine], [seeds[place] for place in mine]
+        return Asking(self.engine, own, own_seeds, temperature, reward if self.speaks else None)
 
-    def _ask_until(
-        self,
-        places: Sequence[int],
-        requests: int,
-        prompts: Sequence[Prompt],
-        seeds: Sequence[int],
-        temperature: float,
-        reward: Reward | None,
-        enough: Enough,
-    ) -> list[Completion | None]:
+    def _over_faults(self, work: Callable[[], Result]) -> Result:
+        """What comes of `work`, which is called again, everywhere, when an engine broke down and all of them hold weights."""
+        version, again = self.engine.version, 0
+        while True:
+            try:
+                if again:
+                    assert version is not None, "without weights it would not have got so far"
+                    _agreed(self.engine.restart)
+                    self.weights.push(version=version)
+                self.turns.rollout()
+                return _agreed(work)
+            except EngineFault as fault:
+                if again == self.restarts:
+                    raise EngineFault(f"{fault} (faults.engine_restarts={self.restarts} did not help.)") from fault
+                if dist.get_rank() == 0:
+                    log.warning("engines start again (%d of %d), for what is unanswered: %s", again + 1, self.restarts, fault)
+                again += 1
+
+    def _ask(self, asking: Asking) -> list[Completion]:
+        asking.go_on()
+        return [completion for _, completion in sorted(asking.judging.scored().items())]
+
+    def _ask_until(self, asking: Asking, places: Sequence[int], requests: int, enough: Enough) -> list[Completion | None]:
         """All `requests` answers, of which this process's engine is to give those at `places`."""
-        with Judging(reward, prompts) as judging:
-            together = Together(judging, places if self.speaks else (), requests, enough)
-            self.engine.generate_until(prompts, seeds=seeds, temperature=temperature, finished=judging.finished, stop=together)
-            together.wait()
-            return together.answers
+        together = Together(asking.judging, places if self.speaks else (), requests, enough)
+        broken: EngineFault | None = None
+        try:
+            asking.go_on(together)
+        except EngineFault as fault:
+            broken = fault
+        together.wait()  # others' engines go on, and decisions need everybody
+        if broken and not enough(together.answers):
+            raise broken
+        return together.answers
+
+
+def _agreed(work: Callable[[], Result]) -> Result:
+    """What comes of what every process does. Raises EngineFault on all of them where it was raised on one."""
+    try:
+        told, result = "", work()
+    except EngineFault as fault:
+        told = str(fault)
+    if faults := list(filter(None, gather_objects(told))):
+        raise EngineFault(faults[0])
+    return result
 
 
 class AskedByOne(SharedEngine):
@@ -160,21 +190,10 @@ class AskedByOne(SharedEngine):
     rollout would time out in a long one. When such engines stop early is decided by time: what has arrived, and was scored.
     """
 
-    def _ask(
-        self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float, reward: Reward | None
-    ) -> list[Completion]:
-        return self._patiently(lambda: SharedEngine._ask(self, prompts, seeds, temperature, reward))
+    def _ask(self, asking: Asking) -> list[Completion]:
+        return self._patiently(lambda: SharedEngine._ask(self, asking))
 
-    def _ask_until(
-        self,
-        places: Sequence[int],
-        requests: int,
-        prompts: Sequence[Prompt],
-        seeds: Sequence[int],
-        temperature: float,
-        reward: Reward | None,
-        enough: Enough,
-    ) -> list[Completion | None]:
+    def _ask_until(self, asking: Asking, places: Sequence[int], requests: int, enough: Enough) -> list[Completion | None]:
         def found_of(arrived: Mapping[int, Completion]) -> list[Completion | None]:
             answers: list[Completion | None] = [None] * requests
             for place, answer in arrived.items():
@@ -185,16 +204,13 @@ class AskedByOne(SharedEngine):
             arrived: dict[int, Completion] = {}
 
             def stop() -> bool:
-                arrived.update(judging.ready())
+                arrived.update(asking.judging.ready())
                 return enough(found_of(arrived))
 
-            with Judging(reward, prompts) as judging:
-                answers = self.engine.generate_until(
-                    prompts, seeds=seeds, temperature=temperature, finished=judging.finished, stop=stop
-                )
-                return found_of(arrived if None in answers else judging.scored())
+            whole = asking.go_on(stop)
+            return found_of(asking.judging.scored() if whole else arrived)
 
-        found = [self._patiently(ask)]
+        found = [_agreed(lambda: self._patiently(ask))]
         dist.broadcast_object_list(found, 0)
         return found[0]
 

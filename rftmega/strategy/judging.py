@@ -54,6 +54,11 @@ class Judging:
             scores.add_done_callback(lambda _: mark())
         self.reports.append(Report(list(places), list(completions), scores))
 
+    @property
+    def answered(self) -> set[int]:
+        """Places of the answers that are there, scored or not."""
+        return {place for report in self.reports for place in report.places}
+
     def ready(self) -> dict[int, Completion]:
         """Place -> answer of those that have their scores by now."""
         done = [report.scored() for report in self.reports if report.scores is None or report.scores.done()]

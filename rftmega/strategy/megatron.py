@@ -82,15 +82,21 @@ class MegatronStrategy(StrategyBase):
         faces = {name: ColocatedValues(model, self._turns, name) for name, model in judges.items()}
         self.critic: ValueModel | None = faces.get("critic")
         self.reward_model: ValueModel | None = faces.get("reward_model")
-        face, an_engine = (AskedByOne, world.size) if separate else (SharedEngine, config.rollout.tensor)
-        self.engine_processes = an_engine
-        self.engine: RolloutEngine = face(self._engine, self._turns, world, processes_per_engine=an_engine)
         sync: WeightSync
         if isinstance(self._engine, ServerEngine):
             sync = weights.SharedWeights(manager.bound, self._engine, bucket_bytes=self._bucket_bytes)
         else:
             sync = weights.EngineWeights(manager.bound, self._engine, bucket_bytes=self._bucket_bytes)
         self.weights: WeightSync = ColocatedWeights(sync, self._turns)
+        face, self.engine_processes = (AskedByOne, world.size) if separate else (SharedEngine, config.rollout.tensor)
+        self.engine: RolloutEngine = face(
+            self._engine,
+            self._turns,
+            world,
+            self.weights,
+            processes_per_engine=self.engine_processes,
+            restarts=config.faults.engine_restarts,
+        )
         actor.push_to_rollout = self.weights.push
 
     def _build_value_models(self) -> dict[str, MegatronCritic]:

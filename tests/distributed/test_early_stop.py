@@ -15,7 +15,7 @@ from rftmega.parallel.launch import World
 from rftmega.rollout import ScriptedEngine
 from rftmega.strategy.dispatch import SharedEngine, Turns
 from rftmega.strategy.early_stop import EVERY
-from rftmega.types import Completion, Prompt
+from rftmega.types import Completion, Metrics, Prompt
 from rftmega.weights import EngineWeights
 from tests.layouts import build_actor
 from tests.ranks import run_ranks
@@ -46,6 +46,11 @@ class NoTurns(Turns):
     def rollout(self) -> None: ...
 
 
+class NoPush:
+    def push(self, *, version: int) -> Metrics:
+        raise AssertionError("nothing broke down")
+
+
 def group_lengths() -> list[int]:
     """Tokens of each request: two groups in three end early."""
     rng = random.Random(1)
@@ -56,7 +61,7 @@ def body(world: World, noise: int, per_engine: int, wanted: int, silent: bool) -
     rng = random.Random(f"{noise}/{world.rank}")
     engine = AsLongAsItsSeed(lambda: rng.random() * 0.002 if noise else 0.0)
     engine.load_weights([], version=7)
-    shared = SharedEngine(engine, NoTurns({}, None, offload=False), world, processes_per_engine=per_engine)
+    shared = SharedEngine(engine, NoTurns({}, None, offload=False), world, NoPush(), processes_per_engine=per_engine, restarts=0)
 
     def score(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
         time.sleep(rng.random() * 0.02 if noise else 0.0)
@@ -99,8 +104,9 @@ def vllm_body(world: World, folder: Path, engine_size: int) -> Any:
     actor = build_actor(folder, ParallelConfig(), temperature=1.0, token_cap=512)
     # One token in 25 ends an answer: most have some dozens, a few go on to the limit.
     engine = VLLMEngine(folder, config, world, dtype="float32", stop_ids=range(0, 120, 25))
-    shared = SharedEngine(engine, NoTurns({}, None, offload=False), world, processes_per_engine=engine_size)
-    EngineWeights(actor.manager.bound, engine, bucket_bytes=50_000).push(version=0)
+    weights = EngineWeights(actor.manager.bound, engine, bucket_bytes=50_000)
+    weights.push(version=0)
+    shared = SharedEngine(engine, NoTurns({}, None, offload=False), world, weights, processes_per_engine=engine_size, restarts=0)
 
     def enough(completions: Sequence[Completion | None]) -> bool:
         return sum(completion is not None for completion in completions) >= 10

@@ -2,6 +2,8 @@
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from rftmega.algorithms.losses import policy_loss
 from rftmega.config import ParallelConfig, RolloutConfig
 from rftmega.errors import EngineError
+from rftmega.parallel.collectives import gather_objects
 from rftmega.rollout.transformers import TransformersEngine
 from rftmega.strategy.dispatch import ColocatedPolicy, ColocatedWeights, SharedEngine, Turns
 from rftmega.types import Completion, Experience, Prompt
@@ -36,6 +39,23 @@ def interrupt(places: Sequence[int], completions: Sequence[Completion]) -> None:
     raise KeyboardInterrupt
 
 
+@contextmanager
+def broken_once(engine: Any) -> Iterator[None]:
+    """Within, every engine that has something to do fails in its first step, whose tokens are lost."""
+    real, steps = engine._llm.llm_engine.step, count()
+
+    def step() -> Any:
+        found = real()
+        if next(steps) == 0:
+            raise RuntimeError("the first step")
+        return found
+
+    engine._llm.llm_engine.step = step
+    yield
+    engine._llm.llm_engine.step = real
+    assert any(gather_objects(next(steps) > 1)), "it was not broken, or never went on"
+
+
 def agreement_body(world: Any, folder: Path, parallel: ParallelConfig, engine_size: int) -> Any:
     from rftmega.rollout.source import PolicySource
     from rftmega.rollout.vllm import VLLMEngine
@@ -46,10 +66,10 @@ def agreement_body(world: Any, folder: Path, parallel: ParallelConfig, engine_si
     engine = VLLMEngine(folder, config, world, dtype="float32", stop_ids=[STOP])
     oracle = TransformersEngine(folder, config, stop_ids=[STOP], where=torch.device("cpu"))
     turns = Turns({"policy": actor.manager.residency}, engine, offload=True)
-    shared = SharedEngine(engine, turns, world, processes_per_engine=engine_size)
+    weights = ColocatedWeights(EngineWeights(actor.manager.bound, engine, bucket_bytes=50_000), turns)
+    shared = SharedEngine(engine, turns, world, weights, processes_per_engine=engine_size, restarts=1)
     policy = ColocatedPolicy(actor, turns)
     exporter = Exporter(actor.manager.bound, actor.topology, bucket_bytes=50_000)
-    weights = ColocatedWeights(EngineWeights(actor.manager.bound, engine, bucket_bytes=50_000), turns)
     found = []
     for version in range(2):  # the second time other weights, the same prompts: no stale cache
         with pytest.raises(EngineError, match="half"):  # the first layer's queries, and no keys and values
@@ -59,6 +79,8 @@ def agreement_body(world: Any, folder: Path, parallel: ParallelConfig, engine_si
         with pytest.raises(KeyboardInterrupt):  # the others are still in the engine then, and must not come back
             engine.generate(PROMPTS, seeds=[1, 2, 3], temperature=0.7, finished=interrupt)
         answers = shared.generate(PROMPTS, seeds=[1, 2, 3], temperature=0.7)
+        with broken_once(engine):
+            mended = shared.generate(PROMPTS, seeds=[1, 2, 3], temperature=0.7)
         again = shared.generate(PROMPTS[::-1], seeds=[3, 2, 1], temperature=0.7)[::-1]
         rows = rows_of(
             [[*p.token_ids, *a.token_ids] for p, a in zip(PROMPTS, answers, strict=True)], [len(p.token_ids) for p in PROMPTS]
@@ -69,6 +91,7 @@ def agreement_body(world: Any, folder: Path, parallel: ParallelConfig, engine_si
         found.append({
             "gap": (stats.logp[rows.mask] - engine_logp).abs().max().item(),
             "answers": [a.token_ids for a in answers],
+            "mended": [a.token_ids for a in mended],
             "again": [a.token_ids for a in again],
             "versions": {a.policy_version for a in answers},
             "greedy": [[a.token_ids for a in answers] for answers in greedy],
@@ -127,6 +150,7 @@ def test_vllm_agrees_with_the_trainer_and_with_transformers(
             assert turn["gap"] < 1e-5
             assert turn["versions"] == {version}
             assert turn["greedy"][0] == turn["greedy"][1]
+            assert turn["answers"] == turn["mended"], "a restarted engine answers otherwise"
             assert turn["answers"] == turn["again"], "an answer depends on its place in the batch"
             for reason, length, last in turn["reasons"]:
                 assert reason == ("stop" if last == STOP else "length")

@@ -143,6 +143,8 @@ def test_a_sound_config_has_no_violations(config_file: Path) -> None:
         ("rollout.engine=vlm", 1, "rollout.engine=vlm is unknown. Choose one of: vllm, transformers, scripted"),
         ("rollout.temperature=0", 1, "rollout.temperature=0.0 must be positive"),
         ("rollout.servers=2", 1, "rollout.servers=2 needs strategy=separate"),
+        ("rollout.deadline_seconds=60", 1, "rollout.deadline_seconds=60 needs strategy=separate"),
+        ("faults.engine_restarts=-1", 1, "faults.engine_restarts=-1 must be at least 0"),
         ("algorithm.dual_clip=0.5", 1, "algorithm.dual_clip=0.5 must be above 1"),
         ("algorithm.drift_coef=0.5", 1, "algorithm.drift_coef=0.5 needs algorithm.surrogate=cpgd, not ppo"),
         ("algorithm.gamma=0.5", 1, "algorithm.gamma=0.5 needs algorithm.advantage=reinforce or gae, not group"),
@@ -234,6 +236,17 @@ def test_what_lies_outside_the_schedules_of_policy_and_critic_is_refused(config_
     assert violations(load(config_file, [*gae, "critic.optimizer.warmup_steps=99"]), 1) == []
 
 
+def test_a_hung_server_is_found_before_the_watchdog_ends_the_run_for_it(config_file: Path) -> None:
+    watched = ["strategy=separate", "faults.watchdog_seconds=600"]
+    assert (
+        violations(load(config_file, watched), 1)
+        == violations(load(config_file, [*watched, "rollout.deadline_seconds=599"]), 1)
+        == []
+    )
+    (late,) = violations(load(config_file, [*watched, "rollout.deadline_seconds=600"]), 1)
+    assert "rollout.deadline_seconds=600 must be below faults.watchdog_seconds=600" in late
+
+
 def test_a_replay_buffer_holds_a_group_and_none_of_a_critics_making(config_file: Path) -> None:
     on = ["algorithm.max_staleness=2", "algorithm.correction=token"]
     assert violations(load(config_file, [*on, "algorithm.replay_limit=8"]), 1) == []
@@ -278,7 +291,14 @@ def test_learning_from_given_rows_reads_lengths_and_little_else(config_file: Pat
     assert violations(load(config_file, sft), 1) == []
     held_out = f"data.eval={config_file.with_name('train.jsonl')}"
     assert "trainer.eval_samples=2: with" in violations(load(config_file, [*sft, held_out, "trainer.eval_samples=2"]), 1)[0]
-    unread = ["rollout.temperature=0.5", "reward.math=1", "algorithm.kl_coef=1", "trainer.trajectories=1", "strategy=separate"]
+    unread = [
+        "rollout.temperature=0.5",
+        "reward.math=1",
+        "algorithm.kl_coef=1",
+        "trainer.trajectories=1",
+        "strategy=separate",
+        "faults.engine_restarts=1",
+    ]
     for override in unread:
         found = violations(load(config_file, [*sft, override]), 1)
         assert [f"{override.partition('=')[0]}=" in reason and "nothing reads it" in reason for reason in found] == [True]

@@ -206,6 +206,8 @@ ELSEWHERE = {  # what needs several processes, real checkpoints or sockets: a va
     "logging.wandb": ("", "unit/trainer/test_publish.py", "wandb"),
     "logging.prometheus_port": ("-1", "unit/trainer/test_publish.py", "127.0.0.1"),
     "logging.prometheus_host": ("0.0.0.0", "unit/trainer/test_publish.py", "127.0.0.1"),
+    "rollout.deadline_seconds": ("60", "distributed/test_engine_faults.py", "deadline_seconds="),
+    "faults.engine_restarts": ("1", "distributed/test_engine_faults.py", "restarts="),
     "faults.max_restarts": ("1", "e2e/test_stop.py", "faults.max_restarts=1"),
     "faults.requeue_code": ("77", "e2e/test_stop.py", "faults.requeue_code=77"),
     "faults.watchdog_seconds": ("-1", "unit/parallel/test_progress.py", "watchdog_seconds=0.2"),

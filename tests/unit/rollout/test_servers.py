@@ -16,6 +16,8 @@ from rftmega.rollout.servers import ServerEngine
 class Scripted:
     """A server's weight updates as vLLM's worker keeps them: one at a time, and a failing one ends itself alone."""
 
+    alive = True
+
     def __init__(self) -> None:
         self.active = False
         self.fails = False

@@ -1,0 +1,232 @@
+"""Engines that die, hang or fail in the middle of a generation: restarted, and asked only for what is left."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from rftmega.config import ParallelConfig, RolloutConfig
+from rftmega.errors import EngineFault
+from rftmega.parallel.launch import World
+from rftmega.rollout import ScriptedEngine
+from rftmega.rollout import servers as servers_module
+from rftmega.rollout.base import Finished, Stop
+from rftmega.rollout.servers import Server, ServerEngine
+from rftmega.strategy.dispatch import AskedByOne, SharedEngine, Turns
+from rftmega.types import Completion, Metrics, Prompt
+from rftmega.weights import SharedWeights
+from tests.layouts import build_actor
+from tests.ranks import run_ranks
+from tests.tiny_models import save_tiny
+
+PROMPTS = [Prompt((place,)) for place in range(12)]
+SEEDS = [100 + place for place in range(12)]
+SCORED_SERVER = [((place, 100 + place), {"reward": 100.0 + 2 * place}) for place in range(12)]  # what the scripted one says
+
+
+class Pushes:
+    """Weights of no bytes."""
+
+    def __init__(self, engine: ServerEngine | ScriptedEngine):
+        self.engine, self.versions = engine, list[int]()
+
+    def push(self, *, version: int) -> Metrics:
+        self.versions.append(version)
+        if isinstance(self.engine, ScriptedEngine):
+            self.engine.load_weights([], version=version)
+        elif self.engine.servers:
+            self.engine.begin()
+            self.engine.finish(version)
+        self.engine.version = version
+        dist.barrier()
+        return {}
+
+
+def scores(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
+    return [{"reward": float(sum(completion.token_ids))} for completion in completions]
+
+
+def at_least(number: int, completions: Sequence[Completion | None]) -> bool:
+    return sum(completion is not None for completion in completions) >= number
+
+
+def told(completions: Sequence[Completion | None]) -> list[Any]:
+    return [None if c is None else (c.token_ids, c.scores) for c in completions]
+
+
+class FailsInItsSecond(ServerEngine):
+    """Scripted servers in vLLM's place; the second is struck by `fault` when it has given 3 answers, the first time."""
+
+    fault, folder = "", Path()
+
+    def _started(self, number: int) -> Server:
+        self._arguments = ["--marker", str(self.folder / f"server-{number}")]
+        self._arguments += ["--fault", self.fault, "--after", "3"] * number
+        return super()._started(number)
+
+
+def servers_body(world: World, folder: Path, fault: str, wanted: int) -> Any:
+    servers_module.PROGRAM = "scripted_server"
+    os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])  # not as tests.scripted_server: the package imports torch
+    FailsInItsSecond.fault, FailsInItsSecond.folder = fault, folder
+    config = RolloutConfig(servers=2, max_batch=2, deadline_seconds=4.0)
+    engine = FailsInItsSecond("model", config, world, dtype="float32", stop_ids=[1], logs=folder)
+    if engine.servers:
+        engine.expect(["one"])
+    weights = Pushes(engine)
+    weights.push(version=4)
+    turns = Turns({}, None, offload=False)
+    shared = AskedByOne(engine, turns, world, weights, processes_per_engine=world.size, restarts=1)
+    asked = {"seeds": SEEDS, "temperature": 1.0, "reward": scores}
+    try:
+        if wanted:
+            found = shared.generate_until(PROMPTS, enough=partial(at_least, wanted), **asked)
+        else:
+            found = [*shared.generate(PROMPTS, **asked)]
+        answered = {number: (folder / f"server-{number}.answers").read_text().split() for number in range(2)}
+        dist.barrier()
+        for server in engine.servers[:1]:  # it dies while nobody asks it anything: the next push finds out
+            server._process.kill()
+            server._process.wait()
+        weights.push(version=5)
+        later = shared.generate(PROMPTS, **asked)
+    finally:
+        engine.close()
+    return told(found), answered, weights.versions, told(later), {c.policy_version for c in later}
+
+
+@pytest.mark.parametrize(("fault", "wanted"), [pytest.param("KILL", 0, marks=pytest.mark.ranks), ("STOP", 0), ("KILL", 11)])
+def test_a_server_that_dies_or_hangs_is_restarted_and_answers_only_what_is_left(fault: str, wanted: int, tmp_path: Path) -> None:
+    for found, answered, versions, later, under in run_ranks(2, servers_body, tmp_path, fault, wanted, timeout=60):
+        assert all(answer in (None, right) for answer, right in zip(found, SCORED_SERVER, strict=True))
+        assert sum(answer is not None for answer in found) >= (wanted or 12)
+        assert versions == [4, 4, 5], "the one that was started anew had random weights"
+        seeds = [int(seed) for seeds in answered.values() for seed in seeds]
+        assert len(seeds) == len(set(seeds)), "an answer was generated twice"
+        assert {SEEDS[place] for place in range(12) if found[place]} <= set(seeds)
+        assert (later, under) == (SCORED_SERVER, {5})
+    assert (tmp_path / "server-1").exists(), "nothing happened to it"
+
+
+class Fragile(ScriptedEngine):
+    """Breaks down when it has told of two answers, `times` over."""
+
+    def __init__(self, times: int):
+        super().__init__(RolloutConfig(max_response_tokens=60, max_batch=2), vocabulary=50, stop_ids=[1])
+        self.times, self.asked = times, list[list[int]]()
+
+    def _generate(
+        self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float, finished: Finished, stop: Stop
+    ) -> list[Completion | None]:
+        self.asked.append(list(seeds))
+        ended = list[int]()
+
+        def telling(places: Sequence[int], completions: Sequence[Completion]) -> None:
+            finished(places, completions)
+            ended.extend(places)
+            if self.times and len(ended) >= 2:
+                self.times -= 1
+                raise EngineFault("out of pages")
+
+        return super()._generate(prompts, seeds, temperature, telling, stop)
+
+
+def shared_body(world: World, times: int, wanted: int) -> Any:
+    """On the second process the engine is fragile."""
+    engine = Fragile(times * world.rank)
+    weights = Pushes(engine)
+    weights.push(version=7)
+    shared = SharedEngine(engine, Turns({}, engine, offload=False), world, weights, processes_per_engine=1, restarts=2)
+    asked = {"seeds": SEEDS, "temperature": 1.0, "reward": scores}
+    try:
+        if wanted:
+            found = shared.generate_until(PROMPTS, enough=partial(at_least, wanted), **asked)
+        else:
+            found = [*shared.generate(PROMPTS, **asked)]
+    except EngineFault as fault:
+        return str(fault)
+    return told(found), engine.asked, weights.versions
+
+
+def test_an_engine_in_the_trainers_process_gets_its_weights_again_and_answers_what_is_left() -> None:
+    (undisturbed, (all_of_it,), _), _ = run_ranks(2, shared_body, 0, 0)[::-1]
+    for wanted in (0, 12):
+        healthy, failing = run_ranks(2, shared_body, 2, wanted)
+        assert healthy[0] == failing[0] == undisturbed
+        assert len(healthy[1]) == 1, "it had given all of its answers"
+        first, second, third = failing[1]
+        assert first == all_of_it and len(second) <= 4 and len(third) <= 2
+        assert set(third) < set(second) < set(first)
+        assert healthy[2] == failing[2] == [7, 7, 7]
+
+
+def test_where_there_is_enough_all_the_same_nothing_is_restarted() -> None:
+    for found, asked, versions in run_ranks(2, shared_body, 1, 3):
+        assert sum(answer is not None for answer in found) >= 3
+        assert len(asked) == 1
+        assert versions == [7]
+
+
+@pytest.mark.parametrize("wanted", [0, 13])
+def test_an_engine_that_fails_again_and_again_is_named_on_every_process(wanted: int) -> None:
+    for said in run_ranks(2, shared_body, 3, wanted):
+        assert said == "out of pages (faults.engine_restarts=2 did not help.)"
+
+
+def real_body(world: World, folder: Path, logs: Path, fault: int) -> Any:
+    """Two vLLM servers; the second is struck when a third of the answers are there."""
+    actor = build_actor(folder, ParallelConfig(tensor=2), temperature=0.7, token_cap=512)
+    config = RolloutConfig(
+        servers=2, max_prompt_tokens=32, max_response_tokens=200, cpu_cache_gib=0.05, max_batch=2, deadline_seconds=60.0
+    )
+    engine = ServerEngine(folder, config, world, dtype="float32", stop_ids=[1], logs=logs)
+    weights = SharedWeights(actor.manager.bound, engine, bucket_bytes=10**6)
+    weights.push(version=0)
+    turns = Turns({}, None, offload=False)
+    shared = AskedByOne(engine, turns, world, weights, processes_per_engine=world.size, restarts=1)
+    prompts = [Prompt((5, 9, 60 + place)) for place in range(12)]
+    asked = list[list[int]]()
+    plain = engine._generate
+
+    def noted(prompts: Any, seeds: Any, *more: Any) -> Any:
+        asked.append(list(seeds))
+        return plain(prompts, seeds, *more)
+
+    engine._generate = noted  # type: ignore[method-assign]
+    undisturbed = shared.generate(prompts, seeds=SEEDS, temperature=0.7)
+    seen = list[Completion]()
+
+    def judged(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
+        seen.extend(completions)
+        return [{"reward": 0.0}] * len(completions)
+
+    if world.rank == 0:
+        victim = engine.servers[1]._process.pid
+
+        def strike() -> None:
+            while len(seen) < 4:
+                time.sleep(0.005)
+            os.killpg(victim, fault)
+
+        threading.Thread(target=strike, daemon=True).start()
+    again = shared.generate(prompts, seeds=SEEDS, temperature=0.7, reward=judged)
+    engine.close()
+    return [c.token_ids for c in undisturbed], [c.token_ids for c in again], asked
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_real_server_that_dies_or_hangs_is_restarted_and_its_answers_are_the_same(fault: int, tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "model", "qwen2-tied", hidden_size=128)
+    (undisturbed, again, asked), _ = run_ranks(2, real_body, folder, tmp_path / "logs", fault, timeout=600)
+    assert again == undisturbed
+    assert len(asked) == 3
+    assert 0 < len(asked[2]) <= 8
+    assert set(asked[2]) < set(SEEDS)
