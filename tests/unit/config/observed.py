@@ -285,7 +285,7 @@ def stepping(config: RunConfig) -> list[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(manager, "get_megatron_optimizer", lambda chosen, *_, **__: chosen)
         patch.setattr(manager, "DistributedDataParallel", lambda _, chosen, *__, **___: chosen)
-        found = [str(asdict(made._build_optimizer())), str(asdict(made._wrap(None, 0)))]
+        found = [str(asdict(made._build_optimizer())), str(asdict(made._wrap(torch.nn.Module(), 0)))]
     group = {"lr": 0.0, "weight_decay": 0.0}
     made.optimizer = SimpleNamespace(param_groups=[group])
     schedule = made._build_scheduler()
