@@ -2,7 +2,7 @@
 
 `make chaos` runs every case, prints one row each and writes runs/chaos.json. A case is a run of real ranks, one of which kills
 itself with SIGKILL at a random moment of a random phase; the launcher starts all of them again. The exported weights must equal
-those of a run that nothing interrupted byte for byte, and metrics.jsonl line for line, but for its times (`TIMES`).
+those of a run that nothing interrupted byte for byte, and metrics.jsonl line for line, but for what is of the machine (`UNLIKE`).
 """
 
 import hashlib
@@ -27,10 +27,9 @@ from rftmega.config import RunConfig
 from rftmega.parallel import progress
 from rftmega.parallel.local import launch
 from rftmega.strategy import preflight
-from tests.e2e.conftest import write_arithmetic
+from tests.e2e.conftest import UNLIKE, numbers_of, write_arithmetic
 
 PHASES = ("rollout", "score", "update", "push", "save")
-TIMES = ("time", "second", "throughput", "mfu", "utilisation", "slowest")  # in a metric's name
 COMMON = ["trainer.steps=6", "trainer.prompts_per_step=4", "trainer.export=true", "checkpoint.every=2", "checkpoint.keep=2"]
 RUNS: dict[str, tuple[int, int, list[str]]] = {  # processes, kills, options
     "scripted, TP2 x PP2": (4, 10, ["parallel.tensor=2", "parallel.pipeline=2"]),
@@ -87,8 +86,7 @@ def result(output: Path) -> tuple[str, list[dict[str, Any]]]:
     digest = hashlib.sha256()
     for file in sorted((output / "policy").glob("*.safetensors")):
         digest.update(file.read_bytes())
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return digest.hexdigest(), [{name: x for name, x in line.items() if not any(t in name for t in TIMES)} for line in lines]
+    return digest.hexdigest(), numbers_of(output)
 
 
 def strikes(kills: int, processes: int, spent: dict[str, float], seed: int) -> Iterator[Strike]:
@@ -144,7 +142,7 @@ def main() -> int:
             sys.stdout.write("| " + " | ".join(str(case[name]) for name in header) + " |\n")
             sys.stdout.flush()
             Path("runs").mkdir(exist_ok=True)
-            Path("runs/chaos.json").write_text(json.dumps({"excluded_from_metrics": TIMES, "cases": cases}, indent=1))
+            Path("runs/chaos.json").write_text(json.dumps({"excluded_from_metrics": UNLIKE, "cases": cases}, indent=1))
     good = sum(map(survived, cases))
     sys.stdout.write(f"\n{good} of {len(cases)} killed runs ended with the weights and metrics of the uninterrupted one\n")
     return 0 if good == len(cases) else 1

@@ -71,3 +71,12 @@ def train() -> Run:
 
 def metrics_of(output: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+# What is of the machine and not of the run.
+UNLIKE = ("time", "seconds", "per_second", "work_", "memory_", "tflops", "mfu", "pipeline_idle")
+
+
+def numbers_of(output: Path) -> list[dict[str, Any]]:
+    """Metrics that a run which is repeated gives again."""
+    return [{name: x for name, x in line.items() if not any(word in name for word in UNLIKE)} for line in metrics_of(output)]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.e2e.conftest import ROOT, metrics_of
+from tests.e2e.conftest import ROOT, numbers_of
 from tests.e2e.test_loop import SEVERAL_RUNS
 
 OPTIONS = [
@@ -23,11 +23,6 @@ KINDS = {
         "algorithm.refill_rounds=2", "algorithm.max_staleness=2", "algorithm.correction=token",
     ],
 }  # fmt: skip
-UNLIKE = ("time", "seconds", "per_second", "work_", "memory_", "tflops", "mfu", "pipeline_idle")  # of the machine, not of the run
-
-
-def numbers_of(output: Path) -> list[dict[str, float]]:
-    return [{key: x for key, x in line.items() if not any(word in key for word in UNLIKE)} for line in metrics_of(output)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
