@@ -42,17 +42,17 @@ def main() -> None:
         "load_before": os.getloadavg()[0],
     }
     found = {}
+    target = Path("runs")
+    target.mkdir(exist_ok=True)
+    sys.stdout.write("| benchmark | figure | value | asked for |\n|---|---|---|---|\n")
     for name in tqdm(wanted, unit="benchmark", file=sys.stderr):
         with tempfile.TemporaryDirectory() as folder:
             found[name] = BENCHMARKS[name][0](Path(folder))
-    folder = Path("runs")
-    folder.mkdir(exist_ok=True)
-    (folder / "bench.json").write_text(json.dumps({"machine": machine, "results": found}, indent=1))
-    sys.stdout.write("| benchmark | figure | value | asked for |\n|---|---|---|---|\n")
-    for name, values in found.items():
-        for figure, value in values.items():
+        for figure, value in found[name].items():
             bound = BENCHMARKS[name][2] if figure == BENCHMARKS[name][1] else ""
             sys.stdout.write(f"| {name} | {figure} | {value:.4g} | {bound} |\n")
+        sys.stdout.flush()  # one that fails takes nothing with it
+        (target / "bench.json").write_text(json.dumps({"machine": machine, "results": found}, indent=1))
 
 
 if __name__ == "__main__":

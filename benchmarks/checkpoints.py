@@ -26,7 +26,7 @@ ROUNDS = 3
 
 def beside_body(world: Any, model: Path, folder: Path) -> dict[str, float]:
     actor = build_actor(model, ParallelConfig(), OptimizerConfig(learning_rate=1e-5), token_cap=2048)
-    experience = given(rows_of([[(7 * row + i) % 4000 for i in range(256)] for row in range(8)]))
+    experience = given(rows_of([[(7 * row + i) % 4000 for i in range(64)] for row in range(2)]))
 
     def step() -> None:
         actor.update(experience, cross_entropy_loss())
