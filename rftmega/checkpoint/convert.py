@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from converters import Replicated, Rule, Vocabulary, assemble, left_out, padded_vocabulary, table
+from converters import Replicated, Rule, Vocabulary, assemble, left_out, located, padded_vocabulary, shard_shape, table
 from converters.hf_folder import (
     HFFolder,
     Planned,
@@ -26,7 +26,6 @@ from converters.hf_folder import (
     write_index,
     write_shard,
 )
-from converters.rules import located, shard_shape
 from model_providers.builder import build_chunk, transformer_config
 from model_providers.description import describe, layout_violations
 from model_providers.hf_config import read_hf_config

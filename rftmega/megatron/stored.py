@@ -55,8 +55,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if (said := manifest.get("format")) != FORMAT:
         newer = " Take a newer rftmega." if isinstance(said, int) and said > FORMAT else ""
         raise CheckpointError(f"{path} is of format {said}; this version reads {FORMAT}.{newer}")
-    sealed = manifest.pop("seal", None)
-    if sealed is not None and sealed != seal(manifest):
+    if manifest.pop("seal", None) != seal(manifest):
         raise CheckpointError(f"{path} is not as it was written: its checksum is another.")
     return manifest
 

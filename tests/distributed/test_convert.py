@@ -211,6 +211,8 @@ def damage(folder: Path, what: str) -> None:
         for each in manifest["pieces"]:
             each["key"] = each["key"].replace("linear_fc2", "linear_fc3")
         write_manifest(folder, manifest)
+    if what == "a manifest without its seal":
+        (folder / MANIFEST).write_text(json.dumps(manifest))
     if what == "no manifest":
         (folder / MANIFEST).unlink()
 
@@ -223,6 +225,7 @@ def damage(folder: Path, what: str) -> None:
         ("a piece gone", "are missing"),
         ("a newer format", f"is of format {FORMAT + 1}; this version reads {FORMAT}"),
         ("no manifest", "did not end"),
+        ("a manifest without its seal", "its checksum is another"),
         ("two shapes swapped", "has shape (4, 64, 192); the model's is (4, 192, 64)"),
         ("another tensor", "holds no tensor 'decoder.layers.mlp.linear_fc2.weight'"),
     ],
