@@ -149,9 +149,12 @@ def test_up_and_down_choose_and_a_few_rows_stand_for_thousands(page: Any) -> Non
                         ("End", f"question {MANY - 1}"), ("ArrowUp", f"question {MANY - 2}")):  # fmt: skip
         page.keyboard.press(key)
         assert page.text_content("#prompt") == prompt
-        assert page.is_visible("tr.row[aria-selected=true]")
-        chosen, view_port = (page.locator(s).bounding_box() for s in ("tr.row[aria-selected=true]", "#scroll"))
-        assert view_port["y"] < chosen["y"] < view_port["y"] + view_port["height"] - 20
+        # Rows are drawn anew when the browser tells of the scrolling, a moment after the key: waited for, and looked at in one go.
+        page.wait_for_function("""() => {
+            const chosen = document.querySelector("tr.row[aria-selected=true]")?.getBoundingClientRect();
+            const view = document.querySelector("#scroll").getBoundingClientRect();
+            return chosen && view.top < chosen.top && chosen.top < view.bottom - 20;
+        }""")
     assert page.locator("tr.row").count() < 60
 
 
