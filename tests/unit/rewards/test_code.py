@@ -174,6 +174,47 @@ def test_there_is_no_network(part: CodePart) -> None:
             server.accept()
 
 
+CONFINED = """
+import ctypes, os, resource
+libc = ctypes.CDLL(None)
+given = ctypes.c_int()
+
+def refused(path):
+    try:
+        open(path).close()
+    except OSError:
+        return True
+    return False
+
+def is_open(descriptor):
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
+
+assert sum(map(is_open, range(3, 1024))) <= 2, "the token's pipe and the verdict's"
+assert os.fstat(2).st_rdev == os.stat("/dev/null").st_rdev
+assert {os.environ["HOME"], os.environ["TMPDIR"], os.getcwd()} == {os.getcwd()}
+assert refused("/etc/passwd") and refused(MODULE)
+assert (os.getuid() >= 1_900_000_000) is ROOT
+for limit, least in ((resource.RLIMIT_AS, 512 << 20), (resource.RLIMIT_CPU, 61), (resource.RLIMIT_FSIZE, 64 << 20),
+                     (resource.RLIMIT_NOFILE, 128), (resource.RLIMIT_CORE, 0)):
+    assert max(resource.getrlimit(limit)) <= least
+assert libc.prctl(3, 0, 0, 0, 0) == 0, "others of the same user may not trace it: PR_GET_DUMPABLE"
+assert libc.prctl(2, ctypes.byref(given), 0, 0, 0) == 0 and given.value == 9, "PR_GET_PDEATHSIG"
+assert libc.prctl(39, 0, 0, 0, 0) == 1, "PR_GET_NO_NEW_PRIVS"
+assert libc.prctl(21, 0, 0, 0, 0) == 2, "PR_GET_SECCOMP: a filter"
+capabilities = (ctypes.c_uint32 * 6)(*[1] * 6)
+assert libc.capget((ctypes.c_uint32 * 2)(0x20080522, 0), capabilities) == 0 and not any(capabilities)
+"""
+
+
+def test_an_answer_finds_itself_confined_in_every_way_at_once(part: CodePart) -> None:
+    seen = CONFINED.replace("MODULE", repr(code.__file__)).replace("ROOT", repr(os.getuid() == 0))
+    assert score(part, RIGHT, label=json.dumps({"tests": seen})) == [1.0]
+
+
 def test_the_folder_may_be_deleted_and_whatever_permissions_are_left(part: CodePart) -> None:
     there = boxes()
     deletes = at_its_end("import os, shutil\n    shutil.rmtree(os.getcwd(), ignore_errors=True)")
