@@ -149,7 +149,7 @@ def test_up_and_down_choose_and_a_few_rows_stand_for_thousands(page: Any) -> Non
                         ("End", f"question {MANY - 1}"), ("ArrowUp", f"question {MANY - 2}")):  # fmt: skip
         page.keyboard.press(key)
         assert page.text_content("#prompt") == prompt
-        # Rows are drawn anew when the browser tells of the scrolling, a moment after the key: waited for, and looked at in one go.
+        # Rows are drawn anew when the browser tells of the scrolling, a moment after the key: waited for, looked at in one go.
         page.wait_for_function("""() => {
             const chosen = document.querySelector("tr.row[aria-selected=true]")?.getBoundingClientRect();
             const view = document.querySelector("#scroll").getBoundingClientRect();
