@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from rftmega.checkpoint.training import note_of
 from rftmega.errors import CheckpointError
 from rftmega.megatron.stored import MANIFEST
 
@@ -34,11 +35,12 @@ def expired(saved: Sequence[Saved], *, max_num: int, max_mem: float) -> list[str
 
 
 def rotate(folder: Path, *, max_num: int, max_mem: float) -> list[str]:
-    """Deletes what has `expired` among the checkpoints (folders) of `folder`; their names. Call it once the new one is there.
+    """Deletes what has `expired` among the checkpoints of `folder`, and drafts older than the newest of them, whose saves have
+    died; their names. Call it once the new one is there.
 
-    The latest, where that is an older one, stays too.
+    The latest, where that is an older one, stays too, and so does whatever else lies there: `folder` may be somebody's home.
     """
-    complete = [path for path in folder.iterdir() if path.is_dir() and not path.name.endswith(DRAFT)]
+    complete = [path for path in folder.iterdir() if is_checkpoint(path)]
     saved = [
         Saved(path.name, -path.stat().st_mtime_ns, sum(file.stat().st_size for file in path.rglob("*") if file.is_file()))
         for path in complete
@@ -46,9 +48,16 @@ def rotate(folder: Path, *, max_num: int, max_mem: float) -> list[str]:
     pointer = folder / LATEST
     latest = pointer.read_text().strip() if pointer.is_file() else None
     gone = [name for name in expired(saved, max_num=max_num, max_mem=max_mem) if name != latest]
+    newest = max((-each.age for each in saved), default=0)
+    gone += [path.name for path in folder.glob(f"*{DRAFT}") if path.is_dir() and path.stat().st_mtime_ns < newest]
     for name in gone:
         shutil.rmtree(folder / name)
     return gone
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether this is the folder of a whole training checkpoint."""
+    return not path.name.endswith(DRAFT) and all((path / name).is_file() for name in (MANIFEST, note_of(0)))
 
 
 def point_to(folder: Path, name: str) -> None:

@@ -44,7 +44,24 @@ def test_what_stays_is_the_longest_run_of_the_newest_that_fits(sizes: list[int],
 def checkpoint(folder: Path, name: str, when: int) -> None:
     (folder / name).mkdir()
     (folder / name / "weights").write_bytes(b"x" * 1000)
+    for part in ("manifest.json", "rank_0.json"):
+        (folder / name / part).touch()
     os.utime(folder / name, (when, when))
+
+
+def test_nothing_but_checkpoints_and_drafts_of_dead_saves_is_ever_deleted(tmp_path: Path) -> None:
+    for name in ("tensorboard", "policy", "converted"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "converted" / "manifest.json").write_text("{}")  # a model's, which tools/convert.py made
+    for when, name in enumerate(["dead.incomplete", "old", "new", "alive.incomplete"]):
+        checkpoint(tmp_path, name, when)
+    for path in tmp_path.iterdir():
+        if "." not in path.name and path.name not in ("old", "new"):
+            os.utime(path, (0, 0))
+    point_to(tmp_path, "new")
+    assert rotate(tmp_path, max_num=1, max_mem=1) == ["old", "dead.incomplete"]
+    left = {"alive.incomplete", "converted", "latest", "new", "policy", "tensorboard"}
+    assert {path.name for path in tmp_path.iterdir()} == left
 
 
 def test_complete_folders_are_rotated_and_drafts_and_the_pointer_left_alone(tmp_path: Path) -> None:
@@ -82,9 +99,8 @@ def test_a_whole_draft_takes_no_name_that_is_taken(tmp_path: Path) -> None:
 def test_the_one_before_is_the_newest_whole_one_that_is_older(tmp_path: Path) -> None:
     for when, name in enumerate(["first", "second", "third", "fourth.incomplete", "fifth"]):
         checkpoint(tmp_path, name, when)
-        if name != "third":  # it never became whole
-            (tmp_path / name / "manifest.json").write_text("{}")
-            os.utime(tmp_path / name / "manifest.json", (when, when))
+        os.utime(tmp_path / name / "manifest.json", (when, when))
+    (tmp_path / "third" / "manifest.json").unlink()  # it never became whole
     assert before(tmp_path / "fifth") == tmp_path / "second"
     assert before(tmp_path / "first") is None
     (tmp_path / "fifth" / "manifest.json").unlink()
