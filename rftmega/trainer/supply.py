@@ -38,11 +38,12 @@ class Supply(Iterator[list[Prompt]]):
         self._waiting.extendleft(reversed(prompts))
 
     def state(self) -> dict[str, Any]:
-        """What a resume needs besides the source's own position, which is behind the prompts that wait here."""
-        return {"size": self._size, "waiting": [list(astuple(prompt)) for prompt in self._waiting]}
+        """What a resume needs besides the source's own position, which is behind the prompts that wait here. How large batches
+        are is the resumed run's own: the first that its source gives says it.
+        """
+        return {"waiting": [list(astuple(prompt)) for prompt in self._waiting]}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self._size = state["size"]
         self._waiting = deque(Prompt(tuple(ids), *rest) for ids, *rest in state["waiting"])
 
     def _draw(self) -> bool:

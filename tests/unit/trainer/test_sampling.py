@@ -159,3 +159,12 @@ def test_a_supply_goes_on_from_its_state_with_what_was_put_back() -> None:
     assert [[prompt.index for prompt in batch] for batch in again] == [[3, 4], [5, 6], [7]]
     assert [[prompt.index for prompt in batch] for batch in first] == [[3, 4], [5, 6], [7]]
     assert first.take(1) == []
+
+
+def test_a_resumed_supply_gives_as_many_prompts_a_batch_as_its_own_source() -> None:
+    first = batches(0, 2, 4, 6)
+    next(first)
+    first.put_back(first.take(1))
+    larger = Supply([[Prompt((1,), index=n) for n in range(4, 8)]])
+    larger.load_state(first.state())
+    assert [[prompt.index for prompt in batch] for batch in larger] == [[2, 3, 4, 5], [6, 7]]
