@@ -1,19 +1,26 @@
 """What a run writes to disk."""
 
-from model_providers.description import describe
-from model_providers.hf_config import read_hf_config
 from rftmega import device
 from rftmega.config import RunConfig
+from rftmega.planning.models import POLICY, models_of
 
-OF_A_CHECKPOINT = 12  # bytes a parameter: itself and Adam's two moments, in float32
+FLOAT, ADAM = 4, 8  # bytes a parameter: in float32, and its two moments
 
 
 def needed(config: RunConfig) -> dict[str, int]:
     """Folder -> bytes that must be free there when the run starts: of the models that it exports, and of one checkpoint."""
-    parameters = describe(read_hf_config(config.model.path)).parameters
-    kept = {"auto": device.current().train_dtype.itemsize, "float32": 4, "bfloat16": 2}[config.model.dtype]
-    copies = config.trainer.export * (1 + (config.algorithm.ema_beta > 0))
-    found = {config.trainer.output: copies * parameters * kept}
+    models = models_of(config, auto=str(device.current().train_dtype).removeprefix("torch."))
+    policy, averages = models[POLICY], config.algorithm.ema_beta > 0
+    exported = (1 + averages) * policy.model.parameters * policy.itemsize
+    found = {config.trainer.output: config.trainer.export * exported}
     if config.checkpoint.every:
-        found[config.checkpoint.folder or f"{config.trainer.output}/checkpoints"] = OF_A_CHECKPOINT * parameters
+        learnt = [planned for planned in models.values() if planned.optimizer is not None]
+        saved = sum(planned.model.parameters * (kept_of(planned.itemsize) + ADAM) for planned in learnt)
+        saved += averages * FLOAT * policy.model.parameters + config.checkpoint.hf * exported
+        found[config.checkpoint.folder or f"{config.trainer.output}/checkpoints"] = saved
     return found
+
+
+def kept_of(itemsize: int) -> int:
+    """Bytes of a parameter and, where it is narrow, its main copy."""
+    return itemsize + FLOAT * (itemsize < FLOAT)
