@@ -12,7 +12,7 @@ from rftmega.config import ParallelConfig, RunConfig
 from rftmega.planning import activations, engine
 from rftmega.planning.activations import Load
 from rftmega.planning.models import POLICY, Planned
-from rftmega.planning.states import PARAMETERS, elements_of, states
+from rftmega.planning.states import ADAM, MAIN_PARAMETERS, PARAMETERS, elements_of, states
 
 Bytes = dict[str, int]  # by kind
 TOKEN_ON_HOST = 72  # bytes of a sampled token as Python holds it: an int, a float, and a pointer to each
@@ -121,13 +121,19 @@ def experience_bytes(config: RunConfig) -> int:
 
 
 def on_host(models: Mapping[str, Planned], config: RunConfig, world: int, stages: Mapping[str, int]) -> Bytes:
-    """Bytes that one process keeps on the host: the whole step's rows, copies of weights, what has left the device."""
+    """Bytes that one process keeps on the host: the whole step's rows, copies of weights, what has left the device,
+    what a save writes from.
+    """
     policy, found = models[POLICY], Bytes()
     elements = elements_of(policy, stages[POLICY])
     if config.algorithm.kl_coef > 0:
         found["reference"] = elements * policy.itemsize
     if config.algorithm.ema_beta > 0:
         found["average"] = elements * 4
+    if config.checkpoint.every:  # of the first of equal holders, which writes; kept for the next save
+        learnt = [states(planned, world, stages[name]) for name, planned in models.items() if planned.optimizer is not None]
+        found["checkpoint"] = sum(held[kind] for held in learnt for kind in (PARAMETERS, MAIN_PARAMETERS, ADAM))
+        found["checkpoint"] += found.get("average", 0)
     if config.algorithm.task == "rl":
         if config.trainer.offload:
             found["offload"] = sum(sum(states(planned, world, stages[name]).values()) for name, planned in models.items())

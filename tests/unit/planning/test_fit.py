@@ -6,8 +6,9 @@ import pytest
 
 from rftmega.config import ModelConfig, OptimizerConfig, ParallelConfig, RolloutConfig, RunConfig, TrainerConfig
 from rftmega.planning.fit import Machine, changed, laid_out, misfits, nearest, push_bound, refused
-from rftmega.planning.memory import Budget
+from rftmega.planning.memory import Budget, on_host
 from rftmega.planning.models import POLICY, models_of
+from rftmega.planning.states import states
 from rftmega.planning.times import Speeds
 
 GB = 1e9
@@ -39,6 +40,18 @@ def reasons(config: RunConfig, where: Machine) -> dict[str, str]:
     assert refused(models, config, where) == []
     found = misfits(models, config, where, push_bound(models[POLICY], config))
     return {reason.phase: reason.reason for reason in found}
+
+
+def test_a_host_holds_what_a_save_writes_from() -> None:
+    """A copy of weights, main parameters and Adam's two moments: with offloading all but the gradients are there twice."""
+    config = config_of(FITS)
+    models, stages = models_of(config), {POLICY: 1}
+    before = on_host(models, config, 64, stages)
+    config.checkpoint.every = 1
+    copied = on_host(models, config, 64, stages)["checkpoint"]
+    held = states(models[POLICY], 64, 1)
+    assert "checkpoint" not in before
+    assert copied == before["offload"] - held["gradients"]
 
 
 def test_what_fits_has_no_reasons_and_less_memory_has_one_a_phase() -> None:
