@@ -109,6 +109,8 @@ def set_adam_steps(manager: MegatronModelManager, steps: int) -> None:
             continue
         if not steps:
             inner.optimizer.state.clear()
+            for group in inner.optimizer.param_groups:
+                group.pop("step", None)  # of fused ones
             continue
         in_group = not isinstance(inner.optimizer, torch.optim.Adam)  # fused ones count for a whole group
         for group in inner.optimizer.param_groups:
