@@ -1,6 +1,7 @@
 """Metrics for programs that watch many runs: Weights & Biases, and Prometheus, which comes and asks."""
 
 import re
+import uuid
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
 from rftmega.config import RunConfig
+from rftmega.errors import ConfigError
 from rftmega.trainer.callbacks import Observer
 from rftmega.types import Metrics
 
@@ -15,7 +17,9 @@ SECRET = ("remote_url",)  # options that may carry a password
 
 
 class WandB(Observer):
-    """Metrics and config. Where to, and under which key, is wandb's own business (WANDB_MODE=offline: a folder)."""
+    """Metrics and config. Where to, and under which key, is wandb's own business (WANDB_MODE=offline: a folder). A run that is
+    resumed goes on as the one that it was, by its id in output/wandb.id.
+    """
 
     def __init__(self, project: str, config: RunConfig):
         self.project, self.config = project, config
@@ -25,8 +29,13 @@ class WandB(Observer):
 
         output = Path(self.config.trainer.output)
         output.mkdir(parents=True, exist_ok=True)
+        known = output / "wandb.id"
+        if not trainer.step or not known.is_file():
+            known.write_text(uuid.uuid4().hex)
         self.run = wandb.init(
             project=self.project,
+            id=known.read_text(),
+            resume="allow",
             name=output.name,
             dir=output,
             config=without_secrets(asdict(self.config)),
@@ -50,7 +59,7 @@ def without_secrets(tree: dict[str, Any]) -> dict[str, Any]:
 class Prometheus(Observer):
     """The last step's metrics at http://host:port/metrics, as gauges rftmega_<metric>, and rftmega_step.
 
-    Raises OSError at the start where something else listens there.
+    Raises ConfigError at the start where something else listens there.
     """
 
     def __init__(self, host: str, port: int):
@@ -62,7 +71,7 @@ class Prometheus(Observer):
         try:
             self.server, self.thread = start_http_server(self.port, addr=self.host, registry=self.registry)
         except OSError as error:
-            raise OSError(
+            raise ConfigError(
                 f"logging.prometheus_port={self.port} can't be opened on {self.host} ({error.strerror}). Choose another."
             ) from error
         self.port = self.server.server_port

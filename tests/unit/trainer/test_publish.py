@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from rftmega.config import RewardConfig, RunConfig, TrainerConfig
+from rftmega.errors import ConfigError
 from rftmega.trainer.publish import Prometheus, WandB, without_secrets
 
 TRAINER = SimpleNamespace(step=0)
@@ -34,7 +35,9 @@ def test_prometheus_is_told_the_last_steps_metrics_on_loopback_alone() -> None:
 def test_a_port_that_is_taken_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(OSError, match=f"logging.prometheus_port={port} can't be opened on 127.0.0.1 .Address already in use"):
+        with pytest.raises(
+            ConfigError, match=f"logging.prometheus_port={port} can't be opened on 127.0.0.1 .Address already in use"
+        ):
             Prometheus("127.0.0.1", port).on_start(TRAINER, {})
 
 
@@ -60,3 +63,9 @@ def test_wandb_writes_offline_without_a_network(tmp_path: Path, monkeypatch: pyt
         assert time.monotonic() < deadline
         time.sleep(0.1)
     assert b"a-project" in written.read_bytes()
+    known = (tmp_path / "run" / "wandb.id").read_text()
+    assert written.name == f"run-{known}.wandb"
+    resumed = WandB("a-project", RunConfig(trainer=TrainerConfig(output=str(tmp_path / "run"))))
+    resumed.on_start(SimpleNamespace(step=1), {})
+    resumed.on_end(TRAINER)
+    assert resumed.run.id == known, "a resumed run is another one there"
