@@ -1,6 +1,5 @@
 """Training checkpoints: all that a run goes on from, written beside the training; the latest is always whole."""
 
-import importlib.metadata
 import json
 import logging
 import shutil
@@ -18,6 +17,7 @@ from rftmega.checkpoint.training import TrainingReader, write_rank, write_whole
 from rftmega.config import RunConfig
 from rftmega.errors import CheckpointError
 from rftmega.megatron import MegatronActor, MegatronCritic
+from rftmega.megatron.offload import MAIN_PARAMETERS, PARAMETERS
 from rftmega.megatron.training_state import (
     AVERAGE,
     WEIGHTS,
@@ -31,6 +31,7 @@ from rftmega.megatron.training_state import (
     set_schedule_steps,
 )
 from rftmega.parallel import collectives, seeds
+from rftmega.parallel.nodes import versions
 from rftmega.parallel.progress import mark
 from rftmega.strategy import retention
 from rftmega.strategy.writing import Writing
@@ -61,7 +62,7 @@ class TrainingCheckpoints:
         self.folder, self.models, self.config = folder, models, config
         self.keep, self.keep_mb = keep, keep_mb
         self.asynchronous, self.warn, self.export = asynchronous, warn, export
-        self._copies = HostCopies()
+        self._copies, self._code = HostCopies(), versions()
         self._writing: tuple[str, Writing] | None = None
 
     def save(self, state: dict[str, Any], *, step: int, tag: str | None = None, latest: bool = True) -> None:
@@ -127,16 +128,32 @@ class TrainingCheckpoints:
 
     def resume(self) -> dict[str, Any] | None:
         """What checkpoint.resume says: loads it and gives the `state` it was saved with; None for a run that starts anew."""
-        chosen = self.config.checkpoint.resume
-        if chosen == "none" or (chosen == "auto" and not (self.folder / retention.LATEST).is_file()):
+        if (given := self._to_resume()) is None:
             return None
-        given = Path(chosen)
-        if chosen == "auto" or (given / retention.LATEST).is_file():
-            given = retention.find(self.folder if chosen == "auto" else given, None)
         state = self.load(given)
         if dist.get_rank() == 0:
             log.info("resumed from %s", given)
         return state
+
+    def _to_resume(self) -> Path | None:
+        """As the first process sees it, for all of them: another host may not see a new checkpoint yet."""
+        found, error = None, ""
+        if dist.get_rank() == 0:
+            try:
+                found = self._chosen()
+            except CheckpointError as raised:
+                error = str(raised)
+        found, error = collectives.gather_objects((found, error))[0]
+        if error:
+            raise CheckpointError(error)
+        return found
+
+    def _chosen(self) -> Path | None:
+        chosen = self.config.checkpoint.resume
+        if chosen == "none" or (chosen == "auto" and not (self.folder / retention.LATEST).is_file()):
+            return None
+        folder = self.folder if chosen == "auto" else Path(chosen)
+        return retention.find(folder, None) if (folder / retention.LATEST).is_file() else folder
 
     def _complete(self, draft: Path, name: str, about: dict[str, Any], latest: bool, given_up: Callable[[], bool]) -> None:
         """When all ranks have written: the manifest, the name, the pointer, and only then older ones go."""
@@ -176,7 +193,7 @@ class TrainingCheckpoints:
             "step": step,
             "state": state,
             "config": asdict(self.config),
-            "code": {name: importlib.metadata.version(name) for name in ("rftmega", "megatron-core", "torch")},
+            "code": self._code,
             "ranks_written": dist.get_world_size(),
             "models": {name: self._described(model) for name, model in self.models.items()},
         }
@@ -254,7 +271,10 @@ def _load(name: str, model: Model, reader: TrainingReader, *, strict: bool, opti
         reader,
         name,
     )
-    if average is not None and not averaged:
+    restarts = average is not None and not averaged
+    if restarts or not optimizer:  # what copies the weights finds them on the device alone
+        manager.residency.on(PARAMETERS, MAIN_PARAMETERS)
+    if restarts:
         average.restart()
     if optimizer:
         set_adam_steps(manager, said["adam_steps"])

@@ -1,5 +1,6 @@
 """MegatronStrategy: builds and places policy, engine and weight transfer of a run on Megatron-Core."""
 
+import json
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
@@ -220,11 +221,13 @@ class MegatronStrategy(StrategyBase):
     ) -> None:
         """The policy's (or the critic's) weights, optimizer and schedule as a training checkpoint `save_dir`/`tag`, with
         `client_state`, which must be what JSON has; then at most `max_num` of them of at most `max_mem` MB stay. Every process
-        calls it; it waits for the disk. Raises CheckpointError where the folder can't be written.
+        calls it; it waits for the disk. Raises CheckpointError where the folder can't be written, TypeError for a `client_state`
+        that JSON has not.
         """
+        state = json.loads(json.dumps(client_state or {}))  # as it will come back: JSON's keys are strings
         name = tag or f"version{self._engine.version or 0}"
         kept = TrainingCheckpoints(Path(save_dir), self._named(model), self.config, keep=max_num, keep_mb=max_mem)
-        kept.save(client_state or {}, step=0, tag=name, latest=save_latest)
+        kept.save(state, step=0, tag=name, latest=save_latest)
 
     def load_ckpt(
         self,

@@ -18,7 +18,9 @@ from rftmega.config import OptimizerConfig, ParallelConfig
 from rftmega.errors import CheckpointError
 from rftmega.experience import given
 from rftmega.megatron import MegatronActor
+from rftmega.megatron.offload import PARTS
 from rftmega.megatron.stored import FORMAT, MANIFEST
+from rftmega.parallel.nodes import versions
 from rftmega.parallel.topology import Topology
 from rftmega.strategy import checkpoints as saving
 from rftmega.strategy import retention
@@ -109,6 +111,7 @@ def test_a_run_goes_on_bit_for_bit_and_its_snapshot_is_a_copy(tmp_path: Path) ->
     assert len(set(expected)) == STEPS
     manifest = json.loads((tmp_path / "kept" / "step_000003" / MANIFEST).read_text())
     assert (manifest["step"], manifest["models"]["policy"]["adam_steps"]) == (3, 3)
+    assert manifest["code"]["rftmega"] == versions()["rftmega"], "of the sources: what is not installed has no version"
     described = FileSystemReader(tmp_path / "kept" / "step_000003").read_metadata()  # torch's own reader knows it
     assert "policy/weights/decoder.layers.mlp.linear_fc2.weight" in described.state_dict_metadata
 
@@ -116,6 +119,47 @@ def test_a_run_goes_on_bit_for_bit_and_its_snapshot_is_a_copy(tmp_path: Path) ->
 def test_a_run_saved_by_four_processes_goes_on_in_one(tmp_path: Path) -> None:
     expected, found = resumed(tmp_path, "qwen3", (4, P(tensor=2, pipeline=2), PLAIN), [(1, P(), SHARDED)])
     assert found[0] == pytest.approx(expected, rel=1e-5)
+
+
+def blind_body(world: Any, model: Path, folder: Path) -> None:
+    actor = actor_of(model, P(tensor=2), PLAIN, "float32", 0.0)
+    kept_by(actor, folder).save({"n": 1}, step=1)
+    blind = kept_by(actor, folder if world.rank == 0 else folder / "another host's view of it")
+    assert blind.resume() == {"n": 1}
+    if world.rank == 0:
+        retention.point_to(folder, "gone")
+    torch.distributed.barrier()
+    with pytest.raises(CheckpointError, match="no checkpoint 'gone'"):
+        blind.resume()
+
+
+def test_the_first_process_says_for_all_what_is_resumed(tmp_path: Path) -> None:
+    run_ranks(2, blind_body, save_tiny(tmp_path / "model", "qwen3"), tmp_path / "kept")
+
+
+def away_body(world: Any, model: Path, folder: Path, optimizer: OptimizerConfig) -> None:
+    actor = actor_of(model, P(), optimizer, "bfloat16", 0.0)
+    kept = kept_by(actor, folder)
+    kept.save({}, step=1)
+    saved = [item.parameter.detach().clone() for item in actor.manager.bound]
+    learn(actor, 1)
+    actor.manager.residency.only()
+    kept.load(folder / "step_000001", optimizer=False)
+    actor.manager.residency.on(*PARTS)
+    kept.save({}, step=2)
+    reader = training.TrainingReader(folder / "step_000002")
+    for key in [key for key in reader.stored if "/main/" in key]:
+        weights = key.replace("/main/", "/weights/")
+        main, own = (torch.empty(reader.manifest["shapes"][key], dtype=reader.dtype_of(k)) for k in (key, weights))
+        reader.fill(main, key, (0,) * main.dim())
+        reader.fill(own, weights, (0,) * own.dim())
+        assert torch.equal(main, own.float()), key
+    assert all(torch.equal(item.parameter, before) for item, before in zip(actor.manager.bound, saved, strict=True))
+
+
+@pytest.mark.parametrize("optimizer", [PLAIN, SHARDED])
+def test_weights_alone_are_loaded_where_nothing_is_on_the_device(optimizer: OptimizerConfig, tmp_path: Path) -> None:
+    run_ranks(1, away_body, save_tiny(tmp_path / "model", "qwen3"), tmp_path / "kept", optimizer)
 
 
 @pytest.mark.ranks

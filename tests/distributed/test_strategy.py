@@ -154,7 +154,7 @@ def megatron_body(world: Any, folder: Path, output: Path) -> Any:
             refused()
     rows = rows_of([[5, 9, 100, 4, 4], [3, 8, 8]])
     before = policy.log_probs(rows).logp
-    made.save_ckpt(policy, str(output), tag="a", client_state={"consumed_samples": 12})
+    made.save_ckpt(policy, str(output), tag="a", client_state={"consumed_samples": 12, "places": {2: 1, 10: 2}})
     made.update_engine_weights(actor)
     judged: list[Completion] = []
 
@@ -201,5 +201,5 @@ def test_the_strategy_of_megatron_generates_saves_and_loads_under_the_names_that
     assert [judged for *_, judged in ranks] == [8, 0], "each of 8 answers is judged once, by the first process of their engine"
     for (path, state), files, _ in ranks:
         assert path == str(output / "a")
-        assert state == {"consumed_samples": 12}
+        assert state == {"consumed_samples": 12, "places": {"2": 1, "10": 2}}
         assert files == ["a", "b", "latest"]
