@@ -96,6 +96,16 @@ class Resumable(Protocol):
     def load_state(self, state: Any) -> None: ...
 
 
+class Machinery(Protocol):
+    """What is built for a run with rollouts."""
+
+    engine: RolloutEngine
+    weights: WeightSync
+    policy: Policy
+    critic: ValueModel | None
+    reward_model: ValueModel | None
+
+
 class Checkpoints(Protocol):
     """Keeps all that a run needs to go on: the states that it is given, and what the machinery adds (weights, optimizers,
     random streams).

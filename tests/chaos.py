@@ -26,7 +26,7 @@ from rftmega import config as configuration
 from rftmega.config import RunConfig
 from rftmega.parallel import progress
 from rftmega.parallel.local import launch
-from rftmega.strategy import preflight
+from rftmega.strategy import command_line, preflight
 from tests.e2e.conftest import UNLIKE, numbers_of, write_arithmetic
 
 PHASES = ("rollout", "score", "update", "push", "save")
@@ -56,7 +56,7 @@ def rank(config: RunConfig, strike: Strike | None, log: str) -> int:
     first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
     if strike is not None and first and int(os.environ["RANK"]) == strike.rank:
         threading.Thread(target=die, args=(strike, f"{log}.strike"), daemon=True).start()
-    return train_rl.rank(config)
+    return command_line.rank(train_rl.train, config)
 
 
 def die(strike: Strike, note: str) -> None:

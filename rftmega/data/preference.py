@@ -31,10 +31,7 @@ def load_preferences(
 
 
 def pair_rows(pairs: Sequence[Pair]) -> Rows:
-    """Rows 2i (chosen) and 2i + 1 (rejected), with a place for the score behind each (see `Rows.with_end`).
-
-    Batches in seeded order: `map(pair_rows, order)`.
-    """
+    """Rows 2i (chosen) and 2i + 1 (rejected), with a place for the score behind each (see `Rows.with_end`)."""
     return rows_of([example for pair in pairs for example in (pair.chosen, pair.rejected)]).with_end()
 
 

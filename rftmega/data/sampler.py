@@ -3,7 +3,7 @@
 import functools
 import random
 from collections.abc import Callable, Iterator, Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from rftmega.config import DataConfig, shares
 
@@ -11,13 +11,13 @@ T = TypeVar("T")
 
 
 def order_of(
-    data: DataConfig, load: Callable[[str], Sequence[T]], *, batch_size: int, seed: int, position: int = 0
+    data: DataConfig, load: Callable[[str], Sequence[T]], *, batch_size: int, seed: int, collate: Callable[[list[T]], Any] = list
 ) -> "PromptOrder[T]":
     """The order of data.train or data.sources; `load` gives the examples of one path."""
     if not data.sources:
-        return PromptOrder(load(data.train), batch_size=batch_size, seed=seed, position=position)
+        return PromptOrder(load(data.train), batch_size=batch_size, seed=seed, collate=collate)
     sources = [load(source) for source in data.sources]
-    return MixedOrder(sources, list(data.sources.values()), batch_size=batch_size, seed=seed, position=position)
+    return MixedOrder(sources, list(data.sources.values()), batch_size=batch_size, seed=seed, collate=collate)
 
 
 class PromptOrder(Generic[T]):
@@ -25,16 +25,17 @@ class PromptOrder(Generic[T]):
     needs.
     """
 
-    def __init__(self, prompts: Sequence[T], *, batch_size: int, seed: int | str, position: int = 0):
-        self.batch_size = batch_size
-        self.position = position
+    def __init__(self, prompts: Sequence[T], *, batch_size: int, seed: int | str, collate: Callable[[list[T]], Any] = list):
+        """`collate` makes a batch of `batch_size` examples."""
+        self.batch_size, self.collate = batch_size, collate
+        self.position = 0
         self._epochs = Epochs(prompts, seed)
 
-    def __iter__(self) -> Iterator[list[T]]:
+    def __iter__(self) -> Iterator[Any]:
         while True:
             batch = [self.at(self.position + i) for i in range(self.batch_size)]
             self.position += self.batch_size
-            yield batch
+            yield self.collate(batch)
 
     def state(self) -> dict[str, int]:
         """As JSON has it."""
@@ -55,11 +56,17 @@ class MixedOrder(PromptOrder[T]):
     """
 
     def __init__(
-        self, sources: Sequence[Sequence[T]], weights: Sequence[float], *, batch_size: int, seed: int, position: int = 0
+        self,
+        sources: Sequence[Sequence[T]],
+        weights: Sequence[float],
+        *,
+        batch_size: int,
+        seed: int,
+        collate: Callable[[list[T]], Any] = list,
     ):
         """`weights` (positive, one a source) need not add up to 1."""
-        self.batch_size = batch_size
-        self.position = position
+        self.batch_size, self.collate = batch_size, collate
+        self.position = 0
         self._sources = [Epochs(source, f"{seed}/{number}") for number, source in enumerate(sources)]
         self._shares = shares(weights)
         self._cycle = cycle(self._shares)

@@ -37,7 +37,7 @@ def load_supervised(
 
 
 def rows_of(examples: Sequence[Example]) -> Rows:
-    """One row an example; 0 behind its end, which nothing reads. Batches in seeded order: `map(rows_of, order)`."""
+    """One row an example; 0 behind its end, which nothing reads."""
     width = max(len(example.prompt_ids) + len(example.response_ids) for example in examples)
     tokens = torch.zeros(len(examples), width, dtype=torch.int64)
     for row, example in enumerate(examples):

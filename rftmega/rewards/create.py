@@ -48,8 +48,11 @@ def create(config: RewardConfig, decode: Decode) -> MixedReward:
 
 
 def check_prompts(config: RewardConfig, prompts: Iterable[Prompt]) -> None:
-    """Raises DataError for what would fail once training has begun: kinds without weights, labels that a part can't read."""
-    prompts = list(prompts)
+    """Raises DataError for what would fail once training has begun: kinds without weights, labels that a part can't read.
+
+    With reward.majority nothing reads either.
+    """
+    prompts = [] if config.majority else list(prompts)
     unknown = Counter(prompt.kind for prompt in prompts if config.recipe and prompt.kind not in config.recipe)
     if unknown:
         raise DataError("\n".join(f"{unknown_kind(config, kind)} ({n} prompt(s))." for kind, n in sorted(unknown.items())))

@@ -1,32 +1,62 @@
-"""What a config's `algorithm` section makes of the pure parts: who scores, who learns, and from what."""
+"""What a config makes of the pure parts: who scores, who learns, and from what."""
 
 from collections.abc import Callable
-from typing import Any
 
 from rftmega.algorithms.kl import KLController
 from rftmega.algorithms.losses import policy_loss
 from rftmega.algorithms.mismatch import Correction
 from rftmega.algorithms.shaping import Shaping
-from rftmega.algorithms.supervised import cross_entropy_loss
+from rftmega.algorithms.supervised import cross_entropy_loss, pairwise_loss
 from rftmega.algorithms.surrogates import Clip
 from rftmega.algorithms.values import value_loss
 from rftmega.algorithms.weighting import Weighting, weighting_of
 from rftmega.config import RunConfig
-from rftmega.experience import ExperienceMaker, ReplayBuffer
-from rftmega.interfaces import Policy, ValueModel
+from rftmega.experience import ExperienceMaker, ModelReward, ReplayBuffer
+from rftmega.interfaces import Machinery, Policy, Reward, ValueModel
 from rftmega.trainer.learner import Learner
+from rftmega.trainer.ppo import PPOTrainer
 from rftmega.trainer.ptx import PTX, Order
 from rftmega.trainer.replaying import Replaying
-from rftmega.types import LossFn, Rows
+from rftmega.trainer.sampling import Refill
+from rftmega.trainer.supervised import Learns, SupervisedTrainer
+from rftmega.types import LossFn
 
 
 class Algorithm:
-    """Experience maker and learner, and the KL's weight, which they share."""
+    """Trainers and their parts, experience maker and learner first, and the KL's weight, which these share."""
 
     def __init__(self, config: RunConfig):
+        self.config = config
         chosen = self.chosen = config.algorithm
         self.longest = config.rollout.max_response_tokens
         self.kl = KLController(chosen.kl_coef, target=chosen.kl_target, horizon=chosen.kl_horizon)
+
+    def reinforced(
+        self, built: Machinery, reward: Reward, *, ptx: Order | None = None, stop: Callable[[], bool] = lambda: False
+    ) -> PPOTrainer:
+        """A trainer that learns from `reward`, and from the rows of `ptx` beside; `stop` as PPOTrainer's."""
+        chosen, config = self.chosen, self.config
+        return PPOTrainer(
+            engine=built.engine,
+            weights=built.weights,
+            reward=reward,
+            maker=self.maker(built.policy, built.critic),
+            learner=self.learner(built.policy, built.critic, self.ptx(ptx) if ptx else None),
+            model_reward=ModelReward(built.reward_model, config.reward.model) if built.reward_model else None,
+            refill=Refill(chosen.refill_rounds, part=chosen.refill_by, oversample=chosen.oversample),
+            replay=self.replay(built.policy),
+            learnt_from=chosen.learnt_from,
+            samples_per_prompt=config.rollout.samples_per_prompt,
+            temperature=config.rollout.temperature,
+            seed=config.trainer.seed,
+            stop=stop,
+        )
+
+    def supervised(self, model: Learns, *, stop: Callable[[], bool] = lambda: False) -> SupervisedTrainer:
+        """A trainer that learns from answers (algorithm.task=sft) or from pairs of them (reward_model)."""
+        if self.chosen.task == "sft":
+            return SupervisedTrainer(model=model, loss_fn=cross_entropy_loss(self.weighting), stop=stop)
+        return SupervisedTrainer(model=model, loss_fn=pairwise_loss(), group_size=2, stop=stop)
 
     def maker(self, policy: Policy, critic: ValueModel | None = None) -> ExperienceMaker:
         chosen = self.chosen
@@ -86,9 +116,9 @@ class Algorithm:
             weighting=self.weighting,
         )
 
-    def ptx(self, order: Order, rows: Callable[[Any], Rows]) -> PTX:
-        """Batches of `order`, which `rows` makes into what is scored, learnt beside the answers that are rewarded."""
-        return PTX(order, rows, cross_entropy_loss(self.weighting), self.chosen.ptx_coef)
+    def ptx(self, order: Order) -> PTX:
+        """Batches of `order`, learnt beside the answers that are rewarded."""
+        return PTX(order, cross_entropy_loss(self.weighting), self.chosen.ptx_coef)
 
     def value_loss(self) -> LossFn:
         return value_loss(clip=self.chosen.value_clip, huber=self.chosen.value_huber, weighting=self.weighting)

@@ -25,8 +25,28 @@ class Answering(NamedTuple):
     accuracy: str = "exact_match"  # the part of the reward that is 1 or more where an answer is right
 
 
-class Evaluate(Observer):
-    """Evaluates at the start, every `every` steps (0: never between) and after step `last`."""
+class Evaluation(Observer):
+    """At the start, every `every` steps (0: never between) and after step `last`."""
+
+    def __init__(self, held_out: Mapping[str, Any], *, every: int, last: int):
+        """`held_out`: sets by name; one may have the name "", see `metric_of`."""
+        self.held_out = held_out
+        self.every, self.last = every, last
+
+    def on_start(self, trainer: Any, metrics: Metrics) -> None:
+        if not trainer.step:  # a resumed run was evaluated before
+            metrics |= self.evaluate(trainer)
+
+    def on_step(self, trainer: Any, metrics: Metrics) -> None:
+        if trainer.step == self.last or (self.every and trainer.step % self.every == 0):
+            metrics |= self.evaluate(trainer)
+
+    def evaluate(self, trainer: Any) -> Metrics:
+        raise NotImplementedError
+
+
+class Evaluate(Evaluation):
+    """What the engine answers to prompts that are not learnt from."""
 
     def __init__(
         self,
@@ -37,17 +57,8 @@ class Evaluate(Observer):
         every: int,
         last: int,
     ):
-        """`held_out`: prompts by name; one set may have the name "", see `metric_of`."""
-        self.held_out, self.reward, self.answering = held_out, reward, answering
-        self.every, self.last = every, last
-
-    def on_start(self, trainer: Any, metrics: Metrics) -> None:
-        if not trainer.step:  # a resumed run was evaluated before
-            metrics |= self.evaluate(trainer)
-
-    def on_step(self, trainer: Any, metrics: Metrics) -> None:
-        if trainer.step == self.last or (self.every and trainer.step % self.every == 0):
-            metrics |= self.evaluate(trainer)
+        super().__init__(held_out, every=every, last=last)
+        self.reward, self.answering = reward, answering
 
     def evaluate(self, trainer: Any) -> Metrics:
         """Of each set, the mean of every reward part over all answers and pass@k; "eval_seconds" for all of them together."""

@@ -1,64 +1,64 @@
 """Who watches a run, in the order in which they are told: what adds metrics comes before what writes them down."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
 
 from rftmega.config import RunConfig
 from rftmega.interfaces import Reward
 from rftmega.trainer.callbacks import AtEnd, JSONLines, Observer, Progress, TensorBoard
-from rftmega.trainer.evaluate import Answering, Evaluate, metric_of
+from rftmega.trainer.evaluate import Answering, Evaluate, Evaluation, metric_of
 from rftmega.trainer.publish import Prometheus, WandB
-from rftmega.trainer.supervised import HeldOut
+from rftmega.trainer.supervised import HeldOut, cross_entropy_of, preference_of
 from rftmega.trainer.trajectories import Trajectories
-from rftmega.types import Metrics, Prompt, Rows
+from rftmega.types import Prompt, Rows
 
 
-def reinforced(
-    config: RunConfig,
-    held_out: Mapping[str, Sequence[Prompt]],
-    reward: Reward,
-    export: Callable[[], None],
-    *,
-    decode: Callable[[Sequence[int]], str],
-    pieces: Callable[[Sequence[int]], list[str]],
-    is_main: bool,
-    measures: Sequence[Observer] = (),
-) -> list[Observer]:
-    """Of a run with rollouts. Only the main process writes; `export` is called on all, after the last step; `measures` add
-    metrics after the evaluation.
-    """
+class Text(Protocol):
+    """Of token ids: a tokenizer's."""
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+    def pieces(self, ids: Sequence[int]) -> list[str]: ...
+
+
+def evaluation_of_prompts(config: RunConfig, held_out: Mapping[str, Sequence[Prompt]], reward: Reward) -> Evaluation:
+    """As trainer.eval_* say."""
     chosen = config.trainer
     answering = Answering(chosen.eval_samples, chosen.eval_temperature, tuple(chosen.eval_pass_at), chosen.eval_accuracy)
-    found: list[Observer] = []
-    if held_out:
-        found.append(Evaluate(held_out, reward, answering, every=chosen.eval_every, last=chosen.steps))
-    found += measures
-    if is_main:
-        found += writers(config, {name: metric_of(name, chosen.eval_accuracy) for name in held_out})
-    if is_main and chosen.trajectories:
-        folder, most_bytes = f"{chosen.output}/trajectories", chosen.trajectories_mib * 2**20
-        found.append(Trajectories(folder, decode, pieces, every=chosen.trajectories, most_bytes=most_bytes))
-    return [*found, *([AtEnd(export)] if chosen.export else [])]
+    return Evaluate(held_out, reward, answering, every=chosen.eval_every, last=chosen.steps)
 
 
-def supervised(
+def evaluation_of_rows(config: RunConfig, held_out: Mapping[str, Rows], model: Any) -> Evaluation:
+    """By the policy (algorithm.task=sft) or the reward model that learns."""
+    judge = partial(cross_entropy_of if config.algorithm.task == "sft" else preference_of, model)
+    return HeldOut(held_out, judge, every=config.trainer.eval_every, last=config.trainer.steps)
+
+
+def observers_of(
     config: RunConfig,
-    held_out: Mapping[str, Rows],
-    judge: Callable[[Rows], Metrics],
-    export: Callable[[], None],
+    evaluation: Evaluation,
+    text: Text,
+    export: Callable[[str], None],
     *,
     is_main: bool,
     measures: Sequence[Observer] = (),
 ) -> list[Observer]:
-    """Of a run that learns from given rows; `judge` says what the model makes of held-out ones."""
-    chosen = config.trainer
-    found: list[Observer] = []
-    if held_out:
-        found.append(HeldOut(held_out, judge, every=chosen.eval_every, last=chosen.steps))
-    found += measures
+    """Only the main process writes; `export` is called on all, with a folder, after the last step; `measures` add metrics after
+    the evaluation.
+    """
+    chosen, task = config.trainer, config.algorithm.task
+    found: list[Observer] = [*([evaluation] if evaluation.held_out else []), *measures]
     if is_main:
-        shown = held_out if config.algorithm.task == "reward_model" else ()
-        found += writers(config, {name: metric_of(name, "accuracy") for name in shown})
-    return [*found, *([AtEnd(export)] if chosen.export else [])]
+        accuracy = {"rl": chosen.eval_accuracy, "reward_model": "accuracy"}.get(task)
+        found += writers(config, {name: metric_of(name, accuracy) for name in evaluation.held_out if accuracy})
+    if is_main and task == "rl" and chosen.trajectories:
+        folder, most_bytes = f"{chosen.output}/trajectories", chosen.trajectories_mib * 2**20
+        found.append(Trajectories(folder, text.decode, text.pieces, every=chosen.trajectories, most_bytes=most_bytes))
+    if chosen.export:
+        model = "reward_model" if task == "reward_model" else "policy"
+        found.append(AtEnd(lambda: export(f"{chosen.output}/{model}")))
+    return found
 
 
 def writers(config: RunConfig, shown: Mapping[str, str]) -> list[Observer]:

@@ -1,6 +1,6 @@
 """Given answers that the policy goes on learning while it learns from rewards (PTX; arXiv:2203.02155, section 3.5)."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 from rftmega.experience import given
@@ -11,18 +11,17 @@ from rftmega.types import Auxiliary, LossFn, Rows
 class Order(Resumable, Protocol):
     """An endless stream of batches."""
 
-    def __iter__(self) -> Iterator[Any]: ...
+    def __iter__(self) -> Iterator[Rows]: ...
 
 
 class PTX:
     """`coef` x the loss of the next batch, each time it is asked for."""
 
-    def __init__(self, order: Order, rows: Callable[[Any], Rows], loss_fn: LossFn, coef: float):
-        """`rows` makes a batch of `order` into what is scored."""
-        self.order, self.rows, self.loss_fn, self.coef = order, rows, loss_fn, coef
+    def __init__(self, order: Order, loss_fn: LossFn, coef: float):
+        self.order, self.loss_fn, self.coef = order, loss_fn, coef
 
     def __call__(self) -> Auxiliary:
-        return Auxiliary("ptx", given(self.rows(next(iter(self.order)))), self.loss_fn, self.coef)
+        return Auxiliary("ptx", given(next(iter(self.order))), self.loss_fn, self.coef)
 
     def state(self) -> Any:
         """The order's."""

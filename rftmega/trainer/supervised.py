@@ -7,8 +7,7 @@ from typing import Any, Protocol
 from rftmega.algorithms.supervised import last_value
 from rftmega.experience import given
 from rftmega.interfaces import Callback, Policy, ValueModel
-from rftmega.trainer.callbacks import Observer
-from rftmega.trainer.evaluate import metric_of
+from rftmega.trainer.evaluate import Evaluation, metric_of
 from rftmega.types import Experience, LossFn, Metrics, Rows
 
 
@@ -66,23 +65,15 @@ class SupervisedTrainer:
         self.step = state["step"]
 
 
-class HeldOut(Observer):
-    """What the model makes of rows that it does not learn from: at the start, every `every` steps and after step `last`."""
+class HeldOut(Evaluation):
+    """What the model makes of rows that it does not learn from."""
 
-    def __init__(self, sets: Mapping[str, Rows], judge: Callable[[Rows], Metrics], *, every: int, last: int):
-        self.sets, self.judge = sets, judge
-        self.every, self.last = every, last
+    def __init__(self, held_out: Mapping[str, Rows], judge: Callable[[Rows], Metrics], *, every: int, last: int):
+        super().__init__(held_out, every=every, last=last)
+        self.judge = judge
 
-    def on_start(self, trainer: Any, metrics: Metrics) -> None:
-        if not trainer.step:  # a resumed run was evaluated before
-            metrics |= self.evaluate()
-
-    def on_step(self, trainer: Any, metrics: Metrics) -> None:
-        if trainer.step == self.last or (self.every and trainer.step % self.every == 0):
-            metrics |= self.evaluate()
-
-    def evaluate(self) -> Metrics:
-        return {metric_of(name, part): x for name, rows in self.sets.items() for part, x in self.judge(rows).items()}
+    def evaluate(self, trainer: Any) -> Metrics:
+        return {metric_of(name, part): x for name, rows in self.held_out.items() for part, x in self.judge(rows).items()}
 
 
 def cross_entropy_of(policy: Policy, rows: Rows) -> Metrics:

@@ -103,5 +103,6 @@ def test_a_resumed_order_goes_on_where_it_was() -> None:
     whole = iter(PromptOrder(prompts, batch_size=3, seed=5))
     skipped = [next(whole) for _ in range(4)]
     assert len(skipped) == 4
-    resumed = iter(PromptOrder(prompts, batch_size=3, seed=5, position=12))
-    assert next(resumed) == next(whole)
+    resumed = PromptOrder(prompts, batch_size=3, seed=5)
+    resumed.load_state({"position": 12})
+    assert next(iter(resumed)) == next(whole)

@@ -19,7 +19,9 @@ SIZES = st.lists(st.integers(1, 9), min_size=6, max_size=6)
 def mixed(shares: list[int], sizes: list[int], seed: int, batch_size: int = 1, position: int = 0) -> MixedOrder[tuple[int, int]]:
     """Examples (source, row)."""
     sources = [[(source, row) for row in range(size)] for source, size in enumerate(sizes[: len(shares)])]
-    return MixedOrder(sources, shares, batch_size=batch_size, seed=seed, position=position)
+    order = MixedOrder(sources, shares, batch_size=batch_size, seed=seed)
+    order.load_state({"position": position})
+    return order
 
 
 def drawn(order: PromptOrder[tuple[int, int]], count: int) -> list[tuple[int, int]]:

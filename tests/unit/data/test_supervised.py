@@ -99,12 +99,13 @@ def test_rows_teach_the_answer_and_nothing_else() -> None:
 
 def test_batches_of_rows_come_in_the_seeded_order_and_resume() -> None:
     examples = [Example((i,), (END,)) for i in range(5)]
-    order = PromptOrder(examples, batch_size=2, seed=1)
-    batches = [rows.tokens[:, 0].tolist() for rows in itertools.islice(map(rows_of, order), 5)]
+    order = PromptOrder(examples, batch_size=2, seed=1, collate=rows_of)
+    batches = [rows.tokens[:, 0].tolist() for rows in itertools.islice(order, 5)]
     assert sorted(sum(batches, [])[:5]) == list(range(5))
     assert order.position == 10
-    resumed = PromptOrder(examples, batch_size=2, seed=1, position=4)
-    assert next(map(rows_of, resumed)).tokens[:, 0].tolist() == batches[2]
+    resumed = PromptOrder(examples, batch_size=2, seed=1, collate=rows_of)
+    resumed.load_state({"position": 4})
+    assert next(iter(resumed)).tokens[:, 0].tolist() == batches[2]
 
 
 def test_pairs_are_side_by_side_with_a_place_for_the_score_behind_each(tmp_path: Path) -> None:

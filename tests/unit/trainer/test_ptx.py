@@ -16,7 +16,7 @@ EXAMPLES = [Example((1, 2), (first, 3)) for first in range(10, 17)]
 
 
 def ptx() -> PTX:
-    return PTX(PromptOrder(EXAMPLES, batch_size=3, seed="0/ptx"), rows_of, cross_entropy_loss(), 0.5)
+    return PTX(PromptOrder(EXAMPLES, batch_size=3, seed="0/ptx", collate=rows_of), cross_entropy_loss(), 0.5)
 
 
 class Remembering:

@@ -1,0 +1,52 @@
+"""What a config has a run read: batches to learn from, in their order, and what is held out, by its name."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rftmega.config import RunConfig
+from rftmega.data.preference import load_preferences, pair_rows
+from rftmega.data.prompts import load_prompts
+from rftmega.data.sampler import PromptOrder, order_of
+from rftmega.data.supervised import Example, load_supervised, rows_of
+from rftmega.data.tokenizer import Tokenizer
+from rftmega.types import Prompt, Rows
+
+
+def prompts_of(
+    config: RunConfig, tokenizer: Tokenizer, *, check: Callable[[Sequence[Prompt]], None]
+) -> tuple[PromptOrder[Prompt], dict[str, list[Prompt]]]:
+    """Prompts, those of each file by `check`, which raises what speaks against them."""
+
+    def load(source: str) -> list[Prompt]:
+        prompts = load_prompts(source, tokenizer, config.data, max_prompt_tokens=config.rollout.max_prompt_tokens)
+        check(prompts)
+        return prompts
+
+    order = order_of(config.data, load, batch_size=config.trainer.prompts_per_step, seed=config.trainer.seed)
+    return order, {name: load(source) for name, source in config.data.held_out.items()}
+
+
+def given_of(config: RunConfig, tokenizer: Tokenizer) -> tuple[PromptOrder[Any], dict[str, Rows]]:
+    """Rows of answers to learn (algorithm.task=sft) or of preferences (reward_model)."""
+    read, rows = (load_supervised, rows_of) if config.algorithm.task == "sft" else (load_preferences, pair_rows)
+
+    def load(source: str) -> Sequence[Any]:
+        return read(source, tokenizer, config.data, **_limits(config))
+
+    size, seed = config.trainer.prompts_per_step, config.trainer.seed
+    order = order_of(config.data, load, batch_size=size, seed=seed, collate=rows)
+    return order, {name: rows(load(source)) for name, source in config.data.held_out.items()}
+
+
+def ptx_of(config: RunConfig, tokenizer: Tokenizer) -> PromptOrder[Example] | None:
+    """Rows of the answers that are learnt beside those that are rewarded, where data.ptx gives any."""
+    if not config.data.ptx:
+        return None
+    examples = load_supervised(config.data.ptx, tokenizer, config.data, **_limits(config))
+    size, seed = config.trainer.prompts_per_step, f"{config.trainer.seed}/ptx"
+    return PromptOrder(examples, batch_size=size, seed=seed, collate=rows_of)
+
+
+def _limits(config: RunConfig) -> dict[str, int]:
+    chosen = config.rollout
+    return {"max_prompt_tokens": chosen.max_prompt_tokens, "max_response_tokens": chosen.max_response_tokens}

@@ -1,0 +1,23 @@
+"""One process of a run: among the others, on a host that was looked at, watched, and able to hear that it is to stop."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+
+from rftmega.config import RunConfig
+from rftmega.parallel import launch, nodes, stop
+from rftmega.parallel.launch import World
+from rftmega.parallel.progress import watched
+from rftmega.strategy import disk
+
+
+@contextmanager
+def joined(config: RunConfig) -> Iterator[tuple[World, Callable[[], bool]]]:
+    """Within, gives the processes and what says whether they were asked to stop: for a run that saves, signals ask it.
+
+    Raises NodeError where a host can't serve.
+    """
+    saves = config.checkpoint.every > 0
+    signals = stop.listening() if saves else nullcontext()
+    with launch.start() as world, watched(config.faults.watchdog_seconds, world.rank), signals:
+        nodes.check_nodes(world, disk.needed(config))
+        yield world, stop.agreed if saves else lambda: False
