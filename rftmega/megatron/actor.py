@@ -5,7 +5,8 @@ from typing import Any
 
 from rftmega.config import RunConfig
 from rftmega.megatron.forward import LogProbs
-from rftmega.megatron.manager import AveragedWeights, MegatronModelManager, ReferenceWeights
+from rftmega.megatron.held_weights import AveragedWeights, ReferenceWeights
+from rftmega.megatron.manager import MegatronModelManager
 from rftmega.megatron.passes import MicroBatch, Passes
 from rftmega.parallel.topology import Topology
 from rftmega.types import Auxiliary, Experience, LossFn, Metrics, Rows, TokenStats

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import tee
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
-from torch import Tensor
 from torch.nn import functional as F
 
 from converters import Rule, table
@@ -294,64 +292,3 @@ class MegatronModelManager:
     def load_megatron_copy_params(self, optimizers: Any) -> None:
         """Brings them back."""
         self.residency.on_tensors(offload.main_parameters(optimizers))
-
-
-class ReferenceWeights:
-    """A second set of weights, kept on the host and swapped into the one resident model."""
-
-    def __init__(self, manager: MegatronModelManager):
-        """Takes the present weights as the reference."""
-        self.manager = manager
-        self._held: list[Tensor] = [item.parameter.detach().to("cpu", copy=True) for item in manager.bound]
-
-    @contextmanager
-    def swapped_in(self) -> Iterator[None]:
-        """Within, the model computes with the reference; afterwards with its own weights, bit for bit."""
-        self._swap()
-        try:
-            yield
-        finally:
-            self._swap()
-
-    @torch.no_grad()
-    def _swap(self) -> None:
-        for item, held in zip(self.manager.bound, self._held, strict=True):
-            mine = item.parameter.detach().to("cpu", copy=True)
-            item.parameter.copy_(held)  # in place: gradient and parameter buffers alias this storage
-            held.copy_(mine)
-
-
-class AveragedWeights:
-    """The exponential moving average of the weights over optimizer steps, in float32 on the host."""
-
-    def __init__(self, manager: MegatronModelManager, beta: float):
-        """Starts from the present weights; each `update` keeps the share `beta` of the average."""
-        self.manager, self.beta = manager, beta
-        self.held: list[Tensor] = []
-        self.restart()
-
-    def restart(self) -> None:
-        """Takes the present weights as the average."""
-        self.held = [item.parameter.detach().to("cpu", torch.float32, copy=True) for item in self.manager.bound]
-
-    @torch.no_grad()
-    def update(self) -> None:
-        """After an optimizer step."""
-        self.manager.finish_param_sync()
-        for item, held in zip(self.manager.bound, self.held, strict=True):
-            held.lerp_(item.parameter.detach().to("cpu", torch.float32), 1 - self.beta)
-
-    @contextmanager
-    def swapped_in(self) -> Iterator[None]:
-        """Within, the model holds the average, in its own precision; afterwards its own weights, bit for bit."""
-        own = [item.parameter.detach().to("cpu", copy=True) for item in self.manager.bound]
-        self._write(self.held)
-        try:
-            yield
-        finally:
-            self._write(own)
-
-    @torch.no_grad()
-    def _write(self, tensors: Sequence[Tensor]) -> None:
-        for item, tensor in zip(self.manager.bound, tensors, strict=True):
-            item.parameter.copy_(tensor)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from rftmega.megatron.boxes import boxes_of
-from rftmega.megatron.manager import AveragedWeights, MegatronModelManager
+from rftmega.megatron.held_weights import AveragedWeights
+from rftmega.megatron.manager import MegatronModelManager
 from rftmega.megatron.offload import inner_optimizers
 from rftmega.megatron.sharded import Piece
 from rftmega.megatron.stored import Reader

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rftmega.megatron.manager import AveragedWeights
+from rftmega.megatron.held_weights import AveragedWeights
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
