@@ -1,5 +1,10 @@
 """What can go wrong for a user, one class a kind. Each message says what was given, why it cannot work and what to change."""
 
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
 
 class RFTMegaError(Exception):
     """Base of every error that is the user's to mend; `train_rl.py` prints it without a traceback."""
@@ -35,3 +40,13 @@ class RewardError(RFTMegaError):
 
 class NodeError(RFTMegaError):
     """A host of the run that lacks something, or is not like the others; names the host and a rank on it."""
+
+
+def exit_code_of(work: Callable[..., int], *given: Any) -> int:
+    """What `work`(*given) gives. Where it raises an error of ours: 2, or 1 for an EngineFault, after the message on stderr."""
+    try:
+        return work(*given)
+    except RFTMegaError as error:
+        where = f"[rank {os.environ.get('RANK', '0')}] " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
+        sys.stderr.write(f"{where}error: {error}\n")
+        return 1 if isinstance(error, EngineFault) else 2

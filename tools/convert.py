@@ -13,7 +13,7 @@ import sys
 import warnings
 from pathlib import Path
 
-from rftmega.errors import RFTMegaError
+from rftmega.errors import RFTMegaError, exit_code_of
 
 LAYOUT = {
     "tp": ("tensor", "tensor-parallel ranks"),
@@ -51,10 +51,7 @@ def main(given: list[str] | None = None) -> int:
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     try:
-        return run(chosen)
-    except RFTMegaError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
+        return exit_code_of(run, chosen)
     except KeyboardInterrupt:
         sys.stderr.write("stopped; the same command goes on from here.\n")
         return 130

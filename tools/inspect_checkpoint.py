@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from rftmega.errors import RFTMegaError
+from rftmega.errors import exit_code_of
 
 
 def main(given: list[str] | None = None) -> int:
@@ -12,12 +12,7 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     parser.add_argument("--tensors", action="store_true", help="list every tensor with shape, dtype and checksum")
     parser.add_argument("--check", action="store_true", help="read every piece and compare its checksum")
-    chosen = parser.parse_args(given)
-    try:
-        return show(chosen)
-    except RFTMegaError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
+    return exit_code_of(show, parser.parse_args(given))
 
 
 def show(chosen: argparse.Namespace) -> int:

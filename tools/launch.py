@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rftmega.errors import ConfigError, RFTMegaError
+from rftmega.errors import ConfigError, exit_code_of
 
 if TYPE_CHECKING:
     from rftmega.config import RunConfig
@@ -44,11 +44,7 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("command", choices=("slurm", "local"), help="launch.py slurm --help lists its options")
     command = parser.parse_args(given[:1]).command
     chosen = arguments(command).parse_intermixed_args(given[1:])  # which knows no commands
-    try:
-        return slurm(chosen, given) if command == "slurm" else local(chosen)
-    except RFTMegaError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
+    return exit_code_of(slurm, chosen, given) if command == "slurm" else exit_code_of(local, chosen)
 
 
 def arguments(command: str) -> argparse.ArgumentParser:

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 from rftmega import config as configuration
 from rftmega.config import RunConfig
-from rftmega.errors import ConfigError, RFTMegaError
+from rftmega.errors import ConfigError, exit_code_of
 
 if TYPE_CHECKING:
     from rftmega.planning.fit import Machine, Misfit, Proposal
@@ -72,12 +72,7 @@ def main(given: list[str] | None = None) -> int:
         parser.add_argument(flag, type=float, default=default, metavar="X", help=f"{meaning} ({default:g})")
     parser.add_argument("--no-search", action="store_true", help="say what does not fit, propose nothing")
     parser.add_argument("--json", action="store_true", help="everything as one JSON object")
-    chosen = parser.parse_intermixed_args(given)
-    try:
-        return show(chosen)
-    except RFTMegaError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
+    return exit_code_of(show, parser.parse_intermixed_args(given))
 
 
 def show(chosen: argparse.Namespace) -> int:

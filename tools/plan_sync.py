@@ -11,7 +11,7 @@ import time
 import warnings
 from pathlib import Path
 
-from rftmega.errors import RFTMegaError
+from rftmega.errors import exit_code_of
 
 SIZES = {"tp": "tensor", "pp": "pipeline", "vpp": "virtual pipeline", "ep": "expert", "etp": "expert tensor"}
 
@@ -20,13 +20,7 @@ def main(given: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, metavar="HF_DIR")
     parser.add_argument("--trainer-ranks", type=int, required=True, metavar="N")
-    for flag, meaning in (
-        ("tp", "tensor"),
-        ("pp", "pipeline"),
-        ("vpp", "virtual pipeline"),
-        ("ep", "expert"),
-        ("etp", "expert tensor"),
-    ):
+    for flag, meaning in SIZES.items():
         parser.add_argument(f"--{flag}", type=int, default=1, metavar="N", help=f"{meaning} parallel size of the trainer (1)")
     parser.add_argument("--first-stage-layers", type=int, default=0, metavar="N")
     parser.add_argument("--last-stage-layers", type=int, default=0, metavar="N")
@@ -40,11 +34,7 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--nic", type=float, default=50.0, metavar="GB/S", help="a rank's bandwidth between nodes (50)")
     chosen = parser.parse_args(given)
     warnings.filterwarnings("ignore")
-    try:
-        return show(chosen)
-    except RFTMegaError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
+    return exit_code_of(show, chosen)
 
 
 def show(chosen: argparse.Namespace) -> int:

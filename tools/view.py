@@ -21,7 +21,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from rftmega.errors import DataError, RFTMegaError
+from rftmega.errors import DataError, exit_code_of
 
 TEMPLATE = Path(__file__).with_name("view.html")
 SAMPLE = {"step": int, "group": int, "index": int, "prompt": str, "response": str, "label": str, "reward_parts": dict,
@@ -35,12 +35,7 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("sources", type=Path, nargs="+", metavar="OUT_OR_FILES", help="a run's output folder, or files of it")
     parser.add_argument("--output", type=Path, metavar="PAGE", help="where to write (trajectories.html beside what is read)")
     parser.add_argument("--limit", type=int, default=5000, metavar="N", help="at most N samples, of the last steps (5000)")
-    chosen = parser.parse_args(given)
-    try:
-        return show(chosen)
-    except RFTMegaError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
+    return exit_code_of(show, parser.parse_args(given))
 
 
 def show(chosen: argparse.Namespace) -> int:

@@ -46,11 +46,6 @@ def check_launcher() -> None:
         )
 
 
-def launched_rank() -> int:
-    """This process's rank as the launcher gave it (0 without one)."""
-    return int(os.environ.get("RANK", "0"))
-
-
 @contextmanager
 def start(*, timeout: timedelta = timedelta(minutes=30)) -> Iterator[World]:
     """Initialises torch.distributed (and takes it down again on a clean end).
@@ -58,7 +53,7 @@ def start(*, timeout: timedelta = timedelta(minutes=30)) -> Iterator[World]:
     Reads torchrun's environment; without one, this process is a world of its own that meets in a file.
     """
     backend = device.current()
-    rank, size = launched_rank(), launched_size()
+    rank, size = int(os.environ.get("RANK", "0")), launched_size()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if size > 1 and "MASTER_ADDR" not in os.environ:

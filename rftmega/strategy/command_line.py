@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from rftmega import config as configuration
 from rftmega.config import RunConfig
-from rftmega.errors import EngineFault, RFTMegaError
+from rftmega.errors import exit_code_of
 
 Train = Callable[[RunConfig], int]
 """Of one process; gives its exit code, and is found by its name in another process."""
@@ -17,14 +17,8 @@ Train = Callable[[RunConfig], int]
 def run(train: Train, description: str | None) -> int:
     """Has `train` done what the command line says. The exit code, with a message for what the user can mend."""
     given = arguments(description)
-    from rftmega.parallel.launch import launched_rank, launched_size
-
     try:
-        return start(given, train)
-    except RFTMegaError as error:
-        where = f"[rank {launched_rank()}] " if launched_size() > 1 else ""
-        sys.stderr.write(f"{where}error: {error}\n")
-        return 1 if isinstance(error, EngineFault) else 2
+        return exit_code_of(start, given, train)
     except KeyboardInterrupt:
         return 130
 
