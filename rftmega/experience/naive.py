@@ -11,7 +11,7 @@ from rftmega.algorithms import kl
 from rftmega.algorithms.advantages import discounted_returns, group_normalised, leave_one_out, token_rewards
 from rftmega.algorithms.gae import gae
 from rftmega.experience.padded import BEHAVIOUR, Experience, Samples, per_action
-from rftmega.experience.samples import collect
+from rftmega.experience.samples import collect, seeds_of
 from rftmega.interfaces import Reward
 from rftmega.types import Completion, Prompt, Rows, TokenStats
 
@@ -135,9 +135,8 @@ class NaiveExperienceMaker:
         option = self._options(kw)
         prompts = self._prompts(all_prompts, kw.get("labels"))
         requests = [prompt for prompt in prompts for _ in range(option["n_samples_per_prompt"])]
-        first = (option["seed"] * 1_000_003 + self.rollouts) * len(requests)
+        seeds = seeds_of(option["seed"], self.rollouts, len(requests))
         self.rollouts += 1
-        seeds = [(first + i) % 2**31 for i in range(len(requests))]
         engine = self.actor if self.strategy is None else self.strategy.engine
         at_once = self.panel.part(whole_groups=False)
         asked = {"reward": at_once} if at_once.rewards else {}

@@ -8,6 +8,12 @@ from rftmega.interfaces import Reward
 from rftmega.types import Completion, Prompt, Rows, Samples
 
 
+def seeds_of(seed: int, step: int, requests: int, *, rollout: int = 0) -> list[int]:
+    """One a request, below 2^31: others in another step, in another `rollout` of the step, and in a run with another seed."""
+    first = (seed * 1_000_003 + step) * requests + rollout * 1_640_531_527
+    return [(first + i) % 2**31 for i in range(requests)]
+
+
 def scores_of(prompts: Sequence[Prompt], completions: Sequence[Completion], reward: Reward) -> list[dict[str, float]]:
     """What completions have brought along, or else what the reward says now."""
     known = [completion.scores for completion in completions if completion.scores is not None]

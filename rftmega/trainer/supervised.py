@@ -1,13 +1,13 @@
 """Learning from given rows, answers or preferences: no rollout, no reward."""
 
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from rftmega.algorithms.supervised import last_value
 from rftmega.experience import given
-from rftmega.interfaces import Callback, Policy, ValueModel
+from rftmega.interfaces import Policy, ValueModel
 from rftmega.trainer.evaluate import Evaluation, metric_of
+from rftmega.trainer.loop import Trainer
 from rftmega.types import Experience, LossFn, Metrics, Rows
 
 
@@ -17,52 +17,18 @@ class Learns(Protocol):
     def update(self, experience: Experience, loss_fn: LossFn, *, group_size: int = 1) -> Metrics: ...
 
 
-class SupervisedTrainer:
-    """One update a batch. `step` counts those that are done."""
+class SupervisedTrainer(Trainer):
+    """One update a batch."""
 
-    def __init__(
-        self,
-        *,
-        model: Learns,
-        loss_fn: LossFn,
-        group_size: int = 1,
-        callbacks: Sequence[Callback] = (),
-        stop: Callable[[], bool] = lambda: False,
-    ):
-        """`group_size` consecutive rows come before the loss together: 2 for pairs. `stop` as PPOTrainer's."""
+    def __init__(self, *, model: Learns, loss_fn: LossFn, group_size: int = 1, stop: Callable[[], bool] = lambda: False):
+        """`group_size` consecutive rows come before the loss together: 2 for pairs. `stop` as Trainer's."""
+        super().__init__(stop=stop)
         self.model, self.loss_fn, self.group_size = model, loss_fn, group_size
-        self.callbacks = callbacks
-        self.stop, self.stopped = stop, False
-        self.step = 0
 
-    def fit(self, batches: Iterable[Rows], *, steps: int) -> None:
-        """Trains until `steps` steps are done, or `stop` says so."""
-        start: Metrics = {}
-        for callback in self.callbacks:
-            callback.on_start(self, start)
-        for _, rows in zip(range(self.step, steps), batches, strict=False):  # in this order: draws no batch too many
-            begin = time.perf_counter()
-            metrics = self.model.update(given(rows), self.loss_fn, group_size=self.group_size)
-            self.step += 1
-            seconds = time.perf_counter() - begin
-            metrics["seconds_update"] = seconds
-            for callback in self.callbacks:
-                callback.on_phase(self, "update", seconds)
-            self.stopped = self.stop()
-            for callback in self.callbacks:
-                callback.on_step(self, metrics)
-            if self.stopped:
-                break
-        for callback in self.callbacks:
-            callback.on_end(self)
-
-    def state(self) -> dict[str, Any]:
-        """As JSON has it."""
-        return {"step": self.step}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Goes on after the step of which this is the `state`."""
-        self.step = state["step"]
+    def train_step(self, batch: Rows) -> Metrics:
+        metrics = self.phase("update", self.model.update, given(batch), self.loss_fn, group_size=self.group_size)
+        self.step += 1
+        return metrics
 
 
 class HeldOut(Evaluation):

@@ -1,0 +1,57 @@
+"""The schedule of a training, whatever a step is: how many, what is told to whom, and where it ends."""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+from rftmega.interfaces import Callback
+from rftmega.types import Metrics
+
+Result = TypeVar("Result")
+
+
+class Trainer:
+    """`step` counts finished steps; `stopped` says whether `stop` ended the training, to the callbacks of its last step, too."""
+
+    def __init__(self, *, callbacks: Sequence[Callback] = (), stop: Callable[[], bool] = lambda: False):
+        """`stop` is asked after each step, on every process, and answers alike on all: training ends there where it says so."""
+        self.callbacks = callbacks
+        self.stop, self.stopped = stop, False
+        self.step = 0
+        self.seconds: Metrics = {}  # of each phase of the present step
+
+    def train_step(self, batch: Any) -> Metrics:
+        """One step, which it counts."""
+        raise NotImplementedError
+
+    def fit(self, batches: Iterable[Any], *, steps: int) -> None:
+        """Trains until `steps` steps are done, or `stop` says so."""
+        start: Metrics = {}
+        for callback in self.callbacks:
+            callback.on_start(self, start)
+        for _, batch in zip(range(self.step, steps), batches, strict=False):  # in this order: draws no batch too many
+            metrics = self.train_step(batch) | {f"seconds_{name}": seconds for name, seconds in self.seconds.items()}
+            self.stopped = self.stop()
+            for callback in self.callbacks:
+                callback.on_step(self, metrics)
+            if self.stopped:
+                break
+        for callback in self.callbacks:
+            callback.on_end(self)
+
+    def phase(self, name: str, work: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
+        """Does the work and tells the callbacks how long it took."""
+        begin = time.perf_counter()
+        result = work(*args, **kwargs)
+        self.seconds[name] = time.perf_counter() - begin
+        for callback in self.callbacks:
+            callback.on_phase(self, name, self.seconds[name])
+        return result
+
+    def state(self) -> dict[str, Any]:
+        """What the next step depends on, beside weights, random streams and the order of the data; as JSON has it."""
+        return {"step": self.step}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Goes on after the step of which this is the `state`."""
+        self.step = state["step"]
