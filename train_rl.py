@@ -2,6 +2,7 @@
 
 import sys
 from functools import partial
+from typing import Any
 
 from rftmega.config import RunConfig
 from rftmega.strategy import command_line
@@ -9,16 +10,19 @@ from rftmega.strategy import command_line
 
 def train(config: RunConfig) -> int:
     """One run, from data to an exported model. The exit code."""
-    return reinforce(config) if config.algorithm.task == "rl" else supervise(config)
+    from rftmega.data import Tokenizer
+
+    tokenizer = Tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    stopped = (reinforce if config.algorithm.task == "rl" else supervise)(config, tokenizer)
+    return config.faults.requeue_code if stopped else 0
 
 
-def reinforce(config: RunConfig) -> int:
-    """From prompts to a policy that answers them better."""
-    from rftmega.data import Tokenizer, prompts_of, ptx_of
+def reinforce(config: RunConfig, tokenizer: Any) -> bool:
+    """From prompts to a policy that answers them better. Whether it was stopped before the last step."""
+    from rftmega.data import prompts_of, ptx_of
     from rftmega.rewards import MajorityReward, check_prompts, create
 
     # Data first: what is wrong with it shows before the heavy imports.
-    tokenizer = Tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     prompts, held_out = prompts_of(config, tokenizer, check=partial(check_prompts, config.reward))
     ptx = ptx_of(config, tokenizer)
     reward = create(config.reward, tokenizer.decode)
@@ -37,14 +41,13 @@ def reinforce(config: RunConfig) -> int:
         watch(trainer, strategy, config, prompts, evaluation, tokenizer, is_main=world.is_main)
         trainer.fit(prompts, steps=config.trainer.steps)
         strategy.close()
-    return config.faults.requeue_code if trainer.stopped else 0
+    return trainer.stopped
 
 
-def supervise(config: RunConfig) -> int:
+def supervise(config: RunConfig, tokenizer: Any) -> bool:
     """From given answers to a policy, or from preferences to a reward model."""
-    from rftmega.data import Tokenizer, given_of
+    from rftmega.data import given_of
 
-    tokenizer = Tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     rows, held_out = given_of(config, tokenizer)
 
     from rftmega.strategy.joining import joined
@@ -59,7 +62,7 @@ def supervise(config: RunConfig) -> int:
         evaluation = evaluation_of_rows(config, held_out, strategy.model)
         watch(trainer, strategy, config, rows, evaluation, tokenizer, is_main=world.is_main)
         trainer.fit(rows, steps=config.trainer.steps)
-    return config.faults.requeue_code if trainer.stopped else 0
+    return trainer.stopped
 
 
 def main() -> int:

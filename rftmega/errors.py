@@ -2,12 +2,17 @@
 
 import os
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Self
 
 
 class RFTMegaError(Exception):
     """Base of every error that is the user's to mend; `train_rl.py` prints it without a traceback."""
+
+    @classmethod
+    def listing(cls, what: str, reasons: Iterable[str]) -> Self:
+        """Of several reasons, a line each."""
+        return cls(f"{what}:\n" + "\n".join(f"  - {reason}" for reason in reasons))
 
 
 class ConfigError(RFTMegaError):
@@ -16,6 +21,12 @@ class ConfigError(RFTMegaError):
 
 class DataError(RFTMegaError):
     """A data file that cannot be used; names the file and the line."""
+
+    @classmethod
+    def first_of(cls, problems: Sequence[str]) -> Self:
+        """The first ten, a line each, and how many more there are."""
+        more = len(problems) - 10
+        return cls("\n".join([*problems[:10], *([f"... and {more} more."] if more > 0 else [])]))
 
 
 class CheckpointError(RFTMegaError):
@@ -42,7 +53,7 @@ class NodeError(RFTMegaError):
     """A host of the run that lacks something, or is not like the others; names the host and a rank on it."""
 
 
-def exit_code_of(work: Callable[..., int], *given: Any) -> int:
+def exit_code_of(work: Callable[..., int], *given: object) -> int:
     """What `work`(*given) gives. Where it raises an error of ours: 2, or 1 for an EngineFault, after the message on stderr."""
     try:
         return work(*given)

@@ -91,7 +91,7 @@ def slurm(chosen: argparse.Namespace, given: list[str]) -> int:
         chosen.processes_per_node = chosen.gpus_per_node
     config = configuration.load(chosen.config, chosen.overrides)
     if found := problems(chosen, config):
-        raise ConfigError("This can't be started:\n" + "\n".join(f"  - {reason}" for reason in found))
+        raise ConfigError.listing("This can't be started", found)
     processes = chosen.nodes * chosen.processes_per_node
     preflight.preflight(config, processes, on=device.CUDA() if chosen.gpus_per_node else device.CPU())
     folder = Path(config.trainer.output).resolve() / "slurm"

@@ -96,7 +96,7 @@ def show(chosen: argparse.Namespace) -> int:
     config = configuration.load(chosen.config, chosen.overrides)
     models = models_of(config)
     if problems := refused(models, config, machine):
-        raise ConfigError("This can't be planned:\n" + "\n".join(f"  - {problem}" for problem in problems))
+        raise ConfigError.listing("This can't be planned", problems)
     found = figures(models, config, machine)
     reasons = misfits(models, config, machine, found["push_buffers"])
     proposal, rejected = nearest(models, config, machine) if reasons and not chosen.no_search else (None, [])

@@ -68,7 +68,7 @@ def show(chosen: argparse.Namespace) -> int:
             f"--engine-ranks {engines.ranks} on {world} trainer ranks: colocated engines need all of them. Or --separate."
         )
     if problems:
-        raise ConfigError("This can't be planned:\n" + "\n".join(f"  - {problem}" for problem in problems))
+        raise ConfigError.listing("This can't be planned", problems)
     begin = time.perf_counter()
     plan = Balance(chosen.bytes)
     links: dict[str, dict[int, int]] = {"NVLink": defaultdict(int), "NIC": defaultdict(int)}  # busiest direction of a rank

@@ -70,7 +70,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
             OmegaConf.update(config, f"critic.{name}", OmegaConf.select(config, name))
     problems += [f"{name} must be given." for name in known if OmegaConf.is_missing(*_parent(config, name))]
     if problems:
-        raise ConfigError(f"{path}:\n" + "\n".join(f"  - {problem}" for problem in problems))
+        raise ConfigError.listing(str(path), problems)
     run = OmegaConf.to_object(config)
     assert isinstance(run, RunConfig)
     return run

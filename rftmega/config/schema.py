@@ -127,6 +127,11 @@ class RolloutConfig:
     deadline_seconds: float = 3600.0
     """strategy=separate: a server that needs longer for one answer is taken for hung, and started again."""
 
+    @property
+    def max_row_tokens(self) -> int:
+        """Of a prompt and its answer together."""
+        return self.max_prompt_tokens + self.max_response_tokens
+
 
 @dataclass
 class DataConfig:

@@ -27,7 +27,7 @@ def step_rows(config: RunConfig) -> list[str]:
             f"algorithm.mini_batches={config.algorithm.mini_batches} is more than the rows of a step (trainer.prompts_per_step"
             f" x answers = {config.trainer.prompts_per_step} x {answers} = {rows})."
         )
-    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    longest = config.rollout.max_row_tokens
     together, what = (1, "one row") if task != "reward_model" else (2, "a pair of rows")
     longest += int(task == "reward_model" or bool(config.reward.model))  # a score has a place of its own
     attention_cap = config.trainer.max_attention_per_micro_batch

@@ -9,7 +9,6 @@ from rftmega.data.records import Record, records
 from rftmega.errors import DataError
 
 log = logging.getLogger(__name__)
-SHOWN_PROBLEMS = 10
 T = TypeVar("T")
 
 
@@ -38,9 +37,7 @@ def load_examples(source: str | Path, parse: Callable[[Record, int], T], *, too_
         except DataError as error:
             problems.append(f"{where}: {error}")
     if problems:
-        more = len(problems) - SHOWN_PROBLEMS
-        shown = problems[:SHOWN_PROBLEMS] + ([f"... and {more} more."] if more > 0 else [])
-        raise DataError("\n".join(shown))
+        raise DataError.first_of(problems)
     if dropped:
         log.warning("%s: dropped %d of %d %s, which are too long", source, dropped, dropped + len(examples), noun)
     if not examples:

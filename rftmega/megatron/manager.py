@@ -51,7 +51,7 @@ def refuse_hazards(config: TransformerConfig) -> None:
         "shape of another. Set it to True.": config.pipeline_model_parallel_size > 1 and not config.variable_seq_lengths,
     }
     if found := [text for text, present in hazards.items() if present]:
-        raise ConfigError("Megatron's config would train something else:\n" + "\n".join(f"  - {text}" for text in found))
+        raise ConfigError.listing("Megatron's config would train something else", found)
 
 
 class MegatronModelManager:

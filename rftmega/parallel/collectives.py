@@ -24,7 +24,7 @@ def all_gather(tensor: Tensor) -> Tensor:
     if not dist.is_initialized():
         return mine.clone()
     here = device.current().here()
-    shapes = _gathered(torch.tensor([mine.dim(), *mine.shape] + [0] * (MOST_DIMS - mine.dim()), device=here)).cpu()
+    shapes = gathered(torch.tensor([mine.dim(), *mine.shape] + [0] * (MOST_DIMS - mine.dim()), device=here)).cpu()
     rest = [(int(shape[0]), *shape[2:].tolist()) for shape in shapes]
     if len(set(rest)) > 1:
         shown = [tuple(shape[1 : 1 + int(shape[0])].tolist()) for shape in shapes]
@@ -32,12 +32,12 @@ def all_gather(tensor: Tensor) -> Tensor:
     sizes = shapes[:, 1].tolist()
     padded = torch.zeros(max(sizes), *mine.shape[1:], dtype=mine.dtype, device=here)
     padded[: len(mine)] = mine
-    gathered = _gathered(padded)
-    return torch.cat([gathered[rank, :size] for rank, size in enumerate(sizes)]).to(tensor.device)
+    everybodys = gathered(padded)
+    return torch.cat([everybodys[rank, :size] for rank, size in enumerate(sizes)]).to(tensor.device)
 
 
-def _gathered(x: Tensor) -> Tensor:
-    """[ranks, ...] of tensors that have one shape everywhere."""
+def gathered(x: Tensor) -> Tensor:
+    """[...] on the device, of one shape everywhere -> [ranks, ...]."""
     found = [torch.empty_like(x) for _ in range(dist.get_world_size())]
     dist.all_gather(found, x)
     return torch.stack(found)

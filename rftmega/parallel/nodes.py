@@ -49,7 +49,7 @@ def check_nodes(world: World, needed: Mapping[str, int]) -> None:
     reports: list[Report] = gather_objects(Report(world.rank, socket.gethostname(), versions(), free))
     clocks = _clocks()
     if found := complaints(reports, needed, clocks):
-        raise NodeError("The processes of this run don't fit together:\n" + "\n".join(f"  - {text}" for text in found))
+        raise NodeError.listing("The processes of this run don't fit together", found)
     speed = _bandwidth()
     if world.is_main:
         log.info(

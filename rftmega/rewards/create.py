@@ -35,7 +35,6 @@ LABELS: dict[str, Callable[[str], str | None]] = {  # part -> why it can't work 
     "code": code.complaint,
     "multiple_choice": multiple_choice.complaint,
 }
-SHOWN_PROBLEMS = 10
 
 
 def create(config: RewardConfig, decode: Decode) -> MixedReward:
@@ -63,5 +62,4 @@ def check_prompts(config: RewardConfig, prompts: Iterable[Prompt]) -> None:
         if name in LABELS and (why := LABELS[name](prompt.label))
     ]
     if problems:
-        more = len(problems) - SHOWN_PROBLEMS
-        raise DataError("\n".join(problems[:SHOWN_PROBLEMS] + ([f"... and {more} more."] if more > 0 else [])))
+        raise DataError.first_of(problems)

@@ -138,7 +138,7 @@ class ServerEngine(Engine):
             "load-format": "dummy",
             "dtype": dtype if dtype != "auto" else str(device.current().train_dtype).removeprefix("torch."),
             "tensor-parallel-size": config.tensor,
-            "max-model-len": config.max_prompt_tokens + config.max_response_tokens,
+            "max-model-len": config.max_row_tokens,
             "max-num-seqs": config.max_batch,
             "logprobs-mode": "processed_logprobs",
             "weight-transfer-config": json.dumps({"backend": "shared_memory"}),

@@ -92,7 +92,7 @@ class VLLMEngine(Engine):
             dtype=precision,
             tensor_parallel_size=config.tensor,
             distributed_executor_backend="external_launcher",
-            max_model_len=config.max_prompt_tokens + config.max_response_tokens,
+            max_model_len=config.max_row_tokens,
             max_num_seqs=config.max_batch,
             enforce_eager=not on_cuda,
             logprobs_mode="processed_logprobs",  # of the distribution that was sampled from, temperature included

@@ -46,5 +46,5 @@ def rows_per_update(config: RunConfig) -> int:
 
 def rows_per_micro_batch(config: RunConfig) -> int:
     """Answers of full length that fit a micro-batch, which is bounded by tokens here."""
-    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    longest = config.rollout.max_row_tokens
     return max(1, config.trainer.max_tokens_per_micro_batch // longest)

@@ -1,10 +1,9 @@
 """When engines end a rollout before its last answer: together, as soon as what they have suffices."""
 
-from collections.abc import Mapping, Sequence
-
-import torch.distributed as dist
+from collections.abc import Sequence
 
 from rftmega.interfaces import Enough
+from rftmega.parallel.collectives import gather_objects
 from rftmega.strategy.judging import Judging
 from rftmega.types import Completion
 
@@ -40,9 +39,7 @@ class Together:
         own = self.judging.scored(self._told, self._finished) if self.places else {}
         self._told, self._finished = self._finished, len(self.judging.reports)
         done = idle and self._told == self._finished
-        gathered: list[tuple[Mapping[int, Completion], bool] | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, ({self.places[place]: answer for place, answer in own.items()}, done))
-        told = [one for one in gathered if one is not None]
+        told = gather_objects(({self.places[place]: answer for place, answer in own.items()}, done))
         for answers, _ in told:
             for place, answer in answers.items():
                 self.answers[place] = answer

@@ -9,6 +9,7 @@ from torch import Tensor
 from rftmega import device
 from rftmega.device.spans import recorder
 from rftmega.megatron.timers import BACKWARD, FORWARD, REDUCE, SCHEDULE
+from rftmega.parallel.collectives import gathered
 from rftmega.trainer.callbacks import Observer
 from rftmega.types import Metrics
 
@@ -51,7 +52,7 @@ class Measures(Observer):
 
     def _everybodys(self) -> Metrics:
         mine = torch.tensor([[phase[part] for part in MEASURED] for phase in self.phases.values()], dtype=torch.float64)
-        return compared(list(self.phases), gathered(mine))
+        return compared(list(self.phases), gathered(mine.to(device.current().here())).cpu())
 
     def _efficiency(self, metrics: Metrics) -> Metrics:
         devices = dist.get_world_size()
@@ -68,14 +69,6 @@ class Measures(Observer):
         if "generated_tokens" in metrics:
             found["tokens_per_second_rollout"] = metrics["generated_tokens"] / self.phases["rollout"]["seconds"] / devices
         return found
-
-
-def gathered(mine: Tensor) -> Tensor:
-    """[phases, measured] -> [ranks, phases, measured] on the host."""
-    here = mine.to(device.current().here())
-    everybodys = [torch.empty_like(here) for _ in range(dist.get_world_size())]
-    dist.all_gather(everybodys, here)
-    return torch.stack(everybodys).cpu()
 
 
 def compared(phases: list[str], everybodys: Tensor) -> Metrics:

@@ -32,7 +32,7 @@ def preflight(config: RunConfig, world_size: int, *, local: bool = False, on: de
         found += _value_models(config, model)
         if config.algorithm.task == "rl":
             found += _engine(config, model, on)
-        longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+        longest = config.rollout.max_row_tokens
         if longest > model.max_positions:
             found.append(
                 f"rollout.max_prompt_tokens + rollout.max_response_tokens = {longest}, but the model knows "
@@ -49,7 +49,7 @@ def preflight(config: RunConfig, world_size: int, *, local: bool = False, on: de
             "(torchrun --max-restarts)."
         )
     if found:
-        raise ConfigError("This run can't start:\n" + "\n".join(f"  - {reason}" for reason in found))
+        raise ConfigError.listing("This run can't start", found)
 
 
 def _engine(config: RunConfig, model: ModelDescription, on: device.Device) -> list[str]:
@@ -64,7 +64,7 @@ def _engine(config: RunConfig, model: ModelDescription, on: device.Device) -> li
 def _value_models(config: RunConfig, policy: ModelDescription) -> list[str]:
     """Of critic and reward model, where there are such."""
     found = []
-    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    longest = config.rollout.max_row_tokens
     if config.algorithm.advantage == "gae" and (config.critic.path or config.critic.parallel != config.parallel):
         path = config.critic.path or config.model.path
         found += _value_model("critic", "critic.path", path, config.critic.parallel, policy, longest)

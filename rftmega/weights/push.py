@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from converters import Segment
 from rftmega.device.spans import span
 from rftmega.errors import EngineError, EngineFault
+from rftmega.parallel.collectives import gather_objects
 from rftmega.parallel.progress import mark
 from rftmega.types import Metrics
 from rftmega.weights.message import message_for, opened, written
@@ -216,8 +217,7 @@ class _Passage:
 def _everybodys(needs: Needs) -> tuple[list[Needs], list[int]]:
     """(what ranks of engines need, which of these each process needs): engines are alike, so there are few, each told once."""
     said = sorted(needs.items())
-    digests = [b""] * dist.get_world_size()
-    dist.all_gather_object(digests, hashlib.sha256(repr(said).encode()).digest())
+    digests = gather_objects(hashlib.sha256(repr(said).encode()).digest())
     first = {digest: rank for rank, digest in reversed(list(enumerate(digests)))}
     kinds = []
     for rank in sorted(first.values()):

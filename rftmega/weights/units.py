@@ -10,6 +10,7 @@ from torch import Tensor
 
 from converters import Rule, located
 from converters.hf_folder import Planned
+from rftmega.parallel.collectives import gather_objects
 
 Key = tuple[str, int | None, int | None]  # a rule's first Megatron name, layer, expert
 
@@ -123,8 +124,7 @@ def units_of(held: Sequence[Held], group: Any = None) -> list[Unit]:
     layers, norm, head. A collective; everybody gets the same.
     """
     mine = [(item.rule, item.layer, item.expert, item.rank, item.parameter.dtype) for item in held if item.rule.exported]
-    told: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(told, (dist.get_rank(), mine), group=group)
+    told = gather_objects((dist.get_rank(), mine), group)
     found: dict[Key, tuple[Rule, int | None, int | None, torch.dtype]] = {}
     holders: dict[Key, dict[int, list[int]]] = {}
     for process, theirs in told:
