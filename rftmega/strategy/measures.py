@@ -72,11 +72,13 @@ class Measures(Observer):
 
 
 def compared(phases: list[str], everybodys: Tensor) -> Metrics:
-    """Of [ranks, phases, measured], the phases' mean and largest work and whose it is, the most memory, and what was idle."""
+    """Of [ranks, phases, measured], the phases' mean, median (the lower one) and largest work and whose that is, the most
+    memory, and what was idle.
+    """
     found: Metrics = {}
     for name, (work, mib, idle) in zip(phases, everybodys.permute(1, 2, 0), strict=True):
         found[f"work_{name}"], found[f"work_{name}_max"] = work.mean().item(), work.max().item()
-        found[f"work_{name}_slowest"] = float(work.argmax())
+        found[f"work_{name}_median"], found[f"work_{name}_slowest"] = work.median().item(), float(work.argmax())
         found[f"memory_mib_{name}"] = mib.max().item()
         if name == "update":
             found["pipeline_idle"] = idle.mean().item()

@@ -9,7 +9,9 @@ from rftmega.config import RunConfig
 from rftmega.interfaces import Resumable
 from rftmega.parallel.topology import Topology
 from rftmega.strategy.measures import Measures
+from rftmega.strategy.stragglers import Stragglers
 from rftmega.strategy.timeline import Timeline
+from rftmega.trainer.callbacks import Observer
 from rftmega.trainer.checkpointing import Checkpointing, resume
 from rftmega.trainer.evaluate import Evaluation
 from rftmega.trainer.observers import Text, observers_of
@@ -28,11 +30,11 @@ def watch(
     trainer.callbacks = [*watching, *timeline_of(config, strategy.topology)]  # after all that it records
 
 
-def measures_of(config: RunConfig) -> list[Measures]:
-    """What adds metrics."""
+def measures_of(config: RunConfig) -> list[Observer]:
+    """What adds metrics, and warns of what they say."""
     given = config.logging.peak_tflops
     known = device.current().peak_tflops() if config.model.dtype != "float32" else None
-    return [Measures(peak_tflops=given or known)]
+    return [Measures(peak_tflops=given or known), Stragglers()]
 
 
 def timeline_of(config: RunConfig, topology: Topology) -> list[Timeline]:

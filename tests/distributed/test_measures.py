@@ -63,9 +63,9 @@ def test_the_slowest_process_of_each_phase_is_named_and_all_know_it() -> None:
     assert one == pytest.approx(
         {
             "generated_tokens": 160.0,
-            "work_rollout": 2.0, "work_rollout_max": 3.0, "work_rollout_slowest": 1.0,
-            "work_push": 2.0, "work_push_max": 2.5, "work_push_slowest": 1.0,
-            "work_update": 3.0, "work_update_max": 3.0, "work_update_slowest": 0.0,
+            "work_rollout": 2.0, "work_rollout_max": 3.0, "work_rollout_median": 1.0, "work_rollout_slowest": 1.0,
+            "work_push": 2.0, "work_push_max": 2.5, "work_push_median": 1.5, "work_push_slowest": 1.0,
+            "work_update": 3.0, "work_update_max": 3.0, "work_update_median": 3.0, "work_update_slowest": 0.0,
             "tokens_per_second_rollout": 20.0,  # 160 in 4 s on 2 devices
             "tokens_per_second_update": 10.0,
             "tflops_update": 0.75,

@@ -1,6 +1,7 @@
 """A tiny arithmetic world on disk, and the real command line."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -58,15 +59,17 @@ trainer: {{steps: 3, prompts_per_step: 8, max_tokens_per_micro_batch: 64, export
 """)
 
 
+def train_rl(*arguments: object, timeout: float = 240, planted: str = "") -> subprocess.CompletedProcess[str]:
+    """The program with these arguments, as a user would start it; with a fault of `planted.py` in its ranks."""
+    program = ["-m", "tests.e2e.planted"] if planted else [str(ROOT / "train_rl.py")]
+    command, environment = [sys.executable, *program, *map(str, arguments)], os.environ | {"PLANTED": planted}
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False, cwd=ROOT, env=environment)
+
+
 @pytest.fixture
 def train() -> Run:
-    """train_rl.py with these arguments, as a user would start it."""
-
-    def run(*arguments: object, timeout: float = 240) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, str(ROOT / "train_rl.py"), *map(str, arguments)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False, cwd=ROOT)
-
-    return run
+    """`train_rl`."""
+    return train_rl
 
 
 def metrics_of(output: Path) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -11,9 +12,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
-from tests.e2e.conftest import ROOT, Run
+from tests.e2e.conftest import ROOT, Run, metrics_of, numbers_of, train_rl
 
 
 @pytest.fixture
@@ -124,6 +126,54 @@ def test_an_error_of_one_rank_alone_reaches_the_user(arithmetic: Path, tmp_path:
     assert done.returncode == 2
     assert done.stderr.count("error: ") == 1
     assert "holds no tensor 'model.layers.3.mlp.up_proj.weight'" in done.stderr
+
+
+def test_a_rank_that_is_ten_times_as_slow_is_named_and_the_run_goes_on(arithmetic: Path, tmp_path: Path, train: Run) -> None:
+    options = [
+        "--processes",
+        2,
+        "trainer.steps=4",
+        "algorithm.mini_batches=1",
+        "trainer.max_tokens_per_micro_batch=4096",
+        "data.eval=",
+    ]
+    done = train(arithmetic / "run.yaml", *options, f"trainer.output={tmp_path}", planted="slow")
+    assert done.returncode == 0, done.stderr
+    steps = metrics_of(tmp_path)[1:]
+    assert [step["work_update_slowest"] for step in steps] == [1.0] * 4
+    assert all(step["work_update_max"] > 10 * step["work_update_median"] for step in steps)
+    assert done.stdout.count(f"rank 1 on {socket.gethostname()} is slow: in update it worked for") == 1, done.stdout
+    assert "rank 0 on" not in done.stdout
+
+
+SERVERS = ["--processes", 2, "strategy=separate", "rollout.engine=vllm", "rollout.servers=2", "rollout.max_batch=2",
+           "rollout.cpu_cache_gib=0.05", "parallel.tensor=2", "data.eval=", "trainer.export=true"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def undisturbed(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Output of a run with two vLLM servers."""
+    output = tmp_path_factory.mktemp("undisturbed")
+    done = train_rl(arithmetic / "run.yaml", *SERVERS, f"trainer.output={output}", timeout=900)
+    assert done.returncode == 0, done.stderr
+    return output
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("what", ["server", "core"])
+def test_a_server_that_is_killed_in_a_generation_costs_the_run_nothing(
+    what: str, undisturbed: Path, arithmetic: Path, tmp_path: Path, train: Run
+) -> None:
+    done = train(arithmetic / "run.yaml", *SERVERS, f"trainer.output={tmp_path}", planted=what, timeout=900)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("engines start again (1 of 2), for what is unanswered: The vLLM server at") == 1, done.stdout
+    assert (tmp_path / "struck").read_text() == "32", "an answer was generated twice, or never"
+    for ours, theirs in zip(numbers_of(tmp_path), numbers_of(undisturbed), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5), ours["step"]
+    struck, whole = (load_file(output / "policy/model-00001-of-00001.safetensors") for output in (tmp_path, undisturbed))
+    assert struck.keys() == whole.keys()
+    for name, tensor in whole.items():
+        torch.testing.assert_close(struck[name], tensor, rtol=1e-3, atol=1e-5, msg=name)
 
 
 def test_ctrl_c_in_the_demo_leaves_no_process_behind(arithmetic: Path, tmp_path: Path) -> None:
