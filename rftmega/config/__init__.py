@@ -1,5 +1,6 @@
 """What a run can be told. Importing this costs nothing: no torch, no Megatron."""
 
+from rftmega.config.changes import changes
 from rftmega.config.load import load, parse_override
 from rftmega.config.reference import option_reference
 from rftmega.config.schema import (
@@ -17,6 +18,7 @@ from rftmega.config.schema import (
     RunConfig,
     TrainerConfig,
 )
+from rftmega.config.secrets import without_secrets
 from rftmega.config.sources import LONGEST_CYCLE, shares, split_source
 from rftmega.config.validate import violations
 
@@ -35,10 +37,12 @@ __all__ = [
     "RolloutConfig",
     "RunConfig",
     "TrainerConfig",
+    "changes",
     "load",
     "option_reference",
     "parse_override",
     "shares",
     "split_source",
     "violations",
+    "without_secrets",
 ]

@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rftmega.config.schema import RunConfig
+from rftmega.config.secrets import SECRET
 from rftmega.config.validate_ranges import AS_THE_POLICY
 from rftmega.errors import ConfigError
 
@@ -64,7 +65,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         try:
             OmegaConf.update(config, name, value)
         except OmegaConfBaseException as error:
-            problems.append(f"{name}={value!r}: {str(error).splitlines()[0]}")
+            problems.append(_unfit(name, value, error))
     for name in known:
         if name.startswith(AS_THE_POLICY) and f"critic.{name}" not in given:
             OmegaConf.update(config, f"critic.{name}", OmegaConf.select(config, name))
@@ -127,6 +128,10 @@ def _read_yaml(path: Path) -> dict[str, Any]:
             f"{path} holds a {type(tree).__name__}; it must be sections of options, such as 'model: {{path: DIR}}'."
         )
     return tree
+
+
+def _unfit(name: str, value: Any, error: OmegaConfBaseException) -> str:
+    return f"{name}: must be text." if name in SECRET else f"{name}={value!r}: {str(error).splitlines()[0]}"
 
 
 def _unknown(name: str, known: list[str]) -> str:

@@ -3,6 +3,7 @@
 from dataclasses import fields
 
 from rftmega.config.schema import FaultsConfig, RunConfig, TrainerConfig
+from rftmega.config.secrets import shown
 
 LENGTHS = ("rollout.max_prompt_tokens", "rollout.max_response_tokens")
 OF_ROLLOUTS = ("offload", "trajectories", "eval_samples", "eval_temperature", "eval_pass_at", "eval_accuracy", "trajectories_mib")
@@ -31,7 +32,7 @@ def unread_without_rollouts(config: RunConfig) -> list[str]:
         ("faults.engine_restarts", config.faults.engine_restarts, FaultsConfig.engine_restarts),
     ]
     return [
-        f"{name}={value}: with algorithm.task={task} nothing is generated or rewarded, so nothing reads it. Leave it out."
+        f"{shown(name, value)}: with algorithm.task={task} nothing is generated or rewarded, so nothing reads it. Leave it out."
         for name, value, default in whole + settings + trainer
         if name not in read and value != default
     ]

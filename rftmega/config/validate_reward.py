@@ -1,8 +1,10 @@
 """Parts of the reward, what they need, and what does without labels."""
 
 import math
+from urllib.parse import urlsplit
 
 from rftmega.config.schema import DataConfig, RewardConfig, RunConfig
+from rftmega.config.secrets import shown
 
 REWARD_OPTIONS = {  # option -> the parts that read it
     "format_pattern": ("format",),
@@ -43,12 +45,23 @@ def reward_parts(config: RunConfig) -> list[str]:
     for option, readers in REWARD_OPTIONS.items():
         if getattr(reward, option) != getattr(RewardConfig, option) and not used.intersection(readers):
             needed = " or ".join(f"reward.{name}" for name in readers)
-            found.append(f"reward.{option}={getattr(reward, option)} needs a weight of {needed}: nothing else reads it.")
-    if "remote" in used and reward.remote_url and not reward.remote_url.startswith(("http://", "https://")):
-        found.append(f"reward.remote_url={reward.remote_url} must begin with http:// or https://.")
+            named = shown(f"reward.{option}", getattr(reward, option))
+            found.append(f"{named} needs a weight of {needed}: nothing else reads it.")
+    if "remote" in used and reward.remote_url and not _is_address(reward.remote_url):
+        found.append(
+            "reward.remote_url is no address. Write http://host:port/path, or https://...; in a password, / is %2F, @ is %40."
+        )
     if config.data.kind_key != DataConfig.kind_key and not reward.recipe and "remote" not in used:
         found.append(f"data.kind_key={config.data.kind_key} needs reward.recipe or reward.remote: nothing else reads kinds.")
     return found + _beside_labels(config)
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number
+        return False
 
 
 def _beside_labels(config: RunConfig) -> list[str]:

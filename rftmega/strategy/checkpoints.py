@@ -14,10 +14,11 @@ import torch.distributed as dist
 
 from rftmega.checkpoint.snapshot import HostCopies
 from rftmega.checkpoint.training import TrainingReader, write_rank, write_whole
-from rftmega.config import RunConfig
+from rftmega.config import RunConfig, changes, without_secrets
 from rftmega.errors import CheckpointError
 from rftmega.megatron import MegatronActor, MegatronCritic
 from rftmega.megatron.offload import MAIN_PARAMETERS, PARAMETERS
+from rftmega.megatron.stored import read_manifest
 from rftmega.megatron.training_state import (
     AVERAGE,
     WEIGHTS,
@@ -31,9 +32,9 @@ from rftmega.megatron.training_state import (
     set_schedule_steps,
 )
 from rftmega.parallel import collectives, seeds
-from rftmega.parallel.nodes import versions
 from rftmega.parallel.progress import mark
 from rftmega.strategy import retention
+from rftmega.strategy.versions import code_versions
 from rftmega.strategy.writing import Writing
 
 Model = MegatronActor | MegatronCritic
@@ -57,12 +58,14 @@ class TrainingCheckpoints:
         export: Callable[[Path], None] | None = None,
     ):
         """At most `keep` checkpoints of `keep_mb` (10^6 bytes) together stay. What can't be written is a warning with `warn`,
-        else CheckpointError, when the next is saved or waited for. `export` writes a Hugging Face folder beside the state.
+        else CheckpointError, when the next is saved or waited for. `export` writes a Hugging Face folder beside the state, or
+        raises CheckpointError on all processes.
         """
         self.folder, self.models, self.config = folder, models, config
         self.keep, self.keep_mb = keep, keep_mb
         self.asynchronous, self.warn, self.export = asynchronous, warn, export
-        self._copies, self._code = HostCopies(), versions()
+        self._code = code_versions() if dist.get_rank() == 0 else {}  # what runs: files may be others by the time of a save
+        self._copies = HostCopies()
         self._writing: tuple[str, Writing] | None = None
 
     def save(self, state: dict[str, Any], *, step: int, tag: str | None = None, latest: bool = True) -> None:
@@ -74,8 +77,12 @@ class TrainingCheckpoints:
         if error := self._on_first(partial(_make, draft)):
             self._failed(name, [error])
             return
-        if self.export is not None:
-            self.export(draft / "hf")
+        try:
+            if self.export is not None:
+                self.export(draft / "hf")
+        except CheckpointError as raised:  # on all processes
+            self._failed(name, [str(raised)])
+            return
         about = self._about(state, step)
         snapshot = self._copies.take(
             (model, held)
@@ -132,7 +139,7 @@ class TrainingCheckpoints:
             return None
         state = self.load(given)
         if dist.get_rank() == 0:
-            log.info("resumed from %s", given)
+            self._say_resumed(given)
         return state
 
     def _to_resume(self) -> Path | None:
@@ -154,6 +161,13 @@ class TrainingCheckpoints:
             return None
         folder = self.folder if chosen == "auto" else Path(chosen)
         return retention.find(folder, None) if (folder / retention.LATEST).is_file() else folder
+
+    def _say_resumed(self, given: Path) -> None:
+        """And what is otherwise than in the run that saved it."""
+        log.info("resumed from %s", given)
+        before, now = read_manifest(given), {"config": without_secrets(self.config), "code": self._code}
+        for change in changes(before["config"], now["config"]) + changes(before["code"], now["code"]):
+            log.info("  %s", change)
 
     def _complete(self, draft: Path, name: str, about: dict[str, Any], latest: bool, given_up: Callable[[], bool]) -> None:
         """When all ranks have written: the manifest, the name, the pointer, and only then older ones go."""
@@ -192,7 +206,7 @@ class TrainingCheckpoints:
         return {
             "step": step,
             "state": state,
-            "config": asdict(self.config),
+            "config": without_secrets(self.config),
             "code": self._code,
             "ranks_written": dist.get_world_size(),
             "models": {name: self._described(model) for name, model in self.models.items()},

@@ -2,18 +2,15 @@
 
 import re
 import uuid
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
-from rftmega.config import RunConfig
+from rftmega.config import RunConfig, without_secrets
 from rftmega.errors import ConfigError
 from rftmega.trainer.callbacks import Observer
 from rftmega.types import Metrics
-
-SECRET = ("remote_url",)  # options that may carry a password
 
 
 class WandB(Observer):
@@ -38,7 +35,7 @@ class WandB(Observer):
             resume="allow",
             name=output.name,
             dir=output,
-            config=without_secrets(asdict(self.config)),
+            config=without_secrets(self.config),
             settings=wandb.Settings(console="off", disable_git=True, disable_code=True, silent=True),
         )
         self.on_step(trainer, metrics)
@@ -48,12 +45,6 @@ class WandB(Observer):
 
     def on_end(self, trainer: Any) -> None:
         self.run.finish()
-
-
-def without_secrets(tree: dict[str, Any]) -> dict[str, Any]:
-    """The options but for those that may carry a password."""
-    kept = {name: value for name, value in tree.items() if name not in SECRET}
-    return {name: without_secrets(value) if isinstance(value, dict) else value for name, value in kept.items()}
 
 
 class Prometheus(Observer):

@@ -2,9 +2,14 @@
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
+from torch import Tensor
+
 from converters.hf_folder import copy_companions, shards_of, write_index, write_shard
+from rftmega.errors import CheckpointError
+from rftmega.parallel.collectives import gather_objects
 from rftmega.weights.gather import Exporter
 
 SHARD_BYTES = 4 * 2**30
@@ -18,14 +23,21 @@ def export_hf_folder(
     `classifier`: the weights are a value model's, which `transformers` calls a sequence classifier with one label.
 
     Every process calls it; the one with `write` puts the files down, into a folder that gets its name only when it is
-    complete, so that `target` is never half-written.
+    complete, so that `target` is never half-written. Raises CheckpointError, on all of them, where that can't be done.
     """
-    tensors = iter(exporter)
-    if not write:
-        for _ in tensors:  # a collective
-            pass
-        return
-    source, target = Path(source), Path(target)
+    tensors, error = iter(exporter), None
+    if write:
+        try:
+            _write(tensors, exporter, Path(source), Path(target), classifier=classifier)
+        except OSError as raised:
+            error = f"{type(raised).__name__}: {raised}"
+    for _ in tensors:  # a collective: what one process can't write the others send all the same
+        pass
+    if errors := list(filter(None, gather_objects(error))):
+        raise CheckpointError(f"The model can't be exported to {target}, which needs room and rights: {errors[0]}")
+
+
+def _write(tensors: Iterator[tuple[str, Tensor]], exporter: Exporter, source: Path, target: Path, *, classifier: bool) -> None:
     draft = target.with_name(target.name + ".incomplete")
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)

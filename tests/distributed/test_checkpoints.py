@@ -2,16 +2,23 @@
 whole checkpoint is none.
 """
 
+import errno
 import json
+import logging
+import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 
+from converters import hf_folder
 from rftmega.algorithms.supervised import cross_entropy_loss
 from rftmega.checkpoint import training
 from rftmega.config import OptimizerConfig, ParallelConfig
@@ -25,6 +32,7 @@ from rftmega.parallel.topology import Topology
 from rftmega.strategy import checkpoints as saving
 from rftmega.strategy import retention
 from rftmega.strategy.checkpoints import TrainingCheckpoints
+from rftmega.strategy.export import export as export_model
 from tests.layouts import config_of, rows_of
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
@@ -325,3 +333,65 @@ def full_disk_body(world: Any, model: Path, folder: Path) -> None:
 
 def test_a_full_disk_and_a_read_only_folder_are_told_and_training_goes_on_where_it_may(tmp_path: Path) -> None:
     run_ranks(2, full_disk_body, save_tiny(tmp_path / "model", "qwen3"), tmp_path / "kept")
+
+
+def full_while_exporting_body(world: Any, model: Path, folder: Path) -> None:
+    """The disk of the first process is full after two tensors, of which the second process holds halves."""
+    actor = actor_of(model, P(tensor=2), PLAIN, "float32", 0.0)
+    kept_by(actor, folder).save({"n": 1}, step=1)
+    export = partial(export_model, actor, actor.manager.cfg)
+    written = count()
+
+    def write_all(stream: Any, tensor: torch.Tensor) -> None:
+        if next(written) % 3 == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hf_folder, "write_all", write_all)
+        with pytest.raises(CheckpointError, match=r"can't be exported to .*No space left on device.*latest is still step_000001"):
+            kept_by(actor, folder, export=export).save({"n": 2}, step=2)
+        kept = kept_by(actor, folder, warn=True, export=export)
+        kept.save({"n": 3}, step=3)
+        learn(actor, 1)
+    torch.distributed.barrier()
+    assert sorted(path.name for path in folder.iterdir()) == ["latest", "step_000001"]
+    kept.save({"n": 4}, step=4)
+    kept.wait()
+    torch.distributed.barrier()
+    whole = folder / "step_000004"
+    assert kept.load(retention.find(folder, None)) == {"n": 4}
+    assert {"hf", "hf_ema"} <= {path.name for path in whole.iterdir()}
+    assert load_file(whole / "hf/model-00001-of-00001.safetensors").keys() == load_file(model / "model.safetensors").keys()
+
+
+def test_an_export_beside_a_checkpoint_that_fails_is_told_and_training_goes_on_where_it_may(tmp_path: Path) -> None:
+    run_ranks(2, full_while_exporting_body, save_tiny(tmp_path / "model", "qwen3"), tmp_path / "kept")
+
+
+def otherwise_body(world: Any, model: Path, folder: Path) -> tuple[list[str], dict[str, str]]:
+    """What is said when a run goes on with another learning rate and another commit."""
+    actor = actor_of(model, P(), PLAIN, "float32", 0.0)
+    kept = kept_by(actor, folder)
+    kept._code = kept._code and kept._code | {"commit": "an earlier one"}
+    kept.save({}, step=1)
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    saving.log.addHandler(handler)
+    saving.log.setLevel(logging.INFO)
+    actor.manager.cfg.optimizer.learning_rate = 0.5
+    again = kept_by(actor, folder)
+    again.resume()
+    return said, again._code
+
+
+def test_what_is_otherwise_than_when_it_was_saved_is_said_by_the_first_process(tmp_path: Path) -> None:
+    folder = tmp_path / "kept"
+    (said, code), (nothing, _) = run_ranks(2, otherwise_body, save_tiny(tmp_path / "model", "qwen3"), folder)
+    assert said == [
+        f"resumed from {folder / 'step_000001'}",
+        "  optimizer.learning_rate: 0.01 -> 0.5",
+        *([f"  commit: an earlier one -> {code['commit'] or json.dumps('')}"]),
+    ]
+    assert nothing == []
+    assert code["torch"] == torch.__version__

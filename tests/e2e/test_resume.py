@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from rftmega.strategy.versions import code_versions
 from tests.e2e.conftest import ROOT, numbers_of
 from tests.e2e.test_loop import SEVERAL_RUNS
 
@@ -38,6 +39,11 @@ def test_a_run_that_is_started_again_gives_the_numbers_and_the_weights_of_one_th
         [sys.executable, "-c", SEVERAL_RUNS], input=json.dumps(runs), capture_output=True, text=True, check=False, cwd=ROOT
     )
     assert done.returncode == 0, done.stderr
+    said = done.stdout.splitlines()
+    resumed = said.index(f"resumed from {ended / 'checkpoints/step_000002'}")
+    assert [line for line in said[resumed + 1 :] if line.startswith("  ")] == ["  trainer.steps: 2 -> 4"]
+    manifest = json.loads((ended / "checkpoints/step_000004/manifest.json").read_text())
+    assert manifest["code"] == code_versions()
     assert numbers_of(whole)[-1]["step"] == 4
     assert numbers_of(ended) == numbers_of(whole)
     for folder in ("policy", "checkpoints/step_000004/hf"):

@@ -180,7 +180,7 @@ def test_a_sound_config_has_no_violations(config_file: Path) -> None:
         ("reward.format=1", 1, "reward.format_pattern is empty"),
         ("reward.format_pattern=x", 1, "reward.format_pattern=x needs a weight of reward.format: nothing else reads it"),
         ("reward.remote=1", 1, "reward.remote_url is empty"),
-        ("reward.remote_url=http://x", 1, "reward.remote_url=http://x needs a weight of reward.remote"),
+        ("reward.remote_url=http://x", 1, "reward.remote_url needs a weight of reward.remote"),
         ("reward.workers=3", 1, "reward.workers=3 needs a weight of reward.math or reward.code"),
         ("reward.math=.nan", 1, "reward.math=nan must be a finite number"),
         ("reward.exact_match=0", 1, "No reward has a weight"),
@@ -455,3 +455,26 @@ def test_reading_a_config_imports_nothing_heavy() -> None:
 def test_the_examples_are_sound_configs() -> None:
     for path in (ROOT / "examples").rglob("*.yaml"):
         load(path)
+
+
+SECRET_URLS = {
+    "that nothing reads": ["reward.remote_url=http://me:s3cr3t@host"],
+    "without http": ["reward.remote=1", "reward.remote_url=me:s3cr3t@host"],
+    "with a port that is none": ["reward.remote=1", "reward.remote_url=http://me:s3cr3t/s3cr3t@host"],
+    "without a host": ["reward.remote=1", "reward.remote_url=http://?key=s3cr3t"],
+    "of a task without rewards": ["algorithm.task=sft", "reward.remote_url=http://me:s3cr3t@host"],
+}
+
+
+@pytest.mark.parametrize("kind", SECRET_URLS)
+def test_an_address_that_is_complained_about_is_not_shown(kind: str, config_file: Path) -> None:
+    found = "\n".join(violations(load(config_file, SECRET_URLS[kind]), 1))
+    assert "reward.remote_url" in found
+    assert "s3cr3t" not in found
+
+
+def test_an_address_of_another_type_is_not_shown(config_file: Path) -> None:
+    config_file.write_text(config_file.read_text() + "reward: {remote_url: ['http://me:s3cr3t@host']}\n")
+    with pytest.raises(ConfigError, match=r"reward\.remote_url: must be text") as raised:
+        load(config_file)
+    assert "s3cr3t" not in str(raised.value)

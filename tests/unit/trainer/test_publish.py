@@ -7,9 +7,14 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
+<<<<<<< HEAD
 from rftmega.config import RewardConfig, RunConfig, TrainerConfig
 from rftmega.errors import ConfigError
 from rftmega.trainer.publish import Prometheus, WandB, without_secrets
+=======
+from rftmega.config import RewardConfig, RunConfig, TrainerConfig, without_secrets
+from rftmega.trainer.publish import Prometheus, WandB
+>>>>>>> da0f7d4 (Checkpoints: an export that fails is a save that fails; a resume says what is otherwise, the code's commit too; no address of a reward server is stored or shown)
 
 TRAINER = SimpleNamespace(step=0)
 
@@ -44,7 +49,7 @@ def test_a_port_that_is_taken_is_named() -> None:
 def test_what_may_carry_a_password_is_not_published() -> None:
     config = RunConfig(reward=RewardConfig(remote=1.0, remote_url="http://me:secret@host"))
     assert "secret" in str(asdict(config))
-    kept = without_secrets(asdict(config))
+    kept = without_secrets(config)
     assert "secret" not in str(kept)
     assert kept["reward"]["remote"] == 1.0
 

@@ -1,0 +1,31 @@
+"""What a run that goes on is told otherwise than the run that saved."""
+
+import json
+from typing import Any
+
+from rftmega.config.load import flatten
+from rftmega.config.secrets import SECRET
+from rftmega.config.validate_ranges import AS_THE_POLICY
+
+NOTHING = "(nothing)"
+
+
+def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """ "name: old -> new", a line each, of two trees of options; one of them may have gone through JSON.
+
+    An option that only one side knows is (nothing) on the other. What the critic takes from the policy is not told twice.
+    """
+    olds, news = _leaves(before), _leaves(now)
+    pairs = {name: (olds.get(name, NOTHING), news.get(name, NOTHING)) for name in {**news, **olds} if name not in SECRET}
+    changed = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    return [f"{name}: {old} -> {new}" for name, (old, new) in changed.items() if changed.get(_the_policys(name)) != (old, new)]
+
+
+def _leaves(tree: dict[str, Any]) -> dict[str, str]:
+    return {name: value if isinstance(value, str) and value else json.dumps(value) for name, value in flatten(tree).items()}
+
+
+def _the_policys(name: str) -> str:
+    """The option that is the default of one of the critic's; "" for all others."""
+    own = name.removeprefix("critic.")
+    return own if own != name and own.startswith(AS_THE_POLICY) else ""
