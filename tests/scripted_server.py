@@ -1,7 +1,7 @@
 """What answers as a vLLM server does, without a model: weights are a count, answers depend on the seed alone.
 
 `--fault KIND --after N --marker FILE`: once, when N answers were given, it is killed or stopped (KIND: KILL or STOP); FILE is
-written then. Every answer is noted in FILE.answers.
+written then. Every answer is noted in FILE.answers. `--hang PATH`: requests there are never answered.
 """
 
 import argparse
@@ -10,7 +10,7 @@ import os
 import signal
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Lock
+from threading import Event, Lock
 from typing import Any
 
 parser = argparse.ArgumentParser()
@@ -19,6 +19,7 @@ parser.add_argument("--port", type=int)
 parser.add_argument("--fault", default="")
 parser.add_argument("--after", type=int, default=0)
 parser.add_argument("--marker", type=Path)
+parser.add_argument("--hang", default="")
 given, _ = parser.parse_known_args()
 turn = Lock()
 state: dict[str, Any] = {"names": None, "version": "random weights", "answers": 0}
@@ -37,6 +38,8 @@ class Handler(BaseHTTPRequestHandler):
             self.reply(self.respond(self.path.rpartition("/")[2], body))
 
     def respond(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        if path == given.hang:
+            Event().wait()
         if path == "init_weight_transfer_engine":
             state["names"] = body["init_info"]["names"]
         if path == "finish_weight_update":
