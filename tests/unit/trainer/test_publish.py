@@ -7,14 +7,9 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-<<<<<<< HEAD
-from rftmega.config import RewardConfig, RunConfig, TrainerConfig
-from rftmega.errors import ConfigError
-from rftmega.trainer.publish import Prometheus, WandB, without_secrets
-=======
 from rftmega.config import RewardConfig, RunConfig, TrainerConfig, without_secrets
+from rftmega.errors import ConfigError
 from rftmega.trainer.publish import Prometheus, WandB
->>>>>>> da0f7d4 (Checkpoints: an export that fails is a save that fails; a resume says what is otherwise, the code's commit too; no address of a reward server is stored or shown)
 
 TRAINER = SimpleNamespace(step=0)
 
