@@ -16,7 +16,7 @@ MAY_IMPORT = {
     "rewards": "types errors config",
     "data": "config types errors",
     "experience": "types interfaces algorithms config",
-    "trainer": "config types interfaces algorithms experience",
+    "trainer": "errors config types interfaces algorithms experience",
     "device": "errors",
     "parallel": "config errors device",
     "megatron": "config types errors device parallel model_providers converters",
