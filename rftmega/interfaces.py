@@ -3,7 +3,7 @@
 Every method is called with the *whole* batch, on every process alike; how it is split is the implementation's business.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -16,7 +16,7 @@ Enough = Callable[
 
 
 class RolloutEngine(Protocol):
-    """Turns prompts into completions and takes new weights."""
+    """Turns prompts into completions, under the weights that a WeightSync brought."""
 
     def generate(
         self, prompts: Sequence[Prompt], *, seeds: Sequence[int], temperature: float, reward: "Reward | None" = None
@@ -36,9 +36,6 @@ class RolloutEngine(Protocol):
         enough: Enough,
     ) -> list[Completion | None]:
         """The same until `enough` says so of what has been finished and scored; what has not been then is aborted, and None."""
-
-    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
-        """Takes Hugging-Face-named tensors, whole, and answers under `version` from then on."""
 
     def state(self) -> dict[str, Any]:
         """What decides which answers are finished first, as JSON has it."""

@@ -2,7 +2,7 @@
 
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
@@ -121,9 +121,6 @@ class SharedEngine:
             found = self._over_faults(lambda: self._ask_until(asking, mine, len(prompts), enough))
         self.engine.lengths.learn(prompts, found)
         return found
-
-    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
-        self.engine.load_weights(named_tensors, version=version)
 
     def state(self) -> dict[str, Any]:
         """How long answers to each prompt are expected to be."""

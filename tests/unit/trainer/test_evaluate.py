@@ -1,13 +1,12 @@
 """Evaluation: what it reports, and that training can't tell whether there was one."""
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy
 import pytest
 import torch
-from torch import Tensor
 
 from rftmega.algorithms.losses import policy_loss
 from rftmega.config import RolloutConfig
@@ -34,8 +33,6 @@ class Answers:
     ) -> list[Completion]:
         self.asked += [(prompt, seed, temperature) for prompt, seed in zip(prompts, seeds, strict=True)]
         return [Completion((next(self.script[prompt]),), (0.0,), "stop", 0) for prompt in prompts]
-
-    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None: ...
 
 
 class Trainer:

@@ -1,7 +1,7 @@
 """A whole GRPO step in one plain process: a bigram table is policy enough, a seeded generator engine enough."""
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,8 +50,6 @@ class Bigrams:
     def push(self, *, version: int) -> dict[str, float]:
         self.versions.append(version)
         return {}
-
-    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None: ...
 
     def state(self) -> dict[str, Any]:
         return {}
