@@ -36,7 +36,8 @@ class WandB(Observer):
             name=output.name,
             dir=output,
             config=without_secrets(self.config),
-            settings=wandb.Settings(console="off", disable_git=True, disable_code=True, silent=True),
+            # Its metadata holds the command line, and with it what an option there keeps secret.
+            settings=wandb.Settings(console="off", disable_git=True, disable_code=True, x_disable_meta=True, silent=True),
         )
         self.on_step(trainer, metrics)
 

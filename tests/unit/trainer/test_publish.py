@@ -49,10 +49,11 @@ def test_what_may_carry_a_password_is_not_published() -> None:
     assert kept["reward"]["remote"] == 1.0
 
 
-def test_wandb_writes_offline_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_writes_offline_without_a_network_and_no_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setattr("sys.argv", ["train_rl.py", "reward.remote_url=http://me:s3cr3t@host"])
     writer = WandB("a-project", RunConfig(trainer=TrainerConfig(output=str(tmp_path / "run"))))
     writer.on_start(TRAINER, {"eval_reward": 0.5})
     writer.on_step(SimpleNamespace(step=1), {"a_loss_of_1": 3.0})
@@ -69,3 +70,4 @@ def test_wandb_writes_offline_without_a_network(tmp_path: Path, monkeypatch: pyt
     resumed.on_start(SimpleNamespace(step=1), {})
     resumed.on_end(TRAINER)
     assert resumed.run.id == known, "a resumed run is another one there"
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"s3cr3t" in path.read_bytes()]
