@@ -1,5 +1,6 @@
 """Which checkpoints of a folder stay, and which is the latest."""
 
+import logging
 import os
 import shutil
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from rftmega.checkpoint.training import note_of
 from rftmega.errors import CheckpointError
 from rftmega.megatron.stored import MANIFEST
 
+log = logging.getLogger(__name__)
 LATEST = "latest"  # a file that holds the name of the newest complete checkpoint
 DRAFT = ".incomplete"
 
@@ -36,7 +38,7 @@ def expired(saved: Sequence[Saved], *, max_num: int, max_mem: float) -> list[str
 
 def rotate(folder: Path, *, max_num: int, max_mem: float) -> list[str]:
     """Deletes what has `expired` among the checkpoints of `folder`, and drafts older than the newest of them, whose saves have
-    died; their names. Call it once the new one is there.
+    died; their names. Call it once the new one is there, which is none the worse for what can't be deleted: a warning says so.
 
     The latest, where that is an older one, stays too, and so does whatever else lies there: `folder` may be somebody's home.
     """
@@ -50,8 +52,12 @@ def rotate(folder: Path, *, max_num: int, max_mem: float) -> list[str]:
     gone = [name for name in expired(saved, max_num=max_num, max_mem=max_mem) if name != latest]
     newest = max((-each.age for each in saved), default=0)
     gone += [path.name for path in folder.glob(f"*{DRAFT}") if path.is_dir() and path.stat().st_mtime_ns < newest]
-    for name in gone:
-        shutil.rmtree(folder / name)
+    for name in tuple(gone):
+        try:
+            shutil.rmtree(folder / name)
+        except OSError as error:
+            log.warning("%s can't be deleted, and stays: %s", folder / name, error)
+            gone.remove(name)
     return gone
 
 

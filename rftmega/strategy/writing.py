@@ -6,9 +6,11 @@ import threading
 from collections.abc import Callable
 
 from rftmega.parallel import collectives
+from rftmega.parallel.progress import mark
 
 log = logging.getLogger(__name__)
 NICE = 10  # the training goes first
+ROUND = 1.0  # seconds
 
 
 class Beside(threading.Thread):
@@ -39,12 +41,21 @@ class Writing:
 
     def wait(self) -> list[str]:
         """What went wrong, rank by rank, alike on all processes, which call it together."""
-        self._part.join()
+        _join(self._part)
         found = collectives.gather_objects(self._part.error)
         if any(found):
             self._given_up.set()
-        if self._whole is not None:
-            self._whole.join()
+        _join(self._whole)
         if not any(found):
             found = collectives.gather_objects(self._whole.error if self._whole else None)
         return [f"rank {rank}: {error}" for rank, error in enumerate(found) if error]
+
+
+def _join(work: Beside | None) -> None:
+    """Until it has ended on all processes. That they wait together is progress: a disk may take longer than the watch would."""
+    waiting = 1
+    while waiting:
+        if work is not None:
+            work.join(ROUND)
+        waiting = int(collectives.all_reduce(int(work is not None and work.is_alive()), "max"))
+        mark()

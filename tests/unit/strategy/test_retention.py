@@ -1,4 +1,5 @@
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,23 @@ def test_what_the_pointer_names_stays_although_it_is_old(tmp_path: Path) -> None
     point_to(tmp_path, "old")
     assert rotate(tmp_path, max_num=1, max_mem=1) == ["older_than_new"]
     assert find(tmp_path, None).name == "old"
+
+
+def test_what_cannot_be_deleted_is_told_and_costs_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for when, name in enumerate(["first", "second", "new"]):
+        checkpoint(tmp_path, name, when)
+    delete = shutil.rmtree
+
+    def rmtree(path: Path) -> None:
+        if path.name == "first":
+            raise PermissionError("not yours")
+        delete(path)
+
+    monkeypatch.setattr("rftmega.strategy.retention.shutil.rmtree", rmtree)
+    assert rotate(tmp_path, max_num=1, max_mem=1) == ["second"]
+    assert "first can't be deleted, and stays: not yours" in caplog.text
 
 
 def test_the_latest_is_found_and_a_missing_one_named(tmp_path: Path) -> None:

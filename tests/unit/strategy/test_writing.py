@@ -1,0 +1,15 @@
+import time
+
+import pytest
+
+from rftmega.parallel.progress import watched
+from rftmega.strategy import writing
+from rftmega.strategy.writing import Writing
+
+
+def test_a_save_that_takes_longer_than_the_watch_allows_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writing, "ROUND", 0.05)
+    ended: list[int] = []
+    with watched(0.5, 0, end=ended.append):
+        assert Writing(lambda: time.sleep(2), lambda given_up: time.sleep(1)).wait() == []
+    assert ended == []
