@@ -16,14 +16,14 @@ class BlockEngine:
 
     def block(self, name: str, tensor: Tensor) -> Tensor:
         kind = name.split(".")[-2]
-        if kind in ("o_proj", "down_proj"):
+        if kind in ("o_proj", "down_proj", "w2"):
             return tensor.chunk(self.ranks, dim=1)[self.rank]
         if kind in ("embed_tokens", "lm_head"):
             block = -(-tensor.shape[0] // 64) * 64 // self.ranks
             return tensor[self.rank * block : (self.rank + 1) * block]
         if kind in ("k_proj", "v_proj") and self.ranks > self.kv_heads:  # a head on several ranks
             return tensor.chunk(self.kv_heads)[self.rank * self.kv_heads // self.ranks]
-        if kind.endswith("_proj") and kind[0] in "qkvgu":
+        if kind in ("w1", "w3") or (kind.endswith("_proj") and kind[0] in "qkvgu"):
             return tensor.narrow(0, self.rank * tensor.shape[0] // self.ranks, tensor.shape[0] // self.ranks)
         return tensor
 

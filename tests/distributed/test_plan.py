@@ -63,7 +63,7 @@ CASES = {
     "critic, TP2 x PP2": Case("qwen3", 4, P(tensor=2, pipeline=2), PLAIN, "bfloat16", 0),
     "critic, tied, distributed": Case("qwen2-tied", 2, P(), SHARDED, "bfloat16", 0),
 }
-QUICK = ("TP2 x PP2", "EP2 x TP2, distributed, bf16", "critic, tied, distributed")
+QUICK = ("TP2 x PP2", "EP4", "EP2 x TP2, distributed, bf16", "critic, tied, distributed")
 
 
 def measured_body(world: Any, folder: Path, case: Case) -> dict[str, int]:
