@@ -4,6 +4,7 @@
 """
 
 import functools
+import hashlib
 import io
 import json
 import math
@@ -26,13 +27,22 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from converters.hf_folder import checksum, draft_of, land, write_all
+from rftmega.checkpoint.direct import DirectFile
 from rftmega.megatron.stored import FORMAT, MANIFEST, MARK, Stored, seal
 
+OBJECTS = "__objects.distcp"
+Boxed = tuple[str, tuple[int, ...], Tensor]  # key, offset, box
 
-def write_pieces(path: Path, pieces: Iterable[tuple[str, tuple[int, ...], Tensor]]) -> list[Stored]:
-    """Writes (key, offset, box) one after the other; the file gets its name when it is complete and on the disk."""
+
+def write_pieces(path: Path, pieces: Iterable[Boxed], *, size: int | None = None) -> list[Stored]:
+    """Writes (key, offset, box) one after the other; the file gets its name when it is complete and on the disk.
+
+    With its `size`, the bytes of the whole file, they go past the page cache, where nobody will look for them.
+    """
     stored = []
-    with draft_of(path).open("wb", buffering=0) as stream:
+    draft = draft_of(path)
+    stream: Any
+    with draft.open("wb", buffering=0) if size is None else DirectFile(draft, size) as stream:
         for key, offset, box in pieces:
             box = box.contiguous()
             before, after = around(tuple(box.shape), box.dtype)
@@ -45,6 +55,11 @@ def write_pieces(path: Path, pieces: Iterable[tuple[str, tuple[int, ...], Tensor
             stored.append(Stored(key, offset, tuple(box.shape), dtype, path.name, begin, length, checksum(box)))
     land(path)
     return stored
+
+
+def file_bytes(pieces: Iterable[Boxed]) -> int:
+    """Of the file that `write_pieces` makes of them."""
+    return sum(box.nbytes + sum(map(len, around(tuple(box.shape), box.dtype))) for _, _, box in pieces)
 
 
 @functools.cache
@@ -66,14 +81,11 @@ def around(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[bytes, bytes]:
 
 def finish(folder: Path, stored: list[Stored], shapes: dict[str, tuple[int, ...]], objects: list[str], manifest: Any) -> None:
     """Writes what makes the files a checkpoint: torch's metadata, Megatron's mark, and last of all the manifest."""
-    empty = io.BytesIO()
-    torch.save([None], empty)
+    empty = _saved([None])
     names = sorted(objects)
-    (folder / "__objects.distcp").write_bytes(empty.getvalue() * len(names))
-    size = len(empty.getvalue())
     described: dict[str, Any] = {name: BytesStorageMetadata() for name in names}
     where: dict[MetadataIndex, _StorageInfo] = {
-        MetadataIndex(name): _StorageInfo("__objects.distcp", number * size, size) for number, name in enumerate(names)
+        MetadataIndex(name): _StorageInfo(OBJECTS, number * len(empty), len(empty)) for number, name in enumerate(names)
     }
     for box in stored:
         tensor = described.setdefault(
@@ -82,10 +94,22 @@ def finish(folder: Path, stored: list[Stored], shapes: dict[str, tuple[int, ...]
         )
         tensor.chunks.append(ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape)))
         where[MetadataIndex(box.key, torch.Size(box.offset))] = _StorageInfo(box.file, box.begin, box.length)
-    (folder / ".metadata").write_bytes(pickle.dumps(Metadata(described, storage_data=where)))
-    torch.save({}, folder / "common.pt")
-    (folder / MARK).write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
-    write_manifest(folder, manifest | {"pieces": [box.as_json() for box in stored], "shapes": shapes})
+    files = {
+        OBJECTS: empty * len(names),
+        ".metadata": pickle.dumps(Metadata(described, storage_data=where)),
+        "common.pt": _saved({}),
+        MARK: json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}).encode(),
+    }
+    for name, content in files.items():
+        _write(folder / name, content)
+    sums = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+    write_manifest(folder, manifest | {"files": sums, "pieces": [box.as_json() for box in stored], "shapes": shapes})
+
+
+def _saved(content: Any) -> bytes:
+    stream = io.BytesIO()
+    torch.save(content, stream)
+    return stream.getvalue()
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
@@ -95,5 +119,9 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
 
 def write_json(path: Path, content: Any) -> None:
     """The file gets its name when it is complete and on the disk."""
-    draft_of(path).write_text(json.dumps(content, indent=1))
+    _write(path, json.dumps(content, indent=1).encode())
+
+
+def _write(path: Path, content: bytes) -> None:
+    draft_of(path).write_bytes(content)
     land(path)

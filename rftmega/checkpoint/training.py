@@ -12,10 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rftmega.checkpoint.distributed import finish, write_json, write_pieces
+from rftmega.checkpoint.distributed import file_bytes, finish, write_json, write_pieces
 from rftmega.checkpoint.snapshot import Snapshot
 from rftmega.errors import CheckpointError
-from rftmega.megatron.stored import Reader, Stored
+from rftmega.megatron.stored import Reader, Stored, read_checked
 
 KIND = "training"
 POLL = 0.05  # seconds
@@ -27,7 +27,7 @@ def note_of(rank: int) -> str:
 
 def write_rank(folder: Path, rank: int, snapshot: Snapshot, random: dict[str, Any]) -> None:
     """This rank's files; the note comes last."""
-    stored = write_pieces(folder / f"__{rank}_0.distcp", snapshot.boxes)
+    stored = write_pieces(folder / f"__{rank}_0.distcp", snapshot.boxes, size=file_bytes(snapshot.boxes))
     said = {"random": random, "pieces": [box.as_json() for box in stored], "shapes": snapshot.shapes}
     write_json(folder / note_of(rank), said)
 
@@ -63,12 +63,6 @@ class TrainingReader(Reader):
 
     def random_of(self, rank: int) -> dict[str, Any]:
         """Where the random streams of a rank stood. Raises CheckpointError where its file is not as it was written."""
-        path = self.folder / note_of(rank)
-        try:
-            text = path.read_bytes()
-        except OSError as error:
-            raise CheckpointError(f"{path} can't be read: {error}") from error
-        if hashlib.sha256(text).hexdigest() != self.manifest["ranks"][path.name]:
-            raise CheckpointError(f"{path} is not as it was written: its checksum is another.")
-        said: dict[str, Any] = json.loads(text)["random"]
+        name = note_of(rank)
+        said: dict[str, Any] = json.loads(read_checked(self.folder / name, self.manifest["ranks"][name]))["random"]
         return said

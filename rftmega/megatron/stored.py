@@ -60,6 +60,17 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
+def read_checked(path: Path, sha256: str) -> bytes:
+    """What is in a file. Raises CheckpointError where it is missing or not as it was written."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path} can't be read: {error}") from error
+    if hashlib.sha256(content).hexdigest() != sha256:
+        raise CheckpointError(f"{path} is not as it was written: its checksum is another.")
+    return content
+
+
 def seal(manifest: dict[str, Any]) -> str:
     """A checksum of the content, however it is laid out."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
@@ -74,8 +85,11 @@ class Reader:
     """The tensors of a whole checkpoint, by boxes; every piece that is read is checked."""
 
     def __init__(self, folder: Path):
+        """Raises CheckpointError where it is not whole, or what describes it is not as it was written."""
         self.folder = folder
         self.manifest = read_manifest(folder)
+        for name, sha256 in self.manifest.get("files", {}).items():  # the first ones of this format have no sums of these
+            read_checked(folder / name, sha256)
         self.stored: dict[str, list[Stored]] = {}
         for said in self.manifest["pieces"]:
             box = Stored.from_json(said)

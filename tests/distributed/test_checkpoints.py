@@ -26,7 +26,7 @@ from rftmega.errors import CheckpointError
 from rftmega.experience import given
 from rftmega.megatron import MegatronActor
 from rftmega.megatron.offload import PARTS
-from rftmega.megatron.stored import FORMAT, MANIFEST
+from rftmega.megatron.stored import FORMAT, MANIFEST, MARK
 from rftmega.parallel.nodes import versions
 from rftmega.parallel.topology import Topology
 from rftmega.strategy import checkpoints as saving
@@ -274,14 +274,17 @@ def refused_body(world: Any, model: Path, other: Path, folder: Path) -> None:
         piece["file"]: (piece["begin"] + piece["length"] // 2, "has checksum"),
         "rank_1.json": (-9, "its checksum is another"),
         MANIFEST: ((second / MANIFEST).read_text().index('"step": 2') + 8, "its checksum is another"),
+        **dict.fromkeys((".metadata", "common.pt", MARK), (-9, "its checksum is another")),
     }
+    others = {path.name for path in second.iterdir()} - damages.keys()
+    assert others == {"__0_0.distcp", "__1_0.distcp", "__objects.distcp", "rank_0.json"} - {piece["file"]}
     for name, (at, reason) in damages.items():
         if world.rank == 0:
             flip(second / name, at)
         torch.distributed.barrier()
         with pytest.raises(CheckpointError, match=reason) as raised:  # on both ranks, whoever reads it
             kept.load(second)
-        assert offer in str(raised.value), raised.value
+        assert str(second / name) in str(raised.value) and offer in str(raised.value), raised.value
         torch.distributed.barrier()
         if world.rank == 0:
             flip(second / name, at)
