@@ -49,7 +49,8 @@ def optimizer_tensors(manager: MegatronModelManager) -> Iterator[Held]:
     numbers = {id(item.parameter): number for number, item in enumerate(manager.bound)}
     for inner in inner_optimizers(manager.optimizer):
         for parameter, main, begin in _owned(inner):
-            tensors = {name: inner.optimizer.state[main][name] for name in (FIRST, SECOND) if main in inner.optimizer.state}
+            state = inner.optimizer.state.get(main, {})
+            tensors = {name: state[name] for name in (FIRST, SECOND) if name in state}
             if main.dtype != parameter.dtype:
                 tensors[MAIN] = main.detach()
             tensors = {kind: manager.residency.host(tensor) for kind, tensor in tensors.items()}

@@ -358,6 +358,7 @@ def full_while_exporting_body(world: Any, model: Path, folder: Path) -> None:
         learn(actor, 1)
     torch.distributed.barrier()
     assert sorted(path.name for path in folder.iterdir()) == ["latest", "step_000001"]
+    torch.distributed.barrier()  # before the next draft
     kept.save({"n": 4}, step=4)
     kept.wait()
     torch.distributed.barrier()
