@@ -205,7 +205,7 @@ def write_shard(path: Path, planned: Sequence[Planned], tensors: Iterator[tuple[
     said += b" " * (-len(said) % 8)
     sums = {}
     with draft_of(path).open("wb", buffering=0) as stream:
-        stream.write(len(said).to_bytes(8, "little") + said)
+        write_bytes(stream, len(said).to_bytes(8, "little") + said)
         for wanted in planned:
             name, given = next(tensors)
             assert (name, given.dtype, tuple(given.shape)) == tuple(wanted), (name, given.dtype, given.shape, wanted)
@@ -217,8 +217,13 @@ def write_shard(path: Path, planned: Sequence[Planned], tensors: Iterator[tuple[
 
 
 def write_all(stream: Any, tensor: Tensor) -> None:
-    """All bytes of a contiguous tensor; one call writes 2 GiB at most."""
-    view = memoryview(bytes_of(tensor))
+    """All bytes of a contiguous tensor."""
+    write_bytes(stream, bytes_of(tensor))
+
+
+def write_bytes(stream: Any, content: Any) -> None:
+    """All of them: a raw stream takes what it likes at a call, 2 GiB at most."""
+    view = memoryview(content)
     while len(view):
         view = view[stream.write(view) :]
 

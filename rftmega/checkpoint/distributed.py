@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from converters.hf_folder import checksum, draft_of, land, write_all
+from converters.hf_folder import checksum, draft_of, land, write_all, write_bytes
 from rftmega.checkpoint.direct import DirectFile
 from rftmega.megatron.stored import FORMAT, MANIFEST, MARK, Stored, seal
 
@@ -47,9 +47,9 @@ def write_pieces(path: Path, pieces: Iterable[Boxed], *, size: int | None = None
             box = box.contiguous()
             before, after = around(tuple(box.shape), box.dtype)
             begin = stream.tell()
-            stream.write(before)
+            write_bytes(stream, before)
             write_all(stream, box)
-            stream.write(after)
+            write_bytes(stream, after)
             length = len(before) + box.nbytes + len(after)
             dtype = str(box.dtype).removeprefix("torch.")
             stored.append(Stored(key, offset, tuple(box.shape), dtype, path.name, begin, length, checksum(box)))

@@ -1,10 +1,13 @@
 """The files of a distributed checkpoint: what is in them, and that each of them is as it was written."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+from rftmega.checkpoint import distributed
+from rftmega.checkpoint.direct import DirectFile
 from rftmega.checkpoint.distributed import Boxed, file_bytes, finish, write_pieces
 from rftmega.errors import CheckpointError
 from rftmega.megatron.stored import MARK, Reader
@@ -26,6 +29,14 @@ def test_past_the_page_cache_or_not_the_file_is_the_same_and_of_the_size_that_wa
     assert [(box.begin, box.length, box.checksum) for box in stored[0]] == [
         (box.begin, box.length, box.checksum) for box in stored[1]
     ]
+
+
+def test_pieces_may_cross_the_ends_of_what_is_written_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    boxes: list[Boxed] = [(f"k{n}", (0,), torch.arange(float(37 * n))) for n in range(1, 40)]
+    write_pieces(tmp_path / "one", boxes)
+    monkeypatch.setattr(distributed, "DirectFile", partial(DirectFile, chunk=4096))
+    write_pieces(tmp_path / "two", boxes, size=file_bytes(boxes))
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
 
 
 @pytest.mark.parametrize("name", [".metadata", "common.pt", MARK, "__objects.distcp"])
