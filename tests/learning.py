@@ -31,6 +31,7 @@ DEMO, OUT = Path("runs/demo"), Path("runs/learning")  # from ROOT, where train_r
 STARTS = {"model": 100, "longer": 140, "able": 160, "scratch": 0}  # folder in DEMO -> steps of its warm start
 SEEDS = (0, 1, 2)
 Record = dict[str, Any]
+importing = Lock()  # transformers makes its names as they are asked for, and not for two threads at once
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,9 @@ def learn(name: str, seed: int) -> Record:
 def accuracy(model: str | Path, file: str) -> float:
     """Share of greedy answers that are the label, by transformers; prompts of one length at a time."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with importing:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
 
     torch.set_num_threads(1)
     policy, tokenizer = AutoModelForCausalLM.from_pretrained(ROOT / model), AutoTokenizer.from_pretrained(ROOT / model)
