@@ -1,6 +1,7 @@
 """What is loaded is never run, and what listens is not open to everybody."""
 
 import ast
+import hashlib
 import json
 import os
 import pickle
@@ -130,16 +131,19 @@ def test_pickles_in_a_checkpoint_are_not_run(tmp_path: Path) -> None:
     import rftmega.device.before_megatron  # noqa: F401
 
     # isort: split
-    from rftmega.checkpoint.distributed import finish, write_pieces
-    from rftmega.megatron.stored import Reader
+    from rftmega.checkpoint.distributed import finish, write_manifest, write_pieces
+    from rftmega.megatron.stored import Reader, read_manifest
 
     folder, sprung = tmp_path / "checkpoint", tmp_path / "sprung"
     folder.mkdir()
     stored = write_pieces(folder / "a.distcp", [("a", (0,), torch.arange(4.0))])
     finish(folder, stored, {"a": (4,)}, [], {"layout": ""})
     trap = pickle.dumps(Trap(sprung))
+    manifest = read_manifest(folder)
     for name in (".metadata", "common.pt", "__objects.distcp"):
         (folder / name).write_bytes(trap)
+        manifest["files"][name] = hashlib.sha256(trap).hexdigest()  # whoever sets a trap can count, too
+    write_manifest(folder, manifest)
     target = torch.zeros(4)
     Reader(folder).fill(target, "a", (0,))
     assert target.tolist() == [0, 1, 2, 3]

@@ -18,17 +18,19 @@ import torch
 
 import train_rl
 from rftmega.config import RunConfig
+from rftmega.strategy import command_line
 
+plain_rank = command_line.rank
 LEAST = 1.0  # seconds of a wait, so that a busy machine makes nothing else of a step longer
 ENGINE_CORE = "VLLM::EngineCore"  # as vLLM calls it in `ps`
 
 
-def rank(config: RunConfig) -> int:
-    """train_rl.py's."""
+def rank(train: command_line.Train, config: RunConfig) -> int:
+    """`command_line`'s."""
     kind, output = os.environ["PLANTED"], Path(config.trainer.output)
     output.mkdir(parents=True, exist_ok=True)
     slow(output / "rank-0.seconds") if kind == "slow" else struck(kind, output / "struck")
-    return train_rl.rank(config)
+    return plain_rank(train, config)
 
 
 def slow(noted: Path) -> None:
@@ -92,6 +94,6 @@ def kill(kind: str, server: int) -> None:
 if __name__ == "__main__":
     from tests.e2e import planted  # ranks import it by this name
 
-    train_rl.rank = planted.rank
-    train_rl.prepare()
+    command_line.rank = planted.rank
+    command_line.prepare()
     sys.exit(train_rl.main())
