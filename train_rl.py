@@ -4,8 +4,13 @@ import sys
 from functools import partial
 from typing import Any
 
-from rftmega.config import RunConfig
-from rftmega.strategy import command_line
+from rftmega.parallel import stop
+
+if __name__ in ("__main__", "__mp_main__"):  # a rank of --processes on CUDA is the second
+    stop.listen()  # before anything that takes time
+
+from rftmega.config import RunConfig  # noqa: E402
+from rftmega.strategy import command_line  # noqa: E402
 
 
 def train(config: RunConfig) -> int:
@@ -33,10 +38,10 @@ def reinforce(config: RunConfig, tokenizer: Any) -> bool:
     from rftmega.trainer import Algorithm
     from rftmega.trainer.observers import evaluation_of_prompts
 
-    with joined(config) as (world, stop):
+    with joined(config) as (world, asked):
         strategy = MegatronStrategy(config, world, stop_ids=tokenizer.stop_ids)
         learnt = MajorityReward(tokenizer.decode) if config.reward.majority else reward
-        trainer = Algorithm(config).reinforced(strategy, learnt, ptx=ptx, stop=stop)
+        trainer = Algorithm(config).reinforced(strategy, learnt, ptx=ptx, stop=asked)
         evaluation = evaluation_of_prompts(config, held_out, reward)
         watch(trainer, strategy, config, prompts, evaluation, tokenizer, is_main=world.is_main)
         trainer.fit(prompts, steps=config.trainer.steps)
@@ -56,9 +61,9 @@ def supervise(config: RunConfig, tokenizer: Any) -> bool:
     from rftmega.trainer import Algorithm
     from rftmega.trainer.observers import evaluation_of_rows
 
-    with joined(config) as (world, stop):
+    with joined(config) as (world, asked):
         strategy = SupervisedStrategy(config, world)
-        trainer = Algorithm(config).supervised(strategy, stop=stop)
+        trainer = Algorithm(config).supervised(strategy, stop=asked)
         evaluation = evaluation_of_rows(config, held_out, strategy.model)
         watch(trainer, strategy, config, rows, evaluation, tokenizer, is_main=world.is_main)
         trainer.fit(rows, steps=config.trainer.steps)

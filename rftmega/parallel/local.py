@@ -74,7 +74,7 @@ def launch(
             for restarts in range(max_restarts + 1):
                 try:
                     config.rdzv_endpoint = f"{agent_files}/rendezvous{restarts}"  # one that has ended stays closed
-                    return max(elastic_launch(config, _rank)(folder, restarts, work, *arguments).values())
+                    return max(elastic_launch(config, _rank)(folder, restarts, stops, work, *arguments).values())
                 except ChildFailedError as error:
                     if said := sorted((folder / COMPLAINTS).iterdir(), key=lambda path: path.stat().st_mtime):
                         raise RFTMegaError(said[0].read_text()) from None
@@ -133,7 +133,10 @@ def _signals(stop_file: Path | None) -> Iterator[list[signal.Signals]]:
 
     elastic._terminate_process_handler = once
     if stop_file:
-        signal.signal(signal.SIGUSR1, once)
+        for number in stop.SIGNALS:
+            signal.signal(number, once)
+        if stop.asked():  # before
+            stop_file.touch()
     try:
         yield came
     finally:
@@ -142,11 +145,13 @@ def _signals(stop_file: Path | None) -> Iterator[list[signal.Signals]]:
             signal.signal(number, handler)
 
 
-def _rank(folder: Path, restarts: int, work: Callable[..., int], *arguments: Any) -> int:
+def _rank(folder: Path, restarts: int, stops: bool, work: Callable[..., int], *arguments: Any) -> int:
     """One rank: its title names it in `ps`; what is the user's to mend goes to the launcher, anything else is a traceback."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of a terminal; the launcher ends the ranks
-    for number in stop.SIGNALS:
-        signal.signal(number, signal.SIG_DFL)
+    if stops:
+        stop.listen()
+    else:
+        stop.unlisten()
     stop.request.file = folder / STOP
     rank = os.environ["RANK"]
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(restarts)  # the agent has 0 there, as it is another one each time

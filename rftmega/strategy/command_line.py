@@ -41,22 +41,27 @@ def arguments(description: str | None) -> argparse.Namespace:
 
 def start(given: argparse.Namespace, train: Train) -> int:
     """Checks the config, then trains: here, or in `--processes` ranks of this machine. The exit code."""
+    from rftmega.parallel import stop
     from rftmega.parallel.launch import check_launcher, launched_size
     from rftmega.strategy import preflight
 
     check_launcher()
     processes = launched_size() if given.processes is None else given.processes
     config = configuration.load(given.config, given.overrides)
+    saves = config.checkpoint.every > 0
+    if not saves:
+        stop.unlisten()
     preflight.preflight(config, processes, local=given.processes is not None)
     if given.dry_run:
         sys.stdout.write(preflight.dry_run(config, processes) + "\n")
         return 0
     if given.processes is None:
         return train(config)
+    if stop.asked():  # ranks would each have to agree on it
+        return config.faults.requeue_code
     from rftmega.parallel.local import launch
 
     preload = ["rftmega.strategy.preloaded", *preflight.engine_modules(config)]
-    saves = config.checkpoint.every > 0
     return launch(processes, rank, train, config, preload=preload, max_restarts=config.faults.max_restarts, stops=saves)
 
 

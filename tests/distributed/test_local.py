@@ -45,6 +45,12 @@ def waits_for_a_request() -> int:
     return 85
 
 
+def is_asked_at_once() -> int:
+    """Before it could do anything about it."""
+    signal.raise_signal(signal.SIGUSR1)
+    return 85 if stop.asked() else 0
+
+
 @contextmanager
 def launching(call: str) -> Iterator["subprocess.Popen[str]"]:
     """In a session of its own, which is gone at the end."""
@@ -118,6 +124,12 @@ def test_a_request_to_stop_reaches_ranks_that_end_by_themselves(asked: signal.Si
             os.killpg(process.pid, asked)
         process.send_signal(signal.SIGTERM)  # as Slurm at the end of the time: it must not break off what has begun
         assert process.wait(60) == 85
+
+
+def test_a_rank_hears_a_request_from_its_first_moment_where_runs_can_be_stopped() -> None:
+    assert launched("launch(1, is_asked_at_once, preload=[], stops=True)").returncode == 85
+    done = launched("launch(1, is_asked_at_once, preload=[])")
+    assert done.returncode == 1 and "was killed by SIGUSR1" in done.stderr
 
 
 @pytest.mark.ranks

@@ -16,6 +16,18 @@ from tests.e2e.conftest import ROOT, Run, metrics_of
 from tests.e2e.test_faults import assert_gone, ranks_of
 
 TRAIN = [sys.executable, str(ROOT / "train_rl.py")]
+WAITS_AT_AN_IMPORT = """
+import runpy, sys
+
+class Finder:
+    def find_spec(self, name, *more):
+        if name == "rftmega.config":
+            print("imports", flush=True)
+            sys.stdin.readline()
+
+sys.meta_path.insert(0, Finder())
+runpy.run_path("train_rl.py", run_name="__main__")
+"""
 
 
 @contextmanager
@@ -66,6 +78,34 @@ def test_the_launcher_passes_a_signal_on(arithmetic: Path, tmp_path: Path) -> No
         process.send_signal(signal.SIGTERM)
         assert process.wait(120) == 75
     assert_gone(ranks)
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "saved"),
+    [
+        (["checkpoint.every=5"], 75, "step_000001"),
+        (["checkpoint.every=5", "--processes", "2"], 75, None),
+        (["checkpoint.every=0"], -signal.SIGUSR1, None),
+    ],
+    ids=["a process alone", "a launcher", "nothing is saved"],
+)
+def test_a_signal_that_comes_while_a_run_starts_is_a_request_where_it_saves(
+    options: list[str], code: int, saved: str | None, arithmetic: Path, tmp_path: Path
+) -> None:
+    """It comes before anything is imported that takes time."""
+    output = tmp_path / "out"
+    arguments = [str(arithmetic / "run.yaml"), f"trainer.output={output}", "trainer.steps=100000", *options]
+    process = subprocess.Popen(
+        [sys.executable, "-c", WAITS_AT_AN_IMPORT, *arguments],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "imports\n"
+    process.send_signal(signal.SIGUSR1)
+    _, errors = process.communicate("go on\n", timeout=120)
+    assert process.returncode == code, errors
+    latest = output / "checkpoints/latest"
+    assert (latest.read_text() if latest.is_file() else None) == saved
 
 
 @pytest.mark.ranks
