@@ -1,7 +1,7 @@
 """A copy on the host of what this process writes: training goes on while it is written."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,6 +18,11 @@ class Snapshot(NamedTuple):
 
     boxes: Sequence[tuple[str, tuple[int, ...], Tensor]]
     shapes: dict[str, tuple[int, ...]]
+
+    def beside(self, tensors: Mapping[str, Tensor]) -> "Snapshot":
+        """With whole tensors."""
+        boxes = [(key, (0,) * tensor.dim(), tensor) for key, tensor in tensors.items()]
+        return Snapshot([*self.boxes, *boxes], self.shapes | {key: tuple(tensor.shape) for key, tensor in tensors.items()})
 
 
 class HostCopies:

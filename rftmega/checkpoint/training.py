@@ -12,8 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from rftmega.checkpoint.distributed import file_bytes, finish, write_json, write_pieces
 from rftmega.checkpoint.snapshot import Snapshot
+from rftmega.checkpoint.states import Tensors, joined
 from rftmega.errors import CheckpointError
 from rftmega.megatron.stored import Reader, Stored, read_checked
 
@@ -25,8 +29,9 @@ def note_of(rank: int) -> str:
     return f"rank_{rank}.json"
 
 
-def write_rank(folder: Path, rank: int, snapshot: Snapshot, random: dict[str, Any]) -> None:
-    """This rank's files; the note comes last."""
+def write_rank(folder: Path, rank: int, snapshot: Snapshot, random: dict[str, Any], beside: Tensors | None = None) -> None:
+    """This rank's files, with tensors that are `beside` the models'; the note comes last."""
+    snapshot = snapshot.beside(joined(beside or {}))
     stored = write_pieces(folder / f"__{rank}_0.distcp", snapshot.boxes, size=file_bytes(snapshot.boxes))
     said = {"random": random, "pieces": [box.as_json() for box in stored], "shapes": snapshot.shapes}
     write_json(folder / note_of(rank), said)
@@ -59,7 +64,12 @@ class TrainingReader(Reader):
         super().__init__(folder)
         if self.manifest.get("kind") != KIND:
             raise CheckpointError(f"{folder} is no training checkpoint: its manifest is of kind {self.manifest.get('kind')!r}.")
-        self.prefixes = {key.partition("/")[0] for key in self.stored}
+
+    def whole(self, key: str) -> Tensor:
+        """A tensor that one rank wrote as it is. Raises CheckpointError where it is not as it was written."""
+        tensor = torch.empty(tuple(self.manifest["shapes"][key]), dtype=self.dtype_of(key))
+        self.fill(tensor, key, (0,) * tensor.dim())
+        return tensor
 
     def random_of(self, rank: int) -> dict[str, Any]:
         """Where the random streams of a rank stood. Raises CheckpointError where its file is not as it was written."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from rftmega.checkpoint.snapshot import HostCopies
+from rftmega.checkpoint.states import put_together, taken_apart
 from rftmega.checkpoint.training import TrainingReader, write_rank, write_whole
 from rftmega.config import RunConfig, changes, without_secrets
 from rftmega.errors import CheckpointError
@@ -69,7 +70,10 @@ class TrainingCheckpoints:
         self._writing: tuple[str, Writing] | None = None
 
     def save(self, state: dict[str, Any], *, step: int, tag: str | None = None, latest: bool = True) -> None:
-        """Writes folder/`tag` (or step_<step>). The one before is waited for; `latest`: becomes what a resume goes on from."""
+        """Writes folder/`tag` (or step_<step>). The one before is waited for; `latest`: becomes what a resume goes on from.
+
+        `state` is as JSON has it, but for tensors, which nobody changes while they are written.
+        """
         mark("save")
         self.wait()
         name = tag or f"step_{step:06d}"
@@ -83,14 +87,15 @@ class TrainingCheckpoints:
         except CheckpointError as raised:  # on all processes
             self._failed(name, [str(raised)])
             return
-        about = self._about(state, step)
+        said, tensors = taken_apart(state)
+        about = self._about(said, step)
         snapshot = self._copies.take(
             (model, held)
             for model, each in self.models.items()
             for tensors in (model_tensors(each.manager, average_of(each)), optimizer_tensors(each.manager))
             for held in tensors
         )
-        part = partial(write_rank, draft, dist.get_rank(), snapshot, self._random())
+        part = partial(write_rank, draft, dist.get_rank(), snapshot, self._random(), tensors if dist.get_rank() == 0 else None)
         whole = partial(self._complete, draft, name, about, latest) if dist.get_rank() == 0 else None
         self._writing = name, Writing(part, whole)
         if not self.asynchronous:
@@ -114,11 +119,12 @@ class TrainingCheckpoints:
         Raises CheckpointError, on every process, where it is another model's, of a newer format, or not as it was written; it
         names the one before.
         """
-        found: dict[str, Any] = {}
+        state: dict[str, Any] = {}
         error = None
         try:
             reader = TrainingReader(folder)
             found = reader.manifest
+            state = put_together(found["state"], reader.whole)
             for name, model in self.models.items():
                 refuse_another(name, model, found, self.config)
                 _load(name, model, reader, strict=strict, optimizer=optimizer, schedule=schedule)
@@ -130,7 +136,6 @@ class TrainingCheckpoints:
             before = retention.before(folder)
             offer = f"The one before it is {before}: checkpoint.resume={before}." if before else "There is none before it."
             raise CheckpointError(f"{errors[0]} {offer}")
-        state: dict[str, Any] = found["state"]
         return state
 
     def resume(self) -> dict[str, Any] | None:

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from converters import hf_folder
 from rftmega.algorithms.supervised import cross_entropy_loss
 from rftmega.checkpoint import training
+from rftmega.checkpoint.states import KEY
 from rftmega.config import OptimizerConfig, ParallelConfig
 from rftmega.errors import CheckpointError
 from rftmega.experience import given
@@ -65,7 +66,7 @@ def save_body(world: Any, model: Path, folder: Path, case: tuple[Any, ...], sett
     actor = actor_of(model, *case)
     learn(actor, 3)
     kept = kept_by(actor, folder, **settings)
-    kept.save({"trainer": {"step": 3}}, step=3)
+    kept.save(state_with_tensors(), step=3)
     losses = learn(actor, STEPS)  # before it is surely written: a snapshot that is no copy would hold what comes of these
     kept.wait()
     return losses
@@ -74,16 +75,35 @@ def save_body(world: Any, model: Path, folder: Path, case: tuple[Any, ...], sett
 def resume_body(world: Any, model: Path, folder: Path, again: Path, case: tuple[Any, ...]) -> list[float]:
     actor = actor_of(model, *case)
     kept = kept_by(actor, folder)
-    assert kept.resume() == {"trainer": {"step": 3}}
+    found, expected = kept.resume(), state_with_tensors()
+    assert found is not None
+    for name, tensor in expected.pop("rows").items():
+        back = found["rows"][name]
+        assert (back.dtype, back.shape) == (tensor.dtype, tensor.shape), name
+        assert torch.equal(back, tensor), name
+    assert found.pop("rows").keys() == {"counts", "chosen", "mask", "one", "none", "exact"}
+    assert found == expected
     kept_by(actor, again).save({}, step=3)  # what was taken back, for a comparison of all its bits
     return learn(actor, STEPS)
 
 
+def state_with_tensors() -> dict[str, Any]:
+    rows = {
+        "counts": torch.arange(70000).view(7, -1),
+        "chosen": torch.tensor([[3, -1]]),
+        "mask": torch.tensor([True, False, True]),
+        "one": torch.tensor(1 / 3),
+        "none": torch.empty(0, 5, dtype=torch.int64),
+        "exact": torch.tensor([0.1], dtype=torch.float64),
+    }
+    return {"trainer": {"step": 3, "rest": [None, {"a": 0.1}, "text"]}, "rows": rows}
+
+
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """All of a checkpoint, whole, without the vocabulary's padding."""
+    """All of a checkpoint's models, whole, without the vocabulary's padding."""
     reader = training.TrainingReader(folder)
     found = {}
-    for key in reader.stored:
+    for key in (key for key in reader.stored if not key.startswith(KEY)):
         whole = torch.empty(reader.manifest["shapes"][key], dtype=reader.dtype_of(key))
         reader.fill(whole, key, (0,) * whole.dim())
         found[key] = whole[:131] if "word_embeddings" in key or "output_layer" in key else whole

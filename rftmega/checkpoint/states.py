@@ -1,0 +1,52 @@
+"""States that are JSON but for tensors: these become pieces of the checkpoint, and the rest goes into its manifest."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+KEY = "state/"
+TENSOR = "tensor"  # a dict of this alone stands for one: (key, where it begins in the tensor of that key, its shape)
+Tensors = dict[str, list[Tensor]]
+
+
+def taken_apart(state: Any) -> tuple[Any, Tensors]:
+    """What is JSON of dicts, lists and tensors; and the tensors, those of one dtype under one key: there may be very many."""
+    tensors: Tensors = {}
+    ends: dict[str, int] = {}
+
+    def taken(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            key = KEY + str(value.dtype).removeprefix("torch.")
+            tensors.setdefault(key, []).append(value)
+            begin = ends.setdefault(key, 0)
+            ends[key] += value.numel()
+            return {TENSOR: [key, begin, list(value.shape)]}
+        if isinstance(value, dict):
+            return {name: taken(each) for name, each in value.items()}
+        return [taken(each) for each in value] if isinstance(value, list | tuple) else value
+
+    return taken(state), tensors
+
+
+def joined(tensors: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
+    """[n] on the host by key: a copy."""
+    return {key: torch.cat([each.detach().cpu().flatten() for each in parts]) for key, parts in tensors.items()}
+
+
+def put_together(said: Any, read: Callable[[str], Tensor]) -> Any:
+    """The state that was taken apart; `read` gives the joined tensor of a key."""
+    read = cache(read)
+
+    def put(value: Any) -> Any:
+        if isinstance(value, dict):
+            if value.keys() != {TENSOR}:
+                return {name: put(each) for name, each in value.items()}
+            key, begin, shape = value[TENSOR]
+            return read(key)[begin : begin + math.prod(shape)].view(shape).clone()  # or each would keep all of them
+        return [put(each) for each in value] if isinstance(value, list) else value
+
+    return put(said)
