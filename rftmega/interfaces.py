@@ -8,11 +8,19 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from rftmega.types import Auxiliary, Completion, Experience, LossFn, Metrics, Prompt, Rows, Samples, TokenStats
+from rftmega.types import Auxiliary, Completion, EachStep, Experience, LossFn, Metrics, Prompt, Rows, Samples, TokenStats
 
 Enough = Callable[
     [Sequence[Completion | None]], bool
 ]  # of all requests' answers, None where there is none yet; the same everywhere
+
+
+class GivenUp(Exception):  # noqa: N818  nothing went wrong
+    """The run is asked to stop, on all processes alike. `answers`: of a rollout, None for those that are not there."""
+
+    def __init__(self, answers: Sequence[Completion | None] = ()):
+        super().__init__()
+        self.answers = answers
 
 
 class RolloutEngine(Protocol):
@@ -23,7 +31,7 @@ class RolloutEngine(Protocol):
     ) -> list[Completion]:
         """One completion a prompt, sampled with its own seed, whatever else is in the batch; temperature 0 is greedy.
 
-        With a `reward` completions may come back with its scores, found where and while they were generated.
+        With a `reward` completions may come back with its scores, found where and while they were generated. Raises GivenUp.
         """
 
     def generate_until(
@@ -66,6 +74,21 @@ class ValueModel(Protocol):
         """Optimizer steps on `experience`; mini-batches are the model's own setting."""
 
 
+class SteppedPolicy(Policy, Protocol):
+    """A policy whose optimizer steps somebody else may count, end with one of them, or know from before."""
+
+    def update(
+        self, experience: Experience, loss_fn: LossFn, *, auxiliary: Auxiliary | None = None, each: EachStep = ...
+    ) -> Metrics:
+        """`each` is given every optimizer step; what it raises leaves the weights whole."""
+
+
+class SteppedValueModel(ValueModel, Protocol):
+    """A value model likewise."""
+
+    def update(self, experience: Experience, loss_fn: LossFn, *, each: EachStep = ...) -> Metrics: ...
+
+
 class WeightSync(Protocol):
     """Brings the policy's weights into the engine."""
 
@@ -86,7 +109,9 @@ class Reward(Protocol):
 
 
 class Resumable(Protocol):
-    """Something whose past the next step depends on: `state` gives it as JSON has it, `load_state` takes it back."""
+    """Something whose past the next step depends on: `state` gives it as JSON has it, but for tensors that nobody changes;
+    `load_state` takes it back. It is asked for after every step, so it copies nothing large.
+    """
 
     def state(self) -> Any: ...
 
@@ -98,9 +123,9 @@ class Machinery(Protocol):
 
     engine: RolloutEngine
     weights: WeightSync
-    policy: Policy
-    critic: ValueModel | None
-    reward_model: ValueModel | None
+    policy: SteppedPolicy
+    critic: SteppedValueModel | None
+    reward_model: SteppedValueModel | None
 
 
 class Checkpoints(Protocol):

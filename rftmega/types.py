@@ -227,6 +227,7 @@ class TokenLoss:
 
 
 LossFn = Callable[[Any, Experience], TokenLoss]  # of TokenStats for a policy, of TokenValues for a value model
+EachStep = Callable[[Callable[[], Metrics]], Metrics]  # given an optimizer step to do, its metrics
 
 
 @dataclass(frozen=True, slots=True)

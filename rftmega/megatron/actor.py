@@ -7,9 +7,9 @@ from rftmega.config import RunConfig
 from rftmega.megatron.forward import LogProbs
 from rftmega.megatron.held_weights import AveragedWeights, ReferenceWeights
 from rftmega.megatron.manager import MegatronModelManager
-from rftmega.megatron.passes import MicroBatch, Passes
+from rftmega.megatron.passes import MicroBatch, Passes, at_once
 from rftmega.parallel.topology import Topology
-from rftmega.types import Auxiliary, Experience, LossFn, Metrics, Rows, TokenStats
+from rftmega.types import Auxiliary, EachStep, Experience, LossFn, Metrics, Rows, TokenStats
 
 
 class MegatronActor:
@@ -46,10 +46,16 @@ class MegatronActor:
             return self.log_probs(rows)
 
     def update(
-        self, experience: Experience, loss_fn: LossFn, *, group_size: int = 1, auxiliary: Auxiliary | None = None
+        self,
+        experience: Experience,
+        loss_fn: LossFn,
+        *,
+        group_size: int = 1,
+        auxiliary: Auxiliary | None = None,
+        each: EachStep = at_once,
     ) -> Metrics:
         """One optimizer step for each mini-batch; see `Passes.update`."""
-        return self.passes.update(experience, loss_fn, group_size=group_size, auxiliary=auxiliary)
+        return self.passes.update(experience, loss_fn, group_size=group_size, auxiliary=auxiliary, each=each)
 
     def sync_model_to_rollout(self, version: int) -> Metrics:
         """Pushes the weights into the rollout engine, which answers under `version` from then on.

@@ -4,9 +4,9 @@ from torch import Tensor
 
 from rftmega.config import RunConfig
 from rftmega.megatron.manager import MegatronModelManager
-from rftmega.megatron.passes import Passes
+from rftmega.megatron.passes import Passes, at_once
 from rftmega.parallel.topology import Topology
-from rftmega.types import Experience, LossFn, Metrics, Rows, TokenValues
+from rftmega.types import EachStep, Experience, LossFn, Metrics, Rows, TokenValues
 
 
 class MegatronCritic:
@@ -29,6 +29,6 @@ class MegatronCritic:
         """[B, T] on the host; no gradient. Column t is the value of the state in which target t + 1 is chosen."""
         return self.passes.score(rows).value
 
-    def update(self, experience: Experience, loss_fn: LossFn, *, group_size: int = 1) -> Metrics:
+    def update(self, experience: Experience, loss_fn: LossFn, *, group_size: int = 1, each: EachStep = at_once) -> Metrics:
         """One optimizer step for each mini-batch; see `Passes.update`. `loss_fn` gets TokenValues."""
-        return self.passes.update(experience, loss_fn, group_size=group_size)
+        return self.passes.update(experience, loss_fn, group_size=group_size, each=each)

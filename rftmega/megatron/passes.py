@@ -20,7 +20,12 @@ from rftmega.megatron.forward import HiddenProcessor, custom_forward, packed_len
 from rftmega.megatron.manager import MegatronModelManager
 from rftmega.parallel.micro_batches import plan_micro_batches
 from rftmega.parallel.progress import mark
-from rftmega.types import Auxiliary, Experience, LossFn, Metrics, Rows, TokenLoss
+from rftmega.types import Auxiliary, EachStep, Experience, LossFn, Metrics, Rows, TokenLoss
+
+
+def at_once(step: Callable[[], Metrics]) -> Metrics:
+    """Does it."""
+    return step()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,21 +66,30 @@ class Passes:
         return self.stats(*self.topology.sum_of_speakers(canvas).cpu())
 
     def update(
-        self, experience: Experience, loss_fn: LossFn, *, group_size: int = 1, auxiliary: Auxiliary | None = None
+        self,
+        experience: Experience,
+        loss_fn: LossFn,
+        *,
+        group_size: int = 1,
+        auxiliary: Auxiliary | None = None,
+        each: EachStep = at_once,
     ) -> Metrics:
         """One optimizer step for each mini-batch (consecutive rows); metrics are averaged over the steps taken.
 
         Each `group_size` consecutive rows come before `loss_fn` together. The rows of `auxiliary` are split over the steps
-        likewise. A step with non-finite gradients is skipped on all processes alike and counted in "skipped_steps".
+        likewise. A step with non-finite gradients is skipped on all processes alike and counted in "skipped_steps". `each` is
+        given every step, and may know its metrics from before; after what it raises the weights are whole.
         """
         groups = torch.arange(len(experience)).view(-1, group_size)
         parts = groups.tensor_split(min(self.cfg.algorithm.mini_batches, len(groups)))
         shares = [None] * len(parts) if auxiliary is None else _split(auxiliary, len(parts))
-        steps = [
-            self._optimizer_step(experience.select(index.flatten()), loss_fn, group_size, share)
-            for index, share in zip(parts, shares, strict=True)
-        ]
-        self.manager.finish_param_sync()
+        try:
+            steps = [
+                each(partial(self._optimizer_step, experience.select(index.flatten()), loss_fn, group_size, share))
+                for index, share in zip(parts, shares, strict=True)
+            ]
+        finally:
+            self.manager.finish_param_sync()
         taken = [step for step in steps if not step["skipped_steps"]]
         averaged = taken or steps
         mean = {name: sum(step[name] for step in averaged) / len(averaged) for name in steps[0]}

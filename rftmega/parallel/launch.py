@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from rftmega import device
 from rftmega.errors import ConfigError
+from rftmega.parallel import stop
 from rftmega.parallel.rendezvous import choose_interface, store
 
 log = logging.getLogger(__name__)
@@ -65,6 +66,7 @@ def start(*, timeout: timedelta = timedelta(minutes=30)) -> Iterator[World]:
             choose_interface(os.environ["MASTER_ADDR"], alone=size == local_size)
             meeting = store(rank, size, timeout)
             dist.init_process_group(backend.collectives, store=meeting, rank=rank, world_size=size, timeout=timeout)
+            stop.meet(meeting)
         else:
             choose_interface("", alone=True)
             os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}  # vLLM's external launcher reads them
@@ -78,3 +80,4 @@ def start(*, timeout: timedelta = timedelta(minutes=30)) -> Iterator[World]:
         if dist.is_initialized():  # vLLM's shutdown takes the groups down with it
             dist.barrier()
             dist.destroy_process_group()
+        stop.meet(None)

@@ -1,12 +1,15 @@
-"""Being asked to stop: SIGTERM or SIGUSR1, in any process of the run or its launcher, ends it after the step that it is in."""
+"""Being asked to stop: SIGTERM or SIGUSR1, in any process of the run or its launcher, ends it with what it is doing."""
 
 import signal
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+ASKED = "asked to stop"
+LOOK = 1.0  # seconds
 
 
 class Request:
@@ -14,6 +17,9 @@ class Request:
 
     came = 0  # the signal's number
     file: Path | None = None
+    board: Any = None  # a store of torch.distributed, where the processes of the run tell each other
+    known = False  # at the board
+    looked = 0.0  # when
 
 
 request = Request()
@@ -50,13 +56,29 @@ def listening() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def meet(board: Any) -> None:
+    """From now on processes tell each other of requests at `board`, a store of torch.distributed; None: no longer."""
+    request.board, request.known = board, False
+
+
 def asked() -> bool:
-    """Whether this process or its launcher was."""
-    return bool(request.came) or (request.file is not None and request.file.exists())
+    """Whether this process or its launcher was, or, some LOOK seconds later, another one of the run. No collective: at any time,
+    from any thread.
+    """
+    own = bool(request.came) or (request.file is not None and request.file.exists())
+    if request.board is None or request.known:
+        return own or request.known
+    if own or time.monotonic() - request.looked >= LOOK:
+        request.looked = time.monotonic()
+        with suppress(RuntimeError):  # whoever serves the board has ended, and its launcher says why
+            if own:
+                request.board.set(ASKED, "")
+            request.known = own or request.board.check([ASKED])
+    return own or request.known
 
 
-def agreed() -> bool:
-    """Whether any process was: the same answer on all of them, from a collective."""
-    from rftmega.parallel.collectives import all_reduce  # torch would keep `listen` waiting
+def agreed(group: Any = None) -> bool:
+    """Whether any process of the group (None: all) was: the same answer on all of them, from a collective."""
+    from rftmega.parallel.collectives import gather_objects  # torch would keep `listen` waiting
 
-    return bool(all_reduce(int(asked()), "max"))
+    return any(gather_objects(asked(), group))

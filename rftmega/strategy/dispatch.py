@@ -12,18 +12,21 @@ from torch import Tensor
 
 from rftmega import device
 from rftmega.errors import EngineFault
-from rftmega.interfaces import Enough, Reward, WeightSync
+from rftmega.interfaces import Enough, GivenUp, Reward, WeightSync
 from rftmega.megatron import MegatronActor, MegatronCritic
 from rftmega.megatron.offload import PARAMETERS, PARTS, Residency
-from rftmega.parallel.collectives import gather_objects
+from rftmega.megatron.passes import at_once
+from rftmega.parallel import stop
+from rftmega.parallel.collectives import gather_objects, neighbours
 from rftmega.parallel.launch import World
 from rftmega.parallel.progress import mark
 from rftmega.rollout import Engine
+from rftmega.rollout.base import Stop
 from rftmega.rollout.order import shares
 from rftmega.strategy.asking import Asking
-from rftmega.strategy.early_stop import Together
+from rftmega.strategy.early_stop import EVERY, Together
 from rftmega.strategy.memory import Memory, Predicted
-from rftmega.types import Auxiliary, Completion, Experience, LossFn, Metrics, Prompt, Rows, TokenStats
+from rftmega.types import Auxiliary, Completion, EachStep, Experience, LossFn, Metrics, Prompt, Rows, TokenStats
 
 PATIENCE = 10.0  # seconds
 POLICY = "policy"
@@ -87,6 +90,8 @@ class SharedEngine:
         self.turns = turns
         self.weights, self.restarts = weights, restarts
         self.engines = world.size // processes_per_engine
+        self.alone = processes_per_engine == 1
+        self.group = None if self.alone else neighbours(processes_per_engine)
         self.mine, place = divmod(world.rank, processes_per_engine)
         self.speaks = place == 0  # the processes of one engine have the same answers
 
@@ -94,17 +99,21 @@ class SharedEngine:
         self, prompts: Sequence[Prompt], *, seeds: Sequence[int], temperature: float, reward: Reward | None = None
     ) -> list[Completion]:
         """Every engine gets requests of about the same expected length, the long ones first (`order.shares`). Each answer is
-        scored once, in the process that has it. Raises EngineFault on every process where restarts did not help.
+        scored once, in the process that has it. Raises on every process EngineFault where restarts did not help, GivenUp where
+        the run is asked to stop: no engine begins another step then.
         """
-        parts = shares(prompts, self.engine.lengths.expected(prompts), self.engines)
-        with self._asking(parts[self.mine], prompts, seeds, temperature, reward) as asking:
+        mine = shares(prompts, self.engine.lengths.expected(prompts), self.engines)[self.mine]
+        found: list[Completion | None] = [None] * len(prompts)
+        with self._asking(mine, prompts, seeds, temperature, reward) as asking:
             answers = self._over_faults(lambda: self._ask(asking))
-        gathered = gather_objects(answers if self.speaks else None)
-        spoken = [answers for answers in gathered if answers is not None]
-        pairs = zip(itertools.chain(*parts), itertools.chain(*spoken), strict=True)
-        found = [completion for _, completion in sorted(pairs, key=lambda pair: pair[0])]
-        self.engine.lengths.learn(prompts, found)
-        return found
+            for spoken in gather_objects({mine[place]: answer for place, answer in answers.items()} if self.speaks else {}):
+                for place, answer in spoken.items():
+                    found[place] = answer
+            if None in found:  # in here nobody waits for scores that are still to come
+                raise GivenUp(found)
+        whole = [answer for answer in found if answer is not None]
+        self.engine.lengths.learn(prompts, whole)
+        return whole
 
     def generate_until(
         self,
@@ -115,7 +124,9 @@ class SharedEngine:
         reward: Reward | None = None,
         enough: Enough,
     ) -> list[Completion | None]:
-        """All engines stop after the same number of steps, decided from everybody's answers (`early_stop.Together`)."""
+        """All engines stop after the same number of steps, decided from everybody's answers (`early_stop.Together`). Raises
+        GivenUp, with no answers, where the run is asked to stop.
+        """
         mine = shares(prompts, self.engine.lengths.expected(prompts), self.engines)[self.mine]
         with self._asking(mine, prompts, seeds, temperature, reward) as asking:
             found = self._over_faults(lambda: self._ask_until(asking, mine, len(prompts), enough))
@@ -153,9 +164,15 @@ class SharedEngine:
                     log.warning("engines start again (%d of %d), for what is unanswered: %s", again + 1, self.restarts, fault)
                 again += 1
 
-    def _ask(self, asking: Asking) -> list[Completion]:
-        asking.go_on()
-        return [completion for _, completion in sorted(asking.judging.scored().items())]
+    def _ask(self, asking: Asking) -> dict[int, Completion]:
+        """Place -> answer; where the run is asked to stop, of those that have their scores by then."""
+        whole = asking.go_on(self._asked_to_stop())
+        return asking.judging.scored() if whole else asking.judging.ready()
+
+    def _asked_to_stop(self) -> Stop:
+        """For one rollout. The processes of one engine go step by step together, so they must end at the same step."""
+        steps = itertools.count(1)
+        return stop.asked if self.alone else lambda: next(steps) % EVERY == 0 and stop.agreed(self.group)
 
     def _ask_until(self, asking: Asking, places: Sequence[int], requests: int, enough: Enough) -> list[Completion | None]:
         """All `requests` answers, of which this process's engine is to give those at `places`."""
@@ -166,6 +183,8 @@ class SharedEngine:
         except EngineFault as fault:
             broken = fault
         together.wait()  # others' engines go on, and decisions need everybody
+        if together.given_up:
+            raise GivenUp
         if broken and not enough(together.answers):
             raise broken
         return together.answers
@@ -187,8 +206,11 @@ class AskedByOne(SharedEngine):
     rollout would time out in a long one. When such engines stop early is decided by time: what has arrived, and was scored.
     """
 
-    def _ask(self, asking: Asking) -> list[Completion]:
+    def _ask(self, asking: Asking) -> dict[int, Completion]:
         return self._patiently(lambda: SharedEngine._ask(self, asking))
+
+    def _asked_to_stop(self) -> Stop:
+        return stop.asked
 
     def _ask_until(self, asking: Asking, places: Sequence[int], requests: int, enough: Enough) -> list[Completion | None]:
         def found_of(arrived: Mapping[int, Completion]) -> list[Completion | None]:
@@ -200,15 +222,17 @@ class AskedByOne(SharedEngine):
         def ask() -> list[Completion | None]:
             arrived: dict[int, Completion] = {}
 
-            def stop() -> bool:
+            def suffices() -> bool:
                 arrived.update(asking.judging.ready())
                 return enough(found_of(arrived))
 
-            whole = asking.go_on(stop)
+            whole = asking.go_on(lambda: suffices() or stop.asked())
             return found_of(asking.judging.scored() if whole else arrived)
 
         found = [_agreed(lambda: self._patiently(ask))]
         dist.broadcast_object_list(found, 0)
+        if None in found[0] and not enough(found[0]):
+            raise GivenUp
         return found[0]
 
     def _patiently(self, work: Callable[[], Result]) -> Result:
@@ -222,6 +246,7 @@ class AskedByOne(SharedEngine):
                 dist.broadcast(done, 0)
                 if dist.get_rank() > 0:
                     mark()  # the first process is alive, and watches itself
+                    stop.asked()  # tells it
             return asked.result()
 
 
@@ -240,9 +265,11 @@ class ColocatedPolicy:
         self.turns.score()
         return self.actor.reference_log_probs(rows)
 
-    def update(self, experience: Experience, loss_fn: LossFn, *, auxiliary: Auxiliary | None = None) -> Metrics:
+    def update(
+        self, experience: Experience, loss_fn: LossFn, *, auxiliary: Auxiliary | None = None, each: EachStep = at_once
+    ) -> Metrics:
         self.turns.update()
-        return self.actor.update(experience, loss_fn, auxiliary=auxiliary)
+        return self.actor.update(experience, loss_fn, auxiliary=auxiliary, each=each)
 
 
 class ColocatedValues:
@@ -255,9 +282,9 @@ class ColocatedValues:
         self.turns.score(self.name)
         return self.model.values(rows)
 
-    def update(self, experience: Experience, loss_fn: LossFn) -> Metrics:
+    def update(self, experience: Experience, loss_fn: LossFn, *, each: EachStep = at_once) -> Metrics:
         self.turns.update(self.name)
-        return self.model.update(experience, loss_fn)
+        return self.model.update(experience, loss_fn, each=each)
 
 
 class ColocatedWeights:

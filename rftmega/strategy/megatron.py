@@ -13,7 +13,7 @@ from rftmega import rollout, weights
 from rftmega.config import RunConfig
 from rftmega.data import Tokenizer
 from rftmega.errors import ConfigError
-from rftmega.interfaces import Policy, RolloutEngine, ValueModel, WeightSync
+from rftmega.interfaces import RolloutEngine, SteppedPolicy, SteppedValueModel, WeightSync
 from rftmega.megatron import MegatronActor, MegatronCritic
 from rftmega.megatron.offload import ADAM, MAIN_PARAMETERS
 from rftmega.parallel.launch import World
@@ -79,10 +79,10 @@ class MegatronStrategy(StrategyBase):
         self._turns = Turns(
             models, None if separate else self._engine, offload=config.trainer.offload, predicted=predicted(config, world)
         )
-        self.policy: Policy = ColocatedPolicy(actor, self._turns)
+        self.policy: SteppedPolicy = ColocatedPolicy(actor, self._turns)
         faces = {name: ColocatedValues(model, self._turns, name) for name, model in judges.items()}
-        self.critic: ValueModel | None = faces.get("critic")
-        self.reward_model: ValueModel | None = faces.get("reward_model")
+        self.critic: SteppedValueModel | None = faces.get("critic")
+        self.reward_model: SteppedValueModel | None = faces.get("reward_model")
         sync: WeightSync
         if isinstance(self._engine, ServerEngine):
             sync = weights.SharedWeights(manager.bound, self._engine, bucket_bytes=self._bucket_bytes)

@@ -24,7 +24,7 @@ def watch(
     chosen, checkpoints, parts = config.checkpoint, strategy.checkpoints, {"data": order, "trainer": trainer}
     watching = observers_of(config, evaluation, text, strategy.export, is_main=is_main, measures=measures_of(config))
     if (chosen.every or chosen.resume not in ("auto", "none")) and (state := checkpoints.resume()) is not None:
-        resume(parts, state)
+        resume(trainer, parts, state)
     if chosen.every:  # after what watches a step, which is saved with it
         watching.append(Checkpointing(checkpoints, parts, every=chosen.every, last=config.trainer.steps))
     trainer.callbacks = [*watching, *timeline_of(config, strategy.topology)]  # after all that it records

@@ -13,6 +13,7 @@ from rftmega.algorithms.weighting import Weighting, weighting_of
 from rftmega.config import RunConfig
 from rftmega.experience import ExperienceMaker, ModelReward, ReplayBuffer
 from rftmega.interfaces import Machinery, Policy, Reward, ValueModel
+from rftmega.trainer.journal import Journal, Journaled
 from rftmega.trainer.learner import Learner
 from rftmega.trainer.ppo import PPOTrainer
 from rftmega.trainer.ptx import PTX, Order
@@ -34,22 +35,27 @@ class Algorithm:
     def reinforced(
         self, built: Machinery, reward: Reward, *, ptx: Order | None = None, stop: Callable[[], bool] = lambda: False
     ) -> PPOTrainer:
-        """A trainer that learns from `reward`, and from the rows of `ptx` beside; `stop` as PPOTrainer's."""
+        """A trainer that learns from `reward`, and from the rows of `ptx` beside; `stop` as PPOTrainer's. Where the run saves,
+        it can also be stopped within a step.
+        """
         chosen, config = self.chosen, self.config
+        journal = Journal(stop) if config.checkpoint.every else None
+        machinery = built if journal is None else Journaled(built, journal)
         return PPOTrainer(
-            engine=built.engine,
-            weights=built.weights,
+            engine=machinery.engine,
+            weights=machinery.weights,
             reward=reward,
-            maker=self.maker(built.policy, built.critic),
-            learner=self.learner(built.policy, built.critic, self.ptx(ptx) if ptx else None),
-            model_reward=ModelReward(built.reward_model, config.reward.model) if built.reward_model else None,
+            maker=self.maker(machinery.policy, machinery.critic),
+            learner=self.learner(machinery.policy, machinery.critic, self.ptx(ptx) if ptx else None),
+            model_reward=ModelReward(machinery.reward_model, config.reward.model) if machinery.reward_model else None,
             refill=Refill(chosen.refill_rounds, part=chosen.refill_by, oversample=chosen.oversample),
-            replay=self.replay(built.policy),
+            replay=self.replay(machinery.policy),
             learnt_from=chosen.learnt_from,
             samples_per_prompt=config.rollout.samples_per_prompt,
             temperature=config.rollout.temperature,
             seed=config.trainer.seed,
             stop=stop,
+            journal=journal,
         )
 
     def supervised(self, model: Learns, *, stop: Callable[[], bool] = lambda: False) -> SupervisedTrainer:

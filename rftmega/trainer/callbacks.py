@@ -63,12 +63,12 @@ class JSONLines(Observer):
 
     def on_start(self, trainer: Any, metrics: Metrics) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        kept = lines_until(self.path, trainer.step) if trainer.step else []
+        kept = lines_until(self.path, trainer.step) if trainer.resumed else []
         draft = self.path.with_name(f".{self.path.name}.draft")
         draft.write_text("".join(kept))
         draft.rename(self.path)
         self.file = self.path.open("a")
-        if not trainer.step:
+        if not trainer.resumed:
             self.on_step(trainer, metrics)
 
     def on_step(self, trainer: Any, metrics: Metrics) -> None:
@@ -99,8 +99,8 @@ class TensorBoard(Observer):
         self.folder = str(folder)
 
     def on_start(self, trainer: Any, metrics: Metrics) -> None:
-        self.writer = SummaryWriter(self.folder, purge_step=trainer.step + 1 if trainer.step else None)
-        if not trainer.step:
+        self.writer = SummaryWriter(self.folder, purge_step=trainer.step + 1 if trainer.resumed else None)
+        if not trainer.resumed:
             self.on_step(trainer, metrics)
 
     def on_step(self, trainer: Any, metrics: Metrics) -> None:

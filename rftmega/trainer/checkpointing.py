@@ -8,30 +8,52 @@ from rftmega.interfaces import Checkpoints, Resumable
 from rftmega.trainer.callbacks import Observer
 from rftmega.types import Metrics
 
+WITHIN = "within"  # the name of the journal of a step
+
 
 class Checkpointing(Observer):
     """Saves after every `every`-th step, after step `last`, and where the run is stopped.
 
-    The last of the callbacks: what the others wrote of a step must be there when the step is saved.
+    Within a step it saves what the step began with, and what was done of it since: the trainer's journal. The last of the
+    callbacks: what the others wrote of a step must be there when the step is saved.
     """
 
     def __init__(self, checkpoints: Checkpoints, parts: Mapping[str, Resumable], *, every: int, last: int):
         """`parts` are saved under their names; see `resume`."""
         self.checkpoints, self.parts = checkpoints, parts
         self.every, self.last = every, last
+        self._state: dict[str, Any] = {}  # after `_step` steps, the present one's beginning
+        self._step, self._saved = 0, -1
+
+    def on_start(self, trainer: Any, metrics: Metrics) -> None:
+        self._remember(trainer)
+        if trainer.resumed:
+            self._saved = trainer.step
 
     def on_step(self, trainer: Any, metrics: Metrics) -> None:
+        self._remember(trainer)
         if trainer.stopped or trainer.step == self.last or trainer.step % self.every == 0:
             begin = time.perf_counter()
-            self.checkpoints.save({name: part.state() for name, part in self.parts.items()}, step=trainer.step)
+            self._save(self._state)
             for callback in trainer.callbacks:
                 callback.on_phase(trainer, "checkpoint", time.perf_counter() - begin)
 
     def on_end(self, trainer: Any) -> None:
+        if trainer.stopped and (self._saved != self._step or trainer.journal):
+            self._save(self._state | ({WITHIN: trainer.journal.state()} if trainer.journal else {}))
         self.checkpoints.wait()
 
+    def _save(self, state: dict[str, Any]) -> None:
+        self.checkpoints.save(state, step=self._step)
+        self._saved = self._step
 
-def resume(parts: Mapping[str, Resumable], state: Mapping[str, Any]) -> None:
-    """Takes back what `Checkpointing` saved of the same parts."""
+    def _remember(self, trainer: Any) -> None:
+        self._state, self._step = {name: part.state() for name, part in self.parts.items()}, trainer.step
+
+
+def resume(trainer: Any, parts: Mapping[str, Resumable], state: Mapping[str, Any]) -> None:
+    """Takes back what `Checkpointing` saved of the same parts, and of `trainer`'s journal."""
     for name, part in parts.items():
         part.load_state(state[name])
+    if trainer.journal is not None:
+        trainer.journal.load_state(state.get(WITHIN, []))

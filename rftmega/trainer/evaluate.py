@@ -34,7 +34,7 @@ class Evaluation(Observer):
         self.every, self.last = every, last
 
     def on_start(self, trainer: Any, metrics: Metrics) -> None:
-        if not trainer.step:  # a resumed run was evaluated before
+        if not trainer.resumed:  # it was evaluated before
             metrics |= self.evaluate(trainer)
 
     def on_step(self, trainer: Any, metrics: Metrics) -> None:

@@ -4,20 +4,28 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
-from rftmega.interfaces import Callback
+from rftmega.interfaces import Callback, GivenUp
+from rftmega.trainer.journal import Journal
 from rftmega.types import Metrics
 
 Result = TypeVar("Result")
 
 
 class Trainer:
-    """`step` counts finished steps; `stopped` says whether `stop` ended the training, to the callbacks of its last step, too."""
+    """`step` counts finished steps; `stopped` says whether `stop` ended the training, to the callbacks of its last step, too;
+    `resumed` whether there was a part of this training before.
+    """
 
-    def __init__(self, *, callbacks: Sequence[Callback] = (), stop: Callable[[], bool] = lambda: False):
-        """`stop` is asked after each step, on every process, and answers alike on all: training ends there where it says so."""
+    def __init__(
+        self, *, callbacks: Sequence[Callback] = (), stop: Callable[[], bool] = lambda: False, journal: Journal | None = None
+    ):
+        """`stop` is asked after each step, on every process, and answers alike on all: training ends there where it says so. It
+        ends within a step where what the step is made of raises GivenUp; `journal` then has what was done of it.
+        """
         self.callbacks = callbacks
         self.stop, self.stopped = stop, False
-        self.step = 0
+        self.journal = journal
+        self.step, self.resumed = 0, False
         self.seconds: Metrics = {}  # of each phase of the present step
 
     def train_step(self, batch: Any) -> Metrics:
@@ -26,18 +34,32 @@ class Trainer:
 
     def fit(self, batches: Iterable[Any], *, steps: int) -> None:
         """Trains until `steps` steps are done, or `stop` says so."""
-        start: Metrics = {}
-        for callback in self.callbacks:
-            callback.on_start(self, start)
+        begun: list[Callback] = []
+        try:
+            start: Metrics = {}
+            for callback in self.callbacks:
+                callback.on_start(self, start)
+                begun.append(callback)
+            self._steps(batches, steps)
+        except GivenUp:
+            self.stopped = True
+        for callback in begun:
+            callback.on_end(self)
+
+    def _steps(self, batches: Iterable[Any], steps: int) -> None:
+        self._begin()
         for _, batch in zip(range(self.step, steps), batches, strict=False):  # in this order: draws no batch too many
             metrics = self.train_step(batch) | {f"seconds_{name}": seconds for name, seconds in self.seconds.items()}
             self.stopped = self.stop()
             for callback in self.callbacks:
                 callback.on_step(self, metrics)
+            self._begin()
             if self.stopped:
                 break
-        for callback in self.callbacks:
-            callback.on_end(self)
+
+    def _begin(self) -> None:
+        if self.journal is not None:
+            self.journal.begin()
 
     def phase(self, name: str, work: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
         """Does the work and tells the callbacks how long it took."""
@@ -54,4 +76,4 @@ class Trainer:
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Goes on after the step of which this is the `state`."""
-        self.step = state["step"]
+        self.step, self.resumed = state["step"], True

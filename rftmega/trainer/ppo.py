@@ -8,6 +8,7 @@ from rftmega.algorithms.mismatch import log_prob_gap
 from rftmega.experience import ExperienceMaker, ModelReward, seeds_of
 from rftmega.interfaces import Callback, Resumable, Reward, RolloutEngine, WeightSync
 from rftmega.trainer.groups import Groups, Wanted
+from rftmega.trainer.journal import Journal
 from rftmega.trainer.learner import Learner
 from rftmega.trainer.loop import Trainer
 from rftmega.trainer.replaying import Replaying
@@ -39,9 +40,10 @@ class PPOTrainer(Trainer):
         learnt_from: int = 0,
         callbacks: Sequence[Callback] = (),
         stop: Callable[[], bool] = lambda: False,
+        journal: Journal | None = None,
     ):
-        """`callbacks` and `stop` as Trainer's."""
-        super().__init__(callbacks=callbacks, stop=stop)
+        """`callbacks`, `stop` and `journal` as Trainer's; the journal is that of `engine`, `maker` and `learner`."""
+        super().__init__(callbacks=callbacks, stop=stop, journal=journal)
         self.engine, self.weights, self.reward, self.model_reward = engine, weights, reward, model_reward
         self.maker, self.learner = maker, learner
         self.refill, self.replay = refill or Refill(0), replay

@@ -27,7 +27,7 @@ class WandB(Observer):
         output = Path(self.config.trainer.output)
         output.mkdir(parents=True, exist_ok=True)
         known = output / "wandb.id"
-        if not trainer.step or not known.is_file():
+        if not trainer.resumed or not known.is_file():
             known.write_text(uuid.uuid4().hex)
         self.run = wandb.init(
             project=self.project,

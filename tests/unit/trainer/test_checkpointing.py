@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from rftmega.checkpoint.states import KEY, joined, put_together, taken_apart
 from rftmega.config import load
 from rftmega.data import PromptOrder
 from rftmega.trainer import Algorithm, PPOTrainer
@@ -30,10 +31,21 @@ class Kept:
         self.saved: dict[int, tuple[str, torch.Tensor]] = {}
 
     def save(self, state: dict[str, Any], *, step: int) -> None:
-        self.saved[step] = json.dumps(state), self.policy.table.detach().clone()
+        self.saved[step] = written(state), self.policy.table.detach().clone()
 
     def wait(self) -> None:
         self.waited += 1
+
+
+def written(state: Any) -> str:
+    """As a checkpoint has it, the tensors too: numbers of float64 and less are exact as JSON has them."""
+    said, tensors = taken_apart(state)
+    return json.dumps([said, {key: tensor.tolist() for key, tensor in joined(tensors).items()}])
+
+
+def read(text: str) -> Any:
+    said, tensors = json.loads(text)
+    return put_together(said, lambda key: torch.tensor(tensors[key], dtype=getattr(torch, key.removeprefix(KEY))))
 
 
 class Run:
@@ -65,7 +77,7 @@ class Run:
         self.parts = parts
 
     def go_on(self, saved: tuple[str, torch.Tensor]) -> "Run":
-        resume(self.parts, json.loads(saved[0]))
+        resume(self.trainer, self.parts, read(saved[0]))
         self.policy.table.data.copy_(saved[1])
         return self
 

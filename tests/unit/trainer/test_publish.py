@@ -11,7 +11,7 @@ from rftmega.config import RewardConfig, RunConfig, TrainerConfig, without_secre
 from rftmega.errors import ConfigError
 from rftmega.trainer.publish import Prometheus, WandB
 
-TRAINER = SimpleNamespace(step=0)
+TRAINER = SimpleNamespace(step=0, resumed=False)
 
 
 def test_prometheus_is_told_the_last_steps_metrics_on_loopback_alone() -> None:
@@ -67,7 +67,7 @@ def test_wandb_writes_offline_without_a_network_and_no_command_line(tmp_path: Pa
     known = (tmp_path / "run" / "wandb.id").read_text()
     assert written.name == f"run-{known}.wandb"
     resumed = WandB("a-project", RunConfig(trainer=TrainerConfig(output=str(tmp_path / "run"))))
-    resumed.on_start(SimpleNamespace(step=1), {})
+    resumed.on_start(SimpleNamespace(step=1, resumed=True), {})
     resumed.on_end(TRAINER)
     assert resumed.run.id == known, "a resumed run is another one there"
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"s3cr3t" in path.read_bytes()]

@@ -1,0 +1,228 @@
+"""What was done in the step that is under way, so that a run that is stopped within it goes on within it.
+
+A step asks the machinery for answers, scores and optimizer steps, in an order that its state at the beginning decides. A journal
+keeps what each of these gave. After a resume the step begins once more, and takes from the journal what is there instead of doing
+it again; the first thing that is not there is where the run was stopped.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from rftmega.errors import CheckpointError
+from rftmega.interfaces import (
+    Enough,
+    GivenUp,
+    Machinery,
+    Policy,
+    Reward,
+    RolloutEngine,
+    SteppedPolicy,
+    SteppedValueModel,
+    ValueModel,
+)
+from rftmega.types import Auxiliary, Completion, Experience, LossFn, Metrics, Prompt, Rows, TokenStats
+
+Result = TypeVar("Result")
+Answers = Sequence[Completion | None]
+SO_FAR = " so far"  # of answers: the rollout was broken off
+
+
+class Journal:
+    """Call it with what is to be done and a name for it; as long as what is in it."""
+
+    def __init__(self, stop: Callable[[], bool] = lambda: False):
+        """`stop` is asked after everything that was done, on every process, and answers alike on all."""
+        self.stop = stop
+        self._done: list[tuple[str, Any]] = []
+        self._before: deque[tuple[str, Any]] = deque()  # of a run that was stopped, not yet come to
+
+    def __len__(self) -> int:
+        return len(self._done) + len(self._before)
+
+    def begin(self) -> None:
+        """A step begins. Raises CheckpointError where the one before left something over of what was done before the resume."""
+        if self._done and self._before:
+            raise _otherwise(self._before[0][0], "the end of the step")
+        self._done = []
+
+    def __call__(self, name: str, work: Callable[[], Result]) -> Result:
+        """What `work` gives, or gave before the resume. Raises GivenUp where the run is asked to stop; CheckpointError where
+        something else was done at this place.
+        """
+        if self._before:
+            known, result = self._before.popleft()
+            if known != name:
+                raise _otherwise(known, name)
+            self._done.append((name, result))
+            return result  # type: ignore[no-any-return]
+        result = work()
+        self._done.append((name, result))
+        if self.stop():
+            raise GivenUp
+        return result
+
+    def answers(self, name: str, requests: int, ask: Callable[[Sequence[int]], Sequence[Completion]]) -> list[Completion]:
+        """Of all `requests`; `ask` gets the places of those without an answer, and may raise GivenUp with some of them."""
+        known: list[Any] = [None] * requests
+        if self._before and self._before[0][0] == name + SO_FAR:
+            known = self._before.popleft()[1]
+        left = [place for place, answer in enumerate(known) if answer is None]
+
+        def with_those(found: Answers) -> list[Any]:
+            new = dict(zip(left, found, strict=True))
+            return [new.get(place, answer) for place, answer in enumerate(known)]
+
+        def work() -> list[Completion]:
+            try:
+                return with_those(ask(left))
+            except GivenUp as given_up:
+                if any(answers := with_those(given_up.answers or [None] * len(left))):
+                    self._done.append((name + SO_FAR, answers))
+                raise
+
+        return self(name, work)
+
+    def state(self) -> list[list[Any]]:
+        """As JSON has it, but for tensors."""
+        return [[name, _packed(result)] for name, result in (*self._done, *self._before)]
+
+    def load_state(self, state: Sequence[Sequence[Any]]) -> None:
+        self._done, self._before = [], deque((name, _unpacked(packed)) for name, packed in state)
+
+
+class JournaledEngine:
+    """An engine whose answers are in the journal; those that it had when it was stopped are not asked for again, unless what is
+    enough was to be decided while they came.
+    """
+
+    def __init__(self, engine: RolloutEngine, journal: Journal):
+        self.engine, self.journal = engine, journal
+
+    def generate(
+        self, prompts: Sequence[Prompt], *, seeds: Sequence[int], temperature: float, reward: Reward | None = None
+    ) -> list[Completion]:
+        def ask(places: Sequence[int]) -> Sequence[Completion]:
+            asked, own = [prompts[place] for place in places], [seeds[place] for place in places]
+            return self.engine.generate(asked, seeds=own, temperature=temperature, reward=reward)
+
+        return self.journal.answers(f"{len(prompts)} answers", len(prompts), ask)
+
+    def generate_until(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        seeds: Sequence[int],
+        temperature: float,
+        reward: Reward | None = None,
+        enough: Enough,
+    ) -> list[Completion | None]:
+        def ask() -> list[Completion | None]:
+            return self.engine.generate_until(prompts, seeds=seeds, temperature=temperature, reward=reward, enough=enough)
+
+        return self.journal(f"enough of {len(prompts)} answers", ask)
+
+    def state(self) -> dict[str, Any]:
+        return self.engine.state()
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.engine.load_state(state)
+
+
+class JournaledPolicy:
+    """A policy whose scores and optimizer steps are in the journal."""
+
+    def __init__(self, policy: SteppedPolicy, journal: Journal):
+        self.policy, self.journal = policy, journal
+
+    def log_probs(self, rows: Rows) -> TokenStats:
+        return self.journal(f"log-probs of {len(rows)} rows", lambda: self.policy.log_probs(rows))
+
+    def reference_log_probs(self, rows: Rows) -> TokenStats:
+        return self.journal(f"reference log-probs of {len(rows)} rows", lambda: self.policy.reference_log_probs(rows))
+
+    def update(self, experience: Experience, loss_fn: LossFn, *, auxiliary: Auxiliary | None = None) -> Metrics:
+        beside: dict[str, Any] = {} if auxiliary is None else {"auxiliary": auxiliary}
+        return self.policy.update(experience, loss_fn, each=_steps(self.journal, "policy"), **beside)
+
+
+class JournaledValues:
+    """A value model likewise, under a name of its own."""
+
+    def __init__(self, model: SteppedValueModel, journal: Journal, name: str):
+        self.model, self.journal, self.name = model, journal, name
+
+    def values(self, rows: Rows) -> Tensor:
+        return self.journal(f"values of {len(rows)} rows by the {self.name}", lambda: self.model.values(rows))
+
+    def update(self, experience: Experience, loss_fn: LossFn) -> Metrics:
+        return self.model.update(experience, loss_fn, each=_steps(self.journal, self.name))
+
+
+class Journaled:
+    """A Machinery whose answers, scores and optimizer steps are in the journal; a push can be repeated, and is not."""
+
+    def __init__(self, built: Machinery, journal: Journal):
+        def values(model: SteppedValueModel | None, name: str) -> ValueModel | None:
+            return None if model is None else JournaledValues(model, journal, name)
+
+        self.engine: RolloutEngine = JournaledEngine(built.engine, journal)
+        self.weights = built.weights
+        self.policy: Policy = JournaledPolicy(built.policy, journal)
+        self.critic, self.reward_model = values(built.critic, "critic"), values(built.reward_model, "reward model")
+
+
+def _steps(journal: Journal, name: str) -> Callable[[Callable[[], Metrics]], Metrics]:
+    return lambda step: journal(f"an optimizer step of the {name}", step)
+
+
+def _otherwise(known: str, now: str) -> CheckpointError:
+    return CheckpointError(
+        f"The run was stopped within a step, after {known}, where this run comes to {now}. Go on with the options that it was "
+        "stopped with, or from the checkpoint before."
+    )
+
+
+def _packed(result: Any) -> Any:
+    if isinstance(result, TokenStats):
+        return {"logp": result.logp, "entropy": result.entropy}
+    return _packed_answers(result) if isinstance(result, list) else result
+
+
+def _unpacked(packed: Any) -> Any:
+    if isinstance(packed, dict) and "logp" in packed:
+        return TokenStats(**packed)
+    return _answers(packed) if isinstance(packed, dict) and "token_ids" in packed else packed
+
+
+def _packed_answers(answers: Answers) -> dict[str, Any]:
+    there = [answer for answer in answers if answer is not None]
+    tokens = [token for answer in there for token in answer.token_ids]
+    logprobs = [logp for answer in there for logp in answer.logprobs]
+    return {
+        "token_ids": torch.tensor(tokens, dtype=torch.int64),
+        "logprobs": torch.tensor(logprobs, dtype=torch.float64),
+        "answers": [
+            None
+            if answer is None
+            else [len(answer.token_ids), answer.finish_reason, answer.policy_version, answer.scores, list(answer.versions)]
+            for answer in answers
+        ],
+    }
+
+
+def _answers(packed: dict[str, Any]) -> list[Completion | None]:
+    sizes = [said[0] for said in packed["answers"] if said is not None]
+    tokens, logprobs = (iter(packed[name].split(sizes)) for name in ("token_ids", "logprobs"))
+    found: list[Completion | None] = []
+    for said in packed["answers"]:
+        if said is None:
+            found.append(None)
+        else:
+            _, reason, version, scores, versions = said
+            ids, logp = tuple(next(tokens).tolist()), tuple(next(logprobs).tolist())
+            found.append(Completion(ids, logp, reason, version, scores, tuple(versions)))
+    return found

@@ -1,0 +1,250 @@
+"""A run that is stopped anywhere within a step goes on there, and is the run that nothing stopped."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rftmega.config import RunConfig, load
+from rftmega.data import PromptOrder
+from rftmega.errors import CheckpointError
+from rftmega.interfaces import GivenUp
+from rftmega.megatron import passes
+from rftmega.rollout import ScriptedEngine
+from rftmega.trainer import Algorithm
+from rftmega.trainer.callbacks import JSONLines, Observer
+from rftmega.trainer.checkpointing import Checkpointing, resume
+from rftmega.trainer.evaluate import Evaluate
+from rftmega.trainer.journal import Journal
+from rftmega.types import Completion, Prompt, TokenStats
+from tests.tiny_models import save_tiny
+from tests.unit.config.observed import STOP, WORDS, Model, bigrams
+from tests.unit.trainer.test_checkpointing import lines, read, written
+
+STEPS = 2
+PLAIN = ("algorithm.mini_batches=3", "algorithm.kl_coef=0.1", "algorithm.kl_target=0.01", "algorithm.kl_horizon=10")
+CRITIC = (*PLAIN, "algorithm.advantage=gae", "algorithm.reward_normalise=true")
+REPLAY = ("algorithm.mini_batches=2", "algorithm.max_staleness=2", "algorithm.correction=token")
+REFILL = ("algorithm.refill_rounds=2",)
+EARLY = (*REFILL, "algorithm.oversample=2")
+
+
+class Clock:
+    """Ticks for everything that is done; asked to stop from tick `end` on."""
+
+    def __init__(self, end: float):
+        self.now, self.end = 0, end
+
+    def tick(self) -> None:
+        self.now += 1
+
+    def over(self) -> bool:
+        return self.now >= self.end
+
+
+class Ticking(Model):
+    """A tick an optimizer step or scoring pass."""
+
+    def __init__(self, clock: Clock, *given: Any, **named: Any):
+        super().__init__(*given, **named)
+        self.clock = clock
+        self.machine.run_schedule = self._ticking(self.machine.run_schedule)
+        self.machine.optimizer_step = self.step
+
+    def step(self) -> tuple[bool, float]:
+        self.machine.table.data -= self.machine.table.grad
+        return True, 1.0
+
+    def _ticking(self, work: Any) -> Any:
+        def ticking(*given: Any, **named: Any) -> Any:
+            self.clock.tick()
+            return work(*given, **named)
+
+        return ticking
+
+
+class Machinery:
+    """Engine, policy, critic: one tick an answer, too."""
+
+    def __init__(self, config: RunConfig, clock: Clock):
+        self.clock = clock
+        self.policy = Ticking(clock, config, [], 1)
+        self.critic = Ticking(clock, config, [], 1, values=True) if config.algorithm.advantage == "gae" else None
+        self.reward_model = None
+        self.inner = ScriptedEngine(config.rollout, vocabulary=WORDS, stop_ids=[STOP])
+        self.engine = self.weights = self
+
+    def push(self, *, version: int) -> dict[str, float]:
+        self.inner.load_weights([], version=version)
+        return {}
+
+    def generate(self, prompts: Sequence[Prompt], *, seeds: Sequence[int], reward: Any = None, **settings: Any) -> Any:
+        found: list[Completion | None] = [None] * len(prompts)
+        for place, prompt in enumerate(prompts):
+            if self.clock.over():
+                raise GivenUp(found)
+            self.clock.tick()
+            found[place] = answer = self.inner.generate([prompt], seeds=[seeds[place]], **settings)[0]
+            if reward is not None:
+                found[place] = replace(answer, scores=reward([prompt], [answer])[0])
+        return found
+
+    def generate_until(self, prompts: Sequence[Prompt], *, enough: Any, **settings: Any) -> Any:
+        """All but the last."""
+        try:
+            return [*self.generate(prompts, **settings)[:-1], None]
+        except GivenUp:
+            raise GivenUp from None
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None: ...
+
+    def tables(self) -> list[torch.Tensor]:
+        return [model.machine.table for model in (self.policy, self.critic) if model is not None]
+
+
+class Kept:
+    """Checkpoints in memory: states as text, weights as a copy."""
+
+    def __init__(self, machinery: Machinery):
+        self.machinery = machinery
+        self.saved: list[tuple[str, list[torch.Tensor]]] = []
+
+    def save(self, state: dict[str, Any], *, step: int) -> None:
+        assert state["trainer"]["step"] == step
+        self.saved.append((written(state), [table.detach().clone() for table in self.machinery.tables()]))
+
+    def wait(self) -> None: ...
+
+
+class Run:
+    """From the beginning, or from what a run saved last."""
+
+    def __init__(self, folder: Path, model: Path, options: Sequence[str], *, end: float = float("inf"), saved: Any = None):
+        self.clock = Clock(end)
+        chosen = ["rollout.engine=scripted", "rollout.samples_per_prompt=3", "checkpoint.every=100", *options]
+        config = load(folder / "run.yaml", [f"model.path={model}", "rollout.max_response_tokens=4", *chosen])
+        self.machinery = Machinery(config, self.clock)
+        self.kept = Kept(self.machinery)
+        self.order = PromptOrder([Prompt((1, i % 3), index=i) for i in range(7)], batch_size=2, seed=0)
+        self.trainer = Algorithm(config).reinforced(self.machinery, likes_long, stop=self.clock.over)
+        parts = {"data": self.order, "trainer": self.trainer}
+        self.told: list[int] = []
+        self.trainer.callbacks = [
+            Evaluate({"": [Prompt((2,))]}, likes_long, every=1, last=STEPS),
+            Experiences(self.told),
+            JSONLines(folder / "metrics.jsonl"),
+            Checkpointing(self.kept, parts, every=100, last=STEPS),
+        ]
+        if saved is not None:
+            resume(self.trainer, parts, read(saved[0]))
+            for table, before in zip(self.machinery.tables(), saved[1], strict=True):
+                table.data.copy_(before)
+
+    def fit(self) -> "Run":
+        self.trainer.fit(self.order, steps=STEPS)
+        return self
+
+
+class Experiences(Observer):
+    def __init__(self, told: list[int]):
+        self.told = told
+
+    def on_experience(self, trainer: Any, samples: Any, experience: Any) -> None:
+        self.told.append(trainer.step)
+
+
+def likes_long(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
+    scores = [float(len(completion.token_ids) > 2) for completion in completions]
+    return [{"exact_match": score, "reward": score} for score in scores]
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    model = save_tiny(tmp_path / "model", "qwen3")
+    monkeypatch.setattr(passes, "custom_forward", bigrams)
+
+    def start(name: str, options: Sequence[str], **how: Any) -> Run:
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        (folder / "run.yaml").write_text("data: {train: nowhere}\n")
+        return Run(folder, model, options, **how)
+
+    return start
+
+
+@pytest.mark.parametrize("options", [PLAIN, CRITIC, REPLAY, REFILL, EARLY], ids=["plain", "critic", "replay", "refill", "early"])
+def test_stopped_anywhere_and_gone_on_with_is_never_stopped(options: Sequence[str], start: Any, tmp_path: Path) -> None:
+    whole = start("whole", options).fit()
+    expected = lines(tmp_path / "whole")
+    assert [line["step"] for line in expected] == list(range(STEPS + 1))
+    done = whole.clock.now
+    for end in range(2, done):
+        first = start(f"{end}", options, end=end).fit()
+        assert first.trainer.stopped, end
+        again = start(f"{end}", options, saved=first.kept.saved[-1]).fit()
+        assert lines(tmp_path / f"{end}") == expected, end
+        for table, other in zip(again.machinery.tables(), whole.machinery.tables(), strict=True):
+            assert torch.equal(table, other), end
+        assert written(again.trainer.state()) == written(whole.trainer.state()), end
+        assert again.order.position == whole.order.position
+        if options is not EARLY:  # there a rollout that was broken off begins again
+            assert first.clock.now + again.clock.now == done, "something was done twice, or not at all"
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 7])
+def test_stopped_again_and_again_it_arrives_all_the_same(every: int, start: Any, tmp_path: Path) -> None:
+    whole = start("whole", CRITIC).fit()
+    run, stops, begin = start("broken", CRITIC, end=every + 1).fit(), 0, 0
+    while run.trainer.stopped:
+        begin = len(run.kept.saved) - 1
+        run, stops = start("broken", CRITIC, end=every, saved=run.kept.saved[begin]).fit(), stops + 1
+    assert stops >= (whole.clock.now - 2) // every - 1
+    assert lines(tmp_path / "broken") == lines(tmp_path / "whole")
+    assert all(map(torch.equal, run.machinery.tables(), whole.machinery.tables()))
+
+
+def test_what_was_learnt_from_is_told_once_a_step(start: Any) -> None:
+    """Or trajectories would be those of a step that is still under way."""
+    ends = range(2, start("whole", PLAIN).fit().clock.now)
+    for end in ends:
+        first = start(f"{end}", PLAIN, end=end).fit()
+        again = start(f"{end}", PLAIN, saved=first.kept.saved[-1]).fit()
+        assert sorted({*first.told, *again.told}) == [1, 2]
+        assert len(first.told + again.told) <= 3, "only a step whose evaluation was broken off is told again"
+
+
+def test_a_step_that_goes_on_otherwise_is_refused(start: Any) -> None:
+    """Two of three optimizer steps are done: with two mini-batches there would be nothing left of the right ones."""
+    whole = start("whole", PLAIN).fit()
+    before = next(
+        first
+        for first in (start(f"{end}", PLAIN, end=end).fit() for end in range(2, whole.clock.now))
+        if sum("optimizer" in name for name, _ in read(first.kept.saved[-1][0]).get("within", [])) == 2
+    )
+    with pytest.raises(CheckpointError, match="after an optimizer step of the policy, where this run comes to 1 answers"):
+        start("other", ["algorithm.mini_batches=1", *PLAIN[1:]], saved=before.kept.saved[-1]).fit()
+    with pytest.raises(CheckpointError, match="after 6 answers, where this run comes to 8 answers. Go on with the options"):
+        start("more", [*PLAIN, "rollout.samples_per_prompt=4"], saved=before.kept.saved[-1]).fit()
+
+
+def test_a_journal_is_the_same_when_it_was_written_down() -> None:
+    answers = [Completion((1, 2), (-0.1, -1 / 3), "stop", 4, {"reward": 0.1}, (3, 4)), None, Completion((), (), "length", 4)]
+    stats = TokenStats(torch.rand(2, 3), None)
+    journal = Journal()
+    for name, result in (("a", answers), ("b", stats), ("c", {"loss": 0.1}), ("d", torch.rand(2, 3)), ("e", [None])):
+        journal(name, lambda result=result: result)
+    again = Journal()
+    again.load_state(read(written(journal.state())))
+    assert len(again) == len(journal) == 5
+    assert again("a", list) == answers
+    assert torch.equal(again("b", lambda: stats).logp, stats.logp)
+    assert again("c", dict) == {"loss": 0.1}
+    assert again("d", dict).shape == (2, 3)
+    assert again("e", list) == [None]
+    assert again("f", lambda: 6) == 6, "there it goes on by itself"
