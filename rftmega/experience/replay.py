@@ -1,5 +1,7 @@
 """Experience of earlier steps, on the host, to be learnt from again."""
 
+import base64
+import io
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import fields
@@ -64,7 +66,10 @@ class ReplayBuffer:
         return {"groups": [{f.name: getattr(group, f.name) for f in fields(group)} for group in self.groups]}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        groups = [Experience(**group) for group in state["groups"]]
+        given = state["groups"]
+        if isinstance(given, str):  # of a checkpoint of format 2
+            given = torch.load(io.BytesIO(base64.b64decode(given)), weights_only=True)
+        groups = [Experience(**group) for group in given]
         self.groups = deque([group.changed(pin_memory) for group in groups] if self.cpu_offload else groups)
 
 

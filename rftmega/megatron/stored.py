@@ -17,7 +17,8 @@ from rftmega.errors import CheckpointError
 MARK = "metadata.json"  # Megatron's own; a folder without it is no checkpoint to it
 MANIFEST = "manifest.json"  # ours: written last
 PROGRESS = "progress.jsonl"  # of a conversion that goes on; gone when it is done
-FORMAT = 2
+FORMAT = 3  # since 3 a state's tensors are in the files
+READ = (2, FORMAT)
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         manifest = json.loads(path.read_bytes())
     except ValueError as error:
         raise CheckpointError(f"{path} is not as it was written: {error}.") from error
-    if (said := manifest.get("format")) != FORMAT:
+    if (said := manifest.get("format")) not in READ:
         newer = " Take a newer rftmega." if isinstance(said, int) and said > FORMAT else ""
-        raise CheckpointError(f"{path} is of format {said}; this version reads {FORMAT}.{newer}")
+        raise CheckpointError(f"{path} is of format {said}; this version reads {' and '.join(map(str, READ))}.{newer}")
     if manifest.pop("seal", None) != seal(manifest):
         raise CheckpointError(f"{path} is not as it was written: its checksum is another.")
     return manifest

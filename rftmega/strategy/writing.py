@@ -28,6 +28,8 @@ class Beside(threading.Thread):
             self.work()
         except Exception as error:  # whatever it is, it is told where somebody waits
             self.error = f"{type(error).__name__}: {error}"
+        finally:
+            del self.work  # it may hold gigabytes, and this stays until the next save
 
 
 class Writing:

@@ -318,7 +318,7 @@ def refused_body(world: Any, model: Path, other: Path, folder: Path) -> None:
         (second / MANIFEST).write_text(json.dumps(manifest | {"format": 99}))
     torch.distributed.barrier()
     with pytest.raises(
-        CheckpointError, match=rf"is of format 99; this version reads {FORMAT}. Take a newer rftmega. The one before"
+        CheckpointError, match=rf"is of format 99; this version reads 2 and {FORMAT}. Take a newer rftmega. The one before"
     ):
         kept.load(second)
 

@@ -1,5 +1,7 @@
+import base64
+import io
 import json
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from types import SimpleNamespace
 
 import pytest
@@ -80,6 +82,16 @@ def test_a_state_is_json_and_brings_every_bit_back() -> None:
     buffer.append(experience_of((1, 4), (2, 2), version=7), torch.tensor([3, 9]))
     said, tensors = taken_apart(buffer.state())
     again.load_state(put_together(json.loads(json.dumps(said)), joined(tensors).__getitem__))
+    assert len(again.groups) == 2
+    assert all(same(one, other) for one, other in zip(buffer.groups, again.groups, strict=True))
+
+
+def test_a_state_of_format_2_is_read() -> None:
+    buffer, again = ReplayBuffer(), ReplayBuffer()
+    buffer.append(experience_of((1, 4), (2, 2), version=7), torch.tensor([3, 9]))
+    file = io.BytesIO()
+    torch.save([asdict(group) for group in buffer.groups], file)
+    again.load_state({"groups": base64.b64encode(file.getvalue()).decode()})
     assert len(again.groups) == 2
     assert all(same(one, other) for one, other in zip(buffer.groups, again.groups, strict=True))
 
