@@ -46,7 +46,7 @@ class RolloutEngine(Protocol):
         """The same until `enough` says so of what has been finished and scored; what has not been then is aborted, and None."""
 
     def state(self) -> dict[str, Any]:
-        """What decides which answers are finished first, as JSON has it."""
+        """What decides which answers are finished first; see Resumable."""
 
     def load_state(self, state: dict[str, Any]) -> None: ...
 

@@ -5,16 +5,21 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from rftmega.types import Completion, Prompt
 
+REMEMBERED = 2**18  # prompts: 4 MiB of a checkpoint
 PIECES = 4  # an engine gets at least so many where there are enough requests: fewer could not be balanced
 
 
 class Lengths:
     """How many tokens the answers to a prompt are expected to have."""
 
-    def __init__(self) -> None:
-        self._answers: dict[str, float] = {}  # of a prompt: mean of its latest answers
+    def __init__(self, limit: int = REMEMBERED) -> None:
+        """`limit`: prompts that are remembered, the latest."""
+        self.limit = limit
+        self._answers: dict[int, float] = {}  # of a prompt: mean of its latest answers; who was asked last is last
         self._tokens = [0, 0]  # of all prompts and answers so far, each prompt counted with each of its answers
 
     def expected(self, prompts: Sequence[Prompt]) -> list[float]:
@@ -35,16 +40,26 @@ class Lengths:
             if answer is not None and prompt.token_ids not in broken:
                 found.setdefault(prompt.token_ids, []).append(len(answer.token_ids))
         for ids, lengths in found.items():
-            self._answers[_key(Prompt(ids))] = sum(lengths) / len(lengths)
+            key = _key(Prompt(ids))
+            self._answers.pop(key, None)
+            self._answers[key] = sum(lengths) / len(lengths)
             self._tokens[0] += len(ids) * len(lengths)
             self._tokens[1] += sum(lengths)
+        for key in list(itertools.islice(self._answers, max(0, len(self._answers) - self.limit))):
+            del self._answers[key]
 
     def state(self) -> dict[str, Any]:
-        """All that a resume needs to send the same requests in the same order."""
-        return {"answers": dict(self._answers), "tokens": list(self._tokens)}
+        """All that a resume needs to send the same requests in the same order: 16 bytes a prompt."""
+        prompts = torch.tensor(list(self._answers), dtype=torch.int64)
+        means = torch.tensor(list(self._answers.values()), dtype=torch.float64)
+        return {"prompts": prompts, "means": means, "tokens": list(self._tokens)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self._answers, self._tokens = dict(state["answers"]), list(state["tokens"])
+        if "answers" in state:  # of a checkpoint of format 2
+            self._answers = {_number(bytes.fromhex(key)): mean for key, mean in state["answers"].items()}
+        else:
+            self._answers = dict(zip(state["prompts"].tolist(), state["means"].tolist(), strict=True))
+        self._tokens = list(state["tokens"])
 
 
 def shares(prompts: Sequence[Prompt], expected: Sequence[float], engines: int) -> list[list[int]]:
@@ -68,6 +83,10 @@ def shares(prompts: Sequence[Prompt], expected: Sequence[float], engines: int) -
     return found
 
 
-def _key(prompt: Prompt) -> str:
-    """A prompt in few bytes."""
-    return hashlib.blake2b(",".join(map(str, prompt.token_ids)).encode(), digest_size=8).hexdigest()
+def _key(prompt: Prompt) -> int:
+    """A prompt in eight bytes."""
+    return _number(hashlib.blake2b(",".join(map(str, prompt.token_ids)).encode(), digest_size=8).digest())
+
+
+def _number(digest: bytes) -> int:
+    return int.from_bytes(digest, signed=True)

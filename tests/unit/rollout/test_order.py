@@ -93,3 +93,19 @@ def test_what_is_expected_comes_back_from_a_state() -> None:
     again.load_state(seen.state())
     assert again.expected(prompts) == seen.expected(prompts)
     assert again.expected(prompts)[0] == 3
+    again.load_state({"answers": {"83e7cb593f452c57": 4.0}, "tokens": [5, 3]})  # as format 2 has the first prompt
+    assert again.expected(prompts)[0] == 4
+
+
+def test_what_a_run_remembers_has_an_end_and_the_prompts_asked_last_stay() -> None:
+    prompts, again = prompts_of(2, 2, 2, 2), Lengths(2)
+    seen = Lengths(2)
+    seen.learn(prompts[:2], answers_of([5, 6]))
+    seen.learn([prompts[0], prompts[2]], answers_of([7, 8]))
+    scale = 26 / 8
+    assert seen.expected(prompts) == pytest.approx([7, 2 * scale, 8, 2 * scale])
+    again.load_state(seen.state())
+    for one in (seen, again):
+        one.learn(prompts[3:], answers_of([9]))
+        assert one.expected(prompts) == pytest.approx([2 * 35 / 10, 2 * 35 / 10, 8, 9])
+    assert seen.state()["means"].tolist() == again.state()["means"].tolist() == [8, 9]

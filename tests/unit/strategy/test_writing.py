@@ -1,4 +1,5 @@
 import time
+import weakref
 
 import pytest
 
@@ -13,3 +14,15 @@ def test_a_save_that_takes_longer_than_the_watch_allows_is_waited_for(monkeypatc
     with watched(0.5, 0, end=ended.append):
         assert Writing(lambda: time.sleep(2), lambda given_up: time.sleep(1)).wait() == []
     assert ended == []
+
+
+def test_what_a_save_wrote_is_given_back_when_it_has_ended() -> None:
+    class Large:
+        def __call__(self) -> None: ...
+
+    part, whole = Large(), Large()
+    held = [weakref.ref(part), weakref.ref(whole)]
+    done = Writing(part, lambda given_up, whole=whole: whole())  # type: ignore[misc]
+    del part, whole
+    assert done.wait() == []
+    assert [ref() for ref in held] == [None, None]
