@@ -1,13 +1,15 @@
 """What answers as a vLLM server does, without a model: weights are a count, answers depend on the seed alone.
 
 `--fault KIND --after N --marker FILE`: once, when N answers were given, it is killed or stopped (KIND: KILL or STOP); FILE is
-written then. Every answer is noted in FILE.answers. `--hang PATH`: requests there are never answered.
+written then. Every answer is noted in FILE.answers. `--hang PATH`: requests there are never answered. `--pause SECONDS`: that
+each answer takes.
 """
 
 import argparse
 import json
 import os
 import signal
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Event, Lock
@@ -20,6 +22,7 @@ parser.add_argument("--fault", default="")
 parser.add_argument("--after", type=int, default=0)
 parser.add_argument("--marker", type=Path)
 parser.add_argument("--hang", default="")
+parser.add_argument("--pause", type=float, default=0.0)
 given, _ = parser.parse_known_args()
 turn = Lock()
 state: dict[str, Any] = {"names": None, "version": "random weights", "answers": 0}
@@ -52,6 +55,7 @@ class Handler(BaseHTTPRequestHandler):
             given.marker.touch()
             os.kill(os.getpid(), getattr(signal, f"SIG{given.fault}"))
         state["answers"] += 1
+        time.sleep(given.pause)
         seed = body["sampling_params"]["seed"]
         if given.marker:
             with given.marker.with_suffix(".answers").open("a") as file:

@@ -41,7 +41,7 @@ class Journal:
         self._before: deque[tuple[str, Any]] = deque()  # of a run that was stopped, not yet come to
 
     def __len__(self) -> int:
-        return len(self._done) + len(self._before)
+        return len(self._done)
 
     def begin(self) -> None:
         """A step begins. Raises CheckpointError where the one before left something over of what was done before the resume."""
@@ -88,7 +88,7 @@ class Journal:
 
     def state(self) -> list[list[Any]]:
         """As JSON has it, but for tensors."""
-        return [[name, _packed(result)] for name, result in (*self._done, *self._before)]
+        return [[name, _packed(result)] for name, result in self._done]
 
     def load_state(self, state: Sequence[Sequence[Any]]) -> None:
         self._done, self._before = [], deque((name, _unpacked(packed)) for name, packed in state)

@@ -1,0 +1,155 @@
+"""A rollout of which one process is asked to stop: all of them end it, and agree on the answers that are there."""
+
+import os
+import random
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from rftmega.config import RolloutConfig
+from rftmega.interfaces import GivenUp
+from rftmega.parallel import stop
+from rftmega.parallel.launch import World
+from rftmega.rollout import servers as servers_module
+from rftmega.rollout.servers import ServerEngine
+from rftmega.strategy import dispatch
+from rftmega.strategy.dispatch import AskedByOne, SharedEngine
+from rftmega.strategy.early_stop import EVERY
+from rftmega.types import Completion, Prompt
+from tests.distributed.test_early_stop import AsLongAsItsSeed, NoPush, NoTurns
+from tests.distributed.test_engine_faults import PROMPTS, SCORED_SERVER, SEEDS, Pushes, scores, told
+from tests.ranks import run_ranks
+
+REQUESTS = [Prompt((5, place), index=place) for place in range(24)]
+LENGTHS = [random.Random(place).randint(20, 60) for place in range(24)]
+ASKED_AT = 50  # engine steps of about 100
+
+
+def scored_by_index(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
+    return [{"reward": float(prompt.index)} for prompt in prompts]
+
+
+def ask(engine: SharedEngine, requests: Sequence[Prompt], until: bool, settings: dict[str, Any]) -> Any:
+    if until:
+        return engine.generate_until(requests, enough=lambda answers: None not in answers, **settings)
+    return engine.generate(requests, **settings)
+
+
+def shared_body(world: World, folder: Path, per_engine: int, until: bool) -> Any:
+    """The second process gets a signal in the middle of it."""
+    stop.LOOK = 0.02
+    stop.meet(dist.FileStore(str(folder / "board"), world.size))
+    engine = AsLongAsItsSeed(lambda: asked() or 0.003)
+
+    def asked() -> None:
+        if world.rank == 1 and engine.steps == ASKED_AT:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    engine.load_weights([], version=7)
+    shared = SharedEngine(engine, NoTurns({}, None, offload=False), world, NoPush(), processes_per_engine=per_engine, restarts=0)
+    given_up = Event()
+
+    def score(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
+        """The first answers' scores come when nobody waits for them any more."""
+        if any(prompt.index < 2 for prompt in prompts) and not until:
+            given_up.wait()
+        return scored_by_index(prompts, completions)
+
+    settings: dict[str, Any] = {"seeds": LENGTHS, "temperature": 1.0, "reward": score}
+    with stop.listening(), pytest.raises(GivenUp) as raised:
+        ask(shared, REQUESTS, until, settings)
+    given_up.set()
+    steps, came = engine.steps, bool(stop.request.came)
+    stop.request.came = 0
+    stop.meet(None)
+    whole = shared.generate(REQUESTS, **settings)
+    answers = [None if c is None else (len(c.token_ids), c.scores) for c in raised.value.answers]
+    return answers, steps, came, [(len(c.token_ids), c.scores) for c in whole]
+
+
+@pytest.mark.parametrize("per_engine", [1, 2])
+def test_all_engines_end_soon_and_every_process_has_what_was_answered(per_engine: int, tmp_path: Path) -> None:
+    (answers, steps, came, whole), other = run_ranks(2, shared_body, tmp_path, per_engine, False)
+    assert (came, other[2]) == (False, True), "one of them heard of it from the other"
+    assert answers == other[0]
+    assert whole == [(length, {"reward": float(place)}) for place, length in enumerate(LENGTHS)]
+    assert all(answer in (None, right) for answer, right in zip(answers, whole, strict=True))
+    assert None in answers and any(answers)
+    assert ASKED_AT <= steps < sum(LENGTHS) / 4 / (2 // per_engine), "it went on to its end"
+    if per_engine == 2:
+        assert (steps, other[1]) == (64, 64), "the processes of one engine end at one step"
+
+
+def test_what_is_enough_can_no_longer_be_decided_so_nothing_is_kept(tmp_path: Path) -> None:
+    for answers, steps, _, whole in run_ranks(2, shared_body, tmp_path, 1, True):
+        assert answers == []
+        assert steps % EVERY == 0 and steps < 100
+        assert None not in whole
+
+
+class Slow(ServerEngine):
+    """Scripted servers in vLLM's place."""
+
+    def _started(self, number: int) -> Any:
+        self._arguments = ["--marker", str(self.folder / f"server-{number}"), "--pause", "0.2"]
+        return super()._started(number)
+
+    folder = Path()
+
+
+def servers_body(world: World, folder: Path, asked: int, until: bool) -> Any:
+    """One process alone speaks to the servers; `asked` is the one that gets a signal when three answers are there."""
+    servers_module.PROGRAM, stop.LOOK, dispatch.PATIENCE = "scripted_server", 0.02, 0.2
+    os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])
+    stop.meet(dist.FileStore(str(folder / "board"), world.size))
+    Slow.folder = folder
+    config = RolloutConfig(servers=2, max_batch=1, deadline_seconds=20.0)
+    engine = Slow("model", config, world, dtype="float32", stop_ids=[1], logs=folder)
+    if engine.servers:
+        engine.expect(["one"])
+    weights = Pushes(engine)
+    weights.push(version=4)
+    shared = AskedByOne(engine, NoTurns({}, None, offload=False), world, weights, processes_per_engine=world.size, restarts=0)
+    seen: list[int] = []
+
+    def score(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
+        seen.append(len(prompts))
+        if sum(seen) == 3:
+            (folder / "now").touch()
+        return scores(prompts, completions)
+
+    settings: dict[str, Any] = {"seeds": SEEDS, "temperature": 1.0, "reward": score}
+    real = stop.asked
+
+    def asked_now() -> bool:
+        if world.rank == asked and (folder / "now").exists():
+            stop.request.came = signal.SIGTERM
+        return real()
+
+    stop.asked = asked_now
+    try:
+        with pytest.raises(GivenUp) as raised:
+            ask(shared, PROMPTS, until, settings)
+        stop.request.came, asked = 0, -1
+        stop.meet(None)
+        weights.push(version=5)
+        whole = shared.generate(PROMPTS, **settings)
+    finally:
+        engine.close()
+    return told(raised.value.answers), told(whole)
+
+
+@pytest.mark.parametrize(("asked", "until"), [(0, False), (1, False), (1, True)])
+def test_servers_are_given_up_whichever_process_is_asked(asked: int, until: bool, tmp_path: Path) -> None:
+    for answers, whole in run_ranks(2, servers_body, tmp_path, asked, until, timeout=60):
+        assert whole == SCORED_SERVER
+        if until:
+            assert answers == []
+        else:
+            assert all(answer in (None, right) for answer, right in zip(answers, whole, strict=True))
+            assert 3 <= sum(answer is not None for answer in answers) < 12
