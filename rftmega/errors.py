@@ -53,11 +53,18 @@ class NodeError(RFTMegaError):
     """A host of the run that lacks something, or is not like the others; names the host and a rank on it."""
 
 
+class NodeFault(NodeError):
+    """What a host lacks may be there when the run is started again."""
+
+
+FAULTS = (EngineFault, NodeFault)
+
+
 def exit_code_of(work: Callable[..., int], *given: object) -> int:
-    """What `work`(*given) gives. Where it raises an error of ours: 2, or 1 for an EngineFault, after the message on stderr."""
+    """What `work`(*given) gives. Where it raises an error of ours: 2, or 1 for one of FAULTS, after the message on stderr."""
     try:
         return work(*given)
     except RFTMegaError as error:
         where = f"[rank {os.environ.get('RANK', '0')}] " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
         sys.stderr.write(f"{where}error: {error}\n")
-        return 1 if isinstance(error, EngineFault) else 2
+        return 1 if isinstance(error, FAULTS) else 2

@@ -25,7 +25,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from rftmega import device
-from rftmega.errors import EngineFault, RFTMegaError
+from rftmega.errors import FAULTS, RFTMegaError
 from rftmega.parallel import stop
 from rftmega.parallel.progress import HUNG
 
@@ -158,7 +158,7 @@ def _rank(folder: Path, restarts: int, stops: bool, work: Callable[..., int], *a
     setproctitle(f"rftmega rank {rank}")
     try:
         return work(*arguments)
-    except EngineFault as error:
+    except FAULTS as error:
         time.sleep(GRACE)
         sys.stderr.write(f"[rank {rank}] {error}\n")
         sys.exit(1)

@@ -1,5 +1,6 @@
 """Where ranks meet: on one network interface of their hosts, rather than on all that these have."""
 
+import errno
 import ipaddress
 import os
 import socket
@@ -8,7 +9,7 @@ from datetime import timedelta
 import psutil
 import torch.distributed as dist
 
-from rftmega.errors import NodeError
+from rftmega.errors import NodeError, NodeFault
 
 INTERFACE = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
@@ -17,7 +18,8 @@ def store(rank: int, size: int, timeout: timedelta) -> dist.Store:
     """The store at MASTER_ADDR:MASTER_PORT; rank 0 serves it, at that address only, unless torchrun's agent does. That one
     remembers what ranks said before a restart, so each attempt has a part of its own.
 
-    Raises NodeError where the address is not rank 0's, or is one that other hosts can't reach.
+    Raises NodeError where the address is not rank 0's, or is one that other hosts can't reach; NodeFault where another process
+    has the port, for the next start takes another one (tools/run.sbatch) or finds it free.
     """
     name, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -39,7 +41,7 @@ def _listener(name: str, port: int, size: int) -> socket.socket:
             )
         return socket.create_server(where[:2], family=family, backlog=max(128, size))
     except OSError as error:
-        raise NodeError(
+        raise (NodeFault if error.errno == errno.EADDRINUSE else NodeError)(
             f"rank 0 on {socket.gethostname()} can't listen at MASTER_ADDR={name}, MASTER_PORT={port}: {error}. Give an "
             "address of this host and a port that is free."
         ) from error

@@ -4,6 +4,7 @@ import asyncio
 import ctypes
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -36,6 +37,8 @@ PROGRAM = "vllm.entrypoints.openai.api_server"
 START_SECONDS = 600.0
 STOP_SECONDS = 20.0
 CONTROL_SECONDS = 600.0
+MISTAKE = re.compile(r"\b(ValidationError|ValueError|NotImplementedError|ImportError|ModuleNotFoundError): ")
+PASSING = re.compile(r"Free memory on device|out of memory|Cannot allocate memory|Address already in use", re.IGNORECASE)
 LOOK_SECONDS = 0.2  # between two looks whether what has arrived, and was scored since, is enough
 
 
@@ -52,6 +55,7 @@ class Server:
         log.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", PROGRAM, "--host", "127.0.0.1", "--port", str(port)]
         with log.open("a") as file:
+            self._begin = file.tell()  # in the log
             self._process = subprocess.Popen(
                 [*command, *arguments],
                 env=environment,
@@ -64,7 +68,9 @@ class Server:
         self._closing = Finalize(self, _end, (self._process,), exitpriority=1)
 
     def wait(self) -> None:
-        """Until it answers. Raises EngineError, with the end of its log, where it does not come up."""
+        """Until it answers. Where it does not come up, raises EngineError, with the end of its log, for what it refuses (an
+        option, the model), and EngineFault for whatever may be otherwise the next time: killed, too slow, no memory or port.
+        """
         begin = time.monotonic()
         while time.monotonic() - begin < START_SECONDS:
             if self._process.poll() is not None:
@@ -73,7 +79,9 @@ class Server:
                 if httpx.get(f"{self.address}/health", timeout=5).is_success:
                     return
             time.sleep(0.2)
-        raise EngineError(f"The vLLM server at {self.address} did not come up. {self._last_words()}")
+        if self._refuses():
+            raise EngineError(f"The vLLM server at {self.address} did not come up. {self._last_words()}")
+        raise self._fault("did not come up")
 
     def post(self, path: str, body: dict[str, Any] | None = None) -> None:
         """Raises EngineError where it answers with an error, EngineFault where it does not answer."""
@@ -108,6 +116,12 @@ class Server:
     @property
     def alive(self) -> bool:
         return self._process.poll() is None
+
+    def _refuses(self) -> bool:
+        """Whether it has ended with what another start would end with: 2 is argparse's code, and vLLM's checks raise these."""
+        said = self.log.read_bytes()[self._begin :].decode(errors="replace")
+        code = self._process.poll()
+        return code == 2 or (code == 1 and bool(MISTAKE.search(said)) and not PASSING.search(said))
 
     def _fault(self, what: str) -> EngineFault:
         return EngineFault(f"The vLLM server at {self.address} {what}. {self._last_words()}")

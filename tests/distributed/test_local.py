@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rftmega.errors import ConfigError, RFTMegaError
+from rftmega.errors import ConfigError, NodeFault, RFTMegaError
 from rftmega.parallel import stop
 from rftmega.parallel.local import launch
 
@@ -26,6 +26,8 @@ def fails(rank: str, kind: str) -> int:
             raise ConfigError("choose another")
         if kind == "once" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             os.kill(os.getpid(), signal.SIGKILL)
+        if kind == "fault" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            raise NodeFault("the port is taken")
         if kind == "bug":
             raise ValueError("boom")
     return 0
@@ -99,6 +101,13 @@ def test_ranks_start_again_when_one_was_killed() -> None:
     assert done.returncode == 0, done.stderr
     assert "was killed by SIGKILL; the other ranks were ended, all start again (1 of 3)" in done.stderr
     assert done.stderr.count("start of rank 1") == 2
+
+
+@pytest.mark.ranks
+def test_ranks_start_again_after_a_fault_that_may_pass() -> None:
+    done = launched("launch(2, fails, '0', 'fault', preload=[], max_restarts=1)")
+    assert done.returncode == 0, done.stderr
+    assert "[rank 0] the port is taken" in done.stderr and "all start again (1 of 1)" in done.stderr
 
 
 @pytest.mark.ranks

@@ -6,7 +6,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from rftmega.errors import NodeError
+from rftmega.errors import NodeError, NodeFault, exit_code_of
 from rftmega.parallel import rendezvous
 
 SOON = timedelta(seconds=20)
@@ -41,8 +41,20 @@ def test_torchs_own_store_listens_everywhere() -> None:
 @pytest.mark.parametrize("address", ["192.0.2.1", "no-such-host.invalid"])
 def test_an_address_of_another_host_is_refused(address: str, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", address)
-    with pytest.raises(NodeError, match=f"can't listen at MASTER_ADDR={address}, MASTER_PORT={port}"):
+    with pytest.raises(NodeError, match=f"can't listen at MASTER_ADDR={address}, MASTER_PORT={port}") as caught:
         rendezvous.store(0, 1, SOON)
+    assert not isinstance(caught.value, NodeFault)
+
+
+def test_a_port_that_another_process_has_may_be_free_at_the_next_start(port: int) -> None:
+    with socket.create_server(("127.0.0.1", port)), pytest.raises(NodeFault, match=f"MASTER_PORT={port}: .*in use"):
+        rendezvous.store(0, 2, SOON)
+    assert exit_code_of(ends_by, NodeFault) == 1
+    assert exit_code_of(ends_by, NodeError) == 2
+
+
+def ends_by(error: type[NodeError]) -> int:
+    raise error("...")
 
 
 def test_a_name_that_is_loopback_only_on_its_own_host_is_refused(port: int, monkeypatch: pytest.MonkeyPatch) -> None:

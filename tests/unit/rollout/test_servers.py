@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rftmega.config import RolloutConfig
-from rftmega.errors import EngineError
+from rftmega.errors import EngineError, EngineFault
 from rftmega.parallel.launch import World
 from rftmega.rollout import servers
 from rftmega.rollout.servers import ServerEngine
@@ -100,5 +100,34 @@ def test_a_server_that_does_not_start_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="did not come up") as caught:
         server.wait()
     assert f"The end of {tmp_path / 'log'}" in str(caught.value)
+    assert not isinstance(caught.value, EngineFault)
     server.close()
     server.close()  # twice is once
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "passes"),
+    [
+        ("pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig", 1, False),
+        ("(EngineCore pid=7) ValueError: No available memory for the cache blocks.", 1, False),
+        ("(EngineCore pid=7) ValueError: Free memory on device cuda:0 (1.0/80.0 GiB) on startup is less than desired", 1, True),
+        ("ValueError: on an earlier line\ntorch.OutOfMemoryError: CUDA out of memory.", 1, True),
+        ("OSError: [Errno 98] Address already in use", 1, True),
+        ("RuntimeError: CUDA error: an illegal memory access was encountered", 1, True),
+        ("ValueError: on an earlier line", -9, True),
+    ],
+)
+def test_a_server_that_ends_at_its_start_is_a_fault_where_another_start_may_go_well(
+    said: str, code: int, passes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ends.py").write_text(
+        f"import os\nprint({said!r}, flush=True)\nos._exit({code}) if {code} > 0 else os.kill(os.getpid(), {-code})"
+    )
+    monkeypatch.setattr(servers, "PROGRAM", "ends")
+    (tmp_path / "log").write_text("ValueError: of the start before\n")
+    server = servers.Server([], {"PYTHONPATH": str(tmp_path)}, tmp_path / "log")
+    with pytest.raises(EngineError, match="did not come up") as caught:
+        server.wait()
+    server.close()
+    assert isinstance(caught.value, EngineFault) == passes
+    assert said.splitlines()[-1] in str(caught.value)
