@@ -71,7 +71,8 @@ class EngineWeights:
     def push(self, *, version: int) -> Metrics:
         """Afterwards every engine answers under `version`. If anything fails anywhere, none answers until a push was whole.
 
-        Raises what this process's engine raised, or EngineError; a push that failed on a living process may be repeated.
+        Raises what this process's engine raised, or EngineError; a push that failed on a living process may be repeated. What
+        else fails in moving the weights (no memory for a message) is raised as it is, and that process can't go on.
         """
         begin = time.perf_counter()
         self.engine.distrust()
@@ -103,8 +104,10 @@ class EngineWeights:
             passage.drain()  # others wait for what this process sends
             total = torch.tensor([int(failure is not None), passage.sent_bytes], device=self.shards.device)
             dist.all_reduce(total)
-        except RuntimeError as lost:
-            raise EngineFault(f"Push {version} broke off: a process is gone ({lost}).") from failure
+        except RuntimeError as raised:
+            if not _is_of_a_connection(raised):
+                raise
+            raise EngineFault(f"Push {version} broke off: a process is gone ({raised}).") from failure
         failed, moved = total.tolist()
         if failure is not None:
             raise failure
@@ -212,6 +215,11 @@ class _Passage:
             for work in works:
                 work.wait()
         return bucket, came
+
+
+def _is_of_a_connection(error: RuntimeError) -> bool:
+    """NCCL's and the store's errors have classes of their own; gloo's are RuntimeErrors that name a source file of its."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
 def _everybodys(needs: Needs) -> tuple[list[Needs], list[int]]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rftmega.config import ParallelConfig
 from rftmega.errors import EngineError
-from rftmega.weights import EngineWeights
+from rftmega.weights import EngineWeights, push
 from tests.block_engine import BlockEngine
 from tests.layouts import build_manager
 from tests.ranks import RankFailure, run_ranks
@@ -210,6 +210,31 @@ def test_a_process_that_dies_before_or_in_a_push_leaves_no_engine_that_answers(v
     with pytest.raises(RankFailure, match=f"rank {victim} died|rank {1 - victim} raised"):
         run_ranks(2, killed_body, save_tiny(tmp_path, "llama"), victim, after, told)
     assert "Push 1 broke off: a process is gone" in told.read_text()
+
+
+def short_of_memory_body(world: Any, folder: Path, told: Path) -> None:
+    manager = build_manager(folder, P(tensor=2))
+    engine = BlockEngine(0, 1)
+    weights = EngineWeights(manager.bound, engine, bucket_bytes=10_000)
+    weights.push(version=0)
+    if world.rank == 1:
+
+        def nothing_left(*given: Any) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+        push.message_for = nothing_left  # type: ignore[assignment]
+    try:
+        weights.push(version=1)
+    except Exception as error:
+        assert engine.version is None
+        told.with_name(f"told{world.rank}").write_text(f"{type(error).__name__}: {error}")
+        raise
+
+
+def test_a_process_without_memory_for_a_push_says_so_and_not_that_another_is_gone(tmp_path: Path) -> None:
+    with pytest.raises(RankFailure, match="OutOfMemoryError"):
+        run_ranks(2, short_of_memory_body, save_tiny(tmp_path, "llama"), tmp_path / "told")
+    assert (tmp_path / "told1").read_text() == "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
 
 
 def test_a_tensor_that_no_engine_reads_is_refused_before_the_first_push(tmp_path: Path) -> None:
