@@ -1,10 +1,13 @@
 """How a run is started and what its end says: arguments, refusals, `--processes`, exit codes. Importing this costs nothing."""
 
 import argparse
+import contextlib
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 from rftmega import config as configuration
 from rftmega.config import RunConfig
@@ -18,9 +21,13 @@ def run(train: Train, description: str | None) -> int:
     """Has `train` done what the command line says. The exit code, with a message for what the user can mend."""
     given = arguments(description)
     try:
-        return exit_code_of(start, given, train)
+        code = exit_code_of(start, given, train)
     except KeyboardInterrupt:
         return 130
+    if code == 2 and (mark := os.environ.get("RFTMEGA_REFUSED")):  # tools/run.sbatch
+        with contextlib.suppress(OSError):
+            Path(mark).touch()
+    return code
 
 
 def arguments(description: str | None) -> argparse.Namespace:

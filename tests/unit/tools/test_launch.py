@@ -3,7 +3,9 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -126,6 +128,26 @@ def test_what_a_restart_mends_goes_back_into_the_queue(code: int, again: bool, e
     done = run(code)
     assert ("scontrol requeue 7" in Path("calls").read_text()) == again
     assert done.returncode == ends_with
+
+
+def test_a_rank_that_refuses_ends_the_job_also_where_srun_tells_of_those_that_it_killed(folder: Path) -> None:
+    """While rank 1 refuses, the others wait for it in a collective."""
+    program = folder / "bin/rank"
+    train = f"{sys.executable} {launch.ROOT / 'train_rl.py'} {folder / 'broken.yaml'}"
+    program.write_text(f"#!/bin/bash\nif [ $RANK = 1 ]; then WORLD_SIZE=1 PYTHONPATH={launch.ROOT} {train}; exit $?; fi\n")
+    (folder / "broken.yaml").write_text("model: {}")
+    write("--python", str(program))
+    done = run(137)
+    assert (done.returncode, "refused: the error is in" in done.stdout) == (2, True), done
+    assert "scontrol requeue" not in Path("calls").read_text()
+    program.write_text("#!/bin/bash\n")  # mended: the refusal is no longer true
+    assert "starts again: failed with 137" in run(137).stdout
+
+
+def test_a_rank_that_was_asked_to_stop_before_it_could_listen_is_no_failure(folder: Path) -> None:
+    write("--python", "true", "--max-failures", "1")
+    assert run(128 + signal.SIGUSR1).returncode == 0
+    assert "scontrol requeue 7" in Path("calls").read_text()
 
 
 def test_the_code_of_a_run_that_saved_is_the_configs(folder: Path) -> None:
