@@ -1,8 +1,9 @@
-"""The fault table: kill -9 of a random rank at random moments, and what the run that starts again by itself ends with.
+"""The fault table: kill -9 of a random rank at random moments, or a request to stop, and what the run ends with that goes on.
 
-`make chaos` runs every case, prints one row each and writes runs/chaos.json. A case is a run of real ranks, one of which kills
-itself with SIGKILL at a random moment of a random phase; the launcher starts all of them again. The exported weights must equal
-those of a run that nothing interrupted byte for byte, and metrics.jsonl line for line, but for what is of the machine (`UNLIKE`).
+`make chaos` runs every case, prints one row each and writes runs/chaos.json. A case is a run of real ranks, one of which strikes
+itself at a random moment of a random phase: with SIGKILL, and the launcher starts all of them again; or with SIGTERM, and all of
+them save within the step and end, to be started as Slurm does with what it requeues. The exported weights must equal those of a
+run that nothing interrupted byte for byte, and metrics.jsonl line for line, but for what is of the machine (`UNLIKE`).
 """
 
 import hashlib
@@ -24,24 +25,28 @@ from tqdm import tqdm
 import train_rl
 from rftmega import config as configuration
 from rftmega.config import RunConfig
+from rftmega.megatron.stored import read_manifest
 from rftmega.parallel import progress
 from rftmega.parallel.local import launch
-from rftmega.strategy import command_line, preflight
+from rftmega.strategy import command_line, preflight, retention
+from rftmega.trainer.checkpointing import WITHIN
 from tests.e2e.conftest import UNLIKE, numbers_of, write_arithmetic
 
 PHASES = ("rollout", "score", "update", "push", "save")
 COMMON = ["trainer.steps=6", "trainer.prompts_per_step=4", "trainer.export=true", "checkpoint.every=2", "checkpoint.keep=2"]
-RUNS: dict[str, tuple[int, int, list[str]]] = {  # processes, kills, options
-    "scripted, TP2 x PP2": (4, 10, ["parallel.tensor=2", "parallel.pipeline=2"]),
-    "scripted, TP2 x DP2, distributed optimizer": (4, 10, ["parallel.tensor=2", "optimizer.distributed=true"]),
-    "vllm, TP2": (2, 4, ["parallel.tensor=2", "rollout.engine=vllm", "rollout.cpu_cache_gib=0.05", "rollout.max_batch=16"]),
+COMMON += ["algorithm.mini_batches=2"]
+RUNS: dict[str, tuple[int, int, int, list[str]]] = {  # processes, kills, requests to stop, options
+    "scripted, TP2 x PP2": (4, 10, 5, ["parallel.tensor=2", "parallel.pipeline=2"]),
+    "scripted, TP2 x DP2, distributed optimizer": (4, 10, 5, ["parallel.tensor=2", "optimizer.distributed=true"]),
+    "vllm, TP2": (2, 4, 3, ["parallel.tensor=2", "rollout.engine=vllm", "rollout.cpu_cache_gib=0.05", "rollout.max_batch=16"]),
 }
 
 
 @dataclass(frozen=True)
 class Strike:
-    """Rank `rank` dies `delay` seconds after its `occurrence`-th phase of this name has begun."""
+    """Rank `rank` gets the signal `delay` seconds after its `occurrence`-th phase of this name has begun."""
 
+    signal: str
     rank: int
     phase: str
     occurrence: int
@@ -55,11 +60,11 @@ def rank(config: RunConfig, strike: Strike | None, log: str) -> int:
         os.dup2(file.fileno(), 2)
     first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
     if strike is not None and first and int(os.environ["RANK"]) == strike.rank:
-        threading.Thread(target=die, args=(strike, f"{log}.strike"), daemon=True).start()
+        threading.Thread(target=strike_out, args=(strike, f"{log}.strike"), daemon=True).start()
     return command_line.rank(train_rl.train, config)
 
 
-def die(strike: Strike, note: str) -> None:
+def strike_out(strike: Strike, note: str) -> None:
     seen, begun = "", 0
     while begun < strike.occurrence:
         phase = progress.seen.phase
@@ -68,7 +73,7 @@ def die(strike: Strike, note: str) -> None:
         time.sleep(0.0002)
     time.sleep(strike.delay)
     Path(note).write_text(progress.seen.phase)
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), signal.Signals[strike.signal])
 
 
 def run(folder: Path, output: Path, processes: int, options: list[str], strike: Strike | None) -> int:
@@ -89,20 +94,21 @@ def result(output: Path) -> tuple[str, list[dict[str, Any]]]:
     return digest.hexdigest(), numbers_of(output)
 
 
-def strikes(kills: int, processes: int, spent: dict[str, float], seed: int) -> Iterator[Strike]:
+def strikes(kills: int, requests: int, processes: int, spent: dict[str, float], seed: int) -> Iterator[Strike]:
     """At random, though each phase has its turn. `spent`: seconds that a phase takes, on average."""
     rng = random.Random(seed)
-    for number in range(kills):
-        phase = PHASES[number % len(PHASES)]
-        times = 3 if phase == "save" else 6
-        yield Strike(rng.randrange(processes), phase, rng.randint(1, times), rng.uniform(0, spent.get(phase, 0.05)))
+    for kind, strikes_of in (("SIGKILL", kills), ("SIGTERM", requests)):
+        for number in range(strikes_of):
+            phase = PHASES[number % len(PHASES)]
+            times = 3 if phase == "save" else 6
+            yield Strike(kind, rng.randrange(processes), phase, rng.randint(1, times), rng.uniform(0, spent.get(phase, 0.05)))
 
 
 def every_case(folder: Path, names: list[str]) -> Iterator[dict[str, Any]]:
     write_arithmetic(folder)
-    with tqdm(total=sum(RUNS[name][1] + 1 for name in names), unit="run", file=sys.stderr) as bar:
+    with tqdm(total=sum(RUNS[name][1] + RUNS[name][2] + 1 for name in names), unit="run", file=sys.stderr) as bar:
         for name in names:
-            processes, kills, options = RUNS[name]
+            processes, kills, requests, options = RUNS[name]
             bar.set_postfix_str(name)
             whole = folder / name.replace(" ", "_")
             assert run(folder, whole, processes, options, None) == 0, Path(f"{whole}.log").read_text()[-3000:]
@@ -110,15 +116,19 @@ def every_case(folder: Path, names: list[str]) -> Iterator[dict[str, Any]]:
             bar.update()
             lines = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
             spent = {phase: lines[-1].get(f"seconds_{phase}", 0.05) for phase in PHASES}
-            for number, strike in enumerate(strikes(kills, processes, spent, seed=len(name))):
+            for number, strike in enumerate(strikes(kills, requests, processes, spent, seed=len(name))):
                 output = folder / f"{whole.name}-{number}"
                 begin = time.monotonic()
                 code = run(folder, output, processes, options, strike)
+                done_within = None
+                if code == RunConfig().faults.requeue_code:
+                    done_within = len(read_manifest(retention.find(output / "checkpoints", None))["state"].get(WITHIN, []))
+                    code = run(folder, output, processes, options, None)
                 seconds = time.monotonic() - begin
                 note, log = Path(f"{output}.log.strike"), Path(f"{output}.log").read_text()
                 found = result(output) if code == 0 else ("", [])
-                case = {"run": name, **asdict(strike), "died_in": note.read_text() if note.exists() else "nowhere"}
-                case |= {"seconds": round(seconds, 1), "exit_code": code}
+                case = {"run": name, **asdict(strike), "struck_in": note.read_text() if note.exists() else "nowhere"}
+                case |= {"done_within": done_within, "seconds": round(seconds, 1), "exit_code": code}
                 case |= {"weights_equal": found[0] == wanted[0], "metrics_equal": found[1] == wanted[1]}
                 if not (case["weights_equal"] and case["metrics_equal"]):
                     case["log"] = log[-3000:]
@@ -128,12 +138,12 @@ def every_case(folder: Path, names: list[str]) -> Iterator[dict[str, Any]]:
 
 def survived(case: dict[str, Any]) -> bool:
     """One that was not struck shows nothing."""
-    return case["died_in"] != "nowhere" and case["weights_equal"] and case["metrics_equal"]
+    return case["struck_in"] != "nowhere" and case["weights_equal"] and case["metrics_equal"]
 
 
 def main() -> int:
     names = [name for name in RUNS if not sys.argv[1:] or any(name.startswith(given) for given in sys.argv[1:])]
-    header = ["run", "rank", "phase", "occurrence", "died_in", "seconds", "weights_equal", "metrics_equal"]
+    header = ["run", "signal", "rank", "phase", "occurrence", "struck_in", "done_within", "seconds", "weights_equal", "metrics_equal"]
     sys.stdout.write("| " + " | ".join(header) + " |\n" + "|---" * len(header) + "|\n")
     cases = []
     with tempfile.TemporaryDirectory() as folder:
@@ -144,7 +154,7 @@ def main() -> int:
             Path("runs").mkdir(exist_ok=True)
             Path("runs/chaos.json").write_text(json.dumps({"excluded_from_metrics": UNLIKE, "cases": cases}, indent=1))
     good = sum(map(survived, cases))
-    sys.stdout.write(f"\n{good} of {len(cases)} killed runs ended with the weights and metrics of the uninterrupted one\n")
+    sys.stdout.write(f"\n{good} of {len(cases)} runs ended with the weights and metrics of the uninterrupted one\n")
     return 0 if good == len(cases) else 1
 
 
