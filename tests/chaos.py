@@ -143,7 +143,8 @@ def survived(case: dict[str, Any]) -> bool:
 
 def main() -> int:
     names = [name for name in RUNS if not sys.argv[1:] or any(name.startswith(given) for given in sys.argv[1:])]
-    header = ["run", "signal", "rank", "phase", "occurrence", "struck_in", "done_within", "seconds", "weights_equal", "metrics_equal"]
+    header = ["run", "signal", "rank", "phase", "occurrence", "struck_in", "done_within", "seconds"]
+    header += ["weights_equal", "metrics_equal"]
     sys.stdout.write("| " + " | ".join(header) + " |\n" + "|---" * len(header) + "|\n")
     cases = []
     with tempfile.TemporaryDirectory() as folder:
