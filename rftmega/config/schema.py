@@ -185,6 +185,10 @@ class RewardConfig:
     exact_match: float = 1.0
     """Weight of: the answer equals the label (surrounding white space aside)."""
 
+    answer_pattern: str = ""
+    """Regular expression: its last match in a response (the first group, where it has one) is the answer that exact_match
+    and majority compare; without a match there is none. Empty: the whole response."""
+
     format: float = 0.0
     """Weight of: the answer matches format_pattern from start to end."""
 

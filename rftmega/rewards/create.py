@@ -7,7 +7,7 @@ from rftmega.config import RewardConfig
 from rftmega.errors import DataError
 from rftmega.rewards import code, multiple_choice
 from rftmega.rewards.code import CodePart
-from rftmega.rewards.exact_match import exact_match
+from rftmega.rewards.exact_match import exact_match_rule
 from rftmega.rewards.format import format_rule
 from rftmega.rewards.math import MathPart
 from rftmega.rewards.mix import MixedReward, parts_of, unknown_kind, weights_of
@@ -19,7 +19,7 @@ PARTS: dict[str, Callable[[RewardConfig, Decode], Part]] = {
     "code": lambda config, decode: CodePart(
         workers=config.workers, seconds=config.code_seconds, memory_mib=config.code_memory_mib
     ),
-    "exact_match": lambda config, decode: each(exact_match),
+    "exact_match": lambda config, decode: each(exact_match_rule(config.answer_pattern)),
     "format": lambda config, decode: each(format_rule(config.format_pattern)),
     "math": lambda config, decode: MathPart(workers=config.workers, seconds=config.math_seconds),
     "multiple_choice": lambda config, decode: each(multiple_choice.multiple_choice),
@@ -40,7 +40,7 @@ LABELS: dict[str, Callable[[str], str | None]] = {  # part -> why it can't work 
 def create(config: RewardConfig, decode: Decode) -> MixedReward:
     """The reward of `config`, with the parts that have a weight; `decode` turns token ids into text.
 
-    Raises ConfigError where reward.format_pattern is no regular expression.
+    Raises ConfigError where reward.format_pattern or reward.answer_pattern is no regular expression.
     """
     used = parts_of(config)
     return MixedReward(config, {name: make(config, decode) for name, make in PARTS.items() if name in used}, decode)

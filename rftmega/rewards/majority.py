@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from rftmega.rewards.answer import answer_of
 from rftmega.rewards.part import Decode
 from rftmega.rewards.vote import vote_rewards
 from rftmega.types import Completion, Prompt
@@ -12,17 +13,18 @@ class MajorityReward:
 
     whole_groups = True
 
-    def __init__(self, decode: Decode):
-        self.decode = decode
+    def __init__(self, decode: Decode, pattern: str = ""):
+        """`pattern`: of what in a response votes, see `answer_of`; raises ConfigError where it is no regular expression."""
+        self.decode, self.answer_of = decode, answer_of(pattern)
 
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
         """Of whole groups: the answers to a prompt side by side. The part's name is "majority"."""
-        groups: list[list[str]] = []
+        groups: list[list[str | None]] = []
         before = None
         for prompt, completion in zip(prompts, completions, strict=True):
             if prompt is not before:
                 groups.append([])
-            groups[-1].append(self.decode(completion.token_ids))
+            groups[-1].append(self.answer_of(self.decode(completion.token_ids)))
             before = prompt
         scores = [score for group in vote_rewards(groups) for score in group]
         return [{"majority": score, "reward": score} for score in scores]

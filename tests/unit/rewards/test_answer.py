@@ -1,0 +1,53 @@
+import pytest
+
+from rftmega.config import RewardConfig
+from rftmega.errors import ConfigError
+from rftmega.rewards import MajorityReward, create
+from rftmega.rewards.answer import answer_of
+from rftmega.types import Completion, Prompt
+
+
+@pytest.mark.parametrize(
+    ("pattern", "response", "answer"),
+    [
+        ("", "12+30=42", "12+30=42"),
+        ("", "", ""),
+        (r"=(\d+)$", "12+30=42", "42"),
+        (r"=(\d+)$", "12+30=", None),
+        (r"\d+", "12, no: 13.", "13"),
+        (r"is (\d+)( exactly)?", "is 12 or is 13 exactly", "13"),
+        (r"yes|is (\d+)", "is 12, yes", None),  # the last match, which has no group
+        (r"no", "", None),
+    ],
+)
+def test_the_answer_is_the_first_group_of_the_last_match_or_the_match_or_the_whole(
+    pattern: str, response: str, answer: str | None
+) -> None:
+    assert answer_of(pattern)(response) == answer
+
+
+def decode(ids: tuple[int, ...]) -> str:
+    return "".join(map(chr, ids))
+
+
+def said(text: str) -> Completion:
+    return Completion(tuple(map(ord, text)), (0.0,) * len(text), "stop", 0)
+
+
+def test_an_exact_match_compares_the_answer_alone_and_a_response_without_one_matches_no_label() -> None:
+    reward = create(RewardConfig(answer_pattern=r"=(.*)"), decode)
+    texts = ["12+30= 42\n", "42+0=43", "42", "12+30="]
+    assert [score["exact_match"] for score in reward([Prompt((1,), "42")] * 4, [said(text) for text in texts])] == [1, 0, 0, 0]
+    assert reward([Prompt((1,), "")], [said("42")])[0]["exact_match"] == 0
+
+
+def test_responses_vote_with_their_answers_and_those_without_one_do_not() -> None:
+    prompt = Prompt((1,))
+    answers = [said(text) for text in ("12+30=42", "25+17=042", "20+22=43", "17", "17", "17")]
+    found = MajorityReward(decode, r"=(\d+)")([prompt] * 6, answers)
+    assert [score["reward"] for score in found] == [1, 1, 0, 0, 0, 0]
+
+
+def test_a_broken_pattern_is_refused_by_its_option() -> None:
+    with pytest.raises(ConfigError, match=r"reward\.answer_pattern='\(' is no regular expression"):
+        create(RewardConfig(answer_pattern="("), decode)
