@@ -28,7 +28,12 @@ from rftmega.config import RunConfig, load
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples/arithmetic"
 DEMO, OUT = Path("runs/demo"), Path("runs/learning")  # from ROOT, where train_rl.py runs
-STARTS = {"model": 100, "longer": 140, "able": 160, "scratch": 0}  # folder in DEMO -> steps of its warm start
+STARTS = {  # folder in DEMO -> examples and steps of its warm start
+    "model": ("warm_start", 100),
+    "able": ("warm_start", 160),
+    "scratch": ("warm_start", 0),
+    "thinking": ("thoughts", 160),
+}
 SEEDS = (0, 1, 2)
 Record = dict[str, Any]
 importing = Lock()  # transformers makes its names as they are asked for, and not for two threads at once
@@ -189,9 +194,10 @@ def accuracy(model: str | Path, file: str) -> float:
 def prepare() -> None:
     """Data and warm starts in runs/demo, once; they are the same whenever they are made."""
     made = [[EXAMPLE / "make_data.py"]]
-    starts = [(name, steps) for name, steps in STARTS.items() if not (ROOT / DEMO / name / "model.safetensors").is_file()]
     made += [
-        [EXAMPLE / "warm_start.py", DEMO / "data/warm_start.jsonl", DEMO / name, "--steps", str(steps)] for name, steps in starts
+        [EXAMPLE / "warm_start.py", DEMO / f"data/{examples}.jsonl", DEMO / name, "--steps", str(steps)]
+        for name, (examples, steps) in STARTS.items()
+        if not (ROOT / DEMO / name / "model.safetensors").is_file()
     ]
     for command in made:
         subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, check=True)
