@@ -68,3 +68,17 @@ def test_what_is_asked_is_a_rise_and_an_end() -> None:
     assert learning.Asked(rise=0.2).met(0.445, 0.645)
     assert not learning.Asked(rise=0.2).met(0.445, 0.64)
     assert not learning.Asked(end=0.9).met(0.0, 0.899)
+
+
+def test_thoughts_are_equal_sums_and_of_no_prompt_that_is_learnt_from_or_held_out(tmp_path: Path) -> None:
+    import make_data
+
+    make_data.write(tmp_path)
+    given = {name: [json.loads(line) for line in (tmp_path / f"{name}.jsonl").open()] for name in ("thoughts", "train", "eval")}
+    for example in given["thoughts"]:
+        thought, answer = example["label"].split("=")
+        asked = example["prompt"].removesuffix("=")
+        assert sum(map(int, asked.split("+"))) == sum(map(int, thought.split("+"))) == int(answer)
+    prompts = {example["prompt"] for example in given["thoughts"]}
+    assert prompts.isdisjoint(example["prompt"] for name in ("train", "eval") for example in given[name])
+    assert len({(example["prompt"], example["label"]) for example in given["thoughts"]}) > 4 * len(prompts)
