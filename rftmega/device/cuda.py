@@ -24,6 +24,9 @@ class CUDA:
 
     start_method = "spawn"  # a forked process can't use CUDA once its parent has looked for it
 
+    _earlier = 0  # bytes at most, in stretches of this phase that `forget_peak` has ended
+    _told = False  # the present stretch's, of a phase that has ended
+
     def devices(self) -> int | None:
         """Devices of this host, one a process."""
         return torch.cuda.device_count()
@@ -78,8 +81,10 @@ class CUDA:
         return next((peak for part, peak in PEAKS.items() if part in name), None)
 
     def peak_bytes(self) -> int:
-        """Bytes of tensors at most, since `forget_peak`."""
-        return torch.cuda.max_memory_allocated()
+        """Bytes of tensors at most, in all stretches between `forget_peak`s since this was last asked."""
+        most = max(self._earlier, torch.cuda.max_memory_allocated())
+        self._earlier, self._told = 0, True
+        return most
 
     def memory(self) -> dict[str, int]:
         """Bytes of this device: of tensors now and at most, and in torch's cache."""
@@ -88,4 +93,6 @@ class CUDA:
 
     def forget_peak(self) -> None:
         """`most_allocated` of `memory` counts from here."""
+        self._earlier = 0 if self._told else max(self._earlier, torch.cuda.max_memory_allocated())
+        self._told = False
         torch.cuda.reset_peak_memory_stats()

@@ -298,4 +298,4 @@ class ColocatedWeights:
         self.turns.push()
         metrics = self.weights.push(version=version)
         self.turns.memory.end(push_buffers=int(metrics["push_buffer_bytes"]))
-        return metrics | self.turns.memory.metrics
+        return metrics | self.turns.memory.take()

@@ -30,13 +30,14 @@ def predicted(config: RunConfig, world: World) -> Predicted:
 
 
 class Memory:
-    """Of this process. `metrics` has the last of each phase, in MiB: memory_<phase>_<kind>_mib, of living tensors by kind, and
-    memory_<phase>_<kind>_mib_predicted; memory_<phase>_<name>_mib, of `device.memory`.
+    """Of this process. `take` gives the most of each phase, which may hold the device several times in a step, in MiB:
+    memory_<phase>_<kind>_mib, of living tensors by kind, and memory_<phase>_<kind>_mib_predicted; memory_<phase>_<name>_mib, of
+    `device.memory`.
     """
 
     def __init__(self, models: Mapping[str, Residency], predicted: Predicted):
         self.models, self.predicted = models, predicted
-        self.metrics: Metrics = {}
+        self._metrics: Metrics = {}
         self._phase: str | None = None
 
     def begin(self, phase: str) -> None:
@@ -53,8 +54,17 @@ class Memory:
         predicted = self.predicted.get(self._phase, {})
         for kind in measured.keys() | predicted.keys():
             if measured[kind] or predicted.get(kind, 0):
-                name = f"memory_{self._phase}_{kind}_mib"
-                self.metrics |= {name: measured[kind] / MIB, f"{name}_predicted": predicted.get(kind, 0) / MIB}
+                self._keep(kind, measured[kind])
+                self._metrics[f"memory_{self._phase}_{kind}_mib_predicted"] = predicted.get(kind, 0) / MIB
         for name, size in device.current().memory().items():
-            self.metrics[f"memory_{self._phase}_{name}_mib"] = size / MIB
+            self._keep(name, size)
         self._phase = None
+
+    def take(self) -> Metrics:
+        """What was measured since the last call."""
+        found, self._metrics = self._metrics, {}
+        return found
+
+    def _keep(self, what: str, size: int) -> None:
+        name = f"memory_{self._phase}_{what}_mib"
+        self._metrics[name] = max(self._metrics.get(name, 0.0), size / MIB)

@@ -34,7 +34,7 @@ class SupervisedStrategy:
         self._memory.begin("update")
         metrics = self.model.update(experience, loss_fn, group_size=group_size)
         self._memory.end()
-        return metrics | self._memory.metrics
+        return metrics | self._memory.take()
 
     @cached_property
     def checkpoints(self) -> TrainingCheckpoints:
