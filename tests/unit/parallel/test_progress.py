@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,29 @@ def test_marks_from_any_thread_keep_a_process_alive_and_a_clock_that_jumps_does_
             threading.Thread(target=mark).start()
             threading.Event().wait(0.2)
     assert ended == []
+
+
+class Rounds:
+    """An event that never comes: `count` waits of the watch, each a day long by the clock, in which `work` is done."""
+
+    def __init__(self, count: int, work: Callable[[], None], monkeypatch: pytest.MonkeyPatch):
+        self.left, self.work, self.now = count, work, 0.0
+        monkeypatch.setattr(progress.time, "monotonic", lambda: self.now)
+
+    def wait(self, pause: float) -> bool:
+        self.now, self.left = self.now + 86400, self.left - 1
+        self.work()
+        return self.left < 0
+
+
+@pytest.mark.parametrize(("count", "work", "ends"), [(100, mark, []), (4, int, []), (100, int, [HUNG])])
+def test_rounds_without_a_mark_are_counted_and_a_mark_begins_anew(
+    count: int, work: Callable[[], None], ends: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(progress.faulthandler, "dump_traceback_later", lambda *_, **__: None)
+    progress._watch(10.0, 0, Rounds(count, work, monkeypatch), ended.append)  # type: ignore[arg-type]
+    assert ended == ends
 
 
 def test_a_process_whose_interpreter_is_held_ends_too() -> None:
