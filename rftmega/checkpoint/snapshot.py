@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from rftmega import device
 from rftmega.megatron.training_state import Held
 
 ALIGNED = 64  # bytes
+COPIERS = 2  # threads: training stands still meanwhile, and one does not fill a host's memory channels
 
 
 class Snapshot(NamedTuple):
@@ -31,7 +33,6 @@ class HostCopies:
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
-    @torch.no_grad()
     def take(self, held: Iterable[tuple[str, Held]]) -> Snapshot:
         """Copies the boxes that this process writes of (prefix of its key, box). The snapshot before is overwritten."""
         found = list(held)
@@ -43,12 +44,18 @@ class HostCopies:
         for (prefix, each), size in zip(written, sizes, strict=True):
             tensor = each.tensor
             place = self._memory[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            place.copy_(tensor, non_blocking=True)
             boxes.append((f"{prefix}/{each.key}", each.offset, place))
             at += size
+        with ThreadPoolExecutor(COPIERS) as pool:
+            list(pool.map(_copy, (place for _, _, place in boxes), (each.tensor for _, each in written)))
         device.current().synchronize()
         return Snapshot(boxes, {f"{prefix}/{each.key}": each.shape for prefix, each in found})
 
     @property
     def bytes(self) -> int:
         return math.prod(self._memory.shape)
+
+
+@torch.no_grad()
+def _copy(place: Tensor, tensor: Tensor) -> None:
+    place.copy_(tensor, non_blocking=True)

@@ -8,14 +8,14 @@ rank_<rank>.json      which pieces these are, and where the rank's random stream
 import hashlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rftmega.checkpoint.distributed import file_bytes, finish, write_json, write_pieces
+from rftmega.checkpoint.distributed import Boxed, file_bytes, finish, write_json, write_pieces
 from rftmega.checkpoint.snapshot import Snapshot
 from rftmega.checkpoint.states import Tensors, joined
 from rftmega.errors import CheckpointError
@@ -23,18 +23,32 @@ from rftmega.megatron.stored import Reader, Stored, read_checked
 
 KIND = "training"
 POLL = 0.05  # seconds
+BUSY = 0.1  # of its time; the rest is the training's
 
 
 def note_of(rank: int) -> str:
     return f"rank_{rank}.json"
 
 
-def write_rank(folder: Path, rank: int, snapshot: Snapshot, random: dict[str, Any], beside: Tensors | None = None) -> None:
-    """This rank's files, with tensors that are `beside` the models'; the note comes last."""
+def write_rank(
+    folder: Path, rank: int, snapshot: Snapshot, random: dict[str, Any], beside: Tensors | None, rest: Callable[[float], object]
+) -> None:
+    """This rank's files, with tensors that are `beside` the models'; the note comes last. Between boxes it calls `rest`, with the
+    seconds that are the training's.
+    """
     snapshot = snapshot.beside(joined(beside or {}))
-    stored = write_pieces(folder / f"__{rank}_0.distcp", snapshot.boxes, size=file_bytes(snapshot.boxes))
+    boxes = _with_rests(snapshot.boxes, rest)
+    stored = write_pieces(folder / f"__{rank}_0.distcp", boxes, size=file_bytes(snapshot.boxes))
     said = {"random": random, "pieces": [box.as_json() for box in stored], "shapes": snapshot.shapes}
     write_json(folder / note_of(rank), said)
+
+
+def _with_rests(boxes: Iterable[Boxed], rest: Callable[[float], object]) -> Iterator[Boxed]:
+    """A disk that works, and the copies to it, slow a step: they are spread over several."""
+    for box in boxes:
+        begin = time.perf_counter()
+        yield box
+        rest((1 / BUSY - 1) * (time.perf_counter() - begin))
 
 
 def write_whole(folder: Path, ranks: int, about: dict[str, Any], *, given_up: Callable[[], bool]) -> bool:

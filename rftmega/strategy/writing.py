@@ -35,14 +35,17 @@ class Beside(threading.Thread):
 class Writing:
     """This process's part of a checkpoint and, on the first one, the whole, which waits for all parts."""
 
-    def __init__(self, part: Callable[[], object], whole: Callable[[Callable[[], bool]], object] | None):
-        """`whole` is given a function that says whether to give up; None on the other processes."""
-        self._given_up = threading.Event()
-        self._part = Beside(part)
+    def __init__(self, part: Callable[[Callable[[float], object]], object], whole: Callable[[Callable[[], bool]], object] | None):
+        """`part` is given a function that rests for so many seconds, or until somebody waits; `whole` one that says whether to give
+        up; None on the other processes.
+        """
+        self._given_up, self._awaited = threading.Event(), threading.Event()
+        self._part = Beside(lambda: part(self._awaited.wait))
         self._whole = None if whole is None else Beside(lambda: whole(self._given_up.is_set))
 
     def wait(self) -> list[str]:
         """What went wrong, rank by rank, alike on all processes, which call it together."""
+        self._awaited.set()
         _join(self._part)
         found = collectives.gather_objects(self._part.error)
         if any(found):

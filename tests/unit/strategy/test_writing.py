@@ -1,5 +1,7 @@
 import time
 import weakref
+from collections.abc import Callable
+from threading import Event
 
 import pytest
 
@@ -12,7 +14,7 @@ def test_a_save_that_takes_longer_than_the_watch_allows_is_waited_for(monkeypatc
     monkeypatch.setattr(writing, "ROUND", 0.05)
     ended: list[int] = []
     with watched(0.5, 0, end=ended.append):
-        assert Writing(lambda: time.sleep(2), lambda given_up: time.sleep(1)).wait() == []
+        assert Writing(lambda rest: time.sleep(2), lambda given_up: time.sleep(1)).wait() == []
     assert ended == []
 
 
@@ -22,7 +24,22 @@ def test_what_a_save_wrote_is_given_back_when_it_has_ended() -> None:
 
     part, whole = Large(), Large()
     held = [weakref.ref(part), weakref.ref(whole)]
-    done = Writing(part, lambda given_up, whole=whole: whole())  # type: ignore[misc]
+    done = Writing(lambda rest, part=part: part(), lambda given_up, whole=whole: whole())  # type: ignore[misc]
     del part, whole
     assert done.wait() == []
     assert [ref() for ref in held] == [None, None]
+
+
+def test_a_part_rests_while_the_training_goes_on_and_not_once_somebody_waits() -> None:
+    begun, rested = Event(), list[bool]()
+
+    def part(rest: Callable[[float], object]) -> None:
+        rested.append(bool(rest(0.01)))
+        begun.set()
+        rested.append(bool(rest(60.0)))  # a test that waits for it does not end in time
+        rested.append(bool(rest(60.0)))
+
+    writing = Writing(part, None)
+    assert begun.wait(30)
+    assert writing.wait() == []
+    assert rested == [False, True, True], "whether it was cut short"
