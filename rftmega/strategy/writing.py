@@ -36,8 +36,8 @@ class Writing:
     """This process's part of a checkpoint and, on the first one, the whole, which waits for all parts."""
 
     def __init__(self, part: Callable[[Callable[[float], object]], object], whole: Callable[[Callable[[], bool]], object] | None):
-        """`part` is given a function that rests for so many seconds, or until somebody waits; `whole` one that says whether to give
-        up; None on the other processes.
+        """`part` is given a function that rests for so many seconds, or until somebody waits; `whole`, which the other processes
+        don't have, one that says whether to give up.
         """
         self._given_up, self._awaited = threading.Event(), threading.Event()
         self._part = Beside(lambda: part(self._awaited.wait))
