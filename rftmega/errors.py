@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Self
+from typing import Any, Self
 
 
 class RFTMegaError(Exception):
@@ -58,6 +58,14 @@ class NodeFault(NodeError):
 
 
 FAULTS = (EngineFault, NodeFault)
+
+
+class GivenUp(Exception):  # noqa: N818  nothing went wrong
+    """The run is asked to stop, on all processes alike. `answers`: of a rollout, None for those that are not there."""
+
+    def __init__(self, answers: Sequence[Any] = ()):
+        super().__init__()
+        self.answers = answers
 
 
 def exit_code_of(work: Callable[..., int], *given: object) -> int:

@@ -15,14 +15,6 @@ Enough = Callable[
 ]  # of all requests' answers, None where there is none yet; the same everywhere
 
 
-class GivenUp(Exception):  # noqa: N818  nothing went wrong
-    """The run is asked to stop, on all processes alike. `answers`: of a rollout, None for those that are not there."""
-
-    def __init__(self, answers: Sequence[Completion | None] = ()):
-        super().__init__()
-        self.answers = answers
-
-
 class RolloutEngine(Protocol):
     """Turns prompts into completions, under the weights that a WeightSync brought."""
 
@@ -49,6 +41,9 @@ class RolloutEngine(Protocol):
         """What decides which answers are finished first; see Resumable."""
 
     def load_state(self, state: dict[str, Any]) -> None: ...
+
+    def learn(self, prompts: Sequence[Prompt], completions: Sequence[Completion | None]) -> None:
+        """Changes that as asking for these answers did."""
 
 
 class Policy(Protocol):
@@ -154,5 +149,8 @@ class Callback(Protocol):
         """What step `trainer.step`, just done, has learnt from. Before `on_step`."""
 
     def on_step(self, trainer: Any, metrics: Metrics) -> None: ...
+
+    def on_given_up(self, trainer: Any) -> None:
+        """The training ends within a step. On all callbacks, before `on_end` on any."""
 
     def on_end(self, trainer: Any) -> None: ...

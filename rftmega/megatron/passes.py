@@ -15,6 +15,7 @@ from torch import Tensor
 
 from model_providers.flops import BACKWARD, forward_flops
 from rftmega.device.spans import recorder
+from rftmega.errors import GivenUp
 from rftmega.megatron.auxiliary import beside
 from rftmega.megatron.forward import HiddenProcessor, custom_forward, packed_length
 from rftmega.megatron.manager import MegatronModelManager
@@ -88,8 +89,10 @@ class Passes:
                 each(partial(self._optimizer_step, experience.select(index.flatten()), loss_fn, group_size, share))
                 for index, share in zip(parts, shares, strict=True)
             ]
-        finally:
+        except GivenUp:  # on all processes: after any other error some of them would wait here for the others
             self.manager.finish_param_sync()
+            raise
+        self.manager.finish_param_sync()
         taken = [step for step in steps if not step["skipped_steps"]]
         averaged = taken or steps
         mean = {name: sum(step[name] for step in averaged) / len(averaged) for name in steps[0]}

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rftmega import device
-from rftmega.errors import EngineFault
-from rftmega.interfaces import Enough, GivenUp, Reward, WeightSync
+from rftmega.errors import EngineFault, GivenUp
+from rftmega.interfaces import Enough, Reward, WeightSync
 from rftmega.megatron import MegatronActor, MegatronCritic
 from rftmega.megatron.offload import PARAMETERS, PARTS, Residency
 from rftmega.megatron.passes import at_once
@@ -29,6 +29,7 @@ from rftmega.strategy.memory import Memory, Predicted
 from rftmega.types import Auxiliary, Completion, EachStep, Experience, LossFn, Metrics, Prompt, Rows, TokenStats
 
 PATIENCE = 10.0  # seconds
+ROUND = 1.0  # seconds
 POLICY = "policy"
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -105,14 +106,14 @@ class SharedEngine:
         mine = shares(prompts, self.engine.lengths.expected(prompts), self.engines)[self.mine]
         found: list[Completion | None] = [None] * len(prompts)
         with self._asking(mine, prompts, seeds, temperature, reward) as asking:
-            answers = self._over_faults(lambda: self._ask(asking))
+            answers = self._over_faults(lambda: self._ask(asking), asking.judging.ready)
             for spoken in gather_objects({mine[place]: answer for place, answer in answers.items()} if self.speaks else {}):
                 for place, answer in spoken.items():
                     found[place] = answer
             if None in found:  # in here nobody waits for scores that are still to come
                 raise GivenUp(found)
         whole = [answer for answer in found if answer is not None]
-        self.engine.lengths.learn(prompts, whole)
+        self.learn(prompts, whole)
         return whole
 
     def generate_until(
@@ -129,8 +130,8 @@ class SharedEngine:
         """
         mine = shares(prompts, self.engine.lengths.expected(prompts), self.engines)[self.mine]
         with self._asking(mine, prompts, seeds, temperature, reward) as asking:
-            found = self._over_faults(lambda: self._ask_until(asking, mine, len(prompts), enough))
-        self.engine.lengths.learn(prompts, found)
+            found = self._over_faults(lambda: self._ask_until(asking, mine, len(prompts), enough), _give_up)
+        self.learn(prompts, found)
         return found
 
     def state(self) -> dict[str, Any]:
@@ -140,14 +141,19 @@ class SharedEngine:
     def load_state(self, state: dict[str, Any]) -> None:
         self.engine.lengths.load_state(state)
 
+    def learn(self, prompts: Sequence[Prompt], completions: Sequence[Completion | None]) -> None:
+        self.engine.lengths.learn(prompts, completions)
+
     def _asking(
         self, mine: Sequence[int], prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float, reward: Reward | None
     ) -> Asking:
         own, own_seeds = [prompts[place] for place in mine], [seeds[place] for place in mine]
         return Asking(self.engine, own, own_seeds, temperature, reward if self.speaks else None)
 
-    def _over_faults(self, work: Callable[[], Result]) -> Result:
-        """What comes of `work`, which is called again, everywhere, when an engine broke down and all of them hold weights."""
+    def _over_faults(self, work: Callable[[], Result], given_up: Callable[[], Result]) -> Result:
+        """What comes of `work`, which is called again, everywhere, when an engine broke down and all of them hold weights; of
+        `given_up` where the run is asked to stop by then: engines may have got the same signal.
+        """
         version, again = self.engine.version, 0
         while True:
             try:
@@ -158,6 +164,8 @@ class SharedEngine:
                 self.turns.rollout()
                 return _agreed(work)
             except EngineFault as fault:
+                if stop.agreed():
+                    return given_up()
                 if again == self.restarts:
                     raise EngineFault(f"{fault} (faults.engine_restarts={self.restarts} did not help.)") from fault
                 if dist.get_rank() == 0:
@@ -167,6 +175,8 @@ class SharedEngine:
     def _ask(self, asking: Asking) -> dict[int, Completion]:
         """Place -> answer; where the run is asked to stop, of those that have their scores by then."""
         whole = asking.go_on(self._asked_to_stop())
+        while whole and not asking.judging.wait(ROUND):
+            whole = not stop.asked()
         return asking.judging.scored() if whole else asking.judging.ready()
 
     def _asked_to_stop(self) -> Stop:
@@ -188,6 +198,10 @@ class SharedEngine:
         if broken and not enough(together.answers):
             raise broken
         return together.answers
+
+
+def _give_up() -> list[Completion | None]:
+    raise GivenUp
 
 
 def _agreed(work: Callable[[], Result]) -> Result:

@@ -1,7 +1,7 @@
 """Rewards of finished answers, while the engine still works on the others."""
 
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from types import TracebackType
 from typing import NamedTuple
@@ -58,6 +58,10 @@ class Judging:
     def answered(self) -> set[int]:
         """Places of the answers that are there, scored or not."""
         return {place for report in self.reports for place in report.places}
+
+    def wait(self, seconds: float) -> bool:
+        """So long at most, for the scores of all that is there: whether they are."""
+        return not wait([report.scores for report in self.reports if report.scores is not None], timeout=seconds).not_done
 
     def ready(self) -> dict[int, Completion]:
         """Place -> answer of those that have their scores by now."""

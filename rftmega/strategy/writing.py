@@ -3,9 +3,10 @@
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable
 
-from rftmega.parallel import collectives
+from rftmega.parallel import collectives, stop
 from rftmega.parallel.progress import mark
 
 log = logging.getLogger(__name__)
@@ -40,8 +41,14 @@ class Writing:
         don't have, one that says whether to give up.
         """
         self._given_up, self._awaited = threading.Event(), threading.Event()
-        self._part = Beside(lambda: part(self._awaited.wait))
+        self._part = Beside(lambda: part(self._rest))
         self._whole = None if whole is None else Beside(lambda: whole(self._given_up.is_set))
+
+    def _rest(self, seconds: float) -> None:
+        """Also a request to stop ends it: another save comes, and waits for this one."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0 and not self._awaited.wait(min(left, ROUND)) and not stop.asked():
+            pass
 
     def wait(self) -> list[str]:
         """What went wrong, rank by rank, alike on all processes, which call it together."""

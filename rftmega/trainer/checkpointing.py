@@ -4,6 +4,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from rftmega.errors import CheckpointError
 from rftmega.interfaces import Checkpoints, Resumable
 from rftmega.trainer.callbacks import Observer
 from rftmega.types import Metrics
@@ -23,24 +24,28 @@ class Checkpointing(Observer):
         self.checkpoints, self.parts = checkpoints, parts
         self.every, self.last = every, last
         self._state: dict[str, Any] = {}  # after `_step` steps, the present one's beginning
-        self._step, self._saved = 0, -1
+        self._step = self._saved = 0
 
     def on_start(self, trainer: Any, metrics: Metrics) -> None:
         self._remember(trainer)
-        if trainer.resumed:
-            self._saved = trainer.step
+        self._saved = trainer.step  # by the run that is gone on with; or there is nothing to save yet
 
     def on_step(self, trainer: Any, metrics: Metrics) -> None:
         self._remember(trainer)
         if trainer.stopped or trainer.step == self.last or trainer.step % self.every == 0:
             begin = time.perf_counter()
             self._save(self._state)
+            if trainer.stopped:
+                self.checkpoints.wait()
             for callback in trainer.callbacks:
                 callback.on_phase(trainer, "checkpoint", time.perf_counter() - begin)
 
-    def on_end(self, trainer: Any) -> None:
-        if trainer.stopped and (self._saved != self._step or trainer.journal):
+    def on_given_up(self, trainer: Any) -> None:
+        if self._saved != self._step or trainer.journal:
             self._save(self._state | ({WITHIN: trainer.journal.state()} if trainer.journal else {}))
+            self.checkpoints.wait()
+
+    def on_end(self, trainer: Any) -> None:
         self.checkpoints.wait()
 
     def _save(self, state: dict[str, Any]) -> None:
@@ -52,7 +57,13 @@ class Checkpointing(Observer):
 
 
 def resume(trainer: Any, parts: Mapping[str, Resumable], state: Mapping[str, Any]) -> None:
-    """Takes back what `Checkpointing` saved of the same parts, and of `trainer`'s journal."""
+    """Takes back what `Checkpointing` saved of the same parts, and of `trainer`'s journal. Raises CheckpointError where it has
+    none, and the run was stopped within a step, whose weights no other step begins with.
+    """
+    if state.get(WITHIN) and trainer.journal is None:
+        raise CheckpointError(
+            "The run was stopped within a step, and one that saves nothing can't go on within it: set checkpoint.every."
+        )
     for name, part in parts.items():
         part.load_state(state[name])
     if trainer.journal is not None:

@@ -12,10 +12,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from rftmega.errors import CheckpointError
+from rftmega.errors import CheckpointError, GivenUp
 from rftmega.interfaces import (
     Enough,
-    GivenUp,
     Machinery,
     Policy,
     Reward,
@@ -42,6 +41,11 @@ class Journal:
 
     def __len__(self) -> int:
         return len(self._done)
+
+    @property
+    def behind(self) -> bool:
+        """Whether what comes next was done, or begun, before the resume."""
+        return bool(self._before)
 
     def begin(self) -> None:
         """A step begins. Raises CheckpointError where the one before left something over of what was done before the resume."""
@@ -109,7 +113,7 @@ class JournaledEngine:
             asked, own = [prompts[place] for place in places], [seeds[place] for place in places]
             return self.engine.generate(asked, seeds=own, temperature=temperature, reward=reward)
 
-        return self.journal.answers(f"{len(prompts)} answers", len(prompts), ask)
+        return self._learning(prompts, lambda: self.journal.answers(f"{len(prompts)} answers", len(prompts), ask))
 
     def generate_until(
         self,
@@ -123,13 +127,26 @@ class JournaledEngine:
         def ask() -> list[Completion | None]:
             return self.engine.generate_until(prompts, seeds=seeds, temperature=temperature, reward=reward, enough=enough)
 
-        return self.journal(f"enough of {len(prompts)} answers", ask)
+        return self._learning(prompts, lambda: self.journal(f"enough of {len(prompts)} answers", ask))
+
+    def _learning(self, prompts: Sequence[Prompt], work: Callable[[], Result]) -> Result:
+        """An engine that was asked for nothing, or for some of it, is to expect what it would expect after all of it."""
+        if not self.journal.behind:
+            return work()
+        before = self.engine.state()
+        found: Any = work()
+        self.engine.load_state(before)
+        self.engine.learn(prompts, found)
+        return found  # type: ignore[no-any-return]
 
     def state(self) -> dict[str, Any]:
         return self.engine.state()
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.engine.load_state(state)
+
+    def learn(self, prompts: Sequence[Prompt], completions: Sequence[Completion | None]) -> None:
+        self.engine.learn(prompts, completions)
 
 
 class JournaledPolicy:

@@ -4,7 +4,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
-from rftmega.interfaces import Callback, GivenUp
+from rftmega.errors import GivenUp
+from rftmega.interfaces import Callback
 from rftmega.trainer.journal import Journal
 from rftmega.types import Metrics
 
@@ -43,6 +44,8 @@ class Trainer:
             self._steps(batches, steps)
         except GivenUp:
             self.stopped = True
+            for callback in begun:  # what is saved can't wait for those that close a connection
+                callback.on_given_up(self)
         for callback in begun:
             callback.on_end(self)
 

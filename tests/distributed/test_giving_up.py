@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from rftmega.config import RolloutConfig
-from rftmega.interfaces import GivenUp
+from rftmega.errors import GivenUp
 from rftmega.parallel import stop
 from rftmega.parallel.launch import World
 from rftmega.rollout import servers as servers_module

@@ -81,18 +81,18 @@ def test_the_launcher_passes_a_signal_on(arithmetic: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("options", "code", "saved"),
+    ("options", "code"),
     [
-        (["checkpoint.every=5"], 75, "step_000001"),
-        (["checkpoint.every=5", "--processes", "2"], 75, None),
-        (["checkpoint.every=0"], -signal.SIGUSR1, None),
+        (["checkpoint.every=5"], 75),
+        (["checkpoint.every=5", "--processes", "2"], 75),
+        (["checkpoint.every=0"], -signal.SIGUSR1),
     ],
     ids=["a process alone", "a launcher", "nothing is saved"],
 )
 def test_a_signal_that_comes_while_a_run_starts_is_a_request_where_it_saves(
-    options: list[str], code: int, saved: str | None, arithmetic: Path, tmp_path: Path
+    options: list[str], code: int, arithmetic: Path, tmp_path: Path
 ) -> None:
-    """It comes before anything is imported that takes time."""
+    """It comes before anything is imported that takes time. Nothing was done, so nothing is saved."""
     output = tmp_path / "out"
     arguments = [str(arithmetic / "run.yaml"), f"trainer.output={output}", "trainer.steps=100000", *options]
     process = subprocess.Popen(
@@ -104,8 +104,7 @@ def test_a_signal_that_comes_while_a_run_starts_is_a_request_where_it_saves(
     process.send_signal(signal.SIGUSR1)
     _, errors = process.communicate("go on\n", timeout=120)
     assert process.returncode == code, errors
-    latest = output / "checkpoints/latest"
-    assert (latest.read_text() if latest.is_file() else None) == saved
+    assert not (output / "checkpoints/latest").is_file()
 
 
 @pytest.mark.ranks

@@ -113,7 +113,7 @@ def test_a_run_that_is_told_to_stop_saves_and_ends_without_an_export(tmp_path: P
     run = Run(tmp_path, every=100, stop_after=4).fit()
     assert (run.trainer.step, run.trainer.stopped, run.exported) == (4, True, [])
     assert list(run.kept.saved) == [4]
-    assert run.kept.waited == 1
+    assert run.kept.waited == 2, "when it was saved, before others end; and at the end"
     again = Run(tmp_path, every=100).go_on(run.kept.saved[4]).fit()
     assert (again.trainer.step, again.trainer.stopped, again.exported) == (7, False, [7])
 
