@@ -46,6 +46,11 @@ class Recorder:
             sums, self._sums = self._sums, defaultdict(float)
         return sums
 
+    def counted(self, name: str) -> float:
+        """So far, since the last `take`."""
+        with self._lock:
+            return self._sums.get(name, 0.0)
+
     def count(self, name: str, amount: float) -> None:
         if self.measuring:
             with self._lock:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rftmega import device
+from rftmega.device.spans import recorder
 from rftmega.errors import EngineFault, GivenUp
 from rftmega.interfaces import Enough, Reward, WeightSync
 from rftmega.megatron import MegatronActor, MegatronCritic
@@ -31,6 +32,8 @@ from rftmega.types import Auxiliary, Completion, EachStep, Experience, LossFn, M
 PATIENCE = 10.0  # seconds
 ROUND = 1.0  # seconds
 POLICY = "policy"
+COUNT = "count of "
+COUNTS = ("tokens", "slots", "flops", "bubble", "ideal")
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
@@ -264,6 +267,27 @@ class AskedByOne(SharedEngine):
             return asked.result()
 
 
+def _with_counts(each: EachStep) -> EachStep:
+    """What an optimizer step counts travels with its metrics: one that was done before a resume is counted after it."""
+
+    def each_with_counts(step: Callable[[], Metrics]) -> Metrics:
+        done_now = False
+
+        def counting() -> Metrics:
+            nonlocal done_now
+            done_now, before = True, {name: recorder.counted(name) for name in COUNTS}
+            metrics = step()
+            return metrics | {COUNT + name: recorder.counted(name) - before[name] for name in COUNTS}
+
+        metrics = each(counting)
+        if not done_now:
+            for name in COUNTS:
+                recorder.count(name, metrics[COUNT + name])
+        return {name: value for name, value in metrics.items() if not name.startswith(COUNT)}
+
+    return each_with_counts
+
+
 class ColocatedPolicy:
     """The policy of a colocated run: what it needs comes to the device before it computes."""
 
@@ -283,7 +307,7 @@ class ColocatedPolicy:
         self, experience: Experience, loss_fn: LossFn, *, auxiliary: Auxiliary | None = None, each: EachStep = at_once
     ) -> Metrics:
         self.turns.update()
-        return self.actor.update(experience, loss_fn, auxiliary=auxiliary, each=each)
+        return self.actor.update(experience, loss_fn, auxiliary=auxiliary, each=_with_counts(each))
 
 
 class ColocatedValues:
@@ -298,7 +322,7 @@ class ColocatedValues:
 
     def update(self, experience: Experience, loss_fn: LossFn, *, each: EachStep = at_once) -> Metrics:
         self.turns.update(self.name)
-        return self.model.update(experience, loss_fn, each=each)
+        return self.model.update(experience, loss_fn, each=_with_counts(each))
 
 
 class ColocatedWeights:
