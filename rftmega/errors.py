@@ -9,6 +9,8 @@ from typing import Any, Self
 class RFTMegaError(Exception):
     """Base of every error that is the user's to mend; `train_rl.py` prints it without a traceback."""
 
+    exit_code = 2  # of the program; docs/operations.md lists all of them
+
     @classmethod
     def listing(cls, what: str, reasons: Iterable[str]) -> Self:
         """Of several reasons, a line each."""
@@ -44,6 +46,14 @@ class EngineError(RFTMegaError):
 class EngineFault(EngineError):
     """An engine, or the process at the other end, is gone or hangs: nobody's mistake, and the run can be started again."""
 
+    exit_code = 1
+
+
+class Diverged(RFTMegaError):
+    """A run whose optimizer steps are all skipped: started again it would be no better."""
+
+    exit_code = 76
+
 
 class RewardError(RFTMegaError):
     """An answer that can't be scored: a prompt's kind without weights, a remote reward that fails, a score that is no number."""
@@ -56,8 +66,11 @@ class NodeError(RFTMegaError):
 class NodeFault(NodeError):
     """What a host lacks may be there when the run is started again."""
 
+    exit_code = 1
+
 
 FAULTS = (EngineFault, NodeFault)
+FINAL_CODES = (RFTMegaError.exit_code, Diverged.exit_code)  # starting again would not mend it
 
 
 class GivenUp(Exception):  # noqa: N818  nothing went wrong
@@ -69,10 +82,10 @@ class GivenUp(Exception):  # noqa: N818  nothing went wrong
 
 
 def exit_code_of(work: Callable[..., int], *given: object) -> int:
-    """What `work`(*given) gives. Where it raises an error of ours: 2, or 1 for one of FAULTS, after the message on stderr."""
+    """What `work`(*given) gives. Where it raises an error of ours: the error's code, after the message on stderr."""
     try:
         return work(*given)
     except RFTMegaError as error:
         where = f"[rank {os.environ.get('RANK', '0')}] " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
         sys.stderr.write(f"{where}error: {error}\n")
-        return 1 if isinstance(error, FAULTS) else 2
+        return error.exit_code

@@ -217,13 +217,22 @@ class TokenValues:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenMetric:
+    """A metric before anyone has reduced it: its mean is sum(value * weight) / sum(count), over all micro-batches and ranks."""
+
+    value: Tensor  # [B, T], no gradient
+    weight: Tensor  # [B, T]; 0 outside the mask
+    count: Tensor  # integer scalar
+
+
+@dataclass(frozen=True, slots=True)
 class TokenLoss:
     """A loss before anyone has reduced it: gradient = d(sum(value * weight)) / (global count)."""
 
     value: Tensor  # [B, T]
     weight: Tensor  # [B, T]; 0 outside the mask
     count: Tensor  # integer scalar: how many things (tokens, sequences) `weight` averages over; the experience alone decides it
-    metrics: dict[str, Tensor]  # name -> [B, T], averaged with the same weight and count
+    metrics: dict[str, TokenMetric]  # each with a weight of its own: how the loss is scaled changes no metric
 
 
 LossFn = Callable[[Any, Experience], TokenLoss]  # of TokenStats for a policy, of TokenValues for a value model

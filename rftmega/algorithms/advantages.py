@@ -6,7 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rftmega.algorithms.filters import clip_filter_weight
 from rftmega.algorithms.gae import gae
+from rftmega.algorithms.groups import varied
 
 
 def group_normalised(reward: Tensor, group: Tensor, *, scale_by_std: bool = True, eps: float = 1e-6) -> Tensor:
@@ -41,16 +43,6 @@ def _centred(reward: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     size = torch.zeros(int(index.max()) + 1, dtype=torch.float64).index_add(0, index, torch.ones_like(exact))
     mean = torch.zeros_like(size).index_add(0, index, exact) / size
     return torch.where(varied(exact, group), exact - mean[index], 0.0), index, size
-
-
-def varied(score: Tensor, group: Tensor) -> Tensor:
-    """score [B], group [B] int -> [B] bool: whether the answers of a row's group differ in score. Those of a group that agrees
-    teach nothing, so dynamic sampling leaves them out (DAPO, arXiv:2503.14476, eq. 11).
-    """
-    found, index = group.unique(return_inverse=True)
-    lowest = torch.full((len(found),), torch.inf, dtype=score.dtype).scatter_reduce(0, index, score, "amin")
-    highest = torch.full_like(lowest, -torch.inf).scatter_reduce(0, index, score, "amax")
-    return (lowest < highest)[index]
 
 
 def token_rewards(reward: Tensor, mask: Tensor, penalty: Tensor | None = None) -> Tensor:
@@ -91,17 +83,25 @@ class Scored(NamedTuple):
     gamma: float
     lam: float
     scale_by_std: bool
+    clip_filter_weight: float = 0.0  # largest factor that makes up for groups that agree; 0: no factor
 
 
 Estimator = Callable[[Scored], Tensor]
 
 
 def _group(scored: Scored) -> Tensor:
-    return group_normalised(scored.reward, scored.group, scale_by_std=scored.scale_by_std)[:, None] * scored.mask
+    advantage = group_normalised(scored.reward, scored.group, scale_by_std=scored.scale_by_std)
+    if scored.clip_filter_weight:
+        advantage = advantage * clip_filter_weight(scored.reward, scored.group, most=scored.clip_filter_weight)
+    return advantage[:, None] * scored.mask
 
 
 def _leave_one_out(scored: Scored) -> Tensor:
-    return leave_one_out(scored.reward, scored.group)[:, None] * scored.mask
+    """An answer is one action, so the KL of all its tokens is taken off its reward before the others' mean is."""
+    reward = scored.reward
+    if scored.penalty is not None:
+        reward = reward - torch.where(scored.mask, scored.penalty, 0.0).sum(-1)
+    return leave_one_out(reward, scored.group)[:, None] * scored.mask
 
 
 def _reinforce(scored: Scored) -> Tensor:

@@ -5,8 +5,8 @@ from torch import Tensor
 
 from rftmega.algorithms.kl import ESTIMATORS, KLController
 from rftmega.algorithms.mismatch import Correction, importance
-from rftmega.algorithms.surrogates import SURROGATES, Clip, ratio_of
-from rftmega.algorithms.weighting import Weighting, token_mean
+from rftmega.algorithms.surrogates import SURROGATES, Clip, clip_binds, ratio_of
+from rftmega.algorithms.weighting import Weighting, averaged, sequence_mean, token_mean
 from rftmega.types import Experience, LossFn, TokenLoss, TokenStats
 
 
@@ -25,6 +25,9 @@ def policy_loss(
 
     The surrogate is one of SURROGATES, times the importance of CORRECTIONS. Below 1, `high_entropy_share` keeps only that share
     of each answer's tokens, those of highest entropy (after arXiv:2506.01939, which takes the share over the batch).
+
+    Metrics are means over all response tokens, but for `policy_loss`, which is averaged as the loss is, and `clip_fraction`, the
+    share of the tokens learnt from (for gspo: of the answers) whose gradient the clip cuts off.
     """
     kl = ESTIMATORS[kl_estimator]
     kl_weight = kl_coef if isinstance(kl_coef, KLController) else KLController(kl_coef)
@@ -37,27 +40,27 @@ def policy_loss(
         advantage = torch.where(mask, experience.advantage, 0.0)
         weighed = importance(experience.old_logp, experience.behaviour_logp, mask, correction)
         value = weighed * objective(log_ratio, advantage, mask, clip)
-        ratio = ratio_of(log_ratio.detach())
-        metrics = {
-            "policy_loss": value.detach(),
-            "ratio": ratio,
-            "clip_fraction": ((ratio < 1 - clip.low) | (ratio > 1 + clip.high)).float(),
-            "ppo_kl": -log_ratio.detach(),
-            "importance": weighed,
-        }
+        surrogate_loss = value
+        shown = {"ratio": ratio_of(log_ratio.detach()), "ppo_kl": -log_ratio, "importance": weighed}
         if experience.reference_logp is not None:
             delta = torch.where(mask, stats.logp - experience.reference_logp, 0.0)
-            metrics["kl"] = kl(delta.detach())
+            shown["kl"] = kl(delta.detach())
             if kl_weight.value:
                 value = value + kl_weight.value * kl(delta)
+        kept = mask
         if stats.entropy is not None:
             entropy = torch.where(mask, stats.entropy, 0.0)
-            metrics["entropy"] = entropy.detach()
+            shown["entropy"] = entropy
             if entropy_coef:
                 value = value - entropy_coef * entropy
             if high_entropy_share < 1:
-                mask = mask & highest(entropy.detach(), mask, high_entropy_share)
-        weight, count = weighting(mask)
+                kept = mask & highest(entropy.detach(), mask, high_entropy_share)
+        metrics = averaged({"policy_loss": surrogate_loss}, kept, weighting) | averaged(shown, mask)
+        binds = clip_binds(surrogate, log_ratio.detach(), advantage, mask, clip)
+        if binds is not None:
+            of_answers = sequence_mean if surrogate == "gspo" else token_mean
+            metrics |= averaged({"clip_fraction": binds.float()}, kept, of_answers)
+        weight, count = weighting(kept)
         return TokenLoss(value, weight, count, metrics)
 
     return loss

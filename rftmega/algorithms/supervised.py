@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rftmega.algorithms.weighting import Weighting, token_mean
-from rftmega.types import Experience, LossFn, Rows, TokenLoss, TokenStats, TokenValues
+from rftmega.algorithms.weighting import Weighting, averaged, token_mean
+from rftmega.types import Experience, LossFn, Rows, TokenLoss, TokenMetric, TokenStats, TokenValues
 
 
 def cross_entropy_loss(weighting: Weighting = token_mean) -> LossFn:
@@ -13,11 +13,11 @@ def cross_entropy_loss(weighting: Weighting = token_mean) -> LossFn:
 
     def loss(stats: TokenStats, experience: Experience) -> TokenLoss:
         value = torch.where(experience.mask, -stats.logp, 0.0)
-        metrics = {"cross_entropy": value.detach()}
+        shown = {"cross_entropy": value}
         if stats.entropy is not None:
-            metrics["entropy"] = torch.where(experience.mask, stats.entropy, 0.0).detach()
+            shown["entropy"] = torch.where(experience.mask, stats.entropy, 0.0)
         weight, count = weighting(experience.mask)
-        return TokenLoss(value, weight, count, metrics)
+        return TokenLoss(value, weight, count, averaged(shown, experience.mask))
 
     return loss
 
@@ -38,7 +38,7 @@ def pairwise_loss() -> LossFn:
         def everywhere(pair: Tensor) -> Tensor:
             return pair.repeat_interleave(2)[:, None].expand_as(stats.value)
 
-        metrics = {
+        shown = {
             "accuracy": (margin > 0).float(),
             "margin": margin,
             "chosen_reward": chosen,
@@ -46,12 +46,9 @@ def pairwise_loss() -> LossFn:
         }
         weight = _at_end(stats.value, experience.rows)
         weight[1::2] = 0.0
-        return TokenLoss(
-            value=everywhere(functional.softplus(-margin)),
-            weight=weight,
-            count=torch.tensor(len(margin), device=weight.device),
-            metrics={name: everywhere(metric.detach()) for name, metric in metrics.items()},
-        )
+        count = torch.tensor(len(margin), device=weight.device)
+        metrics = {name: TokenMetric(everywhere(value.detach()), weight, count) for name, value in shown.items()}
+        return TokenLoss(everywhere(functional.softplus(-margin)), weight, count, metrics)
 
     return loss
 

@@ -16,21 +16,27 @@ LARGEST_LOG_RATIO = 20.0
 
 class Clip(NamedTuple):
     """How far a step may go: ratios from 1 - low to 1 + high; `dual` bounds the loss where the advantage is negative (0: does
-    not); `drift` weighs CPGD's KL to the old policy.
+    not); `drift` weighs CPGD's KL to the old policy, whose gradient grows no further above a ratio of 1 + drift_high.
     """
 
     low: float = 0.2
     high: float = 0.2
     dual: float = 0.0
     drift: float = 0.0
+    drift_high: float = 0.2
 
 
 Surrogate = Callable[[Tensor, Tensor, Tensor, Clip], Tensor]
 
 
 def ratio_of(log_ratio: Tensor) -> Tensor:
-    """exp, bounded above: inf has a gradient of NaN even where a clip takes over."""
-    return log_ratio.clamp(max=LARGEST_LOG_RATIO).exp()
+    """exp, and beyond LARGEST_LOG_RATIO its tangent there.
+
+    inf would have a gradient of NaN even where a clip takes over. A constant would have none, and a token of negative advantage
+    that became far more likely would never be unlearnt.
+    """
+    tangent = math.exp(LARGEST_LOG_RATIO) * (1 + log_ratio - LARGEST_LOG_RATIO)
+    return torch.where(log_ratio > LARGEST_LOG_RATIO, tangent, log_ratio.clamp(max=LARGEST_LOG_RATIO).exp())
 
 
 def clipped(log_ratio: Tensor, advantage: Tensor, mask: Tensor, clip: Clip) -> Tensor:
@@ -50,8 +56,13 @@ def sequence_clipped(log_ratio: Tensor, advantage: Tensor, mask: Tensor, clip: C
 
     Given to each of its tokens; with the weighting sequence_mean that is the paper's objective. Clip ranges are near 1e-3.
     """
+    return clipped(mean_log_ratio(log_ratio, mask), advantage, mask, clip)
+
+
+def mean_log_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
+    """[B, T]: the mean over the answer, at each of its tokens."""
     length = mask.sum(-1, keepdim=True).clamp(min=1)
-    return clipped((log_ratio.sum(-1, keepdim=True) / length).expand_as(log_ratio), advantage, mask, clip)
+    return (log_ratio.sum(-1, keepdim=True) / length).expand_as(log_ratio)
 
 
 def weighted_score(log_ratio: Tensor, advantage: Tensor, mask: Tensor, clip: Clip) -> Tensor:
@@ -64,12 +75,20 @@ def log_clipped(log_ratio: Tensor, advantage: Tensor, mask: Tensor, clip: Clip) 
     """CPGD (arXiv:2505.12504, eq. 5 and 7): no ratio multiplies the advantage; the clip is on its logarithm.
 
     Plus `drift` x KL(old || present), estimated from the old policy's samples by ratio - 1 - log ratio, which is never negative.
+    Its gradient, ratio - 1, is at most `drift_high`, as in the authors' code: from there on the estimate is its own tangent.
     """
     bounded = log_ratio.clamp(math.log1p(-clip.low), math.log1p(clip.high))
     value = -torch.minimum(log_ratio * advantage, bounded * advantage)
     if clip.drift:
-        value = value + clip.drift * (torch.expm1(log_ratio.clamp(max=LARGEST_LOG_RATIO)) - log_ratio)
+        value = value + clip.drift * _drift(log_ratio, clip.drift_high)
     return value
+
+
+def _drift(log_ratio: Tensor, highest: float) -> Tensor:
+    """ratio - 1 - log ratio, and its tangent from a ratio of 1 + `highest` on."""
+    edge = math.log1p(highest)
+    near = torch.expm1(log_ratio.clamp(max=edge)) - log_ratio.clamp(max=edge)
+    return torch.where(log_ratio > edge, highest - edge + highest * (log_ratio - edge), near)
 
 
 def score(log_ratio: Tensor, advantage: Tensor, mask: Tensor, clip: Clip) -> Tensor:
@@ -84,3 +103,23 @@ SURROGATES: dict[str, Surrogate] = {
     "cpgd": log_clipped,
     "reinforce": score,
 }
+
+
+def clip_binds(name: str, log_ratio: Tensor, advantage: Tensor, mask: Tensor, clip: Clip) -> Tensor | None:
+    """[B, T] bool: where the clip of SURROGATES[name] cuts the gradient off (cispo: bounds the weight); None where it has none.
+
+    The clip on a ratio binds on the side that the advantage pushes to: above where it is positive, below where it is negative;
+    there `dual` binds as well. For gspo all tokens of an answer are alike.
+    """
+    if name == "reinforce":
+        return None
+    if name == "gspo":
+        log_ratio = mean_log_ratio(log_ratio, mask)
+    above = log_ratio > math.log1p(clip.high)
+    below = log_ratio < math.log1p(-clip.low) if clip.low < 1 else torch.zeros_like(above)
+    if name == "cispo":
+        return above | below
+    binds = (above & (advantage > 0)) | (below & (advantage < 0))
+    if clip.dual:
+        binds = binds | ((log_ratio > math.log(clip.dual)) & (advantage < 0))
+    return binds

@@ -3,7 +3,7 @@
 import torch
 from torch.nn import functional as F
 
-from rftmega.algorithms.weighting import Weighting, token_mean
+from rftmega.algorithms.weighting import Weighting, averaged, token_mean
 from rftmega.types import Experience, LossFn, TokenLoss, TokenValues
 
 
@@ -28,11 +28,9 @@ def value_loss(*, clip: float = 0.0, huber: float = 0.0, weighting: Weighting = 
         moved = (value - old).detach()
         if clip:
             found = torch.maximum(found, distance(old + (value - old).clamp(-clip, clip), target))
-        metrics = {
-            "value_loss": found.detach(),
-            "value": value.detach(),
-            "value_clip_fraction": (moved.abs() > clip).float() if clip else torch.zeros_like(moved),
-        }
+        clipped = (moved.abs() > clip).float() if clip else torch.zeros_like(moved)
+        metrics = averaged({"value_loss": found}, mask, weighting)
+        metrics |= averaged({"value": value, "value_clip_fraction": clipped}, mask)
         weight, count = weighting(mask)
         return TokenLoss(found, weight, count, metrics)
 

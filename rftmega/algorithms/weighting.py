@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from rftmega.types import TokenMetric
+
 Weighting = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
@@ -33,9 +35,26 @@ def sequence_sum(constant: int) -> Weighting:
     return weighting
 
 
-WEIGHTINGS: dict[str, Weighting] = {"token_mean": token_mean, "sequence_mean": sequence_mean}
+def sequence_total(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Every response's tokens are summed, and responses are averaged: a response is one action, whose log-probability is the sum
+    of its tokens' (RLOO, arXiv:2402.14740, section 3). Count: non-empty responses.
+    """
+    return mask.float(), mask.any(-1).sum()
+
+
+WEIGHTINGS: dict[str, Weighting] = {
+    "token_mean": token_mean,
+    "sequence_mean": sequence_mean,
+    "sequence_total": sequence_total,
+}
 
 
 def weighting_of(name: str, *, longest: int) -> Weighting:
     """The weighting that an option names; `longest`: tokens that a response may have."""
     return sequence_sum(longest) if name == "sequence_sum" else WEIGHTINGS[name]
+
+
+def averaged(values: dict[str, Tensor], mask: Tensor, weighting: Weighting = token_mean) -> dict[str, TokenMetric]:
+    """Metrics of `values` ([B, T] each), averaged over `mask` [B, T]: by tokens, however the loss is averaged, or as told."""
+    weight, count = weighting(mask)
+    return {name: TokenMetric(value.detach(), weight, count) for name, value in values.items()}

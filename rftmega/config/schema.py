@@ -273,6 +273,9 @@ class AlgorithmConfig:
     scale_by_std: bool = True
     """advantage=group: divide by the group's standard deviation; false is Dr. GRPO."""
 
+    clip_filter_weight: float = 0.0
+    """advantage=group: advantages are multiplied by groups over groups whose rewards differ, at most by this; 0: not."""
+
     whiten: bool = False
     """Advantages get mean 0 and variance 1 over all response tokens of the rollout."""
 
@@ -342,6 +345,9 @@ class AlgorithmConfig:
     drift_coef: float = 0.0
     """surrogate=cpgd: weight of the KL from the policy that sampled."""
 
+    drift_clip: float = 0.2
+    """drift_coef: a token that became more likely pulls back as if by this share at most (its ratio minus 1)."""
+
     correction: str = "none"
     """Of the engine's probabilities against the trainer's: none, token, sequence (importance weights) or mask (drop the odd)."""
 
@@ -352,10 +358,11 @@ class AlgorithmConfig:
     """Learn from this share of each answer's tokens only, those of highest entropy."""
 
     weighting: str = "token_mean"
-    """token_mean (every token weighs the same), sequence_mean (every answer does) or sequence_sum (over the longest allowed)."""
+    """token_mean (every token weighs the same), sequence_mean (every answer does), sequence_sum (tokens over the longest answer
+    allowed, answers averaged) or sequence_total (tokens summed, answers averaged: an answer is one action)."""
 
     kl_in: str = "loss"
-    """Where the KL to the starting policy goes: loss, or reward (advantage=reinforce or gae only)."""
+    """Where the KL to the starting policy goes: loss, or reward (advantage=leave_one_out, reinforce or gae only)."""
 
     kl_coef: float = 0.0
     """Its weight; 0 keeps no reference weights."""
@@ -401,6 +408,9 @@ class FaultsConfig:
 
     watchdog_seconds: float = 0.0
     """A process without progress for so long says where it stands and ends, so that the run can be started again; 0: waits."""
+
+    max_skipped_steps: int = 3
+    """A run of which so many steps in a row took no optimizer step, since no gradient was finite, has diverged and ends."""
 
     engine_restarts: int = 2
     """Times in one generation that engines which die, fail or hang are started again, to answer what is unanswered."""

@@ -1,7 +1,7 @@
 """Everything about a config that can be wrong without looking at a model; each section's rules have a file beside this one."""
 
 from rftmega.config.schema import RunConfig
-from rftmega.config.validate_algorithm import algorithm_options
+from rftmega.config.validate_algorithm import algorithm_options, groups_of_one
 from rftmega.config.validate_checkpoint import checkpoints
 from rftmega.config.validate_data import files, training_data
 from rftmega.config.validate_faults import faults
@@ -25,7 +25,11 @@ def violations(config: RunConfig, world_size: int, *, data: bool = True) -> list
         numbers = layout(config.parallel, world_size) + overlap(config.optimizer) + step_rows(config) + held_out_prompts(config)
         if config.algorithm.task == "rl":
             numbers += (
-                engine(config, world_size) + algorithm_options(config.algorithm) + reward_parts(config) + evaluation(config)
+                engine(config, world_size)
+                + algorithm_options(config.algorithm)
+                + groups_of_one(config)
+                + reward_parts(config)
+                + evaluation(config)
             )
         elif not unknown:
             numbers += unread_without_rollouts(config)

@@ -1,6 +1,6 @@
 """Options of the algorithm that refuse each other, or that nothing reads."""
 
-from rftmega.config.schema import AlgorithmConfig
+from rftmega.config.schema import AlgorithmConfig, RunConfig
 
 
 def algorithm_options(algorithm: AlgorithmConfig) -> list[str]:
@@ -18,7 +18,8 @@ def algorithm_options(algorithm: AlgorithmConfig) -> list[str]:
         ("value_huber", "advantage", ("gae",)),
         ("freezing_actor_steps", "advantage", ("gae",)),
         ("scale_by_std", "advantage", ("group",)),
-        ("kl_in", "advantage", per_token),
+        ("clip_filter_weight", "advantage", ("group",)),
+        ("kl_in", "advantage", ("leave_one_out", *per_token)),
     )
     for option, other, values in needs:
         if getattr(algorithm, option) != getattr(AlgorithmConfig, option) and getattr(algorithm, other) not in values:
@@ -31,6 +32,7 @@ def algorithm_options(algorithm: AlgorithmConfig) -> list[str]:
         ("kl_estimator", "kl_coef"),
         ("kl_target", "kl_coef"),
         ("kl_horizon", "kl_target"),
+        ("drift_clip", "drift_coef"),
         ("overlong_penalty", "overlong_share"),
         ("refill_by", "refill_rounds"),
         ("oversample", "refill_rounds"),
@@ -66,3 +68,16 @@ def algorithm_options(algorithm: AlgorithmConfig) -> list[str]:
     if algorithm.surrogate in ("ppo", "gspo", "cpgd") and algorithm.clip_low >= 1:
         found.append(f"algorithm.clip_low={algorithm.clip_low} must be below 1 for algorithm.surrogate={algorithm.surrogate}.")
     return found
+
+
+def groups_of_one(config: RunConfig) -> list[str]:
+    """Groups in which an answer has no sibling to be better than: all advantages are 0, and only weight decay acts."""
+    algorithm, given = config.algorithm, ("rollout.samples_per_prompt", config.rollout.samples_per_prompt)
+    if algorithm.learnt_from:
+        given = ("algorithm.learnt_from", min(algorithm.learnt_from, config.rollout.samples_per_prompt))
+    if algorithm.advantage not in ("group", "leave_one_out") or given[1] > 1:
+        return []
+    return [
+        f"{given[0]}=1 with algorithm.advantage={algorithm.advantage}: an answer is compared with the others to its prompt, and "
+        "there are none, so nothing would be learnt. Take at least 2, or algorithm.advantage=reinforce or gae."
+    ]

@@ -1,6 +1,8 @@
 """Names that an option may take, and the ranges of numbers."""
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from functools import reduce
 from typing import Any
 
@@ -18,7 +20,7 @@ CHOICES = {
     "algorithm.advantage": ("group", "leave_one_out", "reinforce", "gae"),
     "algorithm.surrogate": ("ppo", "gspo", "cispo", "cpgd", "reinforce"),
     "algorithm.correction": ("none", "token", "sequence", "mask"),
-    "algorithm.weighting": ("token_mean", "sequence_mean", "sequence_sum"),
+    "algorithm.weighting": ("token_mean", "sequence_mean", "sequence_sum", "sequence_total"),
     "algorithm.kl_in": ("loss", "reward"),
     "algorithm.kl_estimator": ("k1", "k2", "k3"),
     "checkpoint.on_failure": ("stop", "warn"),
@@ -40,6 +42,7 @@ AT_LEAST_ONE = (
     "algorithm.oversample",
     "algorithm.kl_horizon",
     "checkpoint.keep",
+    "faults.max_skipped_steps",
     "trainer.eval_samples",
     "reward.code_memory_mib",
     "reward.workers",
@@ -50,6 +53,7 @@ AT_LEAST_ONE = (
     "trainer.trajectories_mib",
 )
 POSITIVE = (
+    "algorithm.drift_clip",
     "algorithm.high_entropy_share",
     "optimizer.epsilon",
     "reward.math_seconds",
@@ -75,6 +79,7 @@ NOT_NEGATIVE = (
     "algorithm.clip_low",
     "algorithm.dual_clip",
     "algorithm.drift_coef",
+    "algorithm.clip_filter_weight",
     "algorithm.gamma",
     "algorithm.gae_lambda",
     "algorithm.value_clip",
@@ -112,6 +117,32 @@ def value_of(config: RunConfig, name: str) -> Any:
     return reduce(getattr, name.split("."), config)
 
 
+def numbers(given: Any, name: str = "") -> Iterator[tuple[str, float]]:
+    """Dotted name and value of every number of a config, those in lists and dicts included."""
+    named: Iterable[tuple[Any, Any]]
+    if is_dataclass(given):
+        named = [(field.name, getattr(given, field.name)) for field in fields(given)]
+    elif isinstance(given, Mapping):
+        named = given.items()
+    elif isinstance(given, list | tuple):
+        named = enumerate(given)
+    else:
+        if isinstance(given, int | float) and not isinstance(given, bool):
+            yield name, given
+        return
+    for key, value in named:
+        yield from numbers(value, f"{name}.{key}" if name else str(key))
+
+
+def not_finite(config: RunConfig) -> list[str]:
+    """Numbers that are infinite or NaN: no option means anything by them, and a loss that sees one learns nothing.
+
+    The weights of data.sources are looked at with their files (validate_data.py).
+    """
+    found = [(name, value) for name, value in numbers(config) if not math.isfinite(value)]
+    return [f"{name}={value} must be a finite number." for name, value in found if not name.startswith("data.sources.")]
+
+
 def choices(config: RunConfig) -> list[str]:
     """Names that there are not."""
     return [
@@ -129,12 +160,13 @@ def ranges(config: RunConfig) -> list[str]:
         (POSITIVE, "positive", lambda x: x > 0),
         (BELOW_ONE, "below 1", lambda x: x < 1),
     )
-    return [
-        f"{name}={value_of(config, name)} must be {bound}."
-        for names, bound, holds in bounds
-        for name in (*names, *_the_critics(config, names))
-        if not holds(value_of(config, name))
-    ]
+    found = not_finite(config)
+    for names, bound, holds in bounds:
+        for name in (*names, *_the_critics(config, names)):
+            value = value_of(config, name)
+            if math.isfinite(value) and not holds(value):
+                found.append(f"{name}={value} must be {bound}.")
+    return found
 
 
 def _the_critics(config: RunConfig, names: Iterable[str]) -> list[str]:

@@ -21,6 +21,7 @@ class ExperienceMaker:
         critic: ValueModel | None = None,
         advantage: str = "group",
         scale_by_std: bool = True,
+        clip_filter_weight: float = 0.0,
         whiten: bool = False,
         gamma: float = 1.0,
         lam: float = 1.0,
@@ -35,6 +36,7 @@ class ExperienceMaker:
         self.policy, self.critic = policy, critic
         self.use_reference = use_reference
         self.estimator, self.scale_by_std, self.whiten = ESTIMATORS[advantage], scale_by_std, whiten
+        self.clip_filter_weight = clip_filter_weight
         self.gamma, self.lam = gamma, lam
         self.kl_in_reward, self.kl = kl_in_reward, kl.ESTIMATORS[kl_estimator]
         self.shape = shape or Shaping(longest=0)
@@ -58,9 +60,18 @@ class ExperienceMaker:
         if self.kl_in_reward is not None and reference is not None:
             penalty = self.kl_in_reward.value * self.kl(old - reference)
         reward = self.shape(samples.reward, rows.lengths - rows.prompt_lengths)
-        advantage = self.estimator(
-            Scored(reward, samples.group, mask, value, penalty, self.gamma, self.lam, scale_by_std=self.scale_by_std)
+        scored = Scored(
+            reward,
+            samples.group,
+            mask,
+            value,
+            penalty,
+            self.gamma,
+            self.lam,
+            scale_by_std=self.scale_by_std,
+            clip_filter_weight=self.clip_filter_weight,
         )
+        advantage = self.estimator(scored)
         taught = mask & ~samples.truncated[:, None] if self.drop_truncated else mask
         return Experience(
             tokens=rows.tokens,

@@ -22,7 +22,7 @@ def beside(first: LossFn, experience: Experience, auxiliary: Auxiliary, stats: A
 
     def loss(stats: Any, experience: Experience) -> TokenLoss:
         found = auxiliary.loss_fn(stats, experience)
-        metrics = {f"{auxiliary.name}_{name}": value / auxiliary.coef for name, value in found.metrics.items()}
+        metrics = {f"{auxiliary.name}_{name}": metric for name, metric in found.metrics.items()}
         return TokenLoss(found.value, found.weight * scale, torch.zeros_like(found.count) if count else found.count, metrics)
 
     return loss

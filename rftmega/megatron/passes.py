@@ -21,7 +21,7 @@ from rftmega.megatron.forward import HiddenProcessor, custom_forward, packed_len
 from rftmega.megatron.manager import MegatronModelManager
 from rftmega.parallel.micro_batches import plan_micro_batches
 from rftmega.parallel.progress import mark
-from rftmega.types import Auxiliary, EachStep, Experience, LossFn, Metrics, Rows, TokenLoss
+from rftmega.types import Auxiliary, EachStep, Experience, LossFn, Metrics, Rows, TokenLoss, TokenMetric
 
 
 def at_once(step: Callable[[], Metrics]) -> Metrics:
@@ -78,7 +78,8 @@ class Passes:
         """One optimizer step for each mini-batch (consecutive rows); metrics are averaged over the steps taken.
 
         Each `group_size` consecutive rows come before `loss_fn` together. The rows of `auxiliary` are split over the steps
-        likewise. A step with non-finite gradients is skipped on all processes alike and counted in "skipped_steps". `each` is
+        likewise. A step with non-finite gradients is skipped on all processes alike and counted in "skipped_steps", the others in
+        "optimizer_steps". `each` is
         given every step, and may know its metrics from before; after what it raises the weights are whole.
         """
         groups = torch.arange(len(experience)).view(-1, group_size)
@@ -96,7 +97,7 @@ class Passes:
         taken = [step for step in steps if not step["skipped_steps"]]
         averaged = taken or steps
         mean = {name: sum(step[name] for step in averaged) / len(averaged) for name in steps[0]}
-        return mean | {"skipped_steps": float(len(steps) - len(taken))}
+        return mean | {"optimizer_steps": float(len(taken)), "skipped_steps": float(len(steps) - len(taken))}
 
     def _optimizer_step(self, experience: Experience, loss_fn: LossFn, group_size: int, auxiliary: Auxiliary | None) -> Metrics:
         learning_rate = self.manager.learning_rate
@@ -189,12 +190,11 @@ class Passes:
         """Sums of all micro-batches and ranks, divided by the count of all; one collective."""
         # Stages that never see the loss learn its metrics' names from a batch of no rows.
         names = list(dict.fromkeys(name for loss_fn, experience in losses for name in self._names(loss_fn, experience)))
-        totals = torch.zeros(len(names), dtype=torch.float64, device=self.manager.where)
+        totals = torch.zeros(len(names), 2, dtype=torch.float64, device=self.manager.where)
         for sums in micro_sums:
-            totals += torch.stack([sums[name].double() if name in sums else totals.new_zeros(()) for name in names])
+            totals += torch.stack([sums[name] if name in sums else totals.new_zeros(2) for name in names])
         total = dict(zip(names, self.topology.sum_of_speakers(totals).tolist(), strict=True))
-        count = total.pop("count")
-        return {name: value / max(count, 1) for name, value in total.items()} | {"count": count}
+        return {name: value / max(count, 1) for name, (value, count) in total.items()} | {"count": total["loss"][1]}
 
     def _names(self, loss_fn: LossFn, experience: Experience) -> list[str]:
         nothing = experience.select(torch.zeros(0, dtype=torch.int64))
@@ -208,6 +208,9 @@ def _split(auxiliary: Auxiliary, parts: int) -> list[Auxiliary]:
 
 
 def sums_of(loss: TokenLoss) -> dict[str, Tensor]:
-    """What adds up over micro-batches and ranks: every metric times the loss's weight, the loss itself, the count."""
-    sums = {name: (value * loss.weight).sum() for name, value in loss.metrics.items()}
-    return sums | {"loss": (loss.value.detach() * loss.weight).sum(), "count": loss.count}
+    """Name -> [2]: the sum and the count of every metric and of the loss, which add up over micro-batches and ranks."""
+    whole = TokenMetric(loss.value.detach(), loss.weight, loss.count)
+    return {
+        name: torch.stack([(metric.value * metric.weight).sum().double(), metric.count.double()])
+        for name, metric in (loss.metrics | {"loss": whole}).items()
+    }

@@ -77,13 +77,21 @@ def launch(
                     return max(elastic_launch(config, _rank)(folder, restarts, stops, work, *arguments).values())
                 except ChildFailedError as error:
                     if said := sorted((folder / COMPLAINTS).iterdir(), key=lambda path: path.stat().st_mtime):
-                        raise RFTMegaError(said[0].read_text()) from None
+                        raise _told(said[0]) from None
                     then = f"all start again ({restarts + 1} of {max_restarts})" if restarts < max_restarts else "this is the end"
                     sys.stderr.write(f"error: {_what(error)}; the other ranks were ended, {then}.\n")
                 except SignalException:
                     sys.stderr.write(f"stopped by {came[0].name}; all ranks were ended.\n")
                     return 128 + came[0]
     return 1
+
+
+def _told(complaint: Path) -> RFTMegaError:
+    """What a rank wrote of an error of ours: its exit code on the first line, and the message."""
+    code, _, message = complaint.read_text().partition("\n")
+    error = RFTMegaError(message)
+    error.exit_code = int(code)
+    return error
 
 
 def _what(error: ChildFailedError) -> str:
@@ -164,7 +172,7 @@ def _rank(folder: Path, restarts: int, stops: bool, work: Callable[..., int], *a
         sys.exit(1)
     except RFTMegaError as error:
         draft = folder / rank
-        draft.write_text(str(error))
+        draft.write_text(f"{error.exit_code}\n{error}")
         draft.rename(folder / COMPLAINTS / rank)
         sys.exit(1)
     except Exception:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rftmega import config as configuration
 from rftmega.config import RunConfig
-from rftmega.errors import exit_code_of
+from rftmega.errors import FINAL_CODES, exit_code_of
 
 Train = Callable[[RunConfig], int]
 """Of one process; gives its exit code, and is found by its name in another process."""
@@ -24,9 +24,9 @@ def run(train: Train, description: str | None) -> int:
         code = exit_code_of(start, given, train)
     except KeyboardInterrupt:
         return 130
-    if code == 2 and (mark := os.environ.get("RFTMEGA_REFUSED")):  # tools/run.sbatch
+    if code in FINAL_CODES and (mark := os.environ.get("RFTMEGA_REFUSED")):  # tools/run.sbatch
         with contextlib.suppress(OSError):
-            Path(mark).touch()
+            Path(mark).write_text(f"{code}\n")
     return code
 
 

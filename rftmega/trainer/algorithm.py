@@ -38,7 +38,7 @@ class Algorithm:
         """A trainer that learns from `reward`, and from the rows of `ptx` beside; `stop` as PPOTrainer's. Where the run saves,
         it can also be stopped within a step.
         """
-        chosen, config = self.chosen, self.config
+        config = self.config
         journal = Journal(stop) if config.checkpoint.every else None
         machinery = built if journal is None else Journaled(built, journal)
         return PPOTrainer(
@@ -48,9 +48,8 @@ class Algorithm:
             maker=self.maker(machinery.policy, machinery.critic),
             learner=self.learner(machinery.policy, machinery.critic, self.ptx(ptx) if ptx else None),
             model_reward=ModelReward(machinery.reward_model, config.reward.model) if machinery.reward_model else None,
-            refill=Refill(chosen.refill_rounds, part=chosen.refill_by, oversample=chosen.oversample),
+            refill=self.refill(),
             replay=self.replay(machinery.policy),
-            learnt_from=chosen.learnt_from,
             samples_per_prompt=config.rollout.samples_per_prompt,
             temperature=config.rollout.temperature,
             seed=config.trainer.seed,
@@ -72,6 +71,7 @@ class Algorithm:
             use_reference=chosen.kl_coef > 0,
             advantage=chosen.advantage,
             scale_by_std=chosen.scale_by_std,
+            clip_filter_weight=chosen.clip_filter_weight,
             whiten=chosen.whiten,
             gamma=chosen.gamma,
             lam=chosen.gae_lambda,
@@ -98,6 +98,11 @@ class Algorithm:
             ptx=ptx,
         )
 
+    def refill(self) -> Refill:
+        """Which of a rollout's answers are learnt from."""
+        chosen = self.chosen
+        return Refill(chosen.refill_rounds, part=chosen.refill_by, oversample=chosen.oversample, learnt_from=chosen.learnt_from)
+
     def replay(self, policy: Policy) -> Replaying | None:
         """What keeps earlier answers, where they are learnt from."""
         chosen = self.chosen
@@ -113,7 +118,7 @@ class Algorithm:
         chosen = self.chosen
         return policy_loss(
             surrogate=chosen.surrogate,
-            clip=Clip(chosen.clip_low, chosen.clip_high, chosen.dual_clip, chosen.drift_coef),
+            clip=Clip(chosen.clip_low, chosen.clip_high, chosen.dual_clip, chosen.drift_coef, chosen.drift_clip),
             correction=Correction(chosen.correction, chosen.correction_cap),
             high_entropy_share=chosen.high_entropy_share,
             kl_coef=self.kl if chosen.kl_in == "loss" else 0.0,

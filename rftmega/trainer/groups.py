@@ -19,19 +19,18 @@ class Wanted(NamedTuple):
 
 
 class Groups:
-    """The answers to `requests`, each `size` neighbours to the same prompt, the first `learnt_from` to learn from."""
+    """The answers to `requests`, each `size` neighbours to the same prompt."""
 
-    def __init__(self, requests: Sequence[Prompt], reward: Reward, size: int, *, learnt_from: int):
-        self.requests, self.reward, self.size, self.learnt_from = requests, reward, size, learnt_from
+    def __init__(self, requests: Sequence[Prompt], reward: Reward, size: int):
+        self.requests, self.reward, self.size = requests, reward, size
 
     def collected(self, completions: Sequence[Completion | None], places: Sequence[int] | None = None) -> Samples:
-        """Scored rows of the groups at `places`, or of all whole ones; those that are learnt from. `group` is the place."""
+        """Scored rows of the groups at `places`, or of all whole ones. `group` is the place."""
         places = self._whole(completions) if places is None else places
         rows = [row for place in places for row in range(place * self.size, (place + 1) * self.size)]
         answers = [answer for row in rows if (answer := completions[row]) is not None]
         samples = collect([self.requests[row] for row in rows], answers, self.reward, samples_per_prompt=self.size)
-        samples = replace(samples, group=torch.tensor(places).repeat_interleave(self.size))
-        return samples.select((torch.arange(len(samples)) % self.size < self.learnt_from).nonzero()[:, 0])
+        return replace(samples, group=torch.tensor(places).repeat_interleave(self.size))
 
     def until(self, wanted: Wanted) -> Enough:
         """Whether what there is has as many good groups as are wanted; each is looked at once, when it is whole."""

@@ -20,7 +20,7 @@ from rftmega.types import Completion, Metrics, Prompt, Samples
 class PPOTrainer(Trainer):
     """Drives one policy and one engine. `step` is the version of the engine's weights.
 
-    Of the `samples_per_prompt` answers to a prompt the first `learnt_from` (0: all) are learnt from; all are scored.
+    `refill` decides which of the `samples_per_prompt` answers to a prompt are learnt from; all are scored.
     """
 
     def __init__(
@@ -37,7 +37,6 @@ class PPOTrainer(Trainer):
         refill: Refill | None = None,
         replay: Replaying | None = None,
         model_reward: ModelReward | None = None,
-        learnt_from: int = 0,
         callbacks: Sequence[Callback] = (),
         stop: Callable[[], bool] = lambda: False,
         journal: Journal | None = None,
@@ -47,7 +46,6 @@ class PPOTrainer(Trainer):
         self.engine, self.weights, self.reward, self.model_reward = engine, weights, reward, model_reward
         self.maker, self.learner = maker, learner
         self.refill, self.replay = refill or Refill(0), replay
-        self.learnt_from = learnt_from or samples_per_prompt
         self.samples_per_prompt, self.temperature, self.seed = samples_per_prompt, temperature, seed
         self.supply = Supply()
 
@@ -95,7 +93,7 @@ class PPOTrainer(Trainer):
         seeds = seeds_of(self.seed, self.step, len(requests), rollout=number)
         # What compares answers with each other can't begin before all are there.
         at_once = None if getattr(self.reward, "whole_groups", False) else self.reward
-        groups = Groups(requests, self.reward, self.samples_per_prompt, learnt_from=self.learnt_from)
+        groups = Groups(requests, self.reward, self.samples_per_prompt)
         completions: Sequence[Completion | None]
         if wanted is None:
             completions = self.engine.generate(requests, seeds=seeds, temperature=self.temperature, reward=at_once)

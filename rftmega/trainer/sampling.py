@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from rftmega.algorithms.advantages import varied
+from rftmega.algorithms.groups import varied
 from rftmega.trainer.groups import Wanted
 from rftmega.trainer.supply import Supply
 from rftmega.types import Metrics, Prompt, Samples
@@ -18,12 +18,14 @@ there are as many as wanted."""
 class Refill:
     """Dynamic sampling (DAPO, arXiv:2503.14476, eq. 11): groups whose answers all score alike are replaced."""
 
-    def __init__(self, rounds: int, *, part: str = "", oversample: float = 1.0):
+    def __init__(self, rounds: int, *, part: str = "", oversample: float = 1.0, learnt_from: int = 0):
         """Asks at most `rounds` times more, 0 never; answers are compared by the reward `part`, or by the whole reward.
 
-        With `oversample` above 1 each round asks that many times the prompts of a step, and ends when it has enough groups.
+        With `oversample` above 1 each round asks that many times the prompts of a step, and ends when it has enough groups. Of
+        each group's answers the first `learnt_from` (0: all) are compared and learnt from; metrics are of all.
         """
         self.rounds, self.part, self.oversample = rounds, part, oversample
+        self.learnt_from = learnt_from
 
     def __call__(self, ask: Ask, prompts: Sequence[Prompt], more: Supply) -> tuple[Samples, Metrics]:
         """As many whole groups as there are prompts, the first that vary in their order; fewer where the rounds (or `more`
@@ -33,7 +35,7 @@ class Refill:
         """
         if not self.rounds:
             samples = ask(prompts, 0, None)
-            return samples, _described(samples)
+            return self._learnt(samples), _described(samples)
         groups, size = len(prompts), math.ceil(self.oversample * len(prompts))
         asked = [*prompts, *more.take(size - groups)]
         found: list[Samples] = []
@@ -52,13 +54,22 @@ class Refill:
         seen = _described(Samples.join(found)) | {"refills": float(len(found) - 1), "groups_left_out": float(left_out)}
         if self.oversample > 1:
             seen["groups_put_back"] = float(len(back))
-        kept = [part for part in kept if len(part)] or [_first(found[0], 1)]  # something must be learnt from
+        kept = [part for part in kept if len(part)] or [_first(self._learnt(found[0]), 1)]  # something must be learnt from
         return Samples.join(kept), seen
 
     def _good(self, samples: Samples) -> bool:
         return len(self._varied(samples)) > 0
 
+    def _learnt(self, samples: Samples) -> Samples:
+        """The first `learnt_from` answers of each group, whose rows are neighbours."""
+        if not self.learnt_from:
+            return samples
+        _, sizes = samples.group.unique_consecutive(return_counts=True)
+        begins = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+        return samples.select((torch.arange(len(samples)) - begins < self.learnt_from).nonzero()[:, 0])
+
     def _varied(self, samples: Samples) -> Samples:
+        samples = self._learnt(samples)
         score = samples.part(self.part) if self.part else samples.reward
         return samples.select(varied(score, samples.group).nonzero()[:, 0])
 

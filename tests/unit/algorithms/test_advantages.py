@@ -10,9 +10,9 @@ from rftmega.algorithms.advantages import (
     group_normalised,
     leave_one_out,
     token_rewards,
-    varied,
     whitened,
 )
+from rftmega.algorithms.groups import varied
 
 
 def by_hand(rewards: list[float], groups: list[int]) -> list[float]:
@@ -113,3 +113,30 @@ def test_only_groups_whose_answers_differ_are_varied_whatever_the_order() -> Non
     score = torch.tensor([0.1, 1.0, 0.1, 0.0, 0.1, 1.0, 0.3])
     group = torch.tensor([7, 2, 7, 2, 7, 5, 9])
     assert varied(score, group).tolist() == [False, True, False, True, False, False, False]
+
+
+def test_the_kl_of_an_answer_is_taken_off_its_reward_before_the_others_are_compared() -> None:
+    """RLOO with an answer as one action: R = reward - sum of the tokens' penalties, then R minus the mean of the others' R."""
+    mask = torch.tensor([[True, True, False], [True, False, False], [True, True, True]])
+    penalty = torch.tensor([[0.1, 0.2, 9.0], [0.5, 9.0, float("nan")], [0.0, -0.1, 0.3]])
+    reward, group = torch.tensor([1.0, 0.0, 2.0]), torch.zeros(3, dtype=torch.int64)
+    found = ESTIMATORS["leave_one_out"](Scored(reward, group, mask, None, penalty, 1.0, 1.0, scale_by_std=True))
+    whole = [1.0 - 0.3, 0.0 - 0.5, 2.0 - 0.2]
+    for b, own in enumerate(whole):
+        others = [x for i, x in enumerate(whole) if i != b]
+        wanted = own - sum(others) / 2
+        assert found[b].tolist() == pytest.approx([wanted if kept else 0.0 for kept in mask[b].tolist()])
+
+
+def test_groups_that_differ_make_up_for_those_that_agree() -> None:
+    """Four groups of two, one of which differs: its advantages are those without, times 4 or the largest weight."""
+    reward = torch.tensor([1.0, 1.0, 0.0, 1.0, 2.0, 2.0, 0.0, 0.0])
+    group, mask = torch.arange(8) // 2, torch.ones(8, 1, dtype=torch.bool)
+
+    def found(most: float) -> list[float]:
+        scored = Scored(reward, group, mask, None, None, 1.0, 1.0, scale_by_std=False, clip_filter_weight=most)
+        return ESTIMATORS["group"](scored)[:, 0].tolist()
+
+    assert found(0.0) == [0, 0, -0.5, 0.5, 0, 0, 0, 0]
+    assert found(3.0) == [0, 0, -1.5, 1.5, 0, 0, 0, 0]
+    assert found(9.0) == [0, 0, -2.0, 2.0, 0, 0, 0, 0]

@@ -46,7 +46,7 @@ def by_hand(experience: Experience, logp: Tensor, low: float, high: float, kl_co
             a = float(experience.advantage[b, t])
             delta = float(logp[b, t]) - float(experience.reference_logp[b, t])
             value = -min(ratio * a, min(max(ratio, 1 - low), 1 + high) * a) + kl_coef * (math.exp(-delta) - 1 + delta)
-            total += value * (1.0 if weighting == "token_mean" else 1.0 / length)
+            total += value * (1.0 / length if weighting == "sequence_mean" else 1.0)
     return total / things
 
 

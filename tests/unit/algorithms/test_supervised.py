@@ -35,7 +35,7 @@ def cross_entropy_by_hand(logp: Tensor, weighting: str) -> tuple[float, Tensor]:
     things = sum(n - p for n, p in zip(LENGTHS, PROMPTS, strict=True)) if weighting == "token_mean" else len(LENGTHS)
     for b, (length, prompt) in enumerate(zip(LENGTHS, PROMPTS, strict=True)):
         for place in range(prompt, length):  # of the token that is predicted
-            share = 1.0 if weighting == "token_mean" else 1.0 / (length - prompt)
+            share = 1.0 / (length - prompt) if weighting == "sequence_mean" else 1.0
             total -= share * float(logp[b, place - 1])
             gradient[b, place - 1] = -share / things
     return total / things, gradient
@@ -76,8 +76,8 @@ def test_the_pairwise_loss_is_its_formula(seed: int) -> None:
     assert reduced(loss).item() == pytest.approx(value, rel=1e-6)
     torch.testing.assert_close(values.grad, gradient, atol=1e-6, rtol=1e-6)
     assert int(loss.count) == 3
-    assert not any(metric.requires_grad for metric in loss.metrics.values())
-    mean = {name: ((metric * loss.weight).sum() / loss.count).item() for name, metric in loss.metrics.items()}
+    assert not any(metric.value.requires_grad for metric in loss.metrics.values())
+    mean = {name: ((m.value * m.weight).sum() / m.count).item() for name, m in loss.metrics.items()}
     last = [float(values[b, n - 1].detach()) for b, n in enumerate(LENGTHS)]
     assert mean["chosen_reward"] == pytest.approx(sum(last[::2]) / 3)
     assert mean["rejected_reward"] == pytest.approx(sum(last[1::2]) / 3)
@@ -109,9 +109,10 @@ def test_the_worse_answer_first_turns_the_loss_round() -> None:
     values, swapped = numbers(ended, 0), torch.tensor([1, 0, 3, 2, 5, 4])
     loss = pairwise_loss()(TokenValues(values), given(ended))
     turned = pairwise_loss()(TokenValues(values[swapped]), given(ended).select(swapped))
-    margin = (loss.metrics["margin"] * loss.weight).sum() / loss.count
+    shown = loss.metrics["margin"]
+    margin = (shown.value * shown.weight).sum() / shown.count
     assert (reduced(turned) - reduced(loss)).item() == pytest.approx(margin.item())  # softplus(m) - softplus(-m) = m
-    accuracy = sum((x.metrics["accuracy"] * x.weight).sum().item() for x in (loss, turned)) / 3
+    accuracy = sum((m.value * m.weight).sum().item() for m in (x.metrics["accuracy"] for x in (loss, turned))) / 3
     assert accuracy == pytest.approx(1.0)
 
 
@@ -158,7 +159,7 @@ def test_a_batch_of_no_rows_has_count_zero_a_graph_and_the_same_metrics() -> Non
         total.backward()
         assert (int(loss.count), total.item()) == (0, 0.0)
         assert loss.metrics.keys() == loss_fn(stats(torch.zeros(whole.mask.shape)), whole).metrics.keys()
-        assert all(metric.shape == nothing.mask.shape for metric in loss.metrics.values())
+        assert all(metric.value.shape == nothing.mask.shape for metric in loss.metrics.values())
 
 
 def test_a_pair_that_was_split_is_noticed() -> None:

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from rftmega.algorithms.losses import highest, policy_loss
 from rftmega.algorithms.mismatch import Correction, importance
-from rftmega.algorithms.surrogates import SURROGATES, Clip
+from rftmega.algorithms.surrogates import SURROGATES, Clip, clip_binds
 from rftmega.algorithms.weighting import weighting_of
-from rftmega.types import Experience, TokenStats
+from rftmega.types import Experience, TokenMetric, TokenStats
 
 Row = tuple[list[Tensor], list[float], list[float]]  # logp, old logp, advantage of an answer's tokens
 CLIP = Clip(low=0.2, high=0.28, dual=3.0, drift=0.3)
@@ -58,7 +58,15 @@ def cpgd(row: Row, t: int) -> Tensor:
     logp, old, advantage = row
     x, a = logp[t] - old[t], advantage[t]
     clipped = between(x, math.log(1 - CLIP.low), math.log(1 + CLIP.high))
-    return -smaller(x * a, clipped * a) + CLIP.drift * (torch.exp(x) - 1 - x)
+    return -smaller(x * a, clipped * a) + CLIP.drift * drift(x)
+
+
+def drift(x: Tensor) -> Tensor:
+    """A value whose gradient is the authors' min(ratio - 1, their clip)."""
+    edge = math.log(1 + CLIP.drift_high)
+    if float(x.detach()) <= edge:
+        return torch.exp(x) - 1 - x
+    return CLIP.drift_high - edge + CLIP.drift_high * (x - edge)
 
 
 def reinforce(row: Row, t: int) -> Tensor:
@@ -96,7 +104,7 @@ def reduced(experience: Experience, logp: Tensor, **options: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("name", list(SURROGATES))
-@pytest.mark.parametrize("weighting", ["token_mean", "sequence_mean", "sequence_sum"])
+@pytest.mark.parametrize("weighting", ["token_mean", "sequence_mean", "sequence_sum", "sequence_total"])
 def test_value_and_gradient_are_the_formulas(name: str, weighting: str) -> None:
     for seed in range(4):
         experience, logp = ragged(seed)
@@ -106,7 +114,7 @@ def test_value_and_gradient_are_the_formulas(name: str, weighting: str) -> None:
         total, things = torch.zeros((), dtype=torch.float64), 0
         for b, length in enumerate((experience.lengths - 1).tolist()):
             row = list(free[b, :length]), experience.old_logp[b, :length].tolist(), experience.advantage[b, :length].tolist()
-            weight = {"token_mean": 1.0, "sequence_mean": 1 / length, "sequence_sum": 1 / LONGEST}[weighting]
+            weight = {"sequence_mean": 1 / length, "sequence_sum": 1 / LONGEST}.get(weighting, 1.0)
             things += length if weighting == "token_mean" else 1
             total = total + weight * sum((BY_HAND[name](row, t) for t in range(length)), torch.zeros((), dtype=torch.float64))
         (wanted,) = torch.autograd.grad(total / things, free)
@@ -237,6 +245,85 @@ def test_the_drift_of_cpgd_is_never_negative_and_pulls_back() -> None:
         assert value > 0
         assert math.copysign(1.0, gradient) == math.copysign(1.0, x)
     assert gradient_at("cpgd", 0.0, 0.0, Clip(drift=1.0)) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("log_ratio", [math.log(1.2), 0.5, 15.0, 21.0, 94.0])
+def test_the_drift_of_cpgd_pulls_no_harder_than_its_clip_however_far_a_token_has_gone(log_ratio: float) -> None:
+    clip = Clip(drift=0.01, drift_high=0.2)
+    value, gradient = gradient_at("cpgd", log_ratio, 0.0, clip)
+    assert gradient == pytest.approx(0.01 * 0.2)
+    assert value > 0
+    assert gradient_at("cpgd", 0.1, 0.0, clip)[1] == pytest.approx(0.01 * (math.exp(0.1) - 1))
+    assert gradient_at("cpgd", -5.0, 0.0, clip)[1] == pytest.approx(0.01 * (math.exp(-5.0) - 1))
+
+
+@pytest.mark.parametrize("name", ["ppo", "gspo"])
+@pytest.mark.parametrize("log_ratio", [19.9, 20.1, 25.0, 94.0])
+def test_a_bad_token_that_became_far_likelier_is_unlearnt_all_the_same(name: str, log_ratio: float) -> None:
+    """Without a dual clip nothing bounds the loss of a negative advantage, so its gradient must not vanish."""
+    _, gradient = gradient_at(name, log_ratio, -1.0, Clip())
+    assert math.exp(19.8) < gradient < math.inf
+
+
+def test_clip_fraction_counts_where_the_clip_cuts_the_gradient_off() -> None:
+    """Against autograd: a token with an advantage whose surrogate has no gradient is a clipped one."""
+    torch.manual_seed(3)
+    mask = torch.ones(40, 6, dtype=torch.bool)
+    advantage = torch.randn(40, 1, dtype=torch.float64).expand(40, 6).contiguous()
+    for clip in (Clip(0.2, 0.28), Clip(0.2, 0.28, dual=1.5)):
+        for name in ("ppo", "gspo", "cpgd"):
+            x = (0.5 * torch.randn(40, 6, dtype=torch.float64)).requires_grad_()
+            (gradient,) = torch.autograd.grad(SURROGATES[name](x, advantage, mask, clip).sum(), x)
+            if name == "cpgd" and clip.dual:  # which has none
+                continue
+            binds = clip_binds(name, x.detach(), advantage, mask, clip)
+            assert torch.equal(binds, gradient == 0)
+            assert 0.05 < binds.double().mean() < 0.95
+    assert clip_binds("reinforce", x, advantage, mask, CLIP) is None
+    ratio = torch.tensor([[0.7, 0.9, 1.2, 1.3]]).log()
+    for sign in (1.0, -1.0):
+        found = clip_binds("cispo", ratio, sign * torch.ones(1, 4), mask[:1, :4], Clip(0.2, 0.28))
+        assert found.tolist() == [[True, False, False, True]], "its weight is bounded, whatever the advantage"
+
+
+def mean_of(metric: TokenMetric) -> float:
+    return float((metric.value * metric.weight).sum() / metric.count)
+
+
+@pytest.mark.parametrize("weighting", ["token_mean", "sequence_mean", "sequence_sum", "sequence_total"])
+@pytest.mark.parametrize("share", [1.0, 0.4])
+def test_metrics_are_means_over_all_response_tokens_however_the_loss_is_scaled(weighting: str, share: float) -> None:
+    experience, logp = ragged(5)
+    experience = replace(experience, reference_logp=experience.old_logp - 0.2)
+    entropy = torch.rand_like(logp)
+    loss_fn = policy_loss(weighting=weighting_of(weighting, longest=1000), clip=Clip(0.2, 0.28), high_entropy_share=share)
+    shown = loss_fn(TokenStats(logp, entropy), experience).metrics
+    lengths = (experience.lengths - 1).tolist()
+    tokens = [(b, t) for b, length in enumerate(lengths) for t in range(length)]
+    moved = {at: float(logp[at].detach()) - float(experience.old_logp[at]) for at in tokens}
+    wanted = {
+        "ratio": [math.exp(x) for x in moved.values()],
+        "ppo_kl": [-x for x in moved.values()],
+        "importance": [1.0] * len(tokens),
+        "entropy": [float(entropy[at]) for at in tokens],
+        "kl": [math.exp(-d) - 1 + d for d in (moved[at] + 0.2 for at in tokens)],
+    }
+    for name, values in wanted.items():
+        assert mean_of(shown[name]) == pytest.approx(sum(values) / len(values)), name
+    if share == 1.0:
+        bad = [x for at, x in moved.items() if x * float(experience.advantage[at]) > 0]
+        clipped = [x for x in bad if not 0.8 <= math.exp(x) <= 1.28]
+        assert mean_of(shown["clip_fraction"]) == pytest.approx(len(clipped) / len(tokens))
+
+
+def test_clip_fraction_of_gspo_is_a_share_of_answers_and_reinforce_has_none() -> None:
+    experience, _ = ragged(5)
+    moved = torch.tensor([[0.5], [0.0], [0.5], [0.5]], dtype=torch.float64)
+    logp = experience.old_logp + moved
+    up = replace(experience, advantage=experience.mask.double())
+    shown = policy_loss(surrogate="gspo", clip=Clip(0.2, 0.2))(TokenStats(logp, None), up).metrics
+    assert mean_of(shown["clip_fraction"]) == pytest.approx(3 / 4)
+    assert "clip_fraction" not in policy_loss(surrogate="reinforce")(TokenStats(logp, None), up).metrics
 
 
 def test_a_sequence_ratio_is_normalised_by_length_and_clips_all_tokens_together() -> None:

@@ -41,7 +41,7 @@ def by_hand(value: Tensor, old: Tensor, returns: Tensor, clip: float, huber: flo
                 held = v if inside else torch.tensor(before + math.copysign(clip, float(v.detach()) - before)).double()
                 other = distance(held, target)
                 found = other if float(other.detach()) > float(found.detach()) else found
-            total = total + found * (1.0 if weighting == "token_mean" else 1 / tokens)
+            total = total + found * (1 / tokens if weighting == "sequence_mean" else 1.0)
     return total / things
 
 
@@ -70,4 +70,4 @@ def test_a_value_that_moved_too_far_towards_its_return_is_not_pulled_further() -
     (loss.value * loss.weight).sum().backward()
     assert value.grad is not None
     assert value.grad.abs().sum() == 0
-    assert loss.metrics["value_clip_fraction"][0].tolist() == [1.0] * 5
+    assert loss.metrics["value_clip_fraction"].value[0].tolist() == [1.0] * 5

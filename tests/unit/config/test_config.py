@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from rftmega.config import RunConfig, load, option_reference, parse_override, shares, violations
 from rftmega.config.load import options, recipe
-from rftmega.config.validate_ranges import CHOICES, value_of
+from rftmega.config.schema import RewardConfig
+from rftmega.config.validate_ranges import CHOICES, numbers, value_of
 from rftmega.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
@@ -148,7 +149,11 @@ def test_a_sound_config_has_no_violations(config_file: Path) -> None:
         ("algorithm.dual_clip=0.5", 1, "algorithm.dual_clip=0.5 must be above 1"),
         ("algorithm.drift_coef=0.5", 1, "algorithm.drift_coef=0.5 needs algorithm.surrogate=cpgd, not ppo"),
         ("algorithm.gamma=0.5", 1, "algorithm.gamma=0.5 needs algorithm.advantage=reinforce or gae, not group"),
-        ("algorithm.kl_in=reward", 1, "algorithm.kl_in=reward needs algorithm.advantage=reinforce or gae, not group"),
+        (
+            "algorithm.kl_in=reward",
+            1,
+            "algorithm.kl_in=reward needs algorithm.advantage=leave_one_out or reinforce or gae",
+        ),
         ("algorithm.kl_estimator=k1", 1, "algorithm.kl_estimator=k1 needs algorithm.kl_coef above 0"),
         ("algorithm.correction_cap=0.5", 1, "algorithm.correction_cap=0.5 must be at least 1"),
         ("algorithm.correction_cap=3", 1, "algorithm.correction_cap=3.0 needs algorithm.correction: nothing else reads it"),
@@ -262,7 +267,49 @@ def test_rewards_without_labels_need_none_and_groups_of_one_are_not_compared(con
     held_out = f"data.eval={config_file.with_name('train.jsonl')}"
     assert "evaluation compares answers with labels" in violations(load(config_file, [*unlabelled, held_out]), 1)[0]
     alone = ["algorithm.refill_rounds=1", "rollout.samples_per_prompt=1"]
-    assert "there is one of each" in violations(load(config_file, alone), 1)[0]
+    assert "there is one of each" in violations(load(config_file, alone), 1)[1]
+
+
+@pytest.mark.parametrize("advantage", ["group", "leave_one_out"])
+@pytest.mark.parametrize("one", ["rollout.samples_per_prompt=1", "algorithm.learnt_from=1"])
+def test_an_answer_without_siblings_is_not_compared_with_them(one: str, advantage: str, config_file: Path) -> None:
+    found = violations(load(config_file, [one, f"algorithm.advantage={advantage}"]), 1)
+    assert len(found) == 1
+    assert found[0].startswith(f"{one} with algorithm.advantage={advantage}: an answer is compared with the others")
+    for other in ("reinforce", "gae"):
+        assert violations(load(config_file, [one, f"algorithm.advantage={other}"]), 1) == []
+
+
+NUMBERS = [name for name, _ in options() if name in dict(numbers(RunConfig()))]
+FLOATS = [name for name in NUMBERS if isinstance(dict(numbers(RunConfig()))[name], float)]
+
+
+@pytest.mark.parametrize("value", [".nan", ".inf", "-.inf"])
+@pytest.mark.parametrize("name", FLOATS)
+def test_no_number_may_be_infinite_or_none(name: str, value: str, config_file: Path) -> None:
+    found = violations(load(config_file, [f"{name}={value}"]), 1)
+    shown = {".nan": "nan", ".inf": "inf", "-.inf": "-inf"}[value]
+    assert f"{name}={shown} must be a finite number." in found
+
+
+def test_numbers_in_lists_and_by_kind_are_finite_as_well(config_file: Path) -> None:
+    found = violations(load(config_file, ["reward.recipe={a: {exact_match: .inf}}"]), 1)
+    assert "reward.recipe.a.exact_match=inf must be a finite number." in found
+
+
+def test_every_number_has_a_bound_or_is_known_to_need_none(config_file: Path) -> None:
+    """-3 where nothing below 0 is meant: refused by some rule, or listed here with the reason."""
+    any_number = {
+        *(f"reward.{part}" for part in RewardConfig.parts()),  # weights: a penalty is negative
+        "reward.model",
+        "algorithm.entropy_coef",  # negative: less entropy
+        "trainer.seed",
+    }
+    assert len(NUMBERS) > 100
+    for name in NUMBERS:
+        if name not in any_number:
+            found = violations(load(config_file, [f"{name}=-3"]), 1)
+            assert any(name.removeprefix("critic.") in reason for reason in found), name
 
 
 def test_groups_are_replaced_by_a_part_that_every_answer_has(config_file: Path) -> None:

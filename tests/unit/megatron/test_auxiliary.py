@@ -94,7 +94,6 @@ def test_its_metrics_are_means_over_its_own_tokens(left_out: bool) -> None:
     other_fn = beside(loss_fn, first, Auxiliary("ptx", second, cross_entropy_loss(), COEF), TokenStats)
     x = torch.randn(second.mask.shape, dtype=torch.float64)
     losses = [loss_fn(TokenStats(first.old_logp, None), first), other_fn(TokenStats(x, x), second)]
-    count = sum(int(loss.count) for loss in losses)
-    shown = {name: float((value * losses[1].weight).sum() / count) for name, value in losses[1].metrics.items()}
+    shown = {name: float((m.value * m.weight).sum() / m.count) for name, m in losses[1].metrics.items()}
     assert shown["ptx_cross_entropy"] == pytest.approx(-float(x[second.mask].mean()))
     assert shown["ptx_entropy"] == pytest.approx(float(x[second.mask].mean()))

@@ -4,6 +4,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from rftmega.experience import collect
 from rftmega.trainer import Refill
 from rftmega.trainer.groups import Groups, Wanted
 from rftmega.trainer.supply import Supply
@@ -132,7 +133,7 @@ def test_groups_are_good_enough_when_they_are_whole_and_each_is_looked_at_once()
         return [{"reward": float(completion.token_ids[0])} for completion in completions]
 
     requests = [Prompt((1,), index=n) for n in range(3) for _ in range(3)]
-    groups = Groups(requests, score, 3, learnt_from=2)
+    groups = Groups(requests, score, 3)
     answers: list[Completion | None] = [None] * 9
     enough = groups.until(Wanted(1, good))
 
@@ -141,13 +142,37 @@ def test_groups_are_good_enough_when_they_are_whole_and_each_is_looked_at_once()
         return enough(answers)
 
     assert not any(arrive(place, 5) for place in (3, 4))
-    assert not arrive(5, 9), "only the first two are learnt from, and they agree"
-    assert looked == [[1, 1]]
+    assert not arrive(5, 5)
+    assert looked == [[1, 1, 1]]
     assert not any([arrive(6, 1), arrive(7, 2), arrive(0, 1)])
     assert arrive(8, 1)
-    assert looked == [[1, 1], [2, 2]]
+    assert looked == [[1, 1, 1], [2, 2, 2]]
     whole = groups.collected(answers)
-    assert (whole.group.tolist(), whole.reward.tolist()) == ([1, 1, 2, 2], [5, 5, 1, 2])
+    assert (whole.group.tolist(), whole.reward.tolist()) == ([1, 1, 1, 2, 2, 2], [5, 5, 5, 1, 2, 1])
+
+
+def test_of_groups_the_answers_that_are_learnt_from_must_differ_and_metrics_are_of_all() -> None:
+    """Groups 0 and 1 differ in their third answer only, group 2 in the first two."""
+    rewards = {0: [5.0, 5.0, 9.0], 1: [1.0, 1.0, 0.0], 2: [0.0, 1.0, 1.0]}
+
+    def ask(prompts: Sequence[Prompt], number: int, wanted: Wanted | None) -> Samples:
+        return scored([rewards[prompt.index] for prompt in prompts])
+
+    prompts = [Prompt((1,), index=n) for n in range(3)]
+    samples, seen = Refill(1, learnt_from=2)(ask, prompts, Supply([]))
+    assert samples.reward.tolist() == [0, 1]
+    assert seen["groups_left_out"] == 2
+    assert seen["reward"] == pytest.approx(sum(map(sum, rewards.values())) / 9)
+    assert Refill(1)(ask, prompts, Supply([]))[0].reward.tolist() == [5, 5, 9, 1, 1, 0, 0, 1, 1]
+
+
+def scored(groups: Sequence[Sequence[float]]) -> Samples:
+    """Answers of one token."""
+    size = len(groups[0])
+    requests = [Prompt((1,)) for _ in groups for _ in range(size)]
+    answers = [Completion((2,), (0.0,), "stop", 0) for _ in requests]
+    rewards = iter([reward for group in groups for reward in group])
+    return collect(requests, answers, lambda *_: [{"reward": next(rewards)} for _ in requests], samples_per_prompt=size)
 
 
 def test_a_supply_goes_on_from_its_state_with_what_was_put_back() -> None:

@@ -286,10 +286,22 @@ def test_of_each_prompts_answers_the_first_are_learnt_from_and_all_are_there_to_
     policy.push(version=0)
     trainer = PPOTrainer(
         engine=policy, weights=policy, reward=reward, maker=ExperienceMaker(policy, use_reference=False),
-        learner=Learner(policy, policy_loss()), samples_per_prompt=5, temperature=1.0, seed=0, learnt_from=2,
+        learner=Learner(policy, policy_loss()), samples_per_prompt=5, temperature=1.0, seed=0, refill=Refill(0, learnt_from=2),
     )  # fmt: skip
-    samples = trainer.rollout([Prompt((1, 2)), Prompt((3,))])
+    prompts = [Prompt((1, 2)), Prompt((3,))]
+    samples, seen = trainer.refill(trainer.rollout, prompts, trainer.supply)
     assert reward.seen == 10
     assert samples.group.tolist() == [0, 0, 1, 1]
-    trainer.learnt_from = 5
-    assert torch.equal(trainer.rollout([Prompt((1, 2)), Prompt((3,))]).rows.tokens[[0, 1, 5, 6]], samples.rows.tokens)
+    everything = trainer.rollout(prompts)
+    assert torch.equal(everything.rows.tokens[[0, 1, 5, 6]], samples.rows.tokens)
+    assert everything.reward.mean() != samples.reward.mean(), "or metrics of the first two would be those of all"
+    lengths = [len(answer) for answer in answers_of(everything)]
+    assert seen["generated_tokens"] == sum(lengths)
+    assert seen["response_length"] == pytest.approx(sum(lengths) / 10)
+    assert seen["reward"] == pytest.approx(everything.reward.mean().item())
+    assert seen["truncated"] == pytest.approx(everything.truncated.float().mean().item())
+
+
+def answers_of(samples: Samples) -> list[list[int]]:
+    rows = samples.rows
+    return [rows.tokens[b, rows.prompt_lengths[b] : rows.lengths[b]].tolist() for b in range(len(rows))]
