@@ -59,6 +59,12 @@ class RewardError(RFTMegaError):
     """An answer that can't be scored: a prompt's kind without weights, a remote reward that fails, a score that is no number."""
 
 
+class GapExceeded(RFTMegaError):  # noqa: N818  the finding's name
+    """Engine and trainer give other probabilities to the same tokens: answers that must not be learnt from."""
+
+    exit_code = 77
+
+
 class NodeError(RFTMegaError):
     """A host of the run that lacks something, or is not like the others; names the host and a rank on it."""
 
@@ -70,7 +76,7 @@ class NodeFault(NodeError):
 
 
 FAULTS = (EngineFault, NodeFault)
-FINAL_CODES = (RFTMegaError.exit_code, Diverged.exit_code)  # starting again would not mend it
+FINAL_CODES = (RFTMegaError.exit_code, Diverged.exit_code, GapExceeded.exit_code)  # starting again would not mend it
 
 
 class GivenUp(Exception):  # noqa: N818  nothing went wrong

@@ -8,7 +8,19 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from rftmega.types import Auxiliary, Completion, EachStep, Experience, LossFn, Metrics, Prompt, Rows, Samples, TokenStats
+from rftmega.types import (
+    Auxiliary,
+    Completion,
+    EachStep,
+    Experience,
+    LossFn,
+    Metrics,
+    Prompt,
+    Rows,
+    Samples,
+    SliceChecksums,
+    TokenStats,
+)
 
 Enough = Callable[
     [Sequence[Completion | None]], bool
@@ -49,8 +61,8 @@ class RolloutEngine(Protocol):
 class Policy(Protocol):
     """The model that is trained."""
 
-    def log_probs(self, rows: Rows) -> TokenStats:
-        """Scores every target of `rows` ([B, T]) under the present weights; no gradient."""
+    def log_probs(self, rows: Rows, *, temperature: float | None = None) -> TokenStats:
+        """Scores every target of `rows` ([B, T]) under the present weights; no gradient. `temperature` None: the rollout's."""
 
     def reference_log_probs(self, rows: Rows) -> TokenStats:
         """The same under the frozen reference weights."""
@@ -89,6 +101,9 @@ class WeightSync(Protocol):
 
     def push(self, *, version: int) -> Metrics: ...
 
+    def checksums(self) -> list[SliceChecksums]:
+        """What the last push moved, as the trainer holds it, as it was sent and as it arrived; called on every process."""
+
 
 class Reward(Protocol):
     """Scores answers, as many as there are; may be called from several threads at once, while others are still generated.
@@ -113,8 +128,21 @@ class Resumable(Protocol):
     def load_state(self, state: Any) -> None: ...
 
 
+class Numerics(Protocol):
+    """How exactly an engine and the trainer can agree, and how all processes agree that they don't."""
+
+    dtype: str  # of the trainer's forward pass: float32 or bfloat16
+    has_experts: bool
+    is_main: bool  # whether this process writes files
+
+    def agreed(self, exceeded: bool) -> bool:
+        """Whether any process says so; every process asks, and gets the same answer once all have."""
+
+
 class Machinery(Protocol):
     """What is built for a run with rollouts."""
+
+    numerics: Numerics
 
     engine: RolloutEngine
     weights: WeightSync

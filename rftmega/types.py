@@ -240,6 +240,25 @@ EachStep = Callable[[Callable[[], Metrics]], Metrics]  # given an optimizer step
 
 
 @dataclass(frozen=True, slots=True)
+class SliceChecksums:
+    """A slice of a weight on its way from a trainer's process to an engine's, before the engine repacks it."""
+
+    name: str  # of the Hugging Face tensor
+    start: int  # rows (or columns, by how the tensor is cut) start to stop
+    stop: int
+    source: int  # trainer's process; -1: several
+    target: int  # engine's process; -1: all
+    held: int | None  # checksum as the trainer holds it now; None: not known
+    sent: int | None  # as the last push sent it
+    received: int | None  # as it arrived; None: it did not
+
+    @property
+    def intact(self) -> bool:
+        """Whether the engine was given what the trainer holds."""
+        return self.held == self.sent == self.received
+
+
+@dataclass(frozen=True, slots=True)
 class Auxiliary:
     """A second loss in the same optimizer steps: `coef` x its mean, over its own rows and count, is added to the first.
 

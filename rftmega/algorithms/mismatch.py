@@ -1,5 +1,6 @@
 """How far the engine that sampled is from the trainer that learns, and what to do about it."""
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -9,18 +10,44 @@ from torch import Tensor
 from rftmega.types import Metrics
 
 
-def log_prob_gap(behaviour_logp: Tensor, old_logp: Tensor, mask: Tensor) -> Metrics:
-    """|engine - trainer| log-probability over response tokens (all [B, T]), largest and mean, and the mean of its exp, by which
-    factor probabilities differ. 0, 0 and 1 where there are no tokens.
-    """
-    gap = (behaviour_logp - old_logp).abs()[mask]
+class Gap(NamedTuple):
+    """|engine - trainer| log-probability over tokens."""
+
+    largest: float
+    percentile: float  # the 99.9th
+    mean: float
+    median: float
+    tokens: int
+    error: float  # mean of exp(gap): by which factor probabilities differ
+
+    @property
+    def metrics(self) -> Metrics:
+        return {
+            "logprob_gap_max": self.largest,
+            "logprob_gap_p999": self.percentile,
+            "logprob_gap_mean": self.mean,
+            "token_mult_prob_error": self.error,
+        }
+
+
+def gaps_of(behaviour_logp: Tensor, old_logp: Tensor, mask: Tensor) -> Tensor:
+    """[tokens of the mask] |engine - trainer|, all [B, T]; infinite where one of them is no number."""
+    gap = (behaviour_logp.double() - old_logp.double()).abs()[mask]
+    return torch.where(gap.isnan(), torch.inf, gap)
+
+
+def log_prob_gap(behaviour_logp: Tensor, old_logp: Tensor, mask: Tensor) -> Gap:
+    """Of the response tokens, all [B, T]; all 0, and an error of 1, where there are none."""
+    gap = gaps_of(behaviour_logp, old_logp, mask)
     if not len(gap):
-        return {"logprob_gap_max": 0.0, "logprob_gap_mean": 0.0, "token_mult_prob_error": 1.0}
-    return {
-        "logprob_gap_max": gap.max().item(),
-        "logprob_gap_mean": gap.mean().item(),
-        "token_mult_prob_error": gap.double().exp().mean().item(),
-    }
+        return Gap(0.0, 0.0, 0.0, 0.0, 0, 1.0)
+    ranked = gap.sort().values
+
+    def at(share: float) -> float:
+        """The smallest gap that at least so many of the tokens do not exceed."""
+        return ranked[max(math.ceil(share * len(ranked)) - 1, 0)].item()
+
+    return Gap(at(1.0), at(0.999), gap.mean().item(), at(0.5), len(gap), gap.exp().mean().item())
 
 
 class Correction(NamedTuple):

@@ -115,6 +115,13 @@ class RolloutConfig:
     max_response_tokens: int = 1024
     """An answer is cut off here."""
 
+    max_logprob_gap: float = 0.0
+    """The run stops before it learns where the 99.9th percentile of |engine - trainer| log-probability is above this; 0: by dtype
+    (docs/push.md)."""
+
+    mean_logprob_gap: float = 0.0
+    """And where its mean is above this; 0: by dtype."""
+
     memory_fraction: float = 0.5
     """Share of the GPU's memory that the engine may take (CUDA only)."""
 

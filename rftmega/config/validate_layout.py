@@ -95,6 +95,12 @@ def engine(config: RunConfig, world_size: int) -> list[str]:
             for option in ("memory_fraction", "cpu_cache_gib", "max_batch")
             if (value := getattr(config.rollout, option)) != getattr(RolloutConfig, option)
         ]
+    if config.rollout.engine == "scripted":
+        found += [
+            f"rollout.{option}={value} needs rollout.engine=vllm or transformers: the scripted one has no model to differ from."
+            for option in ("max_logprob_gap", "mean_logprob_gap")
+            if (value := getattr(config.rollout, option))
+        ]
     if config.rollout.engine != "vllm" and config.faults.engine_restarts != FaultsConfig.engine_restarts:
         found.append(
             f"faults.engine_restarts={config.faults.engine_restarts} needs rollout.engine=vllm: no other is "

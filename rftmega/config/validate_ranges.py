@@ -69,6 +69,8 @@ NOT_NEGATIVE = (
     "model.dropout",
     "parallel.first_stage_layers",
     "parallel.last_stage_layers",
+    "rollout.max_logprob_gap",
+    "rollout.mean_logprob_gap",
     "optimizer.learning_rate",
     "optimizer.min_learning_rate",
     "optimizer.warmup_steps",

@@ -35,9 +35,9 @@ class MegatronActor:
             self.passes.after_step = self.average.update
         self.push_to_rollout: Callable[..., Metrics] | None = None
 
-    def log_probs(self, rows: Rows) -> TokenStats:
-        """Log-prob and entropy of every target, [B, T] on the host; no gradient."""
-        return self.passes.score(rows)
+    def log_probs(self, rows: Rows, *, temperature: float | None = None) -> TokenStats:
+        """Log-prob and entropy of every target, [B, T] on the host; no gradient. `temperature`: None for the rollout's."""
+        return self.passes.score(rows, temperature=temperature)
 
     def reference_log_probs(self, rows: Rows) -> TokenStats:
         """The same under the reference weights. Raises AssertionError where none are kept."""

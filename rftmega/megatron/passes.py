@@ -54,12 +54,13 @@ class Passes:
         self.after_step: Callable[[], None] = lambda: None  # called once an optimizer step that was taken
 
     @torch.no_grad()
-    def score(self, rows: Rows) -> Any:
-        """`stats` of every target, [B, T] on the host; no gradient."""
+    def score(self, rows: Rows, *, temperature: float | None = None) -> Any:
+        """`stats` of every target, [B, T] on the host; no gradient. `temperature`: None for the rollout's."""
+        chosen = self.temperature if temperature is None else temperature
         for chunk in self.manager.model:
             chunk.eval()
         indices = self._micro_batches(rows.lengths, passes=1)
-        found = self._run([MicroBatch(rows.select(index), self.temperature) for index in indices], forward_only=True)
+        found = self._run([MicroBatch(rows.select(index), chosen) for index in indices], forward_only=True)
         canvas = torch.zeros(len(self.names), *rows.tokens[:, 1:].shape, device=self.manager.where)
         for index, stats in zip(indices, found, strict=False):  # stages but the last found nothing
             values = torch.stack([getattr(stats, name) for name in self.names])

@@ -27,7 +27,7 @@ from rftmega.rollout.order import shares
 from rftmega.strategy.asking import Asking
 from rftmega.strategy.early_stop import EVERY, Together
 from rftmega.strategy.memory import Memory, Predicted
-from rftmega.types import Auxiliary, Completion, EachStep, Experience, LossFn, Metrics, Prompt, Rows, TokenStats
+from rftmega.types import Auxiliary, Completion, EachStep, Experience, LossFn, Metrics, Prompt, Rows, SliceChecksums, TokenStats
 
 PATIENCE = 10.0  # seconds
 ROUND = 1.0  # seconds
@@ -295,9 +295,9 @@ class ColocatedPolicy:
         self.actor = actor
         self.turns = turns
 
-    def log_probs(self, rows: Rows) -> TokenStats:
+    def log_probs(self, rows: Rows, *, temperature: float | None = None) -> TokenStats:
         self.turns.score()
-        return self.actor.log_probs(rows)
+        return self.actor.log_probs(rows, temperature=temperature)
 
     def reference_log_probs(self, rows: Rows) -> TokenStats:
         self.turns.score()
@@ -337,3 +337,7 @@ class ColocatedWeights:
         metrics = self.weights.push(version=version)
         self.turns.memory.end(push_buffers=int(metrics["push_buffer_bytes"]))
         return metrics | self.turns.memory.take()
+
+    def checksums(self) -> list[SliceChecksums]:
+        self.turns.push()
+        return self.weights.checksums()

@@ -13,7 +13,7 @@ from rftmega import rollout, weights
 from rftmega.config import RunConfig
 from rftmega.data import Tokenizer
 from rftmega.errors import ConfigError
-from rftmega.interfaces import RolloutEngine, SteppedPolicy, SteppedValueModel, WeightSync
+from rftmega.interfaces import Numerics, RolloutEngine, SteppedPolicy, SteppedValueModel, WeightSync
 from rftmega.megatron import MegatronActor, MegatronCritic
 from rftmega.megatron.offload import ADAM, MAIN_PARAMETERS
 from rftmega.parallel.launch import World
@@ -28,6 +28,7 @@ from rftmega.strategy.checkpoints import Model, TrainingCheckpoints, of_run
 from rftmega.strategy.dispatch import POLICY, AskedByOne, ColocatedPolicy, ColocatedValues, ColocatedWeights, SharedEngine, Turns
 from rftmega.strategy.export import export
 from rftmega.strategy.memory import predicted
+from rftmega.strategy.numerics import EngineNumerics
 from rftmega.strategy.requests import Answer
 from rftmega.types import Completion, Prompt
 
@@ -73,6 +74,7 @@ class MegatronStrategy(StrategyBase):
             )
         self._engine = rollout.create(config, world, vocabulary=manager.description.vocabulary, stop_ids=stop_ids)
         self.inference_engine, self.inference_engine_type = self._engine, config.rollout.engine
+        self.numerics: Numerics = EngineNumerics(actor, is_main=world.is_main)
         self._versions = count()  # of pushes asked for through `update_engine_weights`
         self._bucket_bytes = config.trainer.push_bucket_mib * 2**20
         models = {POLICY: actor.manager.residency} | {name: model.manager.residency for name, model in judges.items()}

@@ -1,6 +1,7 @@
 """What a config makes of the pure parts: who scores, who learns, and from what."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 from rftmega.algorithms.kl import KLController
 from rftmega.algorithms.losses import policy_loss
@@ -10,9 +11,10 @@ from rftmega.algorithms.supervised import cross_entropy_loss, pairwise_loss
 from rftmega.algorithms.surrogates import Clip
 from rftmega.algorithms.values import value_loss
 from rftmega.algorithms.weighting import Weighting, weighting_of
-from rftmega.config import RunConfig
+from rftmega.config import RunConfig, without_secrets
 from rftmega.experience import ExperienceMaker, ModelReward, ReplayBuffer
 from rftmega.interfaces import Machinery, Policy, Reward, ValueModel
+from rftmega.trainer.gap_gate import GapGate, limits_of
 from rftmega.trainer.journal import Journal, Journaled
 from rftmega.trainer.learner import Learner
 from rftmega.trainer.ppo import PPOTrainer
@@ -49,6 +51,7 @@ class Algorithm:
             learner=self.learner(machinery.policy, machinery.critic, self.ptx(ptx) if ptx else None),
             model_reward=ModelReward(machinery.reward_model, config.reward.model) if machinery.reward_model else None,
             refill=self.refill(),
+            gate=self.gate(built),
             replay=self.replay(machinery.policy),
             samples_per_prompt=config.rollout.samples_per_prompt,
             temperature=config.rollout.temperature,
@@ -97,6 +100,16 @@ class Algorithm:
             kl=self.kl,
             ptx=ptx,
         )
+
+    def gate(self, built: Machinery) -> GapGate | None:
+        """What stops a run whose engine and trainer differ; None for an engine without a model."""
+        config = self.config
+        if config.rollout.engine == "scripted":
+            return None
+        limits = limits_of(built.numerics.dtype, percentile=config.rollout.max_logprob_gap, mean=config.rollout.mean_logprob_gap)
+        folder = Path(config.trainer.output) / "gap"
+        described = without_secrets(config)
+        return GapGate(built, limits, folder, temperature=config.rollout.temperature, seed=config.trainer.seed, config=described)
 
     def refill(self) -> Refill:
         """Which of a rollout's answers are learnt from."""

@@ -155,8 +155,8 @@ class JournaledPolicy:
     def __init__(self, policy: SteppedPolicy, journal: Journal):
         self.policy, self.journal = policy, journal
 
-    def log_probs(self, rows: Rows) -> TokenStats:
-        return self.journal(f"log-probs of {len(rows)} rows", lambda: self.policy.log_probs(rows))
+    def log_probs(self, rows: Rows, *, temperature: float | None = None) -> TokenStats:
+        return self.journal(f"log-probs of {len(rows)} rows", lambda: self.policy.log_probs(rows, temperature=temperature))
 
     def reference_log_probs(self, rows: Rows) -> TokenStats:
         return self.journal(f"reference log-probs of {len(rows)} rows", lambda: self.policy.reference_log_probs(rows))

@@ -7,6 +7,7 @@ from typing import Any
 from rftmega.algorithms.mismatch import log_prob_gap
 from rftmega.experience import ExperienceMaker, ModelReward, seeds_of
 from rftmega.interfaces import Callback, Resumable, Reward, RolloutEngine, WeightSync
+from rftmega.trainer.gap_gate import GapGate
 from rftmega.trainer.groups import Groups, Wanted
 from rftmega.trainer.journal import Journal
 from rftmega.trainer.learner import Learner
@@ -37,15 +38,18 @@ class PPOTrainer(Trainer):
         refill: Refill | None = None,
         replay: Replaying | None = None,
         model_reward: ModelReward | None = None,
+        gate: GapGate | None = None,
         callbacks: Sequence[Callback] = (),
         stop: Callable[[], bool] = lambda: False,
         journal: Journal | None = None,
     ):
-        """`callbacks`, `stop` and `journal` as Trainer's; the journal is that of `engine`, `maker` and `learner`."""
+        """`callbacks`, `stop` and `journal` as Trainer's; the journal is that of `engine`, `maker` and `learner`. Without
+        a `gate` any gap between engine and trainer is learnt from.
+        """
         super().__init__(callbacks=callbacks, stop=stop, journal=journal)
         self.engine, self.weights, self.reward, self.model_reward = engine, weights, reward, model_reward
         self.maker, self.learner = maker, learner
-        self.refill, self.replay = refill or Refill(0), replay
+        self.refill, self.replay, self.gate = refill or Refill(0), replay, gate
         self.samples_per_prompt, self.temperature, self.seed = samples_per_prompt, temperature, seed
         self.supply = Supply()
 
@@ -72,6 +76,10 @@ class PPOTrainer(Trainer):
         """Where groups are replaced, `supply` has the prompts for it, and gets back what was not used."""
         samples, seen = self.phase("rollout", self.refill, self.rollout, batch, self.supply)
         experience = self.phase("score", self.maker.make, samples)
+        if self.gate is None:
+            gap = log_prob_gap(samples.behaviour_logp, experience.old_logp, samples.rows.mask)
+        else:
+            gap = self.gate.check(samples, experience.old_logp, self.step)
         if self.replay is None:
             metrics = self.phase("update", self.learner.update, experience, self.step)
         else:
@@ -82,8 +90,7 @@ class PPOTrainer(Trainer):
         metrics |= self.phase("push", self.weights.push, version=self.step)
         for callback in self.callbacks:
             callback.on_experience(self, samples, experience)
-        metrics |= log_prob_gap(experience.behaviour_logp, experience.old_logp, experience.mask)
-        return metrics | seen
+        return metrics | gap.metrics | seen
 
     def rollout(self, prompts: Sequence[Prompt], number: int = 0, wanted: Wanted | None = None) -> Samples:
         """`samples_per_prompt` scored answers a prompt; the same ones whenever this step is run with this seed. `number`: of

@@ -25,9 +25,10 @@ def written(message: Tensor, moves: Sequence[Move], version: int, slice_of: Call
     """The message with the version, the checksums and the slices in it."""
     for move, start in zip(moves, _places(moves), strict=False):
         message[start : start + move.bytes].view(move.unit.dtype).view(move.shape).copy_(slice_of(move))
+        message[start + move.bytes : start + blocks(move.bytes)].zero_()  # the checksum covers it
     header = _header(message, moves)
     header[0] = version
-    header[1:] = _checksums(message, moves)
+    header[1:] = checksums_of(message, moves)
     return message
 
 
@@ -36,12 +37,17 @@ def opened(message: Tensor, moves: Sequence[Move], version: int, source: int) ->
     header = _header(message, moves)
     if header[0] != version:
         raise EngineError(f"Process {source} sent push {int(header[0])} while this one takes push {version}.")
-    wrong = (header[1:] != _checksums(message, moves)).nonzero()
+    wrong = (header[1:] != checksums_of(message, moves)).nonzero()
     if len(wrong):
         move = moves[int(wrong[0])]
         raise EngineError(f"{move.name}[{move.start}:{move.stop}] of push {version} came damaged from process {source}.")
     for move, start in zip(moves, _places(moves), strict=False):
         yield move, message[start : start + move.bytes].view(move.unit.dtype).view(move.shape)
+
+
+def sums_of(message: Tensor, moves: Sequence[Move]) -> Tensor:
+    """[slices]: the checksums that were written into the message."""
+    return _header(message, moves)[1:].clone()
 
 
 def _header(message: Tensor, moves: Sequence[Move]) -> Tensor:
@@ -56,7 +62,7 @@ def _places(moves: Sequence[Move]) -> list[int]:
     return places
 
 
-def _checksums(message: Tensor, moves: Sequence[Move]) -> Tensor:
+def checksums_of(message: Tensor, moves: Sequence[Move]) -> Tensor:
     """[slices], of what is in the message, gaps behind the slices included."""
     places = _places(moves)
     return torch.stack([checksum(message[start:stop]) for start, stop in pairwise(places)])

@@ -21,10 +21,11 @@ from rftmega.device.spans import span
 from rftmega.errors import EngineError, EngineFault
 from rftmega.parallel.collectives import gather_objects
 from rftmega.parallel.progress import mark
-from rftmega.types import Metrics
-from rftmega.weights.message import message_for, opened, written
+from rftmega.types import Metrics, SliceChecksums
+from rftmega.weights.message import checksums_of, message_for, opened, sums_of, written
 from rftmega.weights.on_demand import Box, Fetch, OnDemand
 from rftmega.weights.plan import Balance, Placement
+from rftmega.weights.slice_sums import SliceSums
 from rftmega.weights.units import Held, Move, Piece, Shards, Unit, buckets_of, units_of
 
 Needs = dict[str, list[tuple[int, int]]]  # HF name -> rows (columns, by the rule's axis) that an engine reads, from and to
@@ -67,6 +68,11 @@ class EngineWeights:
         dist.all_reduce(missing)
         self.least_bytes = int(missing)
         self.buffer_bytes = 0  # of messages that this process held at once in the last push, at most
+        self._sums = SliceSums()  # of the last push
+
+    def checksums(self) -> list[SliceChecksums]:
+        """Of every slice of the last push; a collective, with the policy's weights on the device."""
+        return self._sums.compared(self.shards)
 
     def push(self, *, version: int) -> Metrics:
         """Afterwards every engine answers under `version`. If anything fails anywhere, none answers until a push was whole.
@@ -93,7 +99,8 @@ class EngineWeights:
         """Bytes that all processes sent."""
         failure: Exception | None = None
         try:
-            passage = _Passage(self, version)
+            self._sums = SliceSums()
+            passage = _Passage(self, version, self._sums)
             try:
                 self.engine.load_weights(passage.tensors(), version=version)
                 if not passage.over:
@@ -147,9 +154,10 @@ class EngineWeights:
 class _Passage:
     """One push under way, as one process sees it."""
 
-    def __init__(self, weights: EngineWeights, version: int):
+    def __init__(self, weights: EngineWeights, version: int, sums: SliceSums):
         self.weights = weights
         self.version = version
+        self.sums = sums
         self.sent_bytes = 0
         self.over = False  # the last tensor was taken
         self.buffer_bytes = 0  # of messages that were there at once, at most
@@ -171,8 +179,22 @@ class _Passage:
                 arrived[id(move.unit), move.part].append(Piece(move.start, move.stop, elements))
         for unit in bucket.units:
             for part, (name, dtype, shape) in enumerate(unit.planned):
-                pieces = self.weights.shards.pieces(unit, part) + arrived[id(unit), part]
+                own = self.weights.shards.pieces(unit, part)
+                self._record(unit, part, own)
+                pieces = own + arrived[id(unit), part]
                 yield name, OnDemand.of(shape, dtype, _reader(name, unit.rule.axis, pieces), self.weights.shards.device)
+        for source, message in came.items():  # after the loader has read it: nothing may have changed it since it came
+            self.sums.received(source, bucket.receives[source], checksums_of(message, bucket.receives[source]))
+
+    def _record(self, unit: Unit, part: int, own: Sequence[Piece]) -> None:
+        """What the engine reads of this process's own shard."""
+        needed = self.weights.needs.get(unit.planned[part].name, [])
+        for piece in own:
+            for start, stop in needed:
+                first, last = max(start, piece.start), min(stop, piece.stop)
+                if first < last:
+                    rows = piece.elements.narrow(unit.rule.axis, first - piece.start, last - first)
+                    self.sums.used(unit, part, first, rows)
 
     def drain(self) -> None:
         """Takes part in what is left, for the others' sake."""
@@ -192,6 +214,7 @@ class _Passage:
             if key not in alike:
                 alike[key] = written(message_for(moves, device), moves, self.version, self.weights.shards.slice_of)
             sent[target] = alike[key]
+            self.sums.sent(target, moves, sums_of(alike[key], moves))
         came = {source: message_for(moves, device) for source, moves in bucket.receives.items()}
         self.sent_bytes += sum(move.bytes for moves in bucket.sends.values() for move in moves)
         self._count([*alike.values(), *came.values()])

@@ -18,7 +18,7 @@ from converters import Segment
 from rftmega.errors import EngineError, EngineFault
 from rftmega.parallel.checksum import blocks, checksum
 from rftmega.parallel.progress import mark
-from rftmega.types import Metrics
+from rftmega.types import Metrics, SliceChecksums
 from rftmega.weights.plan import Balance, Placement
 from rftmega.weights.units import Held, Move, Shards, Unit, buckets_of, units_of
 
@@ -49,14 +49,16 @@ class Place(NamedTuple):
     shape: tuple[int, ...]
     start: int
 
+    @property
+    def bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
     def view(self, memory: Tensor) -> Tensor:
-        size = torch.Size(self.shape).numel() * self.dtype.itemsize
-        return memory[self.start : self.start + size].view(self.dtype).view(self.shape)
+        return memory[self.start : self.start + self.bytes].view(self.dtype).view(self.shape)
 
     def stored(self, memory: Tensor) -> Tensor:
         """[bytes] in whole blocks."""
-        size = torch.Size(self.shape).numel() * self.dtype.itemsize
-        return memory[self.start : self.start + blocks(size)]
+        return memory[self.start : self.start + blocks(self.bytes)]
 
 
 class Bucket(NamedTuple):
@@ -74,6 +76,7 @@ class SharedWeights:
         self.buckets = _plan(buckets_of(units, bucket_bytes, for_an_engine=True))
         self.total_bytes = sum(unit.bytes for unit in units)
         self.path, self.size, self.memory = _shared_memory(segment_bytes(units, bucket_bytes))
+        self._sent: dict[str, int] = {}  # tensor -> its checksum in the last push
         self._failure: Exception | None = None
         self._control = ThreadPoolExecutor(1) if dist.get_rank() == 0 else None
         self._ask(engines.expect, [place.name for bucket in self.buckets for place in bucket.places])
@@ -104,6 +107,20 @@ class SharedWeights:
             "push_buffer_bytes": float(len(self.memory)),
         }
 
+    def checksums(self) -> list[SliceChecksums]:
+        """Of every tensor of the last push; a collective, with the policy's weights on the device.
+
+        What the trainer holds is written once more, into memory that no engine reads now. A worker takes a tensor only if it
+        finds the checksum that it was sent with, so what was received is what was sent.
+        """
+        found = []
+        for bucket in self.buckets:
+            held = self._write(bucket, self.memory[: self.size])
+            for place, now in zip(bucket.places, held[:-1], strict=True):
+                sent = self._sent.get(place.name)
+                found.append(SliceChecksums(place.name, 0, place.shape[0], -1, -1, now, sent, sent))
+        return found
+
     def _send(self, version: int, reading: list["Future[None]"]) -> int:
         """Bucket by bucket; `reading` has the engines' progress, on the first process. Bytes that all processes wrote."""
         moved = 0
@@ -112,6 +129,7 @@ class SharedWeights:
             self._agree(f"Push {version}")
             memory = self.memory[number % SEGMENTS * self.size :][: self.size]
             *sums, written = self._write(bucket, memory)
+            self._sent |= {place.name: total for place, total in zip(bucket.places, sums, strict=True)}
             moved += written
             if self._control:
                 told = self._described(bucket, number % SEGMENTS, sums)
@@ -156,7 +174,9 @@ class SharedWeights:
         sums = torch.zeros(len(bucket.places) + 1, dtype=torch.int64)
         sums[-1] = sum(move.bytes for _, move in bucket.writes)
         for number in range(dist.get_rank(), len(bucket.places), dist.get_world_size()):  # the reading is shared
-            sums[number] = checksum(bucket.places[number].stored(memory))
+            place = bucket.places[number]
+            place.stored(memory)[place.bytes :].zero_()  # the checksum covers it
+            sums[number] = checksum(place.stored(memory))
         sums = sums.to(self.shards.device)
         dist.all_reduce(sums)
         return [int(each) for each in sums]

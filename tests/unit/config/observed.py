@@ -124,8 +124,8 @@ class Model:
         self.passes = passes.Passes(self.machine, TokenValues if values else TokenStats, None if values else object())
         self.reference = self.machine.table.detach().clone()
 
-    def log_probs(self, rows: Rows) -> TokenStats:
-        return self.passes.score(rows)
+    def log_probs(self, rows: Rows, *, temperature: float | None = None) -> TokenStats:
+        return self.passes.score(rows, temperature=temperature)
 
     def reference_log_probs(self, rows: Rows) -> TokenStats:
         kept = self.machine.table.data.clone()

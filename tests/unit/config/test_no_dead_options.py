@@ -211,6 +211,8 @@ ELSEWHERE = {  # what needs several processes, real checkpoints or sockets: a va
     "logging.prometheus_port": ("-1", "unit/trainer/test_publish.py", "127.0.0.1"),
     "logging.prometheus_host": ("0.0.0.0", "unit/trainer/test_publish.py", "127.0.0.1"),
     "rollout.deadline_seconds": ("60", "distributed/test_engine_faults.py", "deadline_seconds="),
+    "rollout.max_logprob_gap": ("0.5", "distributed/test_gap_gate.py", "max_logprob_gap="),
+    "rollout.mean_logprob_gap": ("0.5", "distributed/test_gap_gate.py", "mean_logprob_gap="),
     "faults.engine_restarts": ("1", "distributed/test_engine_faults.py", "restarts="),
     "faults.max_skipped_steps": ("0", "e2e/test_diverged.py", "faults.max_skipped_steps=2"),
     "faults.max_restarts": ("1", "e2e/test_stop.py", "faults.max_restarts=1"),

@@ -1,0 +1,156 @@
+"""Why an engine and the trainer give other log-probabilities to the same tokens: one cause, from what was looked at."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rftmega.algorithms.mismatch import Gap, gaps_of
+from rftmega.types import SliceChecksums
+
+FEW = 0.05  # of the tokens: a near-tie between experts is rare
+NAMED = 5  # tensors in a message
+
+
+class Limits(NamedTuple):
+    """Largest gap, in nats, that an engine and the trainer may have."""
+
+    percentile: float  # the 99.9th
+    mean: float
+
+    def exceeded_by(self, gap: Gap) -> bool:
+        return not (gap.percentile <= self.percentile and gap.mean <= self.mean)
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What was looked at when the gap was too large. Tensors are of the worst rows, [B, T] and aligned with targets."""
+
+    whole: Gap  # of all tokens
+    share_beyond: float  # of all tokens, those with a gap above the limit
+    mask: Tensor  # True where the target is a response token
+    behaviour_logp: Tensor  # by the engine
+    old_logp: Tensor  # by the trainer
+    untempered_logp: Tensor | None  # by the trainer at temperature 1; None where that is the rollout's
+    other_prompt: Tensor  # [B] int64: the row under whose prompt the trainer gives this answer the engine's numbers; -1: none
+    after_push: Gap | None  # of new answers, after the weights were pushed once more; None: none could be had
+    checksums: Sequence[SliceChecksums]  # of the push before the answers
+    has_experts: bool
+
+
+class Cause(NamedTuple):
+    """`kind` is weights, tokens, sampling transform, experts' routes or numbers."""
+
+    kind: str
+    why: str
+
+
+def cause_of(evidence: Evidence, limits: Limits) -> Cause:
+    """The first cause that the evidence shows, in the order of what explains most."""
+    for look in (_weights, _tokens, _transform, _stale, _routes):
+        if found := look(evidence, limits):
+            return found
+    return _numbers(evidence, limits)
+
+
+def matches(one: Tensor, other: Tensor, mask: Tensor, limits: Limits) -> bool:
+    """Whether two sets of log-probabilities [B, T] are the same within the limits."""
+    gap = gaps_of(one, other, mask)
+    return len(gap) > 0 and float(gap.mean()) <= limits.mean and float(gap.max()) <= limits.percentile
+
+
+def _weights(evidence: Evidence, limits: Limits) -> Cause | None:
+    wrong = [each for each in evidence.checksums if not each.intact]
+    if not wrong:
+        return None
+    lost = [each for each in wrong if each.received is None]
+    stale = [each for each in wrong if each.held != each.sent]
+    names = list(dict.fromkeys(each.name for each in wrong))
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    how = "did not arrive" if lost else "were sent with other values than the trainer has" if stale else "arrived changed"
+    listed = ", ".join(f"{name}[{_rows(name, wrong)}]" for name in names[:NAMED])
+    return Cause("weights", f"{len(names)} tensor(s) {how}: {listed}{more}")
+
+
+def _rows(name: str, wrong: Sequence[SliceChecksums]) -> str:
+    slices = [each for each in wrong if each.name == name]
+    return f"{min(each.start for each in slices)}:{max(each.stop for each in slices)}"
+
+
+def _tokens(evidence: Evidence, limits: Limits) -> Cause | None:
+    found = evidence.other_prompt >= 0
+    if bool(found.any()):
+        row = int(found.nonzero()[0])
+        return Cause(
+            "tokens",
+            f"{int(found.sum())} of the {len(found)} worst answers have the engine's log-probabilities under another prompt "
+            f"(answer {row} under the prompt of {int(evidence.other_prompt[row])}): answers were put at the wrong prompts",
+        )
+    for shift, said in ((1, "the token before"), (-1, "the token after")):
+        both = evidence.mask & evidence.mask.roll(shift, -1)
+        if matches(evidence.behaviour_logp, evidence.old_logp.roll(shift, -1), both, limits):
+            return Cause("tokens", f"the engine's log-probability of each token is the trainer's of {said}: they are misaligned")
+    return None
+
+
+def _transform(evidence: Evidence, limits: Limits) -> Cause | None:
+    mask = evidence.mask
+    if evidence.untempered_logp is not None and matches(evidence.behaviour_logp, evidence.untempered_logp, mask, limits):
+        return Cause(
+            "sampling transform",
+            "the engine's log-probabilities are those of temperature 1: it reports them before it applies rollout.temperature",
+        )
+    above = (evidence.behaviour_logp - evidence.old_logp)[mask]
+    if evidence.share_beyond > FEW and len(above) and float(above.min()) >= -limits.percentile:
+        return Cause(
+            "sampling transform",
+            "the engine's log-probabilities are nowhere lower than the trainer's: it cuts its distribution off (top-p, top-k, "
+            "min-p) and renormalises what is left, which the trainer does not",
+        )
+    return None
+
+
+def _stale(evidence: Evidence, limits: Limits) -> Cause | None:
+    after = evidence.after_push
+    if evidence.share_beyond > FEW and after is not None and after.tokens and not limits.exceeded_by(after):
+        return Cause(
+            "weights",
+            "every slice arrived as the trainer holds it, and yet another push of the same weights mends it: the engine's own "
+            "were changed, or not used, after they had arrived (a sleep, a repacking, a prefix cache of earlier weights)",
+        )
+    return None
+
+
+def _routes(evidence: Evidence, limits: Limits) -> Cause | None:
+    if evidence.has_experts and evidence.share_beyond <= FEW and evidence.whole.median <= limits.mean:
+        return Cause(
+            "experts' routes",
+            f"{evidence.share_beyond:.2%} of the tokens are off and half of all within {evidence.whole.median:.1e}: where two "
+            "experts are nearly tied for a token, engine and trainer choose different ones",
+        )
+    return None
+
+
+def _numbers(evidence: Evidence, limits: Limits) -> Cause:
+    if evidence.whole.mean > 10 * limits.mean:
+        return Cause(
+            "numbers",
+            "every slice arrived as the trainer holds it, another push changes nothing, and no shift, prompt or temperature "
+            "explains it: the engine computes something else from these weights (how it repacks them after loading, a kernel, "
+            "an architecture that one of the two gets wrong)",
+        )
+    return Cause(
+        "numbers",
+        "rounding: nothing else differs. Where this dtype and these kernels can do no better, raise the limits to what "
+        "logprob_gap_p999 and logprob_gap_mean of a good run show",
+    )
+
+
+def worst_rows(behaviour_logp: Tensor, old_logp: Tensor, mask: Tensor, most: int) -> Tensor:
+    """[at most `most`] int64: rows in the order of their mean gap, the largest first; rows without tokens last."""
+    gap = torch.zeros(mask.shape, dtype=torch.float64)
+    gap[mask] = gaps_of(behaviour_logp, old_logp, mask).clamp(max=torch.finfo(torch.float64).max / mask.shape[1])
+    mean = gap.sum(-1) / mask.sum(-1).clamp(min=1)
+    return mean.argsort(descending=True, stable=True)[:most]

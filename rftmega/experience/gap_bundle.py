@@ -1,0 +1,125 @@
+"""A folder with all that is known of a step in which engine and trainer gave other log-probabilities to the same tokens."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rftmega.algorithms.gap_causes import Evidence, Limits
+from rftmega.algorithms.mismatch import Gap
+from rftmega.errors import DataError
+from rftmega.types import Rows, SliceChecksums
+
+ABOUT, TENSORS = "bundle.json", "tensors.safetensors"
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class GapBundle:
+    """The worst rows of the step, and everything that was looked at to find out why."""
+
+    step: int
+    temperature: float
+    dtype: str  # of the trainer's forward pass
+    limits: Limits
+    rows: Rows
+    versions: Tensor  # [B, T] int64: of the policy that chose each token, -1 outside the response
+    evidence: Evidence
+    config: dict[str, Any]  # without secrets
+
+    def save(self, folder: Path) -> None:
+        """Writes the folder, which only its owner can read: it holds prompts and answers."""
+        folder.mkdir(parents=True, mode=0o700, exist_ok=True)
+        evidence = self.evidence
+        tensors = {
+            "tokens": self.rows.tokens,
+            "prompt_lengths": self.rows.prompt_lengths,
+            "lengths": self.rows.lengths,
+            "versions": self.versions,
+            "behaviour_logp": evidence.behaviour_logp,
+            "old_logp": evidence.old_logp,
+            "other_prompt": evidence.other_prompt,
+        }
+        if evidence.untempered_logp is not None:
+            tensors["untempered_logp"] = evidence.untempered_logp
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / TENSORS)
+        about = {
+            "format": FORMAT,
+            "step": self.step,
+            "temperature": self.temperature,
+            "dtype": self.dtype,
+            "limits": self.limits._asdict(),
+            "gap": evidence.whole._asdict(),
+            "share_beyond": evidence.share_beyond,
+            "gap_after_another_push": None if evidence.after_push is None else evidence.after_push._asdict(),
+            "has_experts": evidence.has_experts,
+            "config": self.config,
+            "checksums": [asdict(each) for each in evidence.checksums],
+        }
+        (folder / ABOUT).write_text(json.dumps(about, indent=1) + "\n")
+
+    @staticmethod
+    def load(folder: Path) -> "GapBundle":
+        """What `save` wrote. Raises DataError where the folder holds no bundle."""
+        try:
+            about = json.loads((folder / ABOUT).read_text())
+            tensors = load_file(folder / TENSORS)
+            if about["format"] != FORMAT:
+                raise DataError(f"{folder} is a bundle of format {about['format']}; this version reads {FORMAT}.")
+            return _built(about, tensors)
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            raise DataError(
+                f"{folder} holds no bundle of a gap ({type(error).__name__}: {error}). Give the folder that the run named, "
+                f"which has {ABOUT} and {TENSORS}."
+            ) from None
+
+
+def _built(about: dict[str, Any], tensors: dict[str, Tensor]) -> GapBundle:
+    rows = Rows(tensors["tokens"], tensors["prompt_lengths"], tensors["lengths"])
+    after = about["gap_after_another_push"]
+    evidence = Evidence(
+        whole=Gap(**about["gap"]),
+        share_beyond=about["share_beyond"],
+        mask=rows.mask,
+        behaviour_logp=tensors["behaviour_logp"],
+        old_logp=tensors["old_logp"],
+        untempered_logp=tensors.get("untempered_logp"),
+        other_prompt=tensors["other_prompt"],
+        after_push=None if after is None else Gap(**after),
+        checksums=[SliceChecksums(**each) for each in about["checksums"]],
+        has_experts=about["has_experts"],
+    )
+    return GapBundle(
+        step=about["step"],
+        temperature=about["temperature"],
+        dtype=about["dtype"],
+        limits=Limits(**about["limits"]),
+        rows=rows,
+        versions=tensors["versions"],
+        evidence=evidence,
+        config=about["config"],
+    )
+
+
+def rows_under_other_prompts(rows: Rows) -> tuple[Rows, Tensor]:
+    """Every answer of `rows` under the prompt of every other row that has another one, and [.., 2]: rows of (answer, prompt)."""
+    made: list[tuple[Tensor, int]] = []
+    pairs: list[tuple[int, int]] = []
+    for answer in range(len(rows)):
+        response = rows.tokens[answer, rows.prompt_lengths[answer] : rows.lengths[answer]]
+        for other in range(len(rows)):
+            prompt = rows.tokens[other, : rows.prompt_lengths[other]]
+            if other != answer and not torch.equal(prompt, rows.tokens[answer, : rows.prompt_lengths[answer]]):
+                made.append((torch.cat([prompt, response]), len(prompt)))
+                pairs.append((answer, other))
+    width = max((len(tokens) for tokens, _ in made), default=1)
+    canvas = torch.zeros(len(made), width, dtype=torch.int64)
+    for row, (tokens, _) in enumerate(made):
+        canvas[row, : len(tokens)] = tokens
+    starts = torch.tensor([start for _, start in made], dtype=torch.int64)
+    ends = torch.tensor([len(tokens) for tokens, _ in made], dtype=torch.int64)
+    return Rows(canvas, starts, ends), torch.tensor(pairs, dtype=torch.int64).view(-1, 2)

@@ -1,0 +1,140 @@
+"""GapGate stops a run whose engine and trainer give other log-probabilities to the same tokens, before it learns from them.
+
+A push can succeed and leave the engine wrong: what it then samples is not the policy's, and an importance weight hides it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rftmega.algorithms.gap_causes import Evidence, Limits, cause_of, matches, worst_rows
+from rftmega.algorithms.mismatch import Gap, gaps_of, log_prob_gap
+from rftmega.errors import EngineError, GapExceeded
+from rftmega.experience.gap_bundle import GapBundle, rows_under_other_prompts
+from rftmega.experience.samples import collect, seeds_of
+from rftmega.interfaces import Machinery
+from rftmega.types import Completion, Prompt, Samples
+
+# What a good engine stays below, by the dtype of the forward pass; measured in docs/push.md.
+LIMITS = {"float32": Limits(1e-3, 1e-4), "bfloat16": Limits(0.5, 0.03)}
+WORST = 16  # rows that are looked at, and kept
+PROBES = 8  # prompts that are asked after another push
+PROBE_ROLLOUT = 1 << 20  # no rollout of a step has this number, so that probes draw seeds of their own
+
+
+def limits_of(dtype: str, *, percentile: float = 0.0, mean: float = 0.0) -> Limits:
+    """The limits that were given; those of `dtype` where they are 0."""
+    usual = LIMITS[dtype]
+    return Limits(percentile or usual.percentile, mean or usual.mean)
+
+
+class GapGate:
+    """Call `check` with every rollout that was scored, on every process alike."""
+
+    def __init__(
+        self, machinery: Machinery, limits: Limits, folder: Path, *, temperature: float, seed: int, config: dict[str, Any]
+    ):
+        """`folder`: where a bundle goes if the gap is too large; `config` goes with it."""
+        self.machinery, self.limits, self.folder = machinery, limits, folder
+        self.temperature, self.seed, self.config = temperature, seed, config
+
+    def check(self, samples: Samples, old_logp: Tensor, step: int) -> Gap:
+        """The gap over the tokens that the policy of `step` chose, or of new answers where it chose none.
+
+        `old_logp` [B, T] is the trainer's. Raises GapExceeded on every process where one finds the gap too large.
+        """
+        mask = samples.rows.mask
+        if samples.versions is not None:
+            mask = mask & (samples.versions == step)
+        if not bool(mask.any()):
+            samples, old_logp = self._ask_again(samples.prompts, step)
+            mask = samples.rows.mask
+        gap = log_prob_gap(samples.behaviour_logp, old_logp, mask)
+        if self.machinery.numerics.agreed(self.limits.exceeded_by(gap)):
+            raise GapExceeded(self._explained(samples, old_logp, mask, gap, step))
+        return gap
+
+    def _ask_again(self, prompts: Sequence[Prompt], step: int) -> tuple[Samples, Tensor]:
+        """New answers to a few of the prompts after another push, and the trainer's log-probabilities of them."""
+        asked = list({prompt.token_ids: prompt for prompt in prompts}.values())[:PROBES]
+        self.machinery.weights.push(version=step)
+        seeds = seeds_of(self.seed, step, len(asked), rollout=PROBE_ROLLOUT)
+        found = self.machinery.engine.generate(asked, seeds=seeds, temperature=self.temperature)
+        samples = collect(asked, found, _unscored, samples_per_prompt=1)
+        return samples, self.machinery.policy.log_probs(samples.rows).logp
+
+    def _explained(self, samples: Samples, old_logp: Tensor, mask: Tensor, gap: Gap, step: int) -> str:
+        """Looks for the cause, saves the bundle, and says both."""
+        bundle = self._looked_at(samples, old_logp, mask, gap, step)
+        cause = cause_of(bundle.evidence, self.limits)
+        folder = self.folder / f"step_{step:06d}"
+        if self.machinery.numerics.is_main:
+            bundle.save(folder)
+        self.machinery.numerics.agreed(False)  # no process ends the others before it is written
+        return (
+            f"Engine and trainer give other log-probabilities to the same tokens: in step {step + 1} the 99.9th percentile of "
+            f"the gap is {gap.percentile:.2g} (rollout.max_logprob_gap={self.limits.percentile:g}), its mean {gap.mean:.2g} "
+            f"(rollout.mean_logprob_gap={self.limits.mean:g}), over {gap.tokens} tokens. Cause: {cause.kind}: {cause.why}. "
+            f"Nothing was learnt from these answers. What was looked at is in {folder}; `tools/replay.py {folder}` shows it."
+        )
+
+    def _looked_at(self, samples: Samples, old_logp: Tensor, mask: Tensor, gap: Gap, step: int) -> GapBundle:
+        checksums = self.machinery.weights.checksums()  # before another push makes new ones
+        beyond = gaps_of(samples.behaviour_logp, old_logp, mask) > self.limits.percentile
+        worst = worst_rows(samples.behaviour_logp, old_logp, mask, WORST)
+        rows = samples.rows.select(worst)
+        width = rows.tokens.shape[1] - 1
+        behaviour, old, counted = (x[worst, :width] for x in (samples.behaviour_logp, old_logp, mask))
+        score = self.machinery.policy.log_probs
+        evidence = Evidence(
+            whole=gap,
+            share_beyond=beyond.double().mean().item(),
+            mask=counted,
+            behaviour_logp=behaviour,
+            old_logp=old,
+            untempered_logp=score(rows, temperature=1.0).logp if self.temperature != 1.0 else None,
+            other_prompt=self._other_prompt(replace(samples.select(worst), behaviour_logp=behaviour)),
+            after_push=self._gap_after_push(samples.prompts, step),
+            checksums=checksums,
+            has_experts=self.machinery.numerics.has_experts,
+        )
+        versions = samples.select(worst).versions
+        return GapBundle(
+            step=step,
+            temperature=self.temperature,
+            dtype=self.machinery.numerics.dtype,
+            limits=self.limits,
+            rows=rows,
+            versions=torch.full_like(rows.tokens[:, 1:], step) if versions is None else versions,
+            evidence=evidence,
+            config=self.config,
+        )
+
+    def _other_prompt(self, worst: Samples) -> Tensor:
+        """[B] int64: the row under whose prompt the trainer's numbers are the engine's; -1 where there is none."""
+        found = torch.full((len(worst),), -1)
+        rows, pairs = rows_under_other_prompts(worst.rows)
+        if not len(rows):
+            return found
+        logp = self.machinery.policy.log_probs(rows).logp
+        for number, (answer, prompt) in enumerate(pairs.tolist()):
+            engines = worst.behaviour_logp[answer][worst.rows.mask[answer]]
+            trainers = logp[number][rows.mask[number]]
+            if matches(engines, trainers, torch.ones_like(engines, dtype=torch.bool), self.limits):
+                found[answer] = prompt
+        return found
+
+    def _gap_after_push(self, prompts: Sequence[Prompt], step: int) -> Gap | None:
+        try:
+            samples, logp = self._ask_again(prompts, step)
+        except EngineError:  # it is broken in another way as well; what is known is told
+            return None
+        return log_prob_gap(samples.behaviour_logp, logp, samples.rows.mask)
+
+
+def _unscored(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
+    return [{"reward": 0.0} for _ in completions]
