@@ -141,7 +141,7 @@ def against_transformers(bundle: GapBundle, model: Any) -> list[str]:
 
 
 def margins_of(router_logits: Any, chosen: int, tokens: int) -> Tensor:
-    """[tokens]: the smallest margin of probability between the last expert chosen and the next, over layers and earlier tokens."""
+    """[tokens]: the smallest margin between the last chosen expert and the next, over layers and earlier tokens."""
     smallest = torch.full((tokens,), torch.inf)
     for logits in router_logits:
         ranked = logits.float().softmax(-1).sort(descending=True).values
