@@ -11,7 +11,7 @@ import torch
 
 from rftmega.algorithms.pass_at_k import pass_at_k
 from rftmega.experience import scores_of
-from rftmega.interfaces import Reward
+from rftmega.interfaces import Reward, RolloutEngine
 from rftmega.trainer.callbacks import Observer
 from rftmega.types import Metrics, Prompt
 
@@ -66,7 +66,7 @@ class Evaluate(Evaluation):
         samples = self.answering.samples
         requests = [(prompt, i) for prompts in self.held_out.values() for prompt in prompts for i in range(samples)]
         asked, seeds = [prompt for prompt, _ in requests], [seed_of(*request) for request in requests]
-        with undisturbed():
+        with undisturbed(), forgotten(trainer.engine):
             completions = trainer.engine.generate(asked, seeds=seeds, temperature=self.answering.temperature, reward=self.reward)
             scores = scores_of(asked, completions, self.reward)
         metrics: Metrics = {}
@@ -99,6 +99,16 @@ def metric_of(name: str, part: str) -> str:
 def seed_of(prompt: Prompt, sample: int) -> int:
     """Of one answer: the same at every evaluation, in every run, and whatever else is evaluated."""
     return random.Random(f"evaluation/{prompt.index}/{sample}").getrandbits(31)
+
+
+@contextmanager
+def forgotten(engine: RolloutEngine) -> Iterator[None]:
+    """The engine expects afterwards what it expected before: lengths of held-out answers would order training requests."""
+    before = engine.state()
+    try:
+        yield
+    finally:
+        engine.load_state(before)
 
 
 @contextmanager

@@ -321,7 +321,15 @@ def built(config: RunConfig) -> Seen:
         return make
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("MegatronActor", "Turns", "SharedEngine", "AskedByOne", "ColocatedPolicy", "ColocatedWeights"):
+        for name in (
+            "MegatronActor",
+            "EngineNumerics",
+            "Turns",
+            "SharedEngine",
+            "AskedByOne",
+            "ColocatedPolicy",
+            "ColocatedWeights",
+        ):
             patch.setattr(megatron, name, kept(name))
         patch.setattr(megatron.weights, "EngineWeights", kept("EngineWeights"))
         patch.setattr(megatron.rollout, "create", kept("create"))

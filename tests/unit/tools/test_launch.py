@@ -121,7 +121,8 @@ def test_the_environment_is_written_down_and_secrets_are_not(folder: Path, monke
 
 
 @pytest.mark.parametrize(
-    ("code", "again", "ends_with"), [(0, False, 0), (75, True, 0), (2, False, 2), (76, False, 76), (1, True, 0), (137, True, 0)]
+    ("code", "again", "ends_with"),
+    [(0, False, 0), (75, True, 0), (2, False, 2), (76, False, 76), (77, False, 77), (1, True, 0), (137, True, 0)],
 )
 def test_what_a_restart_mends_goes_back_into_the_queue(code: int, again: bool, ends_with: int, folder: Path) -> None:
     write("--python", "true")

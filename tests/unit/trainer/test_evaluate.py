@@ -28,6 +28,11 @@ class Answers:
         self.script = {prompt: iter(tokens) for prompt, tokens in script.items()}
         self.asked: list[tuple[Prompt, int, float]] = []
 
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None: ...
+
     def generate(
         self, prompts: Sequence[Prompt], *, seeds: Sequence[int], temperature: float, reward: Any = None
     ) -> list[Completion]:
@@ -128,6 +133,12 @@ class Alone(ScriptedEngine):
     def generate(self, *args: Any, reward: Any = None, **settings: Any) -> list[Completion]:
         return super().generate(*args, **settings)
 
+    def state(self) -> dict[str, Any]:
+        return self.lengths.state()
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.lengths.load_state(state)
+
 
 def training(evaluate: bool) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
     """Metrics of four steps without those of evaluation and without timings; and those of evaluation."""
@@ -154,6 +165,24 @@ def test_training_is_the_same_with_and_without_evaluation() -> None:
     assert with_it == without
     assert all("eval_hard_pass_at_2" in step for step in evaluated)
     assert nothing == [{}] * 4
+
+
+def test_lengths_of_held_out_answers_order_no_training_request() -> None:
+    class Learns(Alone):
+        """It expects of a prompt what its last answer had, as SharedEngine does."""
+
+        def generate(self, prompts: Sequence[Prompt], **settings: Any) -> list[Completion]:
+            found = super().generate(prompts, **settings)
+            self.lengths.learn(prompts, found)
+            return found
+
+    engine = Learns(RolloutConfig(max_response_tokens=6), vocabulary=50, stop_ids=[1])
+    engine.load_weights([], version=0)
+    trained = [Prompt((i, i)) for i in range(4)]
+    engine.generate(trained, seeds=[1, 2, 3, 4], temperature=1.0)
+    before = engine.lengths.expected([*trained, *EASY, *HARD])
+    Evaluate({"": EASY, "hard": HARD}, moody, every=1, last=1).evaluate(Trainer(engine))
+    assert engine.lengths.expected([*trained, *EASY, *HARD]) == before
 
 
 def test_equal_weights_are_evaluated_equally_at_every_step() -> None:

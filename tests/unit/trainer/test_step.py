@@ -216,6 +216,11 @@ def test_evaluation_takes_the_mean_of_a_part_over_the_prompts_that_it_scores() -
         def generate(self, prompts: Sequence[Prompt], **how: Any) -> list[Completion]:
             return [Completion((n,), (0.0,), "stop", 0) for n in range(len(prompts))]
 
+        def state(self) -> dict[str, Any]:
+            return {}
+
+        def load_state(self, state: dict[str, Any]) -> None: ...
+
     def by_kind(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
         return [{"reward": float(c.token_ids[0]), **({"odd": 1.0} if c.token_ids[0] % 2 else {})} for c in completions]
 
