@@ -51,10 +51,12 @@ def server_body(world: Any, folder: Path, logs: Path) -> Any:
         assert {a.policy_version for a in answers} == {version}
         return (logp - torch.tensor([x for a in answers for x in a.logprobs])).abs().max().item(), [a.token_ids for a in answers]
 
-    found: dict[str, Any] = {"first": gap(0)}
+    found: dict[str, Any] = {"first": gap(0), "intact": all(each.intact for each in weights.checksums())}
     with torch.no_grad():
         for item in actor.manager.bound:
             item.parameter.mul_(0.9)
+    stale = [each.name for each in weights.checksums() if each.held != each.sent]
+    found["stale"] = sorted(stale) == sorted(place.name for bucket in weights.buckets for place in bucket.places)
     found["second"] = gap(1)
     real = weights._write
     weights._write = lambda bucket, memory: [each + 1 for each in real(bucket, memory)]  # type: ignore[method-assign]
@@ -88,6 +90,7 @@ def test_a_server_follows_the_trainer_or_refuses(tmp_path: Path) -> None:
     for found in results:
         for name in ("first", "second", "repeated"):
             assert found[name][0] < 1e-5, name
+        assert (found["intact"], found["stale"]) == (True, True)
         assert found["second"][1] == found["repeated"][1] != found["first"][1]
     told, elsewhere = results
     assert "is not as it was written" in told["damaged"]

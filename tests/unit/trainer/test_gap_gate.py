@@ -1,0 +1,101 @@
+"""Which tokens the gate looks at, and what it asks when none of them is the present policy's."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rftmega.algorithms.gap_causes import Limits
+from rftmega.config import RolloutConfig
+from rftmega.errors import GapExceeded
+from rftmega.experience import collect
+from rftmega.rollout import ScriptedEngine
+from rftmega.trainer.gap_gate import LIMITS, GapGate, limits_of
+from rftmega.types import Completion, Prompt, Rows, Samples, TokenStats
+
+PROMPTS = [Prompt((i, i + 1)) for i in range(20)]
+
+
+class Machinery:
+    """Engine, policy and weights in one: both give every token the log-probability -1; to new answers the engine adds `off`."""
+
+    def __init__(self) -> None:
+        self.engine = self.weights = self.policy = self
+        self.numerics = SimpleNamespace(dtype="float32", has_experts=False, is_main=True, agreed=lambda exceeded: exceeded)
+        self.scripted = ScriptedEngine(RolloutConfig(max_response_tokens=5), vocabulary=50, stop_ids=[1])
+        self.pushed: list[int] = []
+        self.asked: list[list[Prompt]] = []
+        self.off = 0.0
+
+    def push(self, *, version: int) -> dict[str, float]:
+        self.pushed.append(version)
+        self.scripted.load_weights([], version=version)
+        return {}
+
+    def checksums(self) -> list[Any]:
+        return []
+
+    def generate(self, prompts: Sequence[Prompt], **how: Any) -> list[Completion]:
+        self.asked.append(list(prompts))
+        found = self.scripted.generate(prompts, **how)
+        return [replace(each, logprobs=tuple(-1.0 + self.off for _ in each.token_ids)) for each in found]
+
+    def log_probs(self, rows: Rows, *, temperature: float | None = None) -> TokenStats:
+        return TokenStats(torch.full(rows.tokens[:, 1:].shape, -1.0), None)
+
+
+def rollout(machinery: Machinery, *, version: int) -> Samples:
+    machinery.scripted.load_weights([], version=version)
+    answers = machinery.generate(PROMPTS, seeds=range(20), temperature=1.0)
+    machinery.asked.clear()
+    return collect(PROMPTS, answers, lambda *_: [{"reward": 0.0}] * 20, samples_per_prompt=1)
+
+
+def gate(machinery: Machinery, folder: Path) -> GapGate:
+    return GapGate(machinery, Limits(1e-3, 1e-4), folder, temperature=1.0, seed=0, config={})
+
+
+def test_tokens_of_earlier_policies_are_not_looked_at(tmp_path: Path) -> None:
+    machinery = Machinery()
+    samples = rollout(machinery, version=3)
+    assert samples.versions is not None
+    samples.versions[::2] = torch.where(samples.rows.mask[::2], 2, -1)
+    samples.behaviour_logp[::2] -= 5.0
+    old = machinery.log_probs(samples.rows).logp
+    assert gate(machinery, tmp_path).check(samples, old, 3).largest == 0
+    assert machinery.asked == [], "there were enough of the present policy's"
+    samples.behaviour_logp[1] -= 5.0
+    with pytest.raises(GapExceeded):
+        gate(machinery, tmp_path).check(samples, old, 3)
+
+
+def test_where_no_token_is_the_present_policys_eight_prompts_are_asked_after_a_push(tmp_path: Path) -> None:
+    machinery = Machinery()
+    samples = rollout(machinery, version=2)
+    old = machinery.log_probs(samples.rows).logp
+    found = gate(machinery, tmp_path).check(samples, old, 3)
+    assert found.tokens > 0
+    assert machinery.pushed == [3]
+    assert machinery.asked == [PROMPTS[:8]]
+    machinery.off = 0.5
+    with pytest.raises(GapExceeded, match="in step 4 the 99.9th percentile of the gap is 0.5"):
+        gate(machinery, tmp_path).check(samples, old, 3)
+
+
+def test_all_processes_stop_where_one_finds_the_gap_too_large(tmp_path: Path) -> None:
+    machinery = Machinery()
+    samples = rollout(machinery, version=0)
+    machinery.numerics.agreed = lambda exceeded: True  # another's answer
+    with pytest.raises(GapExceeded):
+        gate(machinery, tmp_path).check(samples, machinery.log_probs(samples.rows).logp, 0)
+
+
+def test_limits_that_are_not_given_are_those_of_the_dtype() -> None:
+    assert limits_of("float32") == Limits(1e-3, 1e-4)
+    assert limits_of("bfloat16") == LIMITS["bfloat16"]
+    assert limits_of("bfloat16", percentile=0.2) == Limits(0.2, LIMITS["bfloat16"].mean)
+    assert limits_of("float32", mean=0.3) == Limits(1e-3, 0.3)
