@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 HARDWARE := $(if $(shell command -v nvidia-smi 2>/dev/null),cuda,cpu)
 READY := $(VENV)/.ready-$(HARDWARE)
 
-.PHONY: demo test check ranks invariance chaos bench learning slurm clean
+.PHONY: demo test check ranks invariance chaos mutations bench learning slurm clean
 
 $(READY): requirements/torch.txt requirements/$(HARDWARE).txt requirements/dev.txt setup.py
 	$(PYTHON) -m venv $(VENV)
@@ -37,6 +37,9 @@ invariance: $(READY)  ## the table of layouts, micro-batches and orders that mus
 
 chaos: $(READY)  ## kill -9 at random moments; the end must equal that of an uninterrupted run; writes runs/chaos.json
 	$(BIN)/python -m tests.chaos
+
+mutations: $(READY)  ## plants bugs one at a time, each of which a test must see; writes runs/mutations.json
+	$(BIN)/python -m tests.mutations
 
 bench: $(READY)  ## the ratios of docs/results.md; writes runs/bench.json
 	$(BIN)/python -m benchmarks
