@@ -1,0 +1,184 @@
+"""What ExperienceMaker makes of scored answers, against loops over answers and tokens in float64 straight from the papers."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rftmega.algorithms.kl import KLController
+from rftmega.algorithms.shaping import Shaping
+from rftmega.experience import ExperienceMaker
+from rftmega.types import Prompt, Rows, Samples, TokenStats
+
+PROMPTS, LENGTHS = [2, 1, 3, 2], [6, 4, 4, 7]  # tokens of the prompt, and of prompt and answer together
+WIDTH = max(LENGTHS) - 1
+GAMMA, LAM, COEF = 0.9, 0.7, 0.3
+
+
+def numbers(seed: int) -> Tensor:
+    return torch.randn(len(LENGTHS), WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+class Models:
+    """Policy and critic that say fixed numbers, the same of padding as of answers."""
+
+    def log_probs(self, rows: Rows, *, temperature: float | None = None) -> TokenStats:
+        return TokenStats(-numbers(0).abs(), None)
+
+    def reference_log_probs(self, rows: Rows) -> TokenStats:
+        return TokenStats(-numbers(1).abs(), None)
+
+    def values(self, rows: Rows) -> Tensor:
+        return numbers(2)
+
+
+def samples() -> Samples:
+    rows = Rows(torch.zeros(len(LENGTHS), WIDTH + 1, dtype=torch.int64), torch.tensor(PROMPTS), torch.tensor(LENGTHS))
+    truncated = torch.tensor([False, True, False, False])
+    reward = torch.tensor([1.0, -0.5, 0.25, 2.0])
+    prompts = [Prompt((0,) * length) for length in PROMPTS]
+    return Samples(prompts, rows, torch.zeros(len(LENGTHS), WIDTH), reward, torch.arange(4) // 2, truncated, {})
+
+
+def made(**settings: Any) -> Any:
+    models = Models()
+    critic = models if settings.get("advantage") == "gae" else None
+    return ExperienceMaker(models, critic=critic, gamma=GAMMA, lam=LAM, **settings).make(samples())
+
+
+def answers() -> Iterator[tuple[int, list[int]]]:
+    """Each row, and the columns of its answer's tokens."""
+    for b, (prompt, length) in enumerate(zip(PROMPTS, LENGTHS, strict=True)):
+        yield b, list(range(prompt - 1, length - 1))
+
+
+def penalties(b: int, columns: list[int], estimator: str) -> list[float]:
+    """COEF x KL of each token: k1 is log p - log p_reference, k2 half its square."""
+    found = []
+    for t in columns:
+        delta = float(-numbers(0).abs()[b, t]) - float(-numbers(1).abs()[b, t])
+        found.append(COEF * (delta if estimator == "k1" else delta**2 / 2))
+    return found
+
+
+def rewards_of(b: int, columns: list[int], estimator: str | None) -> list[float]:
+    """The answer's reward at its last token, minus each token's penalty."""
+    rewards = [0.0] * len(columns)
+    rewards[-1] = float(samples().reward[b])
+    if estimator is None:
+        return rewards
+    return [reward - penalty for reward, penalty in zip(rewards, penalties(b, columns, estimator), strict=True)]
+
+
+def gae_by_hand(rewards: list[float], values: list[float]) -> list[float]:
+    """arXiv:1506.02438, eq. 16, as the sum that it is."""
+    found = []
+    for t in range(len(rewards)):
+        total = 0.0
+        for later in range(t, len(rewards)):
+            following = values[later + 1] if later + 1 < len(values) else 0.0
+            total += (GAMMA * LAM) ** (later - t) * (rewards[later] + GAMMA * following - values[later])
+        found.append(total)
+    return found
+
+
+def assert_tokens(found: Tensor, wanted: dict[int, list[float]]) -> None:
+    """`wanted`: of each row, the answer's tokens; everything else is 0."""
+    for b, columns in answers():
+        assert found[b, columns].tolist() == pytest.approx(wanted[b], abs=1e-5)
+        others = [t for t in range(WIDTH) if t not in columns]
+        assert found[b, others].tolist() == [0.0] * len(others)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2"])
+def test_gae_takes_the_critics_values_and_the_kl_off_each_tokens_reward(estimator: str) -> None:
+    found = made(advantage="gae", use_reference=True, kl_in_reward=KLController(COEF), kl_estimator=estimator)
+    wanted = {}
+    for b, columns in answers():
+        values = [float(numbers(2)[b, t]) for t in columns]
+        wanted[b] = gae_by_hand(rewards_of(b, columns, estimator), values)
+    assert_tokens(found.advantage, wanted)
+    for b, columns in answers():
+        values = [float(numbers(2)[b, t]) for t in columns]
+        returns = [advantage + value for advantage, value in zip(wanted[b], values, strict=True)]
+        assert found.returns[b, columns].tolist() == pytest.approx(returns, abs=1e-5), "what the critic should have said"
+    assert torch.equal(found.old_value, numbers(2))
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2"])
+def test_returns_discount_rewards_that_the_kl_was_taken_off(estimator: str) -> None:
+    found = made(advantage="reinforce", use_reference=True, kl_in_reward=KLController(COEF), kl_estimator=estimator)
+    wanted = {}
+    for b, columns in answers():
+        rewards = rewards_of(b, columns, estimator)
+        wanted[b] = [sum(GAMMA ** (k - t) * rewards[k] for k in range(t, len(rewards))) for t in range(len(rewards))]
+    assert_tokens(found.advantage, wanted)
+
+
+@pytest.mark.parametrize("advantage", ["gae", "reinforce"])
+def test_a_kl_in_the_loss_is_not_in_the_reward_as_well(advantage: str) -> None:
+    found = made(advantage=advantage, use_reference=True)
+    assert torch.equal(found.reference_logp, -numbers(1).abs()), "the loss needs it"
+    wanted = {}
+    for b, columns in answers():
+        rewards = rewards_of(b, columns, None)
+        if advantage == "gae":
+            wanted[b] = gae_by_hand(rewards, [float(numbers(2)[b, t]) for t in columns])
+        else:
+            wanted[b] = [GAMMA ** (len(rewards) - 1 - t) * rewards[-1] for t in range(len(rewards))]
+    assert_tokens(found.advantage, wanted)
+
+
+def test_the_loss_leaves_a_kl_in_the_reward_alone() -> None:
+    """As `Algorithm` builds both: where the KL is in the reward, the loss has none."""
+    from rftmega.config import AlgorithmConfig, RunConfig
+    from rftmega.trainer import Algorithm
+
+    for place, in_reward in (("reward", True), ("loss", False)):
+        config = RunConfig(algorithm=AlgorithmConfig(advantage="reinforce", kl_in=place, kl_coef=COEF, kl_estimator="k2"))
+        algorithm = Algorithm(config)
+        maker = algorithm.maker(Models())
+        assert (maker.kl_in_reward is not None) == in_reward
+        experience = maker.make(samples())
+        logp = -numbers(0).abs()
+        with_kl = algorithm.policy_loss()(TokenStats(logp, None), experience)
+        without = Algorithm(RunConfig(algorithm=AlgorithmConfig(advantage="reinforce"))).policy_loss()
+        plain = without(TokenStats(logp, None), experience)
+        same = torch.equal(with_kl.value * with_kl.weight, plain.value * plain.weight)
+        assert same == in_reward
+
+
+def test_the_overlong_penalty_counts_answers_without_their_prompts() -> None:
+    """Answers of 4, 3, 1 and 5 tokens; from 3 on it falls in a line to -2 at 5."""
+    found = made(advantage="reinforce", use_reference=False, shape=Shaping(longest=5, buffer=2, factor=2.0))
+    by_length = {4: -1.0, 3: 0.0, 1: 0.0, 5: -2.0}
+    for b, columns in answers():
+        last = float(samples().reward[b]) + by_length[len(columns)]
+        assert float(found.advantage[b, columns[-1]]) == pytest.approx(last)
+
+
+def test_truncated_answers_that_are_left_out_are_not_whitened_with_the_others() -> None:
+    found = made(advantage="reinforce", use_reference=False, whiten=True, drop_truncated=True)
+    assert found.mask.any(-1).tolist() == [True, False, True, True]
+    plain = made(advantage="reinforce", use_reference=False).advantage
+    kept = [float(plain[b, t]) for b, columns in answers() for t in columns if b != 1]
+    mean = sum(kept) / len(kept)
+    deviation = (sum((x - mean) ** 2 for x in kept) / len(kept)) ** 0.5
+    whitened = [float(found.advantage[b, t]) for b, columns in answers() for t in columns if b != 1]
+    assert whitened == pytest.approx([(x - mean) / deviation for x in kept], abs=1e-4)
+    assert found.advantage[1].tolist() == [0.0] * WIDTH
+
+
+def test_a_running_weight_of_the_kl_is_the_one_of_now() -> None:
+    controller = KLController(COEF)
+    models = Models()
+    maker = ExperienceMaker(
+        models, use_reference=True, advantage="reinforce", gamma=GAMMA, kl_in_reward=controller, kl_estimator="k1"
+    )
+    before = maker.make(samples()).advantage
+    controller.value = 0.0
+    after = maker.make(samples()).advantage
+    assert torch.equal(after, made(advantage="reinforce", use_reference=False).advantage)
+    assert not torch.equal(before, after)
