@@ -92,6 +92,6 @@ def exit_code_of(work: Callable[..., int], *given: object) -> int:
     try:
         return work(*given)
     except RFTMegaError as error:
-        where = f"[rank {os.environ.get('RANK', '0')}] " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
+        where = f"[rank {os.environ.get('RANK', '0')}] " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
         sys.stderr.write(f"{where}error: {error}\n")
         return error.exit_code

@@ -16,6 +16,18 @@ from rftmega.config.secrets import SECRET
 from rftmega.config.validate_ranges import AS_THE_POLICY
 from rftmega.errors import ConfigError
 
+DEEPEST = 8  # sections within sections
+MEANT = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    list[int]: "a list of whole numbers, as [1,2]",
+    dict[str, float]: "names and numbers, as {a: 1}",
+    dict[str, str]: "names and text, as {a: b}",
+    dict[str, dict[str, float]]: "names of names and numbers, as {a: {b: 1}}",
+}
+
 
 def options(schema: type = RunConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """(dotted name, type) of all options, in the order of the schema."""
@@ -27,6 +39,11 @@ def options(schema: type = RunConfig, prefix: str = "") -> Iterator[tuple[str, A
             yield prefix + f.name, f.type
 
 
+def sections() -> set[str]:
+    """Dotted names that hold options."""
+    return {name[:at] for name, _ in options() for at in range(len(name)) if name[at] == "."}
+
+
 def parse_override(text: str) -> tuple[str, Any]:
     """ "a.b=value" -> ("a.b", value), the value read as YAML where it is some. Raises ConfigError without "="."""
     name, equals, value = text.partition("=")
@@ -36,8 +53,10 @@ def parse_override(text: str) -> tuple[str, Any]:
     if not value or dict(options()).get(name) is str:  # a regular expression may look like YAML
         return name, value
     try:
-        parsed = yaml.safe_load(value)
-    except yaml.YAMLError:
+        parsed = yaml.load(value, Loader=StrictLoader)
+    except yaml.constructor.ConstructorError as error:
+        raise ConfigError(f"{text!r}: {error.problem}.") from error
+    except (yaml.YAMLError, RecursionError, ValueError, OverflowError):
         return name, value
     if isinstance(parsed, str):
         with contextlib.suppress(ValueError):
@@ -87,11 +106,32 @@ def recipe(name: str) -> dict[str, Any]:
     return flatten(_read_yaml(files[name]))
 
 
+class StrictLoader(yaml.SafeLoader):
+    """StrictLoader reads YAML without a key that a mapping names twice, of which the last would count without a word."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        """Raises a YAML error that names the line of the second."""
+        seen: list[Any] = []
+        for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{key!r} is there twice", key_node.start_mark)
+            seen.append(key)
+        return super().construct_mapping(node, deep=deep)
+
+
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}; an option that is a dictionary itself stays whole."""
+    """{"a": {"b": 1}} -> {"a.b": 1}; an option that is a dictionary itself stays whole. A section without options is none.
+
+    Raises ConfigError for sections that are within one another for ever (an anchor that holds itself).
+    """
     flat: dict[str, Any] = {}
     known = dict(options())
+    if prefix.count(".") > DEEPEST:
+        raise ConfigError(f"{prefix[:40]}...: sections within sections, {DEEPEST} deep. Does an anchor (&) hold itself (*)?")
     for key, value in tree.items():
+        if value is None and f"{prefix}{key}" in sections():
+            continue
         if isinstance(value, dict) and f"{prefix}{key}" not in known:
             flat |= flatten(value, f"{prefix}{key}.")
         else:
@@ -113,13 +153,25 @@ def _with_base(path: Path, below: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder. Give the YAML file in it.")
     if not path.is_file():
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.y*ml")], n=1)
         hint = f" Did you mean {path.parent / near[0]}?" if near else ""
         raise ConfigError(f"There is no config file {path}.{hint}")
     try:
-        tree = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
+        tree = yaml.load(path.read_text(encoding="utf-8-sig"), Loader=StrictLoader)
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise ConfigError(f"{path}:{line} is not UTF-8 ({error.reason}). Save the file as UTF-8, or give a YAML file.") from error
+    except OSError as error:
+        raise ConfigError(f"{path} can't be read: {error.strerror}.") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path} is nested too deep to be options.") from error
+    except yaml.MarkedYAMLError as error:
+        place = path if error.problem_mark is None else f"{path}:{error.problem_mark.line + 1}"
+        raise ConfigError(f"{place} is not YAML: {error.problem}.") from error
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # a date or a number that there is not
         raise ConfigError(f"{path} is not YAML: {error}") from error
     if tree is None:
         return {}
@@ -131,11 +183,18 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _unfit(name: str, value: Any, error: OmegaConfBaseException) -> str:
-    return f"{name}: must be text." if name in SECRET else f"{name}={value!r}: {str(error).splitlines()[0]}"
+    if name in SECRET:
+        return f"{name} must be text."
+    kind = dict(options()).get(name) or dict(options()).get(name.rpartition(".")[0])
+    meant = MEANT[kind] if kind in MEANT else f"something else ({str(error).splitlines()[0]})"
+    return f"{name}={value!r} must be {meant}."
 
 
 def _unknown(name: str, known: list[str]) -> str:
     section, _, leaf = name.rpartition(".")
+    if name in sections():
+        inside = [k for k in known if k.startswith(f"{name}.")]
+        return f"{name} is a section, not an option. Give options of it, as {inside[0]}."
     same_leaf = [k for k in known if k.endswith(f".{leaf}")]
     if same_leaf and not section:
         near = same_leaf

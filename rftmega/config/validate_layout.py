@@ -92,9 +92,14 @@ def engine(config: RunConfig, world_size: int) -> list[str]:
     if config.rollout.engine != "vllm":
         found += [
             f"rollout.{option}={value} needs rollout.engine=vllm: nothing else reads it."
-            for option in ("memory_fraction", "cpu_cache_gib", "max_batch")
+            for option in ("memory_fraction", "cpu_cache_gib")
             if (value := getattr(config.rollout, option)) != getattr(RolloutConfig, option)
         ]
+    if config.rollout.engine == "transformers" and config.rollout.max_batch != RolloutConfig.max_batch:
+        found.append(
+            f"rollout.max_batch={config.rollout.max_batch} needs rollout.engine=vllm or scripted: transformers answers one "
+            "after the other."
+        )
     if config.rollout.engine == "scripted":
         found += [
             f"rollout.{option}={value} needs rollout.engine=vllm or transformers: the scripted one has no model to differ from."

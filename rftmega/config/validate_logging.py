@@ -5,6 +5,8 @@ from importlib.metadata import PackageNotFoundError, version
 from rftmega.config.schema import LoggingConfig, RunConfig
 
 PORTS = 65535
+NO_PROJECT = "/\\#?%:"  # what wandb refuses in the name of a project
+LONGEST_PROJECT = 128
 
 
 def logging_options(config: RunConfig) -> list[str]:
@@ -23,6 +25,12 @@ def logging_options(config: RunConfig) -> list[str]:
         found.append(f"logging.prometheus_host={logging.prometheus_host} needs logging.prometheus_port: nothing else reads it.")
     if logging.wandb and not _installed("wandb"):
         found.append(f"logging.wandb={logging.wandb} needs a package that is not here. Install it: pip install 'rftmega[wandb]'.")
+    odd = [letter for letter in NO_PROJECT if letter in logging.wandb]
+    if odd or len(logging.wandb) > LONGEST_PROJECT:
+        found.append(
+            f"logging.wandb={logging.wandb!r} is no name of a project: at most {LONGEST_PROJECT} characters, and none of "
+            f"{' '.join(NO_PROJECT)}. Whose project it is says WANDB_ENTITY."
+        )
     return found
 
 

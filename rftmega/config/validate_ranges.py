@@ -9,6 +9,7 @@ from typing import Any
 from rftmega.config.schema import RunConfig
 
 AS_THE_POLICY = ("parallel.", "optimizer.")  # sections that the critic has, too, and takes from there what it is not given
+LARGEST = 2**31
 CHOICES = {
     "strategy": ("colocated", "separate"),
     "model.dtype": ("auto", "float32", "bfloat16"),
@@ -104,6 +105,7 @@ NOT_NEGATIVE = (
     "logging.peak_tflops",
     "reward.remote_retries",
     "trainer.eval_every",
+    "trainer.seed",
     "trainer.eval_temperature",
     "trainer.max_attention_per_micro_batch",
     "trainer.trajectories",
@@ -145,6 +147,15 @@ def not_finite(config: RunConfig) -> list[str]:
     return [f"{name}={value} must be a finite number." for name, value in found if not name.startswith("data.sources.")]
 
 
+def too_large(config: RunConfig) -> list[str]:
+    """Whole numbers that no count, size or seed of torch, NumPy and vLLM holds."""
+    return [
+        f"{name}={value} must be below 2^31."
+        for name, value in numbers(config)
+        if isinstance(value, int) and abs(value) >= LARGEST
+    ]
+
+
 def choices(config: RunConfig) -> list[str]:
     """Names that there are not."""
     return [
@@ -162,7 +173,7 @@ def ranges(config: RunConfig) -> list[str]:
         (POSITIVE, "positive", lambda x: x > 0),
         (BELOW_ONE, "below 1", lambda x: x < 1),
     )
-    found = not_finite(config)
+    found = not_finite(config) + too_large(config)
     for names, bound, holds in bounds:
         for name in (*names, *_the_critics(config, names)):
             value = value_of(config, name)

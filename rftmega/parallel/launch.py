@@ -14,6 +14,7 @@ import torch.distributed as dist
 from rftmega import device
 from rftmega.errors import ConfigError
 from rftmega.parallel import stop
+from rftmega.parallel.environment import whole_number
 from rftmega.parallel.rendezvous import choose_interface, store
 
 log = logging.getLogger(__name__)
@@ -36,12 +37,12 @@ class World:
 
 def launched_size() -> int:
     """Processes that the launcher started (1 without one); readable before anything is initialised."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return whole_number("WORLD_SIZE", 1)
 
 
 def check_launcher() -> None:
     """Raises ConfigError where srun started tasks that would each take themselves for the whole run."""
-    if "WORLD_SIZE" not in os.environ and int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+    if "WORLD_SIZE" not in os.environ and whole_number("SLURM_STEP_NUM_TASKS", 1) > 1:
         raise ConfigError(
             "srun started several tasks that know nothing of each other. Start one torchrun a node: srun torchrun ..."
         )
@@ -54,9 +55,9 @@ def start(*, timeout: timedelta = timedelta(minutes=30)) -> Iterator[World]:
     Reads torchrun's environment; without one, this process is a world of its own that meets in a file.
     """
     backend = device.current()
-    rank, size = int(os.environ.get("RANK", "0")), launched_size()
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    rank, size = whole_number("RANK", 0), launched_size()
+    local_rank = whole_number("LOCAL_RANK", 0)
+    local_size = whole_number("LOCAL_WORLD_SIZE", 1)
     if size > 1 and "MASTER_ADDR" not in os.environ:
         raise ConfigError("WORLD_SIZE is set but MASTER_ADDR is not. Launch with torchrun, or unset WORLD_SIZE.")
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron overlaps TP communication by kernel order

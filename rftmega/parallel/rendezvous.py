@@ -10,6 +10,7 @@ import psutil
 import torch.distributed as dist
 
 from rftmega.errors import NodeError, NodeFault
+from rftmega.parallel.environment import whole_number
 
 INTERFACE = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
@@ -21,7 +22,7 @@ def store(rank: int, size: int, timeout: timedelta) -> dist.Store:
     Raises NodeError where the address is not rank 0's, or is one that other hosts can't reach; NodeFault where another process
     has the port, for the next start takes another one (tools/run.sbatch) or finds it free.
     """
-    name, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    name, port = os.environ["MASTER_ADDR"], whole_number("MASTER_PORT")
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         return dist.PrefixStore(f"attempt {attempt}", dist.TCPStore(name, port, size, False, timeout))
@@ -33,7 +34,7 @@ def store(rank: int, size: int, timeout: timedelta) -> dist.Store:
 def _listener(name: str, port: int, size: int) -> socket.socket:
     try:
         family, _, _, _, where = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0]
-        alone = size == int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        alone = size == whole_number("LOCAL_WORLD_SIZE", 1)
         if ipaddress.ip_address(where[0]).is_loopback and where[0] != name and name != "localhost" and not alone:
             raise NodeError(
                 f"MASTER_ADDR={name} is {where[0]} on its own host, which no other host can reach. Set MASTER_ADDR to its "

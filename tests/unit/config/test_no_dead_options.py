@@ -92,7 +92,7 @@ OPTIONS: dict[str, Live] = {
     "rollout.max_response_tokens": Live("3"),
     "rollout.memory_fraction": Live("0.25", VLLM, partial(engine, kind="cuda"), dead=("rollout.engine=transformers",)),
     "rollout.cpu_cache_gib": Live("0.5", VLLM, engine, dead=("rollout.engine=scripted",)),
-    "rollout.max_batch": Live("4", VLLM, engine, dead=("rollout.engine=scripted",)),
+    "rollout.max_batch": Live("4", VLLM, engine, dead=("rollout.engine=transformers",)),
     "data.train": Live("{other}"),
     "data.sources": Live("{{{train}: 1, {other}: 3}}", ("data.train=", "data.sources={{{train}: 1, {other}: 1}}")),
     "data.eval": Live("{eval}"),
