@@ -7,27 +7,28 @@ from pathlib import Path
 import pytest
 
 MAY_IMPORT = {
-    "config": "errors",
+    "config": "errors json_files",
     "errors": "",
+    "json_files": "errors",
     "types": "",
     "interfaces": "types",
     "algorithms": "types",
     "sandbox": "",
-    "rewards": "types errors config",
-    "data": "config types errors",
+    "rewards": "types errors json_files config",
+    "data": "config types errors json_files",
     "experience": "types interfaces algorithms config",
     "trainer": "errors config types interfaces algorithms experience",
     "device": "errors",
     "parallel": "config errors device",
-    "megatron": "config types errors device parallel model_providers converters",
-    "checkpoint": "config errors device parallel megatron model_providers converters",
+    "megatron": "config types errors json_files device parallel model_providers converters",
+    "checkpoint": "config errors json_files device parallel megatron model_providers converters",
     "rollout": "config types errors device parallel",
-    "weights": "config types interfaces errors device parallel converters",
+    "weights": "config types interfaces errors json_files device parallel converters",
     "planning": "config errors parallel weights model_providers converters",
-    "strategy": "config errors types interfaces algorithms rewards data experience trainer "
+    "strategy": "config errors json_files types interfaces algorithms rewards data experience trainer "
     "device parallel megatron checkpoint rollout weights planning model_providers converters",
-    "model_providers": "config errors device converters",
-    "converters": "errors",
+    "model_providers": "config errors json_files device converters",
+    "converters": "errors json_files",
 }
 ONLY_IN = {
     "megatron": "parallel megatron model_providers",
