@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from converters import decoder, families
+from converters.config_fields import Fields
 from converters.rules import (
     QKV,
     Column,
@@ -38,11 +39,27 @@ def table(hf_config: Mapping[str, Any], *, value_head: bool = False) -> list[Rul
 
     Raises CheckpointError for a family without a table.
     """
+    hf_config = completed(hf_config)
     rules: list[Rule] = _family(hf_config).table(hf_config)
     if not value_head:
         return rules
     body = [rule for rule in rules if rule.megatron != ("output_layer.weight",)]
     return [*body, *decoder.value_head(hf_config)]
+
+
+def completed(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json with the family's defaults of what is absent.
+
+    Raises CheckpointError for a family without a table, and for fields that are missing, null or of another kind.
+    """
+    fields: Fields = _family(hf_config).FIELDS
+    return fields.completed(hf_config)
+
+
+def default_rope_theta(hf_config: Mapping[str, Any]) -> float:
+    """The base of the rotary embedding where config.json names none."""
+    fields: Fields = _family(hf_config).FIELDS
+    return fields.rope_theta
 
 
 def left_out(hf_config: Mapping[str, Any], name: str) -> bool:
@@ -70,6 +87,8 @@ __all__ = [
     "Segment",
     "Vocabulary",
     "assemble",
+    "completed",
+    "default_rope_theta",
     "instances",
     "left_out",
     "located",

@@ -19,7 +19,7 @@ MLP = MEGATRON_LAYER + "mlp."
 def decoder(config: Config, attention: list[Rule], mlp: list[Rule]) -> list[Rule]:
     """A whole model, in its order: the layers' attention and MLP are the caller's."""
     hidden, vocabulary = config["hidden_size"], config["vocab_size"]
-    tied = config.get("tie_word_embeddings") or False
+    tied = config["tie_word_embeddings"]
     embedding = HFTensor("model.embed_tokens.weight", (vocabulary, hidden))
     head = HFTensor("lm_head.weight", (vocabulary, hidden))
     return [
@@ -46,13 +46,11 @@ def in_layer(name: str, *shape: int) -> HFTensor:
     return HFTensor(HF_LAYER + name, shape)
 
 
-def grouped_attention(
-    config: Config, *, qkv_bias: bool = False, qk_norm: bool = False, head_dim: int | None = None
-) -> list[Rule]:
-    """Grouped-query attention; `head_dim` is the family's where config.json names none (None: hidden size / heads)."""
+def grouped_attention(config: Config, *, qkv_bias: bool = False, qk_norm: bool = False) -> list[Rule]:
+    """Grouped-query attention."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     groups = config.get("num_key_value_heads") or heads
-    width = config.get("head_dim") or head_dim or hidden // heads
+    width = config.get("head_dim") or hidden // heads
 
     def q_k_v(kind: str, *inputs: int) -> tuple[HFTensor, ...]:
         rows = {"q": heads * width, "k": groups * width, "v": groups * width}
@@ -119,8 +117,13 @@ def qwen_sparse_layers(config: Config) -> frozenset[int]:
 
 
 def number_of_experts(config: Config) -> int:
-    """transformers 5 calls it num_local_experts, 4 called it num_experts. Raises CheckpointError where neither is there."""
-    if number := config.get("num_experts") or config.get("num_local_experts"):
+    """transformers 5 calls it num_local_experts, 4 called it num_experts. Raises CheckpointError where neither is there, or both
+    are and differ.
+    """
+    one, other = config.get("num_experts"), config.get("num_local_experts")
+    if one and other and one != other:
+        raise CheckpointError(f"config.json says num_experts={one} and num_local_experts={other}. Leave the wrong one out.")
+    if number := one or other:
         return number
     raise CheckpointError("config.json has neither num_experts nor num_local_experts.")
 

@@ -2,7 +2,7 @@
 
 import importlib
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +11,8 @@ from model_providers.hf_config import HFConfig
 from model_providers.rope import Rope, read_rope
 from rftmega.config import ParallelConfig
 from rftmega.errors import CheckpointError
+
+FULL, SLIDING = "full_attention", "sliding_attention"  # as layer_types says it
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,16 @@ class Experts:
     groups: int = 1  # experts are chosen within the best `active_groups` of these
     active_groups: int = 1
     scale: float = 1.0  # of the active experts' weights
+
+    def __post_init__(self) -> None:
+        """Raises CheckpointError for numbers that can't be together."""
+        if self.active > self.number:
+            raise CheckpointError(f"num_experts_per_tok={self.active} is more than the {self.number} experts.")
+        if self.active_groups > self.groups or self.number % self.groups:
+            raise CheckpointError(
+                f"topk_group={self.active_groups} of n_group={self.groups} can't be chosen from {self.number} experts: groups "
+                "are of one size, and no more are chosen than there are."
+            )
 
 
 @dataclass(frozen=True)
@@ -105,54 +117,91 @@ def describe(hf_config: Mapping[str, Any]) -> ModelDescription:
     return found
 
 
-def decoder(config: HFConfig, *, qkv_bias: bool = False, qk_norm: bool = False) -> ModelDescription:
-    """What the families have in common: Llama's shape. A family changes the rest with dataclasses.replace."""
+def decoder(config: HFConfig, *, qkv_bias: bool = False, qk_norm: bool = False, head_dim: int | None = None) -> ModelDescription:
+    """What the families have in common: Llama's shape. A family changes the rest with dataclasses.replace.
+
+    `head_dim` is that of a family whose heads follow from other fields. Raises CheckpointError for heads that can't be.
+    """
     config.only("hidden_act", "silu", why="this family is trained with it")
     config.only("mlp_bias", False, why="the layers are built without")
     config.only("attention_bias", False, qkv_bias, why="it would put a bias on o_proj, too")
     config.only("attention_dropout", 0.0, why="set model.dropout instead")
     config.only("quantization_config", None, why="quantised weights can't be trained; convert the folder to bfloat16 first")
     heads = config["num_attention_heads"]
+    groups = config.get("num_key_value_heads", heads)
+    if head_dim is None:
+        head_dim = _head_dim(config)
+    if heads % groups:
+        raise CheckpointError(f"num_attention_heads={heads} is no multiple of num_key_value_heads={groups}.")
     return ModelDescription(
         family=config["model_type"],
         layers=config["num_hidden_layers"],
         hidden=config["hidden_size"],
         ffn=config["intermediate_size"],
         heads=heads,
-        groups=config.get("num_key_value_heads", heads),
-        head_dim=config.get("head_dim", config["hidden_size"] // heads),
+        groups=groups,
+        head_dim=head_dim,
         vocabulary=config["vocab_size"],
         max_positions=config["max_position_embeddings"],
         norm_epsilon=config["rms_norm_eps"],
         rope=read_rope(config),
-        tied=config.get("tie_word_embeddings", False),
+        tied=config["tie_word_embeddings"],
         qkv_bias=qkv_bias,
         qk_norm=qk_norm,
-        init_std=config.get("initializer_range", 0.02),
+        init_std=config["initializer_range"],
     )
 
 
-def with_windows(
-    model: ModelDescription, config: HFConfig, *, used: bool, default: int | None, first: int = 0
-) -> ModelDescription:
-    """Adds the sliding window: in the layers that `layer_types` lists, or else from layer `first` on.
+def _head_dim(config: HFConfig) -> int:
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    width: int = config.get("head_dim", hidden // heads)
+    if not width or width % 2:
+        raise CheckpointError(
+            f"hidden_size={hidden} and num_attention_heads={heads} give heads of head_dim={width}, which rotary embeddings can't "
+            "halve. One of them is wrong."
+        )
+    return width
 
-    `default` is the window that transformers takes where config.json does not name the field (null means none).
+
+def with_windows(model: ModelDescription, config: HFConfig, *, used: bool, listed: Callable[[int], bool]) -> ModelDescription:
+    """Adds the sliding window: in the layers that `layer_types` lists, or else in those that `listed` names.
+
+    Raises CheckpointError where `layer_types` is of another model, or lists windows where there are none.
     """
-    window = config.get("sliding_window", None if "sliding_window" in config.named else default)
-    kinds = config.get(
-        "layer_types", ["sliding_attention" if layer >= first else "full_attention" for layer in range(model.layers)]
-    )
-    if unknown := set(kinds) - {"full_attention", "sliding_attention"}:
-        raise CheckpointError(f"layer_types has {sorted(unknown)[0]!r}; full_attention and sliding_attention are supported.")
-    windowed = frozenset(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
-    return replace(model, window=window, windowed=windowed) if used and window and windowed else model
+    window = config.get("sliding_window")
+    if not used:
+        window = None
+    elif window == 0:
+        raise CheckpointError("sliding_window=0: a window of no tokens. null is none.")
+    default = [SLIDING if window and listed(layer) else FULL for layer in range(model.layers)]
+    kinds = config.get("layer_types", default)
+    if unknown := set(kinds) - {FULL, SLIDING}:
+        raise CheckpointError(f"layer_types has {sorted(unknown)[0]!r}; {FULL} and {SLIDING} are supported.")
+    if len(kinds) != model.layers:
+        raise CheckpointError(f"layer_types lists {len(kinds)} layers; num_hidden_layers is {model.layers}.")
+    windowed = frozenset(layer for layer, kind in enumerate(kinds) if kind == SLIDING)
+    if windowed and not window:
+        raise CheckpointError(
+            f"layer_types lists {SLIDING}, but config.json gives no window (use_sliding_window, sliding_window)."
+        )
+    return replace(model, window=window, windowed=windowed) if windowed else model
+
+
+def everywhere(model: ModelDescription, config: HFConfig) -> ModelDescription:
+    """Adds a sliding window of all layers, where config.json has one; transformers' Mistral does not look at `layer_types`."""
+    found = with_windows(model, config, used=True, listed=lambda layer: True)
+    if len(found.windowed) != (model.layers if config.get("sliding_window") else 0):
+        raise CheckpointError(
+            "layer_types lists layers without the sliding window; this family's model in transformers has it in all of them. "
+            "Leave layer_types out, or take another model_type."
+        )
+    return found
 
 
 def qwen_windows(model: ModelDescription, config: HFConfig) -> ModelDescription:
     """Qwen's: off unless `use_sliding_window` says so, and then from `max_window_layers` on."""
-    used, first = config.get("use_sliding_window", False), config.get("max_window_layers", 28)
-    return with_windows(model, config, used=used, default=4096, first=first)
+    used, first = config["use_sliding_window"], config["max_window_layers"]
+    return with_windows(model, config, used=used, listed=lambda layer: layer >= first)
 
 
 def layout_violations(model: ModelDescription, parallel: ParallelConfig) -> list[str]:

@@ -1,11 +1,14 @@
 """config.json, read so that no field of it can be overlooked."""
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from converters import completed
 from rftmega.errors import CheckpointError
+from rftmega.json_files import read_json_object
 
 # Fields that change no number of the model: bookkeeping, generation, heads of other tasks, losses that we do not use.
 NEUTRAL = frozenset(
@@ -22,11 +25,13 @@ NEUTRAL = frozenset(
 
 
 class HFConfig(Mapping[str, Any]):
-    """The fields of a config.json; knows which were asked for. A field that is null counts as absent."""
+    """The fields of a config.json, completed by the family's defaults; knows which were asked for. Null counts as not there."""
 
     def __init__(self, fields: Mapping[str, Any]):
-        self._fields = {name: value for name, value in fields.items() if value is not None}
-        self.named = frozenset(fields)  # also those that are null
+        """Raises CheckpointError for fields that are missing, null where they must not be, or of another kind."""
+        self._fields = {name: value for name, value in completed(fields).items() if value is not None}
+        self._given = {name for name, value in fields.items() if value is not None}
+        self._named = frozenset(fields)
         self._read: set[str] = set()
 
     def __getitem__(self, name: str) -> Any:
@@ -48,6 +53,10 @@ class HFConfig(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._fields)
 
+    def said(self, name: str) -> bool:
+        """Whether config.json names the field, be it as null."""
+        return name in self._named
+
     def only(self, name: str, *values: Any, why: str) -> None:
         """Raises CheckpointError where the field is there and is none of `values`."""
         if (value := self.get(name, values[0])) not in values:
@@ -56,7 +65,7 @@ class HFConfig(Mapping[str, Any]):
 
     def refuse_unread(self) -> None:
         """Raises CheckpointError for fields that nobody asked for and that might change the model."""
-        if unread := sorted(self._fields.keys() - self._read - NEUTRAL):
+        if unread := sorted(self._given - self._read - NEUTRAL):
             said = ", ".join(f"{name}={json.dumps(self._fields[name])}" for name in unread)
             raise CheckpointError(
                 f"config.json of this {self._fields.get('model_type')} model says {said}, which is not honoured here. "
@@ -65,11 +74,8 @@ class HFConfig(Mapping[str, Any]):
 
 
 def read_hf_config(folder: str | Path) -> dict[str, Any]:
-    """config.json of a Hugging Face folder. Raises CheckpointError where it is missing or not JSON."""
+    """config.json of a Hugging Face folder. Raises CheckpointError where it is missing or no strict JSON object."""
     path = Path(folder) / "config.json"
-    try:
-        return json.loads(path.read_text())
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{folder} holds no config.json, so it is not a Hugging Face model folder.") from error
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    if not os.path.lexists(path):
+        raise CheckpointError(f"{folder} holds no config.json, so it is not a Hugging Face model folder.")
+    return read_json_object(path)

@@ -1,9 +1,12 @@
 """Rotary position embeddings (arXiv:2104.09864) and the ways of stretching them that Megatron-Core 0.16 knows."""
 
+import json
 import math
 from dataclasses import dataclass
 from typing import Any
 
+from converters import default_rope_theta
+from converters.config_fields import is_number, is_whole
 from model_providers.hf_config import HFConfig
 from rftmega.errors import CheckpointError
 
@@ -33,21 +36,27 @@ class Rope:
 def read_rope(config: HFConfig) -> Rope:
     """transformers 5 writes `rope_parameters`; 4 wrote `rope_theta` and `rope_scaling` (with `type` or `rope_type`).
 
-    Raises CheckpointError, naming the field, for what Megatron can't represent.
+    Raises CheckpointError, naming the field, for what Megatron can't represent, and for what transformers refuses.
     """
     fields = _fields(config)
-    base, kind = fields.pop("rope_theta"), fields.pop("rope_type")
+    kind = fields.pop("rope_type")
     if kind not in ("default", "linear", "llama3", "yarn"):
         raise CheckpointError(f"rope_type={kind!r} is not supported; default, linear, llama3 and yarn are.")
-    factor = fields.pop("factor", 1.0) if kind != "default" else 1.0
+    base = _number(fields, "rope_theta")
     if (partial := fields.pop("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))) != 1.0:
         raise CheckpointError(f"partial_rotary_factor={partial} is not supported: the whole head is rotated.")
+    if kind in ("llama3", "yarn"):
+        fields.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
+    factor, yarn = 1.0, None
+    if kind == "yarn":
+        factor, yarn = _yarn(fields, config)
+    elif kind != "default":
+        factor = _number(fields, "factor")
     if kind == "llama3":
         # Megatron hard-codes these three; another value would silently be another model.
         for name, only in (("low_freq_factor", 1), ("high_freq_factor", 4), ("original_max_position_embeddings", 8192)):
             if (value := fields.pop(name, None)) != only:
                 raise CheckpointError(f"rope {name}={value} is not supported: Megatron-Core 0.16 knows {only} only.")
-    yarn = _yarn(fields, factor, config) if kind == "yarn" else None
     if fields:
         said = ", ".join(f"{name}={value}" for name, value in fields.items())
         raise CheckpointError(f"rope parameters of type {kind} have {said}, which is not honoured here.")
@@ -55,34 +64,64 @@ def read_rope(config: HFConfig) -> Rope:
 
 
 def _fields(config: HFConfig) -> dict[str, Any]:
-    theta = config.get("rope_theta", 10000.0)
-    fields = {
-        name: value
-        for name, value in (config.get("rope_parameters") or config.get("rope_scaling") or {}).items()
-        if value is not None
-    }
+    theta = config.get("rope_theta")
+    if theta is None and not config.said("rope_theta"):
+        theta = default_rope_theta(config)
+    newer = config.get("rope_parameters") or {}
+    fields = dict(config.get("rope_scaling") or newer)  # in this order, where there are both
     if any(isinstance(value, dict) for value in fields.values()):
         raise CheckpointError("rope_parameters differ between layer types, which is not supported.")
     older = fields.pop("type", "default")
     return {"rope_type": older, "rope_theta": theta} | fields
 
 
-def _yarn(fields: dict[str, Any], factor: float, config: HFConfig) -> Yarn:
+def _number(fields: dict[str, Any], name: str) -> float:
+    """Takes a positive number out of `fields`. Raises CheckpointError where it is missing, null or something else."""
+    value = fields.pop(name, None)
+    if not is_number(value, 0) or value == 0:
+        raise CheckpointError(f"rope {name}={json.dumps(value)}: it must be there and a positive number.")
+    return float(value)
+
+
+def _optional(fields: dict[str, Any], name: str, default: float) -> float:
+    """Takes a number out of `fields`; absent, null and 0 are the default, as in transformers."""
+    if not fields.get(name):
+        fields.pop(name, None)
+        return default
+    return _number(fields, name)
+
+
+def _yarn(fields: dict[str, Any], config: HFConfig) -> tuple[float, Yarn]:
+    """(factor, the rest); a factor that is null follows from the positions, one that is absent is refused, as by transformers."""
+    original = fields.pop("original_max_position_embeddings")
+    if not is_whole(original, 1):
+        raise CheckpointError(
+            f"rope original_max_position_embeddings={json.dumps(original)}: it must be a positive whole number."
+        )
+    computed = "factor" in fields and fields["factor"] is None
+    if computed:
+        fields["factor"] = config["max_position_embeddings"] / original
+    factor = _number(fields, "factor")
+    truncate = fields.pop("truncate", True)
+    if truncate not in (None, True, False):
+        raise CheckpointError(f"rope truncate={json.dumps(truncate)}: it must be true or false.")
     yarn = Yarn(
-        original_positions=fields.pop("original_max_position_embeddings", config["max_position_embeddings"]),
-        beta_fast=fields.pop("beta_fast", 32.0),
-        beta_slow=fields.pop("beta_slow", 1.0),
-        mscale=fields.pop("mscale", None),
-        mscale_all_dim=fields.pop("mscale_all_dim", None),
-        truncate=fields.pop("truncate", True),
+        original_positions=original,
+        beta_fast=_optional(fields, "beta_fast", 32.0),
+        beta_slow=_optional(fields, "beta_slow", 1.0),
+        mscale=_optional(fields, "mscale", 0.0) or None,
+        mscale_all_dim=_optional(fields, "mscale_all_dim", 0.0) or None,
+        truncate=bool(truncate),
     )
     if (yarn.mscale is None) != (yarn.mscale_all_dim is None):
         raise CheckpointError("rope mscale and mscale_all_dim of yarn must be given both or neither.")
+    if computed and yarn.mscale is not None and config["model_type"] == "deepseek_v3":
+        raise CheckpointError("rope factor=null with mscale_all_dim: this family's attention needs the factor. Write it.")
     attention = fields.pop("attention_factor", None)
     usual = _attention_factor(factor, yarn)
-    if attention is not None and not math.isclose(attention, usual, rel_tol=1e-6):
+    if attention is not None and not (is_number(attention) and math.isclose(attention, usual, rel_tol=1e-6)):
         raise CheckpointError(f"rope attention_factor={attention} is not supported: Megatron-Core 0.16 always takes {usual:.6g}.")
-    return yarn
+    return factor, yarn
 
 
 def _attention_factor(factor: float, yarn: Yarn) -> float:

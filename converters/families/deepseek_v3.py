@@ -1,16 +1,39 @@
 """DeepSeek-V3: latent attention; dense first layers, then experts with a bias for the choice and shared ones."""
 
+from converters.config_fields import Fields
 from converters.decoder import ATTENTION, MLP, Config, decoder, dense_mlp, in_layer, routed_experts, router, shared_expert
 from converters.rules import Column, Replicated, Row, Rule
+
+FIELDS = Fields(
+    required=(
+        *("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+        *("moe_intermediate_size", "n_routed_experts", "num_experts_per_tok"),
+    ),
+    defaults={
+        "num_key_value_heads": 128,
+        "q_lora_rank": 1536,
+        "n_group": 8,
+        "topk_group": 4,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 3,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+        "rope_interleave": True,
+        "attention_bias": False,
+        "num_nextn_predict_layers": 1,
+    },
+    nullable=("num_key_value_heads", "q_lora_rank", "attention_dropout", "num_nextn_predict_layers"),
+    not_null=("head_dim",),
+)
 
 
 def table(config: Config) -> list[Rule]:
     layers = range(config["num_hidden_layers"])
-    first = config.get("first_k_dense_replace") or 0
+    first = config["first_k_dense_replace"]
     dense, sparse = frozenset(layers[:first]), frozenset(layers[first:])
     experts, ffn = config["n_routed_experts"], config["moe_intermediate_size"]
     bias = in_layer("mlp.gate.e_score_correction_bias", experts)
-    shared = (config.get("n_shared_experts") or 0) * ffn
+    shared = config["n_shared_experts"] * ffn
     mlp = [
         *dense_mlp(config, layers=dense),
         router(config, experts, layers=sparse),

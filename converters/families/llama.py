@@ -1,7 +1,13 @@
 """Llama 2 and 3."""
 
+from converters.config_fields import Fields
 from converters.decoder import Config, decoder, dense_mlp, grouped_attention
 from converters.rules import Rule
+
+FIELDS = Fields(
+    defaults={"num_key_value_heads": None, "head_dim": None, "attention_bias": False, "mlp_bias": False},
+    nullable=("num_key_value_heads", "head_dim", "attention_dropout"),
+)
 
 
 def table(config: Config) -> list[Rule]:

@@ -1,7 +1,14 @@
 """Qwen2 and 2.5: always a bias on q, k and v, which config.json does not mention."""
 
+from converters.config_fields import Fields
 from converters.decoder import Config, decoder, dense_mlp, grouped_attention
 from converters.rules import Rule
+
+FIELDS = Fields(
+    defaults={"num_key_value_heads": 32, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28},
+    nullable=("num_key_value_heads", "sliding_window"),
+    not_null=("head_dim",),
+)
 
 
 def table(config: Config) -> list[Rule]:

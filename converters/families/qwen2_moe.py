@@ -1,5 +1,6 @@
 """Qwen2 with a mixture of experts, one of them shared and gated."""
 
+from converters.config_fields import Fields
 from converters.decoder import (
     MLP,
     Config,
@@ -15,6 +16,22 @@ from converters.decoder import (
 )
 from converters.rules import Replicated, Rule
 
+FIELDS = Fields(
+    required=("num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"),
+    defaults={
+        "num_key_value_heads": 16,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": None,
+        "norm_topk_prob": False,
+        "qkv_bias": True,
+    },
+    nullable=("sliding_window", "mlp_only_layers"),
+    not_null=("head_dim", "num_experts"),
+)
+
 
 def table(config: Config) -> list[Rule]:
     sparse = qwen_sparse_layers(config)
@@ -27,4 +44,4 @@ def table(config: Config) -> list[Rule]:
         *shared_expert(config, config["shared_expert_intermediate_size"], "mlp.shared_expert", layers=sparse),
         Replicated((MLP + "shared_experts.gate_weight",), (gate,), layers=sparse),
     ]
-    return decoder(config, grouped_attention(config, qkv_bias=config.get("qkv_bias", True)), mlp)
+    return decoder(config, grouped_attention(config, qkv_bias=config["qkv_bias"]), mlp)

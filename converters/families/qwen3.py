@@ -1,8 +1,21 @@
 """Qwen3: an RMSNorm over each head of q and k."""
 
+from converters.config_fields import Fields
 from converters.decoder import Config, decoder, dense_mlp, grouped_attention
 from converters.rules import Rule
 
+FIELDS = Fields(
+    defaults={
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "attention_bias": False,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+    },
+    nullable=("num_key_value_heads", "sliding_window"),
+)
+
 
 def table(config: Config) -> list[Rule]:
-    return decoder(config, grouped_attention(config, qk_norm=True, head_dim=128), dense_mlp(config))
+    return decoder(config, grouped_attention(config, qk_norm=True), dense_mlp(config))

@@ -1,5 +1,6 @@
 """Qwen3 with a mixture of experts in some or all layers."""
 
+from converters.config_fields import Fields
 from converters.decoder import (
     Config,
     decoder,
@@ -11,6 +12,21 @@ from converters.decoder import (
     router,
 )
 from converters.rules import Rule
+
+FIELDS = Fields(
+    required=("num_experts_per_tok", "moe_intermediate_size"),
+    defaults={
+        "num_key_value_heads": 4,
+        "attention_bias": False,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": None,
+        "norm_topk_prob": False,
+    },
+    nullable=("sliding_window", "mlp_only_layers"),
+    not_null=("head_dim", "num_experts", "num_local_experts"),
+)
 
 
 def table(config: Config) -> list[Rule]:

@@ -15,9 +15,9 @@ def describe(config: HFConfig) -> ModelDescription:
         config.only(name, value, why="it is what transformers computes for this family")
     config.only("rope_interleave", True, why="Megatron-Core 0.16 rotates this family's neighbouring elements as pairs")
     config.only("norm_topk_prob", True, why="Megatron-Core 0.16 always normalises sigmoid scores")
-    for unused in ("num_nextn_predict_layers", "ep_size", "seq_aux", "aux_loss_alpha", "num_key_value_heads", "head_dim",
-                   "qk_head_dim"):  # fmt: skip
+    for unused in ("num_nextn_predict_layers", "ep_size", "seq_aux", "aux_loss_alpha", "qk_head_dim"):
         config.get(unused)
+    config.only("num_key_value_heads", config["num_attention_heads"], why="every head has keys and values of its own")
     latent = LatentAttention(
         query_rank=config.get("q_lora_rank"),
         key_value_rank=config["kv_lora_rank"],
@@ -25,25 +25,28 @@ def describe(config: HFConfig) -> ModelDescription:
         rope_dim=config["qk_rope_head_dim"],
         value_dim=config["v_head_dim"],
     )
-    model = decoder(config, qk_norm=True)
+    config.only("head_dim", latent.rope_dim, why="transformers takes it for qk_rope_head_dim")
+    if latent.rope_dim % 2:
+        raise CheckpointError(f"qk_rope_head_dim={latent.rope_dim} is odd, which rotary embeddings can't halve.")
+    model = decoder(config, qk_norm=True, head_dim=latent.plain_dim + latent.rope_dim)
     if model.rope.kind not in ("default", "yarn") or (model.rope.yarn and not model.rope.yarn.truncate):
         raise CheckpointError(f"rope_type={model.rope.kind!r} is not supported with latent attention; default and yarn are.")
-    ffn, active, groups = config["moe_intermediate_size"], config["num_experts_per_tok"], config.get("n_group", 1)
+    ffn, active, groups = config["moe_intermediate_size"], config["num_experts_per_tok"], config["n_group"]
     experts = Experts(
         number=config["n_routed_experts"],
         active=active,
         ffn=ffn,
-        layers=frozenset(range(config.get("first_k_dense_replace", 0), model.layers)),
+        layers=frozenset(range(config["first_k_dense_replace"], model.layers)),
         normalised=True,
-        shared_ffn=config.get("n_shared_experts", 0) * ffn,
+        shared_ffn=config["n_shared_experts"] * ffn,
         sigmoid=True,
         groups=groups,
-        active_groups=config.get("topk_group", 1),
-        scale=config.get("routed_scaling_factor", 1.0),
+        active_groups=config["topk_group"],
+        scale=config["routed_scaling_factor"],
     )
     if groups > 1 and active != 2 * experts.active_groups:
         raise CheckpointError(
             f"num_experts_per_tok={active} with topk_group={experts.active_groups} is not supported: Megatron-Core 0.16 scores a "
             "group by its best num_experts_per_tok / topk_group experts, transformers by its best 2."
         )
-    return replace(model, groups=model.heads, head_dim=latent.plain_dim + latent.rope_dim, latent=latent, experts=experts)
+    return replace(model, latent=latent, experts=experts)

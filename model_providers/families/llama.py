@@ -2,8 +2,14 @@
 
 from model_providers.description import ModelDescription, decoder
 from model_providers.hf_config import HFConfig
+from rftmega.errors import CheckpointError
 
 
 def describe(config: HFConfig) -> ModelDescription:
     config.only("rope_interleaved", False, why="Llama rotates halves of a head")
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    if hidden % heads:
+        raise CheckpointError(
+            f"hidden_size={hidden} is no multiple of num_attention_heads={heads}, which transformers wants here."
+        )
     return decoder(config)

@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from model_providers.description import Experts, ModelDescription, decoder, with_windows
+from converters.decoder import number_of_experts
+from model_providers.description import Experts, ModelDescription, decoder, everywhere
 from model_providers.hf_config import HFConfig
 
 
@@ -10,10 +11,10 @@ def describe(config: HFConfig) -> ModelDescription:
     config.only("router_jitter_noise", 0.0, why="training would see other weights than the engine")
     model = decoder(config)
     experts = Experts(
-        number=config["num_local_experts"],
+        number=number_of_experts(config),
         active=config["num_experts_per_tok"],
         ffn=model.ffn,
         layers=frozenset(range(model.layers)),
         normalised=True,  # transformers' Mixtral always does
     )
-    return with_windows(replace(model, experts=experts), config, used=True, default=None)
+    return everywhere(replace(model, experts=experts), config)

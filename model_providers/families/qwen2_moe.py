@@ -1,10 +1,14 @@
-"""Qwen2 with a mixture of experts: weights that need not add up to 1, and one gated expert for every token."""
+"""Qwen2 with a mixture of experts: weights that need not add up to 1, and one gated expert for every token.
+
+Its sliding window, where it has one, is in every second layer up to `max_window_layers`, unlike that of the dense families.
+"""
 
 from dataclasses import replace
 
 from converters.decoder import number_of_experts, qwen_sparse_layers
-from model_providers.description import Experts, ModelDescription, decoder, qwen_windows
+from model_providers.description import Experts, ModelDescription, decoder, with_windows
 from model_providers.hf_config import HFConfig
+from rftmega.errors import CheckpointError
 
 
 def describe(config: HFConfig) -> ModelDescription:
@@ -13,9 +17,12 @@ def describe(config: HFConfig) -> ModelDescription:
         active=config["num_experts_per_tok"],
         ffn=config["moe_intermediate_size"],
         layers=qwen_sparse_layers(config),
-        normalised=config.get("norm_topk_prob", False),
+        normalised=config["norm_topk_prob"],
         shared_ffn=config["shared_expert_intermediate_size"],
         shared_gate=True,
     )
-    model = replace(decoder(config, qkv_bias=config.get("qkv_bias", True)), experts=experts)
-    return qwen_windows(model, config)
+    model = replace(decoder(config, qkv_bias=config["qkv_bias"]), experts=experts)
+    used, last = config["use_sliding_window"], config["max_window_layers"]
+    if used and not config.get("sliding_window"):
+        raise CheckpointError("use_sliding_window=true with sliding_window=null: give a window, or leave both out.")
+    return with_windows(model, config, used=used, listed=lambda layer: layer % 2 == 0 and layer < last)

@@ -16,6 +16,6 @@ def describe(config: HFConfig) -> ModelDescription:
         active=config["num_experts_per_tok"],
         ffn=config["moe_intermediate_size"],
         layers=qwen_sparse_layers(config),
-        normalised=config.get("norm_topk_prob", False),
+        normalised=config["norm_topk_prob"],
     )
     return replace(decoder(config, qk_norm=True), experts=experts)

@@ -79,8 +79,8 @@ def test_a_model_of_671_billion_parameters_on_1024_and_256_ranks_is_planned() ->
     latent = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "v_head_dim": 128, "qk_nope_head_dim": 128}
     hf_config = DENSE | latent | {
         "model_type": "deepseek_v3", "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432,
-        "num_hidden_layers": 61,
-        "num_attention_heads": 128, "n_routed_experts": 256, "n_shared_experts": 1, "moe_intermediate_size": 2048,
+        "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128, "head_dim": 64,
+        "n_routed_experts": 256, "n_shared_experts": 1, "moe_intermediate_size": 2048,
         "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3,
     }  # fmt: skip
     parallel = P(tensor=8, sequence=True, pipeline=16, expert=64, first_stage_layers=4, last_stage_layers=1)

@@ -1,0 +1,113 @@
+"""Fields of config.json: of what kind each is, and what a family makes of one that is absent or null.
+
+Both follow transformers 5.19, which the engines read the same file with; a generated test compares every field.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rftmega.errors import CheckpointError
+
+LARGEST = 2**32  # of a size
+MOST_LAYERS = 2**16  # and experts: each is a line of a table
+REQUIRED = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("vocab_size", "rms_norm_eps", "max_position_embeddings"),
+)
+DEFAULTS: Mapping[str, Any] = {
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "initializer_range": 0.02,
+    "attention_dropout": 0.0,
+}
+
+
+@dataclass(frozen=True)
+class Fields:
+    """What a family makes of fields that config.json lacks.
+
+    transformers has a default for sizes too, those of one published model. Nobody means them, so `required` are refused instead.
+    """
+
+    required: tuple[str, ...] = ()  # beside REQUIRED
+    defaults: Mapping[str, Any] | None = None  # beside DEFAULTS, or instead of them
+    nullable: tuple[str, ...] = ()  # those of the above that may be null, which is not the same as absent
+    not_null: tuple[str, ...] = ()  # without a default, but null is refused
+    rope_theta: float = 10000.0
+
+    def completed(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """`given` with the defaults of what is absent.
+
+        Raises CheckpointError that lists what is missing, null or of another kind.
+        """
+        required = (*REQUIRED, *self.required)
+        defaults = {**DEFAULTS, **(self.defaults or {})}
+        reasons = [f"{name} is missing" for name in required if name not in given]
+        for name, value in given.items():
+            if value is None:
+                if name in (*required, *defaults, *self.not_null) and name not in self.nullable:
+                    reasons.append(f"{name} is null; leave it out, or give a value")
+            elif (kind := KINDS.get(name)) and not kind.fits(value):
+                reasons.append(f"{name} is {_shown(value)}, not {kind.said}")
+        if reasons:
+            raise CheckpointError.listing(f"config.json of this {given.get('model_type')} model can't be used", reasons)
+        return {**defaults, **given}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What values a field may have."""
+
+    said: str
+    fits: Callable[[Any], bool]
+
+
+def is_whole(value: Any, least: int, most: int = LARGEST) -> bool:
+    """Whether a value of JSON is an integer of this range; true and false are none."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def is_number(value: Any, least: float = -math.inf) -> bool:
+    """Whether a value of JSON is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= least
+
+
+def _shown(value: Any) -> str:
+    return text if len(text := repr(value)) <= 60 else text[:57] + "..."
+
+
+def _is_list_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(fits(item) for item in value)
+
+
+def _kinds() -> dict[str, Kind]:
+    size = Kind("a positive whole number", lambda value: is_whole(value, 1))
+    window = Kind("a whole number", lambda value: is_whole(value, 0))
+    number_of = Kind("a positive whole number", lambda value: is_whole(value, 1, MOST_LAYERS))
+    count = Kind("a whole number", lambda value: is_whole(value, 0, MOST_LAYERS))
+    number = Kind("a number of 0 or more", lambda value: is_number(value, 0))
+    flag = Kind("true or false", lambda value: isinstance(value, bool))
+    text = Kind("a text", lambda value: isinstance(value, str))
+    texts = Kind("a list of texts", _is_list_of(lambda item: isinstance(item, str)))
+    layers = Kind("a list of layers", _is_list_of(lambda item: is_whole(item, 0, MOST_LAYERS)))
+    mapping = Kind("an object", lambda value: isinstance(value, dict))
+    named = {
+        size: "hidden_size intermediate_size vocab_size max_position_embeddings head_dim moe_intermediate_size "
+        "shared_expert_intermediate_size q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim",
+        window: "sliding_window",
+        number_of: "num_hidden_layers num_attention_heads num_key_value_heads num_experts num_local_experts num_experts_per_tok "
+        "n_routed_experts n_group topk_group decoder_sparse_step",
+        count: "first_k_dense_replace n_shared_experts num_nextn_predict_layers max_window_layers",
+        number: "rms_norm_eps initializer_range routed_scaling_factor rope_theta attention_dropout router_jitter_noise",
+        flag: "tie_word_embeddings attention_bias mlp_bias qkv_bias norm_topk_prob use_sliding_window rope_interleave",
+        text: "hidden_act model_type scoring_func topk_method",
+        texts: "layer_types architectures",
+        layers: "mlp_only_layers",
+        mapping: "rope_parameters rope_scaling quantization_config",
+    }
+    return {name: kind for kind, names in named.items() for name in names.split()}
+
+
+KINDS = _kinds()

@@ -1,0 +1,241 @@
+"""Every field of config.json, absent, null and present: we understand what transformers builds of it, or refuse.
+
+transformers' model is built and run; what it is made of is read from its modules, not from its config.
+"""
+
+import copy
+import dataclasses
+import itertools
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
+
+from converters.config_fields import REQUIRED
+from model_providers.description import FAMILIES, ModelDescription, describe
+from model_providers.hf_config import NEUTRAL
+from model_providers.rope import Rope
+from rftmega.errors import CheckpointError
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 32, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+    "initializer_range": 0.03, "tie_word_embeddings": False, "attention_dropout": 0.0,
+}  # fmt: skip
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 8, "num_experts": 4, "decoder_sparse_step": 2,
+                           "mlp_only_layers": [2], "norm_topk_prob": True, "head_dim": 8}  # fmt: skip
+WINDOWS: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+SMALL_OF: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": False, "mlp_bias": False, "head_dim": 16},
+    "mistral": {"sliding_window": 4, "head_dim": 16},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "router_jitter_noise": 0.0, "sliding_window": 4,
+                "head_dim": 16},
+    "qwen2": WINDOWS | {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+    "qwen2_moe": EXPERTS | WINDOWS | {"shared_expert_intermediate_size": 8, "qkv_bias": True},
+    "qwen3": WINDOWS | {"head_dim": 16, "attention_bias": False},
+    "qwen3_moe": EXPERTS | {"attention_bias": False, "use_sliding_window": False, "sliding_window": None},
+    "deepseek_v3": {
+        "num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+        "v_head_dim": 6, "n_routed_experts": 16, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "n_shared_experts": 2,
+        "first_k_dense_replace": 1, "moe_intermediate_size": 8, "routed_scaling_factor": 1.5, "norm_topk_prob": True,
+        "rope_interleave": True, "attention_bias": False, "num_nextn_predict_layers": 1,
+    },
+}  # fmt: skip
+EVERYWHERE = ("head_dim", "rope_theta", "rope_scaling", "partial_rotary_factor", "quantization_config")  # read, declared or not
+UNDECLARED = {"mistral": ["layer_types"], "mixtral": ["layer_types", "num_experts"], "qwen2_moe": ["num_local_experts"],
+              "qwen3_moe": ["num_local_experts"]}  # fmt: skip
+SIZES_OF_ONE_MODEL = ("moe_intermediate_size", "shared_expert_intermediate_size", "num_experts_per_tok", "num_experts",
+                      "num_local_experts", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+                      "n_routed_experts")  # fmt: skip
+NOT_OURS = {"num_mtp_layers", "rope_parameters", "use_cache", "output_router_logits", "router_aux_loss_coef"}
+OTHER: dict[str, list[Any]] = {  # values to try beside those above
+    "hidden_act": ["gelu"], "layer_types": [["full_attention"] * 3, ["sliding_attention"] * 3, ["full_attention"] * 2],
+    "mlp_only_layers": [[], [0]], "first_k_dense_replace": [0, 2], "num_key_value_heads": [1, 3, 4], "head_dim": [8, 7],
+    "num_experts_per_tok": [1, 99], "n_group": [1, 3], "topk_group": [1, 9], "sliding_window": [2],
+    "max_window_layers": [0, 2, 9],
+    "rope_theta": [500.0], "attention_dropout": [0.1], "num_attention_heads": [8, 5], "partial_rotary_factor": [1.0, 0.5],
+    "quantization_config": [], "rope_scaling": [{}, {"type": "linear", "factor": 2.0}], "num_nextn_predict_layers": [0, 2],
+}  # fmt: skip
+STRICTER = {  # refused, though transformers builds a model of it
+    "hidden_act": ["gelu"],
+    "attention_dropout": [0.1],
+    "attention_bias": [True],
+    "mlp_bias": [True],
+    "norm_topk_prob": [False, None],  # DeepSeek's
+    "rope_interleave": [False, None],
+    "use_sliding_window": [True],  # Qwen3's with experts
+    "partial_rotary_factor": [0.5],
+    "num_experts_per_tok": [1],  # DeepSeek's, as topk_group
+    "topk_group": [1, "absent"],
+    "num_key_value_heads": [3],
+    "head_dim": [7],
+    "num_attention_heads": [5],  # DeepSeek's, with 4 of keys
+    "rope_scaling": [{"type": "linear", "factor": 2.0}],
+}
+ABSENT = object()
+
+
+def cases() -> Iterator[Any]:
+    common = {field.name for field in dataclasses.fields(PreTrainedConfig)}
+    for family in FAMILIES:
+        own = {field.name for field in dataclasses.fields(CONFIG_MAPPING[family])} - common - NEUTRAL - NOT_OURS
+        for name in sorted(own | set(EVERYWHERE) | set(UNDECLARED.get(family, [])) | SMALL.keys() | SMALL_OF[family].keys()):
+            yield pytest.param(family, name, id=f"{family}-{name}")
+
+
+def values_of(name: str, usual: Any) -> list[Any]:
+    """Absent, null, and some that are there."""
+    others = OTHER.get(name)
+    if others is None:
+        others = [not usual] if isinstance(usual, bool) else [2 * usual] if isinstance(usual, int) else [usual]
+    return [ABSENT, None, *others]
+
+
+def theirs(fields: dict[str, Any]) -> Any:
+    """transformers' model, once it has given logits. Raises what transformers raises."""
+    config = CONFIG_MAPPING[fields["model_type"]].from_dict(copy.deepcopy(fields))
+    config._attn_implementation = "eager"
+    with torch.no_grad():
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        logits = model(torch.arange(7)[None]).logits
+    assert logits.isfinite().all()
+    return model
+
+
+def compare(ours: ModelDescription, model: Any) -> None:
+    layers, config = model.model.layers, model.config
+    attention, first = layers[0].self_attn, layers[0].self_attn
+    assert (ours.layers, ours.hidden) == (len(layers), model.model.embed_tokens.embedding_dim)
+    assert ours.vocabulary == model.lm_head.out_features
+    assert ours.tied == (model.lm_head.weight is model.model.embed_tokens.weight)
+    assert ours.norm_epsilon == model.model.norm.variance_epsilon == layers[0].input_layernorm.variance_epsilon
+    assert ours.init_std == config.initializer_range
+    assert ours.max_positions == config.max_position_embeddings
+    assert ours.parameters == sum(parameter.numel() for parameter in model.parameters())
+    if ours.latent:
+        assert (ours.latent.query_rank, ours.latent.key_value_rank) == (first.q_lora_rank, first.kv_lora_rank)
+        assert ours.heads * ours.latent.value_dim == first.o_proj.in_features
+        assert ours.heads * ours.head_dim == (first.q_proj or first.q_b_proj).out_features
+        assert ours.latent.rope_dim == 2 * len(model.model.rotary_emb.inv_freq)
+    else:
+        assert ours.head_dim == attention.head_dim
+        assert ours.heads * ours.head_dim == attention.q_proj.out_features
+        assert ours.groups * ours.head_dim == attention.k_proj.out_features
+        assert ours.qkv_bias == (attention.q_proj.bias is not None)
+    compare_windows(ours, model)
+    compare_experts(ours, layers, config)
+    frequencies, scale = frequencies_of(ours.rope, config, type(model.model.rotary_emb))
+    assert torch.equal(frequencies, model.model.rotary_emb.inv_freq)
+    assert scale == pytest.approx(model.model.rotary_emb.attention_scaling, rel=1e-9)
+
+
+def compare_windows(ours: ModelDescription, model: Any) -> None:
+    everywhere = model.config.model_type in ("mistral", "mixtral")
+    windows = [
+        model.config.sliding_window if everywhere else getattr(layer.self_attn, "sliding_window", None)
+        for layer in model.model.layers
+    ]
+    assert [ours.window if n in ours.windowed else None for n in range(ours.layers)] == windows
+
+
+def compare_experts(ours: ModelDescription, layers: Any, config: Any) -> None:
+    sparse = {n: layer.mlp for n, layer in enumerate(layers) if hasattr(layer.mlp, "experts")}
+    assert (ours.experts.layers if ours.experts else frozenset()) == frozenset(sparse)
+    if ours.experts is None or not sparse:
+        return
+    gate = next(iter(sparse.values())).gate
+    assert (ours.experts.number, ours.experts.active) == (gate.num_experts, gate.top_k)
+    assert ours.experts.normalised == getattr(gate, "norm_topk_prob", True)
+    if ours.experts.sigmoid:
+        assert (ours.experts.groups, ours.experts.active_groups) == (gate.num_group, gate.topk_group)
+        assert ours.experts.scale == gate.routed_scaling_factor
+
+
+def frequencies_of(rope: Rope, config: Any, embedding_class: Any) -> tuple[torch.Tensor, float]:
+    """What transformers makes of a rope that is said in full."""
+    said: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.base}
+    if rope.kind != "default":
+        said["factor"] = rope.factor
+    if rope.kind == "llama3":
+        said |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    if rope.yarn:
+        yarn = dataclasses.asdict(rope.yarn)
+        said |= {"original_max_position_embeddings": yarn.pop("original_positions"), **yarn}
+    full = copy.deepcopy(config)
+    full.rope_parameters = said
+    embedding = embedding_class(full)
+    return embedding.inv_freq, embedding.attention_scaling
+
+
+def check(fields: dict[str, Any], *, permitted: bool) -> None:
+    """We understand what transformers builds, or refuse what it refuses; `permitted`: or we refuse all the same."""
+    try:
+        ours = describe(fields)
+    except CheckpointError:
+        if not permitted:
+            with pytest.raises(Exception):  # noqa: B017, PT011  of whatever kind
+                theirs(fields)
+    else:
+        compare(ours, theirs(fields))
+
+
+@pytest.mark.parametrize(("family", "name"), list(cases()))
+def test_a_field_is_what_transformers_makes_of_it(family: str, name: str) -> None:
+    logging.disable(logging.CRITICAL)
+    usual = SMALL | SMALL_OF[family] | {"model_type": family}
+    for value in [*values_of(name, usual.get(name)), *([usual[name]] if name in usual else [])]:
+        fields = {key: held for key, held in usual.items() if key != name}
+        if value is not ABSENT:
+            fields[name] = value
+        elif name in usual and name in (*REQUIRED, *SIZES_OF_ONE_MODEL):
+            with pytest.raises(CheckpointError, match=name):
+                describe(fields)
+            continue
+        twice = {fields.get("num_experts"), fields.get("num_local_experts")} - {None}
+        stricter = ("absent" if value is ABSENT else value) in STRICTER.get(name, [])
+        check(fields, permitted=stricter or len(twice) == 2 or (name == "layer_types" and family in UNDECLARED))
+
+
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default", "rope_theta": 700.0},
+    "linear": {"rope_type": "linear", "rope_theta": 700.0, "factor": 4.0},
+    "llama3": {"rope_type": "llama3", "rope_theta": 700.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 8192},
+    "yarn": {"rope_type": "yarn", "rope_theta": 700.0, "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 20.0,
+             "beta_slow": 2.0, "mscale": 0.7, "mscale_all_dim": 0.9, "truncate": True, "attention_factor": None},
+    "yarn of the paper": {"rope_type": "yarn", "rope_theta": 700.0, "factor": 3.0, "original_max_position_embeddings": 16,
+                          "mscale": None, "mscale_all_dim": None, "truncate": False},
+}  # fmt: skip
+STRICTER_ROPES = {("mscale", ABSENT), ("mscale", None), ("mscale_all_dim", ABSENT), ("mscale_all_dim", None),
+                  ("rope_type", ABSENT), ("original_max_position_embeddings", ABSENT),
+                  ("partial_rotary_factor", None)}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3", "deepseek_v3"])
+@pytest.mark.parametrize("kind", list(ROPES))
+def test_a_rope_is_what_transformers_makes_of_it(family: str, kind: str) -> None:
+    logging.disable(logging.CRITICAL)
+    usual = SMALL | SMALL_OF[family] | {"model_type": family, "max_position_embeddings": 96}
+    names = [*ROPES[kind], "partial_rotary_factor"]
+    older = family in ("llama", "qwen3")  # rope_scaling and rope_theta
+    for name, value in itertools.product(names, (ABSENT, None, "as it is")):
+        rope = dict(ROPES[kind])
+        if value is not None:
+            rope.pop(name, None) if value is ABSENT else None
+        else:
+            rope[name] = None
+        fields = usual | ({"rope_scaling": rope} if older else {"rope_parameters": rope})
+        if older and "rope_theta" in rope:
+            fields["rope_theta"] = rope.pop("rope_theta")
+        try:
+            ours = describe(fields)
+        except CheckpointError:
+            unsupported = family == "deepseek_v3" and (kind in ("linear", "llama3", "yarn of the paper") or name == "truncate")
+            if (name, value) not in STRICTER_ROPES and not unsupported and kind != "llama3":
+                with pytest.raises(Exception):  # noqa: B017, PT011
+                    theirs(fields)
+        else:
+            compare(ours, theirs(fields))
