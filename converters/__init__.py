@@ -7,7 +7,7 @@ conversion, so they cannot drift. A new family is one file in `families/` (and o
 import importlib
 import pkgutil
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from converters import decoder, families
@@ -62,12 +62,19 @@ def default_rope_theta(hf_config: Mapping[str, Any]) -> float:
     return fields.rope_theta
 
 
-def left_out(hf_config: Mapping[str, Any], name: str) -> bool:
-    """Whether a folder of this family may hold a tensor `name` that no rule speaks of."""
-    patterns = [NOT_WEIGHTS]
-    if pattern := getattr(_family(hf_config), "left_out", None):
-        patterns.append(pattern(hf_config))
-    return any(re.fullmatch(pattern, name) for pattern in patterns)
+def left_out(hf_config: Mapping[str, Any], names: Iterable[str]) -> set[str]:
+    """Those of `names`, all of a folder's, that a folder of this family may hold and that no rule speaks of."""
+    names = set(names)
+    found = {name for name in names if re.fullmatch(NOT_WEIGHTS, name)}
+    if of_family := getattr(_family(hf_config), "left_out", None):
+        found |= of_family(completed(hf_config), names)
+    return found
+
+
+def written(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of config.json that are another in a folder that we write, since it holds nothing of what is left out."""
+    of_family = getattr(_family(hf_config), "written", None)
+    return of_family(completed(hf_config)) if of_family else {}
 
 
 def _family(hf_config: Mapping[str, Any]) -> Any:
@@ -96,4 +103,5 @@ __all__ = [
     "shard",
     "shard_shape",
     "table",
+    "written",
 ]

@@ -13,7 +13,9 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from converters import written
 from rftmega.errors import CheckpointError
+from rftmega.json_files import NotJSON, parse_json, read_json_object, read_weight_map
 
 INDEX = "model.safetensors.index.json"
 WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".distcp", ".part"}
@@ -33,6 +35,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+WEIGHT_DTYPES = ("F64", "F32", "F16", "BF16")
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
@@ -57,13 +60,25 @@ class HFFolder:
         self._open: dict[str, Any] = {}
         self._headers: dict[str, tuple[int, dict[str, Any]]] = {}
         index = self.folder / INDEX
-        if index.is_file():
-            self._file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        if os.path.lexists(index):
+            self._file_of = read_weight_map(index)
         else:
-            files = sorted(path.name for path in self.folder.glob("*.safetensors"))
-            if not files:
-                raise CheckpointError(f"{folder} holds no *.safetensors weights.")
-            self._file_of = {name: file for file in files for name in self._file(file).keys()}  # noqa: SIM118
+            self._file_of = self._names_of(sorted(path.name for path in self.folder.glob("*.safetensors")))
+
+    def _names_of(self, files: list[str]) -> dict[str, str]:
+        """tensor -> file of a folder without an index."""
+        if not files:
+            raise CheckpointError(f"{self.folder} holds no *.safetensors weights.")
+        found: dict[str, str] = {}
+        for file in files:
+            for name in self._file(file).keys():  # noqa: SIM118
+                if name in found:
+                    raise CheckpointError(
+                        f"{self.folder}: {found[name]} and {file} both hold {name!r}, and no {INDEX} says which counts. Remove "
+                        "one of the files, or add the index."
+                    )
+                found[name] = file
+        return found
 
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
@@ -79,6 +94,7 @@ class HFFolder:
     def slice_of(self, name: str, shape: tuple[int, ...]) -> Any:
         """A lazy slice of tensor `name`. Raises CheckpointError where it is missing or of another shape."""
         file = self._holder(name)
+        self.dtype_of(name)
         found = self._file(file).get_slice(name)
         self._check_shape(name, tuple(found.get_shape()), shape)
         return found
@@ -94,9 +110,9 @@ class HFFolder:
 
         Raises CheckpointError as `slice_of`.
         """
-        file = self._holder(name)
-        start, header = self._header(file)
-        said = header[name]
+        file, said = self._holder(name), self._said(name)
+        self.dtype_of(name)
+        start, _ = self._header(file)
         self._check_shape(name, tuple(said["shape"]), shape)
         begin, end = said["data_offsets"]
         assert end - begin == sum(target.nbytes for target in targets), (name, said)
@@ -109,10 +125,25 @@ class HFFolder:
         return str(found.hexdigest())
 
     def dtype_of(self, name: str) -> torch.dtype:
-        return DTYPES[self._header(self._holder(name))[1][name]["dtype"]]
+        """Raises CheckpointError for what is no floating-point number: weights are quantised, or no weights."""
+        said = self._said(name)["dtype"]
+        if said not in WEIGHT_DTYPES:
+            raise CheckpointError(
+                f"{self.folder / self._holder(name)}: {name} is of dtype {said}; weights are {', '.join(WEIGHT_DTYPES)}. "
+                "Quantised weights can't be trained: convert the folder to bfloat16 first."
+            )
+        return DTYPES[said]
 
     def shape_of(self, name: str) -> tuple[int, ...]:
-        return tuple(self._header(self._holder(name))[1][name]["shape"])
+        return tuple(self._said(name)["shape"])
+
+    def _said(self, name: str) -> Any:
+        """What the header of its file says of a tensor."""
+        file = self._holder(name)
+        _, header = self._header(file)
+        if name not in header:
+            raise CheckpointError(f"{self.folder / INDEX} names {file} for {name!r}, which is not in that file.")
+        return header[name]
 
     def _holder(self, name: str) -> str:
         if name not in self._file_of:
@@ -129,7 +160,7 @@ class HFFolder:
         if name not in self._open:
             try:
                 self._open[name] = safe_open(self.folder / name, framework="pt")
-            except (SafetensorError, FileNotFoundError) as error:
+            except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{self.folder / name} can't be read: {error}") from error
         return self._open[name]
 
@@ -139,7 +170,10 @@ class HFFolder:
             self._file(file)
             with (self.folder / file).open("rb") as stream:
                 length = int.from_bytes(stream.read(8), "little")
-                self._headers[file] = 8 + length, json.loads(stream.read(length))
+                try:
+                    self._headers[file] = 8 + length, parse_json(stream.read(length))
+                except NotJSON as error:
+                    raise CheckpointError(f"{self.folder / file}: the header is {error}.") from error
         return self._headers[file]
 
 
@@ -237,9 +271,20 @@ def write_index(folder: Path, shards: dict[str, list[Planned]]) -> None:
     draft.rename(folder / INDEX)
 
 
-def copy_companions(source: Path, target: Path) -> None:
-    """Config, tokenizer and generation files: everything but weights and what describes them."""
+def copy_companions(source: Path, target: Path) -> str | None:
+    """Config, tokenizer and generation files: everything but weights and what describes them.
+
+    Gives what config.json says otherwise than before, where layers that are left out were counted in it, as text.
+    """
     for path in source.iterdir():
         weights = path.suffix in WEIGHTS or path.name.endswith(".index.json") or path.name in OF_WEIGHTS
         if path.is_file() and not weights:
             shutil.copy2(path, target / path.name)
+    config = target / "config.json"
+    content = read_json_object(config)
+    if not (changes := written(content)):
+        return None
+    config.unlink()  # the copy is read-only where the source was
+    config.write_text(json.dumps(content | changes, indent=2) + "\n")
+    said = ", ".join(f"{name}={value}" for name, value in changes.items())
+    return f"config.json says {said}: the layers that it counted are not among the weights"

@@ -73,9 +73,22 @@ def read_json_object(path: Path, *, raising: type[RFTMegaError] = CheckpointErro
     return value
 
 
+def read_weight_map(path: Path, *, raising: type[RFTMegaError] = CheckpointError) -> dict[str, str]:
+    """Reads the index of a Hugging Face folder: tensor -> file in that folder. Raises `raising` where it is no such index."""
+    found = read_json_object(path, raising=raising).get("weight_map")
+    if not isinstance(found, dict) or not found:
+        raise raising(f"{path} is no index of weights: its weight_map is {kind_of(found)}, not tensors and their files.")
+    for name, file in found.items():
+        if not isinstance(file, str) or file != Path(file).name or not file.endswith(".safetensors"):
+            raise raising(f"{path} names {str(file)[:80]!r} for {name[:80]!r}, which is no *.safetensors file in its folder.")
+    return found
+
+
 def kind_of(value: Any) -> str:
     """What JSON calls a value, with its article."""
-    names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", int: "a number", float: "a number"}
+    if isinstance(value, dict):
+        return "an object" if value else "empty"
+    names = {list: "a list", str: "a string", bool: "true or false", int: "a number", float: "a number"}
     return names.get(type(value), "null")
 
 

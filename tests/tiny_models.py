@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
@@ -105,6 +106,20 @@ def save_tiny(folder: Path, variant: str, *, seed: int = 0, **changes: Any) -> P
                 buffer.add_(0.1 * torch.randn_like(buffer))
     model.save_pretrained(folder)
     return folder
+
+
+def with_predictor(folder: Path, layer: int) -> list[str]:
+    """Adds DeepSeek-V3's layer for predicting a second token behind the last, as its makers publish it; its tensors."""
+    tensors = load_file(folder / "model.safetensors")
+    like = {name: tensor for name, tensor in tensors.items() if name.startswith("model.layers.3.")}
+    added = {name.replace("layers.3.", f"layers.{layer}."): tensor.clone() for name, tensor in like.items()}
+    copies = {"embed_tokens": "model.embed_tokens", "shared_head.norm": "model.norm", "shared_head.head": "lm_head"}
+    for name, source in copies.items():
+        added[f"model.layers.{layer}.{name}.weight"] = tensors[f"{source}.weight"].clone()
+    added |= {f"model.layers.{layer}.{name}.weight": torch.ones(64) for name in ("enorm", "hnorm")}
+    added[f"model.layers.{layer}.eh_proj.weight"] = torch.zeros(64, 128)
+    save_file(tensors | added, folder / "model.safetensors")
+    return sorted(added)
 
 
 def transformers_logits(folder: Path, rows: list[list[int]]) -> list[torch.Tensor]:

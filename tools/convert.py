@@ -76,15 +76,21 @@ def run(chosen: argparse.Namespace) -> int:
         total = copies * sum(path.stat().st_size for path in files)
         return tqdm(total=total, unit="B", unit_scale=True, desc=text, file=sys.stderr)
 
+    changed = None
     with launch.start():
         if chosen.command == "to-megatron":
             layout = {name: getattr(chosen, flag) for flag, (name, _) in LAYOUT.items()}
             with bar("to Megatron") as progress:
                 parallel = ParallelConfig(**layout, sequence=chosen.tp > 1)
-                convert.to_megatron(chosen.source, chosen.target, parallel, progress=progress.update)
+                changed = convert.to_megatron(chosen.source, chosen.target, parallel, progress=progress.update)
         elif chosen.command == "to-hf":
             with bar("to Hugging Face") as progress:
-                convert.to_hf(chosen.source, chosen.target, progress=progress.update)
+                changed = convert.to_hf(chosen.source, chosen.target, progress=progress.update)
+        if changed:
+            sys.stdout.write(f"{chosen.target}: {changed}\n")
+        for folder in (chosen.source, chosen.target) if chosen.command == "verify" else (chosen.source,):
+            if told := convert.told_left_out(folder):
+                sys.stdout.write(f"left out of {folder}: {told}\n")
         if chosen.command == "verify" or chosen.verify:
             with bar("verify", copies=2) as progress:
                 count = convert.verify(chosen.source, chosen.target, progress=progress.update)

@@ -1,5 +1,8 @@
 """DeepSeek-V3: latent attention; dense first layers, then experts with a bias for the choice and shared ones."""
 
+from collections.abc import Set
+from typing import Any
+
 from converters.config_fields import Fields
 from converters.decoder import ATTENTION, MLP, Config, decoder, dense_mlp, in_layer, routed_experts, router, shared_expert
 from converters.rules import Column, Replicated, Row, Rule
@@ -25,6 +28,9 @@ FIELDS = Fields(
     nullable=("num_key_value_heads", "q_lora_rank", "attention_dropout", "num_nextn_predict_layers"),
     not_null=("head_dim",),
 )
+
+PREDICTORS = ("eh_proj.weight", "enorm.weight", "hnorm.weight")  # of a layer that predicts a later token, beside a layer's own
+PREDICTORS_TOO = ("embed_tokens.weight", "shared_head.norm.weight", "shared_head.head.weight")  # copies, not always there
 
 
 def table(config: Config) -> list[Rule]:
@@ -79,7 +85,23 @@ def latent_attention(config: Config) -> list[Rule]:
     ]
 
 
-def left_out(config: Config) -> str:
-    """Layers behind the last, for predicting several tokens at once: a pattern of the names that are not read."""
-    last = config["num_hidden_layers"] - 1
-    return rf"model\.layers\.(?!(?:{'|'.join(map(str, range(last + 1)))})\.)\d+\..*"
+def left_out(config: Config, names: Set[str]) -> set[str]:
+    """Tensors of the layers behind the last that predict several tokens at once: as many as config.json says, and no other ones.
+
+    A layer without what only those have is one that num_hidden_layers forgot.
+    """
+    first, count = config["num_hidden_layers"], config["num_nextn_predict_layers"] or 0
+    like_others = [tensor.name for rule in table(config) if rule.per_layer for tensor in rule.hf]
+    found: set[str] = set()
+    for layer in range(first, first + count):
+        prefix = f"model.layers.{layer}."
+        if all(prefix + name in names for name in PREDICTORS):
+            for expert in range(config["n_routed_experts"]):
+                found |= {name.format(layer=layer, expert=expert) for name in like_others}
+            found |= {prefix + name for name in (*PREDICTORS, *PREDICTORS_TOO)}
+    return found & names
+
+
+def written(config: Config) -> dict[str, Any]:
+    """A folder of ours has no such layers; where config.json says nothing, transformers would look for one."""
+    return {"num_nextn_predict_layers": 0} if config["num_nextn_predict_layers"] != 0 else {}

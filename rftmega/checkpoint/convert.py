@@ -1,17 +1,13 @@
 """Between Hugging Face folders and Megatron's distributed checkpoints: as a stream, resumable, without a GPU."""
 
-import ctypes
 import hashlib
-import json
 import math
-import threading
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +26,9 @@ from model_providers.builder import build_chunk, transformer_config
 from model_providers.description import describe, layout_violations
 from model_providers.hf_config import read_hf_config
 from model_providers.value_head import ValueHead
+from rftmega.checkpoint.at_a_time import SPARE, Room, side_by_side
 from rftmega.checkpoint.distributed import finish, write_manifest, write_pieces
+from rftmega.checkpoint.target import begin, fingerprint, note
 from rftmega.config import ParallelConfig
 from rftmega.errors import CheckpointError, ConfigError
 from rftmega.megatron.binding import Bound, bind
@@ -41,10 +39,6 @@ from rftmega.parallel.topology import Topology
 
 FINEST = 8  # tensor-parallel ranks (and every divisor) that read no more of a dense tensor than they hold, whatever was given
 FILE_BYTES = 512 * 2**20
-SPARE = 128 * 2**20  # bytes
-M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # malloc.h
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 Progress = Callable[[int], object]  # told the bytes that are done
 
 
@@ -69,8 +63,10 @@ class Model:
             self.pieces, self.objects = pieces_of([self.chunk], self.bound)
 
 
-def to_megatron(source: Path, target: Path, parallel: ParallelConfig, *, progress: Progress = lambda _: None) -> None:
+def to_megatron(source: Path, target: Path, parallel: ParallelConfig, *, progress: Progress = lambda _: None) -> str | None:
     """HF folder -> distributed checkpoint, in pieces that ranks of `parallel` read whole. Resumes what was broken off.
+
+    Gives what config.json says otherwise than before, as `copy_companions`.
 
     Raises CheckpointError for a folder that its config.json does not describe, ConfigError for a layout that can't be.
     """
@@ -84,6 +80,7 @@ def to_megatron(source: Path, target: Path, parallel: ParallelConfig, *, progres
     refuse_strangers(files, model.rules, model.hf_config, experts=model.experts, allowed=unread)
     if model.description.tied and not value_head:
         refuse_another_head(files, model.bound)
+    refuse_mixed(files, model)
     layout = {name: value for name, value in asdict(parallel).items() if value != getattr(ParallelConfig(), name)}
     job = {"source": fingerprint(files), "layout": layout, "value_head": value_head, "head_bias": "score.bias" in files}
     finished = begin(target, job)
@@ -107,14 +104,29 @@ def to_megatron(source: Path, target: Path, parallel: ParallelConfig, *, progres
         stored += [Stored(**{**box, "offset": tuple(box["offset"]), "shape": tuple(box["shape"])}) for box in said["pieces"]]
         sums |= said["tensors"]
         progress(sum(item.parameter.nbytes for item, _ in group))
-    copy_companions(source, target)
+    changed = copy_companions(source, target)
     shapes = {piece.key: piece.global_shape for pieces in model.pieces for piece in pieces}
     finish(target, stored, shapes, model.objects, {"kind": "megatron", **job, "tensors": sums})
     (target / PROGRESS).unlink()
+    return changed
 
 
-def to_hf(source: Path, target: Path, *, progress: Progress = lambda _: None) -> None:
-    """Distributed checkpoint -> HF folder, one tensor at a time. Resumes what was broken off."""
+def refuse_mixed(files: HFFolder, model: Model) -> None:
+    """Raises CheckpointError where parts of one Megatron tensor, or what Megatron stacks into one, differ in dtype."""
+    first: dict[str, str] = {}
+    for item, pieces in zip(model.bound, model.pieces, strict=True):
+        for name in item.hf_names if not item.rule.optional else filter(files.__contains__, item.hf_names):
+            like = first.setdefault(pieces[0].key, name)
+            for other in (item.hf_names[0], like):
+                if files.dtype_of(name) != files.dtype_of(other):
+                    raise CheckpointError(
+                        f"{files.folder}: {name} is of {files.dtype_of(name)} and {other} of {files.dtype_of(other)}, and they "
+                        "are parts of one tensor of Megatron's. Convert the folder to one dtype first."
+                    )
+
+
+def to_hf(source: Path, target: Path, *, progress: Progress = lambda _: None) -> str | None:
+    """Distributed checkpoint -> HF folder, one tensor at a time; gives what `to_megatron` does. Resumes what was broken off."""
     tensors = CheckpointTensors(source)
     job = {"source": hashlib.sha256((source / MANIFEST).read_bytes()).hexdigest()}
     finished = begin(target, job)
@@ -133,10 +145,11 @@ def to_hf(source: Path, target: Path, *, progress: Progress = lambda _: None) ->
     for said in side_by_side(convert, shards):
         sums |= said["tensors"]
         progress(sum(tensor.bytes for tensor in shards[said["file"]]))
-    copy_companions(source, target)
+    changed = copy_companions(source, target)
     write_index(target, shards)
     write_manifest(target, {"kind": "huggingface", **job, "tensors": sums})
     (target / PROGRESS).unlink()
+    return changed
 
 
 def verify(first: Path, second: Path, *, progress: Progress = lambda _: None) -> int:
@@ -157,59 +170,19 @@ def verify(first: Path, second: Path, *, progress: Progress = lambda _: None) ->
     return len(found[0])
 
 
-class Room:
-    """Memory that threads share: who asks for more than is left waits, unless nobody has any.
-
-    What is freed stays with the process and is used again: fresh pages take the kernel longer than a copy takes us. Around
-    a tensor of more than SPARE it goes back.
-    """
-
-    def __init__(self, limit: int):
-        self.left = self.limit = limit  # bytes
-        self._changed = threading.Condition()
-        self._libc = ctypes.CDLL(None)
-        if hasattr(self._libc, "mallopt"):  # glibc
-            for option, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_ARENA_MAX, 1)):
-                self._libc.mallopt(option, value)
-
-    @contextmanager
-    def of(self, size: int) -> Iterator[None]:
-        with self._changed:
-            self._changed.wait_for(lambda: size <= self.left or self.left == self.limit)
-            self.left -= size
-        self._trim(size)
-        try:
-            yield
-        finally:
-            self._trim(size)
-            with self._changed:
-                self.left += size
-                self._changed.notify_all()
-
-    def _trim(self, size: int) -> None:
-        if size > SPARE and hasattr(self._libc, "malloc_trim"):
-            self._libc.malloc_trim(0)
-
-
-def side_by_side(work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
-    """The results in order; two at a time are made, so that one's disk and the other's processor are busy together."""
-    pool = ThreadPoolExecutor(2)
-    try:
-        yield from pool.map(work, items)
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
 class FolderTensors:
-    """The tensors of an HF folder."""
+    """The tensors of an HF folder; `left_out` are those that it holds and that a conversion does not take along."""
 
     def __init__(self, folder: Path):
         self.files = HFFolder(folder)
         hf_config = read_hf_config(folder)
+        self.left_out = left_out(hf_config, self.files.names)
+        if hf_config.get("tie_word_embeddings") and HEAD in self.files:
+            self.left_out.add(HEAD)
         self.planned = [
             Planned(name, self.files.dtype_of(name), self.files.shape_of(name))
             for name in sorted(self.files.names)
-            if not left_out(hf_config, name) and not (name == HEAD and hf_config.get("tie_word_embeddings"))
+            if name not in self.left_out
         ]
 
     def all(self, progress: Progress) -> Iterator[tuple[str, Tensor]]:
@@ -256,40 +229,20 @@ class CheckpointTensors:
             progress(tensor.nbytes)
 
 
+def told_left_out(folder: Path) -> str | None:
+    """What a conversion of this folder does not take along, by name (those of a layer as one); None where there is nothing."""
+    if is_distributed(folder):
+        return None
+    counts: dict[str, int] = {}
+    for name in FolderTensors(folder).left_out:
+        layer = re.match(r"model\.layers\.\d+\.", name)
+        counts[f"{layer[0]}*" if layer else name] = counts.get(f"{layer[0]}*" if layer else name, 0) + 1
+    said = [name if count == 1 else f"{name} ({count} tensors)" for name, count in sorted(counts.items())]
+    return ", ".join(said) or None
+
+
 def tensors_of(folder: Path) -> FolderTensors | CheckpointTensors:
     return CheckpointTensors(folder) if is_distributed(folder) else FolderTensors(folder)
-
-
-def fingerprint(files: HFFolder) -> str:
-    """Of the source: a conversion goes on only where it is the same."""
-    said = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files.files]
-    return hashlib.sha256(json.dumps(said).encode()).hexdigest()
-
-
-def begin(target: Path, job: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Opens `target`, new or broken off; file -> what was noted of it, for files that are finished.
-
-    PROGRESS says what is converted in its first line, then has one line a finished file.
-
-    Raises CheckpointError where `target` is something else.
-    """
-    log = target / PROGRESS
-    if log.is_file():
-        first, *rest = [line for line in log.read_text().split("\n")[:-1] if line]  # a last line without its end is half a line
-        if json.loads(first) != job:
-            raise CheckpointError(f"{target} is a conversion of something else, broken off. Remove it, or choose another folder.")
-        finished = {(said := json.loads(line))["file"]: said for line in rest}
-        return {name: said for name, said in finished.items() if (target / name).is_file()}
-    if target.exists() and any(target.iterdir()):
-        raise CheckpointError(f"{target} exists and is not empty. Remove it, or choose another folder.")
-    target.mkdir(parents=True, exist_ok=True)
-    note(target, job)
-    return {}
-
-
-def note(target: Path, said: dict[str, Any]) -> None:
-    with (target / PROGRESS).open("ab", buffering=0) as stream:
-        stream.write((json.dumps(said) + "\n").encode())  # one write, appended whole: two files may end at once
 
 
 def _groups(bound: list[Bound]) -> Iterator[list[tuple[Bound, int]]]:

@@ -1,11 +1,13 @@
 """Data files and the folders of models."""
 
-import json
 import math
+import os
 from pathlib import Path
 
 from rftmega.config.schema import DataConfig, RunConfig
 from rftmega.config.sources import LONGEST_CYCLE, shares, split_source
+from rftmega.errors import CheckpointError
+from rftmega.json_files import read_weight_map
 
 READ_FROM = {  # which of data's keys are read, by algorithm.task
     "rl": ("label_key", "kind_key"),
@@ -74,8 +76,11 @@ def files(config: RunConfig) -> list[str]:
 
 def _weights(folder: Path) -> list[str]:
     index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        named = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    if os.path.lexists(index):
+        try:
+            named = sorted(set(read_weight_map(index).values()))
+        except CheckpointError as error:
+            return [str(error)]
         return [f"model.path={folder}: {index.name} names {n}, which is missing." for n in named if not (folder / n).is_file()]
     if not list(folder.glob("*.safetensors")):
         return [f"model.path={folder} holds no *.safetensors weights. Convert or download them first."]

@@ -1,5 +1,6 @@
 """Hugging Face weights into this process's shards; reads only the slices that it holds."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,11 +24,15 @@ def refuse_strangers(
         for rule, layer, expert in instances(rules, layers=hf_config["num_hidden_layers"], experts=experts)
         for name in rule.hf_names(layer, expert)
     }
-    strangers = sorted(name for name in files.names if name not in known | allowed and not left_out(hf_config, name))
+    strangers = sorted(set(files.names) - known - allowed - left_out(hf_config, files.names))
     if strangers:
+        layers = hf_config["num_hidden_layers"]
+        numbers = (re.match(r"model\.layers\.(\d+)\.", name) for name in strangers)
+        behind = max((int(number[1]) for number in numbers if number), default=0)
+        too_few = f" Some are of layer {behind}, and num_hidden_layers={layers}." if behind >= layers else ""
         raise CheckpointError(
             f"{files.folder} holds {len(strangers)} tensor(s) that its config.json does not lead to, {strangers[0]!r} first. "
-            "Weights that nobody reads would make it another model."
+            f"Weights that nobody reads would make it another model.{too_few}"
         )
 
 

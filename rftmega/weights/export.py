@@ -1,6 +1,7 @@
 """The policy as a Hugging Face folder that `transformers` and vLLM load."""
 
 import json
+import logging
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,8 @@ from rftmega.parallel.collectives import gather_objects
 from rftmega.weights.gather import Exporter
 
 SHARD_BYTES = 4 * 2**30
+
+log = logging.getLogger(__name__)
 
 
 def export_hf_folder(
@@ -45,7 +48,8 @@ def _write(tensors: Iterator[tuple[str, Tensor]], exporter: Exporter, source: Pa
     for file, planned in shards.items():
         write_shard(draft / file, planned, tensors)
     write_index(draft, shards)
-    copy_companions(source, draft)
+    if changed := copy_companions(source, draft):
+        log.info("%s: %s", target, changed)
     if classifier:
         _say_classifier(draft / "config.json")
     if target.exists():

@@ -13,12 +13,13 @@ from safetensors.torch import load_file, save_file
 
 from rftmega.checkpoint import convert
 from rftmega.checkpoint.distributed import write_manifest
+from rftmega.checkpoint.target import begin
 from rftmega.config import ParallelConfig
 from rftmega.errors import CheckpointError
 from rftmega.megatron.stored import FORMAT, MANIFEST, PROGRESS
 from tests.layouts import build_critic, build_manager, packed_logits
 from tests.ranks import RankFailure, run_ranks
-from tests.tiny_models import VARIANTS, save_tiny, transformers_logits
+from tests.tiny_models import VARIANTS, save_tiny, transformers_logits, with_predictor
 
 P = ParallelConfig
 ROWS = [[5, 9, 130, 2, 77], [3, 0, 7]]
@@ -245,8 +246,48 @@ def test_a_damaged_checkpoint_is_refused(what: str, complaint: str, tmp_path: Pa
 def test_a_folder_that_holds_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("precious")
     with pytest.raises(CheckpointError, match="exists and is not empty"):
-        convert.begin(tmp_path, {"source": "a"})
+        begin(tmp_path, {"source": "a"})
     shutil.rmtree(tmp_path)
-    assert convert.begin(tmp_path, {"source": "a"}) == {}
+    assert begin(tmp_path, {"source": "a"}) == {}
     with pytest.raises(CheckpointError, match="conversion of something else"):
-        convert.begin(tmp_path, {"source": "b"})
+        begin(tmp_path, {"source": "b"})
+
+
+@pytest.mark.parametrize(
+    ("variant", "name", "like"),
+    [
+        ("qwen3", "model.layers.1.mlp.up_proj.weight", "gate_proj"),  # fused with it in Megatron
+        ("qwen2", "model.layers.0.self_attn.v_proj.bias", "q_proj"),
+        ("qwen3", "model.layers.2.mlp.down_proj.weight", "layers.0.mlp.down_proj"),  # stacked with it
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_parts_of_one_tensor_that_differ_in_dtype_are_refused(
+    variant: str, name: str, like: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """fp16 beside bf16 would be read bit by bit."""
+    source = save_tiny(tmp_path / "hf", variant)
+    tensors = {key: tensor.half() for key, tensor in load_file(source / "model.safetensors").items()}
+    save_file(tensors | {name: tensors[name].to(dtype)}, source / "model.safetensors")
+    with pytest.raises(RankFailure, match="CheckpointError") as refusal:
+        run_ranks(1, there_body, source, tmp_path / "megatron", P())
+    assert f"{dtype} and " in str(refusal.value)
+    assert name in str(refusal.value)
+    assert like in str(refusal.value)
+    assert not (tmp_path / "megatron").exists()
+
+
+def told_body(world: Any, source: Path, target: Path, back: Path) -> list[Any]:
+    changed = [convert.to_megatron(source, target, P()), convert.to_hf(target, back)]
+    return [*changed, *map(convert.told_left_out, (source, back))]
+
+
+def test_layers_that_predict_a_second_token_are_left_out_with_their_field_and_named(tmp_path: Path) -> None:
+    source = save_tiny(tmp_path / "hf", "deepseek-v3")
+    added = with_predictor(source, 4)
+    there, back, left_out, left_out_again = run_ranks(1, told_body, source, tmp_path / "megatron", tmp_path / "back")[0]
+    assert "num_nextn_predict_layers=0" in there
+    assert left_out == f"model.layers.4.* ({len(added)} tensors)"
+    assert (back, left_out_again) == (None, None)
+    for folder in ("megatron", "back"):
+        assert json.loads((tmp_path / folder / "config.json").read_text())["num_nextn_predict_layers"] == 0

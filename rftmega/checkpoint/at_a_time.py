@@ -1,0 +1,56 @@
+"""Work of a conversion that is done side by side, within a bound of memory."""
+
+import ctypes
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TypeVar
+
+SPARE = 128 * 2**20  # bytes
+M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # malloc.h
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class Room:
+    """Memory that threads share: who asks for more than is left waits, unless nobody has any.
+
+    What is freed stays with the process and is used again: fresh pages take the kernel longer than a copy takes us. Around
+    a tensor of more than SPARE it goes back.
+    """
+
+    def __init__(self, limit: int):
+        self.left = self.limit = limit  # bytes
+        self._changed = threading.Condition()
+        self._libc = ctypes.CDLL(None)
+        if hasattr(self._libc, "mallopt"):  # glibc
+            for option, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_ARENA_MAX, 1)):
+                self._libc.mallopt(option, value)
+
+    @contextmanager
+    def of(self, size: int) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: size <= self.left or self.left == self.limit)
+            self.left -= size
+        self._trim(size)
+        try:
+            yield
+        finally:
+            self._trim(size)
+            with self._changed:
+                self.left += size
+                self._changed.notify_all()
+
+    def _trim(self, size: int) -> None:
+        if size > SPARE and hasattr(self._libc, "malloc_trim"):
+            self._libc.malloc_trim(0)
+
+
+def side_by_side(work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+    """The results in order; two at a time are made, so that one's disk and the other's processor are busy together."""
+    pool = ThreadPoolExecutor(2)
+    try:
+        yield from pool.map(work, items)
+    finally:
+        pool.shutdown(cancel_futures=True)

@@ -1,0 +1,144 @@
+"""A folder of safetensors files: what would be read for something else is refused, by name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from converters import left_out, table
+from converters.hf_folder import INDEX, HFFolder, copy_companions
+from model_providers.hf_config import read_hf_config
+from rftmega.errors import CheckpointError
+from rftmega.megatron.load import HEAD, refuse_strangers
+from tests.tiny_models import VARIANTS, save_tiny, with_predictor
+
+
+def check(folder: Path) -> None:
+    """As a start and a conversion do."""
+    hf_config = read_hf_config(folder)
+    allowed = frozenset({HEAD} if hf_config.get("tie_word_embeddings") else ())
+    refuse_strangers(HFFolder(folder), table(hf_config), hf_config, experts=8, allowed=allowed)
+
+
+def change_config(folder: Path, **fields: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+@pytest.mark.parametrize("variant", sorted(VARIANTS))
+def test_a_layer_behind_the_last_is_refused(variant: str, tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path, variant)
+    check(folder)
+    fewer = {"num_hidden_layers": 3} | ({"layer_types": None} if variant == "qwen2-late-window" else {})
+    change_config(folder, **fewer)
+    with pytest.raises(CheckpointError, match=r"model\.layers\.3\..* Some are of layer 3, and num_hidden_layers=3"):
+        check(folder)
+
+
+def test_a_layer_that_predicts_a_second_token_is_left_out_and_told(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path, "deepseek-v3")
+    added = with_predictor(folder, 4)
+    check(folder)
+    assert sorted(left_out(read_hf_config(folder), HFFolder(folder).names)) == added
+
+
+@pytest.mark.parametrize(
+    ("layer", "config", "complaint"),
+    [
+        (4, {"num_hidden_layers": 3}, r"model\.layers\.3\."),
+        (4, {"num_hidden_layers": 3, "num_nextn_predict_layers": 2}, r"model\.layers\.3\."),
+        (4, {"num_nextn_predict_layers": 0}, r"model\.layers\.4\."),
+        (5, {}, r"model\.layers\.5\."),
+    ],
+)
+def test_of_layers_behind_the_last_only_those_that_predict_are_left_out(
+    layer: int, config: dict[str, Any], complaint: str, tmp_path: Path
+) -> None:
+    folder = save_tiny(tmp_path, "deepseek-v3")
+    with_predictor(folder, layer)
+    change_config(folder, **config)
+    with pytest.raises(CheckpointError, match=complaint):
+        check(folder)
+
+
+def test_a_tensor_that_a_predicting_layer_does_not_have_is_refused(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path, "deepseek-v3")
+    with_predictor(folder, 4)
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {"model.layers.4.adapter.weight": torch.ones(2)}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"1 tensor.*model\.layers\.4\.adapter\.weight"):
+        check(folder)
+
+
+def test_a_folder_without_those_layers_says_that_it_has_none(tmp_path: Path) -> None:
+    source = save_tiny(tmp_path / "source", "deepseek-v3")
+    (source / "config.json").chmod(0o444)
+    (tmp_path / "target").mkdir()
+    said = copy_companions(source, tmp_path / "target")
+    assert said is not None
+    assert "num_nextn_predict_layers=0" in said
+    before, after = read_hf_config(source), read_hf_config(tmp_path / "target")
+    assert before | {"num_nextn_predict_layers": 0} == after
+    (tmp_path / "again").mkdir()
+    assert copy_companions(tmp_path / "target", tmp_path / "again") is None
+
+
+def test_two_files_that_hold_the_same_tensor_are_refused_without_an_index(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path, "llama")
+    save_file({"model.norm.weight": torch.zeros(64)}, folder / "later.safetensors")
+    with pytest.raises(CheckpointError, match=r"later\.safetensors and model\.safetensors both hold 'model\.norm\.weight'"):
+        HFFolder(folder)
+    names = load_file(folder / "model.safetensors")
+    (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, "model.safetensors")}))
+    assert HFFolder(folder).whole("model.norm.weight", (64,)).any()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "said"),
+    [(torch.int8, "I8"), (torch.uint8, "U8"), (torch.bool, "BOOL"), (torch.int64, "I64"), (torch.complex64, "C64"),
+     (torch.float8_e4m3fn, "F8_E4M3"), (torch.float8_e5m2, "F8_E5M2")],
+)  # fmt: skip
+def test_weights_that_are_no_floating_point_numbers_are_refused_by_name(dtype: torch.dtype, said: str, tmp_path: Path) -> None:
+    save_file({"model.norm.weight": torch.ones(64).to(dtype)}, tmp_path / "model.safetensors")
+    files = HFFolder(tmp_path)
+    for read in (files.slice_of, files.whole):
+        with pytest.raises(CheckpointError, match=rf"model\.norm\.weight is of dtype {said}; weights are F64, F32, F16, BF16"):
+            read("model.norm.weight", (64,))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_weights_of_other_precisions_are_read(dtype: torch.dtype, tmp_path: Path) -> None:
+    save_file({"model.norm.weight": torch.ones(64, dtype=dtype)}, tmp_path / "model.safetensors")
+    assert torch.equal(HFFolder(tmp_path).whole("model.norm.weight", (64,)), torch.ones(64, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    ("index", "complaint"),
+    [
+        (b"garbage", r"index\.json:1: not JSON"),
+        (b"{}", r"index\.json is no index of weights: its weight_map is null"),
+        (b"[1]", r"index\.json holds a list"),
+        (b'{"weight_map": {}}', r"its weight_map is empty"),
+        (b'{"weight_map": {"a": 1}}', r"names '1' for 'a', which is no \*\.safetensors file"),
+        (b'{"weight_map": {"a": "../model.safetensors"}}', r"names '\.\./model\.safetensors' for 'a'"),
+        (b'{"weight_map": {"a": "model.safetensors", "a": "b.safetensors"}}', r"the key 'a' is there twice"),
+    ],
+)
+def test_an_index_that_is_none_is_refused(index: bytes, complaint: str, tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path, "llama")
+    (folder / INDEX).write_bytes(index)
+    with pytest.raises(CheckpointError, match=complaint):
+        HFFolder(folder)
+
+
+def test_an_index_that_names_a_missing_file_or_a_tensor_of_another_is_refused(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path, "llama")
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"a": "gone.safetensors", "b": "model.safetensors"}}))
+    files = HFFolder(folder)
+    with pytest.raises(CheckpointError, match=r"gone\.safetensors can't be read"):
+        files.whole("a", (1,))
+    with pytest.raises(CheckpointError, match=r"names model\.safetensors for 'b', which is not in that file"):
+        files.whole("b", (1,))
