@@ -31,6 +31,10 @@ class DataError(RFTMegaError):
         return cls("\n".join([*problems[:10], *([f"... and {more} more."] if more > 0 else [])]))
 
 
+class LockedError(RFTMegaError):
+    """A folder that another program works in, or that can't be locked; names the process that holds it."""
+
+
 class CheckpointError(RFTMegaError):
     """A model folder or checkpoint that is missing, incomplete or of another model."""
 

@@ -1,0 +1,272 @@
+"""A lock on a folder that only one program may work in, on this host or another that sees the same files.
+
+The lock is a file in the folder. It names the process that holds it, which touches the file every BEAT_SECONDS. A process that
+died leaves its file behind; the next one takes it over. Everything works over NFS: the file is created by link(), and ages are
+differences between times that the file server gave.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rftmega.errors import LockedError
+
+FILE = ".rftmega.lock"
+BEAT_SECONDS = 10.0
+STALE_SECONDS = 60.0
+LOOK_SECONDS = 0.5  # between two looks at a lock that may be alive
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """The process that holds a lock."""
+
+    what: str  # as "run"
+    host: str
+    machine: str  # its boot and its namespace of process ids: within one, a process can be looked up
+    pid: int
+    started: int  # of the process, in clock ticks since the boot
+    since: str
+    token: str
+
+    @classmethod
+    def present(cls, what: str) -> "Holder":
+        """This process, now."""
+        started = process_start(os.getpid())
+        assert started is not None
+        since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
+        return cls(what, socket.gethostname(), _machine(), os.getpid(), started, since, uuid.uuid4().hex)
+
+    @property
+    def here(self) -> bool:
+        return self.machine == _machine()
+
+    @property
+    def dead(self) -> bool:
+        """Whether its process is known to be gone; another one may have its number."""
+        return self.here and process_start(self.pid) != self.started
+
+    def __str__(self) -> str:
+        return f"another {self.what}, process {self.pid} on {self.host}, since {self.since}"
+
+
+class FolderLock:
+    """FolderLock keeps other programs out of `folder` from `acquire` to `release`."""
+
+    def __init__(
+        self,
+        folder: str | Path,
+        what: str,
+        *,
+        beat: float | None = None,
+        stale: float | None = None,
+        lost: Callable[[str], None] | None = None,
+    ):
+        """`what` the program does, as "run". `lost` is called, by a thread, with what happened, when another program has taken
+        the lock over, since this one stood still for longer than `stale` seconds; by default the process ends.
+        """
+        self.folder, self.file = Path(folder), Path(folder) / FILE
+        self.beat, self.stale = beat or BEAT_SECONDS, stale or STALE_SECONDS
+        self._lost = lost or _end
+        self.holder = Holder.present(what)
+        self._own = self.folder / f"{FILE}.{self.holder.token}"  # a file of this process alone
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def acquire(self) -> None:
+        """Raises LockedError where another program works in the folder, or no lock can be made there.
+
+        The lock of a process on another host is watched, for `stale` seconds at most, until it is seen to be alive or is stale:
+        a run that died on one host may start again on another.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            _write(self._own, self.holder)
+            try:
+                self._take()
+            finally:
+                self._own.unlink(missing_ok=True)
+        except OSError as error:
+            raise LockedError(
+                f"{self.folder} can't be used: {error.strerror or error}. It must be a folder that can be written to; "
+                "mend its rights, or give another."
+            ) from error
+        self._thread = threading.Thread(target=self._keep, name="folder lock", daemon=True)
+        self._thread.start()
+
+    def release(self) -> None:
+        """Others may work in the folder. A copy of the process by fork releases nothing."""
+        if os.getpid() != self.holder.pid or self._thread is None:
+            return
+        self._ended.set()
+        self._thread.join()
+        self._thread = None
+        with contextlib.suppress(OSError):
+            if _holder_of(self.file) == self.holder:
+                self.file.unlink()
+
+    def _take(self) -> None:
+        seen: tuple[Holder | None, float] | None = None  # the lock when it was first looked at
+        while not self._linked(self.file):
+            try:
+                found = _look(self.file)
+            except FileNotFoundError:  # it was released just now
+                continue
+            holder, touched = found
+            age = self._server_time() - touched
+            if (holder is not None and holder.dead) or (age > self.stale and not (holder is not None and holder.here)):
+                if self._took_over(holder, age):
+                    return
+                continue
+            if holder is not None and (holder.here or (seen is not None and seen != found)):
+                raise LockedError(
+                    f"{self.folder} is in use by {holder}. Two would replace each other's files: give another folder, or wait "
+                    f"for its end. (Should it be dead all the same: {self.file} may be deleted.)"
+                )
+            if seen is None:
+                log.info("%s: %s may be alive there; waiting at most %.0f s to see it.", self.folder, _said(holder), self.stale)
+            seen = seen or found
+            time.sleep(LOOK_SECONDS)
+
+    def _linked(self, file: Path) -> bool:
+        """Whether `file`, which there was not, is this process's now: all at once, with its content."""
+        try:
+            os.link(self._own, file)
+        except FileExistsError:
+            # Over NFS the answer to a link that was made can get lost, and the repeated request fails.
+            return os.stat(self._own).st_nlink == 2
+        except OSError:  # no hard links there
+            return self._created(file)
+        return True
+
+    def _created(self, file: Path) -> bool:
+        try:
+            with file.open("x") as opened:
+                json.dump(asdict(self.holder), opened)
+        except FileExistsError:
+            return False
+        return _holder_of(file) == self.holder
+
+    def _took_over(self, holder: Holder | None, age: float) -> bool:
+        """Whether a stale lock was replaced. Takers do so one at a time, or the second would replace the first one's."""
+        turn = self.folder / f"{FILE}.turn"
+        if not self._linked(turn):
+            with contextlib.suppress(FileNotFoundError):
+                if self._server_time() - _look(turn)[1] > self.stale:  # of one that died within the lines below
+                    turn.unlink()
+            time.sleep(LOOK_SECONDS / 10)
+            return False
+        try:
+            if _holder_of(self.file) != holder:
+                return False
+            os.replace(self._own, self.file)
+        except FileNotFoundError:
+            return False
+        finally:
+            turn.unlink(missing_ok=True)
+        log.warning("%s: took over the lock of %s, which is dead (last sign %.0f s ago).", self.folder, _said(holder), age)
+        return _holder_of(self.file) == self.holder
+
+    def _server_time(self) -> float:
+        """The present time, as the file server has it."""
+        os.utime(self._own)
+        return os.stat(self._own).st_mtime
+
+    def _keep(self) -> None:
+        """Touches the file until the release; ends where it is another program's."""
+        while not self._ended.wait(self.beat):
+            try:
+                if not self._touch():
+                    self._lost(f"{self.folder}: {_said(_holder_of(self.file))} has taken over the lock: this one stood still.")
+                    return
+            except OSError as error:  # of a file server: may pass
+                log.warning("%s: the lock can't be touched: %s", self.file, error)
+
+    def _touch(self) -> bool:
+        try:
+            file = open(self.file)  # noqa: SIM115  of the `with` below
+        except FileNotFoundError:  # somebody deleted it
+            _write(self._own, self.holder)
+            try:
+                return self._linked(self.file)
+            finally:
+                self._own.unlink(missing_ok=True)
+        with file:
+            if _parsed(file.read()) != self.holder:
+                return False
+            os.utime(file.fileno())  # this very file, whatever has its name by now
+        return True
+
+
+@contextmanager
+def locked(folder: str | Path, what: str) -> Iterator[None]:
+    """Within, `folder` is this process's alone. Raises LockedError where another program works in it."""
+    lock = FolderLock(folder, what)
+    lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def process_start(pid: int) -> int | None:
+    """When a process of this machine began, in clock ticks since the boot; None where it has ended."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    fields = stat.rpartition(")")[2].split()  # the name before may hold anything
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def _machine() -> str:
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
+
+
+def _write(file: Path, holder: Holder) -> None:
+    with file.open("w") as opened:
+        json.dump(asdict(holder), opened)
+        opened.flush()
+        os.fsync(opened.fileno())
+
+
+def _look(path: Path) -> tuple[Holder | None, float]:
+    """The holder, None where the file is not (yet) a lock's, and when it was touched. Opening a file makes an NFS client ask the
+    server for its times, which it would otherwise keep for up to a minute.
+    """
+    with path.open(errors="replace") as file:
+        return _parsed(file.read()), os.fstat(file.fileno()).st_mtime
+
+
+def _holder_of(file: Path) -> Holder | None:
+    return _look(file)[0]
+
+
+def _parsed(text: str) -> Holder | None:
+    try:
+        return Holder(**json.loads(text))
+    except (ValueError, TypeError):
+        return None
+
+
+def _said(holder: Holder | None) -> str:
+    return "an unknown program" if holder is None else str(holder)
+
+
+def _end(reason: str) -> None:
+    """Ends the process without another word to the folder, which is another program's."""
+    sys.stderr.write(f"error: {reason} It ends, lest two write there.\n")
+    sys.stderr.flush()
+    os._exit(1)
