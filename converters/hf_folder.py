@@ -266,9 +266,8 @@ def write_index(folder: Path, shards: dict[str, list[Planned]]) -> None:
     """The index of a complete folder."""
     weight_map = {tensor.name: file for file, planned in shards.items() for tensor in planned}
     total = sum(tensor.bytes for planned in shards.values() for tensor in planned)
-    draft = folder / (INDEX + ".part")
-    draft.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
-    draft.rename(folder / INDEX)
+    draft_of(folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
+    land(folder / INDEX)
 
 
 def copy_companions(source: Path, target: Path) -> str | None:
@@ -276,15 +275,27 @@ def copy_companions(source: Path, target: Path) -> str | None:
 
     Gives what config.json says otherwise than before, where layers that are left out were counted in it, as text.
     """
+    said = None
     for path in source.iterdir():
         weights = path.suffix in WEIGHTS or path.name.endswith(".index.json") or path.name in OF_WEIGHTS
-        if path.is_file() and not weights:
-            shutil.copy2(path, target / path.name)
-    config = target / "config.json"
+        own = path.name.startswith(".rftmega")  # a mark or a lock, of that folder
+        if not path.is_file() or weights or own:
+            continue
+        draft = draft_of(target / path.name)
+        draft.unlink(missing_ok=True)  # read-only where the source is
+        shutil.copy2(path, draft)
+        if path.name == "config.json":
+            said = _without_left_out(draft)
+        land(target / path.name)
+    return said
+
+
+def _without_left_out(config: Path) -> str | None:
+    """Rewrites a copy of config.json where it counts layers that are left out; says so."""
     content = read_json_object(config)
     if not (changes := written(content)):
         return None
-    config.unlink()  # the copy is read-only where the source was
+    config.unlink()  # read-only where the source is
     config.write_text(json.dumps(content | changes, indent=2) + "\n")
     said = ", ".join(f"{name}={value}" for name, value in changes.items())
     return f"config.json says {said}: the layers that it counted are not among the weights"

@@ -3,7 +3,8 @@
 import hashlib
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -28,7 +29,7 @@ from model_providers.hf_config import read_hf_config
 from model_providers.value_head import ValueHead
 from rftmega.checkpoint.at_a_time import SPARE, Room, side_by_side
 from rftmega.checkpoint.distributed import finish, write_manifest, write_pieces
-from rftmega.checkpoint.target import begin, fingerprint, note
+from rftmega.checkpoint.target import begin, fingerprint, note, written_alone
 from rftmega.config import ParallelConfig
 from rftmega.errors import CheckpointError, ConfigError
 from rftmega.megatron.binding import Bound, bind
@@ -83,31 +84,33 @@ def to_megatron(source: Path, target: Path, parallel: ParallelConfig, *, progres
     refuse_mixed(files, model)
     layout = {name: value for name, value in asdict(parallel).items() if value != getattr(ParallelConfig(), name)}
     job = {"source": fingerprint(files), "layout": layout, "value_head": value_head, "head_bias": "score.bias" in files}
-    finished = begin(target, job)
-    stored: list[Stored] = []
-    sums: dict[str, str] = {}
-    room = Room(max(item.parameter.nbytes for item in model.bound) + SPARE)
+    with written_alone(target):
+        finished = begin(target, job)
+        stored: list[Stored] = []
+        sums: dict[str, str] = {}
+        room = Room(max(item.parameter.nbytes for item in model.bound) + SPARE)
 
-    def convert(numbered: tuple[int, list[tuple[Bound, int]]]) -> dict[str, Any]:
-        number, group = numbered
-        name = f"__{number}_0.distcp"
-        if name in finished:
-            return finished[name]
-        read: dict[str, str] = {}
-        boxes = write_pieces(target / name, _boxes(files, group, model.pieces, parallel, read, room))
-        said = {"file": name, "pieces": [asdict(box) for box in boxes], "tensors": read}
-        note(target, said)
-        return said
+        def convert(numbered: tuple[int, list[tuple[Bound, int]]]) -> dict[str, Any]:
+            number, group = numbered
+            name = f"__{number}_0.distcp"
+            if name in finished:
+                return finished[name]
+            read: dict[str, str] = {}
+            with closing(_boxes(files, group, model.pieces, parallel, read, room)) as stream:  # where it fails, its room is free
+                boxes = write_pieces(target / name, stream)
+            said = {"file": name, "pieces": [asdict(box) for box in boxes], "tensors": read}
+            note(target, said)
+            return said
 
-    groups = list(enumerate(_groups(model.bound)))
-    for (_, group), said in zip(groups, side_by_side(convert, groups), strict=True):
-        stored += [Stored(**{**box, "offset": tuple(box["offset"]), "shape": tuple(box["shape"])}) for box in said["pieces"]]
-        sums |= said["tensors"]
-        progress(sum(item.parameter.nbytes for item, _ in group))
-    changed = copy_companions(source, target)
-    shapes = {piece.key: piece.global_shape for pieces in model.pieces for piece in pieces}
-    finish(target, stored, shapes, model.objects, {"kind": "megatron", **job, "tensors": sums})
-    (target / PROGRESS).unlink()
+        groups = list(enumerate(_groups(model.bound)))
+        for (_, group), said in zip(groups, side_by_side(convert, groups), strict=True):
+            stored += [Stored(**{**box, "offset": tuple(box["offset"]), "shape": tuple(box["shape"])}) for box in said["pieces"]]
+            sums |= said["tensors"]
+            progress(sum(item.parameter.nbytes for item, _ in group))
+        changed = copy_companions(source, target)
+        shapes = {piece.key: piece.global_shape for pieces in model.pieces for piece in pieces}
+        finish(target, stored, shapes, model.objects, {"kind": "megatron", **job, "tensors": sums})
+        (target / PROGRESS).unlink()
     return changed
 
 
@@ -129,26 +132,28 @@ def to_hf(source: Path, target: Path, *, progress: Progress = lambda _: None) ->
     """Distributed checkpoint -> HF folder, one tensor at a time; gives what `to_megatron` does. Resumes what was broken off."""
     tensors = CheckpointTensors(source)
     job = {"source": hashlib.sha256((source / MANIFEST).read_bytes()).hexdigest()}
-    finished = begin(target, job)
-    shards = shards_of(tensors.planned, FILE_BYTES)
-    sums: dict[str, str] = {}
-    room = Room(2 * max(tensor.bytes for tensor in tensors.planned))
+    with written_alone(target):
+        finished = begin(target, job)
+        shards = shards_of(tensors.planned, FILE_BYTES)
+        sums: dict[str, str] = {}
+        room = Room(2 * max(tensor.bytes for tensor in tensors.planned))
 
-    def convert(file: str) -> dict[str, Any]:
-        if file in finished:
-            return finished[file]
-        names = {tensor.name for tensor in shards[file]}
-        said = {"file": file, "tensors": write_shard(target / file, shards[file], tensors.named(names, room))}
-        note(target, said)
-        return said
+        def convert(file: str) -> dict[str, Any]:
+            if file in finished:
+                return finished[file]
+            names = {tensor.name for tensor in shards[file]}
+            with closing(tensors.named(names, room)) as stream:
+                said = {"file": file, "tensors": write_shard(target / file, shards[file], stream)}
+            note(target, said)
+            return said
 
-    for said in side_by_side(convert, shards):
-        sums |= said["tensors"]
-        progress(sum(tensor.bytes for tensor in shards[said["file"]]))
-    changed = copy_companions(source, target)
-    write_index(target, shards)
-    write_manifest(target, {"kind": "huggingface", **job, "tensors": sums})
-    (target / PROGRESS).unlink()
+        for said in side_by_side(convert, shards):
+            sums |= said["tensors"]
+            progress(sum(tensor.bytes for tensor in shards[said["file"]]))
+        changed = copy_companions(source, target)
+        write_index(target, shards)
+        write_manifest(target, {"kind": "huggingface", **job, "tensors": sums})
+        (target / PROGRESS).unlink()
     return changed
 
 
@@ -210,7 +215,7 @@ class CheckpointTensors:
             for name, tensor in zip(item.hf_names, item.rule.hf, strict=True)
         ]
 
-    def named(self, names: set[str], room: Room) -> Iterator[tuple[str, Tensor]]:
+    def named(self, names: set[str], room: Room) -> Generator[tuple[str, Tensor], None, None]:
         """Those tensors, in the order of `planned`."""
         for item, pieces in self._exported:
             if names.isdisjoint(item.hf_names):
@@ -265,7 +270,7 @@ def _boxes(
     parallel: ParallelConfig,
     sums: dict[str, str],
     room: Room,
-) -> Iterator[tuple[str, tuple[int, ...], Tensor]]:
+) -> Generator[tuple[str, tuple[int, ...], Tensor], None, None]:
     """(key, offset, box), each split as the ranks of `parallel` will ask for it; notes the checksums of what is read."""
     for item, number in group:
         with room.of(item.parameter.nbytes):

@@ -1,13 +1,37 @@
 """The folder that a conversion writes: new, or broken off and gone on with."""
 
+import contextlib
 import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from converters.hf_folder import HFFolder
 from rftmega.errors import CheckpointError
 from rftmega.megatron.stored import PROGRESS
+from rftmega.parallel.folder_lock import FILE as LOCK
+from rftmega.parallel.folder_lock import locked
+
+
+@contextmanager
+def written_alone(target: Path) -> Iterator[None]:
+    """Within, no other conversion writes to `target`. Raises LockedError where one does or the folder can't be used, and
+    CheckpointError for a disk that is full or broken; drafts are removed then, and finished files stay.
+    """
+    with locked(target, "conversion"):
+        try:
+            yield
+        except OSError as error:
+            for draft in target.glob("*.part"):
+                with contextlib.suppress(OSError):
+                    draft.unlink()
+            where = f" ({error.filename})" if error.filename else ""
+            raise CheckpointError(
+                f"The conversion to {target} broke off: {error.strerror or error}{where}. It needs room and rights there; "
+                "the same command goes on with the next file."
+            ) from error
 
 
 def fingerprint(files: HFFolder) -> str:
@@ -25,16 +49,27 @@ def begin(target: Path, job: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """
     log = target / PROGRESS
     if log.is_file():
-        first, *rest = [line for line in log.read_text().split("\n")[:-1] if line]  # a last line without its end is half a line
-        if json.loads(first) != job:
+        first, *rest = _noted(log) or [{}]
+        if first != job:
             raise CheckpointError(f"{target} is a conversion of something else, broken off. Remove it, or choose another folder.")
-        finished = {(said := json.loads(line))["file"]: said for line in rest}
+        finished = {said["file"]: said for said in rest if "file" in said}
         return {name: said for name, said in finished.items() if (target / name).is_file()}
-    if target.exists() and any(target.iterdir()):
+    if target.exists() and any(not path.name.startswith(LOCK) for path in target.iterdir()):
         raise CheckpointError(f"{target} exists and is not empty. Remove it, or choose another folder.")
     target.mkdir(parents=True, exist_ok=True)
     note(target, job)
     return {}
+
+
+def _noted(log: Path) -> list[dict[str, Any]]:
+    """The lines of a log. Half a line, or zeros of a machine that lost its power, note nothing: that file is converted again."""
+    found: list[dict[str, Any]] = []
+    for line in log.read_bytes().split(b"\n")[:-1]:
+        with contextlib.suppress(ValueError):
+            said = json.loads(line)
+            if isinstance(said, dict):
+                found.append(said)
+    return found
 
 
 def note(target: Path, said: dict[str, Any]) -> None:

@@ -3,7 +3,9 @@
 import json
 import os
 import random
+import resource
 import shutil
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,11 @@ from safetensors.torch import load_file, save_file
 
 from rftmega.checkpoint import convert
 from rftmega.checkpoint.distributed import write_manifest
-from rftmega.checkpoint.target import begin
+from rftmega.checkpoint.target import begin, written_alone
 from rftmega.config import ParallelConfig
-from rftmega.errors import CheckpointError
+from rftmega.errors import CheckpointError, LockedError
 from rftmega.megatron.stored import FORMAT, MANIFEST, PROGRESS
+from rftmega.parallel.folder_lock import FILE as LOCK
 from tests.layouts import build_critic, build_manager, packed_logits
 from tests.ranks import RankFailure, run_ranks
 from tests.tiny_models import VARIANTS, save_tiny, transformers_logits, with_predictor
@@ -291,3 +294,63 @@ def test_layers_that_predict_a_second_token_are_left_out_with_their_field_and_na
     assert (back, left_out_again) == (None, None)
     for folder in ("megatron", "back"):
         assert json.loads((tmp_path / folder / "config.json").read_text())["num_nextn_predict_layers"] == 0
+
+
+def small_disk_body(world: Any, direction: str, source: Path, target: Path, most: int) -> str:
+    """With files of at most `most` bytes; what is said, and whether only whole files have their names."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
+    try:
+        there_body(world, source, target, P()) if direction == "to_megatron" else back_body(world, source, target)
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    return "it was written"
+
+
+@pytest.mark.parametrize("direction", ["to_megatron", "to_hf"])
+def test_a_disk_that_takes_no_more_is_said_and_leaves_nothing_half_made(direction: str, tmp_path: Path) -> None:
+    source = save_tiny(tmp_path / "hf", "qwen3")
+    (source / "tokenizer.json").write_text("x" * 100_000)
+    body, more = (there_body, [P()]) if direction == "to_megatron" else (back_body, [])
+    if direction == "to_hf":
+        run_ranks(1, there_body, source, tmp_path / "megatron", P())
+        source = tmp_path / "megatron"
+    done = tmp_path / "done"
+    for most in (40_000, 90_000):  # not for all tensors; for those, but not for the tokenizer
+        said = run_ranks(1, small_disk_body, direction, source, done, most)[0]
+        assert said.startswith(f"The conversion to {done} broke off: File too large")
+        assert not list(done.glob("*.part"))
+        assert not list(done.glob(".rftmega*"))
+        assert not (done / MANIFEST).exists()
+        assert not (done / "tokenizer.json").exists()
+    assert run_ranks(1, body, source, done, *more)[0] > 0
+    assert (done / "tokenizer.json").stat().st_size == 100_000
+
+
+def test_two_conversions_into_one_folder_the_second_is_refused_with_the_first_ones_name(tmp_path: Path) -> None:
+    source, target = save_tiny(tmp_path / "hf", "qwen3"), tmp_path / "megatron"
+    with written_alone(target), pytest.raises(RankFailure, match="LockedError") as refusal:
+        run_ranks(1, there_body, source, target, P())
+    assert f"{target} is in use by another conversion, process {os.getpid()} on {socket.gethostname()}" in str(refusal.value)
+    assert run_ranks(1, there_body, source, target, P())[0] > 0
+    assert not list(target.glob(".rftmega*"))
+
+
+def test_the_lock_of_a_conversion_that_was_killed_is_taken_over(tmp_path: Path) -> None:
+    source, target = save_tiny(tmp_path / "hf", "qwen3"), tmp_path / "megatron"
+    with pytest.raises(RankFailure, match="died"):
+        run_ranks(1, dying_body, "to_megatron", source, target, 1000)
+    assert (target / LOCK).is_file()
+    assert run_ranks(1, there_body, source, target, P(tensor=2, sequence=True))[0] > 0
+
+
+def test_a_target_that_is_a_file_or_takes_no_files_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    for target in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/nothing/here")):
+        with (
+            pytest.raises(LockedError, match=f"{target} can't be used: .*must be a folder that can be written to"),
+            written_alone(target),
+        ):
+            raise AssertionError("it was locked")
+    assert (tmp_path / "file").read_text() == "mine"
