@@ -1,16 +1,19 @@
 """Text to ids and back; the only file that says `transformers` for a tokenizer."""
 
-import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
 from rftmega.data.pieces import Pieces
 from rftmega.errors import CheckpointError, DataError
+from rftmega.json_files import BYTE_ORDER_MARK, read_json_object
 
 Messages = list[dict[str, str]]
+FILES = ("config.json", "tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json")
 
 
 class Tokenizer:
@@ -21,27 +24,28 @@ class Tokenizer:
 
         Raises CheckpointError where the folder holds no tokenizer, one that needs them, or one without an end of sequence.
         """
-        try:
-            self._inner = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
-        except (OSError, ValueError) as error:
-            if "trust_remote_code" in str(error):
-                raise CheckpointError(
-                    f"The tokenizer in {folder} is Python code of its own. Read it; model.trust_remote_code=true runs it."
-                ) from error
-            raise CheckpointError(f"{folder} holds no tokenizer that transformers can read: {error}") from error
+        folder = Path(folder)
+        fields = [_read(folder / name) for name in FILES]
+        self._inner = _loaded(folder, trust_remote_code)
         self._pieces = Pieces(lambda ids: str(self._inner.decode(list(ids), skip_special_tokens=False)))
-        stops = _listed(self._inner.eos_token_id) + _listed(_generation_stop(Path(folder)))
+        stops = _listed(self._inner.eos_token_id) + _generation_stops(folder / "generation_config.json")
         self.stop_ids = sorted(set(stops))
         """Every id that ends an answer: the tokenizer's end of sequence and those of generation_config.json."""
         if not self.stop_ids:
             raise CheckpointError(f"The tokenizer in {folder} names no eos_token, so no answer could ever stop.")
         self._end = stops[0]
+        self._vocabulary: int | None = fields[0].get("vocab_size")
+        if self._vocabulary is not None and (reason := self._stranger(self.stop_ids)):
+            raise CheckpointError(f"{folder}: no answer could end as it should: {reason}")
 
     def encode(self, prompt: str | Messages, *, chat_template: bool) -> tuple[int, ...]:
-        """Token ids of a prompt; chat messages always go through the template, strings where `chat_template` says so."""
+        """Token ids of a prompt; chat messages always go through the template, strings where `chat_template` says so.
+
+        Raises DataError for an id that the model does not know.
+        """
         if isinstance(prompt, str) and not chat_template:
-            return tuple(self._inner.encode(prompt))
-        return tuple(self._inner.encode(self._text(_messages(prompt), open_=True), add_special_tokens=False))
+            return self._known(self._inner.encode(prompt))
+        return self._known(self._inner.encode(self._text(_messages(prompt), open_=True), add_special_tokens=False))
 
     def encode_answer(self, prompt: str | Messages, answer: str, *, chat_template: bool) -> tuple[int, ...]:
         """Token ids of `answer` behind `encode(prompt)`, as an engine would give them: they end in a token that stops it.
@@ -50,7 +54,7 @@ class Tokenizer:
         template that does not continue the prompt with the answer.
         """
         if isinstance(prompt, str) and not chat_template:
-            return (*self._behind(prompt, answer, special=True), self._end)
+            return self._known((*self._behind(prompt, answer, special=True), self._end))
         messages = _messages(prompt)
         before = self._text(messages, open_=True)
         whole = self._text([*messages, {"role": "assistant", "content": answer}], open_=False)
@@ -59,9 +63,26 @@ class Tokenizer:
         ids = self._behind(before, whole[len(before) :], special=False)
         for last in (place for place in reversed(range(len(ids))) if ids[place] in self.stop_ids):
             if not self.decode(ids[last + 1 :]).strip():  # many templates write a line feed behind the end
-                return tuple(ids[: last + 1])
+                return self._known(ids[: last + 1])
             break
-        return (*ids, self._end)
+        return self._known((*ids, self._end))
+
+    def _known(self, ids: Sequence[int]) -> tuple[int, ...]:
+        """`ids`, all of which the model knows. Raises DataError."""
+        if self._vocabulary is not None and max(ids, default=0) >= self._vocabulary:
+            raise DataError(f"{self._stranger(ids)}")
+        return tuple(ids)
+
+    def _stranger(self, ids: Sequence[int]) -> str | None:
+        """Which of `ids` the model has no row for, as a sentence."""
+        assert self._vocabulary is not None
+        for number in ids:
+            if number >= self._vocabulary:
+                return (
+                    f"the tokenizer gives {self._inner.convert_ids_to_tokens(number)!r} the id {number}, but the model knows "
+                    f"{self._vocabulary} tokens (vocab_size in config.json). Take its own tokenizer, or enlarge its embedding."
+                )
+        return None
 
     def _behind(self, before: str, after: str, *, special: bool) -> list[int]:
         """Ids of `after`, cut out of the whole where that begins like the prompt: alone, some tokenizers would add a space."""
@@ -94,12 +115,50 @@ def _messages(prompt: str | Messages) -> Messages:
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
-def _generation_stop(folder: Path) -> int | list[int] | None:
-    path = folder / "generation_config.json"
-    return json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+def _loaded(folder: Path, trust_remote_code: bool) -> Any:
+    """transformers' tokenizer, which has encoded something. Raises CheckpointError for whatever makes it stumble."""
+    try:
+        found = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+        found.encode("a")
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic of the tokenizers library is no Exception
+        if "trust_remote_code" in str(error):
+            raise CheckpointError(
+                f"The tokenizer in {folder} is Python code of its own. Read it; model.trust_remote_code=true runs it."
+            ) from error
+        said = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{folder} holds no tokenizer that transformers can read: {said}") from error
+    return found
 
 
-def _listed(ids: int | list[int] | None) -> list[int]:
+def _read(path: Path) -> dict[str, Any]:
+    """The fields of a file that transformers will read; none where it is not there. Raises CheckpointError where it could not."""
+    if not os.path.lexists(path):
+        return {}
+    fields = read_json_object(path)
+    with path.open("rb") as file:
+        if file.read(len(BYTE_ORDER_MARK)) == BYTE_ORDER_MARK:
+            raise CheckpointError(f"{path} begins with a byte-order mark, which transformers can't read. Save it as plain UTF-8.")
+    if path.name == "config.json" and not _is_id(fields.get("vocab_size", 0)):
+        raise CheckpointError(f"{path}: vocab_size={str(fields['vocab_size'])[:40]} is no whole number.")
+    return fields
+
+
+def _generation_stops(path: Path) -> list[int]:
+    """Ids that end an answer by generation_config.json. Raises CheckpointError for what is none."""
+    said = read_json_object(path).get("eos_token_id") if os.path.lexists(path) else None
+    stops = _listed(said)
+    if not all(map(_is_id, stops)):
+        raise CheckpointError(f"{path}: eos_token_id={str(said)[:80]} is neither a token's id nor a list of them.")
+    return stops
+
+
+def _listed(ids: Any) -> list[Any]:
     if ids is None:
         return []
-    return [ids] if isinstance(ids, int) else ids
+    return ids if isinstance(ids, list) else [ids]
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from converters.hf_folder import checksum, read_into
 from rftmega.errors import CheckpointError
+from rftmega.json_files import read_json_object
 
 MARK = "metadata.json"  # Megatron's own; a folder without it is no checkpoint to it
 MANIFEST = "manifest.json"  # ours: written last
@@ -49,10 +50,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{folder} has no {MANIFEST}: it is no checkpoint of ours, or its conversion did not end. Run it again."
         )
-    try:
-        manifest = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not as it was written: {error}.") from error
+    manifest = read_json_object(path)
     if (said := manifest.get("format")) not in READ:
         newer = " Take a newer rftmega." if isinstance(said, int) and said > FORMAT else ""
         raise CheckpointError(f"{path} is of format {said}; this version reads {' and '.join(map(str, READ))}.{newer}")

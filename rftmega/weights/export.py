@@ -10,6 +10,7 @@ from torch import Tensor
 
 from converters.hf_folder import copy_companions, shards_of, write_index, write_shard
 from rftmega.errors import CheckpointError
+from rftmega.json_files import read_json_object
 from rftmega.parallel.collectives import gather_objects
 from rftmega.weights.gather import Exporter
 
@@ -58,7 +59,7 @@ def _write(tensors: Iterator[tuple[str, Tensor]], exporter: Exporter, source: Pa
 
 
 def _say_classifier(path: Path) -> None:
-    config = json.loads(path.read_text())
+    config = read_json_object(path)
     config["architectures"] = [
         name.replace("ForCausalLM", "ForSequenceClassification") for name in config.get("architectures") or []
     ]

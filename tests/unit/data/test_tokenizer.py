@@ -1,5 +1,6 @@
 """A real tokenizer of transformers, of single characters and a few special tokens."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import PreTrainedTokenizerFast
 
 from rftmega.data.tokenizer import Tokenizer as Ours
-from rftmega.errors import DataError
+from rftmega.errors import CheckpointError, DataError
 
 MERGED = "=2"  # one token, across the border of prompt and answer
 TURNS = "{% for m in messages %}<s>{{ m['role'][0] }}{{ m['content'] }}</s>\n{% endfor %}"
@@ -62,3 +63,62 @@ def test_an_answer_that_a_template_does_not_end_gets_an_end_and_loses_nothing(tm
 def test_a_template_that_rewrites_the_prompt_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="does not go on with the answer"):
         tokenizer(tmp_path, REWRITES).encode_answer("1", "2", chat_template=True)
+
+
+def test_a_token_that_the_model_does_not_know_is_refused_with_both_numbers(tmp_path: Path) -> None:
+    """A token was added, and the embedding was not enlarged."""
+    tokenizer(tmp_path, CHATML)
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 20}))  # all but the merged one
+    ours = Ours(tmp_path)
+    assert ours.encode("1 ", chat_template=False)[-1] == 19
+    asked = [lambda: ours.encode("1=2", chat_template=False), lambda: ours.encode_answer("1", "=2", chat_template=False)]
+    asked += [lambda: ours.encode("=2", chat_template=True), lambda: ours.encode_answer("1", "=2", chat_template=True)]
+    said = r"the tokenizer gives '=2' the id 20, but the model knows 20 tokens \(vocab_size in config.json\)"
+    for ask in asked:
+        with pytest.raises(DataError, match=said):
+            ask()
+
+
+@pytest.mark.parametrize(("eos", "said"), [([1, 10], "the id 10"), (99, "the id 99")])
+def test_an_end_that_the_model_does_not_know_is_refused_at_the_start(eos: int | list[int], said: str, tmp_path: Path) -> None:
+    tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 10}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    with pytest.raises(CheckpointError, match=rf"no answer could end as it should: .*{said}, but the model knows 10 tokens"):
+        Ours(tmp_path)
+
+
+@pytest.mark.parametrize("eos", ["2", [1, "2"], True, 1.5, -1, [[1]], {}, 2**70])
+def test_an_end_that_is_no_id_is_refused(eos: object, tmp_path: Path) -> None:
+    tokenizer(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: eos_token_id=.* is neither a token's id nor a list"):
+        Ours(tmp_path)
+
+
+def test_generation_config_with_a_byte_order_mark_is_read_and_its_ends_count(tmp_path: Path) -> None:
+    tokenizer(tmp_path)
+    (tmp_path / "generation_config.json").write_bytes(b"\xef\xbb\xbf" + json.dumps({"eos_token_id": [3, 1]}).encode())
+    assert Ours(tmp_path).stop_ids == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("generation_config.json", b"garbage", r"generation_config\.json:1: not JSON"),
+        ("generation_config.json", b"[1]", r"generation_config\.json holds a list, not an object"),
+        ("generation_config.json", b'{"eos_token_id": 1,\n"eos_token_id": 2}', r":2: the key 'eos_token_id' is there twice"),
+        ("tokenizer_config.json", b"[]", r"tokenizer_config\.json holds a list, not an object"),
+        ("tokenizer_config.json", b"\xef\xbb\xbf{}", r"byte-order mark, which transformers can't read"),
+        ("tokenizer_config.json", b'{"model_max_length": []}', r"holds no tokenizer that transformers can read: TypeError"),
+        ("tokenizer.json", b"{}", r"holds no tokenizer that transformers can read: KeyError"),
+        ("tokenizer.json", b"\x00\xff", r"tokenizer\.json:1: not UTF-8"),
+        ("special_tokens_map.json", b"[]", r"special_tokens_map\.json holds a list, not an object"),
+        ("config.json", b'{"vocab_size": "128"}', r"config\.json: vocab_size=128 is no whole number"),
+    ],
+)
+def test_a_file_that_can_not_be_read_is_named(name: str, content: bytes, said: str, tmp_path: Path) -> None:
+    tokenizer(tmp_path)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=said):
+        Ours(tmp_path)

@@ -110,3 +110,32 @@ def test_mistral_has_a_window_unless_config_json_says_that_it_has_none(tmp_path:
     assert describe(hf_config | {"sliding_window": None}).window is None
     del hf_config["sliding_window"]
     assert describe(hf_config).window == 4096
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"\x89PNG\r\n\x1a\n", r"config\.json:1: not UTF-8 \(byte 0x89\)"),
+        (b"[1, 2]", r"config\.json holds a list, not an object"),
+        (b'{"model_type": "llama",\n "model_type": "qwen2"}', r"config\.json:2: the key 'model_type' is there twice"),
+        (b'{"model_type": ["llama"]}', r"model_type=\['llama'\] is not supported"),
+        (b'{"model_type": "llama", "hidden_size": "128", "num_attention_heads": 0, "vocab_size": true, "rms_norm_eps": "x"}',
+         r"(?s)intermediate_size is missing.*hidden_size is '128', not a positive whole number.*num_attention_heads is 0.*"
+         r"vocab_size is True.*rms_norm_eps is 'x', not a number"),
+    ],
+)  # fmt: skip
+def test_a_config_that_is_none_is_refused_with_all_that_is_wrong(content: bytes, said: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=said):
+        describe(read_hf_config(tmp_path))
+
+
+def test_a_config_that_is_a_loop_of_links_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").symlink_to(tmp_path / "config.json")
+    with pytest.raises(CheckpointError, match=r"config\.json can't be read: Too many levels of symbolic links"):
+        read_hf_config(tmp_path)
+
+
+def test_a_byte_order_mark_is_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(b"\xef\xbb\xbf" + json.dumps(OLD_LLAMA).encode())
+    assert describe(read_hf_config(tmp_path)) == describe(OLD_LLAMA)
