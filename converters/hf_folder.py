@@ -20,7 +20,8 @@ from rftmega.json_files import NotJSON, parse_json, read_json_object, read_weigh
 INDEX = "model.safetensors.index.json"
 WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".distcp", ".part"}
 # What describes the weights of a folder rather than the model: each folder has its own.
-OF_WEIGHTS = {"manifest.json", "progress.jsonl", "metadata.json", ".metadata"}
+CHECKSUMS = "checksums.json"  # of the files
+OF_WEIGHTS = {CHECKSUMS, "manifest.json", "progress.jsonl", "metadata.json", ".metadata"}
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,

@@ -2,6 +2,7 @@
 
     convert.py to-megatron HF_DIR OUT [--tp 2 --pp 2 ...]   any layout reads OUT; the one named here reads it without waste
     convert.py to-hf CHECKPOINT OUT
+    convert.py checksums HF_DIR                             for model.verify; to-hf writes them, too
     convert.py verify A B [--logits]                        either kind each; every tensor byte by byte
 
 A conversion that was broken off goes on where it was when it is called again with the same arguments.
@@ -37,6 +38,8 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     to_hf.add_argument("target", type=Path, metavar="OUT")
     for command in (to_megatron, to_hf):
         command.add_argument("--verify", action="store_true", help="then compare OUT with the source")
+    checksums = commands.add_parser("checksums", help="write checksums.json into a Hugging Face folder")
+    checksums.add_argument("source", type=Path, metavar="HF_DIR")
     verify = commands.add_parser("verify", help="compare two folders of either kind")
     verify.add_argument("source", type=Path, metavar="A")
     verify.add_argument("target", type=Path, metavar="B")
@@ -62,6 +65,11 @@ def run(chosen: argparse.Namespace) -> int:
         raise RFTMegaError(
             f"{chosen.source} holds no config.json, so it is neither a Hugging Face folder nor a checkpoint of ours."
         )
+    if chosen.command == "checksums":
+        from converters.checksums import write_sums
+
+        write_sums(chosen.source)
+        return 0
     import rftmega.device.before_megatron  # noqa: F401
 
     # isort: split

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from converters import Replicated, Rule, Vocabulary, assemble, left_out, located, padded_vocabulary, shard_shape, table
+from converters.checksums import write_sums
 from converters.hf_folder import (
     HFFolder,
     Planned,
@@ -152,6 +153,7 @@ def to_hf(source: Path, target: Path, *, progress: Progress = lambda _: None) ->
             progress(sum(tensor.bytes for tensor in shards[said["file"]]))
         changed = copy_companions(source, target)
         write_index(target, shards)
+        write_sums(target)
         write_manifest(target, {"kind": "huggingface", **job, "tensors": sums})
         (target / PROGRESS).unlink()
     return changed

@@ -19,6 +19,11 @@ class ModelConfig:
     trust_remote_code: bool = False
     """The tokenizer may be Python code in model.path, which then runs here."""
 
+    verify: bool = False
+    """Compare the files of every Hugging Face folder that the run starts from with their checksums before they are read: those
+    in its checksums.json, or the hub's own where it was downloaded with the hub's tools. A folder without any gets a
+    checksums.json from the first such run."""
+
 
 @dataclass
 class ParallelConfig:

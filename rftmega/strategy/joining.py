@@ -7,17 +7,18 @@ from rftmega.config import RunConfig
 from rftmega.parallel import launch, nodes, stop
 from rftmega.parallel.launch import World
 from rftmega.parallel.progress import watched
-from rftmega.strategy import disk
+from rftmega.strategy import disk, integrity
 
 
 @contextmanager
 def joined(config: RunConfig) -> Iterator[tuple[World, Callable[[], bool]]]:
     """Within, gives the processes and what says whether they were asked to stop: for a run that saves, signals ask it.
 
-    Raises NodeError where a host can't serve.
+    Raises NodeError where a host can't serve, CheckpointError where model.verify finds a file that is not as it was.
     """
     saves = config.checkpoint.every > 0
     signals = stop.listening() if saves else nullcontext()
     with launch.start() as world, watched(config.faults.watchdog_seconds, world.rank), signals:
         nodes.check_nodes(world, disk.needed(config))
+        integrity.verify_models(world, config)
         yield world, stop.agreed if saves else lambda: False

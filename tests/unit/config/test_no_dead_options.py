@@ -198,6 +198,7 @@ OPTIONS: dict[str, Live] = {
 
 CHECKPOINTS = "distributed/test_checkpoints.py"
 ELSEWHERE = {  # what needs several processes, real checkpoints or sockets: a value, the test that shows what it does, its word
+    "model.verify": ("true", "unit/strategy/test_integrity.py", "verify=True"),
     "checkpoint.folder": ("x", CHECKPOINTS, "folder"),
     "checkpoint.resume": ("auto", "e2e/test_resume.py", "started_again"),
     "checkpoint.keep": ("2", CHECKPOINTS, "keep=2"),
@@ -219,7 +220,7 @@ ELSEWHERE = {  # what needs several processes, real checkpoints or sockets: a va
     "faults.requeue_code": ("77", "e2e/test_stop.py", "faults.requeue_code=77"),
     "faults.watchdog_seconds": ("-1", "unit/parallel/test_progress.py", "watchdog_seconds=0.2"),
 }
-ALWAYS = {"checkpoint.resume", "logging.peak_tflops", "logging.wandb"}  # there is no run that does not read them
+ALWAYS = {"model.verify", "checkpoint.resume", "logging.peak_tflops", "logging.wandb"}  # there is no run that does not read them
 
 
 @pytest.fixture(scope="module")
