@@ -192,6 +192,11 @@ def bytes_of(tensor: Tensor) -> Any:
     return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
+def is_finite(tensor: Tensor) -> bool:
+    """Whether a tensor holds neither NaN nor infinity."""
+    return not tensor.numel() or all(bool(edge.isfinite()) for edge in tensor.aminmax())
+
+
 def checksum(tensor: Tensor) -> str:
     """XXH3 (64 bits) of a tensor's bytes: read as fast as memory, where a CRC takes longer than the disk."""
     return str(xxhash.xxh3_64_hexdigest(bytes_of(tensor.contiguous())))
@@ -225,7 +230,7 @@ def land(path: Path) -> None:
 def write_shard(path: Path, planned: Sequence[Planned], tensors: Iterator[tuple[str, Tensor]]) -> dict[str, str]:
     """Writes the next tensors of a stream, of which one is in memory at a time; their checksums.
 
-    The file gets its name when it is complete and on the disk.
+    The file gets its name when it is complete and on the disk. Raises CheckpointError for a tensor that is not finite.
     """
     offset = 0
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -245,6 +250,8 @@ def write_shard(path: Path, planned: Sequence[Planned], tensors: Iterator[tuple[
             name, given = next(tensors)
             assert (name, given.dtype, tuple(given.shape)) == tuple(wanted), (name, given.dtype, given.shape, wanted)
             given = given.detach().to("cpu").contiguous()
+            if not is_finite(given):
+                raise CheckpointError(f"{name} holds NaN or infinity, so it is not written to {path.parent}.")
             sums[name] = checksum(given)
             write_all(stream, given)
     land(path)

@@ -23,15 +23,22 @@ def written_alone(target: Path) -> Iterator[None]:
     with locked(target, "conversion"):
         try:
             yield
+        except CheckpointError:
+            _remove_drafts(target)
+            raise
         except OSError as error:
-            for draft in target.glob("*.part"):
-                with contextlib.suppress(OSError):
-                    draft.unlink()
+            _remove_drafts(target)
             where = f" ({error.filename})" if error.filename else ""
             raise CheckpointError(
                 f"The conversion to {target} broke off: {error.strerror or error}{where}. It needs room and rights there; "
                 "the same command goes on with the next file."
             ) from error
+
+
+def _remove_drafts(target: Path) -> None:
+    for draft in target.glob("*.part"):
+        with contextlib.suppress(OSError):
+            draft.unlink()
 
 
 def fingerprint(files: HFFolder) -> str:

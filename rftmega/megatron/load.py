@@ -2,14 +2,16 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from converters import Rule, Vocabulary, instances, left_out, shard
-from converters.hf_folder import HFFolder
+from converters import Rule, Vocabulary, instances, left_out, located, shard
+from converters.hf_folder import HFFolder, is_finite
 from rftmega.errors import CheckpointError
 from rftmega.megatron.binding import Bound
+from rftmega.parallel.collectives import gather_objects
 
 
 def refuse_strangers(
@@ -51,6 +53,31 @@ def refuse_another_head(files: HFFolder, bound: Sequence[Bound]) -> None:
                 raise CheckpointError(
                     f"{files.folder}: tie_word_embeddings=true, but {HEAD} is not {item.hf_names[0]}. One of them is wrong."
                 )
+
+
+@torch.no_grad()
+def refuse_non_finite(folder: str | Path, bound: Sequence[Bound]) -> None:
+    """A collective over all processes. Raises CheckpointError, the same on every one, that names tensors with NaN or infinity
+    among what was loaded: they are so on the disk, or too large for the dtype of training.
+    """
+    mine = [name for item in bound for name in _non_finite(item)]
+    if found := sorted({name for names in gather_objects(mine) for name in names}):
+        more = f" and {len(found) - 10} more" if len(found) > 10 else ""
+        raise CheckpointError(
+            f"{folder} holds NaN or infinite weights in {len(found)} tensor(s): {', '.join(found[:10])}{more}. Nothing can be "
+            "learnt from there; take an earlier export, or download the folder again."
+        )
+
+
+def _non_finite(item: Bound) -> set[str]:
+    """Which of the HF tensors that a parameter is made of are not finite in it."""
+    if is_finite(item.parameter):
+        return set()
+    found = set()
+    for (part, start, stop), offset in located(item.rule, item.rank, item.ranks):
+        if not is_finite(item.parameter.narrow(item.rule.axis, offset, stop - start)):
+            found.add(item.hf_names[part])
+    return found
 
 
 @torch.no_grad()

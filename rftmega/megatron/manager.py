@@ -30,7 +30,7 @@ from rftmega.device.spans import spanned
 from rftmega.errors import ConfigError
 from rftmega.megatron import forward, offload
 from rftmega.megatron.binding import Bound, bind
-from rftmega.megatron.load import HEAD, load_hf, refuse_another_head, refuse_strangers
+from rftmega.megatron.load import HEAD, load_hf, refuse_another_head, refuse_non_finite, refuse_strangers
 from rftmega.megatron.sharded import load_distributed, pieces_of
 from rftmega.megatron.stored import is_distributed, read_manifest
 from rftmega.megatron.timers import Timers
@@ -98,6 +98,7 @@ class MegatronModelManager:
                 load_distributed(self.chunks, Path(cfg.model.path), self.bound)
         else:
             self._load(files, rules, experts)
+        refuse_non_finite(cfg.model.path, self.bound)
         with placement.active():
             self.pieces, _ = pieces_of(self.chunks, self.bound)
         self.model: list[Any] = list(self.chunks)  # wrapped by setup_model_and_optimizer

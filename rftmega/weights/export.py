@@ -34,11 +34,14 @@ def export_hf_folder(
         try:
             _write(tensors, exporter, Path(source), Path(target), classifier=classifier)
         except OSError as raised:
-            error = f"{type(raised).__name__}: {raised}"
+            error = f"The model can't be exported to {target}, which needs room and rights: {type(raised).__name__}: {raised}"
+        except CheckpointError as raised:  # of the model, or of the files beside it
+            error = f"The model can't be exported to {target}, where an earlier export stays: {raised}"
+            shutil.rmtree(f"{target}.incomplete", ignore_errors=True)
     for _ in tensors:  # a collective: what one process can't write the others send all the same
         pass
     if errors := list(filter(None, gather_objects(error))):
-        raise CheckpointError(f"The model can't be exported to {target}, which needs room and rights: {errors[0]}")
+        raise CheckpointError(errors[0])
 
 
 def _write(tensors: Iterator[tuple[str, Tensor]], exporter: Exporter, source: Path, target: Path, *, classifier: bool) -> None:

@@ -1,6 +1,7 @@
 """What goes in comes out: HF files -> shards -> HF names, at every layout, byte for byte."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from rftmega.checkpoint import convert
 from rftmega.config import ParallelConfig
+from rftmega.errors import CheckpointError
 from rftmega.parallel.topology import Topology
 from rftmega.weights import Exporter, export_hf_folder
 from tests.layouts import build_manager
 from tests.ranks import RankFailure, run_ranks
-from tests.tiny_models import VARIANTS, save_tiny, transformers_logits
+from tests.tiny_models import VARIANTS, save_tiny, transformers_logits, with_predictor
 
 LAYOUTS = [
     (1, ParallelConfig()),
@@ -117,13 +120,17 @@ def test_damaged_weights_are_refused_by_name(what: str, complaint: str, tmp_path
     [
         ("qwen3-tied", "lm_head.weight", "model.embed_tokens.weight"),  # written out, and equal
         ("llama", "model.layers.0.self_attn.rotary_emb.inv_freq", "model.norm.weight"),
-        ("deepseek-v3", "model.layers.4.enorm.weight", "model.norm.weight"),  # behind the last layer
     ],
 )
 def test_what_the_family_leaves_out_may_be_in_the_folder(variant: str, name: str, like: str, tmp_path: Path) -> None:
     file = save_tiny(tmp_path, variant) / "model.safetensors"
     tensors = load_file(file)
     save_file(tensors | {name: tensors[like].clone()}, file)
+    run_ranks(1, load_body, tmp_path)
+
+
+def test_layers_that_predict_a_second_token_may_be_in_the_folder(tmp_path: Path) -> None:
+    with_predictor(save_tiny(tmp_path, "deepseek-v3"), 4)
     run_ranks(1, load_body, tmp_path)
 
 
@@ -156,3 +163,95 @@ def test_ranks_together_read_each_sharded_element_once(tmp_path: Path) -> None:
     read = run_ranks(4, read_body, folder, ParallelConfig(tensor=2, pipeline=2))
     assert sum(read) == whole + norms  # norms are held by both tensor-parallel ranks
     assert max(read) < 0.4 * whole
+
+
+def finite_body(world: Any, folder: Path, parallel: ParallelConfig, dtype: str) -> str:
+    try:
+        build_manager(folder, parallel, dtype=dtype)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def poisoned(folder: Path, places: dict[str, float]) -> None:
+    """Sets one number of each tensor, towards its end."""
+    tensors = load_file(folder / "model.safetensors")
+    for name, value in places.items():
+        tensors[name].view(-1)[-3] = value
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("variant", "places", "dtype"),
+    [
+        ("qwen2", {"model.layers.3.self_attn.v_proj.bias": math.nan, "model.norm.weight": math.inf}, "float32"),
+        ("qwen2-tied", {"model.embed_tokens.weight": math.nan}, "float32"),
+        ("deepseek-v3", {"model.layers.2.mlp.gate.e_score_correction_bias": math.nan}, "float32"),
+        ("qwen3-moe", {"model.layers.3.mlp.experts.3.up_proj.weight": math.nan}, "float32"),
+        ("qwen2", {"model.layers.0.mlp.down_proj.weight": 3.4e38}, "bfloat16"),  # finite in the folder, not in training
+    ],
+)
+def test_weights_that_are_not_finite_are_refused_by_name_on_all_ranks(
+    variant: str, places: dict[str, float], dtype: str, tmp_path: Path
+) -> None:
+    folder = save_tiny(tmp_path, variant)
+    poisoned(folder, places)
+    parallel = (
+        ParallelConfig(pipeline=2, expert=2) if variant == "qwen3-moe" else ParallelConfig(tensor=2, pipeline=2, sequence=True)
+    )
+    said = set(run_ranks(4, finite_body, folder, parallel, dtype))
+    assert len(said) == 1
+    assert f"in {len(places)} tensor(s): {', '.join(sorted(places))}. Nothing can be learnt" in said.pop()
+
+
+def distributed_body(world: Any, source: Path, target: Path) -> str:
+    convert.to_megatron(source, target, ParallelConfig())
+    return finite_body(world, target, ParallelConfig(), "float32")
+
+
+def test_a_distributed_checkpoint_with_nan_is_refused_by_name(tmp_path: Path) -> None:
+    source = save_tiny(tmp_path / "hf", "qwen2")
+    poisoned(source, {"model.layers.1.mlp.gate_proj.weight": math.nan})
+    assert "1 tensor(s): model.layers.1.mlp.gate_proj.weight." in run_ranks(1, distributed_body, source, tmp_path / "ours")[0]
+
+
+def diverged_body(world: Any, source: Path, target: Path) -> str:
+    manager = build_manager(source, ParallelConfig(tensor=2))
+    exporter = Exporter(manager.bound, manager.topology, bucket_bytes=10_000)
+    export_hf_folder(exporter, source, target, write=world.rank == 0)
+    if world.rank == 1:
+        fused = next(item for item in manager.bound if item.hf_names[-1] == "model.layers.0.mlp.up_proj.weight")
+        with torch.no_grad():
+            fused.parameter[-1, 0] = math.nan  # gate above up
+    try:
+        export_hf_folder(exporter, source, target, write=world.rank == 0)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_an_export_refuses_weights_that_are_not_finite_and_keeps_the_earlier_one(tmp_path: Path) -> None:
+    source = save_tiny(tmp_path / "source", "qwen2")
+    said = run_ranks(2, diverged_body, source, tmp_path / "target")
+    assert said[0] == said[1]
+    assert "where an earlier export stays: model.layers.0.mlp.up_proj.weight holds NaN or infinity" in said[0]
+    kept, before = (load_file(next(folder.glob("*.safetensors"))) for folder in (tmp_path / "target", source))
+    assert all(torch.equal(kept[name], before[name]) for name in before)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["source", "target"]
+
+
+def nan_back_body(world: Any, source: Path, ours: Path, back: Path) -> str:
+    convert.to_megatron(source, ours, ParallelConfig())
+    try:
+        convert.to_hf(ours, back)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_a_conversion_to_hugging_face_refuses_weights_that_are_not_finite(tmp_path: Path) -> None:
+    source = save_tiny(tmp_path / "hf", "qwen2")
+    poisoned(source, {"model.layers.1.mlp.gate_proj.weight": math.inf})
+    said = run_ranks(1, nan_back_body, source, tmp_path / "ours", tmp_path / "back")[0]
+    assert said == f"model.layers.1.mlp.gate_proj.weight holds NaN or infinity, so it is not written to {tmp_path / 'back'}."
+    assert not list((tmp_path / "back").glob("*.safetensors*"))
