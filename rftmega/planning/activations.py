@@ -106,7 +106,8 @@ def log_probs(planned: Planned, stage: int, load: Load, *, learns: bool) -> int:
     model, parallel, itemsize = planned.model, planned.parallel, planned.itemsize
     n, width = load.tokens / parallel.context, -(-model.vocabulary // parallel.tensor)
     chunk = min(n, CHUNK) * width
+    half = itemsize if itemsize < 4 else 0  # a product in half precision, beside what is made of it in float32
     if not learns:
-        return int(n * model.hidden * itemsize + chunk * 12)  # of float32: the last chunk's, this one's, its exponential
-    weight = width * model.hidden * (4 + (itemsize if itemsize < 4 else 0))
-    return int(2 * n * model.hidden * itemsize + chunk * (12 + (itemsize if itemsize < 4 else 0)) + weight)
+        return int(n * model.hidden * itemsize + chunk * (12 + half))  # the last chunk's, its exponential, this one's
+    weight = width * model.hidden * (4 + half)
+    return int(2 * n * model.hidden * itemsize + chunk * 16 + weight)  # beside these the forward pass's last chunk

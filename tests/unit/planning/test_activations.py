@@ -1,9 +1,14 @@
 """Activations against the formulas of arXiv:2205.05198 and against what torch really keeps."""
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import pytest
+import torch
 
 from rftmega.config import ParallelConfig
-from rftmega.planning import activations
+from rftmega.megatron.logprobs import Shard, linear_stats
+from rftmega.planning import activations, engine
 from rftmega.planning.activations import Load, chunks_in_flight, layer_bytes
 from tests.unit.planning.test_states import planned
 
@@ -47,3 +52,42 @@ def test_experts_cost_as_many_as_a_token_goes_to() -> None:
     sparse, plain = layer_bytes(dense, P(), 3, 2), layer_bytes(dense, P(), 0, 2)
     routed = 8 * (2 * 7168 + 4 * 2048) * 2 + 3 * 4 * 256
     assert sparse - plain == pytest.approx(routed + 4 * 2048 * 2 - 4 * 18432 * 2)
+
+
+def most_bytes(work: Callable[[], None]) -> int:
+    """The most that tensors made in `work` hold at once, as torch's allocator tells it."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        work()
+    held = most = 0
+    for event in sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            most = max(most, held)
+    return most
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("learns", [False, True])
+def test_log_probs_hold_what_torch_really_holds(dtype: torch.dtype, learns: bool) -> None:
+    tokens, hidden_size, words = 3 * 1024, 64, 8192
+    policy = planned("llama-3-70b", P())
+    small = replace(policy, model=replace(policy.model, hidden=hidden_size, vocabulary=words), itemsize=dtype.itemsize)
+    hidden = torch.randn(tokens, hidden_size, dtype=dtype)
+    weight = torch.randn(words, hidden_size, dtype=dtype, requires_grad=learns)
+
+    def work() -> None:
+        given = hidden.clone().requires_grad_(learns)
+        found = linear_stats(given, weight, torch.zeros(tokens, dtype=torch.int64), 1.0, Shard(0, words, None))
+        if learns:
+            sum(found).sum().backward()
+
+    predicted = activations.log_probs(small, 0, Load(tokens, 1), learns=learns)
+    turned = 1024 * words * dtype.itemsize if learns else 0  # a CPU's product of a transposed matrix copies it
+    assert most_bytes(work) == pytest.approx(predicted + turned, rel=0.03)
+
+
+def test_an_engine_samples_from_logits_and_probabilities_in_float32() -> None:
+    """Llama-3-70B over 8 processes: 8192 tokens in bfloat16 through a layer, and a row of 128256 numbers twice a sequence."""
+    model = planned("llama-3-70b", P()).model
+    layer = 8192 * (4 * 8192 + 3 * 28672 // 8) * 2
+    assert engine.working_bytes(model, 8, 256) == layer + 256 * 128256 * (4 + 4)
