@@ -1,6 +1,7 @@
 """The model that Megatron computes is the model that transformers computes, under every layout."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from rftmega.config import ParallelConfig
 from tests.layouts import build_manager, packed_logits
 from tests.ranks import run_ranks
-from tests.tiny_models import VARIANTS, save_tiny, transformers_logits
+from tests.tiny_models import VARIANTS, YARN, save_tiny, transformers_logits
 
 LAYOUTS: dict[str, tuple[int, ParallelConfig]] = {  # processes, layout
     "tp4": (4, ParallelConfig(tensor=4)),  # fewer key-value heads (2) than ranks
@@ -40,8 +41,10 @@ def logits_body(world, folder, parallel):
     return logits
 
 
-def assert_equal_to_transformers(variant: str, layouts: dict[str, tuple[int, ParallelConfig]], folder: Path) -> None:
-    save_tiny(folder, variant)
+def assert_equal_to_transformers(
+    variant: str, layouts: dict[str, tuple[int, ParallelConfig]], folder: Path, **changes: Any
+) -> None:
+    save_tiny(folder, variant, **changes)
     wanted = torch.cat([logits[:-1] for logits in transformers_logits(folder, ROWS)])
     for name, (processes, parallel) in layouts.items():
         found = [x for x in run_ranks(processes, logits_body, folder, parallel) if x is not None]
@@ -60,3 +63,27 @@ def test_logits_equal_those_of_transformers(variant: str, tmp_path: Path) -> Non
 def test_logits_equal_those_of_transformers_under_the_other_layouts(variant: str, tmp_path: Path) -> None:
     has_experts = "moe" in variant or variant.startswith(("mixtral", "deepseek"))
     assert_equal_to_transformers(variant, MORE_LAYOUTS | (EXPERT_LAYOUTS if has_experts else {}), tmp_path)
+
+
+@pytest.mark.parametrize("variant", ["qwen3-moe", "deepseek-v3"])
+def test_each_process_computes_its_own_experts(variant: str, tmp_path: Path) -> None:
+    """Spread over processes, an expert's number in its process is another than in the model."""
+    assert_equal_to_transformers(variant, {"pp2-ep2": EXPERT_LAYOUTS["pp2-ep2"]}, tmp_path)
+
+
+ROPES = {
+    "default": {"rope_type": "default", "rope_theta": 700.0},
+    "linear": {"rope_type": "linear", "rope_theta": 700.0, "factor": 2.5},
+    "yarn": YARN | {"rope_theta": 700.0, "factor": 2.5},
+}
+
+
+@pytest.mark.parametrize(
+    ("variant", "rope"),
+    [("qwen2", "default"), ("qwen3", "linear"), ("llama", "yarn"), ("deepseek-v3", "yarn")],
+)
+def test_another_base_and_factor_of_the_rotation_count_under_every_number_of_processes(
+    variant: str, rope: str, tmp_path: Path
+) -> None:
+    layouts = {name: (LAYOUTS | MORE_LAYOUTS)[name] for name in ("tp1", "tp2-pp2-sp")}
+    assert_equal_to_transformers(variant, layouts, tmp_path, rope_parameters=ROPES[rope])
