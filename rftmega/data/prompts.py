@@ -1,5 +1,6 @@
 """Records of prompts and labels -> Prompts."""
 
+import math
 from functools import partial
 from pathlib import Path
 
@@ -24,8 +25,10 @@ def load_prompts(source: str | Path, tokenizer: Tokenizer, config: DataConfig, *
 def _parse(encoder: Encoder, record: Record, index: int) -> Prompt:
     config = encoder.config
     label = required(record, config.label_key, "data.label_key") if config.label_key else ""
-    if not isinstance(label, str | int | float):
+    if isinstance(label, bool) or not isinstance(label, str | int | float):
         raise DataError(f'"{config.label_key}" must be a string or a number, not {type(label).__name__}.')
+    if isinstance(label, float) and not math.isfinite(label):
+        raise DataError(f'"{config.label_key}" is {label}: no answer equals it. Leave the record out, or write what is meant.')
     kind = record.get(config.kind_key, "")
     if not isinstance(kind, str):
         raise DataError(f'"{config.kind_key}" must be a string, not {type(kind).__name__} (the key is set by data.kind_key).')

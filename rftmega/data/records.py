@@ -3,6 +3,7 @@
 The suffix decides. A folder is what `datasets` wrote with save_to_disk, "folder#train" one split of a DatasetDict.
 """
 
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,9 +14,11 @@ from pyarrow import parquet
 
 from rftmega.config import split_source
 from rftmega.errors import DataError
+from rftmega.json_files import NotJSON, parse_json
 
 Record = dict[str, Any]
 ROWS_AT_ONCE = 1024
+LONGEST_LINE = 32 * 2**20  # bytes; a million tokens take a tenth of it
 FILE_MAGIC = b"ARROW1"
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
@@ -51,17 +54,22 @@ def _reader(path: Path, split: str) -> Callable[[Path], Iterator[tuple[str, Reco
 
 def _lines(path: Path) -> Iterator[tuple[str, Record | DataError]]:
     """One JSON object a line; blank lines are passed over."""
-    with path.open(encoding="utf-8", newline="\n") as file:  # JSON allows a carriage return between its tokens
-        for number, line in enumerate(file, start=1):
+    with path.open("rb") as file:
+        for number in itertools.count(1):
+            line = file.readline(LONGEST_LINE + 1)
+            if not line:
+                return
+            if len(line) > LONGEST_LINE:
+                raise DataError(f"{path}:{number} has more than {LONGEST_LINE:,} bytes. Is it one JSON object a line?")
             if line.strip():
                 yield f"{path}:{number}", _object(line)
 
 
-def _object(line: str) -> Record | DataError:
+def _object(line: bytes) -> Record | DataError:
     try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        return DataError(f"not JSON ({error.msg} at column {error.colno}).")
+        record = parse_json(line)
+    except NotJSON as error:
+        return DataError(f"{error}.")
     return record if isinstance(record, dict) else DataError(f"a JSON {type(record).__name__}, not an object.")
 
 
