@@ -40,7 +40,8 @@ def reinforce(config: RunConfig, tokenizer: Any) -> bool:
 
     with joined(config) as (world, asked):
         strategy = MegatronStrategy(config, world, stop_ids=tokenizer.stop_ids)
-        learnt = MajorityReward(tokenizer.decode, config.reward.answer_pattern) if config.reward.majority else reward
+        size, pattern = config.rollout.samples_per_prompt, config.reward.answer_pattern
+        learnt = MajorityReward(tokenizer.decode, size, pattern) if config.reward.majority else reward
         trainer = Algorithm(config).reinforced(strategy, learnt, ptx=ptx, stop=asked)
         evaluation = evaluation_of_prompts(config, held_out, reward)
         watch(trainer, strategy, config, prompts, evaluation, tokenizer, is_main=world.is_main)

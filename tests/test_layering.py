@@ -16,7 +16,7 @@ MAY_IMPORT = {
     "sandbox": "",
     "rewards": "types errors json_files config",
     "data": "config types errors json_files",
-    "experience": "types interfaces algorithms config",
+    "experience": "errors types interfaces algorithms config",
     "trainer": "errors config types interfaces algorithms experience",
     "device": "errors",
     "parallel": "config errors device",

@@ -17,6 +17,7 @@ from rftmega.config.validate_ranges import AS_THE_POLICY
 from rftmega.errors import ConfigError
 
 DEEPEST = 8  # sections within sections
+JUDGES = ("math", "multiple_choice", "code")  # parts of the reward that find out whether an answer is right, as exact_match does
 MEANT = {
     int: "a whole number",
     float: "a number",
@@ -88,6 +89,9 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     for name in known:
         if name.startswith(AS_THE_POLICY) and f"critic.{name}" not in given:
             OmegaConf.update(config, f"critic.{name}", OmegaConf.select(config, name))
+    judged = any(OmegaConf.select(config, f"reward.{part}") for part in JUDGES)
+    if judged and "reward.exact_match" not in given and not config.reward.recipe and not config.reward.majority:
+        config.reward.exact_match = 0.0
     problems += [f"{name} must be given." for name in known if OmegaConf.is_missing(*_parent(config, name))]
     if problems:
         raise ConfigError.listing(str(path), problems)

@@ -195,7 +195,8 @@ class DataConfig:
 @dataclass
 class RewardConfig:
     exact_match: float = 1.0
-    """Weight of: the answer equals the label (surrounding white space aside)."""
+    """Weight of: the answer equals the label (surrounding white space aside). Where it is not given and math, multiple_choice or
+    code, which judge the same, have a weight it is 0."""
 
     answer_pattern: str = ""
     """Regular expression: its last match in a response (the first group, where it has one) is the answer that exact_match
@@ -224,6 +225,9 @@ class RewardConfig:
 
     code_memory_mib: int = 1024
     """Address space that a tested process may take."""
+
+    timeout: float = 1800.0
+    """Seconds that the reward may take for answers that finished together; a run whose reward takes longer ends."""
 
     workers: int = 2
     """Answers that the math part, and the code part, score side by side, each in a process of its own."""

@@ -60,6 +60,7 @@ POSITIVE = (
     "reward.math_seconds",
     "reward.code_seconds",
     "reward.remote_timeout",
+    "reward.timeout",
     "rollout.cpu_cache_gib",
     "rollout.deadline_seconds",
     "rollout.memory_fraction",

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from rftmega.algorithms.supervised import last_value
+from rftmega.errors import RewardError
 from rftmega.interfaces import ValueModel
 from rftmega.types import Samples
 
@@ -14,8 +15,17 @@ class ModelReward:
         self.model, self.weight = model, weight
 
     def __call__(self, samples: Samples) -> Samples:
-        """The score is the value after the answer's last token; as a part of the reward its name is "model"."""
+        """The score is the value after the answer's last token; as a part of the reward its name is "model".
+
+        Raises RewardError where one is no finite number.
+        """
         rows = samples.rows.with_end()
         score = last_value(self.model.values(rows), rows)
+        if not bool(score.isfinite().all()):
+            row = int((~score.isfinite()).nonzero()[0])
+            raise RewardError(
+                f"The reward model gave {score[row].item()} for an answer to prompt {samples.prompts[row].index}, and "
+                f"{int((~score.isfinite()).sum())} such score(s) of {len(score)}. Look at its weights (reward.model_path)."
+            )
         parts = samples.reward_parts | {"model": score}
         return replace(samples, reward=samples.reward + self.weight * score, reward_parts=parts)

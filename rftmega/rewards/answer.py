@@ -1,9 +1,8 @@
 """What in a response is its answer."""
 
-import re
 from collections.abc import Callable
 
-from rftmega.errors import ConfigError
+from rftmega.rewards.patterns import Pattern
 
 
 def answer_of(pattern: str) -> Callable[[str], str | None]:
@@ -13,14 +12,4 @@ def answer_of(pattern: str) -> Callable[[str], str | None]:
     """
     if not pattern:
         return lambda response: response
-    try:
-        compiled = re.compile(pattern)
-    except re.error as error:
-        raise ConfigError(f"reward.answer_pattern={pattern!r} is no regular expression: {error}") from error
-    group = min(compiled.groups, 1)
-
-    def last(response: str) -> str | None:
-        matches = list(compiled.finditer(response))
-        return matches[-1][group] if matches else None
-
-    return last
+    return Pattern(pattern, "reward.answer_pattern").last

@@ -13,18 +13,16 @@ class MajorityReward:
 
     whole_groups = True
 
-    def __init__(self, decode: Decode, pattern: str = ""):
-        """`pattern`: of what in a response votes, see `answer_of`; raises ConfigError where it is no regular expression."""
-        self.decode, self.answer_of = decode, answer_of(pattern)
+    def __init__(self, decode: Decode, size: int, pattern: str = ""):
+        """`size`: answers a prompt. `pattern`: of what in a response votes, see `answer_of`; raises ConfigError where it is no
+        regular expression.
+        """
+        self.decode, self.size, self.answer_of = decode, size, answer_of(pattern)
 
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
         """Of whole groups: the answers to a prompt side by side. The part's name is "majority"."""
-        groups: list[list[str | None]] = []
-        before = None
-        for prompt, completion in zip(prompts, completions, strict=True):
-            if prompt is not before:
-                groups.append([])
-            groups[-1].append(self.answer_of(self.decode(completion.token_ids)))
-            before = prompt
+        assert len(completions) % self.size == 0, f"{len(completions)} answers are no whole groups of {self.size}"
+        answers = [self.answer_of(self.decode(completion.token_ids)) for completion in completions]
+        groups = [answers[begin : begin + self.size] for begin in range(0, len(answers), self.size)]
         scores = [score for group in vote_rewards(groups) for score in group]
         return [{"majority": score, "reward": score} for score in scores]

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from rftmega.errors import RewardError
-from rftmega.rewards.part import Answer
+from rftmega.rewards.part import Answer, Undecided
 
 STARTING = 120.0  # seconds: imports from a cold disk
 GRACE = 10.0  # seconds beyond the worker's own alarm, before it is killed from here
@@ -24,7 +24,8 @@ class MathWorker:
         self.process: subprocess.Popen[str] | None = None
 
     def equal(self, response: str, label: str) -> float:
-        """1 where the response's last expression equals the label's; 0 otherwise, and where telling takes too long.
+        """1 where the response's last expression equals the label's, 0 otherwise; Undecided where telling takes too long or
+        ends the process.
 
         Raises RewardError where the process can't be started.
         """
@@ -42,7 +43,7 @@ class MathWorker:
         finally:
             if said not in ("0\n", "1\n"):
                 self.close()
-        return float(said or 0)
+        return float(said) if said in ("0\n", "1\n") else Undecided()
 
     def close(self) -> None:
         """Ends the process; the next question starts another."""

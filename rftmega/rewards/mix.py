@@ -5,10 +5,11 @@ from collections.abc import Mapping, Sequence
 
 from rftmega.config import RewardConfig
 from rftmega.errors import RewardError
-from rftmega.rewards.part import Answer, Decode, Part
+from rftmega.rewards.part import Answer, Decode, Part, Undecided
 from rftmega.types import Completion, Prompt
 
 ALWAYS = "exact_match"  # scored whatever its weight: evaluation shows it
+MAY_BE_UNDECIDED = ("math", "code")
 
 
 def weights_of(config: RewardConfig, kind: str) -> dict[str, float]:
@@ -55,7 +56,9 @@ class MixedReward:
                     raise RewardError(
                         f"The reward part {name} gave {value} for prompt {prompts[row].index}: not a finite number."
                     )
-                scores[row][name] = value
+                scores[row][name] = float(value)
+                if name in MAY_BE_UNDECIDED:
+                    scores[row][f"{name}_undecided"] = float(isinstance(value, Undecided))
         return [
             score | {"reward": sum(asked.get(name, 0.0) * value for name, value in score.items())}
             for score, asked in zip(scores, weights, strict=True)

@@ -3,8 +3,9 @@
 import re
 
 _BOXED = re.compile(r"\\boxed\s*\{\s*(?:\\(?:text|mathrm|mathbf|textbf)\s*\{)?(?P<said>[^{}]*)\}")
+# Loops are possessive (*+): two of them side by side, which give back what they took, try every way to share white space.
 _STATED = re.compile(
-    r"(?i:\b(?:answer|choice)\b(?:\s+is\b)?[\s:*]*(?:(?:option|choice)\b)?)[\s*$({\[]*(?P<said>[A-Za-z])(?![A-Za-z0-9'])"
+    r"(?i:\b(?:answer|choice)\b(?:\s++is\b)?+[\s:*]*+(?:(?:option|choice)\b)?+)[\s*$({\[]*+(?P<said>[A-Za-z])(?![A-Za-z0-9'])"
     r"(?!(?<=[AaI])\s+(?!(?:and|as|because|or|since)\b)[a-z])"  # "the answer is a number"
 )
 _MENTIONED = re.compile(r"\((?P<paren>[A-Z])\)|(?m:^)[ \t*>#-]*(?P<first>[A-Z])[.:)](?=\s|$)|(?<=\s)(?P<last>[A-Z])\.(?=\W*$)")

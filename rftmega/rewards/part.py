@@ -14,6 +14,13 @@ class Answer:
     prompt_ids: tuple[int, ...] = ()
 
 
+class Undecided(float):
+    """Undecided is a score of 0 that says nothing about the answer: whether it is right could not be found out.
+
+    Its share is a metric of its own, and a run ends where it is large (trainer/health.py).
+    """
+
+
 Decode = Callable[[Sequence[int]], str]
 Rule = Callable[[str, str], float]  # (response, label) -> score
 Part = Callable[[Sequence[Answer]], list[float]]  # a score an answer, in their order; called from several threads

@@ -1,5 +1,6 @@
 """What one engine is asked in one rollout, over its faults: answers that are there are not asked for again."""
 
+import math
 from collections.abc import Sequence
 from types import TracebackType
 
@@ -14,10 +15,18 @@ class Asking:
     """The requests of this process's engine, and its scored answers so far (`judging`); use it as a context."""
 
     def __init__(
-        self, engine: Engine, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float, reward: Reward | None
+        self,
+        engine: Engine,
+        prompts: Sequence[Prompt],
+        seeds: Sequence[int],
+        temperature: float,
+        reward: Reward | None,
+        *,
+        reward_limit: float = math.inf,
     ):
+        """`reward_limit`: see Judging."""
         self.engine, self.prompts, self.seeds, self.temperature = engine, prompts, seeds, temperature
-        self.judging = Judging(reward, prompts)
+        self.judging = Judging(reward, prompts, limit=reward_limit)
 
     def __enter__(self) -> "Asking":
         self.judging.__enter__()

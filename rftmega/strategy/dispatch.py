@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, TypeVar
@@ -30,7 +31,6 @@ from rftmega.strategy.memory import Memory, Predicted
 from rftmega.types import Auxiliary, Completion, EachStep, Experience, LossFn, Metrics, Prompt, Rows, SliceChecksums, TokenStats
 
 PATIENCE = 10.0  # seconds
-ROUND = 1.0  # seconds
 POLICY = "policy"
 COUNT = "count of "
 COUNTS = ("tokens", "slots", "flops", "bubble", "ideal")
@@ -87,12 +87,22 @@ class SharedEngine:
     """All engines of the run as one: splits the prompts over them and gives every process every completion."""
 
     def __init__(
-        self, engine: Engine, turns: Turns, world: World, weights: WeightSync, *, processes_per_engine: int, restarts: int
+        self,
+        engine: Engine,
+        turns: Turns,
+        world: World,
+        weights: WeightSync,
+        *,
+        processes_per_engine: int,
+        restarts: int,
+        reward_limit: float = math.inf,
     ):
-        """Engines that break down are restarted, get `weights` again and answer what is left, `restarts` times a generation."""
+        """Engines that break down are restarted, get `weights` again and answer what is left, `restarts` times a generation.
+        `reward_limit`: seconds that a reward may take, see Judging.
+        """
         self.engine = engine
         self.turns = turns
-        self.weights, self.restarts = weights, restarts
+        self.weights, self.restarts, self.reward_limit = weights, restarts, reward_limit
         self.engines = world.size // processes_per_engine
         self.alone = processes_per_engine == 1
         self.group = None if self.alone else neighbours(processes_per_engine)
@@ -151,7 +161,8 @@ class SharedEngine:
         self, mine: Sequence[int], prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float, reward: Reward | None
     ) -> Asking:
         own, own_seeds = [prompts[place] for place in mine], [seeds[place] for place in mine]
-        return Asking(self.engine, own, own_seeds, temperature, reward if self.speaks else None)
+        spoken = reward if self.speaks else None
+        return Asking(self.engine, own, own_seeds, temperature, spoken, reward_limit=self.reward_limit)
 
     def _over_faults(self, work: Callable[[], Result], given_up: Callable[[], Result]) -> Result:
         """What comes of `work`, which is called again, everywhere, when an engine broke down and all of them hold weights; of
@@ -177,9 +188,7 @@ class SharedEngine:
 
     def _ask(self, asking: Asking) -> dict[int, Completion]:
         """Place -> answer; where the run is asked to stop, of those that have their scores by then."""
-        whole = asking.go_on(self._asked_to_stop())
-        while whole and not asking.judging.wait(ROUND):
-            whole = not stop.asked()
+        whole = asking.go_on(self._asked_to_stop()) and asking.judging.settled(stop.asked)
         return asking.judging.scored() if whole else asking.judging.ready()
 
     def _asked_to_stop(self) -> Stop:
@@ -244,6 +253,8 @@ class AskedByOne(SharedEngine):
                 return enough(found_of(arrived))
 
             whole = asking.go_on(lambda: suffices() or stop.asked())
+            if whole and not asking.judging.settled(stop.asked):
+                return found_of(asking.judging.ready())
             return found_of(asking.judging.scored() if whole else arrived)
 
         found = [_agreed(lambda: self._patiently(ask))]

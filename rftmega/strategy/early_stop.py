@@ -37,10 +37,14 @@ class Together:
 
     def _decide(self, *, idle: bool) -> bool:
         """A collective."""
-        own = self.judging.scored(self._told, self._finished) if self.places else {}
+        asked, own = stop.asked(), {}
+        if self.places and self.judging.settled(stop.asked, self._told, self._finished):
+            own = self.judging.scored(self._told, self._finished)
+        elif self.places:  # scores were not waited for, so this is the last decision
+            asked = True
         self._told, self._finished = self._finished, len(self.judging.reports)
-        done = idle and self._told == self._finished
-        told = gather_objects(({self.places[place]: answer for place, answer in own.items()}, done, stop.asked()))
+        done = idle and self._told == self._finished and not asked
+        told = gather_objects(({self.places[place]: answer for place, answer in own.items()}, done, asked))
         for answers, _, _ in told:
             for place, answer in answers.items():
                 self.answers[place] = answer

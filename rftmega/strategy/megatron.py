@@ -99,6 +99,7 @@ class MegatronStrategy(StrategyBase):
             self.weights,
             processes_per_engine=self.engine_processes,
             restarts=config.faults.engine_restarts,
+            reward_limit=config.reward.timeout,
         )
         actor.push_to_rollout = self.weights.push
 

@@ -1,14 +1,16 @@
-"""Observers that tell a run which learns nothing: one whose gradients are not finite, and one whose rewards don't differ."""
+"""Observers that tell a run which learns nothing: gradients that are not finite, rewards that don't differ or can't be found."""
 
 import logging
 from typing import Any
 
 from rftmega.algorithms.groups import varied
-from rftmega.errors import Diverged
+from rftmega.errors import Diverged, RewardError
 from rftmega.trainer.callbacks import Observer
 from rftmega.types import Experience, Metrics, Samples
 
 SAME_REWARDS = 3  # steps in a row: one batch may be all right, or all wrong, by chance
+MOST_UNDECIDED = 0.5  # of a step's answers: a few of a policy's are always too hard to compare
+UNDECIDED = "_undecided"
 log = logging.getLogger(__name__)
 
 
@@ -63,3 +65,18 @@ class Spread(Observer):
             alike,
             samples.reward.mean().item(),
         )
+
+
+class Undecided(Observer):
+    """Ends a run where a part of the reward could not be found out for most answers; on every process."""
+
+    def on_step(self, trainer: Any, metrics: Metrics) -> None:
+        """Raises RewardError."""
+        for name, share in metrics.items():
+            if name.startswith("reward_") and name.endswith(UNDECIDED) and share > MOST_UNDECIDED:
+                part = name.removeprefix("reward_").removesuffix(UNDECIDED)
+                raise RewardError(
+                    f"reward.{part} could not tell whether {share:.0%} of the answers of step {trainer.step} are right: it took "
+                    f"too long (reward.{part}_seconds) or its process died. They scored 0, so the policy would learn that all "
+                    "of them are wrong. Score a few answers by hand, raise the limit, or free memory on the host."
+                )

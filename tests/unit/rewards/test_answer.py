@@ -44,7 +44,7 @@ def test_an_exact_match_compares_the_answer_alone_and_a_response_without_one_mat
 def test_responses_vote_with_their_answers_and_those_without_one_do_not() -> None:
     prompt = Prompt((1,))
     answers = [said(text) for text in ("12+30=42", "25+17=042", "20+22=43", "17", "17", "17")]
-    found = MajorityReward(decode, r"=(\d+)")([prompt] * 6, answers)
+    found = MajorityReward(decode, 6, r"=(\d+)")([prompt] * 6, answers)
     assert [score["reward"] for score in found] == [1, 1, 0, 0, 0, 0]
 
 
