@@ -142,3 +142,29 @@ def test_an_index_that_names_a_missing_file_or_a_tensor_of_another_is_refused(tm
         files.whole("a", (1,))
     with pytest.raises(CheckpointError, match=r"names model\.safetensors for 'b', which is not in that file"):
         files.whole("b", (1,))
+
+
+@pytest.mark.parametrize(
+    ("header", "complaint"),
+    [
+        ('{"a": ONE, "a": ONE}', "the header is the key 'a' is there twice"),  # safetensors takes one of them
+        ('{"a": ONE, "b": TWO}', "can't be read: .*"),  # behind the end of the file
+        ('{"a": ONE', "can't be read: .*"),
+        ("", "can't be read: .*"),
+    ],
+)
+def test_a_header_of_weights_that_is_none_is_refused(header: str, complaint: str, tmp_path: Path) -> None:
+    places = {"ONE": [0, 8], "TWO": [8, 16]}
+    for name, offsets in places.items():
+        header = header.replace(name, json.dumps({"dtype": "F32", "shape": [2], "data_offsets": offsets}))
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(8))
+    with pytest.raises(CheckpointError, match=rf"model\.safetensors:? {complaint}"):
+        HFFolder(tmp_path).whole("a", (2,))
+
+
+def test_a_header_that_is_cut_off_is_refused(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path, "llama")
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors can't be read"):
+        HFFolder(folder)

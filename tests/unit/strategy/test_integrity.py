@@ -4,6 +4,7 @@ import hashlib
 import json
 import shutil
 import subprocess
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,10 @@ from converters.checksums import CHECKSUMS, known_sums, sum_of
 from converters.hf_folder import copy_companions
 from rftmega.config import ModelConfig, RewardConfig, RunConfig
 from rftmega.errors import CheckpointError
+from rftmega.parallel import launch
 from rftmega.parallel.launch import World
 from rftmega.strategy.integrity import Report, complaints, verify_models
+from rftmega.strategy.joining import joined
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 from tools.convert import main
@@ -89,10 +92,24 @@ def both_body(world: World, folder: Path) -> str:
 def test_two_processes_share_the_files_and_end_alike(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path, "llama")
     assert run_ranks(2, both_body, folder) == ["", ""]
+    for path in sorted(folder.glob("*.json")) + [folder / "model.safetensors"]:
+        if path.name != CHECKSUMS:
+            flip(path)
+            first, second = run_ranks(2, both_body, folder)
+            assert first == second
+            assert f"  - {path.name} on" in first
+            flip(path)
+
+
+def test_a_run_looks_before_it_builds_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_tiny(tmp_path, "llama")
+    verify(folder)
     flip(folder / "model.safetensors")
-    first, second = run_ranks(2, both_body, folder)
-    assert first == second
-    assert "model.safetensors on" in first
+    monkeypatch.setattr(launch, "start", lambda: nullcontext(ALONE))
+    config = RunConfig(model=ModelConfig(path=str(folder), verify=True))
+    config.trainer.output = str(tmp_path / "out")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors on"), joined(config):
+        raise AssertionError("it began")
 
 
 def hub_cache(tmp_path: Path) -> Path:
