@@ -101,15 +101,22 @@ def test_two_processes_share_the_files_and_end_alike(tmp_path: Path) -> None:
             flip(path)
 
 
-def test_a_run_looks_before_it_builds_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = save_tiny(tmp_path, "llama")
-    verify(folder)
-    flip(folder / "model.safetensors")
-    monkeypatch.setattr(launch, "start", lambda: nullcontext(ALONE))
+def joined_body(world: World, folder: Path, output: Path) -> str:
+    launch.start = lambda: nullcontext(world)  # this process is among the others already
     config = RunConfig(model=ModelConfig(path=str(folder), verify=True))
-    config.trainer.output = str(tmp_path / "out")
-    with pytest.raises(CheckpointError, match=r"model\.safetensors on"), joined(config):
-        raise AssertionError("it began")
+    config.trainer.output = str(output)
+    try:
+        with joined(config):
+            return "it began"
+    except CheckpointError as error:
+        return str(error)
+
+
+def test_a_run_looks_before_it_builds_anything(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "model", "llama")
+    assert run_ranks(1, joined_body, folder, tmp_path / "out") == ["it began"]
+    flip(folder / "model.safetensors")
+    assert "model.safetensors on" in run_ranks(1, joined_body, folder, tmp_path / "out")[0]
 
 
 def hub_cache(tmp_path: Path) -> Path:
