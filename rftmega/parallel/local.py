@@ -26,7 +26,9 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from rftmega import device
 from rftmega.errors import FAULTS, RFTMegaError
-from rftmega.parallel import stop
+from rftmega.parallel import fork_server, stop
+from rftmega.parallel.folder_lock import process_start
+from rftmega.parallel.orphans import end_with_parent
 from rftmega.parallel.progress import HUNG
 
 GRACE = 2.0  # seconds
@@ -45,8 +47,9 @@ def launch(
     all ranks came to their end. When one fails all are ended, and started again up to `max_restarts` times.
 
     With `stops`, SIGTERM and SIGUSR1 are requests that ranks see (`stop.asked`); without, they end the ranks, as Ctrl-C does.
-    Where the device allows it, ranks are forked from a server that has imported the modules `preload` once, which is most
-    of a start. Raises the RFTMegaError that a rank raised, whichever it was: it would only be raised again.
+    Ranks end with this process, however it ends. Where the device allows it, they are forked from a server that has imported
+    the modules `preload` once, which is most of a start. Raises the RFTMegaError that a rank raised, whichever it was: it would
+    only be raised again.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
     DynamicRendezvousHandler._create_tcp_store_server = _store  # type: ignore[assignment, method-assign]
@@ -54,6 +57,7 @@ def launch(
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what it would say is said below
     if device.current().start_method == "forkserver":
         _start_server(preload)
+    launcher = os.getpid(), process_start(os.getpid())
     with tempfile.TemporaryDirectory() as told, tempfile.TemporaryDirectory() as agent_files:
         folder = Path(told)
         (folder / COMPLAINTS).mkdir()
@@ -74,7 +78,8 @@ def launch(
             for restarts in range(max_restarts + 1):
                 try:
                     config.rdzv_endpoint = f"{agent_files}/rendezvous{restarts}"  # one that has ended stays closed
-                    return max(elastic_launch(config, _rank)(folder, restarts, stops, work, *arguments).values())
+                    given = (launcher, folder, restarts, stops, work, *arguments)
+                    return max(elastic_launch(config, _rank)(*given).values())
                 except ChildFailedError as error:
                     if said := sorted((folder / COMPLAINTS).iterdir(), key=lambda path: path.stat().st_mtime):
                         raise _told(said[0]) from None
@@ -110,11 +115,13 @@ def _store(handler: DynamicRendezvousHandler, address: str, port: int) -> TCPSto
 
 def _start_server(preload: Sequence[str]) -> None:
     """Starts the server that ranks are forked from, deaf to signals from its first moment: it ends with this process."""
-    multiprocessing.set_forkserver_preload(list(preload))
+    multiprocessing.set_forkserver_preload([fork_server.__name__, *preload])
+    os.environ[fork_server.LAUNCHER] = str(os.getpid())
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, *stop.SIGNALS)}
     try:
         forkserver.ensure_running()
     finally:
+        del os.environ[fork_server.LAUNCHER]
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
@@ -153,8 +160,18 @@ def _signals(stop_file: Path | None) -> Iterator[list[signal.Signals]]:
             signal.signal(number, handler)
 
 
-def _rank(folder: Path, restarts: int, stops: bool, work: Callable[..., int], *arguments: Any) -> int:
-    """One rank: its title names it in `ps`; what is the user's to mend goes to the launcher, anything else is a traceback."""
+def _rank(
+    launcher: tuple[int, int | None], folder: Path, restarts: int, stops: bool, work: Callable[..., int], *arguments: Any
+) -> int:
+    """One rank: its title names it in `ps`; what is the user's to mend goes to the launcher, anything else is a traceback.
+
+    It is killed when the launcher ends: a signal that it can hear would be a request to save, in a folder that may be another
+    run's by then.
+    """
+    end_with_parent(os.getppid(), signal.SIGKILL)  # the launcher, or the server of its forks, which ends with it
+    pid, started = launcher
+    if process_start(pid) != started:  # before the line above
+        os.kill(os.getpid(), signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of a terminal; the launcher ends the ranks
     if stops:
         stop.listen()

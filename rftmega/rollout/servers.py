@@ -1,7 +1,6 @@
 """vLLM servers in processes of their own on this host: prompts go to them as HTTP, weights through shared memory."""
 
 import asyncio
-import ctypes
 import json
 import os
 import re
@@ -13,6 +12,7 @@ import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from rftmega import device
 from rftmega.config import RolloutConfig
 from rftmega.errors import EngineError, EngineFault
 from rftmega.parallel.launch import World
+from rftmega.parallel.orphans import end_with_parent
 from rftmega.rollout.base import Engine, Finished, Stop
 from rftmega.rollout.order import shares
 from rftmega.types import Completion, Prompt
@@ -62,7 +63,7 @@ class Server:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_end_with_parent,
+                preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM),
             )
         # Where nobody closes it. Ranks are processes of multiprocessing, which ends them without Python's atexit.
         self._closing = Finalize(self, _end, (self._process,), exitpriority=1)
@@ -358,8 +359,3 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
             time.sleep(0.1)
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def _end_with_parent() -> None:
-    """In the new process: SIGTERM when the thread that started it is gone, however it ended (prctl's PR_SET_PDEATHSIG)."""
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)

@@ -1,5 +1,6 @@
 """The launcher of `--processes`: whichever rank fails, its user hears why."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -12,9 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rftmega import device  # noqa: F401  of the programs below
 from rftmega.errors import ConfigError, NodeFault, RFTMegaError
 from rftmega.parallel import stop
-from rftmega.parallel.local import launch
+from rftmega.parallel.local import _rank, launch
+from rftmega.parallel.orphans import end_with_parent
 
 ROOT = Path(__file__).parents[2]
 
@@ -149,3 +152,61 @@ def test_ctrl_c_ends_ranks_that_listen_for_requests_at_once() -> None:
         os.killpg(process.pid, signal.SIGINT)
         assert process.wait(60) == 130
         assert not psutil.wait_procs(ranks, timeout=5)[1]
+
+
+def stands_still() -> int:
+    """Deaf to requests, as a rank in a collective whose peers are gone."""
+    sys.stdout.write(f"{os.getpid()}\n")
+    sys.stdout.flush()
+    time.sleep(600)
+    return 0
+
+
+FORKED = "launch(2, stands_still, preload=[], stops=True)"
+SPAWNED = f"(setattr(type(device.current()), 'start_method', 'spawn'), {FORKED})[1]"
+
+
+@pytest.mark.parametrize("call", [FORKED, SPAWNED], ids=["forked, as on a CPU", "spawned, as on CUDA"])
+def test_ranks_end_with_a_launcher_that_is_killed(call: str) -> None:
+    with launching(call) as process:
+        assert process.stdout is not None
+        ranks = [psutil.Process(int(process.stdout.readline())) for _ in range(2)]
+        below = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+        assert not psutil.wait_procs([*ranks, *below], timeout=10)[1]
+
+
+def test_a_rank_whose_launcher_was_killed_before_it_began_ends_at_once() -> None:
+    """The server of its forks may be there a moment longer."""
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    child = multiprocessing.get_context("fork").Process(target=_rank, args=((gone.pid, 1), Path(), 0, False, stands_still))
+    child.start()
+    child.join(30)
+    assert child.exitcode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("parent", ["of now", "of before"])
+def test_a_process_that_ends_with_its_parent_looks_whether_it_is_still_there(parent: str) -> None:
+    pid = os.getpid() if parent == "of now" else 2**22 + 1
+    child = multiprocessing.get_context("fork").Process(target=end_with_parent, args=(pid, signal.SIGKILL))
+    child.start()
+    child.join(30)
+    assert child.exitcode == (0 if parent == "of now" else -signal.SIGKILL)
+
+
+def test_a_rank_of_torchrun_ends_with_it(tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "from rftmega.strategy import command_line\n"
+        "from tests.distributed.test_local import stands_still\n"
+        "command_line.end_with_torchrun()\n"
+        "stands_still()\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", str(script)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment) as process:
+        assert process.stdout is not None
+        rank = psutil.Process(int(process.stdout.readline()))
+        process.kill()
+        assert not psutil.wait_procs([rank], timeout=10)[1]
