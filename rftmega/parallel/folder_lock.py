@@ -83,6 +83,7 @@ class FolderLock:
         self._own = self.folder / f"{FILE}.{self.holder.token}"  # a file of this process alone
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
+        self._made: list[Path] = []  # folders, innermost first
 
     def acquire(self) -> None:
         """Raises LockedError where another program works in the folder, or no lock can be made there.
@@ -91,6 +92,7 @@ class FolderLock:
         a run that died on one host may start again on another.
         """
         try:
+            self._made = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
             self.folder.mkdir(parents=True, exist_ok=True)
             _write(self._own, self.holder)
             try:
@@ -115,6 +117,8 @@ class FolderLock:
         with contextlib.suppress(OSError):
             if _holder_of(self.file) == self.holder:
                 self.file.unlink()
+            for folder in self._made:  # a program that was refused leaves nothing; what is not empty stays
+                folder.rmdir()
 
     def _take(self) -> None:
         seen: tuple[Holder | None, float] | None = None  # the lock when it was first looked at

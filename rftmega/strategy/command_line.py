@@ -4,14 +4,17 @@ import argparse
 import contextlib
 import logging
 import os
+import signal
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rftmega import config as configuration
 from rftmega.config import RunConfig
 from rftmega.errors import FINAL_CODES, exit_code_of
+from rftmega.parallel.folder_lock import locked
+from rftmega.parallel.orphans import end_with_parent
 
 Train = Callable[[RunConfig], int]
 """Of one process; gives its exit code, and is found by its name in another process."""
@@ -63,13 +66,37 @@ def start(given: argparse.Namespace, train: Train) -> int:
         sys.stdout.write(preflight.dry_run(config, processes) + "\n")
         return 0
     if given.processes is None:
-        return train(config)
+        end_with_torchrun()
+        with folders_locked(config):
+            return train(config)
     if stop.asked():  # ranks would each have to agree on it
         return config.faults.requeue_code
     from rftmega.parallel.local import launch
 
     preload = ["rftmega.strategy.preloaded", *preflight.engine_modules(config)]
-    return launch(processes, rank, train, config, preload=preload, max_restarts=config.faults.max_restarts, stops=saves)
+    with folders_locked(config):
+        return launch(processes, rank, train, config, preload=preload, max_restarts=config.faults.max_restarts, stops=saves)
+
+
+def end_with_torchrun() -> None:
+    """Where torchrun started this rank, it ends with it: peers of a rank whose agent was killed would wait for ever."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent(os.getppid(), signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def folders_locked(config: RunConfig) -> Iterator[None]:
+    """Within, no other run writes where this one does. The launcher holds the locks, which outlives its ranks; without one the
+    first rank. Raises LockedError.
+    """
+    folders = {Path(config.trainer.output).resolve()}
+    if config.checkpoint.every and config.checkpoint.folder:
+        folders.add(Path(config.checkpoint.folder).resolve())
+    with contextlib.ExitStack() as held:
+        if os.environ.get("RANK", "0") == "0":
+            for folder in sorted(folders):
+                held.enter_context(locked(folder, "run"))
+        yield
 
 
 def rank(train: Train, config: RunConfig) -> int:

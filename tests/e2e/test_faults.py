@@ -1,5 +1,6 @@
 """What goes wrong says so, at once, and leaves nothing behind."""
 
+import json
 import os
 import shutil
 import signal
@@ -15,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from rftmega.parallel.folder_lock import FILE, locked
 from tests.e2e.conftest import ROOT, Run, metrics_of, numbers_of, train_rl
 
 
@@ -49,9 +51,10 @@ def assert_gone(ranks: dict[int, psutil.Process]) -> None:
     assert alive == []
 
 
-def test_killing_one_rank_ends_the_others_within_30_seconds_and_names_it(running: subprocess.Popen[str]) -> None:
+def test_killing_one_rank_ends_the_others_within_30_seconds_and_names_it(running: subprocess.Popen[str], tmp_path: Path) -> None:
     ranks = ranks_of(running)
     assert set(ranks) == {0, 1}
+    assert json.loads((tmp_path / "out" / FILE).read_text())["pid"] == running.pid  # it outlives ranks that start again
     begin = time.monotonic()
     ranks[1].kill()
     _, errors = running.communicate(timeout=30)
@@ -73,6 +76,15 @@ def test_ctrl_c_and_terminate_leave_no_process_behind(stop: signal.Signals, runn
     assert stop.name in errors
     assert "Traceback" not in errors
     assert_gone(ranks)
+
+
+def test_a_second_run_in_the_folder_of_a_first_is_refused(arithmetic: Path, tmp_path: Path, train: Run) -> None:
+    output = tmp_path / "out"
+    with locked(output, "run"):
+        done = train(arithmetic / "run.yaml", f"trainer.output={output}", "trainer.steps=1", "--processes", 2)
+    assert done.returncode == 2
+    assert f"{output} is in use by another run, process {os.getpid()} on {socket.gethostname()}, since 20" in done.stderr
+    assert not output.exists()
 
 
 def bad_lines(arithmetic: Path, tmp_path: Path) -> str:
