@@ -183,6 +183,22 @@ def _no_links(*_: object) -> None:
     raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
 
+def test_a_taker_whose_turn_comes_second_leaves_the_firsts_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, parent, real = Holder.present("run").machine, os.getppid(), os.link
+    write_lock(tmp_path, machine=here, pid=2**22 + 1)
+    first = write_lock(tmp_path / "first", machine=here, pid=parent, started=folder_lock.process_start(parent))
+
+    def link(source: Path, target: Path) -> None:
+        if target.suffix == ".turn" and first.exists():
+            first.rename(tmp_path / FILE)
+        real(source, target)
+
+    monkeypatch.setattr(os, "link", link)
+    with pytest.raises(LockedError, match=f"process {parent} on"):
+        FolderLock(tmp_path, "run").acquire()
+    assert json.loads((tmp_path / FILE).read_text())["pid"] == parent
+
+
 def test_the_lock_is_touched_while_it_is_held(tmp_path: Path) -> None:
     lock = FolderLock(tmp_path, "run", beat=0.05)
     lock.acquire()
