@@ -8,6 +8,7 @@ from rftmega.config.validate_faults import faults
 from rftmega.config.validate_given import unread_without_rollouts
 from rftmega.config.validate_layout import critic, engine, layout, overlap
 from rftmega.config.validate_logging import logging_options
+from rftmega.config.validate_paths import paths
 from rftmega.config.validate_ranges import choices, ranges
 from rftmega.config.validate_reward import reward_parts
 from rftmega.config.validate_trainer import evaluation, held_out_prompts, step_rows
@@ -35,4 +36,4 @@ def violations(config: RunConfig, world_size: int, *, data: bool = True) -> list
             numbers += unread_without_rollouts(config)
         numbers += critic(config, world_size) + logging_options(config)
         numbers += checkpoints(config) + faults(config)
-    return unknown + numbers + (training_data(config) + files(config) if data else [])
+    return unknown + numbers + paths(config) + (training_data(config) + files(config) if data else [])

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from converters import shard_shape, table
+from converters.export_folder import MARK, is_anothers
 from converters.hf_folder import HFFolder
 from model_providers.description import ModelDescription, describe, heads_violations, layout_violations
 from model_providers.hf_config import read_hf_config
@@ -48,8 +49,24 @@ def preflight(config: RunConfig, world_size: int, *, local: bool = False, on: de
             f"faults.max_restarts={config.faults.max_restarts} needs --processes: whoever starts the ranks starts them again "
             "(torchrun --max-restarts)."
         )
+    found += _exports(config)
     if found:
         raise ConfigError.listing("This run can't start", found)
+
+
+def _exports(config: RunConfig) -> list[str]:
+    """Folders that the run would have to replace at its end, and may not."""
+    if not config.trainer.export:
+        return []
+    names = ["reward_model"] if config.algorithm.task == "reward_model" else ["policy"]
+    names += ["policy_ema"] if config.algorithm.ema_beta else []
+    folders = [Path(config.trainer.output) / name for name in names]
+    return [
+        f"{folder} is there, and no export made it (it has no {MARK}): the model could not go there. Move it away, choose "
+        "another trainer.output, or set trainer.export=false."
+        for folder in folders
+        if is_anothers(folder)
+    ]
 
 
 def _engine(config: RunConfig, model: ModelDescription, on: device.Device) -> list[str]:

@@ -2,12 +2,12 @@
 
 import json
 import logging
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 from torch import Tensor
 
+from converters import export_folder
 from converters.hf_folder import copy_companions, shards_of, write_index, write_shard
 from rftmega.errors import CheckpointError
 from rftmega.json_files import read_json_object
@@ -27,7 +27,8 @@ def export_hf_folder(
     `classifier`: the weights are a value model's, which `transformers` calls a sequence classifier with one label.
 
     Every process calls it; the one with `write` puts the files down, into a folder that gets its name only when it is
-    complete, so that `target` is never half-written. Raises CheckpointError, on all of them, where that can't be done.
+    complete, so that `target` is never half-written. An earlier export there goes, anything else stays (`export_folder`). Raises
+    CheckpointError, on all of them, where that can't be done.
     """
     tensors, error = iter(exporter), None
     if write:
@@ -45,9 +46,7 @@ def export_hf_folder(
 
 
 def _write(tensors: Iterator[tuple[str, Tensor]], exporter: Exporter, source: Path, target: Path, *, classifier: bool) -> None:
-    draft = target.with_name(target.name + ".incomplete")
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
+    draft = export_folder.begin(target)
     shards = shards_of(exporter.planned, SHARD_BYTES)
     for file, planned in shards.items():
         write_shard(draft / file, planned, tensors)
@@ -56,9 +55,7 @@ def _write(tensors: Iterator[tuple[str, Tensor]], exporter: Exporter, source: Pa
         log.info("%s: %s", target, changed)
     if classifier:
         _say_classifier(draft / "config.json")
-    if target.exists():
-        shutil.rmtree(target)
-    draft.rename(target)
+    export_folder.settle(draft, target)
 
 
 def _say_classifier(path: Path) -> None:

@@ -3,6 +3,7 @@ import math
 import subprocess
 import sys
 from dataclasses import fields
+from functools import reduce
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from rftmega.config import RunConfig, load, option_reference, parse_override, shares, violations
 from rftmega.config.load import options, recipe
 from rftmega.config.schema import RewardConfig
+from rftmega.config.validate_paths import PATHS
 from rftmega.config.validate_ranges import CHOICES, numbers, value_of
 from rftmega.errors import ConfigError
 
@@ -524,3 +526,40 @@ def test_an_address_of_another_type_is_not_shown(config_file: Path) -> None:
     with pytest.raises(ConfigError, match=r"reward\.remote_url must be text") as raised:
         load(config_file)
     assert "s3cr3t" not in str(raised.value)
+
+
+TEXTS = (  # options that are texts and neither paths nor choices
+    *(f"data.{name}_key" for name in ("prompt", "label", "kind", "response", "chosen", "rejected")),
+    *("reward.answer_pattern", "reward.format_pattern", "reward.remote_url", "algorithm.recipe", "algorithm.refill_by"),
+    *("trainer.eval_accuracy", "logging.wandb", "logging.prometheus_host"),
+)
+
+
+def test_of_every_text_option_it_is_known_whether_it_is_a_path() -> None:
+    texts = {name for name, kind in options() if kind is str and not name.startswith("critic.parallel")}
+    texts -= {name for name in texts if name.removeprefix("critic.") in CHOICES}
+    assert texts == {*PATHS, *TEXTS}
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_an_empty_path_is_refused(name: str, config_file: Path) -> None:
+    """Or stands for none, which its default says, too."""
+    for empty in ("", " ", "\t"):
+        config = load(config_file, [f"{name}={empty}"] if empty else [])
+        setattr(reduce(getattr, name.split(".")[:-1], config), name.split(".")[-1], empty)
+        refused = any(reason.startswith(f"{name}={empty} is empty. Give a path") for reason in violations(config, 1))
+        assert refused == (bool(empty) or value_of(RunConfig(), name) != ""), empty
+
+
+def test_an_empty_name_of_a_source_or_a_held_out_file_is_refused(config_file: Path) -> None:
+    config = load(config_file, ["data.train="])
+    config.data.sources, config.data.evals = {"": 1.0}, {"hard": ""}
+    found = violations(config, 1)
+    assert "data.sources: a source= is empty. Give a path." in found
+    assert "data.evals.hard= is empty. Give a path." in found
+
+
+def test_a_path_with_a_nul_is_none(config_file: Path) -> None:
+    config = load(config_file, [])
+    config.trainer.output = "runs\0"
+    assert any(reason.startswith("trainer.output='runs\\x00' is no path") for reason in violations(config, 1))

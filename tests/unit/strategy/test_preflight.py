@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 
+from converters.export_folder import MARK
 from rftmega.config import DataConfig, ModelConfig, ParallelConfig, RolloutConfig, RunConfig
 from rftmega.errors import ConfigError
 from rftmega.strategy.preflight import preflight
@@ -79,3 +80,28 @@ def test_value_models_fit_the_policys_tokens_and_a_reward_model_has_a_head(tmp_p
         preflight(config, 1)
     for complaint in ("knows 77 tokens, the policy 131", "knows 16 positions; it reads rows of up to 32 tokens"):
         assert complaint in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("task", "names"), [("rl", ["policy", "policy_ema"]), ("sft", ["policy"]), ("reward_model", ["reward_model"])]
+)
+def test_a_folder_that_an_export_could_not_replace_is_refused_at_the_start(task: str, names: list[str], tmp_path: Path) -> None:
+    config = config_of(tmp_path, "qwen3", P(), "scripted")
+    config.trainer.output = str(tmp_path / "out")
+    config.algorithm.task = task
+    config.algorithm.ema_beta = 0.9 * (task == "rl")
+    for name in ("policy", "policy_ema", "reward_model"):
+        (tmp_path / "out" / name).mkdir(parents=True)
+        (tmp_path / "out" / name / "thesis").write_text("years")
+    with pytest.raises(ConfigError) as refused:
+        preflight(config, 1)
+    said = str(refused.value)
+    assert [name for name in ("policy", "policy_ema", "reward_model") if f"{tmp_path / 'out' / name} is there" in said] == names
+    for name in names:
+        (tmp_path / "out" / name / MARK).write_text("")
+    said = ""
+    try:
+        preflight(config, 1)
+    except ConfigError as error:  # of options that the task does not read
+        said = str(error)
+    assert "is there" not in said
