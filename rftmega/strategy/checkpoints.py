@@ -78,7 +78,7 @@ class TrainingCheckpoints:
         self.wait()
         name = tag or f"step_{step:06d}"
         draft = self.folder / (name + retention.DRAFT)
-        if error := self._on_first(partial(_make, draft)):
+        if error := self._on_first(partial(retention.begin, self.folder, name)):
             self._failed(name, [error])
             return
         try:
@@ -162,7 +162,11 @@ class TrainingCheckpoints:
 
     def _chosen(self) -> Path | None:
         chosen = self.config.checkpoint.resume
-        if chosen == "none" or (chosen == "auto" and not (self.folder / retention.LATEST).is_file()):
+        if chosen == "none":
+            return None
+        if chosen == "auto" and retention.pointed(self.folder) is None:
+            if whole := retention.newest(self.folder):
+                log.warning("%s has no file named latest: a new run. To go on: checkpoint.resume=%s.", self.folder, whole)
             return None
         folder = self.folder if chosen == "auto" else Path(chosen)
         return retention.find(folder, None) if (folder / retention.LATEST).is_file() else folder
@@ -184,10 +188,11 @@ class TrainingCheckpoints:
         retention.rotate(self.folder, max_num=self.keep, max_mem=self.keep_mb)
 
     def _failed(self, name: str, errors: list[str]) -> None:
-        if dist.get_rank() == 0:
-            shutil.rmtree(self.folder / (name + retention.DRAFT), ignore_errors=True)
-        pointer = self.folder / retention.LATEST
-        latest = f"The latest is still {pointer.read_text()}." if pointer.is_file() else "There is none yet."
+        draft = self.folder / (name + retention.DRAFT)
+        if dist.get_rank() == 0 and retention.is_draft(draft):
+            shutil.rmtree(draft, ignore_errors=True)
+        named = retention.pointed(self.folder)
+        latest = f"The latest is still {named}." if named else "There is none yet."
         text = (
             f"Checkpoint {self.folder / name} can't be written: {'; '.join(errors)}. {latest} Make room or rights there, or "
             "choose another checkpoint.folder; checkpoint.on_failure=warn would train on."
@@ -197,7 +202,7 @@ class TrainingCheckpoints:
         if dist.get_rank() == 0:
             log.warning("%s", text)
 
-    def _on_first(self, work: Callable[[], None]) -> str | None:
+    def _on_first(self, work: Callable[[], object]) -> str | None:
         """Does the work on the first process; on all of them, what went wrong."""
         error = None
         if dist.get_rank() == 0:
@@ -308,10 +313,3 @@ def _fill(held: Iterable[Held], reader: TrainingReader, name: str) -> None:
     with ThreadPoolExecutor(READERS) as pool:
         for _ in pool.map(partial(fill, reader=reader, prefix=name), held):
             pass
-
-
-def _make(draft: Path) -> None:
-    """An empty folder; what a save that died left there goes."""
-    if draft.exists():
-        shutil.rmtree(draft)
-    draft.mkdir(parents=True)

@@ -14,6 +14,7 @@ from rftmega.megatron.stored import MANIFEST
 log = logging.getLogger(__name__)
 LATEST = "latest"  # a file that holds the name of the newest complete checkpoint
 DRAFT = ".incomplete"
+MARK = ".rftmega-checkpoint"  # a file in each: what others made is never deleted
 
 
 class Saved(NamedTuple):
@@ -47,11 +48,10 @@ def rotate(folder: Path, *, max_num: int, max_mem: float) -> list[str]:
         Saved(path.name, -path.stat().st_mtime_ns, sum(file.stat().st_size for file in path.rglob("*") if file.is_file()))
         for path in complete
     ]
-    pointer = folder / LATEST
-    latest = pointer.read_text().strip() if pointer.is_file() else None
+    latest = pointed(folder)
     gone = [name for name in expired(saved, max_num=max_num, max_mem=max_mem) if name != latest]
-    newest = max((-each.age for each in saved), default=0)
-    gone += [path.name for path in folder.glob(f"*{DRAFT}") if path.is_dir() and path.stat().st_mtime_ns < newest]
+    last = max((-each.age for each in saved), default=0)
+    gone += [path.name for path in folder.glob(f"*{DRAFT}") if is_draft(path) and path.stat().st_mtime_ns < last]
     for name in tuple(gone):
         try:
             shutil.rmtree(folder / name)
@@ -59,6 +59,23 @@ def rotate(folder: Path, *, max_num: int, max_mem: float) -> list[str]:
             log.warning("%s can't be deleted, and stays: %s", folder / name, error)
             gone.remove(name)
     return gone
+
+
+def begin(folder: Path, name: str) -> Path:
+    """An empty draft of checkpoint `name`; what a save that died left there goes. Raises OSError."""
+    draft = folder / (name + DRAFT)
+    if draft.exists() and not is_draft(draft):
+        raise FileExistsError(f"{draft} is there, and no save made it")
+    if draft.exists():
+        shutil.rmtree(draft)
+    draft.mkdir(parents=True)
+    (draft / MARK).touch()
+    return draft
+
+
+def is_draft(path: Path) -> bool:
+    """Whether a save began this folder, and nobody else."""
+    return path.is_dir() and ((path / MARK).is_file() or not any(path.iterdir()))
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -93,12 +110,35 @@ def before(checkpoint: Path) -> Path | None:
     return max(older, key=lambda path: path.stat().st_mtime_ns).parent if older else None
 
 
+def pointed(folder: Path) -> str | None:
+    """What the pointer says, which may be nothing after a machine has lost its power; None without one."""
+    pointer = folder / LATEST
+    return pointer.read_text(errors="replace").strip("\0 \n") if pointer.is_file() else None
+
+
+def newest(folder: Path) -> Path | None:
+    """The whole checkpoint of the folder that was written last."""
+    whole = [path for path in folder.iterdir() if is_checkpoint(path)] if folder.is_dir() else []
+    return max(whole, key=lambda path: (path / MANIFEST).stat().st_mtime_ns, default=None)
+
+
 def find(folder: Path, tag: str | None) -> Path:
-    """The checkpoint `tag`, or the latest. Raises CheckpointError where there is none."""
-    if tag is None:
-        if not (folder / LATEST).is_file():
-            raise CheckpointError(f"{folder} has no file named {LATEST}, so there is no latest checkpoint. Give a tag.")
-        tag = (folder / LATEST).read_text().strip()
-    if not (folder / tag).is_dir():
-        raise CheckpointError(f"{folder} holds no checkpoint {tag!r}.")
-    return folder / tag
+    """The checkpoint `tag`, or the latest. Where the pointer names none that is whole, the newest whole one, with a word. Raises
+    CheckpointError where there is none.
+    """
+    whole = newest(folder)
+    there = f" The newest whole one is {whole}." if whole else " There is no whole one."
+    if tag is not None:
+        if not (folder / tag).is_dir():
+            raise CheckpointError(f"{folder} holds no checkpoint {tag!r}.{there}")
+        return folder / tag
+    named = pointed(folder)
+    if named is None:
+        raise CheckpointError(f"{folder} has no file named {LATEST}, so there is no latest checkpoint. Give a tag.{there}")
+    if named and is_checkpoint(folder / named):
+        return folder / named
+    wrong = f"{folder / LATEST} names {named!r}, which is no whole checkpoint." if named else f"{folder / LATEST} is empty."
+    if whole is None:
+        raise CheckpointError(f"{wrong}{there} checkpoint.resume=none starts anew.")
+    log.warning("%s The run goes on from the newest whole one, %s.", wrong, whole)
+    return whole

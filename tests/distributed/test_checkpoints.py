@@ -157,7 +157,12 @@ def blind_body(world: Any, model: Path, folder: Path) -> None:
     if world.rank == 0:
         retention.point_to(folder, "gone")
     torch.distributed.barrier()
-    with pytest.raises(CheckpointError, match="no checkpoint 'gone'"):
+    assert blind.resume() == {"n": 1}, "the newest whole one"
+    torch.distributed.barrier()
+    if world.rank == 0:
+        (folder / "step_000001" / MANIFEST).unlink()
+    torch.distributed.barrier()
+    with pytest.raises(CheckpointError, match="names 'gone', which is no whole checkpoint. There is no whole one"):
         blind.resume()
 
 
@@ -297,7 +302,7 @@ def refused_body(world: Any, model: Path, other: Path, folder: Path) -> None:
         **dict.fromkeys((".metadata", "common.pt", MARK), (-9, "its checksum is another")),
     }
     others = {path.name for path in second.iterdir()} - damages.keys()
-    assert others == {"__0_0.distcp", "__1_0.distcp", "__objects.distcp", "rank_0.json"} - {piece["file"]}
+    assert others == {"__0_0.distcp", "__1_0.distcp", "__objects.distcp", "rank_0.json", retention.MARK} - {piece["file"]}
     for name, (at, reason) in damages.items():
         if world.rank == 0:
             flip(second / name, at)
@@ -332,12 +337,12 @@ def full_disk_body(world: Any, model: Path, folder: Path) -> None:
     actor = actor_of(model, P(tensor=2), PLAIN, "float32", 0.0)
     kept_by(actor, folder).save({"n": 1}, step=1)
 
-    def make(draft: Path, original: Callable[[Path], None] = saving._make) -> None:
-        original(draft)
+    def begin(folder: Path, name: str, original: Callable[[Path, str], Path] = retention.begin) -> None:
+        draft = original(folder, name)
         (draft / "__1_0.distcp.part").symlink_to("/dev/full")  # the disk of the second rank
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saving, "_make", make)
+        patch.setattr(retention, "begin", begin)
         kept = kept_by(actor, folder, asynchronous=True)
         kept.save({"n": 2}, step=2)
         learn(actor, 1)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rftmega.errors import CheckpointError
-from rftmega.strategy.retention import Saved, before, expired, find, point_to, rotate, settle
+from rftmega.strategy.retention import LATEST, MARK, Saved, before, begin, expired, find, newest, point_to, rotate, settle
 
 MB = 10**6
 
@@ -45,7 +45,7 @@ def test_what_stays_is_the_longest_run_of_the_newest_that_fits(sizes: list[int],
 def checkpoint(folder: Path, name: str, when: int) -> None:
     (folder / name).mkdir()
     (folder / name / "weights").write_bytes(b"x" * 1000)
-    for part in ("manifest.json", "rank_0.json"):
+    for part in ("manifest.json", "rank_0.json", MARK):
         (folder / name / part).touch()
     os.utime(folder / name, (when, when))
 
@@ -54,14 +54,16 @@ def test_nothing_but_checkpoints_and_drafts_of_dead_saves_is_ever_deleted(tmp_pa
     for name in ("tensorboard", "policy", "converted"):
         (tmp_path / name).mkdir()
     (tmp_path / "converted" / "manifest.json").write_text("{}")  # a model's, which tools/convert.py made
+    (tmp_path / "download.incomplete").mkdir()
+    (tmp_path / "download.incomplete" / "part").write_text("somebody's")
     for when, name in enumerate(["dead.incomplete", "old", "new", "alive.incomplete"]):
         checkpoint(tmp_path, name, when)
     for path in tmp_path.iterdir():
-        if "." not in path.name and path.name not in ("old", "new"):
+        if path.name == "download.incomplete" or "." not in path.name and path.name not in ("old", "new"):
             os.utime(path, (0, 0))
     point_to(tmp_path, "new")
     assert rotate(tmp_path, max_num=1, max_mem=1) == ["old", "dead.incomplete"]
-    left = {"alive.incomplete", "converted", "latest", "new", "policy", "tensorboard"}
+    left = {"alive.incomplete", "converted", "download.incomplete", "latest", "new", "policy", "tensorboard"}
     assert {path.name for path in tmp_path.iterdir()} == left
 
 
@@ -106,6 +108,39 @@ def test_the_latest_is_found_and_a_missing_one_named(tmp_path: Path) -> None:
     assert find(tmp_path, None) == find(tmp_path, "one") == tmp_path / "one"
     with pytest.raises(CheckpointError, match="no checkpoint 'two'"):
         find(tmp_path, "two")
+
+
+@pytest.mark.parametrize("said", ["", "\n", "\0\0\0", "gone", "draft.incomplete", "half"])
+def test_a_pointer_to_nothing_whole_gives_the_newest_whole_one_with_a_word(
+    said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for when, name in enumerate(["one", "two", "half", "draft.incomplete"]):
+        checkpoint(tmp_path, name, when)
+        os.utime(tmp_path / name / "manifest.json", (when, when))
+    (tmp_path / "half" / "manifest.json").unlink()
+    (tmp_path / LATEST).write_text(said)
+    assert newest(tmp_path) == find(tmp_path, None) == tmp_path / "two"
+    assert f"The run goes on from the newest whole one, {tmp_path / 'two'}." in caplog.text
+    with pytest.raises(CheckpointError, match=f"no checkpoint 'gone'. The newest whole one is {tmp_path / 'two'}"):
+        find(tmp_path, "gone")
+    rotate(tmp_path, max_num=1, max_mem=1)
+    assert (tmp_path / "two").is_dir()
+
+
+def test_a_pointer_to_nothing_where_there_is_nothing_whole_says_so(tmp_path: Path) -> None:
+    (tmp_path / LATEST).write_text("step_000002")
+    with pytest.raises(CheckpointError, match=r"names 'step_000002', which is no whole checkpoint. There is no whole one"):
+        find(tmp_path, None)
+
+
+def test_a_draft_that_no_save_made_stays(tmp_path: Path) -> None:
+    (begin(tmp_path, "step_1") / "half").write_text("")
+    assert [path.name for path in begin(tmp_path, "step_1").iterdir()] == [MARK]
+    (tmp_path / "step_2.incomplete").mkdir()
+    (tmp_path / "step_2.incomplete" / "thesis").write_text("years")
+    with pytest.raises(FileExistsError, match="no save made it"):
+        begin(tmp_path, "step_2")
+    assert (tmp_path / "step_2.incomplete" / "thesis").is_file()
 
 
 def test_a_whole_draft_takes_no_name_that_is_taken(tmp_path: Path) -> None:
