@@ -178,6 +178,9 @@ class Callback(Protocol):
 
     def on_step(self, trainer: Any, metrics: Metrics) -> None: ...
 
+    def on_save(self, trainer: Any) -> None:
+        """A checkpoint is about to be written: what was written of the steps before is to be on the disk."""
+
     def on_given_up(self, trainer: Any) -> None:
         """The training ends within a step. On all callbacks, before `on_end` on any."""
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from rftmega.device.spans import Span, clock, recorder
 from rftmega.parallel.clocks import Offset, clock_offsets
 from rftmega.trainer.callbacks import Observer
+from rftmega.trainer.output_files import set_aside
 from rftmega.types import Metrics
 
 PHASES = "phases"  # a thread of its own in the picture
@@ -34,6 +35,8 @@ class Timeline(Observer):
         self.folder, self.first, self.last, self.label = Path(folder), first, last, label
 
     def on_start(self, trainer: Any, metrics: Metrics) -> None:
+        if dist.get_rank() == 0 and not trainer.resumed:
+            set_aside(self.folder)
         self._follow(trainer.step)
 
     def on_phase(self, trainer: Any, name: str, seconds: float) -> None:

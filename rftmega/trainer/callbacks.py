@@ -1,16 +1,21 @@
 """What happens beside the step: progress, metrics, export (and `evaluate.py`, `trajectories.py`). The step knows none of it."""
 
 import json
+import logging
 import math
+import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
+from rftmega.trainer.output_files import set_aside, synchronise
 from rftmega.types import Experience, Metrics, Samples
+
+log = logging.getLogger(__name__)
 
 
 class Observer:
@@ -23,6 +28,8 @@ class Observer:
     def on_experience(self, trainer: Any, samples: Samples, experience: Experience) -> None: ...
 
     def on_step(self, trainer: Any, metrics: Metrics) -> None: ...
+
+    def on_save(self, trainer: Any) -> None: ...
 
     def on_given_up(self, trainer: Any) -> None: ...
 
@@ -58,35 +65,79 @@ class Progress(Observer):
 
 
 class JSONLines(Observer):
-    """Every step's metrics, one JSON object a line, flushed at once. A resumed run keeps the lines of the steps before."""
+    """Every step's metrics, one JSON object a line, flushed at once, and on the disk when a checkpoint is.
+
+    A resumed run keeps the lines of the steps before. Lines that it does not keep, and what is no line of metrics, go to a file
+    beside, metrics.left_out.jsonl.
+    """
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
+        self.left_out = self.path.with_name(f"{self.path.stem}.left_out{self.path.suffix}")
 
     def on_start(self, trainer: Any, metrics: Metrics) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        kept = lines_until(self.path, trainer.step) if trainer.resumed else []
-        draft = self.path.with_name(f".{self.path.name}.draft")
-        draft.write_text("".join(kept))
-        draft.rename(self.path)
+        if not trainer.resumed:
+            set_aside(self.path)
+        elif self.path.is_file():
+            self._keep_until(trainer.step)
         self.file = self.path.open("a")
         if not trainer.resumed:
             self.on_step(trainer, metrics)
+
+    def _keep_until(self, step: int) -> None:
+        """Those that are left out are written down first: whatever happens, no line is lost."""
+        kept, later, bad = sorted_out(self.path.read_bytes(), step)
+        for number in bad:
+            log.warning("%s:%d: is no line of metrics, and is left out; it is in %s.", self.path, number, self.left_out.name)
+        if later:
+            again = f"{len(later)} step(s) after {step} are done again"
+            log.info("%s: %s; the lines are in %s.", self.path, again, self.left_out.name)
+        if others := [*later, *bad.values()]:
+            with self.left_out.open("ab") as file:
+                _write_down(file, others)
+        draft = self.path.with_name(f".{self.path.name}.draft")
+        with draft.open("wb") as file:
+            _write_down(file, kept)
+        draft.rename(self.path)
 
     def on_step(self, trainer: Any, metrics: Metrics) -> None:
         self.file.write(json.dumps({"step": trainer.step, "time": time.time(), **_finite(metrics)}) + "\n")
         self.file.flush()
 
+    def on_save(self, trainer: Any) -> None:
+        os.fsync(self.file.fileno())
+        synchronise(self.path.parent)
+
     def on_end(self, trainer: Any) -> None:
         self.file.close()
 
 
-def lines_until(path: Path, step: int) -> list[str]:
-    """The lines of a metrics file up to that step; what a killed run did not finish writing is left out."""
-    if not path.is_file():
-        return []
-    lines = path.read_text().splitlines(keepends=True)
-    return [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+def sorted_out(content: bytes, step: int) -> tuple[list[bytes], list[bytes], dict[int, bytes]]:
+    """The lines of a metrics file up to that step, those after it, and by its number what is none: a process that was killed
+    leaves half a line, a machine that lost its power zeros.
+    """
+    kept, later, bad = [], [], {}
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        if not line:
+            continue
+        try:
+            said = json.loads(line)
+        except ValueError:
+            said = None
+        if not isinstance(said, dict) or not isinstance(said.get("step"), int):
+            bad[number] = line
+        elif said["step"] <= step:
+            kept.append(line)
+        else:
+            later.append(line)
+    return kept, later, bad
+
+
+def _write_down(file: BinaryIO, lines: Iterable[bytes]) -> None:
+    file.writelines(line + b"\n" for line in lines)
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def _finite(metrics: Metrics) -> dict[str, float | None]:
@@ -101,6 +152,8 @@ class TensorBoard(Observer):
         self.folder = str(folder)
 
     def on_start(self, trainer: Any, metrics: Metrics) -> None:
+        if not trainer.resumed:
+            set_aside(Path(self.folder))
         self.writer = SummaryWriter(self.folder, purge_step=trainer.step + 1 if trainer.resumed else None)
         if not trainer.resumed:
             self.on_step(trainer, metrics)
@@ -108,6 +161,9 @@ class TensorBoard(Observer):
     def on_step(self, trainer: Any, metrics: Metrics) -> None:
         for name, value in metrics.items():
             self.writer.add_scalar(name, value, trainer.step)
+
+    def on_save(self, trainer: Any) -> None:
+        self.writer.flush()
 
     def on_end(self, trainer: Any) -> None:
         self.writer.close()

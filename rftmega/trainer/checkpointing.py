@@ -34,7 +34,7 @@ class Checkpointing(Observer):
         self._remember(trainer)
         if trainer.stopped or trainer.step == self.last or trainer.step % self.every == 0:
             begin = time.perf_counter()
-            self._save(self._state)
+            self._save(trainer, self._state)
             if trainer.stopped:
                 self.checkpoints.wait()
             for callback in trainer.callbacks:
@@ -42,13 +42,15 @@ class Checkpointing(Observer):
 
     def on_given_up(self, trainer: Any) -> None:
         if self._saved != self._step or trainer.journal:
-            self._save(self._state | ({WITHIN: trainer.journal.state()} if trainer.journal else {}))
+            self._save(trainer, self._state | ({WITHIN: trainer.journal.state()} if trainer.journal else {}))
             self.checkpoints.wait()
 
     def on_end(self, trainer: Any) -> None:
         self.checkpoints.wait()
 
-    def _save(self, state: dict[str, Any]) -> None:
+    def _save(self, trainer: Any, state: dict[str, Any]) -> None:
+        for callback in trainer.callbacks:
+            callback.on_save(trainer)
         self.checkpoints.save(state, step=self._step)
         self._saved = self._step
 

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Gauge, start_http_server
 from rftmega.config import RunConfig, without_secrets
 from rftmega.errors import ConfigError
 from rftmega.trainer.callbacks import Observer
+from rftmega.trainer.output_files import set_aside
 from rftmega.types import Metrics
 
 
@@ -27,7 +28,9 @@ class WandB(Observer):
         output = Path(self.config.trainer.output)
         output.mkdir(parents=True, exist_ok=True)
         known = output / "wandb.id"
-        if not trainer.resumed or not known.is_file():
+        if not trainer.resumed:
+            set_aside(known)
+        if not known.is_file():
             known.write_text(uuid.uuid4().hex)
         self.run = wandb.init(
             project=self.project,

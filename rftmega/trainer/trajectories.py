@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -11,8 +12,10 @@ from typing import Any
 from torch import Tensor
 
 from rftmega.trainer.callbacks import Observer
+from rftmega.trainer.output_files import set_aside, synchronise
 from rftmega.types import Experience, Metrics, Samples
 
+log = logging.getLogger(__name__)
 LOGP_DIGITS, DIGITS = 7, 4  # significant; float32 has 7
 
 
@@ -37,11 +40,17 @@ class Trajectories(Observer):
         self.every, self.most_bytes = every, most_bytes
 
     def on_start(self, trainer: Any, metrics: Metrics) -> None:
-        """What an earlier run left of the steps to come would be taken for this run's."""
+        """What is there of the steps to come would be taken for this run's."""
+        if not trainer.resumed:
+            set_aside(self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        for path in self._written():
-            if path.name >= name_of(trainer.step + 1):
-                path.unlink()
+        if later := [path for path in self._written() if path.name >= name_of(trainer.step + 1)]:
+            log.info("%s: files of %d step(s) after %d go: these are done again.", self.folder, len(later), trainer.step)
+        for path in later:
+            path.unlink()
+
+    def on_save(self, trainer: Any) -> None:
+        synchronise(self.folder)
 
     def on_experience(self, trainer: Any, samples: Samples, experience: Experience) -> None:
         if trainer.step == 1 or trainer.step % self.every == 0:

@@ -1,6 +1,8 @@
 """A run that is stopped and goes on is the run that nothing stopped."""
 
 import json
+import logging
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +14,7 @@ from rftmega.checkpoint.states import KEY, joined, put_together, taken_apart
 from rftmega.config import load
 from rftmega.data import PromptOrder
 from rftmega.trainer import Algorithm, PPOTrainer
-from rftmega.trainer.callbacks import AtEnd, JSONLines, lines_until
+from rftmega.trainer.callbacks import AtEnd, JSONLines, Observer, TensorBoard
 from rftmega.trainer.checkpointing import Checkpointing, resume
 from rftmega.types import Prompt
 from tests.unit.trainer.test_step import Bigrams, likes_seven
@@ -105,6 +107,8 @@ def test_a_resumed_run_equals_one_that_was_never_interrupted(tmp_path: Path) -> 
         stream.write('{"step": 8, "tim')  # killed while it wrote
     again = Run(broken, every=3).go_on(first.kept.saved[3]).fit()
     assert lines(broken) == expected
+    left_out = (broken / "metrics.left_out.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in left_out[:-1]] == [4, 5, 6, 7] and left_out[-1] == '{"step": 8, "tim'
     assert torch.equal(again.policy.table, whole.policy.table)
     assert again.trainer.state() == whole.trainer.state()
 
@@ -120,15 +124,96 @@ def test_a_run_that_is_told_to_stop_saves_and_ends_without_an_export(tmp_path: P
 
 def test_the_time_of_a_save_is_told_as_a_phase() -> None:
     told: list[str] = []
-    listener = SimpleNamespace(on_phase=lambda trainer, name, seconds: told.append(name))
+    listener = Observer()
+    listener.on_phase = lambda trainer, name, seconds: told.append(name)  # type: ignore[method-assign]
     trainer = SimpleNamespace(step=2, stopped=False, callbacks=[listener])
     Checkpointing(Kept(Bigrams()), {}, every=2, last=9).on_step(trainer, {})
     assert told == ["checkpoint"]
 
 
-@pytest.mark.parametrize(("step", "kept"), [(0, 1), (1, 2), (5, 3)])
-def test_only_whole_lines_of_the_steps_before_are_kept(step: int, kept: int, tmp_path: Path) -> None:
+BAD = {
+    "half a line in the middle": b'{"step": 1, "rew{"step": 2}\n',
+    "zeros in the middle": b"\0\0\0\n",
+    "a line of something else": b"[1, 2]\n",
+    "a line without a step": b'{"reward": 1}\n',
+    "no text": b"\xff\xfe\n",
+    "zeros at the end": bytes(300),
+    "half a line at the end": b'{"step": 3, "tim',
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_bad_line_of_metrics_is_told_and_kept_beside_and_the_run_goes_on(
+    what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, begin, rest = tmp_path / "metrics.jsonl", b'{"step": 0}\n{"step": 1}\n', b'{"step": 2}\n{"step": 3}\n'
+    path.write_bytes(begin + BAD[what] + (rest if BAD[what].endswith(b"\n") else b""))
+    after = [b'{"step": 3}'] if BAD[what].endswith(b"\n") else []
+    resumed = SimpleNamespace(step=2, resumed=True)
+    writer = JSONLines(path)
+    with caplog.at_level(logging.WARNING):
+        writer.on_start(resumed, {})
+    writer.on_step(SimpleNamespace(step=3), {})
+    writer.on_end(resumed)
+    steps = [json.loads(line)["step"] for line in path.read_text().splitlines()]
+    assert steps == ([0, 1, 2, 3] if after else [0, 1, 3])
+    assert (tmp_path / "metrics.left_out.jsonl").read_bytes() == b"".join(
+        line + b"\n" for line in [*after, BAD[what].removesuffix(b"\n")]
+    )
+    assert f"{path}:3: is no line of metrics" in caplog.text
+
+
+def test_what_is_left_out_is_on_the_disk_before_the_metrics_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "metrics.jsonl"
-    assert lines_until(path, step) == []
-    path.write_text('{"step": 0}\n{"step": 1}\n{"step": 2}\n{"step": 3')
-    assert len(lines_until(path, step)) == kept
+    path.write_text('{"step": 0}\n{"st\n{"step": 1}\n')
+    monkeypatch.setattr(Path, "rename", dies)
+    with pytest.raises(OSError, match="died"):
+        JSONLines(path).on_start(SimpleNamespace(step=0, resumed=True), {})
+    assert path.read_text() == '{"step": 0}\n{"st\n{"step": 1}\n'
+    assert (tmp_path / "metrics.left_out.jsonl").read_text() == '{"step": 1}\n{"st\n'
+
+
+def dies(*_: object) -> None:
+    raise OSError("died")
+
+
+def test_a_run_that_begins_anew_keeps_what_an_earlier_one_wrote(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for attempt in range(3):
+        writers = (JSONLines(tmp_path / "metrics.jsonl"), TensorBoard(tmp_path / "tensorboard"))
+        with caplog.at_level(logging.INFO):
+            for writer in writers:
+                writer.on_start(SimpleNamespace(step=0, resumed=False), {"attempt": attempt})
+                writer.on_end(None)
+    for file, attempt in (("metrics.1.jsonl", 0), ("metrics.2.jsonl", 1), ("metrics.jsonl", 2)):
+        assert json.loads((tmp_path / file).read_text())["attempt"] == attempt
+    assert [len(list((tmp_path / name).iterdir())) for name in ("tensorboard", "tensorboard.1", "tensorboard.2")] == [1, 1, 1]
+    assert f"{tmp_path / 'metrics.jsonl'} is an earlier run's: it is metrics.1.jsonl now." in caplog.text
+
+
+@pytest.mark.parametrize("saves", ["on_step", "on_given_up"])
+def test_metrics_are_on_the_disk_before_a_checkpoint_is_begun(
+    saves: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[str, int]] = []
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        told.append((path.name, path.stat().st_size if path.is_file() else 0))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    kept, writer = Kept(Bigrams()), JSONLines(tmp_path / "metrics.jsonl")
+    kept.save = lambda state, *, step: told.append(("saved", step))  # type: ignore[method-assign]
+    journal = SimpleNamespace(state=list, __len__=lambda: 1)
+    trainer = SimpleNamespace(step=1, stopped=False, resumed=False, callbacks=[writer], journal=journal)
+    saving = Checkpointing(kept, {}, every=1, last=9)
+    writer.on_start(trainer, {})
+    if saves == "on_step":
+        saving.on_step(trainer, {})
+    else:
+        saving.on_given_up(trainer)
+    size = (tmp_path / "metrics.jsonl").stat().st_size
+    writer.on_end(trainer)
+    assert told[:2] == [("metrics.jsonl", size), (tmp_path.name, 0)]
+    assert [name for name, _ in told[2:]] == ["saved"]

@@ -57,7 +57,7 @@ def learnt(entropy: bool = True) -> tuple[Samples, Experience]:
 
 def recorded(folder: Path, *, steps: Sequence[int] = (1,), every: int = 1, most: int = 10**6, entropy: bool = True) -> list[Path]:
     observer = Trajectories(folder, text, letters, every=every, most_bytes=most)
-    observer.on_start(SimpleNamespace(step=steps[0] - 1), {})
+    observer.on_start(SimpleNamespace(step=steps[0] - 1, resumed=steps[0] > 1), {})
     for step in steps:
         observer.on_experience(SimpleNamespace(step=step), *learnt(entropy))
     return sorted(folder.iterdir())
@@ -128,6 +128,14 @@ def test_what_an_earlier_run_left_of_steps_to_come_goes_and_the_rest_stays(tmp_p
     (tmp_path / "notes.txt").write_text("mine")
     names = [path.name for path in recorded(tmp_path, steps=[3])]
     assert names == ["notes.txt", *(f"step_00000{i}.jsonl.gz" for i in (1, 2, 3))]
+
+
+def test_a_run_that_begins_anew_keeps_an_earlier_ones(tmp_path: Path) -> None:
+    for folder in ("trajectories.1", "trajectories.2", "trajectories"):
+        names = [path.name for path in recorded(tmp_path / "trajectories", steps=[1, 2])]
+        assert names == ["step_000001.jsonl.gz", "step_000002.jsonl.gz"], folder
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["trajectories", "trajectories.1", "trajectories.2"]
+    assert len(list((tmp_path / "trajectories.1").iterdir())) == 2
 
 
 def test_a_file_that_was_not_finished_has_no_name(tmp_path: Path) -> None:
