@@ -15,10 +15,10 @@ HUNG = 86  # exit code
 
 
 class Seen:
-    """The phase that this process is in, and how many marks there were."""
+    """The phase that this process is in, how many marks there were, and when the last one was."""
 
     def __init__(self) -> None:
-        self.phase, self.marks = "start", 0
+        self.phase, self.marks, self.at = "start", 0, time.monotonic()
 
 
 seen = Seen()
@@ -26,7 +26,7 @@ seen = Seen()
 
 def mark(phase: str | None = None) -> None:
     """Something was done; with a `phase`, another one begins. From any thread."""
-    seen.phase, seen.marks = phase or seen.phase, seen.marks + 1
+    seen.phase, seen.marks, seen.at = phase or seen.phase, seen.marks + 1, time.monotonic()
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from rftmega.config import RunConfig
 from rftmega.parallel import launch, nodes, stop
 from rftmega.parallel.launch import World
 from rftmega.parallel.progress import watched
+from rftmega.parallel.standing import named
 from rftmega.strategy import disk, integrity
 
 
@@ -18,7 +19,7 @@ def joined(config: RunConfig) -> Iterator[tuple[World, Callable[[], bool]]]:
     """
     saves = config.checkpoint.every > 0
     signals = stop.listening() if saves else nullcontext()
-    with launch.start() as world, watched(config.faults.watchdog_seconds, world.rank), signals:
+    with launch.start() as world, watched(config.faults.watchdog_seconds, world.rank), named(world), signals:
         nodes.check_nodes(world, disk.needed(config))
         integrity.verify_models(world, config)
         yield world, stop.agreed if saves else lambda: False

@@ -1,7 +1,7 @@
 """train_rl.py with a fault planted in its ranks: `PLANTED=slow python -m tests.e2e.planted CONFIG option=value ... --processes N`
 
 slow     In each update, which must be one micro-batch, rank 1 waits until rank 0 has computed its own; then ten times as long:
-         whatever the machine does, it is the slowest.
+         whatever the machine does, it is the slowest. Standing still for half a second is named.
 server   When the second policy's third answer is there, the last vLLM server is killed, with all that it has started.
 core     Likewise, but only the process that computes: the one that listens lives on.
 """
@@ -37,7 +37,9 @@ def slow(noted: Path) -> None:
     """`noted`: what each update took rank 0, a line each."""
     from rftmega.megatron import timers
     from rftmega.megatron.passes import Passes
+    from rftmega.parallel import standing
 
+    standing.LIMIT, standing.ROUND = LEAST / 2, LEAST / 20
     plain, begin, updates = Passes.forward_step, 0.0, 0
 
     def forward_step(self: Passes, *arguments: Any) -> Any:

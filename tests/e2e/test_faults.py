@@ -155,7 +155,9 @@ def test_a_rank_that_is_ten_times_as_slow_is_named_and_the_run_goes_on(arithmeti
     assert [step["work_update_slowest"] for step in steps] == [1.0] * 4
     assert all(step["work_update_max"] > 10 * step["work_update_median"] for step in steps)
     assert done.stdout.count(f"rank 1 on {socket.gethostname()} is slow: in update it worked for") == 1, done.stdout
-    assert "rank 0 on" not in done.stdout
+    assert f"rank 0 on {socket.gethostname()} is slow" not in done.stdout
+    place = f"{ROOT / 'tests/e2e/planted.py'}:"
+    assert any("rank 1 on" in line and "stands still" in line and place in line for line in done.stdout.splitlines())
 
 
 SERVERS = ["--processes", 2, "strategy=separate", "rollout.engine=vllm", "rollout.servers=2", "rollout.max_batch=2",
