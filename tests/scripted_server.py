@@ -32,11 +32,17 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        self.reply({})
+        self.reply({} if self.may_enter() else None)
+
+    def may_enter(self) -> bool:
+        return self.headers.get("Authorization") == f"Bearer {os.environ['RFTMEGA_SERVER_KEY']}"
 
     def do_POST(self) -> None:
         text = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         body = json.loads(text) if text else {}
+        if not self.may_enter():
+            self.reply(None)
+            return
         with turn:
             self.reply(self.respond(self.path.rpartition("/")[2], body))
 
@@ -67,9 +73,10 @@ class Handler(BaseHTTPRequestHandler):
             "weight_versions": [{"version": state["version"]}],
         }]}  # fmt: skip
 
-    def reply(self, body: dict[str, Any]) -> None:
+    def reply(self, body: dict[str, Any] | None) -> None:
+        """None: without the run's key."""
         data = json.dumps(body).encode()
-        self.send_response(200)
+        self.send_response(401 if body is None else 200)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)

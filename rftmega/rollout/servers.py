@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -25,6 +26,7 @@ from rftmega.config import RolloutConfig
 from rftmega.errors import EngineError, EngineFault
 from rftmega.parallel.launch import World
 from rftmega.parallel.orphans import end_with_parent
+from rftmega.rollout import door
 from rftmega.rollout.base import Engine, Finished, Stop
 from rftmega.rollout.order import shares
 from rftmega.types import Completion, Prompt
@@ -47,7 +49,8 @@ class Server:
     """One `vllm serve`, on loopback. It ends with the process that started it."""
 
     def __init__(self, arguments: Sequence[str], environment: dict[str, str], log: Path):
-        """Returns at once; `wait` for it."""
+        """Returns at once; `wait` for it. The `environment` has the key that it asks everybody for."""
+        self._headers = door.headers(environment[door.KEY])
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -77,7 +80,7 @@ class Server:
             if self._process.poll() is not None:
                 break
             with suppress(httpx.TransportError):  # nobody listens yet
-                if httpx.get(f"{self.address}/health", timeout=5).is_success:
+                if httpx.get(f"{self.address}/health", timeout=5, headers=self._headers, trust_env=False).is_success:
                     return
             time.sleep(0.2)
         if self._refuses():
@@ -87,7 +90,9 @@ class Server:
     def post(self, path: str, body: dict[str, Any] | None = None) -> None:
         """Raises EngineError where it answers with an error, EngineFault where it does not answer."""
         try:
-            response = httpx.post(f"{self.address}/{path}", json=body, timeout=CONTROL_SECONDS)
+            response = httpx.post(
+                f"{self.address}/{path}", json=body, timeout=CONTROL_SECONDS, headers=self._headers, trust_env=False
+            )
         except httpx.TransportError as error:
             raise self._fault(f"does not answer ({error!r})") from error
         if response.is_error:
@@ -98,7 +103,7 @@ class Server:
         body = {"token_ids": list(prompt.token_ids), "sampling_params": sampling}
         try:
             async with asyncio.timeout(seconds):
-                response = await client.post(f"{self.address}/inference/v1/generate", json=body)
+                response = await client.post(f"{self.address}/inference/v1/generate", json=body, headers=self._headers)
         except TimeoutError as error:
             raise self._fault(f"gave no answer in {seconds:g} s (rollout.deadline_seconds)") from error
         except httpx.TransportError as error:
@@ -158,7 +163,8 @@ class ServerEngine(Engine):
             "logprobs-mode": "processed_logprobs",
             "weight-transfer-config": json.dumps({"backend": "shared_memory"}),
         }
-        flags = ["--skip-tokenizer-init", "--enable-scale-out", "--disable-uvicorn-access-log"]
+        flags = ["--skip-tokenizer-init", "--enable-scale-out", "--disable-uvicorn-access-log", "--disable-fastapi-docs"]
+        flags.append(f"--middleware={door.Door.__module__}.{door.Door.__name__}")
         if on_cuda:
             arguments["gpu-memory-utilization"] = config.memory_fraction
         else:
@@ -167,6 +173,7 @@ class ServerEngine(Engine):
         self._arguments = [*flags, *(f"--{name}={value}" for name, value in arguments.items())]
         environment = {name: value for name, value in os.environ.items() if name not in RANKS_OWN}
         environment |= {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "0" if on_cuda else "1"}
+        environment[door.KEY] = secrets.token_urlsafe(32)
         self._environments = [environment | _devices(world, config, number) for number in range(config.servers)]
         self._logs = Path(logs)
         self.servers = [self._started(number) for number in range(config.servers)]
@@ -257,7 +264,8 @@ class ServerEngine(Engine):
         turns = [asyncio.Semaphore(self.config.max_batch) for _ in parts]  # a deadline is no time in which a request waits
         faults: dict[int, EngineFault] = {}
         limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(timeout=httpx.Timeout(None, connect=30.0), limits=limits) as client:
+        timeout = httpx.Timeout(None, connect=30.0)
+        async with httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False) as client:  # no proxy has the key
 
             async def one(place: int) -> Completion | None:
                 number, sampling = asked[place], self._sampling(seeds[place], temperature)

@@ -15,6 +15,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from rftmega.errors import EngineError
+from rftmega.parallel import shared
 from rftmega.parallel.checksum import blocks, checksum
 from rftmega.rollout.reload import pack_output_heads
 
@@ -59,6 +60,8 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo
         for name, dtype_name, shape, start, written in update_info.tensors:
             dtype = getattr(torch, dtype_name)
             size = torch.Size(shape).numel() * dtype.itemsize
+            if not 0 <= start <= start + blocks(size) <= len(memory):
+                raise EngineError(f"{name} of push {update_info.version} lies outside the memory.")
             if int(checksum(memory[start : start + blocks(size)])) != written:
                 raise EngineError(f"{name} of push {update_info.version} is not as it was written.")
             self._missing.discard(name)
@@ -86,10 +89,15 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo
     def shutdown(self) -> None:
         self._mapped.clear()
 
-    def _map(self, path: str, size: int) -> Tensor:
-        if path not in self._mapped:
-            self._mapped[path] = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
-        return self._mapped[path]
+    def _map(self, name: str, size: int) -> Tensor:
+        """Raises EngineError where it is not memory of the trainer's, which is opened as it is."""
+        if name not in self._mapped:
+            try:
+                memory = shared.attach(name, size)
+            except ValueError as error:
+                raise EngineError(f"A push names memory that it may not: {error}.") from error
+            self._mapped[name] = torch.frombuffer(memory, dtype=torch.uint8)
+        return self._mapped[name]
 
     def _keep_what_waits(self, memory: Tensor) -> None:
         """A layer that has not got all of its tensors yet holds views of memory that the next bucket but one overwrites."""

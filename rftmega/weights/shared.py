@@ -4,7 +4,6 @@ No process gathers anything: the first byte to leave a shard is written where th
 engines there are.
 """
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from converters import Segment
 from rftmega.errors import EngineError, EngineFault
+from rftmega.parallel import shared
 from rftmega.parallel.checksum import blocks, checksum
 from rftmega.parallel.progress import mark
 from rftmega.types import Metrics, SliceChecksums
@@ -75,7 +75,7 @@ class SharedWeights:
         units = units_of(held)
         self.buckets = _plan(buckets_of(units, bucket_bytes, for_an_engine=True))
         self.total_bytes = sum(unit.bytes for unit in units)
-        self.path, self.size, self.memory = _shared_memory(segment_bytes(units, bucket_bytes))
+        self.name, self.size, self.memory = _shared_memory(segment_bytes(units, bucket_bytes))
         self._sent: dict[str, int] = {}  # tensor -> its checksum in the last push
         self._failure: Exception | None = None
         self._control = ThreadPoolExecutor(1) if dist.get_rank() == 0 else None
@@ -184,7 +184,7 @@ class SharedWeights:
     def _described(self, bucket: Bucket, segment: int, sums: Sequence[int]) -> dict[str, Any]:
         """A bucket, as the worker that reads it is told (`rollout.shared_memory.UpdateInfo`)."""
         return {
-            "memory": self.path,
+            "memory": self.name,
             "size": self.size * SEGMENTS,
             "tensors": [
                 [
@@ -230,14 +230,7 @@ def segment_bytes(units: Sequence[Unit], bucket_bytes: int) -> int:
 
 
 def _shared_memory(size: int) -> tuple[str, int, Tensor]:
-    """(path, bytes a segment, [bytes] of all segments), mapped by every process of this host.
-
-    It has no name in any folder, so that nothing is left behind however the run ends: it is reached through its owner's files.
-    """
-    told = [""]
-    if dist.get_rank() == 0:
-        memory = os.memfd_create("rftmega-push")
-        os.ftruncate(memory, size * SEGMENTS)
-        told = [f"/proc/{os.getpid()}/fd/{memory}"]
+    """(name, bytes a segment, [bytes] of all segments), mapped by every process of this host."""
+    told = [shared.create(size * SEGMENTS) if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(told)
-    return told[0], size, torch.from_file(told[0], shared=True, size=size * SEGMENTS, dtype=torch.uint8)
+    return told[0], size, torch.frombuffer(shared.attach(told[0], size * SEGMENTS), dtype=torch.uint8)

@@ -6,11 +6,14 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import httpx
+import psutil
 import pytest
 import torch
 
 from rftmega.config import ParallelConfig, RolloutConfig
 from rftmega.errors import EngineError
+from rftmega.rollout import door
 from rftmega.types import Prompt
 from rftmega.weights import SharedWeights
 from tests.layouts import build_actor, rows_of
@@ -58,6 +61,8 @@ def server_body(world: Any, folder: Path, logs: Path) -> Any:
     stale = [each.name for each in weights.checksums() if each.held != each.sent]
     found["stale"] = sorted(stale) == sorted(place.name for bucket in weights.buckets for place in bucket.places)
     found["second"] = gap(1)
+    if world.rank == 0:
+        found["from outside"] = from_outside(engine, logs)
     real = weights._write
     weights._write = lambda bucket, memory: [each + 1 for each in real(bucket, memory)]  # type: ignore[method-assign]
     found["damaged"] = refusal(2)
@@ -82,6 +87,38 @@ def server_body(world: Any, folder: Path, logs: Path) -> Any:
     return found
 
 
+def from_outside(engine: Any, logs: Path) -> dict[str, Any]:
+    """What another user of the host comes to, and what a request with the key can make a worker open."""
+    (server,) = engine.servers
+    key = engine._environments[0][door.KEY]
+    paths = ["docs", "openapi.json", "metrics", "v1/models", "collective_rpc", "sleep", "health", "update_weights", "pause"]
+    statuses: dict[bool, set[int]] = {False: set(), True: set()}
+    for path in paths:
+        for method in ("GET", "POST", "OPTIONS"):
+            statuses[False].add(httpx.request(method, f"{server.address}/{path}").status_code)
+            if f"/{path}" not in door.PATHS:
+                reply = httpx.request(method, f"{server.address}/{path}", headers=door.headers(key))
+                statuses[True].add(reply.status_code)
+    victim = logs / "victim"
+    victim.write_bytes(b"thesis")
+    refused = []
+    for memory in (str(victim), str(logs / "missing"), f"/proc/{os.getpid()}/fd/0"):
+        engine.begin()  # a worker that failed has ended it
+        bucket = {"version": 9, "last": False, "memory": memory, "size": 4096, "tensors": []}
+        with pytest.raises(EngineError) as caught:
+            server.post("update_weights", {"update_info": bucket})
+        refused.append(str(caught.value))
+    tree = [psutil.Process(server._process.pid), *psutil.Process(server._process.pid).children(recursive=True)]
+    held = [held for process in tree for held in process.net_connections("inet")]
+    return {
+        "statuses": statuses,
+        "refused": refused,
+        "victim": (victim.read_bytes(), (logs / "missing").exists()),
+        "listens": {one.laddr.ip for one in held if one.status == psutil.CONN_LISTEN},
+        "key told": [key in text for text in (server.log.read_text(), *(" ".join(each.cmdline()) for each in tree))],
+    }
+
+
 def test_a_server_follows_the_trainer_or_refuses(tmp_path: Path) -> None:
     """Tied, with biases, and buckets so small that a layer's tensors come in several."""
     folder = save_tiny(tmp_path / "model", "qwen2-tied", hidden_size=128)
@@ -93,6 +130,12 @@ def test_a_server_follows_the_trainer_or_refuses(tmp_path: Path) -> None:
         assert (found["intact"], found["stale"]) == (True, True)
         assert found["second"][1] == found["repeated"][1] != found["first"][1]
     told, elsewhere = results
+    outside = told["from outside"]
+    assert outside["statuses"] == {False: {401}, True: {404}}  # with the run's key, or without
+    assert all("A push names memory that it may not" in said for said in outside["refused"]), outside["refused"]
+    assert outside["victim"] == (b"thesis", False)
+    assert outside["listens"] == {"127.0.0.1"}
+    assert not any(outside["key told"])
     assert "is not as it was written" in told["damaged"]
     assert "The push ended without model.norm.weight" in told["incomplete"]
     assert "bytes were written in push 3" in told["too few bytes"]

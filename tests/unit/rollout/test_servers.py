@@ -9,7 +9,7 @@ import torch
 from rftmega.config import RolloutConfig
 from rftmega.errors import EngineError, EngineFault
 from rftmega.parallel.launch import World
-from rftmega.rollout import servers
+from rftmega.rollout import door, servers
 from rftmega.rollout.servers import ServerEngine
 
 
@@ -96,7 +96,7 @@ def test_an_answer_under_other_weights_than_the_last_pushs_is_an_error() -> None
 
 
 def test_a_server_that_does_not_start_leaves_nothing(tmp_path: Path) -> None:
-    server = servers.Server(["--no-such-option"], {"PATH": ""}, tmp_path / "log")
+    server = servers.Server(["--no-such-option"], {"PATH": "", door.KEY: "key"}, tmp_path / "log")
     with pytest.raises(EngineError, match="did not come up") as caught:
         server.wait()
     assert f"The end of {tmp_path / 'log'}" in str(caught.value)
@@ -125,7 +125,7 @@ def test_a_server_that_ends_at_its_start_is_a_fault_where_another_start_may_go_w
     )
     monkeypatch.setattr(servers, "PROGRAM", "ends")
     (tmp_path / "log").write_text("ValueError: of the start before\n")
-    server = servers.Server([], {"PYTHONPATH": str(tmp_path)}, tmp_path / "log")
+    server = servers.Server([], {"PYTHONPATH": str(tmp_path), door.KEY: "key"}, tmp_path / "log")
     with pytest.raises(EngineError, match="did not come up") as caught:
         server.wait()
     server.close()

@@ -1,0 +1,48 @@
+"""Memory that processes of one host share under a name that opens nothing else.
+
+It has no name in any folder, so that nothing is left behind however the processes end: it is reached through its owner's open
+files. Its size is sealed: who opens it can neither make nor enlarge it.
+"""
+
+import fcntl
+import mmap
+import os
+import re
+import secrets
+
+NAME = re.compile(r"rftmega-(\d{1,10})-(\d{1,7})-([0-9a-f]{32})")  # owner's process, its descriptor, a random number
+SEALS = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+
+
+def create(size: int) -> str:
+    """The name of new memory of `size` bytes, which lives as long as this process and all that have opened it."""
+    token = secrets.token_hex(16)
+    descriptor = os.memfd_create(f"rftmega-{token}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, size)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
+    return f"rftmega-{os.getpid()}-{descriptor}-{token}"
+
+
+def attach(name: str, size: int) -> mmap.mmap:
+    """Maps it. Raises ValueError where `name` is not that of such memory, of this user and of `size` bytes."""
+    found = NAME.fullmatch(name)
+    if found is None:
+        raise ValueError(f"{name!r} is no name of shared memory of ours")
+    pid, number, token = found.groups()
+    path, wanted = f"/proc/{pid}/fd/{number}", f"/memfd:rftmega-{token} (deleted)"
+    try:
+        if os.readlink(path) != wanted:  # before it is opened: that of a pipe or a device may do something
+            raise ValueError(f"{name!r} is other memory by now")
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK)
+    except OSError as error:
+        raise ValueError(f"{name!r} can't be opened: {error.strerror}") from error
+    try:
+        about = os.fstat(descriptor)
+        same = os.readlink(f"/proc/self/fd/{descriptor}") == wanted and about.st_nlink == 0
+        if not same or about.st_uid != os.geteuid() or about.st_size != size:
+            raise ValueError(f"{name!r} is not memory of this user, of {size} bytes")
+        if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS != SEALS:
+            raise ValueError(f"{name!r} is not sealed")
+        return mmap.mmap(descriptor, size)
+    finally:
+        os.close(descriptor)

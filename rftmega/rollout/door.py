@@ -1,0 +1,51 @@
+"""The only way into a vLLM server of a run: its key on every request, and the paths that the trainer asks for.
+
+vLLM's own key guards some paths only, and its endpoints for weights (VLLM_SERVER_DEV_MODE) come with others that run what they
+are told. A server loads this by `--middleware`, outside all of vLLM's own.
+"""
+
+import hmac
+import os
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+KEY = "RFTMEGA_SERVER_KEY"  # in the environment; a command line is seen by everybody on the host
+PATHS = {
+    *("/health", "/inference/v1/generate", "/abort_requests", "/pause", "/resume"),
+    *("/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"),
+}
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+
+
+def headers(key: str) -> dict[str, str]:
+    """What a request brings."""
+    return {"Authorization": f"Bearer {key}"}
+
+
+class Door:
+    """An ASGI middleware that hands on nothing else."""
+
+    def __init__(self, app: App):
+        """Raises KeyError without a key, so that a server without one does not come up."""
+        self.app = app
+        self.wanted = headers(os.environ[KEY])["Authorization"].encode()
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+        elif scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})
+        elif not any(name == b"authorization" and hmac.compare_digest(value, self.wanted) for name, value in scope["headers"]):
+            await _refuse(401, send)
+        elif scope["path"] not in PATHS:
+            await _refuse(404, send)
+        else:
+            await self.app(scope, receive, send)
+
+
+async def _refuse(status: int, send: Send) -> None:
+    await send({"type": "http.response.start", "status": status, "headers": [(b"content-length", b"0")]})
+    await send({"type": "http.response.body", "body": b""})
