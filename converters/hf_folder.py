@@ -290,8 +290,8 @@ def copy_companions(source: Path, target: Path) -> str | None:
         if not path.is_file() or weights or own:
             continue
         draft = draft_of(target / path.name)
-        draft.unlink(missing_ok=True)  # read-only where the source is
-        shutil.copy2(path, draft)
+        draft.unlink(missing_ok=True)
+        shutil.copyfile(path, draft)  # with this process's rights, not the source's
         if path.name == "config.json":
             said = _without_left_out(draft)
         land(target / path.name)
@@ -303,7 +303,6 @@ def _without_left_out(config: Path) -> str | None:
     content = read_json_object(config)
     if not (changes := written(content)):
         return None
-    config.unlink()  # read-only where the source is
     config.write_text(json.dumps(content | changes, indent=2) + "\n")
     said = ", ".join(f"{name}={value}" for name, value in changes.items())
     return f"config.json says {said}: the layers that it counted are not among the weights"

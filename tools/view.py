@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from rftmega.errors import DataError, exit_code_of
+from rftmega.parallel.private import keep_private
 
 TEMPLATE = Path(__file__).with_name("view.html")
 SAMPLE = {"step": int, "group": int, "index": int, "prompt": str, "response": str, "label": str, "reward_parts": dict,
@@ -39,6 +40,7 @@ def main(given: list[str] | None = None) -> int:
 
 
 def show(chosen: argparse.Namespace) -> int:
+    keep_private()
     if chosen.limit < 1:
         raise DataError(f"--limit {chosen.limit} must be at least 1.")
     files = [path for source in chosen.sources for path in files_of(source)]

@@ -40,6 +40,7 @@ class Ended:
 
 def main() -> None:
     job = json.loads(sys.stdin.buffer.readline())
+    os.umask(0o022)  # within a box of root's alone, what is made for another user must be open to it
     kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
     if job["namespaces"] is None:

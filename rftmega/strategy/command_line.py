@@ -15,6 +15,7 @@ from rftmega.config import RunConfig
 from rftmega.errors import FINAL_CODES, exit_code_of
 from rftmega.parallel.folder_lock import locked
 from rftmega.parallel.orphans import end_with_parent
+from rftmega.parallel.private import keep_private
 
 Train = Callable[[RunConfig], int]
 """Of one process; gives its exit code, and is found by its name in another process."""
@@ -55,6 +56,7 @@ def start(given: argparse.Namespace, train: Train) -> int:
     from rftmega.parallel.launch import check_launcher, launched_size
     from rftmega.strategy import preflight
 
+    keep_private()
     check_launcher()
     processes = launched_size() if given.processes is None else given.processes
     config = configuration.load(given.config, given.overrides)

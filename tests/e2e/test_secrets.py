@@ -47,9 +47,12 @@ def test_a_run_writes_and_says_no_secret(arithmetic: Path, tmp_path: Path) -> No
                 "trainer.trajectories=1", f"logging.timeline=[{steps},{steps}]", "logging.wandb=project",
             ]  # fmt: skip
             command = [sys.executable, str(ROOT / "train_rl.py"), str(arithmetic / "run.yaml"), *options]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, cwd=ROOT, env=environment)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, cwd=ROOT, env=environment,
+                                  umask=0o022)  # fmt: skip
             assert done.returncode == 0, done.stderr
             assert leaks(output, done.stdout, done.stderr) == []
+            written = [path for path in (output, *output.rglob("*")) if not path.is_symlink()]
+            assert [path for path in written if path.stat().st_mode & 0o007] == [], "others may read it"
     assert asked
     assert metrics_of(output)[-1]["step"] == 2
     assert {"checkpoints", "policy", "tensorboard", "timeline", "trajectories", "wandb"} <= {

@@ -84,6 +84,15 @@ def test_sbatch_is_asked_for_nodes_a_restart_and_a_signal_in_time(folder: Path) 
     ]  # fmt: skip
 
 
+def test_others_may_not_read_the_environment_in_the_file_nor_the_logs(folder: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        assert "\numask o=" in write().partition("srun")[0]
+    finally:
+        os.umask(before)
+    assert [oct(path.stat().st_mode & 0o777) for path in map(Path, ("out/slurm/run.sbatch", "out/slurm"))] == ["0o640", "0o750"]
+
+
 def test_bash_and_shellcheck_find_nothing(folder: Path) -> None:
     text = write('reward.format_pattern=it\'s $HOME "here"', "reward.format=1", "--container", "image:1")
     subprocess.run(["bash", "-n", "out/slurm/run.sbatch"], check=True)
