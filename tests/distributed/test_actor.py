@@ -140,20 +140,27 @@ def mini_batch_body(world: Any, folder: Path) -> Any:
     broken = experience_of_plain(actor, rows_of(ROWS, PROMPTS))
     advantage = broken.advantage.clone()
     advantage[0] = torch.inf  # in the first mini-batch only
-    return (
-        metrics,
-        steps,
-        actor.update(replace(broken, advantage=advantage), policy_loss()),
-        actor.manager.scheduler.num_steps - 1,
-    )
+    each: list[dict[str, float]] = []
+
+    def kept(step: Any) -> dict[str, float]:
+        each.append(step())
+        return each[-1]
+
+    mean = actor.update(replace(broken, advantage=advantage), policy_loss(), each=kept)
+    return metrics, steps, mean, each, actor.manager.scheduler.num_steps - 1
 
 
 def test_as_many_steps_as_asked_for_and_a_skipped_one_leaves_the_others_metrics(tmp_path: Path) -> None:
     """8 rows in 3 mini-batches."""
-    metrics, steps, broken, steps_after = run_ranks(1, mini_batch_body, save_tiny(tmp_path, "qwen3"))[0]
+    metrics, steps, broken, each, steps_after = run_ranks(1, mini_batch_body, save_tiny(tmp_path, "qwen3"))[0]
     assert (metrics["skipped_steps"], steps) == (0, 3)
     assert (broken["skipped_steps"], steps_after) == (1, 5)
     assert all(torch.tensor(list(broken.values())).isfinite())
+    assert [step["skipped_steps"] for step in each] == [1, 0, 0]
+    finite = each[0]["count"], each[0]["learning_rate"]  # which the skipped step has as well
+    assert finite != (each[1]["count"], each[1]["learning_rate"])
+    for name in broken.keys() - {"skipped_steps"}:
+        assert broken[name] == pytest.approx((each[1][name] + each[2][name]) / 2), name
 
 
 def bf16_body(world: Any, folder: Path, parallel: ParallelConfig, dtype: str) -> Any:

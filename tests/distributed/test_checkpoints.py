@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import os
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -13,6 +14,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -28,6 +30,7 @@ from rftmega.experience import given
 from rftmega.megatron import MegatronActor
 from rftmega.megatron.offload import PARTS
 from rftmega.megatron.stored import FORMAT, MANIFEST, MARK
+from rftmega.parallel import seeds
 from rftmega.parallel.nodes import versions
 from rftmega.parallel.topology import Topology
 from rftmega.strategy import checkpoints as saving
@@ -147,6 +150,29 @@ def test_a_run_goes_on_bit_for_bit_and_its_snapshot_is_a_copy(tmp_path: Path) ->
 def test_a_run_saved_by_four_processes_goes_on_in_one(tmp_path: Path) -> None:
     expected, found = resumed(tmp_path, "qwen3", (4, P(tensor=2, pipeline=2), PLAIN), [(1, P(), SHARDED)])
     assert found[0] == pytest.approx(expected, rel=1e-5)
+
+
+def draws() -> list[float]:
+    """Of each of the host's generators."""
+    return [random.random(), random.gauss(0, 1), float(numpy.random.rand()), float(numpy.random.randn()), float(torch.rand(()))]
+
+
+def host_body(world: Any, model: Path, folder: Path) -> None:
+    actor = actor_of(model, P(tensor=2), PLAIN, "float32", 0.0)
+    kept = kept_by(actor, folder)
+    seeds.set_seed(world.rank + 5)
+    draws()
+    kept.save({}, step=1)
+    expected = draws()
+    seeds.set_seed(99)
+    kept.load(folder / "step_000001")
+    assert draws() == expected
+    kept.load(folder / "step_000001", random=False)
+    assert draws() != expected
+
+
+def test_the_hosts_generators_go_on_where_they_stood(tmp_path: Path) -> None:
+    run_ranks(2, host_body, save_tiny(tmp_path / "model", "qwen3"), tmp_path / "kept")
 
 
 def blind_body(world: Any, model: Path, folder: Path) -> None:
