@@ -60,9 +60,16 @@ def damaged(draw: st.DrawFn, content: bytes) -> bytes:
     return bytes(text)
 
 
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Without the warnings of transformers."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    logging.disable(logging.CRITICAL)
     path = save_tiny(tmp_path_factory.mktemp("model"), "qwen3-moe")
     tokenizer(path, CHATML)
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2], "temperature": 0.6}))

@@ -78,6 +78,14 @@ STRICTER = {  # refused, though transformers builds a model of it
 ABSENT = object()
 
 
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Without the warnings of transformers."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
 def cases() -> Iterator[Any]:
     common = {field.name for field in dataclasses.fields(PreTrainedConfig)}
     for family in FAMILIES:
@@ -184,7 +192,6 @@ def check(fields: dict[str, Any], *, permitted: bool) -> None:
 
 @pytest.mark.parametrize(("family", "name"), list(cases()))
 def test_a_field_is_what_transformers_makes_of_it(family: str, name: str) -> None:
-    logging.disable(logging.CRITICAL)
     usual = SMALL | SMALL_OF[family] | {"model_type": family}
     for value in [*values_of(name, usual.get(name)), *([usual[name]] if name in usual else [])]:
         fields = {key: held for key, held in usual.items() if key != name}
@@ -217,7 +224,6 @@ STRICTER_ROPES = {("mscale", ABSENT), ("mscale", None), ("mscale_all_dim", ABSEN
 @pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3", "deepseek_v3"])
 @pytest.mark.parametrize("kind", list(ROPES))
 def test_a_rope_is_what_transformers_makes_of_it(family: str, kind: str) -> None:
-    logging.disable(logging.CRITICAL)
     usual = SMALL | SMALL_OF[family] | {"model_type": family, "max_position_embeddings": 96}
     names = [*ROPES[kind], "partial_rotary_factor"]
     older = family in ("llama", "qwen3")  # rope_scaling and rope_theta

@@ -2,8 +2,10 @@
 
 import hashlib
 import json
+import logging
 import shutil
 import subprocess
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -23,6 +25,13 @@ from tests.tiny_models import save_tiny
 from tools.convert import main
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
+
+
+@pytest.fixture(autouse=True)
+def loggers_as_they_were() -> Iterator[None]:
+    """The tool silences them, as a program may."""
+    yield
+    logging.disable(logging.NOTSET)
 
 
 def verify(folder: Path) -> None:
