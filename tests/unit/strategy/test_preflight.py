@@ -105,3 +105,40 @@ def test_a_folder_that_an_export_could_not_replace_is_refused_at_the_start(task:
     except ConfigError as error:  # of options that the task does not read
         said = str(error)
     assert "is there" not in said
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "complaint"),
+    [
+        ("config.json", b"\x89PNG", "config.json:1: not UTF-8"),
+        ("config.json", b"[]", "config.json holds a list"),
+        (
+            "config.json",
+            b'{"model_type": "qwen3", "hidden_size": "128", "num_attention_heads": 0}',
+            "hidden_size is '128', not a",
+        ),
+        ("model.safetensors.index.json", b"garbage", "index.json:1: not JSON"),
+        ("model.safetensors.index.json", b"{}", "index.json is no index of weights"),
+        (
+            "model.safetensors.index.json",
+            b'{"weight_map": {"a": "gone.safetensors"}}',
+            "names gone.safetensors, which is missing",
+        ),
+    ],
+)
+def test_a_broken_file_of_the_model_is_named_before_anything_starts(
+    name: str, content: bytes, complaint: str, tmp_path: Path
+) -> None:
+    config = config_of(tmp_path, "qwen3", P(), "scripted")
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError) as refusal:
+        preflight(config, 1)
+    assert complaint in str(refusal.value)
+
+
+def test_a_config_that_is_a_loop_of_links_is_named_before_anything_starts(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "qwen3", P(), "scripted")
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").symlink_to(tmp_path / "config.json")
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        preflight(config, 1)
