@@ -54,7 +54,7 @@ def parse_override(text: str) -> tuple[str, Any]:
     if not value or dict(options()).get(name) is str:  # a regular expression may look like YAML
         return name, value
     try:
-        parsed = yaml.load(value, Loader=StrictLoader)
+        parsed = read_yaml(value)
     except yaml.constructor.ConstructorError as error:
         raise ConfigError(f"{text!r}: {error.problem}.") from error
     except (yaml.YAMLError, RecursionError, ValueError, OverflowError):
@@ -89,8 +89,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     for name in known:
         if name.startswith(AS_THE_POLICY) and f"critic.{name}" not in given:
             OmegaConf.update(config, f"critic.{name}", OmegaConf.select(config, name))
-    judged = any(OmegaConf.select(config, f"reward.{part}") for part in JUDGES)
-    if judged and "reward.exact_match" not in given and not config.reward.recipe and not config.reward.majority:
+    if "reward.exact_match" not in given and _judged_otherwise(config):
         config.reward.exact_match = 0.0
     problems += [f"{name} must be given." for name in known if OmegaConf.is_missing(*_parent(config, name))]
     if problems:
@@ -98,6 +97,12 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     run = OmegaConf.to_object(config)
     assert isinstance(run, RunConfig)
     return run
+
+
+def _judged_otherwise(config: Any) -> bool:
+    """Whether another part finds out if answers are right, so that exact_match would count the same once more."""
+    read = config.algorithm.task == "rl" and not config.reward.recipe and not config.reward.majority
+    return read and any(OmegaConf.select(config, f"reward.{part}") for part in JUDGES)
 
 
 def recipe(name: str) -> dict[str, Any]:
@@ -122,6 +127,15 @@ class StrictLoader(yaml.SafeLoader):
                 raise yaml.constructor.ConstructorError(None, None, f"{key!r} is there twice", key_node.start_mark)
             seen.append(key)
         return super().construct_mapping(node, deep=deep)
+
+
+def read_yaml(text: str) -> Any:
+    """The one document of a text. Raises a YAML error, and what a date or number that there is not raises."""
+    loader = StrictLoader(text)
+    try:
+        return loader.get_single_data()
+    finally:
+        loader.dispose()
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -164,7 +178,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         hint = f" Did you mean {path.parent / near[0]}?" if near else ""
         raise ConfigError(f"There is no config file {path}.{hint}")
     try:
-        tree = yaml.load(path.read_text(encoding="utf-8-sig"), Loader=StrictLoader)
+        tree = read_yaml(path.read_text(encoding="utf-8-sig"))
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
         raise ConfigError(f"{path}:{line} is not UTF-8 ({error.reason}). Save the file as UTF-8, or give a YAML file.") from error

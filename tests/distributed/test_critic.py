@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from rftmega.algorithms.losses import policy_loss
+from rftmega.algorithms.weighting import averaged
 from rftmega.config import OptimizerConfig, ParallelConfig
 from rftmega.types import Experience, TokenLoss, TokenValues
 from rftmega.weights import Exporter
@@ -50,7 +51,7 @@ def square_loss(stats: TokenValues, experience: Experience) -> TokenLoss:
     """Towards the advantage, for want of returns."""
     mask = experience.mask.float()
     value = (stats.value - experience.advantage) ** 2
-    return TokenLoss(value, mask, experience.mask.sum(), {"square": value.detach()})
+    return TokenLoss(value, mask, experience.mask.sum(), averaged({"square": value}, experience.mask))
 
 
 def experience_of() -> Experience:

@@ -211,6 +211,7 @@ ELSEWHERE = {  # what needs several processes, real checkpoints or sockets: a va
     "logging.wandb": ("", "unit/trainer/test_publish.py", "wandb"),
     "logging.prometheus_port": ("-1", "unit/trainer/test_publish.py", "127.0.0.1"),
     "logging.prometheus_host": ("0.0.0.0", "unit/trainer/test_publish.py", "127.0.0.1"),
+    "reward.timeout": ("0", "e2e/test_reward_hangs.py", "reward.timeout=2"),
     "rollout.deadline_seconds": ("60", "distributed/test_engine_faults.py", "deadline_seconds="),
     "rollout.max_logprob_gap": ("0.5", "distributed/test_gap_gate.py", "max_logprob_gap="),
     "rollout.mean_logprob_gap": ("0.5", "distributed/test_gap_gate.py", "mean_logprob_gap="),

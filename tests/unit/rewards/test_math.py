@@ -5,8 +5,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from rftmega.rewards.math import MathPart, MathWorker
-from rftmega.rewards.part import Answer
+from rftmega.config import RewardConfig
+from rftmega.rewards.create import create
+from rftmega.rewards.math import STARTING, MathPart, MathWorker
+from rftmega.rewards.part import Answer, Undecided
+from rftmega.types import Completion, Prompt
 
 
 @pytest.fixture(scope="module")
@@ -76,3 +79,25 @@ def test_threads_get_their_own_answers(part: MathPart) -> None:
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda n: part([Answer(f"{n}", "3"), Answer("3", f"{n}.0")]), range(6)))
     assert found == [[float(n == 3)] * 2 for n in range(6)]
+
+
+def test_an_answer_that_took_too_long_or_whose_process_died_is_undecided_and_counted() -> None:
+    """In the metrics it is a share of its own: a 0 would say that the answer is wrong."""
+    config = RewardConfig(math=1.0, workers=1)
+    reward = create(config, lambda ids: "".join(map(chr, ids)))
+    texts = ["7", "8"]
+    answers = [Completion(tuple(map(ord, text)), (0.0,) * len(text), "stop", 0) for text in texts]
+    found = reward([Prompt((1,), "7")] * 2, answers)
+    assert [score["math"] for score in found] == [1.0, 0.0]
+    assert [score["math_undecided"] for score in found] == [0.0, 0.0]
+    reward.parts["math"] = lambda answers: [Undecided() for _ in answers]
+    (lost,) = reward([Prompt((1,), "7")], answers[:1])
+    assert lost == {"math": 0.0, "math_undecided": 1.0, "exact_match": 1.0, "reward": lost["reward"]}
+
+    class Dead(MathWorker):
+        def _line(self, process: object, seconds: float) -> str:  # type: ignore[override]
+            return "ready\n" if seconds == STARTING else ""
+
+    worker = Dead(1.0)
+    assert isinstance(worker.equal("7", "7"), Undecided)
+    worker.close()

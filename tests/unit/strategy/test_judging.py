@@ -1,9 +1,11 @@
 import threading
+import time
 from collections.abc import Sequence
 
 import pytest
 
-from rftmega.strategy.judging import Judging
+from rftmega.errors import RewardError
+from rftmega.strategy.judging import THREADS, Judging
 from rftmega.types import Completion, Prompt
 
 PROMPTS = [Prompt((n,), index=n) for n in range(4)]
@@ -47,3 +49,52 @@ def test_what_a_reward_raises_is_raised_where_its_scores_are_wanted() -> None:
     judging.finished([0], ANSWERS[:1])
     with judging, pytest.raises(ValueError, match="no such label"):
         judging.scored()
+
+
+def test_a_reward_that_takes_longer_than_its_limit_is_refused_and_nobody_waits_for_it_any_more() -> None:
+    never = threading.Event()
+
+    def hangs(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
+        never.wait(600)
+        return []
+
+    with Judging(hangs, PROMPTS, limit=0.1) as judging:
+        judging.finished([1, 2], ANSWERS[1:3])
+        with pytest.raises(RewardError, match=r"reward.timeout=0.1 s for 2 answer\(s\), the first of them to prompt 1"):
+            judging.scored()
+    assert all(thread.daemon for thread in threading.enumerate() if thread.name == "reward"), "or the process could not end"
+    never.set()
+
+
+def test_a_request_to_stop_ends_the_wait_for_scores() -> None:
+    never = threading.Event()
+
+    def some(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
+        if prompts[0].index == 1:
+            never.wait(600)
+        return score(prompts, completions)
+
+    with Judging(some, PROMPTS) as judging:
+        judging.finished([0], ANSWERS[:1])
+        judging.finished([1], ANSWERS[1:2])
+        assert not judging.settled(lambda: True)
+        assert judging.settled(lambda: True, 0, 1), "those that are scored are"
+        assert set(judging.ready()) == {0}
+        never.set()
+
+
+def test_answers_that_wait_for_a_thread_are_not_late_yet() -> None:
+    """The limit is of the reward's own time, not of a queue before it."""
+    begun = threading.Semaphore(0)
+
+    def slow(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
+        begun.release()
+        time.sleep(0.2)
+        return score(prompts, completions)
+
+    many = [Prompt((n,), index=n) for n in range(4 * THREADS)]
+    with Judging(slow, many, limit=30.0) as judging:
+        for place in range(len(many)):
+            judging.finished([place], [ANSWERS[0]])
+        assert len(judging.scored()) == len(many)
+        assert len(judging._began) == len(many)

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rftmega.errors import Diverged
-from rftmega.trainer.health import Divergence, Spread
+from rftmega.errors import Diverged, RewardError
+from rftmega.trainer.health import Divergence, Spread, Undecided
 
 TAKEN = {"optimizer_steps": 1.0, "skipped_steps": 1.0}
 SKIPPED = {"optimizer_steps": 0.0, "skipped_steps": 2.0}
@@ -60,3 +60,10 @@ def test_rewards_without_spread_are_told_once(caplog: pytest.LogCaptureFixture) 
     assert warnings(caplog, [agree, agree, differ, agree, agree], compares_groups=True) == 0
     assert warnings(caplog, [agree] * 5, compares_groups=False) == 0, "prompts are compared with each other"
     assert warnings(caplog, [[0.5] * 4] * 5, compares_groups=False) == 1
+
+
+def test_a_part_of_the_reward_that_could_not_be_found_out_for_most_answers_ends_the_run() -> None:
+    watch, trainer = Undecided(), SimpleNamespace(step=4)
+    watch.on_step(trainer, {"reward_math": 0.1, "reward_math_undecided": 0.5, "reward_code_undecided": 0.0})
+    with pytest.raises(RewardError, match=r"reward.math could not tell whether 60% of the answers of step 4 are right"):
+        watch.on_step(trainer, {"reward_math_undecided": 0.6})
