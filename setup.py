@@ -14,6 +14,8 @@ setup(
     name="rftmega",
     version="0.1.0",
     description="Reinforcement fine-tuning of language models on Megatron-Core with vLLM rollouts",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
     python_requires=">=3.11",
     packages=find_packages(include=["rftmega*", "model_providers*", "converters*"]),
     package_data={"rftmega.config": ["recipes/*.yaml"]},
