@@ -14,6 +14,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -84,10 +85,19 @@ class CodePart:
         self.seconds, self.memory = seconds, memory_mib << 20
         self.threads = ThreadPoolExecutor(workers, thread_name_prefix="code-reward")
         self.namespaces: bool | None = None  # whether they can be had here; None: nobody has looked
+        self.tested, self.testing = False, threading.Lock()
 
     def __call__(self, answers: Sequence[Answer]) -> list[float]:
         """1 where the answer's code passes all tests. Raises RewardError where a label holds none, or without any sandbox."""
+        self.test()
         return list(self.threads.map(self._score, answers))
+
+    def test(self) -> None:
+        """Raises RewardError where answers could not import in the sandbox what answers import. Looks once."""
+        with self.testing:
+            if not self.tested and (failed := self._run({"namespaces": self.namespaces, "imports": True})["failed"]):
+                raise RewardError(f"reward.code: {failed}.")
+            self.tested = True
 
     def _score(self, answer: Answer) -> float:
         try:

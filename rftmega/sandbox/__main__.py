@@ -4,7 +4,8 @@ The job: "answer", "seconds" (all together), "memory" (bytes), "namespaces" (tru
 or "inputs" and "limits" (bytes of output, an input). The outcome: "lacks" (what is not to be had: "namespaces", "filter",
 "files"), and "passed", or "outputs" (of programs that ended well; the first that didn't ends the list), or "refused". Standard
 input stays open meanwhile: when it closes, the answer ends. Every program runs in a child of a child: the middle one makes the
-namespaces, whose process 1 the program is.
+namespaces, whose process 1 the program is. A job with "imports" is the sandbox's test of itself: its outcome is "failed", which
+says why an answer could not import what answers import (null: it can).
 """
 
 import contextlib
@@ -22,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rftmega.sandbox import confine, kernel, program
+from rftmega.sandbox import confine, imports, kernel, program
 
 REFUSED = (
     "neither namespaces nor a filter of system calls can be had here, so tested code would reach this user's files, processes "
@@ -39,16 +40,21 @@ class Ended:
 
 
 def main() -> None:
+    os.umask(0o022)  # whatever the trainer's: the user that an answer is must get to its folder
     job = json.loads(sys.stdin.buffer.readline())
     os.umask(0o022)  # within a box of root's alone, what is made for another user must be open to it
     kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
     if job["namespaces"] is None:
-        job["namespaces"] = _try(_probe_namespaces)
+        with tempfile.TemporaryDirectory(prefix="rftmega-probe-") as box:
+            job["namespaces"] = _try(lambda: _probe_namespaces(box))
     lacks = {"namespaces": not job["namespaces"], "filter": not _try(_probe_filter)}
     lacks["files"] = lacks["namespaces"] and not _try(_probe_landlock)
+    job["landlock"] = not lacks["files"]
     if lacks["namespaces"] and lacks["filter"]:
         outcome: dict[str, Any] = {"refused": REFUSED}
+    elif "imports" in job:
+        outcome = {"failed": imports.why_not(outputs(imports.test_job(job)))}
     elif "tests" in job:
         outcome = {"passed": passes(job)}
     else:
@@ -161,12 +167,16 @@ def _confine(job: dict[str, Any], box: str, user: int, stdin: int, stdout: int, 
         os.dup2(here, there)
     os.dup2(os.open(os.devnull, os.O_RDWR), 2)
     confine.keep_only(keep)
+    opened: dict[str, int] = {}
     if job["namespaces"]:
         confine.enter_private_root(box)
         where = confine.WORK
     else:
         if os.getuid() == 0:
             os.chown(box, user, user)
+            # Only with Landlock: without it a descriptor would lead to its folder's neighbours too.
+            opened = imports.open_folders(confine.python_folders()) if job["landlock"] else {}
+            imports.import_through(opened)
         os.chdir(box)
         where = box
     os.environ.update({"HOME": where, "TMPDIR": where})
@@ -174,7 +184,7 @@ def _confine(job: dict[str, Any], box: str, user: int, stdin: int, stdout: int, 
     confine.limit(seconds=job["seconds"], memory=job["memory"])
     confine.drop_privileges(user)
     if not job["namespaces"]:
-        confine.restrict_files(where)
+        confine.restrict_files(where, opened)
     confine.filter_system_calls(own_pid=None if job["namespaces"] else os.getpid())
 
 
@@ -262,12 +272,12 @@ def _remove(box: str) -> None:
         shutil.rmtree(box, onerror=open_up)
 
 
-def _probe_namespaces() -> None:
+def _probe_namespaces(box: str) -> None:
     confine.enter_namespaces()
     if os.fork():
         _, status = os.wait()
         os._exit(status >> 8)
-    confine.enter_private_root(tempfile.gettempdir())
+    confine.enter_private_root(box)  # a folder of its own, as in a run: Python may lie below /tmp
 
 
 def _probe_filter() -> None:

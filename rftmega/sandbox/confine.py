@@ -5,7 +5,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from rftmega.sandbox import kernel, landlock, system_calls
 
@@ -79,6 +79,11 @@ def _visible() -> Iterator[str]:
         yield sys.prefix
 
 
+def python_folders() -> list[str]:
+    """Where Python and its packages are installed, outside the system's folders."""
+    return [path for path in _visible() if path not in SYSTEM and path not in DEVICES]
+
+
 def limit(*, seconds: float, memory: int) -> None:
     """Limits of this process and, one by one, its children; of tasks, for all of its user's (or namespace's) together."""
     tasks = TASKS if os.getuid() == 0 else TASKS + _tasks_of(os.getuid())
@@ -126,11 +131,12 @@ def filter_system_calls(*, own_pid: int | None) -> bool:
     return True
 
 
-def restrict_files(own: str) -> bool:
-    """Leaves `own`, and what a private root would show. False where this kernel has no Landlock."""
+def restrict_files(own: str, opened: Mapping[str, int] | None = None) -> bool:
+    """Leaves `own`, and what a private root would show, folders of `opened` by their descriptors. False without Landlock."""
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
     try:
         readable = [path for path in _visible() if path not in DEVICES and _may_open(path)]
+        readable += [f"/proc/self/fd/{descriptor}" for descriptor in (opened or {}).values()]
         landlock.restrict_files(own=own, readable=readable, devices=DEVICES)
     except OSError:
         return False
