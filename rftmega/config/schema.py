@@ -226,6 +226,10 @@ class RewardConfig:
     code_memory_mib: int = 1024
     """Address space that a tested process may take."""
 
+    code_tests_inside: bool = False
+    """Run a label's tests in the answer's own interpreter, as tests need that give the answer functions or objects of their own;
+    an answer written for it can then forge their outcome (docs/rewards.md)."""
+
     timeout: float = 1800.0
     """Seconds that the reward may take for answers that finished together; a run whose reward takes longer ends."""
 

@@ -10,6 +10,7 @@ REWARD_OPTIONS = {  # option -> the parts that read it
     "math_seconds": ("math",),
     "code_seconds": ("code",),
     "code_memory_mib": ("code",),
+    "code_tests_inside": ("code",),
     "workers": ("math", "code"),
     "remote_url": ("remote",),
     "remote_timeout": ("remote",),

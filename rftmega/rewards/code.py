@@ -1,8 +1,8 @@
 """Programs, judged by tests. What the sandbox promises, and what it doesn't, is in docs/rewards.md.
 
-Not promised: the asserts of "tests" run in the same interpreter as the answer, as they must to call it. An answer that was
-written against this very runner, that walks frames, patches a library which the tests use or makes objects that lie about
-themselves with care, can pass them. Programs with inputs and outputs are compared outside, where an answer can't reach.
+Tests run in a process of their own that asks the answer's process through pipes, and programs with inputs and outputs are
+compared outside, where an answer can't reach. Only with `inside` do tests share the answer's interpreter, where an answer that
+was written against this very runner can pass them.
 """
 
 import ast
@@ -22,12 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from rftmega.errors import RewardError
-from rftmega.rewards.part import Answer
+from rftmega.rewards.part import Answer, Undecided
 
 log = logging.getLogger(__name__)
 _BLOCK = re.compile(r"```(?:python|py)3?[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
 ROOT = Path(__file__).parents[2]
 GRACE = 60.0  # seconds for the sandbox itself to start and end, on a busy machine
+SELF_TEST = 60.0  # seconds that the sandbox's test of itself may take
 MARGIN = 4096  # bytes that an output may be longer than the expected one, in white space
 
 
@@ -81,7 +82,9 @@ def _lines(text: str) -> list[str]:
 class CodePart:
     """Scores `workers` answers at a time, whichever threads ask."""
 
-    def __init__(self, *, workers: int, seconds: float, memory_mib: int):
+    def __init__(self, *, workers: int, seconds: float, memory_mib: int, inside: bool = False):
+        """`inside`: tests run in the answer's own interpreter, where an answer can forge their outcome."""
+        self.inside = inside
         self.seconds, self.memory = seconds, memory_mib << 20
         self.threads = ThreadPoolExecutor(workers, thread_name_prefix="code-reward")
         self.namespaces: bool | None = None  # whether they can be had here; None: nobody has looked
@@ -95,8 +98,13 @@ class CodePart:
     def test(self) -> None:
         """Raises RewardError where answers could not import in the sandbox what answers import. Looks once."""
         with self.testing:
-            if not self.tested and (failed := self._run({"namespaces": self.namespaces, "imports": True})["failed"]):
-                raise RewardError(f"reward.code: {failed}.")
+            if self.tested:
+                return
+            outcome = self._run({"namespaces": self.namespaces, "imports": True})
+            if isinstance(outcome, Undecided):
+                raise RewardError("reward.code: the sandbox fails on this machine; the warning above says how.")
+            if outcome["failed"]:
+                raise RewardError(f"reward.code: {outcome['failed']}.")
             self.tested = True
 
     def _score(self, answer: Answer) -> float:
@@ -113,15 +121,29 @@ class CodePart:
             return 0.0
         job = {"answer": code, "seconds": self.seconds, "memory": self.memory, "namespaces": self.namespaces}
         if "tests" in tests:
-            return float(self._run(job | tests)["passed"])
+            outcome = self._run(job | {"inside": self.inside} | tests)
+            return outcome if isinstance(outcome, Undecided) else float(outcome["passed"])
         limits = [len(text.encode(errors="surrogatepass")) + MARGIN for text in tests["outputs"]]
-        found = self._run(job | {"inputs": tests["inputs"], "limits": limits})["outputs"]
+        outcome = self._run(job | {"inputs": tests["inputs"], "limits": limits})
+        if isinstance(outcome, Undecided):
+            return outcome
+        found = outcome["outputs"]
         return float(len(found) == len(limits) and all(map(same_output, found, tests["outputs"])))
 
-    def _run(self, job: dict[str, Any]) -> dict[str, Any]:
-        outcome = run_sandboxed(job, self.seconds + GRACE)
+    def _run(self, job: dict[str, Any]) -> dict[str, Any] | Undecided:
+        """The outcome; Undecided where the sandbox or the machine failed, or the tests can't be run from outside."""
+        outcome = run_sandboxed(job, job.get("seconds", SELF_TEST) + GRACE)
         if "refused" in outcome:
             raise RewardError(f"reward.code: {outcome['refused']}.")
+        if "unsupported" in outcome:
+            log.warning(
+                "reward.code: tests can't be run outside the answer's interpreter: %s. docs/rewards.md has the rule; write them "
+                "otherwise, or set reward.code_tests_inside=true.", outcome["unsupported"],
+            )  # fmt: skip
+            return Undecided()
+        if "undecided" in outcome:
+            log.warning("reward.code: an answer could not be judged: %s.", outcome["undecided"])
+            return Undecided()
         lacks = outcome["lacks"]
         if self.namespaces is None and lacks["namespaces"]:
             missing = ", ".join(name for name, lacking in lacks.items() if lacking)
@@ -131,33 +153,68 @@ class CodePart:
 
 
 def run_sandboxed(job: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """What `python -m rftmega.sandbox` says of a job. Raises RewardError where it says nothing within `seconds`."""
+    """What `python -m rftmega.sandbox` says of a job: {"undecided": why} where a signal ended it.
+
+    Raises RewardError where it says nothing within `seconds`, or what is no outcome of such a job.
+    """
     # As -I would have it, an environment of our own; but -I also forgets the seed of hashes, and ranks must agree on scores.
     command = [sys.executable, "-s", "-P", "-m", "rftmega.sandbox"]
     pipe = subprocess.PIPE
+    tests = job.get("tests", "").encode(errors="surrogatepass")
+    told = json.dumps({name: value for name, value in job.items() if name != "tests"}).encode()
+    header = json.dumps({"size": len(told), "tests": len(tests)}).encode() + b"\n"
     with subprocess.Popen(
         command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, env=_environment(), cwd="/", start_new_session=True
     ) as process:
-        said = b""
+        said, late = b"", False
         try:
             assert process.stdin is not None and process.stdout is not None
-            process.stdin.write(json.dumps(job).encode() + b"\n")
+            process.stdin.write(header + told + tests)
             process.stdin.flush()
-            said = _until_end(process.stdout.fileno(), time.monotonic() + seconds)
+            end = time.monotonic() + seconds
+            said = _until_end(process.stdout.fileno(), end)
+            late = time.monotonic() >= end
             process.stdin.close()  # only now: its end is the sandbox's order to stop
         except BrokenPipeError:
             pass
         finally:
-            if not said.endswith(b"\n"):
+            if not said.endswith(b"\n") and (late or not _ends(process)):
+                late = True
                 os.killpg(process.pid, signal.SIGKILL)
     if not said.endswith(b"\n"):
+        if not late and process.returncode < 0:
+            return {"undecided": f"the sandbox was ended by {signal.Signals(-process.returncode).name}"}
         raise RewardError(
             f"reward.code: the sandbox gave no outcome within {seconds:g} s (exit status {process.returncode}). "
             f"Try `echo '{{}}' | {' '.join(command)}` by hand; it should complain about a missing key."
         )
-    outcome = json.loads(said)
-    assert isinstance(outcome, dict)
-    return outcome
+    return _checked(said, job)
+
+
+def _checked(said: bytes, job: dict[str, Any]) -> dict[str, Any]:
+    """The outcome. Raises RewardError where it is not one of such a job: a default would be a score that nobody gave."""
+    wanted: tuple[str, type] = ("outputs", list) if "inputs" in job else ("passed", bool)
+    try:
+        outcome = json.loads(said)
+        if "imports" in job:
+            whole = "failed" in outcome and isinstance(outcome["failed"], str | None)
+        else:
+            whole = isinstance(outcome[wanted[0]], wanted[1]) if wanted[0] in outcome else False
+        reasons = [name for name in ("refused", "unsupported", "undecided") if isinstance(outcome.get(name), str)]
+        if isinstance(outcome["lacks"], dict) and (whole or reasons):
+            return dict(outcome)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        pass
+    raise RewardError(f"reward.code: the sandbox said what is no outcome: {said[:200]!r}.")
+
+
+def _ends(process: subprocess.Popen[bytes]) -> bool:
+    """Whether a process that has closed its standard output ends, too."""
+    try:
+        process.wait(GRACE)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
 
 
 def _until_end(descriptor: int, end: float) -> bytes:

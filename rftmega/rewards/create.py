@@ -17,7 +17,10 @@ from rftmega.types import Prompt
 
 PARTS: dict[str, Callable[[RewardConfig, Decode], Part]] = {
     "code": lambda config, decode: CodePart(
-        workers=config.workers, seconds=config.code_seconds, memory_mib=config.code_memory_mib
+        workers=config.workers,
+        seconds=config.code_seconds,
+        memory_mib=config.code_memory_mib,
+        inside=config.code_tests_inside,
     ),
     "exact_match": lambda config, decode: each(exact_match_rule(config.answer_pattern)),
     "format": lambda config, decode: each(format_rule(config.format_pattern)),

@@ -1,14 +1,19 @@
-"""One answer's run: a job as a JSON line on standard input, an outcome as a JSON line on standard output.
+"""One answer's run: a job on standard input, an outcome as a JSON line on standard output.
 
-The job: "answer", "seconds" (all together), "memory" (bytes), "namespaces" (true, false, or null: find out), and either "tests",
-or "inputs" and "limits" (bytes of output, an input). The outcome: "lacks" (what is not to be had: "namespaces", "filter",
-"files"), and "passed", or "outputs" (of programs that ended well; the first that didn't ends the list), or "refused". Standard
-input stays open meanwhile: when it closes, the answer ends. Every program runs in a child of a child: the middle one makes the
-namespaces, whose process 1 the program is. A job with "imports" is the sandbox's test of itself: its outcome is "failed", which
-says why an answer could not import what answers import (null: it can).
+First comes the line {"size": bytes, "tests": bytes}, then the job as JSON in as many bytes, then the tests. The job: "answer",
+"seconds" (all together), "memory" (bytes), "namespaces" (true, false, or null: find out), and either "inputs" and "limits"
+(bytes of output, an input), or "inside" for tests (true: in the answer's own interpreter). Tests are read only once the answer's
+process is on its own, so that no memory of it ever holds them.
+
+The outcome: "lacks" (what is not to be had: "namespaces", "filter", "files"), and one of "passed"; "outputs" (of programs that
+ended well; the first that didn't ends the list); "unsupported" (why the tests can't be asked from outside); "undecided" (what
+failed that is not the answer's); "refused". Standard input stays open meanwhile: when it closes, the answer ends. Every program
+runs in a child of a child: the middle one makes the namespaces, whose process 1 the program is. A job with "imports" is the
+sandbox's test of itself: its outcome is "failed", which says why an answer could not import what answers import (null: it can).
 """
 
 import contextlib
+import errno
 import hmac
 import json
 import os
@@ -23,12 +28,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rftmega.sandbox import confine, imports, kernel, program
+from rftmega.sandbox import checker, confine, imports, kernel, program, served
 
 REFUSED = (
     "neither namespaces nor a filter of system calls can be had here, so tested code would reach this user's files, processes "
     "and network. Allow unprivileged user namespaces (or seccomp), or start as root"
 )
+CONFINED = b"c"  # the first word of a program's news; then comes its wait status in four bytes
+REPORT = len(CONFINED) + 4
+PROGRAMS = 2  # most of one job at a time: the answer and its checker
+EXHAUSTED = (errno.ENOMEM, errno.EAGAIN, errno.ENOSPC, errno.EMFILE, errno.ENFILE)  # the machine's want, not the answer's
 
 
 @dataclass
@@ -39,9 +48,24 @@ class Ended:
     written: bytes
 
 
+class Undecidable(Exception):
+    """The sandbox itself failed, so nothing is known about the answer."""
+
+
+@dataclass
+class Box:
+    """A program in its sandbox, as this process sees it. `told`: what its news said so far, first that it is confined."""
+
+    folder: str
+    user: int
+    middle: int
+    news: int
+    told: bytes = b""
+
+
 def main() -> None:
-    os.umask(0o022)  # whatever the trainer's: the user that an answer is must get to its folder
-    job = json.loads(sys.stdin.buffer.readline())
+    header = json.loads(_line())
+    job = json.loads(_bytes(header["size"]))
     os.umask(0o022)  # within a box of root's alone, what is made for another user must be open to it
     kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
@@ -51,24 +75,80 @@ def main() -> None:
     lacks = {"namespaces": not job["namespaces"], "filter": not _try(_probe_filter)}
     lacks["files"] = lacks["namespaces"] and not _try(_probe_landlock)
     job["landlock"] = not lacks["files"]
-    if lacks["namespaces"] and lacks["filter"]:
-        outcome: dict[str, Any] = {"refused": REFUSED}
-    elif "imports" in job:
-        outcome = {"failed": imports.why_not(outputs(imports.test_job(job)))}
-    elif "tests" in job:
-        outcome = {"passed": passes(job)}
-    else:
-        outcome = {"outputs": outputs(job)}
+    try:
+        outcome = {"refused": REFUSED} if lacks["namespaces"] and lacks["filter"] else _outcome(job, header["tests"])
+    except (Undecidable, MemoryError) as error:
+        outcome = {"undecided": str(error) or "out of memory"}
+    except OSError as error:
+        if error.errno not in EXHAUSTED:
+            raise
+        outcome = {"undecided": str(error)}
     sys.stdout.write(json.dumps(outcome | {"lacks": lacks}) + "\n")
 
 
-def passes(job: dict[str, Any]) -> bool:
-    """Whether the tests ran to their end; proved with a token that is made after the fork, so no other process has it."""
+def _outcome(job: dict[str, Any], size: int) -> dict[str, Any]:
+    if "imports" in job:
+        return {"failed": imports.why_not(outputs(imports.test_job(job)))}
+    if "inputs" in job:
+        return {"outputs": outputs(job)}
+    if job["inside"]:
+        return {"passed": passes_inside(job, _bytes(size).decode())}
+    return passes(job, size)
+
+
+def _line() -> bytes:
+    """A line of standard input and not a byte more: a buffer would hold the tests."""
+    line = b""
+    while not line.endswith(b"\n") and (piece := os.read(0, 1)):
+        line += piece
+    return line
+
+
+def _bytes(count: int) -> bytes:
+    held = b""
+    while len(held) < count:
+        piece = os.read(0, min(count - len(held), 1 << 20))
+        if not piece:
+            raise EOFError("standard input ended within the job")
+        held += piece
+    return held
+
+
+def passes(job: dict[str, Any], size: int) -> dict[str, Any]:
+    """Whether the tests, of `size` bytes, ran to their end, in another process than the answer, which it asks through pipes."""
+    end = time.monotonic() + job["seconds"]
+    (requests, requests_in), (replies, replies_in) = os.pipe(), os.pipe()
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    boxes: list[Box] = []
+    try:
+        answer = job["answer"]
+        start(boxes, lambda: served.serve(answer, requests, replies_in), job, stdin=nowhere, stdout=nowhere,
+              keep=[requests, replies_in])  # fmt: skip
+        for descriptor in (requests, replies_in):
+            os.close(descriptor)
+        tests = _bytes(size).decode()  # only now: the answer's process was forked without them
+        verdict, verdict_in = os.pipe()
+        start(boxes, lambda: checker.check(tests, requests_in, replies, verdict_in), job, stdin=nowhere, stdout=nowhere,
+              keep=[requests_in, replies, verdict_in])  # fmt: skip
+        for descriptor in (requests_in, replies, verdict_in, nowhere):
+            os.close(descriptor)
+        ended = _watch(boxes[1], verdict, 1024, end)
+        _ask_whether_confined(boxes[0])
+    finally:
+        _end(boxes, job)
+    os.close(verdict)
+    if ended.written.startswith(checker.UNSUPPORTED):
+        return {"unsupported": ended.written[len(checker.UNSUPPORTED) :].decode(errors="replace")}
+    return {"passed": ended.written == checker.PASSED}
+
+
+def passes_inside(job: dict[str, Any], tests: str) -> bool:
+    """Whether the tests ran to their end in the answer's interpreter; proved with a token that is made after the fork."""
     (token_out, token_in), (verdict_out, verdict_in) = os.pipe(), os.pipe()
     token = os.urandom(32)
 
     def work() -> int:
-        program.run_tests(job["answer"], job["tests"], token_out, verdict_in)
+        program.run_tests(job["answer"], tests, token_out, verdict_in)
         return 0
 
     nowhere = os.open(os.devnull, os.O_RDWR)
@@ -120,26 +200,36 @@ def execute(
     started: Callable[[], None],
 ) -> Ended:
     """Runs `work` in the sandbox until it ends, the clock reaches `end` or more than `limit` bytes come out of `read`."""
-    box = tempfile.mkdtemp(prefix="rftmega-code-")
-    user = confine.FIRST_USER + os.getpid() if os.getuid() == 0 else os.getuid()
+    boxes: list[Box] = []
+    try:
+        start(boxes, work, job, stdin=stdin, stdout=stdout, keep=keep)
+        started()
+        return _watch(boxes[0], read, limit, end)
+    finally:
+        _end(boxes, job)
+        os.close(read)
+
+
+def start(boxes: list[Box], work: Callable[[], int], job: dict[str, Any], *, stdin: int, stdout: int, keep: list[int]) -> None:
+    """Runs `work` in a sandbox of its own, which is added to `boxes`: `_end` them, come what may."""
+    folder = tempfile.mkdtemp(prefix="rftmega-code-")
+    user = confine.FIRST_USER + PROGRAMS * os.getpid() + len(boxes) if os.getuid() == 0 else os.getuid()
     news, news_in = os.pipe()
-    token_in = [fd for fd in (news, read) if fd > 2]
+    boxes.append(Box(folder, user, 0, news))
     middle = os.fork()
     if middle == 0:
         with contextlib.suppress(BaseException):
-            for descriptor in token_in:
-                os.close(descriptor)
-            _middle(work, job, box, user, stdin, stdout, keep, news_in)
+            _middle(work, job, folder, user, stdin, stdout, keep, news_in)
         os._exit(1)
+    boxes[-1].middle = middle
     os.close(news_in)
-    try:
-        started()
-        return _watch(news, read, limit, end)
-    finally:
-        _kill_all(middle, user, namespaces=job["namespaces"])
-        for descriptor in (news, read):
-            os.close(descriptor)
-        _remove(box)
+
+
+def _end(boxes: list[Box], job: dict[str, Any]) -> None:
+    _kill_all(boxes, namespaces=job["namespaces"])
+    for box in boxes:
+        os.close(box.news)
+        _remove(box.folder)
 
 
 def _middle(
@@ -152,7 +242,7 @@ def _middle(
     if inner == 0:
         status = 1
         with contextlib.suppress(BaseException):
-            _confine(job, box, user, stdin, stdout, keep)
+            _confine(job, box, user, stdin, stdout, keep, news)
             status = work()
         os._exit(status)
     confine.keep_only([news])
@@ -161,12 +251,12 @@ def _middle(
     os._exit(0)
 
 
-def _confine(job: dict[str, Any], box: str, user: int, stdin: int, stdout: int, keep: list[int]) -> None:
-    """Makes this process, which `_middle` forked, one that tested code may run in."""
+def _confine(job: dict[str, Any], box: str, user: int, stdin: int, stdout: int, keep: list[int], news: int) -> None:
+    """Makes this process, which `_middle` forked, one that tested code may run in, and says so in `news`."""
     for here, there in ((stdin, 0), (stdout, 1)):
         os.dup2(here, there)
     os.dup2(os.open(os.devnull, os.O_RDWR), 2)
-    confine.keep_only(keep)
+    confine.keep_only([*keep, news])
     opened: dict[str, int] = {}
     if job["namespaces"]:
         confine.enter_private_root(box)
@@ -186,13 +276,15 @@ def _confine(job: dict[str, Any], box: str, user: int, stdin: int, stdout: int, 
     if not job["namespaces"]:
         confine.restrict_files(where, opened)
     confine.filter_system_calls(own_pid=None if job["namespaces"] else os.getpid())
+    os.write(news, CONFINED)
+    os.close(news)
 
 
-def _watch(news: int, read: int, limit: int, end: float) -> Ended:
-    """Reads what comes, until the program's end is reported."""
+def _watch(box: Box, read: int, limit: int, end: float) -> Ended:
+    """Reads what comes, until the program's end is reported. Raises Undecidable where it never was a program in a sandbox."""
     written, status = b"", None
     waiting = select.poll()
-    for descriptor in (news, read, 0):
+    for descriptor in (box.news, read, 0):
         waiting.register(descriptor, select.POLLIN)
     while status is None and (left := end - time.monotonic()) > 0:
         ready = dict(waiting.poll(left * 1000))
@@ -205,25 +297,40 @@ def _watch(news: int, read: int, limit: int, end: float) -> Ended:
                 waiting.unregister(read)
             if len(written) > limit:
                 break
-        elif news in ready:
-            told = os.read(news, 4)
+        elif box.news in ready:
+            told = os.read(box.news, 8)
+            box.told += told
             if not told:
-                break
-            status = int.from_bytes(told, "little")
+                raise Undecidable(f"a process of the sandbox ended early (it had said {box.told!r})")
+            if len(box.told) < REPORT:
+                continue
+            status = int.from_bytes(box.told[len(CONFINED) :], "little")
             os.set_blocking(read, False)
             with contextlib.suppress(BlockingIOError):  # what is still in the pipe; a daemon may hold its other end
                 while len(written) <= limit and (piece := os.read(read, 1 << 16)):
                     written += piece
+    _ask_whether_confined(box)
     return Ended(status if len(written) <= limit else None, written)
 
 
-def _kill_all(middle: int, user: int, *, namespaces: bool) -> None:
-    """Ends the program and all that it started: with its process 1, or by its user, or child by child as they become ours."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(middle, signal.SIGKILL)  # the program has asked to die with it
+def _ask_whether_confined(box: Box) -> None:
+    os.set_blocking(box.news, False)
+    with contextlib.suppress(BlockingIOError):
+        box.told += os.read(box.news, 8)
+    if not box.told.startswith(CONFINED):
+        raise Undecidable("the sandbox could not be set up for the answer, or not in time")
+
+
+def _kill_all(boxes: list[Box], *, namespaces: bool) -> None:
+    """Ends programs and all that they started: with process 1, or by their users, or child by child as they become ours."""
+    for box in boxes:
+        with contextlib.suppress(ProcessLookupError):
+            if box.middle:
+                os.kill(box.middle, signal.SIGKILL)  # the program has asked to die with it
     while True:
         if os.getuid() == 0 and not namespaces:
-            _kill_user(user)
+            for box in boxes:
+                _kill_user(box.user)
         for child in _children():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)

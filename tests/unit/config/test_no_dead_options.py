@@ -117,6 +117,7 @@ OPTIONS: dict[str, Live] = {
                         dead=MAJORITY),
     "reward.code_seconds": Live("1", ("data.label_key=tests", "reward.code=1"), dead=()),
     "reward.code_memory_mib": Live("64", ("data.label_key=tests", "reward.code=1"), dead=()),
+    "reward.code_tests_inside": Live("true", ("data.label_key=tests", "reward.code=1"), dead=()),
     "reward.workers": Live("3", ("reward.math=1",), dead=()),
     "reward.remote": Live("1", REMOTE[1:], dead=MAJORITY),
     "reward.remote_url": Live("http://localhost:8", REMOTE, dead=()),

@@ -198,7 +198,7 @@ def is_python(descriptor):
 
 held = [descriptor for descriptor in range(3, 1024) if is_open(descriptor)]
 folders = [descriptor for descriptor in held if os.path.exists("/proc/self/fd") and is_python(descriptor)]
-assert len(held) - len(folders) <= 2, "the token's pipe and the verdict's"
+assert len(held) - len(folders) <= PIPES
 assert os.fstat(2).st_rdev == os.stat("/dev/null").st_rdev
 assert {os.environ["HOME"], os.environ["TMPDIR"], os.getcwd()} == {os.getcwd()}
 assert refused("/etc/passwd") and refused(MODULE)
@@ -215,15 +215,18 @@ assert libc.capget((ctypes.c_uint32 * 2)(0x20080522, 0), capabilities) == 0 and 
 """
 
 
-def test_an_answer_finds_itself_confined_in_every_way_at_once(part: CodePart) -> None:
+@pytest.mark.parametrize(("who", "pipes"), [("answer", 2), ("checker", 3), ("both in one", 2)])
+def test_an_answer_finds_itself_confined_in_every_way_at_once(part: CodePart, who: str, pipes: int) -> None:
     """Also in a run that keeps its files to itself."""
     prefixes = [os.path.realpath(each) for each in (sys.prefix, sys.base_prefix)]
     seen = CONFINED.replace("MODULE", repr(code.__file__)).replace("ROOT", repr(os.getuid() == 0))
-    seen = seen.replace("PREFIXES", repr(prefixes))
+    seen = seen.replace("PREFIXES", repr(prefixes)).replace("PIPES", str(pipes))
+    part.inside = who == "both in one"
+    response, label = (seen + RIGHT, SQUARES) if who == "answer" else (RIGHT, json.dumps({"tests": seen}))
     for umask in (0o022, 0o077):
         before = os.umask(umask)
         try:
-            assert score(part, RIGHT, label=json.dumps({"tests": seen})) == [1.0], oct(umask)
+            assert score(part, response, label=label) == [1.0], oct(umask)
         finally:
             os.umask(before)
 

@@ -72,7 +72,7 @@ def test_a_module_that_an_answer_could_not_read_is_refused_with_its_path(moved: 
     for compiled in (moved / "__pycache__").glob("heapq.*"):
         compiled.unlink()
     try:
-        with pytest.raises(RewardError, match=rf"can't import heapq.*{moved}/heapq.py \(mode 0600\).*chmod o\+rX"):
+        with pytest.raises(RewardError, match=rf"heapq: PermissionError.*{moved}/heapq.py \(mode 0600\).*chmod o\+rX"):
             part(namespaces)([imports("re")])
     finally:
         (moved / "heapq.py").chmod(0o644)

@@ -1,0 +1,87 @@
+"""The answer's process: runs the answer, then does with its objects what the checker's process asks for."""
+
+import contextlib
+import importlib
+import io
+import json
+import operator
+import types
+from collections.abc import Callable
+from typing import Any
+
+from rftmega.sandbox import plain, program
+
+# No comparison and no arithmetic: an object that is asked whether it equals 4 knows what is expected of it.
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    "call": lambda what, *given, **named: what(*given, **named),
+    "getattr": getattr, "setattr": setattr, "getitem": operator.getitem, "setitem": operator.setitem,
+    "delitem": operator.delitem, "iter": iter, "next": next, "len": len, "bool": bool, "str": str, "repr": repr,
+    "isinstance": isinstance,
+}  # fmt: skip
+
+
+class Served:
+    """Keeps the answer's objects that the checker has a handle of; equal handles are one object."""
+
+    def __init__(self) -> None:
+        self.objects: list[Any] = []
+        self.handles: dict[int, int] = {}
+
+    def encode(self, value: Any) -> Any:
+        return plain.encode(value, self.hand_out)
+
+    def hand_out(self, value: Any) -> Any:
+        if isinstance(value, types.ModuleType):
+            return ["module", value.__name__]
+        if id(value) not in self.handles:
+            self.handles[id(value)] = len(self.objects)
+            self.objects.append(value)
+        bases = builtin_bases(value) if isinstance(value, type) and issubclass(value, BaseException) else []
+        kind = value if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType) else type(value)
+        where = "type" if isinstance(value, type) and kind.__module__ == "builtins" else str(kind.__module__)
+        return ["object", [self.handles[id(value)], where, str(kind.__qualname__), bases]]
+
+    def decode(self, held: Any) -> Any:
+        return plain.decode(held, self.take_back)
+
+    def take_back(self, tag: str, rest: Any) -> Any:
+        if tag == "object":
+            return self.objects[rest]
+        found: Any = importlib.import_module(rest[0])
+        for name in rest[1].split("."):
+            found = getattr(found, name)
+        return found
+
+    def do(self, request: Any) -> dict[str, Any]:
+        """What comes of one request: its value or exception, what was printed and what became of the arguments."""
+        printed = io.StringIO()
+        given, named = [self.decode(each) for each in request["given"]], self.decode(request["named"])
+        told: dict[str, Any] = {}
+        with contextlib.redirect_stdout(printed):
+            try:
+                told["value"] = self.encode(OPERATIONS[request["do"]](*given, **named))
+            except BaseException as error:
+                told["raised"] = builtin_bases(type(error))
+                told["name"] = getattr(error, "name", None) if isinstance(error, NameError) else None
+                told["object"] = self.hand_out(type(error))[1][0]
+                told["args"] = [each if isinstance(each, str | int | float | None) else repr(each) for each in error.args]
+        told["given"] = [self.encode(each) for each in (*given, *named.values())]
+        return told | {"printed": printed.getvalue()}
+
+
+def builtin_bases(kind: type) -> list[str]:
+    return [base.__name__ for base in kind.__mro__ if base.__module__ == "builtins" and base is not object]
+
+
+def serve(answer: str, requests: int, replies: int) -> int:
+    """Runs the answer and tells its names; then answers requests until there are no more."""
+    space = program.run_answer(answer)
+    served = Served()
+    with open(requests, "rb") as asked, open(replies, "wb") as told:
+        names = {name: served.encode(value) for name, value in list(space.items()) if not name.startswith("__")}
+        told.write(json.dumps(names).encode() + b"\n")
+        told.flush()
+        for line in asked:
+            told.write(json.dumps(served.do(json.loads(line))).encode() + b"\n")
+            told.flush()
+    return 0
