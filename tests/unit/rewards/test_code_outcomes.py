@@ -1,5 +1,6 @@
 """Whatever a sandbox says that is no outcome: never a plain 0."""
 
+import contextlib
 import json
 import logging
 import os
@@ -59,10 +60,8 @@ def test_a_sandbox_without_an_outcome_is_an_error_and_no_score(
     scored = {}
     for name, program in NO_OUTCOME.items():
         (tmp_path / "rftmega" / "sandbox.py").write_text(f"import os, signal, sys\nsys.stdin.readline()\n{program}\n")
-        try:
+        with contextlib.suppress(RewardError):
             scored[name] = part([answer])
-        except RewardError:
-            pass
     assert scored == {}
 
 
@@ -90,7 +89,6 @@ def test_a_sandbox_that_could_not_be_set_up_decides_nothing(
         return started([*command[:3], str(tmp_path / "start.py")], **named)  # type: ignore[call-overload]
 
     monkeypatch.setattr(code.subprocess, "Popen", start)
-    monkeypatch.setattr(code.subprocess.Popen, "__class_getitem__", lambda *_: None, raising=False)
     part.namespaces = part.namespaces and namespaces
     assert [type(found) for found in part([answer])] == [Undecided]
 
