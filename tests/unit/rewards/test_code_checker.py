@@ -144,3 +144,9 @@ def test_tests_that_need_the_answers_interpreter_are_undecided_and_run_there_by_
     assert [type(found) for found in outside(answer)] == [Undecided]
     inside = CodePart(workers=1, seconds=30.0, memory_mib=512, inside=True)
     assert inside(answer) == [1.0]
+
+
+def test_an_answer_that_is_gone_raises_nothing_that_tests_may_catch() -> None:
+    part = CodePart(workers=1, seconds=30.0, memory_mib=512)
+    label = json.dumps({"tests": "try:\n    f(7)\nexcept BaseException:\n    pass"})
+    assert part([Answer(FORGERIES["leaves for good"], label), Answer("def f(n): return 1 / 0", label)]) == [0.0, 1.0]
