@@ -18,9 +18,7 @@ import hmac
 import json
 import os
 import select
-import shutil
 import signal
-import stat
 import sys
 import tempfile
 import time
@@ -29,6 +27,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rftmega.sandbox import checker, confine, imports, kernel, program, served
+from rftmega.sandbox.folder import remove
 
 REFUSED = (
     "neither namespaces nor a filter of system calls can be had here, so tested code would reach this user's files, processes "
@@ -229,7 +228,7 @@ def _end(boxes: list[Box], job: dict[str, Any]) -> None:
     _kill_all(boxes, namespaces=job["namespaces"])
     for box in boxes:
         os.close(box.news)
-        _remove(box.folder)
+        remove(box.folder)
 
 
 def _middle(
@@ -362,21 +361,6 @@ def _children() -> list[int]:
                 if int(file.read().rpartition(b")")[2].split()[1]) == os.getpid():
                     found.append(int(pid))
     return found
-
-
-def _remove(box: str) -> None:
-    """Removes a folder whatever the answer made of its permissions."""
-
-    def open_up(function: Callable[[str], Any], path: str, error: Any) -> None:
-        for each in (os.path.dirname(path), path):
-            with contextlib.suppress(OSError):
-                if not stat.S_ISLNK(os.lstat(each).st_mode):
-                    os.chmod(each, 0o700)
-        with contextlib.suppress(OSError):
-            function(path) if function in (os.unlink, os.rmdir) else shutil.rmtree(path, onerror=open_up)
-
-    if os.path.isdir(box):
-        shutil.rmtree(box, onerror=open_up)
 
 
 def _probe_namespaces(box: str) -> None:
