@@ -1,5 +1,6 @@
 """The page of tools/view.py in a real browser."""
 
+import base64
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -164,8 +165,154 @@ def test_the_filter_keeps_what_holds_the_text(page: Any) -> None:
     assert column(page, "prompt") == expected
     assert page.text_content("#count") == f"{len(expected)} of {MANY} samples"
     assert page.text_content("#prompt") == "question 123"
+
+
+def test_a_filter_that_nothing_passes_says_so_and_shows_no_sample(page: Any) -> None:
+    assert page.is_hidden("#none")
+    page.hover(".token >> nth=1")
+    page.fill("#low", "0.2")
     find(page, "no such text")
     assert column(page, "prompt") == []
+    assert page.text_content("#reason") == "No sample matches text “no such text”, reward from “0.2”."
+    assert page.is_hidden("#sample")
+    assert page.is_hidden("#tip")
+    assert [page.text_content(f"#{part}") for part in ("facts", "prompt", "response", "label")] == [""] * 4
+    for key in ("ArrowDown", "Escape", "ArrowRight", "End", "]"):
+        page.keyboard.press(key)
+    assert page.is_hidden("#sample")
+    page.get_by_role("button", name="show all").click()
+    assert page.text_content("#count") == f"{MANY} of {MANY} samples"
+    assert page.text_content("#prompt") == "question 0"
+    assert page.is_hidden("#none")
+    assert page.is_visible("#sample")
+
+
+def test_rewards_are_filtered_from_and_to_with_both_ends_and_without_the_unknown(page: Any) -> None:
+    rewards = {i: sample(i)["reward"] for i in range(MANY)}
+    assert (page.get_attribute("#low", "placeholder"), page.get_attribute("#high", "placeholder")) == ("0", "1")
+    for low, high in (("0.25", "0.255"), ("", "0.004"), ("0.9985", "")):
+        page.fill("#low", low)
+        page.fill("#high", high)
+        inside = [i for i, reward in rewards.items() if reward is not None and float(low or 0) <= reward <= float(high or 1)]
+        assert 2 < len(inside) < 15, "all are in sight"
+        assert column(page, "prompt") == [sample(i)["prompt"] for i in inside]
+    page.fill("#low", "-1")
+    assert page.text_content("#count") == f"{MANY - 1} of {MANY} samples"
+    page.fill("#high", "0,5")
+    assert page.text_content("#reason") == "“0,5” is no number."
+    assert page.get_attribute("#high", "aria-invalid") == "true"
+
+
+def test_groups_are_jumped_between_and_a_click_shows_the_answers_to_one_prompt(page: Any) -> None:
+    def chosen() -> str:
+        return str(page.text_content("#prompt"))
+
+    page.get_by_role("button", name="next group").click()
+    assert chosen() == "question 4"
+    page.keyboard.press("]")
+    assert chosen() == "question 8"
+    page.get_by_role("button", name="previous group").click()
+    assert chosen() == "question 4"
+    page.keyboard.press("ArrowDown")
+    page.get_by_role("button", name="1/1", exact=True).click()
+    assert column(page, "prompt") == [f"question {i}" for i in (4, 5, 6, 7)]
+    assert chosen() == "question 5"
+    page.keyboard.press("]")
+    assert (page.input_value("#group"), chosen()) == ("1/2", "question 8")
+    assert column(page, "prompt") == [f"question {i}" for i in (8, 9, 10, 11)]
+    page.fill("#group", "3/60")
+    assert column(page, "prompt") == [f"question {i}" for i in (240, 241, 242, 243)]
+    page.fill("#group", "60")
+    assert column(page, "prompt") == [f"question {i}" for i in (240, 241, 242, 243)], "of whichever step"
+    page.fill("#group", "first")
+    assert page.text_content("#reason") == "“first” is no group: give a number, or step/number."
+    page.fill("#group", "")
+    page.fill("#low", "0.9985")
+    page.keyboard.press("Escape")
+    seen = column(page, "prompt")
+    assert chosen() == seen[0]
+    page.keyboard.press("]")
+    assert chosen() == seen[1], "groups without a sample in the list are passed over"
+
+
+def inked(browser: Any, picture: bytes) -> tuple[list[int], list[float]]:
+    """The size of a PNG and, of its upper and its lower half, the share of pixels that have not the half's commonest colour."""
+    page = browser.new_page()
+    size, shares = page.evaluate(
+        """async data => {
+        const image = new Image(), paint = document.createElement("canvas").getContext("2d", {willReadFrequently: true});
+        image.src = "data:image/png;base64," + data;
+        await image.decode();
+        const [width, height] = [paint.canvas.width, paint.canvas.height] = [image.width, image.height];
+        paint.drawImage(image, 0, 0);
+        return [[width, height], [0, height / 2].map(top => {
+            const counts = new Map();
+            for (const pixel of new Uint32Array(paint.getImageData(0, top, width, height / 2).data.buffer))
+                counts.set(pixel, (counts.get(pixel) ?? 0) + 1);
+            return 1 - Math.max(...counts.values()) / (width * height / 2); })];
+    }""",
+        base64.b64encode(picture).decode(),
+    )
+    page.close()
+    return size, shares
+
+
+# Of every cell in sight: its text, and how many of its characters are seen: all, or those before the place of an ellipsis.
+CELLS = """() => {
+    const view = document.querySelector("#scroll").getBoundingClientRect();
+    return [...document.querySelectorAll("tr.row td")].filter(cell => {
+        const box = cell.getBoundingClientRect();
+        return box.width && box.top < view.bottom && box.bottom > view.top;
+    }).map(cell => {
+        const text = cell.firstChild ?? new Text();
+        const box = cell.getBoundingClientRect(), row = cell.parentElement.getBoundingClientRect();
+        const inside = box.top >= row.top && box.bottom <= row.bottom && box.right <= view.right;
+        if (inside && cell.scrollWidth <= cell.clientWidth) return [text.data, text.length];
+        let seen = 0;
+        for (let i = 0; inside && i < text.length; i++) {
+            const range = document.createRange();
+            range.setStart(text, i), range.setEnd(text, i + 1);
+            if (range.getBoundingClientRect().right > box.right - parseFloat(getComputedStyle(cell).paddingRight) - 14) break;
+            seen++;
+        }
+        return [text.data, seen];
+    });
+}"""
+OUTSIDE = """() => [...document.querySelectorAll("body *")].filter(element => {
+    const box = element.getBoundingClientRect();
+    return box.width && box.height && (box.right > innerWidth + .5 || box.left < -.5);
+}).map(element => element.outerHTML.slice(0, 80))"""
+
+
+@pytest.mark.parametrize(("width", "height"), [(1400, 900), (1001, 800), (800, 900), (390, 844), (320, 568)])
+def test_the_page_is_readable_on_a_desk_and_on_a_telephone(width: int, height: int, browser: Any, tmp_path: Path) -> None:
+    long = {"prompt": "What is the sum of these numbers? " * 20, "response": "word" * 300, "step": 12345, "reward": -0.1234567}
+    samples = [sample(i) for i in range(40)] + [sample(40) | long]
+    (tmp_path / "x.html").write_text(view.page(samples, title="Trajectories of /" + "a/long/path" * 20))
+    page = browser.new_page(viewport={"width": width, "height": height})
+    page.goto(f"file://{tmp_path}/x.html")
+    for moment, key in (("first", "Home"), ("last", "End")):
+        page.keyboard.press(key)
+        page.wait_for_function("() => document.querySelector('tr.row[aria-selected=true]')")
+        picture = page.screenshot(path=tmp_path / f"{width}_{moment}.png")
+        size, shares = inked(browser, picture)
+        assert size == [width, height]
+        assert min(shares) > 0.004, "half of the picture is blank"
+        assert page.evaluate("document.scrollingElement.scrollWidth <= innerWidth")
+        assert page.evaluate(OUTSIDE) == []
+        cells = page.evaluate(CELLS)
+        assert len(cells) >= 12
+        assert [(text, seen) for text, seen in cells if seen < min(8, len(text))] == []
+        list_, detail = (page.locator(part).bounding_box() for part in ("#scroll", "#detail"))
+        assert (detail["y"] >= list_["y"] + list_["height"]) == (width <= 1000), "beside each other where there is room"
+    page.locator("tr.row", has_text="question 39").click()
+    assert page.text_content("#prompt") == "question 39"
+    assert page.locator("#detail").bounding_box()["y"] < height / 2, "a chosen sample is in sight beside or below the list"
+    find(page, "no such text")
+    page.screenshot(path=tmp_path / f"{width}_none.png")
+    assert page.is_visible("#none")
+    assert page.evaluate(OUTSIDE) == []
+    page.close()
 
 
 def test_hostile_text_is_text(page: Any) -> None:
