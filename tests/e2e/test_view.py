@@ -27,7 +27,7 @@ def sample(i: int) -> dict[str, Any]:
     values = {"engine_logp": [-1.5, -0.25, -3.0], "trainer_logp": [-1.0, -0.5, -3.0], "gap": [-0.5, 0.25, 0.0],
               "advantage": [1.0, 1.0, 1.0], "entropy": [0.1, 2.0, None]}  # fmt: skip
     return {
-        "step": 1 + i // 100, "group": i // 4, "index": i, "prompt": HOSTILE if i == 3 else f"question {i}",
+        "step": 1 + i // 100, "group": i % 100 // 4, "index": i, "prompt": HOSTILE if i == 3 else f"question {i}",
         "response": "".join(pieces), "label": HOSTILE if i == 3 else f"label {i}",
         "reward": None if i == 5 else (i * 7919 % MANY) / MANY, "reward_parts": {"exact_match": 0.0, HOSTILE: 1.0},
         "truncated": False,
@@ -173,6 +173,7 @@ def test_a_filter_that_nothing_passes_says_so_and_shows_no_sample(page: Any) -> 
     page.fill("#low", "0.2")
     find(page, "no such text")
     assert column(page, "prompt") == []
+    assert page.is_visible("#none")
     assert page.text_content("#reason") == "No sample matches text “no such text”, reward from “0.2”."
     assert page.is_hidden("#sample")
     assert page.is_hidden("#tip")
@@ -220,10 +221,11 @@ def test_groups_are_jumped_between_and_a_click_shows_the_answers_to_one_prompt(p
     page.keyboard.press("]")
     assert (page.input_value("#group"), chosen()) == ("1/2", "question 8")
     assert column(page, "prompt") == [f"question {i}" for i in (8, 9, 10, 11)]
-    page.fill("#group", "3/60")
+    page.fill("#group", "3/10")
     assert column(page, "prompt") == [f"question {i}" for i in (240, 241, 242, 243)]
-    page.fill("#group", "60")
-    assert column(page, "prompt") == [f"question {i}" for i in (240, 241, 242, 243)], "of whichever step"
+    page.fill("#group", "10")
+    assert page.text_content("#count") == f"{MANY // 25} of {MANY} samples", "of every step"
+    assert column(page, "prompt")[:5] == [f"question {i}" for i in (40, 41, 42, 43, 140)]
     page.fill("#group", "first")
     assert page.text_content("#reason") == "“first” is no group: give a number, or step/number."
     page.fill("#group", "")
