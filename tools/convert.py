@@ -52,7 +52,9 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
 def main(given: list[str] | None = None) -> int:
     chosen = arguments(given)
     warnings.filterwarnings("ignore")
-    logging.disable(logging.WARNING)
+    say = logging.StreamHandler(sys.stderr)
+    say.addFilter(lambda record: record.name.startswith("rftmega") or record.levelno >= logging.ERROR)
+    logging.basicConfig(handlers=[say], format="%(message)s")
     try:
         return exit_code_of(run, chosen)
     except KeyboardInterrupt:

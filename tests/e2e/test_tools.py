@@ -1,9 +1,13 @@
 """The command lines of tools/, as a user types them."""
 
+import json
+import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
+from rftmega.parallel.folder_lock import FILE, Holder
 from tests.e2e.conftest import ROOT
 from tests.tiny_models import save_tiny
 
@@ -15,8 +19,15 @@ def tool(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
 
 def test_convert_verify_inspect_and_back(tmp_path: Path) -> None:
     source = save_tiny(tmp_path / "hf", "qwen3")
+    dead = Holder("conversion", "node07", "another boot", 7, 1, "yesterday", "its own")
+    (tmp_path / "megatron").mkdir()
+    (tmp_path / "megatron" / FILE).write_text(json.dumps(asdict(dead)))
+    os.utime(tmp_path / "megatron" / FILE, (1, 1))
     there = tool("convert", "to-megatron", source, tmp_path / "megatron", "--tp", 2, "--verify")
     assert there.returncode == 0, there.stderr
+    assert "took over the lock of another conversion, process 7 on node07" in there.stderr
+    others = [line for line in there.stderr.splitlines() if line and "took over" not in line and "to Megatron" not in line]
+    assert not [line for line in others if "arn" in line], "of libraries"
     assert "tensors are equal, byte by byte" in there.stdout
     compared = tool("convert", "verify", source, tmp_path / "megatron", "--logits")
     assert compared.returncode == 0, compared.stderr
