@@ -143,6 +143,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", help="only bugs whose file, test or note has one of them")
     parser.add_argument("--jobs", type=int, default=2, help="tests that run side by side (2)")
+    parser.add_argument("--passed", action="store_true", help="the tests passed a moment ago: don't run them without a bug first")
     given = parser.parse_args()
     chosen = chosen_of(given.words)
     wrong = [problem for each in chosen for problem in problems(each)]
@@ -151,22 +152,19 @@ def main() -> int:
         return 2
     with tempfile.TemporaryDirectory() as folder:
         trees = [copied(Path(folder) / f"tree{number}") for number in range(given.jobs)]
-        status, said = tested(trees[0], sorted({each.test for each in chosen}))
+        status, said = (0, "") if given.passed else tested(trees[0], sorted({each.test for each in chosen}))
         if status != 0:
             sys.stderr.write(f"The tests fail without any bug:\n{said}\n")
             return 2
         outcomes = run(trees, chosen)
     survivors = [each for each in outcomes if not each.killed]
-    for each in survivors:
-        sys.stderr.write(f"SURVIVED ({each.why}) {each.mutation}: {each.mutation.test}\n")
-    written(outcomes)
     print(f"{len(outcomes) - len(survivors)} of {len(outcomes)} bugs were seen, {len(survivors)} survived")
     return int(bool(survivors))
 
 
 def run(trees: Sequence[Path], chosen: Sequence[Mutation]) -> list[Outcome]:
-    """All of them, as many side by side as there are copies of the tree."""
-    free = list(trees)
+    """All of them, as many side by side as there are copies of the tree. What is known is written down at once."""
+    free, outcomes = list(trees), list[Outcome]()
 
     def one(mutation: Mutation) -> Outcome:
         tree = free.pop()
@@ -176,7 +174,12 @@ def run(trees: Sequence[Path], chosen: Sequence[Mutation]) -> list[Outcome]:
             free.append(tree)
 
     with ThreadPoolExecutor(len(trees)) as pool:
-        return list(tqdm(pool.map(one, chosen), total=len(chosen), unit="bug"))
+        for outcome in tqdm(pool.map(one, chosen), total=len(chosen), unit="bug"):
+            outcomes.append(outcome)
+            written(outcomes)
+            if not outcome.killed:
+                sys.stderr.write(f"SURVIVED ({outcome.why}) {outcome.mutation}: {outcome.mutation.test}\n")
+    return outcomes
 
 
 def written(outcomes: Sequence[Outcome]) -> None:
