@@ -1,6 +1,7 @@
 """For every test."""
 
 import logging
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -11,8 +12,10 @@ settings.load_profile("rftmega")
 
 
 @pytest.fixture(autouse=True)
-def _logging_as_it_was() -> Iterator[None]:
-    """A tool that is run in this process silences warnings, which the next test may wait for."""
-    before = logging.root.manager.disable
+def _process_as_it_was() -> Iterator[None]:
+    """A program that is run in this process may silence warnings or close new files to others; the next test must not know."""
+    silenced, umask = logging.root.manager.disable, os.umask(0o022)
+    os.umask(umask)
     yield
-    logging.disable(before)
+    logging.disable(silenced)
+    os.umask(umask)

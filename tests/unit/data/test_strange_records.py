@@ -24,6 +24,8 @@ class Letters:
     stop_ids = (0,)
 
     def encode(self, prompt: Any, *, chat_template: bool) -> tuple[int, ...]:
+        if not isinstance(prompt, str):
+            raise DataError("no chat messages, as the real one says of what are none")
         return tuple(map(ord, prompt))
 
 

@@ -62,8 +62,9 @@ def test_a_reward_that_takes_longer_than_its_limit_is_refused_and_nobody_waits_f
         judging.finished([1, 2], ANSWERS[1:3])
         with pytest.raises(RewardError, match=r"reward.timeout=0.1 s for 2 answer\(s\), the first of them to prompt 1"):
             judging.scored()
-    assert all(thread.daemon for thread in threading.enumerate() if thread.name == "reward"), "or the process could not end"
+    waiting = [thread.daemon for thread in threading.enumerate() if thread.name == "reward"]
     never.set()
+    assert all(waiting), "or the process could not end"
 
 
 def test_a_request_to_stop_ends_the_wait_for_scores() -> None:
