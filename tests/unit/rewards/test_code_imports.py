@@ -36,12 +36,14 @@ def test_what_answers_import_is_there_numpy_with_it(namespaces: bool | None) -> 
 
 @pytest.fixture(scope="module")
 def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Python's library below a folder that is root's alone."""
+    """Python's library, open to all, below a folder that is root's alone."""
+    before = os.umask(0o022)
     closed = tmp_path_factory.mktemp("closed")
     closed.chmod(0o700)
     library = Path(sysconfig.get_path("stdlib"))
     target = closed / "python" / library.relative_to(sys.base_prefix)
     shutil.copytree(library, target, ignore=shutil.ignore_patterns(*NOT_NEEDED))
+    os.umask(before)
     return target
 
 
