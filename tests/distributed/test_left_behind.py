@@ -97,7 +97,7 @@ def assert_nothing_left(command: list[str], folder: Path) -> str:
     return said
 
 
-@pytest.mark.parametrize("ranks", [1, 8])
+@pytest.mark.parametrize("ranks", [1, pytest.param(8, marks=pytest.mark.ranks)])
 def test_after_tests_whose_rank_raises_and_is_killed(ranks: int, tmp_path: Path) -> None:
     test = tmp_path / "test_failing.py"
     test.write_text(FAILING_TEST.format(ranks=ranks))

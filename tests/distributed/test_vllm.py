@@ -65,7 +65,7 @@ def agreement_body(world: Any, folder: Path, parallel: ParallelConfig, engine_si
     actor = build_actor(folder, parallel, temperature=0.7, token_cap=512)
     engine = VLLMEngine(folder, config, world, dtype="float32", stop_ids=[STOP])
     oracle = TransformersEngine(folder, config, stop_ids=[STOP], where=torch.device("cpu"))
-    turns = Turns({"policy": actor.manager.residency}, engine, offload=True)
+    turns = Turns({"policy": actor.manager.residency}, engine=engine, offload=True)
     weights = ColocatedWeights(EngineWeights(actor.manager.bound, engine, bucket_bytes=50_000), turns)
     shared = SharedEngine(engine, turns, world, weights, processes_per_engine=engine_size, restarts=1)
     policy = ColocatedPolicy(actor, turns)
@@ -130,7 +130,7 @@ def also(world: int, parallel: ParallelConfig, engine_size: int) -> Any:
         also(4, ParallelConfig(pipeline=4), 2),
         also(8, ParallelConfig(tensor=4, pipeline=2), 2),
         also(8, ParallelConfig(tensor=2, pipeline=2), 4),
-        ("qwen3", 4, ParallelConfig(tensor=2, pipeline=2), 1),
+        pytest.param("qwen3", 4, ParallelConfig(tensor=2, pipeline=2), 1, marks=pytest.mark.ranks),
         pytest.param("llama-tied-llama3-rope", 2, ParallelConfig(pipeline=2), 1, marks=pytest.mark.ranks),
         ("qwen2", 4, ParallelConfig(tensor=2), 2),
         ("qwen3-tied", 2, ParallelConfig(pipeline=2, virtual_pipeline=2), 1),

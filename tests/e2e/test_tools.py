@@ -7,9 +7,12 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+import pytest
+
 from rftmega.parallel.folder_lock import FILE, Holder
 from tests.e2e.conftest import ROOT
 from tests.tiny_models import save_tiny
+from tools import convert, inspect_checkpoint
 
 
 def tool(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
@@ -17,7 +20,7 @@ def tool(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=240)
 
 
-def test_convert_verify_inspect_and_back(tmp_path: Path) -> None:
+def test_convert_verify_inspect_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = save_tiny(tmp_path / "hf", "qwen3")
     dead = Holder("conversion", "node07", "another boot", 7, 1, "yesterday", "its own")
     (tmp_path / "megatron").mkdir()
@@ -29,15 +32,13 @@ def test_convert_verify_inspect_and_back(tmp_path: Path) -> None:
     others = [line for line in there.stderr.splitlines() if line and "took over" not in line and "to Megatron" not in line]
     assert not [line for line in others if "arn" in line], "of libraries"
     assert "tensors are equal, byte by byte" in there.stdout
-    compared = tool("convert", "verify", source, tmp_path / "megatron", "--logits")
-    assert compared.returncode == 0, compared.stderr
-    assert float(compared.stdout.split("logits differ by ")[1].split()[0]) < 1e-5
-    listed = tool("inspect_checkpoint", tmp_path / "megatron", "--tensors", "--check")
-    assert listed.returncode == 0, listed.stderr
-    assert "checksums   all as in the manifest" in listed.stdout
-    assert "decoder.layers.self_attention.linear_qkv.weight" in listed.stdout
-    back = tool("convert", "to-hf", tmp_path / "megatron", tmp_path / "back", "--verify")
-    assert back.returncode == 0, back.stderr
+    assert convert.main(["verify", str(source), str(tmp_path / "megatron"), "--logits"]) == 0
+    assert float(capsys.readouterr().out.split("logits differ by ")[1].split()[0]) < 1e-5
+    assert inspect_checkpoint.main([str(tmp_path / "megatron"), "--tensors", "--check"]) == 0
+    listed = capsys.readouterr().out
+    assert "checksums   all as in the manifest" in listed
+    assert "decoder.layers.self_attention.linear_qkv.weight" in listed
+    assert convert.main(["to-hf", str(tmp_path / "megatron"), str(tmp_path / "back"), "--verify"]) == 0
 
 
 def test_a_folder_that_is_none_is_one_clear_error(tmp_path: Path) -> None:
