@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -9,6 +10,14 @@ import torch
 # Large tensors in pages of 2 MiB: freeing them page by page was a third of the time that offloading takes. Torch reads it
 # at its first allocation.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
+
+class Done:
+    """A copy that is over, as every copy of a CPU's is."""
+
+    def hold(self) -> None: ...
+
+    def wait(self) -> None: ...
 
 
 class CPU:
@@ -43,6 +52,12 @@ class CPU:
     def host_buffer(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         """[size] on the host, quick to copy to and from the device."""
         return torch.empty(size, dtype=dtype)
+
+    def copy_aside(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Done:
+        """Copies each pair's first to its second."""
+        for source, target in pairs:
+            target.copy_(source)
+        return Done()
 
     def release_unused(self) -> None:
         """Gives freed memory back to others on this device: a CPU's allocator does so by itself."""

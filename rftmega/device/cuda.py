@@ -1,5 +1,12 @@
 """CUDA as a device: NCCL, bfloat16."""
 
+import mmap
+import os
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 import torch
 
 PEAKS = {  # part of a device's name -> TFLOP/s; the first that fits
@@ -16,6 +23,21 @@ PEAKS = {  # part of a device's name -> TFLOP/s; the first that fits
 }
 
 
+class Aside:
+    """A copy on a stream of its own."""
+
+    def __init__(self, cuda: Any, done: Any):
+        self._cuda, self._done = cuda, done
+
+    def hold(self) -> None:
+        """What the device is asked from now on comes after the copy."""
+        self._cuda.current_stream().wait_event(self._done)
+
+    def wait(self) -> None:
+        """The host waits for the copy."""
+        self._done.synchronize()
+
+
 class CUDA:
     type = "cuda"
     collectives = "nccl"
@@ -27,72 +49,105 @@ class CUDA:
     _earlier = 0  # bytes at most, in stretches of this phase that `forget_peak` has ended
     _told = False  # the present stretch's, of a phase that has ended
 
+    def __init__(self, cuda: Any = torch.cuda):
+        """`cuda`: what says torch.cuda; a test gives an imitation."""
+        self._cuda = cuda
+        self._side: Any = None  # the stream of copies aside
+
     def devices(self) -> int | None:
         """Devices of this host, one a process."""
-        return torch.cuda.device_count()
+        return self._cuda.device_count()
 
     def select(self, local_rank: int, local_world_size: int) -> torch.device:
-        """Each process of a host takes the device of its local rank."""
-        torch.cuda.set_device(local_rank)
+        """Each process of a host takes the device of its local rank, and its share of the cores for work on the host."""
+        self._cuda.set_device(local_rank)
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size))
         return torch.device("cuda", local_rank)
 
     def here(self) -> torch.device:
         """The device of this process."""
-        return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cuda", self._cuda.current_device())
 
     def random_state(self) -> torch.Tensor:
         """Of the generator that dropout draws from."""
-        return torch.cuda.get_rng_state()
+        return self._cuda.get_rng_state()
 
     def set_random_state(self, state: torch.Tensor) -> None:
-        torch.cuda.set_rng_state(state)
+        self._cuda.set_rng_state(state)
 
     def host_buffer(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """[size] on the host, pinned: quick to copy to and from the device."""
-        return torch.empty(size, dtype=dtype, pin_memory=True)
+        """[size] on the host, pinned: quick to copy to and from the device.
+
+        Torch's own pinned memory comes in powers of two, up to twice what is asked for. This is a plain mapping that the driver
+        is told of, until the last tensor over it is gone.
+        """
+        if not size:
+            return torch.empty(0, dtype=dtype)
+        memory = np.frombuffer(mmap.mmap(-1, size * dtype.itemsize), np.uint8)
+        buffer = torch.from_numpy(memory).view(dtype)
+        buffer.zero_()  # by all threads: the driver would touch the pages with one
+        runtime, address = self._cuda.cudart(), buffer.data_ptr()
+        if failed := int(runtime.cudaHostRegister(address, len(memory), 0)):
+            raise MemoryError(f"{len(memory):,} bytes of host memory can't be pinned: cudaHostRegister says {failed}.")
+        # The array's end, not the mapping's, which would be gone already. At the process's end the driver sees to it.
+        weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
+        return buffer
+
+    def copy_aside(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Aside:
+        """Copies each pair's first to its second, which is on the host, while the device goes on with other work. What it was
+        asked for before comes first.
+        """
+        self._side = self._side or self._cuda.Stream()
+        self._side.wait_stream(self._cuda.current_stream())
+        with self._cuda.stream(self._side):
+            for source, target in pairs:
+                target.copy_(source, non_blocking=True)
+            done = self._cuda.Event()
+            done.record()
+        return Aside(self._cuda, done)
 
     def release_unused(self) -> None:
         """Gives freed memory back to others on this device (the rollout engine), past torch's cache."""
-        torch.cuda.empty_cache()
+        self._cuda.empty_cache()
 
     def synchronize(self) -> None:
-        torch.cuda.synchronize()
+        self._cuda.synchronize()
 
     def finish(self) -> None:
         """Waits until what was queued is computed, but for no message that nobody has asked for yet: a neighbour may send it
         only after it got one from here.
         """
-        torch.cuda.current_stream().synchronize()
+        self._cuda.current_stream().synchronize()
 
-    def moment(self) -> torch.cuda.Event:
+    def moment(self) -> Any:
         """Now, as the computation sees it; see `seconds`."""
-        event = torch.cuda.Event(enable_timing=True)
+        event = self._cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    def seconds(self, begin: Any, end: Any) -> float:
         """Between two moments. Waits for the second."""
         end.synchronize()
         return begin.elapsed_time(end) / 1000
 
     def peak_tflops(self) -> float | None:
         """TFLOP/s of this device in bfloat16 without sparsity, as its data sheet says; None where its name is not known."""
-        name = torch.cuda.get_device_name()
+        name = self._cuda.get_device_name()
         return next((peak for part, peak in PEAKS.items() if part in name), None)
 
     def peak_bytes(self) -> int:
         """Bytes of tensors at most, in all stretches between `forget_peak`s since this was last asked."""
-        most = max(self._earlier, torch.cuda.max_memory_allocated())
+        most = max(self._earlier, self._cuda.max_memory_allocated())
         self._earlier, self._told = 0, True
         return most
 
     def memory(self) -> dict[str, int]:
         """Bytes of this device: of tensors now and at most, and in torch's cache."""
-        now, most, cached = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved()
+        now, most, cached = self._cuda.memory_allocated(), self._cuda.max_memory_allocated(), self._cuda.memory_reserved()
         return {"allocated": now, "most_allocated": most, "reserved": cached}
 
     def forget_peak(self) -> None:
         """`most_allocated` of `memory` counts from here."""
-        self._earlier = 0 if self._told else max(self._earlier, torch.cuda.max_memory_allocated())
+        self._earlier = 0 if self._told else max(self._earlier, self._cuda.max_memory_allocated())
         self._told = False
-        torch.cuda.reset_peak_memory_stats()
+        self._cuda.reset_peak_memory_stats()

@@ -1,13 +1,16 @@
-"""Further weights of a model, kept on the host and swapped into the one that is resident."""
+"""Further weights of a model, kept on the host and put into the one that is resident."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
+from rftmega import device
 from rftmega.megatron.binding import Bound
 from rftmega.megatron.manager import MegatronModelManager
+from rftmega.megatron.offload import ALIGNMENT
 
 
 class ReferenceWeights:
@@ -15,55 +18,70 @@ class ReferenceWeights:
 
     def __init__(self, manager: MegatronModelManager):
         self.manager = manager
-        self._held = _copies(manager.bound)
+        self._held = _host_buffers(manager.bound)
+        for held, item in zip(self._held, manager.bound, strict=True):
+            held.copy_(item.parameter.detach())
 
     def swapped_in(self) -> AbstractContextManager[None]:
         """Within, the model computes with the reference; afterwards with its own weights, bit for bit."""
-        return _swapped(self.manager.bound, self._held)
+        return self.manager.residency.replaced(zip(_tensors(self.manager.bound), self._held, strict=True))
 
 
 class AveragedWeights:
-    """The exponential moving average of the weights over optimizer steps, in float32."""
+    """The exponential moving average of the weights over optimizer steps, in float32 on the host."""
 
     def __init__(self, manager: MegatronModelManager, beta: float):
         """Starts from the present weights; each `update` keeps the share `beta` of the average."""
         self.manager, self.beta = manager, beta
+        self._latest = _host_buffers(manager.bound)
+        self._thread = ThreadPoolExecutor(1, "average")
+        self._averaging: Future[None] | None = None
         self.restart()
+
+    @property
+    def held(self) -> list[Tensor]:
+        """The average, in the order of the model's bound tensors. Waits for the update that runs."""
+        if self._averaging is not None:
+            self._averaging.result()
+            self._averaging = None
+        return self._held
 
     def restart(self) -> None:
         """Takes the present weights as the average."""
-        self.held = _copies(self.manager.bound, torch.float32)
+        self._averaging = None
+        self._held = [tensor.to("cpu", torch.float32, copy=True) for tensor in _tensors(self.manager.bound)]
 
     @torch.no_grad()
     def update(self) -> None:
-        """After an optimizer step."""
+        """After an optimizer step: the weights are copied, and averaged in a thread, while the device goes on."""
+        held = self.held  # what the update before this one made
         self.manager.finish_param_sync()
-        for item, held in zip(self.manager.bound, self.held, strict=True):
-            held.lerp_(item.parameter.detach().to("cpu", torch.float32), 1 - self.beta)
+        pairs = zip(_tensors(self.manager.bound), self._latest, strict=True)
+        wait = self.manager.residency.copy_aside(pairs)
+
+        def average() -> None:
+            wait()
+            for mean, latest in zip(held, self._latest, strict=True):
+                mean.lerp_(latest.float(), 1 - self.beta)
+
+        self._averaging = self._thread.submit(average)
 
     def swapped_in(self) -> AbstractContextManager[None]:
         """Within, the model holds the average, in its own precision; afterwards its own weights, bit for bit."""
-        pairs = zip(self.manager.bound, self.held, strict=True)
-        return _swapped(self.manager.bound, [held.to(item.parameter.dtype, copy=True) for item, held in pairs])
+        return self.manager.residency.replaced(zip(_tensors(self.manager.bound), self.held, strict=True))
 
 
-def _copies(bound: Sequence[Bound], dtype: torch.dtype | None = None) -> list[Tensor]:
-    return [item.parameter.detach().to("cpu", dtype, copy=True) for item in bound]
+def _tensors(bound: Sequence[Bound]) -> list[Tensor]:
+    return [item.parameter.detach() for item in bound]
 
 
-@contextmanager
-def _swapped(bound: Sequence[Bound], held: Sequence[Tensor]) -> Iterator[None]:
-    _swap(bound, held)
-    try:
-        yield
-    finally:
-        _swap(bound, held)
-
-
-@torch.no_grad()
-def _swap(bound: Sequence[Bound], held: Sequence[Tensor]) -> None:
-    """One at a time, so that there is never a third set of them."""
-    for item, theirs in zip(bound, held, strict=True):
-        mine = item.parameter.detach().to("cpu", copy=True)
-        item.parameter.copy_(theirs)  # in place: gradient and parameter buffers alias this storage
-        theirs.copy_(mine)
+def _host_buffers(bound: Sequence[Bound]) -> list[Tensor]:
+    """A tensor on the host for each of the model's, all in one buffer that the device copies to and from quickly."""
+    tensors = _tensors(bound)
+    places = []
+    end = 0
+    for tensor in tensors:
+        places.append(slice(end, end + tensor.nbytes))
+        end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+    buffer = device.current().host_buffer(end, torch.uint8)
+    return [buffer[place].view(tensor.dtype).view(tensor.shape) for place, tensor in zip(places, tensors, strict=True)]

@@ -220,7 +220,9 @@ class MegatronModelManager:
                 grad_norm = float(self.optimizer.get_grad_norm())
                 if math.isfinite(grad_norm):
                     self._clip(grad_norm)
+                    self.residency.settle()
                     self.optimizer.step_with_ready_grads()
+                    self.residency.changed()
                     self.scheduler.step(1)
                     taken = True
             self.optimizer.zero_grad()  # main parameters have gradients of their own; nobody needs them any more
@@ -238,9 +240,11 @@ class MegatronModelManager:
         if self.cfg.optimizer.overlap_param_gather:
             for chunk in self.model:
                 chunk.start_param_sync(force_sync=True)
+            self.residency.changed()
 
     def weights_changed(self) -> None:
         """After parameters were written from outside: the optimizer's main parameters follow them."""
+        self.residency.changed()
         if self.optimizer is not None:
             self.optimizer.reload_model_params()
 

@@ -1,7 +1,7 @@
 """Bytes of one process in each phase of a run, by kind: what is on the device together, and what is on the host.
 
-Phases are those of `strategy.dispatch.Turns`: rollout (the engine generates), score, update (training) and push, of another
-model than the policy with its name behind: update_critic.
+Phases are those of `strategy.dispatch.Turns`: start (a colocated engine starts), rollout (it generates), score, update
+(training) and push, of another model than the policy with its name behind: update_critic.
 """
 
 import math
@@ -38,7 +38,9 @@ class Cache:
 def resident(models: Mapping[str, Planned], config: RunConfig, world: int, stages: Mapping[str, int]) -> dict[str, Bytes]:
     """Phase -> bytes of weights, gradients, main parameters and Adam on the device; `stages`: of this process, by model."""
     held = {name: states(planned, world, stages[name]) for name, planned in models.items()}
-    phases: dict[str, Bytes] = {"rollout": {}} if config.algorithm.task == "rl" else {}
+    phases: dict[str, Bytes] = {}
+    if config.algorithm.task == "rl":
+        phases = {"start": {}, "rollout": {}} if config.strategy == "colocated" else {"rollout": {}}
     for name, planned in models.items():
         suffix = "" if name == POLICY else f"_{name}"
         phases[f"score{suffix}"] = {PARAMETERS: held[name][PARAMETERS]}
@@ -51,7 +53,12 @@ def resident(models: Mapping[str, Planned], config: RunConfig, world: int, stage
     everything: Bytes = {}
     for parts in held.values():
         everything = {kind: everything.get(kind, 0) + size for kind, size in parts.items()}
-    return dict.fromkeys(phases, everything)
+    found = dict.fromkeys(phases, everything)
+    if "start" in found:
+        found["start"] = {
+            kind: size for kind, size in everything.items() if kind != ADAM
+        }  # it has no states before its first step
+    return found
 
 
 def load_of(config: RunConfig, parallel: ParallelConfig, world: int) -> Load:
@@ -106,7 +113,9 @@ def on_device(
             policy = models[POLICY]
             cache, weights = cache_of(policy, config, budget), engine.weight_bytes(policy, config.rollout.tensor)
             working = engine.working_bytes(policy.model, config.rollout.tensor, config.rollout.max_batch)
-            phases["rollout"] |= {"engine_weights": weights, "engine_working": working, "kv_cache": max(0, cache.bytes)}
+            whole = {"engine_weights": weights, "engine_working": working, "kv_cache": max(0, cache.bytes)}
+            phases["rollout"] |= whole
+            phases["start"] |= whole
             phases["push"]["engine_weights"] = weights
     for parts in phases.values():
         parts["reserved"] = int(budget.reserved)
@@ -126,17 +135,21 @@ def on_host(models: Mapping[str, Planned], config: RunConfig, world: int, stages
     """
     policy, found = models[POLICY], Bytes()
     elements = elements_of(policy, stages[POLICY])
+    offloads = config.algorithm.task == "rl" and config.trainer.offload
     if config.algorithm.kl_coef > 0:
         found["reference"] = elements * policy.itemsize
     if config.algorithm.ema_beta > 0:
-        found["average"] = elements * 4
+        found["average"] = elements * (4 + policy.itemsize)  # and what an optimizer step's weights are copied to
+    if found and not offloads:
+        found["policy"] = elements * policy.itemsize  # where it waits while the device holds others
     if config.checkpoint.every:  # of the first of equal holders, which writes; kept for the next save
         learnt = [states(planned, world, stages[name]) for name, planned in models.items() if planned.optimizer is not None]
         found["checkpoint"] = sum(held[kind] for held in learnt for kind in (PARAMETERS, MAIN_PARAMETERS, ADAM))
-        found["checkpoint"] += found.get("average", 0)
+        found["checkpoint"] += elements * 4 if config.algorithm.ema_beta > 0 else 0
+    if offloads:  # gradients are forgotten, not moved
+        moved = [states(planned, world, stages[name]) for name, planned in models.items()]
+        found["offload"] = sum(held[kind] for held in moved for kind in (PARAMETERS, MAIN_PARAMETERS, ADAM))
     if config.algorithm.task == "rl":
-        if config.trainer.offload:
-            found["offload"] = sum(sum(states(planned, world, stages[name]).values()) for name, planned in models.items())
         answers = config.trainer.prompts_per_step * config.rollout.samples_per_prompt
         found["experience"] = answers * (experience_bytes(config) + TOKEN_ON_HOST * config.rollout.max_response_tokens)
     return found

@@ -303,6 +303,7 @@ def _load(name: str, model: Model, reader: TrainingReader, *, strict: bool, opti
     if optimizer:
         set_adam_steps(manager, said["adam_steps"])
         _fill(optimizer_tensors(manager), reader, name)
+        manager.residency.changed()
     else:
         manager.weights_changed()
     if schedule:

@@ -14,7 +14,7 @@ from torch import Tensor
 from rftmega import device
 from rftmega.device.spans import recorder
 from rftmega.errors import EngineFault, GivenUp
-from rftmega.interfaces import Enough, Reward, WeightSync
+from rftmega.interfaces import Enough, Reward, Told, WeightSync
 from rftmega.megatron import MegatronActor, MegatronCritic
 from rftmega.megatron.offload import PARAMETERS, PARTS, Residency
 from rftmega.megatron.passes import at_once
@@ -42,15 +42,20 @@ class Turns:
     """Who holds the device's memory in which phase of a colocated run: the trainer's parts, the engine, or both's weights."""
 
     def __init__(
-        self, models: Mapping[str, Residency], engine: Engine | None, *, offload: bool, predicted: Predicted | None = None
+        self, models: Mapping[str, Residency], *, offload: bool, engine: Engine | None = None, predicted: Predicted | None = None
     ):
-        """`models` by name, "policy" among them. Without `offload` they keep everything, always; `engine` is None where it has
-        devices of its own. `predicted` bytes are told beside those that are measured.
+        """`models` by name, "policy" among them. Without `offload` they keep everything, always. `engine` may be set once it
+        has started; None: it has devices of its own. `predicted` bytes are told beside those that are measured.
         """
         self.models = models
         self.engine = engine
         self.offload = offload
         self.memory = Memory(models, predicted or {})
+
+    def start(self) -> None:
+        """The engine starts: vLLM refuses to where less memory is free than it is to have."""
+        self._hold("start")
+        device.current().release_unused()
 
     def rollout(self) -> None:
         """The engine works; it wakes by itself."""
@@ -315,10 +320,16 @@ class ColocatedPolicy:
         return self.actor.reference_log_probs(rows)
 
     def update(
-        self, experience: Experience, loss_fn: LossFn, *, auxiliary: Auxiliary | None = None, each: EachStep = at_once
+        self,
+        experience: Experience,
+        loss_fn: LossFn,
+        *,
+        auxiliary: Auxiliary | None = None,
+        each: EachStep = at_once,
+        scored: Told | None = None,
     ) -> Metrics:
         self.turns.update()
-        return self.actor.update(experience, loss_fn, auxiliary=auxiliary, each=_with_counts(each))
+        return self.actor.update(experience, loss_fn, auxiliary=auxiliary, each=_with_counts(each), scored=scored)
 
 
 class ColocatedValues:

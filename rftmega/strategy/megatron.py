@@ -15,7 +15,7 @@ from rftmega.data import Tokenizer
 from rftmega.errors import ConfigError
 from rftmega.interfaces import Numerics, RolloutEngine, SteppedPolicy, SteppedValueModel, WeightSync
 from rftmega.megatron import MegatronActor, MegatronCritic
-from rftmega.megatron.offload import ADAM, MAIN_PARAMETERS
+from rftmega.megatron.offload import ADAM, MAIN_PARAMETERS, Residency
 from rftmega.parallel.launch import World
 from rftmega.parallel.layout import layout_name
 from rftmega.parallel.seeds import set_seed
@@ -58,6 +58,7 @@ class MegatronStrategy(StrategyBase):
         self.topology = Topology.create(config.parallel, seed=config.trainer.seed)
         actor = self._actor = MegatronActor(config, self.topology)
         manager = actor.manager
+        self._make_room(manager.residency)
         judges = self._build_value_models()
         self._learning: dict[str, Model] = {name: model for name, model in judges.items() if name == "critic"} | {POLICY: actor}
         separate = config.strategy == "separate"
@@ -72,15 +73,18 @@ class MegatronStrategy(StrategyBase):
                 config.rollout.engine,
                 config.strategy,
             )
+        models = {POLICY: manager.residency} | {name: model.manager.residency for name, model in judges.items()}
+        self._turns = Turns(models, offload=config.trainer.offload, predicted=predicted(config, world))
+        self._turns.start()
         self._engine = rollout.create(config, world, vocabulary=manager.description.vocabulary, stop_ids=stop_ids)
+        if not separate:
+            self._turns.engine = self._engine
+            self._engine.sleep()  # it holds all that it may, and the trainer comes back
+        self._turns.push()
         self.inference_engine, self.inference_engine_type = self._engine, config.rollout.engine
         self.numerics: Numerics = EngineNumerics(actor, is_main=world.is_main)
         self._versions = count()  # of pushes asked for through `update_engine_weights`
         self._bucket_bytes = config.trainer.push_bucket_mib * 2**20
-        models = {POLICY: actor.manager.residency} | {name: model.manager.residency for name, model in judges.items()}
-        self._turns = Turns(
-            models, None if separate else self._engine, offload=config.trainer.offload, predicted=predicted(config, world)
-        )
         self.policy: SteppedPolicy = ColocatedPolicy(actor, self._turns)
         faces = {name: ColocatedValues(model, self._turns, name) for name, model in judges.items()}
         self.critic: SteppedValueModel | None = faces.get("critic")
@@ -90,6 +94,7 @@ class MegatronStrategy(StrategyBase):
             sync = weights.SharedWeights(manager.bound, self._engine, bucket_bytes=self._bucket_bytes)
         else:
             sync = weights.EngineWeights(manager.bound, self._engine, bucket_bytes=self._bucket_bytes)
+            self._engine.sleep()  # it has no weights yet, and a checkpoint may be loaded next
         self.weights: WeightSync = ColocatedWeights(sync, self._turns)
         face, self.engine_processes = (AskedByOne, world.size) if separate else (SharedEngine, config.rollout.tensor)
         self.engine: RolloutEngine = face(
@@ -117,11 +122,17 @@ class MegatronStrategy(StrategyBase):
             own = replace(config, model=replace(config.model, path=config.reward.model_path))
             found["reward_model"] = MegatronCritic(own, self.topology, role="reward")
         for name, built in found.items():
+            self._make_room(built.manager.residency)
             if self.topology.is_main:
                 log.info(
                     "%s: %s, %s", name, built.manager.cfg.model.path, layout_name(built.manager.cfg.parallel, built.topology.data)
                 )
         return found
+
+    def _make_room(self, residency: Residency) -> None:
+        """Where parts take turns on the device, a model leaves it as soon as it is built: the next one needs the memory."""
+        if self.config.trainer.offload:
+            residency.only()
 
     def export(self, folder: str | Path) -> None:
         """Writes the policy as a Hugging Face folder, and beside it `folder`_ema where an average is kept; every process

@@ -61,7 +61,7 @@ def body(world: World, noise: int, per_engine: int, wanted: int, silent: bool) -
     rng = random.Random(f"{noise}/{world.rank}")
     engine = AsLongAsItsSeed(lambda: rng.random() * 0.002 if noise else 0.0)
     engine.load_weights([], version=7)
-    shared = SharedEngine(engine, NoTurns({}, None, offload=False), world, NoPush(), processes_per_engine=per_engine, restarts=0)
+    shared = SharedEngine(engine, NoTurns({}, offload=False), world, NoPush(), processes_per_engine=per_engine, restarts=0)
 
     def score(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
         time.sleep(rng.random() * 0.02 if noise else 0.0)
@@ -106,7 +106,7 @@ def vllm_body(world: World, folder: Path, engine_size: int) -> Any:
     engine = VLLMEngine(folder, config, world, dtype="float32", stop_ids=range(0, 120, 25))
     weights = EngineWeights(actor.manager.bound, engine, bucket_bytes=50_000)
     weights.push(version=0)
-    shared = SharedEngine(engine, NoTurns({}, None, offload=False), world, weights, processes_per_engine=engine_size, restarts=0)
+    shared = SharedEngine(engine, NoTurns({}, offload=False), world, weights, processes_per_engine=engine_size, restarts=0)
 
     def enough(completions: Sequence[Completion | None]) -> bool:
         return sum(completion is not None for completion in completions) >= 10

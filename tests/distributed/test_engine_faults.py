@@ -82,7 +82,7 @@ def servers_body(world: World, folder: Path, fault: str, wanted: int) -> Any:
         engine.expect(["one"])
     weights = Pushes(engine)
     weights.push(version=4)
-    turns = Turns({}, None, offload=False)
+    turns = Turns({}, offload=False)
     shared = AskedByOne(engine, turns, world, weights, processes_per_engine=world.size, restarts=1)
     asked = {"seeds": SEEDS, "temperature": 1.0, "reward": scores}
     try:
@@ -143,7 +143,7 @@ def shared_body(world: World, times: int, wanted: int) -> Any:
     engine = Fragile(times * world.rank)
     weights = Pushes(engine)
     weights.push(version=7)
-    shared = SharedEngine(engine, Turns({}, engine, offload=False), world, weights, processes_per_engine=1, restarts=2)
+    shared = SharedEngine(engine, Turns({}, engine=engine, offload=False), world, weights, processes_per_engine=1, restarts=2)
     asked = {"seeds": SEEDS, "temperature": 1.0, "reward": scores}
     try:
         if wanted:
@@ -189,7 +189,7 @@ def real_body(world: World, folder: Path, logs: Path, fault: int) -> Any:
     engine = ServerEngine(folder, config, world, dtype="float32", stop_ids=[1], logs=logs)
     weights = SharedWeights(actor.manager.bound, engine, bucket_bytes=10**6)
     weights.push(version=0)
-    turns = Turns({}, None, offload=False)
+    turns = Turns({}, offload=False)
     shared = AskedByOne(engine, turns, world, weights, processes_per_engine=world.size, restarts=1)
     prompts = [Prompt((5, 9, 60 + place)) for place in range(12)]
     asked = list[list[int]]()

@@ -51,7 +51,7 @@ def shared_body(world: World, folder: Path, per_engine: int, until: bool) -> Any
             os.kill(os.getpid(), signal.SIGUSR1)
 
     engine.load_weights([], version=7)
-    shared = SharedEngine(engine, NoTurns({}, None, offload=False), world, NoPush(), processes_per_engine=per_engine, restarts=0)
+    shared = SharedEngine(engine, NoTurns({}, offload=False), world, NoPush(), processes_per_engine=per_engine, restarts=0)
     given_up = Event()
 
     def score(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
@@ -114,7 +114,7 @@ def servers_body(world: World, folder: Path, asked: int, until: bool) -> Any:
         engine.expect(["one"])
     weights = Pushes(engine)
     weights.push(version=4)
-    shared = AskedByOne(engine, NoTurns({}, None, offload=False), world, weights, processes_per_engine=world.size, restarts=0)
+    shared = AskedByOne(engine, NoTurns({}, offload=False), world, weights, processes_per_engine=world.size, restarts=0)
     seen: list[int] = []
 
     def score(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:

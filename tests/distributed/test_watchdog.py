@@ -73,7 +73,7 @@ def load_body(world: World, folder: Path, said: Path) -> Any:
     """On the second process a load hangs; the first waits for it in a collective."""
     manager = build_manager(folder, ParallelConfig(tensor=2))
     engine = HangsInALoad(world.rank)
-    turns = Turns({"policy": manager.residency}, engine, offload=False)
+    turns = Turns({"policy": manager.residency}, engine=engine, offload=False)
     weights = ColocatedWeights(EngineWeights(manager.bound, engine, bucket_bytes=10_000), turns)
     weights.push(version=0)
     engine.hangs = world.rank == 1
@@ -121,7 +121,7 @@ def server_body(world: World, folder: Path, path: str, said: Path) -> str:
     WatchedServer.hung, WatchedServer.rank, HangsOnce.path = path, world.rank, path
     manager = build_manager(folder, ParallelConfig(tensor=2))
     engine = HangsOnce(folder, RolloutConfig(max_batch=2), world, dtype="float32", stop_ids=[1], logs=said)
-    turns = Turns({"policy": manager.residency}, None, offload=False)
+    turns = Turns({"policy": manager.residency}, offload=False)
     weights = ColocatedWeights(SharedWeights(manager.bound, engine, bucket_bytes=10_000), turns)
     shared = AskedByOne(engine, turns, world, weights, processes_per_engine=world.size, restarts=0)
     try:

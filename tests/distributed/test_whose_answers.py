@@ -49,7 +49,7 @@ def all_there(completions: Sequence[Completion | None]) -> bool:
 def answers_body(world: World, per_engine: int, until: bool, by_one: bool) -> Any:
     engine = Repeats(world.rank // per_engine)
     kind, per_engine = (AskedByOne, world.size) if by_one else (SharedEngine, per_engine)
-    turns = NoTurns({}, None, offload=False)
+    turns = NoTurns({}, offload=False)
     shared = kind(engine, turns, world, NoPush(), processes_per_engine=per_engine, restarts=0)
     asked: dict[str, Any] = {"seeds": SEEDS, "temperature": 1.0, "reward": scores}
     ask = partial(shared.generate_until, enough=all_there) if until else shared.generate

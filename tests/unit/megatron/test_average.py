@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rftmega.megatron.held_weights import AveragedWeights
+from rftmega.megatron.offload import PARAMETERS, Residency
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -13,10 +14,14 @@ def test_the_average_is_its_closed_form_in_float32(dtype: torch.dtype) -> None:
     """beta = .992: after n steps .992^n of the start and .008 x .992^(n - 1 - i) of step i's weights."""
     parameter = torch.nn.Parameter(torch.full((3,), 2.0, dtype=dtype))
     syncs: list[int] = []
-    manager = SimpleNamespace(bound=[SimpleNamespace(parameter=parameter)], finish_param_sync=lambda: syncs.append(1))
+    residency = Residency(lambda: {PARAMETERS: [parameter]})
+    bound = [SimpleNamespace(parameter=parameter)]
+    manager = SimpleNamespace(bound=bound, residency=residency, finish_param_sync=lambda: syncs.append(1))
     average = AveragedWeights(manager, 0.992)
     for step in range(50):
+        residency.settle()
         parameter.data.fill_(float(step))
+        residency.changed()
         average.update()
     wanted = 2.0 * 0.992**50 + sum(0.008 * 0.992 ** (49 - step) * step for step in range(50))
     (held,) = average.held

@@ -43,7 +43,7 @@ def reasons(config: RunConfig, where: Machine) -> dict[str, str]:
 
 
 def test_a_host_holds_what_a_save_writes_from() -> None:
-    """A copy of weights, main parameters and Adam's two moments: with offloading all but the gradients are there twice."""
+    """A copy of weights, main parameters and Adam's two moments: with offloading they are there twice, and gradients never."""
     config = config_of(FITS)
     models, stages = models_of(config), {POLICY: 1}
     before = on_host(models, config, 64, stages)
@@ -51,7 +51,7 @@ def test_a_host_holds_what_a_save_writes_from() -> None:
     copied = on_host(models, config, 64, stages)["checkpoint"]
     held = states(models[POLICY], 64, 1)
     assert "checkpoint" not in before
-    assert copied == before["offload"] - held["gradients"]
+    assert copied == before["offload"] == sum(held.values()) - held["gradients"]
 
 
 def test_what_fits_has_no_reasons_and_less_memory_has_one_a_phase() -> None:

@@ -1,0 +1,59 @@
+"""CUDA's half of the device over an imitation of torch.cuda: pinned memory, streams, events."""
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from rftmega.device import CUDA
+from tests.imitation_cuda import ImitationCUDA, imitated
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[ImitationCUDA]:
+    with imitated(monkeypatch) as found:
+        yield found
+
+
+@pytest.mark.parametrize("size", [1, 4096, 5_000_001])
+def test_pinned_memory_is_what_was_asked_for_and_goes_with_its_last_tensor(cuda: ImitationCUDA, size: int) -> None:
+    buffer = CUDA(cuda).host_buffer(size, torch.float32)
+    assert (buffer.shape, buffer.dtype, cuda.pinned) == ((size,), torch.float32, 4 * size)
+    part = buffer[-1:]
+    del buffer
+    gc.collect()
+    assert cuda.pinned == 4 * size
+    assert part.item() == 0
+    del part
+    gc.collect()
+    assert cuda.pinned == 0
+
+
+def test_no_bytes_need_no_pinned_memory(cuda: ImitationCUDA) -> None:
+    assert CUDA(cuda).host_buffer(0, torch.uint8).shape == (0,)
+    assert cuda.ranges == {}
+
+
+def test_memory_that_the_driver_refuses_is_told_with_its_size(cuda: ImitationCUDA, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "cudaHostRegister", lambda *asked: 2)
+    with pytest.raises(MemoryError, match=r"4,096 bytes of host memory can't be pinned: cudaHostRegister says 2"):
+        CUDA(cuda).host_buffer(4096, torch.uint8)
+
+
+def test_a_copy_aside_takes_what_was_there_when_it_was_asked_for_once_it_is_waited_for(cuda: ImitationCUDA) -> None:
+    accelerator = CUDA(cuda)
+    for wait in ("wait", "hold"):
+        source, target = torch.ones(5), accelerator.host_buffer(5, torch.float32)
+        copy = accelerator.copy_aside([(source, target)])
+        assert target.tolist() == [0.0] * 5, "nobody waits for it"
+        getattr(copy, wait)()
+        source.zero_()
+        assert target.tolist() == [1.0] * 5
+
+
+def test_moments_are_events_of_the_stream(cuda: ImitationCUDA) -> None:
+    accelerator = CUDA(cuda)
+    begin = accelerator.moment()
+    end = accelerator.moment()
+    assert accelerator.seconds(begin, end) == 0.001

@@ -1,0 +1,166 @@
+"""A model's parts on an imitation of CUDA: what is copied, what is pinned, and that nothing is lost on the way."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rftmega.megatron.held_weights import AveragedWeights, ReferenceWeights
+from rftmega.megatron.offload import ADAM, GRADIENTS, MAIN_PARAMETERS, PARAMETERS, PARTS, Residency
+from tests.imitation_cuda import ImitationCUDA, imitated
+
+SIZES = (5, 1000, 64)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[ImitationCUDA]:
+    with imitated(monkeypatch) as found:
+        yield found
+
+
+@pytest.fixture
+def parts() -> dict[str, list[Tensor]]:
+    found: dict[str, list[Tensor]] = {part: [torch.randn(size) for size in SIZES] for part in (GRADIENTS, MAIN_PARAMETERS, ADAM)}
+    return found | {PARAMETERS: [torch.nn.Parameter(torch.randn(size).bfloat16()) for size in SIZES]}
+
+
+@pytest.fixture
+def residency(parts: dict[str, list[Tensor]]) -> Residency:
+    return Residency(lambda: parts)
+
+
+def size_of(*tensors: Tensor) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def copies(parts: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
+    return {part: [tensor.detach().clone() for tensor in tensors] for part, tensors in parts.items()}
+
+
+def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_three_cycles_leave_every_bit_and_gradients_come_back_as_zeros(
+    cuda: ImitationCUDA, parts: dict[str, list[Tensor]], residency: Residency
+) -> None:
+    before = copies(parts)
+    for _ in range(3):
+        residency.only()
+        assert residency.bytes() == dict.fromkeys(parts, 0)
+        residency.only(*PARTS)
+        for part in (PARAMETERS, MAIN_PARAMETERS, ADAM):
+            assert same(parts[part], before[part]), part
+        assert same(parts[GRADIENTS], [torch.zeros_like(x) for x in before[GRADIENTS]])
+        residency.changed()
+
+
+def test_gradients_have_no_copy_on_the_host(cuda: ImitationCUDA, parts: dict[str, list[Tensor]], residency: Residency) -> None:
+    residency.only()
+    assert residency.bytes() == dict.fromkeys(parts, 0)
+    residency.on(*PARTS)
+    kept = size_of(*parts[PARAMETERS], *parts[MAIN_PARAMETERS], *parts[ADAM])
+    assert cuda.copied_to_host == kept
+    assert kept <= cuda.pinned <= kept + 256 * 3 * len(SIZES)
+
+
+def test_what_did_not_change_is_not_copied_again(
+    cuda: ImitationCUDA, parts: dict[str, list[Tensor]], residency: Residency
+) -> None:
+    residency.only()
+    first = cuda.copied_to_host
+    residency.only(PARAMETERS)
+    residency.only()
+    assert cuda.copied_to_host == first
+    residency.only(PARAMETERS)
+    residency.changed()
+    residency.only()
+    residency.on(*PARTS)
+    assert cuda.copied_to_host == first + size_of(*parts[PARAMETERS])
+
+
+def test_a_write_that_autograd_sees_need_not_be_told(
+    cuda: ImitationCUDA, parts: dict[str, list[Tensor]], residency: Residency
+) -> None:
+    residency.only()
+    residency.on(PARAMETERS)
+    with torch.no_grad():
+        parts[PARAMETERS][1].add_(1)
+    wanted = [parameter.detach().clone() for parameter in parts[PARAMETERS]]
+    residency.off(PARAMETERS)
+    residency.on(PARAMETERS)
+    assert same(parts[PARAMETERS], wanted)
+
+
+def test_the_host_shows_what_has_left_and_never_what_was_forgotten(
+    cuda: ImitationCUDA, parts: dict[str, list[Tensor]], residency: Residency
+) -> None:
+    before = copies(parts)
+    residency.only()
+    for part in (PARAMETERS, MAIN_PARAMETERS, ADAM):
+        assert same([residency.host(tensor.detach()) for tensor in parts[part]], before[part])
+    with pytest.raises(AssertionError, match="forgotten"):
+        residency.host(parts[GRADIENTS][0])
+
+
+class Manager(SimpleNamespace):
+    """As much of a manager as held weights need."""
+
+    def finish_param_sync(self) -> None: ...
+
+
+@pytest.fixture
+def manager(parts: dict[str, list[Tensor]], residency: Residency) -> Any:
+    return Manager(bound=[SimpleNamespace(parameter=parameter) for parameter in parts[PARAMETERS]], residency=residency)
+
+
+@pytest.mark.parametrize("offload", [True, False])
+def test_the_reference_comes_and_goes_without_a_copy_to_the_host_where_the_policy_has_one(
+    cuda: ImitationCUDA, parts: dict[str, list[Tensor]], residency: Residency, manager: Any, offload: bool
+) -> None:
+    reference, first = ReferenceWeights(manager), copies(parts)[PARAMETERS]
+    for _ in range(2):
+        with torch.no_grad():
+            for parameter in parts[PARAMETERS]:
+                parameter.data.add_(1.0)
+        residency.changed()  # an optimizer step
+        policy = copies(parts)[PARAMETERS]
+        if offload:
+            residency.off(PARAMETERS)
+            residency.on(PARAMETERS)
+        before = cuda.copied_to_host
+        with reference.swapped_in():
+            assert same(parts[PARAMETERS], first)
+            with pytest.raises(AssertionError, match="would be lost"):
+                residency.only()
+        assert same(parts[PARAMETERS], policy)
+        assert cuda.copied_to_host - before == (0 if offload else size_of(*parts[PARAMETERS]))
+        before = cuda.copied_to_host
+        with reference.swapped_in():
+            assert same(parts[PARAMETERS], first)
+        residency.off(PARAMETERS)  # and nothing has changed since
+        assert cuda.copied_to_host == before
+        residency.on(PARAMETERS)
+        assert same(parts[PARAMETERS], policy)
+
+
+def test_the_average_takes_each_steps_weights_though_they_are_copied_while_the_next_step_runs(
+    cuda: ImitationCUDA, parts: dict[str, list[Tensor]], residency: Residency, manager: Any
+) -> None:
+    average, wanted = AveragedWeights(manager, 0.75), [x.float() for x in copies(parts)[PARAMETERS]]
+    for step in range(4):
+        residency.settle()  # as an optimizer step does before it writes
+        for parameter in parts[PARAMETERS]:
+            parameter.data.mul_(1.5).add_(step)
+        residency.changed()
+        average.update()
+        wanted = [0.75 * mean + 0.25 * new.float() for mean, new in zip(wanted, copies(parts)[PARAMETERS], strict=True)]
+    for held, mean in zip(average.held, wanted, strict=True):
+        torch.testing.assert_close(held, mean, rtol=1e-6, atol=1e-6)
+    policy = copies(parts)[PARAMETERS]
+    with average.swapped_in():
+        assert same(parts[PARAMETERS], [held.bfloat16() for held in average.held])
+    assert same(parts[PARAMETERS], policy)
