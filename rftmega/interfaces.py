@@ -27,6 +27,9 @@ Enough = Callable[
 ]  # of all requests' answers, None where there is none yet; the same everywhere
 
 
+Told = Callable[[TokenStats], None]
+
+
 class RolloutEngine(Protocol):
     """Turns prompts into completions, under the weights that a WeightSync brought."""
 
@@ -67,8 +70,14 @@ class Policy(Protocol):
     def reference_log_probs(self, rows: Rows) -> TokenStats:
         """The same under the frozen reference weights."""
 
-    def update(self, experience: Experience, loss_fn: LossFn, *, auxiliary: Auxiliary | None = None) -> Metrics:
-        """Optimizer steps on `experience`, and on `auxiliary` in the same; mini-batches are the policy's own setting."""
+    def update(
+        self, experience: Experience, loss_fn: LossFn, *, auxiliary: Auxiliary | None = None, scored: Told | None = None
+    ) -> Metrics:
+        """Optimizer steps on `experience`, and on `auxiliary` in the same; mini-batches are the policy's own setting.
+
+        An `experience` without old log-probs is learnt from in one optimizer step, whose forward pass gives them: `scored` is
+        told them on every process before the step is taken, and may raise instead.
+        """
 
 
 class ValueModel(Protocol):
@@ -85,7 +94,13 @@ class SteppedPolicy(Policy, Protocol):
     """A policy whose optimizer steps somebody else may count, end with one of them, or know from before."""
 
     def update(
-        self, experience: Experience, loss_fn: LossFn, *, auxiliary: Auxiliary | None = None, each: EachStep = ...
+        self,
+        experience: Experience,
+        loss_fn: LossFn,
+        *,
+        auxiliary: Auxiliary | None = None,
+        each: EachStep = ...,
+        scored: Told | None = None,
     ) -> Metrics:
         """`each` is given every optimizer step; what it raises leaves the weights whole."""
 

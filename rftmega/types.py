@@ -144,7 +144,7 @@ class Experience:
     lengths: Tensor  # [B]
     mask: Tensor  # [B, T] True where the target is a response token
     behaviour_logp: Tensor  # [B, T] under the engine that sampled it
-    old_logp: Tensor  # [B, T] under the trainer, before this rollout's first update
+    old_logp: Tensor | None  # [B, T] under the trainer, before this rollout's first update; None until its forward pass says it
     reference_logp: Tensor | None  # [B, T] under the reference policy; None where no KL is asked for
     advantage: Tensor  # [B, T]
     old_value: Tensor | None = None  # [B, T] of the critic, before this rollout's first update; None where there is no critic

@@ -34,11 +34,12 @@ def policy_loss(
     objective = SURROGATES[surrogate]
 
     def loss(stats: TokenStats, experience: Experience) -> TokenLoss:
-        mask = experience.mask
+        mask, old_logp = experience.mask, experience.old_logp
+        assert old_logp is not None, "whoever runs the forward pass fills them in"
         # Masked before exp: a padding column may hold anything, and inf * 0 is NaN.
-        log_ratio = torch.where(mask, stats.logp - experience.old_logp, 0.0)
+        log_ratio = torch.where(mask, stats.logp - old_logp, 0.0)
         advantage = torch.where(mask, experience.advantage, 0.0)
-        weighed = importance(experience.old_logp, experience.behaviour_logp, mask, correction)
+        weighed = importance(old_logp, experience.behaviour_logp, mask, correction)
         value = weighed * objective(log_ratio, advantage, mask, clip)
         surrogate_loss = value
         shown = {"ratio": ratio_of(log_ratio.detach()), "ppo_kl": -log_ratio, "importance": weighed}

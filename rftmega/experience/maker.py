@@ -50,14 +50,18 @@ class ExperienceMaker:
         if self.shape.moments is not None and state["moments"] is not None:
             self.shape.moments.state = tuple(state["moments"])
 
-    def make(self, samples: Samples) -> Experience:
+    def make(self, samples: Samples, *, old_log_probs: bool = True) -> Experience:
+        """Without `old_log_probs` the experience has none, and the policy is left alone: its update's forward pass gives them.
+        That needs a KL that is not in the reward.
+        """
         rows, mask = samples.rows, samples.rows.mask
-        stats = self.policy.log_probs(rows)
-        old = stats.logp
+        stats = self.policy.log_probs(rows) if old_log_probs else None
+        old = None if stats is None else stats.logp
         reference = self.policy.reference_log_probs(rows).logp if self.use_reference else None
         value = self.critic.values(rows) if self.critic is not None else None
         penalty = None
         if self.kl_in_reward is not None and reference is not None:
+            assert old is not None, "a KL in the reward needs log-probs before the update"
             penalty = self.kl_in_reward.value * self.kl(old - reference)
         reward = self.shape(samples.reward, rows.lengths - rows.prompt_lengths)
         scored = Scored(
@@ -84,6 +88,6 @@ class ExperienceMaker:
             advantage=whitened(advantage, taught) if self.whiten else advantage,
             old_value=value,
             returns=None if value is None else advantage + value,
-            entropy=stats.entropy,
+            entropy=None if stats is None else stats.entropy,
             versions=samples.versions,
         )

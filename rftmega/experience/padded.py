@@ -249,6 +249,7 @@ def to_experience(padded: Experience) -> types.Experience:
 def of_experience(own: types.Experience, *, pad_id: int = 0) -> Experience:
     """The canvas of an experience of rftmega; what it does not hold (kl, and whatever is None there) is None."""
     rows = own.rows
+    assert own.old_logp is not None, "only an update that scores for itself goes without"
     actions = _widest(rows.lengths - rows.prompt_lengths)
     sequences, attention_mask = canvas(rows, _widest(rows.prompt_lengths), actions, pad_id=pad_id)
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rftmega.config import RunConfig
+from rftmega.interfaces import Told
 from rftmega.megatron.forward import LogProbs
 from rftmega.megatron.held_weights import AveragedWeights, ReferenceWeights
 from rftmega.megatron.manager import MegatronModelManager
@@ -53,9 +54,10 @@ class MegatronActor:
         group_size: int = 1,
         auxiliary: Auxiliary | None = None,
         each: EachStep = at_once,
+        scored: Told | None = None,
     ) -> Metrics:
         """One optimizer step for each mini-batch; see `Passes.update`."""
-        return self.passes.update(experience, loss_fn, group_size=group_size, auxiliary=auxiliary, each=each)
+        return self.passes.update(experience, loss_fn, group_size=group_size, auxiliary=auxiliary, each=each, scored=scored)
 
     def sync_model_to_rollout(self, version: int) -> Metrics:
         """Pushes the weights into the rollout engine, which answers under `version` from then on.

@@ -4,6 +4,7 @@ With A a first loss's sum over n things and B a second's over m: A / n + c B / m
 scaled beforehand and counts nothing.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,4 +32,5 @@ def beside(first: LossFn, experience: Experience, auxiliary: Auxiliary, stats: A
 def counted(loss_fn: LossFn, experience: Experience, stats: Any) -> int:
     """What `loss_fn` counts over all of `experience`; `stats` (TokenStats or TokenValues) is what it reads, of any numbers."""
     names = stats.__dataclass_fields__
-    return int(loss_fn(stats(*[torch.zeros_like(experience.old_logp)] * len(names)), experience).count)
+    zeros = torch.zeros_like(experience.advantage)
+    return int(loss_fn(stats(*[zeros] * len(names)), replace(experience, old_logp=zeros)).count)

@@ -16,6 +16,7 @@ from torch import Tensor
 from model_providers.flops import BACKWARD, forward_flops
 from rftmega.device.spans import recorder
 from rftmega.errors import GivenUp
+from rftmega.interfaces import Told
 from rftmega.megatron.auxiliary import beside
 from rftmega.megatron.forward import HiddenProcessor, custom_forward, packed_length
 from rftmega.megatron.manager import MegatronModelManager
@@ -61,6 +62,10 @@ class Passes:
             chunk.eval()
         indices = self._micro_batches(rows.lengths, passes=1)
         found = self._run([MicroBatch(rows.select(index), chosen) for index in indices], forward_only=True)
+        return self._gathered(rows, indices, found)
+
+    def _gathered(self, rows: Rows, indices: Sequence[Tensor], found: Sequence[Any]) -> Any:
+        """Statistics of all rows on every process, on the host, from those of this process's micro-batches."""
         canvas = torch.zeros(len(self.names), *rows.tokens[:, 1:].shape, device=self.manager.where)
         for index, stats in zip(indices, found, strict=False):  # stages but the last found nothing
             values = torch.stack([getattr(stats, name) for name in self.names])
@@ -75,20 +80,23 @@ class Passes:
         group_size: int = 1,
         auxiliary: Auxiliary | None = None,
         each: EachStep = at_once,
+        scored: Told | None = None,
     ) -> Metrics:
         """One optimizer step for each mini-batch (consecutive rows); metrics are averaged over the steps taken.
 
         Each `group_size` consecutive rows come before `loss_fn` together. The rows of `auxiliary` are split over the steps
         likewise. A step with non-finite gradients is skipped on all processes alike and counted in "skipped_steps", the others in
         "optimizer_steps". `each` is
-        given every step, and may know its metrics from before; after what it raises the weights are whole.
+        given every step, and may know its metrics from before; after what it raises the weights are whole. `scored` as in
+        `interfaces.Policy`; AssertionError where there is more than one step.
         """
         groups = torch.arange(len(experience)).view(-1, group_size)
         parts = groups.tensor_split(min(self.cfg.algorithm.mini_batches, len(groups)))
+        assert scored is None or len(parts) == 1, "only a single step's forward pass gives the log-probs before the update"
         shares = [None] * len(parts) if auxiliary is None else _split(auxiliary, len(parts))
         try:
             steps = [
-                each(partial(self._optimizer_step, experience.select(index.flatten()), loss_fn, group_size, share))
+                each(partial(self._optimizer_step, experience.select(index.flatten()), loss_fn, group_size, share, scored))
                 for index, share in zip(parts, shares, strict=True)
             ]
         except GivenUp:  # on all processes: after any other error some of them would wait here for the others
@@ -100,26 +108,38 @@ class Passes:
         mean = {name: sum(step[name] for step in averaged) / len(averaged) for name in steps[0]}
         return mean | {"optimizer_steps": float(len(taken)), "skipped_steps": float(len(steps) - len(taken))}
 
-    def _optimizer_step(self, experience: Experience, loss_fn: LossFn, group_size: int, auxiliary: Auxiliary | None) -> Metrics:
+    def _optimizer_step(
+        self,
+        experience: Experience,
+        loss_fn: LossFn,
+        group_size: int,
+        auxiliary: Auxiliary | None,
+        scored: Told | None = None,
+    ) -> Metrics:
         learning_rate = self.manager.learning_rate
         for chunk in self.manager.model:
             chunk.train()
         self.manager.zero_grad()
-        batches = self._to_learn(experience, loss_fn, self.temperature, group_size)
+        indices = self._micro_batches(experience.lengths, group_size, passes=1 + BACKWARD)
+        batches = self._to_learn(experience, indices, loss_fn, self.temperature)
         losses = [(loss_fn, experience)]
         if auxiliary is not None:
             second = beside(loss_fn, experience, auxiliary, self.stats)
-            batches += self._to_learn(auxiliary.experience, second, temperature=1.0)
+            beside_indices = self._micro_batches(auxiliary.experience.lengths, passes=1 + BACKWARD)
+            batches += self._to_learn(auxiliary.experience, beside_indices, second, temperature=1.0)
             losses.append((second, auxiliary.experience))
-        micro_sums = self._run(batches, forward_only=False)
-        metrics = self._mean(micro_sums, losses)
+        found = self._run(batches, forward_only=False)
+        if scored is not None:
+            scored(self._gathered(experience.rows, indices, [stats for _, stats in found]))
+        metrics = self._mean([sums for sums, _ in found], losses)
         taken, grad_norm = self.manager.optimizer_step()
         if taken:
             self.after_step()
         return metrics | {"grad_norm": grad_norm, "learning_rate": learning_rate, "skipped_steps": float(not taken)}
 
-    def _to_learn(self, experience: Experience, loss_fn: LossFn, temperature: float, group_size: int = 1) -> list[MicroBatch]:
-        indices = self._micro_batches(experience.lengths, group_size, passes=1 + BACKWARD)
+    def _to_learn(
+        self, experience: Experience, indices: Sequence[Tensor], loss_fn: LossFn, temperature: float
+    ) -> list[MicroBatch]:
         parts = [experience.select(index) for index in indices]
         return [MicroBatch(part.rows, temperature, part.to(self.manager.where), loss_fn) for part in parts]
 
@@ -179,13 +199,17 @@ class Passes:
     def _stats(self, experience: Experience | None, output: Any, shown: Any = None, non_loss_data: bool = True) -> Any:
         return self.stats(output) if self.processor is None else self.stats(**output)
 
-    def _loss(self, loss_fn: LossFn, experience: Experience, output: Any, shown: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Megatron's three: local sum with its graph, integer count, sums to be collected."""
-        loss = loss_fn(self._stats(None, output), experience)
+    def _loss(self, loss_fn: LossFn, experience: Experience, output: Any, shown: Any) -> tuple[Tensor, Tensor, Any]:
+        """Megatron's three: local sum with its graph, integer count, and what is collected: sums and statistics."""
+        stats = self._stats(None, output)
+        seen = self.stats(*(getattr(stats, name).detach() for name in self.names))
+        if experience.old_logp is None and self.processor is not None:  # nothing was learnt since the rollout
+            experience = replace(experience, old_logp=seen.logp)
+        loss = loss_fn(stats, experience)
         total = (loss.value * loss.weight).sum()
         # Context-parallel processes all have the whole rows, and their gradients add up: one of them counts.
         counted = loss.count if self.topology.context_rank == 0 else torch.zeros_like(loss.count)
-        return total, counted.int(), sums_of(loss)
+        return total, counted.int(), (sums_of(loss), seen)
 
     def _mean(self, micro_sums: Sequence[dict[str, Tensor]], losses: Sequence[tuple[LossFn, Experience]]) -> Metrics:
         """Sums of all micro-batches and ranks, divided by the count of all; one collective."""
@@ -199,7 +223,8 @@ class Passes:
 
     def _names(self, loss_fn: LossFn, experience: Experience) -> list[str]:
         nothing = experience.select(torch.zeros(0, dtype=torch.int64))
-        return list(sums_of(loss_fn(self.stats(*[nothing.old_logp] * len(self.names)), nothing)))
+        empty = nothing.advantage
+        return list(sums_of(loss_fn(self.stats(*[empty] * len(self.names)), replace(nothing, old_logp=empty))))
 
 
 def _split(auxiliary: Auxiliary, parts: int) -> list[Auxiliary]:

@@ -7,6 +7,7 @@ it again; the first thing that is not there is where the run was stopped.
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +22,7 @@ from rftmega.interfaces import (
     RolloutEngine,
     SteppedPolicy,
     SteppedValueModel,
+    Told,
     ValueModel,
 )
 from rftmega.types import Auxiliary, Completion, Experience, LossFn, Metrics, Prompt, Rows, TokenStats
@@ -67,6 +69,11 @@ class Journal:
         self._done.append((name, result))
         if self.stop():
             raise GivenUp
+        return result
+
+    def keep(self, name: str, result: Result) -> Result:
+        """`result`, of a work that something else which is kept here goes on with at once: the run is not stopped between."""
+        self._done.append((name, result))
         return result
 
     def answers(self, name: str, requests: int, ask: Callable[[Sequence[int]], Sequence[Completion]]) -> list[Completion]:
@@ -161,8 +168,18 @@ class JournaledPolicy:
     def reference_log_probs(self, rows: Rows) -> TokenStats:
         return self.journal(f"reference log-probs of {len(rows)} rows", lambda: self.policy.reference_log_probs(rows))
 
-    def update(self, experience: Experience, loss_fn: LossFn, *, auxiliary: Auxiliary | None = None) -> Metrics:
+    def update(
+        self, experience: Experience, loss_fn: LossFn, *, auxiliary: Auxiliary | None = None, scored: Told | None = None
+    ) -> Metrics:
         beside: dict[str, Any] = {} if auxiliary is None else {"auxiliary": auxiliary}
+        if scored is not None:
+            name = f"log-probs of {len(experience)} rows in their update"
+            if self.journal.behind:  # forward pass and step were done before the resume
+                stats = self.journal(name, _missing)
+                scored(stats)
+                experience = replace(experience, old_logp=stats.logp)
+            else:
+                beside["scored"] = lambda stats: scored(self.journal.keep(name, stats))
         return self.policy.update(experience, loss_fn, each=_steps(self.journal, "policy"), **beside)
 
 
@@ -190,6 +207,10 @@ class Journaled:
         self.weights = built.weights
         self.policy: Policy = JournaledPolicy(built.policy, journal)
         self.critic, self.reward_model = values(built.critic, "critic"), values(built.reward_model, "reward model")
+
+
+def _missing() -> TokenStats:
+    raise AssertionError("asked only for what is in the journal")
 
 
 def _steps(journal: Journal, name: str) -> Callable[[Callable[[], Metrics]], Metrics]:

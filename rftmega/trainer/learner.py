@@ -1,11 +1,13 @@
 """What an experience teaches, and whom."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from rftmega.algorithms.kl import ESTIMATORS, KLController
 from rftmega.interfaces import Policy, ValueModel
 from rftmega.trainer.ptx import PTX
-from rftmega.types import Experience, LossFn, Metrics
+from rftmega.types import Experience, LossFn, Metrics, TokenStats
 
 
 class Learner:
@@ -40,19 +42,37 @@ class Learner:
         if self.ptx is not None and state["ptx"] is not None:  # they may begin with the resumed run
             self.ptx.load_state(state["ptx"])
 
-    def update(self, experience: Experience, step: int, learnt: Experience | None = None) -> Metrics:
+    def update(
+        self,
+        experience: Experience,
+        step: int,
+        learnt: Experience | None = None,
+        scored: Callable[[Experience], None] = lambda whole: None,
+    ) -> Metrics:
         """One rollout's optimizer steps, after `step` finished ones; the critic's metrics begin with "critic_". `learnt` is what
         the policy learns from instead of `experience` alone; the KL is measured on that all the same.
+
+        Where `experience` has no old log-probs, `scored` is told it with those of the policy's forward pass, before the optimizer
+        step that it may prevent by raising.
         """
         metrics: Metrics = {}
+
+        def complete(stats: TokenStats) -> None:
+            nonlocal experience
+            experience = replace(experience, old_logp=stats.logp, entropy=stats.entropy)
+            scored(experience)
+
         if self.critic is not None:
             assert self.value_loss_fn is not None
             found = self.critic.update(experience, self.value_loss_fn)
             metrics |= {f"critic_{name}": value for name, value in found.items()} | explained(experience)
         if step >= self.frozen_steps:
-            beside = {} if self.ptx is None else {"auxiliary": self.ptx()}
+            beside: dict[str, Any] = {} if self.ptx is None else {"auxiliary": self.ptx()}
+            if experience.old_logp is None:
+                beside["scored"] = complete
             metrics |= self.policy.update(experience if learnt is None else learnt, self.loss_fn, **beside)
         if experience.reference_logp is not None:
+            assert experience.old_logp is not None
             delta = (experience.old_logp - experience.reference_logp)[experience.mask]
             metrics["reference_kl"] = ESTIMATORS["k3"](delta).mean().item() if len(delta) else 0.0
             if self.kl is not None:

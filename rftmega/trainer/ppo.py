@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from rftmega.algorithms.mismatch import log_prob_gap
+from rftmega.algorithms.mismatch import Gap, log_prob_gap
 from rftmega.experience import ExperienceMaker, ModelReward, seeds_of
 from rftmega.interfaces import Callback, Resumable, Reward, RolloutEngine, WeightSync
 from rftmega.trainer.gap_gate import GapGate
@@ -15,7 +15,7 @@ from rftmega.trainer.loop import Trainer
 from rftmega.trainer.replaying import Replaying
 from rftmega.trainer.sampling import Refill
 from rftmega.trainer.supply import Supply
-from rftmega.types import Completion, Metrics, Prompt, Samples
+from rftmega.types import Completion, Experience, Metrics, Prompt, Samples
 
 
 class PPOTrainer(Trainer):
@@ -39,17 +39,21 @@ class PPOTrainer(Trainer):
         replay: Replaying | None = None,
         model_reward: ModelReward | None = None,
         gate: GapGate | None = None,
+        late_scoring: bool = False,
         callbacks: Sequence[Callback] = (),
         stop: Callable[[], bool] = lambda: False,
         journal: Journal | None = None,
     ):
         """`callbacks`, `stop` and `journal` as Trainer's; the journal is that of `engine`, `maker` and `learner`. Without
-        a `gate` any gap between engine and trainer is learnt from.
+        a `gate` any gap between engine and trainer is learnt from. `late_scoring`: log-probs before the update are those of the
+        update's own forward pass, instead of a pass for them alone; right for one optimizer step a rollout, without dropout,
+        replay, or a KL in the reward.
         """
         super().__init__(callbacks=callbacks, stop=stop, journal=journal)
         self.engine, self.weights, self.reward, self.model_reward = engine, weights, reward, model_reward
         self.maker, self.learner = maker, learner
         self.refill, self.replay, self.gate = refill or Refill(0), replay, gate
+        self.late_scoring = late_scoring
         self.samples_per_prompt, self.temperature, self.seed = samples_per_prompt, temperature, seed
         self.supply = Supply()
 
@@ -75,12 +79,17 @@ class PPOTrainer(Trainer):
     def train_step(self, batch: Sequence[Prompt]) -> Metrics:
         """Where groups are replaced, `supply` has the prompts for it, and gets back what was not used."""
         samples, seen = self.phase("rollout", self.refill, self.rollout, batch, self.supply)
-        experience = self.phase("score", self.maker.make, samples)
-        if self.gate is None:
-            gap = log_prob_gap(samples.behaviour_logp, experience.old_logp, samples.rows.mask)
-        else:
-            gap = self.gate.check(samples, experience.old_logp, self.step)
-        if self.replay is None:
+        late = self.late_scoring and self.step >= self.learner.frozen_steps
+        experience = self.phase("score", self.maker.make, samples, old_log_probs=not late)
+        gap: Gap | None = None if late else self._gap(samples, experience)
+        if late:
+
+            def scored(whole: Experience) -> None:
+                nonlocal experience, gap
+                experience, gap = whole, self._gap(samples, whole)
+
+            metrics = self.phase("update", self.learner.update, experience, self.step, scored=scored)
+        elif self.replay is None:
             metrics = self.phase("update", self.learner.update, experience, self.step)
         else:
             learnt, replayed = self.phase("replay", self.replay.beside, experience, self.step)
@@ -90,7 +99,15 @@ class PPOTrainer(Trainer):
         metrics |= self.phase("push", self.weights.push, version=self.step)
         for callback in self.callbacks:
             callback.on_experience(self, samples, experience)
+        assert gap is not None
         return metrics | gap.metrics | seen
+
+    def _gap(self, samples: Samples, experience: Experience) -> Gap:
+        """Between engine and trainer. Raises GapExceeded, before anything is learnt, where a gate finds it too large."""
+        assert experience.old_logp is not None
+        if self.gate is None:
+            return log_prob_gap(samples.behaviour_logp, experience.old_logp, samples.rows.mask)
+        return self.gate.check(samples, experience.old_logp, self.step)
 
     def rollout(self, prompts: Sequence[Prompt], number: int = 0, wanted: Wanted | None = None) -> Samples:
         """`samples_per_prompt` scored answers a prompt; the same ones whenever this step is run with this seed. `number`: of

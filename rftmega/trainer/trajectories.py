@@ -97,6 +97,7 @@ def records(
 
     Log-probs are in nats; "gap" is the engine's minus the trainer's; null stands for what is unknown or not finite.
     """
+    assert experience.old_logp is not None, "a rollout that was learnt from has been scored"
     gap = samples.behaviour_logp - experience.old_logp
     for row in range(len(samples)):
         first, end = int(samples.rows.prompt_lengths[row]), int(samples.rows.lengths[row])

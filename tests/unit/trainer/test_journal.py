@@ -240,7 +240,9 @@ def test_a_step_that_goes_on_otherwise_is_refused(start: Any) -> None:
         if sum("optimizer" in name for name, _ in read(first.kept.saved[-1][0]).get("within", [])) == 2
     )
     with pytest.raises(CheckpointError, match="after an optimizer step of the policy, where this run comes to 1 answers"):
-        start("other", ["algorithm.mini_batches=1", *PLAIN[1:]], saved=before.kept.saved[-1]).fit()
+        start("other", ["algorithm.mini_batches=1", "algorithm.kl_in=reward", *PLAIN[1:]], saved=before.kept.saved[-1]).fit()
+    with pytest.raises(CheckpointError, match="after log-probs of 6 rows, where this run comes to reference log-probs of 6 rows"):
+        start("late", ["algorithm.mini_batches=1", *PLAIN[1:]], saved=before.kept.saved[-1]).fit()
     with pytest.raises(CheckpointError, match="after 6 answers, where this run comes to 8 answers. Go on with the options"):
         start("more", [*PLAIN, "rollout.samples_per_prompt=4"], saved=before.kept.saved[-1]).fit()
 

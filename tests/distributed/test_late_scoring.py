@@ -1,0 +1,123 @@
+"""Log-probs before an update that its own forward pass gives, against a scoring pass for them alone."""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rftmega.algorithms.losses import policy_loss
+from rftmega.algorithms.mismatch import Correction
+from rftmega.config import OptimizerConfig, ParallelConfig
+from rftmega.errors import GapExceeded
+from rftmega.experience import ExperienceMaker
+from rftmega.trainer.learner import Learner
+from rftmega.trainer.ppo import PPOTrainer
+from rftmega.types import Completion, Prompt
+from rftmega.weights import Exporter
+from tests.layouts import build_actor
+from tests.ranks import run_ranks
+from tests.tiny_models import save_tiny
+
+OPTIMIZER = OptimizerConfig(epsilon=1e-4, learning_rate=1e-2, weight_decay=0.0)
+PROMPTS = [Prompt((1, 5, 9)), Prompt((7,)), Prompt((2, 2, 3, 4))]
+
+
+class Engine:
+    """Answers that depend on the seed alone."""
+
+    version = 0
+
+    def push(self, *, version: int) -> dict[str, float]:
+        self.version = version
+        return {}
+
+    def generate(self, prompts: Sequence[Prompt], *, seeds: Sequence[int], **how: Any) -> list[Completion]:
+        found = []
+        for seed in seeds:
+            draw = random.Random(seed)
+            tokens = tuple(draw.randrange(131) for _ in range(draw.randint(1, 9)))
+            found.append(Completion(tokens, tuple(-4 - draw.random() for _ in tokens), "stop", self.version))
+        return found
+
+
+def longer_is_better(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
+    return [{"reward": float(len(completion.token_ids))} for completion in completions]
+
+
+class Refuses:
+    """A gate that finds the gap too large in the second step."""
+
+    def __init__(self, weights: Any):
+        self.weights, self.seen = weights, []
+
+    def check(self, samples: Any, old_logp: torch.Tensor, step: int) -> Any:
+        self.seen.append((old_logp, self.weights()))
+        raise GapExceeded("too large")
+
+
+def body(world: Any, folder: Path, parallel: ParallelConfig, late: bool, refuses: bool) -> Any:
+    actor = build_actor(folder, parallel, OPTIMIZER, temperature=0.7, token_cap=40, keep_reference=True)
+    passes = []
+    score = actor.log_probs
+    actor.log_probs = lambda rows, **how: passes.append(len(rows)) or score(rows, **how)
+
+    def weights() -> dict[str, torch.Tensor]:
+        return {name: x.clone() for name, x in Exporter(actor.manager.bound, actor.topology, bucket_bytes=2**20)}
+
+    loss = policy_loss(
+        surrogate="gspo", correction=Correction("token", 2.0), high_entropy_share=0.5, kl_coef=0.1, entropy_coef=0.05
+    )
+    engine, gate = Engine(), Refuses(weights) if refuses else None
+    trainer = PPOTrainer(
+        engine=engine,
+        weights=engine,
+        reward=longer_is_better,
+        maker=ExperienceMaker(actor, use_reference=True),
+        learner=Learner(actor, loss),
+        samples_per_prompt=4,
+        temperature=0.7,
+        seed=3,
+        gate=gate,
+        late_scoring=late,
+    )
+    experiences, metrics = [], []
+    trainer.callbacks = [type("Keeps", (), {"on_experience": lambda self, t, s, experience: experiences.append(experience)})()]
+    trainer.phase = lambda name, work, *given, **named: work(*given, **named)
+    if gate is not None:
+        before = weights()
+        with pytest.raises(GapExceeded):
+            trainer.train_step(PROMPTS)
+        ((old, seen),) = gate.seen
+        assert all(torch.equal(x, before[name]) for name, x in (seen | weights()).items())
+        return old, actor.manager.scheduler.num_steps
+    for _ in range(3):
+        metrics.append(trainer.train_step(PROMPTS))
+    return metrics, experiences, weights(), passes
+
+
+@pytest.mark.parametrize(("processes", "parallel"), [(1, ParallelConfig()), (4, ParallelConfig(tensor=2, pipeline=2))])
+def test_three_steps_are_the_same_and_only_the_reference_is_scored(
+    processes: int, parallel: ParallelConfig, tmp_path: Path
+) -> None:
+    folder = save_tiny(tmp_path, "qwen3")
+    early, late = (run_ranks(processes, body, folder, parallel, late, False)[-1] for late in (False, True))
+    assert (early[3], late[3]) == ([12] * 6, [12] * 3)
+    for step, (wanted, found) in enumerate(zip(early[0], late[0], strict=True)):
+        assert found.keys() == wanted.keys()
+        assert found == pytest.approx(wanted, rel=2e-6, abs=1e-6), step
+    for wanted, found in zip(early[1], late[1], strict=True):
+        for name in ("old_logp", "entropy", "advantage", "reference_logp"):
+            torch.testing.assert_close(getattr(found, name), getattr(wanted, name), rtol=1e-6, atol=1e-6)
+    for name, weight in early[2].items():
+        torch.testing.assert_close(late[2][name], weight, rtol=1e-6, atol=1e-6)
+
+
+def test_a_gap_that_is_too_large_stops_every_process_before_the_optimizer_step(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path, "qwen3")
+    early, late = (run_ranks(4, body, folder, ParallelConfig(tensor=2, pipeline=2), late, True) for late in (False, True))
+    for (wanted, _), (found, steps) in zip(early, late, strict=True):
+        assert steps == 1, "the schedule stands where it begins"
+        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
