@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rftmega import device
@@ -85,6 +86,7 @@ class VLLMEngine(Engine):
             if on_cuda
             else {"kv_cache_memory_bytes": int(config.cpu_cache_gib * 2**30)}
         )
+        threads = torch.get_num_threads()
         self._llm: Any = LLM(
             model=str(folder),
             load_format="dummy",
@@ -100,6 +102,8 @@ class VLLMEngine(Engine):
             disable_log_stats=True,
             **memory,
         )
+        if on_cuda:  # vLLM's worker leaves this process one thread, too few for the trainer's work on the host
+            torch.set_num_threads(threads)
         if config.tensor > 1:
             _unlink_shared_memory(world, config.tensor, mine=True)
 

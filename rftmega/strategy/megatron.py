@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rftmega import rollout, weights
 from rftmega.config import RunConfig
@@ -15,7 +15,7 @@ from rftmega.data import Tokenizer
 from rftmega.errors import ConfigError
 from rftmega.interfaces import Numerics, RolloutEngine, SteppedPolicy, SteppedValueModel, WeightSync
 from rftmega.megatron import MegatronActor, MegatronCritic
-from rftmega.megatron.offload import ADAM, MAIN_PARAMETERS, Residency
+from rftmega.megatron.offload import ADAM, MAIN_PARAMETERS
 from rftmega.parallel.launch import World
 from rftmega.parallel.layout import layout_name
 from rftmega.parallel.seeds import set_seed
@@ -33,6 +33,7 @@ from rftmega.strategy.requests import Answer
 from rftmega.types import Completion, Prompt
 
 log = logging.getLogger(__name__)
+Learnt = TypeVar("Learnt", MegatronActor, MegatronCritic)
 
 
 class MegatronStrategy(StrategyBase):
@@ -56,9 +57,8 @@ class MegatronStrategy(StrategyBase):
             )
         set_seed(config.trainer.seed)
         self.topology = Topology.create(config.parallel, seed=config.trainer.seed)
-        actor = self._actor = MegatronActor(config, self.topology)
+        actor = self._actor = self._built(MegatronActor(config, self.topology))
         manager = actor.manager
-        self._make_room(manager.residency)
         judges = self._build_value_models()
         self._learning: dict[str, Model] = {name: model for name, model in judges.items() if name == "critic"} | {POLICY: actor}
         separate = config.strategy == "separate"
@@ -117,22 +117,22 @@ class MegatronStrategy(StrategyBase):
             chosen = config.critic
             model = replace(config.model, path=chosen.path or config.model.path)
             own = replace(config, model=model, parallel=chosen.parallel, optimizer=chosen.optimizer)
-            found["critic"] = MegatronCritic(own, Topology.create(chosen.parallel, seed=config.trainer.seed))
+            found["critic"] = self._built(MegatronCritic(own, Topology.create(chosen.parallel, seed=config.trainer.seed)))
         if config.reward.model:
             own = replace(config, model=replace(config.model, path=config.reward.model_path))
-            found["reward_model"] = MegatronCritic(own, self.topology, role="reward")
+            found["reward_model"] = self._built(MegatronCritic(own, self.topology, role="reward"))
         for name, built in found.items():
-            self._make_room(built.manager.residency)
             if self.topology.is_main:
                 log.info(
                     "%s: %s, %s", name, built.manager.cfg.model.path, layout_name(built.manager.cfg.parallel, built.topology.data)
                 )
         return found
 
-    def _make_room(self, residency: Residency) -> None:
-        """Where parts take turns on the device, a model leaves it as soon as it is built: the next one needs the memory."""
+    def _built(self, model: Learnt) -> Learnt:
+        """Where models take turns on the device, one leaves it as soon as it is built: the next one needs the memory."""
         if self.config.trainer.offload:
-            residency.only()
+            model.manager.residency.only()
+        return model
 
     def export(self, folder: str | Path) -> None:
         """Writes the policy as a Hugging Face folder, and beside it `folder`_ema where an average is kept; every process

@@ -1,6 +1,7 @@
 """A model's parts on an imitation of CUDA: what is copied, what is pinned, and that nothing is lost on the way."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rftmega.megatron.held_weights import AveragedWeights, ReferenceWeights
+from rftmega.megatron.manager import MegatronModelManager
 from rftmega.megatron.offload import ADAM, GRADIENTS, MAIN_PARAMETERS, PARAMETERS, PARTS, Residency
 from tests.imitation_cuda import ImitationCUDA, imitated
 
@@ -145,6 +147,26 @@ def test_the_reference_comes_and_goes_without_a_copy_to_the_host_where_the_polic
         assert cuda.copied_to_host == before
         residency.on(PARAMETERS)
         assert same(parts[PARAMETERS], policy)
+
+
+def test_an_optimizer_step_waits_for_the_copy_of_the_one_before_and_says_that_weights_changed() -> None:
+    order: list[str] = []
+
+    def named(name: str, result: Any = None) -> Any:
+        return lambda *given: order.append(name) or result
+
+    optimizer = SimpleNamespace(
+        prepare_grads=lambda: False, get_grad_norm=lambda: 1.0, step_with_ready_grads=named("step"), zero_grad=lambda: None
+    )
+    manager = SimpleNamespace(
+        topology=SimpleNamespace(active=nullcontext),
+        optimizer=optimizer,
+        scheduler=SimpleNamespace(step=lambda count: None),
+        residency=SimpleNamespace(settle=named("settle"), changed=named("changed")),
+        _clip=lambda norm: None,
+    )
+    assert MegatronModelManager.optimizer_step(manager) == (True, 1.0)
+    assert order == ["settle", "step", "changed"]
 
 
 def test_the_average_takes_each_steps_weights_though_they_are_copied_while_the_next_step_runs(

@@ -1,0 +1,81 @@
+"""What vLLM is asked for on CUDA, against the signatures of the version that is installed; and what it must not change."""
+
+import inspect
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rftmega.config import RolloutConfig
+from rftmega.parallel.launch import World
+from tests.imitation_cuda import imitated
+
+
+class FakeLLM:
+    """Takes what it is given; leaves one thread, as vLLM's worker does."""
+
+    given: dict[str, Any]
+
+    def __init__(self, **given: Any):
+        FakeLLM.given = given
+        torch.set_num_threads(1)
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    vllm = pytest.importorskip("rftmega.rollout.vllm")
+    monkeypatch.setattr(vllm, "LLM", FakeLLM)
+    with imitated(monkeypatch):
+        config = RolloutConfig(memory_fraction=0.45, max_prompt_tokens=100, max_response_tokens=28, max_batch=7)
+        yield vllm.VLLMEngine(tmp_path, config, World(3, 8, 3, 8, torch.device("cpu")), dtype="auto", stop_ids=[1])
+
+
+def test_its_arguments_on_cuda_are_known_to_the_engine_and_mean_what_was_configured(engine: Any) -> None:
+    from vllm import LLM
+    from vllm.engine.arg_utils import EngineArgs
+
+    known = {field.name for field in fields(EngineArgs)} | set(inspect.signature(LLM.__init__).parameters)
+    assert FakeLLM.given.keys() <= known
+    given = FakeLLM.given
+    assert (given["gpu_memory_utilization"], given["enable_sleep_mode"]) == (0.45, True)
+    assert "kv_cache_memory_bytes" not in given
+    assert (given["dtype"], given["enforce_eager"], given["load_format"]) == ("bfloat16", False, "dummy")
+    assert (given["max_model_len"], given["max_num_seqs"]) == (128, 7)
+    assert (given["tensor_parallel_size"], given["distributed_executor_backend"]) == (1, "external_launcher")
+    assert given["seed"] == 3, "engines draw differently"
+
+
+def test_the_host_keeps_its_threads(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        request.getfixturevalue("engine")
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_every_request_has_parameters_that_the_engine_knows(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm import SamplingParams
+
+    assert "logprobs" in inspect.signature(SamplingParams).parameters
+    asked: list[Any] = []
+
+    class Core:
+        def add_request(self, number: str, prompt: dict[str, Any], params: Any) -> None:
+            asked.append(params)
+
+        def has_unfinished_requests(self) -> bool:
+            return False
+
+        def abort_request(self, numbers: list[str]) -> None: ...
+
+    engine._llm.llm_engine = Core()
+    from rftmega.types import Prompt
+
+    engine._generate([Prompt((1, 2))], [7], 0.7, lambda places, found: None, lambda: False)
+    (params,) = asked
+    assert (params.temperature, params.seed, params.max_tokens, params.logprobs) == (0.7, 7, 28, 0)
+    assert (params.stop_token_ids, params.ignore_eos, params.detokenize) == ([1], True, False)
