@@ -20,6 +20,7 @@ from benchmarks import bubble, checkpoints, conversion, log_probs, offload, push
 BENCHMARKS = {
     "packed against padded step": (steps.packed_against_padded, "share_of_ideal", "at least 0.85"),
     "step against transformers": (steps.against_transformers, "times_theirs", "at most 1.10"),
+    "log-probs by the update's own forward pass": (steps.late_against_early_scoring, "late_over_early", "below 1"),
     "fused against dense log-probs": (log_probs.fused_against_dense, "memory_ratio", ""),
     "pipeline bubble": (bubble.of_pipelines, "", "counted = formula"),
     "conversion of 2 billion parameters": (conversion.both_ways, "slower_over_copy_speed", "at least 0.5"),

@@ -1,5 +1,6 @@
 """Whole training steps: packed against padded, and against plain transformers and torch."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,14 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.models import save_model
 from benchmarks.timing import Comparison, compare
+from rftmega.algorithms.losses import policy_loss
 from rftmega.config import OptimizerConfig, ParallelConfig
+from rftmega.experience import ExperienceMaker
 from rftmega.megatron.forward import LogProbs, custom_forward
 from rftmega.parallel.micro_batches import plan_micro_batches
+from rftmega.trainer.learner import Learner
+from rftmega.trainer.ppo import PPOTrainer
+from rftmega.types import Completion, Prompt
 from tests.layouts import build_actor
 from tests.ranks import run_ranks
 
@@ -81,6 +87,52 @@ def against_transformers_body(world: Any, folder: Path) -> dict[str, float]:
     ours = [(part, mask[:4]) for part in ids.split(4)]
     found: Comparison = compare(lambda: step(manager, ours, packed=True), plain_step, rounds=7)
     return {"ours_seconds": found.ours, "transformers_seconds": found.theirs, "times_theirs": 1 / found.ratio}
+
+
+class RandomAnswers:
+    """An engine that answers anything at once, and the push into it."""
+
+    version = 0
+
+    def push(self, *, version: int) -> dict[str, float]:
+        self.version = version
+        return {}
+
+    def generate(self, prompts: Sequence[Prompt], *, seeds: Sequence[int], **how: Any) -> list[Completion]:
+        lengths = long_tail(len(prompts)).tolist()
+        return [
+            Completion(tuple(torch.randint(4096, (length,)).tolist()), (-8.0,) * length, "stop", self.version)
+            for length in lengths
+        ]
+
+
+def scoring_body(world: Any, folder: Path) -> dict[str, float]:
+    """A whole step of one optimizer step, the reference in its loss: 64 answers to 8 prompts."""
+    actor, engine = build_actor(folder, ParallelConfig(), OPTIMIZER, token_cap=2048, keep_reference=True), RandomAnswers()
+
+    def trainer(late: bool) -> PPOTrainer:
+        made = PPOTrainer(
+            engine=engine, weights=engine, reward=lambda p, found: [{"reward": float(len(x.token_ids))} for x in found],
+            maker=ExperienceMaker(actor, use_reference=True), learner=Learner(actor, policy_loss(kl_coef=0.1)),
+            samples_per_prompt=8, temperature=1.0, seed=0, late_scoring=late,
+        )  # fmt: skip
+        made.phase = lambda name, work, *given, **named: work(*given, **named)  # type: ignore[method-assign]
+        return made
+
+    prompts = [Prompt(tuple(range(1, 9)), index=number) for number in range(8)]
+
+    def step_of(made: PPOTrainer) -> None:
+        made.step = engine.version
+        torch.manual_seed(0)
+        made.train_step(prompts)
+
+    late, early = trainer(True), trainer(False)
+    found = compare(lambda: step_of(late), lambda: step_of(early), rounds=5)
+    return {"late_seconds": found.ours, "early_seconds": found.theirs, "late_over_early": 1 / found.ratio}
+
+
+def late_against_early_scoring(folder: Path) -> dict[str, float]:
+    return run_ranks(1, scoring_body, save_model(folder), timeout=600)[0]
 
 
 def packed_against_padded(folder: Path) -> dict[str, float]:

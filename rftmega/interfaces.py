@@ -20,14 +20,12 @@ from rftmega.types import (
     Samples,
     SliceChecksums,
     TokenStats,
+    Told,
 )
 
 Enough = Callable[
     [Sequence[Completion | None]], bool
 ]  # of all requests' answers, None where there is none yet; the same everywhere
-
-
-Told = Callable[[TokenStats], None]
 
 
 class RolloutEngine(Protocol):

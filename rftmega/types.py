@@ -237,6 +237,7 @@ class TokenLoss:
 
 LossFn = Callable[[Any, Experience], TokenLoss]  # of TokenStats for a policy, of TokenValues for a value model
 EachStep = Callable[[Callable[[], Metrics]], Metrics]  # given an optimizer step to do, its metrics
+Told = Callable[[TokenStats], None]  # of the log-probs before an update, by its own forward pass
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,13 +4,12 @@ from collections.abc import Callable
 from typing import Any
 
 from rftmega.config import RunConfig
-from rftmega.interfaces import Told
 from rftmega.megatron.forward import LogProbs
 from rftmega.megatron.held_weights import AveragedWeights, ReferenceWeights
 from rftmega.megatron.manager import MegatronModelManager
 from rftmega.megatron.passes import MicroBatch, Passes, at_once
 from rftmega.parallel.topology import Topology
-from rftmega.types import Auxiliary, EachStep, Experience, LossFn, Metrics, Rows, TokenStats
+from rftmega.types import Auxiliary, EachStep, Experience, LossFn, Metrics, Rows, TokenStats, Told
 
 
 class MegatronActor:

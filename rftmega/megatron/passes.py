@@ -16,13 +16,12 @@ from torch import Tensor
 from model_providers.flops import BACKWARD, forward_flops
 from rftmega.device.spans import recorder
 from rftmega.errors import GivenUp
-from rftmega.interfaces import Told
 from rftmega.megatron.auxiliary import beside
 from rftmega.megatron.forward import HiddenProcessor, custom_forward, packed_length
 from rftmega.megatron.manager import MegatronModelManager
 from rftmega.parallel.micro_batches import plan_micro_batches
 from rftmega.parallel.progress import mark
-from rftmega.types import Auxiliary, EachStep, Experience, LossFn, Metrics, Rows, TokenLoss, TokenMetric
+from rftmega.types import Auxiliary, EachStep, Experience, LossFn, Metrics, Rows, TokenLoss, TokenMetric, Told
 
 
 def at_once(step: Callable[[], Metrics]) -> Metrics:

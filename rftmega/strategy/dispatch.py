@@ -14,7 +14,7 @@ from torch import Tensor
 from rftmega import device
 from rftmega.device.spans import recorder
 from rftmega.errors import EngineFault, GivenUp
-from rftmega.interfaces import Enough, Reward, Told, WeightSync
+from rftmega.interfaces import Enough, Reward, WeightSync
 from rftmega.megatron import MegatronActor, MegatronCritic
 from rftmega.megatron.offload import PARAMETERS, PARTS, Residency
 from rftmega.megatron.passes import at_once
@@ -28,7 +28,19 @@ from rftmega.rollout.order import shares
 from rftmega.strategy.asking import Asking
 from rftmega.strategy.early_stop import EVERY, Together
 from rftmega.strategy.memory import Memory, Predicted
-from rftmega.types import Auxiliary, Completion, EachStep, Experience, LossFn, Metrics, Prompt, Rows, SliceChecksums, TokenStats
+from rftmega.types import (
+    Auxiliary,
+    Completion,
+    EachStep,
+    Experience,
+    LossFn,
+    Metrics,
+    Prompt,
+    Rows,
+    SliceChecksums,
+    TokenStats,
+    Told,
+)
 
 PATIENCE = 10.0  # seconds
 POLICY = "policy"

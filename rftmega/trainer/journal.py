@@ -22,10 +22,9 @@ from rftmega.interfaces import (
     RolloutEngine,
     SteppedPolicy,
     SteppedValueModel,
-    Told,
     ValueModel,
 )
-from rftmega.types import Auxiliary, Completion, Experience, LossFn, Metrics, Prompt, Rows, TokenStats
+from rftmega.types import Auxiliary, Completion, Experience, LossFn, Metrics, Prompt, Rows, TokenStats, Told
 
 Result = TypeVar("Result")
 Answers = Sequence[Completion | None]
