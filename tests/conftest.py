@@ -10,6 +10,8 @@ from hypothesis import settings
 settings.register_profile("rftmega", deadline=None)  # a timing never decides a test
 settings.load_profile("rftmega")
 
+LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # what a launcher tells its ranks
+_TOLD = {name: os.environ[name] for name in LAUNCHED if name in os.environ}
 _SILENCED = logging.root.manager.disable
 _UMASK = os.umask(0o022)
 os.umask(_UMASK)
@@ -17,7 +19,12 @@ os.umask(_UMASK)
 
 @pytest.fixture(autouse=True)
 def _process_as_it_was() -> Iterator[None]:
-    """A program that is run in this process may silence warnings or close new files to others; the next test must not know."""
+    """A program that is run in this process may silence warnings, close new files to others or take itself for a rank; the next
+    test must not know.
+    """
     yield
+    for name in LAUNCHED:
+        os.environ.pop(name, None)
+    os.environ.update(_TOLD)
     logging.disable(_SILENCED)
     os.umask(_UMASK)
