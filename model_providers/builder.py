@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from converters import padded_vocabulary
 from model_providers import spec
 from model_providers.description import Experts, LatentAttention, ModelDescription
-from model_providers.latent_attention import sum_gradients_of_the_shared_key
+from model_providers.latent_attention import mend_latent_attention
 from model_providers.rope import Rope
 from rftmega.config import ParallelConfig
 
@@ -182,5 +182,5 @@ def build_chunk(
     if post_process and not head:
         del built.output_layer
     if model.latent:
-        sum_gradients_of_the_shared_key(built, config)
+        mend_latent_attention(built, config)
     return built

@@ -1,4 +1,4 @@
-"""Gradients of latent attention's shared key under tensor parallelism."""
+"""What Megatron-Core 0.16.1 gets wrong of latent attention under tensor parallelism, or with Transformer Engine."""
 
 from typing import Any
 
@@ -11,16 +11,39 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor, nn
 
+from model_providers.norm import LATENT_EPSILON
 
-def sum_gradients_of_the_shared_key(chunk: nn.Module, config: MLATransformerConfig) -> None:
+
+def mend_latent_attention(chunk: nn.Module, config: MLATransformerConfig) -> None:
+    """Every latent attention of a chunk, before anything else looks at its parameters."""
+    for module in chunk.modules():
+        if isinstance(module, MLASelfAttention):
+            parts = module._modules
+            downs = [parts[name] for name in ("linear_q_down_proj", "linear_kv_down_proj") if name in parts]
+            ups = [parts[name] for name in ("linear_q_up_proj", "linear_kv_up_proj") if name in parts]
+            if config.sequence_parallel and isinstance(module.linear_kv_down_proj, ColumnParallelLinear):
+                _sum_gradients_of_the_shared_key(module)
+            for down in downs:
+                _count_once(down)
+            for up in ups:
+                if hasattr(up, "layer_norm_weight"):
+                    up.eps = LATENT_EPSILON  # type: ignore[assignment]  # of the norm that Transformer Engine keeps in it
+
+
+def _count_once(down: Any) -> None:
+    """Transformer Engine marks every weight as a shard. These it holds whole on every rank: their gradients, equal everywhere,
+    would enter the global norm once a rank.
+    """
+    if not isinstance(down, ColumnParallelLinear):
+        down.weight.tensor_model_parallel = False
+
+
+def _sum_gradients_of_the_shared_key(module: MLASelfAttention) -> None:
     """Every head attends to one rotated key, so its gradient is a sum over all ranks' heads. Megatron-Core 0.16.1 gathers a
     column-parallel `linear_kv_down_proj` itself, and its backward pass then takes only this rank's heads into account. What is
     gathered here it leaves alone. Without sequence parallelism these models, all of experts, are not trained.
     """
-    if config.sequence_parallel:
-        for module in chunk.modules():
-            if isinstance(module, MLASelfAttention) and isinstance(module.linear_kv_down_proj, ColumnParallelLinear):
-                module.linear_kv_down_proj.register_forward_hook(_whole)
+    module.linear_kv_down_proj.register_forward_hook(_whole)
 
 
 def _whole(_: nn.Module, given: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:

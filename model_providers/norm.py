@@ -3,6 +3,8 @@
 import torch
 from megatron.core.transformer import TransformerConfig
 
+LATENT_EPSILON = 1e-6  # of latent attention's narrow vectors in transformers, whatever rms_norm_eps is
+
 
 class RMSNorm(torch.nn.RMSNorm):
     """Root mean square normalisation (arXiv:1910.07467) over the last axis."""
@@ -14,7 +16,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class LatentNorm(RMSNorm):
-    """Of latent attention's narrow vectors: transformers takes 1e-6 there, whatever rms_norm_eps is."""
+    """Of latent attention's narrow vectors."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, **_: object):
-        super().__init__(config, hidden_size, eps=1e-6)
+        super().__init__(config, hidden_size, eps=LATENT_EPSILON)

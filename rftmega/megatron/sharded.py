@@ -87,7 +87,7 @@ def load_distributed(chunks: Sequence[Any], folder: Path, bound: Sequence[Bound]
                 continue
             item = owners[entry.data.untyped_storage().data_ptr()]
             filled.add(id(item))
-            if not (item.rule.optional and entry.key not in reader.stored):
+            if not (item.rule.optional and entry.key not in reader):
                 target = entry.data[(None,) * entry.prepend_axis_num]
                 read = torch.empty_like(target, device="cpu")  # the tensor itself must stay resizable, to be offloaded
                 reader.fill_shard(read, entry.key, entry.global_shape, entry.global_offset, padded=entry.allow_shape_mismatch)

@@ -20,6 +20,12 @@ MANIFEST = "manifest.json"  # ours: written last
 PROGRESS = "progress.jsonl"  # of a conversion that goes on; gone when it is done
 FORMAT = 3  # since 3 a state's tensors are in the files
 READ = (2, FORMAT)
+NORMS = {  # of one norm: its name where it is a module of its own, and where Transformer Engine keeps it in the next one
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+    "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
+    "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
+}
 
 
 @dataclass(frozen=True)
@@ -94,11 +100,23 @@ class Reader:
             box = Stored.from_json(said)
             self.stored.setdefault(box.key, []).append(box)
 
+    def __contains__(self, key: str) -> bool:
+        """Whether there is such a tensor, under this name or the one that another kind of modules gives it."""
+        return self._named(key) in self.stored
+
+    def _named(self, key: str) -> str:
+        if key not in self.stored:
+            for pair in NORMS.items():
+                for one, other in (pair, pair[::-1]):
+                    if key.endswith(f".{one}") and (found := key.removesuffix(one) + other) in self.stored:
+                        return found
+        return key
+
     def dtype_of(self, key: str) -> torch.dtype:
         """Raises CheckpointError where there is no such tensor."""
-        if key not in self.stored:
+        if key not in self:
             raise CheckpointError(f"{self.folder} holds no tensor {key!r}.")
-        return getattr(torch, self.stored[key][0].dtype)
+        return getattr(torch, self.stored[self._named(key)][0].dtype)
 
     def fill(self, target: Tensor, key: str, offset: tuple[int, ...]) -> None:
         """Copies the box at `offset` of tensor `key` into `target`.
@@ -107,7 +125,7 @@ class Reader:
         """
         self.dtype_of(key)
         missing = target.numel()
-        for box in self.stored[key]:
+        for box in self.stored[self._named(key)]:
             low = [max(a, b) for a, b in zip(offset, box.offset, strict=True)]
             high = [min(a + n, b + m) for a, n, b, m in zip(offset, target.shape, box.offset, box.shape, strict=True)]
             if any(a >= b for a, b in zip(low, high, strict=True)):
@@ -128,7 +146,7 @@ class Reader:
         Where that is `padded` (the vocabulary is, to what the ranks share equally) rows that are not stored are zeros.
         """
         self.dtype_of(key)
-        held = self.manifest["shapes"][key]
+        held = self.manifest["shapes"][self._named(key)]
         if not padded and list(shape) != held:
             raise CheckpointError(f"{self.folder}: {key} has shape {tuple(held)}; the model's is {tuple(shape)}.")
         if padded:

@@ -290,7 +290,7 @@ def _load(name: str, model: Model, reader: TrainingReader, *, strict: bool, opti
         (
             held
             for held in model_tensors(manager, average)
-            if f"{name}/{held.key}" in reader.stored or (strict and held.key.startswith(f"{WEIGHTS}/"))
+            if f"{name}/{held.key}" in reader or (strict and held.key.startswith(f"{WEIGHTS}/"))
         ),
         reader,
         name,
