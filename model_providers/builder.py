@@ -10,12 +10,14 @@ import rftmega.device.before_megatron  # noqa: F401
 # isort: split
 
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from converters import padded_vocabulary
 from model_providers import spec
 from model_providers.description import Experts, LatentAttention, ModelDescription
+from model_providers.installed import fused_kernels, installed
 from model_providers.latent_attention import mend_latent_attention
 from model_providers.rope import Rope
 from rftmega.config import ParallelConfig
@@ -62,18 +64,11 @@ def transformer_config(
         calculate_per_token_loss=True,
         # Packed micro-batches differ in length; the stages tell each other the shape.
         variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # the default refuses variable lengths, of dense models as well
         **_RECOMPUTE[parallel.recompute],
         **(_experts(model, model.experts, parallel) if model.experts else {}),
         **(_latent(model.latent, model.rope) if model.latent else {}),
         **(_windows(model, model.window) if model.window else {}),
-        # Fused kernels that only CUDA has; Transformer Engine brings its own.
-        masked_softmax_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        apply_rope_fusion=False,
-        gradient_accumulation_fusion=False,
-        persist_layer_norm=False,
+        **fused_kernels(installed(), model, parallel, dtype),
     )
     if (yarn := model.rope.yarn) and not model.latent:
         # No fields of the class: GPTModel and its attention look for attributes of these names.
@@ -143,7 +138,6 @@ def _experts(model: ModelDescription, experts: Experts, parallel: ParallelConfig
         # RL scores and learns with the router as it is; a balancing loss would be another objective.
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        "moe_grouped_gemm": spec.uses_transformer_engine(),
         "expert_model_parallel_size": parallel.expert,
         "expert_tensor_parallel_size": parallel.expert_tensor,
     }
@@ -163,6 +157,10 @@ def build_chunk(
     `head=False` leaves the output head out: a value model has its own.
     """
     rope = model.rope
+    if config.gradient_accumulation_fusion and not installed().weight_gradients:
+        # Transformer Engine's layers have a kernel of their own. Megatron's refuse to be built without apex's: here that is the
+        # output layer alone, which then does without.
+        vars(layers)["_grad_accum_fusion_available"] = True
     built = GPTModel(
         config,
         spec.block_spec(config, chunk),
@@ -179,6 +177,8 @@ def build_chunk(
         rope_scaling_factor=rope.factor,
         vp_stage=chunk,
     )
+    if post_process:
+        built.output_layer.gradient_accumulation_fusion &= installed().weight_gradients
     if post_process and not head:
         del built.output_layer
     if model.latent:

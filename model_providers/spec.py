@@ -9,19 +9,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
 from model_providers.attention import PackedAttention
+from model_providers.installed import uses_transformer_engine
 from model_providers.norm import LatentNorm, RMSNorm
-from rftmega import device
-
-
-def uses_transformer_engine() -> bool:
-    """TE needs a CUDA device; without one, or without the package, the local spec serves."""
-    if device.current().type != "cuda":
-        return False
-    try:
-        import transformer_engine.pytorch  # noqa: F401
-    except ImportError:
-        return False
-    return True
 
 
 def block_spec(config: TransformerConfig, chunk: int | None) -> TransformerBlockSubmodules:

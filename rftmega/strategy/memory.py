@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping
 
-from model_providers.spec import uses_transformer_engine
+from model_providers.installed import uses_transformer_engine
 from rftmega import device
 from rftmega.config import RunConfig
 from rftmega.megatron.offload import Residency

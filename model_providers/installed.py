@@ -1,0 +1,81 @@
+"""Which of CUDA's optional packages this machine has, and which fused kernels of Megatron's that makes possible."""
+
+import functools
+import importlib
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from model_providers.description import ModelDescription
+from rftmega import device
+from rftmega.config import ParallelConfig
+
+
+@dataclass(frozen=True)
+class Installed:
+    """What was found beside torch. On a CPU nothing counts, whatever is installed."""
+
+    transformer_engine: tuple[int, ...] | None = None  # its version
+    permutation: bool = False  # Transformer Engine's kernels that sort tokens by expert
+    weight_gradients: bool = False  # apex's fused_weight_gradient_mlp_cuda
+    triton: bool = False  # what torch.compile needs
+    deep_ep: bool = False
+
+
+@functools.cache
+def installed() -> Installed:
+    """What this machine has. A package counts only where it can be imported: a broken installation is none."""
+    if device.current().type != "cuda":
+        return Installed()
+    engine = _imported("transformer_engine.pytorch") and _imported("transformer_engine")
+    return Installed(
+        transformer_engine=version_of(str(engine.__version__)) if engine else None,
+        permutation=bool(engine and _imported("transformer_engine.pytorch.permutation")),
+        weight_gradients=bool(_imported("fused_weight_gradient_mlp_cuda")),
+        triton=bool(_imported("triton")),
+        deep_ep=bool(_imported("deep_ep")),
+    )
+
+
+def uses_transformer_engine() -> bool:
+    """Whether layers are built from Transformer Engine's modules."""
+    return installed().transformer_engine is not None
+
+
+def _imported(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except (ImportError, OSError):  # OSError: a library that it was built with is missing
+        return None
+
+
+def version_of(text: str) -> tuple[int, ...]:
+    """Its leading numbers: 2.9.0+abc -> (2, 9, 0)."""
+    return tuple(int(number) for number in re.findall(r"\d+", re.split(r"[^\d.]", text)[0]))
+
+
+def fused_kernels(found: Installed, model: ModelDescription, parallel: ParallelConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """Fields of Megatron's config that a machine with `found` sets; without any, those of a CPU."""
+    engine = found.transformer_engine or ()
+    fields = {
+        # One kernel turns queries and one keys; Megatron's other way asks the device for the rows' lengths, twice each. The fused
+        # one forgets YaRN's factor on packed rows, and that of latent attention is experimental in Megatron-Core 0.16.
+        "apply_rope_fusion": engine >= (1, 12) and not model.latent and not model.rope.yarn,
+        "bias_activation_fusion": found.triton,
+        # Weights' gradients are added to the fp32 sums by the kernel that computes them.
+        "gradient_accumulation_fusion": bool(engine) or found.weight_gradients,
+        # Of the local norm and attention, which are not used.
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+        "bias_dropout_fusion": False,
+        # The default refuses variable lengths, of dense models as well.
+        "moe_token_dispatcher_type": "alltoall",
+    }
+    if model.experts:
+        fields |= {"moe_grouped_gemm": bool(engine), "moe_permute_fusion": bool(engine) and found.permutation}
+        # Its kernels carry bfloat16 alone.
+        if found.deep_ep and parallel.expert > 1 and dtype == torch.bfloat16:
+            fields |= {"moe_token_dispatcher_type": "flex", "moe_enable_deepep": True}
+    return fields
