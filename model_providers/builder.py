@@ -1,5 +1,6 @@
 """ModelDescription -> TransformerConfig -> one pipeline chunk as a GPTModel."""
 
+import logging
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import rftmega.device.before_megatron  # noqa: F401
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from converters import padded_vocabulary
@@ -143,6 +145,11 @@ def _experts(model: ModelDescription, experts: Experts, parallel: ParallelConfig
     }
 
 
+def _not_about_probabilities(record: logging.LogRecord) -> bool:
+    """DeepEP's dispatcher says at every use that it makes bfloat16 probabilities float32, which loses nothing."""
+    return "float32 probs" not in record.getMessage()
+
+
 def build_chunk(
     model: ModelDescription,
     config: TransformerConfig,
@@ -161,6 +168,8 @@ def build_chunk(
         # Transformer Engine's layers have a kernel of their own. Megatron's refuse to be built without apex's: here that is the
         # output layer alone, which then does without.
         vars(layers)["_grad_accum_fusion_available"] = True
+    if config.moe_token_dispatcher_type == "flex":
+        logging.getLogger(token_dispatcher.__name__).addFilter(_not_about_probabilities)
     built = GPTModel(
         config,
         spec.block_spec(config, chunk),

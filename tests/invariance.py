@@ -22,7 +22,7 @@ from rftmega.config import OptimizerConfig, ParallelConfig
 from rftmega.types import Experience, Rows
 from rftmega.weights import Exporter
 from tests.layouts import build_actor, rows_of
-from tests.ranks import run_ranks
+from tests.ranks import LOCAL, TRANSFORMER_ENGINE, run_ranks
 from tests.tiny_models import save_tiny
 
 P = ParallelConfig
@@ -43,6 +43,7 @@ class Layout:
     processes: int
     parallel: ParallelConfig
     optimizer: OptimizerConfig = field(default_factory=lambda: OPTIMIZER)
+    preloaded: str = LOCAL  # whose modules the layers are made of
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,35 @@ LAYOUTS: dict[str, dict[str, Layout]] = {
     },
 }
 ALONE = Layout(1, P())
+# With the modules of Transformer Engine (its stub), against one process without.
+ENGINE: dict[str, dict[str, Layout]] = {
+    variant: {
+        f"{name}, Transformer Engine": replace(({"one process": ALONE} | LAYOUTS[variant])[name], preloaded=TRANSFORMER_ENGINE)
+        for name in names
+    }
+    for variant, names in {
+        "qwen3": (
+            "one process",
+            "TP4 (2 key-value heads)",
+            "TP2, SP",
+            "PP2 x VPP2",
+            "DP4, distributed optimizer",
+            "CP4",
+            "TP2 x CP2, SP",
+            "TP2 x PP2 x DP2, SP, distributed optimizer, overlapped",
+            "one process, full recompute",
+        ),
+        "qwen3-moe": (
+            "one process",
+            "EP2 x TP2 x ETP2",
+            "EP2 x PP2",
+            "EP2 x CP2",
+            "EP2 x DP4, distributed optimizer",
+            "TP2, SP (whole experts)",
+        ),
+        "deepseek-v3": ("one process", *LAYOUTS["deepseek-v3"]),
+    }.items()
+}
 SETTINGS = [Setting(weighting, n) for weighting in WEIGHTINGS for n in CAPS] + [Setting(shuffled=True)]
 SMOOTH = Setting(smooth=True)
 ROUGH = Setting(smooth=True, dtype="bfloat16")
@@ -171,7 +201,7 @@ def learn_body(world: Any, folder: Path, layout: Layout, settings: list[Setting]
 
 def runs_of(folder: Path, layout: Layout, settings: list[Setting]) -> list[list[dict[str, Any]]]:
     """[setting][rank]; weights are rank 0's (the exporter's own tests compare the ranks)."""
-    by_rank = run_ranks(layout.processes, learn_body, folder, layout, settings)
+    by_rank = run_ranks(layout.processes, learn_body, folder, layout, settings, preloaded=layout.preloaded)
     return [list(found) for found in zip(*by_rank, strict=True)]
 
 
@@ -192,15 +222,19 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).abs().max() / b.abs().max())
 
 
+def number_of_layouts() -> int:
+    """Of the table; every variant has one process, too."""
+    return len(LAYOUTS) + sum(len(layouts) for table in (LAYOUTS, ENGINE) for layouts in table.values())
+
+
 def every_case(folder: Path) -> Iterator[dict[str, Any]]:
     """One row a case, as it is done."""
-    total = sum(len(layouts) + 1 for layouts in LAYOUTS.values())
-    with tqdm(total=total, unit="layout", file=sys.stderr) as bar:
+    with tqdm(total=number_of_layouts(), unit="layout", file=sys.stderr) as bar:
         for variant, layouts in LAYOUTS.items():
             model = save_tiny(folder / variant, variant)
             settings = [*SETTINGS, SMOOTH, ROUGH]
             wanted: dict[tuple[str, bool], dict[str, Any]] = {}
-            for name, layout in {"one process": ALONE, **layouts}.items():
+            for name, layout in ({"one process": ALONE} | layouts | ENGINE.get(variant, {})).items():
                 bar.set_postfix_str(f"{variant}, {name}")
                 for setting, found in zip(settings, runs_of(model, layout, settings), strict=True):
                     reference = wanted.setdefault((setting.weighting, setting.smooth), found[0])  # one process in fp32

@@ -5,6 +5,7 @@ a second; they meet in a file, so that no port is needed. Bodies are module-leve
 """
 
 import functools
+import importlib
 import multiprocessing as mp
 import os
 import pickle
@@ -13,28 +14,35 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 CONTEXT = mp.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["tests.preloaded"])
+LOCAL, TRANSFORMER_ENGINE = "tests.preloaded", "tests.preloaded_te"  # what ranks have imported before they are forked
+CONTEXT.set_forkserver_preload([LOCAL])
+SERVERS = {LOCAL: forkserver.connect_to_new_process}
 
 
 class RankFailure(AssertionError):
     """A rank raised or died; the message names it."""
 
 
-def run_ranks(world_size: int, body: Callable[..., Any], *args: Any, timeout: float = 180.0) -> list[Any]:
-    """body(world, *args) on every rank; results in the order of ranks. Leaves no process behind, whatever happens."""
+def run_ranks(world_size: int, body: Callable[..., Any], *args: Any, timeout: float = 180.0, preloaded: str = LOCAL) -> list[Any]:
+    """body(world, *args) on every rank; results in the order of ranks. Leaves no process behind, whatever happens.
+
+    With `preloaded` TRANSFORMER_ENGINE, Megatron found the stub of it.
+    """
     with tempfile.TemporaryDirectory() as meeting_place:
         pipes = [CONTEXT.Pipe(duplex=False) for _ in range(world_size)]
         ranks = [
-            CONTEXT.Process(target=_rank, args=(rank, world_size, meeting_place, pipes[rank][1], body, args), daemon=True)
+            CONTEXT.Process(
+                target=_rank, args=(rank, world_size, meeting_place, pipes[rank][1], preloaded, body, args), daemon=True
+            )
             for rank in range(world_size)
         ]
         try:
-            for process in ranks:
-                process.start()
+            _start(ranks, preloaded)
             for _, sender in pipes:
                 sender.close()
             return _collect([receiver for receiver, _ in pipes], time.monotonic() + timeout)
@@ -45,6 +53,20 @@ def run_ranks(world_size: int, body: Callable[..., Any], *args: Any, timeout: fl
                     if process.is_alive():
                         os.kill(process.pid, signal.SIGKILL)
                     process.join()
+
+
+def _start(ranks: list[Any], preloaded: str) -> None:
+    """From the server that has imported `preloaded`; multiprocessing knows only one server."""
+    if preloaded not in SERVERS:
+        server = forkserver.ForkServer()
+        server.set_forkserver_preload([preloaded])
+        SERVERS[preloaded] = server.connect_to_new_process
+    forkserver.connect_to_new_process = SERVERS[preloaded]
+    try:
+        for process in ranks:
+            process.start()
+    finally:
+        forkserver.connect_to_new_process = SERVERS[LOCAL]
 
 
 def _collect(receivers: list[Connection], deadline: float) -> list[Any]:
@@ -66,8 +88,16 @@ def _collect(receivers: list[Connection], deadline: float) -> list[Any]:
 
 
 def _rank(
-    rank: int, world_size: int, meeting_place: str, sender: Connection, body: Callable[..., Any], args: tuple[Any, ...]
+    rank: int,
+    world_size: int,
+    meeting_place: str,
+    sender: Connection,
+    preloaded: str,
+    body: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> None:
+    importlib.import_module(preloaded)  # the server says nothing of what it failed to import
+
     import torch
     import torch.distributed as dist
 
@@ -101,6 +131,4 @@ def on_ranks(world_size: int) -> Callable[[Callable[..., Any]], Callable[[], Non
 
 
 def _call(module: str, name: str, world: Any) -> Any:
-    import importlib
-
     return getattr(importlib.import_module(module), name).body(world)

@@ -19,6 +19,7 @@ from tests.invariance import (
     differences,
     every_case,
     learn_body,
+    number_of_layouts,
     runs_of,
     write,
 )
@@ -91,4 +92,4 @@ def test_every_case_of_the_table(tmp_path: Path) -> None:
                 wrong.append((case, name, bound))
     assert not wrong, wrong
     assert all(case["loss"] < 0.01 and case["grad_norm"] < 0.02 for case in noise.values()), "that is more than noise"
-    assert len(rows) == sum(len(layouts) + 1 for layouts in LAYOUTS.values()) * (len(SETTINGS) + 2)
+    assert len(rows) == number_of_layouts() * (len(SETTINGS) + 2)

@@ -1,0 +1,16 @@
+"""What every rank with Transformer Engine needs, imported once in a server of its own: the stub before Megatron."""
+
+import os
+
+os.environ["TORCHDYNAMO_DISABLE"] = "1"  # fused activations as they are written: compiling them takes minutes
+
+from tests import stub_te  # noqa: E402
+
+stub_te.install()
+
+import model_providers.installed  # noqa: E402
+
+FOUND = model_providers.installed.Installed(transformer_engine=model_providers.installed.version_of(stub_te.VERSION), triton=True)
+model_providers.installed.installed = lambda: FOUND  # type: ignore[assignment]
+
+import tests.preloaded  # noqa: E402, F401
