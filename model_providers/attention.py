@@ -5,6 +5,7 @@ Under context parallelism each process has two chunks of every row, the c-th fro
 """
 
 import contextlib
+import itertools
 from collections import defaultdict
 from typing import Any, NamedTuple
 
@@ -16,6 +17,12 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 from torch.nn import functional as F
+
+from model_providers.prefixes import attend_to_prefix, has_kernel
+from rftmega.errors import ConfigError
+
+BLOCK = 128  # queries at least that share a mask of their window
+LONGEST = 8192  # tokens of a row whose chunks may have a mask each
 
 
 class PackedAttention(torch.nn.Module):
@@ -62,6 +69,7 @@ class PackedAttention(torch.nn.Module):
         if self.context_group is None:
             parts = parts_of(packed_seq_params, 0, 1)
         else:
+            self._refuse_long_rows(query, packed_seq_params)
             parts = parts_of(packed_seq_params, self.context_group.rank(), self.context_group.size())
             both = tensor_parallel.gather_from_sequence_parallel_region(torch.cat([key, value], -1), group=self.context_group)
             key, value = both.split([key.shape[-1], value.shape[-1]], -1)
@@ -78,16 +86,34 @@ class PackedAttention(torch.nn.Module):
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """[b, heads, q, d] over [b, groups, k, d] -> [b, heads, q, d]; the last query sees the last key."""
         queries, keys = query.shape[2], key.shape[2]
-        mask = None
-        window = keys if self.window is None else self.window
-        narrow = window < keys
-        if queries != keys or narrow:
-            mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
-        if mask is not None and narrow:
-            mask = mask.triu(keys - queries - window + 1)
-        dropout = self.dropout if self.training else 0.0
+        if self.window is not None and self.window < keys:
+            return self._attend_within(self.window, query, key, value)
+        if queries == keys:
+            return self._kernel(query, key, value)
+        if self._dropout or not has_kernel(query):
+            return self._kernel(query, key, value, _band(queries, keys, keys, query.device))
+        return attend_to_prefix(query, key, value, self.scale)
+
+    def _attend_within(self, window: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """The same, of tokens that see `window` of them: blocks of queries over the keys that their window reaches."""
+        queries, keys = query.shape[2], key.shape[2]
+        before = keys - queries
+        size = max(window, BLOCK)
+        found = []
+        for first in range(0, queries, size):
+            last = min(first + size, queries)
+            reached = slice(max(0, before + first - window + 1), before + last)
+            mask = _band(last - first, reached.stop - reached.start, window, query.device)
+            found.append(self._kernel(query[:, :, first:last], key[:, :, reached], value[:, :, reached], mask))
+        return found[0] if len(found) == 1 else torch.cat(found, 2)
+
+    @property
+    def _dropout(self) -> float:
+        return self.dropout if self.training else 0.0
+
+    def _kernel(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
         # Heads differ between tensor-parallel processes, so what is dropped must differ, too.
-        stream = tensor_parallel.get_cuda_rng_tracker().fork() if dropout else contextlib.nullcontext()
+        stream = tensor_parallel.get_cuda_rng_tracker().fork() if self._dropout else contextlib.nullcontext()
         with stream:
             return F.scaled_dot_product_attention(
                 query,
@@ -97,8 +123,25 @@ class PackedAttention(torch.nn.Module):
                 is_causal=mask is None,
                 enable_gqa=query.shape[1] != key.shape[1],
                 scale=self.scale,
-                dropout_p=dropout,
+                dropout_p=self._dropout,
             )
+
+    def _refuse_long_rows(self, query: Tensor, packed: PackedSeqParams) -> None:
+        """Raises ConfigError for rows whose mask would not fit: chunks of them that no kernel without a mask can serve."""
+        masked = self.window is None and (self._dropout or not has_kernel(query))
+        if masked and packed.max_seqlen_q > LONGEST:
+            what = "model.dropout above 0" if self._dropout else f"{query.dtype} with heads of {query.shape[-1]} on CUDA"
+            raise ConfigError(
+                f"A row of {packed.max_seqlen_q} tokens under context parallelism with {what}: without Transformer Engine its "
+                f"mask would grow with the square of the row, so rows of up to {LONGEST} tokens are taken. Set model.dropout=0 "
+                "and model.dtype=bfloat16, parallel.context=1, or install Transformer Engine."
+            )
+
+
+def _band(queries: int, keys: int, window: int, where: torch.device) -> Tensor:
+    """True where a query sees a key: up to its own place, and `window` of them. The last query is the last key's."""
+    seen = torch.ones(queries, keys, dtype=torch.bool, device=where).tril(keys - queries)
+    return seen.triu(keys - queries - window + 1) if window < keys else seen
 
 
 class Part(NamedTuple):
@@ -112,30 +155,30 @@ def parts_of(packed: PackedSeqParams, rank: int, processes: int) -> list[Part]:
     """All stretches of this context-parallel `rank`: whole rows alone, two chunks a row with others.
 
     Rows of one length are one part: a call a row would cost more than the attention of short rows. Kept with the
-    micro-batch, so that its layers share one look at the lengths.
+    micro-batch, so that its layers share one look at the lengths, which `packed.edges` has on the host (see `pack`).
     """
     parts: list[Part] | None = getattr(packed, "parts", None)
     if parts is None:
-        edges = packed.cu_seqlens_q.tolist()
         starts: dict[int, list[int]] = defaultdict(list)
-        for start, stop in zip(edges, edges[1:], strict=False):
+        for start, stop in itertools.pairwise(packed.edges):
             starts[stop - start].append(start)
         parts = [
-            part
+            Part(*(index.to(packed.cu_seqlens_q.device, non_blocking=True) for index in part))
             for length, begin in starts.items()
-            for part in _parts_of_length(length, begin, edges[-1], rank, processes, packed.cu_seqlens_q.device)
+            for part in _parts_of_length(length, begin, packed.edges[-1], rank, processes)
         ]
         packed.parts = parts
     return parts
 
 
-def _parts_of_length(length: int, starts: list[int], total: int, rank: int, processes: int, where: torch.device) -> list[Part]:
-    begin = torch.tensor(starts, device=where)[:, None] // processes  # of each row among a process's tokens
+def _parts_of_length(length: int, starts: list[int], total: int, rank: int, processes: int) -> list[Part]:
+    """On the host."""
+    begin = torch.tensor(starts)[:, None] // processes  # of each row among a process's tokens
     if processes == 1:
-        index = begin + torch.arange(length, device=where)
+        index = begin + torch.arange(length)
         return [Part(index, index)]
     chunk = length // (2 * processes)
-    within = torch.arange(chunk, device=where)
+    within = torch.arange(chunk)
     gathered = []  # where the row's chunks lie, in the order of the row
     for number in range(2 * processes):
         holder, second = (number, 0) if number < processes else (2 * processes - 1 - number, 1)

@@ -51,6 +51,7 @@ class Packing:
     """Where each packed slot of this process comes from. Filler makes lengths divisible; it is row `rows`, column 0."""
 
     slots: Tensor  # [N] index into the flat [rows * columns] grid; rows * columns for filler
+    slots_on_host: Tensor  # the same: what is taken from the host is not asked of the device
     positions: Tensor  # [1, N], starting at 0 in every row
     sequence: PackedSeqParams
     rows: int
@@ -65,7 +66,9 @@ class Packing:
         else:
             filler = grid.new_zeros(1)
         flat = torch.cat([grid.reshape(-1), filler])
-        return flat[self.slots.to(flat.device)].to(self.slots.device)
+        if flat.device == self.slots.device:
+            return flat[self.slots]
+        return flat[self.slots_on_host].to(self.slots.device, non_blocking=True)
 
     def put(self, values: Tensor) -> Tensor:
         """[N, ...] -> [rows, columns, ...], 0 where there is no token; every context-parallel process gets whole rows.
@@ -139,18 +142,21 @@ def pack(
         chunk = position * (2 * context) // length_of
         mine = (chunk == context_rank) | (chunk == 2 * context - 1 - context_rank)
         slots, position = slots[mine], position[mine]
-    cumulative = edges.to(device=where, dtype=torch.int32)
+    cumulative = edges.to(torch.int32).to(where, non_blocking=True)
     longest = int(lengths.max())
+    sequence = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cumulative,
+        cu_seqlens_kv=cumulative,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+    sequence.edges = edges.tolist()  # for our own attention, which would have to ask the device
     return Packing(
-        slots=slots.to(where),
-        positions=position[None].to(where),
-        sequence=PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=cumulative,
-            cu_seqlens_kv=cumulative,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-        ),
+        slots=slots.to(where, non_blocking=True),
+        slots_on_host=slots,
+        positions=position[None].to(where, non_blocking=True),
+        sequence=sequence,
         rows=rows,
         columns=columns,
         context_group=context_group if context > 1 else None,
