@@ -14,6 +14,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -51,7 +52,8 @@ def run_ranks(world_size: int, body: Callable[..., Any], *args: Any, timeout: fl
                 if process.pid:
                     process.join(timeout=0.5)
                     if process.is_alive():
-                        os.kill(process.pid, signal.SIGKILL)
+                        with suppress(ProcessLookupError):  # it ended meanwhile
+                            os.kill(process.pid, signal.SIGKILL)
                     process.join()
 
 

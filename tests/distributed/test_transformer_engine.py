@@ -34,6 +34,7 @@ def model_body(world: Any, folder: Path, exported: Path, parallel: ParallelConfi
     manager = build_manager(folder, parallel)
     assert manager.config.gradient_accumulation_fusion and manager.config.bias_activation_fusion
     assert manager.config.apply_rope_fusion == (not (manager.description.latent or manager.description.rope.yarn))
+    assert not manager.chunks[-1].output_layer.gradient_accumulation_fusion, "Megatron's own layer would need apex"
     disk = load_file(folder / "model.safetensors")
     exporter = Exporter(manager.bound, manager.topology, bucket_bytes=30_000)
     out = {name: tensor.clone() for name, tensor in exporter}

@@ -115,16 +115,37 @@ def test_rows_whose_chunks_need_a_mask_are_refused_where_it_would_not_fit(
         made._refuse_long_rows(torch.zeros(1, 1, 8), packed)
 
 
+class Called(TorchDispatchMode):
+    """The arguments of every kernel of attention, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arguments: list[dict[str, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "attention" in func.name():
+            wanted = func._schema.arguments
+            defaults = {argument.name: argument.default_value for argument in wanted}
+            given = {argument.name: value for argument, value in zip(wanted, args, strict=False)}
+            self.arguments.append(defaults | given | (kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_kernels_of_cuda_are_called_as_they_want_to_be(causal: bool) -> None:
     """Shapes, devices and arguments: fake tensors are of a device that is not here, and compute nothing."""
-    with FakeTensorMode(), torch.no_grad():
+    with FakeTensorMode(), torch.no_grad(), Called() as called:
         query, key, value = (torch.empty(2, 4, length, 24, device="cuda", dtype=torch.bfloat16) for length in (16, 64, 64))
         out, denominator, seeds = prefixes._forward(query, key, value, causal, 0.3)
         grads = prefixes._backward(out, query, key, value, out, denominator, seeds, causal, 0.3)
     assert (out.shape, out.dtype, out.device.type) == (query.shape, torch.bfloat16, "cuda")
     assert (denominator.shape, denominator.dtype) == ((2, 4, 16), torch.float32)
     assert [grad.shape for grad in grads] == [query.shape, key.shape, value.shape]
+    there, back = called.arguments
+    assert (there["dropout_p"], there["is_causal"], there["scale"]) == (0.0, causal, 0.3)
+    assert (back["dropout_p"], back["is_causal"], back["scale"]) == (0.0, causal, 0.3)
+    assert (back["max_q"], back["max_k"]) == (16, 64)
+    assert all(back[name] is found for name, found in (("out", out), ("logsumexp", denominator), ("philox_seed", seeds[-2])))
 
 
 @pytest.mark.parametrize(
