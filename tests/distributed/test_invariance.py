@@ -55,9 +55,19 @@ def test_in_one_process_the_micro_batch_size_and_the_order_of_rows_do_not_matter
     assert moved.abs().max() > 0.1, "nothing was learnt, so nothing was compared"
 
 
+# What other layouts of the same model have in them; the whole table has them as well.
+CONTAINED = {
+    "qwen3": {"TP2", "PP2", "DP2", "PP3, last stage of 2 layers", "TP2 x CP2", "PP2 x CP2", "TP2 x PP2, SP"},
+    "qwen3-moe": {"EP2", "EP2 x PP2", "DP2"},
+}
+
+
 def test_three_updates_are_those_of_one_process_under_every_layout(model: tuple[str, Path], alone: dict) -> None:
     variant, folder = model
-    for name, layout in LAYOUTS[variant].items():
+    contained = CONTAINED.get(variant, set())
+    assert contained <= LAYOUTS[variant].keys()
+    for name in LAYOUTS[variant].keys() - contained:
+        layout = LAYOUTS[variant][name]
         (found,) = runs_of(folder, layout, [Setting()])
         assert_equal(found, alone[Setting()], name)
 

@@ -64,7 +64,7 @@ def test_killing_one_rank_ends_the_others_within_30_seconds_and_names_it(running
     assert_gone(ranks)
 
 
-@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("stop", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.ranks)])
 def test_ctrl_c_and_terminate_leave_no_process_behind(stop: signal.Signals, running: subprocess.Popen[str]) -> None:
     ranks = ranks_of(running)
     if stop == signal.SIGINT:
@@ -140,6 +140,7 @@ def test_an_error_of_one_rank_alone_reaches_the_user(arithmetic: Path, tmp_path:
     assert "holds no tensor 'model.layers.3.mlp.up_proj.weight'" in done.stderr
 
 
+@pytest.mark.ranks
 def test_a_rank_that_is_ten_times_as_slow_is_named_and_the_run_goes_on(arithmetic: Path, tmp_path: Path, train: Run) -> None:
     options = [
         "--processes",

@@ -122,27 +122,34 @@ def test_the_first_steps_agree_between_all_layouts(arithmetic: Path, tmp_path: P
     assert 0 < (average - end).abs().sum() < (start - end).abs().sum(), "no average of the steps"
 
 
-def test_given_answers_and_preferences_are_learnt_alike_under_two_layouts(arithmetic: Path, tmp_path: Path) -> None:
-    pairs = [f"data.train={arithmetic / 'pairs.jsonl'}", f"data.eval={arithmetic / 'held_out_pairs.jsonl'}"]
-    tasks = {"sft": ["data.response_key=label"], "reward_model": pairs}
-    layouts = {"alone": ["--processes", "1"], "TP2 x PP2": ["parallel.tensor=2", "parallel.pipeline=2", "--processes", "4"]}
-    runs = {
-        f"{task}, {layout}": [f"algorithm.task={task}", *data, *options]
-        for task, data in tasks.items()
-        for layout, options in layouts.items()
-    }
-    seen = run_all(arithmetic / "given.yaml", runs, tmp_path)
+TWO_LAYOUTS = {"alone": ["--processes", "1"], "TP2 x PP2": ["parallel.tensor=2", "parallel.pipeline=2", "--processes", "4"]}
+
+
+def learnt_alike(config: Path, options: list[str], judged: str, folder: Path) -> dict[str, list[dict[str, float]]]:
+    """Metrics of a run alone and of one in four processes, which agree."""
+    seen = run_all(config, {layout: [*options, *chosen] for layout, chosen in TWO_LAYOUTS.items()}, folder)
     assert undocumented(seen) == set()
-    for task, judged in (("sft", "eval_cross_entropy"), ("reward_model", "eval_margin")):
-        alone, together = (seen[f"{task}, {layout}"] for layout in layouts)
-        for step, reference in zip(together, alone, strict=True):
-            for metric in ("loss", "grad_norm"):
-                assert step[metric] == pytest.approx(reference[metric], rel=5e-6), (task, step["step"], metric)
-        assert together[-1][judged] == pytest.approx(alone[-1][judged], rel=1e-4)
-        assert alone[-1]["loss"] < alone[0]["loss"]
-    policy = AutoModelForCausalLM.from_pretrained(tmp_path / "sft, TP2 x PP2" / "policy")
+    alone, together = seen.values()
+    for step, reference in zip(together, alone, strict=True):
+        for metric in ("loss", "grad_norm"):
+            assert step[metric] == pytest.approx(reference[metric], rel=5e-6), (step["step"], metric)
+    assert together[-1][judged] == pytest.approx(alone[-1][judged], rel=1e-4)
+    assert alone[-1]["loss"] < alone[0]["loss"]
+    return seen
+
+
+def test_given_answers_are_learnt_alike_under_two_layouts(arithmetic: Path, tmp_path: Path) -> None:
+    options = ["algorithm.task=sft", "data.response_key=label"]
+    learnt_alike(arithmetic / "given.yaml", options, "eval_cross_entropy", tmp_path)
+    policy = AutoModelForCausalLM.from_pretrained(tmp_path / "TP2 x PP2" / "policy")
     assert policy.dtype == torch.float32
-    judge = AutoModelForSequenceClassification.from_pretrained(tmp_path / "reward_model, TP2 x PP2" / "reward_model")
+
+
+@pytest.mark.ranks
+def test_preferences_are_learnt_alike_under_two_layouts_and_then_judge_a_run(arithmetic: Path, tmp_path: Path) -> None:
+    data = [f"data.train={arithmetic / 'pairs.jsonl'}", f"data.eval={arithmetic / 'held_out_pairs.jsonl'}"]
+    seen = learnt_alike(arithmetic / "given.yaml", ["algorithm.task=reward_model", *data], "eval_margin", tmp_path)
+    judge = AutoModelForSequenceClassification.from_pretrained(tmp_path / "TP2 x PP2" / "reward_model")
     assert judge.config.num_labels == 1
     encode = AutoTokenizer.from_pretrained(arithmetic / "model")
     margins = []
@@ -151,11 +158,11 @@ def test_given_answers_and_preferences_are_learnt_alike_under_two_layouts(arithm
         ids = [[*encode.encode(pair["prompt"] + pair[side]), encode.eos_token_id] for side in ("chosen", "rejected")]
         chosen, rejected = (judge(torch.tensor([row])).logits[0, 0].item() for row in ids)
         margins.append(chosen - rejected)
-    assert sum(margins) / len(margins) == pytest.approx(seen["reward_model, alone"][-1]["eval_margin"], rel=1e-3)
+    assert sum(margins) / len(margins) == pytest.approx(seen["alone"][-1]["eval_margin"], rel=1e-3)
     rewarded = ["parallel.tensor=2", "reward.exact_match=0", "reward.format=0", "reward.format_pattern=", "reward.model=0.5"]
-    path = f"reward.model_path={tmp_path / 'reward_model, alone' / 'reward_model'}"
+    path = f"reward.model_path={tmp_path / 'alone' / 'reward_model'}"
     (step, *_) = run_all(arithmetic / "run.yaml", {"rl": [*rewarded, path, "--processes", "2"]}, tmp_path)["rl"]
-    judge = AutoModelForSequenceClassification.from_pretrained(tmp_path / "reward_model, alone" / "reward_model")
+    judge = AutoModelForSequenceClassification.from_pretrained(tmp_path / "alone" / "reward_model")
     written = gzip.decompress((tmp_path / "rl" / "trajectories" / "step_000001.jsonl.gz").read_bytes()).decode().splitlines()
     scores = []
     for sample in map(json.loads, written):

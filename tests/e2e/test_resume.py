@@ -15,18 +15,19 @@ from tests.e2e.test_loop import SEVERAL_RUNS
 OPTIONS = [
     "--processes", "2", "parallel.pipeline=2", "checkpoint.every=2", "checkpoint.hf=true", "trainer.export=true", "data.eval=",
 ]  # fmt: skip
+REFILLED = "refilled groups and earlier answers"
 KINDS = {
     "a critic, an average, adaptive KL and running moments": [
         "algorithm.advantage=gae", "algorithm.ema_beta=0.9", "algorithm.reward_normalise=true", "algorithm.kl_coef=0.1",
         "algorithm.kl_in=reward", "algorithm.kl_target=0.01", "algorithm.mini_batches=2",
     ],
-    "refilled groups and earlier answers": [
+    REFILLED: [
         "algorithm.refill_rounds=2", "algorithm.max_staleness=2", "algorithm.correction=token",
     ],
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind if kind != REFILLED else pytest.param(kind, marks=pytest.mark.ranks) for kind in KINDS])
 def test_a_run_that_is_started_again_gives_the_numbers_and_the_weights_of_one_that_was_not_ended(
     kind: str, arithmetic: Path, tmp_path: Path
 ) -> None:
