@@ -22,6 +22,14 @@ class Installed:
     weight_gradients: bool = False  # apex's fused_weight_gradient_mlp_cuda
     triton: bool = False  # what torch.compile needs
     deep_ep: bool = False
+    why_not: str = ""  # why Transformer Engine is not used; empty where it is, and on a CPU
+
+    @property
+    def told(self) -> str:
+        """Transformer Engine's part of a run's first lines; empty on a CPU."""
+        if self.transformer_engine is not None:
+            return f"Transformer Engine {'.'.join(map(str, self.transformer_engine))}"
+        return f"without Transformer Engine: {self.why_not}" if self.why_not else ""
 
 
 @functools.cache
@@ -29,13 +37,14 @@ def installed() -> Installed:
     """What this machine has. A package counts only where it can be imported: a broken installation is none."""
     if device.current().type != "cuda":
         return Installed()
-    engine = _imported("transformer_engine.pytorch") and _imported("transformer_engine")
+    _, why_not = _imported("transformer_engine.pytorch")
     return Installed(
-        transformer_engine=version_of(str(engine.__version__)) if engine else None,
-        permutation=bool(engine and _imported("transformer_engine.pytorch.permutation")),
-        weight_gradients=bool(_imported("fused_weight_gradient_mlp_cuda")),
-        triton=bool(_imported("triton")),
-        deep_ep=bool(_imported("deep_ep")),
+        transformer_engine=None if why_not else version_of(str(_imported("transformer_engine")[0].__version__)),
+        permutation=not why_not and _is_there("transformer_engine.pytorch.permutation"),
+        weight_gradients=_is_there("fused_weight_gradient_mlp_cuda"),
+        triton=_is_there("triton"),
+        deep_ep=_is_there("deep_ep"),
+        why_not=why_not,
     )
 
 
@@ -44,11 +53,16 @@ def uses_transformer_engine() -> bool:
     return installed().transformer_engine is not None
 
 
-def _imported(name: str) -> Any:
+def _imported(name: str) -> tuple[Any, str]:
+    """A module, or why it can't be imported: a library of another build may raise anything."""
     try:
-        return importlib.import_module(name)
-    except (ImportError, OSError):  # OSError: a library that it was built with is missing
-        return None
+        return importlib.import_module(name), ""
+    except Exception as error:
+        return None, f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _is_there(name: str) -> bool:
+    return _imported(name)[0] is not None
 
 
 def version_of(text: str) -> tuple[int, ...]:

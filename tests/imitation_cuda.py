@@ -9,6 +9,7 @@ import ctypes
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -116,6 +117,17 @@ class ImitationCUDA:
     max_memory_allocated = memory_reserved = memory_allocated
 
     def reset_peak_memory_stats(self) -> None: ...
+
+    def current_device(self) -> int:
+        return 0
+
+    def get_device_name(self) -> str:
+        return "Imitation H100"
+
+    def get_device_properties(self, number: int) -> Any:
+        return SimpleNamespace(total_memory=80_000_000_000)
+
+    nccl = SimpleNamespace(version=lambda: (2, 28, 3))
 
     def cudart(self) -> "ImitationCUDA":
         return self

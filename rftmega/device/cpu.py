@@ -1,6 +1,7 @@
 """The CPU as a device: gloo, float32, nothing to synchronise."""
 
 import os
+import platform
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -75,6 +76,10 @@ class CPU:
     def seconds(self, begin: float, end: float) -> float:
         """Between two moments."""
         return end - begin
+
+    def described(self) -> str:
+        """The processor and torch, for people."""
+        return f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores; torch {torch.__version__}"
 
     def peak_tflops(self) -> float | None:
         """Of a CPU nobody knows."""

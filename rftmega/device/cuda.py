@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from rftmega.device import hardware
+
 PEAKS = {  # part of a device's name -> TFLOP/s; the first that fits
     "B200": 2250.0,
     "H200": 989.5,
@@ -129,6 +131,15 @@ class CUDA:
         """Between two moments. Waits for the second."""
         end.synchronize()
         return begin.elapsed_time(end) / 1000
+
+    def described(self) -> str:
+        """The device, the driver, CUDA and NCCL, for people."""
+        memory = self._cuda.get_device_properties(self._cuda.current_device()).total_memory
+        nccl = ".".join(map(str, self._cuda.nccl.version()))
+        return (
+            f"{self._cuda.get_device_name()}, {memory / 1e9:.0f} GB; driver {hardware.found().driver or 'unknown'}, "
+            f"CUDA {torch.version.cuda}, NCCL {nccl}"
+        )
 
     def peak_tflops(self) -> float | None:
         """TFLOP/s of this device in bfloat16 without sparsity, as its data sheet says; None where its name is not known."""

@@ -49,8 +49,8 @@ def check_launcher() -> None:
 
 
 @contextmanager
-def start(*, timeout: timedelta = timedelta(minutes=30)) -> Iterator[World]:
-    """Initialises torch.distributed (and takes it down again on a clean end).
+def start(*, timeout: timedelta = timedelta(minutes=30), beside: str = "") -> Iterator[World]:
+    """Initialises torch.distributed (and takes it down again on a clean end). Its first line names the device, and `beside`.
 
     Reads torchrun's environment; without one, this process is a world of its own that meets in a file.
     """
@@ -75,7 +75,9 @@ def start(*, timeout: timedelta = timedelta(minutes=30)) -> Iterator[World]:
                 backend.collectives, init_method=f"file://{meeting_place}/rendezvous", rank=0, world_size=1, timeout=timeout
             )
         if rank == 0:
-            log.info("device: %s (%s), collectives: %s, processes: %d", backend.type, backend.reason, backend.collectives, size)
+            told = "; ".join(filter(None, (backend.described(), beside)))
+            log.info("device: %s (%s): %s", backend.type, backend.reason, told)
+            log.info("collectives: %s, processes: %d", backend.collectives, size)
         yield World(rank, size, local_rank, local_size, where)
         # Not in a finally: after an error the others may never arrive, and waiting for them would hide it.
         if dist.is_initialized():  # vLLM's shutdown takes the groups down with it

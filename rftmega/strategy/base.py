@@ -73,7 +73,7 @@ class StrategyBase(ABC):
             if missing := [name for name in LAUNCHED if name not in os.environ]:
                 raise RuntimeError(f"{', '.join(missing)} must be set: start the program with torchrun.")
             os.environ.setdefault("LOCAL_WORLD_SIZE", str(min(num_gpu_per_node, launch.launched_size())))
-            given = {} if timeout is None else {"timeout": timeout}
+            given: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
             self._joined.enter_context(launch.start(**given))
         self.set_seed(self.seed)
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
+from model_providers.installed import installed
 from rftmega.config import RunConfig
 from rftmega.parallel import launch, nodes, stop
 from rftmega.parallel.launch import World
@@ -19,7 +20,8 @@ def joined(config: RunConfig) -> Iterator[tuple[World, Callable[[], bool]]]:
     """
     saves = config.checkpoint.every > 0
     signals = stop.listening() if saves else nullcontext()
-    with launch.start() as world, watched(config.faults.watchdog_seconds, world.rank), named(world), signals:
+    started = launch.start(beside=installed().told)
+    with started as world, watched(config.faults.watchdog_seconds, world.rank), named(world), signals:
         nodes.check_nodes(world, disk.needed(config))
         integrity.verify_models(world, config)
         yield world, stop.agreed if saves else lambda: False

@@ -7,9 +7,11 @@ from converters.export_folder import MARK, is_anothers
 from converters.hf_folder import HFFolder
 from model_providers.description import ModelDescription, describe, heads_violations, layout_violations
 from model_providers.hf_config import read_hf_config
+from model_providers.installed import installed, uses_transformer_engine
 from model_providers.placement import holdings
 from rftmega import device
 from rftmega.config import ParallelConfig, RunConfig, violations
+from rftmega.device import hardware
 from rftmega.errors import CheckpointError, ConfigError
 from rftmega.parallel.layout import layout_name, place_of, replicas
 
@@ -21,8 +23,10 @@ def preflight(config: RunConfig, world_size: int, *, local: bool = False, on: de
     """Raises ConfigError that lists every reason why this run can't work on `world_size` processes (`local`: of this host),
     on devices like this process's own or of another kind (`on`).
     """
-    on = on or device.current()
+    here, on = on is None, on or device.current()
     found = violations(config, world_size)
+    if here:
+        found += hardware.refusals(hardware.found())
     try:
         model = describe(read_hf_config(config.model.path))
     except CheckpointError as error:
@@ -31,6 +35,11 @@ def preflight(config: RunConfig, world_size: int, *, local: bool = False, on: de
     else:
         found += layout_violations(model, config.parallel)
         found += _value_models(config, model)
+        if here and on.type == "cuda" and model.experts and not uses_transformer_engine():
+            found.append(
+                f"Experts on CUDA need Transformer Engine's grouped products; this run would be {installed().told}. "
+                "Install it as docs/cluster.md says, or take a dense model."
+            )
         if config.algorithm.task == "rl":
             found += _engine(config, model, on)
         longest = config.rollout.max_row_tokens

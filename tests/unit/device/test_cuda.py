@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from rftmega.device import CUDA
+from rftmega.device import CUDA, hardware
 from tests.imitation_cuda import ImitationCUDA, imitated
 
 
@@ -57,3 +57,10 @@ def test_moments_are_events_of_the_stream(cuda: ImitationCUDA) -> None:
     begin = accelerator.moment()
     end = accelerator.moment()
     assert accelerator.seconds(begin, end) == 0.001
+
+
+def test_a_device_is_described_with_its_driver_and_libraries(cuda: ImitationCUDA, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "found", lambda: hardware.Hardware("580.65.06", "13.0", usable=True))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    said = CUDA(cuda).described()
+    assert said == "Imitation H100, 80 GB; driver 580.65.06, CUDA 13.0, NCCL 2.28.3"

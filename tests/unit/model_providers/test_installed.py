@@ -69,20 +69,27 @@ def test_what_is_installed_decides_what_is_fused(
 
 
 def test_on_a_cpu_nothing_counts_whatever_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(found_here, "_imported", lambda name: SimpleNamespace(__version__="2.9.0+abc"))
+    monkeypatch.setattr(found_here, "_imported", lambda name: (SimpleNamespace(__version__="2.9.0+abc"), ""))
     assert found_here.installed.__wrapped__() == Installed()
     monkeypatch.setattr(found_here.device, "current", lambda: SimpleNamespace(type="cuda"))
     assert found_here.installed.__wrapped__() == EVERYTHING
-    monkeypatch.setattr(found_here, "_imported", lambda name: None)
-    assert found_here.installed.__wrapped__() == Installed()
+    monkeypatch.setattr(found_here, "_imported", lambda name: (None, f"OSError: {name} is of another build"))
+    broken = found_here.installed.__wrapped__()
+    assert broken == Installed(why_not="OSError: transformer_engine.pytorch is of another build")
+    assert broken.told == "without Transformer Engine: OSError: transformer_engine.pytorch is of another build"
+    assert (EVERYTHING.told, Installed().told) == ("Transformer Engine 2.9.0", "")
 
 
-def test_a_package_that_can_not_be_imported_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "broken_engine.py").write_text("raise OSError('libcudnn.so.9: cannot open shared object file')")
+@pytest.mark.parametrize("error", ["OSError", "RuntimeError", "AttributeError", "ValueError"])
+def test_a_package_that_can_not_be_imported_says_why_whatever_it_raises(
+    error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"engine_that_raises_{error}"
+    (tmp_path / f"{name}.py").write_text(f"raise {error}('undefined symbol: cublasLt')")
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert found_here._imported("broken_engine") is None
-    assert found_here._imported("no_such_engine") is None
-    assert found_here._imported("json") is not None
+    assert found_here._imported(name) == (None, f"{error}: undefined symbol: cublasLt")
+    assert found_here._imported("no_such_engine") == (None, "ModuleNotFoundError: No module named 'no_such_engine'")
+    assert found_here._imported("json")[1] == ""
 
 
 @pytest.mark.parametrize(

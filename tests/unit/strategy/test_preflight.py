@@ -3,8 +3,13 @@ from pathlib import Path
 import pytest
 
 from converters.export_folder import MARK
+from model_providers.installed import Installed
+from rftmega import device
 from rftmega.config import DataConfig, ModelConfig, ParallelConfig, RolloutConfig, RunConfig
+from rftmega.device import hardware
+from rftmega.device.hardware import Hardware
 from rftmega.errors import ConfigError
+from rftmega.strategy import preflight as checks
 from rftmega.strategy.preflight import preflight
 from tests.tiny_models import save_tiny
 
@@ -142,3 +147,24 @@ def test_a_config_that_is_a_loop_of_links_is_named_before_anything_starts(tmp_pa
     (tmp_path / "config.json").symlink_to(tmp_path / "config.json")
     with pytest.raises(ConfigError, match=r"config\.json"):
         preflight(config, 1)
+
+
+def test_on_cuda_experts_need_transformer_engine_and_the_gpus_that_are_there_are_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the run is, not where it is only planned."""
+    config = config_of(tmp_path, "qwen3-moe", P(), "scripted")
+    preflight(config, 1)
+    monkeypatch.setattr(hardware, "found", lambda: Hardware("575.57.08", "13.0"))
+    with pytest.raises(ConfigError, match="needs driver 580 or newer; this host has 575.57.08"):
+        preflight(config, 1)
+    preflight(config, 1, on=device.CUDA())
+    monkeypatch.setattr(hardware, "found", Hardware)
+    monkeypatch.setattr(device, "current", lambda: device.CUDA())
+    missing = Installed(why_not="OSError: libcudnn.so.9")
+    monkeypatch.setattr(checks, "installed", lambda: missing)
+    monkeypatch.setattr(checks, "uses_transformer_engine", lambda: False)
+    with pytest.raises(ConfigError, match="this run would be without Transformer Engine: OSError: libcudnn.so.9"):
+        preflight(config, 1)
+    monkeypatch.setattr(checks, "uses_transformer_engine", lambda: True)
+    preflight(config, 1)
