@@ -552,3 +552,12 @@ class RunConfig:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+    @property
+    def late_scoring(self) -> bool:
+        """Whether the update's own forward pass can say what the log-probs before it were: nothing needs them earlier, and there
+        is one update, which computes as a scoring pass would.
+        """
+        chosen = self.algorithm
+        one_update = chosen.mini_batches == 1 and not chosen.max_staleness
+        return one_update and chosen.kl_in != "reward" and not self.model.dropout

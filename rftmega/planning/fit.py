@@ -139,7 +139,7 @@ def choices(policy: Planned, config: RunConfig, machine: Machine, phases: Collec
         found += _of_the_trainer(policy, config, machine)
     if config.algorithm.task == "rl":
         found.append([{"trainer.offload": True}] if not config.trainer.offload else [])
-        if {"rollout", "push"} & set(phases):
+        if {"start", "rollout", "push"} & set(phases):
             ranks = [2**n for n in range(6)]
             found.append([{"rollout.tensor": r} for r in ranks if r != config.rollout.tensor])
             fractions = (0.6, 0.7, 0.8, 0.4, 0.3)

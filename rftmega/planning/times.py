@@ -45,14 +45,16 @@ def seconds(
         suffix = "" if name == POLICY else f"_{name}"
         forward = forward_flops(planned.model, [length], value_head=planned.value) * rows_of(config) / world / speeds.flops
         if config.algorithm.task == "rl":
-            times = 2 if name == POLICY and config.algorithm.kl_coef > 0 else 1
-            found[f"score{suffix}"] = {"compute": forward * times}
+            passes = 1
+            if name == POLICY:  # itself, unless its update says it, and the reference
+                passes = (not config.late_scoring) + (config.algorithm.kl_coef > 0)
+            found[f"score{suffix}"] = {"compute": forward * passes}
         if planned.optimizer is not None:
             found[f"update{suffix}"] = _learning(planned, config, world, forward, speeds)
     if config.algorithm.task == "rl" and config.trainer.offload:
         held = states(models[POLICY], world, 0)
         both_ways = held[PARAMETERS] + held[MAIN_PARAMETERS] + held[ADAM]
-        found["update"]["offload"] = (2 * both_ways + held[GRADIENTS]) / speeds.host
+        found["update"]["offload"] = 2 * both_ways / speeds.host
     if push is not None:
         moved = {True: 0, False: 0}
         for (source, target), size in push.sent.items():

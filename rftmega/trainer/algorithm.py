@@ -52,7 +52,7 @@ class Algorithm:
             model_reward=ModelReward(machinery.reward_model, config.reward.model) if machinery.reward_model else None,
             refill=self.refill(),
             gate=self.gate(built),
-            late_scoring=self.late_scoring,
+            late_scoring=config.late_scoring,
             replay=self.replay(machinery.policy),
             samples_per_prompt=config.rollout.samples_per_prompt,
             temperature=config.rollout.temperature,
@@ -111,15 +111,6 @@ class Algorithm:
         folder = Path(config.trainer.output) / "gap"
         described = without_secrets(config)
         return GapGate(built, limits, folder, temperature=config.rollout.temperature, seed=config.trainer.seed, config=described)
-
-    @property
-    def late_scoring(self) -> bool:
-        """Whether the update's own forward pass can say what the log-probs before it were: nothing needs them earlier, and there
-        is one update, which computes as a scoring pass would.
-        """
-        chosen = self.chosen
-        one_update = chosen.mini_batches == 1 and not chosen.max_staleness
-        return one_update and chosen.kl_in != "reward" and not self.config.model.dropout
 
     def refill(self) -> Refill:
         """Which of a rollout's answers are learnt from."""

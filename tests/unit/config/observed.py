@@ -219,7 +219,7 @@ def program(config: RunConfig, *, data_parallel: int = 1) -> Seen:
     shutil.rmtree(output, ignore_errors=True)
 
     @contextmanager
-    def start() -> Iterator[World]:
+    def start(**_: Any) -> Iterator[World]:
         yield ALONE
 
     class Written(Trajectories):
@@ -314,9 +314,16 @@ def built(config: RunConfig) -> Seen:
     def kept(name: str) -> Any:
         def make(*_: Any, **named: Any) -> Any:
             seen.append((name, {key: x for key, x in named.items() if not isinstance(x, RunConfig)}))
-            return SimpleNamespace(manager=SimpleNamespace(
-                residency=None, bound=None, cfg=config, description=SimpleNamespace(family="", parameters=0, vocabulary=WORDS),
-                config=SimpleNamespace(params_dtype="")), push=None, topology=SimpleNamespace(data=1))  # fmt: skip
+            residency = SimpleNamespace(only=lambda: seen.append(("makes room", name)))
+            manager = SimpleNamespace(
+                residency=residency,
+                bound=None,
+                cfg=config,
+                description=SimpleNamespace(family="", parameters=0, vocabulary=WORDS),
+                config=SimpleNamespace(params_dtype=""),
+            )
+            still = {which: lambda: None for which in ("start", "push", "sleep")}
+            return SimpleNamespace(manager=manager, topology=SimpleNamespace(data=1), **still)
 
         return make
 

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from rftmega.config import load
-from rftmega.trainer import Algorithm
 from tests.tiny_models import save_tiny
 
 
@@ -26,4 +25,4 @@ def test_it_may_where_one_update_computes_what_a_scoring_pass_would_and_nothing_
 ) -> None:
     (tmp_path / "run.yaml").write_text("data: {train: nowhere}\n")
     config = load(tmp_path / "run.yaml", [f"model.path={save_tiny(tmp_path / 'model', 'qwen3')}", *options])
-    assert Algorithm(config).late_scoring is late
+    assert config.late_scoring is late
