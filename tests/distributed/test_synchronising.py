@@ -16,7 +16,7 @@ from rftmega.megatron import forward
 from rftmega.megatron.passes import MicroBatch
 from tests.distributed.test_actor import PROMPTS, ROWS, experience_of_plain
 from tests.layouts import build_actor, rows_of
-from tests.ranks import run_ranks
+from tests.ranks import TRANSFORMER_ENGINE, run_ranks
 from tests.tiny_models import save_tiny
 
 DEVICE = torch.device("cpu", 0)  # the host's tensors are on torch.device("cpu"), which is another
@@ -34,7 +34,7 @@ class FakeDevice(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         there = any(x in self.held for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
-        if there and func is Tensor.device.__get__:  # type: ignore[attr-defined]
+        if there and func == Tensor.device.__get__:  # type: ignore[attr-defined]
             return DEVICE
         wanted = next((x for x in tree_leaves((args[1:], kwargs)) if isinstance(x, torch.device)), None)
         back = name == "to" and wanted is not None and wanted != DEVICE
@@ -75,10 +75,18 @@ def forward_body(world: Any, folder: Path, parallel: ParallelConfig) -> tuple[li
 
 
 def test_a_micro_batch_is_computed_without_asking_the_device(tmp_path: Path) -> None:
+    """But Megatron's rotation does, of a learning and of a scoring micro-batch: twice for queries and for keys of four layers."""
     folder = save_tiny(tmp_path, "qwen3")
     for parallel in (ParallelConfig(), ParallelConfig(context=2)):
         for found, planted in run_ranks(parallel.context, forward_body, folder, parallel):
-            ours = [place for place in found if "/megatron/core/" not in place]
-            assert not ours, ours
             assert len(planted) == 1 and "there[0].sum().item()" in planted[0], planted
-            assert len(found) >= 4, "Megatron asks for the rows' lengths, for queries and keys of every layer"
+            theirs = [place for place in found if "/rope_utils.py:" in place]
+            assert (len(found), len(theirs)) == (32, 32), found
+
+
+def test_with_the_fused_rotation_of_transformer_engine_nobody_asks(tmp_path: Path) -> None:
+    """Its stub does, which stands for kernels."""
+    folder = save_tiny(tmp_path, "qwen3")
+    ((found, _),) = run_ranks(1, forward_body, folder, ParallelConfig(), preloaded=TRANSFORMER_ENGINE)
+    assert found
+    assert all("/tests/stub_te.py:" in place for place in found), found
