@@ -39,11 +39,15 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         ctx.scale, ctx.split = scale, key.shape[2] - query.shape[2]
-        halves = [_forward(query, *_wide(query, *half), causal, scale) for *half, causal in _halves(key, value, ctx.split)]
-        ctx.seeds = [seeds for _, _, seeds in halves]
-        denominator = torch.logaddexp(halves[0][1], halves[1][1])
-        shares = [out.to(denominator.dtype) * (part - denominator).exp()[..., None] for out, part, _ in halves]
-        attended = (shares[0] + shares[1]).to(query.dtype)
+        groups = key.shape[1]
+        before, own = _halves(key, value, ctx.split)
+        first, first_sum, seeds = _forward(_behind(query, groups), *before, False, scale)
+        first, first_sum = _beside(first, query), _beside(first_sum, query)
+        second, second_sum, more_seeds = _forward(query, *_wide(query, *own), True, scale)
+        ctx.seeds = (seeds, more_seeds)
+        denominator = torch.logaddexp(first_sum, second_sum)
+        shares = [(part - denominator).exp()[..., None] for part in (first_sum, second_sum)]
+        attended = (first * shares[0] + second * shares[1]).to(query.dtype)
         ctx.save_for_backward(query, key, value, attended, denominator)
         return attended
 
@@ -51,19 +55,30 @@ class _Joined(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         query, key, value, attended, denominator = ctx.saved_tensors
         groups = key.shape[1]
-        found = []
-        for (*half, causal), seeds in zip(_halves(key, value, ctx.split), ctx.seeds, strict=True):
-            wide = _wide(query, *half)
-            found.append(_backward(grads[0], query, *wide, attended, denominator, seeds, causal, ctx.scale))
-        to_query = found[0][0] + found[1][0]
-        to_key, to_value = (
-            torch.cat([half[n].unflatten(1, (groups, -1)).sum(2) for half in found], 2) for n in (1, 2)
-        )  # a group's heads share its keys
+        before, own = _halves(key, value, ctx.split)
+        grad, whole, sums = (_behind(x, groups) for x in (grads[0], attended, denominator))
+        first = _backward(grad, _behind(query, groups), *before, whole, sums, ctx.seeds[0], False, ctx.scale)
+        second = _backward(grads[0], query, *_wide(query, *own), attended, denominator, ctx.seeds[1], True, ctx.scale)
+        to_query = _beside(first[0], query) + second[0]
+        shared = (x.unflatten(1, (groups, -1)).sum(2) for x in second[1:])  # by the heads of a group
+        to_key, to_value = (torch.cat(both, 2) for both in zip(first[1:], shared, strict=True))
         return to_query, to_key, to_value, None
 
 
-def _halves(key: Tensor, value: Tensor, split: int) -> tuple[tuple[Tensor, Tensor, bool], tuple[Tensor, Tensor, bool]]:
-    return (key[:, :, :split], value[:, :, :split], False), (key[:, :, split:], value[:, :, split:], True)
+def _halves(key: Tensor, value: Tensor, split: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    return (key[:, :, :split], value[:, :, :split]), (key[:, :, split:], value[:, :, split:])
+
+
+def _behind(x: Tensor, groups: int) -> Tensor:
+    """[b, heads, q, ...] -> [b, groups, heads of a group * q, ...]: without a mask they are so many more queries of one head, and
+    no key need be copied for each.
+    """
+    return x.unflatten(1, (groups, -1)).flatten(2, 3)
+
+
+def _beside(x: Tensor, query: Tensor) -> Tensor:
+    """The way back, to the heads of `query`."""
+    return x.unflatten(2, (-1, query.shape[2])).flatten(1, 2)
 
 
 def _wide(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,7 +106,7 @@ def _backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    given = (grad.contiguous(), query, key, value, attended, denominator)
+    given = (grad.contiguous(), query, key, value, attended, denominator.contiguous())
     if query.device.type == "cuda":
         *lengths, seed, offset = seeds
         arguments: tuple[Any, ...] = (*lengths, 0.0, causal, seed, offset)
