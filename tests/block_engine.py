@@ -12,6 +12,7 @@ class BlockEngine:
     def __init__(self, rank: int, ranks: int, *, kv_heads: int = 2):
         self.rank, self.ranks, self.kv_heads = rank, ranks, kv_heads
         self.version: int | None = None
+        self.destinations = None
         self.loaded: dict[str, Tensor] = {}
 
     def block(self, name: str, tensor: Tensor) -> Tensor:

@@ -1,10 +1,15 @@
 """Whether what one process wrote is what another reads."""
 
+from functools import cache, lru_cache
+
 import torch
 from torch import Tensor
 
 BLOCK = 64  # bytes
 LANES = torch.tensor([1, 3, 5, 7, 11, 13, 17, 19])  # odd, and different
+AT_ONCE = 64 * 2**20  # bytes that `checksums` looks at together: what it needs beside them is a quarter of that
+
+SMALL = 2**20  # bytes for which the fewest operations count, not what they write in between
 
 
 def blocks(size: int) -> int:
@@ -18,6 +23,46 @@ def checksum(data: Tensor) -> Tensor:
     A sum of 8-byte words, weighted by their place in a block, and one weighted by the block: words, or rows, that change places
     change it as well as words that change.
     """
-    words = data.view(torch.int64).view(-1, len(LANES))
-    place = 2 * torch.arange(len(words), device=data.device) + 1
-    return (words.sum(0) * LANES.to(data.device)).sum() + 31 * (words.sum(1) * place).sum()
+    return _of_words(data.view(torch.int64).view(1, -1, len(LANES)))[0]
+
+
+def checksums(slices: Tensor) -> Tensor:
+    """[n] int64, of each of n equal slices [n, ...], which need not lie side by side, as if zeros filled its last block."""
+    if not slices.numel():
+        return torch.zeros(len(slices), dtype=torch.int64, device=slices.device)
+    flat = slices.reshape(len(slices), -1)
+    size = flat.shape[1] * flat.itemsize
+    step = max(1, AT_ONCE // size)
+    if len(flat) <= step:
+        return _of_words(_words(flat, size))
+    return torch.cat([_of_words(_words(part, size)) for part in flat.split(step)])
+
+
+def _words(flat: Tensor, size: int) -> Tensor:
+    """[n, blocks, words] of [n, elements]; a copy where blocks are not full or words would not lie as a processor likes them."""
+    aligned = flat.storage_offset() * flat.itemsize % 8 == 0 and flat.stride(0) * flat.itemsize % 8 == 0
+    if size % BLOCK or flat.stride(1) != 1 or not aligned:
+        padded = torch.zeros(len(flat), blocks(size), dtype=torch.uint8, device=flat.device)
+        padded[:, :size].view(flat.dtype).copy_(flat)
+        flat = padded
+    return flat.view(torch.int64).unflatten(1, (-1, len(LANES)))
+
+
+def _of_words(words: Tensor) -> Tensor:
+    """[n], of [n, blocks, words]."""
+    number, blocks_each = words.shape[:2]
+    if number * blocks_each * BLOCK <= SMALL:
+        return (words * _weights(words.device, blocks_each)).sum((1, 2))
+    places = 2 * torch.arange(blocks_each, device=words.device) + 1
+    return (words.sum(1) * _lanes(words.device)).sum(1) + 31 * (words.sum(2) * places).sum(1)
+
+
+@cache
+def _lanes(where: torch.device) -> Tensor:
+    return LANES.to(where)
+
+
+@lru_cache(maxsize=64)
+def _weights(where: torch.device, blocks_each: int) -> Tensor:
+    """[blocks, words]: what each word counts."""
+    return _lanes(where) + 31 * (2 * torch.arange(blocks_each, device=where) + 1)[:, None]

@@ -14,8 +14,8 @@ from rftmega.planning.models import Planned
 from rftmega.planning.push_plan import Engines, placements
 from rftmega.planning.states import BUFFERS
 from rftmega.weights.message import message_bytes
+from rftmega.weights.needs import Needs, planned_moves
 from rftmega.weights.plan import engine_needs
-from rftmega.weights.push import Needs, planned_moves
 from rftmega.weights.shared import SEGMENTS, segment_bytes
 from rftmega.weights.units import Move, Unit, buckets_of, in_order
 

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
+from typing import Any
 
 from torch import Tensor
 
@@ -34,6 +35,8 @@ class EngineStatus(Enum):
 
 class Engine(ABC):
     """One engine, as one process holds it. `version` is the policy version that it answers under; None before a push."""
+
+    destinations: Any = None  # its parameters while it loads, where a push may fill them itself (`weights.destinations`)
 
     def __init__(self) -> None:
         self.version: int | None = None

@@ -1,8 +1,13 @@
-"""What vLLM's own reload leaves undone."""
+"""vLLM's layers while its own reload loads them anew: what it leaves undone, and loaders of ours in the place of theirs."""
 
-from typing import Any
+from collections.abc import Callable, Collection, Iterator
+from functools import wraps
+from typing import Any, Protocol
 
+from torch import Tensor
+from torch.nn import Module
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, make_online_process_loader
 
 
 def pack_output_heads(model: Any) -> None:
@@ -12,3 +17,85 @@ def pack_output_heads(model: Any) -> None:
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
             module.quant_method.process_weights_after_loading(module)
+
+
+class Filling(Protocol):
+    """What a parameter gets in the place of a loaded tensor."""
+
+    def into(self, parameter: Tensor) -> None: ...
+
+
+def _fill(param: Tensor, filling: Filling) -> None:
+    """A loader, as vLLM knows them by the names of their arguments."""
+    filling.into(param)
+
+
+class FreshParameters:
+    """The parameters that vLLM's reload has put on the meta device, each with the loader that the reload counts with.
+
+    The reload calls a parameter's loader with it on the meta device, to count what it gets; once a layer has got all, with the
+    one that it has made for it; then it repacks that into the engine's own. Loaders of ours take part in this; nothing is
+    written past it. A loader is the parameter's own again after `release`.
+    """
+
+    def __init__(self, model: Module):
+        self._layers = dict(model.named_modules())
+        self._filled: dict[str, Any] = {}  # by parameter, the reload's loader around ours
+        self._before: list[tuple[Any, Any]] = []
+
+    def bare(self) -> dict[str, Tensor]:
+        """With their own loaders alone: what is loaded so is not counted, so that the reload keeps the engine's weights."""
+        for layer in self._layers.values():
+            for tensor in (*layer._parameters.values(), *layer._buffers.values()):
+                if tensor is not None and hasattr(tensor, "weight_loader"):  # a bias too, which is never on the meta device
+                    self._give(tensor, _get_original_loader(tensor))
+        return {name: parameter for name, _, _, parameter in self._fresh()}
+
+    def watch(self, names: Collection[str], filled: Callable[[str, Tensor], None]) -> None:
+        """Calls `filled` with each of these parameters after the last call of its loader."""
+        for name, layer, attribute, parameter in self._fresh():
+            if name in names:
+                self._give(parameter, _watched(_get_original_loader(parameter), name, filled))
+                parameter.weight_loader = make_online_process_loader(layer, attribute)
+
+    def fill(self, name: str, filling: Filling) -> None:
+        """Loads a filling in the place of tensors."""
+        layer_name, _, attribute = name.rpartition(".")
+        layer = self._layers[layer_name]
+        parameter: Any = layer._parameters[attribute]
+        self._give(parameter, _fill)
+        if name not in self._filled:
+            self._filled[name] = make_online_process_loader(layer, attribute)
+        parameter.weight_loader = self._filled[name]
+        parameter.weight_loader(parameter, filling)
+
+    def release(self) -> None:
+        """The load is over, in whatever way."""
+        while self._before:
+            parameter, loader = self._before.pop()
+            parameter.weight_loader = loader
+
+    def _give(self, parameter: Any, loader: Any) -> None:
+        self._before.append((parameter, parameter.weight_loader))
+        parameter.weight_loader = loader
+
+    def _fresh(self) -> Iterator[tuple[str, Module, str, Any]]:
+        for layer_name, layer in self._layers.items():
+            for attribute, parameter in layer._parameters.items():
+                if parameter is not None and parameter.is_meta:
+                    yield f"{layer_name}.{attribute}", layer, attribute, parameter
+
+
+def _watched(loader: Any, name: str, filled: Callable[[str, Tensor], None]) -> Any:
+    counted = 0
+
+    @wraps(loader)
+    def watched(param: Tensor, *given: Any, **named: Any) -> Any:
+        nonlocal counted
+        result = loader(param, *given, **named)
+        counted += 1 if param.is_meta else -1
+        if counted == 0:
+            filled(name, param)
+        return result
+
+    return watched

@@ -35,7 +35,7 @@ from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
 
-from rftmega.rollout.reload import pack_output_heads  # noqa: E402
+from rftmega.rollout.reload import FreshParameters, pack_output_heads  # noqa: E402
 
 
 def _share_cores(world: World) -> None:
@@ -64,6 +64,11 @@ def _is_mapped(file: Path) -> bool:
             if str(file) in maps.read_text():
                 return True
     return False
+
+
+def _itself(model: Any) -> Any:
+    """What vLLM applies to its model to give it."""
+    return model
 
 
 class VLLMEngine(Engine):
@@ -104,6 +109,7 @@ class VLLMEngine(Engine):
         )
         if on_cuda:  # vLLM's worker leaves this process one thread, too few for the trainer's work on the host
             torch.set_num_threads(threads)
+        self.destinations = FreshParameters(self._llm.apply_model(_itself)[0])
         if config.tensor > 1:
             _unlink_shared_memory(world, config.tensor, mine=True)
 
@@ -162,6 +168,8 @@ class VLLMEngine(Engine):
             # Half-loaded layers wait for the rest of theirs, and would take it from the next push.
             self._llm.apply_model(partial(finalize_layerwise_reload, model_config=self._llm.model_config))
             raise
+        finally:
+            self.destinations.release()
         self._llm.apply_model(pack_output_heads)
         self._llm.reset_prefix_cache()
 

@@ -1,13 +1,16 @@
-"""Slices on their way from one process to another: one flat message a bucket, with the push's version and a checksum a slice."""
+"""Slices on their way from one process to another: one flat message a bucket, with the push's version and a checksum a slice.
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+Slices of one size that follow each other are written, and their checksums computed, together.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from rftmega.errors import EngineError
-from rftmega.parallel.checksum import blocks, checksum
+from rftmega.parallel.checksum import blocks, checksums
 from rftmega.weights.units import Move
 
 
@@ -16,53 +19,95 @@ def message_bytes(sizes: Sequence[int]) -> int:
     return blocks(8 * (1 + len(sizes))) + sum(map(blocks, sizes))
 
 
-def message_for(moves: Sequence[Move], device: torch.device) -> Tensor:
+class Alike(NamedTuple):
+    """Slices `first` to `first + number` of a message have one shape, and lie behind each other from byte `start` on."""
+
+    first: int
+    number: int
+    start: int
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        """Of one."""
+        return self.shape.numel() * self.dtype.itemsize
+
+    def stored(self, message: Tensor) -> Tensor:
+        """[number, bytes of whole blocks]."""
+        size = blocks(self.bytes)
+        return message[self.start : self.start + self.number * size].view(self.number, size)
+
+    def slices(self, message: Tensor) -> Tensor:
+        """[number, *shape]."""
+        return self.stored(message)[:, : self.bytes].view(self.dtype).view(self.number, *self.shape)
+
+
+class Layout:
+    """Where the slices of one message lie; made once, and the same on both sides."""
+
+    def __init__(self, moves: Sequence[Move]):
+        self.moves = list(moves)
+        self.alike: list[Alike] = []
+        self.places: list[int] = []  # the byte at which each slice begins
+        self.payload = 0  # bytes of the slices alone
+        start = blocks(8 * (1 + len(self.moves)))
+        for number, move in enumerate(self.moves):
+            shape, dtype = move.shape, move.unit.dtype
+            last = self.alike[-1] if self.alike else None
+            if last and (last.shape, last.dtype) == (shape, dtype):
+                self.alike[-1] = last._replace(number=last.number + 1)
+            else:
+                self.alike.append(Alike(number, 1, start, shape, dtype))
+            self.places.append(start)
+            self.payload += self.alike[-1].bytes
+            start += blocks(self.alike[-1].bytes)
+        self.bytes = start
+
+
+def message_for(layout: Layout, device: torch.device) -> Tensor:
     """[bytes], with nothing in it yet."""
-    return torch.empty(message_bytes([move.bytes for move in moves]), dtype=torch.uint8, device=device)
+    return torch.empty(layout.bytes, dtype=torch.uint8, device=device)
 
 
-def written(message: Tensor, moves: Sequence[Move], version: int, slice_of: Callable[[Move], Tensor]) -> Tensor:
+def written(message: Tensor, layout: Layout, version: int, slices: Sequence[Tensor]) -> Tensor:
     """The message with the version, the checksums and the slices in it."""
-    for move, start in zip(moves, _places(moves), strict=False):
-        message[start : start + move.bytes].view(move.unit.dtype).view(move.shape).copy_(slice_of(move))
-        message[start + move.bytes : start + blocks(move.bytes)].zero_()  # the checksum covers it
-    header = _header(message, moves)
+    for alike in layout.alike:
+        here = slices[alike.first : alike.first + alike.number]
+        torch._foreach_copy_(list(alike.slices(message).unbind()), list(here))
+        alike.stored(message)[:, alike.bytes :].zero_()  # the checksum covers it
+    header = _header(message, layout)
     header[0] = version
-    header[1:] = checksums_of(message, moves)
+    header[1:] = checksums_of(message, layout)
     return message
 
 
-def opened(message: Tensor, moves: Sequence[Move], version: int, source: int) -> Iterator[tuple[Move, Tensor]]:
-    """Each slice. Raises EngineError where the message is another push's, or a slice is not as it was sent."""
-    header = _header(message, moves)
+def refuse_damaged(message: Tensor, layout: Layout, version: int, source: int) -> None:
+    """Raises EngineError where the message is another push's, or a slice is not as it was sent."""
+    header = _header(message, layout)
     if header[0] != version:
         raise EngineError(f"Process {source} sent push {int(header[0])} while this one takes push {version}.")
-    wrong = (header[1:] != checksums_of(message, moves)).nonzero()
+    wrong = (header[1:] != checksums_of(message, layout)).nonzero()
     if len(wrong):
-        move = moves[int(wrong[0])]
+        move = layout.moves[int(wrong[0])]
         raise EngineError(f"{move.name}[{move.start}:{move.stop}] of push {version} came damaged from process {source}.")
-    for move, start in zip(moves, _places(moves), strict=False):
-        yield move, message[start : start + move.bytes].view(move.unit.dtype).view(move.shape)
 
 
-def sums_of(message: Tensor, moves: Sequence[Move]) -> Tensor:
+def opened(message: Tensor, layout: Layout) -> Iterator[tuple[Move, Tensor]]:
+    """Each slice."""
+    for alike in layout.alike:
+        yield from zip(layout.moves[alike.first :], alike.slices(message).unbind(), strict=False)
+
+
+def sums_of(message: Tensor, layout: Layout) -> Tensor:
     """[slices]: the checksums that were written into the message."""
-    return _header(message, moves)[1:].clone()
+    return _header(message, layout)[1:].clone()
 
 
-def _header(message: Tensor, moves: Sequence[Move]) -> Tensor:
-    return message[: 8 * (1 + len(moves))].view(torch.int64)
-
-
-def _places(moves: Sequence[Move]) -> list[int]:
-    """Where each slice begins, and where the message ends."""
-    places = [blocks(8 * (1 + len(moves)))]
-    for move in moves:
-        places.append(places[-1] + blocks(move.bytes))
-    return places
-
-
-def checksums_of(message: Tensor, moves: Sequence[Move]) -> Tensor:
+def checksums_of(message: Tensor, layout: Layout) -> Tensor:
     """[slices], of what is in the message, gaps behind the slices included."""
-    places = _places(moves)
-    return torch.stack([checksum(message[start:stop]) for start, stop in pairwise(places)])
+    return torch.cat([checksums(alike.stored(message)) for alike in layout.alike])
+
+
+def _header(message: Tensor, layout: Layout) -> Tensor:
+    return message[: 8 * (1 + len(layout.moves))].view(torch.int64)

@@ -4,7 +4,9 @@ An engine's loader narrows, slices and chunks what it is given and copies the re
 tensors, it says which elements it needs; or it gets just those, without the others being anywhere on this process.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -94,15 +96,25 @@ def _elements(view: OnDemand) -> Tensor:
 
 
 def _box(view: OnDemand) -> Box | None:
-    """Where in the whole a view lies; None if it is no box of it (another number of dimensions, a transposition)."""
-    natural = torch.empty(view.whole, device="meta").stride()
-    if view.dim() != len(natural):
+    return box_of(view.whole, view)
+
+
+def box_of(whole: Sequence[int], view: Tensor) -> Box | None:
+    """Where in the whole, which lies in memory row by row, a view lies; None if it is no box of it (another number of dimensions,
+    a transposition).
+    """
+    return _box_of(tuple(whole), tuple(view.shape), tuple(view.stride()), int(view.storage_offset()))
+
+
+@lru_cache(maxsize=4096)  # a mixture's experts ask for the same boxes of tensors of the same shape
+def _box_of(whole: tuple[int, ...], shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> Box | None:
+    if len(shape) != len(whole):
         return None
-    if any(size > 1 and stride != own for size, stride, own in zip(view.shape, view.stride(), natural, strict=True)):
+    natural = [math.prod(max(1, size) for size in whole[dim + 1 :]) for dim in range(len(whole))]
+    if any(size > 1 and stride != own for size, stride, own in zip(shape, strides, natural, strict=True)):
         return None
     box = []
-    offset = int(view.storage_offset())
-    for size, length, stride in zip(view.shape, view.whole, natural, strict=True):
+    for size, length, stride in zip(shape, whole, natural, strict=True):
         start, offset = divmod(offset, stride)
         if start + size > length:
             return None

@@ -2,10 +2,11 @@
 
 At the start the engine's own loader is handed tensors that only record what is asked for; from that and from who holds what,
 every process computes the same plan. A push then moves each planned slice once, checks it, and lets the loader copy from the
-slices that came and from the trainer's own shard.
+slices that came and from the trainer's own shard; or, where the engine has `destinations`, does the copies that its loader was
+seen to do (`replay.py`), once a push by the loader itself has shown that they are all that it does.
 """
 
-import hashlib
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,23 +17,27 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from converters import Segment
 from rftmega.device.spans import span
 from rftmega.errors import EngineError, EngineFault
-from rftmega.parallel.collectives import gather_objects
+from rftmega.parallel.checksum import checksums
 from rftmega.parallel.progress import mark
 from rftmega.types import Metrics, SliceChecksums
-from rftmega.weights.message import checksums_of, message_for, opened, sums_of, written
+from rftmega.weights.destinations import Destinations, Part, Recording, recorded
+from rftmega.weights.message import Layout, checksums_of, message_for, opened, refuse_damaged, sums_of, written
+from rftmega.weights.needs import Needs, everybodys, needs_of, planned_moves, refuse_unread
 from rftmega.weights.on_demand import Box, Fetch, OnDemand
-from rftmega.weights.plan import Balance, Placement
+from rftmega.weights.replay import Filling, Proof, moves_in_order
 from rftmega.weights.slice_sums import SliceSums
 from rftmega.weights.units import Held, Move, Piece, Shards, Unit, buckets_of, units_of
 
-Needs = dict[str, list[tuple[int, int]]]  # HF name -> rows (columns, by the rule's axis) that an engine reads, from and to
+log = logging.getLogger(__name__)
 
 
 class Loader(Protocol):
     """An engine, as far as a push knows it."""
+
+    @property
+    def destinations(self) -> Destinations | None: ...
 
     def rehearse(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None: ...
 
@@ -45,8 +50,8 @@ class Bucket(NamedTuple):
     """Units that are loaded one after the other, and what travels for them; sender and receiver have it in the same order."""
 
     units: list[Unit]
-    sends: dict[int, list[Move]]  # by target
-    receives: dict[int, list[Move]]  # by source
+    sends: dict[int, Layout]  # by target; those that need the same share one
+    receives: dict[int, Layout]  # by source
 
 
 class EngineWeights:
@@ -60,10 +65,12 @@ class EngineWeights:
         self.engine = engine
         self.shards = Shards(held)
         units = units_of(held)
-        self.needs = self._rehearse(units)
-        kinds, kind_of = _everybodys(self.needs)
-        _refuse_unread(units, kinds)
+        recorder = recorded(units, engine.rehearse, engine.destinations) if engine.destinations else None
+        self.needs = needs_of(units, recorder.asked if recorder else self._rehearse(units))
+        kinds, kind_of = everybodys(self.needs)
+        refuse_unread(units, kinds)
         self.buckets = _plan(buckets_of(units, bucket_bytes, for_an_engine=True), kinds, kind_of)
+        self.recording = Recording(recorder, self.shards) if recorder else None
         missing = torch.tensor(sum(map(self._missing_bytes, units)), device=self.shards.device)
         dist.all_reduce(missing)
         self.least_bytes = int(missing)
@@ -95,16 +102,17 @@ class EngineWeights:
             "push_buffer_bytes": float(self.buffer_bytes),
         }
 
+    @torch.no_grad()
     def _push(self, version: int) -> int:
         """Bytes that all processes sent."""
         failure: Exception | None = None
+        self.shards.look_again()
         try:
             self._sums = SliceSums()
             passage = _Passage(self, version, self._sums)
             try:
                 self.engine.load_weights(passage.tensors(), version=version)
-                if not passage.over:
-                    failure = EngineError("The engine stopped reading before the last tensor of the push.")
+                passage.finish()
             except Exception as error:
                 failure = error
             self.buffer_bytes = passage.buffer_bytes
@@ -122,22 +130,23 @@ class EngineWeights:
             raise EngineFault(f"Push {version} failed on {failed} other process(es); no engine has weights now.")
         return int(moved)
 
-    def _rehearse(self, units: Sequence[Unit]) -> Needs:
-        asked: Needs = defaultdict(list)
+    def _rehearse(self, units: Sequence[Unit]) -> dict[str, list[Box]]:
+        """What a loader asks for that can't be watched at its parameters: by HF name."""
+        asked: dict[str, list[Box]] = defaultdict(list)
 
-        def recorder(name: str, axis: int) -> Fetch:
+        def recorder(name: str) -> Fetch:
             def fetch(box: Box, out: Tensor) -> None:
-                asked[name].append(box[axis])
+                asked[name].append(box)
                 out.zero_()
 
             return fetch
 
         self.engine.rehearse(
-            (name, OnDemand.of(shape, dtype, recorder(name, unit.rule.axis), self.shards.device))
+            (name, OnDemand.of(shape, dtype, recorder(name), self.shards.device))
             for unit in units
             for name, dtype, shape in unit.planned
         )
-        return {name: _merged(ranges) for name, ranges in asked.items()}
+        return asked
 
     def _missing_bytes(self, unit: Unit) -> int:
         """Of a unit: what this process's engine reads and this process does not hold."""
@@ -161,30 +170,70 @@ class _Passage:
         self.sent_bytes = 0
         self.over = False  # the last tensor was taken
         self.buffer_bytes = 0  # of messages that were there at once, at most
+        self.proof: Proof | None = None  # of a recording that has none yet
+        self._fillings: list[Filling] = []
         self._alive: list[tuple[StorageWeakRef, int]] = []
-        self._left = iter(weights.buckets)
+        self._left = iter(enumerate(weights.buckets))
         self._travelling = self._post()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(HF name, tensor on demand) of the whole model. Raises EngineError where what came is not what was sent."""
+        """(HF name, tensor on demand) of the whole model, but for what is copied without the loader. Raises EngineError where
+        what came is not what was sent.
+        """
+        recording, destinations = self.weights.recording, self.weights.engine.destinations
+        if recording and destinations and not recording.proven:
+            self.proof = Proof()
+            destinations.watch(recording.parameters, self.proof.filled)
         while self._travelling is not None:
             yield from self._opened(*self._arrive())
         self.over = True
 
-    def _opened(self, bucket: Bucket, came: dict[int, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def finish(self) -> None:
+        """The engine has returned. Raises EngineError where it did not take everything."""
+        if not self.over:
+            raise EngineError("The engine stopped reading before the last tensor of the push.")
+        for filling in self._fillings:
+            if not filling.done:
+                raise EngineError(f"The engine left {filling.fill.parameter} without its weights of push {self.version}.")
+        if self.proof and self.weights.recording:
+            self.weights.recording.prove(self.proof)
+
+    def _opened(self, number: int, bucket: Bucket, came: dict[int, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """A bucket's tensors. Its messages go with this generator, before the bucket after the next one sets out."""
+        for source, message in came.items():
+            refuse_damaged(message, bucket.receives[source], self.version, source)
+        if by_loader := self._copy(number, bucket, came):
+            yield from self._on_demand(bucket, came, by_loader)
+        for source, message in came.items():  # after the loader has read it: nothing may have changed it since it came
+            self.sums.received(source, bucket.receives[source].moves, checksums_of(message, bucket.receives[source]))
+
+    def _copy(self, number: int, bucket: Bucket, came: dict[int, Tensor]) -> list[Part]:
+        """Does the recorded copies of a bucket. What is left to the loader."""
+        recording, destinations = self.weights.recording, self.weights.engine.destinations
+        if recording is None or destinations is None:
+            return _everything(bucket)
+        fills, by_loader = recording.of_bucket(number, bucket.units, bucket.receives)
+        fillings = [Filling(fill, came, self.weights.shards, self.sums) for fill in fills]
+        if self.proof:
+            self.proof.expect(fillings)
+            return _everything(bucket)
+        self._fillings += fillings
+        for filling in fillings:
+            destinations.fill(filling.fill.parameter, filling)
+        return by_loader
+
+    def _on_demand(self, bucket: Bucket, came: dict[int, Tensor], wanted: Sequence[Part]) -> Iterator[tuple[str, Tensor]]:
+        """The wanted HF tensors of a bucket."""
         arrived: dict[tuple[int, int], list[Piece]] = defaultdict(list)
         for source, message in came.items():
-            for move, elements in opened(message, bucket.receives[source], self.version, source):
+            for move, elements in opened(message, bucket.receives[source]):
                 arrived[id(move.unit), move.part].append(Piece(move.start, move.stop, elements))
-        for unit in bucket.units:
-            for part, (name, dtype, shape) in enumerate(unit.planned):
-                own = self.weights.shards.pieces(unit, part)
-                self._record(unit, part, own)
-                pieces = own + arrived[id(unit), part]
-                yield name, OnDemand.of(shape, dtype, _reader(name, unit.rule.axis, pieces), self.weights.shards.device)
-        for source, message in came.items():  # after the loader has read it: nothing may have changed it since it came
-            self.sums.received(source, bucket.receives[source], checksums_of(message, bucket.receives[source]))
+        for unit, part in wanted:
+            name, dtype, shape = unit.planned[part]
+            own = self.weights.shards.pieces(unit, part)
+            self._record(unit, part, own)
+            pieces = own + arrived[id(unit), part]
+            yield name, OnDemand.of(shape, dtype, _reader(name, unit.rule.axis, pieces), self.weights.shards.device)
 
     def _record(self, unit: Unit, part: int, own: Sequence[Piece]) -> None:
         """What the engine reads of this process's own shard."""
@@ -194,33 +243,33 @@ class _Passage:
                 first, last = max(start, piece.start), min(stop, piece.stop)
                 if first < last:
                     rows = piece.elements.narrow(unit.rule.axis, first - piece.start, last - first)
-                    self.sums.used(unit, part, first, rows)
+                    self.sums.used([Move(unit, part, first, last)], checksums(rows[None]))
 
     def drain(self) -> None:
         """Takes part in what is left, for the others' sake."""
         while self._travelling is not None:
             self._arrive()
 
-    def _post(self) -> tuple[Bucket, dict[int, Tensor], list[Any], list[Tensor]] | None:
+    def _post(self) -> tuple[int, Bucket, dict[int, Tensor], list[Any], list[Tensor]] | None:
         """Starts a bucket on its way."""
-        bucket = next(self._left, None)
+        number, bucket = next(self._left, (-1, None))
         if bucket is None:
             return None
         device = self.weights.shards.device
-        alike: dict[Any, Tensor] = {}  # processes that need the same get the same message
+        alike: dict[int, Tensor] = {}  # processes that need the same get the same message
         sent = {}
-        for target, moves in bucket.sends.items():
-            key = tuple((id(move.unit), *move[1:]) for move in moves)
-            if key not in alike:
-                alike[key] = written(message_for(moves, device), moves, self.version, self.weights.shards.slice_of)
-            sent[target] = alike[key]
-            self.sums.sent(target, moves, sums_of(alike[key], moves))
-        came = {source: message_for(moves, device) for source, moves in bucket.receives.items()}
-        self.sent_bytes += sum(move.bytes for moves in bucket.sends.values() for move in moves)
+        for target, layout in bucket.sends.items():
+            if id(layout) not in alike:
+                slices = self.weights.shards.slices_of(layout.moves)
+                alike[id(layout)] = written(message_for(layout, device), layout, self.version, slices)
+            sent[target] = alike[id(layout)]
+            self.sums.sent(target, layout.moves, sums_of(sent[target], layout))
+        came = {source: message_for(layout, device) for source, layout in bucket.receives.items()}
+        self.sent_bytes += sum(layout.payload for layout in bucket.sends.values())
         self._count([*alike.values(), *came.values()])
         operations = [dist.P2POp(dist.isend, message, target) for target, message in sent.items()]
         operations += [dist.P2POp(dist.irecv, message, source) for source, message in came.items()]
-        return bucket, came, dist.batch_isend_irecv(operations) if operations else [], list(sent.values())
+        return number, bucket, came, dist.batch_isend_irecv(operations) if operations else [], list(sent.values())
 
     def _count(self, messages: Sequence[Tensor]) -> None:
         """New messages, beside those that somebody still reads."""
@@ -228,16 +277,16 @@ class _Passage:
         self._alive += [(StorageWeakRef(message.untyped_storage()), message.nbytes) for message in messages]
         self.buffer_bytes = max(self.buffer_bytes, sum(size for _, size in self._alive))
 
-    def _arrive(self) -> tuple[Bucket, dict[int, Tensor]]:
+    def _arrive(self) -> tuple[int, Bucket, dict[int, Tensor]]:
         """Waits for the bucket on its way, once the next one has set out: it travels while this one is loaded."""
         mark()
         assert self._travelling is not None
-        bucket, came, works, _ = self._travelling
+        number, bucket, came, works, _ = self._travelling
         self._travelling = self._post()
         with span("receive weights"):
             for work in works:
                 work.wait()
-        return bucket, came
+        return number, bucket, came
 
 
 def _is_of_a_connection(error: RuntimeError) -> bool:
@@ -245,79 +294,37 @@ def _is_of_a_connection(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
-def _everybodys(needs: Needs) -> tuple[list[Needs], list[int]]:
-    """(what ranks of engines need, which of these each process needs): engines are alike, so there are few, each told once."""
-    said = sorted(needs.items())
-    digests = gather_objects(hashlib.sha256(repr(said).encode()).digest())
-    first = {digest: rank for rank, digest in reversed(list(enumerate(digests)))}
-    kinds = []
-    for rank in sorted(first.values()):
-        told: list[Any] = [needs]
-        dist.broadcast_object_list(told, rank)
-        kinds.append(told[0])
-    order = {digests[rank]: number for number, rank in enumerate(sorted(first.values()))}
-    return kinds, [order[digest] for digest in digests]
-
-
 def _plan(buckets: Sequence[list[Unit]], kinds: Sequence[Needs], kind_of: Sequence[int]) -> list[Bucket]:
     """The same on every process; each keeps what it takes part in."""
     me = dist.get_rank()
     planned = []
     for units, moves in zip(buckets, planned_moves(buckets, kinds, kind_of), strict=True):
-        bucket = Bucket(units, defaultdict(list), defaultdict(list))
+        sends: dict[int, list[Move]] = defaultdict(list)
+        receives: dict[int, list[Move]] = defaultdict(list)
         for source, target, move, _ in moves:
             if source == me:
-                bucket.sends[target].append(move)
+                sends[target].append(move)
             if target == me:
-                bucket.receives[source].append(move)
-        planned.append(bucket)
+                receives[source].append(move)
+        alike: dict[Any, Layout] = {}
+        for theirs in sends.values():
+            alike.setdefault(_key(theirs), Layout(moves_in_order(theirs)))
+        planned.append(
+            Bucket(
+                units,
+                {target: alike[_key(theirs)] for target, theirs in sends.items()},
+                {source: Layout(moves_in_order(theirs)) for source, theirs in receives.items()},
+            )
+        )
     return planned
 
 
-def planned_moves(
-    buckets: Sequence[list[Unit]], kinds: Sequence[Needs], kind_of: Sequence[int]
-) -> Iterator[Iterator[tuple[int, int, Move, int]]]:
-    """(source, target, what moves, bytes) of each bucket, to be read one after the other: who sends depends on who sent before.
-
-    `kinds`: what ranks of engines need; `kind_of`: which of them each process needs. Layers that are alike are cut once.
-    """
-    balance: dict[torch.dtype, Balance] = {}
-    shared: dict[Any, tuple[tuple[int, tuple[Segment, ...]], ...]] = {}
-
-    def moves(units: list[Unit]) -> Iterator[tuple[int, int, Move, int]]:
-        for unit in units:
-            names = unit.rule.hf_names(unit.layer, unit.expert)
-            of_kind = tuple(
-                tuple(Segment(part, *range_) for part, name in enumerate(names) for range_ in needed.get(name, []))
-                for needed in kinds
-            )
-            if of_kind not in shared:
-                shared[of_kind] = tuple((rank, of_kind[kind]) for rank, kind in enumerate(kind_of))
-            plan = balance.setdefault(unit.dtype, Balance(unit.dtype.itemsize))
-            for source, target, part, start, stop, size in plan.transfers(Placement(unit.rule, unit.holders, shared[of_kind])):
-                yield source, target, Move(unit, part, start, stop), size
-
-    return map(moves, buckets)
+def _everything(bucket: Bucket) -> list[Part]:
+    return [(unit, part) for unit in bucket.units for part in range(len(unit.rule.hf))]
 
 
-def _refuse_unread(units: Sequence[Unit], kinds: Sequence[Needs]) -> None:
-    """Every element must be read by some engine's rank."""
-    for unit in units:
-        for name, _, shape in unit.planned:
-            read = _merged([range_ for needs in kinds for range_ in needs.get(name, [])])
-            if read != [(0, shape[unit.rule.axis])]:
-                raise EngineError(f"No engine reads all of {name} {tuple(shape)}, which the policy has: only {read} of it.")
-
-
-def _merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same rows in the fewest ranges."""
-    found: list[tuple[int, int]] = []
-    for start, stop in sorted(range_ for range_ in ranges if range_[0] < range_[1]):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], stop)
-        else:
-            found.append((start, stop))
-    return found
+def _key(moves: Sequence[Move]) -> Any:
+    return tuple((id(move.unit), *move[1:]) for move in moves)
 
 
 def _reader(name: str, axis: int, pieces: Sequence[Piece]) -> Fetch:

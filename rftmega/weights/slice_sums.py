@@ -5,24 +5,20 @@ They are kept where they were computed, and compared only when somebody asks why
 
 from collections.abc import Sequence
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rftmega.parallel.checksum import blocks, checksum
+from rftmega.parallel.checksum import checksums
 from rftmega.parallel.collectives import gather_objects
 from rftmega.types import SliceChecksums
-from rftmega.weights.units import Move, Shards, Unit
+from rftmega.weights.units import Move, Shards
 
 Place = tuple[str, int, int, int, int]  # tensor, first and last row, source, target
 
 
-def padded_checksum(elements: Tensor) -> Tensor:
-    """[] int64 of elements, which need not lie side by side, as a message with zeros behind them has it."""
-    size = elements.numel() * elements.element_size()
-    memory = torch.zeros(blocks(size), dtype=torch.uint8, device=elements.device)
-    memory[:size].view(elements.dtype).view(elements.shape).copy_(elements)
-    return checksum(memory)
+def sum_of(elements: Tensor) -> int:
+    """As a message has it of the same slice."""
+    return int(checksums(elements[None]))
 
 
 class SliceSums:
@@ -31,7 +27,7 @@ class SliceSums:
     def __init__(self) -> None:
         self._sent: list[tuple[int, Sequence[Move], Tensor]] = []
         self._received: list[tuple[int, Sequence[Move], Tensor]] = []
-        self._own: list[tuple[Move, Tensor]] = []
+        self._own: list[tuple[Sequence[Move], Tensor]] = []
 
     def sent(self, target: int, moves: Sequence[Move], sums: Tensor) -> None:
         """`sums` [slices] of a message to process `target`."""
@@ -41,10 +37,9 @@ class SliceSums:
         """`sums` [slices] of a message from process `source`."""
         self._received.append((source, moves, sums))
 
-    def used(self, unit: Unit, part: int, start: int, elements: Tensor) -> None:
-        """Rows from `start` on of a tensor that this process's engine reads from the trainer's own shard."""
-        stop = start + elements.shape[unit.rule.axis]
-        self._own.append((Move(unit, part, start, stop), padded_checksum(elements)))
+    def used(self, moves: Sequence[Move], sums: Tensor) -> None:
+        """`sums` [slices] of what this process's engine takes from the trainer's own shard."""
+        self._own.append((moves, sums))
 
     def compared(self, shards: Shards) -> list[SliceChecksums]:
         """All slices of the last push, everybody's; a collective, the same on every process. Weights must be on the device."""
@@ -55,15 +50,16 @@ class SliceSums:
         for target, moves, sums in self._sent:
             for move, total in zip(moves, sums.tolist(), strict=True):
                 place = (move.name, move.start, move.stop, me, target)
-                held[place] = int(padded_checksum(shards.slice_of(move)))
+                held[place] = sum_of(shards.slice_of(move))
                 sent[place] = total
         for source, moves, sums in self._received:
             for move, total in zip(moves, sums.tolist(), strict=True):
                 received[move.name, move.start, move.stop, source, me] = total
-        for move, sum_ in self._own:
-            place = (move.name, move.start, move.stop, me, me)
-            held[place] = int(padded_checksum(shards.slice_of(move)))
-            sent[place] = received[place] = int(sum_)
+        for moves, sums in self._own:
+            for move, total in zip(moves, sums.tolist(), strict=True):
+                place = (move.name, move.start, move.stop, me, me)
+                held[place] = sum_of(shards.slice_of(move))
+                sent[place] = received[place] = total
         return _joined(gather_objects((held, sent, received)))
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from converters import Rule, located
+from converters import Rule, Segment, located
 from converters.hf_folder import Planned
 from rftmega.parallel.collectives import gather_objects
 
@@ -99,6 +99,10 @@ class Shards:
     def __init__(self, held: Sequence[Held]):
         self._held = {key_of(item): item for item in held if item.rule.exported}
         self.device = held[0].parameter.device
+        self.generation = 0  # of what is kept
+        self._kept: dict[int, tuple[list[Move], list[Tensor]]] = {}
+        self._storages: list[int] = []
+        self._located: dict[tuple[int, int, int], list[tuple[Segment, int]]] = {}
 
     def pieces(self, unit: Unit, part: int) -> list[Piece]:
         """Of one HF tensor: views of the parameter."""
@@ -107,9 +111,16 @@ class Shards:
             return []
         return [
             Piece(start, stop, item.parameter.detach().narrow(unit.rule.axis, offset, stop - start))
-            for (each, start, stop), offset in located(unit.rule, item.rank, item.ranks)
+            for (each, start, stop), offset in self._segments(item)
             if each == part
         ]
+
+    def _segments(self, item: Held) -> list[tuple[Segment, int]]:
+        """Layers and experts share their rules."""
+        key = id(item.rule), item.rank, item.ranks
+        if key not in self._located:
+            self._located[key] = list(located(item.rule, item.rank, item.ranks))
+        return self._located[key]
 
     def slice_of(self, move: Move) -> Tensor:
         """What a move takes from here: it lies within one piece."""
@@ -117,6 +128,23 @@ class Shards:
             if start <= move.start and move.stop <= stop:
                 return elements.narrow(move.unit.rule.axis, move.start - start, move.stop - move.start)
         raise AssertionError(f"planned to send {move.name}[{move.start}:{move.stop}], which is not here")
+
+    def slices_of(self, moves: list[Move]) -> list[Tensor]:
+        """What each of them takes: views that are kept, by the list that asks for them, until `look_again` finds other memory."""
+        kept = self._kept.get(id(moves))
+        if kept is None or kept[0] is not moves:
+            kept = self._kept[id(moves)] = moves, [self.slice_of(move) for move in moves]
+        return kept[1]
+
+    def look_again(self) -> None:
+        """Forgets the kept views if a parameter was given other memory since (`.data = `); a storage that was filled anew, as
+        offloading does, is the same memory.
+        """
+        storages = [item.parameter.untyped_storage()._cdata for item in self._held.values()]
+        if storages != self._storages:
+            self._storages = storages
+            self._kept.clear()
+            self.generation += 1
 
 
 def units_of(held: Sequence[Held], group: Any = None) -> list[Unit]:

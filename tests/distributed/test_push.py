@@ -14,6 +14,7 @@ from torch import Tensor
 from rftmega.config import ParallelConfig
 from rftmega.errors import EngineError
 from rftmega.weights import EngineWeights, push
+from rftmega.weights.message import Layout
 from tests.block_engine import BlockEngine
 from tests.layouts import build_manager
 from tests.ranks import RankFailure, run_ranks
@@ -116,7 +117,7 @@ def plant(fault: str, engine: BlockEngine, weights: EngineWeights) -> Any:
         bucket = weights.buckets[3]
         for source in bucket.receives:
             dropped = bucket.receives[source]
-            bucket.receives[source] = [move._replace(stop=move.stop - 1, start=move.start - 1) for move in dropped]
+            bucket.receives[source] = Layout([move._replace(stop=move.stop - 1, start=move.start - 1) for move in dropped.moves])
             return lambda: bucket.receives.update({source: dropped})
     return lambda: setattr(engine, "load_weights", load)
 

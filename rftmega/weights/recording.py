@@ -1,0 +1,121 @@
+"""What an engine's own loader copies where, learnt from one load of tensors and parameters that have a shape and no elements."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rftmega.weights.on_demand import Box, box_of
+
+
+class Geometry(NamedTuple):
+    """A view, within its storage."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+class Copy(NamedTuple):
+    """A box of an HF tensor goes, element by element, into a view of a parameter."""
+
+    name: str
+    box: Box
+    target: Geometry
+
+
+class Recorder(TorchDispatchMode):
+    """Within it, a loader is handed the tensors that `tensor` makes; it fills parameters that are on the meta device.
+
+    `asked` has, by HF name, the boxes that it reads; `copies`, by parameter, those that it copies as they are. Whatever else is
+    written to a parameter puts it among the `changed`, and whatever else becomes of a tensor puts that among the `worked_on`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: dict[str, list[Box]] = defaultdict(list)
+        self.copies: dict[str, list[Copy]] = defaultdict(list)
+        self.changed: set[str] = set()
+        self.worked_on: set[str] = set()
+        self._parameters: dict[int, str] = {}
+        self._tensors: dict[int, tuple[str, Tensor, int]] = {}
+
+    def parameters(self, named: Mapping[str, Tensor]) -> None:
+        """What the loader fills."""
+        self._parameters = {_storage(parameter): name for name, parameter in named.items()}
+
+    def tensor(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], axis: int) -> Tensor:
+        """Of which rows, or columns by the axis, will be there: a box that cuts it along another one is no plain copy."""
+        made = torch.empty(shape, dtype=dtype, device="meta")
+        self._tensors[_storage(made)] = name, made, axis
+        return made
+
+    def forget(self) -> None:
+        """Lets go of the tensors and parameters; what was learnt of them stays."""
+        self._tensors.clear()
+        self._parameters.clear()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing here is compiled; torch's guard against it would cost as much again as what is done."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and _storage(args[1]) in self._tensors:
+            self._copied(args[0], args[1])
+            return args[0]
+        if not func.is_view:
+            storages = {_storage(each): each for each in _tensors(args, kwargs or {})}
+            for storage in storages.keys() & self._tensors.keys():
+                self._read(storages[storage])
+            if func._schema.is_mutable:
+                self.changed |= {self._parameters[storage] for storage in storages.keys() & self._parameters.keys()}
+        return func(*args, **(kwargs or {}))
+
+    def _copied(self, target: Tensor, view: Tensor) -> None:
+        name, whole, axis = self._tensors[_storage(view)]
+        parameter = self._parameters.get(_storage(target))
+        box = box_of(whole.shape, view)
+        if parameter is None or target.shape != view.shape or box is None or not _of_rows(box, whole.shape, axis):
+            self._read(view)
+            self.changed |= {parameter} if parameter else set()
+        elif view.numel():
+            self.asked[name].append(box)
+            geometry = Geometry(tuple(target.shape), tuple(target.stride()), int(target.storage_offset()))
+            self.copies[parameter].append(Copy(name, box, geometry))
+
+    def _read(self, tensor: Tensor) -> None:
+        """Somebody computes with a tensor: with a box of it, or one can't say with what."""
+        name, whole, _ = self._tensors[_storage(tensor)]
+        self.worked_on.add(name)
+        self.asked[name].append(box_of(whole.shape, tensor) or tuple((0, size) for size in whole.shape))
+
+    def plain(self) -> dict[str, list[Copy]]:
+        """By parameter, the copies of those that get nothing else, from tensors that go nowhere else."""
+        changed, worked_on = set(self.changed), set(self.worked_on)
+        while True:
+            worked_on |= {copy.name for parameter in changed for copy in self.copies.get(parameter, [])}
+            more = {name for name, copies in self.copies.items() if not worked_on.isdisjoint(copy.name for copy in copies)}
+            if more <= changed:
+                return {name: copies for name, copies in self.copies.items() if name not in changed}
+            changed |= more
+
+
+def _of_rows(box: Box, whole: torch.Size, axis: int) -> bool:
+    return all(dim == axis or box[dim] == (0, size) for dim, size in enumerate(whole))
+
+
+def _tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """Of an operator's arguments, which are tensors and lists of tensors."""
+    for argument in (*args, *kwargs.values()):
+        for each in argument if isinstance(argument, list | tuple) else (argument,):
+            if isinstance(each, Tensor):
+                yield each
+
+
+def _storage(tensor: Tensor) -> int:
+    found: int = tensor.untyped_storage()._cdata
+    return found

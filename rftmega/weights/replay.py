@@ -1,0 +1,268 @@
+"""The copies of an engine's own loader, recorded once, in as few operations as they can be done with.
+
+A mixture has tens of thousands of tensors; copying each by itself costs the processor more than moving it costs the link.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rftmega.parallel.checksum import checksums
+from rftmega.weights.message import Layout
+from rftmega.weights.recording import Copy, Geometry
+from rftmega.weights.slice_sums import SliceSums
+from rftmega.weights.units import Move, Shards, Unit
+
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Run(NamedTuple):
+    """Views of one size and stride, evenly spaced within a storage."""
+
+    number: int
+    step: int
+    first: Geometry
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """[number, *size], of the tensor's storage."""
+        return tensor.as_strided((self.number, *self.first.size), (self.step, *self.first.stride), self.first.offset)
+
+    def followed_by(self, view: Geometry) -> "Run | None":
+        """With one view more; None where that breaks the pattern."""
+        if view[:2] != self.first[:2]:
+            return None
+        step = self.step if self.number > 1 else view.offset - self.first.offset
+        fits = step > 0 and view.offset == self.first.offset + self.number * step
+        return Run(self.number + 1, step, self.first) if fits else None
+
+
+class Received(NamedTuple):
+    """Slices of one message that go to evenly spaced places."""
+
+    source: int
+    within: Run  # of the message, in elements
+    target: Run
+
+
+class Fill:
+    """What a bucket brings to one parameter: from messages, and slices (`moves`) of this process's own shards."""
+
+    def __init__(self, parameter: str, dtype: torch.dtype):
+        self.parameter, self.dtype = parameter, dtype
+        self.elements = 0
+        self.received: list[Received] = []
+        self.moves: list[Move] = []
+        self.targets: list[Geometry] = []  # of the moves
+        self._from_messages: list[tuple[int, Geometry, Geometry]] = []
+        self._own: list[tuple[Run, list[Tensor]]] = []
+        self._generation = -1
+
+    def add(self, source: int, within: Geometry, target: Geometry) -> None:
+        """A slice of a message."""
+        self._from_messages.append((source, within, target))
+        self.elements += math.prod(target.size)
+
+    def add_own(self, move: Move, target: Geometry) -> None:
+        self.moves.append(move)
+        self.targets.append(target)
+        self.elements += math.prod(target.size)
+
+    def settle(self) -> None:
+        """Nothing more is added: what lies evenly on both sides becomes one copy."""
+        for source, within, target in sorted(self._from_messages, key=lambda each: (each[0], each[1].offset)):
+            last = self.received[-1] if self.received and self.received[-1].source == source else None
+            both = last and (last.within.followed_by(within), last.target.followed_by(target))
+            if last and both and both[0] and both[1]:
+                self.received[-1] = Received(source, both[0], both[1])
+            else:
+                self.received.append(Received(source, Run(1, 0, within), Run(1, 0, target)))
+        self._from_messages.clear()
+        self._sums = runs_of(self.targets)
+
+    def own(self, shards: Shards) -> list[tuple[Run, list[Tensor]]]:
+        """Where views of this process's shards go; neighbours that are neighbours on both sides (gate and up) as one."""
+        if self._generation != shards.generation:
+            targets, views = _joined(self.targets, shards.slices_of(self.moves))
+            runs = runs_of(targets)
+            ends = accumulate(run.number for run in runs)
+            self._own = [(run, views[end - run.number : end]) for run, end in zip(runs, ends, strict=True)]
+            self._generation = shards.generation
+        return self._own
+
+    def note(self, parameter: Tensor, shards: Shards, sums: SliceSums) -> None:
+        """The checksums of this process's own slices, as they are in the parameter now."""
+        end = 0
+        for run in self._sums:
+            begin, end = end, end + run.number
+            of_another = parameter.dtype != self.dtype
+            slices = torch.stack(shards.slices_of(self.moves)[begin:end]) if of_another else run.of(parameter)
+            sums.used(self.moves[begin:end], checksums(slices))
+
+
+class Filling:
+    """A Fill with the messages of one push."""
+
+    def __init__(self, fill: Fill, messages: Mapping[int, Tensor], shards: Shards, sums: SliceSums):
+        self.fill, self.shards, self.sums = fill, shards, sums
+        self.done = False
+        self._messages = {each.source: messages[each.source].view(fill.dtype) for each in fill.received}
+
+    def into(self, parameter: Tensor) -> None:
+        """Copies everything into a parameter of the shape that was recorded. One on the meta device is only counted."""
+        if parameter.is_meta:
+            torch.empty(self.fill.elements, device="meta").copy_(torch.empty(self.fill.elements, device="meta"))
+            return
+        whole = parameter.detach()
+        for source, within, target in self.fill.received:
+            target.of(whole).copy_(within.of(self._messages[source]))
+        for run, views in self.fill.own(self.shards):
+            torch._foreach_copy_(run.of(whole).unbind(), views)
+        self.fill.note(whole, self.shards, self.sums)
+        self.done = True
+
+    def equals(self, parameter: Tensor) -> bool:
+        """Whether the parameter has, bit for bit, what `into` would copy."""
+        whole = parameter.detach()
+        pairs = [(target.of(whole), within.of(self._messages[source])) for source, within, target in self.fill.received]
+        for run, views in self.fill.own(self.shards):
+            pairs += zip(run.of(whole).unbind(), views, strict=True)
+        same = [(_words(target) == _words(source.to(target.dtype))).all() for target, source in pairs]
+        return bool(torch.stack(same).all()) if same else True
+
+
+class Proof:
+    """Compares what the engine's loader leaves in its parameters with what the recorded copies would."""
+
+    def __init__(self) -> None:
+        self.wrong: set[str] = set()
+        self._waiting: dict[str, list[Filling]] = defaultdict(list)
+
+    def expect(self, fillings: Iterable[Filling]) -> None:
+        for filling in fillings:
+            self._waiting[filling.fill.parameter].append(filling)
+
+    def filled(self, name: str, parameter: Tensor) -> None:
+        """The loader has copied its last to a parameter."""
+        if not all(filling.equals(parameter) for filling in self._waiting.pop(name, [])):
+            self.wrong.add(name)
+
+    def refuted(self) -> set[str]:
+        """Parameters whose copies are not all that the loader does."""
+        return self.wrong | self._waiting.keys()
+
+
+def fills_of(
+    units: Sequence[Unit], layouts: Mapping[int, Layout], copies: Mapping[str, Sequence[tuple[str, Copy]]], shards: Shards
+) -> list[Fill]:
+    """Of a bucket whose messages, by source, are laid out so. `copies`: by HF name, the parameters and what goes there."""
+    arrived: dict[tuple[int, int], list[tuple[int, Move, int]]] = defaultdict(list)
+    for source, layout in layouts.items():
+        for move, place in zip(layout.moves, layout.places, strict=True):
+            arrived[id(move.unit), move.part].append((source, move, place // move.unit.dtype.itemsize))
+    fills: dict[str, Fill] = {}
+    for unit in units:
+        for part, name in enumerate(unit.rule.hf_names(unit.layer, unit.expert)):
+            for parameter, copy in copies.get(name, []):
+                fill = fills.setdefault(parameter, Fill(parameter, unit.dtype))
+                _add(fill, unit, part, copy, shards, arrived.get((id(unit), part), []))
+    for fill in fills.values():
+        fill.settle()
+    return list(fills.values())
+
+
+def _add(fill: Fill, unit: Unit, part: int, copy: Copy, shards: Shards, arrived: Sequence[tuple[int, Move, int]]) -> None:
+    """One recorded copy, cut where its rows come from elsewhere."""
+    axis = unit.rule.axis
+    start, stop = copy.box[axis]
+    here: list[tuple[int, int, tuple[int, Move, int] | None]] = [
+        (piece.start, piece.stop, None) for piece in shards.pieces(unit, part)
+    ]
+    here += [(each[1].start, each[1].stop, each) for each in arrived]
+    at = start
+    for first, last, came in sorted(here, key=lambda each: each[:2]):
+        end = min(last, stop)
+        if first > at or end <= at:
+            continue
+        target = _narrowed(copy.target, axis, at - start, end - at)
+        if came is None:
+            fill.add_own(Move(unit, part, at, end), target)
+        else:
+            source, move, place = came
+            whole = Geometry(tuple(move.shape), _natural(move.shape), place)
+            fill.add(source, _narrowed(whole, axis, at - first, end - at), target)
+        at = end
+    assert at == stop, f"nobody brings {copy.name}[{at}:{stop}], which goes to {fill.parameter}"
+
+
+def runs_of(views: Sequence[Geometry]) -> list[Run]:
+    """Views in their order, those that are evenly spaced together."""
+    found: list[Run] = []
+    for view in views:
+        longer = found[-1].followed_by(view) if found else None
+        if longer:
+            found[-1] = longer
+        else:
+            found.append(Run(1, 0, view))
+    return found
+
+
+def _joined(targets: Sequence[Geometry], views: Sequence[Tensor]) -> tuple[list[Geometry], list[Tensor]]:
+    """The same copies, those whose rows go on in the next one together with it."""
+    joined: list[tuple[Geometry, Tensor]] = []
+    for target, view in zip(targets, views, strict=True):
+        if joined and _goes_on(joined[-1][0], target) and _is_next_to(joined[-1][1], view):
+            above, elements = joined[-1]
+            size = (above.size[0] + target.size[0], *target.size[1:])
+            joined[-1] = above._replace(size=size), elements.as_strided(size, elements.stride(), elements.storage_offset())
+        else:
+            joined.append((target, view))
+    return [target for target, _ in joined], [view for _, view in joined]
+
+
+def _is_next_to(above: Tensor, below: Tensor) -> bool:
+    same = above.untyped_storage()._cdata == below.untyped_storage()._cdata
+    return same and _goes_on(_geometry(above), _geometry(below))
+
+
+def _goes_on(above: Geometry, below: Geometry) -> bool:
+    alike = above.stride == below.stride and above.size[1:] == below.size[1:] and len(above.size) > 0
+    return alike and below.offset == above.offset + above.size[0] * above.stride[0]
+
+
+def _geometry(view: Tensor) -> Geometry:
+    return Geometry(tuple(view.shape), tuple(view.stride()), int(view.storage_offset()))
+
+
+def _narrowed(view: Geometry, axis: int, start: int, length: int) -> Geometry:
+    size = (*view.size[:axis], length, *view.size[axis + 1 :])
+    return Geometry(size, view.stride, view.offset + start * view.stride[axis])
+
+
+def _natural(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def _words(elements: Tensor) -> Tensor:
+    return elements.view(WORDS[elements.itemsize])
+
+
+def by_name(copies: Mapping[str, Sequence[Copy]]) -> dict[str, list[tuple[str, Copy]]]:
+    """By HF name, which parameters it goes to and how."""
+    found: dict[str, list[tuple[str, Copy]]] = defaultdict(list)
+    for parameter, theirs in copies.items():
+        for copy in theirs:
+            found[copy.name].append((parameter, copy))
+    return found
+
+
+def moves_in_order(moves: Sequence[Move]) -> list[Move]:
+    """As a message has them: slices of the same tensor of all layers and experts behind each other, so that they lie evenly."""
+    kinds: dict[tuple[str, int], list[Move]] = {}
+    for move in moves:
+        kinds.setdefault((move.unit.rule.megatron[0], move.part), []).append(move)
+    return [move for kind in kinds.values() for move in kind]
