@@ -19,7 +19,7 @@ from rftmega.rollout.transformers import TransformersEngine
 from rftmega.strategy.dispatch import ColocatedPolicy, ColocatedWeights, SharedEngine, Turns
 from rftmega.types import Completion, Experience, Prompt
 from rftmega.weights import EngineWeights, Exporter
-from tests.layouts import build_actor, rows_of
+from tests.layouts import build_actor, build_manager, rows_of
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 
@@ -56,6 +56,18 @@ def broken_once(engine: Any) -> Iterator[None]:
     assert any(gather_objects(next(steps) > 1)), "it was not broken, or never went on"
 
 
+def by_loader_itself(weights: ColocatedWeights, engine: Any, version: int) -> list[Completion]:
+    """Answers, to the last bit of their log-probs, after a push that vLLM's own loader takes whole."""
+    pushed: Any = weights.weights
+    recording = pushed.recording
+    assert recording.proven
+    assert len(recording.parameters) > 8, "next to nothing is copied without the loader"
+    pushed.recording = None
+    weights.push(version=version)
+    pushed.recording = recording
+    return engine.generate(PROMPTS, seeds=[1, 2, 3], temperature=0.7)  # type: ignore[no-any-return]
+
+
 def agreement_body(world: Any, folder: Path, parallel: ParallelConfig, engine_size: int) -> Any:
     from rftmega.rollout.source import PolicySource
     from rftmega.rollout.vllm import VLLMEngine
@@ -79,6 +91,7 @@ def agreement_body(world: Any, folder: Path, parallel: ParallelConfig, engine_si
         with pytest.raises(KeyboardInterrupt):  # the others are still in the engine then, and must not come back
             engine.generate(PROMPTS, seeds=[1, 2, 3], temperature=0.7, finished=interrupt)
         answers = shared.generate(PROMPTS, seeds=[1, 2, 3], temperature=0.7)
+        assert by_loader_itself(weights, shared, version) == answers, "recorded copies are not the loader's"
         with broken_once(engine):
             mended = shared.generate(PROMPTS, seeds=[1, 2, 3], temperature=0.7)
         again = shared.generate(PROMPTS[::-1], seeds=[3, 2, 1], temperature=0.7)[::-1]
@@ -157,3 +170,46 @@ def test_vllm_agrees_with_the_trainer_and_with_transformers(
                 assert length <= 12
         assert found[0]["answers"] != found[1]["answers"], "the second push changed nothing"
     assert all(result == results[0] for result in results), "the processes have different answers"
+
+
+def mixture_body(world: Any, folder: Path) -> None:
+    """On a CPU vLLM can't answer with experts that were reloaded (docs/families.md), so its parameters are looked at."""
+    from rftmega.rollout.vllm import VLLMEngine
+
+    os.environ["LOCAL_WORLD_SIZE"] = str(world.size)
+    config = RolloutConfig(tensor=2, max_prompt_tokens=32, max_response_tokens=12, cpu_cache_gib=0.05, max_batch=8)
+    manager = build_manager(folder, ParallelConfig(tensor=2, sequence=True, expert=2))
+    engine = VLLMEngine(folder, config, world, dtype="float32", stop_ids=[STOP])
+    weights = EngineWeights(manager.bound, engine, bucket_bytes=50_000)
+    recording = weights.recording
+    assert recording is not None
+    (model,) = engine._llm.apply_model(lambda model: model)
+
+    def pushed(version: int) -> dict[str, torch.Tensor]:
+        weights.push(version=version)
+        return {name: parameter.clone() for name, parameter in model.named_parameters() if parameter.numel()}
+
+    before = pushed(0)
+    assert {name.rpartition(".")[2] for name in before} >= {"w13_weight", "w2_weight"}
+    for version in (1, 2):
+        with torch.no_grad():
+            for item in manager.bound:
+                item.parameter.mul_(1.5)
+        copied = pushed(version)
+        weights.recording = None
+        loaded = pushed(version)
+        weights.recording = recording
+        assert all(torch.equal(copied[name].view(torch.int32), loaded[name].view(torch.int32)) for name in loaded)
+        assert not any(torch.equal(copied[name], before[name]) for name in before), "the push changed nothing"
+        before = copied
+    buckets = enumerate(weights.buckets)
+    left = [part for number, bucket in buckets for part in recording.of_bucket(number, bucket.units, bucket.receives)[1]]
+    assert {unit.planned[part].name for unit, part in left} == {"model.embed_tokens.weight", "lm_head.weight"}, (
+        "vLLM fills their padding; all else is copied"
+    )
+    dist.barrier()
+    engine.close()
+
+
+def test_a_mixtures_experts_are_copied_as_vllms_own_loader_would(tmp_path: Path) -> None:
+    run_ranks(2, mixture_body, save_tiny(tmp_path, "qwen3-moe", hidden_size=128, moe_intermediate_size=64), timeout=300)
