@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rftmega.parallel.checksum import checksums
-from rftmega.weights.message import Layout
+from rftmega.weights.message import Layout, copy_together
 from rftmega.weights.recording import Copy, Geometry
 from rftmega.weights.slice_sums import SliceSums
 from rftmega.weights.units import Move, Shards, Unit
@@ -121,7 +121,7 @@ class Filling:
         for source, within, target in self.fill.received:
             target.of(whole).copy_(within.of(self._messages[source]))
         for run, views in self.fill.own(self.shards):
-            torch._foreach_copy_(run.of(whole).unbind(), views)
+            copy_together(run.of(whole), views)
         self.fill.note(whole, self.shards, self.sums)
         self.done = True
 

@@ -22,6 +22,9 @@ class FakeLLM:
         FakeLLM.given = given
         torch.set_num_threads(1)
 
+    def apply_model(self, function: Any) -> list[Any]:
+        return [function(torch.nn.Module())]
+
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
