@@ -7,6 +7,7 @@ engines there are.
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from itertools import groupby
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from converters import Segment
 from rftmega.errors import EngineError, EngineFault
 from rftmega.parallel import shared
-from rftmega.parallel.checksum import blocks, checksum
+from rftmega.parallel.checksum import blocks, checksums
 from rftmega.parallel.progress import mark
 from rftmega.types import Metrics, SliceChecksums
 from rftmega.weights.plan import Balance, Placement
@@ -56,14 +57,12 @@ class Place(NamedTuple):
     def view(self, memory: Tensor) -> Tensor:
         return memory[self.start : self.start + self.bytes].view(self.dtype).view(self.shape)
 
-    def stored(self, memory: Tensor) -> Tensor:
-        """[bytes] in whole blocks."""
-        return memory[self.start : self.start + blocks(self.bytes)]
-
 
 class Bucket(NamedTuple):
     places: list[Place]
-    writes: list[tuple[int, Move]]  # which place, what of it: this process's
+    targets: list[Place]  # of what this process writes
+    writes: list[Move]  # what of each
+    alike: list[tuple[int, int]]  # (first, number) of places that follow each other and are of one size
 
 
 class SharedWeights:
@@ -76,6 +75,7 @@ class SharedWeights:
         self.buckets = _plan(buckets_of(units, bucket_bytes, for_an_engine=True))
         self.total_bytes = sum(unit.bytes for unit in units)
         self.name, self.size, self.memory = _shared_memory(segment_bytes(units, bucket_bytes))
+        self._views: dict[tuple[int, int], list[Tensor]] = {}
         self._sent: dict[str, int] = {}  # tensor -> its checksum in the last push
         self._failure: Exception | None = None
         self._control = ThreadPoolExecutor(1) if dist.get_rank() == 0 else None
@@ -89,6 +89,7 @@ class SharedWeights:
         """
         begin = time.perf_counter()
         self.engines.distrust()
+        self.shards.look_again()
         self._failure = None
         self._ask(self.engines.begin)
         reading: list[Future[None]] = []
@@ -114,6 +115,7 @@ class SharedWeights:
         finds the checksum that it was sent with, so what was received is what was sent.
         """
         found = []
+        self.shards.look_again()
         for bucket in self.buckets:
             held = self._write(bucket, self.memory[: self.size])
             for place, now in zip(bucket.places, held[:-1], strict=True):
@@ -167,19 +169,34 @@ class SharedWeights:
     @torch.no_grad()
     def _write(self, bucket: Bucket, memory: Tensor) -> list[int]:
         """This process's slices; then the checksums of what all of them wrote, and how many bytes that was."""
-        for number, move in bucket.writes:
-            place = bucket.places[number]
-            place.view(memory).narrow(move.unit.rule.axis, move.start, move.stop - move.start).copy_(self.shards.slice_of(move))
+        targets = self._targets(bucket, memory)
+        if targets:
+            torch._foreach_copy_(targets, self.shards.slices_of(bucket.writes))
         dist.barrier()
         sums = torch.zeros(len(bucket.places) + 1, dtype=torch.int64)
-        sums[-1] = sum(move.bytes for _, move in bucket.writes)
-        for number in range(dist.get_rank(), len(bucket.places), dist.get_world_size()):  # the reading is shared
-            place = bucket.places[number]
-            place.stored(memory)[place.bytes :].zero_()  # the checksum covers it
-            sums[number] = checksum(place.stored(memory))
+        sums[-1] = sum(target.nbytes for target in targets)
+        for first, number in bucket.alike:  # the reading is shared
+            begin, end = (first + number * rank // dist.get_world_size() for rank in (dist.get_rank(), dist.get_rank() + 1))
+            if begin < end:
+                place = bucket.places[begin]
+                size = blocks(place.bytes)
+                stored = memory[place.start : place.start + (end - begin) * size].view(end - begin, size)
+                stored[:, place.bytes :].zero_()  # the checksum covers it
+                sums[begin:end] = checksums(stored)
         sums = sums.to(self.shards.device)
         dist.all_reduce(sums)
-        return [int(each) for each in sums]
+        found: list[int] = sums.tolist()
+        return found
+
+    def _targets(self, bucket: Bucket, memory: Tensor) -> list[Tensor]:
+        """Views of one segment, which are the same in every push."""
+        key = id(bucket.writes), int(memory.storage_offset())
+        if key not in self._views:
+            self._views[key] = [
+                place.view(memory).narrow(move.unit.rule.axis, move.start, move.stop - move.start)
+                for place, move in zip(bucket.targets, bucket.writes, strict=True)
+            ]
+        return self._views[key]
 
     def _described(self, bucket: Bucket, segment: int, sums: Sequence[int]) -> dict[str, Any]:
         """A bucket, as the worker that reads it is told (`rollout.shared_memory.UpdateInfo`)."""
@@ -205,7 +222,7 @@ def _plan(buckets: Sequence[list[Unit]]) -> list[Bucket]:
     balance: dict[torch.dtype, Balance] = {}
     planned = []
     for units in buckets:
-        bucket = Bucket([], [])
+        bucket = Bucket([], [], [], [])
         start = 0
         for unit in units:
             first = len(bucket.places)
@@ -216,7 +233,11 @@ def _plan(buckets: Sequence[list[Unit]]) -> list[Bucket]:
             plan = balance.setdefault(unit.dtype, Balance(unit.dtype.itemsize))
             for source, _, part, begin, stop, _ in plan.transfers(Placement(unit.rule, unit.holders, ((reader, whole),))):
                 if source == me:
-                    bucket.writes.append((first + part, Move(unit, part, begin, stop)))
+                    bucket.targets.append(bucket.places[first + part])
+                    bucket.writes.append(Move(unit, part, begin, stop))
+        for _, run in groupby(range(len(bucket.places)), key=lambda number: bucket.places[number].bytes):
+            numbers = list(run)
+            bucket.alike.append((numbers[0], len(numbers)))
         planned.append(bucket)
     return planned
 
