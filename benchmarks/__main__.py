@@ -25,7 +25,7 @@ BENCHMARKS = {
     "pipeline bubble": (bubble.of_pipelines, "", "counted = formula"),
     "conversion of 2 billion parameters": (conversion.both_ways, "slower_over_copy_speed", "at least 0.5"),
     "push as planned against everything": (push.planned_against_everything, "", "planned = least"),
-    "push of a mixture": (mixture.many_tensors, "nothing moved: push_us_a_tensor", "at most 5"),
+    "push of a mixture": (mixture.many_tensors, "plain parameters: push_us_a_tensor", "at most 5"),
     "training checkpoint against dd": (checkpoints.speeds, "slower_over_dd", "at least 0.5"),
     "training beside a save": (checkpoints.beside, "steps_beside_over_plain", "at most 1.10"),
     "offload against copy": (offload.against_copy, "off_over_copy", "at least 0.7"),

@@ -19,6 +19,7 @@ from rftmega.config import RolloutConfig
 from rftmega.megatron.binding import Bound
 from rftmega.weights import EngineWeights
 from rftmega.weights.replay import Filling
+from tests.fused_engine import FusedEngine
 from tests.ranks import run_ranks
 
 BUCKET_BYTES = 256 * 2**20
@@ -80,40 +81,69 @@ def copying_nothing() -> Iterator[None]:
     Filling.into = plain  # type: ignore[method-assign]
 
 
-def body(world: Any, folder: Path) -> dict[str, float]:
-    from rftmega.rollout.vllm import VLLMEngine
-
-    held = parameters_of(folder, world.rank, world.size)
-    config = RolloutConfig(max_prompt_tokens=32, max_response_tokens=12, cpu_cache_gib=0.05, max_batch=8)
-    engine = VLLMEngine(folder, config, world, dtype="bfloat16", stop_ids=[1])
+def measured(world: Any, held: list[Bound], engine: Any) -> dict[str, float]:
+    """Processor time a tensor of a push by the engine's own loader, and of one that copies what was recorded."""
     made: list[EngineWeights] = []
     plan = processor_seconds(lambda: made.append(EngineWeights(held, engine, bucket_bytes=BUCKET_BYTES)))
     (weights,) = made
     versions = count()
+    tensors = sum(len(unit.rule.hf) for bucket in weights.buckets for unit in bucket.units)
 
-    def push() -> None:
-        weights.push(version=next(versions))
+    def a_tensor() -> float:
+        found = [processor_seconds(lambda: weights.push(version=next(versions))) for _ in range(ROUNDS)]
+        return sorted(found)[ROUNDS // 2] / tensors * 1e6
 
-    first = processor_seconds(push)
-    pushes = sorted(processor_seconds(push) for _ in range(ROUNDS))
+    first = processor_seconds(lambda: weights.push(version=next(versions))) / tensors * 1e6
+    copied = a_tensor()
     with copying_nothing():
-        reloads = sorted(processor_seconds(push) for _ in range(ROUNDS))
-    tensors = len({name for unit in (unit for bucket in weights.buckets for unit in bucket.units) for name, _, _ in unit.planned})
-    dist.barrier()
-    engine.close()
+        engines = a_tensor()
+    recording, weights.recording = weights.recording, None
+    by_loader = a_tensor()
+    weights.recording = recording
+    moved = weights.push(version=next(versions))["push_bytes"]
     return {
         "tensors": float(tensors),
+        "moved_mib": moved / 2**20,
         "plan_seconds": plan,
-        "first_push_us_a_tensor": first / tensors * 1e6,
-        "push_us_a_tensor": pushes[ROUNDS // 2] / tensors * 1e6,
-        "of_it_vllms_us_a_tensor": reloads[ROUNDS // 2] / tensors * 1e6,
+        "first_push_us_a_tensor": first,
+        "by_the_loader_us_a_tensor": by_loader,
+        "push_us_a_tensor": copied,
+        "of_it_the_engines_own_us": engines,
+        "push_less_the_engines_own_us": copied - engines,
     }
+
+
+def in_vllm(world: Any, folder: Path) -> dict[str, float]:
+    from rftmega.rollout.vllm import VLLMEngine
+
+    config = RolloutConfig(max_prompt_tokens=32, max_response_tokens=12, cpu_cache_gib=0.05, max_batch=8)
+    engine = VLLMEngine(folder, config, world, dtype="bfloat16", stop_ids=[1])
+    found = measured(world, parameters_of(folder, world.rank, world.size), engine)
+    dist.barrier()
+    engine.close()
+    return found
+
+
+def in_plain_parameters(world: Any, folder: Path) -> dict[str, float]:
+    """An engine whose parameters are vLLM's and whose loader does nothing else: no counting, no repacking."""
+    held = parameters_of(folder, world.rank, world.size)
+    everything = parameters_of(folder, 0, 1)
+    shapes = {
+        name: tensor.shape
+        for item in everything
+        for name, tensor in zip(item.hf_names, item.rule.hf, strict=True)
+    }  # fmt: skip
+    return measured(world, held, FusedEngine(0, 1, shapes, dtype=torch.bfloat16))
 
 
 def many_tensors(folder: Path) -> dict[str, float]:
     save_config(folder)
     found = {}
-    for name, processes in (("nothing moved", 1),):
+    for name, processes, body in (
+        ("plain parameters", 1, in_plain_parameters),
+        ("plain parameters, experts over 2 processes", 2, in_plain_parameters),
+        ("vLLM", 1, in_vllm),
+    ):
         for figure, value in run_ranks(processes, body, folder, timeout=900)[0].items():
             found[f"{name}: {figure}"] = value
     return found
