@@ -65,8 +65,8 @@ def replayed_body(world: Any, folder: Path, parallel: ParallelConfig, ranks: int
         ("qwen3-moe", 1, P(), 1, torch.float32),
         ("qwen3-moe", 4, P(tensor=2, sequence=True, expert=2), 2, torch.float32),
         ("mixtral", 2, P(expert=2), 1, torch.bfloat16),  # numbers that are cast on their way into the engine
-        ("deepseek-v3", 4, P(tensor=2, sequence=True, expert=4), 1, torch.float32),
-        ("qwen2", 4, P(tensor=2, pipeline=2), 4, torch.float32),
+        pytest.param("deepseek-v3", 4, P(tensor=2, sequence=True, expert=4), 1, torch.float32, marks=pytest.mark.ranks),
+        pytest.param("qwen2", 4, P(tensor=2, pipeline=2), 4, torch.float32, marks=pytest.mark.ranks),
         ("qwen3-tied", 2, P(pipeline=2, virtual_pipeline=2), 1, torch.float32),
         pytest.param("llama", 4, P(tensor=4), 2, torch.bfloat16, marks=pytest.mark.ranks),
     ],
