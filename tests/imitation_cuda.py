@@ -86,7 +86,7 @@ class ImitationCUDA:
         self.main = self.here = Stream()
         self.streams = [self.main]
         self.ranges: dict[int, int] = {}
-        self.pinned = self.copied_to_host = self.emptied = self.ticks = 0
+        self.pinned = self.copied_to_host = self.emptied = self.ticks = self.waited = self.most = 0
 
     def Stream(self) -> Stream:  # noqa: N802  as torch.cuda calls it
         self.streams.append(Stream())
@@ -102,6 +102,7 @@ class ImitationCUDA:
         self.here = self.main
 
     def current_stream(self) -> Stream:
+        self.waited += 1
         return self.here
 
     def synchronize(self) -> None:
@@ -114,9 +115,13 @@ class ImitationCUDA:
     def memory_allocated(self) -> int:
         return 0
 
-    max_memory_allocated = memory_reserved = memory_allocated
+    memory_reserved = memory_allocated
 
-    def reset_peak_memory_stats(self) -> None: ...
+    def max_memory_allocated(self) -> int:
+        return self.most
+
+    def reset_peak_memory_stats(self) -> None:
+        self.most = 0
 
     def current_device(self) -> int:
         return 0

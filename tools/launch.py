@@ -125,6 +125,8 @@ def slurm(chosen: argparse.Namespace, given: list[str]) -> int:
 
 def problems(chosen: argparse.Namespace, config: "RunConfig") -> list[str]:
     """What is wrong with the nodes and with what is to be written, each with what to change."""
+    from rftmega.parallel.layout import nodes_of_engine
+
     found = []
     ranks, gpus = chosen.processes_per_node, chosen.gpus_per_node
     for name in ("nodes", "processes_per_node", "save_seconds", "max_failures"):
@@ -137,8 +139,19 @@ def problems(chosen: argparse.Namespace, config: "RunConfig") -> list[str]:
     if gpus and ranks + engines > gpus:
         beside = f" and {engines} processes of vLLM's servers" if engines else ""
         found.append(f"{ranks} ranks{beside} a node are more than --gpus-per-node {gpus}; each needs its own.")
-    if config.algorithm.task == "rl" and not engines and ranks >= 1 and ranks % config.rollout.tensor:
-        found.append(f"rollout.tensor={config.rollout.tensor} does not divide a node's {ranks} ranks: an engine is within one.")
+    if config.algorithm.task == "rl" and not engines and ranks >= 1:
+        tensor = config.rollout.tensor
+        over = nodes_of_engine(tensor, ranks)
+        if not over:
+            found.append(
+                f"rollout.tensor={tensor} does not fit a node's {ranks} ranks: an engine lies within a node, or on GPUs has "
+                "whole nodes. Take a divisor, or a multiple."
+            )
+        elif over > 1 and not gpus:
+            found.append(
+                f"rollout.tensor={tensor} is more than a node's {ranks} ranks: on CPUs an engine's ranks share their host's "
+                "memory. Take a divisor."
+            )
     if chosen.time and seconds_of(chosen.time) <= chosen.save_seconds:
         found.append(f"--time {chosen.time} is not longer than --save-seconds {chosen.save_seconds}. Raise it, or lower that.")
     if chosen.mounts and not chosen.container:

@@ -114,7 +114,7 @@ def show(chosen: argparse.Namespace) -> int:
 
 def figures(models: Mapping[str, "Planned"], config: RunConfig, machine: "Machine") -> dict[str, Any]:
     """All numbers of a plan."""
-    from rftmega.parallel.layout import layout_name
+    from rftmega.parallel.layout import layout_name, nodes_of_engine
     from rftmega.planning.fit import stages_of
     from rftmega.planning.memory import cache_of, load_of, on_device, on_host
     from rftmega.planning.models import POLICY
@@ -142,7 +142,12 @@ def figures(models: Mapping[str, "Planned"], config: RunConfig, machine: "Machin
         "memory": machine.budget.memory,
         "micro_batch_tokens": load.tokens,
         "micro_batches": load.micro_batches,
-        "engine": cache and {"processes": config.rollout.tensor, "full_answers_at_once": cache.sequences},
+        "engine": cache
+        and {
+            "processes": config.rollout.tensor,
+            "nodes": nodes_of_engine(config.rollout.tensor, machine.speeds.node),
+            "full_answers_at_once": cache.sequences,
+        },
         "stages": [on_device(models, config, world, place, machine.budget, buffers) for place in stages],
         "host": [on_host(models, config, world, place) for place in stages],
         "push_buffers": buffers,
@@ -163,8 +168,9 @@ def table(found: dict[str, Any]) -> list[str]:
         f"update   {found['micro_batches']} micro-batches of {found['micro_batch_tokens']} tokens a data-parallel rank and step",
     ]
     if engine:
+        over = f" over {engine['nodes']} nodes" if engine["nodes"] > 1 else ""
         said.append(
-            f"engine   {engine['processes']} device(s); room for {engine['full_answers_at_once']:.0f} full answers at once"
+            f"engine   {engine['processes']} device(s){over}; room for {engine['full_answers_at_once']:.0f} full answers at once"
         )
     fullest = {phase: max(range(len(stages)), key=lambda n: sum(stages[n][phase].values())) for phase in phases}
     present = {kind for stage in stages for parts in stage.values() for kind, size in parts.items() if size}

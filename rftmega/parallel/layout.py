@@ -46,3 +46,12 @@ def layout_name(parallel: ParallelConfig, data: int) -> str:
     more = {"VPP": parallel.virtual_pipeline, "CP": parallel.context, "EP": parallel.expert, "ETP": parallel.expert_tensor}
     sizes |= {name: size for name, size in more.items() if size > 1}
     return " x ".join(f"{name}{size}" for name, size in sizes.items())
+
+
+def nodes_of_engine(ranks: int, node: int) -> int:
+    """Over how many nodes an engine of `ranks` consecutive ranks lies, where a node has `node`; 0: its ranks would share a node
+    with others while they lie on several, which no engine of vLLM's supports.
+    """
+    if node % ranks == 0:
+        return 1
+    return ranks // node if ranks % node == 0 else 0

@@ -10,6 +10,7 @@ from typing import Any
 from model_providers.description import heads_violations, layout_violations
 from rftmega.config import ParallelConfig, RunConfig, violations
 from rftmega.config.validate_ranges import value_of
+from rftmega.parallel.layout import nodes_of_engine
 from rftmega.planning import engine
 from rftmega.planning.memory import Budget, Bytes, cache_of, on_device, on_host
 from rftmega.planning.models import POLICY, Planned
@@ -213,6 +214,12 @@ def refused(models: Mapping[str, Planned], config: RunConfig, machine: Machine) 
         found += layout_violations(planned.model, parallel)
     if config.algorithm.task == "rl":
         found += heads_violations(models[POLICY].model, config.rollout.tensor, "rollout.tensor")
+        over = nodes_of_engine(config.rollout.tensor, machine.speeds.node)
+        if not over or (over > 1 and config.strategy == "separate"):
+            found.append(
+                f"rollout.tensor={config.rollout.tensor} does not fit a node's {machine.speeds.node} devices: an engine lies "
+                "within a node, or, in the trainer's processes, has whole nodes."
+            )
     return found
 
 

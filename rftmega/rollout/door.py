@@ -9,6 +9,9 @@ import os
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from rftmega.parallel.orphans import end_with_all
+
+PARENT = "RFTMEGA_SERVER_PARENT"  # the process without which a server has nobody to serve
 KEY = "RFTMEGA_SERVER_KEY"  # in the environment; a command line is seen by everybody on the host
 PATHS = {
     *("/health", "/inference/v1/generate", "/abort_requests", "/pause", "/resume"),
@@ -31,6 +34,8 @@ class Door:
     def __init__(self, app: App):
         """Raises KeyError without a key, so that a server without one does not come up."""
         self.app = app
+        if parent := os.environ.get(PARENT):
+            end_with_all(int(parent))
         self.wanted = headers(os.environ[KEY])["Authorization"].encode()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:

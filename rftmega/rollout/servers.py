@@ -62,7 +62,7 @@ class Server:
             self._begin = file.tell()  # in the log
             self._process = subprocess.Popen(
                 [*command, *arguments],
-                env=environment,
+                env=environment | {door.PARENT: str(os.getpid())},
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from rftmega.device import CUDA, hardware
+from rftmega.device.spans import Recorder
 from tests.imitation_cuda import ImitationCUDA, imitated
 
 
@@ -64,3 +65,32 @@ def test_a_device_is_described_with_its_driver_and_libraries(cuda: ImitationCUDA
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     said = CUDA(cuda).described()
     assert said == "Imitation H100, 80 GB; driver 580.65.06, CUDA 13.0, NCCL 2.28.3"
+
+
+def test_what_the_device_computes_is_measured_by_its_events_and_recorded_once_it_is_done(cuda: ImitationCUDA) -> None:
+    recorder = Recorder()
+    recorder.measuring = True
+    for _ in range(2):
+        recorder.start("forward")
+        cuda.ticks += 3
+        recorder.finish("forward")
+    assert recorder.take() == pytest.approx({"forward": 0.008})  # 1 ms a tick: 3, and one of the second event
+    assert recorder.take() == {}
+    recorder.record()
+    recorder.start("backward")
+    recorder.finish("backward")
+    (span,) = recorder.stop()
+    assert span.name == "backward"
+    assert cuda.waited == 2, "a stretch begins and ends when the device has done what it was asked before"
+
+
+def test_a_phases_most_is_of_all_its_stretches(cuda: ImitationCUDA) -> None:
+    accelerator = CUDA(cuda)
+    for most in (500, 900, 300):
+        accelerator.forget_peak()
+        cuda.most = most
+    assert accelerator.peak_bytes() == 900
+    accelerator.forget_peak()
+    cuda.most = 200
+    assert accelerator.peak_bytes() == 200
+    assert accelerator.memory()["most_allocated"] == 200

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from rftmega.parallel.layout import nodes_of_engine
 from tests.tiny_models import save_tiny
 from tools import launch
 
@@ -181,7 +182,8 @@ def test_a_fault_that_comes_again_after_the_same_checkpoint_ends_it_and_being_st
     ("more", "complaint"),
     [
         (["parallel.tensor=3"], "does not divide the 4 launched processes"),
-        (["rollout.tensor=4"], "rollout.tensor=4 does not divide a node's 2 ranks"),
+        (["rollout.tensor=4"], "rollout.tensor=4 is more than a node's 2 ranks: on CPUs"),
+        (["--nodes", "3", "rollout.tensor=3"], "rollout.tensor=3 does not fit a node's 2 ranks"),
         (["strategy=separate", "rollout.engine=vllm"], "--nodes 1 only"),
         (["--time", "10:00"], "--time 10:00 is not longer than --save-seconds 600"),
         (["--time", "soon"], "--time soon is no time"),
@@ -203,6 +205,26 @@ def test_what_cannot_work_is_refused_and_nothing_is_written(
     assert said.startswith("error: ") and complaint in said
     assert "s3cr3t" not in said
     assert sorted(folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize(("example", "nodes"), [("llama-3-70b", 8), ("qwen3-235b-a22b", 32), ("deepseek-v3", 64)])
+def test_the_examples_lack_nothing_but_weights_and_data(
+    example: str, nodes: int, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines of 16 and 32 devices have whole nodes of 8."""
+    monkeypatch.chdir(Path(launch.__file__).parents[1])
+    config = f"examples/planning/{example}/run.yaml"
+    given = ["slurm", config, f"--nodes={nodes}", "--gpus-per-node=8", f"trainer.output={folder / 'out'}"]
+    assert launch.main(given) == 2
+    said = capsys.readouterr().err.splitlines()[1:]
+    assert len(said) == 2, said
+    assert any("data.train must be given" in line for line in said)
+    assert any("holds no *.safetensors weights" in line for line in said)
+
+
+@pytest.mark.parametrize(("ranks", "node", "nodes"), [(1, 8, 1), (8, 8, 1), (16, 8, 2), (32, 8, 4), (12, 8, 0), (3, 8, 0)])
+def test_an_engine_lies_within_a_node_or_has_whole_ones(ranks: int, node: int, nodes: int) -> None:
+    assert nodes_of_engine(ranks, node) == nodes
 
 
 @pytest.mark.parametrize(
