@@ -360,11 +360,12 @@ def engine(config: RunConfig, *, kind: str = "cpu", processes: int = 1) -> Seen:
     seen: Seen = []
     fake = {name: ModuleType(name) for name in ("vllm", "vllm.model_executor.model_loader.reload", "vllm.sampling_params",
             "vllm.model_executor", "vllm.model_executor.model_loader", "rftmega.rollout.reload")}  # fmt: skip
-    fake["vllm"].LLM = lambda **named: seen.append(named)
+    fake["vllm"].LLM = lambda **named: seen.append(named) or SimpleNamespace(apply_model=lambda work: [None])
     fake["vllm"].SamplingParams = None
     fake["vllm.model_executor.model_loader.reload"].finalize_layerwise_reload = None
     fake["vllm.sampling_params"].RequestOutputKind = None
     fake["rftmega.rollout.reload"].pack_output_heads = None
+    fake["rftmega.rollout.reload"].FreshParameters = lambda *_, **__: None
 
     class Server:
         def __init__(self, arguments: Sequence[str], environment: Any, log: Path):

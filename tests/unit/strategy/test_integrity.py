@@ -111,7 +111,7 @@ def test_two_processes_share_the_files_and_end_alike(tmp_path: Path) -> None:
 
 
 def joined_body(world: World, folder: Path, output: Path) -> str:
-    launch.start = lambda: nullcontext(world)  # this process is among the others already
+    launch.start = lambda **_: nullcontext(world)  # this process is among the others already
     config = RunConfig(model=ModelConfig(path=str(folder), verify=True))
     config.trainer.output = str(output)
     try:
