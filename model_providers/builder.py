@@ -19,9 +19,10 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from converters import padded_vocabulary
 from model_providers import spec
 from model_providers.description import Experts, LatentAttention, ModelDescription
-from model_providers.installed import fused_kernels, installed
+from model_providers.installed import fused_kernels, installed, uses_transformer_engine
 from model_providers.latent_attention import mend_latent_attention
 from model_providers.rope import Rope
+from model_providers.rotary import PackedRotary
 from rftmega.config import ParallelConfig
 
 
@@ -190,6 +191,8 @@ def build_chunk(
         built.output_layer.gradient_accumulation_fusion &= installed().weight_gradients
     if post_process and not head:
         del built.output_layer
+    if not model.latent and not uses_transformer_engine():
+        built.rotary_pos_emb = PackedRotary(built.rotary_pos_emb)
     if model.latent:
         mend_latent_attention(built, config)
     return built

@@ -15,6 +15,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from torch import Tensor
 
+from model_providers.rotary import PackedRotary
 from rftmega.megatron.logprobs import Shard, linear_stats
 from rftmega.parallel.topology import tensor_and_context
 
@@ -57,6 +58,7 @@ class Packing:
     rows: int
     columns: int
     context_group: Any  # None without context parallelism
+    context: tuple[int, int] = (0, 1)  # this process among the context-parallel ones, and how many these are
 
     def take(self, grid: Tensor) -> Tensor:
         """[rows, columns] or [rows] -> [N] on the model's device; filler is 0, or 1 where there is one number a row."""
@@ -160,6 +162,7 @@ def pack(
         rows=rows,
         columns=columns,
         context_group=context_group if context > 1 else None,
+        context=(context_rank, context),
     )
 
 
@@ -247,6 +250,10 @@ def unwrap(model: Any) -> Any:
 
 def _run(model: Any, chunk: GPTModel, ids: Tensor, packing: Packing, *, hidden_only: bool) -> Tensor:
     """[N, 1, H], or on a last stage without `hidden_only` the logits [1, N, V / TP]."""
+    rotary = getattr(chunk, "rotary_pos_emb", None)
+    if isinstance(rotary, PackedRotary):
+        rank, ranks = packing.context
+        rotary.next(packing.sequence, packing.positions[0], rank=rank, ranks=ranks)
     kept = chunk.post_process
     chunk.post_process = kept and not hidden_only
     try:
