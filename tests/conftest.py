@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -12,6 +13,14 @@ settings.load_profile("rftmega")
 
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # what a launcher tells its ranks
 _TOLD = {name: os.environ[name] for name in LAUNCHED if name in os.environ}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Only tests marked gpu see a GPU: all others are written for a CPU, with more ranks than a host has devices."""
+    if Path("/proc/driver/nvidia").exists() and config.getoption("markexpr").strip() != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 _SILENCED = logging.root.manager.disable
 _UMASK = os.umask(0o022)
 os.umask(_UMASK)

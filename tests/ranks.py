@@ -1,7 +1,8 @@
-"""Runs a function on N gloo ranks and brings their results, or the first failure, back to pytest.
+"""Runs a function on N ranks and brings their results, or the first failure, back to pytest.
 
-Ranks are forked from a server process that has imported torch and Megatron once, so that a fresh set costs a fraction of
-a second; they meet in a file, so that no port is needed. Bodies are module-level functions: body(world, *args).
+Ranks talk over gloo, or over NCCL where this process computes on CUDA. On a CPU they are forked from a server process that
+has imported torch and Megatron once, so that a fresh set costs a fraction of a second. They meet in a file, so that no port is
+needed. Bodies are module-level functions: body(world, *args).
 """
 
 import functools
@@ -34,10 +35,14 @@ def run_ranks(world_size: int, body: Callable[..., Any], *args: Any, timeout: fl
 
     With `preloaded` TRANSFORMER_ENGINE, Megatron found the stub of it.
     """
+    from rftmega import device
+
+    # A forked process can't use CUDA once its parent has looked for it.
+    context: Any = CONTEXT if device.current().type == "cpu" else mp.get_context("spawn")
     with tempfile.TemporaryDirectory() as meeting_place:
-        pipes = [CONTEXT.Pipe(duplex=False) for _ in range(world_size)]
+        pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
         ranks = [
-            CONTEXT.Process(
+            context.Process(
                 target=_rank, args=(rank, world_size, meeting_place, pipes[rank][1], preloaded, body, args), daemon=True
             )
             for rank in range(world_size)
@@ -103,13 +108,17 @@ def _rank(
     import torch
     import torch.distributed as dist
 
+    from rftmega import device
     from rftmega.parallel.launch import World
 
+    backend = device.current()
+    where = backend.select(rank, world_size)
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
     try:
-        dist.init_process_group("gloo", init_method=f"file://{meeting_place}/store", rank=rank, world_size=world_size)
-        value = body(World(rank, world_size, rank, world_size, torch.device("cpu")), *args)
+        meeting = f"file://{meeting_place}/store"
+        dist.init_process_group(backend.collectives, init_method=meeting, rank=rank, world_size=world_size)
+        value = body(World(rank, world_size, rank, world_size, where), *args)
         sender.send_bytes(pickle.dumps((True, value)))  # by value: a tensor in shared memory would outlive its rank
         dist.barrier()
         dist.destroy_process_group()
