@@ -13,7 +13,7 @@ ifeq ($(HARDWARE),cpu)
 	$(BIN)/pip install --quiet -r requirements/torch.txt
 	$(BIN)/pip install --quiet --no-deps -r requirements/cpu.txt
 else
-	$(BIN)/pip install --quiet -r requirements/cuda.txt -r requirements/dev.txt
+	$(BIN)/pip install --quiet --no-deps -r requirements/cuda.txt
 endif
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation -e .
 	touch $@
