@@ -28,7 +28,7 @@ class PackedRotary(nn.Module):
         Changes the padded edges of `sequence`, which nothing else reads where this is used.
         """
         self._positions, self._context = positions, (rank, ranks)
-        edges = torch.tensor([0, ranks * len(positions)], dtype=torch.int32).to(positions.device, non_blocking=True)
+        edges = torch.tensor([0, ranks * len(positions)], dtype=torch.int32)  # on the host: Megatron asks for its numbers
         sequence.cu_seqlens_q_padded = sequence.cu_seqlens_kv_padded = edges
 
     def get_rotary_seq_len(self, *given: Any, **named: Any) -> int:
