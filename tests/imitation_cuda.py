@@ -75,7 +75,13 @@ class _Deferring(TorchDispatchMode):
             cuda.main.synchronize()  # in order, and the device waits for nobody else
         if cuda.here is cuda.main and not (later and cuda.is_pinned(args[0])):
             return run()
-        cuda.here.work.append(run)
+        size = args[1].untyped_storage().nbytes()
+
+        def run_later() -> None:
+            assert args[1].untyped_storage().nbytes() == size, "memory was freed before it was copied"
+            run()
+
+        cuda.here.work.append(run_later)
         return args[0]
 
 

@@ -47,6 +47,7 @@ def test_a_copy_aside_takes_what_was_there_when_it_was_asked_for_once_it_is_wait
     for wait in ("wait", "hold"):
         source, target = torch.ones(5), accelerator.host_buffer(5, torch.float32)
         copy = accelerator.copy_aside([(source, target)])
+        torch.zeros(3).copy_(torch.ones(3))  # the computation goes on
         assert target.tolist() == [0.0] * 5, "nobody waits for it"
         getattr(copy, wait)()
         source.zero_()
