@@ -13,6 +13,7 @@ import ast
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -28,6 +29,7 @@ ROOT = Path(__file__).parents[1]
 LIST = Path(__file__).with_suffix(".jsonl")
 LIMIT = 300  # seconds of one test
 FAILED = 1  # pytest's exit status: tests were run, and some failed
+CRASHED = (-signal.SIGSEGV, -signal.SIGABRT)  # of a process that read memory which the bug had freed
 
 
 class Mutation(NamedTuple):
@@ -124,7 +126,7 @@ def planted(tree: Path, mutation: Mutation) -> Outcome:
     finally:
         path.write_text(plain)
     seconds = time.monotonic() - begin
-    if status == FAILED:
+    if status == FAILED or status in CRASHED:
         return Outcome(mutation, True, "", seconds)
     last = said.strip().splitlines()[-1:] or [""]
     why = f"pytest ended with {status}: {last[0]}"
