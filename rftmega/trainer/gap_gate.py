@@ -26,6 +26,12 @@ PROBES = 8  # prompts that are asked after another push
 PROBE_ROLLOUT = 1 << 20  # no rollout of a step has this number, so that probes draw seeds of their own
 
 
+def chosen_by(samples: Samples, step: int) -> Tensor:
+    """[B, T] True for the response tokens that the policy of `step` chose."""
+    mask = samples.rows.mask
+    return mask if samples.versions is None else mask & (samples.versions == step)
+
+
 def limits_of(dtype: str, *, percentile: float = 0.0, mean: float = 0.0) -> Limits:
     """The limits that were given; those of `dtype` where they are 0."""
     usual = LIMITS[dtype]
@@ -47,9 +53,7 @@ class GapGate:
 
         `old_logp` [B, T] is the trainer's. Raises GapExceeded on every process where one finds the gap too large.
         """
-        mask = samples.rows.mask
-        if samples.versions is not None:
-            mask = mask & (samples.versions == step)
+        mask = chosen_by(samples, step)
         if not bool(mask.any()):
             samples, old_logp = self._ask_again(samples.prompts, step)
             mask = samples.rows.mask

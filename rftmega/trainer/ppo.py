@@ -7,7 +7,7 @@ from typing import Any
 from rftmega.algorithms.mismatch import Gap, log_prob_gap
 from rftmega.experience import ExperienceMaker, ModelReward, seeds_of
 from rftmega.interfaces import Callback, Resumable, Reward, RolloutEngine, WeightSync
-from rftmega.trainer.gap_gate import GapGate
+from rftmega.trainer.gap_gate import GapGate, chosen_by
 from rftmega.trainer.groups import Groups, Wanted
 from rftmega.trainer.journal import Journal
 from rftmega.trainer.learner import Learner
@@ -79,7 +79,9 @@ class PPOTrainer(Trainer):
     def train_step(self, batch: Sequence[Prompt]) -> Metrics:
         """Where groups are replaced, `supply` has the prompts for it, and gets back what was not used."""
         samples, seen = self.phase("rollout", self.refill, self.rollout, batch, self.supply)
-        late = self.late_scoring and self.step >= self.learner.frozen_steps
+        # Where no token is the present policy's, the gate asks for new answers, which an update that is under way can't bear.
+        present = bool(chosen_by(samples, self.step).any())
+        late = self.late_scoring and present and self.step >= self.learner.frozen_steps
         experience = self.phase("score", self.maker.make, samples, old_log_probs=not late)
         gap: Gap | None = None if late else self._gap(samples, experience)
         if late:
