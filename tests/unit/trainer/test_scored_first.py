@@ -1,0 +1,37 @@
+"""A step whose answers are all of earlier policies is scored before its update: its gate asks for new answers."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rftmega.trainer.ppo import PPOTrainer
+
+
+class Scored(Exception):
+    """Tells whether the maker was asked for log-probs."""
+
+
+class Maker:
+    def make(self, samples: Any, *, old_log_probs: bool) -> Any:
+        raise Scored(old_log_probs)
+
+
+@pytest.mark.parametrize(("version", "first"), [(0, False), (-1, True)])
+def test_the_update_scores_only_answers_of_the_present_policy(version: int, first: bool) -> None:
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    samples = SimpleNamespace(rows=SimpleNamespace(mask=mask), versions=torch.full((2, 3), version))
+    trainer: Any = object.__new__(PPOTrainer)
+    vars(trainer).update(
+        late_scoring=True,
+        step=0,
+        maker=Maker(),
+        learner=SimpleNamespace(frozen_steps=0),
+        refill=lambda *given: (samples, {}),
+        supply=None,
+        phase=lambda name, work, *given, **named: work(*given, **named),
+    )
+    with pytest.raises(Scored) as told:
+        trainer.train_step([])
+    assert told.value.args == (first,)
