@@ -379,13 +379,13 @@ def engine(config: RunConfig, *, kind: str = "cpu", processes: int = 1) -> Seen:
             patch.setenv(name, "ERROR")
         for name, module in fake.items():
             patch.setitem(sys.modules, name, module)
-        patch.delitem(sys.modules, "rftmega.rollout.vllm", raising=False)
+        patch.setitem(sys.modules, "rftmega.rollout.vllm", ModuleType("vllm"))  # whatever is there, comes back or goes
+        del sys.modules["rftmega.rollout.vllm"]
         patch.setattr(device, "current", lambda: SimpleNamespace(type=kind, train_dtype=torch.float32))
         patch.setattr(servers, "Server", Server)
         patch.setattr(servers, "_devices", lambda *_: {})
         made = rollout.create(config, World(0, processes, 0, processes, torch.device("cpu")), vocabulary=WORDS, stop_ids=[STOP])
         seen.append(type(made).__name__)
-        patch.delitem(sys.modules, "rftmega.rollout.vllm", raising=False)
     if hasattr(rollout, "vllm"):
         del rollout.vllm
     return seen
