@@ -7,7 +7,7 @@ every mask is made from lengths, never from token values: a padding id may well 
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import torch
@@ -37,6 +37,9 @@ class Completion:
     policy_version: int
     scores: dict[str, float] | None = None  # by a reward: its parts and their sum, "reward"; None where it was not asked yet
     versions: tuple[int, ...] = ()  # of the policy that chose each token, where a push came in between; (): policy_version
+    routes: Tensor | None = field(default=None, compare=False)
+    """[prompt + answer - 1, layers with experts, experts a token] int16: the experts that the engine's router sent each fed token
+    to, largest weight first; None of a dense model, or where the engine does not tell."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,6 +104,15 @@ def strikes(kills: int, requests: int, processes: int, spent: dict[str, float], 
             yield Strike(kind, rng.randrange(processes), phase, rng.randint(1, times), rng.uniform(0, spent.get(phase, 0.05)))
 
 
+def done_of_the_last_step(output: Path) -> int | None:
+    """How much of its step a run had done that was asked to stop; None before its first step, where there is nothing to save."""
+    if not (output / "checkpoints" / retention.LATEST).exists():
+        metrics = output / "metrics.jsonl"
+        assert not metrics.exists() or not metrics.read_text(), "it had done steps, and saved nothing"
+        return None
+    return len(read_manifest(retention.find(output / "checkpoints", None))["state"].get(WITHIN, []))
+
+
 def every_case(folder: Path, names: list[str]) -> Iterator[dict[str, Any]]:
     write_arithmetic(folder)
     with tqdm(total=sum(RUNS[name][1] + RUNS[name][2] + 1 for name in names), unit="run", file=sys.stderr) as bar:
@@ -122,7 +131,7 @@ def every_case(folder: Path, names: list[str]) -> Iterator[dict[str, Any]]:
                 code = run(folder, output, processes, options, strike)
                 done_within = None
                 if code == RunConfig().faults.requeue_code:
-                    done_within = len(read_manifest(retention.find(output / "checkpoints", None))["state"].get(WITHIN, []))
+                    done_within = done_of_the_last_step(output)
                     code = run(folder, output, processes, options, None)
                 seconds = time.monotonic() - begin
                 note, log = Path(f"{output}.log.strike"), Path(f"{output}.log").read_text()

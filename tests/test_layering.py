@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "parallel": "config errors device",
     "megatron": "config types errors json_files device parallel model_providers converters",
     "checkpoint": "config errors json_files device parallel megatron model_providers converters",
-    "rollout": "config types errors device parallel",
+    "rollout": "config types errors json_files device parallel",
     "weights": "config types interfaces errors json_files device parallel converters",
     "planning": "config errors parallel weights model_providers converters",
     "strategy": "config errors json_files types interfaces algorithms rewards data experience trainer "

@@ -6,8 +6,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 from torch.nn import Module
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, make_online_process_loader
+from vllm.platforms import current_platform
 
 
 def pack_output_heads(model: Any) -> None:
@@ -17,6 +19,16 @@ def pack_output_heads(model: Any) -> None:
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
             module.quant_method.process_weights_after_loading(module)
+
+
+def forget_expert_kernels(model: Any) -> None:
+    """On a CPU, vLLM packs experts' weights for its kernel only when it makes the kernel, at the first load: a reload would
+    leave them as they came, which the kernel misreads without a word. Without a kernel, it makes one of the new weights.
+    """
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, UnquantizedFusedMoEMethod) and current_platform.is_cpu():
+            method.moe_kernel = None
 
 
 class Filling(Protocol):

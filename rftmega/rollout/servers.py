@@ -29,6 +29,7 @@ from rftmega.parallel.orphans import end_with_parent
 from rftmega.rollout import door
 from rftmega.rollout.base import Engine, Finished, Stop
 from rftmega.rollout.order import shares
+from rftmega.rollout.vllm_models import model_arguments
 from rftmega.types import Completion, Prompt
 
 RANKS_OWN = {  # what tells a process that it is a rank of the trainer
@@ -170,6 +171,8 @@ class ServerEngine(Engine):
         else:
             arguments["kv-cache-memory-bytes"] = int(config.cpu_cache_gib * 2**30)
             flags.append("--enforce-eager")
+        for name, value in model_arguments(folder, on_cuda=on_cuda).items():
+            arguments[name.replace("_", "-")] = json.dumps(value)
         self._arguments = [*flags, *(f"--{name}={value}" for name, value in arguments.items())]
         environment = {name: value for name, value in os.environ.items() if name not in RANKS_OWN}
         environment |= {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "0" if on_cuda else "1"}

@@ -17,7 +17,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from rftmega.errors import EngineError
 from rftmega.parallel import shared
 from rftmega.parallel.checksum import blocks, checksum
-from rftmega.rollout.reload import pack_output_heads
+from rftmega.rollout.reload import forget_expert_kernels, pack_output_heads
 
 
 @dataclass
@@ -51,6 +51,7 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo
 
     def start_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)  # an update that broke off left layers half-loaded
+        forget_expert_kernels(self.model)
         initialize_layerwise_reload(self.model)
         self._missing = set(self._expected)
 

@@ -2,15 +2,45 @@
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from torch.nn import Module
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rftmega.config import RolloutConfig
 from rftmega.errors import WeightMismatch
 from rftmega.rollout.base import Engine, Finished, Stop
 from rftmega.types import Completion, Prompt
+
+# How a family's folders name the three matrices of an expert, where not gate_proj, up_proj, down_proj; and the layer's block.
+EXPERT_NAMES = {"mixtral": ("w1", "w3", "w2")}
+BLOCKS = {"mixtral": ".block_sparse_moe."}
+
+
+def named_as_in_a_folder(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The tensors of `model` by their names in a folder of safetensors, where experts stand one by one.
+
+    transformers holds a layer's experts in two tensors: gate_up_proj [experts, 2 x inner, hidden] and down_proj [experts, hidden,
+    inner]. What is returned are views, so that writing into one fills the model. A tied head is there once, as the embedding.
+    """
+    family = model.config.model_type
+    gate, up, down = EXPERT_NAMES.get(family, ("gate_proj", "up_proj", "down_proj"))
+    kept = model.state_dict().keys()
+    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in kept]
+    found: dict[str, Tensor] = {}
+    for name, tensor in [*model.named_parameters(), *buffers]:
+        stem, _, kind = name.replace(".mlp.", BLOCKS.get(family, ".mlp.")).rpartition(".")
+        if kind == "gate_up_proj" and tensor.dim() == 3:
+            for expert, both in enumerate(tensor.detach()):
+                found[f"{stem}.{expert}.{gate}.weight"], found[f"{stem}.{expert}.{up}.weight"] = both.chunk(2)
+        elif kind == "down_proj" and tensor.dim() == 3:
+            for expert, matrix in enumerate(tensor.detach()):
+                found[f"{stem}.{expert}.{down}.weight"] = matrix
+        else:
+            found[f"{stem}.{kind}"] = tensor
+    return found
 
 
 class TransformersEngine(Engine):
@@ -22,8 +52,20 @@ class TransformersEngine(Engine):
         self.stop_ids = stop_ids
         self.where = where
         config_of = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        model = AutoModelForCausalLM.from_config(config_of, dtype=torch.float32, trust_remote_code=False)
+        model = AutoModelForCausalLM.from_config(
+            config_of, dtype=torch.float32, trust_remote_code=False, experts_implementation="eager"
+        )
         self.model = model.eval().to(where)
+        self._chosen: list[Tensor] = []  # by each router of the model in turn, since the answer began
+        for module in self.model.modules():
+            if type(module).__name__.lower().endswith("topkrouter"):
+                module.register_forward_hook(self._note_routes)
+
+    def _note_routes(self, router: Module, given: Any, told: tuple[Tensor, Tensor, Tensor]) -> None:
+        """Keeps the experts that a router has chosen: [tokens, experts a token], largest weight first."""
+        _, weights, experts = told
+        order = weights.argsort(dim=-1, descending=True, stable=True)
+        self._chosen.append(experts.gather(-1, order).to("cpu", torch.int16))
 
     @torch.no_grad()
     def _generate(
@@ -43,21 +85,27 @@ class TransformersEngine(Engine):
         logprobs: list[float] = []
         feed = torch.tensor([prompt.token_ids], device=self.where)
         cache = None
+        routes: list[Tensor] = []
         while len(ids) < self.longest and (not ids or ids[-1] not in self.stop_ids):
+            self._chosen.clear()
             out = self.model(feed, past_key_values=cache, use_cache=True)
             cache = out.past_key_values
+            if self._chosen:
+                routes.append(torch.stack(self._chosen, dim=1))
             logp = (out.logits[0, -1].float() / (temperature or 1.0)).log_softmax(-1)
             token = int(torch.multinomial(logp.exp(), 1, generator=rng)) if temperature else int(logp.argmax())
             ids.append(token)
             logprobs.append(float(logp[token]))
             feed = torch.tensor([[token]], device=self.where)
         assert self.version is not None
-        return Completion(tuple(ids), tuple(logprobs), "stop" if ids[-1] in self.stop_ids else "length", self.version)
+        reason: Literal["stop", "length"] = "stop" if ids[-1] in self.stop_ids else "length"
+        chosen = torch.cat(routes) if routes else None
+        return Completion(tuple(ids), tuple(logprobs), reason, self.version, routes=chosen)
 
     @torch.no_grad()
     def _load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Raises WeightMismatch where a tensor is unknown, of another shape, or missing."""
-        own = dict(self.model.named_parameters())  # a tied head is listed once, under the embedding's name
+        own = named_as_in_a_folder(self.model)
         for name, tensor in named_tensors:
             if name not in own or own[name].shape != tensor.shape:
                 raise WeightMismatch(f"The engine has no {name} of shape {tuple(tensor.shape)}, or got it twice.")

@@ -35,7 +35,8 @@ from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
 
-from rftmega.rollout.reload import FreshParameters, pack_output_heads  # noqa: E402
+from rftmega.rollout.reload import FreshParameters, forget_expert_kernels, pack_output_heads  # noqa: E402
+from rftmega.rollout.vllm_models import model_arguments  # noqa: E402
 
 
 def _share_cores(world: World) -> None:
@@ -106,6 +107,7 @@ class VLLMEngine(Engine):
             seed=world.rank // config.tensor,  # ranks of one engine must draw alike
             disable_log_stats=True,
             **memory,
+            **model_arguments(folder, on_cuda=on_cuda),
         )
         if on_cuda:  # vLLM's worker leaves this process one thread, too few for the trainer's work on the host
             torch.set_num_threads(threads)
@@ -162,6 +164,7 @@ class VLLMEngine(Engine):
         return Completion(ids, logprobs, answer.finish_reason, self.version)
 
     def _load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        self._llm.apply_model(forget_expert_kernels)
         try:
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named_tensors)})
         except Exception:

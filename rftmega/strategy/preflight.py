@@ -16,6 +16,7 @@ from rftmega.errors import CheckpointError, ConfigError
 from rftmega.parallel.layout import layout_name, place_of, replicas
 
 HEAD = "score.weight"  # of a value model
+VLLM_CPU_LATENT_SIZE = 576
 VLLM_CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
@@ -80,11 +81,24 @@ def _exports(config: RunConfig) -> list[str]:
 
 def _engine(config: RunConfig, model: ModelDescription, on: device.Device) -> list[str]:
     found = heads_violations(model, config.rollout.tensor, "rollout.tensor")
-    if config.rollout.engine == "vllm" and on.type == "cpu" and model.head_dim not in VLLM_CPU_HEAD_DIMS:
-        found.append(f"vLLM's CPU kernels don't know head size {model.head_dim}, only {VLLM_CPU_HEAD_DIMS}.")
-    if model.experts and (reason := _expert_engine(config.rollout.engine, on)):
-        found.append(reason)
+    if config.rollout.engine == "vllm" and on.type == "cpu":
+        found += _vllm_on_a_cpu(model)
     return found
+
+
+def _vllm_on_a_cpu(model: ModelDescription) -> list[str]:
+    """What vLLM's CPU kernels can't compute of `model`."""
+    if latent := model.latent:
+        size = latent.key_value_rank + latent.rope_dim
+        if size == VLLM_CPU_LATENT_SIZE:
+            return []
+        return [
+            f"vLLM's CPU kernels for latent attention know kv_lora_rank + qk_rope_head_dim = {VLLM_CPU_LATENT_SIZE} only, not "
+            f"{size}. Take rollout.engine=transformers for a small model of this family."
+        ]
+    if model.head_dim in VLLM_CPU_HEAD_DIMS:
+        return []
+    return [f"vLLM's CPU kernels don't know head size {model.head_dim}, only {VLLM_CPU_HEAD_DIMS}."]
 
 
 def _value_models(config: RunConfig, policy: ModelDescription) -> list[str]:
@@ -119,15 +133,6 @@ def _value_model(
     if model.max_positions < longest:
         found.append(f"{option}={path} knows {model.max_positions} positions; it reads rows of up to {longest} tokens.")
     return found
-
-
-def _expert_engine(engine: str, on: device.Device) -> str | None:
-    """Why `engine` can't generate with a mixture of experts; None when it can."""
-    if engine == "vllm" and on.type == "cpu":
-        return "rollout.engine=vllm: on a CPU, vLLM 0.32 fails to reload the weights of experts. Take a dense model."
-    if engine == "transformers":
-        return "rollout.engine=transformers doesn't take experts one by one. Use vllm on a CUDA machine, or a dense model."
-    return None
 
 
 def dry_run(config: RunConfig, world_size: int) -> str:

@@ -248,12 +248,14 @@ def _packed_answers(answers: Answers) -> dict[str, Any]:
             else [len(answer.token_ids), answer.finish_reason, answer.policy_version, answer.scores, list(answer.versions)]
             for answer in answers
         ],
+        "routes": [answer.routes for answer in there],
     }
 
 
 def _answers(packed: dict[str, Any]) -> list[Completion | None]:
     sizes = [said[0] for said in packed["answers"] if said is not None]
     tokens, logprobs = (iter(packed[name].split(sizes)) for name in ("token_ids", "logprobs"))
+    routes = iter(packed["routes"])
     found: list[Completion | None] = []
     for said in packed["answers"]:
         if said is None:
@@ -261,5 +263,5 @@ def _answers(packed: dict[str, Any]) -> list[Completion | None]:
         else:
             _, reason, version, scores, versions = said
             ids, logp = tuple(next(tokens).tolist()), tuple(next(logprobs).tolist())
-            found.append(Completion(ids, logp, reason, version, scores, tuple(versions)))
+            found.append(Completion(ids, logp, reason, version, scores, tuple(versions), next(routes)))
     return found

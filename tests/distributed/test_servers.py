@@ -27,7 +27,7 @@ TEMPERATURE = 0.7
 def server_body(world: Any, folder: Path, logs: Path) -> Any:
     from rftmega.rollout.servers import ServerEngine
 
-    actor = build_actor(folder, ParallelConfig(tensor=2), temperature=TEMPERATURE, token_cap=512)
+    actor = build_actor(folder, ParallelConfig(tensor=2, sequence=True, expert=2), temperature=TEMPERATURE, token_cap=512)
     config = RolloutConfig(max_prompt_tokens=32, max_response_tokens=12, cpu_cache_gib=0.05, max_batch=8)
     engine = ServerEngine(folder, config, world, dtype="float32", stop_ids=[1], logs=logs)
     weights = SharedWeights(actor.manager.bound, engine, bucket_bytes=20_000)
@@ -120,8 +120,8 @@ def from_outside(engine: Any, logs: Path) -> dict[str, Any]:
 
 
 def test_a_server_follows_the_trainer_or_refuses(tmp_path: Path) -> None:
-    """Tied, with biases, and buckets so small that a layer's tensors come in several."""
-    folder = save_tiny(tmp_path / "model", "qwen2-tied", hidden_size=128)
+    """Tied, with biases, with experts, and buckets so small that a layer's tensors come in several."""
+    folder = save_tiny(tmp_path / "model", "qwen2-moe", hidden_size=128, tie_word_embeddings=True)
     shared = set(os.listdir("/dev/shm"))
     results = run_ranks(2, server_body, folder, tmp_path / "logs", timeout=240)
     for found in results:

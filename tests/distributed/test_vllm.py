@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 from rftmega.algorithms.losses import policy_loss
 from rftmega.config import ParallelConfig, RolloutConfig
@@ -172,14 +173,24 @@ def test_vllm_agrees_with_the_trainer_and_with_transformers(
     assert all(result == results[0] for result in results), "the processes have different answers"
 
 
+def says_the_same(engine: Any, oracle: TransformersEngine) -> None:
+    """Greedy answers, and the log-probs of their tokens."""
+    one, other = (each.generate(PROMPTS, seeds=[0] * 3, temperature=0.0) for each in (engine, oracle))
+    assert [answer.token_ids for answer in one] == [answer.token_ids for answer in other]
+    for answer, wanted in zip(one, other, strict=True):
+        torch.testing.assert_close(torch.tensor(answer.logprobs), torch.tensor(wanted.logprobs), atol=2e-5, rtol=0)
+
+
 def mixture_body(world: Any, folder: Path) -> None:
-    """On a CPU vLLM can't answer with experts that were reloaded (docs/families.md), so its parameters are looked at."""
+    """Its parameters and its answers, over three pushes."""
     from rftmega.rollout.vllm import VLLMEngine
 
     os.environ["LOCAL_WORLD_SIZE"] = str(world.size)
     config = RolloutConfig(tensor=2, max_prompt_tokens=32, max_response_tokens=12, cpu_cache_gib=0.05, max_batch=8)
     manager = build_manager(folder, ParallelConfig(tensor=2, sequence=True, expert=2))
     engine = VLLMEngine(folder, config, world, dtype="float32", stop_ids=[STOP])
+    oracle = TransformersEngine(folder, config, stop_ids=[STOP], where=torch.device("cpu"))
+    exporter = Exporter(manager.bound, manager.topology, bucket_bytes=50_000)
     weights = EngineWeights(manager.bound, engine, bucket_bytes=50_000)
     recording = weights.recording
     assert recording is not None
@@ -187,6 +198,8 @@ def mixture_body(world: Any, folder: Path) -> None:
 
     def pushed(version: int) -> dict[str, torch.Tensor]:
         weights.push(version=version)
+        oracle.load_weights(exporter, version=version)
+        says_the_same(engine, oracle)
         return {name: parameter.clone() for name, parameter in model.named_parameters() if parameter.numel()}
 
     before = pushed(0)
@@ -194,7 +207,7 @@ def mixture_body(world: Any, folder: Path) -> None:
     for version in (1, 2):
         with torch.no_grad():
             for item in manager.bound:
-                item.parameter.mul_(1.5)
+                item.parameter.mul_(1.1)
         copied = pushed(version)
         weights.recording = None
         loaded = pushed(version)
@@ -213,3 +226,36 @@ def mixture_body(world: Any, folder: Path) -> None:
 
 def test_a_mixtures_experts_are_copied_as_vllms_own_loader_would(tmp_path: Path) -> None:
     run_ranks(2, mixture_body, save_tiny(tmp_path, "qwen3-moe", hidden_size=128, moe_intermediate_size=64), timeout=300)
+
+
+def family_body(world: Any, folder: Path) -> None:
+    """vLLM's own loader, then again with other weights."""
+    from rftmega.rollout.vllm import VLLMEngine
+
+    config = RolloutConfig(max_prompt_tokens=32, max_response_tokens=12, cpu_cache_gib=0.05, max_batch=8)
+    engine = VLLMEngine(folder, config, world, dtype="float32", stop_ids=[STOP])
+    oracle = TransformersEngine(folder, config, stop_ids=[STOP], where=torch.device("cpu"))
+    tensors = load_file(folder / "model.safetensors")
+    for version in range(2):
+        engine.load_weights(iter(tensors.items()), version=version)
+        oracle.load_weights(tensors.items(), version=version)
+        says_the_same(engine, oracle)
+        tensors = {name: 1.2 * tensor if tensor.dim() > 1 else tensor for name, tensor in tensors.items()}
+    engine.close()
+
+
+LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
+
+
+@pytest.mark.parametrize(
+    ("variant", "changes"),
+    [
+        ("deepseek-v3", LATENT),
+        pytest.param("deepseek-v3-yarn-plain-queries", LATENT, marks=pytest.mark.ranks),
+        pytest.param("mixtral", {}, marks=pytest.mark.ranks),
+        pytest.param("qwen3-moe-plain-weights", {}, marks=pytest.mark.ranks),
+        pytest.param("qwen2-moe", {}, marks=pytest.mark.ranks),
+    ],
+)
+def test_vllm_says_what_transformers_says_of_every_mixture(variant: str, changes: dict[str, int], tmp_path: Path) -> None:
+    run_ranks(1, family_body, save_tiny(tmp_path, variant, hidden_size=128, **changes), timeout=300)

@@ -364,7 +364,7 @@ def engine(config: RunConfig, *, kind: str = "cpu", processes: int = 1) -> Seen:
     fake["vllm"].SamplingParams = None
     fake["vllm.model_executor.model_loader.reload"].finalize_layerwise_reload = None
     fake["vllm.sampling_params"].RequestOutputKind = None
-    fake["rftmega.rollout.reload"].pack_output_heads = None
+    fake["rftmega.rollout.reload"].pack_output_heads = fake["rftmega.rollout.reload"].forget_expert_kernels = None
     fake["rftmega.rollout.reload"].FreshParameters = lambda *_, **__: None
 
     class Server:

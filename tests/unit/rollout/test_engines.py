@@ -1,8 +1,11 @@
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from rftmega.config import RolloutConfig
 from rftmega.errors import EngineError, WeightMismatch
@@ -137,3 +140,58 @@ def test_the_oracle_refuses_a_push_with_a_tensor_missing_unknown_or_misshapen(tm
     ):
         with pytest.raises(WeightMismatch):
             engine.load_weights(bad.items(), version=1)
+
+
+def chosen_by_hand(config: Any, gate: Any, hidden: torch.Tensor) -> list[list[int]]:
+    """The experts of each token, largest weight first, one number at a time."""
+    scores = (hidden.double() @ gate.weight.double().T).tolist()
+    chosen = []
+    for token in scores:
+        if not hasattr(gate, "e_score_correction_bias"):
+            chosen.append(sorted(range(len(token)), key=lambda expert: -token[expert])[: config.num_experts_per_tok])
+            continue
+        biased = [1 / (1 + math.exp(-x)) + float(b) for x, b in zip(token, gate.e_score_correction_bias, strict=True)]
+        size = len(token) // config.n_group
+        groups = [range(start, start + size) for start in range(0, len(token), size)]
+        groups.sort(key=lambda group: -sum(sorted((biased[expert] for expert in group), reverse=True)[:2]))
+        allowed = [expert for group in groups[: config.topk_group] for expert in group]
+        best = sorted(allowed, key=lambda expert: -biased[expert])[: config.num_experts_per_tok]
+        chosen.append(sorted(best, key=lambda expert: -token[expert]))
+    return chosen
+
+
+@pytest.mark.parametrize("variant", ["qwen3-moe", "qwen2-moe", "mixtral", "deepseek-v3"])
+def test_the_oracle_takes_experts_one_by_one_and_tells_where_each_token_went(variant: str, tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path, variant)
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    gates = [module for module in plain.modules() if "topkrouter" in type(module).__name__.lower()]
+    fed: list[torch.Tensor] = []
+    for gate in gates:
+        gate.register_forward_pre_hook(lambda module, given: fed.append(given[0].reshape(-1, given[0].shape[-1])))
+    for prompt, answer in zip(PROMPTS, transformers_engine(folder).generate(PROMPTS, seeds=[0, 0], temperature=0.0), strict=True):
+        row = [*prompt.token_ids, *answer.token_ids]
+        fed.clear()
+        with torch.no_grad():
+            logp = plain(torch.tensor([row[:-1]])).logits[0].log_softmax(-1)[len(prompt.token_ids) - 1 :]
+        assert list(answer.token_ids) == logp.argmax(-1).tolist()
+        picked = logp.gather(-1, torch.tensor(answer.token_ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(answer.logprobs), picked, atol=1e-5, rtol=0)
+        by_layer = [chosen_by_hand(plain.config, gate, hidden) for gate, hidden in zip(gates, fed, strict=True)]
+        assert answer.routes is not None
+        assert answer.routes.shape == (len(row) - 1, len(gates), plain.config.num_experts_per_tok)
+        assert answer.routes.transpose(0, 1).tolist() == by_layer
+
+
+def test_a_dense_model_has_no_routes(tmp_path: Path) -> None:
+    (answer, _) = transformers_engine(save_tiny(tmp_path, "qwen3")).generate(PROMPTS, seeds=[0, 0], temperature=0.0)
+    assert answer.routes is None
+
+
+def test_the_oracle_refuses_a_push_without_one_matrix_of_one_expert(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path, "mixtral")
+    tensors = load_file(folder / "model.safetensors")
+    engine = transformers_engine(folder)
+    name = "model.layers.2.block_sparse_moe.experts.3.w3.weight"
+    del tensors[name]
+    with pytest.raises(WeightMismatch, match=name):
+        engine.load_weights(tensors.items(), version=1)

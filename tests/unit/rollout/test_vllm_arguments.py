@@ -30,6 +30,7 @@ class FakeLLM:
 def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     vllm = pytest.importorskip("rftmega.rollout.vllm")
     monkeypatch.setattr(vllm, "LLM", FakeLLM)
+    (tmp_path / "config.json").write_text('{"model_type": "deepseek_v3"}')
     with imitated(monkeypatch):
         config = RolloutConfig(memory_fraction=0.45, max_prompt_tokens=100, max_response_tokens=28, max_batch=7)
         yield vllm.VLLMEngine(tmp_path, config, World(3, 8, 3, 8, torch.device("cpu")), dtype="auto", stop_ids=[1])
@@ -44,6 +45,8 @@ def test_its_arguments_on_cuda_are_known_to_the_engine_and_mean_what_was_configu
     given = FakeLLM.given
     assert (given["gpu_memory_utilization"], given["enable_sleep_mode"]) == (0.45, True)
     assert "kv_cache_memory_bytes" not in given
+    assert given["hf_overrides"] == {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}, "not as its makers wrote it"
+    assert "compilation_config" not in given, "its own kernels serve"
     assert (given["dtype"], given["enforce_eager"], given["load_format"]) == ("bfloat16", False, "dummy")
     assert (given["max_model_len"], given["max_num_seqs"]) == (128, 7)
     assert (given["tensor_parallel_size"], given["distributed_executor_backend"]) == (1, "external_launcher")

@@ -38,6 +38,11 @@ def test_what_works_is_let_through(variant: str, parallel: ParallelConfig, proce
     preflight(config_of(tmp_path, variant, parallel, "scripted"), processes)
 
 
+@pytest.mark.parametrize("engine", ["vllm", "transformers"])
+def test_a_mixture_has_real_engines_on_a_cpu(engine: str, tmp_path: Path) -> None:
+    preflight(config_of(tmp_path, "qwen3-moe", P(), engine), 1)
+
+
 @pytest.mark.parametrize(
     ("variant", "parallel", "processes", "engine", "complaints"),
     [
@@ -58,8 +63,8 @@ def test_what_works_is_let_through(variant: str, parallel: ParallelConfig, proce
         ),
         ("qwen3", P(pipeline=3, virtual_pipeline=2), 3, "scripted", ["parallel.pipeline=3 does not divide the model's 4 layers"]),
         ("qwen3", P(virtual_pipeline=2), 1, "scripted", ["parallel.virtual_pipeline=2 needs parallel.pipeline > 1"]),
-        ("qwen3-moe", P(), 1, "vllm", ["on a CPU, vLLM 0.32 fails to reload the weights of experts"]),
-        ("qwen3-moe", P(), 1, "transformers", ["doesn't take experts one by one"]),
+        ("deepseek-v3", P(), 1, "vllm", ["know kv_lora_rank + qk_rope_head_dim = 576 only, not 24"]),
+        ("qwen2", P(), 1, "vllm", ["don't know head size 16"]),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_reason_and_what_does(

@@ -248,7 +248,9 @@ def test_a_step_that_goes_on_otherwise_is_refused(start: Any) -> None:
 
 
 def test_a_journal_is_the_same_when_it_was_written_down() -> None:
-    answers = [Completion((1, 2), (-0.1, -1 / 3), "stop", 4, {"reward": 0.1}, (3, 4)), None, Completion((), (), "length", 4)]
+    routes = torch.tensor([[[1, 0]], [[2, 3]], [[0, 1]]], dtype=torch.int16)
+    told = Completion((1, 2), (-0.1, -1 / 3), "stop", 4, {"reward": 0.1}, (3, 4), routes)
+    answers = [Completion((), (), "length", 4), None, told]
     stats = TokenStats(torch.rand(2, 3), None)
     journal = Journal()
     for name, result in (("a", answers), ("b", stats), ("c", {"loss": 0.1}), ("d", torch.rand(2, 3)), ("e", [None])):
@@ -256,7 +258,11 @@ def test_a_journal_is_the_same_when_it_was_written_down() -> None:
     again = Journal()
     again.load_state(read(written(journal.state())))
     assert len(journal) == 5
-    assert again("a", list) == answers
+    same = again("a", list)
+    assert same == answers
+    assert same[0].routes is None
+    assert torch.equal(same[2].routes, routes)
+    assert same[2].routes.dtype == torch.int16
     assert torch.equal(again("b", lambda: stats).logp, stats.logp)
     assert again("c", dict) == {"loss": 0.1}
     assert again("d", dict).shape == (2, 3)
