@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from rftmega.algorithms.losses import policy_loss
 from rftmega.config import OptimizerConfig, ParallelConfig
 from rftmega.types import Experience
 from rftmega.weights import Exporter
 from tests.layouts import build_actor, rows_of
+from tests.plain_loop import trained
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny, transformers_logits
 
@@ -110,25 +110,7 @@ def test_three_updates_equal_a_plain_loop_of_transformers_and_torch(tmp_path: Pa
     """Policy gradient with ratio 1, AdamW without decay on norms: written again, without anything of ours."""
     folder = save_tiny(tmp_path, "qwen3")
     found = run_ranks(2, adam_body, folder, ParallelConfig(tensor=2))[0]
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    groups = [
-        {"params": [p for p in model.parameters() if (p.dim() == 1) is is_norm], "weight_decay": 0.0 if is_norm else 0.1}
-        for is_norm in (False, True)
-    ]
-    adam = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-4)
-    old = None
-    for _ in range(3):
-        picked = []
-        for row, prompt in zip(ROWS, PROMPTS, strict=True):
-            logp = model(torch.tensor([row])).logits[0].log_softmax(-1)
-            picked.append(logp[torch.arange(prompt - 1, len(row) - 1), torch.tensor(row[prompt:], dtype=torch.int64)])
-        flat = torch.cat(picked)
-        old = flat.detach() if old is None else old
-        ratio = (flat - old).exp()
-        loss = -torch.minimum(ratio, ratio.clamp(0.8, 1.2)).mean()
-        adam.zero_grad()
-        loss.backward()
-        adam.step()
+    model = trained(folder, ROWS, PROMPTS, updates=3)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(found[name], parameter.detach(), atol=2e-5, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
 
