@@ -7,6 +7,7 @@ stream needs them.
 
 import ctypes
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -93,6 +94,7 @@ class ImitationCUDA:
         self.streams = [self.main]
         self.ranges: dict[int, int] = {}
         self.pinned = self.copied_to_host = self.emptied = self.ticks = self.waited = self.most = 0
+        self.sync_mode: Any = 0
 
     def Stream(self) -> Stream:  # noqa: N802  as torch.cuda calls it
         self.streams.append(Stream())
@@ -114,6 +116,22 @@ class ImitationCUDA:
     def synchronize(self) -> None:
         for stream in self.streams:
             stream.synchronize()
+
+    def get_sync_debug_mode(self) -> int:
+        return self.sync_mode
+
+    def set_sync_debug_mode(self, mode: str | int) -> None:
+        self.sync_mode = {"default": 0, "warn": 1}.get(str(mode), mode)
+
+    def read(self, tensor: torch.Tensor) -> float:
+        """`tensor.item()` of a tensor of the device: the host waits, and is warned as torch warns."""
+        self.synchronize()
+        if self.sync_mode == 1:
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=2)
+        return tensor.item()
+
+    def mem_get_info(self) -> tuple[int, int]:
+        return 50_000_000_000, 80_000_000_000
 
     def empty_cache(self) -> None:
         self.emptied += 1

@@ -3,7 +3,8 @@
 import os
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -88,6 +89,17 @@ class CPU:
     def peak_bytes(self) -> int:
         """Bytes in memory now: a CPU keeps no record of the most."""
         return self.memory()["resident"]
+
+    def room(self) -> int:
+        """Bytes of memory that the system could give."""
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        (kib,) = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))
+        return int(kib) * 1024
+
+    @contextmanager
+    def waits(self) -> Iterator[list[str] | None]:
+        """Gathers where the host waits for the device within: None, since a CPU computes in order."""
+        yield None
 
     def memory(self) -> dict[str, int]:
         """Bytes that this process has in memory."""

@@ -2,8 +2,10 @@
 
 import mmap
 import os
+import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -151,6 +153,28 @@ class CUDA:
         most = max(self._earlier, self._cuda.max_memory_allocated())
         self._earlier, self._told = 0, True
         return most
+
+    def room(self) -> int:
+        """Bytes of this device that nobody holds, torch's cache included."""
+        self._cuda.empty_cache()
+        free: int = self._cuda.mem_get_info()[0]
+        return free
+
+    @contextmanager
+    def waits(self) -> Iterator[list[str] | None]:
+        """Gathers where the host waits for the device within: "file:line", as often as it happens and torch knows of it. The
+        list is whole after the end.
+        """
+        found: list[str] = []
+        before = self._cuda.get_sync_debug_mode()
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            self._cuda.set_sync_debug_mode("warn")
+            try:
+                yield found
+            finally:
+                self._cuda.set_sync_debug_mode(before)
+                found += [f"{each.filename}:{each.lineno}" for each in heard if "synchronizing CUDA" in str(each.message)]
 
     def memory(self) -> dict[str, int]:
         """Bytes of this device: of tensors now and at most, and in torch's cache."""

@@ -1,6 +1,7 @@
 """CUDA's half of the device over an imitation of torch.cuda: pinned memory, streams, events."""
 
 import gc
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -95,3 +96,31 @@ def test_a_phases_most_is_of_all_its_stretches(cuda: ImitationCUDA) -> None:
     cuda.most = 200
     assert accelerator.peak_bytes() == 200
     assert accelerator.memory()["most_allocated"] == 200
+
+
+def test_waits_for_the_device_are_counted_with_their_places_and_the_mode_is_as_before(cuda: ImitationCUDA) -> None:
+    accelerator, tensor = CUDA(cuda), torch.ones(())
+    cuda.read(tensor)
+    with accelerator.waits() as places:
+        for _ in range(2):
+            cuda.read(tensor)
+        warnings.warn("of another kind", stacklevel=1)
+    assert places is not None and len(set(places)) == 1
+    assert [place.rpartition(":")[0] for place in places] == [__file__] * 2
+    assert cuda.sync_mode == 0
+
+
+def test_work_that_fails_leaves_the_mode_as_it_was(cuda: ImitationCUDA) -> None:
+    def failing() -> None:
+        with CUDA(cuda).waits():
+            assert cuda.sync_mode == 1
+            raise ValueError("within")
+
+    with pytest.raises(ValueError, match="within"):
+        failing()
+    assert cuda.sync_mode == 0
+
+
+def test_room_is_what_the_driver_calls_free_once_the_cache_is_given_back(cuda: ImitationCUDA) -> None:
+    assert CUDA(cuda).room() == 50_000_000_000
+    assert cuda.emptied == 1
