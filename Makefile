@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 HARDWARE := $(if $(shell command -v nvidia-smi 2>/dev/null),cuda,cpu)
 READY := $(VENV)/.ready-$(HARDWARE)
 
-.PHONY: demo test check ranks gpu invariance chaos mutations bench learning slurm clean
+.PHONY: demo test check ranks gpu gpu-bench invariance chaos mutations bench learning slurm clean
 
 $(READY): requirements/torch.txt requirements/$(HARDWARE).txt requirements/dev.txt setup.py
 	$(PYTHON) -m venv $(VENV)
@@ -34,6 +34,9 @@ ranks: $(READY)  ## the exhaustive multi-rank half of the tests
 
 gpu:  ## the tests of a CUDA device, with PYTHON=... and what it has installed: makes no environment, needs no network
 	$(PYTHON) -m pytest -q -m gpu tests/gpu
+
+gpu-bench:  ## what one CUDA device does, part by part (PARTS="log_probs push"), with PYTHON=... as for gpu; writes runs/gpu/*.json
+	$(PYTHON) -m benchmarks.gpu $(PARTS)
 
 invariance: $(READY)  ## the table of layouts, micro-batches and orders that must agree; writes runs/invariance.json
 	$(BIN)/python -m tests.invariance

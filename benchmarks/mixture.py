@@ -15,6 +15,7 @@ from converters import shard_shape, table
 from converters.rules import instances
 from model_providers.description import describe
 from model_providers.hf_config import read_hf_config
+from rftmega import device
 from rftmega.config import RolloutConfig
 from rftmega.megatron.binding import Bound
 from rftmega.weights import EngineWeights
@@ -53,8 +54,9 @@ def parameters_of(folder: Path, rank: int, ranks: int) -> list[Bound]:
     config = read_hf_config(folder)
     model = describe(config)
     experts = model.experts.number if model.experts else 0
+    where = device.current().here()
     return [
-        Bound(rule, layer, expert, torch.randn(shard_shape(rule, 0, 1), dtype=torch.bfloat16), 0, 1)
+        Bound(rule, layer, expert, torch.randn(shard_shape(rule, 0, 1), dtype=torch.bfloat16, device=where), 0, 1)
         for rule, layer, expert in instances(table(config), layers=model.layers, experts=experts)
         if expert is None or expert * ranks // experts == rank
     ]

@@ -11,6 +11,7 @@ import torch
 
 from benchmarks.models import save_model
 from benchmarks.timing import seconds
+from rftmega import device
 from rftmega.config import OptimizerConfig, ParallelConfig
 from rftmega.megatron.offload import PARTS
 from tests.layouts import build_actor
@@ -18,14 +19,23 @@ from tests.ranks import run_ranks
 
 
 def offload_body(world: Any, folder: Path) -> dict[str, float]:
-    manager = build_actor(folder, ParallelConfig(), OptimizerConfig(learning_rate=1e-5)).manager
+    return rates(trained_once(build_actor(folder, ParallelConfig(), OptimizerConfig(learning_rate=1e-5)).manager), rounds=8)
+
+
+def trained_once(manager: Any) -> Any:
+    """Its residency, once Adam has its states."""
     for buffer in manager.model[0].buffers:
         buffer.grad_data.normal_()
-    manager.optimizer_step()  # Adam has its states now
-    residency = manager.residency
+    manager.optimizer_step()
+    return manager.residency
+
+
+def rates(residency: Any, *, rounds: int) -> dict[str, float]:
+    """The plain copies go between the device and memory of the same kind as ours: pinned on CUDA."""
     total = sum(residency.bytes().values())
     sizes = [storage.nbytes() for storages in residency.storages().values() for storage in storages.values()]
-    source, target = ([torch.ones(size, dtype=torch.uint8) for size in sizes] for _ in range(2))
+    source = [torch.ones(size, dtype=torch.uint8, device=device.current().here()) for size in sizes]
+    target = list(device.current().host_buffer(total, torch.uint8).split(sizes))
 
     def off() -> None:
         residency.changed()  # else nothing would be copied that is on the host already
@@ -33,14 +43,14 @@ def offload_body(world: Any, folder: Path) -> dict[str, float]:
 
     def copy_into() -> None:
         for a, b in zip(source, target, strict=True):
-            b.copy_(a)
+            b.copy_(a, non_blocking=True)
 
     def copy_anew() -> None:
-        kept = [a.clone() for a in source]
+        kept = [torch.empty_like(a).copy_(b, non_blocking=True) for a, b in zip(source, target, strict=True)]
         del kept
 
     times: dict[str, list[float]] = {name: [] for name in ("off", "on", "into", "anew")}
-    for turn in range(8):
+    for turn in range(rounds):
         measured = {
             "off": seconds(off),
             "on": seconds(lambda: residency.on(*PARTS)),

@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from rftmega import device
+
 
 class Comparison(NamedTuple):
     """Seconds of each, and theirs over ours: how many times faster the first is."""
@@ -15,9 +17,18 @@ class Comparison(NamedTuple):
 
 
 def seconds(work: Callable[[], object]) -> float:
+    """Until the device has done it, too."""
+    device.current().synchronize()
     begin = time.perf_counter()
     work()
+    device.current().synchronize()
     return time.perf_counter() - begin
+
+
+def median_seconds(work: Callable[[], object], *, rounds: int) -> float:
+    """Of so many, after one to warm up."""
+    work()
+    return statistics.median(seconds(work) for _ in range(rounds))
 
 
 def compare(ours: Callable[[], object], theirs: Callable[[], object], *, rounds: int) -> Comparison:

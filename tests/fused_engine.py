@@ -46,10 +46,14 @@ class FusedEngine(BlockEngine):
         whole = self.parameters[fused]
         return (whole if expert < 0 else whole[expert]).narrow(0, begin, end - begin)
 
+    def fresh(self) -> dict[str, Tensor]:
+        """What a load fills."""
+        return {name: torch.full(shape, torch.nan, dtype=self.dtype) for name, shape in self._shapes.items()}
+
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
         self.distrust()
         self.by_loader, self._watched = set(), ((), lambda name, parameter: None)
-        self.parameters = {name: torch.full(shape, torch.nan, dtype=self.dtype) for name, shape in self._shapes.items()}
+        self.parameters = self.fresh()
         for name, tensor in named_tensors:
             self._target(name).copy_(self.block(name, tensor))
             self.after(name, self._target(name))

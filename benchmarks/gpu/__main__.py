@@ -1,0 +1,80 @@
+"""Measures what one device does, part by part: python -m benchmarks.gpu [PART ...]
+
+Several parts, or none named for all, run in processes of their own, each within its time limit; what a part can't do here it
+skips and says why. Each writes runs/gpu/PART.json after every row. On a CPU, and with --small, sizes are small and the files lie
+in runs/gpu-small. `python -m benchmarks.gpu.table` writes them into docs/results.md.
+"""
+
+import argparse
+import importlib
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+warnings.filterwarnings("ignore")  # Megatron's, of what is not installed: a sheet says that in its first lines
+
+import rftmega.device.before_megatron  # noqa: F401
+
+# isort: split
+from benchmarks.gpu.parts import PARTS, missing
+from benchmarks.gpu.sheet import Sheet
+from model_providers.installed import installed
+from rftmega import device
+from rftmega.parallel import launch
+
+LIMIT = 570  # seconds of one part: below ten minutes, with its start and end
+
+
+def measure(name: str, target: Path, *, small: bool) -> int:
+    """One part in this process. The exit code: 1 where a row raised."""
+    part = PARTS[name]
+    reason = missing(part)
+    told = "" if reason else installed().told
+    if reason:
+        sheet = Sheet(target / f"{name}.json", {})
+        for row in part.rows:
+            sheet.skip(row, reason)
+        return 0
+    module = importlib.import_module(f"benchmarks.gpu.{part.module}")
+    sizes = module.SMALL if small else module.SIZES
+    sheet = Sheet(target / f"{name}.json", sizes._asdict(), told=told)
+    with launch.start() as world:
+        module.measure(world, sheet, sizes)
+    return 1 if sheet.failed else 0
+
+
+def each_by_itself(names: list[str], target: Path, *, small: bool, limit: float) -> int:
+    """Every part in a process of its own. The exit code: 1 where one failed or had no time."""
+    failed = []
+    for name in names:
+        command = [sys.executable, "-m", "benchmarks.gpu", name, "--target", str(target), *(["--small"] if small else [])]
+        try:
+            code = subprocess.run(command, check=False, timeout=limit).returncode
+        except subprocess.TimeoutExpired:
+            code = 1
+            sys.stdout.write(f"{name}: ended after {limit:.0f} s; its file has the rows that were done\n")
+        failed += [name] if code else []
+    if failed:
+        sys.stdout.write(f"failed: {', '.join(failed)}\n")
+    return 1 if failed else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--small", action="store_true", help="small sizes on a GPU too: is everything there that is needed?")
+    parser.add_argument("--target", type=Path, help="folder of the JSON files")
+    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds of one part, where several are asked for")
+    given = parser.parse_args()
+    if unknown := [name for name in given.parts if name not in PARTS]:
+        parser.error(f"there is no part {unknown[0]!r}; these are: {', '.join(PARTS)}")
+    small = given.small or device.current().type == "cpu"
+    target = given.target or Path("runs/gpu-small" if small else "runs/gpu")
+    if len(given.parts) == 1:
+        return measure(given.parts[0], target, small=small)
+    return each_by_itself(given.parts or list(PARTS), target, small=small, limit=given.limit)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

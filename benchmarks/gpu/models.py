@@ -1,0 +1,93 @@
+"""Large models without a file of their size: weights that are holes on the disk, and random numbers made on the device."""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PretrainedConfig, Qwen3Config, Qwen3MoeConfig
+
+from converters import table
+from converters.rules import instances
+from model_providers.hf_config import read_hf_config
+
+CODES = {"bfloat16": "BF16", "float32": "F32"}
+BYTES = {"bfloat16": 2, "float32": 4}
+
+
+class Shape(NamedTuple):
+    """A Qwen3; with `experts` a Qwen3-MoE whose layers all have them, `active` of them for a token, each `expert_ffn` wide."""
+
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    groups: int
+    head_dim: int
+    vocabulary: int
+    experts: int = 0
+    active: int = 0
+    expert_ffn: int = 0
+
+
+QWEN3_8B = Shape(36, 4096, 12288, 32, 8, 128, 151936)
+QWEN3_30B_A3B = Shape(48, 2048, 6144, 32, 4, 128, 151936, experts=128, active=8, expert_ffn=768)
+TINY = Shape(2, 64, 96, 4, 2, 32, 131)
+TINY_MOE = TINY._replace(experts=4, active=2, expert_ffn=48)
+
+
+def save_config(folder: Path, shape: Shape, *, dtype: str) -> Path:
+    """config.json alone: what is needed where weights are never read."""
+    fields: dict[str, Any] = {
+        "vocab_size": shape.vocabulary,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.ffn,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.groups,
+        "head_dim": shape.head_dim,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": False,
+        "dtype": dtype,
+    }
+    config: PretrainedConfig
+    if shape.experts:
+        config = Qwen3MoeConfig(
+            **fields, architectures=["Qwen3MoeForCausalLM"], num_experts=shape.experts, num_experts_per_tok=shape.active,
+            moe_intermediate_size=shape.expert_ffn, norm_topk_prob=True,
+        )  # fmt: skip
+    else:
+        config = Qwen3Config(**fields, architectures=["Qwen3ForCausalLM"])
+    config.save_pretrained(folder)
+    return folder
+
+
+def save_zeros(folder: Path, shape: Shape, *, dtype: str) -> Path:
+    """A folder whose weights are zeros and take no room on the disk; fill the model with `randomise` once it is built."""
+    save_config(folder, shape, dtype=dtype)
+    header: dict[str, Any] = {}
+    end = 0
+    for rule, layer, expert in instances(table(read_hf_config(folder)), layers=shape.layers, experts=shape.experts):
+        for name, tensor in zip(rule.hf_names(layer, expert), rule.hf, strict=True):
+            size = torch.Size(tensor.shape).numel() * BYTES[dtype]
+            header[name] = {"dtype": CODES[dtype], "shape": list(tensor.shape), "data_offsets": [end, end + size]}
+            end += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    return folder
+
+
+@torch.no_grad()
+def randomise(manager: Any, *, seed: int = 0) -> None:
+    """Random weights in the model's place, since zeros are quicker to multiply; norms are 1."""
+    torch.manual_seed(seed)
+    for chunk in manager.chunks:
+        for parameter in chunk.parameters():
+            if parameter.dim() == 1:
+                parameter.fill_(1.0)
+            else:
+                parameter.normal_(std=0.02)
+    manager.weights_changed()

@@ -1,0 +1,217 @@
+"""The benchmark of one GPU, at small sizes on a CPU: every part's rows are measured, written at once, and shown in a table."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from benchmarks.gpu import __main__ as program
+from benchmarks.gpu import table
+from benchmarks.gpu.answers import agreement
+from benchmarks.gpu.loop import summary
+from benchmarks.gpu.models import TINY, TINY_MOE, save_zeros
+from benchmarks.gpu.parts import PARTS, Part, missing
+from benchmarks.gpu.sheet import Sheet
+from rftmega.types import Completion
+from tests.ranks import TRANSFORMER_ENGINE, run_ranks
+from tests.tiny_models import save_tiny
+
+ROOT = Path(__file__).parents[3]
+
+
+def parts_body(world: Any, target: Path, names: list[str]) -> None:
+    for name in names:
+        module: Any = importlib.import_module(f"benchmarks.gpu.{PARTS[name].module}")
+        module.measure(world, Sheet(target / f"{name}.json", module.SMALL._asdict()), module.SMALL)
+
+
+def found_by(target: Path, names: list[str], **how: Any) -> dict[str, dict[str, Any]]:
+    run_ranks(1, parts_body, target, names, **how)
+    found = {name: json.loads((target / f"{name}.json").read_text()) for name in names}
+    for name in names:
+        assert list(found[name]) == ["machine", "settings", "rows"]
+        assert found[name]["machine"]["device"] == "cpu"
+        assert sorted(found[name]["rows"]) == sorted(PARTS[name].rows)
+        assert not any("error" in row or "skipped" in row for row in found[name]["rows"].values()), found[name]["rows"]
+    return {name: found[name]["rows"] for name in names}
+
+
+def test_every_part_that_needs_torch_and_megatron_alone_fills_its_rows(tmp_path: Path) -> None:
+    rows = found_by(tmp_path, ["log_probs", "offload", "push", "mfu"])
+    both = rows["log_probs"]["fused against dense"]
+    assert all(both[f"{what}_difference"] < 1e-5 for what in ("logp", "entropy", "hidden_gradient", "weight_gradient"))
+    assert both["memory_ratio"] is None, "a CPU keeps no record of its peak"
+    cycles = rows["offload"]["three cycles"]
+    assert (cycles["cycles"], cycles["equal"]) == (3, 3)
+    assert rows["offload"]["off and on"]["off_gb_s"] > 0
+    for name, tensors in (("8B", 3 + 2 * 11), ("30B-A3B", 3 + 2 * (9 + 3 * 4))):
+        pushed = rows["push"][name]
+        assert (pushed["tensors"], pushed["equal_to_the_loader"]) == (tensors, True)
+        assert pushed["gb_s"] > 0 and pushed["us_a_tensor"] > 0
+    for recompute in ("no recomputation", "full recomputation"):
+        speed = rows["mfu"][recompute]
+        assert (speed["layers"], speed["mfu"], speed["waits_a_micro_batch"]) == (3, None, None)
+        assert speed["tflops"] > 0
+
+
+def test_the_part_of_transformer_engine_runs_over_its_stub(tmp_path: Path) -> None:
+    found_by(tmp_path, ["mfu_te"], preloaded=TRANSFORMER_ENGINE)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", ["engine", "answers"])
+def test_parts_with_vllm_run_on_a_cpu(name: str, tmp_path: Path) -> None:
+    rows = found_by(tmp_path, [name])
+    if name == "answers":
+        assert [row["equal"] for row in rows[name].values()] == [4, 4]
+
+
+def test_rows_are_written_one_by_one_and_one_that_fails_takes_none_with_it(tmp_path: Path) -> None:
+    sheet = Sheet(tmp_path / "new/part.json", {"tokens": 5})
+
+    def full() -> dict[str, float]:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nmore")
+
+    def broken() -> dict[str, float]:
+        raise ValueError("odd")
+
+    def before_it_ends() -> dict[str, float]:
+        return {"rows": float(len(json.loads(sheet.file.read_text())["rows"]))}
+
+    assert sheet.row("good", lambda: {"a": 1.0}) == {"a": 1.0}
+    assert sheet.row("full", full) is None
+    assert sheet.failed == []
+    assert sheet.row("broken", broken) is None
+    sheet.skip("other", "vllm: ModuleNotFoundError: no")
+    assert sheet.row("last", before_it_ends) == {"rows": 4.0}
+    told = json.loads(sheet.file.read_text())
+    assert told["settings"] == {"tokens": 5}
+    rows = {name: {key: x for key, x in row.items() if key != "took_seconds"} for name, row in told["rows"].items()}
+    assert rows == {
+        "good": {"a": 1.0},
+        "full": {"out_of_memory": "CUDA out of memory. Tried to allocate 9 GiB."},
+        "broken": {"error": "ValueError: odd"},
+        "other": {"skipped": "vllm: ModuleNotFoundError: no"},
+        "last": {"rows": 4.0},
+    }
+    assert sheet.failed == ["broken"]
+
+
+def test_a_part_whose_package_is_missing_or_broken_is_skipped_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_library.py").write_text("raise OSError('libcuda.so.1: cannot open\\nmore')")
+    monkeypatch.syspath_prepend(tmp_path)
+    reasons = {"no_such_package": "ModuleNotFoundError: No module named", "broken_library": "OSError: libcuda.so.1"}
+    for name, reason in reasons.items():
+        monkeypatch.setitem(program.PARTS, "mfu", Part("mfu", ("one", "two"), needs=(name,)))
+        assert program.measure("mfu", tmp_path, small=True) == 0
+        rows = json.loads((tmp_path / "mfu.json").read_text())["rows"]
+        assert list(rows) == ["one", "two"]
+        assert all(row["skipped"].startswith(f"{name}: {reason}") and "more" not in row["skipped"] for row in rows.values())
+
+
+def test_a_part_may_go_without_a_package_that_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "installed_package.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "installed_package", raising=False)
+    monkeypatch.setitem(sys.modules, "installed_package", None)  # so that the end of the test takes it away again
+    monkeypatch.delitem(sys.modules, "installed_package")
+    assert missing(Part("mfu", (), needs=(), without="installed_package")) == ""
+    with pytest.raises(ImportError):
+        importlib.import_module("installed_package")
+
+
+def test_parts_run_by_themselves_and_one_without_time_left_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = []
+
+    def run(command: list[str], *, check: bool, timeout: float) -> Any:
+        asked.append((command[3:], timeout))
+        if command[3] == "push":
+            raise program.subprocess.TimeoutExpired(command, timeout)
+        return SimpleNamespace(returncode=1 if command[3] == "mfu" else 0)
+
+    monkeypatch.setattr(program.subprocess, "run", run)
+    assert program.each_by_itself(["log_probs", "push", "mfu"], tmp_path, small=True, limit=9.0) == 1
+    assert asked == [([name, "--target", str(tmp_path), "--small"], 9.0) for name in ("log_probs", "push", "mfu")]
+    said = capsys.readouterr().out
+    assert "push: ended after 9 s" in said
+    assert "failed: push, mfu" in said
+
+
+def test_layers_are_as_many_as_fit_by_a_straight_line() -> None:
+    from benchmarks.gpu.mfu import fitting
+
+    gib = 2**30
+    found = fitting((1, 3), (20 * gib, 30 * gib), 97 * gib, most=36)
+    assert found == {"layers": 16, "gib_a_layer": 5.0, "gib_besides": 15.0}
+    assert fitting((1, 3), (20 * gib, 30 * gib), 3 * gib, most=36)["layers"] == 1
+    assert fitting((1, 3), (20 * gib, 30 * gib), 900 * gib, most=36)["layers"] == 36
+
+
+def test_weights_of_holes_are_a_folder_that_the_family_reads(tmp_path: Path) -> None:
+    """The names and shapes that transformers itself writes."""
+    for variant, shape in (("qwen3", TINY), ("qwen3-moe", TINY_MOE)):
+        changes = {"mlp_only_layers": []} if shape.experts else {}
+        theirs = load_file(save_tiny(tmp_path / variant, variant, num_hidden_layers=2, **changes) / "model.safetensors")
+        folder = save_zeros(tmp_path / f"{variant}-zeros", shape, dtype="bfloat16")
+        ours = load_file(folder / "model.safetensors")
+        assert {name: x.shape for name, x in ours.items()} == {name: x.shape for name, x in theirs.items()}
+        assert {x.dtype for x in ours.values()} == {torch.bfloat16}
+    assert save_zeros(tmp_path / "large", TINY._replace(vocabulary=2**20), dtype="float32").exists()
+    file = (tmp_path / "large/model.safetensors").stat()
+    assert file.st_size > 2**29 and file.st_blocks * 512 < 2**20
+
+
+def test_answers_are_equal_where_all_tokens_are() -> None:
+    a, b = Completion((5, 6), (-1.0, -2.0), "length", 0), Completion((5, 7), (-1.0, -2.0), "length", 0)
+    near = Completion((5, 6), (-1.0, -2.5), "length", 0)
+    assert agreement([a, a], [near, b]) == {"answers": 2, "equal": 1, "logprob_gap_max": 0.5}
+
+
+def test_a_runs_metrics_are_summed_up() -> None:
+    seconds = {f"seconds_{phase}": value for value, phase in enumerate(("rollout", "score", "update", "push"))}
+    steps = [{"step": n, "logprob_gap_max": n / 10, **seconds} for n in (1, 2)]
+    found = summary([{"time": 130.0, "eval_exact_match": 0.2}, *steps[:-1], steps[-1] | {"eval_exact_match": 0.4}], begin=100.0)
+    assert found == {
+        "steps": 2, "seconds_to_the_first_step": 30.0, "rollout_seconds": 0, "score_seconds": 1, "update_seconds": 2,
+        "push_seconds": 3, "logprob_gap_max": 0.2, "accuracy_before": 0.2, "accuracy_after": 0.4,
+    }  # fmt: skip
+
+
+def test_the_table_takes_what_was_measured_and_keeps_what_was_not(tmp_path: Path) -> None:
+    empty = f"before\n{table.BEGIN}\n{table.END}\nafter\n"
+    first = table.written(empty, tmp_path)
+    assert first.startswith(f"before\n{table.BEGIN}\n") and first.endswith(f"{table.END}\nafter\n")
+    wanted = [
+        f"| {name} | {row} | not yet measured: `python -m benchmarks.gpu {name}` |" for name, p in PARTS.items() for row in p.rows
+    ]
+    assert [line for line in first.splitlines() if "not yet measured" in line] == wanted
+    sheet = Sheet(tmp_path / "log_probs.json", {"tokens": 16384}, told="Transformer Engine 2.20")
+    sheet.row("fused", lambda: {"seconds": 0.123456, "peak_gib": None, "where": "a|b"})
+    sheet.skip("dense", "vllm: no")
+    second = table.written(first, tmp_path)
+    assert "| log_probs | fused | seconds 0.1235, where a/b |" in second
+    assert "| log_probs | dense | skipped: vllm: no |" in second
+    assert "| log_probs | fused against dense | not yet measured: `python -m benchmarks.gpu log_probs` |" in second
+    (note,) = [line for line in second.splitlines() if line.startswith("- `log_probs`")]
+    assert note.endswith(f"torch {torch.__version__}, Transformer Engine 2.20; tokens 16384")
+    sheet.file.unlink()
+    assert table.written(second, tmp_path) == second, "another day's figures are lost"
+    with pytest.raises(ValueError, match="no table"):
+        table.written("text", tmp_path)
+
+
+def test_the_results_have_a_row_for_each_of_the_benchmarks() -> None:
+    text = (ROOT / "docs/results.md").read_text()
+    for name, part in PARTS.items():
+        for row in part.rows:
+            assert f"\n| {name} | {row} | " in text
