@@ -129,6 +129,7 @@ def with_engine(sheet: Sheet, sizes: Sizes, manager: Any, engine: Any) -> None:
         }
 
     def sleep() -> Figures:
+        engine.wake()  # its cache, too
         before = device.current().room()
         asleep = seconds(engine.sleep)
         freed = device.current().room() - before

@@ -51,14 +51,13 @@ def learnt(way: Way, hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[T
 def speed(way: Way, hidden: Tensor, weight: Tensor, targets: Tensor, rounds: int) -> Figures:
     """TFLOP/s count the products that the mathematics asks for (6 x tokens x hidden x vocabulary), none done again."""
     backend = device.current()
-    backend.release_unused()
     seconds = median_seconds(lambda: learnt(way, hidden, weight, targets), rounds=rounds)
     before = backend.memory()
     backend.forget_peak()
     learnt(way, hidden, weight, targets)
     most = backend.memory().get("most_allocated")  # a CPU keeps no record of it
     tflops = 6 * hidden.numel() * len(weight) / seconds / 1e12
-    peak = backend.peak_tflops()
+    peak = backend.peak_tflops() if hidden.dtype == torch.bfloat16 else None
     return {
         "seconds": seconds,
         "peak_gib": None if most is None else (most - before["allocated"]) / 2**30,

@@ -38,7 +38,7 @@ class Sizes(NamedTuple):
 
 
 SIZES = Sizes(QWEN3_8B, probed=(1, 3), length=2048, rows=4, micro_batches=4, rounds=3, dtype="bfloat16")
-SMALL = Sizes(TINY._replace(layers=3), probed=(1, 2), length=12, rows=2, micro_batches=3, rounds=2, dtype="float32")
+SMALL = Sizes(TINY._replace(layers=3), probed=(1, 2), length=12, rows=2, micro_batches=2, rounds=1, dtype="float32")
 
 
 def measure(world: Any, sheet: Sheet, sizes: Sizes) -> None:
@@ -46,17 +46,9 @@ def measure(world: Any, sheet: Sheet, sizes: Sizes) -> None:
     layers = int(found["layers"] or 0) if found else 0
     for name, recompute in (("no recomputation", "none"), ("full recomputation", "full")):
         while layers:
-            clear()
             if sheet.row(name, partial(speed, sizes, layers, recompute)) is not None or "error" in sheet.rows[name]:
                 break
             layers = layers * 7 // 8  # the straight line was not all
-    clear()
-
-
-def clear() -> None:
-    """Model, optimizer and Megatron's hooks point at each other."""
-    gc.collect()
-    device.current().release_unused()
 
 
 def layers_that_fit(sizes: Sizes) -> Figures:
@@ -71,7 +63,8 @@ def layers_that_fit(sizes: Sizes) -> Figures:
         learn(actor, batch(sizes, 2))
         peaks.append(backend.memory().get("most_allocated"))
         del actor
-        clear()
+        gc.collect()  # Megatron's hooks point at the model, and the model at them
+        backend.release_unused()
     few, more = peaks
     if few is None or more is None:
         return {"layers": sizes.shape.layers, "gib_a_layer": None, "gib_besides": None}

@@ -1,6 +1,5 @@
 """A policy's weights, gradients and optimizer off the device and back: GB/s against plain pinned copies, and every bit."""
 
-import gc
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,7 +35,6 @@ def measure(world: Any, sheet: Sheet, sizes: Sizes) -> None:
     randomise(manager)
     residency = trained_once(manager)
     sheet.row("three cycles", lambda: cycles(residency, sizes.cycles))
-    gc.collect()
     sheet.row("off and on", lambda: rates(residency, rounds=sizes.rounds))
 
 

@@ -4,7 +4,7 @@ import importlib
 import sys
 from typing import NamedTuple
 
-MEGATRON = ("rftmega.device.before_megatron", "megatron.core")
+MEGATRON = ("rftmega.device.before_megatron", "megatron.core", "transformers")
 TRANSFORMER_ENGINE = "transformer_engine"
 
 

@@ -4,10 +4,10 @@ The engine stands in for vLLM: its parameters have the shapes of vLLM's (queries
 one). What vLLM's reload does besides is measured in the part `engine`.
 """
 
-import gc
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,9 +51,7 @@ class DeviceEngine(FusedEngine):
 
 def measure(world: Any, sheet: Sheet, sizes: Sizes) -> None:
     for name, shape in (("8B", sizes.dense), ("30B-A3B", sizes.mixture)):
-        sheet.row(name, lambda shape=shape: pushed(shape, sizes))
-        gc.collect()  # engine and weights point at each other
-        device.current().release_unused()
+        sheet.row(name, partial(pushed, shape, sizes))
 
 
 def pushed(shape: Shape, sizes: Sizes) -> Figures:

@@ -1,6 +1,7 @@
 """One part's rows, written to a JSON file after each, so that a command that is killed leaves what it had."""
 
 import datetime
+import gc
 import json
 import platform
 import sys
@@ -45,6 +46,8 @@ class Sheet:
     def row(self, name: str, work: Callable[[], Figures]) -> Figures | None:
         """Measures one row; None where it could not be, which the row then says. The next ones are measured all the same."""
         self._tell(f"{name} ...")
+        gc.collect()  # what the row before left, or lost in an error
+        device.current().release_unused()
         begin = time.monotonic()
         try:
             figures: dict[str, Any] | None = dict(work())

@@ -3,6 +3,7 @@
 import importlib
 import json
 import sys
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,10 @@ from benchmarks.gpu.loop import summary
 from benchmarks.gpu.models import TINY, TINY_MOE, save_zeros
 from benchmarks.gpu.parts import PARTS, Part, missing
 from benchmarks.gpu.sheet import Sheet
+from rftmega import device
+from rftmega.device import CUDA
 from rftmega.types import Completion
+from tests.imitation_cuda import imitated
 from tests.ranks import TRANSFORMER_ENGINE, run_ranks
 from tests.tiny_models import save_tiny
 
@@ -58,6 +62,51 @@ def test_every_part_that_needs_torch_and_megatron_alone_fills_its_rows(tmp_path:
         speed = rows["mfu"][recompute]
         assert (speed["layers"], speed["mfu"], speed["waits_a_micro_batch"]) == (3, None, None)
         assert speed["tflops"] > 0
+
+
+class Imitated(CUDA):
+    """A CUDA device whose tensors are a CPU's."""
+
+    def here(self) -> torch.device:
+        return torch.device("cpu")
+
+    def random_state(self) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        torch.set_rng_state(state)
+
+
+def imitation_body(world: Any, target: Path, names: list[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch, imitated(patch) as cuda:
+        accelerator = Imitated(cuda)
+        peaks = count(2**30, 2**28)
+        patch.setattr(cuda, "max_memory_allocated", lambda: next(peaks))
+        patch.setattr(device, "current", lambda: accelerator)
+        for name in names:
+            module: Any = importlib.import_module(f"benchmarks.gpu.{PARTS[name].module}")
+            sizes = module.SMALL._replace(dtype="bfloat16")
+            module.measure(world, Sheet(target / f"{name}.json", sizes._asdict()), sizes)
+
+
+def test_what_a_cuda_device_knows_is_in_its_rows(tmp_path: Path) -> None:
+    """Peaks, shares of the device's peak, and waits, of which an imitation on a CPU has none."""
+    run_ranks(1, imitation_body, tmp_path, ["log_probs", "mfu", "offload"])
+    rows = {name: json.loads((tmp_path / f"{name}.json").read_text())["rows"] for name in ("log_probs", "mfu", "offload")}
+    assert not any("error" in row for part in rows.values() for row in part.values()), rows
+    fused = rows["log_probs"]["fused"]
+    assert fused["share_of_peak"] == pytest.approx(fused["tflops"] / 989.5)
+    assert fused["peak_gib"] > 0
+    both = rows["log_probs"]["fused against dense"]
+    assert both["memory_ratio"] == pytest.approx(fused["peak_gib"] / rows["log_probs"]["dense"]["peak_gib"])
+    fit = rows["mfu"]["layers that fit"]
+    assert fit["gib_a_layer"] > 0 and fit["layers"] == 3, "of 50 GB there is room for more than the shape has"
+    for recompute in ("no recomputation", "full recomputation"):
+        speed = rows["mfu"][recompute]
+        assert speed["mfu"] == pytest.approx(speed["tflops"] / 989.5)
+        assert (speed["waits_a_micro_batch"], speed["waits"]) == (0.0, "")
+        assert speed["peak_gib"] > 1
+    assert rows["offload"]["three cycles"]["equal"] == 3
 
 
 def test_the_part_of_transformer_engine_runs_over_its_stub(tmp_path: Path) -> None:
