@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import PretrainedConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import Qwen3Config, Qwen3MoeConfig
 
 from converters import table
 from converters.rules import instances
@@ -50,7 +50,7 @@ def save_config(folder: Path, shape: Shape, *, dtype: str) -> Path:
         "tie_word_embeddings": False,
         "dtype": dtype,
     }
-    config: PretrainedConfig
+    config: Any
     if shape.experts:
         config = Qwen3MoeConfig(
             **fields, architectures=["Qwen3MoeForCausalLM"], num_experts=shape.experts, num_experts_per_tok=shape.active,
