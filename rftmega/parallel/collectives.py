@@ -85,6 +85,11 @@ def neighbours(size: int) -> Any:
     return groups[dist.get_rank() // size]
 
 
+def board() -> Any:
+    """The store of torch.distributed in which the processes met: a place for what they tell each other at any time."""
+    return dist.distributed_c10d._get_default_store()
+
+
 def gather_objects(thing: Any, group: Any = None) -> list[Any]:
     """What every process of `group` (None: all) holds, in the order of ranks. Pickled, so for small things."""
     if not dist.is_initialized():

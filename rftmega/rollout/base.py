@@ -1,5 +1,6 @@
 """What every engine has in common: it sleeps and wakes, and refuses to answer with weights it was never given."""
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
@@ -19,11 +20,20 @@ Finished = Callable[[Sequence[int], Sequence[Completion]], None]  # places among
 Stop = Callable[[], bool]  # asked after every step of an engine: shall it leave what is not finished?
 
 
+More = Callable[[int], Sequence[tuple[Prompt, int]]]
+"""For so many answers there is room: further prompts and seeds, some more than that at times, whose places follow those so far.
+None: nothing now. Every process of an engine asks after the same steps, for as many."""
+
+
 def _nobody(places: Sequence[int], completions: Sequence[Completion]) -> None: ...
 
 
 def _never() -> bool:
     return False
+
+
+def _nothing(room: int) -> Sequence[tuple[Prompt, int]]:
+    return ()
 
 
 class EngineStatus(Enum):
@@ -36,6 +46,7 @@ class EngineStatus(Enum):
 class Engine(ABC):
     """One engine, as one process holds it. `version` is the policy version that it answers under; None before a push."""
 
+    slots = sys.maxsize  # answers that it generates side by side
     destinations: Any = None  # its parameters while it loads, where a push may fill them itself (`weights.destinations`)
 
     def __init__(self) -> None:
@@ -61,9 +72,19 @@ class Engine(ABC):
 
     @spanned("generate")
     def generate_until(
-        self, prompts: Sequence[Prompt], *, seeds: Sequence[int], temperature: float, finished: Finished = _nobody, stop: Stop
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        seeds: Sequence[int],
+        temperature: float,
+        finished: Finished = _nobody,
+        stop: Stop,
+        more: More = _nothing,
     ) -> list[Completion | None]:
-        """The same until `stop`, asked after every engine step, says so: what is not finished then is aborted, and None."""
+        """The same until `stop`, asked after every engine step, says so: what is not finished then is aborted, and None.
+
+        Whenever the engine has room it asks for `more`, and answers that, too.
+        """
         if self.version is None:
             raise EngineError("The engine holds no weights (none were pushed since it started or slept). Push first.")
         self.wake()
@@ -72,7 +93,7 @@ class Engine(ABC):
             mark()
             finished(places, completions)
 
-        return self._generate(prompts, seeds, temperature, told, stop) if prompts else []
+        return self._generate(prompts, seeds, temperature, told, stop, more) if prompts else []
 
     @spanned("load weights")
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
@@ -122,7 +143,7 @@ class Engine(ABC):
 
     @abstractmethod
     def _generate(
-        self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float, finished: Finished, stop: Stop
+        self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float, finished: Finished, stop: Stop, more: More
     ) -> list[Completion | None]: ...
 
     @abstractmethod

@@ -1,9 +1,10 @@
-"""Which requests an engine begins with: those whose answers will be long, so that no long one is left over at the end."""
+"""Which requests an engine begins with, and in which order the rest is begun: long answers first, so that none is left over."""
 
 import hashlib
 import itertools
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -62,25 +63,77 @@ class Lengths:
         self._tokens = list(state["tokens"])
 
 
-def shares(prompts: Sequence[Prompt], expected: Sequence[float], engines: int) -> list[list[int]]:
-    """Places among `prompts` that each engine gets, in the order in which it should begin them: longest expected first.
+class Order(NamedTuple):
+    """Places of requests: those that each engine begins at once, and the others, in the order in which they should be begun.
 
-    Whoever has least gets the next (Graham, Bounds on multiprocessing timing anomalies, 1969). Neighbours with the same prompt
-    stay together as far as there is enough to balance, so that they share the prompt's cache.
+    Of the others whoever has room takes a piece, neighbours with the same prompt, which share the prompt's cache in one engine.
     """
-    largest = max(1, len(prompts) // (PIECES * engines))
-    pieces: list[list[int]] = []
-    for _, run in itertools.groupby(range(len(prompts)), key=lambda place: prompts[place].token_ids):
-        siblings = list(run)
-        pieces += [siblings[begin : begin + largest] for begin in range(0, len(siblings), largest)]
-    pieces.sort(key=lambda piece: -expected[piece[0]])  # stable: of equals the first
-    found: list[list[int]] = [[] for _ in range(engines)]
+
+    first: list[list[int]]
+    rest: list[list[int]]
+
+
+def ordered(prompts: Sequence[Prompt], expected: Sequence[float], engines: int, slots: int) -> Order:
+    """Longest expected first. Engines get requests of about the same expected length in all, of which each begins `slots`, or as
+    many more as its last piece has.
+
+    Whoever has least gets the next (Graham, Bounds on multiprocessing timing anomalies, 1969). Pieces are the smaller the less is
+    left behind them (Polychronopoulos and Kuck, Guided self-scheduling, 1987), so that none is begun alone at the end.
+    """
+    runs = [list(run) for _, run in itertools.groupby(range(len(prompts)), key=lambda place: prompts[place].token_ids)]
+    runs.sort(key=lambda run: -expected[run[0]])  # stable: of equals the first
+    parts = PIECES * engines
+    first: list[list[int]] = [[] for _ in range(engines)]
     loads = [0.0] * engines
-    for piece in pieces:
+    rest = list[list[int]]()
+    for piece in _cut(runs, lambda left: len(prompts) // parts):
         least = loads.index(min(loads))
-        found[least] += piece
         loads[least] += sum(expected[place] for place in piece)
-    return found
+        if len(first[least]) < slots:
+            first[least] += piece
+        else:
+            rest.append(piece)
+    return Order(first, list(_cut(rest, lambda left: left // parts)))
+
+
+def _cut(runs: Sequence[list[int]], largest: Callable[[int], int]) -> Iterator[list[int]]:
+    """Pieces of the runs, each of at most `largest` (of what is left then), and at least one."""
+    left = sum(len(run) for run in runs)
+    for run in runs:
+        begin = 0
+        while begin < len(run):
+            piece = run[begin : begin + max(1, largest(left))]
+            yield piece
+            begin += len(piece)
+            left -= len(piece)
+
+
+class Waiting:
+    """Requests that no engine has begun, where one process asks all engines."""
+
+    def __init__(self, order: Order):
+        self._own = [deque(places) for places in order.first]
+        self._rest = deque(order.rest)
+
+    def taken(self, room: Mapping[int, int]) -> Iterator[tuple[int, int]]:
+        """Number of an engine, and place, of what begins where there is `room`: an engine's own first, a piece of what is left
+        then, and, when all are served, what another one has and can't begin.
+        """
+        left = dict(room)
+        for take in (self._next, self._anothers):
+            for number in left:
+                while left[number] > 0 and (source := take(number)):
+                    left[number] -= 1
+                    yield number, source.popleft()
+
+    def _next(self, number: int) -> deque[int]:
+        own = self._own[number]
+        if not own and self._rest:
+            own.extend(self._rest.popleft())
+        return own
+
+    def _anothers(self, number: int) -> deque[int]:
+        return max(self._own, key=len)
 
 
 def _key(prompt: Prompt) -> int:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rftmega.config import RolloutConfig
-from rftmega.rollout.base import Engine, Finished, Stop
+from rftmega.rollout.base import Engine, Finished, More, Stop
 from rftmega.types import Completion, Prompt
 
 
@@ -26,12 +26,18 @@ class ScriptedEngine(Engine):
         self.stop_ids = stop_ids
 
     def _generate(
-        self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float, finished: Finished, stop: Stop
+        self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float, finished: Finished, stop: Stop, more: More
     ) -> list[Completion | None]:
         answers = [self._answer(seed) for seed in seeds]
         waiting, running, ended = deque(range(len(answers))), 0, set[int]()
         due: dict[int, list[int]] = defaultdict(list)  # step -> answers whose last token it gives
-        while len(ended) < len(answers):
+        while True:
+            if (room := self.slots - running - len(waiting)) > 0:
+                begun = len(answers)
+                answers += [self._answer(seed) for _, seed in more(room)]
+                waiting.extend(range(begun, len(answers)))
+            if len(ended) == len(answers):
+                break
             while waiting and running < self.slots:
                 place, running = waiting.popleft(), running + 1
                 due[self.steps + len(answers[place].token_ids)].append(place)

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -27,8 +28,8 @@ from rftmega.errors import EngineError, EngineFault
 from rftmega.parallel.launch import World
 from rftmega.parallel.orphans import end_with_parent
 from rftmega.rollout import door
-from rftmega.rollout.base import Engine, Finished, Stop
-from rftmega.rollout.order import shares
+from rftmega.rollout.base import Engine, Finished, More, Stop
+from rftmega.rollout.order import Waiting, ordered
 from rftmega.rollout.vllm_models import model_arguments
 from rftmega.types import Completion, Prompt
 
@@ -248,7 +249,7 @@ class ServerEngine(Engine):
             list(pool.map(post, [number for number in range(len(self.servers)) if number not in self._failed]))
 
     def _generate(
-        self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float, finished: Finished, stop: Stop
+        self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float, finished: Finished, stop: Stop, more: More
     ) -> list[Completion | None]:
         if not self.servers:
             return []
@@ -257,39 +258,42 @@ class ServerEngine(Engine):
     async def _ask(
         self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float, finished: Finished, stop: Stop
     ) -> list[Completion | None]:
-        """Servers get requests of about the same length in all, siblings together (`order.shares`). One that fails is asked
-        nothing more, while the others give their answers.
+        """Servers begin with requests of about the same length in all, siblings together, and take more when they have room
+        (`order.ordered`); one that runs dry takes what another has not begun. One that fails is asked nothing more, while the
+        others give their answers.
         """
         if self._failed:  # in a generation that had enough answers all the same
             raise EngineFault(f"The servers {sorted(self._failed)} broke down before.")
-        parts = shares(prompts, self.lengths.expected(prompts), len(self.servers))
-        asked = {place: number for number, part in enumerate(parts) for place in part}
-        turns = [asyncio.Semaphore(self.config.max_batch) for _ in parts]  # a deadline is no time in which a request waits
+        waiting = Waiting(ordered(prompts, self.lengths.expected(prompts), len(self.servers), self.config.max_batch))
         faults: dict[int, EngineFault] = {}
+        found: list[Completion | None] = [None] * len(prompts)
         limits = httpx.Limits(max_connections=None)
         timeout = httpx.Timeout(None, connect=30.0)
         async with httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False) as client:  # no proxy has the key
 
-            async def one(place: int) -> Completion | None:
-                number, sampling = asked[place], self._sampling(seeds[place], temperature)
-                async with turns[number]:
-                    if number in faults:
-                        return None
-                    try:
-                        choice = await self.servers[number].answer(client, prompts[place], sampling, self.config.deadline_seconds)
-                    except EngineFault as fault:
-                        faults.setdefault(number, fault)
-                        return None
-                completion = self._completion(choice)
+            async def one(number: int, place: int) -> None:
+                sampling = self._sampling(seeds[place], temperature)
+                try:
+                    choice = await self.servers[number].answer(client, prompts[place], sampling, self.config.deadline_seconds)
+                except EngineFault as fault:
+                    faults.setdefault(number, fault)
+                    return
+                found[place] = completion = self._completion(choice)
                 finished([place], [completion])
-                return completion
 
-            tasks = [asyncio.create_task(one(place)) for place in range(len(prompts))]
-            running, stopped = set(tasks), False
+            running: dict[asyncio.Task[None], int] = {}  # the server of each
+            stopped = False
             try:
-                while running and not stopped:
-                    done, running = await asyncio.wait(running, timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+                while not stopped:
+                    busy = Counter(running.values())
+                    room = {number: self.config.max_batch - busy[number] for number in range(len(self.servers))}
+                    for number, place in waiting.taken({number: free for number, free in room.items() if number not in faults}):
+                        running[asyncio.create_task(one(number, place))] = number  # a deadline is no time in which one waits
+                    if not running:
+                        break
+                    done, _ = await asyncio.wait(running, timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
                     for task in done:
+                        del running[task]
                         task.result()
                     stopped = stop()
             finally:
@@ -301,7 +305,7 @@ class ServerEngine(Engine):
             raise next(iter(faults.values()))
         if running:  # a closed connection cancels its request some time; the engine must have none before it is pushed to
             self._all("abort_requests", {})
-        return [None if task in running else task.result() for task in tasks]
+        return found
 
     def _sampling(self, seed: int, temperature: float) -> dict[str, Any]:
         return {

@@ -1,5 +1,6 @@
 """The oracle: one row at a time, one token at a time, through `transformers`. Slow and obvious."""
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -11,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rftmega.config import RolloutConfig
 from rftmega.errors import WeightMismatch
-from rftmega.rollout.base import Engine, Finished, Stop
+from rftmega.rollout.base import Engine, Finished, More, Stop
 from rftmega.types import Completion, Prompt
 
 # How a family's folders name the three matrices of an expert, where not gate_proj, up_proj, down_proj; and the layer's block.
@@ -46,6 +47,8 @@ def named_as_in_a_folder(model: PreTrainedModel) -> dict[str, Tensor]:
 class TransformersEngine(Engine):
     """A plain module in float32; what the fast engine is tested against."""
 
+    slots = 1
+
     def __init__(self, folder: str | Path, config: RolloutConfig, *, stop_ids: Sequence[int], where: torch.device):
         super().__init__()
         self.longest = config.max_response_tokens
@@ -69,15 +72,17 @@ class TransformersEngine(Engine):
 
     @torch.no_grad()
     def _generate(
-        self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float, finished: Finished, stop: Stop
+        self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float, finished: Finished, stop: Stop, more: More
     ) -> list[Completion | None]:
-        answers: list[Completion | None] = [None] * len(prompts)
-        for place, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
-            answers[place] = answer = self._answer(prompt, seed, temperature)
-            finished([place], [answer])
+        waiting = deque(zip(prompts, seeds, strict=True))
+        answers: list[Completion | None] = []
+        while waiting or (waiting := deque(more(1))):
+            prompt, seed = waiting.popleft()
+            answers.append(answer := self._answer(prompt, seed, temperature))
+            finished([len(answers) - 1], [answer])
             if stop():
                 break
-        return answers
+        return answers + [None] * len(waiting)
 
     def _answer(self, prompt: Prompt, seed: int, temperature: float) -> Completion:
         rng = torch.Generator(self.where).manual_seed(seed)

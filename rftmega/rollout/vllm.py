@@ -19,7 +19,7 @@ from rftmega.config import RolloutConfig
 from rftmega.errors import EngineFault
 from rftmega.parallel.launch import World
 from rftmega.parallel.progress import mark
-from rftmega.rollout.base import Engine, Finished, Stop
+from rftmega.rollout.base import Engine, Finished, More, Stop
 from rftmega.types import Completion, Prompt
 
 # vLLM reads these when it is imported, and speaks before it has read the second.
@@ -84,7 +84,7 @@ class VLLMEngine(Engine):
         else:
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         self.stop_ids = list(stop_ids)
-        self.longest = config.max_response_tokens
+        self.longest, self.slots = config.max_response_tokens, config.max_batch
         on_cuda = device.current().type == "cuda"
         precision: Any = dtype if dtype != "auto" else str(device.current().train_dtype).removeprefix("torch.")
         memory: dict[str, Any] = (
@@ -116,37 +116,48 @@ class VLLMEngine(Engine):
             _unlink_shared_memory(world, config.tensor, mine=True)
 
     def _generate(
-        self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float, finished: Finished, stop: Stop
+        self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float, finished: Finished, stop: Stop, more: More
     ) -> list[Completion | None]:
-        params = [
-            SamplingParams(
-                temperature=temperature,
-                seed=seed,
-                max_tokens=self.longest,
-                logprobs=0,  # of the sampled token only
-                stop_token_ids=self.stop_ids,
-                ignore_eos=True,  # the stop tokens are ours alone, whatever the model's config calls its end
-                detokenize=False,
-                output_kind=RequestOutputKind.FINAL_ONLY,
-            )
-            for seed in seeds
-        ]
         engine = self._llm.llm_engine
-        answers: dict[int, Completion] = {}
+        begun, answers = 0, dict[int, Completion]()
         try:
-            for place, (prompt, sampling) in enumerate(zip(prompts, params, strict=True)):
-                engine.add_request(str(place), {"prompt_token_ids": list(prompt.token_ids)}, sampling)
+            further: Sequence[tuple[Prompt, int]] = list(zip(prompts, seeds, strict=True))
             stopped = False
-            while engine.has_unfinished_requests() and not stopped:
+            while not stopped:
+                for prompt, seed in further:
+                    tokens = {"prompt_token_ids": list(prompt.token_ids)}
+                    engine.add_request(str(begun), tokens, self._sampling(seed, temperature))
+                    begun += 1
+                if begun == len(answers):
+                    break
                 mark()
                 done = {int(output.request_id): self._completion(output.outputs[0]) for output in self._step()}
                 answers |= done
                 if done:
                     finished(list(done), list(done.values()))
                 stopped = stop()
+                room = self.slots - (begun - len(answers))
+                further = more(room) if room > 0 and not stopped and not self._waiting() else ()
         finally:  # whoever was stopped or interrupted leaves nothing for the next
-            engine.abort_request([str(place) for place in range(len(prompts)) if place not in answers])
-        return [answers.get(place) for place in range(len(prompts))]
+            engine.abort_request([str(place) for place in range(begun) if place not in answers])
+        return [answers.get(place) for place in range(begun)]
+
+    def _sampling(self, seed: int, temperature: float) -> Any:
+        return SamplingParams(
+            temperature=temperature,
+            seed=seed,
+            max_tokens=self.longest,
+            logprobs=0,  # of the sampled token only
+            stop_token_ids=self.stop_ids,
+            ignore_eos=True,  # the stop tokens are ours alone, whatever the model's config calls its end
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def _waiting(self) -> int:
+        """Requests that have no room in the cache now, however many may run: another engine may begin sooner with more."""
+        waiting: int = self._llm.llm_engine.engine_core.engine_core.scheduler.get_request_counts()[1]
+        return waiting
 
     def _step(self) -> list[Any]:
         """What has finished. Whatever vLLM raises here is no mistake in a request: those were refused when they were added."""

@@ -19,15 +19,16 @@ from rftmega.megatron import MegatronActor, MegatronCritic
 from rftmega.megatron.offload import PARAMETERS, PARTS, Residency
 from rftmega.megatron.passes import at_once
 from rftmega.parallel import stop
-from rftmega.parallel.collectives import gather_objects, neighbours
+from rftmega.parallel.collectives import board, gather_objects, neighbours
 from rftmega.parallel.launch import World
 from rftmega.parallel.progress import mark
 from rftmega.rollout import Engine
 from rftmega.rollout.base import Stop
-from rftmega.rollout.order import shares
+from rftmega.rollout.order import Order, ordered
 from rftmega.strategy.asking import Asking
 from rftmega.strategy.early_stop import EVERY, Together
 from rftmega.strategy.memory import Memory, Predicted
+from rftmega.strategy.queues import Counted, Dealt, Queue
 from rftmega.types import (
     Auxiliary,
     Completion,
@@ -121,7 +122,7 @@ class SharedEngine:
         self.turns = turns
         self.weights, self.restarts, self.reward_limit = weights, restarts, reward_limit
         self.engines = world.size // processes_per_engine
-        self.alone = processes_per_engine == 1
+        self.processes, self.alone = processes_per_engine, processes_per_engine == 1
         self.group = None if self.alone else neighbours(processes_per_engine)
         self.mine, place = divmod(world.rank, processes_per_engine)
         self.speaks = place == 0  # the processes of one engine have the same answers
@@ -129,17 +130,19 @@ class SharedEngine:
     def generate(
         self, prompts: Sequence[Prompt], *, seeds: Sequence[int], temperature: float, reward: Reward | None = None
     ) -> list[Completion]:
-        """Every engine gets requests of about the same expected length, the long ones first (`order.shares`). Each answer is
-        scored once, in the process that has it. Raises on every process EngineFault where restarts did not help, GivenUp where
-        the run is asked to stop: no engine begins another step then.
+        """Every engine begins with requests of about the same expected length, the long ones first, and takes what none has
+        begun when it has room (`order.ordered`, `queues.Counted`). Each answer is scored once, in the process that has it. Raises
+        on every process EngineFault where restarts did not help, GivenUp where the run is asked to stop: no engine begins
+        another step then.
         """
-        mine = shares(prompts, self.engine.lengths.expected(prompts), self.engines)[self.mine]
+        queue = Counted(self._ordered(prompts), self.mine, board=board(), speaks=self.speaks, alone=self.alone)
         found: list[Completion | None] = [None] * len(prompts)
-        with self._asking(mine, prompts, seeds, temperature, reward) as asking:
+        with self._asking(queue, prompts, seeds, temperature, reward) as asking:
             answers = self._over_faults(lambda: self._ask(asking), asking.judging.ready)
-            for spoken in gather_objects({mine[place]: answer for place, answer in answers.items()} if self.speaks else {}):
+            for spoken in gather_objects(answers if self.speaks else {}):
                 for place, answer in spoken.items():
                     found[place] = answer
+            queue.end()
             if None in found:  # in here nobody waits for scores that are still to come
                 raise GivenUp(found)
         whole = [answer for answer in found if answer is not None]
@@ -158,9 +161,9 @@ class SharedEngine:
         """All engines stop after the same number of steps, decided from everybody's answers (`early_stop.Together`). Raises
         GivenUp, with no answers, where the run is asked to stop.
         """
-        mine = shares(prompts, self.engine.lengths.expected(prompts), self.engines)[self.mine]
-        with self._asking(mine, prompts, seeds, temperature, reward) as asking:
-            found = self._over_faults(lambda: self._ask_until(asking, mine, len(prompts), enough), _give_up)
+        queue = Dealt(self._ordered(prompts), self.mine, slots=self.engine.slots)
+        with self._asking(queue, prompts, seeds, temperature, reward) as asking:
+            found = self._over_faults(lambda: self._ask_until(asking, queue, enough), _give_up)
         self.learn(prompts, found)
         return found
 
@@ -174,12 +177,21 @@ class SharedEngine:
     def learn(self, prompts: Sequence[Prompt], completions: Sequence[Completion | None]) -> None:
         self.engine.lengths.learn(prompts, completions)
 
+    def _ordered(self, prompts: Sequence[Prompt]) -> Order:
+        """An engine that there is nobody beside begins all of them itself."""
+        slots = self.engine.slots if self.engines > 1 else len(prompts)
+        return ordered(prompts, self.engine.lengths.expected(prompts), self.engines, slots)
+
     def _asking(
-        self, mine: Sequence[int], prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float, reward: Reward | None
+        self, queue: Queue, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float, reward: Reward | None
     ) -> Asking:
-        own, own_seeds = [prompts[place] for place in mine], [seeds[place] for place in mine]
         spoken = reward if self.speaks else None
-        return Asking(self.engine, own, own_seeds, temperature, spoken, reward_limit=self.reward_limit)
+        limit = self.reward_limit
+        return Asking(self.engine, prompts, seeds, temperature, spoken, queue, agree=self._agree, reward_limit=limit)
+
+    def _agree(self, places: list[int]) -> list[int]:
+        """What the first process of this engine says: one that broke down may have got further than another."""
+        return places if self.alone else gather_objects(places, self.group)[0]
 
     def _over_faults(self, work: Callable[[], Result], given_up: Callable[[], Result]) -> Result:
         """What comes of `work`, which is called again, everywhere, when an engine broke down and all of them hold weights; of
@@ -213,15 +225,18 @@ class SharedEngine:
         steps = itertools.count(1)
         return stop.asked if self.alone else lambda: next(steps) % EVERY == 0 and stop.agreed(self.group)
 
-    def _ask_until(self, asking: Asking, places: Sequence[int], requests: int, enough: Enough) -> list[Completion | None]:
-        """All `requests` answers, of which this process's engine is to give those at `places`."""
-        together = Together(asking.judging, places if self.speaks else (), requests, enough)
+    def _ask_until(self, asking: Asking, queue: Dealt, enough: Enough) -> list[Completion | None]:
+        """The answers to all requests, of which this process's engine is to give those that the queue gives it."""
+        settings: dict[str, Any] = {"speaks": self.speaks, "processes": self.processes}
+        together = Together(asking.judging, queue, len(asking.prompts), enough, **settings)
         broken: EngineFault | None = None
         try:
             asking.go_on(together)
+            while together.wait():
+                asking.go_on(together)
         except EngineFault as fault:
             broken = fault
-        together.wait()  # others' engines go on, and decisions need everybody
+            together.wait(broken=True)  # others' engines go on, and decisions need everybody
         if together.given_up:
             raise GivenUp
         if broken and not enough(together.answers):
@@ -255,12 +270,12 @@ class AskedByOne(SharedEngine):
     def _asked_to_stop(self) -> Stop:
         return stop.asked
 
-    def _ask_until(self, asking: Asking, places: Sequence[int], requests: int, enough: Enough) -> list[Completion | None]:
+    def _agree(self, places: list[int]) -> list[int]:
+        return places  # who asks is alone
+
+    def _ask_until(self, asking: Asking, queue: Dealt, enough: Enough) -> list[Completion | None]:
         def found_of(arrived: Mapping[int, Completion]) -> list[Completion | None]:
-            answers: list[Completion | None] = [None] * requests
-            for place, answer in arrived.items():
-                answers[places[place]] = answer
-            return answers
+            return [arrived.get(place) for place in range(len(asking.prompts))]
 
         def ask() -> list[Completion | None]:
             arrived: dict[int, Completion] = {}

@@ -34,12 +34,12 @@ class AsLongAsItsSeed(ScriptedEngine):
         assert self.version is not None
         return Completion((3,) * seed, (0.0,) * seed, "stop", self.version)
 
-    def _generate(self, prompts: Any, seeds: Any, temperature: float, finished: Any, stop: Any) -> Any:
+    def _generate(self, prompts: Any, seeds: Any, temperature: float, finished: Any, stop: Any, more: Any) -> Any:
         def slowly() -> bool:
             time.sleep(self.pace())
             return stop()
 
-        return super()._generate(prompts, seeds, temperature, finished, slowly)
+        return super()._generate(prompts, seeds, temperature, finished, slowly, more)
 
 
 class NoTurns(Turns):

@@ -17,7 +17,7 @@ from rftmega.errors import EngineFault
 from rftmega.parallel.launch import World
 from rftmega.rollout import ScriptedEngine
 from rftmega.rollout import servers as servers_module
-from rftmega.rollout.base import Finished, Stop
+from rftmega.rollout.base import Finished, More, Stop
 from rftmega.rollout.servers import Server, ServerEngine
 from rftmega.strategy.dispatch import AskedByOne, SharedEngine, Turns
 from rftmega.types import Completion, Metrics, Prompt
@@ -118,12 +118,12 @@ def test_a_server_that_dies_or_hangs_is_restarted_and_answers_only_what_is_left(
 class Fragile(ScriptedEngine):
     """Breaks down when it has told of two answers, `times` over."""
 
-    def __init__(self, times: int):
-        super().__init__(RolloutConfig(max_response_tokens=60, max_batch=2), vocabulary=50, stop_ids=[1])
+    def __init__(self, times: int, slots: int = 6):
+        super().__init__(RolloutConfig(max_response_tokens=60, max_batch=slots), vocabulary=50, stop_ids=[1])
         self.times, self.asked = times, list[list[int]]()
 
     def _generate(
-        self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float, finished: Finished, stop: Stop
+        self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float, finished: Finished, stop: Stop, more: More
     ) -> list[Completion | None]:
         self.asked.append(list(seeds))
         ended = list[int]()
@@ -135,7 +135,7 @@ class Fragile(ScriptedEngine):
                 self.times -= 1
                 raise EngineFault("out of pages")
 
-        return super()._generate(prompts, seeds, temperature, telling, stop)
+        return super()._generate(prompts, seeds, temperature, telling, stop, more)
 
 
 def shared_body(world: World, times: int, wanted: int) -> Any:

@@ -67,9 +67,9 @@ class Recorded(ScriptedEngine):
         self.batches: list[int] = []
         self.load_weights([], version=0)
 
-    def _generate(self, prompts: Any, seeds: Any, temperature: float, finished: Any, stop: Any) -> Any:
+    def _generate(self, prompts: Any, seeds: Any, temperature: float, finished: Any, stop: Any, more: Any) -> Any:
         self.batches.append(len(prompts))
-        return super()._generate(prompts, seeds, temperature, finished, stop)
+        return super()._generate(prompts, seeds, temperature, finished, stop, more)
 
 
 PORTIONS = [[[1], [2, 2], [3]], [], [[4]], [[5], [6, 6]]]

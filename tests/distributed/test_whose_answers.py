@@ -26,7 +26,7 @@ class Repeats(ScriptedEngine):
         self.number = number
         self.load_weights([], version=0)
 
-    def _generate(self, prompts: Any, seeds: Any, temperature: float, finished: Any, stop: Any) -> Any:
+    def _generate(self, prompts: Any, seeds: Any, temperature: float, finished: Any, stop: Any, more: Any) -> Any:
         found: list[Completion | None] = [None] * len(prompts)
         for place in sorted(range(len(prompts)), key=lambda place: len(prompts[place].token_ids)):
             ids = (*prompts[place].token_ids, seeds[place], self.number)

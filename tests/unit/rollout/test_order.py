@@ -1,10 +1,11 @@
+import sys
 from collections.abc import Sequence
 
 import pytest
 
 from rftmega.config import RolloutConfig
 from rftmega.rollout import ScriptedEngine
-from rftmega.rollout.order import Lengths, shares
+from rftmega.rollout.order import Lengths, ordered
 from rftmega.types import Completion, Prompt
 
 
@@ -23,6 +24,13 @@ def prompts_of(*lengths: int) -> list[Prompt]:
 
 def answers_of(lengths: Sequence[int]) -> list[Completion]:
     return [Completion((3,) * length, (0.0,) * length, "stop", 0) for length in lengths]
+
+
+def shares(prompts: Sequence[Prompt], expected: Sequence[float], engines: int) -> list[list[int]]:
+    """Of engines that have room for everything."""
+    first, rest = ordered(prompts, expected, engines, sys.maxsize)
+    assert not rest
+    return first
 
 
 def steps_of(orders: list[list[int]], lengths: list[int], *, slots: int) -> int:

@@ -73,15 +73,15 @@ def test_every_request_has_parameters_that_the_engine_knows(engine: Any, monkeyp
         def add_request(self, number: str, prompt: dict[str, Any], params: Any) -> None:
             asked.append(params)
 
-        def has_unfinished_requests(self) -> bool:
-            return False
+        def step(self) -> list[Any]:
+            return []
 
         def abort_request(self, numbers: list[str]) -> None: ...
 
     engine._llm.llm_engine = Core()
     from rftmega.types import Prompt
 
-    engine._generate([Prompt((1, 2))], [7], 0.7, lambda places, found: None, lambda: False)
+    engine._generate([Prompt((1, 2))], [7], 0.7, lambda places, found: None, lambda: True, lambda room: ())
     (params,) = asked
     assert (params.temperature, params.seed, params.max_tokens, params.logprobs) == (0.7, 7, 28, 0)
     assert (params.stop_token_ids, params.ignore_eos, params.detokenize) == ([1], True, False)

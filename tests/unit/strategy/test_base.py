@@ -399,9 +399,9 @@ def test_the_temperature_reaches_the_engine() -> None:
     seen: list[float] = []
 
     class Watched(ScriptedEngine):
-        def _generate(self, prompts: Any, seeds: Any, temperature: float, finished: Any, stop: Any) -> Any:
+        def _generate(self, prompts: Any, seeds: Any, temperature: float, finished: Any, stop: Any, more: Any) -> Any:
             seen.append(temperature)
-            return super()._generate(prompts, seeds, temperature, finished, stop)
+            return super()._generate(prompts, seeds, temperature, finished, stop, more)
 
     made = with_engine()
     made.inference_engine = Watched(RolloutConfig(max_response_tokens=6), vocabulary=20, stop_ids=[1])
