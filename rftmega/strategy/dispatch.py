@@ -48,6 +48,7 @@ POLICY = "policy"
 COUNT = "count of "
 COUNTS = ("tokens", "slots", "flops", "bubble", "ideal")
 log = logging.getLogger(__name__)
+_rollouts = itertools.count()  # of this process; all count alike
 Result = TypeVar("Result")
 
 
@@ -135,7 +136,8 @@ class SharedEngine:
         on every process EngineFault where restarts did not help, GivenUp where the run is asked to stop: no engine begins
         another step then.
         """
-        queue = Counted(self._ordered(prompts), self.mine, board=board(), speaks=self.speaks, alone=self.alone)
+        settings: dict[str, Any] = {"name": f"rollout {next(_rollouts)}", "speaks": self.speaks, "alone": self.alone}
+        queue = Counted(self._ordered(prompts), self.mine, board=board(), **settings)
         found: list[Completion | None] = [None] * len(prompts)
         with self._asking(queue, prompts, seeds, temperature, reward) as asking:
             answers = self._over_faults(lambda: self._ask(asking), asking.judging.ready)

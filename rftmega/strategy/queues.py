@@ -4,7 +4,6 @@ Engines begin with what `order.ordered` gives each of them, and no process asks 
 is the same everywhere; these say who gets its next piece. Seeds go by the place, so answers are the same whoever gives them.
 """
 
-import itertools
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -15,7 +14,6 @@ from rftmega.errors import EngineFault
 from rftmega.rollout.order import Order
 
 LOOK = 0.0005  # seconds between two looks of a process at what the first of its engine has taken
-_rollouts = itertools.count()  # every process counts alike
 
 
 class Queue(ABC):
@@ -47,14 +45,13 @@ class Queue(ABC):
 class Counted(Queue):
     """Engines take pieces when they have room, by a count that they share: no engine waits for another."""
 
-    def __init__(self, order: Order, mine: int, *, board: Any, speaks: bool = True, alone: bool = True):
-        """`board`: a store of torch.distributed. Processes of one engine, of which one `speaks`, take what that one took, in the
-        same order, for they ask after the same steps. `alone`: it is the engine's only one.
+    def __init__(self, order: Order, mine: int, *, board: Any, name: str, speaks: bool = True, alone: bool = True):
+        """`board`: a store of torch.distributed, where this rollout alone has the `name`. Processes of one engine, of which one
+        `speaks`, take what that one took, in the same order: they ask after the same steps. `alone`: it is the engine's only one.
         """
         super().__init__(order, mine)
-        self.board, self.speaks, self.alone = board, speaks, alone
+        self.board, self.name, self.speaks, self.alone = board, name, speaks, alone
         self._rest, self._empty = order.rest, not order.rest
-        self._name = f"requests of rollout {next(_rollouts)}"
         self._attempt = self._turn = 0
         self._said = list[str]()  # keys at the board
 
@@ -80,7 +77,7 @@ class Counted(Queue):
 
     def end(self) -> None:
         if self.speaks:
-            for key in [*self._said, *([self._name] if self.mine == 0 and self._rest else [])]:
+            for key in [*self._said, *([self.name] if self.mine == 0 and self._rest else [])]:
                 self.board.delete_key(key)
 
     def _next(self) -> int:
@@ -99,11 +96,11 @@ class Counted(Queue):
         return int(self.board.get(self._key(turn)))
 
     def _counted(self) -> int:
-        number: int = self.board.add(self._name, 1)
+        number: int = self.board.add(self.name, 1)
         return number - 1
 
     def _key(self, what: str) -> str:
-        return f"{self._name}/{self.mine}/{self._attempt}/{what}"
+        return f"{self.name}/{self.mine}/{self._attempt}/{what}"
 
     def _say(self, what: str, number: int) -> None:
         self.board.set(self._key(what), str(number))

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from rftmega.config import RolloutConfig
 from rftmega.errors import EngineError, WeightMismatch
-from rftmega.rollout import EngineStatus, ScriptedEngine
+from rftmega.rollout import Engine, EngineStatus, ScriptedEngine
 from rftmega.rollout.transformers import TransformersEngine
 from rftmega.types import Completion, Prompt
 from tests.tiny_models import save_tiny, transformers_logits
@@ -45,6 +45,38 @@ def test_of_every_answer_it_tells_once() -> None:
         PROMPTS, seeds=[1, 2], temperature=1.0, finished=lambda at, found: told.update(zip(at, found, strict=True))
     )
     assert [told[0], told[1]] == answers
+
+
+def asks_for_more(engine: Engine, seeds: list[int], further: list[list[int]]) -> tuple[list[Completion | None], list[int]]:
+    """Answers to the seeds and, when the engine has room, to the `further` ones; and for how many it had, each time."""
+    rooms: list[int] = []
+    told: dict[int, Completion] = {}
+    left = iter(further)
+
+    def more(room: int) -> list[tuple[Prompt, int]]:
+        rooms.append(room)
+        return [(PROMPTS[1], seed) for seed in next(left, [])]
+
+    found = engine.generate_until(
+        [PROMPTS[1]] * len(seeds),
+        seeds=seeds,
+        temperature=1.0,
+        finished=lambda at, answers: told.update(zip(at, answers, strict=True)),
+        stop=lambda: False,
+        more=more,
+    )
+    assert [told[place] for place in range(len(found))] == found
+    return found, rooms
+
+
+def test_an_engine_with_room_answers_more_than_it_began_with_and_the_same() -> None:
+    engine = ScriptedEngine(RolloutConfig(max_response_tokens=6, max_batch=2), vocabulary=20, stop_ids=[1])
+    engine.load_weights([], version=4)
+    alone = engine.generate([PROMPTS[1]] * 7, seeds=list(range(7)), temperature=1.0)
+    found, rooms = asks_for_more(engine, [0, 1], [[2], [3, 4, 5], [6]])
+    assert found == alone
+    assert min(rooms) >= 1 and max(rooms) == 2, "it asks when there is room, and for so many"
+    assert asks_for_more(engine, [0], [])[1][0] == 1, "one of two places is free from the beginning"
 
 
 def test_an_engine_without_weights_refuses_to_answer() -> None:
@@ -113,6 +145,12 @@ def test_the_oracle_is_greedy_at_temperature_zero_and_reports_what_the_model_say
         assert list(answer.token_ids) == logp.argmax(-1).tolist()
         picked = logp.gather(-1, torch.tensor(answer.token_ids)[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(answer.logprobs), picked, atol=1e-5, rtol=0)
+
+
+def test_the_oracle_takes_one_when_it_is_through_with_the_last(tmp_path: Path) -> None:
+    engine = transformers_engine(save_tiny(tmp_path, "llama"))
+    alone = engine.generate([PROMPTS[1]] * 4, seeds=[3, 4, 5, 6], temperature=1.0)
+    assert asks_for_more(engine, [3], [[4, 5], [6]]) == (alone, [1, 1, 1])
 
 
 def test_the_oracle_reports_log_probs_of_the_tempered_distribution(tmp_path: Path) -> None:

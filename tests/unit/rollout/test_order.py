@@ -5,7 +5,7 @@ import pytest
 
 from rftmega.config import RolloutConfig
 from rftmega.rollout import ScriptedEngine
-from rftmega.rollout.order import Lengths, ordered
+from rftmega.rollout.order import Lengths, Order, Waiting, ordered
 from rftmega.types import Completion, Prompt
 
 
@@ -74,6 +74,27 @@ def test_siblings_stay_together_where_there_is_enough_to_balance_and_only_there(
         assert [place // 4 for place in part[::4]] == [place // 4 for place in part[3::4]]
     few = prompts_of(4)[:1] * 4
     assert [len(part) for part in shares(few, [4.0] * 4, 4)] == [1, 1, 1, 1]
+
+
+def test_each_engine_begins_as_many_as_it_has_room_for_and_the_rest_is_there_once_in_ever_smaller_pieces() -> None:
+    requests = [prompt for prompt in prompts_of(*range(30, 2, -1)) for _ in range(6)]
+    expected = Lengths().expected(requests)
+    first, rest = ordered(requests, expected, 2, 12)
+    assert [len(part) for part in first] == [12, 12]
+    assert sorted(place for part in (*first, *rest) for place in part) == list(range(len(requests)))
+    assert max(expected[place] for piece in rest for place in piece) <= min(expected[part[-1]] for part in first)
+    sizes = [len(piece) for piece in rest]
+    assert [expected[piece[0]] for piece in rest] == sorted((expected[piece[0]] for piece in rest), reverse=True)
+    assert sizes[0] == 6 and sizes[-12:] == [1] * 12
+    assert all(len({place // 6 for place in piece}) == 1 for piece in rest), "a piece is of one prompt"
+
+
+def test_an_engine_that_one_process_asks_takes_its_own_then_the_rest_and_then_what_another_cannot_begin() -> None:
+    waiting = Waiting(Order([[0, 1], [2, 3, 4, 5]], [[6, 7]]))
+    assert list(waiting.taken({0: 3, 1: 2})) == [(0, 0), (0, 1), (0, 6), (1, 2), (1, 3)]
+    assert list(waiting.taken({0: 2})) == [(0, 7), (0, 4)], "the second has no room"
+    assert list(waiting.taken({})) == []
+    assert list(waiting.taken({0: 9, 1: 1})) == [(1, 5)], "it begins its own itself, where it can"
 
 
 def test_new_prompts_are_expected_to_be_answered_in_proportion_and_known_ones_as_last_time() -> None:
