@@ -14,7 +14,7 @@ import rftmega.device.before_megatron  # noqa: F401
 import torch
 from tqdm import tqdm
 
-from benchmarks import bubble, checkpoints, conversion, log_probs, mixture, offload, push, steps
+from benchmarks import bubble, checkpoints, conversion, log_probs, mixture, offload, push, rollouts, steps
 
 # name -> (what runs, the figure that is asked for, its bound)
 BENCHMARKS = {
@@ -28,6 +28,7 @@ BENCHMARKS = {
     "push of a mixture": (mixture.many_tensors, "plain parameters: push_us_a_tensor", "at most 5"),
     "training checkpoint against dd": (checkpoints.speeds, "slower_over_dd", "at least 0.5"),
     "training beside a save": (checkpoints.beside, "steps_beside_over_plain", "at most 1.10"),
+    "engines that run dry": (rollouts.running_dry, "", ""),
     "offload against copy": (offload.against_copy, "off_over_copy", "at least 0.7"),
 }
 

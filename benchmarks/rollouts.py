@@ -1,0 +1,120 @@
+"""How long engines have nothing to do at the end of a rollout, by the clock of the scripted engine: all of them step together."""
+
+import math
+import random
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from rftmega.config import RolloutConfig
+from rftmega.rollout import ScriptedEngine
+from rftmega.rollout.base import Stop
+from rftmega.rollout.order import ordered
+from rftmega.strategy.asking import Asking
+from rftmega.strategy.queues import Counted
+from rftmega.types import Completion, Prompt
+
+PROMPTS, SIBLINGS, LIMIT, SLOTS = 128, 8, 1024, 8
+GUESS = 1.0  # standard deviation of the logarithm of what is expected, around what a prompt's answers have in the mean
+DRAWS = 4
+
+
+class AsLongAsItsSeed(ScriptedEngine):
+    """The request with seed n has n tokens."""
+
+    def _answer(self, seed: int) -> Completion:
+        assert self.version is not None
+        return Completion((3,) * seed, (0.0,) * seed, "stop", self.version)
+
+
+class Clock:
+    """Threads of which one runs at a time: the one that has taken the fewest steps, of equals the first."""
+
+    def __init__(self, threads: int):
+        self.steps = [0] * threads
+        self._turns = [threading.Semaphore(0) for _ in range(threads)]
+        self._running = set(range(threads))
+
+    def run(self, work: Callable[[int, Stop], Any]) -> list[Any]:
+        """What comes of `work` in each thread, by its number; it says by its stop, which is never true, that a step is done."""
+        found: list[Any] = [None] * len(self.steps)
+
+        def one(number: int) -> None:
+            self._turns[number].acquire()
+            try:
+                found[number] = work(number, lambda: self._step(number))
+            finally:
+                self._running.discard(number)
+                self._next()
+
+        threads = [threading.Thread(target=one, args=(number,)) for number in range(len(self.steps))]
+        for thread in threads:
+            thread.start()
+        self._next()
+        for thread in threads:
+            thread.join()
+        return found
+
+    def _step(self, number: int) -> bool:
+        self.steps[number] += 1
+        self._next()
+        self._turns[number].acquire()
+        return False
+
+    def _next(self) -> None:
+        if self._running:
+            self._turns[min(self._running, key=lambda number: (self.steps[number], number))].release()
+
+
+def steps_of(
+    prompts: Sequence[Prompt], lengths: Sequence[int], expected: Sequence[float], engines: int, slots: int, *, dealt_once: bool
+) -> list[int]:
+    """Steps until each engine has nothing to do. With `dealt_once` all requests are some engine's from the beginning."""
+    order, board = ordered(prompts, expected, engines, len(prompts) if dealt_once else slots), dist.HashStore()
+    queues = [Counted(order, number, board=board, name="rollout") for number in range(engines)]
+    clock = Clock(engines)
+
+    def work(number: int, stop: Stop) -> dict[int, Completion]:
+        engine = AsLongAsItsSeed(RolloutConfig(max_batch=slots), vocabulary=9, stop_ids=[3])
+        engine.load_weights([], version=0)
+        with Asking(engine, prompts, lengths, 1.0, None, queues[number]) as asking:
+            assert asking.go_on(stop)
+            return asking.judging.scored()
+
+    answers = [(place, len(answer.token_ids)) for found in clock.run(work) for place, answer in found.items()]
+    assert sorted(answers) == list(enumerate(lengths)), "an answer is missing, or there twice"
+    return clock.steps
+
+
+def drawn(tail: str, seed: int) -> tuple[list[Prompt], list[int], list[float]]:
+    """Requests, tokens of their answers, and what is expected of them."""
+    rng = random.Random(f"{tail}/{seed}")
+    prompts, lengths, expected = list[Prompt](), list[int](), list[float]()
+    for number in range(PROMPTS):
+        hard = rng.lognormvariate(0.0, 0.5)
+        one = [60 * rng.lognormvariate(0.0, 0.8) if tail == "lognormal" else 30 * rng.paretovariate(1.3) for _ in range(SIBLINGS)]
+        whole = [min(LIMIT, max(1, round(hard * length))) for length in one]
+        prompts += [Prompt((5, number), index=number)] * SIBLINGS
+        lengths += whole
+        expected += [sum(whole) / SIBLINGS * rng.lognormvariate(0.0, GUESS)] * SIBLINGS
+    return prompts, lengths, expected
+
+
+def running_dry(folder: Path) -> dict[str, float]:
+    """Share of the engines' steps, until the last has ended, in which one has nothing to do; and of their slots'."""
+    found: dict[str, float] = {}
+    for tail in ("lognormal", "Pareto"):
+        for engines in (4, 8):
+            for dealt_once in (True, False):
+                rollouts = [drawn(tail, seed) for seed in range(DRAWS)]
+                taken = [steps_of(*rollout, engines, SLOTS, dealt_once=dealt_once) for rollout in rollouts]
+                last = [max(steps) for steps in taken]
+                name = f"{tail}, {engines} engines, {'dealt once' if dealt_once else 'taken when dry'}: "
+                found[name + "steps"] = sum(last) / DRAWS
+                found[name + "idle engines"] = 1 - sum(map(sum, taken)) / (engines * sum(last))
+                tokens = sum(math.fsum(lengths) for _, lengths, _ in rollouts)
+                found[name + "idle slots"] = 1 - tokens / (engines * SLOTS * sum(last))
+    return found
