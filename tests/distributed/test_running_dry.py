@@ -94,7 +94,7 @@ def body(world: World, per_engine: int, until: bool) -> Any:
 
 @pytest.mark.parametrize(("per_engine", "until"), [(1, False), (2, False), (1, True), (2, True)])
 def test_answers_are_one_engines_and_each_request_is_begun_once_by_all_processes_of_one(per_engine: int, until: bool) -> None:
-    results = run_ranks(4, body, per_engine, until)
+    results = run_ranks(4, body, per_engine, until, timeout=60)
     assert all(answers == by_one_engine() for answers, *_ in results)
     begun = [seeds for _, seeds, _ in results]
     assert begun == [begun[rank - rank % per_engine] for rank in range(4)], "processes of one engine took other requests"

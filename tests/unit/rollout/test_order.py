@@ -95,6 +95,9 @@ def test_an_engine_that_one_process_asks_takes_its_own_then_the_rest_and_then_wh
     assert list(waiting.taken({0: 2})) == [(0, 7), (0, 4)], "the second has no room"
     assert list(waiting.taken({})) == []
     assert list(waiting.taken({0: 9, 1: 1})) == [(1, 5)], "it begins its own itself, where it can"
+    waiting = Waiting(Order([[0, 1], [2]], [[6, 7]]))
+    assert list(waiting.taken({0: 1})) == [(0, 0)]
+    assert list(waiting.taken({1: 2})) == [(1, 2), (1, 6)], "the first takes no piece while it has its own"
 
 
 def test_new_prompts_are_expected_to_be_answered_in_proportion_and_known_ones_as_last_time() -> None:
