@@ -19,7 +19,7 @@ from rftmega.errors import GivenUp
 from rftmega.megatron.auxiliary import beside
 from rftmega.megatron.forward import HiddenProcessor, custom_forward, packed_length
 from rftmega.megatron.manager import MegatronModelManager
-from rftmega.parallel.micro_batches import plan_micro_batches
+from rftmega.parallel.micro_batches import fewest_micro_batches, plan_micro_batches
 from rftmega.parallel.progress import mark
 from rftmega.types import Auxiliary, EachStep, Experience, LossFn, Metrics, Rows, TokenLoss, TokenMetric, Told
 
@@ -152,6 +152,7 @@ class Passes:
             attention_weight=self.cfg.trainer.attention_weight,
             # The interleaved schedule hands micro-batches round the stages in groups of as many as there are stages.
             multiple_of=self.topology.pipeline if len(self.manager.model) > 1 else 1,
+            at_least=fewest_micro_batches(self.topology.pipeline),
             group_size=group_size,
         )
         self._count([[[int(lengths[row]) - 1 for row in rows] for rows in batches] for batches in plan], passes)

@@ -4,6 +4,11 @@ import heapq
 from collections.abc import Sequence
 
 
+def fewest_micro_batches(pipeline: int) -> int:
+    """How many a pipeline of so many stages should get: with two a stage it stands still a third of the time at most."""
+    return 2 * pipeline if pipeline > 1 else 1
+
+
 def plan_micro_batches(
     lengths: Sequence[int],
     *,
@@ -12,13 +17,15 @@ def plan_micro_batches(
     attention_cap: int | None = None,
     attention_weight: float = 0.0,
     multiple_of: int = 1,
+    at_least: int = 1,
     group_size: int = 1,
 ) -> list[list[list[int]]]:
     """Rows -> [rank][micro-batch] -> row indices. Every rank gets the same number of micro-batches; some may be empty.
 
     A row of n tokens costs n + attention_weight * n^2 (the share of attention in a layer's work grows with the row). Ranks
     get equal cost by Karmarkar-Karp differencing; a rank's micro-batches hold at most `token_cap` tokens and `attention_cap`
-    squared tokens. Their number is a multiple of `multiple_of`, which the interleaved pipeline schedule asks for.
+    squared tokens. Their number is a multiple of `multiple_of`, which the interleaved pipeline schedule asks for, and `at_least`
+    so many where the rank has the rows for it.
     Each `group_size` consecutive rows stay together, side by side in their order: a loss over pairs needs both.
     Raises AssertionError for a group over a cap (the config check refuses it before), and for a last one that is incomplete.
     """
@@ -30,7 +37,10 @@ def plan_micro_batches(
     assert longest <= token_cap, (longest, token_cap)
     assert attention_cap is None or largest <= attention_cap, (largest, attention_cap)
     costs = [sum(lengths[row] + attention_weight * lengths[row] * lengths[row] for row in rows) for rows in groups]
-    found = [_first_fit(items, tokens, squares, token_cap, attention_cap) for items in karmarkar_karp(costs, data_parallel)]
+    found = []
+    for items in karmarkar_karp(costs, data_parallel):
+        share = sum(tokens[item] for item in items) // at_least
+        found.append(_first_fit(items, tokens, squares, min(token_cap, max(share, longest)), attention_cap))
     plan = [[[row for group in batch for row in groups[group]] for batch in batches] for batches in found]
     count = max(1, *(len(batches) for batches in plan))
     count = -(-count // multiple_of) * multiple_of

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rftmega.config import ParallelConfig, RunConfig
+from rftmega.parallel.micro_batches import fewest_micro_batches
 from rftmega.planning import activations, engine
 from rftmega.planning.activations import Load
 from rftmega.planning.models import POLICY, Planned
@@ -66,7 +67,8 @@ def load_of(config: RunConfig, parallel: ParallelConfig, world: int) -> Load:
     data = world // (parallel.tensor * parallel.pipeline * parallel.context)
     longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
     rows = max(1, rows_of(config) // config.algorithm.mini_batches // data)
-    fit = max(1, config.trainer.max_tokens_per_micro_batch // longest)
+    share = math.ceil(rows / fewest_micro_batches(parallel.pipeline))
+    fit = max(1, min(share, config.trainer.max_tokens_per_micro_batch // longest))
     multiple = parallel.pipeline if parallel.virtual_pipeline > 1 else 1
     return Load(min(fit, rows) * longest, math.ceil(rows / fit / multiple) * multiple)
 

@@ -151,6 +151,7 @@ class VLLMEngine(Engine):
             stop_token_ids=self.stop_ids,
             ignore_eos=True,  # the stop tokens are ours alone, whatever the model's config calls its end
             detokenize=False,
+            skip_clone=True,  # it is this request's alone
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rftmega.parallel.micro_batches import karmarkar_karp, plan_micro_batches
+from rftmega.parallel.micro_batches import fewest_micro_batches, karmarkar_karp, plan_micro_batches
 
 LENGTHS = st.lists(st.integers(1, 50), max_size=60)
 
@@ -24,6 +24,23 @@ def test_every_row_is_worked_on_once_under_the_caps_in_equally_many_micro_batche
     for batch in (batch for batches in plan for batch in batches):
         assert sum(lengths[row] for row in batch) <= cap
         assert attention_cap is None or sum(lengths[row] ** 2 for row in batch) <= attention_cap
+
+
+@given(LENGTHS, st.integers(1, 4), st.integers(1, 8), st.integers(50, 3000))
+def test_a_rank_with_rows_for_it_gets_at_least_so_many_of_about_the_same_size(
+    lengths: list[int], ranks: int, at_least: int, cap: int
+) -> None:
+    plan = plan_micro_batches(lengths, data_parallel=ranks, token_cap=cap, at_least=at_least)
+    assert sorted(row for batches in plan for batch in batches for row in batch) == list(range(len(lengths)))
+    for batches in plan:
+        tokens = [sum(lengths[row] for row in batch) for batch in batches if batch]
+        if lengths and sum(tokens) >= at_least * max(lengths):  # else a row is longer than an equal share
+            assert len(tokens) >= at_least
+        assert max(tokens, default=0) <= min(cap, max(max(lengths, default=0), sum(tokens) // at_least))
+
+
+def test_a_pipeline_gets_two_micro_batches_a_stage() -> None:
+    assert [fewest_micro_batches(stages) for stages in (1, 2, 4)] == [1, 4, 8]
 
 
 @given(

@@ -6,10 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rftmega.config import ParallelConfig
+from rftmega.config import ParallelConfig, RolloutConfig, RunConfig, TrainerConfig
 from rftmega.megatron.logprobs import Shard, linear_stats
 from rftmega.planning import activations, engine
 from rftmega.planning.activations import Load, chunks_in_flight, layer_bytes
+from rftmega.planning.memory import load_of
 from tests.unit.planning.test_states import planned
 
 P = ParallelConfig
@@ -91,3 +92,20 @@ def test_an_engine_samples_from_logits_and_probabilities_in_float32() -> None:
     model = planned("llama-3-70b", P()).model
     layer = 8192 * (4 * 8192 + 3 * 28672 // 8) * 2
     assert engine.working_bytes(model, 8, 256) == layer + 256 * 128256 * (4 + 4)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "world", "load"),
+    [
+        (ParallelConfig(), 1, Load(16_000, 4)),  # 64 rows of 1000 tokens, 16 of which fit
+        (ParallelConfig(pipeline=4), 4, Load(8_000, 8)),  # two a stage
+        (ParallelConfig(pipeline=4), 16, Load(2_000, 8)),
+        (ParallelConfig(pipeline=4), 64, Load(1_000, 4)),  # there are no more rows
+    ],
+)
+def test_a_pipeline_is_planned_with_as_many_micro_batches_as_it_gets(parallel: ParallelConfig, world: int, load: Load) -> None:
+    config = RunConfig(
+        rollout=RolloutConfig(max_prompt_tokens=400, max_response_tokens=600, samples_per_prompt=8),
+        trainer=TrainerConfig(prompts_per_step=8, max_tokens_per_micro_batch=16_384),
+    )
+    assert load_of(config, parallel, world) == load

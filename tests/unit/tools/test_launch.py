@@ -243,8 +243,8 @@ def test_a_container_gets_its_own_python_and_none_of_the_hosts_paths(folder: Pat
 
 
 def test_gpu_nodes_are_planned_where_there_is_no_gpu(folder: Path) -> None:
-    """On a CPU vLLM refuses this model's experts; the nodes have GPUs."""
+    """On a CPU vLLM refuses latent attention of this size; the nodes have GPUs."""
     shutil.rmtree("model")
-    save_tiny(Path("model"), "qwen3-moe")
+    save_tiny(Path("model"), "deepseek-v3")
     write("rollout.engine=vllm", "--gpus-per-node", "2")
     write("rollout.engine=vllm", code=2)
