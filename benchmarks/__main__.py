@@ -14,12 +14,13 @@ import rftmega.device.before_megatron  # noqa: F401
 import torch
 from tqdm import tqdm
 
-from benchmarks import bubble, checkpoints, conversion, log_probs, mixture, offload, push, rollouts, steps
+from benchmarks import against_trl, bubble, checkpoints, conversion, log_probs, mixture, offload, push, rollouts, steps
 
 # name -> (what runs, the figure that is asked for, its bound)
 BENCHMARKS = {
     "packed against padded step": (steps.packed_against_padded, "share_of_ideal", "at least 0.85"),
     "step against transformers": (steps.against_transformers, "times_theirs", "at most 1.10"),
+    "step against TRL": (against_trl.step, "ours_over_trl", "at most 1"),
     "log-probs by the update's own forward pass": (steps.late_against_early_scoring, "late_over_early", "below 1"),
     "fused against dense log-probs": (log_probs.fused_against_dense, "memory_ratio", ""),
     "pipeline bubble": (bubble.of_pipelines, "", "counted = formula"),

@@ -107,14 +107,14 @@ class RandomAnswers:
 
 
 def scoring_body(world: Any, folder: Path) -> dict[str, float]:
-    """A whole step of one optimizer step, the reference in its loss: 64 answers to 8 prompts."""
+    """A whole step of one optimizer step, the reference in its loss: 32 answers to 8 prompts."""
     actor, engine = build_actor(folder, ParallelConfig(), OPTIMIZER, token_cap=2048, keep_reference=True), RandomAnswers()
 
     def trainer(late: bool) -> PPOTrainer:
         made = PPOTrainer(
             engine=engine, weights=engine, reward=lambda p, found: [{"reward": float(len(x.token_ids))} for x in found],
             maker=ExperienceMaker(actor, use_reference=True), learner=Learner(actor, policy_loss(kl_coef=0.1)),
-            samples_per_prompt=8, temperature=1.0, seed=0, late_scoring=late,
+            samples_per_prompt=4, temperature=1.0, seed=0, late_scoring=late,
         )  # fmt: skip
         made.phase = lambda name, work, *given, **named: work(*given, **named)  # type: ignore[method-assign]
         return made
@@ -127,12 +127,12 @@ def scoring_body(world: Any, folder: Path) -> dict[str, float]:
         made.train_step(prompts)
 
     late, early = trainer(True), trainer(False)
-    found = compare(lambda: step_of(late), lambda: step_of(early), rounds=5)
+    found = compare(lambda: step_of(late), lambda: step_of(early), rounds=3)
     return {"late_seconds": found.ours, "early_seconds": found.theirs, "late_over_early": 1 / found.ratio}
 
 
 def late_against_early_scoring(folder: Path) -> dict[str, float]:
-    return run_ranks(1, scoring_body, save_model(folder), timeout=600)[0]
+    return run_ranks(1, scoring_body, save_model(folder, num_hidden_layers=4), timeout=600)[0]
 
 
 def packed_against_padded(folder: Path) -> dict[str, float]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parents[1] / "requirements"
-FROZEN = ("cpu", "cuda", "transformer_engine")
+FROZEN = ("cpu", "cuda", "transformer_engine", "trl")
 IMPORTED = (
     *("megatron-core", "transformers", "safetensors", "omegaconf", "tensorboard", "prometheus_client", "pyarrow", "datasets"),
     *("matplotlib", "tqdm", "httpx", "math-verify", "pytest", "hypothesis", "ruff", "mypy", "playwright"),
