@@ -227,8 +227,15 @@ def land(path: Path) -> None:
     draft_of(path).rename(path)
 
 
-def write_shard(path: Path, planned: Sequence[Planned], tensors: Iterator[tuple[str, Tensor]]) -> dict[str, str]:
-    """Writes the next tensors of a stream, of which one is in memory at a time; their checksums.
+class Shard(NamedTuple):
+    """Checksums of a written file: XXH3 (64 bits) of each tensor by name, and XXH3 (128 bits) of all its bytes, in hex."""
+
+    tensors: dict[str, str]
+    file: str
+
+
+def write_shard(path: Path, planned: Sequence[Planned], tensors: Iterator[tuple[str, Tensor]]) -> Shard:
+    """Writes the next tensors of a stream, of which one is in memory at a time; gives their checksums.
 
     The file gets its name when it is complete and on the disk. Raises CheckpointError for a tensor that is not finite.
     """
@@ -244,7 +251,8 @@ def write_shard(path: Path, planned: Sequence[Planned], tensors: Iterator[tuple[
     said = json.dumps(header, separators=(",", ":")).encode()
     said += b" " * (-len(said) % 8)
     sums = {}
-    with draft_of(path).open("wb", buffering=0) as stream:
+    with draft_of(path).open("wb", buffering=0) as raw:
+        stream = _Summed(raw)
         write_bytes(stream, len(said).to_bytes(8, "little") + said)
         for wanted in planned:
             name, given = next(tensors)
@@ -255,7 +263,19 @@ def write_shard(path: Path, planned: Sequence[Planned], tensors: Iterator[tuple[
             sums[name] = checksum(given)
             write_all(stream, given)
     land(path)
-    return sums
+    return Shard(sums, stream.sum.hexdigest())
+
+
+class _Summed:
+    """A raw stream, and the checksum of what was written to it: the bytes are in the processor's caches then."""
+
+    def __init__(self, stream: Any):
+        self.stream, self.sum = stream, xxhash.xxh3_128()
+
+    def write(self, view: memoryview) -> int:
+        written: int = self.stream.write(view)
+        self.sum.update(view[:written])
+        return written
 
 
 def write_all(stream: Any, tensor: Tensor) -> None:

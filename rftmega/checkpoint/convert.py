@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from converters import Replicated, Rule, Vocabulary, assemble, left_out, located, padded_vocabulary, shard_shape, table
-from converters.checksums import write_sums
+from converters.checksums import files_of, sum_of, write_sums
 from converters.hf_folder import (
     HFFolder,
     Planned,
@@ -137,23 +137,27 @@ def to_hf(source: Path, target: Path, *, progress: Progress = lambda _: None) ->
         finished = begin(target, job)
         shards = shards_of(tensors.planned, FILE_BYTES)
         sums: dict[str, str] = {}
+        of_files: dict[str, str] = {}
         room = Room(2 * max(tensor.bytes for tensor in tensors.planned))
 
         def convert(file: str) -> dict[str, Any]:
-            if file in finished:
+            if "sum" in finished.get(file, {}):
                 return finished[file]
             names = {tensor.name for tensor in shards[file]}
             with closing(tensors.named(names, room)) as stream:
-                said = {"file": file, "tensors": write_shard(target / file, shards[file], stream)}
+                written = write_shard(target / file, shards[file], stream)
+                said = {"file": file, "tensors": written.tensors, "sum": f"xxh3:{written.file}"}
             note(target, said)
             return said
 
         for said in side_by_side(convert, shards):
             sums |= said["tensors"]
+            of_files[said["file"]] = said["sum"]
             progress(sum(tensor.bytes for tensor in shards[said["file"]]))
         changed = copy_companions(source, target)
         write_index(target, shards)
-        write_sums(target)
+        others = {path.name: sum_of(path, "xxh3") for path in files_of(target) if path.name not in of_files}
+        write_sums(target, of_files | others)
         write_manifest(target, {"kind": "huggingface", **job, "tensors": sums})
         (target / PROGRESS).unlink()
     return changed

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
 from safetensors.torch import load_file, save_file
 
+from converters.checksums import files_of, known_sums
 from rftmega.checkpoint import convert
 from rftmega.checkpoint.distributed import write_manifest
 from rftmega.checkpoint.target import begin, written_alone
@@ -191,6 +193,10 @@ def test_killed_at_random_points_it_is_unfinished_and_goes_on(direction: str, tm
     assert run_ranks(1, body, source, done, *more)[0] > 0
     assert all(path.stat().st_mtime_ns == then for path, then in finished.items()), "a finished file was written again"
     assert not (done / PROGRESS).exists()
+    if direction == "to_hf":
+        told = {path.name: xxhash.xxh3_128_hexdigest(path.read_bytes()) for path in files_of(done)}
+        assert known_sums(done) == {name: f"xxh3:{digest}" for name, digest in told.items()}
+        assert len(told) > len(finished), "files of both starts, and config.json"
 
 
 def damage(folder: Path, what: str) -> None:

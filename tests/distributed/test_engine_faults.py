@@ -77,7 +77,8 @@ def servers_body(world: World, folder: Path, fault: str, wanted: int) -> Any:
     os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])  # not as tests.scripted_server: the package imports torch
     FailsInItsSecond.fault, FailsInItsSecond.folder = fault, folder
     config = RolloutConfig(servers=2, max_batch=2, deadline_seconds=4.0)
-    engine = FailsInItsSecond("model", config, world, dtype="float32", stop_ids=[1], logs=folder)
+    (folder / "config.json").write_text('{"model_type": "scripted"}')
+    engine = FailsInItsSecond(folder, config, world, dtype="float32", stop_ids=[1], logs=folder)
     if engine.servers:
         engine.expect(["one"])
     weights = Pushes(engine)

@@ -109,7 +109,8 @@ def servers_body(world: World, folder: Path, asked: int, until: bool) -> Any:
     stop.meet(dist.FileStore(str(folder / "board"), world.size))
     Slow.folder = folder
     config = RolloutConfig(servers=2, max_batch=1, deadline_seconds=20.0)
-    engine = Slow("model", config, world, dtype="float32", stop_ids=[1], logs=folder)
+    (folder / "config.json").write_text('{"model_type": "scripted"}')
+    engine = Slow(folder, config, world, dtype="float32", stop_ids=[1], logs=folder)
     if engine.servers:
         engine.expect(["one"])
     weights = Pushes(engine)

@@ -1,5 +1,6 @@
 """A process that is killed in the middle of a write: what had the name before has it still, whole."""
 
+import io
 import json
 import multiprocessing
 import os
@@ -8,11 +9,13 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import xxhash
 
-from converters.hf_folder import Planned, write_index, write_shard
+from converters.hf_folder import Planned, _Summed, write_bytes, write_index, write_shard
 from rftmega.checkpoint.distributed import file_bytes, finish, write_json, write_manifest, write_pieces
 from rftmega.checkpoint.snapshot import Snapshot
 from rftmega.checkpoint.training import write_rank, write_whole
@@ -119,3 +122,21 @@ def test_a_manifest_comes_after_all_that_it_speaks_of(tmp_path: Path) -> None:
             assert read_manifest(draft) == read_manifest(whole)
             assert there == names
     assert ends[0] == -signal.SIGXFSZ and ends[-1] == 0 and not {*ends} - {0, -signal.SIGXFSZ}
+
+
+class Sparing(io.BytesIO):
+    """Takes at most seven bytes at a call, as a full pipe may."""
+
+    def write(self, view: Any) -> int:
+        return super().write(view[:7])
+
+
+def test_a_shards_checksum_is_of_what_was_written_however_much_a_call_takes(tmp_path: Path) -> None:
+    content = bytes(range(256)) * 3
+    stream = _Summed(Sparing())
+    write_bytes(stream, content)
+    assert stream.stream.getvalue() == content
+    assert stream.sum.hexdigest() == xxhash.xxh3_128_hexdigest(content)
+    tensor = torch.arange(LONG)
+    written = write_shard(tmp_path / "model.safetensors", [Planned("w", tensor.dtype, tensor.shape)], iter([("w", tensor)]))
+    assert written.file == xxhash.xxh3_128_hexdigest((tmp_path / "model.safetensors").read_bytes())
