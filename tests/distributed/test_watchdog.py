@@ -111,7 +111,7 @@ class HangsOnce(ServerEngine):
     path = ""
 
     def _started(self, number: int) -> Server:
-        self._arguments = ["--hang", self.path]
+        self._arguments = ["--hang", self.path, "--pause", "0.2"]  # so that one is being answered when there are enough
         return super()._started(number)
 
 
