@@ -445,7 +445,7 @@ class TrainerConfig:
     """Prompts a rollout; of given data, examples or pairs a step."""
 
     max_tokens_per_micro_batch: int = 16384
-    """Rows are packed into micro-batches of at most this many tokens."""
+    """Rows are packed into micro-batches of at most this many tokens; a pipeline gets two or more a stage, of fewer tokens."""
 
     max_attention_per_micro_batch: int = 0
     """And of at most this sum of squared row lengths, which bounds attention's work; 0: no bound."""
