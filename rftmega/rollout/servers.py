@@ -42,7 +42,9 @@ PROGRAM = "vllm.entrypoints.openai.api_server"
 START_SECONDS = 600.0
 STOP_SECONDS = 20.0
 CONTROL_SECONDS = 600.0
-MISTAKE = re.compile(r"\b(ValidationError|ValueError|NotImplementedError|ImportError|ModuleNotFoundError): ")
+MISTAKE = re.compile(
+    r"\b(ValidationError|ValueError|NotImplementedError|ImportError|ModuleNotFoundError): |Failed to infer device type"
+)
 PASSING = re.compile(r"Free memory on device|out of memory|Cannot allocate memory|Address already in use", re.IGNORECASE)
 LOOK_SECONDS = 0.2  # between two looks whether what has arrived, and was scored since, is enough
 

@@ -5,13 +5,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from rftmega.config import ParallelConfig
 from rftmega.megatron import manager
 from tests.invariance import (
     ALONE,
     LAYOUTS,
     OVERLAPPED,
+    PROMPTS,
     QUANTITIES,
+    ROWS,
     SETTINGS,
     Layout,
     P,
@@ -23,10 +28,13 @@ from tests.invariance import (
     runs_of,
     write,
 )
+from tests.layouts import build_actor, rows_of
+from tests.plain_loop import log_probs
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 
 TOLERANCE = 1e-5
+MIXTURES = ("qwen3-moe", "deepseek-v3")  # rounding sends tokens to other experts: the next test compares that with transformers'
 
 
 @pytest.fixture(scope="module", params=list(LAYOUTS))
@@ -101,5 +109,34 @@ def test_every_case_of_the_table(tmp_path: Path) -> None:
             if not case[name] < bound:
                 wrong.append((case, name, bound))
     assert not wrong, wrong
-    assert all(case["loss"] < 0.01 and case["grad_norm"] < 0.02 for case in noise.values()), "that is more than noise"
+    assert all(case["loss"] < 0.01 for case in noise.values()), "that is more than noise"
+    dense = [case for model, case in noise.items() if model not in MIXTURES]
+    assert all(case["grad_norm"] < 0.02 for case in dense), "that is more than noise"
     assert len(rows) == number_of_layouts() * (len(SETTINGS) + 2)
+
+
+def both_dtypes_body(world: Any, folders: list[Path]) -> list[list[torch.Tensor]]:
+    """Log-probs of every token in float32 and in bfloat16, of each model."""
+    rows = rows_of(ROWS, PROMPTS)
+    fed = torch.arange(rows.tokens.shape[1] - 1) < rows.lengths[:, None] - 1
+    found = []
+    for folder in folders:
+        actors = [build_actor(folder, ParallelConfig(), dtype=dtype, token_cap=512) for dtype in ("float32", "bfloat16")]
+        found.append([actor.log_probs(rows).logp[fed] for actor in actors])
+    return found
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("variant", list(LAYOUTS))
+def test_bfloat16_is_as_far_from_float32_as_it_is_in_transformers(variant: str, tmp_path: Path) -> None:
+    """Over eight models. In a mixture a few tokens go to other experts, in some models more of ours, in some of theirs."""
+    folders = [save_tiny(tmp_path / str(seed), variant, seed=seed) for seed in range(8)]
+    (ours,) = run_ranks(1, both_dtypes_body, folders)
+    theirs = []
+    for folder in folders:
+        models = [AutoModelForCausalLM.from_pretrained(folder, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
+        with torch.no_grad():
+            theirs.append([torch.cat(log_probs(model, ROWS)).float() for model in models])
+    torch.testing.assert_close([pair[0] for pair in ours], [pair[0] for pair in theirs], atol=1e-5, rtol=0)
+    noise, wanted = (sum(float((rough - fine).abs().mean()) for fine, rough in pairs) for pairs in (ours, theirs))
+    assert noise < 1.25 * wanted

@@ -110,6 +110,7 @@ def test_a_server_that_does_not_start_leaves_nothing(tmp_path: Path) -> None:
     [
         ("pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig", 1, False),
         ("(EngineCore pid=7) ValueError: No available memory for the cache blocks.", 1, False),
+        ("RuntimeError: Failed to infer device type, please set the environment variable", 1, False),  # CUDA's build, no GPU
         ("(EngineCore pid=7) ValueError: Free memory on device cuda:0 (1.0/80.0 GiB) on startup is less than desired", 1, True),
         ("ValueError: on an earlier line\ntorch.OutOfMemoryError: CUDA out of memory.", 1, True),
         ("OSError: [Errno 98] Address already in use", 1, True),
