@@ -29,8 +29,9 @@ P = ParallelConfig
 PLAIN = OptimizerConfig(learning_rate=1e-2, epsilon=1e-4)
 SHARDED = replace(PLAIN, distributed=True)
 OVERLAPPED = replace(SHARDED, overlap_grad_reduce=True, overlap_param_gather=True)
-SIZES = {"vocab_size": 509, "hidden_size": 192, "intermediate_size": 320, "head_dim": 48}
+SIZES = {"vocab_size": 509, "hidden_size": 192, "intermediate_size": 320}
 LATENT = {"q_lora_rank": 48, "kv_lora_rank": 40}
+HEADS = {"head_dim": 48}
 BUCKET = 700_000  # bytes: several buckets a push
 CLOSE = 0.1
 TOKENS, LENGTH = 512, 64  # of a micro-batch, of a row
@@ -95,7 +96,7 @@ def planned_of(folder: Path, case: Case) -> Planned:
 @pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.ranks) for name in CASES])
 def test_predicted_bytes_are_within_ten_percent_of_the_measured(name: str, tmp_path: Path) -> None:
     case = CASES[name]
-    more = LATENT if case.variant == "deepseek-v3" else {}
+    more = LATENT if case.variant == "deepseek-v3" else HEADS
     folder = save_tiny(tmp_path, case.variant, **SIZES, **more)
     planned = planned_of(folder, case)
     push = push_of(planned, case.processes, case.engine, BUCKET).buffers if case.engine else None
