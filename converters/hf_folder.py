@@ -227,14 +227,14 @@ def land(path: Path) -> None:
     draft_of(path).rename(path)
 
 
-class Shard(NamedTuple):
+class WrittenFile(NamedTuple):
     """Checksums of a written file: XXH3 (64 bits) of each tensor by name, and XXH3 (128 bits) of all its bytes, in hex."""
 
     tensors: dict[str, str]
     file: str
 
 
-def write_shard(path: Path, planned: Sequence[Planned], tensors: Iterator[tuple[str, Tensor]]) -> Shard:
+def write_shard(path: Path, planned: Sequence[Planned], tensors: Iterator[tuple[str, Tensor]]) -> WrittenFile:
     """Writes the next tensors of a stream, of which one is in memory at a time; gives their checksums.
 
     The file gets its name when it is complete and on the disk. Raises CheckpointError for a tensor that is not finite.
@@ -263,7 +263,7 @@ def write_shard(path: Path, planned: Sequence[Planned], tensors: Iterator[tuple[
             sums[name] = checksum(given)
             write_all(stream, given)
     land(path)
-    return Shard(sums, stream.sum.hexdigest())
+    return WrittenFile(sums, stream.sum.hexdigest())
 
 
 class _Summed:

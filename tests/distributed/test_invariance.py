@@ -34,7 +34,6 @@ from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 
 TOLERANCE = 1e-5
-MIXTURES = ("qwen3-moe", "deepseek-v3")  # rounding sends tokens to other experts: the next test compares that with transformers'
 
 
 @pytest.fixture(scope="module", params=list(LAYOUTS))
@@ -109,9 +108,7 @@ def test_every_case_of_the_table(tmp_path: Path) -> None:
             if not case[name] < bound:
                 wrong.append((case, name, bound))
     assert not wrong, wrong
-    assert all(case["loss"] < 0.01 for case in noise.values()), "that is more than noise"
-    dense = [case for model, case in noise.items() if model not in MIXTURES]
-    assert all(case["grad_norm"] < 0.02 for case in dense), "that is more than noise"
+    assert all(case["loss"] < 0.01 and case["grad_norm"] < 0.02 for case in noise.values()), "that is more than noise"
     assert len(rows) == number_of_layouts() * (len(SETTINGS) + 2)
 
 
