@@ -103,7 +103,7 @@ def servers_body(world: World, folder: Path, fault: str, wanted: int) -> Any:
     return told(found), answered, weights.versions, told(later), {c.policy_version for c in later}
 
 
-@pytest.mark.parametrize(("fault", "wanted"), [pytest.param("KILL", 0, marks=pytest.mark.ranks), ("STOP", 0), ("KILL", 11)])
+@pytest.mark.parametrize(("fault", "wanted"), [pytest.param("KILL", 0, marks=pytest.mark.ranks), ("STOP", 0), ("KILL", 12)])
 def test_a_server_that_dies_or_hangs_is_restarted_and_answers_only_what_is_left(fault: str, wanted: int, tmp_path: Path) -> None:
     for found, answered, versions, later, under in run_ranks(2, servers_body, tmp_path, fault, wanted, timeout=60):
         assert all(answer in (None, right) for answer, right in zip(found, SCORED_SERVER, strict=True))
