@@ -13,10 +13,10 @@ from typing import Any
 from benchmarks.models import save_model
 from benchmarks.timing import seconds
 from rftmega.algorithms.supervised import cross_entropy_loss
+from rftmega.checkpoint.run_checkpoints import TrainingCheckpoints
 from rftmega.config import OptimizerConfig, ParallelConfig
 from rftmega.experience import given
 from rftmega.megatron.training_state import set_adam_steps
-from rftmega.strategy.checkpoints import TrainingCheckpoints
 from tests.layouts import build_actor, rows_of
 from tests.ranks import run_ranks
 

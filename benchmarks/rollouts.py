@@ -12,9 +12,9 @@ import torch.distributed as dist
 from rftmega.config import RolloutConfig
 from rftmega.rollout import ScriptedEngine
 from rftmega.rollout.base import Stop
-from rftmega.rollout.order import ordered
-from rftmega.strategy.asking import Asking
-from rftmega.strategy.queues import Counted
+from rftmega.rollout.pending_requests import PendingRequests
+from rftmega.rollout.request_order import ordered
+from rftmega.rollout.request_queues import Counted
 from rftmega.types import Completion, Prompt
 
 PROMPTS, SIBLINGS, LIMIT, SLOTS = 128, 8, 1024, 8
@@ -80,7 +80,7 @@ def steps_of(
     def work(number: int, stop: Stop) -> dict[int, Completion]:
         engine = AsLongAsItsSeed(RolloutConfig(max_batch=slots), vocabulary=9, stop_ids=[3])
         engine.load_weights([], version=0)
-        with Asking(engine, prompts, lengths, 1.0, None, queues[number]) as asking:
+        with PendingRequests(engine, prompts, lengths, 1.0, None, queues[number]) as asking:
             assert asking.go_on(stop)
             return asking.judging.scored()
 

@@ -83,7 +83,7 @@ FAULTS = (EngineFault, NodeFault)
 FINAL_CODES = (RFTMegaError.exit_code, Diverged.exit_code, GapExceeded.exit_code)  # starting again would not mend it
 
 
-class GivenUp(Exception):  # noqa: N818  nothing went wrong
+class Preempted(Exception):  # noqa: N818  nothing went wrong
     """The run is asked to stop, on all processes alike. `answers`: of a rollout, None for those that are not there."""
 
     def __init__(self, answers: Sequence[Any] = ()):

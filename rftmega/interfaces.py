@@ -36,7 +36,7 @@ class RolloutEngine(Protocol):
     ) -> list[Completion]:
         """One completion a prompt, sampled with its own seed, whatever else is in the batch; temperature 0 is greedy.
 
-        With a `reward` completions may come back with its scores, found where and while they were generated. Raises GivenUp.
+        With a `reward` completions may come back with its scores, found where and while they were generated. Raises Preempted.
         """
 
     def generate_until(
@@ -173,7 +173,10 @@ class Checkpoints(Protocol):
         """Of the run after `step` steps. May return while files are still written."""
 
     def wait(self) -> None:
-        """Until what was saved is on the disk."""
+        """Waits until the last save is on the disk."""
+
+    def resume(self) -> dict[str, Any] | None:
+        """Loads the checkpoint that `checkpoint.resume` names. Returns its `state`; None: the run starts anew."""
 
 
 class Callback(Protocol):

@@ -28,16 +28,16 @@ class BlockEngine:
             return tensor.narrow(0, self.rank * tensor.shape[0] // self.ranks, tensor.shape[0] // self.ranks)
         return tensor
 
-    def rehearse(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def trace_load(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         self.load_weights(named_tensors, version=-1)
-        self.distrust()
+        self.invalidate()
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
-        self.distrust()
+        self.invalidate()
         for name, tensor in named_tensors:
             block = self.block(name, tensor)
             self.loaded[name] = torch.full(block.shape, torch.nan, dtype=tensor.dtype).copy_(block)
         self.version = version
 
-    def distrust(self) -> None:
+    def invalidate(self) -> None:
         self.version = None

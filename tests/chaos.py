@@ -24,11 +24,12 @@ from tqdm import tqdm
 
 import train_rl
 from rftmega import config as configuration
+from rftmega.checkpoint import retention
 from rftmega.config import RunConfig
-from rftmega.megatron.stored import read_manifest
-from rftmega.parallel import progress
-from rftmega.parallel.local import launch
-from rftmega.strategy import command_line, preflight, retention
+from rftmega.launch import command_line, preflight
+from rftmega.launch.local_launcher import launch
+from rftmega.megatron.dist_checkpoint_reader import read_manifest
+from rftmega.parallel import watchdog
 from rftmega.trainer.checkpointing import WITHIN
 from tests.e2e.conftest import UNLIKE, numbers_of, write_arithmetic
 
@@ -67,12 +68,12 @@ def rank(config: RunConfig, strike: Strike | None, log: str) -> int:
 def strike_out(strike: Strike, note: str) -> None:
     seen, begun = "", 0
     while begun < strike.occurrence:
-        phase = progress.seen.phase
+        phase = watchdog.seen.phase
         begun += phase == strike.phase and phase != seen
         seen = phase
         time.sleep(0.0002)
     time.sleep(strike.delay)
-    Path(note).write_text(progress.seen.phase)
+    Path(note).write_text(watchdog.seen.phase)
     os.kill(os.getpid(), signal.Signals[strike.signal])
 
 
@@ -80,7 +81,7 @@ def run(folder: Path, output: Path, processes: int, options: list[str], strike: 
     """The exit code of a run in this process's launcher, whose server of forks all runs share."""
     config = configuration.load(folder / "run.yaml", [*COMMON, *options, f"trainer.output={output}", "faults.max_restarts=2"])
     preflight.preflight(config, processes, local=True)
-    preload = ["rftmega.strategy.preloaded", "tests.chaos"]
+    preload = ["rftmega.launch.preloaded", "tests.chaos"]
     return launch(
         processes, rank, config, strike, f"{output}.log", preload=preload, max_restarts=config.faults.max_restarts, stops=True
     )

@@ -51,7 +51,7 @@ class FusedEngine(BlockEngine):
         return {name: torch.full(shape, torch.nan, dtype=self.dtype) for name, shape in self._shapes.items()}
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
-        self.distrust()
+        self.invalidate()
         self.by_loader, self._watched = set(), ((), lambda name, parameter: None)
         self.parameters = self.fresh()
         for name, tensor in named_tensors:

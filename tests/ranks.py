@@ -109,7 +109,7 @@ def _rank(
     import torch.distributed as dist
 
     from rftmega import device
-    from rftmega.parallel.launch import World
+    from rftmega.parallel.process_group import World
 
     backend = device.current()
     where = backend.select(rank, world_size)

@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+LEARNT = "algorithms rewards data experience trainer"
+RUNS = "device parallel megatron checkpoint rollout weights planning model_providers converters"
+BASICS = "config errors json_files types interfaces"
 MAY_IMPORT = {
     "config": "errors json_files",
     "errors": "",
@@ -22,18 +25,20 @@ MAY_IMPORT = {
     "parallel": "config errors device",
     "megatron": "config types errors json_files device parallel model_providers converters",
     "checkpoint": "config errors json_files device parallel megatron model_providers converters",
-    "rollout": "config types errors json_files device parallel",
+    "rollout": "config types interfaces errors json_files device parallel",
     "weights": "config types interfaces errors json_files device parallel converters",
     "planning": "config errors parallel weights model_providers converters",
-    "strategy": "config errors json_files types interfaces algorithms rewards data experience trainer "
-    "device parallel megatron checkpoint rollout weights planning model_providers converters",
+    "strategy": f"{BASICS} {LEARNT} {RUNS}",
+    "observe": f"{BASICS} {LEARNT} {RUNS} strategy",
+    "launch": f"{BASICS} {LEARNT} {RUNS} strategy observe",
+    "lightrft": f"{BASICS} {LEARNT} {RUNS} strategy",
     "model_providers": "config errors json_files device converters",
     "converters": "errors json_files",
 }
 ONLY_IN = {
     "megatron": "parallel megatron model_providers",
     "megatron.core.parallel_state": "parallel",
-    "torch.distributed": "parallel megatron weights strategy checkpoint",
+    "torch.distributed": "parallel megatron weights strategy checkpoint rollout observe launch lightrft",
     "torch.cuda": "device",
     "vllm": "rollout",
     "transformers": "rollout data",
@@ -104,6 +109,11 @@ def test_imports_follow_the_map() -> None:
         ("rftmega/trainer/bad.py", "from ..data import load_prompts", "a relative import"),
         ("rftmega/trainer/bad.py", "from .. import megatron", "a relative import"),
         ("rftmega/config/bad.py", "import torch", "config must import nothing heavy"),
+        ("rftmega/strategy/bad.py", "from rftmega.lightrft.strategy import StrategyBase", "strategy may not import lightrft"),
+        ("rftmega/launch/bad.py", "from rftmega.lightrft.strategy import StrategyBase", "launch may not import lightrft"),
+        ("rftmega/strategy/bad.py", "from rftmega.observe.throughput import Throughput", "strategy may not import observe"),
+        ("rftmega/observe/bad.py", "from rftmega.launch.process import joined", "observe may not import launch"),
+        ("rftmega/checkpoint/bad.py", "from rftmega.strategy.phases import DevicePhases", "checkpoint may not import strategy"),
     ],
 )
 def test_a_planted_violation_is_found(path: str, code: str, complaint: str, tmp_path: Path) -> None:

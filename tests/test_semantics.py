@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
-PADDED, SAMPLES = "unit/experience/test_padded.py", "unit/experience/test_samples.py"
+PADDED, SAMPLES = "unit/lightrft/test_padded.py", "unit/experience/test_samples.py"
 ADVANTAGES, GAE, SURROGATES = (f"unit/algorithms/test_{name}.py" for name in ("advantages", "gae", "surrogates"))
 LOSSES, KL, SHAPING, VOTE = ("unit/algorithms/test_losses.py", "unit/algorithms/test_kl.py", "unit/algorithms/test_shaping.py",
                              "unit/rewards/test_vote.py")  # fmt: skip

@@ -79,7 +79,7 @@ def run(chosen: argparse.Namespace) -> int:
 
     from rftmega.checkpoint import convert
     from rftmega.config import ParallelConfig
-    from rftmega.parallel import launch
+    from rftmega.parallel import process_group
 
     def bar(text: str, copies: int = 1) -> "tqdm[None]":
         files = [path for path in chosen.source.iterdir() if path.suffix in (".safetensors", ".distcp")]
@@ -87,7 +87,7 @@ def run(chosen: argparse.Namespace) -> int:
         return tqdm(total=total, unit="B", unit_scale=True, desc=text, file=sys.stderr)
 
     changed = None
-    with launch.start():
+    with process_group.start():
         if chosen.command == "to-megatron":
             layout = {name: getattr(chosen, flag) for flag, (name, _) in LAYOUT.items()}
             with bar("to Megatron") as progress:

@@ -85,8 +85,8 @@ def slurm(chosen: argparse.Namespace, given: list[str]) -> int:
     """Checks, writes, and where it is asked submits. The exit code."""
     from rftmega import config as configuration
     from rftmega import device
+    from rftmega.launch import preflight
     from rftmega.parallel.private import keep_private
-    from rftmega.strategy import preflight
 
     keep_private()  # the file has this shell's environment
     if chosen.processes_per_node is None:

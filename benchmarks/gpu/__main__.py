@@ -21,7 +21,7 @@ from benchmarks.gpu.parts import PARTS, missing
 from benchmarks.gpu.sheet import Sheet
 from model_providers.installed import installed
 from rftmega import device
-from rftmega.parallel import launch
+from rftmega.parallel import process_group
 
 LIMIT = 570  # seconds of one part: below ten minutes, with its start and end
 
@@ -39,7 +39,7 @@ def measure(name: str, target: Path, *, small: bool) -> int:
     module = importlib.import_module(f"benchmarks.gpu.{part.module}")
     sizes = module.SMALL if small else module.SIZES
     sheet = Sheet(target / f"{name}.json", sizes._asdict(), told=told)
-    with launch.start() as world:
+    with process_group.start() as world:
         module.measure(world, sheet, sizes)
     return 1 if sheet.failed else 0
 

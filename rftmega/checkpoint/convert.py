@@ -34,9 +34,9 @@ from rftmega.checkpoint.target import begin, fingerprint, note, written_alone
 from rftmega.config import ParallelConfig
 from rftmega.errors import CheckpointError, ConfigError
 from rftmega.megatron.binding import Bound, bind
+from rftmega.megatron.dist_checkpoint_reader import MANIFEST, PROGRESS, Reader, Stored, is_distributed
 from rftmega.megatron.load import HEAD, refuse_another_head, refuse_strangers
 from rftmega.megatron.sharded import Piece, pieces_of
-from rftmega.megatron.stored import MANIFEST, PROGRESS, Reader, Stored, is_distributed
 from rftmega.parallel.topology import Topology
 
 FINEST = 8  # tensor-parallel ranks (and every divisor) that read no more of a dense tensor than they hold, whatever was given

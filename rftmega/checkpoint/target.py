@@ -10,7 +10,7 @@ from typing import Any
 
 from converters.hf_folder import HFFolder
 from rftmega.errors import CheckpointError
-from rftmega.megatron.stored import PROGRESS
+from rftmega.megatron.dist_checkpoint_reader import PROGRESS
 from rftmega.parallel.folder_lock import FILE as LOCK
 from rftmega.parallel.folder_lock import locked
 

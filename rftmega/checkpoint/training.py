@@ -19,7 +19,7 @@ from rftmega.checkpoint.distributed import Boxed, file_bytes, finish, write_json
 from rftmega.checkpoint.snapshot import Snapshot
 from rftmega.checkpoint.states import Tensors, joined
 from rftmega.errors import CheckpointError
-from rftmega.megatron.stored import Reader, Stored, read_checked
+from rftmega.megatron.dist_checkpoint_reader import Reader, Stored, read_checked
 
 KIND = "training"
 POLL = 0.05  # seconds

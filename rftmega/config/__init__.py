@@ -1,6 +1,6 @@
 """What a run can be told. Importing this costs nothing: no torch, no Megatron."""
 
-from rftmega.config.changes import changes
+from rftmega.config.config_diff import changes
 from rftmega.config.load import load, parse_override
 from rftmega.config.reference import option_reference
 from rftmega.config.schema import (

@@ -2,9 +2,8 @@
 
 from rftmega.experience.maker import ExperienceMaker
 from rftmega.experience.model_reward import ModelReward
-from rftmega.experience.naive import NaiveExperienceMaker
 from rftmega.experience.replay import ReplayBuffer
 from rftmega.experience.samples import collect, scores_of, seeds_of
 from rftmega.experience.supervised import given
 
-__all__ = ["ExperienceMaker", "ModelReward", "NaiveExperienceMaker", "ReplayBuffer", "collect", "given", "scores_of", "seeds_of"]
+__all__ = ["ExperienceMaker", "ModelReward", "ReplayBuffer", "collect", "given", "scores_of", "seeds_of"]

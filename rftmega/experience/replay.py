@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rftmega.experience.padded import pin_memory
+from rftmega.experience.pinned import pinned
 from rftmega.types import Experience
 
 
@@ -48,7 +48,7 @@ class ReplayBuffer:
             if 0 < self.limit < len(rows):
                 raise ValueError(f"A group of {len(rows)} rows does not fit the buffer's limit of {self.limit}. Raise the limit.")
             if self.cpu_offload:
-                rows = rows.to(torch.device("cpu")).changed(pin_memory)
+                rows = rows.to(torch.device("cpu")).changed(pinned)
             self.groups.append(rows)
             while self.limit and len(self) > self.limit:
                 self.groups.popleft()
@@ -70,7 +70,7 @@ class ReplayBuffer:
         if isinstance(given, str):  # of a checkpoint of format 2
             given = torch.load(io.BytesIO(base64.b64decode(given)), weights_only=True)
         groups = [Experience(**group) for group in given]
-        self.groups = deque([group.changed(pin_memory) for group in groups] if self.cpu_offload else groups)
+        self.groups = deque([group.changed(pinned) for group in groups] if self.cpu_offload else groups)
 
 
 def oldest(experience: Experience) -> int:

@@ -7,7 +7,7 @@ from rftmega.config import RunConfig
 from rftmega.megatron.forward import LogProbs
 from rftmega.megatron.held_weights import AveragedWeights, ReferenceWeights
 from rftmega.megatron.manager import MegatronModelManager
-from rftmega.megatron.passes import MicroBatch, Passes, at_once
+from rftmega.megatron.model_runner import MicroBatch, ModelRunner, at_once
 from rftmega.parallel.topology import Topology
 from rftmega.types import Auxiliary, EachStep, Experience, LossFn, Metrics, Rows, TokenStats, Told
 
@@ -26,7 +26,7 @@ class MegatronActor:
         self.topology = placement
         if role == "actor":
             self.manager.setup_model_and_optimizer()
-        self.passes = Passes(self.manager, TokenStats, LogProbs(self.manager.description.vocabulary))
+        self.passes = ModelRunner(self.manager, TokenStats, LogProbs(self.manager.description.vocabulary))
         keep_reference = role == "actor" and cfg.algorithm.kl_coef > 0
         self.reference = ReferenceWeights(self.manager) if keep_reference else None
         keep_average = role == "actor" and cfg.algorithm.ema_beta > 0
@@ -55,7 +55,7 @@ class MegatronActor:
         each: EachStep = at_once,
         scored: Told | None = None,
     ) -> Metrics:
-        """One optimizer step for each mini-batch; see `Passes.update`."""
+        """One optimizer step for each mini-batch; see `ModelRunner.update`."""
         return self.passes.update(experience, loss_fn, group_size=group_size, auxiliary=auxiliary, each=each, scored=scored)
 
     def sync_model_to_rollout(self, version: int) -> Metrics:

@@ -30,9 +30,9 @@ from rftmega.device.spans import spanned
 from rftmega.errors import ConfigError
 from rftmega.megatron import forward, offload
 from rftmega.megatron.binding import Bound, bind
+from rftmega.megatron.dist_checkpoint_reader import is_distributed, read_manifest
 from rftmega.megatron.load import HEAD, load_hf, refuse_another_head, refuse_non_finite, refuse_strangers
 from rftmega.megatron.sharded import load_distributed, pieces_of
-from rftmega.megatron.stored import is_distributed, read_manifest
 from rftmega.megatron.timers import Timers
 from rftmega.parallel.topology import Topology
 

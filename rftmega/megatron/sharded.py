@@ -11,7 +11,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from torch import Tensor
 
 from rftmega.megatron.binding import Bound
-from rftmega.megatron.stored import Reader
+from rftmega.megatron.dist_checkpoint_reader import Reader
 
 
 @dataclass(frozen=True)

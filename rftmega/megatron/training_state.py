@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rftmega.megatron.boxes import boxes_of
+from rftmega.megatron.dist_checkpoint_reader import Reader
 from rftmega.megatron.held_weights import AveragedWeights
 from rftmega.megatron.manager import MegatronModelManager
 from rftmega.megatron.offload import inner_optimizers
+from rftmega.megatron.shard_boxes import boxes_of
 from rftmega.megatron.sharded import Piece
-from rftmega.megatron.stored import Reader
 
 WEIGHTS, AVERAGE, MAIN, FIRST, SECOND = "weights", "average", "main", "exp_avg", "exp_avg_sq"
 

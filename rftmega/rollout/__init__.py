@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from rftmega.config import RunConfig
-from rftmega.parallel.launch import World
+from rftmega.parallel.process_group import World
 from rftmega.rollout.base import Engine, EngineStatus
 from rftmega.rollout.scripted import ScriptedEngine
 

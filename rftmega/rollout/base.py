@@ -10,8 +10,8 @@ from torch import Tensor
 
 from rftmega.device.spans import span, spanned
 from rftmega.errors import EngineError
-from rftmega.parallel.progress import mark
-from rftmega.rollout.order import Lengths
+from rftmega.parallel.watchdog import mark
+from rftmega.rollout.request_order import Lengths
 from rftmega.types import Completion, Prompt
 
 Finished = Callable[[Sequence[int], Sequence[Completion]], None]  # places among the prompts, their answers
@@ -101,18 +101,18 @@ class Engine(ABC):
 
         Of a sleeping engine it wakes the weights' memory only, so that the cache need not fit beside the trainer yet.
         """
-        self.distrust()
+        self.invalidate()
         self._take("weights")
         self._load_weights(named_tensors)
         self.version = version
 
-    def rehearse(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def trace_load(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Loads tensors that only record what is asked of them, so that a push can be planned; the weights are lost."""
-        self.distrust()
+        self.invalidate()
         self._take("weights")
         self._load_weights(named_tensors)
 
-    def distrust(self) -> None:
+    def invalidate(self) -> None:
         """The weights are not to be answered with: refuses until a whole push has landed."""
         self.version = None
 

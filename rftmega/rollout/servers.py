@@ -25,11 +25,11 @@ from torch import Tensor
 from rftmega import device
 from rftmega.config import RolloutConfig
 from rftmega.errors import EngineError, EngineFault
-from rftmega.parallel.launch import World
 from rftmega.parallel.orphans import end_with_parent
+from rftmega.parallel.process_group import World
 from rftmega.rollout import door
 from rftmega.rollout.base import Engine, Finished, More, Stop
-from rftmega.rollout.order import Waiting, ordered
+from rftmega.rollout.request_order import Waiting, ordered
 from rftmega.rollout.vllm_models import model_arguments
 from rftmega.types import Completion, Prompt
 
@@ -198,7 +198,7 @@ class ServerEngine(Engine):
 
         Raises EngineFault where one does not come up: it did before, so that it is nobody's mistake.
         """
-        self.distrust()
+        self.invalidate()
         self._failed |= {number for number, server in enumerate(self.servers) if not server.alive}
         for number in self._failed:
             self.servers[number].close()

@@ -17,8 +17,8 @@ from torch import Tensor
 from rftmega import device
 from rftmega.config import RolloutConfig
 from rftmega.errors import EngineFault
-from rftmega.parallel.launch import World
-from rftmega.parallel.progress import mark
+from rftmega.parallel.process_group import World
+from rftmega.parallel.watchdog import mark
 from rftmega.rollout.base import Engine, Finished, More, Stop
 from rftmega.types import Completion, Prompt
 

@@ -3,15 +3,15 @@
 from functools import cached_property
 from pathlib import Path
 
+from rftmega.checkpoint.run_checkpoints import TrainingCheckpoints, of_run
 from rftmega.config import RunConfig
 from rftmega.megatron import MegatronActor, MegatronCritic
-from rftmega.parallel.launch import World
+from rftmega.parallel.process_group import World
 from rftmega.parallel.seeds import set_seed
 from rftmega.parallel.topology import Topology
 from rftmega.planning.models import POLICY
-from rftmega.strategy.checkpoints import TrainingCheckpoints, of_run
 from rftmega.strategy.export import export
-from rftmega.strategy.memory import Memory, predicted
+from rftmega.strategy.phase_memory import Memory, predicted
 from rftmega.types import Experience, LossFn, Metrics
 
 

@@ -14,13 +14,13 @@ from rftmega.algorithms.weighting import Weighting, weighting_of
 from rftmega.config import RunConfig, without_secrets
 from rftmega.experience import ExperienceMaker, ModelReward, ReplayBuffer
 from rftmega.interfaces import Machinery, Policy, Reward, ValueModel
+from rftmega.trainer.dynamic_sampler import DynamicSampler
 from rftmega.trainer.gap_gate import GapGate, limits_of
 from rftmega.trainer.journal import Journal, Journaled
 from rftmega.trainer.learner import Learner
 from rftmega.trainer.ppo import PPOTrainer
 from rftmega.trainer.ptx import PTX, Order
-from rftmega.trainer.replaying import Replaying
-from rftmega.trainer.sampling import Refill
+from rftmega.trainer.replay_mixer import ReplayMixer
 from rftmega.trainer.supervised import Learns, SupervisedTrainer
 from rftmega.types import LossFn
 
@@ -112,17 +112,19 @@ class Algorithm:
         described = without_secrets(config)
         return GapGate(built, limits, folder, temperature=config.rollout.temperature, seed=config.trainer.seed, config=described)
 
-    def refill(self) -> Refill:
+    def refill(self) -> DynamicSampler:
         """Which of a rollout's answers are learnt from."""
         chosen = self.chosen
-        return Refill(chosen.refill_rounds, part=chosen.refill_by, oversample=chosen.oversample, learnt_from=chosen.learnt_from)
+        return DynamicSampler(
+            chosen.refill_rounds, part=chosen.refill_by, oversample=chosen.oversample, learnt_from=chosen.learnt_from
+        )
 
-    def replay(self, policy: Policy) -> Replaying | None:
+    def replay(self, policy: Policy) -> ReplayMixer | None:
         """What keeps earlier answers, where they are learnt from."""
         chosen = self.chosen
         if not chosen.max_staleness:
             return None
-        return Replaying(policy, ReplayBuffer(chosen.replay_limit), max_staleness=chosen.max_staleness)
+        return ReplayMixer(policy, ReplayBuffer(chosen.replay_limit), max_staleness=chosen.max_staleness)
 
     @property
     def weighting(self) -> Weighting:

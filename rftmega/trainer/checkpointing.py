@@ -4,6 +4,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from rftmega.config import CheckpointConfig
 from rftmega.errors import CheckpointError
 from rftmega.interfaces import Checkpoints, Resumable
 from rftmega.trainer.callbacks import Observer
@@ -20,7 +21,7 @@ class Checkpointing(Observer):
     """
 
     def __init__(self, checkpoints: Checkpoints, parts: Mapping[str, Resumable], *, every: int, last: int):
-        """`parts` are saved under their names; see `resume`."""
+        """`parts` are saved under their names; see `restore`."""
         self.checkpoints, self.parts = checkpoints, parts
         self.every, self.last = every, last
         self._state: dict[str, Any] = {}  # after `_step` steps, the present one's beginning
@@ -58,9 +59,23 @@ class Checkpointing(Observer):
         self._state, self._step = {name: part.state() for name, part in self.parts.items()}, trainer.step
 
 
-def resume(trainer: Any, parts: Mapping[str, Resumable], state: Mapping[str, Any]) -> None:
-    """Takes back what `Checkpointing` saved of the same parts, and of `trainer`'s journal. Raises CheckpointError where it has
-    none, and the run was stopped within a step, whose weights no other step begins with.
+def resume(trainer: Any, checkpoints: Checkpoints, parts: Mapping[str, Resumable], chosen: CheckpointConfig) -> None:
+    """Loads the checkpoint that `checkpoint.resume` names, where there is one: models, then `parts` (see `restore`).
+
+    Every process calls it.
+    """
+    if not chosen.every and chosen.resume in ("auto", "none"):
+        return
+    state = checkpoints.resume()
+    if state is not None:
+        restore(trainer, parts, state)
+
+
+def restore(trainer: Any, parts: Mapping[str, Resumable], state: Mapping[str, Any]) -> None:
+    """Takes back what `Checkpointing` saved of the same parts, and the journal of a step that was begun.
+
+    Raises CheckpointError where the run was stopped within a step, whose weights no other step begins with, and this one keeps
+    no journal.
     """
     if state.get(WITHIN) and trainer.journal is None:
         raise CheckpointError(

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from rftmega.errors import CheckpointError, GivenUp
+from rftmega.errors import CheckpointError, Preempted
 from rftmega.interfaces import (
     Enough,
     Machinery,
@@ -55,7 +55,7 @@ class Journal:
         self._done = []
 
     def __call__(self, name: str, work: Callable[[], Result]) -> Result:
-        """What `work` gives, or gave before the resume. Raises GivenUp where the run is asked to stop; CheckpointError where
+        """What `work` gives, or gave before the resume. Raises Preempted where the run is asked to stop; CheckpointError where
         something else was done at this place.
         """
         if self._before:
@@ -67,7 +67,7 @@ class Journal:
         result = work()
         self._done.append((name, result))
         if self.stop():
-            raise GivenUp
+            raise Preempted
         return result
 
     def keep(self, name: str, result: Result) -> Result:
@@ -76,7 +76,7 @@ class Journal:
         return result
 
     def answers(self, name: str, requests: int, ask: Callable[[Sequence[int]], Sequence[Completion]]) -> list[Completion]:
-        """Of all `requests`; `ask` gets the places of those without an answer, and may raise GivenUp with some of them."""
+        """Of all `requests`; `ask` gets the places of those without an answer, and may raise Preempted with some of them."""
         known: list[Any] = [None] * requests
         if self._before and self._before[0][0] == name + SO_FAR:
             known = self._before.popleft()[1]
@@ -89,7 +89,7 @@ class Journal:
         def work() -> list[Completion]:
             try:
                 return with_those(ask(left))
-            except GivenUp as given_up:
+            except Preempted as given_up:
                 if any(answers := with_those(given_up.answers or [None] * len(left))):
                     self._done.append((name + SO_FAR, answers))
                 raise

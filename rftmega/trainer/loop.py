@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
-from rftmega.errors import GivenUp
+from rftmega.errors import Preempted
 from rftmega.interfaces import Callback
 from rftmega.trainer.journal import Journal
 from rftmega.types import Metrics
@@ -21,7 +21,7 @@ class Trainer:
         self, *, callbacks: Sequence[Callback] = (), stop: Callable[[], bool] = lambda: False, journal: Journal | None = None
     ):
         """`stop` is asked after each step, on every process, and answers alike on all: training ends there where it says so. It
-        ends within a step where what the step is made of raises GivenUp; `journal` then has what was done of it.
+        ends within a step where what the step is made of raises Preempted; `journal` then has what was done of it.
         """
         self.callbacks = callbacks
         self.stop, self.stopped = stop, False
@@ -42,7 +42,7 @@ class Trainer:
                 callback.on_start(self, start)
                 begun.append(callback)
             self._steps(batches, steps)
-        except GivenUp:
+        except Preempted:
             self.stopped = True
             for callback in begun:  # what is saved can't wait for those that close a connection
                 callback.on_given_up(self)

@@ -7,14 +7,14 @@ from typing import Any
 from rftmega.algorithms.mismatch import Gap, log_prob_gap
 from rftmega.experience import ExperienceMaker, ModelReward, seeds_of
 from rftmega.interfaces import Callback, Resumable, Reward, RolloutEngine, WeightSync
+from rftmega.trainer.dynamic_sampler import DynamicSampler
 from rftmega.trainer.gap_gate import GapGate, chosen_by
-from rftmega.trainer.groups import Groups, Wanted
+from rftmega.trainer.group_collector import GroupCollector, Wanted
 from rftmega.trainer.journal import Journal
 from rftmega.trainer.learner import Learner
 from rftmega.trainer.loop import Trainer
-from rftmega.trainer.replaying import Replaying
-from rftmega.trainer.sampling import Refill
-from rftmega.trainer.supply import Supply
+from rftmega.trainer.prompt_queue import PromptQueue
+from rftmega.trainer.replay_mixer import ReplayMixer
 from rftmega.types import Completion, Experience, Metrics, Prompt, Samples
 
 
@@ -35,8 +35,8 @@ class PPOTrainer(Trainer):
         samples_per_prompt: int,
         temperature: float,
         seed: int,
-        refill: Refill | None = None,
-        replay: Replaying | None = None,
+        refill: DynamicSampler | None = None,
+        replay: ReplayMixer | None = None,
         model_reward: ModelReward | None = None,
         gate: GapGate | None = None,
         late_scoring: bool = False,
@@ -52,10 +52,10 @@ class PPOTrainer(Trainer):
         super().__init__(callbacks=callbacks, stop=stop, journal=journal)
         self.engine, self.weights, self.reward, self.model_reward = engine, weights, reward, model_reward
         self.maker, self.learner = maker, learner
-        self.refill, self.replay, self.gate = refill or Refill(0), replay, gate
+        self.refill, self.replay, self.gate = refill or DynamicSampler(0), replay, gate
         self.late_scoring = late_scoring
         self.samples_per_prompt, self.temperature, self.seed = samples_per_prompt, temperature, seed
-        self.supply = Supply()
+        self.supply = PromptQueue()
 
     def fit(self, batches: Iterable[list[Prompt]], *, steps: int) -> None:
         """Trains until `steps` steps are done, or `stop` says so."""
@@ -119,7 +119,7 @@ class PPOTrainer(Trainer):
         seeds = seeds_of(self.seed, self.step, len(requests), rollout=number)
         # What compares answers with each other can't begin before all are there.
         at_once = None if getattr(self.reward, "whole_groups", False) else self.reward
-        groups = Groups(requests, self.reward, self.samples_per_prompt)
+        groups = GroupCollector(requests, self.reward, self.samples_per_prompt)
         completions: Sequence[Completion | None]
         if wanted is None:
             completions = self.engine.generate(requests, seeds=seeds, temperature=self.temperature, reward=at_once)

@@ -35,7 +35,7 @@ class Destinations(Protocol):
 
 
 def recorded(
-    units: Sequence[Unit], rehearse: Callable[[Iterable[tuple[str, Tensor]]], None], destinations: Destinations
+    units: Sequence[Unit], trace_load: Callable[[Iterable[tuple[str, Tensor]]], None], destinations: Destinations
 ) -> Recorder:
     """What the engine's loader does with the tensors of these units."""
     recorder = Recorder()
@@ -48,7 +48,7 @@ def recorded(
 
     reading = tensors()
     try:
-        rehearse(reading)
+        trace_load(reading)
     finally:
         reading.close()  # also where the loader stopped in the middle
     recorder.forget()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from converters import Segment
 from rftmega.errors import EngineError
 from rftmega.parallel.collectives import gather_objects
-from rftmega.weights.on_demand import Box
+from rftmega.weights.lazy_tensors import Box
 from rftmega.weights.plan import Balance, Placement
 from rftmega.weights.units import Move, Unit
 

@@ -20,12 +20,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from rftmega.device.spans import span
 from rftmega.errors import EngineError, EngineFault
 from rftmega.parallel.checksum import checksums
-from rftmega.parallel.progress import mark
+from rftmega.parallel.watchdog import mark
 from rftmega.types import Metrics, SliceChecksums
 from rftmega.weights.destinations import Destinations, Part, Recording, recorded
+from rftmega.weights.lazy_tensors import Box, Fetch, LazyTensor
 from rftmega.weights.message import Layout, checksums_of, message_for, opened, refuse_damaged, sums_of, written
 from rftmega.weights.needs import Needs, everybodys, needs_of, planned_moves, refuse_unread
-from rftmega.weights.on_demand import Box, Fetch, OnDemand
 from rftmega.weights.replay import Filling, Proof, moves_in_order
 from rftmega.weights.slice_sums import SliceSums
 from rftmega.weights.units import Held, Move, Piece, Shards, Unit, buckets_of, units_of
@@ -39,11 +39,11 @@ class Loader(Protocol):
     @property
     def destinations(self) -> Destinations | None: ...
 
-    def rehearse(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None: ...
+    def trace_load(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None: ...
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None: ...
 
-    def distrust(self) -> None: ...
+    def invalidate(self) -> None: ...
 
 
 class Bucket(NamedTuple):
@@ -65,7 +65,7 @@ class EngineWeights:
         self.engine = engine
         self.shards = Shards(held)
         units = units_of(held)
-        recorder = recorded(units, engine.rehearse, engine.destinations) if engine.destinations else None
+        recorder = recorded(units, engine.trace_load, engine.destinations) if engine.destinations else None
         self.needs = needs_of(units, recorder.asked if recorder else self._rehearse(units))
         kinds, kind_of = everybodys(self.needs)
         refuse_unread(units, kinds)
@@ -88,11 +88,11 @@ class EngineWeights:
         else fails in moving the weights (no memory for a message) is raised as it is, and that process can't go on.
         """
         begin = time.perf_counter()
-        self.engine.distrust()
+        self.engine.invalidate()
         try:
             moved = self._push(version)
         except BaseException:
-            self.engine.distrust()  # it may have taken everything where another's did not
+            self.engine.invalidate()  # it may have taken everything where another's did not
             raise
         return {
             "push_seconds": time.perf_counter() - begin,
@@ -141,8 +141,8 @@ class EngineWeights:
 
             return fetch
 
-        self.engine.rehearse(
-            (name, OnDemand.of(shape, dtype, recorder(name), self.shards.device))
+        self.engine.trace_load(
+            (name, LazyTensor.of(shape, dtype, recorder(name), self.shards.device))
             for unit in units
             for name, dtype, shape in unit.planned
         )
@@ -233,7 +233,7 @@ class _Passage:
             own = self.weights.shards.pieces(unit, part)
             self._record(unit, part, own)
             pieces = own + arrived[id(unit), part]
-            yield name, OnDemand.of(shape, dtype, _reader(name, unit.rule.axis, pieces), self.weights.shards.device)
+            yield name, LazyTensor.of(shape, dtype, _reader(name, unit.rule.axis, pieces), self.weights.shards.device)
 
     def _record(self, unit: Unit, part: int, own: Sequence[Piece]) -> None:
         """What the engine reads of this process's own shard."""

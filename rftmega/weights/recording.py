@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rftmega.weights.on_demand import Box, box_of
+from rftmega.weights.lazy_tensors import Box, box_of
 
 
 class Geometry(NamedTuple):

@@ -18,7 +18,7 @@ from converters import Segment
 from rftmega.errors import EngineError, EngineFault
 from rftmega.parallel import shared
 from rftmega.parallel.checksum import blocks, checksums
-from rftmega.parallel.progress import mark
+from rftmega.parallel.watchdog import mark
 from rftmega.types import Metrics, SliceChecksums
 from rftmega.weights.plan import Balance, Placement
 from rftmega.weights.units import Held, Move, Shards, Unit, buckets_of, units_of
@@ -39,7 +39,7 @@ class Receivers(Protocol):
 
     def finish(self, version: int) -> None: ...
 
-    def distrust(self) -> None: ...
+    def invalidate(self) -> None: ...
 
 
 class Place(NamedTuple):
@@ -88,7 +88,7 @@ class SharedWeights:
         Raises EngineError on every process.
         """
         begin = time.perf_counter()
-        self.engines.distrust()
+        self.engines.invalidate()
         self.shards.look_again()
         self._failure = None
         self._ask(self.engines.begin)

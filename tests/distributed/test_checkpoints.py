@@ -22,20 +22,19 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from converters import hf_folder
 from rftmega.algorithms.supervised import cross_entropy_loss
-from rftmega.checkpoint import training
+from rftmega.checkpoint import retention, training
+from rftmega.checkpoint import run_checkpoints as saving
+from rftmega.checkpoint.run_checkpoints import TrainingCheckpoints
 from rftmega.checkpoint.states import KEY
 from rftmega.config import OptimizerConfig, ParallelConfig
 from rftmega.errors import CheckpointError
 from rftmega.experience import given
 from rftmega.megatron import MegatronActor
+from rftmega.megatron.dist_checkpoint_reader import FORMAT, MANIFEST, MARK
 from rftmega.megatron.offload import PARTS
-from rftmega.megatron.stored import FORMAT, MANIFEST, MARK
 from rftmega.parallel import seeds
 from rftmega.parallel.nodes import versions
 from rftmega.parallel.topology import Topology
-from rftmega.strategy import checkpoints as saving
-from rftmega.strategy import retention
-from rftmega.strategy.checkpoints import TrainingCheckpoints
 from rftmega.strategy.export import export as export_model
 from tests.layouts import config_of, rows_of
 from tests.ranks import run_ranks

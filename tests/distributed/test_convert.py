@@ -20,7 +20,7 @@ from rftmega.checkpoint.distributed import write_manifest
 from rftmega.checkpoint.target import begin, written_alone
 from rftmega.config import ParallelConfig
 from rftmega.errors import CheckpointError, LockedError
-from rftmega.megatron.stored import FORMAT, MANIFEST, PROGRESS
+from rftmega.megatron.dist_checkpoint_reader import FORMAT, MANIFEST, PROGRESS
 from rftmega.parallel.folder_lock import FILE as LOCK
 from tests.layouts import build_critic, build_manager, packed_logits
 from tests.ranks import RankFailure, run_ranks
@@ -63,7 +63,7 @@ def megatrons_own_body(world: Any, folder: Path, parallel: ParallelConfig) -> An
 
 def read_body(world: Any, folder: Path, parallel: ParallelConfig) -> int:
     """Bytes of tensors that this rank read."""
-    from rftmega.megatron.stored import Reader
+    from rftmega.megatron.dist_checkpoint_reader import Reader
 
     read = []
     real = Reader._read

@@ -11,10 +11,11 @@ import pytest
 import torch.distributed as dist
 
 from rftmega.config import ParallelConfig, RolloutConfig
-from rftmega.parallel.launch import World
+from rftmega.parallel.process_group import World
 from rftmega.rollout import ScriptedEngine
-from rftmega.strategy.dispatch import SharedEngine, Turns
-from rftmega.strategy.early_stop import EVERY
+from rftmega.rollout.engine_pool import EnginePool
+from rftmega.rollout.stop_consensus import EVERY
+from rftmega.strategy.phases import DevicePhases
 from rftmega.types import Completion, Metrics, Prompt
 from rftmega.weights import EngineWeights
 from tests.layouts import build_actor
@@ -42,7 +43,7 @@ class AsLongAsItsSeed(ScriptedEngine):
         return super()._generate(prompts, seeds, temperature, finished, slowly, more)
 
 
-class NoTurns(Turns):
+class NoTurns(DevicePhases):
     def rollout(self) -> None: ...
 
 
@@ -61,7 +62,7 @@ def body(world: World, noise: int, per_engine: int, wanted: int, silent: bool) -
     rng = random.Random(f"{noise}/{world.rank}")
     engine = AsLongAsItsSeed(lambda: rng.random() * 0.002 if noise else 0.0)
     engine.load_weights([], version=7)
-    shared = SharedEngine(engine, NoTurns({}, offload=False), world, NoPush(), processes_per_engine=per_engine, restarts=0)
+    shared = EnginePool(engine, NoTurns({}, offload=False), world, NoPush(), processes_per_engine=per_engine, restarts=0)
 
     def score(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
         time.sleep(rng.random() * 0.02 if noise else 0.0)
@@ -106,7 +107,7 @@ def vllm_body(world: World, folder: Path, engine_size: int) -> Any:
     engine = VLLMEngine(folder, config, world, dtype="float32", stop_ids=range(0, 120, 25))
     weights = EngineWeights(actor.manager.bound, engine, bucket_bytes=50_000)
     weights.push(version=0)
-    shared = SharedEngine(engine, NoTurns({}, offload=False), world, weights, processes_per_engine=engine_size, restarts=0)
+    shared = EnginePool(engine, NoTurns({}, offload=False), world, weights, processes_per_engine=engine_size, restarts=0)
 
     def enough(completions: Sequence[Completion | None]) -> bool:
         return sum(completion is not None for completion in completions) >= 10

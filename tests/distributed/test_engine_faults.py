@@ -14,12 +14,13 @@ import torch.distributed as dist
 
 from rftmega.config import ParallelConfig, RolloutConfig
 from rftmega.errors import EngineFault
-from rftmega.parallel.launch import World
+from rftmega.parallel.process_group import World
 from rftmega.rollout import ScriptedEngine
 from rftmega.rollout import servers as servers_module
 from rftmega.rollout.base import Finished, More, Stop
+from rftmega.rollout.engine_pool import EnginePool, ServerPool
 from rftmega.rollout.servers import Server, ServerEngine
-from rftmega.strategy.dispatch import AskedByOne, SharedEngine, Turns
+from rftmega.strategy.phases import DevicePhases
 from rftmega.types import Completion, Metrics, Prompt
 from rftmega.weights import SharedWeights
 from tests.layouts import build_actor
@@ -83,8 +84,8 @@ def servers_body(world: World, folder: Path, fault: str, wanted: int) -> Any:
         engine.expect(["one"])
     weights = Pushes(engine)
     weights.push(version=4)
-    turns = Turns({}, offload=False)
-    shared = AskedByOne(engine, turns, world, weights, processes_per_engine=world.size, restarts=1)
+    turns = DevicePhases({}, offload=False)
+    shared = ServerPool(engine, turns, world, weights, processes_per_engine=world.size, restarts=1)
     asked = {"seeds": SEEDS, "temperature": 1.0, "reward": scores}
     try:
         if wanted:
@@ -144,7 +145,9 @@ def shared_body(world: World, times: int, wanted: int) -> Any:
     engine = Fragile(times * world.rank)
     weights = Pushes(engine)
     weights.push(version=7)
-    shared = SharedEngine(engine, Turns({}, engine=engine, offload=False), world, weights, processes_per_engine=1, restarts=2)
+    shared = EnginePool(
+        engine, DevicePhases({}, engine=engine, offload=False), world, weights, processes_per_engine=1, restarts=2
+    )
     asked = {"seeds": SEEDS, "temperature": 1.0, "reward": scores}
     try:
         if wanted:
@@ -190,8 +193,8 @@ def real_body(world: World, folder: Path, logs: Path, fault: int) -> Any:
     engine = ServerEngine(folder, config, world, dtype="float32", stop_ids=[1], logs=logs)
     weights = SharedWeights(actor.manager.bound, engine, bucket_bytes=10**6)
     weights.push(version=0)
-    turns = Turns({}, offload=False)
-    shared = AskedByOne(engine, turns, world, weights, processes_per_engine=world.size, restarts=1)
+    turns = DevicePhases({}, offload=False)
+    shared = ServerPool(engine, turns, world, weights, processes_per_engine=world.size, restarts=1)
     prompts = [Prompt((5, 9, 60 + place)) for place in range(12)]
     asked = list[list[int]]()
     plain = engine._generate

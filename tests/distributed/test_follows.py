@@ -49,7 +49,7 @@ def follows_body(world: Any, folder: Path, output: Path, parallel: ParallelConfi
     config.rollout = RolloutConfig(engine="scripted", max_prompt_tokens=8, max_response_tokens=6)
     rollout.create = lambda config, world, **named: Keeps(config.rollout, **named)  # type: ignore[assignment]
     strategy = MegatronStrategy(config, world, stop_ids=[1])
-    manager, engine = strategy._actor.manager, strategy._engine
+    manager, engine = strategy.actor.manager, strategy.local_engine
     assert isinstance(engine, Keeps)
     experience = experience_of(rows_of([[5, 9, 100, 4, 4], [3, 8, 8], [1, 2, 3, 4], [9, 9, 7]], [2, 1, 1, 1]))
 
@@ -57,7 +57,7 @@ def follows_body(world: Any, folder: Path, output: Path, parallel: ParallelConfi
         """The policy, after its parameters were gathered whatever has been before."""
         for chunk in manager.model if optimizer.overlap_param_gather else []:
             chunk.start_param_sync(force_sync=True)
-        strategy._turns.push()
+        strategy.phases.push()
         exporter = Exporter(manager.bound, manager.topology, bucket_bytes=2**20)
         return {name: tensor.clone() for name, tensor in exporter}
 

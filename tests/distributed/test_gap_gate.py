@@ -27,8 +27,8 @@ def body(world: Any, folder: Path, output: Path) -> dict[str, str]:
     """What a run says of each fault, by its name; every rank."""
     import torch
 
+    from rftmega.rollout.engine_pool import EnginePool
     from rftmega.rollout.transformers import TransformersEngine
-    from rftmega.strategy.dispatch import SharedEngine
     from rftmega.strategy.megatron import MegatronStrategy
     from rftmega.trainer import Algorithm
     from rftmega.weights import push
@@ -91,13 +91,13 @@ def body(world: Any, folder: Path, output: Path) -> dict[str, str]:
         found = plain(*given, **named)
         return [*found[3:6], *found[:3], *found[6:]] if len(found) == 12 else found
 
-    with_fault("answers at other prompts", SharedEngine, "generate", swapped)
+    with_fault("answers at other prompts", EnginePool, "generate", swapped)
 
     def shifted(plain: Any, *given: Any, **named: Any) -> Any:
         found = plain(*given, **named)
         return [replace(each, logprobs=(*each.logprobs[1:], each.logprobs[0])) for each in found]
 
-    with_fault("log-probs of the next token", SharedEngine, "generate", shifted)
+    with_fault("log-probs of the next token", EnginePool, "generate", shifted)
     with_fault(
         "no temperature", TransformersEngine, "_answer", lambda plain, self, prompt, seed, _: plain(self, prompt, seed, 1.0)
     )

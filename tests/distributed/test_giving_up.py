@@ -12,14 +12,14 @@ import pytest
 import torch.distributed as dist
 
 from rftmega.config import RolloutConfig
-from rftmega.errors import GivenUp
-from rftmega.parallel import stop
-from rftmega.parallel.launch import World
+from rftmega.errors import Preempted
+from rftmega.parallel import preemption
+from rftmega.parallel.process_group import World
+from rftmega.rollout import engine_pool
 from rftmega.rollout import servers as servers_module
+from rftmega.rollout.engine_pool import EnginePool, ServerPool
 from rftmega.rollout.servers import ServerEngine
-from rftmega.strategy import dispatch
-from rftmega.strategy.dispatch import AskedByOne, SharedEngine
-from rftmega.strategy.early_stop import EVERY
+from rftmega.rollout.stop_consensus import EVERY
 from rftmega.types import Completion, Prompt
 from tests.distributed.test_early_stop import AsLongAsItsSeed, NoPush, NoTurns
 from tests.distributed.test_engine_faults import PROMPTS, SCORED_SERVER, SEEDS, Pushes, scores, told
@@ -34,7 +34,7 @@ def scored_by_index(prompts: Sequence[Prompt], completions: Sequence[Completion]
     return [{"reward": float(prompt.index)} for prompt in prompts]
 
 
-def ask(engine: SharedEngine, requests: Sequence[Prompt], until: bool, settings: dict[str, Any]) -> Any:
+def ask(engine: EnginePool, requests: Sequence[Prompt], until: bool, settings: dict[str, Any]) -> Any:
     if until:
         return engine.generate_until(requests, enough=lambda answers: None not in answers, **settings)
     return engine.generate(requests, **settings)
@@ -42,8 +42,8 @@ def ask(engine: SharedEngine, requests: Sequence[Prompt], until: bool, settings:
 
 def shared_body(world: World, folder: Path, per_engine: int, until: bool) -> Any:
     """The second process gets a signal in the middle of it."""
-    stop.LOOK = 0.02
-    stop.meet(dist.FileStore(str(folder / "board"), world.size))
+    preemption.LOOK = 0.02
+    preemption.meet(dist.FileStore(str(folder / "board"), world.size))
     engine = AsLongAsItsSeed(lambda: asked() or 0.003)
 
     def asked() -> None:
@@ -51,7 +51,7 @@ def shared_body(world: World, folder: Path, per_engine: int, until: bool) -> Any
             os.kill(os.getpid(), signal.SIGUSR1)
 
     engine.load_weights([], version=7)
-    shared = SharedEngine(engine, NoTurns({}, offload=False), world, NoPush(), processes_per_engine=per_engine, restarts=0)
+    shared = EnginePool(engine, NoTurns({}, offload=False), world, NoPush(), processes_per_engine=per_engine, restarts=0)
     given_up = Event()
 
     def score(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
@@ -61,12 +61,12 @@ def shared_body(world: World, folder: Path, per_engine: int, until: bool) -> Any
         return scored_by_index(prompts, completions)
 
     settings: dict[str, Any] = {"seeds": LENGTHS, "temperature": 1.0, "reward": score}
-    with stop.listening(), pytest.raises(GivenUp) as raised:
+    with preemption.listening(), pytest.raises(Preempted) as raised:
         ask(shared, REQUESTS, until, settings)
     given_up.set()
-    steps, came = engine.steps, bool(stop.request.came)
-    stop.request.came = 0
-    stop.meet(None)
+    steps, came = engine.steps, bool(preemption.request.came)
+    preemption.request.came = 0
+    preemption.meet(None)
     whole = shared.generate(REQUESTS, **settings)
     answers = [None if c is None else (len(c.token_ids), c.scores) for c in raised.value.answers]
     return answers, steps, came, [(len(c.token_ids), c.scores) for c in whole]
@@ -104,9 +104,9 @@ class Slow(ServerEngine):
 
 def servers_body(world: World, folder: Path, asked: int, until: bool) -> Any:
     """One process alone speaks to the servers; `asked` is the one that gets a signal when three answers are there."""
-    servers_module.PROGRAM, stop.LOOK, dispatch.PATIENCE = "scripted_server", 0.02, 0.2
+    servers_module.PROGRAM, preemption.LOOK, engine_pool.PATIENCE = "scripted_server", 0.02, 0.2
     os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])
-    stop.meet(dist.FileStore(str(folder / "board"), world.size))
+    preemption.meet(dist.FileStore(str(folder / "board"), world.size))
     Slow.folder = folder
     config = RolloutConfig(servers=2, max_batch=1, deadline_seconds=20.0)
     (folder / "config.json").write_text('{"model_type": "scripted"}')
@@ -115,7 +115,7 @@ def servers_body(world: World, folder: Path, asked: int, until: bool) -> Any:
         engine.expect(["one"])
     weights = Pushes(engine)
     weights.push(version=4)
-    shared = AskedByOne(engine, NoTurns({}, offload=False), world, weights, processes_per_engine=world.size, restarts=0)
+    shared = ServerPool(engine, NoTurns({}, offload=False), world, weights, processes_per_engine=world.size, restarts=0)
     seen: list[int] = []
 
     def score(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
@@ -125,19 +125,19 @@ def servers_body(world: World, folder: Path, asked: int, until: bool) -> Any:
         return scores(prompts, completions)
 
     settings: dict[str, Any] = {"seeds": SEEDS, "temperature": 1.0, "reward": score}
-    real = stop.asked
+    real = preemption.asked
 
     def asked_now() -> bool:
         if world.rank == asked and (folder / "now").exists():
-            stop.request.came = signal.SIGTERM
+            preemption.request.came = signal.SIGTERM
         return real()
 
-    stop.asked = asked_now
+    preemption.asked = asked_now
     try:
-        with pytest.raises(GivenUp) as raised:
+        with pytest.raises(Preempted) as raised:
             ask(shared, PROMPTS, until, settings)
-        stop.request.came, asked = 0, -1
-        stop.meet(None)
+        preemption.request.came, asked = 0, -1
+        preemption.meet(None)
         weights.push(version=5)
         whole = shared.generate(PROMPTS, **settings)
     finally:

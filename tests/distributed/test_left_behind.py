@@ -35,17 +35,17 @@ def test_a_rank_that_is_killed():
 """
 FAILING_RUN = """
 import os, sys
-from rftmega.parallel.local import launch
+from rftmega.launch.local_launcher import launch
 from tests.distributed.test_left_behind import broken_rank
 if __name__ == "__main__":
-    sys.exit(launch({ranks}, broken_rank, preload=["rftmega.parallel.launch"]))
+    sys.exit(launch({ranks}, broken_rank, preload=["rftmega.parallel.process_group"]))
 """
 
 
 def broken_rank() -> None:
-    from rftmega.parallel import launch
+    from rftmega.parallel import process_group
 
-    with launch.start() as world:
+    with process_group.start() as world:
         if world.rank == world.size - 1:
             os.kill(os.getpid(), 9)
         import torch.distributed as dist

@@ -9,15 +9,16 @@ from tests.e2e.conftest import ROOT
 
 PROGRAM = """
 import json, os, psutil
-from rftmega.parallel import launch, local
+from rftmega.parallel import process_group
+from rftmega.launch import local_launcher
 
 def work(launcher):
-    with launch.start():
+    with process_group.start():
         held = [held for pid in (os.getpid(), launcher) for held in psutil.Process(pid).net_connections("inet")]
         print(json.dumps([one.laddr.ip for one in held if one.status == psutil.CONN_LISTEN]), flush=True)
 
 if __name__ == "__main__":
-    local.launch(1, work, os.getpid(), preload=[])
+    local_launcher.launch(1, work, os.getpid(), preload=[])
 """
 
 

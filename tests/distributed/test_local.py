@@ -15,8 +15,8 @@ import pytest
 
 from rftmega import device  # noqa: F401  of the programs below
 from rftmega.errors import ConfigError, NodeFault, RFTMegaError
-from rftmega.parallel import stop
-from rftmega.parallel.local import _rank, launch
+from rftmega.launch.local_launcher import _rank, launch
+from rftmega.parallel import preemption
 from rftmega.parallel.orphans import end_with_parent
 
 ROOT = Path(__file__).parents[2]
@@ -43,9 +43,9 @@ def works() -> int:
 
 def waits_for_a_request() -> int:
     """Until this process or the launcher was asked to stop."""
-    with stop.listening():
+    with preemption.listening():
         sys.stdout.write(f"{os.getpid()}\n")
-        while not stop.asked():
+        while not preemption.asked():
             time.sleep(0.05)
     return 85
 
@@ -53,7 +53,7 @@ def waits_for_a_request() -> int:
 def is_asked_at_once() -> int:
     """Before it could do anything about it."""
     signal.raise_signal(signal.SIGUSR1)
-    return 85 if stop.asked() else 0
+    return 85 if preemption.asked() else 0
 
 
 @contextmanager
@@ -70,7 +70,7 @@ def launching(call: str) -> Iterator["subprocess.Popen[str]"]:
 
 
 def program_of(call: str) -> str:
-    return f"import sys\nfrom rftmega.parallel.local import launch\nfrom {__name__} import *\nsys.exit({call})"
+    return f"import sys\nfrom rftmega.launch.local_launcher import launch\nfrom {__name__} import *\nsys.exit({call})"
 
 
 def launched(call: str) -> subprocess.CompletedProcess[str]:

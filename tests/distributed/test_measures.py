@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from rftmega.device.spans import recorder
+from rftmega.observe.throughput import Throughput, compared
 from rftmega.parallel.clocks import clock_offsets
-from rftmega.strategy.measures import Measures, compared
 from tests.ranks import run_ranks
 
 AHEAD = (0, 5_000_000_000, -3_000_000_000)  # nanoseconds
@@ -28,7 +28,7 @@ def test_offsets_of_clocks_are_found_within_the_bound_that_is_given() -> None:
 
 def _one_works_more(world: Any) -> dict[str, float]:
     """Two phases; the second process generates for 3 s, the first for 1 s, and waits for 2 s of its 3.5 s of loading."""
-    measures = Measures(peak_tflops=0.5)
+    measures = Throughput(peak_tflops=0.5)
     trainer = SimpleNamespace(step=0)
     recorder.count("generate", 77.0)  # of an evaluation before the first step
     measures.on_start(trainer, {})

@@ -98,7 +98,7 @@ def plant(fault: str, engine: BlockEngine, weights: EngineWeights) -> Any:
     if fault == "the loader fails half-way":
 
         def fails(named_tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
-            engine.distrust()
+            engine.invalidate()
             for _, (name, tensor) in zip(range(9), named_tensors, strict=False):
                 engine.loaded[name] = torch.clone(tensor)
             raise EngineError("no memory left for this tensor")

@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from rftmega.config import RolloutConfig
 from rftmega.errors import EngineFault
-from rftmega.parallel.launch import World
+from rftmega.parallel.process_group import World
 from rftmega.rollout import ScriptedEngine
-from rftmega.rollout.order import Lengths, ordered
-from rftmega.strategy.dispatch import SharedEngine
+from rftmega.rollout.engine_pool import EnginePool
+from rftmega.rollout.request_order import Lengths, ordered
 from rftmega.types import Completion, Prompt
 from tests.distributed.test_early_stop import NoPush, NoTurns
 from tests.distributed.test_engine_faults import Pushes
@@ -70,7 +70,7 @@ def all_there(completions: Sequence[Completion | None]) -> bool:
     return None not in completions
 
 
-def asked_of(shared: SharedEngine, until: bool) -> list[Any]:
+def asked_of(shared: EnginePool, until: bool) -> list[Any]:
     settings: dict[str, Any] = {"seeds": SEEDS, "temperature": 1.0, "reward": scores}
     found: Any = shared.generate_until(PROMPTS, enough=all_there, **settings) if until else shared.generate(PROMPTS, **settings)
     return [(answer.token_ids, answer.logprobs, answer.scores) for answer in found]
@@ -88,7 +88,7 @@ def body(world: World, per_engine: int, until: bool) -> Any:
     rng = random.Random(world.rank)
     engine = LongTailed(lambda engine: time.sleep(0.0005 * rng.random()))
     engine.load_weights([], version=7)
-    shared = SharedEngine(engine, NoTurns({}, offload=False), world, NoPush(), processes_per_engine=per_engine, restarts=0)
+    shared = EnginePool(engine, NoTurns({}, offload=False), world, NoPush(), processes_per_engine=per_engine, restarts=0)
     return asked_of(shared, until), engine.begun, engine.steps
 
 
@@ -134,7 +134,7 @@ def one_stands_still(world: World) -> Any:
 
     engine = LongTailed(then)
     engine.load_weights([], version=7)
-    shared = SharedEngine(engine, NoTurns({}, offload=False), world, NoPush(), processes_per_engine=1, restarts=0)
+    shared = EnginePool(engine, NoTurns({}, offload=False), world, NoPush(), processes_per_engine=1, restarts=0)
     plain = shared._ask
 
     def ask(asking: Any) -> Any:
@@ -157,7 +157,7 @@ def fault_body(world: World, per_engine: int, until: bool, breaks: int) -> Any:
     engine = LongTailed(then)
     weights = Pushes(engine)
     weights.push(version=7)
-    shared = SharedEngine(engine, NoTurns({}, offload=False), world, weights, processes_per_engine=per_engine, restarts=1)
+    shared = EnginePool(engine, NoTurns({}, offload=False), world, weights, processes_per_engine=per_engine, restarts=1)
     return asked_of(shared, until), weights.versions
 
 

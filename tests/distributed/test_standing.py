@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from rftmega.parallel import standing, stop
-from rftmega.parallel.launch import World
-from rftmega.parallel.progress import mark
+from rftmega.parallel import preemption, standing
+from rftmega.parallel.process_group import World
 from rftmega.parallel.standing import Sign, Standing
+from rftmega.parallel.watchdog import mark
 from tests.ranks import run_ranks
 
 
@@ -44,7 +44,7 @@ def standing_body(world: World, folder: Path) -> list[str]:
     handler = logging.Handler()
     handler.emit = listen  # type: ignore[method-assign]
     standing.log.addHandler(handler)
-    stop.meet(dist.FileStore(str(folder / "board"), 2))
+    preemption.meet(dist.FileStore(str(folder / "board"), 2))
     with standing.named(world, limit=0.5, pause=0.05):
         mark("update")
         if world.rank == 1:
@@ -57,7 +57,7 @@ def standing_body(world: World, folder: Path) -> list[str]:
             wait_until(lambda: any("gave no sign of life" in line for line in said))
             os.kill(pids[1], signal.SIGCONT)
         dist.barrier()
-    stop.meet(None)
+    preemption.meet(None)
     return said
 
 

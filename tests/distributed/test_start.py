@@ -86,9 +86,9 @@ def start_body(world: Any, folder: Path, cases: Sequence[Case]) -> list[bool]:
 class Demanding(ScriptedEngine):
     """Has all that it may have from its start until it sleeps."""
 
-    def rehearse(self, named_tensors: Any) -> None:
+    def trace_load(self, named_tensors: Any) -> None:
         assert not self._held, "the trainer came back before it slept"
-        super().rehearse(named_tensors)
+        super().trace_load(named_tensors)
 
 
 def starts(world: Any, folder: Path, case: Case) -> bool:

@@ -9,14 +9,14 @@ import torch
 
 from rftmega.config import ParallelConfig, RolloutConfig
 from rftmega.errors import EngineError
-from rftmega.experience import NaiveExperienceMaker
-from rftmega.experience.padded import to_experience
+from rftmega.lightrft.naive_experience_maker import NaiveExperienceMaker
+from rftmega.lightrft.padded_experience import to_experience
 from rftmega.rollout import EngineStatus, ScriptedEngine
 from rftmega.types import Completion, Prompt
 from tests.layouts import config_of, rows_of
 from tests.ranks import on_ranks, run_ranks
 from tests.tiny_models import save_tiny
-from tests.unit.strategy.test_base import Plain
+from tests.unit.lightrft.test_base import Plain
 
 SAMPLING = {"temperature": 1.0, "seed": 3}
 
@@ -116,14 +116,15 @@ def likes_long(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> 
 
 def megatron_body(world: Any, folder: Path, output: Path) -> Any:
     from rftmega.algorithms.losses import policy_loss
+    from rftmega.lightrft.megatron_strategy import LightRFTStrategy
+    from rftmega.lightrft.strategy import StrategyBase, is_actor
     from rftmega.megatron.training_state import adam_steps, schedule_steps
-    from rftmega.strategy.base import StrategyBase, is_actor
     from rftmega.strategy.megatron import MegatronStrategy
 
     config = config_of(folder, ParallelConfig(tensor=2))
     config.algorithm.ema_beta = 0.5
     config.rollout = RolloutConfig(engine="scripted", tensor=2, max_prompt_tokens=8, max_response_tokens=6)
-    made = MegatronStrategy(config, world, stop_ids=[1])
+    made = LightRFTStrategy(MegatronStrategy(config, world, stop_ids=[1]))
     assert isinstance(made, StrategyBase)
     assert made.engine_processes == 2
     assert (made.train_batch_size, made.micro_train_batch_size) == (16 * 8, 64 // 14)

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from model_providers import latent_attention
 from rftmega.checkpoint import convert
 from rftmega.config import ParallelConfig
-from rftmega.megatron.stored import NORMS
+from rftmega.megatron.dist_checkpoint_reader import NORMS
 from rftmega.weights import EngineWeights, Exporter, export_hf_folder
 from tests.block_engine import BlockEngine
 from tests.distributed.test_checkpoints import PLAIN, SHARDED, STEPS, resume_body, save_body, tensors

@@ -16,8 +16,10 @@ from rftmega.algorithms.losses import policy_loss
 from rftmega.config import ParallelConfig, RolloutConfig
 from rftmega.errors import EngineError
 from rftmega.parallel.collectives import gather_objects
+from rftmega.rollout.engine_pool import EnginePool
 from rftmega.rollout.transformers import TransformersEngine
-from rftmega.strategy.dispatch import ColocatedPolicy, ColocatedWeights, SharedEngine, Turns
+from rftmega.strategy.colocated import ColocatedPolicy, ColocatedWeights
+from rftmega.strategy.phases import DevicePhases
 from rftmega.types import Completion, Experience, Prompt
 from rftmega.weights import EngineWeights, Exporter
 from tests.layouts import build_actor, build_manager, rows_of
@@ -78,9 +80,9 @@ def agreement_body(world: Any, folder: Path, parallel: ParallelConfig, engine_si
     actor = build_actor(folder, parallel, temperature=0.7, token_cap=512)
     engine = VLLMEngine(folder, config, world, dtype="float32", stop_ids=[STOP])
     oracle = TransformersEngine(folder, config, stop_ids=[STOP], where=torch.device("cpu"))
-    turns = Turns({"policy": actor.manager.residency}, engine=engine, offload=True)
+    turns = DevicePhases({"policy": actor.manager.residency}, engine=engine, offload=True)
     weights = ColocatedWeights(EngineWeights(actor.manager.bound, engine, bucket_bytes=50_000), turns)
-    shared = SharedEngine(engine, turns, world, weights, processes_per_engine=engine_size, restarts=1)
+    shared = EnginePool(engine, turns, world, weights, processes_per_engine=engine_size, restarts=1)
     policy = ColocatedPolicy(actor, turns)
     exporter = Exporter(actor.manager.bound, actor.topology, bucket_bytes=50_000)
     found = []

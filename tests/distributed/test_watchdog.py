@@ -14,12 +14,14 @@ from torch import Tensor
 
 from rftmega.config import ParallelConfig, RolloutConfig
 from rftmega.errors import EngineError
-from rftmega.parallel.launch import World
-from rftmega.parallel.progress import HUNG, watched
+from rftmega.parallel.process_group import World
+from rftmega.parallel.watchdog import HUNG, watched
 from rftmega.rollout import ScriptedEngine
 from rftmega.rollout import servers as servers_module
+from rftmega.rollout.engine_pool import ServerPool
 from rftmega.rollout.servers import Server, ServerEngine
-from rftmega.strategy.dispatch import AskedByOne, ColocatedWeights, Turns
+from rftmega.strategy.colocated import ColocatedWeights
+from rftmega.strategy.phases import DevicePhases
 from rftmega.weights import EngineWeights, SharedWeights
 from tests.distributed.test_engine_faults import PROMPTS, SEEDS, at_least
 from tests.layouts import build_manager
@@ -73,7 +75,7 @@ def load_body(world: World, folder: Path, said: Path) -> Any:
     """On the second process a load hangs; the first waits for it in a collective."""
     manager = build_manager(folder, ParallelConfig(tensor=2))
     engine = HangsInALoad(world.rank)
-    turns = Turns({"policy": manager.residency}, engine=engine, offload=False)
+    turns = DevicePhases({"policy": manager.residency}, engine=engine, offload=False)
     weights = ColocatedWeights(EngineWeights(manager.bound, engine, bucket_bytes=10_000), turns)
     weights.push(version=0)
     engine.hangs = world.rank == 1
@@ -121,9 +123,9 @@ def server_body(world: World, folder: Path, path: str, said: Path) -> str:
     WatchedServer.hung, WatchedServer.rank, HangsOnce.path = path, world.rank, path
     manager = build_manager(folder, ParallelConfig(tensor=2))
     engine = HangsOnce(folder, RolloutConfig(max_batch=2), world, dtype="float32", stop_ids=[1], logs=said)
-    turns = Turns({"policy": manager.residency}, offload=False)
+    turns = DevicePhases({"policy": manager.residency}, offload=False)
     weights = ColocatedWeights(SharedWeights(manager.bound, engine, bucket_bytes=10_000), turns)
-    shared = AskedByOne(engine, turns, world, weights, processes_per_engine=world.size, restarts=0)
+    shared = ServerPool(engine, turns, world, weights, processes_per_engine=world.size, restarts=0)
     try:
         with heard(said / str(world.rank)):
             weights.push(version=4)

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from rftmega.config import RolloutConfig
-from rftmega.parallel.launch import World
+from rftmega.parallel.process_group import World
 from rftmega.rollout import ScriptedEngine
-from rftmega.strategy.dispatch import AskedByOne, SharedEngine
+from rftmega.rollout.engine_pool import EnginePool, ServerPool
 from rftmega.types import Completion, Prompt
 from tests.distributed.test_early_stop import NoPush, NoTurns
 from tests.ranks import run_ranks
@@ -48,7 +48,7 @@ def all_there(completions: Sequence[Completion | None]) -> bool:
 
 def answers_body(world: World, per_engine: int, until: bool, by_one: bool) -> Any:
     engine = Repeats(world.rank // per_engine)
-    kind, per_engine = (AskedByOne, world.size) if by_one else (SharedEngine, per_engine)
+    kind, per_engine = (ServerPool, world.size) if by_one else (EnginePool, per_engine)
     turns = NoTurns({}, offload=False)
     shared = kind(engine, turns, world, NoPush(), processes_per_engine=per_engine, restarts=0)
     asked: dict[str, Any] = {"seeds": SEEDS, "temperature": 1.0, "reward": scores}

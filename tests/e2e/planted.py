@@ -18,7 +18,7 @@ import torch
 
 import train_rl
 from rftmega.config import RunConfig
-from rftmega.strategy import command_line
+from rftmega.launch import command_line
 
 plain_rank = command_line.rank
 LEAST = 1.0  # seconds of a wait, so that a busy machine makes nothing else of a step longer
@@ -36,13 +36,13 @@ def rank(train: command_line.Train, config: RunConfig) -> int:
 def slow(noted: Path) -> None:
     """`noted`: what each update took rank 0, a line each."""
     from rftmega.megatron import timers
-    from rftmega.megatron.passes import Passes
+    from rftmega.megatron.model_runner import ModelRunner
     from rftmega.parallel import standing
 
     standing.LIMIT, standing.ROUND = LEAST / 2, LEAST / 20
-    plain, begin, updates = Passes.forward_step, 0.0, 0
+    plain, begin, updates = ModelRunner.forward_step, 0.0, 0
 
-    def forward_step(self: Passes, *arguments: Any) -> Any:
+    def forward_step(self: ModelRunner, *arguments: Any) -> Any:
         nonlocal begin, updates
         if torch.is_grad_enabled():
             begin, updates = time.monotonic(), updates + 1
@@ -56,7 +56,7 @@ def slow(noted: Path) -> None:
                 file.write(f"{time.monotonic() - begin}\n")
         timers.recorder.start(self.name)
 
-    Passes.forward_step = forward_step  # type: ignore[method-assign]
+    ModelRunner.forward_step = forward_step  # type: ignore[method-assign]
     timers.Timer.start = start  # type: ignore[method-assign]
 
 

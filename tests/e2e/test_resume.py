@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from rftmega.strategy.versions import code_versions
+from rftmega.checkpoint.code_versions import code_versions
 from tests.e2e.conftest import ROOT, numbers_of
 from tests.e2e.test_loop import SEVERAL_RUNS
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from rftmega.checkpoint import distributed
-from rftmega.checkpoint.direct import DirectFile
 from rftmega.checkpoint.distributed import Boxed, file_bytes, finish, write_pieces
+from rftmega.checkpoint.o_direct import DirectFile
 from rftmega.errors import CheckpointError
-from rftmega.megatron.stored import MARK, Reader
+from rftmega.megatron.dist_checkpoint_reader import MARK, Reader
 
 PIECES: list[Boxed] = [("a", (0, 0), torch.arange(6.0).view(2, 3)), ("b", (0,), torch.arange(5, dtype=torch.bfloat16))]
 

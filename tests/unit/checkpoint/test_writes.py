@@ -17,11 +17,11 @@ import xxhash
 
 from converters.hf_folder import Planned, _Summed, write_bytes, write_index, write_shard
 from rftmega.checkpoint.distributed import file_bytes, finish, write_json, write_manifest, write_pieces
+from rftmega.checkpoint.retention import LATEST, point_to
 from rftmega.checkpoint.snapshot import Snapshot
 from rftmega.checkpoint.training import write_rank, write_whole
-from rftmega.megatron.stored import MANIFEST, read_manifest
-from rftmega.strategy.retention import LATEST, point_to
-from rftmega.strategy.timeline import write as write_timeline
+from rftmega.megatron.dist_checkpoint_reader import MANIFEST, read_manifest
+from rftmega.observe.timeline import write as write_timeline
 from rftmega.trainer.callbacks import JSONLines
 from rftmega.trainer.trajectories import write as write_trajectories
 

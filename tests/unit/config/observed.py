@@ -27,11 +27,12 @@ from model_providers.hf_config import read_hf_config
 from rftmega import data, device, rollout
 from rftmega.config import RunConfig
 from rftmega.errors import RFTMegaError
-from rftmega.megatron import actor, manager, passes
-from rftmega.parallel import launch, nodes
-from rftmega.parallel.launch import World
+from rftmega.megatron import actor, manager, model_runner
+from rftmega.observe import callbacks
+from rftmega.parallel import nodes, process_group
+from rftmega.parallel.process_group import World
 from rftmega.rollout import ScriptedEngine, servers
-from rftmega.strategy import megatron, supervised, watching
+from rftmega.strategy import megatron, supervised
 from rftmega.trainer import observers
 from rftmega.trainer.callbacks import Observer
 from rftmega.trainer.trajectories import Trajectories
@@ -121,7 +122,7 @@ class Model:
 
     def __init__(self, cfg: RunConfig, seen: Seen, data_parallel: int, *, values: bool = False):
         self.machine = Machine(cfg, seen, (WORDS,) if values else (WORDS, WORDS), data_parallel)
-        self.passes = passes.Passes(self.machine, TokenValues if values else TokenStats, None if values else object())
+        self.passes = model_runner.ModelRunner(self.machine, TokenValues if values else TokenStats, None if values else object())
         self.reference = self.machine.table.detach().clone()
 
     def log_probs(self, rows: Rows, *, temperature: float | None = None) -> TokenStats:
@@ -232,12 +233,12 @@ def program(config: RunConfig, *, data_parallel: int = 1) -> Seen:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(data, "Tokenizer", partial(Letters, seen))
-        patch.setattr(launch, "start", start)
+        patch.setattr(process_group, "start", start)
         patch.setattr(nodes, "check_nodes", lambda *_: None)
-        patch.setattr(watching, "measures_of", lambda _: [])
+        patch.setattr(callbacks, "measures_of", lambda _: [])
         patch.setattr(megatron, "MegatronStrategy", strategy)
         patch.setattr(supervised, "SupervisedStrategy", strategy)
-        patch.setattr(passes, "custom_forward", bigrams)
+        patch.setattr(model_runner, "custom_forward", bigrams)
         patch.setattr(observers, "TensorBoard", lambda folder: Observer())
         patch.setattr(observers, "Progress", lambda steps, shown: Observer())
         patch.setattr(observers, "Trajectories", Written)
@@ -299,7 +300,7 @@ def averaged(config: RunConfig) -> Seen:
     """The policy's moving average."""
     seen: Seen = []
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("MegatronModelManager", "Passes", "LogProbs", "ReferenceWeights"):
+        for name in ("MegatronModelManager", "ModelRunner", "LogProbs", "ReferenceWeights"):
             patch.setattr(actor, name, lambda *_, **__: SimpleNamespace(
                 setup_model_and_optimizer=lambda: None, description=SimpleNamespace(vocabulary=WORDS)))  # fmt: skip
         patch.setattr(actor, "AveragedWeights", lambda _, beta: seen.append(beta) or SimpleNamespace(update=None))
@@ -331,9 +332,9 @@ def built(config: RunConfig) -> Seen:
         for name in (
             "MegatronActor",
             "EngineNumerics",
-            "Turns",
-            "SharedEngine",
-            "AskedByOne",
+            "DevicePhases",
+            "EnginePool",
+            "ServerPool",
             "ColocatedPolicy",
             "ColocatedWeights",
         ):

@@ -199,11 +199,11 @@ OPTIONS: dict[str, Live] = {
 
 CHECKPOINTS = "distributed/test_checkpoints.py"
 ELSEWHERE = {  # what needs several processes, real checkpoints or sockets: a value, the test that shows what it does, its word
-    "model.verify": ("true", "unit/strategy/test_integrity.py", "verify=True"),
+    "model.verify": ("true", "unit/launch/test_integrity.py", "verify=True"),
     "checkpoint.folder": ("x", CHECKPOINTS, "folder"),
     "checkpoint.resume": ("auto", "e2e/test_resume.py", "started_again"),
     "checkpoint.keep": ("2", CHECKPOINTS, "keep=2"),
-    "checkpoint.keep_mib": ("2", "unit/strategy/test_retention.py", "max_mem"),
+    "checkpoint.keep_mib": ("2", "unit/checkpoint/test_retention.py", "max_mem"),
     "checkpoint.asynchronous": ("false", CHECKPOINTS, "asynchronous=True"),
     "checkpoint.hf": ("true", "e2e/test_resume.py", "checkpoint.hf=true"),
     "checkpoint.on_failure": ("warn", CHECKPOINTS, "warn=True"),

@@ -9,7 +9,7 @@ import torch
 
 from rftmega.checkpoint.states import joined, put_together, taken_apart
 from rftmega.experience import ReplayBuffer, collect
-from rftmega.strategy.base import StrategyBase
+from rftmega.lightrft.strategy import StrategyBase
 from rftmega.types import Completion, Experience, Prompt, Rows, Samples
 
 

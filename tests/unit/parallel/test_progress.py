@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rftmega.parallel import progress
-from rftmega.parallel.progress import HUNG, mark, watched
+from rftmega.parallel import watchdog
+from rftmega.parallel.watchdog import HUNG, mark, watched
 
 ROOT = Path(__file__).parents[3]
 
@@ -39,7 +39,7 @@ def test_marks_from_any_thread_keep_a_process_alive_and_a_clock_that_jumps_does_
 ) -> None:
     """Each read of a clock finds it a day later: the watch takes a round for no longer than it planned it."""
     real, reads = time.monotonic, iter(range(10**6))
-    monkeypatch.setattr(progress.time, "monotonic", lambda: real() + 86400 * next(reads))
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: real() + 86400 * next(reads))
     monkeypatch.setattr(time, "time", lambda: 86400.0 * next(reads))
     ended: list[int] = []
     with watched(2.0, 0, end=ended.append):
@@ -54,7 +54,7 @@ class Rounds:
 
     def __init__(self, count: int, work: Callable[[], None], monkeypatch: pytest.MonkeyPatch):
         self.left, self.work, self.now = count, work, 0.0
-        monkeypatch.setattr(progress.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(watchdog.time, "monotonic", lambda: self.now)
 
     def wait(self, pause: float) -> bool:
         self.now, self.left = self.now + 86400, self.left - 1
@@ -67,8 +67,8 @@ def test_rounds_without_a_mark_are_counted_and_a_mark_begins_anew(
     count: int, work: Callable[[], None], ends: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended: list[int] = []
-    monkeypatch.setattr(progress.faulthandler, "dump_traceback_later", lambda *_, **__: None)
-    progress._watch(10.0, 0, Rounds(count, work, monkeypatch), ended.append)  # type: ignore[arg-type]
+    monkeypatch.setattr(watchdog.faulthandler, "dump_traceback_later", lambda *_, **__: None)
+    watchdog._watch(10.0, 0, Rounds(count, work, monkeypatch), ended.append)  # type: ignore[arg-type]
     assert ended == ends
 
 
@@ -76,7 +76,7 @@ def test_a_process_whose_interpreter_is_held_ends_too() -> None:
     """A C call that never gives the interpreter up: no Python thread can run, the watch included."""
     program = """
 import ctypes
-from rftmega.parallel.progress import watched
+from rftmega.parallel.watchdog import watched
 with watched(0.2, 0):
     ctypes.PyDLL(None).sleep(60)
 """

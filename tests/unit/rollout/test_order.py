@@ -5,7 +5,7 @@ import pytest
 
 from rftmega.config import RolloutConfig
 from rftmega.rollout import ScriptedEngine
-from rftmega.rollout.order import Lengths, Order, Waiting, ordered
+from rftmega.rollout.request_order import Lengths, Order, Waiting, ordered
 from rftmega.types import Completion, Prompt
 
 

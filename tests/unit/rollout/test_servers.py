@@ -8,7 +8,7 @@ import torch
 
 from rftmega.config import RolloutConfig
 from rftmega.errors import EngineError, EngineFault
-from rftmega.parallel.launch import World
+from rftmega.parallel.process_group import World
 from rftmega.rollout import door, servers
 from rftmega.rollout.servers import ServerEngine
 

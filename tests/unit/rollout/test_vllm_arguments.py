@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rftmega.config import RolloutConfig
-from rftmega.parallel.launch import World
+from rftmega.parallel.process_group import World
 from tests.imitation_cuda import imitated
 
 

@@ -5,7 +5,7 @@ import torch
 
 from rftmega import device
 from rftmega.device import CUDA
-from rftmega.strategy.memory import MIB, Memory
+from rftmega.strategy.phase_memory import MIB, Memory
 
 
 class Counters:

@@ -1,7 +1,7 @@
 import pytest
 
 from rftmega.device.spans import recorder
-from rftmega.strategy.dispatch import _with_counts
+from rftmega.strategy.colocated import _with_counts
 from rftmega.trainer.journal import Journal
 
 

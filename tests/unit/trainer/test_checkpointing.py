@@ -15,7 +15,7 @@ from rftmega.config import load
 from rftmega.data import PromptOrder
 from rftmega.trainer import Algorithm, PPOTrainer
 from rftmega.trainer.callbacks import AtEnd, JSONLines, Observer, TensorBoard
-from rftmega.trainer.checkpointing import Checkpointing, resume
+from rftmega.trainer.checkpointing import Checkpointing, restore
 from rftmega.types import Prompt
 from tests.unit.trainer.test_step import Bigrams, likes_seven
 
@@ -79,7 +79,7 @@ class Run:
         self.parts = parts
 
     def go_on(self, saved: tuple[str, torch.Tensor]) -> "Run":
-        resume(self.trainer, self.parts, read(saved[0]))
+        restore(self.trainer, self.parts, read(saved[0]))
         self.policy.table.data.copy_(saved[1])
         return self
 

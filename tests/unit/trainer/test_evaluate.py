@@ -169,7 +169,7 @@ def test_training_is_the_same_with_and_without_evaluation() -> None:
 
 def test_lengths_of_held_out_answers_order_no_training_request() -> None:
     class Learns(Alone):
-        """It expects of a prompt what its last answer had, as SharedEngine does."""
+        """It expects of a prompt what its last answer had, as EnginePool does."""
 
         def generate(self, prompts: Sequence[Prompt], **settings: Any) -> list[Completion]:
             found = super().generate(prompts, **settings)

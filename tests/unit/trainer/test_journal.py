@@ -10,13 +10,13 @@ import torch
 
 from rftmega.config import RunConfig, load
 from rftmega.data import PromptOrder
-from rftmega.errors import CheckpointError, GivenUp
-from rftmega.megatron import passes
+from rftmega.errors import CheckpointError, Preempted
+from rftmega.megatron import model_runner
 from rftmega.rollout import ScriptedEngine
-from rftmega.rollout.order import Lengths
+from rftmega.rollout.request_order import Lengths
 from rftmega.trainer import Algorithm
 from rftmega.trainer.callbacks import JSONLines, Observer
-from rftmega.trainer.checkpointing import Checkpointing, resume
+from rftmega.trainer.checkpointing import Checkpointing, restore
 from rftmega.trainer.evaluate import Evaluate
 from rftmega.trainer.journal import Journal
 from rftmega.types import Completion, Prompt, TokenStats
@@ -88,7 +88,7 @@ class Machinery:
         found: list[Completion | None] = [None] * len(prompts)
         for place, prompt in enumerate(prompts):
             if self.clock.over():
-                raise GivenUp(found)
+                raise Preempted(found)
             self.clock.tick()
             found[place] = answer = self.inner.generate([prompt], seeds=[seeds[place]], **settings)[0]
             if reward is not None:
@@ -101,8 +101,8 @@ class Machinery:
         """All but the last."""
         try:
             found = [*self.generate(prompts, learns=False, **settings)[:-1], None]
-        except GivenUp:
-            raise GivenUp from None
+        except Preempted:
+            raise Preempted from None
         self.learn(prompts, found)
         return found
 
@@ -153,7 +153,7 @@ class Run:
             Checkpointing(self.kept, parts, every=100, last=STEPS),
         ]
         if saved is not None:
-            resume(self.trainer, parts, read(saved[0]))
+            restore(self.trainer, parts, read(saved[0]))
             for table, before in zip(self.machinery.tables(), saved[1], strict=True):
                 table.data.copy_(before)
 
@@ -178,7 +178,7 @@ def likes_long(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     model = save_tiny(tmp_path / "model", "qwen3")
-    monkeypatch.setattr(passes, "custom_forward", bigrams)
+    monkeypatch.setattr(model_runner, "custom_forward", bigrams)
 
     def start(name: str, options: Sequence[str], **how: Any) -> Run:
         folder = tmp_path / name

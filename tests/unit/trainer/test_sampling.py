@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from rftmega.experience import collect
-from rftmega.trainer import Refill
-from rftmega.trainer.groups import Groups, Wanted
-from rftmega.trainer.supply import Supply
+from rftmega.trainer import DynamicSampler
+from rftmega.trainer.group_collector import GroupCollector, Wanted
+from rftmega.trainer.prompt_queue import PromptQueue
 from rftmega.types import Completion, Prompt, Rows, Samples
 
 # What the two answers of a prompt score, by the prompt's number: only those of 3, 5 and 8 differ.
@@ -27,8 +27,8 @@ def ask(prompts: Sequence[Prompt], number: int, wanted: Wanted | None = None) ->
     return Samples(asked, rows, logp, reward, torch.arange(size) // 2, flag, {"format": 1 - reward})
 
 
-def batches(*numbers: int) -> Supply:
-    return Supply([[Prompt((1,), index=n), Prompt((1,), index=n + 1)] for n in numbers])
+def batches(*numbers: int) -> PromptQueue:
+    return PromptQueue([[Prompt((1,), index=n), Prompt((1,), index=n + 1)] for n in numbers])
 
 
 def kept(samples: Samples) -> list[int]:
@@ -37,7 +37,7 @@ def kept(samples: Samples) -> list[int]:
 
 def test_groups_that_agree_are_replaced_until_the_batch_is_full() -> None:
     more = batches(5, 8)
-    samples, seen = Refill(9)(ask, next(batches(2)), more)
+    samples, seen = DynamicSampler(9)(ask, next(batches(2)), more)
     assert kept(samples) == [3, 3, 5, 5], "groups stay whole and in order"
     assert samples.group.tolist() == [1, 1, 2, 2]
     assert samples.rows.lengths.tolist() == [2, 2, 3, 3]
@@ -48,29 +48,29 @@ def test_groups_that_agree_are_replaced_until_the_batch_is_full() -> None:
 
 
 def test_what_is_too_many_is_left_out() -> None:
-    samples, _ = Refill(9)(ask, next(batches(4)), batches(8, 3, 5))
+    samples, _ = DynamicSampler(9)(ask, next(batches(4)), batches(8, 3, 5))
     assert kept(samples) == [5, 5, 8, 8]
 
 
 @pytest.mark.parametrize(("rounds", "more"), [(2, (0, 10, 3)), (9, (0, 10))])
 def test_after_the_last_round_it_goes_on_with_what_there_is(rounds: int, more: tuple[int, ...]) -> None:
-    samples, seen = Refill(rounds)(ask, next(batches(2)), batches(*more))
+    samples, seen = DynamicSampler(rounds)(ask, next(batches(2)), batches(*more))
     assert kept(samples) == [3, 3]
     assert seen["refills"] == 2
 
 
 def test_where_no_group_differs_one_stays_so_that_a_step_can_be_made() -> None:
-    samples, _ = Refill(1)(ask, next(batches(0)), batches(10))
+    samples, _ = DynamicSampler(1)(ask, next(batches(0)), batches(10))
     assert kept(samples) == [0, 0]
 
 
 def test_another_part_of_the_reward_can_decide() -> None:
-    samples, _ = Refill(1, part="format")(ask, next(batches(2)), batches(10))
+    samples, _ = DynamicSampler(1, part="format")(ask, next(batches(2)), batches(10))
     assert kept(samples) == [3, 3]
 
 
 def test_without_rounds_every_group_stays() -> None:
-    samples, seen = Refill(0)(ask, next(batches(0)), batches(3))
+    samples, seen = DynamicSampler(0)(ask, next(batches(0)), batches(3))
     assert kept(samples) == [0, 0, 1, 1]
     assert "refills" not in seen
 
@@ -79,7 +79,7 @@ def test_rounds_whose_answers_have_other_parts_are_joined() -> None:
     def by_kind(prompts: Sequence[Prompt], number: int, wanted: Wanted | None = None) -> Samples:
         return replace(ask(prompts, number), reward_parts={f"part {number}": torch.ones(2 * len(prompts))})
 
-    samples, seen = Refill(9)(by_kind, next(batches(2)), batches(5))
+    samples, seen = DynamicSampler(9)(by_kind, next(batches(2)), batches(5))
     assert samples.part("part 0").nan_to_num(-1).tolist() == [1, 1, -1, -1]
     assert seen["reward_part 1"] == 1.0
 
@@ -101,14 +101,14 @@ def in_part(answered: Sequence[int]) -> tuple[Callable[..., Samples], list[tuple
 def test_what_was_not_finished_or_too_many_comes_again_first_and_in_order() -> None:
     more = batches(4, 6, 8, 10)
     some, asked = in_part([1, 3, 4])  # of 2 ... 7: 3 and 5 differ, 6 does not
-    samples, seen = Refill(9, oversample=3.0)(some, next(batches(2)), more)
+    samples, seen = DynamicSampler(9, oversample=3.0)(some, next(batches(2)), more)
     assert asked == [([2, 3, 4, 5, 6, 7], 2)]
     assert kept(samples) == [3, 3, 5, 5]
     assert [prompt.index for prompt in more.take(5)] == [2, 4, 7, 8, 9]
     assert (seen["groups_left_out"], seen["groups_put_back"], seen["refills"]) == (1, 3, 0)
     more = batches(5, 3, 8, 10)
     everything, asked = in_part(range(6))
-    samples, seen = Refill(9, oversample=2.5)(everything, next(batches(2)), more)
+    samples, seen = DynamicSampler(9, oversample=2.5)(everything, next(batches(2)), more)
     assert asked == [([2, 3, 5, 6, 3], 2)]
     assert kept(samples) == [3, 3, 5, 5], "the first in the prompts' order"
     assert [prompt.index for prompt in more.take(3)] == [3, 4, 8], "a good group too many is not lost"
@@ -116,7 +116,7 @@ def test_what_was_not_finished_or_too_many_comes_again_first_and_in_order() -> N
 
 def test_a_later_round_wants_only_what_is_missing() -> None:
     everything, asked = in_part(range(6))
-    samples, seen = Refill(9, oversample=2.0)(everything, next(batches(2)), batches(0, 10, 12, 5, 8))
+    samples, seen = DynamicSampler(9, oversample=2.0)(everything, next(batches(2)), batches(0, 10, 12, 5, 8))
     assert asked == [([2, 3, 0, 1], 2), ([10, 11, 12, 13], 1), ([5, 6, 8, 9], 1)]
     assert kept(samples) == [3, 3, 5, 5]
     assert seen["refills"] == 2
@@ -133,7 +133,7 @@ def test_groups_are_good_enough_when_they_are_whole_and_each_is_looked_at_once()
         return [{"reward": float(completion.token_ids[0])} for completion in completions]
 
     requests = [Prompt((1,), index=n) for n in range(3) for _ in range(3)]
-    groups = Groups(requests, score, 3)
+    groups = GroupCollector(requests, score, 3)
     answers: list[Completion | None] = [None] * 9
     enough = groups.until(Wanted(1, good))
 
@@ -159,11 +159,11 @@ def test_of_groups_the_answers_that_are_learnt_from_must_differ_and_metrics_are_
         return scored([rewards[prompt.index] for prompt in prompts])
 
     prompts = [Prompt((1,), index=n) for n in range(3)]
-    samples, seen = Refill(1, learnt_from=2)(ask, prompts, Supply([]))
+    samples, seen = DynamicSampler(1, learnt_from=2)(ask, prompts, PromptQueue([]))
     assert samples.reward.tolist() == [0, 1]
     assert seen["groups_left_out"] == 2
     assert seen["reward"] == pytest.approx(sum(map(sum, rewards.values())) / 9)
-    assert Refill(1)(ask, prompts, Supply([]))[0].reward.tolist() == [5, 5, 9, 1, 1, 0, 0, 1, 1]
+    assert DynamicSampler(1)(ask, prompts, PromptQueue([]))[0].reward.tolist() == [5, 5, 9, 1, 1, 0, 0, 1, 1]
 
 
 def scored(groups: Sequence[Sequence[float]]) -> Samples:
@@ -190,6 +190,6 @@ def test_a_resumed_supply_gives_as_many_prompts_a_batch_as_its_own_source() -> N
     first = batches(0, 2, 4, 6)
     next(first)
     first.put_back(first.take(1))
-    larger = Supply([[Prompt((1,), index=n) for n in range(4, 8)]])
+    larger = PromptQueue([[Prompt((1,), index=n) for n in range(4, 8)]])
     larger.load_state(first.state())
     assert [[prompt.index for prompt in batch] for batch in larger] == [[2, 3, 4, 5], [6, 7]]

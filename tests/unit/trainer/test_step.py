@@ -14,7 +14,7 @@ from torch import Tensor
 from rftmega.algorithms.losses import policy_loss
 from rftmega.config import load
 from rftmega.experience import ExperienceMaker
-from rftmega.trainer import Algorithm, Learner, PPOTrainer, Refill
+from rftmega.trainer import Algorithm, DynamicSampler, Learner, PPOTrainer
 from rftmega.trainer.callbacks import Observer
 from rftmega.trainer.evaluate import Evaluate
 from rftmega.types import Completion, Experience, Prompt, Rows, Samples, TokenStats, TokenValues
@@ -156,7 +156,7 @@ def test_every_recipe_learns(recipe: str) -> None:
     PPOTrainer(
         engine=policy, weights=policy, reward=likes_seven, maker=algorithm.maker(policy, critic),
         learner=algorithm.learner(policy, critic),
-        refill=Refill(config.algorithm.refill_rounds, oversample=config.algorithm.oversample),
+        refill=DynamicSampler(config.algorithm.refill_rounds, oversample=config.algorithm.oversample),
         samples_per_prompt=16, temperature=1.0, seed=0, callbacks=[],
     ).fit([[Prompt((1, 2)), Prompt((3,))]] * 400, steps=steps)  # fmt: skip
     assert policy.table.softmax(-1)[2, 7] > 0.8
@@ -194,7 +194,7 @@ def test_a_step_with_more_prompts_than_it_needs_learns_from_whole_groups_and_ask
     PPOTrainer(
         engine=policy, weights=policy, reward=Odd(), maker=ExperienceMaker(policy, use_reference=False),
         learner=Learner(policy, policy_loss()), samples_per_prompt=4, temperature=1.0, seed=0,
-        refill=Refill(1, oversample=3.0), callbacks=[Watched(), said],
+        refill=DynamicSampler(1, oversample=3.0), callbacks=[Watched(), said],
     ).fit([prompts[n : n + 2] for n in range(0, 40, 2)], steps=3)  # fmt: skip
     assert seen == [([1, 3], 8), ([5, 7], 8), ([9, 11], 8)], "prompts 4 and 5 had been asked for in the first step already"
     for metrics in said.metrics[1:]:
@@ -291,7 +291,8 @@ def test_of_each_prompts_answers_the_first_are_learnt_from_and_all_are_there_to_
     policy.push(version=0)
     trainer = PPOTrainer(
         engine=policy, weights=policy, reward=reward, maker=ExperienceMaker(policy, use_reference=False),
-        learner=Learner(policy, policy_loss()), samples_per_prompt=5, temperature=1.0, seed=0, refill=Refill(0, learnt_from=2),
+        learner=Learner(policy, policy_loss()), samples_per_prompt=5, temperature=1.0, seed=0, 
+        refill=DynamicSampler(0, learnt_from=2),
     )  # fmt: skip
     prompts = [Prompt((1, 2)), Prompt((3,))]
     samples, seen = trainer.refill(trainer.rollout, prompts, trainer.supply)

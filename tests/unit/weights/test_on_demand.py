@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rftmega.weights.on_demand import Box, OnDemand
+from rftmega.weights.lazy_tensors import Box, LazyTensor
 
 WHOLE = torch.arange(48.0).reshape(8, 6)
 
@@ -14,7 +14,7 @@ def lazy(asked: list[Box]) -> Tensor:
         asked.append(box)
         out.copy_(WHOLE[tuple(slice(start, stop) for start, stop in box)])
 
-    return OnDemand.of((8, 6), torch.float32, fetch, torch.device("cpu"))
+    return LazyTensor.of((8, 6), torch.float32, fetch, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

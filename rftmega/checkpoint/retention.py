@@ -1,0 +1,144 @@
+"""Which checkpoints of a folder stay, and which is the latest."""
+
+import logging
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from rftmega.checkpoint.training import note_of
+from rftmega.errors import CheckpointError
+from rftmega.megatron.dist_checkpoint_reader import MANIFEST
+
+log = logging.getLogger(__name__)
+LATEST = "latest"  # a file that holds the name of the newest complete checkpoint
+DRAFT = ".incomplete"
+MARK = ".rftmega-checkpoint"  # a file in each: what others made is never deleted
+
+
+class Saved(NamedTuple):
+    """One complete checkpoint."""
+
+    name: str
+    age: float  # seconds, or anything that is greater for an older one
+    size: int  # bytes
+
+
+def expired(saved: Sequence[Saved], *, max_num: int, max_mem: float) -> list[str]:
+    """Names to delete, oldest first, until at most `max_num` are left with at most `max_mem` MB (10^6 bytes) together.
+
+    The newest always stays, however large.
+    """
+    kept = sorted(saved, key=lambda each: -each.age)
+    gone = []
+    while len(kept) > 1 and (len(kept) > max_num or sum(each.size for each in kept) > max_mem * 1e6):
+        gone.append(kept.pop(0).name)
+    return gone
+
+
+def rotate(folder: Path, *, max_num: int, max_mem: float) -> list[str]:
+    """Deletes what has `expired` among the checkpoints of `folder`, and drafts older than the newest of them, whose saves have
+    died; their names. Call it once the new one is there, which is none the worse for what can't be deleted: a warning says so.
+
+    The latest, where that is an older one, stays too, and so does whatever else lies there: `folder` may be somebody's home.
+    """
+    complete = [path for path in folder.iterdir() if is_checkpoint(path)]
+    saved = [
+        Saved(path.name, -path.stat().st_mtime_ns, sum(file.stat().st_size for file in path.rglob("*") if file.is_file()))
+        for path in complete
+    ]
+    latest = pointed(folder)
+    gone = [name for name in expired(saved, max_num=max_num, max_mem=max_mem) if name != latest]
+    last = max((-each.age for each in saved), default=0)
+    gone += [path.name for path in folder.glob(f"*{DRAFT}") if is_draft(path) and path.stat().st_mtime_ns < last]
+    for name in tuple(gone):
+        try:
+            shutil.rmtree(folder / name)
+        except OSError as error:
+            log.warning("%s can't be deleted, and stays: %s", folder / name, error)
+            gone.remove(name)
+    return gone
+
+
+def begin(folder: Path, name: str) -> Path:
+    """An empty draft of checkpoint `name`; what a save that died left there goes. Raises OSError."""
+    draft = folder / (name + DRAFT)
+    if draft.exists() and not is_draft(draft):
+        raise FileExistsError(f"{draft} is there, and no save made it")
+    if draft.exists():
+        shutil.rmtree(draft)
+    draft.mkdir(parents=True)
+    (draft / MARK).touch()
+    return draft
+
+
+def is_draft(path: Path) -> bool:
+    """Whether a save began this folder, and nobody else."""
+    return path.is_dir() and ((path / MARK).is_file() or not any(path.iterdir()))
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether this is the folder of a whole training checkpoint."""
+    return not path.name.endswith(DRAFT) and all((path / name).is_file() for name in (MANIFEST, note_of(0)))
+
+
+def point_to(folder: Path, name: str) -> None:
+    """Makes `name` the latest; a reader sees the old pointer or the new one."""
+    draft = folder / (LATEST + DRAFT)
+    with draft.open("w") as stream:
+        stream.write(name)
+        stream.flush()
+        os.fsync(stream.fileno())
+    draft.rename(folder / LATEST)
+
+
+def settle(draft: Path, wanted: Path) -> Path:
+    """Gives a whole draft its name; one beside it where that is taken, so that nothing goes before the pointer moves."""
+    target, number = wanted, 2
+    while target.exists():
+        target, number = wanted.with_name(f"{wanted.name}.{number}"), number + 1
+    return draft.rename(target)
+
+
+def before(checkpoint: Path) -> Path | None:
+    """The newest whole checkpoint beside this one that is older."""
+    manifests = [path for path in checkpoint.parent.glob(f"*/{MANIFEST}") if not path.parent.name.endswith(DRAFT)]
+    own = checkpoint / MANIFEST
+    age = own.stat().st_mtime_ns if own.is_file() else float("inf")
+    older = [path for path in manifests if path != own and path.stat().st_mtime_ns < age]
+    return max(older, key=lambda path: path.stat().st_mtime_ns).parent if older else None
+
+
+def pointed(folder: Path) -> str | None:
+    """What the pointer says, which may be nothing after a machine has lost its power; None without one."""
+    pointer = folder / LATEST
+    return pointer.read_text(errors="replace").strip("\0 \n") if pointer.is_file() else None
+
+
+def newest(folder: Path) -> Path | None:
+    """The whole checkpoint of the folder that was written last."""
+    whole = [path for path in folder.iterdir() if is_checkpoint(path)] if folder.is_dir() else []
+    return max(whole, key=lambda path: (path / MANIFEST).stat().st_mtime_ns, default=None)
+
+
+def find(folder: Path, tag: str | None) -> Path:
+    """The checkpoint `tag`, or the latest. Where the pointer names none that is whole, the newest whole one, with a word. Raises
+    CheckpointError where there is none.
+    """
+    whole = newest(folder)
+    there = f" The newest whole one is {whole}." if whole else " There is no whole one."
+    if tag is not None:
+        if not (folder / tag).is_dir():
+            raise CheckpointError(f"{folder} holds no checkpoint {tag!r}.{there}")
+        return folder / tag
+    named = pointed(folder)
+    if named is None:
+        raise CheckpointError(f"{folder} has no file named {LATEST}, so there is no latest checkpoint. Give a tag.{there}")
+    if named and is_checkpoint(folder / named):
+        return folder / named
+    wrong = f"{folder / LATEST} names {named!r}, which is no whole checkpoint." if named else f"{folder / LATEST} is empty."
+    if whole is None:
+        raise CheckpointError(f"{wrong}{there} checkpoint.resume=none starts anew.")
+    log.warning("%s The run goes on from the newest whole one, %s.", wrong, whole)
+    return whole

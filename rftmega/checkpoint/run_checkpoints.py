@@ -1,0 +1,316 @@
+"""Training checkpoints: all that a run goes on from, written beside the training; the latest is always whole."""
+
+import json
+import logging
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from rftmega.checkpoint import retention
+from rftmega.checkpoint.background_writer import BackgroundWriter
+from rftmega.checkpoint.code_versions import code_versions
+from rftmega.checkpoint.snapshot import HostCopies
+from rftmega.checkpoint.states import put_together, taken_apart
+from rftmega.checkpoint.training import TrainingReader, write_rank, write_whole
+from rftmega.config import RunConfig, changes, without_secrets
+from rftmega.errors import CheckpointError
+from rftmega.megatron import MegatronActor, MegatronCritic
+from rftmega.megatron.dist_checkpoint_reader import read_manifest
+from rftmega.megatron.offload import MAIN_PARAMETERS, PARAMETERS
+from rftmega.megatron.training_state import (
+    AVERAGE,
+    WEIGHTS,
+    Held,
+    adam_steps,
+    fill,
+    model_tensors,
+    optimizer_tensors,
+    schedule_steps,
+    set_adam_steps,
+    set_schedule_steps,
+)
+from rftmega.parallel import collectives, seeds
+from rftmega.parallel.watchdog import mark
+
+Model = MegatronActor | MegatronCritic
+READERS = 4  # threads: some read while others check
+log = logging.getLogger(__name__)
+
+
+class TrainingCheckpoints:
+    """Saves and loads `models` (name -> what is trained) in folders of `folder`. Every process calls each method alike."""
+
+    def __init__(
+        self,
+        folder: Path,
+        models: Mapping[str, Model],
+        config: RunConfig,
+        *,
+        keep: int = 3,
+        keep_mb: float = float("inf"),
+        asynchronous: bool = False,
+        warn: bool = False,
+        export: Callable[[Path], None] | None = None,
+    ):
+        """At most `keep` checkpoints of `keep_mb` (10^6 bytes) together stay. What can't be written is a warning with `warn`,
+        else CheckpointError, when the next is saved or waited for. `export` writes a Hugging Face folder beside the state, or
+        raises CheckpointError on all processes.
+        """
+        self.folder, self.models, self.config = folder, models, config
+        self.keep, self.keep_mb = keep, keep_mb
+        self.asynchronous, self.warn, self.export = asynchronous, warn, export
+        self._code = code_versions() if dist.get_rank() == 0 else {}  # what runs: files may be others by the time of a save
+        self._copies = HostCopies()
+        self._writing: tuple[str, BackgroundWriter] | None = None
+
+    def save(self, state: dict[str, Any], *, step: int, tag: str | None = None, latest: bool = True) -> None:
+        """Writes folder/`tag` (or step_<step>). The one before is waited for; `latest`: becomes what a resume goes on from.
+
+        `state` is as JSON has it, but for tensors, which nobody changes while they are written.
+        """
+        mark("save")
+        self.wait()
+        name = tag or f"step_{step:06d}"
+        draft = self.folder / (name + retention.DRAFT)
+        if error := self._on_first(partial(retention.begin, self.folder, name)):
+            self._failed(name, [error])
+            return
+        try:
+            if self.export is not None:
+                self.export(draft / "hf")
+        except CheckpointError as raised:  # on all processes
+            self._failed(name, [str(raised)])
+            return
+        said, tensors = taken_apart(state)
+        about = self._about(said, step)
+        snapshot = self._copies.take(
+            (model, held)
+            for model, each in self.models.items()
+            for tensors in (model_tensors(each.manager, average_of(each)), optimizer_tensors(each.manager))
+            for held in tensors
+        )
+        part = partial(write_rank, draft, dist.get_rank(), snapshot, self._random(), tensors if dist.get_rank() == 0 else None)
+        whole = partial(self._complete, draft, name, about, latest) if dist.get_rank() == 0 else None
+        self._writing = name, BackgroundWriter(part, whole)
+        if not self.asynchronous:
+            self.wait()
+
+    def wait(self) -> None:
+        """Until the last save is on the disk. Raises CheckpointError, or warns, where it can't be."""
+        if self._writing is None:
+            return
+        name, writing = self._writing
+        self._writing = None
+        if errors := writing.wait():
+            self._failed(name, errors)
+
+    def load(
+        self, folder: Path, *, strict: bool = True, optimizer: bool = True, schedule: bool = True, random: bool = True
+    ) -> dict[str, Any]:
+        """Takes everything back from one checkpoint, under whatever layout; the `state` it was saved with.
+
+        Without `strict`, weights that it lacks stay as they are. `random` streams go on only where the layout is the same.
+        Raises CheckpointError, on every process, where it is another model's, of a newer format, or not as it was written; it
+        names the one before.
+        """
+        state: dict[str, Any] = {}
+        error = None
+        try:
+            reader = TrainingReader(folder)
+            found = reader.manifest
+            state = put_together(found["state"], reader.whole)
+            for name, model in self.models.items():
+                refuse_another(name, model, found, self.config)
+                _load(name, model, reader, strict=strict, optimizer=optimizer, schedule=schedule)
+            if random and self._same_layout(found):
+                self._set_random(reader.random_of(dist.get_rank()))
+        except CheckpointError as raised:
+            error = str(raised)
+        if errors := [each for each in collectives.gather_objects(error) if each]:
+            before = retention.before(folder)
+            offer = f"The one before it is {before}: checkpoint.resume={before}." if before else "There is none before it."
+            raise CheckpointError(f"{errors[0]} {offer}")
+        return state
+
+    def resume(self) -> dict[str, Any] | None:
+        """What checkpoint.resume says: loads it and gives the `state` it was saved with; None for a run that starts anew."""
+        if (given := self._to_resume()) is None:
+            return None
+        state = self.load(given)
+        if dist.get_rank() == 0:
+            self._say_resumed(given)
+        return state
+
+    def _to_resume(self) -> Path | None:
+        """As the first process sees it, for all of them: another host may not see a new checkpoint yet."""
+        found, error = None, ""
+        if dist.get_rank() == 0:
+            try:
+                found = self._chosen()
+            except CheckpointError as raised:
+                error = str(raised)
+        found, error = collectives.gather_objects((found, error))[0]
+        if error:
+            raise CheckpointError(error)
+        return found
+
+    def _chosen(self) -> Path | None:
+        chosen = self.config.checkpoint.resume
+        if chosen == "none":
+            return None
+        if chosen == "auto" and retention.pointed(self.folder) is None:
+            if whole := retention.newest(self.folder):
+                log.warning("%s has no file named latest: a new run. To go on: checkpoint.resume=%s.", self.folder, whole)
+            return None
+        folder = self.folder if chosen == "auto" else Path(chosen)
+        return retention.find(folder, None) if (folder / retention.LATEST).is_file() else folder
+
+    def _say_resumed(self, given: Path) -> None:
+        """And what is otherwise than in the run that saved it."""
+        log.info("resumed from %s", given)
+        before, now = read_manifest(given), {"config": without_secrets(self.config), "code": self._code}
+        for change in changes(before["config"], now["config"]) + changes(before["code"], now["code"]):
+            log.info("  %s", change)
+
+    def _complete(self, draft: Path, name: str, about: dict[str, Any], latest: bool, given_up: Callable[[], bool]) -> None:
+        """When all ranks have written: the manifest, the name, the pointer, and only then older ones go."""
+        if not write_whole(draft, dist.get_world_size(), about, given_up=given_up):
+            return
+        name = retention.settle(draft, self.folder / name).name
+        if latest:
+            retention.point_to(self.folder, name)
+        retention.rotate(self.folder, max_num=self.keep, max_mem=self.keep_mb)
+
+    def _failed(self, name: str, errors: list[str]) -> None:
+        draft = self.folder / (name + retention.DRAFT)
+        if dist.get_rank() == 0 and retention.is_draft(draft):
+            shutil.rmtree(draft, ignore_errors=True)
+        named = retention.pointed(self.folder)
+        latest = f"The latest is still {named}." if named else "There is none yet."
+        text = (
+            f"Checkpoint {self.folder / name} can't be written: {'; '.join(errors)}. {latest} Make room or rights there, or "
+            "choose another checkpoint.folder; checkpoint.on_failure=warn would train on."
+        )
+        if not self.warn:
+            raise CheckpointError(text)
+        if dist.get_rank() == 0:
+            log.warning("%s", text)
+
+    def _on_first(self, work: Callable[[], object]) -> str | None:
+        """Does the work on the first process; on all of them, what went wrong."""
+        error = None
+        if dist.get_rank() == 0:
+            try:
+                work()
+            except OSError as raised:
+                error = f"{type(raised).__name__}: {raised}"
+        return collectives.gather_objects(error)[0]
+
+    def _about(self, state: dict[str, Any], step: int) -> dict[str, Any]:
+        return {
+            "step": step,
+            "state": state,
+            "config": without_secrets(self.config),
+            "code": self._code,
+            "ranks_written": dist.get_world_size(),
+            "models": {name: self._described(model) for name, model in self.models.items()},
+        }
+
+    def _described(self, model: Model) -> dict[str, Any]:
+        manager = model.manager
+        return {
+            "hf_config": manager.hf_config,
+            "dtype": str(manager.config.params_dtype),
+            "layout": asdict(manager.cfg.parallel),
+            "adam_steps": int(collectives.all_reduce(adam_steps(manager), "max")),
+            "schedule_steps": schedule_steps(manager),
+        }
+
+    def _same_layout(self, manifest: dict[str, Any]) -> bool:
+        layouts = {name: asdict(model.manager.cfg.parallel) for name, model in self.models.items()}
+        said = {name: manifest["models"][name]["layout"] for name in layouts}
+        return layouts == said and manifest["ranks_written"] == dist.get_world_size()
+
+    def _random(self) -> dict[str, Any]:
+        return {
+            "host": seeds.random_state(),
+            "layouts": {name: model.topology.random_state() for name, model in self.models.items()},
+        }
+
+    def _set_random(self, state: dict[str, Any]) -> None:
+        for name, model in self.models.items():
+            model.topology.set_random_state(state["layouts"][name])
+        seeds.set_random_state(state["host"])
+
+
+def of_run(config: RunConfig, models: Mapping[str, Model], export: Callable[[Path], None]) -> TrainingCheckpoints:
+    """Those that a run's config asks for."""
+    chosen = config.checkpoint
+    return TrainingCheckpoints(
+        Path(chosen.folder or f"{config.trainer.output}/checkpoints"),
+        models,
+        config,
+        keep=chosen.keep,
+        keep_mb=chosen.keep_mib * 2**20 / 1e6 or float("inf"),
+        asynchronous=chosen.asynchronous,
+        warn=chosen.on_failure == "warn",
+        export=export if chosen.hf else None,
+    )
+
+
+def average_of(model: Model) -> Any:
+    return model.average if isinstance(model, MegatronActor) else None
+
+
+def refuse_another(name: str, model: Model, manifest: dict[str, Any], config: RunConfig) -> None:
+    """Raises CheckpointError where a checkpoint is of another task or model."""
+    saved = manifest["models"]
+    if name not in saved:
+        raise CheckpointError(f"It holds {', '.join(saved)}, and this run trains a {name}: it is another algorithm's.")
+    hf_config, said = json.loads(json.dumps(model.manager.hf_config)), saved[name]["hf_config"]
+    if odd := sorted(key for key in hf_config.keys() | said.keys() if hf_config.get(key) != said.get(key)):
+        key = odd[0]
+        raise CheckpointError(
+            f"It is of another model: {key} is {said.get(key)} there and {hf_config.get(key)} in {model.manager.cfg.model.path}."
+        )
+    if (dtype := str(model.manager.config.params_dtype)) != saved[name]["dtype"]:
+        raise CheckpointError(f"It was trained in {saved[name]['dtype']}, this run is in {dtype}: set model.dtype.")
+
+
+def _load(name: str, model: Model, reader: TrainingReader, *, strict: bool, optimizer: bool, schedule: bool) -> None:
+    manager, average, said = model.manager, average_of(model), reader.manifest["models"][name]
+    averaged = any(key.startswith(f"{name}/{AVERAGE}/") for key in reader.stored)
+    _fill(
+        (
+            held
+            for held in model_tensors(manager, average)
+            if f"{name}/{held.key}" in reader or (strict and held.key.startswith(f"{WEIGHTS}/"))
+        ),
+        reader,
+        name,
+    )
+    restarts = average is not None and not averaged
+    if restarts or not optimizer:  # what copies the weights finds them on the device alone
+        manager.residency.on(PARAMETERS, MAIN_PARAMETERS)
+    if restarts:
+        average.restart()
+    if optimizer:
+        set_adam_steps(manager, said["adam_steps"])
+        _fill(optimizer_tensors(manager), reader, name)
+        manager.residency.changed()
+    else:
+        manager.weights_changed()
+    if schedule:
+        set_schedule_steps(manager, said["schedule_steps"])
+
+
+def _fill(held: Iterable[Held], reader: TrainingReader, name: str) -> None:
+    with ThreadPoolExecutor(READERS) as pool:
+        for _ in pool.map(partial(fill, reader=reader, prefix=name), held):
+            pass

@@ -1,0 +1,113 @@
+"""How a run is started and what its end says: arguments, refusals, `--processes`, exit codes. Importing this costs nothing."""
+
+import argparse
+import contextlib
+import logging
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from rftmega import config as configuration
+from rftmega.config import RunConfig
+from rftmega.errors import FINAL_CODES, exit_code_of
+from rftmega.parallel.folder_lock import locked
+from rftmega.parallel.orphans import end_with_parent
+from rftmega.parallel.private import keep_private
+
+Train = Callable[[RunConfig], int]
+"""Of one process; gives its exit code, and is found by its name in another process."""
+
+
+def run(train: Train, description: str | None) -> int:
+    """Has `train` done what the command line says. The exit code, with a message for what the user can mend."""
+    given = arguments(description)
+    try:
+        code = exit_code_of(start, given, train)
+    except KeyboardInterrupt:
+        return 130
+    if code in FINAL_CODES and (mark := os.environ.get("RFTMEGA_REFUSED")):  # tools/run.sbatch
+        with contextlib.suppress(OSError):
+            Path(mark).write_text(f"{code}\n")
+    return code
+
+
+def arguments(description: str | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=description,
+        usage="train_rl.py CONFIG [option=value ...] [--processes N] [--dry-run]",
+        epilog="Options, their defaults and meaning (CONFIG is a YAML file of them):\n" + configuration.option_reference(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", metavar="CONFIG", help="YAML file")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="option=value", default=[], help="dotted overrides, e.g. parallel.tensor=2"
+    )
+    parser.add_argument("--processes", type=int, help="start this many processes here (otherwise launch with torchrun)")
+    parser.add_argument("--dry-run", action="store_true", help="print layout, batch arithmetic and parameters a rank, and exit")
+    return parser.parse_intermixed_args()
+
+
+def start(given: argparse.Namespace, train: Train) -> int:
+    """Checks the config, then trains: here, or in `--processes` ranks of this machine. The exit code."""
+    from rftmega.launch import preflight
+    from rftmega.parallel import preemption
+    from rftmega.parallel.process_group import check_launcher, launched_size
+
+    keep_private()
+    check_launcher()
+    processes = launched_size() if given.processes is None else given.processes
+    config = configuration.load(given.config, given.overrides)
+    saves = config.checkpoint.every > 0
+    if not saves:
+        preemption.unlisten()
+    preflight.preflight(config, processes, local=given.processes is not None)
+    if given.dry_run:
+        sys.stdout.write(preflight.dry_run(config, processes) + "\n")
+        return 0
+    if given.processes is None:
+        end_with_torchrun()
+        with folders_locked(config):
+            return train(config)
+    if preemption.asked():  # ranks would each have to agree on it
+        return config.faults.requeue_code
+    from rftmega.launch.local_launcher import launch
+
+    preload = ["rftmega.launch.preloaded", *preflight.engine_modules(config)]
+    with folders_locked(config):
+        return launch(processes, rank, train, config, preload=preload, max_restarts=config.faults.max_restarts, stops=saves)
+
+
+def end_with_torchrun() -> None:
+    """Where torchrun started this rank, it ends with it: peers of a rank whose agent was killed would wait for ever."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent(os.getppid(), signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def folders_locked(config: RunConfig) -> Iterator[None]:
+    """Within, no other run writes where this one does. The launcher holds the locks, which outlives its ranks; without one the
+    first rank. Raises LockedError.
+    """
+    folders = {Path(config.trainer.output).resolve()}
+    if config.checkpoint.every and config.checkpoint.folder:
+        folders.add(Path(config.checkpoint.folder).resolve())
+    with contextlib.ExitStack() as held:
+        if os.environ.get("RANK", "0") == "0":
+            for folder in sorted(folders):
+                held.enter_context(locked(folder, "run"))
+        yield
+
+
+def rank(train: Train, config: RunConfig) -> int:
+    """One process of a run started by `--processes`; its exit code."""
+    prepare()
+    return train(config)
+
+
+def prepare() -> None:
+    warnings.filterwarnings("ignore")
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
+    logging.getLogger("rftmega").setLevel(logging.INFO)

@@ -1,0 +1,99 @@
+"""The files of a run's models are compared with their checksums before they are read, where model.verify asks for it."""
+
+import logging
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from converters.checksums import CHECKSUMS, files_of, known_sums, sum_of, write_sums
+from rftmega.config import RunConfig
+from rftmega.errors import CheckpointError
+from rftmega.megatron.dist_checkpoint_reader import is_distributed
+from rftmega.parallel.collectives import gather_objects
+from rftmega.parallel.process_group import World
+from rftmega.parallel.watchdog import mark
+
+log = logging.getLogger(__name__)
+
+
+class Report(NamedTuple):
+    """What one process found."""
+
+    host: str
+    sums: dict[str, str]
+    error: str | None
+
+
+def verify_models(world: World, config: RunConfig) -> None:
+    """A collective over all processes: those of a host share its files. Raises CheckpointError, the same on every process, where
+    a file is not as it was. A folder without checksums gets them.
+    """
+    if not config.model.verify:
+        return
+    folders = [config.model.path]
+    if config.algorithm.advantage == "gae" and config.critic.path:
+        folders.append(config.critic.path)
+    if config.reward.model and config.reward.model_path:
+        folders.append(config.reward.model_path)
+    for folder in dict.fromkeys(map(Path, folders)):
+        if not is_distributed(folder):  # checked piece by piece when it is read
+            _verify(world, folder)
+
+
+def _verify(world: World, folder: Path) -> None:
+    began = time.monotonic()
+    known, sums, error = dict[str, str](), dict[str, str](), None
+    try:
+        known = known_sums(folder)
+        present = {path.name for path in files_of(folder)}
+        names = sorted(known.keys() & present) if known else sorted(present)
+        for name in names[world.local_rank :: world.local_size]:
+            sums[name] = sum_of(folder / name, known.get(name, "xxh3").partition(":")[0], step=mark)
+        missing = sorted(known.keys() - present)
+        strangers = sorted(name for name in present - known.keys() if known and name.endswith(".safetensors"))
+        if missing or strangers:
+            said = [f"{name} is missing" for name in missing] + [f"{name} has none" for name in strangers]
+            error = f"of the files with checksums {', '.join(said)}"
+    except CheckpointError as raised:
+        error = str(raised)
+    reports = gather_objects(Report(socket.gethostname(), sums, error))
+    if wrong := complaints(reports, known):
+        raise CheckpointError.listing(
+            f"{folder} is not as it was (model.verify). Restore it; or, where you changed it, remove its {CHECKSUMS}, which is "
+            "written anew",
+            wrong,
+        )
+    if not known:
+        _first_time(world, folder, reports)
+    if world.is_main:
+        count, seconds = len({name for report in reports for name in report.sums}), time.monotonic() - began
+        what = "are as they were" if known else f"have checksums now, in {CHECKSUMS}"
+        log.info("%s: %d files %s (%.1f s)", folder, count, what, seconds)
+
+
+def _first_time(world: World, folder: Path, reports: Sequence[Report]) -> None:
+    """Writes the checksums; every process raises where that can't be done."""
+    error = None
+    if world.is_main:
+        try:
+            write_sums(folder, {name: found for report in reports for name, found in report.sums.items()})
+        except CheckpointError as raised:
+            error = str(raised)
+    if errors := list(filter(None, gather_objects(error))):
+        raise CheckpointError(f"{errors[0]} model.verify=true needs it once; tools/convert.py checksums writes it, too.")
+
+
+def complaints(reports: Sequence[Report], known: dict[str, str]) -> list[str]:
+    """What is wrong, file by file; without known checksums, what differs between hosts."""
+    found = dict.fromkeys(f"on {report.host}: {report.error}" for report in reports if report.error)
+    first: dict[str, tuple[str, str]] = {}
+    for report in reports:
+        for name, said in report.sums.items():
+            if known and said != known[name]:
+                found[f"{name} on {report.host} has checksum {said}, not {known[name]}"] = None
+            host, other = first.setdefault(name, (report.host, said))
+            if not known and said != other:
+                found[f"{name} on {report.host} has checksum {said}, on {host} {other}"] = None
+    return list(found)

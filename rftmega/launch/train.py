@@ -1,0 +1,71 @@
+"""`train` runs one process of a run, from data to an exported model."""
+
+from functools import partial
+from typing import Any
+
+from rftmega.config import RunConfig
+
+
+def train(config: RunConfig) -> int:
+    """Runs what `algorithm.task` says on this process. Returns the exit code."""
+    from rftmega.data import Tokenizer
+
+    tokenizer = Tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    run = reinforce if config.algorithm.task == "rl" else supervise
+    stopped = run(config, tokenizer)
+    return config.faults.requeue_code if stopped else 0
+
+
+def reinforce(config: RunConfig, tokenizer: Any) -> bool:
+    """Trains a policy on prompts by rewards. Returns whether the run was stopped before its last step."""
+    from rftmega.data import prompts_of, ptx_of
+    from rftmega.rewards import MajorityReward, check_prompts, create
+
+    # Data first: what is wrong with it shows before the heavy imports.
+    prompts, held_out = prompts_of(config, tokenizer, check=partial(check_prompts, config.reward))
+    ptx = ptx_of(config, tokenizer)
+    reward = create(config.reward, tokenizer.decode)
+
+    from rftmega.launch.process import joined
+    from rftmega.observe.callbacks import callbacks_of
+    from rftmega.strategy.megatron import MegatronStrategy
+    from rftmega.trainer import Algorithm
+    from rftmega.trainer.checkpointing import resume
+    from rftmega.trainer.observers import evaluation_of_prompts
+
+    with joined(config) as (world, stop):
+        strategy = MegatronStrategy(config, world, stop_ids=tokenizer.stop_ids)
+        size, pattern = config.rollout.samples_per_prompt, config.reward.answer_pattern
+        learnt = MajorityReward(tokenizer.decode, size, pattern) if config.reward.majority else reward
+        trainer = Algorithm(config).reinforced(strategy, learnt, ptx=ptx, stop=stop)
+        parts: dict[str, Any] = {"data": prompts, "trainer": trainer}
+        evaluation = evaluation_of_prompts(config, held_out, reward)
+        trainer.callbacks = callbacks_of(config, strategy, parts, evaluation, tokenizer, is_main=world.is_main)
+        resume(trainer, strategy.checkpoints, parts, config.checkpoint)
+        trainer.fit(prompts, steps=config.trainer.steps)
+        strategy.close()
+    return trainer.stopped
+
+
+def supervise(config: RunConfig, tokenizer: Any) -> bool:
+    """Trains a policy on given answers, or a reward model on preferences. Returns whether the run was stopped early."""
+    from rftmega.data import given_of
+
+    rows, held_out = given_of(config, tokenizer)
+
+    from rftmega.launch.process import joined
+    from rftmega.observe.callbacks import callbacks_of
+    from rftmega.strategy.supervised import SupervisedStrategy
+    from rftmega.trainer import Algorithm
+    from rftmega.trainer.checkpointing import resume
+    from rftmega.trainer.observers import evaluation_of_rows
+
+    with joined(config) as (world, stop):
+        strategy = SupervisedStrategy(config, world)
+        trainer = Algorithm(config).supervised(strategy, stop=stop)
+        parts: dict[str, Any] = {"data": rows, "trainer": trainer}
+        evaluation = evaluation_of_rows(config, held_out, strategy.model)
+        trainer.callbacks = callbacks_of(config, strategy, parts, evaluation, tokenizer, is_main=world.is_main)
+        resume(trainer, strategy.checkpoints, parts, config.checkpoint)
+        trainer.fit(rows, steps=config.trainer.steps)
+    return trainer.stopped

@@ -1,0 +1,275 @@
+"""Samples and Experience as users of LightRFT know them: one canvas of left-padded prompts and right-padded responses.
+
+Column c of `sequences` is a prompt token up to P and a response token from P on; a per-action tensor [B, A] has the
+response's i-th token in column i. `rftmega.types` starts its rows at column 0 and aligns with targets: the functions at the
+end go from one to the other. Everything is found from lengths, never from token values.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rftmega import types
+from rftmega.experience.pinned import pinned
+from rftmega.types import Completion, Rows
+
+
+def to(tensor: Tensor | list[Tensor], device: torch.device | str) -> Any:
+    """A tensor, or a list of them, on `device`."""
+    return [to(each, device) for each in tensor] if isinstance(tensor, list) else tensor.to(device)
+
+
+def pin_memory(tensor: Tensor | list[Tensor]) -> Any:
+    """A tensor, or a list of them, in page-locked memory, from which copies to a device are quick; as it is without a device."""
+    if not torch.accelerator.is_available():
+        return tensor
+    return [pinned(each) for each in tensor] if isinstance(tensor, list) else pinned(tensor)
+
+
+def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
+    """`value` with `change` done to every tensor in it; what is no tensor, nor a list or dict of some, stays."""
+    if isinstance(value, dict):
+        return {name: _changed(each, change) for name, each in value.items()}
+    tensors = isinstance(value, list) and bool(value) and all(isinstance(each, Tensor) for each in value)
+    return change(value) if tensors or isinstance(value, Tensor) else value
+
+
+@dataclass
+class Experience:
+    """What a rollout teaches. B rows, S columns (all rows alike), A of them for the response."""
+
+    sequences: Tensor  # [B, S] int64, left-padded prompts and right-padded responses
+    action_log_probs: Tensor  # [B, A] under the trainer, before this rollout's first update
+    base_action_log_probs: Tensor | None  # [B, A] under the reference
+    values: Tensor | None  # [B, A]
+    returns: Tensor | None  # [B, A]
+    advantages: Tensor | None  # [B, A]
+    attention_mask: Tensor | None  # [B, S] bool
+    action_mask: Tensor | None  # [B, A] bool
+    info: dict[str, Any] | None  # name -> [B] or [B, A], or what is no tensor
+    kl: Tensor | None = None  # [B, A]
+    action_entropy: Tensor | None = None  # [B, A], for learning from tokens of high entropy only (arXiv:2506.01939)
+
+    def to_device(self, device: torch.device | str) -> "Experience":
+        """Moves every tensor, those of `info` too; returns itself."""
+        return self._change(lambda value: to(value, device))
+
+    def pin_memory(self) -> "Experience":
+        """Pins every tensor, those of `info` too; returns itself. Nothing happens on a machine without a device."""
+        return self._change(pin_memory)
+
+    def _change(self, change: Callable[[Any], Any]) -> "Experience":
+        for each in fields(self):
+            setattr(self, each.name, _changed(getattr(self, each.name), change))
+        return self
+
+
+@dataclass
+class Samples:
+    """Answers of one rollout, batched ([B, S], padded) or packed (one row of all tokens, B sequences behind each other)."""
+
+    sequences: Tensor  # [B, S] int64; packed [1, total]
+    attention_mask: Tensor  # [B, S] bool; packed [1, total] int64: which sequence, from 1 on; 0 is padding
+    action_mask: Tensor | None  # [B, A] bool; packed None
+    num_actions: int | Tensor  # A; packed [B] int64
+    packed_seq_lens: Tensor | None  # batched None; packed [B] int64
+    response_length: Tensor  # [B] int64
+    total_length: Tensor  # [B] int64: prompt and response
+    prompts: list[Any]  # as they were given
+    labels: list[str]
+    pad_len: int | None  # packed: padding tokens behind the last sequence
+    completions: list[Completion] | None = field(default=None, init=False)  # the engine's answers, where it made these
+    group: Tensor | None = field(default=None, init=False)  # [B] int64; rows with equal numbers answer the same prompt
+
+    @classmethod
+    def of(cls, rows: Rows, *, prompts: list[Any], labels: list[str], pad_id: int = 0) -> "Samples":
+        """Lays `rows` out as a canvas as wide as the longest prompt and the longest response."""
+        lengths = rows.lengths - rows.prompt_lengths
+        width, actions = _widest(rows.prompt_lengths), _widest(lengths)
+        sequences, attention_mask = canvas(rows, width, actions, pad_id=pad_id)
+        return cls(
+            sequences=sequences,
+            attention_mask=attention_mask,
+            action_mask=_begun(lengths),
+            num_actions=actions,
+            packed_seq_lens=None,
+            response_length=lengths,
+            total_length=rows.lengths,
+            prompts=prompts,
+            labels=labels,
+            pad_len=None,
+        )
+
+    def rows(self) -> Rows:
+        """As rows that start at column 0; padding becomes 0.
+
+        Raises ValueError where `action_mask` leaves out tokens of a response: a row of rftmega can't say so.
+        """
+        if self.packed_seq_lens is not None:
+            ends = self.packed_seq_lens.cumsum(0)
+            kept = _begun(self.total_length)
+            tokens = torch.zeros_like(kept, dtype=self.sequences.dtype)
+            column = torch.arange(kept.shape[1], device=ends.device) + (ends - self.packed_seq_lens)[:, None]
+            tokens[kept] = self.sequences[0, column[kept]]
+        else:
+            assert isinstance(self.num_actions, int)
+            self._refuse_holes()
+            prompts = self.sequences.shape[1] - self.num_actions
+            tokens = flush(self.sequences, prompts - (self.total_length - self.response_length), self.total_length)
+        return Rows(tokens, self.total_length - self.response_length, self.total_length)
+
+    def packed(self, *, pad_len: int = 0, pad_id: int = 0) -> "Samples":
+        """The same answers without padding, in one row, but for `pad_len` tokens at its end."""
+        rows = self.rows()
+        kept = _begun(rows.lengths)
+        number = torch.arange(1, len(rows) + 1, device=kept.device)[:, None].expand_as(kept)
+        tail = rows.lengths.new_full((pad_len,), pad_id)
+        found = Samples(
+            sequences=torch.cat((rows.tokens[kept], tail))[None],
+            attention_mask=torch.cat((number[kept], torch.zeros_like(tail)))[None],
+            action_mask=None,
+            num_actions=self.response_length,
+            packed_seq_lens=self.total_length,
+            response_length=self.response_length,
+            total_length=self.total_length,
+            prompts=self.prompts,
+            labels=self.labels,
+            pad_len=pad_len,
+        )
+        found.completions, found.group = self.completions, self.group
+        return found
+
+    def batched(self, *, pad_id: int = 0) -> "Samples":
+        """The same answers as a canvas, no wider than they need."""
+        found = Samples.of(self.rows(), prompts=self.prompts, labels=self.labels, pad_id=pad_id)
+        found.completions, found.group = self.completions, self.group
+        return found
+
+    def _refuse_holes(self) -> None:
+        if self.action_mask is None:
+            return
+        whole = _begun(self.response_length, self.action_mask.shape[1])
+        if bool((odd := (self.action_mask.bool() != whole).any(-1)).any()):
+            raise ValueError(
+                f"action_mask of row(s) {odd.nonzero()[:, 0].tolist()} is not their first response_length columns. "
+                "Rows hold whole responses only: leave such tokens out of the loss through Experience.action_mask."
+            )
+
+
+def _widest(lengths: Tensor) -> int:
+    return int(lengths.max()) if len(lengths) else 0
+
+
+def _begun(lengths: Tensor, width: int | None = None) -> Tensor:
+    """[B, width], or as wide as the longest: True in the first lengths[b] columns."""
+    return torch.arange(_widest(lengths) if width is None else width, device=lengths.device) < lengths[:, None]
+
+
+def shifted(x: Tensor, by: Tensor, kept: Tensor, fill: float = 0) -> Tensor:
+    """out[b, c] = x[b, c + by[b]] where kept[b, c], otherwise `fill`; x [B, N], by [B], kept [B, width] bool."""
+    if not x.shape[1]:
+        return x.new_full(kept.shape, fill)
+    column = torch.arange(kept.shape[1], device=x.device) + by[:, None]
+    return x.gather(1, torch.where(kept, column, 0)).masked_fill(~kept, fill)
+
+
+def canvas(rows: Rows, prompt_width: int, actions: int, *, pad_id: int = 0) -> tuple[Tensor, Tensor]:
+    """(sequences, attention mask), both [B, prompt_width + actions], of rows that start at column 0."""
+    by = rows.prompt_lengths - prompt_width
+    column = torch.arange(prompt_width + actions, device=by.device) + by[:, None]
+    kept = (column >= 0) & (column < rows.lengths[:, None])
+    return shifted(rows.tokens, by, kept, pad_id), kept
+
+
+def flush(sequences: Tensor, by: Tensor, lengths: Tensor) -> Tensor:
+    """[B, longest]: each row of a canvas from its first token, column by[b], on; 0 behind its end."""
+    return shifted(sequences, by, _begun(lengths))
+
+
+def per_action(x: Tensor, rows: Rows) -> Tensor:
+    """[B, T] aligned with targets -> [B, A], the response's tokens only; 0 where a response has ended.
+
+    Raises ValueError for an empty prompt: nothing predicts the first token of its response.
+    """
+    _refuse_empty(rows.prompt_lengths)
+    lengths = rows.lengths - rows.prompt_lengths
+    return shifted(x, rows.prompt_lengths - 1, _begun(lengths))
+
+
+def per_target(x: Tensor, rows: Rows) -> Tensor:
+    """[B, A] -> [B, T] aligned with targets; 0 outside the response. Raises ValueError for an empty prompt."""
+    _refuse_empty(rows.prompt_lengths)
+    return shifted(x, 1 - rows.prompt_lengths, rows.mask)
+
+
+def _refuse_empty(prompt_lengths: Tensor) -> None:
+    if bool((prompt_lengths < 1).any()):
+        row = int((prompt_lengths < 1).nonzero()[0])
+        raise ValueError(f"Row {row} has an empty prompt, so nothing predicts its first token. Begin prompts with a token.")
+
+
+BEHAVIOUR = "behaviour_log_probs"  # of `info`: [B, A] as the engine reported them
+
+
+def to_experience(padded: Experience) -> types.Experience:
+    """What a loss of rftmega looks at. Without info["behaviour_log_probs"] the trainer's log-probs stand in for the engine's.
+
+    Raises ValueError where masks or advantages are missing, or a prompt is empty.
+    """
+    missing = [name for name in ("attention_mask", "action_mask", "advantages") if getattr(padded, name) is None]
+    if missing:
+        raise ValueError(f"The experience has no {', '.join(missing)}: a loss needs them. Compute advantages first.")
+    assert padded.attention_mask is not None and padded.action_mask is not None and padded.advantages is not None
+    prompts = padded.sequences.shape[1] - padded.action_mask.shape[1]
+    prompt_lengths = padded.attention_mask[:, :prompts].bool().sum(-1)
+    lengths = padded.attention_mask.bool().sum(-1)
+    rows = Rows(flush(padded.sequences, prompts - prompt_lengths, lengths), prompt_lengths, lengths)
+    behaviour = (padded.info or {}).get(BEHAVIOUR, padded.action_log_probs)
+
+    def laid_out(values: Tensor | None) -> Tensor | None:
+        return None if values is None else per_target(values, rows)
+
+    return types.Experience(
+        tokens=rows.tokens,
+        prompt_lengths=prompt_lengths,
+        lengths=lengths,
+        mask=per_target(padded.action_mask.bool(), rows),
+        behaviour_logp=per_target(behaviour, rows),
+        old_logp=per_target(padded.action_log_probs, rows),
+        reference_logp=laid_out(padded.base_action_log_probs),
+        advantage=per_target(padded.advantages, rows),
+        old_value=laid_out(padded.values),
+        returns=laid_out(padded.returns),
+        entropy=laid_out(padded.action_entropy),
+    )
+
+
+def of_experience(own: types.Experience, *, pad_id: int = 0) -> Experience:
+    """The canvas of an experience of rftmega; what it does not hold (kl, and whatever is None there) is None."""
+    rows = own.rows
+    assert own.old_logp is not None, "only an update that scores for itself goes without"
+    actions = _widest(rows.lengths - rows.prompt_lengths)
+    sequences, attention_mask = canvas(rows, _widest(rows.prompt_lengths), actions, pad_id=pad_id)
+
+    def laid_out(values: Tensor | None) -> Tensor | None:
+        return None if values is None else per_action(values, rows)
+
+    return Experience(
+        sequences=sequences,
+        action_log_probs=per_action(own.old_logp, rows),
+        base_action_log_probs=laid_out(own.reference_logp),
+        values=laid_out(own.old_value),
+        returns=laid_out(own.returns),
+        advantages=per_action(own.advantage, rows),
+        attention_mask=attention_mask,
+        action_mask=per_action(own.mask, rows),
+        info={
+            BEHAVIOUR: per_action(own.behaviour_logp, rows),
+            "response_length": rows.lengths - rows.prompt_lengths,
+            "total_length": rows.lengths,
+        },
+        action_entropy=laid_out(own.entropy),
+    )

@@ -1,0 +1,395 @@
+"""StrategyBase: the interface that users of LightRFT know, over rftmega's parts. It delegates; it computes nothing itself.
+
+Importable without Megatron. What a strategy must fill in: the abstract methods, and `_build_engine`, `update_engine_weights`.
+"""
+
+import os
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from rftmega import device
+from rftmega.data.sampler import ResumableSampler
+from rftmega.errors import EngineError
+from rftmega.lightrft.multimodal import build_inputs
+from rftmega.lightrft.requests import Answer, answers, read_sampling, seeds_of, token_lists
+from rftmega.parallel import collectives, process_group, seeds
+from rftmega.rollout import Engine, EngineStatus
+from rftmega.types import Completion, Prompt
+
+__all__ = ["ENGINE_TYPES", "EngineStatus", "StrategyBase", "is_actor"]
+
+ENGINE_TYPES = ("vllm", "transformers", "scripted")
+LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def is_actor(model: Any) -> bool:
+    """Whether `model`, in whatever wrapping, is a policy: something with log-probs. A value model is none."""
+    return callable(getattr(_unwrapped(model), "log_probs", None))
+
+
+def _unwrapped(model: Any) -> Any:
+    while not callable(getattr(model, "log_probs", None)) and hasattr(model, "module"):
+        model = model.module
+    return model
+
+
+class StrategyBase(ABC):
+    """Where models and engines run. `inference_engine` is this process's engine, or its slice of one; None at first."""
+
+    tokenizer: Any = None  # makes ids of prompts that are texts: `encode(text, chat_template=False)`
+    engine_processes = 1  # consecutive ranks that share an engine
+
+    def __init__(self, seed: int, max_norm: float, micro_train_batch_size: int, train_batch_size: int, args: Any = None) -> None:
+        """`max_norm`: gradients are clipped to it. `args`: options by their names in LightRFT; missing ones have its defaults."""
+        self.seed = seed
+        self.max_norm = max_norm
+        self.micro_train_batch_size = micro_train_batch_size
+        self.train_batch_size = train_batch_size
+        self.args = args
+        self.is_rlhf = False
+        self.inference_engine: Engine | None = None
+        self.inference_engine_type: str | None = None
+        self._calls = 0  # of the engine, so that no two draw alike
+        self._joined = ExitStack()
+
+    # Processes.
+
+    def setup_distributed(self, timeout: timedelta | None = None, num_gpu_per_node: int = 8) -> None:
+        """Joins the processes that torchrun started, and seeds this one. Nothing is joined twice.
+
+        `num_gpu_per_node` counts where the launcher does not say (LOCAL_WORLD_SIZE). Raises RuntimeError where the launcher's
+        variables are missing, ValueError where `args.engine_type` is no engine.
+        """
+        _check_engine_type(getattr(self.args, "engine_type", "vllm"))
+        if not dist.is_initialized():
+            if missing := [name for name in LAUNCHED if name not in os.environ]:
+                raise RuntimeError(f"{', '.join(missing)} must be set: start the program with torchrun.")
+            os.environ.setdefault("LOCAL_WORLD_SIZE", str(min(num_gpu_per_node, process_group.launched_size())))
+            given: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+            self._joined.enter_context(process_group.start(**given))
+        self.set_seed(self.seed)
+
+    def get_rank(self) -> int:
+        """0 where no processes were joined."""
+        return dist.get_rank() if dist.is_initialized() else 0
+
+    @classmethod
+    def is_rank_0(cls) -> bool:
+        return not dist.is_initialized() or dist.get_rank() == 0
+
+    def set_seed(self, seed: int) -> None:
+        """Of python, numpy and torch, on the host and every device."""
+        seeds.set_seed(seed)
+
+    def all_gather(self, data: Any) -> Any:
+        """A tensor of every process, behind each other in the order of ranks; a dict of tensors (the same keys everywhere), key
+        by key. First dimensions may differ. See `collectives.all_gather`.
+        """
+        if isinstance(data, dict):
+            return _by_key(data, collectives.all_gather)
+        return collectives.all_gather(data)
+
+    def all_reduce(self, data: Any, op: str = "mean") -> Any:
+        """Mean, max or sum over all processes of a tensor, a number, or a dict of them (the same keys everywhere); in the form
+        it was given. Raises AssertionError for another `op`. See `collectives.all_reduce`.
+        """
+        assert op in collectives.OPERATIONS, f"op={op!r} is not one of {', '.join(collectives.OPERATIONS)}."
+        if isinstance(data, dict):
+            return _by_key(data, lambda value: collectives.all_reduce(value, op))
+        return collectives.all_reduce(data, op)
+
+    @classmethod
+    def print(cls, *msg: Any) -> None:
+        """One line with the time, on rank 0."""
+        if cls.is_rank_0():
+            sys.stdout.write(f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] {' '.join(map(str, msg))}\n")
+            sys.stdout.flush()
+
+    @classmethod
+    def report_memory(cls, prefix: str = "") -> None:
+        """Prints what this device's memory holds, in MiB."""
+        held = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in device.current().memory().items())
+        cls.print(f"{prefix + ': ' if prefix else ''}{held}")
+
+    @classmethod
+    def sync_and_clear_cache(cls) -> None:
+        """Waits for the device, then for all processes, then gives unused memory back."""
+        device.current().synchronize()
+        if dist.is_initialized():
+            dist.barrier()
+        device.current().release_unused()
+
+    # Models.
+
+    @contextmanager
+    def init_model_context(self) -> Iterator[None]:
+        """Models are built within; does nothing but report memory at the end."""
+        yield
+        self.report_memory("models built")
+
+    def prepare(self, *models_or_pairs: Any, is_rlhf: bool = False) -> Any:
+        """Each model, or (model, optimizer), made ready; in a list, or alone where one was given."""
+        self.is_rlhf = is_rlhf
+        ready = [
+            (self._prepare(item[0]), *item[1:]) if isinstance(item, tuple) else self._prepare(item) for item in models_or_pairs
+        ]
+        return ready[0] if len(ready) == 1 else ready
+
+    def _prepare(self, model: Any) -> Any:
+        return model
+
+    def prepare_models_and_optimizers(
+        self, actor: Any, critic: Any, reward_models: Any, initial_model: Any, args: Any, max_steps: int
+    ) -> tuple[Any, Any, Any, Any]:
+        """((actor, optimizer, scheduler), (critic, optimizer, scheduler), reward models, initial model).
+
+        Three times None for a critic that is None.
+        """
+        return self._trained(actor, max_steps), self._trained(critic, max_steps), reward_models, initial_model
+
+    def _trained(self, model: Any, max_steps: int) -> tuple[Any, Any, Any]:
+        if model is None:
+            return None, None, None
+        optimizer = self.create_optimizer(model)
+        return self._prepare(model), optimizer, self._scheduler(model, optimizer, max_steps)
+
+    def _scheduler(self, model: Any, optimizer: Any, max_steps: int) -> Any:
+        """The learning rate's schedule over `max_steps` optimizer steps; None where it is constant."""
+        return None
+
+    def unwrap_model(self, model: Any) -> Any:
+        """`model` without what a strategy wrapped round it."""
+        while hasattr(model, "module"):
+            model = model.module
+        return model
+
+    @abstractmethod
+    def create_optimizer(self, model: Any, **kwargs: Any) -> Any: ...
+
+    @abstractmethod
+    def backward(self, loss: Any, model: Any, optimizer: Any, **kwargs: Any) -> None: ...
+
+    @abstractmethod
+    def optimizer_step(self, optimizer: Any, model: Any, scheduler: Any, name: str = "model", **kwargs: Any) -> None:
+        """`name` is for logs only."""
+
+    def maybe_load_optimizer(self, optimizer: Any, device: Any = None) -> Any:
+        """Brings optimizer state to `device` (None: this process's) where the strategy keeps it elsewhere."""
+        return optimizer
+
+    def maybe_offload_optimizer(self, optimizer: Any) -> Any:
+        """Moves optimizer state to the host where the strategy does so."""
+        return optimizer
+
+    @abstractmethod
+    def save_ckpt(
+        self,
+        model: Any,
+        save_dir: str,
+        tag: str | None = None,
+        max_num: int = 3,
+        max_mem: float = 1000,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+    ) -> None:
+        """`max_mem` is in MB (10^6 bytes), of all checkpoints of `save_dir` together."""
+
+    @abstractmethod
+    def load_ckpt(
+        self,
+        model: Any,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+    ) -> tuple[str, dict[str, Any]]:
+        """(the checkpoint's folder, the `client_state` saved with it)."""
+
+    def setup_dataloader(
+        self,
+        replay_buffer: Any,
+        batch_size: int,
+        pin_memory: bool = False,
+        shuffle: bool = True,
+        collate_fn: Callable[..., Any] | None = None,
+        drop_last: bool = True,
+        sampler: Any = None,
+        consumed_samples: int = 0,
+    ) -> DataLoader[Any]:
+        """Batches of `replay_buffer`, on every process alike. Iterated again and again it gives epoch after epoch, each shuffled
+        by its own seed; `consumed_samples` (over all epochs) goes on where another loader stopped.
+
+        Raises ValueError for `consumed_samples` with a `sampler`, which alone knows where it was.
+        """
+        if sampler is not None and consumed_samples:
+            raise ValueError(f"consumed_samples={consumed_samples} with a sampler of your own: give it one that starts there.")
+        size = len(replay_buffer)
+        per_epoch = size // batch_size * batch_size if drop_last else size
+        return DataLoader(
+            replay_buffer,
+            batch_size=batch_size,
+            sampler=sampler
+            or ResumableSampler(size, shuffle=shuffle, seed=self.seed, consumed=consumed_samples, per_epoch=per_epoch),
+            collate_fn=collate_fn,
+            drop_last=drop_last,
+            pin_memory=pin_memory and device.current().type == "cuda",
+        )
+
+    # Engines.
+
+    def setup_inference_engine(self, args: Any, engine_type: str = "vllm", actor: Any = None) -> Any:
+        """Builds the engine and, where an actor is given, brings its weights in. Raises ValueError for an unknown type."""
+        _check_engine_type(engine_type)
+        self.inference_engine, self.inference_engine_type = self._build_engine(args, engine_type), engine_type
+        if actor is not None:
+            self.update_engine_weights(actor)
+        return self.inference_engine
+
+    def _build_engine(self, args: Any, engine_type: str) -> Engine:
+        raise NotImplementedError(f"{type(self).__name__} builds no engine. Take MegatronStrategy, or set inference_engine.")
+
+    def update_engine_weights(self, actor: Any) -> None:
+        """Copies the actor's weights into the engine."""
+        raise NotImplementedError(f"{type(self).__name__} moves no weights. Take MegatronStrategy.")
+
+    def maybe_sleep_inference_engine(self) -> None:
+        """Where there is an engine and `args.enable_engine_sleep` (default: yes): gives its memory back, weights too, so an
+        `update_engine_weights` must come before the next answer. Raises ValueError where it is none of ENGINE_TYPES.
+        """
+        if self.inference_engine is None or not getattr(self.args, "enable_engine_sleep", True):
+            return
+        _check_engine_type(self.inference_engine_type)
+        self.inference_engine.sleep()
+        self.sync_and_clear_cache()
+
+    def wakeup_inference_engine(self) -> None:
+        """Clears what is unused, then wakes the engine, so that both need not fit. Raises ValueError where it is none of
+        ENGINE_TYPES.
+        """
+        _check_engine_type(self.inference_engine_type)
+        assert self.inference_engine is not None
+        self.sync_and_clear_cache()
+        self.inference_engine.wake()
+
+    @classmethod
+    def _build_multimodal_inputs(
+        cls, all_prompts: Any, all_images: Any, images_num: Any, all_videos: Any, videos_num: Any
+    ) -> list[dict[str, Any]]:
+        """See `build_inputs`."""
+        return build_inputs(all_prompts, all_images, images_num, all_videos, videos_num)
+
+    def engine_generate_local(
+        self, sampling_params: Any, prompt_token_ids: Any = None, multi_modal_inputs: Any = None
+    ) -> list[Answer]:
+        """This process's engine answers `prompt_token_ids`, one prompt or a list of them; processes that share it call alike.
+
+        `sampling_params`: a dict, or an object with such attributes; see `read_sampling`. Raises ValueError where both or none of
+        the prompts are given, EngineError for pictures and films: the engines here read token ids only.
+        """
+        if (prompt_token_ids is None) == (multi_modal_inputs is None):
+            raise ValueError("Give prompt_token_ids or multi_modal_inputs: exactly one of them.")
+        engine = self._the_engine()
+        if prompt_token_ids is None:
+            if any(given.get("multi_modal_data") for given in multi_modal_inputs):
+                raise _text_only(engine)
+            prompt_token_ids = [self._encode(given["prompt"]) for given in multi_modal_inputs]
+        prompts = token_lists(prompt_token_ids)
+        temperature, seed = read_sampling(sampling_params, longest=getattr(engine, "longest", None))
+        source = f"{self._source(seed)}/engine {self.get_rank() // self.engine_processes}"
+        return answers(prompts, self._generate(prompts, seeds_of(source, 0, len(prompts)), temperature))
+
+    def gather_and_generate(
+        self,
+        sampling_params: Any,
+        all_prompt_token_ids: Any = None,
+        all_prompts: Sequence[str] | None = None,
+        all_images: Any = None,
+        sleep_engine: bool = True,
+        images_num: Any = None,
+        all_videos: Any = None,
+        videos_num: Any = None,
+    ) -> list[Answer]:
+        """Answers to this process's prompts, in their order: those of all processes of an engine are asked in one batch.
+
+        Every process calls it, with as many prompts as it has, or none. Prompts are ids, or texts where no ids are given. An
+        answer depends on its prompt's place among all processes' prompts, not on who shares an engine. Raises
+        NotImplementedError without an engine, ValueError without prompts, and EngineError, on every process, where one has
+        pictures or films: the engines here read token ids only.
+        """
+        engine = self._the_engine()
+        if all_prompt_token_ids is None and all_prompts is None:
+            raise ValueError("Give all_prompt_token_ids or all_prompts; an empty list where this process has none.")
+        media = False
+        if all_images is not None or all_videos is not None:
+            texts = [""] * len(token_lists(all_prompt_token_ids)) if all_prompts is None else all_prompts
+            inputs = self._build_multimodal_inputs(texts, all_images, images_num, all_videos, videos_num)
+            media = any("multi_modal_data" in given for given in inputs)
+        if all_prompt_token_ids is not None:
+            prompts = token_lists(all_prompt_token_ids)
+        else:
+            prompts = [self._encode(text) for text in all_prompts or ()]
+        temperature, seed = read_sampling(sampling_params, longest=getattr(engine, "longest", None))
+        counts = collectives.gather_objects((len(prompts), media))
+        if any(has_media for _, has_media in counts):
+            raise _text_only(engine)
+        group, place = self._neighbours()
+        parts = collectives.gather_objects(prompts, group) if self.engine_processes > 1 else [prompts]
+        before = sum(number for number, _ in counts[: self.get_rank() - place])
+        whole = [ids for part in parts for ids in part]
+        found = self._generate(whole, seeds_of(self._source(seed), before, len(whole)), temperature)
+        begin = sum(len(part) for part in parts[:place])
+        if sleep_engine:
+            self.maybe_sleep_inference_engine()
+        return answers(prompts, found[begin : begin + len(prompts)])
+
+    def _the_engine(self) -> Engine:
+        if self.inference_engine is None:
+            raise NotImplementedError("There is no engine to generate with: call setup_inference_engine first.")
+        return self.inference_engine
+
+    def _generate(self, prompts: list[list[int]], seeds: list[int], temperature: float) -> list[Completion]:
+        return self._the_engine().generate([Prompt(tuple(ids)) for ids in prompts], seeds=seeds, temperature=temperature)
+
+    def _source(self, seed: int | None) -> str:
+        """What a call's seeds come from: the seed it was given, otherwise the strategy's and the number of the call."""
+        self._calls += 1
+        return f"{self.seed}/call {self._calls}" if seed is None else f"given {seed}"
+
+    def _encode(self, text: str) -> list[int]:
+        if self.tokenizer is None:
+            raise ValueError("Prompts are texts, and this strategy has no tokenizer: set its `tokenizer`, or give token ids.")
+        return list(self.tokenizer.encode(text, chat_template=False))
+
+    def _neighbours(self) -> tuple[Any, int]:
+        """(the group of those that share this process's engine, this one's place among them)."""
+        if self.engine_processes == 1:
+            return None, 0
+        if not hasattr(self, "_group"):
+            self._group = collectives.neighbours(self.engine_processes)
+        return self._group, self.get_rank() % self.engine_processes
+
+
+def _by_key(data: dict[str, Any], collective: Callable[[Any], Any]) -> dict[str, Any]:
+    found = {name: collective(data[name]) for name in sorted(data)}  # the order of keys may differ between processes
+    return {name: found[name] for name in data}
+
+
+def _check_engine_type(engine_type: Any) -> None:
+    if engine_type not in ENGINE_TYPES:
+        raise ValueError(f"Engine type {engine_type!r} is not supported. Choose one of {', '.join(ENGINE_TYPES)}.")
+
+
+def _text_only(engine: Any) -> EngineError:
+    return EngineError(
+        f"{type(engine).__name__} reads token ids only, and there are pictures or films among the prompts. Leave them out."
+    )

@@ -1,0 +1,242 @@
+"""A model over rows: micro-batches, pipeline schedule, optimizer steps, results back in the caller's order.
+
+Megatron's contract with `calculate_per_token_loss`: the loss function gives (local sum, local integer count, anything);
+gradients are divided once, by the count of all micro-batches and ranks. So this file moves rows and sums; what is learnt
+is the LossFn's business.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model_providers.flops import BACKWARD, forward_flops
+from rftmega.device.spans import recorder
+from rftmega.errors import Preempted
+from rftmega.megatron.auxiliary import beside
+from rftmega.megatron.forward import HiddenProcessor, custom_forward, packed_length
+from rftmega.megatron.manager import MegatronModelManager
+from rftmega.parallel.micro_batches import fewest_micro_batches, plan_micro_batches
+from rftmega.parallel.watchdog import mark
+from rftmega.types import Auxiliary, EachStep, Experience, LossFn, Metrics, Rows, TokenLoss, TokenMetric, Told
+
+
+def at_once(step: Callable[[], Metrics]) -> Metrics:
+    """Does it."""
+    return step()
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """What to compute, and what to learn from it; nothing: only score."""
+
+    rows: Rows
+    temperature: float  # of the distribution that is scored
+    experience: Experience | None = None  # on the device
+    loss_fn: LossFn | None = None
+
+
+class ModelRunner:
+    """Scoring passes and optimizer steps of one model; every process calls them with the whole batch."""
+
+    def __init__(self, manager: MegatronModelManager, stats: Any, processor: HiddenProcessor | None):
+        """`stats` (TokenStats or TokenValues) is what a forward gives; `processor` makes it, or None for a value model."""
+        self.manager = manager
+        self.topology = manager.topology
+        self.stats = stats
+        self.names: list[str] = list(stats.__dataclass_fields__)
+        self.processor = processor
+        self.cfg = manager.cfg
+        self.temperature = self.cfg.rollout.temperature
+        self.after_step: Callable[[], None] = lambda: None  # called once an optimizer step that was taken
+
+    @torch.no_grad()
+    def score(self, rows: Rows, *, temperature: float | None = None) -> Any:
+        """`stats` of every target, [B, T] on the host; no gradient. `temperature`: None for the rollout's."""
+        chosen = self.temperature if temperature is None else temperature
+        for chunk in self.manager.model:
+            chunk.eval()
+        indices = self._micro_batches(rows.lengths, passes=1)
+        found = self._run([MicroBatch(rows.select(index), chosen) for index in indices], forward_only=True)
+        return self._gathered(rows, indices, found)
+
+    def _gathered(self, rows: Rows, indices: Sequence[Tensor], found: Sequence[Any]) -> Any:
+        """Statistics of all rows on every process, on the host, from those of this process's micro-batches."""
+        canvas = torch.zeros(len(self.names), *rows.tokens[:, 1:].shape, device=self.manager.where)
+        for index, stats in zip(indices, found, strict=False):  # stages but the last found nothing
+            values = torch.stack([getattr(stats, name) for name in self.names])
+            canvas[:, index, : values.shape[-1]] = values
+        return self.stats(*self.topology.sum_of_speakers(canvas).cpu())
+
+    def update(
+        self,
+        experience: Experience,
+        loss_fn: LossFn,
+        *,
+        group_size: int = 1,
+        auxiliary: Auxiliary | None = None,
+        each: EachStep = at_once,
+        scored: Told | None = None,
+    ) -> Metrics:
+        """One optimizer step for each mini-batch (consecutive rows); metrics are averaged over the steps taken.
+
+        Each `group_size` consecutive rows come before `loss_fn` together. The rows of `auxiliary` are split over the steps
+        likewise. A step with non-finite gradients is skipped on all processes alike and counted in "skipped_steps", the others in
+        "optimizer_steps". `each` is
+        given every step, and may know its metrics from before; after what it raises the weights are whole. `scored` as in
+        `interfaces.Policy`; AssertionError where there is more than one step.
+        """
+        groups = torch.arange(len(experience)).view(-1, group_size)
+        parts = groups.tensor_split(min(self.cfg.algorithm.mini_batches, len(groups)))
+        assert scored is None or len(parts) == 1, "only a single step's forward pass gives the log-probs before the update"
+        shares = [None] * len(parts) if auxiliary is None else _split(auxiliary, len(parts))
+        try:
+            steps = [
+                each(partial(self._optimizer_step, experience.select(index.flatten()), loss_fn, group_size, share, scored))
+                for index, share in zip(parts, shares, strict=True)
+            ]
+        except Preempted:  # on all processes: after any other error some of them would wait here for the others
+            self.manager.finish_param_sync()
+            raise
+        self.manager.finish_param_sync()
+        taken = [step for step in steps if not step["skipped_steps"]]
+        averaged = taken or steps
+        mean = {name: sum(step[name] for step in averaged) / len(averaged) for name in steps[0]}
+        return mean | {"optimizer_steps": float(len(taken)), "skipped_steps": float(len(steps) - len(taken))}
+
+    def _optimizer_step(
+        self,
+        experience: Experience,
+        loss_fn: LossFn,
+        group_size: int,
+        auxiliary: Auxiliary | None,
+        scored: Told | None = None,
+    ) -> Metrics:
+        learning_rate = self.manager.learning_rate
+        for chunk in self.manager.model:
+            chunk.train()
+        self.manager.zero_grad()
+        indices = self._micro_batches(experience.lengths, group_size, passes=1 + BACKWARD)
+        batches = self._to_learn(experience, indices, loss_fn, self.temperature)
+        losses = [(loss_fn, experience)]
+        if auxiliary is not None:
+            second = beside(loss_fn, experience, auxiliary, self.stats)
+            beside_indices = self._micro_batches(auxiliary.experience.lengths, passes=1 + BACKWARD)
+            batches += self._to_learn(auxiliary.experience, beside_indices, second, temperature=1.0)
+            losses.append((second, auxiliary.experience))
+        found = self._run(batches, forward_only=False)
+        if scored is not None:
+            scored(self._gathered(experience.rows, indices, [stats for _, stats in found]))
+        metrics = self._mean([sums for sums, _ in found], losses)
+        taken, grad_norm = self.manager.optimizer_step()
+        if taken:
+            self.after_step()
+        return metrics | {"grad_norm": grad_norm, "learning_rate": learning_rate, "skipped_steps": float(not taken)}
+
+    def _to_learn(
+        self, experience: Experience, indices: Sequence[Tensor], loss_fn: LossFn, temperature: float
+    ) -> list[MicroBatch]:
+        parts = [experience.select(index) for index in indices]
+        return [MicroBatch(part.rows, temperature, part.to(self.manager.where), loss_fn) for part in parts]
+
+    def _micro_batches(self, lengths: Tensor, group_size: int = 1, *, passes: int) -> list[Tensor]:
+        """This process's rows of each; what they cost, over all processes, is counted as so many `passes` forward."""
+        plan = plan_micro_batches(
+            lengths.tolist(),
+            data_parallel=self.topology.data,
+            token_cap=self.cfg.trainer.max_tokens_per_micro_batch,
+            attention_cap=self.cfg.trainer.max_attention_per_micro_batch or None,
+            attention_weight=self.cfg.trainer.attention_weight,
+            # The interleaved schedule hands micro-batches round the stages in groups of as many as there are stages.
+            multiple_of=self.topology.pipeline if len(self.manager.model) > 1 else 1,
+            at_least=fewest_micro_batches(self.topology.pipeline),
+            group_size=group_size,
+        )
+        self._count([[[int(lengths[row]) - 1 for row in rows] for rows in batches] for batches in plan], passes)
+        return [torch.tensor(rows, dtype=torch.int64) for rows in plan[self.topology.data_rank]]
+
+    def _count(self, fed: Sequence[Sequence[Sequence[int]]], passes: int) -> None:
+        """`fed`: tokens of each row, by data-parallel rank and micro-batch."""
+        rows = [tokens for batches in fed for batch in batches for tokens in batch]
+        recorder.count("tokens", sum(rows))
+        sequence = self.manager.config.sequence_parallel
+        multiples = {"tensor_multiple": self.topology.tensor if sequence else 1, "context": self.topology.context}
+        recorder.count("slots", sum(packed_length(batch, **multiples) for batches in fed for batch in batches))
+        recorder.count("flops", passes * forward_flops(self.manager.description, rows, value_head=self.processor is None))
+
+    def _run(self, batches: Sequence[MicroBatch], *, forward_only: bool) -> list[Any]:
+        """Sums to be collected, or statistics, of each micro-batch on the last stage, [] on the others."""
+        # Narayanan et al. (arXiv:2104.04473, section 2.2): (p - 1) / (v m) of the ideal time, here as two sums.
+        recorder.count("bubble", self.topology.pipeline - 1)
+        recorder.count("ideal", len(batches) * len(self.manager.model))
+        return self.manager.run_schedule(self.forward_step, batches, forward_only=forward_only)
+
+    def forward_step(self, batches: Iterator[MicroBatch], model: Any) -> tuple[Any, Any]:
+        """What Megatron's schedule calls for each micro-batch and chunk: (output, what to do with it on the last stage)."""
+        mark()
+        batch = next(batches)
+        rows, finish = batch.rows, self._stats if batch.loss_fn is None else partial(self._loss, batch.loss_fn)
+        output = custom_forward(
+            model,
+            rows.tokens[:, :-1],
+            # The last token of a row predicts nothing here, so it is left out.
+            torch.arange(rows.tokens.shape[1] - 1) < rows.lengths[:, None] - 1,
+            None,
+            self.manager.config.sequence_parallel,
+            value_model=self.processor is None,
+            logits_processor=self.processor,
+            logits_processor_args={"targets": rows.tokens[:, 1:]} if self.processor else None,
+            temperature=batch.temperature,
+            max_batch_seqlen=None,  # the plan has a cap of its own
+        )
+        if isinstance(output, dict):  # the schedule wants to see a tensor; all of them go to `finish`
+            return next(iter(output.values())), partial(finish, batch.experience, output)
+        return output, partial(finish, batch.experience, output)
+
+    def _stats(self, experience: Experience | None, output: Any, shown: Any = None, non_loss_data: bool = True) -> Any:
+        return self.stats(output) if self.processor is None else self.stats(**output)
+
+    def _loss(self, loss_fn: LossFn, experience: Experience, output: Any, shown: Any) -> tuple[Tensor, Tensor, Any]:
+        """Megatron's three: local sum with its graph, integer count, and what is collected: sums and statistics."""
+        stats = self._stats(None, output)
+        seen = self.stats(*(getattr(stats, name).detach() for name in self.names))
+        if experience.old_logp is None and self.processor is not None:  # nothing was learnt since the rollout
+            experience = replace(experience, old_logp=seen.logp)
+        loss = loss_fn(stats, experience)
+        total = (loss.value * loss.weight).sum()
+        # Context-parallel processes all have the whole rows, and their gradients add up: one of them counts.
+        counted = loss.count if self.topology.context_rank == 0 else torch.zeros_like(loss.count)
+        return total, counted.int(), (sums_of(loss), seen)
+
+    def _mean(self, micro_sums: Sequence[dict[str, Tensor]], losses: Sequence[tuple[LossFn, Experience]]) -> Metrics:
+        """Sums of all micro-batches and ranks, divided by the count of all; one collective."""
+        # Stages that never see the loss learn its metrics' names from a batch of no rows.
+        names = list(dict.fromkeys(name for loss_fn, experience in losses for name in self._names(loss_fn, experience)))
+        totals = torch.zeros(len(names), 2, dtype=torch.float64, device=self.manager.where)
+        for sums in micro_sums:
+            totals += torch.stack([sums[name] if name in sums else totals.new_zeros(2) for name in names])
+        total = dict(zip(names, self.topology.sum_of_speakers(totals).tolist(), strict=True))
+        return {name: value / max(count, 1) for name, (value, count) in total.items()} | {"count": total["loss"][1]}
+
+    def _names(self, loss_fn: LossFn, experience: Experience) -> list[str]:
+        nothing = experience.select(torch.zeros(0, dtype=torch.int64))
+        empty = nothing.advantage
+        return list(sums_of(loss_fn(self.stats(*[empty] * len(self.names)), replace(nothing, old_logp=empty))))
+
+
+def _split(auxiliary: Auxiliary, parts: int) -> list[Auxiliary]:
+    """Consecutive rows, nearly as many in each part."""
+    indices = torch.arange(len(auxiliary.experience)).tensor_split(parts)
+    return [replace(auxiliary, experience=auxiliary.experience.select(index)) for index in indices]
+
+
+def sums_of(loss: TokenLoss) -> dict[str, Tensor]:
+    """Name -> [2]: the sum and the count of every metric and of the loss, which add up over micro-batches and ranks."""
+    whole = TokenMetric(loss.value.detach(), loss.weight, loss.count)
+    return {
+        name: torch.stack([(metric.value * metric.weight).sum().double(), metric.count.double()])
+        for name, metric in (loss.metrics | {"loss": whole}).items()
+    }

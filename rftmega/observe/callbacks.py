@@ -1,0 +1,51 @@
+"""`callbacks_of` builds the callbacks of a run: the trainer's own, and those that compare all processes."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from rftmega import device
+from rftmega.config import RunConfig
+from rftmega.interfaces import Callback, Resumable
+from rftmega.observe.stragglers import Stragglers
+from rftmega.observe.throughput import Throughput
+from rftmega.observe.timeline import Timeline
+from rftmega.parallel.topology import Topology
+from rftmega.trainer.callbacks import Observer
+from rftmega.trainer.checkpointing import Checkpointing
+from rftmega.trainer.evaluate import Evaluation
+from rftmega.trainer.observers import Text, observers_of
+
+
+def callbacks_of(
+    config: RunConfig, strategy: Any, parts: Mapping[str, Resumable], evaluation: Evaluation, text: Text, *, is_main: bool
+) -> list[Callback]:
+    """Builds the callbacks of a run in the order in which they are told; a checkpoint holds the state of `parts`."""
+    found: list[Callback] = [
+        *observers_of(config, evaluation, text, strategy.export, is_main=is_main, measures=measures_of(config))
+    ]
+    if config.checkpoint.every:  # after what watches a step, which is saved with it
+        found.append(Checkpointing(strategy.checkpoints, parts, every=config.checkpoint.every, last=config.trainer.steps))
+    return [*found, *timeline_of(config, strategy.topology)]  # after all that it records
+
+
+def measures_of(config: RunConfig) -> list[Observer]:
+    """What adds metrics, and warns of what they say."""
+    given = config.logging.peak_tflops
+    known = device.current().peak_tflops() if config.model.dtype != "float32" else None
+    return [Throughput(peak_tflops=given or known), Stragglers()]
+
+
+def timeline_of(config: RunConfig, topology: Topology) -> list[Timeline]:
+    """What records steps, where any are chosen."""
+    if not config.logging.timeline:
+        return []
+    first, last = config.logging.timeline
+    return [Timeline(f"{config.trainer.output}/timeline", first, last, label=label_of(topology))]
+
+
+def label_of(topology: Topology) -> str:
+    """As "rank 5: tensor 1, stage 1, data 0"."""
+    place = f"tensor {topology.tensor_rank}, stage {topology.pipeline_rank}, data {topology.data_rank}"
+    return f"rank {dist.get_rank()}: {place}"

@@ -1,0 +1,144 @@
+"""Rewards of finished answers, while the engine still works on the others."""
+
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import replace
+from types import TracebackType
+from typing import NamedTuple
+
+from rftmega.device.spans import spanned
+from rftmega.errors import RewardError
+from rftmega.interfaces import Reward
+from rftmega.parallel.watchdog import mark
+from rftmega.types import Completion, Prompt
+
+THREADS = 8  # batches that are scored at a time: what takes long waits for a server or a process, not for this one
+ROUND = 1.0  # seconds between two looks at what is late, or at a request to stop
+
+Scores = list[dict[str, float]]
+
+
+class Report(NamedTuple):
+    """Answers that finished together; `scores` is None where nobody scores them."""
+
+    places: Sequence[int]
+    completions: Sequence[Completion]
+    scores: Future[Scores] | None
+
+    def scored(self) -> dict[int, Completion]:
+        """Place -> answer. Waits for the scores; raises what the reward raised."""
+        if self.scores is None:
+            return dict(zip(self.places, self.completions, strict=True))
+        known = zip(self.places, self.completions, self.scores.result(), strict=True)
+        return {place: replace(completion, scores=scores) for place, completion, scores in known}
+
+
+class Threads:
+    """Threads runs work in a few threads that no exit of the process waits for: a reward may never return."""
+
+    def __init__(self, most: int):
+        self.most, self.started = most, 0
+        self.queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+
+    def submit(self, work: Callable[[], Scores]) -> Future[Scores]:
+        future: Future[Scores] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(work())
+            except BaseException as error:  # raised where somebody wants the scores
+                future.set_exception(error)
+
+        self.queue.put(run)
+        if self.started < self.most:
+            self.started += 1
+            threading.Thread(target=self._serve, name="reward", daemon=True).start()
+        return future
+
+    def close(self) -> None:
+        """Threads end with what they are at."""
+        for _ in range(self.started):
+            self.queue.put(None)
+
+    def _serve(self) -> None:
+        while (work := self.queue.get()) is not None:
+            work()
+
+
+class RewardWorkers:
+    """Scores what it is told of in threads of its own, or keeps it as it is without a reward; use it as a context."""
+
+    def __init__(self, reward: Reward | None, prompts: Sequence[Prompt], *, limit: float = math.inf):
+        """`limit`: seconds that the reward may take for answers that it is given together."""
+        self.reward, self.prompts, self.limit = reward, prompts, limit
+        self.reports: list[Report] = []
+        self._began: dict[int, float] = {}  # number of the report -> when its scoring began
+        self._threads = Threads(THREADS)
+
+    def __enter__(self) -> "RewardWorkers":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for report in self.reports:
+            if report.scores is not None:
+                report.scores.cancel()
+        self._threads.close()
+
+    def finished(self, places: Sequence[int], completions: Sequence[Completion]) -> None:
+        """The answers to the prompts at `places` are there."""
+        asked = [self.prompts[place] for place in places]
+        number, scores = len(self.reports), None
+        if self.reward is not None:
+            reward = spanned("reward")(self.reward)
+
+            def work() -> Scores:
+                self._began[number] = time.monotonic()
+                return reward(asked, list(completions))
+
+            scores = self._threads.submit(work)
+            scores.add_done_callback(lambda _: mark())
+        self.reports.append(Report(list(places), list(completions), scores))
+
+    @property
+    def answered(self) -> set[int]:
+        """Places of the answers that are there, scored or not."""
+        return {place for report in self.reports for place in report.places}
+
+    def settled(self, stop: Callable[[], bool], first: int = 0, end: int | None = None) -> bool:
+        """Waits until the reports from `first` to `end` have their scores, or `stop` says so: whether they have.
+
+        Raises RewardError where the reward takes longer than the limit.
+        """
+        waiting = [report.scores for report in self.reports[first:end] if report.scores is not None]
+        while wait(waiting, timeout=ROUND).not_done:
+            self._refuse_late()
+            if stop():
+                return False
+        return True
+
+    def ready(self) -> dict[int, Completion]:
+        """Place -> answer of those that have their scores by now."""
+        done = [report.scored() for report in self.reports if report.scores is None or report.scores.done()]
+        return {place: completion for scored in done for place, completion in scored.items()}
+
+    def scored(self, first: int = 0, end: int | None = None) -> dict[int, Completion]:
+        """Place -> answer of all reports, or of those from `first` to `end`. Waits for their scores."""
+        self.settled(lambda: False, first, end)
+        return {place: completion for report in self.reports[first:end] for place, completion in report.scored().items()}
+
+    def _refuse_late(self) -> None:
+        now = time.monotonic()
+        for number, begin in list(self._began.items()):
+            report = self.reports[number]
+            if report.scores is not None and not report.scores.done() and now - begin > self.limit:
+                raise RewardError(
+                    f"The reward gave no scores within reward.timeout={self.limit:g} s for {len(report.places)} answer(s), the "
+                    f"first of them to prompt {self.prompts[report.places[0]].index}. Look at what it waits for, or raise the "
+                    "limit."
+                )

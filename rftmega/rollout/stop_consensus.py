@@ -1,0 +1,70 @@
+"""When engines end a rollout before its last answer: together, as soon as what they have suffices; and get more until then."""
+
+from rftmega.interfaces import Enough
+from rftmega.parallel import preemption
+from rftmega.parallel.collectives import gather_objects
+from rftmega.rollout.request_queues import Dealt
+from rftmega.rollout.reward_workers import RewardWorkers
+from rftmega.types import Completion
+
+EVERY = 16  # engine steps from one decision to the next
+
+
+class StopConsensus:
+    """What the engines of all processes have finished, the same everywhere; ask it after each step of this process's engine.
+
+    Decisions fall after the same steps of every engine, whatever time these took, and know what was finished one decision
+    earlier, scores included: those are waited for. So the same requests end with the same answers, run after run, and rewards
+    have EVERY steps of time before an engine waits for them. A request to stop the run ends it, too: `given_up`.
+
+    With each decision, engines that have room are dealt what none has begun (`queues.Dealt`).
+    """
+
+    def __init__(self, judging: RewardWorkers, queue: Dealt, requests: int, enough: Enough, *, speaks: bool, processes: int):
+        """All `requests` of the rollout, of which the `queue` knows those of this process's engine, one of `processes` that each
+        engine has; one of them `speaks` for it.
+        """
+        self.judging, self.queue, self.enough = judging, queue, enough
+        self.speaks, self.processes = speaks, processes
+        self.answers: list[Completion | None] = [None] * requests
+        self.over = self.given_up = False
+        self._steps = 0  # since the last decision
+        self._told = self._finished = 0  # of reports, until the last decision
+        self._answered = len(judging.answered)  # until then
+
+    def __call__(self) -> bool:
+        self._steps += 1
+        return self._steps == EVERY and self._decide(idle=False)
+
+    def wait(self, *, broken: bool = False) -> bool:
+        """This process's engine has nothing left to do: the others decide, and this one with them. Whether it was dealt something
+        by then; a `broken` one is not.
+        """
+        while not self.over and not self.given_up:
+            self._decide(idle=True, broken=broken)
+            if self.queue.waiting and not broken and not self.over and not self.given_up:
+                return True
+        return False
+
+    def _decide(self, *, idle: bool, broken: bool = False) -> bool:
+        """A collective."""
+        self._steps = 0
+        asked, own = preemption.asked(), dict[int, Completion]()
+        if self.speaks and self.judging.settled(preemption.asked, self._told, self._finished):
+            own = self.judging.scored(self._told, self._finished)
+        elif self.speaks:  # scores were not waited for, so this is the last decision
+            asked = True
+        self._told, self._finished = self._finished, len(self.judging.reports)
+        done = idle and self._told == self._finished and not asked
+        before, self._answered = self._answered, len(self.judging.answered)
+        room = 0 if broken else self.queue.room(self._answered, self._answered - before)
+        told = gather_objects((own, done, asked, room))
+        for answers, *_ in told:
+            for place, answer in answers.items():
+                self.answers[place] = answer
+        self.over = self.enough(self.answers)
+        self.given_up = not self.over and any(asked for *_, asked, _ in told)
+        if not self.over and not self.given_up:
+            dealt = self.queue.deal([room for *_, room in told[:: self.processes]])
+            self.over = not dealt and all(done for _, done, *_ in told)
+        return self.over or self.given_up

@@ -1,0 +1,61 @@
+"""DevicePhases gives the device's memory to policy, value models and engine in turn."""
+
+from collections.abc import Mapping
+
+from rftmega import device
+from rftmega.megatron.offload import PARAMETERS, PARTS, Residency
+from rftmega.parallel.watchdog import mark
+from rftmega.rollout.base import Engine
+from rftmega.strategy.phase_memory import Memory, Predicted
+
+POLICY = "policy"
+
+
+class DevicePhases:
+    """Who holds the device's memory in which phase of a colocated run: the trainer's parts, the engine, or both's weights."""
+
+    def __init__(
+        self, models: Mapping[str, Residency], *, offload: bool, engine: Engine | None = None, predicted: Predicted | None = None
+    ):
+        """`models` by name, "policy" among them. Without `offload` they keep everything, always. `engine` may be set once it
+        has started; None: it has devices of its own. `predicted` bytes are told beside those that are measured.
+        """
+        self.models = models
+        self.engine = engine
+        self.offload = offload
+        self.memory = Memory(models, predicted or {})
+
+    def start(self) -> None:
+        """The engine starts: vLLM refuses to where less memory is free than it is to have."""
+        self._hold("start")
+        device.current().release_unused()
+
+    def rollout(self) -> None:
+        """The engine works; it wakes by itself."""
+        self._hold("rollout")
+
+    def score(self, model: str = POLICY) -> None:
+        """A model's weights are read; optimizer state stays where it is."""
+        self._engine_sleeps()
+        self._hold("score", model, PARAMETERS)
+
+    def update(self, model: str = POLICY) -> None:
+        self._engine_sleeps()
+        self._hold("update", model, *PARTS)
+
+    def push(self) -> None:
+        """Weights move from the policy to the engine."""
+        self._hold("push", POLICY, PARAMETERS)
+
+    def _engine_sleeps(self) -> None:
+        if self.engine is not None:
+            self.engine.sleep()
+
+    def _hold(self, phase: str, model: str = POLICY, *parts: str) -> None:
+        mark(phase if model == POLICY else f"{phase}_{model}")
+        self.memory.end()
+        if self.offload:
+            for other in self.models.keys() - {model}:  # who leaves makes room for who comes
+                self.models[other].only()
+            self.models[model].only(*parts)
+        self.memory.begin(phase if model == POLICY else f"{phase}_{model}")

@@ -1,0 +1,49 @@
+"""Answers as they come in, and the groups that are whole."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from rftmega.experience import collect
+from rftmega.interfaces import Enough, Reward
+from rftmega.types import Completion, Prompt, Samples
+
+
+class Wanted(NamedTuple):
+    """So many groups of which `good` holds."""
+
+    groups: int
+    good: Callable[[Samples], bool]
+
+
+class GroupCollector:
+    """The answers to `requests`, each `size` neighbours to the same prompt."""
+
+    def __init__(self, requests: Sequence[Prompt], reward: Reward, size: int):
+        self.requests, self.reward, self.size = requests, reward, size
+
+    def collected(self, completions: Sequence[Completion | None], places: Sequence[int] | None = None) -> Samples:
+        """Scored rows of the groups at `places`, or of all whole ones. `group` is the place."""
+        places = self._whole(completions) if places is None else places
+        rows = [row for place in places for row in range(place * self.size, (place + 1) * self.size)]
+        answers = [answer for row in rows if (answer := completions[row]) is not None]
+        samples = collect([self.requests[row] for row in rows], answers, self.reward, samples_per_prompt=self.size)
+        return replace(samples, group=torch.tensor(places).repeat_interleave(self.size))
+
+    def until(self, wanted: Wanted) -> Enough:
+        """Whether what there is has as many good groups as are wanted; each is looked at once, when it is whole."""
+        verdicts: dict[int, bool] = {}
+
+        def enough(completions: Sequence[Completion | None]) -> bool:
+            for place in self._whole(completions):
+                if place not in verdicts:
+                    verdicts[place] = wanted.good(self.collected(completions, [place]))
+            return sum(verdicts.values()) >= wanted.groups
+
+        return enough
+
+    def _whole(self, completions: Sequence[Completion | None]) -> list[int]:
+        begins = range(0, len(completions), self.size)
+        return [place for place, begin in enumerate(begins) if None not in completions[begin : begin + self.size]]

@@ -1,0 +1,54 @@
+"""Prompts in their order; those that nothing was learnt from can come again."""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple
+from typing import Any
+
+from rftmega.types import Prompt
+
+
+class PromptQueue(Iterator[list[Prompt]]):
+    """Batches of prompts as a source gives them, or any number at a time. What was put back is handed out first."""
+
+    def __init__(self, batches: Iterable[Sequence[Prompt]] = ()):
+        self.source(batches)
+        self._waiting: deque[Prompt] = deque()  # drawn from the source, or put back
+        self._size = 0  # of the source's batches; 0 before the first
+
+    def source(self, batches: Iterable[Sequence[Prompt]]) -> None:
+        """Goes on with these once nothing waits."""
+        self._batches = iter(batches)
+
+    def __next__(self) -> list[Prompt]:
+        if not self._size:
+            self._draw()
+        if not (batch := self.take(self._size)):
+            raise StopIteration
+        return batch
+
+    def take(self, number: int) -> list[Prompt]:
+        """The next `number` prompts, fewer where the source ends. Draws no batch that is not needed."""
+        while len(self._waiting) < number and self._draw():
+            pass
+        return [self._waiting.popleft() for _ in range(min(number, len(self._waiting)))]
+
+    def put_back(self, prompts: Sequence[Prompt]) -> None:
+        """These come next, in this order."""
+        self._waiting.extendleft(reversed(prompts))
+
+    def state(self) -> dict[str, Any]:
+        """What a resume needs besides the source's own position, which is behind the prompts that wait here. How large batches
+        are is the resumed run's own: the first that its source gives says it.
+        """
+        return {"waiting": [list(astuple(prompt)) for prompt in self._waiting]}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._waiting = deque(Prompt(tuple(ids), *rest) for ids, *rest in state["waiting"])
+
+    def _draw(self) -> bool:
+        if (batch := next(self._batches, None)) is None:
+            return False
+        self._size = self._size or len(batch)
+        self._waiting += batch
+        return True

@@ -1,0 +1,55 @@
+"""What earlier steps left to learn, beside the present one's."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rftmega.experience.replay import ReplayBuffer
+from rftmega.interfaces import Policy
+from rftmega.types import Experience, Metrics
+
+
+class ReplayMixer:
+    """Answers of policies at most `max_staleness` steps old are learnt from again, with the log-probs of their own engine.
+
+    The present policy scores them anew: the ratio that a surrogate clips starts at 1 as for fresh answers, and what the policy
+    has moved since is the importance weight, old over behaviour (the decoupled objective, arXiv:2110.00641, eq. 3, and
+    arXiv:2505.24298, eq. 5), bounded by `algorithm.correction`.
+    """
+
+    def __init__(self, policy: Policy, buffer: ReplayBuffer, *, max_staleness: int):
+        self.policy, self.buffer, self.max_staleness = policy, buffer, max_staleness
+        self._crowded_out = 0  # groups that the last `keep` dropped
+
+    def beside(self, experience: Experience, step: int) -> tuple[Experience, Metrics]:
+        """`experience` of step `step`, mixed evenly with what is young enough; and of that its rows, the mean age of their
+        tokens in steps, groups dropped since the last step (too old, or too many).
+        """
+        dropped = self._crowded_out + self.buffer.drop_older(step - self.max_staleness)
+        metrics = {"replay_rows": float(len(self.buffer)), "replay_groups_dropped": float(dropped)}
+        if not self.buffer.groups:
+            return experience, metrics | {"replay_staleness": 0.0}
+        earlier = Experience.join(self.buffer.groups)
+        assert earlier.versions is not None
+        metrics["replay_staleness"] = (step - earlier.versions[earlier.rows.mask].double()).mean().item()
+        stats = self.policy.log_probs(earlier.rows)
+        earlier = replace(earlier, old_logp=stats.logp, entropy=stats.entropy)
+        # Mini-batches are consecutive rows: each gets its share of both.
+        place = torch.cat([torch.arange(len(part)) / len(part) for part in (experience, earlier)])
+        return Experience.join([experience, earlier]).select(place.argsort(stable=True)), metrics
+
+    def keep(self, experience: Experience, group: Tensor) -> None:
+        """For later steps; groups that teach nothing (no advantage in any token that counts) are left out."""
+        teaches = ((experience.advantage != 0) & experience.mask).any(-1)
+        rows = [int(row) for row in range(len(group)) if bool(teaches[group == group[row]].any())]
+        index = group.new_tensor(rows)
+        self._crowded_out = self.buffer.append(experience.select(index), group[index]) if rows else 0
+
+    def state(self) -> dict[str, Any]:
+        return self.buffer.state() | {"crowded_out": self._crowded_out}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.buffer.load_state(state)
+        self._crowded_out = state["crowded_out"]

@@ -1,0 +1,122 @@
+"""Tensors of Hugging Face's shapes that are asked for their elements only where somebody copies from them.
+
+An engine's loader narrows, slices and chunks what it is given and copies the rest into its own parameters. Handed these
+tensors, it says which elements it needs; or it gets just those, without the others being anywhere on this process.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Box = tuple[tuple[int, int], ...]  # start and stop along each dimension
+Fetch = Callable[[Box, Tensor], None]
+
+
+class LazyTensor(Tensor):
+    """A tensor without elements. Views of it are views; anything else that is done to it or with it gets the elements first:
+    `fetch(box, out)` must write those of a box to `out`, which has the box's shape and whatever dtype.
+    """
+
+    fetch: Fetch
+    whole: torch.Size
+    home: torch.device
+
+    @staticmethod
+    def of(shape: tuple[int, ...], dtype: torch.dtype, fetch: Fetch, home: torch.device) -> "LazyTensor":
+        """Of a whole tensor; elements that somebody computes with are made on `home`."""
+        return _like(torch.empty(shape, dtype=dtype, device="meta"), fetch, torch.Size(shape), home)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is Tensor.copy_ and isinstance(args[1], LazyTensor):
+                return _copied(args[0], args[1])
+            if isinstance(args[0], LazyTensor) and func is not Tensor.copy_:
+                try:
+                    found = func(*args, **kwargs)
+                except (RuntimeError, NotImplementedError):  # needs elements
+                    found = None
+                if found is not None and (views := _as_views(found, args[0])) is not None:
+                    return views
+            return func(*[_filled(arg) for arg in args], **{name: _filled(arg) for name, arg in kwargs.items()})
+
+
+def _like(plain: Tensor, fetch: Fetch, whole: torch.Size, home: torch.device) -> LazyTensor:
+    tensor = plain.as_subclass(LazyTensor)
+    tensor.fetch, tensor.whole, tensor.home = fetch, whole, home
+    return tensor
+
+
+def _as_views(found: Any, origin: LazyTensor) -> Any:
+    """`found` as views of origin; as it is if it holds no tensor; None if it is, or holds, a tensor of other elements."""
+    if isinstance(found, Tensor):
+        same = found.untyped_storage()._cdata == origin.untyped_storage()._cdata and found.dtype == origin.dtype
+        return _like(found, origin.fetch, origin.whole, origin.home) if same else None
+    if isinstance(found, tuple | list) and any(isinstance(each, Tensor) for each in found):
+        views = [_as_views(each, origin) for each in found]
+        return None if any(view is None for view in views) else type(found)(views)
+    return found
+
+
+def _filled(argument: Any) -> Any:
+    """The argument, with elements wherever it has none."""
+    if isinstance(argument, LazyTensor):
+        return _elements(argument)
+    if isinstance(argument, tuple | list):
+        return type(argument)(_filled(each) for each in argument)
+    return argument
+
+
+def _copied(target: Tensor, view: LazyTensor) -> Tensor:
+    if target.is_meta:  # vLLM counts what its loader will copy on parameters that have no elements either
+        return target.copy_(torch.empty(view.shape, dtype=view.dtype, device="meta"))
+    box = _box(view)
+    if box is None or target.shape != view.shape:
+        return target.copy_(_elements(view))
+    if view.numel():
+        view.fetch(box, target)
+    return target
+
+
+def _elements(view: LazyTensor) -> Tensor:
+    box = _box(view)
+    if box is not None:
+        elements = torch.empty(view.shape, dtype=view.dtype, device=view.home)
+        if view.numel():
+            view.fetch(box, elements)
+        return elements
+    everything = torch.empty(view.whole, dtype=view.dtype, device=view.home)
+    view.fetch(tuple((0, size) for size in view.whole), everything)
+    return everything.as_strided(view.shape, view.stride(), view.storage_offset())
+
+
+def _box(view: LazyTensor) -> Box | None:
+    return box_of(view.whole, view)
+
+
+def box_of(whole: Sequence[int], view: Tensor) -> Box | None:
+    """Where in the whole, which lies in memory row by row, a view lies; None if it is no box of it (another number of dimensions,
+    a transposition).
+    """
+    return _box_of(tuple(whole), tuple(view.shape), tuple(view.stride()), int(view.storage_offset()))
+
+
+@lru_cache(maxsize=4096)  # a mixture's experts ask for the same boxes of tensors of the same shape
+def _box_of(whole: tuple[int, ...], shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> Box | None:
+    if len(shape) != len(whole):
+        return None
+    natural = [math.prod(max(1, size) for size in whole[dim + 1 :]) for dim in range(len(whole))]
+    if any(size > 1 and stride != own for size, stride, own in zip(shape, strides, natural, strict=True)):
+        return None
+    box = []
+    for size, length, stride in zip(shape, whole, natural, strict=True):
+        start, offset = divmod(offset, stride)
+        if start + size > length:
+            return None
+        box.append((start, start + size))
+    return tuple(box)

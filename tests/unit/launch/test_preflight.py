@@ -1,0 +1,175 @@
+from pathlib import Path
+
+import pytest
+
+from converters.export_folder import MARK
+from model_providers.installed import Installed
+from rftmega import device
+from rftmega.config import DataConfig, ModelConfig, ParallelConfig, RolloutConfig, RunConfig
+from rftmega.device import hardware
+from rftmega.device.hardware import Hardware
+from rftmega.errors import ConfigError
+from rftmega.launch import preflight as checks
+from rftmega.launch.preflight import preflight
+from tests.tiny_models import save_tiny
+
+P = ParallelConfig
+
+
+def config_of(folder: Path, variant: str, parallel: ParallelConfig, engine: str) -> RunConfig:
+    (folder / "data.jsonl").write_text("")
+    return RunConfig(
+        model=ModelConfig(path=str(save_tiny(folder, variant))),
+        parallel=parallel,
+        data=DataConfig(train=str(folder / "data.jsonl")),
+        rollout=RolloutConfig(engine=engine, max_prompt_tokens=16, max_response_tokens=16),
+    )
+
+
+@pytest.mark.parametrize(
+    ("variant", "parallel", "processes"),
+    [
+        ("qwen3", P(tensor=2, pipeline=2, context=2), 8),
+        ("qwen3-moe", P(tensor=2, sequence=True, expert=4), 4),
+        ("qwen2-tied", P(pipeline=2, virtual_pipeline=2), 4),
+    ],
+)
+def test_what_works_is_let_through(variant: str, parallel: ParallelConfig, processes: int, tmp_path: Path) -> None:
+    preflight(config_of(tmp_path, variant, parallel, "scripted"), processes)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "transformers"])
+def test_a_mixture_has_real_engines_on_a_cpu(engine: str, tmp_path: Path) -> None:
+    preflight(config_of(tmp_path, "qwen3-moe", P(), engine), 1)
+
+
+@pytest.mark.parametrize(
+    ("variant", "parallel", "processes", "engine", "complaints"),
+    [
+        (
+            "qwen3",
+            P(tensor=2, context=2),
+            6,
+            "scripted",
+            ["parallel.tensor x parallel.context = 2 x 2 = 4 does not divide the 6"],
+        ),
+        ("qwen3-moe", P(expert=4), 6, "scripted", ["parallel.expert = 4 does not divide the 6 launched processes. Launch 8"]),
+        (
+            "qwen3-moe",
+            P(tensor=2, expert=3),
+            6,
+            "scripted",
+            ["number of experts, 4; the nearest", "needs parallel.sequence=true"],
+        ),
+        ("qwen3", P(pipeline=3, virtual_pipeline=2), 3, "scripted", ["parallel.pipeline=3 does not divide the model's 4 layers"]),
+        ("qwen3", P(virtual_pipeline=2), 1, "scripted", ["parallel.virtual_pipeline=2 needs parallel.pipeline > 1"]),
+        ("deepseek-v3", P(), 1, "vllm", ["know kv_lora_rank + qk_rope_head_dim = 576 only, not 24"]),
+        ("qwen2", P(), 1, "vllm", ["don't know head size 16"]),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_reason_and_what_does(
+    variant: str, parallel: ParallelConfig, processes: int, engine: str, complaints: list[str], tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        preflight(config_of(tmp_path, variant, parallel, engine), processes)
+    assert all(complaint in str(caught.value) for complaint in complaints), caught.value
+    assert str(caught.value).count("\n  - ") == len(complaints)
+
+
+def test_value_models_fit_the_policys_tokens_and_a_reward_model_has_a_head(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "qwen3", P(), "scripted")
+    config.reward.model = 1.0
+    config.reward.model_path = config.model.path
+    with pytest.raises(ConfigError, match=r"holds no score.weight: a policy says nothing about answers"):
+        preflight(config, 1)
+    config.reward.model = 0.0
+    config.reward.model_path = ""
+    config.algorithm.advantage = "gae"
+    config.critic.path = str(save_tiny(tmp_path / "other", "qwen3", vocab_size=77, max_position_embeddings=16))
+    with pytest.raises(ConfigError) as caught:
+        preflight(config, 1)
+    for complaint in ("knows 77 tokens, the policy 131", "knows 16 positions; it reads rows of up to 32 tokens"):
+        assert complaint in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("task", "names"), [("rl", ["policy", "policy_ema"]), ("sft", ["policy"]), ("reward_model", ["reward_model"])]
+)
+def test_a_folder_that_an_export_could_not_replace_is_refused_at_the_start(task: str, names: list[str], tmp_path: Path) -> None:
+    config = config_of(tmp_path, "qwen3", P(), "scripted")
+    config.trainer.output = str(tmp_path / "out")
+    config.algorithm.task = task
+    config.algorithm.ema_beta = 0.9 * (task == "rl")
+    for name in ("policy", "policy_ema", "reward_model"):
+        (tmp_path / "out" / name).mkdir(parents=True)
+        (tmp_path / "out" / name / "thesis").write_text("years")
+    with pytest.raises(ConfigError) as refused:
+        preflight(config, 1)
+    said = str(refused.value)
+    assert [name for name in ("policy", "policy_ema", "reward_model") if f"{tmp_path / 'out' / name} is there" in said] == names
+    for name in names:
+        (tmp_path / "out" / name / MARK).write_text("")
+    said = ""
+    try:
+        preflight(config, 1)
+    except ConfigError as error:  # of options that the task does not read
+        said = str(error)
+    assert "is there" not in said
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "complaint"),
+    [
+        ("config.json", b"\x89PNG", "config.json:1: not UTF-8"),
+        ("config.json", b"[]", "config.json holds a list"),
+        (
+            "config.json",
+            b'{"model_type": "qwen3", "hidden_size": "128", "num_attention_heads": 0}',
+            "hidden_size is '128', not a",
+        ),
+        ("model.safetensors.index.json", b"garbage", "index.json:1: not JSON"),
+        ("model.safetensors.index.json", b"{}", "index.json is no index of weights"),
+        (
+            "model.safetensors.index.json",
+            b'{"weight_map": {"a": "gone.safetensors"}}',
+            "names gone.safetensors, which is missing",
+        ),
+    ],
+)
+def test_a_broken_file_of_the_model_is_named_before_anything_starts(
+    name: str, content: bytes, complaint: str, tmp_path: Path
+) -> None:
+    config = config_of(tmp_path, "qwen3", P(), "scripted")
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError) as refusal:
+        preflight(config, 1)
+    assert complaint in str(refusal.value)
+
+
+def test_a_config_that_is_a_loop_of_links_is_named_before_anything_starts(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "qwen3", P(), "scripted")
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").symlink_to(tmp_path / "config.json")
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        preflight(config, 1)
+
+
+def test_on_cuda_experts_need_transformer_engine_and_the_gpus_that_are_there_are_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the run is, not where it is only planned."""
+    config = config_of(tmp_path, "qwen3-moe", P(), "scripted")
+    preflight(config, 1)
+    monkeypatch.setattr(hardware, "found", lambda: Hardware("575.57.08", "13.0"))
+    with pytest.raises(ConfigError, match="needs driver 580 or newer; this host has 575.57.08"):
+        preflight(config, 1)
+    preflight(config, 1, on=device.CUDA())
+    monkeypatch.setattr(hardware, "found", Hardware)
+    monkeypatch.setattr(device, "current", lambda: device.CUDA())
+    missing = Installed(why_not="OSError: libcudnn.so.9")
+    monkeypatch.setattr(checks, "installed", lambda: missing)
+    monkeypatch.setattr(checks, "uses_transformer_engine", lambda: False)
+    with pytest.raises(ConfigError, match="this run would be without Transformer Engine: OSError: libcudnn.so.9"):
+        preflight(config, 1)
+    monkeypatch.setattr(checks, "uses_transformer_engine", lambda: True)
+    preflight(config, 1)

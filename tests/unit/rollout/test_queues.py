@@ -1,0 +1,106 @@
+"""Who gets what no engine has begun, without processes."""
+
+import threading
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from rftmega.errors import EngineFault
+from rftmega.rollout.request_order import Order
+from rftmega.rollout.request_queues import Counted, Dealt
+
+ORDER = Order([[0, 1], [2]], [[3, 4], [5], [6, 7, 8], [9]])
+
+
+def counted(board: Any, mine: int, **settings: Any) -> Counted:
+    queue = Counted(ORDER, mine, board=board, name="this", **settings)
+    queue.begin()
+    return queue
+
+
+def test_each_piece_goes_to_the_engine_that_asks_first_and_to_no_other() -> None:
+    board = dist.HashStore()
+    first, second = counted(board, 0), counted(board, 1)
+    assert first.take(1) == [3, 4], "a piece stays whole"
+    assert second.take(2) == [5, 6, 7, 8]
+    assert not first.empty
+    assert first.take(3) == [9]
+    assert first.empty and not second.empty
+    assert second.take(9) == [] and second.empty
+    assert (first.given, second.given) == ([0, 1, 3, 4, 9], [2, 5, 6, 7, 8])
+
+
+def test_a_process_takes_what_the_first_of_its_engine_took_and_nobody_elses() -> None:
+    board = dist.HashStore()
+    leader, other = counted(board, 0, alone=False), counted(board, 1)
+    follower = counted(board, 0, alone=False, speaks=False)
+    taken = [leader.take(1), other.take(1), leader.take(4)]
+    assert taken == [[3, 4], [5], [6, 7, 8, 9]]
+    assert [follower.take(1), follower.take(4)] == [taken[0], taken[2]]
+    assert follower.given == leader.given
+    assert leader.take(1) == follower.take(1) == []
+
+
+def test_a_process_waits_for_the_first_of_its_engine_and_hears_that_it_broke_down() -> None:
+    board = dist.HashStore()
+    leader, follower = counted(board, 0, alone=False), counted(board, 0, alone=False, speaks=False)
+    said: list[str] = []
+
+    def wait() -> None:
+        with pytest.raises(EngineFault) as raised:
+            follower.take(1)
+        said.append(str(raised.value))
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    waiting.join(0.05)
+    assert waiting.is_alive(), "it did not wait"
+    leader.broke()
+    waiting.join(10)
+    assert said == ["The first process of this engine broke down."]
+    for queue in (leader, follower):
+        queue.begin()  # the engine has started again, and its first process has not broken down since
+    assert leader.take(1) == follower.take(1) == [3, 4]
+
+
+def test_a_rollout_leaves_nothing_at_the_board() -> None:
+    board = dist.HashStore()
+    leader, other = counted(board, 0, alone=False), counted(board, 1)
+    follower = counted(board, 0, alone=False, speaks=False)
+    empty = board.num_keys()
+    for room in (1, 9):
+        assert leader.take(room) == follower.take(room)
+    leader.broke()
+    other.take(1)
+    assert board.num_keys() == empty + 7, "the count, five turns (the last one found nothing) and the fault"
+    for queue in (leader, follower, other):
+        queue.end()
+    assert board.num_keys() == empty
+
+
+def test_pieces_are_dealt_alike_everywhere_to_engines_with_room_the_emptiest_first() -> None:
+    queues = [Dealt(ORDER, mine, slots=2) for mine in range(2)]
+    for queue in queues:
+        queue.begin()
+    first, second = queues
+    assert [queue.room(answered=0, lately=0) for queue in queues] == [0, 1]
+    assert [queue.deal([0, 1]) for queue in queues] == [True, True]
+    assert (first.waiting, second.waiting) == (False, True)
+    assert second.take(1) == [3] and second.waiting
+    assert second.take(5) == [4] and not second.waiting
+    assert first.room(answered=2, lately=2) == 4, "two places are free, and two more will be soon"
+    assert [queue.deal([4, 1]) for queue in queues] == [True, True]
+    assert first.given == [0, 1, 5, 6, 7, 8], "the last one with room gets a piece that is larger"
+    assert second.given == [2, 3, 4, 9]
+    assert first.take(9) == [5, 6, 7, 8] and first.empty
+    assert [queue.deal([9, 9]) for queue in queues] == [False, False], "nothing is left"
+
+
+def test_what_was_given_before_an_engine_broke_down_is_asked_for_once_more_and_not_dealt_again() -> None:
+    queue = Dealt(ORDER, 1, slots=2)
+    queue.begin()
+    queue.deal([0, 2])
+    queue.begin()  # of all that is given
+    assert queue.take(9) == [] and not queue.waiting
+    assert queue.given == [2, 3, 4]
