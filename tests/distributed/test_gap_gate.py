@@ -52,7 +52,7 @@ def body(world: Any, folder: Path, output: Path) -> dict[str, str]:
             trainer.train_step(PROMPTS)
         except GapExceeded as error:
             now = [item.parameter for item in made.unwrap_model(made.policy).manager.bound]
-            made._turns.push()  # weights may have left the device
+            made.phases.push()  # weights may have left the device
             assert all(torch.equal(x, y) for x, y in zip(before, now, strict=True)), "nothing was learnt"
             return str(error)
         return ""
@@ -62,13 +62,13 @@ def body(world: Any, folder: Path, output: Path) -> dict[str, str]:
 
     @torch.no_grad()
     def changed_after_the_push() -> None:
-        made._turns.push()
+        made.phases.push()
         parameter.mul_(1.5)
 
     changed_after_the_push()
     said["changed after the push"] = step()
     with torch.no_grad():
-        made._turns.push()
+        made.phases.push()
         parameter.div_(1.5)
 
     def with_fault(name: str, owner: Any, method: str, wrong: Callable[..., Any]) -> None:
@@ -109,7 +109,7 @@ def body(world: Any, folder: Path, output: Path) -> dict[str, str]:
 
     with_fault("repacked wrong", TransformersEngine, "_load_weights", repacked_wrong)
     with torch.no_grad():
-        made.inference_engine.model.get_output_embeddings().weight[::2] *= 1.5
+        made.local_engine.model.get_output_embeddings().weight[::2] *= 1.5
     said["changed later"] = step()
     trainer.weights.push(version=trainer.step)
     said["nothing in the end"] = step()

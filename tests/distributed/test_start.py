@@ -123,7 +123,7 @@ def starts(world: Any, folder: Path, case: Case) -> bool:
         return False
     finally:
         patch.undo()
-    assert made._engine.status.name == "SLEEPED"
+    assert made.local_engine.status.name == "SLEEPED"
     return True
 
 
@@ -149,7 +149,7 @@ def cycle_body(world: Any, folder: Path) -> Any:
     seen = []
     config = run_of(folder, Case(P(tensor=2), 1.0, critic=True))
     made = MegatronStrategy(replace(config), world, stop_ids=[1])
-    residencies = made._turns.models
+    residencies = made.phases.models
     seen.append({name: sum(residency.bytes().values()) for name, residency in residencies.items()})
     made.weights.push(version=0)
     prompts = [Prompt((5, 9)), Prompt((3,))] * 2
