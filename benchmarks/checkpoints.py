@@ -29,7 +29,7 @@ def beside_body(world: Any, model: Path, folder: Path) -> dict[str, float]:
     experience = given(rows_of([[(7 * row + i) % 4000 for i in range(64)] for row in range(2)]))
 
     def step() -> None:
-        actor.update(experience, cross_entropy_loss())
+        actor.step(experience, cross_entropy_loss())
 
     kept = TrainingCheckpoints(folder, {"policy": actor}, actor.manager.cfg, keep=1, asynchronous=True)
     step()

@@ -92,10 +92,15 @@ class Preempted(Exception):  # noqa: N818  nothing went wrong
 
 
 def exit_code_of(work: Callable[..., int], *given: object) -> int:
-    """What `work`(*given) gives. Where it raises an error of ours: the error's code, after the message on stderr."""
+    """Returns what `work`(*given) returns; where that raises an error of ours, the error's code, after the message on stderr."""
     try:
         return work(*given)
     except RFTMegaError as error:
-        where = f"[rank {os.environ.get('RANK', '0')}] " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
-        sys.stderr.write(f"{where}error: {error}\n")
-        return error.exit_code
+        return reported(error)
+
+
+def reported(error: RFTMegaError) -> int:
+    """Writes the error's message to stderr. Returns its exit code."""
+    where = f"[rank {os.environ.get('RANK', '0')}] " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
+    sys.stderr.write(f"{where}error: {error}\n")
+    return error.exit_code

@@ -11,7 +11,6 @@ from torch import Tensor
 from rftmega.types import (
     Auxiliary,
     Completion,
-    EachStep,
     Experience,
     LossFn,
     Metrics,
@@ -59,8 +58,8 @@ class RolloutEngine(Protocol):
         """Changes that as asking for these answers did."""
 
 
-class Policy(Protocol):
-    """The model that is trained."""
+class Scorer(Protocol):
+    """Scorer gives log-probs of rows."""
 
     def log_probs(self, rows: Rows, *, temperature: float | None = None) -> TokenStats:
         """Scores every target of `rows` ([B, T]) under the present weights; no gradient. `temperature` None: the rollout's."""
@@ -68,45 +67,33 @@ class Policy(Protocol):
     def reference_log_probs(self, rows: Rows) -> TokenStats:
         """The same under the frozen reference weights."""
 
-    def update(
+
+class Policy(Scorer, Protocol):
+    """Policy is the model that is trained."""
+
+    def step(
         self, experience: Experience, loss_fn: LossFn, *, auxiliary: Auxiliary | None = None, scored: Told | None = None
     ) -> Metrics:
-        """Optimizer steps on `experience`, and on `auxiliary` in the same; mini-batches are the policy's own setting.
+        """Takes one optimizer step on the rows of `experience` and of `auxiliary`.
 
-        An `experience` without old log-probs is learnt from in one optimizer step, whose forward pass gives them: `scored` is
-        told them on every process before the step is taken, and may raise instead.
+        The metrics have "optimizer_steps" (1, or 0 where gradients were not finite), "skipped_steps" (the opposite), and counts,
+        whose names begin with types.COUNT. An `experience` without old log-probs gets them from this step's forward pass:
+        `scored` is told them on every process before the optimizer acts, and may raise instead.
         """
 
 
-class ValueModel(Protocol):
-    """The critic."""
+class ValueScorer(Protocol):
+    """ValueScorer gives values of rows."""
 
     def values(self, rows: Rows) -> Tensor:
         """[B, T]: the value of each state in which a target is chosen, under the present weights; no gradient."""
 
-    def update(self, experience: Experience, loss_fn: LossFn) -> Metrics:
-        """Optimizer steps on `experience`; mini-batches are the model's own setting."""
 
+class ValueModel(ValueScorer, Protocol):
+    """ValueModel is a critic, or a reward model, that is trained."""
 
-class SteppedPolicy(Policy, Protocol):
-    """A policy whose optimizer steps somebody else may count, end with one of them, or know from before."""
-
-    def update(
-        self,
-        experience: Experience,
-        loss_fn: LossFn,
-        *,
-        auxiliary: Auxiliary | None = None,
-        each: EachStep = ...,
-        scored: Told | None = None,
-    ) -> Metrics:
-        """`each` is given every optimizer step; what it raises leaves the weights whole."""
-
-
-class SteppedValueModel(ValueModel, Protocol):
-    """A value model likewise."""
-
-    def update(self, experience: Experience, loss_fn: LossFn, *, each: EachStep = ...) -> Metrics: ...
+    def step(self, experience: Experience, loss_fn: LossFn) -> Metrics:
+        """Takes one optimizer step; see Policy.step."""
 
 
 class WeightSync(Protocol):
@@ -159,9 +146,9 @@ class Machinery(Protocol):
 
     engine: RolloutEngine
     weights: WeightSync
-    policy: SteppedPolicy
-    critic: SteppedValueModel | None
-    reward_model: SteppedValueModel | None
+    policy: Policy
+    critic: ValueModel | None
+    reward_model: ValueModel | None
 
 
 class Checkpoints(Protocol):

@@ -7,7 +7,7 @@ every mask is made from lengths, never from token values: a padding id may well 
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 Metrics = dict[str, float]
+COUNT = "count of "  # begins the names of a step's metrics that add up over optimizer steps, such as tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +240,6 @@ class TokenLoss:
 
 
 LossFn = Callable[[Any, Experience], TokenLoss]  # of TokenStats for a policy, of TokenValues for a value model
-EachStep = Callable[[Callable[[], Metrics]], Metrics]  # given an optimizer step to do, its metrics
 Told = Callable[[TokenStats], None]  # of the log-probs before an update, by its own forward pass
 
 
@@ -273,3 +273,8 @@ class Auxiliary:
     experience: Experience
     loss_fn: LossFn
     coef: float  # above 0
+
+    def split(self, parts: int) -> "list[Auxiliary]":
+        """Consecutive rows in `parts` parts, nearly as many in each."""
+        indices = torch.arange(len(self.experience)).tensor_split(parts)
+        return [replace(self, experience=self.experience.select(index)) for index in indices]

@@ -181,7 +181,7 @@ def learn(folder: Path, layout: Layout, setting: Setting) -> dict[str, Any]:
     clip = 10.0 if setting.smooth else 0.2
     weighting = WEIGHTINGS[setting.weighting]
     loss_fn = policy_loss(clip=Clip(clip, clip), kl_coef=0.1, entropy_coef=0.5, weighting=weighting)
-    metrics = [actor.update(experience, loss_fn) for _ in range(3)]
+    metrics = [actor.step(experience, loss_fn) for _ in range(3)]
     after = actor.log_probs(rows)
     back = order.argsort()
     exporter = Exporter(actor.manager.bound, actor.topology, bucket_bytes=20_000)

@@ -100,7 +100,7 @@ def batch(sizes: Sizes, micro_batches: int) -> Experience:
 
 
 def learn(actor: Any, experience: Experience) -> None:
-    actor.update(experience, policy_loss())
+    actor.step(experience, policy_loss())
 
 
 def speed(sizes: Sizes, layers: int, recompute: str) -> Figures:

@@ -87,6 +87,8 @@ class TrainingCheckpoints:
         except CheckpointError as raised:  # on all processes
             self._failed(name, [str(raised)])
             return
+        for model in self.models.values():
+            model.manager.finish_param_sync()
         said, tensors = taken_apart(state)
         about = self._about(said, step)
         snapshot = self._copies.take(

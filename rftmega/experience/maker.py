@@ -6,7 +6,7 @@ from rftmega.algorithms import kl
 from rftmega.algorithms.advantages import ESTIMATORS, Scored, whitened
 from rftmega.algorithms.kl import KLController
 from rftmega.algorithms.shaping import Shaping
-from rftmega.interfaces import Policy, ValueModel
+from rftmega.interfaces import Scorer, ValueScorer
 from rftmega.types import Experience, Samples
 
 
@@ -15,10 +15,10 @@ class ExperienceMaker:
 
     def __init__(
         self,
-        policy: Policy,
+        policy: Scorer,
         *,
         use_reference: bool,
-        critic: ValueModel | None = None,
+        critic: ValueScorer | None = None,
         advantage: str = "group",
         scale_by_std: bool = True,
         clip_filter_weight: float = 0.0,

@@ -4,14 +4,14 @@ from dataclasses import replace
 
 from rftmega.algorithms.supervised import last_value
 from rftmega.errors import RewardError
-from rftmega.interfaces import ValueModel
+from rftmega.interfaces import ValueScorer
 from rftmega.types import Samples
 
 
 class ModelReward:
     """Adds `weight` times a reward model's score to the reward of every answer, once all of a rollout are there."""
 
-    def __init__(self, model: ValueModel, weight: float):
+    def __init__(self, model: ValueScorer, weight: float):
         self.model, self.weight = model, weight
 
     def __call__(self, samples: Samples) -> Samples:

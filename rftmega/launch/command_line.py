@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rftmega import config as configuration
 from rftmega.config import RunConfig
-from rftmega.errors import FINAL_CODES, exit_code_of
+from rftmega.errors import FINAL_CODES, RFTMegaError, reported
 from rftmega.parallel.folder_lock import locked
 from rftmega.parallel.orphans import end_with_parent
 from rftmega.parallel.private import keep_private
@@ -22,10 +22,24 @@ Train = Callable[[RunConfig], int]
 
 
 def run(train: Train, description: str | None) -> int:
-    """Has `train` done what the command line says. The exit code, with a message for what the user can mend."""
+    """Checks the config of the command line, then trains: here, or in `--processes` ranks of this machine.
+
+    Returns the exit code, after a message for what the user can mend.
+    """
     given = arguments(description)
+    code = 0
     try:
-        code = exit_code_of(start, given, train)
+        config = checked(given)
+        if given.dry_run:
+            code = shown(given, config)
+        elif given.processes is not None:
+            code = launched(given.processes, train, config)
+        else:
+            end_with_torchrun()
+            with folders_locked(config):
+                code = train(config)
+    except RFTMegaError as error:
+        code = reported(error)
     except KeyboardInterrupt:
         return 130
     if code in FINAL_CODES and (mark := os.environ.get("RFTMEGA_REFUSED")):  # tools/run.sbatch
@@ -50,8 +64,8 @@ def arguments(description: str | None) -> argparse.Namespace:
     return parser.parse_intermixed_args()
 
 
-def start(given: argparse.Namespace, train: Train) -> int:
-    """Checks the config, then trains: here, or in `--processes` ranks of this machine. The exit code."""
+def checked(given: argparse.Namespace) -> RunConfig:
+    """Reads the config and refuses what can't run. Raises ConfigError, or another error of ours."""
     from rftmega.launch import preflight
     from rftmega.parallel import preemption
     from rftmega.parallel.process_group import check_launcher, launched_size
@@ -60,24 +74,34 @@ def start(given: argparse.Namespace, train: Train) -> int:
     check_launcher()
     processes = launched_size() if given.processes is None else given.processes
     config = configuration.load(given.config, given.overrides)
-    saves = config.checkpoint.every > 0
-    if not saves:
+    if not config.checkpoint.every:
         preemption.unlisten()
     preflight.preflight(config, processes, local=given.processes is not None)
-    if given.dry_run:
-        sys.stdout.write(preflight.dry_run(config, processes) + "\n")
-        return 0
-    if given.processes is None:
-        end_with_torchrun()
-        with folders_locked(config):
-            return train(config)
+    return config
+
+
+def shown(given: argparse.Namespace, config: RunConfig) -> int:
+    """Prints layout, batch arithmetic and parameters a rank."""
+    from rftmega.launch import preflight
+    from rftmega.parallel.process_group import launched_size
+
+    processes = launched_size() if given.processes is None else given.processes
+    sys.stdout.write(preflight.dry_run(config, processes) + "\n")
+    return 0
+
+
+def launched(processes: int, train: Train, config: RunConfig) -> int:
+    """Trains in so many ranks of this machine. Returns the exit code."""
+    from rftmega.launch import preflight
+    from rftmega.launch.local_launcher import launch
+    from rftmega.parallel import preemption
+
     if preemption.asked():  # ranks would each have to agree on it
         return config.faults.requeue_code
-    from rftmega.launch.local_launcher import launch
-
     preload = ["rftmega.launch.preloaded", *preflight.engine_modules(config)]
+    restarts, saves = config.faults.max_restarts, config.checkpoint.every > 0
     with folders_locked(config):
-        return launch(processes, rank, train, config, preload=preload, max_restarts=config.faults.max_restarts, stops=saves)
+        return launch(processes, rank, train, config, preload=preload, max_restarts=restarts, stops=saves)
 
 
 def end_with_torchrun() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from rftmega.checkpoint import retention
 from rftmega.checkpoint.run_checkpoints import Model, TrainingCheckpoints
 from rftmega.data import Tokenizer
-from rftmega.interfaces import RolloutEngine, SteppedPolicy, SteppedValueModel
+from rftmega.interfaces import Policy, RolloutEngine, ValueModel
 from rftmega.lightrft.arguments import lightrft_arguments, rows_per_micro_batch, rows_per_update
 from rftmega.lightrft.requests import Answer
 from rftmega.lightrft.strategy import StrategyBase
@@ -37,9 +37,9 @@ class LightRFTStrategy(StrategyBase):
         self.config = config
         self.engine_processes = strategy.engine_processes
         self.inference_engine, self.inference_engine_type = strategy.local_engine, config.rollout.engine
-        self.policy: SteppedPolicy = strategy.policy
-        self.critic: SteppedValueModel | None = strategy.critic
-        self.reward_model: SteppedValueModel | None = strategy.reward_model
+        self.policy: Policy = strategy.policy
+        self.critic: ValueModel | None = strategy.critic
+        self.reward_model: ValueModel | None = strategy.reward_model
         self.engine: RolloutEngine = strategy.engine
         self._versions = count()  # of pushes asked for through `update_engine_weights`
 
@@ -182,5 +182,5 @@ class LightRFTStrategy(StrategyBase):
 def _the_schedules(name: str) -> NotImplementedError:
     return NotImplementedError(
         f"{name}: Megatron's schedule runs forward, backward and step of all stages and micro-batches together. "
-        "Call policy.update(experience, loss_fn), which returns the metrics."
+        "Call policy.step(experience, loss_fn), which returns the metrics."
     )

@@ -7,9 +7,9 @@ from rftmega.config import RunConfig
 from rftmega.megatron.forward import LogProbs
 from rftmega.megatron.held_weights import AveragedWeights, ReferenceWeights
 from rftmega.megatron.manager import MegatronModelManager
-from rftmega.megatron.model_runner import MicroBatch, ModelRunner, at_once
+from rftmega.megatron.model_runner import MicroBatch, ModelRunner
 from rftmega.parallel.topology import Topology
-from rftmega.types import Auxiliary, EachStep, Experience, LossFn, Metrics, Rows, TokenStats, Told
+from rftmega.types import Auxiliary, Experience, LossFn, Metrics, Rows, TokenStats, Told
 
 
 class MegatronActor:
@@ -26,18 +26,18 @@ class MegatronActor:
         self.topology = placement
         if role == "actor":
             self.manager.setup_model_and_optimizer()
-        self.passes = ModelRunner(self.manager, TokenStats, LogProbs(self.manager.description.vocabulary))
+        self.runner = ModelRunner(self.manager, TokenStats, LogProbs(self.manager.description.vocabulary))
         keep_reference = role == "actor" and cfg.algorithm.kl_coef > 0
         self.reference = ReferenceWeights(self.manager) if keep_reference else None
         keep_average = role == "actor" and cfg.algorithm.ema_beta > 0
         self.average = AveragedWeights(self.manager, cfg.algorithm.ema_beta) if keep_average else None
         if self.average is not None:
-            self.passes.after_step = self.average.update
+            self.runner.after_step = self.average.update
         self.push_to_rollout: Callable[..., Metrics] | None = None
 
     def log_probs(self, rows: Rows, *, temperature: float | None = None) -> TokenStats:
         """Log-prob and entropy of every target, [B, T] on the host; no gradient. `temperature`: None for the rollout's."""
-        return self.passes.score(rows, temperature=temperature)
+        return self.runner.score(rows, temperature=temperature)
 
     def reference_log_probs(self, rows: Rows) -> TokenStats:
         """The same under the reference weights. Raises AssertionError where none are kept."""
@@ -45,18 +45,17 @@ class MegatronActor:
         with self.reference.swapped_in():
             return self.log_probs(rows)
 
-    def update(
+    def step(
         self,
         experience: Experience,
         loss_fn: LossFn,
         *,
         group_size: int = 1,
         auxiliary: Auxiliary | None = None,
-        each: EachStep = at_once,
         scored: Told | None = None,
     ) -> Metrics:
-        """One optimizer step for each mini-batch; see `ModelRunner.update`."""
-        return self.passes.update(experience, loss_fn, group_size=group_size, auxiliary=auxiliary, each=each, scored=scored)
+        """Takes one optimizer step; see `ModelRunner.step`."""
+        return self.runner.step(experience, loss_fn, group_size=group_size, auxiliary=auxiliary, scored=scored)
 
     def sync_model_to_rollout(self, version: int) -> Metrics:
         """Pushes the weights into the rollout engine, which answers under `version` from then on.
@@ -75,7 +74,7 @@ class MegatronActor:
 
         def step(data_iterator: Any, model: Any) -> tuple[Any, Any]:
             rows, experience = next(data_iterator)
-            batch = MicroBatch(rows, self.passes.temperature, experience, loss_fn)
-            return self.passes.forward_step(iter([batch]), model)
+            batch = MicroBatch(rows, self.runner.temperature, experience, loss_fn)
+            return self.runner.forward_step(iter([batch]), model)
 
         return step

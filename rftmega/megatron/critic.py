@@ -4,9 +4,9 @@ from torch import Tensor
 
 from rftmega.config import RunConfig
 from rftmega.megatron.manager import MegatronModelManager
-from rftmega.megatron.model_runner import ModelRunner, at_once
+from rftmega.megatron.model_runner import ModelRunner
 from rftmega.parallel.topology import Topology
-from rftmega.types import EachStep, Experience, LossFn, Metrics, Rows, TokenValues
+from rftmega.types import Experience, LossFn, Metrics, Rows, TokenValues
 
 
 class MegatronCritic:
@@ -23,12 +23,12 @@ class MegatronCritic:
         self.topology = placement
         if role == "critic":
             self.manager.setup_model_and_optimizer()
-        self.passes = ModelRunner(self.manager, TokenValues, None)
+        self.runner = ModelRunner(self.manager, TokenValues, None)
 
     def values(self, rows: Rows) -> Tensor:
         """[B, T] on the host; no gradient. Column t is the value of the state in which target t + 1 is chosen."""
-        return self.passes.score(rows).value
+        return self.runner.score(rows).value
 
-    def update(self, experience: Experience, loss_fn: LossFn, *, group_size: int = 1, each: EachStep = at_once) -> Metrics:
-        """One optimizer step for each mini-batch; see `ModelRunner.update`. `loss_fn` gets TokenValues."""
-        return self.passes.update(experience, loss_fn, group_size=group_size, each=each)
+    def step(self, experience: Experience, loss_fn: LossFn, *, group_size: int = 1) -> Metrics:
+        """Takes one optimizer step; see `ModelRunner.step`. `loss_fn` gets TokenValues."""
+        return self.runner.step(experience, loss_fn, group_size=group_size)

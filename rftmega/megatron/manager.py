@@ -26,7 +26,7 @@ from model_providers.hf_config import read_hf_config
 from model_providers.value_head import ValueHead
 from rftmega import device
 from rftmega.config import RunConfig
-from rftmega.device.spans import spanned
+from rftmega.device.spans import span
 from rftmega.errors import ConfigError
 from rftmega.megatron import forward, offload
 from rftmega.megatron.binding import Bound, bind
@@ -103,7 +103,8 @@ class MegatronModelManager:
             self.pieces, _ = pieces_of(self.chunks, self.bound)
         self.model: list[Any] = list(self.chunks)  # wrapped by setup_model_and_optimizer
         self.optimizer: Any = None
-        self.residency = offload.Residency(lambda: offload.parts_of(self.model, self.optimizer))
+        self._gather_is_due = False  # parameters wait for the next forward pass (optimizer.overlap_param_gather)
+        self.residency = offload.Residency(lambda: offload.parts_of(self.model, self.optimizer), finish=self.finish_param_sync)
 
     def _load(self, files: HFFolder, rules: Sequence[Rule], experts: int) -> None:
         tied = self.description.tied
@@ -207,7 +208,6 @@ class MegatronModelManager:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-    @spanned("optimizer step")
     def optimizer_step(self) -> tuple[bool, float]:
         """Clips, steps and advances the schedule; (was a step taken?, global gradient norm before clipping).
 
@@ -215,13 +215,14 @@ class MegatronModelManager:
         state and schedule stay as they are. (Megatron itself looks for them in fp16 only.)
         """
         taken, grad_norm = False, math.nan
-        with self.topology.active():
+        with span("optimizer step"), self.topology.active():
             if not self.optimizer.prepare_grads():
                 grad_norm = float(self.optimizer.get_grad_norm())
                 if math.isfinite(grad_norm):
                     self._clip(grad_norm)
                     self.residency.settle()
                     self.optimizer.step_with_ready_grads()
+                    self._gather_is_due = True
                     self.residency.changed()
                     self.scheduler.step(1)
                     taken = True
@@ -236,8 +237,9 @@ class MegatronModelManager:
                 clip_grad_by_total_norm_fp32(parameters, max_norm=self.cfg.optimizer.clip_grad, total_norm=grad_norm)
 
     def finish_param_sync(self) -> None:
-        """Gathers parameters whose gather was left to the next forward pass; before anybody else looks at them."""
-        if self.cfg.optimizer.overlap_param_gather:
+        """Gathers parameters whose gather was left to the next forward pass. Whoever else reads them calls it first."""
+        if self.cfg.optimizer.overlap_param_gather and self._gather_is_due:
+            self._gather_is_due = False
             for chunk in self.model:
                 chunk.start_param_sync(force_sync=True)
             self.residency.changed()

@@ -15,18 +15,14 @@ from torch import Tensor
 
 from model_providers.flops import BACKWARD, forward_flops
 from rftmega.device.spans import recorder
-from rftmega.errors import Preempted
 from rftmega.megatron.auxiliary import beside
 from rftmega.megatron.forward import HiddenProcessor, custom_forward, packed_length
 from rftmega.megatron.manager import MegatronModelManager
 from rftmega.parallel.micro_batches import fewest_micro_batches, plan_micro_batches
 from rftmega.parallel.watchdog import mark
-from rftmega.types import Auxiliary, EachStep, Experience, LossFn, Metrics, Rows, TokenLoss, TokenMetric, Told
+from rftmega.types import COUNT, Auxiliary, Experience, LossFn, Metrics, Rows, TokenLoss, TokenMetric, Told
 
-
-def at_once(step: Callable[[], Metrics]) -> Metrics:
-    """Does it."""
-    return step()
+COUNTED = ("tokens", "slots", "flops", "bubble", "ideal")  # by the recorder, in every pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +52,7 @@ class ModelRunner:
     @torch.no_grad()
     def score(self, rows: Rows, *, temperature: float | None = None) -> Any:
         """`stats` of every target, [B, T] on the host; no gradient. `temperature`: None for the rollout's."""
+        self.manager.finish_param_sync()
         chosen = self.temperature if temperature is None else temperature
         for chunk in self.manager.model:
             chunk.eval()
@@ -71,50 +68,21 @@ class ModelRunner:
             canvas[:, index, : values.shape[-1]] = values
         return self.stats(*self.topology.sum_of_speakers(canvas).cpu())
 
-    def update(
+    def step(
         self,
         experience: Experience,
         loss_fn: LossFn,
         *,
         group_size: int = 1,
         auxiliary: Auxiliary | None = None,
-        each: EachStep = at_once,
         scored: Told | None = None,
     ) -> Metrics:
-        """One optimizer step for each mini-batch (consecutive rows); metrics are averaged over the steps taken.
+        """Takes one optimizer step on the rows of `experience` and of `auxiliary`; see `interfaces.Policy.step`.
 
-        Each `group_size` consecutive rows come before `loss_fn` together. The rows of `auxiliary` are split over the steps
-        likewise. A step with non-finite gradients is skipped on all processes alike and counted in "skipped_steps", the others in
-        "optimizer_steps". `each` is
-        given every step, and may know its metrics from before; after what it raises the weights are whole. `scored` as in
-        `interfaces.Policy`; AssertionError where there is more than one step.
+        Each `group_size` consecutive rows come before `loss_fn` together. A step with non-finite gradients is skipped on all
+        processes alike.
         """
-        groups = torch.arange(len(experience)).view(-1, group_size)
-        parts = groups.tensor_split(min(self.cfg.algorithm.mini_batches, len(groups)))
-        assert scored is None or len(parts) == 1, "only a single step's forward pass gives the log-probs before the update"
-        shares = [None] * len(parts) if auxiliary is None else _split(auxiliary, len(parts))
-        try:
-            steps = [
-                each(partial(self._optimizer_step, experience.select(index.flatten()), loss_fn, group_size, share, scored))
-                for index, share in zip(parts, shares, strict=True)
-            ]
-        except Preempted:  # on all processes: after any other error some of them would wait here for the others
-            self.manager.finish_param_sync()
-            raise
-        self.manager.finish_param_sync()
-        taken = [step for step in steps if not step["skipped_steps"]]
-        averaged = taken or steps
-        mean = {name: sum(step[name] for step in averaged) / len(averaged) for name in steps[0]}
-        return mean | {"optimizer_steps": float(len(taken)), "skipped_steps": float(len(steps) - len(taken))}
-
-    def _optimizer_step(
-        self,
-        experience: Experience,
-        loss_fn: LossFn,
-        group_size: int,
-        auxiliary: Auxiliary | None,
-        scored: Told | None = None,
-    ) -> Metrics:
+        before = {name: recorder.counted(name) for name in COUNTED}
         learning_rate = self.manager.learning_rate
         for chunk in self.manager.model:
             chunk.train()
@@ -134,7 +102,9 @@ class ModelRunner:
         taken, grad_norm = self.manager.optimizer_step()
         if taken:
             self.after_step()
-        return metrics | {"grad_norm": grad_norm, "learning_rate": learning_rate, "skipped_steps": float(not taken)}
+        metrics |= {"grad_norm": grad_norm, "learning_rate": learning_rate}
+        metrics |= {"optimizer_steps": float(taken), "skipped_steps": float(not taken)}
+        return metrics | {COUNT + name: recorder.counted(name) - before[name] for name in COUNTED}
 
     def _to_learn(
         self, experience: Experience, indices: Sequence[Tensor], loss_fn: LossFn, temperature: float
@@ -225,12 +195,6 @@ class ModelRunner:
         nothing = experience.select(torch.zeros(0, dtype=torch.int64))
         empty = nothing.advantage
         return list(sums_of(loss_fn(self.stats(*[empty] * len(self.names)), replace(nothing, old_logp=empty))))
-
-
-def _split(auxiliary: Auxiliary, parts: int) -> list[Auxiliary]:
-    """Consecutive rows, nearly as many in each part."""
-    indices = torch.arange(len(auxiliary.experience)).tensor_split(parts)
-    return [replace(auxiliary, experience=auxiliary.experience.select(index)) for index in indices]
 
 
 def sums_of(loss: TokenLoss) -> dict[str, Tensor]:

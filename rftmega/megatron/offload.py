@@ -41,15 +41,19 @@ class Residency:
     autograd (an optimizer, a load) says so by `changed`.
     """
 
-    def __init__(self, parts: Callable[[], dict[str, list[Tensor]]]):
-        """`parts` lists the tensors of each part as they are now: Adam has none before its first step."""
+    def __init__(self, parts: Callable[[], dict[str, list[Tensor]]], finish: Callable[[], None] = lambda: None):
+        """`parts` lists the tensors of each part as they are now: Adam has none before its first step. `finish` completes the
+        parameters where the optimizer left some of them to be gathered later; whoever reads them calls it first.
+        """
         self._parts = parts
+        self.finish = finish
         self._berths: dict[int, Berth] = {}  # by the storage's id
         self._replaced = False
         self._aside: Any = None  # a copy to the host that may still run
 
     def off(self, *parts: str, keep: bool = True) -> None:
         """Moves parts to the host; with `keep=False` their content is forgotten and comes back as zeros."""
+        self.finish()
         storages = self.storages()
         self._off([storage for part in parts for storage in storages[part].values()], keep=keep)
 
@@ -100,6 +104,7 @@ class Residency:
         both. Afterwards they have their own again, bit for bit, from the host: nothing is copied to it that is there already.
         """
         pairs = list(theirs)
+        self.finish()
         self.settle()
         berths = [self._berth(storage) for storage in storages_of(mine for mine, _ in pairs).values()]
         self._bring_home(berths)

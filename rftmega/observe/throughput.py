@@ -43,6 +43,8 @@ class Throughput(Observer):
         }
 
     def on_step(self, trainer: Any, metrics: Metrics) -> None:
+        if "update" in self.phases:
+            self.phases["update"] |= trainer.counts  # of steps that were taken before a resume, too
         metrics |= self._everybodys() | self._efficiency(metrics)
         self.phases = {}
         recorder.take()  # an evaluation's belongs to no phase

@@ -1,17 +1,12 @@
 """A colocated run's policy, value models and weight transfer take the device before they compute."""
 
-from collections.abc import Callable
-
 from torch import Tensor
 
-from rftmega.device.spans import recorder
 from rftmega.interfaces import WeightSync
 from rftmega.megatron import MegatronActor, MegatronCritic
-from rftmega.megatron.model_runner import at_once
 from rftmega.strategy.phases import DevicePhases
 from rftmega.types import (
     Auxiliary,
-    EachStep,
     Experience,
     LossFn,
     Metrics,
@@ -21,33 +16,9 @@ from rftmega.types import (
     Told,
 )
 
-COUNT = "count of "
-COUNTS = ("tokens", "slots", "flops", "bubble", "ideal")
-
-
-def _with_counts(each: EachStep) -> EachStep:
-    """What an optimizer step counts travels with its metrics: one that was done before a resume is counted after it."""
-
-    def each_with_counts(step: Callable[[], Metrics]) -> Metrics:
-        done_now = False
-
-        def counting() -> Metrics:
-            nonlocal done_now
-            done_now, before = True, {name: recorder.counted(name) for name in COUNTS}
-            metrics = step()
-            return metrics | {COUNT + name: recorder.counted(name) - before[name] for name in COUNTS}
-
-        metrics = each(counting)
-        if not done_now:
-            for name in COUNTS:
-                recorder.count(name, metrics[COUNT + name])
-        return {name: value for name, value in metrics.items() if not name.startswith(COUNT)}
-
-    return each_with_counts
-
 
 class ColocatedPolicy:
-    """The policy of a colocated run: what it needs comes to the device before it computes."""
+    """ColocatedPolicy brings what the policy needs to the device before it computes."""
 
     def __init__(self, actor: MegatronActor, phases: DevicePhases):
         self.actor = actor
@@ -61,21 +32,15 @@ class ColocatedPolicy:
         self.phases.score()
         return self.actor.reference_log_probs(rows)
 
-    def update(
-        self,
-        experience: Experience,
-        loss_fn: LossFn,
-        *,
-        auxiliary: Auxiliary | None = None,
-        each: EachStep = at_once,
-        scored: Told | None = None,
+    def step(
+        self, experience: Experience, loss_fn: LossFn, *, auxiliary: Auxiliary | None = None, scored: Told | None = None
     ) -> Metrics:
         self.phases.update()
-        return self.actor.update(experience, loss_fn, auxiliary=auxiliary, each=_with_counts(each), scored=scored)
+        return self.actor.runner.step(experience, loss_fn, auxiliary=auxiliary, scored=scored)
 
 
 class ColocatedValues:
-    """A value model likewise, under the `name` that Turns knows it by."""
+    """ColocatedValues brings a value model to the device before it computes; DevicePhases knows it by `name`."""
 
     def __init__(self, model: MegatronCritic, phases: DevicePhases, name: str):
         self.model, self.phases, self.name = model, phases, name
@@ -84,13 +49,13 @@ class ColocatedValues:
         self.phases.score(self.name)
         return self.model.values(rows)
 
-    def update(self, experience: Experience, loss_fn: LossFn, *, each: EachStep = at_once) -> Metrics:
+    def step(self, experience: Experience, loss_fn: LossFn) -> Metrics:
         self.phases.update(self.name)
-        return self.model.update(experience, loss_fn, each=_with_counts(each))
+        return self.model.runner.step(experience, loss_fn)
 
 
 class ColocatedWeights:
-    """The weight transfer of a colocated run."""
+    """ColocatedWeights brings the policy to the device before its weights move."""
 
     def __init__(self, weights: WeightSync, phases: DevicePhases):
         self.weights = weights

@@ -13,6 +13,7 @@ def export(model: MegatronActor | MegatronCritic, config: RunConfig, folder: str
 
     Every process calls it, with the weights on the device.
     """
+    model.manager.finish_param_sync()
     export_weights(model.manager, model.topology, config, folder)
     if isinstance(model, MegatronActor) and model.average is not None:
         with model.average.swapped_in():

@@ -11,7 +11,7 @@ from rftmega import rollout, weights
 from rftmega.checkpoint.run_checkpoints import Model, TrainingCheckpoints, of_run
 from rftmega.config import RunConfig
 from rftmega.errors import ConfigError
-from rftmega.interfaces import Numerics, RolloutEngine, SteppedPolicy, SteppedValueModel, WeightSync
+from rftmega.interfaces import Numerics, Policy, RolloutEngine, ValueModel, WeightSync
 from rftmega.megatron import MegatronActor, MegatronCritic
 from rftmega.parallel.layout import layout_name
 from rftmega.parallel.process_group import World
@@ -69,10 +69,10 @@ class MegatronStrategy:
         self.phases.push()
         self.numerics: Numerics = EngineNumerics(actor, is_main=world.is_main)
         self._bucket_bytes = config.trainer.push_bucket_mib * 2**20
-        self.policy: SteppedPolicy = ColocatedPolicy(actor, self.phases)
+        self.policy: Policy = ColocatedPolicy(actor, self.phases)
         faces = {name: ColocatedValues(model, self.phases, name) for name, model in judges.items()}
-        self.critic: SteppedValueModel | None = faces.get("critic")
-        self.reward_model: SteppedValueModel | None = faces.get("reward_model")
+        self.critic: ValueModel | None = faces.get("critic")
+        self.reward_model: ValueModel | None = faces.get("reward_model")
         sync: WeightSync
         if isinstance(self.local_engine, ServerEngine):
             sync = weights.SharedWeights(manager.bound, self.local_engine, bucket_bytes=self._bucket_bytes)

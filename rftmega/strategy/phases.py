@@ -23,6 +23,7 @@ class DevicePhases:
         self.models = models
         self.engine = engine
         self.offload = offload
+        self._updating: str | None = None
         self.memory = Memory(models, predicted or {})
 
     def start(self) -> None:
@@ -40,8 +41,11 @@ class DevicePhases:
         self._hold("score", model, PARAMETERS)
 
     def update(self, model: str = POLICY) -> None:
+        """A model learns. Calls one after another, a mini-batch each, hold the device once."""
         self._engine_sleeps()
-        self._hold("update", model, *PARTS)
+        if self._updating != model:
+            self._hold("update", model, *PARTS)
+            self._updating = model
 
     def push(self) -> None:
         """Weights move from the policy to the engine."""
@@ -52,6 +56,9 @@ class DevicePhases:
             self.engine.sleep()
 
     def _hold(self, phase: str, model: str = POLICY, *parts: str) -> None:
+        self._updating = None
+        for held in self.models.values():
+            held.finish()
         mark(phase if model == POLICY else f"{phase}_{model}")
         self.memory.end()
         if self.offload:

@@ -29,10 +29,10 @@ class SupervisedStrategy:
             self.model = MegatronCritic(config, self.topology)
         self._memory = Memory({POLICY: self.model.manager.residency}, predicted(config, world))
 
-    def update(self, experience: Experience, loss_fn: LossFn, *, group_size: int = 1) -> Metrics:
-        """The model's, and the bytes that it took."""
+    def step(self, experience: Experience, loss_fn: LossFn, *, group_size: int = 1) -> Metrics:
+        """Takes one optimizer step of the model; its metrics have the bytes that it took."""
         self._memory.begin("update")
-        metrics = self.model.update(experience, loss_fn, group_size=group_size)
+        metrics = self.model.step(experience, loss_fn, group_size=group_size)
         self._memory.end()
         return metrics | self._memory.take()
 

@@ -13,11 +13,12 @@ from rftmega.algorithms.values import value_loss
 from rftmega.algorithms.weighting import Weighting, weighting_of
 from rftmega.config import RunConfig, without_secrets
 from rftmega.experience import ExperienceMaker, ModelReward, ReplayBuffer
-from rftmega.interfaces import Machinery, Policy, Reward, ValueModel
+from rftmega.interfaces import Machinery, Policy, Reward, Scorer, ValueModel, ValueScorer
 from rftmega.trainer.dynamic_sampler import DynamicSampler
 from rftmega.trainer.gap_gate import GapGate, limits_of
 from rftmega.trainer.journal import Journal, Journaled
 from rftmega.trainer.learner import Learner
+from rftmega.trainer.optimizer_steps import Schedule
 from rftmega.trainer.ppo import PPOTrainer
 from rftmega.trainer.ptx import PTX, Order
 from rftmega.trainer.replay_mixer import ReplayMixer
@@ -42,13 +43,14 @@ class Algorithm:
         """
         config = self.config
         journal = Journal(stop) if config.checkpoint.every else None
-        machinery = built if journal is None else Journaled(built, journal)
+        machinery: Machinery | Journaled = built if journal is None else Journaled(built, journal)
+        given = self.ptx(ptx) if ptx else None
         return PPOTrainer(
             engine=machinery.engine,
             weights=machinery.weights,
             reward=reward,
             maker=self.maker(machinery.policy, machinery.critic),
-            learner=self.learner(machinery.policy, machinery.critic, self.ptx(ptx) if ptx else None),
+            learner=self.learner(built.policy, built.critic, given, journal),
             model_reward=ModelReward(machinery.reward_model, config.reward.model) if machinery.reward_model else None,
             refill=self.refill(),
             gate=self.gate(built),
@@ -64,10 +66,15 @@ class Algorithm:
     def supervised(self, model: Learns, *, stop: Callable[[], bool] = lambda: False) -> SupervisedTrainer:
         """A trainer that learns from answers (algorithm.task=sft) or from pairs of them (reward_model)."""
         if self.chosen.task == "sft":
-            return SupervisedTrainer(model=model, loss_fn=cross_entropy_loss(self.weighting), stop=stop)
-        return SupervisedTrainer(model=model, loss_fn=pairwise_loss(), group_size=2, stop=stop)
+            return SupervisedTrainer(model=model, loss_fn=cross_entropy_loss(self.weighting), schedule=self.schedule, stop=stop)
+        return SupervisedTrainer(model=model, loss_fn=pairwise_loss(), group_size=2, schedule=self.schedule, stop=stop)
 
-    def maker(self, policy: Policy, critic: ValueModel | None = None) -> ExperienceMaker:
+    @property
+    def schedule(self) -> Schedule:
+        """Cuts rollouts into mini-batches."""
+        return Schedule(updates_per_epoch=self.chosen.mini_batches, seed=self.config.trainer.seed)
+
+    def maker(self, policy: Scorer, critic: ValueScorer | None = None) -> ExperienceMaker:
         chosen = self.chosen
         return ExperienceMaker(
             policy,
@@ -91,7 +98,9 @@ class Algorithm:
             drop_truncated=chosen.drop_truncated,
         )
 
-    def learner(self, policy: Policy, critic: ValueModel | None = None, ptx: PTX | None = None) -> Learner:
+    def learner(
+        self, policy: Policy, critic: ValueModel | None = None, ptx: PTX | None = None, journal: Journal | None = None
+    ) -> Learner:
         return Learner(
             policy,
             self.policy_loss(),
@@ -100,6 +109,8 @@ class Algorithm:
             frozen_steps=self.chosen.freezing_actor_steps,
             kl=self.kl,
             ptx=ptx,
+            schedule=self.schedule,
+            journal=journal,
         )
 
     def gate(self, built: Machinery) -> GapGate | None:
@@ -119,7 +130,7 @@ class Algorithm:
             chosen.refill_rounds, part=chosen.refill_by, oversample=chosen.oversample, learnt_from=chosen.learnt_from
         )
 
-    def replay(self, policy: Policy) -> ReplayMixer | None:
+    def replay(self, policy: Scorer) -> ReplayMixer | None:
         """What keeps earlier answers, where they are learnt from."""
         chosen = self.chosen
         if not chosen.max_staleness:

@@ -7,24 +7,14 @@ it again; the first thing that is not there is where the run was stopped.
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from rftmega.errors import CheckpointError, Preempted
-from rftmega.interfaces import (
-    Enough,
-    Machinery,
-    Policy,
-    Reward,
-    RolloutEngine,
-    SteppedPolicy,
-    SteppedValueModel,
-    ValueModel,
-)
-from rftmega.types import Auxiliary, Completion, Experience, LossFn, Metrics, Prompt, Rows, TokenStats, Told
+from rftmega.interfaces import Enough, Machinery, Reward, RolloutEngine, Scorer, ValueModel, ValueScorer
+from rftmega.types import Completion, Prompt, Rows, TokenStats
 
 Result = TypeVar("Result")
 Answers = Sequence[Completion | None]
@@ -59,21 +49,28 @@ class Journal:
         something else was done at this place.
         """
         if self._before:
-            known, result = self._before.popleft()
-            if known != name:
-                raise _otherwise(known, name)
-            self._done.append((name, result))
-            return result  # type: ignore[no-any-return]
+            return self.replay(name)  # type: ignore[no-any-return]
         result = work()
-        self._done.append((name, result))
-        if self.stop():
-            raise Preempted
+        self.record(name, result)
         return result
 
-    def keep(self, name: str, result: Result) -> Result:
-        """`result`, of a work that something else which is kept here goes on with at once: the run is not stopped between."""
+    def replay(self, name: str) -> Any:
+        """Returns the next result of before the resume. Raises CheckpointError where it is not of what has this name."""
+        known, result = self._before.popleft()
+        if known != name:
+            raise _otherwise(known, name)
         self._done.append((name, result))
         return result
+
+    def record(self, name: str, result: Any) -> None:
+        """Keeps a result. Raises Preempted, after that, where the run is asked to stop."""
+        self.keep(name, result)
+        if self.stop():
+            raise Preempted
+
+    def keep(self, name: str, result: Any) -> None:
+        """Keeps a result that the next work goes on with at once, so that the run is not stopped between."""
+        self._done.append((name, result))
 
     def answers(self, name: str, requests: int, ask: Callable[[Sequence[int]], Sequence[Completion]]) -> list[Completion]:
         """Of all `requests`; `ask` gets the places of those without an answer, and may raise Preempted with some of them."""
@@ -156,9 +153,9 @@ class JournaledEngine:
 
 
 class JournaledPolicy:
-    """A policy whose scores and optimizer steps are in the journal."""
+    """JournaledPolicy takes scores of before a resume from the journal (`optimizer_steps.take_steps` does so with steps)."""
 
-    def __init__(self, policy: SteppedPolicy, journal: Journal):
+    def __init__(self, policy: Scorer, journal: Journal):
         self.policy, self.journal = policy, journal
 
     def log_probs(self, rows: Rows, *, temperature: float | None = None) -> TokenStats:
@@ -167,53 +164,28 @@ class JournaledPolicy:
     def reference_log_probs(self, rows: Rows) -> TokenStats:
         return self.journal(f"reference log-probs of {len(rows)} rows", lambda: self.policy.reference_log_probs(rows))
 
-    def update(
-        self, experience: Experience, loss_fn: LossFn, *, auxiliary: Auxiliary | None = None, scored: Told | None = None
-    ) -> Metrics:
-        beside: dict[str, Any] = {} if auxiliary is None else {"auxiliary": auxiliary}
-        if scored is not None:
-            name = f"log-probs of {len(experience)} rows in their update"
-            if self.journal.behind:  # forward pass and step were done before the resume
-                stats = self.journal(name, _missing)
-                scored(stats)
-                experience = replace(experience, old_logp=stats.logp)
-            else:
-                beside["scored"] = lambda stats: scored(self.journal.keep(name, stats))
-        return self.policy.update(experience, loss_fn, each=_steps(self.journal, "policy"), **beside)
-
 
 class JournaledValues:
-    """A value model likewise, under a name of its own."""
+    """JournaledValues does the same for a value model of this `name`."""
 
-    def __init__(self, model: SteppedValueModel, journal: Journal, name: str):
+    def __init__(self, model: ValueScorer, journal: Journal, name: str):
         self.model, self.journal, self.name = model, journal, name
 
     def values(self, rows: Rows) -> Tensor:
         return self.journal(f"values of {len(rows)} rows by the {self.name}", lambda: self.model.values(rows))
 
-    def update(self, experience: Experience, loss_fn: LossFn) -> Metrics:
-        return self.model.update(experience, loss_fn, each=_steps(self.journal, self.name))
-
 
 class Journaled:
-    """A Machinery whose answers, scores and optimizer steps are in the journal; a push can be repeated, and is not."""
+    """Journaled is a Machinery whose answers and scores are in the journal; a push can be repeated, and is not."""
 
     def __init__(self, built: Machinery, journal: Journal):
-        def values(model: SteppedValueModel | None, name: str) -> ValueModel | None:
+        def values(model: ValueModel | None, name: str) -> ValueScorer | None:
             return None if model is None else JournaledValues(model, journal, name)
 
         self.engine: RolloutEngine = JournaledEngine(built.engine, journal)
         self.weights = built.weights
-        self.policy: Policy = JournaledPolicy(built.policy, journal)
+        self.policy: Scorer = JournaledPolicy(built.policy, journal)
         self.critic, self.reward_model = values(built.critic, "critic"), values(built.reward_model, "reward model")
-
-
-def _missing() -> TokenStats:
-    raise AssertionError("asked only for what is in the journal")
-
-
-def _steps(journal: Journal, name: str) -> Callable[[Callable[[], Metrics]], Metrics]:
-    return lambda step: journal(f"an optimizer step of the {name}", step)
 
 
 def _otherwise(known: str, now: str) -> CheckpointError:

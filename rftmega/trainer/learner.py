@@ -6,8 +6,10 @@ from typing import Any
 
 from rftmega.algorithms.kl import ESTIMATORS, KLController
 from rftmega.interfaces import Policy, ValueModel
+from rftmega.trainer.journal import Journal
+from rftmega.trainer.optimizer_steps import Schedule, take_steps
 from rftmega.trainer.ptx import PTX
-from rftmega.types import Experience, LossFn, Metrics, TokenStats
+from rftmega.types import COUNT, Experience, LossFn, Metrics, TokenStats
 
 
 class Learner:
@@ -25,12 +27,16 @@ class Learner:
         frozen_steps: int = 0,
         kl: KLController | None = None,
         ptx: PTX | None = None,
+        schedule: Schedule | None = None,
+        journal: Journal | None = None,
     ):
+        """`schedule` cuts a rollout into mini-batches; None: one. `journal`: see `take_steps`."""
         self.policy, self.loss_fn = policy, loss_fn
         self.critic, self.value_loss_fn = critic, value_loss_fn
         self.frozen_steps = frozen_steps
         self.kl = kl
         self.ptx = ptx
+        self.schedule, self.journal = schedule or Schedule(), journal
 
     def state(self) -> dict[str, Any]:
         """The KL's weight, which moves, and where in the given answers the next batch begins; as JSON has it."""
@@ -46,7 +52,7 @@ class Learner:
         self,
         experience: Experience,
         step: int,
-        learnt: Experience | None = None,
+        learnt: Experience,
         scored: Callable[[Experience], None] = lambda whole: None,
     ) -> Metrics:
         """One rollout's optimizer steps, after `step` finished ones; the critic's metrics begin with "critic_". `learnt` is what
@@ -64,13 +70,18 @@ class Learner:
 
         if self.critic is not None:
             assert self.value_loss_fn is not None
-            found = self.critic.update(experience, self.value_loss_fn)
-            metrics |= {f"critic_{name}": value for name, value in found.items()} | explained(experience)
+            rows = self.schedule.mini_batches(len(experience), step)
+            found = take_steps(self.critic, experience, self.value_loss_fn, rows, journal=self.journal, name="critic")
+            metrics |= {name if name.startswith(COUNT) else f"critic_{name}": value for name, value in found.items()}
+            metrics |= explained(experience)
         if step >= self.frozen_steps:
             beside: dict[str, Any] = {} if self.ptx is None else {"auxiliary": self.ptx()}
             if experience.old_logp is None:
                 beside["scored"] = complete
-            metrics |= self.policy.update(experience if learnt is None else learnt, self.loss_fn, **beside)
+            rows = self.schedule.mini_batches(len(learnt), step)
+            found = take_steps(self.policy, learnt, self.loss_fn, rows, journal=self.journal, **beside)
+            counts = {name: value + metrics.get(name, 0.0) for name, value in found.items() if name.startswith(COUNT)}
+            metrics |= found | counts
         if experience.reference_logp is not None:
             assert experience.old_logp is not None
             delta = (experience.old_logp - experience.reference_logp)[experience.mask]

@@ -1,15 +1,14 @@
 """The schedule of a training, whatever a step is: how many, what is told to whom, and where it ends."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from rftmega.errors import Preempted
 from rftmega.interfaces import Callback
 from rftmega.trainer.journal import Journal
-from rftmega.types import Metrics
-
-Result = TypeVar("Result")
+from rftmega.types import COUNT, Metrics
 
 
 class Trainer:
@@ -28,6 +27,7 @@ class Trainer:
         self.journal = journal
         self.step, self.resumed = 0, False
         self.seconds: Metrics = {}  # of each phase of the present step
+        self.counts: Metrics = {}  # of the present step's optimizer steps: tokens, operations (types.COUNT)
 
     def train_step(self, batch: Any) -> Metrics:
         """One step, which it counts."""
@@ -35,13 +35,24 @@ class Trainer:
 
     def fit(self, batches: Iterable[Any], *, steps: int) -> None:
         """Trains until `steps` steps are done, or `stop` says so."""
+        batches = self.prepare(batches)
         begun: list[Callback] = []
         try:
             start: Metrics = {}
             for callback in self.callbacks:
                 callback.on_start(self, start)
                 begun.append(callback)
-            self._steps(batches, steps)
+            self._begin()
+            for _, batch in zip(range(self.step, steps), batches, strict=False):  # in this order: draws no batch too many
+                metrics = self.train_step(batch)
+                self.counts = {name.removeprefix(COUNT): metrics.pop(name) for name in list(metrics) if name.startswith(COUNT)}
+                metrics |= {f"seconds_{name}": seconds for name, seconds in self.seconds.items()}
+                self.stopped = self.stop()
+                for callback in self.callbacks:
+                    callback.on_step(self, metrics)
+                self._begin()
+                if self.stopped:
+                    break
         except Preempted:
             self.stopped = True
             for callback in begun:  # what is saved can't wait for those that close a connection
@@ -49,29 +60,22 @@ class Trainer:
         for callback in begun:
             callback.on_end(self)
 
-    def _steps(self, batches: Iterable[Any], steps: int) -> None:
-        self._begin()
-        for _, batch in zip(range(self.step, steps), batches, strict=False):  # in this order: draws no batch too many
-            metrics = self.train_step(batch) | {f"seconds_{name}": seconds for name, seconds in self.seconds.items()}
-            self.stopped = self.stop()
-            for callback in self.callbacks:
-                callback.on_step(self, metrics)
-            self._begin()
-            if self.stopped:
-                break
+    def prepare(self, batches: Iterable[Any]) -> Iterable[Any]:
+        """Returns what `train_step` gets its batches from; called before the first step."""
+        return batches
 
     def _begin(self) -> None:
         if self.journal is not None:
             self.journal.begin()
 
-    def phase(self, name: str, work: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
-        """Does the work and tells the callbacks how long it took."""
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Measures the block's seconds and tells the callbacks."""
         begin = time.perf_counter()
-        result = work(*args, **kwargs)
+        yield
         self.seconds[name] = time.perf_counter() - begin
         for callback in self.callbacks:
             callback.on_phase(self, name, self.seconds[name])
-        return result
 
     def state(self) -> dict[str, Any]:
         """What the next step depends on, beside weights, random streams and the order of the data; as JSON has it."""

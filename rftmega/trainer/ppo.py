@@ -57,11 +57,10 @@ class PPOTrainer(Trainer):
         self.samples_per_prompt, self.temperature, self.seed = samples_per_prompt, temperature, seed
         self.supply = PromptQueue()
 
-    def fit(self, batches: Iterable[list[Prompt]], *, steps: int) -> None:
-        """Trains until `steps` steps are done, or `stop` says so."""
+    def prepare(self, batches: Iterable[list[Prompt]]) -> PromptQueue:
         self.weights.push(version=self.step)
         self.supply.source(batches)
-        super().fit(self.supply, steps=steps)
+        return self.supply
 
     def state(self) -> dict[str, Any]:
         return super().state() | {name: part.state() for name, part in self._parts().items()}
@@ -78,27 +77,30 @@ class PPOTrainer(Trainer):
 
     def train_step(self, batch: Sequence[Prompt]) -> Metrics:
         """Where groups are replaced, `supply` has the prompts for it, and gets back what was not used."""
-        samples, seen = self.phase("rollout", self.refill, self.rollout, batch, self.supply)
+        with self.phase("rollout"):
+            samples, seen = self.refill(self.rollout, batch, self.supply)
         # Where no token is the present policy's, the gate asks for new answers, which an update that is under way can't bear.
         present = bool(chosen_by(samples, self.step).any())
         late = self.late_scoring and present and self.step >= self.learner.frozen_steps
-        experience = self.phase("score", self.maker.make, samples, old_log_probs=not late)
+        with self.phase("score"):
+            experience = self.maker.make(samples, old_log_probs=not late)
         gap: Gap | None = None if late else self._gap(samples, experience)
-        if late:
+        learnt, replayed = experience, Metrics()
+        if self.replay is not None:
+            with self.phase("replay"):
+                learnt, replayed = self.replay.beside(experience, self.step)
 
-            def scored(whole: Experience) -> None:
-                nonlocal experience, gap
-                experience, gap = whole, self._gap(samples, whole)
+        def scored(whole: Experience) -> None:
+            nonlocal experience, gap
+            experience, gap = whole, self._gap(samples, whole)
 
-            metrics = self.phase("update", self.learner.update, experience, self.step, scored=scored)
-        elif self.replay is None:
-            metrics = self.phase("update", self.learner.update, experience, self.step)
-        else:
-            learnt, replayed = self.phase("replay", self.replay.beside, experience, self.step)
-            metrics = self.phase("update", self.learner.update, experience, self.step, learnt) | replayed
+        with self.phase("update"):
+            metrics = self.learner.update(experience, self.step, learnt, scored=scored)
+        if self.replay is not None:
             self.replay.keep(experience, samples.group)
         self.step += 1
-        metrics |= self.phase("push", self.weights.push, version=self.step)
+        with self.phase("push"):
+            metrics |= replayed | self.weights.push(version=self.step)
         for callback in self.callbacks:
             callback.on_experience(self, samples, experience)
         assert gap is not None

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rftmega.experience.replay import ReplayBuffer
-from rftmega.interfaces import Policy
+from rftmega.interfaces import Scorer
 from rftmega.types import Experience, Metrics
 
 
@@ -19,7 +19,7 @@ class ReplayMixer:
     arXiv:2505.24298, eq. 5), bounded by `algorithm.correction`.
     """
 
-    def __init__(self, policy: Policy, buffer: ReplayBuffer, *, max_staleness: int):
+    def __init__(self, policy: Scorer, buffer: ReplayBuffer, *, max_staleness: int):
         self.policy, self.buffer, self.max_staleness = policy, buffer, max_staleness
         self._crowded_out = 0  # groups that the last `keep` dropped
 

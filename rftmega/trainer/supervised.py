@@ -8,25 +8,38 @@ from rftmega.experience import given
 from rftmega.interfaces import Policy, ValueModel
 from rftmega.trainer.evaluate import Evaluation, metric_of
 from rftmega.trainer.loop import Trainer
+from rftmega.trainer.optimizer_steps import Schedule, take_steps
 from rftmega.types import Experience, LossFn, Metrics, Rows
 
 
 class Learns(Protocol):
     """A policy or a value model."""
 
-    def update(self, experience: Experience, loss_fn: LossFn, *, group_size: int = 1) -> Metrics: ...
+    def step(self, experience: Experience, loss_fn: LossFn, *, group_size: int = 1) -> Metrics: ...
 
 
 class SupervisedTrainer(Trainer):
     """One update a batch."""
 
-    def __init__(self, *, model: Learns, loss_fn: LossFn, group_size: int = 1, stop: Callable[[], bool] = lambda: False):
+    def __init__(
+        self,
+        *,
+        model: Learns,
+        loss_fn: LossFn,
+        group_size: int = 1,
+        schedule: Schedule | None = None,
+        stop: Callable[[], bool] = lambda: False,
+    ):
         """`group_size` consecutive rows come before the loss together: 2 for pairs. `stop` as Trainer's."""
         super().__init__(stop=stop)
         self.model, self.loss_fn, self.group_size = model, loss_fn, group_size
+        self.schedule = schedule or Schedule()
 
     def train_step(self, batch: Rows) -> Metrics:
-        metrics = self.phase("update", self.model.update, given(batch), self.loss_fn, group_size=self.group_size)
+        experience = given(batch)
+        with self.phase("update"):
+            rows = self.schedule.mini_batches(len(experience), self.step, self.group_size)
+            metrics = take_steps(self.model, experience, self.loss_fn, rows, group_size=self.group_size)
         self.step += 1
         return metrics
 

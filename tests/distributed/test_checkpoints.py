@@ -60,7 +60,7 @@ def kept_by(actor: MegatronActor, folder: Path, **settings: Any) -> TrainingChec
 
 def learn(actor: MegatronActor, steps: int) -> list[float]:
     """Losses of steps that each learn from the same rows."""
-    return [actor.update(given(rows_of(TOKENS)), cross_entropy_loss())["loss"] for _ in range(steps)]
+    return [actor.step(given(rows_of(TOKENS)), cross_entropy_loss())["loss"] for _ in range(steps)]
 
 
 def save_body(world: Any, model: Path, folder: Path, case: tuple[Any, ...], settings: dict[str, Any]) -> list[float]:

@@ -65,7 +65,7 @@ def experience_of() -> Experience:
 def learn(critic: Any) -> Any:
     experience = experience_of()
     before = critic.values(experience.rows)
-    metrics = [critic.update(experience, square_loss) for _ in range(3)]
+    metrics = [critic.step(experience, square_loss) for _ in range(3)]
     exporter = Exporter(critic.manager.bound, critic.topology, bucket_bytes=20_000)
     return before, metrics, critic.values(experience.rows), {name: tensor.clone() for name, tensor in exporter}
 
@@ -125,7 +125,7 @@ def both_body(world: Any, policy: Path, reward: Path) -> Any:
     experience = replace(experience_of(), advantage=torch.ones(len(ROWS), 1) * experience_of().mask)
     old = actor.log_probs(experience.rows).logp
     values = critic.values(experience.rows)
-    actor_metrics = actor.update(replace(experience, old_logp=old), policy_loss())
+    actor_metrics = actor.step(replace(experience, old_logp=old), policy_loss())
     learnt = learn(critic)
     assert torch.equal(values, learnt[0]), "the actor's update changed the critic"
     return actor_metrics, learnt, actor.log_probs(experience.rows).logp

@@ -66,14 +66,14 @@ def follows_body(world: Any, folder: Path, output: Path, parallel: ParallelConfi
     strategy.weights.push(version=0)
     assert_same(engine.loaded, disk)
     for version in (1, 2):
-        strategy.policy.update(experience, policy_loss())
+        strategy.policy.step(experience, policy_loss())
         strategy.weights.push(version=version)
         now = present()
         assert now.keys() == disk.keys()
         assert all(not torch.equal(tensor, before[name]) for name, tensor in now.items() if tensor.dim() > 1)
         assert_same(engine.loaded, now)
         before = now
-    strategy.policy.update(experience, policy_loss())
+    strategy.policy.step(experience, policy_loss())
     strategy.export(output)
     now = present()
     assert any(not torch.equal(tensor, before[name]) for name, tensor in now.items())

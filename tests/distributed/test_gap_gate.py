@@ -42,16 +42,16 @@ def body(world: Any, folder: Path, output: Path) -> dict[str, str]:
     made = MegatronStrategy(config, world, stop_ids=[1])
     trainer = Algorithm(config).reinforced(made, likes_long)
     trainer.weights.push(version=0)
-    parameter = next(item.parameter for item in made.unwrap_model(made.policy).manager.bound if item.rule.opens)
+    parameter = next(item.parameter for item in made.actor.manager.bound if item.rule.opens)
     said: dict[str, str] = {}
 
     def step() -> str:
         """ "": the step was taken."""
-        before = [item.parameter.detach().clone() for item in made.unwrap_model(made.policy).manager.bound]
+        before = [item.parameter.detach().clone() for item in made.actor.manager.bound]
         try:
             trainer.train_step(PROMPTS)
         except GapExceeded as error:
-            now = [item.parameter for item in made.unwrap_model(made.policy).manager.bound]
+            now = [item.parameter for item in made.actor.manager.bound]
             made.phases.push()  # weights may have left the device
             assert all(torch.equal(x, y) for x, y in zip(before, now, strict=True)), "nothing was learnt"
             return str(error)

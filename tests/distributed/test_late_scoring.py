@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ def body(world: Any, folder: Path, parallel: ParallelConfig, late: bool, refuses
     )
     experiences, metrics = [], []
     trainer.callbacks = [type("Keeps", (), {"on_experience": lambda self, t, s, experience: experiences.append(experience)})()]
-    trainer.phase = lambda name, work, *given, **named: work(*given, **named)
+    trainer.phase = lambda name: nullcontext()
     if gate is not None:
         before = weights()
         with pytest.raises(GapExceeded):

@@ -29,7 +29,7 @@ def test_offsets_of_clocks_are_found_within_the_bound_that_is_given() -> None:
 def _one_works_more(world: Any) -> dict[str, float]:
     """Two phases; the second process generates for 3 s, the first for 1 s, and waits for 2 s of its 3.5 s of loading."""
     measures = Throughput(peak_tflops=0.5)
-    trainer = SimpleNamespace(step=0)
+    trainer = SimpleNamespace(step=0, counts={"tokens": 80, "slots": 100, "bubble": 3, "ideal": 8})  # half of it before a resume
     recorder.count("generate", 77.0)  # of an evaluation before the first step
     measures.on_start(trainer, {})
     recorder.count("generate", 1.0 + 2.0 * world.rank)
@@ -38,11 +38,11 @@ def _one_works_more(world: Any) -> dict[str, float]:
     recorder.count("receive weights", 2.0 - world.rank)
     measures.on_phase(trainer, "push", 4.0)
     counts = {
-        "tokens": 80,
-        "slots": 100,
+        "tokens": 40,
+        "slots": 60,
         "flops": 6e12,
-        "bubble": 3,
-        "ideal": 8,
+        "bubble": 1,
+        "ideal": 4,
         "forward": 2.0,
         "backward": 1.0,
         "schedule": 5.0,

@@ -50,7 +50,7 @@ def contents(residency: Any) -> dict[str, list[torch.Tensor]]:
 
 def offload_body(world: Any, *case: Any) -> Any:
     actor, experience = prepared(*case)
-    actor.update(experience, policy_loss())
+    actor.step(experience, policy_loss())
     residency = actor.manager.residency
     full, before = residency.bytes(), contents(residency)
     steps = []
@@ -105,7 +105,7 @@ def phases_body(world: Any, *case: Any) -> Any:
             hold(PARAMETERS)
             score = actor.log_probs(experience.rows)
             hold(*PARTS)
-            metrics.append(actor.update(experience, policy_loss()))
+            metrics.append(actor.step(experience, policy_loss()))
             hold(PARAMETERS)
             weights = {n: t.clone() for n, t in Exporter(actor.manager.bound, actor.topology, bucket_bytes=20_000)}
         found.append((metrics, score, weights))
@@ -130,7 +130,7 @@ def test_training_does_not_notice_and_scoring_never_loads_optimizer_state(kind: 
 
 def copy_params_body(world: Any, *case: Any) -> Any:
     actor, experience = prepared(*case)
-    actor.update(experience, policy_loss())
+    actor.step(experience, policy_loss())
     manager = actor.manager
     before = contents(manager.residency)[MAIN_PARAMETERS]
     found = []
@@ -153,7 +153,7 @@ def test_copy_params_move_for_a_chain_one_optimizer_or_a_list(tmp_path: Path) ->
 
 def host_buffers_body(world: Any, *case: Any) -> Any:
     actor, experience = prepared(*case)
-    actor.update(experience, policy_loss())
+    actor.step(experience, policy_loss())
     residency = actor.manager.residency
     found = []
     for _ in range(3):
@@ -176,7 +176,7 @@ def changed_body(world: Any, *case: Any) -> Any:
         for item in actor.manager.bound:
             item.parameter.zero_().add_(0.25)
     actor.manager.weights_changed()
-    actor.update(experience, policy_loss())
+    actor.step(experience, policy_loss())
     return max(float((item.parameter.float() - 0.25).abs().max()) for item in actor.manager.bound)
 
 

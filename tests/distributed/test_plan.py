@@ -76,7 +76,7 @@ def measured_body(world: Any, folder: Path, case: Case) -> dict[str, int]:
     experience = Experience(
         rows.tokens, rows.prompt_lengths, rows.lengths, rows.mask, zero, zero, None, zero + 1, old_value=zero, returns=zero + 1
     )
-    model.update(experience, policy_loss() if case.engine else value_loss())
+    model.step(experience, policy_loss() if case.engine else value_loss())
     found = model.manager.residency.bytes()
     if case.engine:
         engine = BlockEngine(world.rank % case.engine, case.engine)
@@ -126,7 +126,7 @@ def kept_body(world: Any, folder: Path, parallel: ParallelConfig) -> int:
     zero = torch.zeros(rows.mask.shape)
     experience = Experience(rows.tokens, rows.prompt_lengths, rows.lengths, rows.mask, zero, zero, None, zero + 1)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        actor.update(experience, policy_loss())
+        actor.step(experience, policy_loss())
     return sum(storage.nbytes() for storage in kept.values())
 
 

@@ -12,6 +12,7 @@ from rftmega.algorithms.losses import policy_loss
 from rftmega.algorithms.supervised import cross_entropy_loss
 from rftmega.config import OptimizerConfig, ParallelConfig
 from rftmega.experience import given
+from rftmega.trainer.optimizer_steps import Schedule, take_steps
 from rftmega.types import Auxiliary, Experience
 from rftmega.weights import Exporter
 from tests.layouts import build_actor, rows_of
@@ -33,7 +34,8 @@ def body(world: Any, folder: Path, parallel: ParallelConfig, mini_batches: int) 
     logp = actor.log_probs(rows).logp
     experience = Experience(rows.tokens, rows.prompt_lengths, rows.lengths, rows.mask, logp, logp, None, torch.ones_like(logp))
     auxiliary = Auxiliary("ptx", given(rows_of(GIVEN, GIVEN_PROMPTS)), cross_entropy_loss(), COEF)
-    metrics = [actor.update(experience, policy_loss(), auxiliary=auxiliary) for _ in range(2)]
+    cut = Schedule(mini_batches).mini_batches(len(rows), 0)
+    metrics = [take_steps(actor, experience, policy_loss(), cut, auxiliary=auxiliary) for _ in range(2)]
     steps = actor.manager.scheduler.num_steps - 1
     return metrics, steps, dict(Exporter(actor.manager.bound, actor.topology, bucket_bytes=2**20))
 

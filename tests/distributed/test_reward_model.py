@@ -10,6 +10,7 @@ from transformers import AutoModelForSequenceClassification
 from rftmega.algorithms.supervised import last_value, pairwise_loss
 from rftmega.config import OptimizerConfig, ParallelConfig
 from rftmega.experience import given
+from rftmega.trainer.optimizer_steps import Schedule, take_steps
 from tests.distributed.test_critic import save_reward_model
 from tests.layouts import build_critic, rows_of
 from tests.ranks import run_ranks
@@ -26,7 +27,8 @@ def learn_body(world: Any, folder: Path, parallel: ParallelConfig, token_cap: in
     critic = build_critic(folder, parallel, OPTIMIZER, token_cap=token_cap, mini_batches=3)
     rows = rows_of(PAIRS, PROMPTS).with_end()
     before = last_value(critic.values(rows), rows)
-    metrics = critic.update(given(rows), pairwise_loss(), group_size=2)
+    cut = Schedule(3).mini_batches(len(rows), 0, group_size=2)
+    metrics = take_steps(critic, given(rows), pairwise_loss(), cut, group_size=2)
     return before, metrics, last_value(critic.values(rows), rows)
 
 

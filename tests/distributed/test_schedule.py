@@ -35,16 +35,7 @@ def rates_body(world: Any, folder: Path, schedule: str) -> list[float]:
     rows = rows_of([[1, 2, 3], [4, 5], [6, 7, 8]])
     zero = torch.zeros(rows.mask.shape)
     experience = Experience(rows.tokens, rows.prompt_lengths, rows.lengths, rows.mask, zero, zero, None, zero + 1)
-    rates: list[float] = []
-
-    def noted(step: Any) -> Any:
-        metrics = step()
-        rates.append(metrics["learning_rate"])
-        return metrics
-
-    for _ in range(STEPS - FROZEN):
-        actor.update(experience, policy_loss(), each=noted)
-    return rates
+    return [actor.step(experience, policy_loss())["learning_rate"] for _ in range((STEPS - FROZEN) * MINI_BATCHES)]
 
 
 def planned_body(world: Any, folder: Path) -> int:

@@ -59,7 +59,7 @@ def dropout_body(world: Any, folder: Path, parallel: ParallelConfig, dropout: fl
     rows = rows_of([[1, 2, 3, 4, 9, 8], [5, 6, 7], [7, 8, 9, 10, 11], [3, 1, 2]])
     first, second = (actor.log_probs(rows).logp for _ in range(2))
     experience = Experience(rows.tokens, rows.prompt_lengths, rows.lengths, rows.mask, first, first, None, torch.ones_like(first))
-    metrics = [actor.update(experience, policy_loss()) for _ in range(2)]
+    metrics = [actor.step(experience, policy_loss()) for _ in range(2)]
     return torch.equal(first, second), [m["grad_norm"] for m in metrics], actor.log_probs(rows).logp
 
 

@@ -157,7 +157,7 @@ def cycle_body(world: Any, folder: Path) -> Any:
     samples = collect(prompts, answers, lambda p, c: [{"reward": float(len(x.token_ids))} for x in c], samples_per_prompt=2)
     experience = ExperienceMaker(made.policy, use_reference=False).make(samples)
     before = made.policy.log_probs(samples.rows).logp
-    made.policy.update(experience, policy_loss())
+    made.policy.step(experience, policy_loss())
     held = residencies["policy"].bytes()
     assert all(held[part] for part in PARTS if part != "main_parameters"), held
     seen.append((made.policy.log_probs(samples.rows).logp - before).abs().max().item())

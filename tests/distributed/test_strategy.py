@@ -166,7 +166,7 @@ def megatron_body(world: Any, folder: Path, output: Path) -> Any:
     maker = NaiveExperienceMaker(policy, None, watched, None, None, 8, None, made)
     (experience,) = maker.make_experience_list([Prompt((5, 9)), Prompt((3,))], n_samples_per_prompt=4)
     assert experience.sequences.shape[0] == 8
-    assert policy.update(to_experience(experience), policy_loss())["skipped_steps"] == 0
+    assert policy.step(to_experience(experience), policy_loss())["skipped_steps"] == 0
     made.maybe_load_optimizer(actor.manager.optimizer)
     held = actor.manager.residency.bytes()["adam"]
     made.maybe_offload_optimizer(actor.manager.optimizer)

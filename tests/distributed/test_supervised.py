@@ -20,7 +20,7 @@ EXAMPLES = [Example((5, 9), (130, 2, 77)), Example((3,), (0,)), Example(tuple(ra
 
 def learn_body(world: Any, folder: Path) -> Any:
     actor = build_actor(folder, ParallelConfig(), OptimizerConfig(clip_grad=0.0), token_cap=30)
-    return actor.update(given(rows_of(EXAMPLES)), cross_entropy_loss())
+    return actor.step(given(rows_of(EXAMPLES)), cross_entropy_loss())
 
 
 def test_a_step_has_the_loss_and_the_gradient_of_transformers(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def forward_body(world: Any, folder: Path, parallel: ParallelConfig) -> tuple[li
     with actor.topology.active():
         for batch in batches:
             with FakeDevice(there) as device:
-                output, finish = actor.passes.forward_step(iter([batch]), actor.manager.model[0])
+                output, finish = actor.runner.forward_step(iter([batch]), actor.manager.model[0])
                 finish(output)
             assert output in device.held, "the model is not on the device"
             found += device.asked

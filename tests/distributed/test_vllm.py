@@ -116,7 +116,7 @@ def agreement_body(world: Any, folder: Path, parallel: ParallelConfig, engine_si
         plain = Experience(
             rows.tokens, rows.prompt_lengths, rows.lengths, rows.mask, stats.logp, stats.logp, None, torch.ones_like(stats.logp)
         )
-        policy.update(plain, policy_loss())
+        policy.step(plain, policy_loss())
     groups = list(PolicySource(exporter).iter_groups())  # vLLM checks the order against the metadata as it goes
     assert len(groups) == len({name.split("layers.")[1][:2] for name, _ in exporter if "layers." in name}) + 2
     assert {name: t.shape for names, tensors in groups for name, t in zip(names, tensors, strict=True)} == {

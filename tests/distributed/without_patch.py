@@ -27,7 +27,7 @@ actor = build_actor(f"{folder}/model", ParallelConfig(**json.loads(layout)), opt
 rows = rows_of([[1, 2, 3], [4, 5]])
 logp = actor.log_probs(rows).logp
 experience = Experience(rows.tokens, rows.prompt_lengths, rows.lengths, rows.mask, logp, logp, None, torch.ones_like(logp))
-assert actor.update(experience, policy_loss())["skipped_steps"] == 0
+assert actor.step(experience, policy_loss())["skipped_steps"] == 0
 
 drawn = []
 for _ in range(2):

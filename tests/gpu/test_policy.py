@@ -71,7 +71,7 @@ def update_body(world: Any, folder: Path, dtype: str, learning_rate: float) -> A
     logp = actor.log_probs(rows).logp
     experience = Experience(rows.tokens, rows.prompt_lengths, rows.lengths, rows.mask, logp, logp, None, torch.ones_like(logp))
     for _ in range(2):
-        actor.update(experience, policy_loss())
+        actor.step(experience, policy_loss())
     weights = {name: x.cpu() for name, x in Exporter(actor.manager.bound, actor.topology, bucket_bytes=2**20)}
     return weights, actor.log_probs(rows).logp
 
@@ -113,7 +113,7 @@ def cycles_body(world: Any, folder: Path) -> Any:
     rows = rows_of(ROWS, PROMPTS)
     logp = actor.log_probs(rows).logp
     experience = Experience(rows.tokens, rows.prompt_lengths, rows.lengths, rows.mask, logp, logp, None, torch.ones_like(logp))
-    actor.update(experience, policy_loss())
+    actor.step(experience, policy_loss())
     residency = actor.manager.residency
     before = {part: contents(residency, part) for part in (PARAMETERS, MAIN_PARAMETERS, ADAM)}
     scored = actor.log_probs(rows).logp

@@ -122,24 +122,24 @@ class Model:
 
     def __init__(self, cfg: RunConfig, seen: Seen, data_parallel: int, *, values: bool = False):
         self.machine = Machine(cfg, seen, (WORDS,) if values else (WORDS, WORDS), data_parallel)
-        self.passes = model_runner.ModelRunner(self.machine, TokenValues if values else TokenStats, None if values else object())
+        self.runner = model_runner.ModelRunner(self.machine, TokenValues if values else TokenStats, None if values else object())
         self.reference = self.machine.table.detach().clone()
 
     def log_probs(self, rows: Rows, *, temperature: float | None = None) -> TokenStats:
-        return self.passes.score(rows, temperature=temperature)
+        return self.runner.score(rows, temperature=temperature)
 
     def reference_log_probs(self, rows: Rows) -> TokenStats:
         kept = self.machine.table.data.clone()
         self.machine.table.data = self.reference
-        found = self.passes.score(rows)
+        found = self.runner.score(rows)
         self.machine.table.data = kept
         return found
 
     def values(self, rows: Rows) -> Tensor:
-        return self.passes.score(rows).value
+        return self.runner.score(rows).value
 
-    def update(self, experience: Any, loss_fn: Any, **settings: Any) -> Metrics:
-        return self.passes.update(experience, loss_fn, **settings)
+    def step(self, experience: Any, loss_fn: Any, **settings: Any) -> Metrics:
+        return self.runner.step(experience, loss_fn, **settings)
 
 
 class Strategy:
@@ -157,8 +157,8 @@ class Strategy:
         self.engine = self.weights = self.checkpoints = self
         self.topology = None
 
-    def update(self, *given: Any, **named: Any) -> Metrics:
-        return self.model.update(*given, **named)
+    def step(self, *given: Any, **named: Any) -> Metrics:
+        return self.model.step(*given, **named)
 
     def resume(self) -> None:
         self.seen.append("asked for a checkpoint")

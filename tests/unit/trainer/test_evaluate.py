@@ -105,7 +105,7 @@ class Counter:
 
     reference_log_probs = log_probs
 
-    def update(self, experience: Experience, loss_fn: Any) -> dict[str, float]:
+    def step(self, experience: Experience, loss_fn: Any) -> dict[str, float]:
         return {"loss": float((experience.advantage * experience.tokens[:, 1:]).sum()), "noise": float(torch.rand(()))}
 
     def push(self, *, version: int) -> dict[str, float]:

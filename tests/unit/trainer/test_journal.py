@@ -52,9 +52,9 @@ class Ticking(Model):
         super().__init__(*given, **named)
         self.clock = clock
         self.machine.run_schedule = self._ticking(self.machine.run_schedule)
-        self.machine.optimizer_step = self.step
+        self.machine.optimizer_step = self.move
 
-    def step(self) -> tuple[bool, float]:
+    def move(self) -> tuple[bool, float]:
         self.machine.table.data -= self.machine.table.grad
         return True, 1.0
 

@@ -25,9 +25,9 @@ class Remembering:
     def __init__(self) -> None:
         self.seen: list[Any] = []
 
-    def update(self, experience: Any, loss_fn: Any, **beside: Any) -> dict[str, float]:
+    def step(self, experience: Any, loss_fn: Any, **beside: Any) -> dict[str, float]:
         self.seen.append(beside)
-        return {}
+        return {"loss": 0.0}
 
 
 def firsts(auxiliary: Auxiliary) -> list[int]:
@@ -39,7 +39,7 @@ def test_each_update_gets_the_next_batch_of_given_answers_and_a_frozen_policy_no
     learner = Learner(policy, policy_loss(), frozen_steps=1, ptx=source)
     answers = given(rows_of(EXAMPLES))
     for step in range(4):
-        learner.update(answers, step)
+        learner.update(answers, step, answers)
     drawn = [beside["auxiliary"] for beside in policy.seen]
     assert [auxiliary.coef for auxiliary in drawn] == [0.5] * 3
     assert sorted(sum(map(firsts, drawn), [])[:7]) == list(range(10, 17)), "an epoch has every example once"
@@ -49,7 +49,8 @@ def test_each_update_gets_the_next_batch_of_given_answers_and_a_frozen_policy_no
 
 def test_without_given_answers_a_policy_is_updated_as_ever() -> None:
     policy = Remembering()
-    Learner(policy, policy_loss()).update(given(rows_of(EXAMPLES)), 0)
+    answers = given(rows_of(EXAMPLES))
+    Learner(policy, policy_loss()).update(answers, 0, answers)
     assert policy.seen == [{}]
 
 

@@ -21,10 +21,10 @@ class Watched(Bigrams):
         super().__init__()
         self.learnt: list[Experience] = []
 
-    def update(self, experience: Experience, loss_fn: Any, **beside: Any) -> dict[str, float]:
+    def step(self, experience: Experience, loss_fn: Any, **beside: Any) -> dict[str, float]:
         self.learnt.append(experience)
         table = self.table.detach().clone()
-        metrics = super().update(experience, loss_fn, **beside)
+        metrics = super().step(experience, loss_fn, **beside)
         self.table.data = table + (self.table.data - table) / 20  # a small step: groups go on to differ
         return metrics
 
@@ -39,7 +39,9 @@ class Fresh(Observer):
 
 
 def run(*overrides: str, steps: int = 4) -> tuple[Watched, Fresh, Diary, PPOTrainer]:
-    config = load(ROOT / "examples/arithmetic/grpo.yaml", [*MILD, *overrides, "rollout.max_response_tokens=8"])
+    config = load(
+        ROOT / "examples/arithmetic/grpo.yaml", [*MILD, *overrides, "rollout.max_response_tokens=8", "algorithm.mini_batches=1"]
+    )
     policy, algorithm, fresh, said = Watched(), Algorithm(config), Fresh(), Diary()
     trainer = PPOTrainer(
         engine=policy, weights=policy, reward=likes_seven, maker=algorithm.maker(policy), learner=algorithm.learner(policy),

@@ -17,7 +17,7 @@ from rftmega.experience import ExperienceMaker
 from rftmega.trainer import Algorithm, DynamicSampler, Learner, PPOTrainer
 from rftmega.trainer.callbacks import Observer
 from rftmega.trainer.evaluate import Evaluate
-from rftmega.types import Completion, Experience, Prompt, Rows, Samples, TokenStats, TokenValues
+from rftmega.types import COUNT, Completion, Experience, Prompt, Rows, Samples, TokenStats, TokenValues
 
 WORDS = 16
 ROOT = Path(__file__).parents[3]
@@ -41,7 +41,7 @@ class Bigrams:
             torch.zeros_like(self.table).log_softmax(-1)[rows.tokens[:, :-1]].gather(-1, rows.tokens[:, 1:, None])[..., 0], None
         )
 
-    def update(self, experience: Experience, loss_fn: Any) -> dict[str, float]:
+    def step(self, experience: Experience, loss_fn: Any) -> dict[str, float]:
         loss = loss_fn(TokenStats(self.logp(experience.rows), None), experience)
         (gradient,) = torch.autograd.grad((loss.value * loss.weight).sum() / loss.count, self.table)
         self.table.data -= 20 * gradient
@@ -89,7 +89,7 @@ class Values:
     def values(self, rows: Rows) -> Tensor:
         return self.table.detach()[rows.tokens[:, :-1]]
 
-    def update(self, experience: Experience, loss_fn: Any) -> dict[str, float]:
+    def step(self, experience: Experience, loss_fn: Any) -> dict[str, float]:
         self.updates += 1
         loss = loss_fn(TokenValues(self.table[experience.tokens[:, :-1]]), experience)
         (gradient,) = torch.autograd.grad((loss.value * loss.weight).sum() / loss.count, self.table)
@@ -244,7 +244,9 @@ def learner_of(*overrides: str) -> tuple[Bigrams, Values, Any]:
 
 
 def test_a_frozen_policy_stays_while_the_critic_learns() -> None:
-    policy, critic, trainer = learner_of("algorithm.freezing_actor_steps=2", "algorithm.kl_target=1", "algorithm.kl_horizon=10")
+    policy, critic, trainer = learner_of(
+        "algorithm.freezing_actor_steps=2", "algorithm.kl_target=1", "algorithm.kl_horizon=10", "algorithm.mini_batches=1"
+    )
     trainer.fit([[Prompt((1, 2))]] * 2, steps=2)
     assert policy.table.abs().sum() == 0
     assert critic.updates == 2
@@ -311,3 +313,15 @@ def test_of_each_prompts_answers_the_first_are_learnt_from_and_all_are_there_to_
 def answers_of(samples: Samples) -> list[list[int]]:
     rows = samples.rows
     return [rows.tokens[b, rows.prompt_lengths[b] : rows.lengths[b]].tolist() for b in range(len(rows))]
+
+
+def test_counts_of_critic_and_policy_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, _, trainer = learner_of("algorithm.mini_batches=1")
+    for model, tokens in ((Bigrams, 3.0), (Values, 5.0)):
+        plain = model.step
+        monkeypatch.setattr(model, "step", lambda *given, plain=plain, tokens=tokens: plain(*given) | {f"{COUNT}tokens": tokens})
+    diary = Diary()
+    trainer.callbacks = [diary]
+    trainer.fit([[Prompt((1, 2))]], steps=1)
+    assert trainer.counts == {"tokens": 8.0}
+    assert not [name for name in diary.metrics[-1] if name.startswith(COUNT)]

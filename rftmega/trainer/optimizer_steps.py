@@ -1,0 +1,107 @@
+"""`take_steps` learns from one rollout: its epochs, their mini-batches, and one optimizer step for each."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from rftmega.trainer.journal import Journal
+from rftmega.types import COUNT, Auxiliary, Experience, LossFn, Metrics, TokenStats, Told
+
+SEED_STRIDE = 1_000_003  # keeps the orders of one step apart from those of the next
+
+
+class Steps(Protocol):
+    """Steps is a model that takes an optimizer step (`interfaces.Policy.step`)."""
+
+    @property
+    def step(self) -> Callable[..., Metrics]: ...
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Schedule says how often and in which mini-batches a rollout is learnt from."""
+
+    updates_per_epoch: int = 1
+    epochs: int = 1
+    seed: int = 0
+
+    def mini_batches(self, rows: int, step: int, group_size: int = 1) -> list[Tensor]:
+        """Returns the rows ([n] int64) of each optimizer step.
+
+        The first epoch takes rows in the order of the rollout, further ones in an order that is drawn from `seed` and the number
+        of the training step. Each `group_size` consecutive rows stay together.
+        """
+        groups = torch.arange(rows).view(-1, group_size)
+        parts = min(self.updates_per_epoch, len(groups))
+        found = [part.flatten() for part in groups.tensor_split(parts)]
+        random = torch.Generator().manual_seed(self.seed * SEED_STRIDE + step)
+        for _ in range(1, self.epochs):
+            order = torch.randperm(len(groups), generator=random)
+            found += [part.flatten() for part in groups[order].tensor_split(parts)]
+        return found
+
+
+def take_steps(
+    model: Steps,
+    experience: Experience,
+    loss_fn: LossFn,
+    mini_batches: Sequence[Tensor],
+    *,
+    auxiliary: Auxiliary | None = None,
+    scored: Told | None = None,
+    journal: Journal | None = None,
+    name: str = "policy",
+    **settings: Any,
+) -> Metrics:
+    """Takes an optimizer step for each of `mini_batches`; the rows of `auxiliary` are split over them.
+
+    Returns the mean of each metric over the steps taken (over all where none was), and the sums of "optimizer_steps",
+    "skipped_steps" and of counts. Steps that the `journal` has of a run that was stopped are not taken again. Raises
+    AssertionError for `scored` (see `interfaces.Policy.step`) with several mini-batches, Preempted where the run is to stop.
+    """
+    assert scored is None or len(mini_batches) == 1, "only a single step's forward pass gives the log-probs before the update"
+    beside = [None] * len(mini_batches) if auxiliary is None else auxiliary.split(len(mini_batches))
+    steps: list[Metrics] = []
+    for rows, share in zip(mini_batches, beside, strict=True):
+        given = dict(settings)
+        if share is not None:
+            given["auxiliary"] = share
+        if scored is not None:
+            given["scored"] = _kept(journal, scored, f"log-probs of {len(rows)} rows in their update")
+        if journal is not None and journal.behind:
+            if scored is not None:  # forward pass and step were done before the resume
+                scored(journal.replay(f"log-probs of {len(rows)} rows in their update"))
+            steps.append(journal.replay(f"an optimizer step of the {name}"))
+            continue
+        steps.append(model.step(experience.select(rows), loss_fn, **given))
+        if journal is not None:
+            journal.record(f"an optimizer step of the {name}", steps[-1])
+    return merged(steps)
+
+
+def _kept(journal: Journal | None, scored: Told, name: str) -> Told:
+    def keep(stats: TokenStats) -> None:
+        if journal is not None:
+            journal.keep(name, stats)
+        scored(stats)
+
+    return keep
+
+
+def merged(steps: Sequence[Metrics]) -> Metrics:
+    """Returns the metrics of several optimizer steps as one: means over those that were taken, sums of what is counted, the most
+    of memory.
+    """
+    averaged = [step for step in steps if not step.get("skipped_steps")] or steps
+    found: Metrics = {}
+    for name in steps[0]:
+        if name.startswith(COUNT) or name in ("optimizer_steps", "skipped_steps"):
+            found[name] = sum(step[name] for step in steps)
+        elif name.startswith("memory_"):
+            found[name] = max(step[name] for step in steps)
+        else:
+            found[name] = sum(step[name] for step in averaged) / len(averaged)
+    return found
