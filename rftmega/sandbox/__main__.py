@@ -1,4 +1,4 @@
-"""One answer's run: a job on standard input, an outcome as a JSON line on standard output.
+"""Runs one answer: reads a job from standard input and writes its outcome as a JSON line to standard output.
 
 First comes the line {"size": bytes, "tests": bytes}, then the job as JSON in as many bytes, then the tests. The job: "answer",
 "seconds" (all together), "memory" (bytes), "namespaces" (true, false, or null: find out), and either "inputs" and "limits"
@@ -41,7 +41,7 @@ EXHAUSTED = (errno.ENOMEM, errno.EAGAIN, errno.ENOSPC, errno.EMFILE, errno.ENFIL
 
 @dataclass
 class Ended:
-    """How a program ended: its wait status (None: it was killed for time or output) and what it wrote."""
+    """Ended holds a program's wait status (None: it was killed for time or output) and its output."""
 
     status: int | None
     written: bytes
@@ -53,7 +53,7 @@ class Undecidable(Exception):
 
 @dataclass
 class Box:
-    """A program in its sandbox, as this process sees it. `told`: what its news said so far, first that it is confined."""
+    """Box is a sandboxed program as this process sees it. `told`: what its news said so far, first that it is confined."""
 
     folder: str
     user: int
@@ -114,7 +114,9 @@ def _bytes(count: int) -> bytes:
 
 
 def passes(job: dict[str, Any], size: int) -> dict[str, Any]:
-    """Whether the tests, of `size` bytes, ran to their end, in another process than the answer, which it asks through pipes."""
+    """Runs the tests, of `size` bytes, in a process other than the answer's, which they query through pipes; reports whether they
+    ran to their end.
+    """
     end = time.monotonic() + job["seconds"]
     (requests, requests_in), (replies, replies_in) = os.pipe(), os.pipe()
     nowhere = os.open(os.devnull, os.O_RDWR)
@@ -142,7 +144,7 @@ def passes(job: dict[str, Any], size: int) -> dict[str, Any]:
 
 
 def passes_inside(job: dict[str, Any], tests: str) -> bool:
-    """Whether the tests ran to their end in the answer's interpreter; proved with a token that is made after the fork."""
+    """Returns whether the tests ran to their end in the answer's interpreter; a token that is made after the fork proves it."""
     (token_out, token_in), (verdict_out, verdict_in) = os.pipe(), os.pipe()
     token = os.urandom(32)
 
@@ -165,7 +167,7 @@ def passes_inside(job: dict[str, Any], tests: str) -> bool:
 
 
 def outputs(job: dict[str, Any]) -> list[str]:
-    """What the answer, as a program, writes for each input, up to the first that it fails with."""
+    """Runs the answer as a program on each input, up to the first that it fails with, and returns its outputs."""
     end, found = time.monotonic() + job["seconds"], []
     for text, limit in zip(job["inputs"], job["limits"], strict=True):
         out, out_in = os.pipe()
@@ -382,7 +384,7 @@ def _probe_landlock() -> None:
 
 
 def _try(step: Callable[[], None]) -> bool:
-    """Whether `step` works, in a child that is then gone."""
+    """Returns whether `step` works, tried in a child process that then ends."""
     child = os.fork()
     if child == 0:
         with contextlib.suppress(BaseException):

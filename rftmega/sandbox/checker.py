@@ -47,7 +47,7 @@ class Checker:
         os._exit(1)
 
     def ask(self, operation: str, *given: Any, **named: Any) -> Any:
-        """The value of an operation on the answer's objects. Raises what it raised there."""
+        """Returns the value of an operation on the answer's objects. Raises what it raised there."""
         if builtins.input is not self.input or sys.stdin is not self.stdin:
             self.unsupported("they give the answer an input of their own (sys.stdin)")
         request = {"do": operation, "given": [self.encode(each) for each in given], "named": self.encode(named)}
@@ -114,7 +114,7 @@ class Checker:
 
 
 def named(module: str, path: str) -> Any:
-    """What a module of Python's has by a dotted name; None where there is nothing."""
+    """Returns the attribute of a Python module at a dotted path; None where there is none."""
     found: Any = importlib.import_module(module)
     for name in path.split("."):
         found = getattr(found, name, None)
@@ -122,7 +122,7 @@ def named(module: str, path: str) -> Any:
 
 
 def exception_type(names: list[str]) -> type[BaseException]:
-    """The first built-in exception among the names of an exception's bases."""
+    """Returns the first built-in exception among the names of an exception's bases."""
     for name in names:
         found = getattr(builtins, str(name), None)
         if isinstance(found, type) and issubclass(found, BaseException):

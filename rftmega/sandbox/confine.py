@@ -1,4 +1,4 @@
-"""Takes from a process what tested code is not to have. All of it is for good, for the process and its children."""
+"""Takes from a process the privileges that tested code must not have, for good, for the process and its children."""
 
 import contextlib
 import os
@@ -20,7 +20,7 @@ FIRST_USER = 1_900_000_000  # of one run each, so that runs neither count nor si
 
 
 def enter_namespaces() -> None:
-    """New namespaces for users (unless root), mounts, processes, network, IPC and host name; the next fork is process 1.
+    """Enters new namespaces for users (unless root), mounts, processes, network, IPC and host name; the next fork is process 1.
 
     Raises OSError where the kernel, or a container's policy, doesn't allow all of them.
     """
@@ -80,7 +80,7 @@ def _visible() -> Iterator[str]:
 
 
 def python_folders() -> list[str]:
-    """Where Python and its packages are installed, outside the system's folders."""
+    """Lists the folders where Python and its packages are installed, outside the system's folders."""
     return [path for path in _visible() if path not in SYSTEM and path not in DEVICES]
 
 
@@ -152,7 +152,7 @@ def _may_open(path: str) -> bool:
 
 
 def keep_only(descriptors: list[int]) -> None:
-    """Closes every other one above 2."""
+    """Closes every other file descriptor above 2."""
     edges = [2, *sorted(descriptors), os.sysconf("SC_OPEN_MAX")]
     for low, high in zip(edges, edges[1:], strict=False):
         os.closerange(low + 1, high)

@@ -1,4 +1,4 @@
-"""What tested code can import: Python's folders through descriptors where its user has no way to them, and a test of it."""
+"""Makes Python's folders importable for tested code, through descriptors where its user may not pass; and tests that."""
 
 import importlib
 import importlib.util
@@ -41,7 +41,7 @@ def open_folders(folders: list[str]) -> dict[str, int]:
 
 
 def closed_to_others(path: str, below: str = "/") -> str | None:
-    """The first of `path` and the folders between it and `below` that not every user may pass (a file: read)."""
+    """Returns the first of `path` and the folders between it and `below` that not every user may pass (a file: read)."""
     way = [os.path.realpath(path)]
     while way[-1] not in ("/", os.path.realpath(below)):
         way.append(os.path.dirname(way[-1]))
@@ -54,7 +54,7 @@ def closed_to_others(path: str, below: str = "/") -> str | None:
 
 
 def through(opened: dict[str, int]) -> Callable[[str], str]:
-    """A function from a path to one that leads to the same file through a descriptor, where one of `opened` does."""
+    """Returns a function from a path to one that leads to the same file through a descriptor, where one of `opened` does."""
 
     def way(path: str) -> str:
         real = os.path.realpath(path)
@@ -80,14 +80,14 @@ def import_through(opened: dict[str, int]) -> None:
 
 
 def test_job(job: dict[str, Any]) -> dict[str, Any]:
-    """The job that asks which of MODULES, as far as this process has them, an answer can't import."""
+    """Returns the job that asks which of MODULES, as far as this process has them, an answer can't import."""
     found = [name for name in MODULES if importlib.util.find_spec(name)]
     told = {"answer": TEST, "inputs": [json.dumps(found)], "limits": [LIMIT], "memory": MEMORY, "seconds": SECONDS}
     return job | told
 
 
 def why_not(outputs: list[str]) -> str | None:
-    """What the test's outputs say is wrong; None where all could be imported."""
+    """Explains what the test's outputs say is wrong; None where all could be imported."""
     if len(outputs) != 1:
         return "not even a program that only imports modules comes to its end in the sandbox"
     failed: dict[str, str] = json.loads(outputs[0])
@@ -112,13 +112,13 @@ def why_not(outputs: list[str]) -> str | None:
 
 
 def origin(name: str) -> str:
-    """The file of a module; Python's folder where it has none."""
+    """Returns the file of a module; Python's folder where it has none."""
     spec = importlib.util.find_spec(name)
     return spec.origin if spec and spec.origin and os.path.exists(spec.origin) else sys.base_prefix
 
 
 def python_of(path: str) -> str:
-    """The folder of Python that holds `path`, which a descriptor or a mount leads to; "/" where it is in none."""
+    """Returns the folder of Python that holds `path`, which a descriptor or a mount leads to; "/" where it is in none."""
     real = os.path.realpath(path)
     inside = [folder for folder in (sys.prefix, sys.base_prefix) if real.startswith(f"{os.path.realpath(folder)}/")]
     return inside[0] if inside else "/"

@@ -14,7 +14,7 @@ DEEPEST = 10_000  # elements of a compared container that are looked at
 
 
 def proof(token: bytes) -> bytes:
-    """What a process that knows the token says when the tests have passed."""
+    """Returns the proof that the tests have passed, which only a process that knows the token can compute."""
     return hashlib.blake2b(PASSED, key=token).digest()
 
 

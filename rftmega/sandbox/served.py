@@ -53,7 +53,7 @@ class Served:
         return found
 
     def do(self, request: Any) -> dict[str, Any]:
-        """What comes of one request: its value or exception, what was printed and what became of the arguments."""
+        """Serves one request: returns its value or exception, what was printed and what became of the arguments."""
         printed = io.StringIO()
         given, named = [self.decode(each) for each in request["given"]], self.decode(request["named"])
         told: dict[str, Any] = {}
