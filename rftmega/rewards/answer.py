@@ -1,4 +1,4 @@
-"""What in a response is its answer."""
+"""Extracts the answer from a response."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ from rftmega.rewards.patterns import Pattern
 
 
 def answer_of(pattern: str) -> Callable[[str], str | None]:
-    """A function from a response to its answer: the last match of `pattern`, its first group where it has one.
+    """Returns a function from a response to its answer: the last match of `pattern`, its first group where it has one.
 
     None where nothing matches; the whole response where `pattern` is empty. Raises ConfigError for what is no regular expression.
     """

@@ -33,7 +33,7 @@ MARGIN = 4096  # bytes that an output may be longer than the expected one, in wh
 
 
 def code_of(response: str) -> str:
-    """The last closed ```python block, or else the whole response."""
+    """Returns the last closed ```python block, or else the whole response."""
     blocks = _BLOCK.findall(response)
     return blocks[-1] if blocks else response
 
@@ -62,7 +62,7 @@ def _texts(held: Any) -> bool:
 
 
 def complaint(label: str) -> str | None:
-    """Why this label can't be one; None where it can."""
+    """Explains why this label can't be one; None where it can."""
     try:
         read_tests(label)
     except ValueError as error:
@@ -71,7 +71,7 @@ def complaint(label: str) -> str | None:
 
 
 def same_output(found: str, expected: str) -> bool:
-    """Whether lines agree, white space at their ends and empty lines at the end aside."""
+    """Returns whether the lines of two outputs agree, white space at their ends and empty lines at the end aside."""
     return _lines(found) == _lines(expected)
 
 
@@ -153,7 +153,7 @@ class CodePart:
 
 
 def run_sandboxed(job: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """What `python -m rftmega.sandbox` says of a job: {"undecided": why} where a signal ended it.
+    """Runs a job in `python -m rftmega.sandbox` and returns its outcome: {"undecided": why} where a signal ended it.
 
     Raises RewardError where it says nothing within `seconds`, or what is no outcome of such a job.
     """
@@ -209,7 +209,7 @@ def _checked(said: bytes, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _ends(process: subprocess.Popen[bytes]) -> bool:
-    """Whether a process that has closed its standard output ends, too."""
+    """Waits GRACE seconds for a process that has closed its standard output; returns whether it ended."""
     try:
         process.wait(GRACE)
     except subprocess.TimeoutExpired:

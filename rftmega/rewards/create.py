@@ -1,4 +1,4 @@
-"""From options to a reward."""
+"""Builds a reward from a run's options."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable

@@ -1,4 +1,4 @@
-"""The answer is the label."""
+"""Rewards an answer that equals the label."""
 
 from rftmega.rewards.answer import answer_of
 from rftmega.rewards.part import Rule

@@ -1,4 +1,4 @@
-"""The answer has a shape."""
+"""Rewards a response that matches a regular expression."""
 
 from rftmega.rewards.part import Rule
 from rftmega.rewards.patterns import Pattern

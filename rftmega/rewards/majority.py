@@ -1,4 +1,6 @@
-"""The majority's answer in place of a label (TTRL, arXiv:2504.16084, section 2): learning where nobody knows what is right."""
+"""Rewards agreement with the majority's answer in place of a label (TTRL, arXiv:2504.16084, section 2), for prompts without
+labels.
+"""
 
 from collections.abc import Sequence
 
@@ -20,7 +22,7 @@ class MajorityReward:
         self.decode, self.size, self.answer_of = decode, size, answer_of(pattern)
 
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
-        """Of whole groups: the answers to a prompt side by side. The part's name is "majority"."""
+        """Scores whole groups: the answers to a prompt side by side. The part's name is "majority"."""
         assert len(completions) % self.size == 0, f"{len(completions)} answers are no whole groups of {self.size}"
         answers = [self.answer_of(self.decode(completion.token_ids)) for completion in completions]
         groups = [answers[begin : begin + self.size] for begin in range(0, len(answers), self.size)]

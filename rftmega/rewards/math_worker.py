@@ -16,7 +16,9 @@ MEMORY = 4 << 30  # bytes of address space
 
 
 def equal(response: str, label: str) -> bool:
-    """Whether the response's last expression is the label's. Its own time-outs are off: the alarm ends this process."""
+    """Returns whether the response's last expression equals the label's. math-verify's time-outs are off: the alarm ends this
+    process.
+    """
     marked = any(sign in label for sign in ("$", "\\boxed", "\\(", "\\["))  # else the whole label is the expression
     gold = parse(label if marked else f"\\boxed{{{label}}}", parsing_timeout=None)
     return bool(gold) and verify(gold, parse(response, parsing_timeout=None), timeout_seconds=None)

@@ -1,4 +1,4 @@
-"""Parts into one number."""
+"""Mixes the parts of a reward into one number."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The letter that an answer settles on."""
+"""Extracts the letter that an answer settles on."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""What a reward is mixed from."""
+"""Defines the parts that a reward is mixed from."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -34,7 +34,7 @@ class Pattern:
         return None if found is None else found[group]
 
     def whole(self, response: str) -> bool:
-        """Whether it matches all of the response; not where that took too long."""
+        """Returns whether the pattern matches the whole response; False where that took too long."""
         try:
             return self.compiled.fullmatch(response, timeout=SECONDS, concurrent=True) is not None
         except TimeoutError:

@@ -1,4 +1,4 @@
-"""A reward that a server gives, over HTTP."""
+"""Requests rewards from a server, over HTTP."""
 
 import json
 import math

@@ -51,7 +51,7 @@ def _group_rewards(group: Sequence[str | None]) -> list[float]:
 
 
 def _boxed(text: str) -> str:
-    """What the last closed box holds, its braces balanced; the text itself where there is none."""
+    """Returns the content of the last closed box, its braces balanced; the text itself where there is none."""
     open_braces: list[re.Match[str]] = []
     begin, found = -1, text
     for brace in _BRACE.finditer(text):
