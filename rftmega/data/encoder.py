@@ -1,4 +1,4 @@
-"""Values of a record -> checked token ids."""
+"""Encodes the values of a record as checked token ids."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ class Encoder:
 
 
 def by_assistant(messages: Any) -> bool:
-    """Whether these are chat messages of which the assistant wrote the last."""
+    """Returns whether these are chat messages of which the assistant wrote the last."""
     last = messages[-1] if isinstance(messages, list) and messages else None
     return isinstance(last, dict) and last.get("role") == "assistant"
 

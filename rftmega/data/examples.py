@@ -46,7 +46,7 @@ def load_examples(source: str | Path, parse: Callable[[Record, int], T], *, too_
 
 
 def required(record: Record, key: str, option: str) -> Any:
-    """What stands under `key`, which `option` names. Raises DataError where the record has no such key."""
+    """Returns the value under `key`, which `option` names. Raises DataError where the record has no such key."""
     if key not in record:
         raise DataError(f'no "{key}" among the keys {sorted(record)} (the key is set by {option}).')
     return record[key]

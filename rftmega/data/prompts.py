@@ -1,4 +1,4 @@
-"""Records of prompts and labels -> Prompts."""
+"""Loads Prompts from records of prompts and labels."""
 
 import math
 from functools import partial

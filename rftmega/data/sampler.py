@@ -1,4 +1,4 @@
-"""In which order examples are used: epochs without repetition, each shuffled by its own seed; sources mixed by weight."""
+"""Orders examples: epochs without repetition, each shuffled by its own seed; sources mixed by weight."""
 
 import functools
 import random
@@ -13,7 +13,7 @@ T = TypeVar("T")
 def order_of(
     data: DataConfig, load: Callable[[str], Sequence[T]], *, batch_size: int, seed: int, collate: Callable[[list[T]], Any] = list
 ) -> "PromptOrder[T]":
-    """The order of data.train or data.sources; `load` gives the examples of one path."""
+    """Returns the order of data.train or data.sources; `load` gives the examples of one path."""
     if not data.sources:
         return PromptOrder(load(data.train), batch_size=batch_size, seed=seed, collate=collate)
     sources = [load(source) for source in data.sources]
@@ -38,7 +38,7 @@ class PromptOrder(Generic[T]):
             yield self.collate(batch)
 
     def state(self) -> dict[str, int]:
-        """As JSON has it."""
+        """Returns the position in the order, as JSON has it."""
         return {"position": self.position}
 
     def load_state(self, state: dict[str, int]) -> None:
@@ -46,13 +46,13 @@ class PromptOrder(Generic[T]):
         self.position = state["position"]
 
     def at(self, position: int) -> T:
-        """The example that is handed out after `position` others."""
+        """Returns the example that is handed out after `position` others."""
         return self._epochs.at(position)
 
 
 class MixedOrder(PromptOrder[T]):
-    """The same of several sources, each in epochs of its own: of the first n examples a source with the share w gives more than
-    n w - 1 and less than n w + 1, for every n, and exactly its share after each whole cycle (see `cycle`).
+    """MixedOrder interleaves several sources, each in epochs of its own: of the first n examples a source with the share w gives
+    more than n w - 1 and less than n w + 1, for every n, and exactly its share after each whole cycle (see `cycle`).
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class MixedOrder(PromptOrder[T]):
 
 
 class Epochs(Generic[T]):
-    """Endlessly all of `items`, each epoch in an order of its own."""
+    """Epochs repeats all of `items` endlessly, each epoch in an order of its own."""
 
     def __init__(self, items: Sequence[T], seed: int | str):
         self.items = items
@@ -101,7 +101,7 @@ class Epochs(Generic[T]):
 
 
 def cycle(shares: Sequence[int]) -> list[int]:
-    """Which source's turn it is in each of sum(shares) places; source s has shares[s] of them, spread evenly.
+    """Returns the source whose turn it is in each of sum(shares) places; source s has shares[s] of them, spread evenly.
 
     Item j of a source with share a of A must stand at or after place floor(j A / a) and before ceil((j + 1) A / a), or its
     count would leave n a / A by one or more at some prefix n. Such an order exists (Tijdeman, The chairman assignment problem,

@@ -1,4 +1,4 @@
-"""What a config has a run read: batches to learn from, in their order, and what is held out, by its name."""
+"""Loads the data that a config names: training batches in their order, and held-out sets by name."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

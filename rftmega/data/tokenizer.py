@@ -1,4 +1,4 @@
-"""Text to ids and back; the only file that says `transformers` for a tokenizer."""
+"""Converts text to token ids and back; the only file that says `transformers` for a tokenizer."""
 
 import os
 from collections.abc import Sequence
@@ -74,7 +74,7 @@ class Tokenizer:
         return tuple(ids)
 
     def _stranger(self, ids: Sequence[int]) -> str | None:
-        """Which of `ids` the model has no row for, as a sentence."""
+        """Describes, in a sentence, the first of `ids` that the model has no row for; None where it has all."""
         assert self._vocabulary is not None
         for number in ids:
             if number >= self._vocabulary:
