@@ -45,7 +45,7 @@ class CPU:
         return torch.device("cpu")
 
     def random_state(self) -> torch.Tensor:
-        """Of the generator that dropout draws from."""
+        """Returns the state of the generator that dropout draws from."""
         return torch.get_rng_state()
 
     def set_random_state(self, state: torch.Tensor) -> None:
@@ -83,7 +83,7 @@ class CPU:
         return f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores; torch {torch.__version__}"
 
     def peak_tflops(self) -> float | None:
-        """Of a CPU nobody knows."""
+        """Returns None: a CPU's peak is not known."""
         return None
 
     def peak_bytes(self) -> int:

@@ -34,7 +34,7 @@ class Aside:
         self._cuda, self._done = cuda, done
 
     def hold(self) -> None:
-        """What the device is asked from now on comes after the copy."""
+        """Makes the device's later work wait for the copy."""
         self._cuda.current_stream().wait_event(self._done)
 
     def wait(self) -> None:
@@ -73,7 +73,7 @@ class CUDA:
         return torch.device("cuda", self._cuda.current_device())
 
     def random_state(self) -> torch.Tensor:
-        """Of the generator that dropout draws from."""
+        """Returns the state of the generator that dropout draws from."""
         return self._cuda.get_rng_state()
 
     def set_random_state(self, state: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""What a host has of NVIDIA's, and whether the torch that is installed can use it."""
+"""Detects a host's NVIDIA hardware, and whether the installed torch can use it."""
 
 import os
 import re
@@ -14,7 +14,7 @@ INSTALL = "Install the environment for GPUs in one of its own: pip install -r re
 
 @dataclass(frozen=True)
 class Hardware:
-    """What was found."""
+    """Hardware describes what was detected."""
 
     driver: str = ""  # its version; empty: there is none
     cuda: str | None = None  # that torch was built with; None: a build for CPUs
@@ -23,7 +23,7 @@ class Hardware:
 
 
 def found() -> Hardware:
-    """What this host and this process have."""
+    """Detects the hardware of this host, as this process may use it."""
     driver = re.search(r"(\d+\.[\d.]+)", DRIVER.read_text()) if DRIVER.is_file() else None
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return Hardware(
@@ -35,7 +35,7 @@ def found() -> Hardware:
 
 
 def refusals(host: Hardware) -> list[str]:
-    """Why a run would not use the GPUs that are there; empty where it does, there are none, or none are wanted."""
+    """Lists reasons why a run would not use the GPUs that are there; empty where it does, there are none, or none are wanted."""
     if not host.driver or host.hidden:
         return []
     on_purpose = "To run on the CPU all the same, set CUDA_VISIBLE_DEVICES to nothing."

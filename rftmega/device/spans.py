@@ -1,4 +1,4 @@
-"""What this process does when: how long each kind of work took, and, while somebody records, every stretch of it.
+"""Times each kind of work of this process and, while recording, keeps a span of every stretch of it.
 
 Nobody asks for it by default, and then nothing is timed (`Recorder.measuring`).
 """
@@ -38,7 +38,7 @@ class Recorder:
         self._lock = threading.Lock()
 
     def take(self) -> dict[str, float]:
-        """What was counted, and the seconds of spans, by name, since the last call. Waits for the device where it must."""
+        """Returns the counts, and the seconds of spans, by name, since the last call. Waits for the device where it must."""
         for name, begin, end in self._pending:
             self.count(name, current().seconds(begin, end))
         self._pending.clear()
@@ -61,7 +61,7 @@ class Recorder:
         self._spans, self.recording = [], True
 
     def stop(self) -> list[Span]:
-        """All spans since `record`."""
+        """Ends the recording and returns all spans since `record`."""
         self.recording = False
         return self._spans
 

@@ -176,7 +176,9 @@ def _within(owner: Any, name: str, attribute: str, value: Any) -> None:
 
 
 def _patch_float16_optimizer(module: Any) -> None:
-    """It sorts parameters by `param.type() == "torch.cuda.FloatTensor"` and raises TypeError for any other."""
+    """Makes parameters claim a CUDA type: the optimizer sorts them by `param.type() == "torch.cuda.FloatTensor"` and raises
+    TypeError for any other.
+    """
     _within(module.Float16OptimizerWithFloat16Params, "__init__", "type", _claiming_cuda)
 
 
