@@ -1,1 +1,1 @@
-"""Who am I among the processes, and how do they talk? `topology` is the only reader of Megatron's parallel state."""
+"""Joins the processes, places each in the layout and lets them talk. `topology` alone reads Megatron's parallel state."""

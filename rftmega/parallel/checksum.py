@@ -1,4 +1,4 @@
-"""Whether what one process wrote is what another reads."""
+"""Computes checksums, which show whether one process reads what another wrote."""
 
 from functools import cache, lru_cache
 

@@ -1,4 +1,4 @@
-"""How far the processes' clocks are apart."""
+"""Measures how far the processes' clocks are apart."""
 
 import time
 from collections.abc import Callable
@@ -21,7 +21,7 @@ class Offset(NamedTuple):
 
 
 def clock_offsets(clock: Callable[[], int] = time.perf_counter_ns) -> list[Offset]:
-    """Of every process, in the order of ranks; a collective.
+    """Measures the clock offset of every process, in the order of ranks; a collective.
 
     Nobody leaves a barrier before everybody came (F. Cristian's bound on the offset, 1989, with a barrier for his request
     and answer): with the times at which two processes came and left, each barrier bounds the offset from both sides, whatever
@@ -33,7 +33,7 @@ def clock_offsets(clock: Callable[[], int] = time.perf_counter_ns) -> list[Offse
 
 
 def _barrier(clock: Callable[[], int]) -> tuple[int, int]:
-    """When this process came, and when it left."""
+    """Returns the times at which this process entered and left a barrier."""
     came = clock()
     everybody = torch.ones((), device=device.current().here())
     if dist.is_initialized():

@@ -91,7 +91,7 @@ def board() -> Any:
 
 
 def gather_objects(thing: Any, group: Any = None) -> list[Any]:
-    """What every process of `group` (None: all) holds, in the order of ranks. Pickled, so for small things."""
+    """Gathers the objects of all processes of `group` (None: all), in the order of ranks. Pickled, so for small things."""
     if not dist.is_initialized():
         return [thing]
     found: list[Any] = [None] * dist.get_world_size(group)

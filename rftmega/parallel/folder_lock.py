@@ -54,7 +54,7 @@ class Holder:
 
     @property
     def dead(self) -> bool:
-        """Whether its process is known to be gone; another one may have its number."""
+        """Returns whether the holder's process is known to be gone; another one may have its number."""
         return self.here and process_start(self.pid) != self.started
 
     def __str__(self) -> str:
@@ -144,7 +144,7 @@ class FolderLock:
             time.sleep(LOOK_SECONDS)
 
     def _linked(self, file: Path) -> bool:
-        """Whether `file`, which there was not, is this process's now: all at once, with its content."""
+        """Creates `file`, all at once with its content; returns whether it is this process's now, and was not there before."""
         try:
             os.link(self._own, file)
         except FileExistsError:
@@ -163,7 +163,7 @@ class FolderLock:
         return _holder_of(file) == self.holder
 
     def _took_over(self, holder: Holder | None, age: float) -> bool:
-        """Whether a stale lock was replaced. Takers do so one at a time, or the second would replace the first one's."""
+        """Replaces a stale lock; returns whether it did. Takers take turns, or the second would replace the first one's."""
         turn = self.folder / f"{FILE}.turn"
         if not self._linked(turn):
             with contextlib.suppress(FileNotFoundError):
@@ -225,7 +225,7 @@ def locked(folder: str | Path, what: str) -> Iterator[None]:
 
 
 def process_start(pid: int) -> int | None:
-    """When a process of this machine began, in clock ticks since the boot; None where it has ended."""
+    """Returns the time at which a process of this machine began, in clock ticks since the boot; None where it has ended."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):

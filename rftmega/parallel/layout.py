@@ -1,4 +1,4 @@
-"""What follows from a layout before anything is built: arithmetic on Megatron's order of ranks, without Megatron."""
+"""Derives what follows from a layout before anything is built: arithmetic on Megatron's order of ranks, without Megatron."""
 
 import math
 from typing import NamedTuple
@@ -41,7 +41,7 @@ def replicas(world_size: int, parallel: ParallelConfig) -> list[list[int]]:
 
 
 def layout_name(parallel: ParallelConfig, data: int) -> str:
-    """As TP2 x PP2 x DP1, with what else is above 1."""
+    """Names a layout, e.g. TP2 x PP2 x DP1, with the other sizes that are above 1."""
     sizes = {"TP": parallel.tensor, "PP": parallel.pipeline, "DP": data}
     more = {"VPP": parallel.virtual_pipeline, "CP": parallel.context, "EP": parallel.expert, "ETP": parallel.expert_tensor}
     sizes |= {name: size for name, size in more.items() if size > 1}

@@ -1,11 +1,11 @@
-"""Which rows are worked on together: a pure function of their lengths."""
+"""Assigns rows to micro-batches: a pure function of their lengths."""
 
 import heapq
 from collections.abc import Sequence
 
 
 def fewest_micro_batches(pipeline: int) -> int:
-    """How many a pipeline of so many stages should get: with two a stage it stands still a third of the time at most."""
+    """Returns the least number of micro-batches for a pipeline of so many stages: with two a stage, at most a third is bubble."""
     return 2 * pipeline if pipeline > 1 else 1
 
 

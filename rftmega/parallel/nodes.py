@@ -1,4 +1,4 @@
-"""Whether the hosts of a run fit together, asked at its start, before a model is built: a difference shows late."""
+"""Checks at a run's start, before a model is built, that its hosts fit together: a difference shows late."""
 
 import hashlib
 import logging
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Report:
-    """What one process found."""
+    """NodeReport holds what one process found on its host."""
 
     rank: int
     host: str
@@ -62,7 +62,7 @@ def check_nodes(world: World, needed: Mapping[str, int]) -> None:
 
 
 def complaints(reports: Sequence[Report], needed: Mapping[str, int], clocks: Sequence[float]) -> list[str]:
-    """What is wrong, each with a host and the first rank there; `clocks` are seconds, rank by rank, read at one moment."""
+    """Lists what is wrong, each with a host and the first rank there; `clocks` are seconds, rank by rank, read at one moment."""
     found: dict[tuple[str, str], str] = {}
 
     def complain(report: Report, what: str) -> None:
@@ -93,7 +93,7 @@ def complaints(reports: Sequence[Report], needed: Mapping[str, int], clocks: Seq
 
 
 def versions() -> dict[str, str]:
-    """Of what takes part; rftmega's own is a digest of its sources."""
+    """Returns the versions of the packages that take part; rftmega's own is a digest of its sources."""
     found = {name: next(filter(None, map(_version, names)), "(none)") for name, names in PACKAGES.items()}
     digest = hashlib.sha256()
     root = Path(__file__).parents[2]

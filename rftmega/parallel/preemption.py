@@ -1,4 +1,4 @@
-"""Being asked to stop: SIGTERM or SIGUSR1, in any process of the run or its launcher, ends it with what it is doing."""
+"""Handles graceful preemption: SIGTERM or SIGUSR1, in any process of the run or its launcher, asks the whole run to stop."""
 
 import signal
 import time
@@ -13,7 +13,7 @@ LOOK = 1.0  # seconds
 
 
 class Request:
-    """Of this process; `file` is there once the launcher was asked, where there is one that says so."""
+    """Request records whether this process was asked to stop. A launcher that tells its ranks creates `file` once asked."""
 
     came = 0  # the signal's number
     file: Path | None = None
@@ -26,7 +26,7 @@ request = Request()
 
 
 def listen() -> None:
-    """From now on the signals are requests. The first thing that a process of a run does, in its main thread: its imports take
+    """Turns the signals into requests. The first thing that a process of a run does, in its main thread: its imports take
     seconds, and a signal that nobody listens for ends it.
     """
     for number in SIGNALS:
@@ -34,7 +34,7 @@ def listen() -> None:
 
 
 def unlisten() -> None:
-    """The signals end this process at once, one that came already, too: a run that saves nothing can't go on later."""
+    """Lets the signals end this process at once, one that came already, too: a run that saves nothing can't go on later."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     if request.came:
@@ -62,8 +62,8 @@ def meet(board: Any) -> None:
 
 
 def asked() -> bool:
-    """Whether this process or its launcher was, or, some LOOK seconds later, another one of the run. No collective: at any time,
-    from any thread.
+    """Returns whether this process or its launcher was asked to stop or, some LOOK seconds later, another process of the run. No
+    collective: call it at any time, from any thread.
     """
     own = bool(request.came) or (request.file is not None and request.file.exists())
     if request.board is None or request.known:
@@ -78,7 +78,7 @@ def asked() -> bool:
 
 
 def agreed(group: Any = None) -> bool:
-    """Whether any process of the group (None: all) was: the same answer on all of them, from a collective."""
+    """Returns whether any process of the group (None: all) was asked to stop: a collective, with the same answer on all."""
     from rftmega.parallel.collectives import gather_objects  # torch would keep `listen` waiting
 
     return any(gather_objects(asked(), group))

@@ -1,4 +1,4 @@
-"""Joining the other processes, under torchrun or alone; and leaving them."""
+"""Joins the other processes, under torchrun or alone; and leaves them."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""Where ranks meet: on one network interface of their hosts, rather than on all that these have."""
+"""Has ranks meet on one network interface of their hosts, rather than on all that these have."""
 
 import errno
 import ipaddress
@@ -59,7 +59,7 @@ def choose_interface(name: str, *, alone: bool) -> None:
 
 
 def interface_towards(name: str) -> str | None:
-    """As eth0; None where there is no route."""
+    """Returns the name of the interface towards a host, e.g. eth0; None where there is no route."""
     try:
         family, _, _, _, where = socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:  # sends nothing

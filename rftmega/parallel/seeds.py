@@ -1,4 +1,4 @@
-"""One seed for every generator of a process, and where they stand, as JSON has it."""
+"""Seeds every generator of a process from one seed, and saves and restores their states, as JSON has them."""
 
 import random
 from typing import Any
@@ -15,7 +15,7 @@ def set_seed(seed: int) -> None:
 
 
 def random_state() -> dict[str, Any]:
-    """Where the host's generators stand."""
+    """Returns the states of the host's generators."""
     version, numbers, gauss = random.getstate()
     kind, keys, *rest = numpy.random.get_state(legacy=True)
     return {

@@ -1,4 +1,4 @@
-"""Naming the rank that stands still while the others wait for it, in the log (`progress.watched` can end such a run).
+"""Names, in the log, the rank that stands still while the others wait for it (`watchdog.watched` can end such a run).
 
 Each process writes down at the board where ranks meet when it was last seen doing something, and where its main thread is. The
 first process reads it. Ranks that wait for others stand still, too, so it speaks only when nobody gets on, and names those that
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """Of life, of one process."""
+    """Sign is one sign of life of one process."""
 
     number: int
     idle: float  # seconds since its last mark
@@ -68,7 +68,7 @@ class Standing:
             self.board.set(_key(self.rank), json.dumps(asdict(sign)))
 
     def look(self) -> str:
-        """Who stands still, for the log; empty where nobody does, or it was said already. On the first process."""
+        """Names the ranks that stand still, for the log; empty where none does, or it was said already. On the first process."""
         now = time.monotonic()
         if self.board is not None:
             self._hear(now)

@@ -1,4 +1,4 @@
-"""Where this process stands in every kind of parallelism: the only reader of megatron.core.parallel_state."""
+"""Tells this process's place in every kind of parallelism: the only reader of megatron.core.parallel_state."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -104,7 +104,7 @@ class Topology:
             streams.resume()
 
     def random_state(self) -> dict[str, Any]:
-        """Where this layout's random streams stand, as JSON has it."""
+        """Returns the states of this layout's random streams, as JSON has them."""
         with self.active():
             streams = RandomStreams.now()
         return {"device": as_text(streams.device), "named": {name: as_text(state) for name, state in streams.named.items()}}
@@ -150,7 +150,7 @@ class Topology:
 
 @dataclass(slots=True)
 class RandomStreams:
-    """Where the device's generator and Megatron's named streams stand."""
+    """RandomStreams holds the states of the device's generator and of Megatron's named streams."""
 
     device: Tensor
     named: dict[str, Any]

@@ -1,4 +1,4 @@
-"""What this process was last seen doing, and a watch over it: hung is not dead.
+"""Records what this process was last seen doing, and watches over it: hung is not dead.
 
 Whoever works says so (`mark`): at phases, micro-batches, buckets of a push, answers.
 """
