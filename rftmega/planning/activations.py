@@ -18,7 +18,7 @@ CHUNK = 1024  # tokens whose logits exist at once (megatron/logprobs.py)
 
 @dataclass(frozen=True)
 class Load:
-    """What a process works on."""
+    """Load is the work of one process."""
 
     tokens: int  # of a micro-batch, all context-parallel processes together
     micro_batches: int  # of an optimizer step, a data-parallel rank
@@ -49,7 +49,7 @@ def _attention(model: ModelDescription, t: int, itemsize: int) -> float:
 
 
 def _mlp(model: ModelDescription, parallel: ParallelConfig, layer: int, itemsize: int) -> float:
-    """Of the gated MLP: gate and up, the activated gate, their product."""
+    """Returns the gated MLP's bytes a token: gate and up, the activated gate, their product."""
     experts = model.experts
     if experts is None or layer not in experts.layers:
         return itemsize * 4 * model.ffn / parallel.tensor
@@ -100,7 +100,9 @@ def scoring(planned: Planned, load: Load) -> int:
 
 
 def log_probs(planned: Planned, stage: int, load: Load, *, learns: bool) -> int:
-    """Of the last stage: hidden states, logits of a chunk of tokens, and the gradients of both and of the output weight."""
+    """Returns the bytes of the last stage's log-probs: hidden states, logits of a chunk of tokens, and the gradients of both and
+    of the output weight.
+    """
     if planned.value or stage != planned.parallel.pipeline - 1:
         return 0
     model, parallel, itemsize = planned.model, planned.parallel, planned.itemsize

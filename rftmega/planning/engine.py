@@ -1,4 +1,4 @@
-"""What an engine's process holds: its slice of the weights, its KV cache, room to work in."""
+"""Computes the memory of an engine's process: its slice of the weights, its KV cache, room to work in."""
 
 import math
 from functools import lru_cache
@@ -12,7 +12,7 @@ BATCHED = 8192  # tokens that vLLM computes at once
 
 
 def weight_bytes(planned: Planned, ranks: int, itemsize: int = 2) -> int:
-    """Of the fullest of `ranks` processes that share an engine."""
+    """Returns the bytes of weights on the fullest of `ranks` processes that share an engine."""
     experts = planned.model.experts.number if planned.model.experts else 0
     elements = 0
     for rule in planned.rules:
@@ -36,7 +36,7 @@ def cache_bytes(model: ModelDescription, ranks: int, itemsize: int = 2) -> int:
 
 
 def working_bytes(model: ModelDescription, ranks: int, sequences: int, itemsize: int = 2) -> int:
-    """Of a forward pass over `BATCHED` tokens and the sampling of `sequences` tokens (logits and probabilities in float32)."""
+    """Returns the bytes of a forward pass over `BATCHED` tokens and of `sequences` logits and probabilities (float32)."""
     wide = 3 * model.ffn // ranks
     if model.experts:
         wide = max(wide, 3 * model.experts.active * model.experts.ffn // ranks + model.experts.active * model.hidden)

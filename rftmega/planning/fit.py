@@ -1,4 +1,4 @@
-"""Whether a run fits into its devices and hosts; if it does not, the change of fewest options that makes it."""
+"""Checks whether a run fits into its devices and hosts; if it does not, finds the change of fewest options that makes it fit."""
 
 import copy
 import math
@@ -22,7 +22,7 @@ MOST = 2_000  # layouts that are looked at
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a run is to fit: `devices` in all, each of `budget`; bytes of a node's host memory (0: not looked at)."""
+    """Machine is the hardware that a run is to fit: `devices` of `budget` each; bytes of a node's host memory (0: ignored)."""
 
     devices: int
     budget: Budget
@@ -37,7 +37,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Misfit:
-    """Why a run does not fit. `over`: by how many times; `phase`: in which, or "host"."""
+    """Misfit tells why a run does not fit. `over`: by how many times; `phase`: in which, or "host"."""
 
     reason: str
     over: float
@@ -54,7 +54,7 @@ class Proposal:
 
 
 def stages_of(models: Mapping[str, Planned], world: int) -> list[dict[str, int]]:
-    """Of the first process of each stage (of the policy, or of the model that has most): its stage in every model."""
+    """Returns, for the first process of each stage (of the policy, or of the model that has most), its stage in every model."""
     most = max(planned.parallel.pipeline for planned in models.values())
     ranks = [world // most * number for number in range(most)]
     return [{name: rank // (world // planned.parallel.pipeline) for name, planned in models.items()} for rank in ranks]
@@ -173,7 +173,7 @@ def _of_the_trainer(policy: Planned, config: RunConfig, machine: Machine) -> lis
 
 
 def _stages(layers: int, stages: int) -> dict[str, int]:
-    """Where stages can't be equal, the last one, which has the output head as well, holds fewer layers."""
+    """Returns the options for stages that can't be equal: the last one, which has the output head as well, holds fewer layers."""
     last = layers - (stages - 1) * math.ceil(layers / stages)
     while last < 1 or (stages > 1 and (layers - last) % (stages - 1)):
         last += 1
@@ -207,7 +207,7 @@ def laid_out(models: Mapping[str, Planned], config: RunConfig) -> dict[str, Plan
 
 
 def refused(models: Mapping[str, Planned], config: RunConfig, machine: Machine) -> list[str]:
-    """What the config's own checks say, files aside."""
+    """Lists what the config's own checks refuse, files aside."""
     found = violations(config, machine.trainers(config), data=False)
     for name, planned in models.items():
         parallel: ParallelConfig = config.critic.parallel if name == "critic" else config.parallel
@@ -234,7 +234,7 @@ def push_bound(policy: Planned, config: RunConfig) -> int:
 
 
 def total_seconds(models: Mapping[str, Planned], config: RunConfig, machine: Machine) -> float:
-    """Of a step, the push aside."""
+    """Returns the seconds of a step, the push aside."""
     cache = cache_of(models[POLICY], config, machine.budget) if config.algorithm.task == "rl" else None
     found = seconds(models, config, machine.trainers(config), cache, None, machine.speeds)
     return sum(sum(parts.values()) for parts in found.values())

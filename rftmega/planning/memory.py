@@ -21,7 +21,7 @@ TOKEN_ON_HOST = 72  # bytes of a sampled token as Python holds it: an int, a flo
 
 @dataclass(frozen=True)
 class Budget:
-    """What one device has. `reserved`: CUDA's context, NCCL's buffers, what the allocator can't use."""
+    """Budget is the memory of one device. `reserved`: CUDA's context, NCCL's buffers, what the allocator can't use."""
 
     memory: float
     reserved: float = 0.0
@@ -29,7 +29,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Cache:
-    """Of one engine."""
+    """Cache is the KV cache of one engine."""
 
     budget: float  # bytes a process that vLLM may take
     bytes: int  # left for the cache; below 0 where weights and work leave none
@@ -63,7 +63,7 @@ def resident(models: Mapping[str, Planned], config: RunConfig, world: int, stage
 
 
 def load_of(config: RunConfig, parallel: ParallelConfig, world: int) -> Load:
-    """Of an update, if all rows are as long as they may be."""
+    """Returns the load of an update, if all rows are as long as they may be."""
     data = world // (parallel.tensor * parallel.pipeline * parallel.context)
     longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
     rows = max(1, rows_of(config) // config.algorithm.mini_batches // data)
@@ -80,7 +80,7 @@ def rows_of(config: RunConfig) -> int:
 
 
 def cache_of(policy: Planned, config: RunConfig, budget: Budget) -> Cache:
-    """Of an engine on devices of `budget`."""
+    """Returns the KV cache of an engine on devices of `budget`."""
     ranks = config.rollout.tensor
     share = config.rollout.memory_fraction * budget.memory
     left = share - engine.weight_bytes(policy, ranks) - engine.working_bytes(policy.model, ranks, config.rollout.max_batch)

@@ -29,7 +29,7 @@ class Planned:
 
 
 def models_of(config: RunConfig, *, auto: str = "bfloat16", narrow_whole: bool = True) -> dict[str, Planned]:
-    """By the name that the run gives them: policy, critic, reward_model. `auto`: what model.dtype=auto stands for.
+    """Returns the models of a run by their names in it: policy, critic, reward_model. `auto`: what model.dtype=auto stands for.
 
     Raises CheckpointError where a folder has no config.json, or one that is not understood.
     """

@@ -1,4 +1,4 @@
-"""What a push of the weights keeps in memory and moves, simulated message by message without a process."""
+"""Simulates a push of the weights, message by message and without a process: what it keeps in memory and moves."""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
@@ -23,7 +23,7 @@ DTYPES = {4: torch.float32, 2: torch.bfloat16}
 
 
 class Push(NamedTuple):
-    """Of every process, by its rank."""
+    """Push holds the cost of one push for every process, by its rank."""
 
     buffers: list[int]  # bytes of messages, at most
     sent: dict[tuple[int, int], int]  # (source, target) -> bytes
@@ -114,7 +114,7 @@ def _messages(pairs: dict[tuple[int, int], list[tuple[Move, int]]], unit: Unit, 
 
 
 def units_of_plan(planned: Planned, world: int, engine_tensor: int, layers: Collection[int] | None = None) -> Iterator[Unit]:
-    """As `weights.units.units_of` learns them from the processes, in the order of the model. `layers`: only these."""
+    """Yields the units that `weights.units.units_of` learns from processes, in the model's order. `layers`: only these."""
     found = []
     for placement, layer, expert in placements(
         planned.rules, planned.model, planned.parallel, world, Engines(world, engine_tensor), colocated=True, layers=layers

@@ -29,7 +29,7 @@ class Chunk(NamedTuple):
 
 
 def chunks_of(planned: Planned, stage: int) -> list[Chunk]:
-    """Of every process of a stage: shards are equally large. Raises ValueError, WeightMismatch where the layout does not fit."""
+    """Returns the chunks of every process of a stage: shards are equal. Raises ValueError, WeightMismatch for other layouts."""
     parallel = planned.parallel
     chunks = stage_layers(planned.model.layers, parallel)[stage]
     ends = (stage == 0, stage == parallel.pipeline - 1)

@@ -19,7 +19,7 @@ from rftmega.planning.states import ADAM, GRADIENTS, MAIN_PARAMETERS, PARAMETERS
 
 @dataclass(frozen=True)
 class Speeds:
-    """Of one device: floating-point operations a second, bytes a second of its memory and of each link; devices a node."""
+    """Speeds holds the rates of one device: operations a second, bytes a second of its memory and each link; devices a node."""
 
     flops: float
     memory: float
@@ -65,7 +65,7 @@ def seconds(
 
 
 def _generating(policy: Planned, config: RunConfig, world: int, cache: Cache, speeds: Speeds) -> dict[str, float]:
-    """Of one engine, its answers side by side as far as the cache and rollout.max_batch allow."""
+    """Returns the seconds that one engine generates, by kind; it batches answers as far as the cache and max_batch allow."""
     ranks, rollout, model = config.rollout.tensor, config.rollout, policy.model
     engines = rollout.servers if config.strategy == "separate" else world // ranks
     prompts = config.trainer.prompts_per_step / engines
