@@ -51,7 +51,7 @@ class BackgroundWriter:
             pass
 
     def wait(self) -> list[str]:
-        """What went wrong, rank by rank, alike on all processes, which call it together."""
+        """Waits for the checkpoint and returns what went wrong, rank by rank, alike on all processes, which call it together."""
         self._awaited.set()
         _join(self._part)
         found = collectives.gather_objects(self._part.error)

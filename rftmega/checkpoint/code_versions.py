@@ -1,4 +1,4 @@
-"""Which code runs."""
+"""Identifies the code that runs."""
 
 import functools
 import subprocess
@@ -12,12 +12,12 @@ SECONDS = 10.0  # git looks at every file
 
 @functools.cache
 def code_versions() -> dict[str, str]:
-    """Of what takes part, and this package's commit where it is a checkout that git can read."""
+    """Returns the versions of the packages that take part, and this package's commit where it is a checkout that git can read."""
     return versions() | {"commit": commit(ROOT)}
 
 
 def commit(folder: Path) -> str:
-    """Its hash, with "-dirty" behind it where tracked files were changed since; "" where nobody knows."""
+    """Returns the hash of a folder's commit, with "-dirty" behind it where tracked files have changed; "" if unknown."""
     if not (folder / ".git").exists():  # git would go on looking above
         return ""
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]

@@ -1,4 +1,4 @@
-"""Between Hugging Face folders and Megatron's distributed checkpoints: as a stream, resumable, without a GPU."""
+"""Converts between Hugging Face folders and Megatron's distributed checkpoints: as a stream, resumable, without a GPU."""
 
 import hashlib
 import math
@@ -222,7 +222,7 @@ class CheckpointTensors:
         ]
 
     def named(self, names: set[str], room: Room) -> Generator[tuple[str, Tensor], None, None]:
-        """Those tensors, in the order of `planned`."""
+        """Yields the tensors of these names, in the order of `planned`."""
         for item, pieces in self._exported:
             if names.isdisjoint(item.hf_names):
                 continue
@@ -241,7 +241,9 @@ class CheckpointTensors:
 
 
 def told_left_out(folder: Path) -> str | None:
-    """What a conversion of this folder does not take along, by name (those of a layer as one); None where there is nothing."""
+    """Describes what a conversion of this folder leaves out, by name (the tensors of a layer as one); None where there is
+    nothing.
+    """
     if is_distributed(folder):
         return None
     counts: dict[str, int] = {}
@@ -310,8 +312,8 @@ def _read(files: HFFolder, item: Bound) -> tuple[Tensor, dict[str, str]]:
 
 
 def _edges(rule: Rule, size: int, parallel: ParallelConfig) -> list[int]:
-    """Where a tensor is cut. A piece is read whole, for its checksum, so none may straddle two ranks' shares: of the given layout
-    or, outside the experts, of FINEST ranks or fewer.
+    """Returns the edges at which a tensor is cut. A piece is read whole, for its checksum, so none may straddle two ranks'
+    shares: of the given layout or, outside the experts, of FINEST ranks or fewer.
     """
     if isinstance(rule, Replicated):
         return [0, size]

@@ -58,13 +58,14 @@ def write_pieces(path: Path, pieces: Iterable[Boxed], *, size: int | None = None
 
 
 def file_bytes(pieces: Iterable[Boxed]) -> int:
-    """Of the file that `write_pieces` makes of them."""
+    """Returns the bytes of the file that `write_pieces` makes of them."""
     return sum(box.nbytes + sum(map(len, around(tuple(box.shape), box.dtype))) for _, _, box in pieces)
 
 
 @functools.cache
 def around(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[bytes, bytes]:
-    """What torch.save writes before and after the bytes of a contiguous tensor; those take it five times a plain write's time.
+    """Returns what torch.save writes before and after the bytes of a contiguous tensor; the bytes themselves take it five times a
+    plain write's time.
 
     The CRC in it is of nothing; torch does not look at it when it reads, and our checksum is in the manifest.
     """

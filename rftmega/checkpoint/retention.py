@@ -1,4 +1,4 @@
-"""Which checkpoints of a folder stay, and which is the latest."""
+"""Decides which checkpoints of a folder stay, and which is the latest."""
 
 import logging
 import os
@@ -74,12 +74,12 @@ def begin(folder: Path, name: str) -> Path:
 
 
 def is_draft(path: Path) -> bool:
-    """Whether a save began this folder, and nobody else."""
+    """Returns whether a save began this folder, and nobody else."""
     return path.is_dir() and ((path / MARK).is_file() or not any(path.iterdir()))
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether this is the folder of a whole training checkpoint."""
+    """Returns whether this is the folder of a whole training checkpoint."""
     return not path.name.endswith(DRAFT) and all((path / name).is_file() for name in (MANIFEST, note_of(0)))
 
 
@@ -111,7 +111,7 @@ def before(checkpoint: Path) -> Path | None:
 
 
 def pointed(folder: Path) -> str | None:
-    """What the pointer says, which may be nothing after a machine has lost its power; None without one."""
+    """Returns the content of the pointer, which may be nothing after a machine has lost its power; None without one."""
     pointer = folder / LATEST
     return pointer.read_text(errors="replace").strip("\0 \n") if pointer.is_file() else None
 

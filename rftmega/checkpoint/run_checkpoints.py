@@ -141,7 +141,7 @@ class TrainingCheckpoints:
         return state
 
     def resume(self) -> dict[str, Any] | None:
-        """What checkpoint.resume says: loads it and gives the `state` it was saved with; None for a run that starts anew."""
+        """Loads the checkpoint that checkpoint.resume names and returns its `state`; None for a run that starts anew."""
         if (given := self._to_resume()) is None:
             return None
         state = self.load(given)
@@ -150,7 +150,7 @@ class TrainingCheckpoints:
         return state
 
     def _to_resume(self) -> Path | None:
-        """As the first process sees it, for all of them: another host may not see a new checkpoint yet."""
+        """Returns the checkpoint to resume, as the first process sees it: another host may not see a new one yet."""
         found, error = None, ""
         if dist.get_rank() == 0:
             try:
@@ -181,7 +181,7 @@ class TrainingCheckpoints:
             log.info("  %s", change)
 
     def _complete(self, draft: Path, name: str, about: dict[str, Any], latest: bool, given_up: Callable[[], bool]) -> None:
-        """When all ranks have written: the manifest, the name, the pointer, and only then older ones go."""
+        """Completes a checkpoint that all ranks have written: manifest, name, pointer, and only then older ones go."""
         if not write_whole(draft, dist.get_world_size(), about, given_up=given_up):
             return
         name = retention.settle(draft, self.folder / name).name
@@ -252,7 +252,7 @@ class TrainingCheckpoints:
 
 
 def of_run(config: RunConfig, models: Mapping[str, Model], export: Callable[[Path], None]) -> TrainingCheckpoints:
-    """Those that a run's config asks for."""
+    """Builds the TrainingCheckpoints that a run's config asks for."""
     chosen = config.checkpoint
     return TrainingCheckpoints(
         Path(chosen.folder or f"{config.trainer.output}/checkpoints"),

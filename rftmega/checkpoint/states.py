@@ -14,7 +14,7 @@ Tensors = dict[str, list[Tensor]]
 
 
 def taken_apart(state: Any) -> tuple[Any, Tensors]:
-    """What is JSON of dicts, lists and tensors; and the tensors, those of one dtype under one key: there may be very many."""
+    """Splits a state into JSON (dicts, lists) and its tensors, those of one dtype under one key: there may be very many."""
     tensors: Tensors = {}
     ends: dict[str, int] = {}
 

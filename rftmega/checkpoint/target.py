@@ -42,7 +42,7 @@ def _remove_drafts(target: Path) -> None:
 
 
 def fingerprint(files: HFFolder) -> str:
-    """Of the source: a conversion goes on only where it is the same."""
+    """Computes a fingerprint of the source: a conversion goes on only where it is the same."""
     said = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files.files]
     return hashlib.sha256(json.dumps(said).encode()).hexdigest()
 

@@ -86,7 +86,7 @@ class TrainingReader(Reader):
         return tensor
 
     def random_of(self, rank: int) -> dict[str, Any]:
-        """Where the random streams of a rank stood. Raises CheckpointError where its file is not as it was written."""
+        """Returns the states of a rank's random streams. Raises CheckpointError where its file is not as it was written."""
         name = note_of(rank)
         said: dict[str, Any] = json.loads(read_checked(self.folder / name, self.manifest["ranks"][name]))["random"]
         return said
