@@ -1,4 +1,4 @@
-"""What a push asks of an engine whose parameters it fills itself, and what it knows of them."""
+"""Defines what a push needs of an engine whose parameters it fills itself, and records what it knows of them."""
 
 import logging
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
@@ -37,7 +37,7 @@ class Destinations(Protocol):
 def recorded(
     units: Sequence[Unit], trace_load: Callable[[Iterable[tuple[str, Tensor]]], None], destinations: Destinations
 ) -> Recorder:
-    """What the engine's loader does with the tensors of these units."""
+    """Records what the engine's loader does with the tensors of these units."""
     recorder = Recorder()
     named = [(name, recorder.tensor(name, dtype, shape, unit.rule.axis)) for unit in units for name, dtype, shape in unit.planned]
 
@@ -56,7 +56,7 @@ def recorded(
 
 
 class Recording:
-    """Which copies bring a bucket's tensors to the engine's parameters, and which tensors its loader must take.
+    """Recording knows which copies bring a bucket's tensors to the engine's parameters, and which tensors its loader must take.
 
     Until a push by the loader itself was compared with it (`prove`) it is only believed to be whole.
     """
@@ -68,11 +68,11 @@ class Recording:
 
     @property
     def parameters(self) -> Collection[str]:
-        """Those that copies fill."""
+        """Returns the names of the parameters that copies fill."""
         return self._copies.keys()
 
     def of_bucket(self, number: int, units: Sequence[Unit], receives: Mapping[int, Layout]) -> tuple[list[Fill], list[Part]]:
-        """What bucket `number` is, and the HF tensors of it that the loader takes."""
+        """Returns the fills of bucket `number`, and the HF tensors of it that the loader takes."""
         if number not in self._fills:
             by_loader = [
                 (unit, part)

@@ -1,4 +1,4 @@
-"""Shards -> whole HF-named tensors on every process of a replica, one bucket at a time."""
+"""Gathers shards into whole HF-named tensors on every process of a replica, one bucket at a time."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -34,7 +34,7 @@ class Exporter:
 
     @property
     def planned(self) -> list[Planned]:
-        """What an iteration will give, in its order."""
+        """Lists the tensors that an iteration will give, in its order."""
         return [tensor for bucket in self.buckets for unit in bucket for tensor in unit.planned]
 
     @property

@@ -27,7 +27,7 @@ class LazyTensor(Tensor):
 
     @staticmethod
     def of(shape: tuple[int, ...], dtype: torch.dtype, fetch: Fetch, home: torch.device) -> "LazyTensor":
-        """Of a whole tensor; elements that somebody computes with are made on `home`."""
+        """Makes a lazy tensor of a whole one; elements that somebody computes with are made on `home`."""
         return _like(torch.empty(shape, dtype=dtype, device="meta"), fetch, torch.Size(shape), home)
 
     @classmethod
@@ -100,8 +100,8 @@ def _box(view: LazyTensor) -> Box | None:
 
 
 def box_of(whole: Sequence[int], view: Tensor) -> Box | None:
-    """Where in the whole, which lies in memory row by row, a view lies; None if it is no box of it (another number of dimensions,
-    a transposition).
+    """Returns the box of the whole, which lies in memory row by row, that a view covers; None if it is no box of it (another
+    number of dimensions, a transposition).
     """
     return _box_of(tuple(whole), tuple(view.shape), tuple(view.stride()), int(view.storage_offset()))
 

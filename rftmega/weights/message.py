@@ -15,7 +15,7 @@ from rftmega.weights.units import Move
 
 
 def message_bytes(sizes: Sequence[int]) -> int:
-    """Of a message with slices of so many bytes each, header and gaps included."""
+    """Returns the bytes of a message with slices of so many bytes each, header and gaps included."""
     return blocks(8 * (1 + len(sizes))) + sum(map(blocks, sizes))
 
 
@@ -40,7 +40,7 @@ class Alike(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Of one."""
+        """Returns the bytes of one slice."""
         return self.shape.numel() * self.dtype.itemsize
 
     def stored(self, message: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ class Alike(NamedTuple):
 
 
 class Layout:
-    """Where the slices of one message lie; made once, and the same on both sides."""
+    """Layout gives the place of each slice in one message; made once, and the same on both sides."""
 
     def __init__(self, moves: Sequence[Move]):
         self.moves = list(moves)

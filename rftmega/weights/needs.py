@@ -1,4 +1,4 @@
-"""What engines read of the policy, and which slices must travel for it: learnt once, the same on every process."""
+"""Learns what engines read of the policy, and which slices must travel for it: once, the same on every process."""
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Which slice of which tensor goes from which rank to which: pure arithmetic, for any layouts, without a process.
+"""Plans which slice of which tensor goes from which rank to which: pure arithmetic, for any layouts, without a process.
 
 All is said in Hugging Face's tensors: a shard of Megatron's and what an engine's rank needs are both lists of segments, rows
 (or columns) of those tensors. What a rank needs and does not hold must reach it once: that is the least that can be moved.
@@ -38,7 +38,7 @@ class Transfer(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """Where one Megatron tensor is, and who needs what of it."""
+    """Placement tells which ranks hold one Megatron tensor, and which ranks need what of it."""
 
     rule: Rule
     shards: tuple[tuple[int, ...], ...]  # shard number -> the trainer's ranks that hold it
@@ -46,7 +46,7 @@ class Placement(NamedTuple):
 
 
 def slices(placement: Placement) -> list[Slice]:
-    """What must be moved: each rank's needs, less what it holds itself, cut where the holders change.
+    """Returns the slices that must be moved: each rank's needs, less what it holds itself, cut where the holders change.
 
     Raises ValueError where nobody holds what is needed.
     """
@@ -106,7 +106,7 @@ class Balance:
 
 
 def engine_needs(rule: Rule, rank: int, ranks: int) -> tuple[Segment, ...]:
-    """What tensor-parallel rank `rank` of `ranks` of a vLLM engine loads of a tensor.
+    """Returns the segments of a tensor that tensor-parallel rank `rank` of `ranks` of a vLLM engine loads.
 
     Query heads in blocks; key-value heads in blocks, or one of them where there are fewer heads than ranks; columns, rows and
     vocabulary in blocks (of the vocabulary padded to 64); everything else whole.

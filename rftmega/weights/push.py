@@ -1,4 +1,4 @@
-"""WeightSync: what the engine of this process needs of the policy's weights, and nothing else, into it.
+"""Pushes to the engine of this process what it needs of the policy's weights, and nothing else: a WeightSync.
 
 At the start the engine's own loader is handed tensors that only record what is asked for; from that and from who holds what,
 every process computes the same plan. A push then moves each planned slice once, checks it, and lets the loader copy from the
@@ -78,7 +78,7 @@ class EngineWeights:
         self._sums = SliceSums()  # of the last push
 
     def checksums(self) -> list[SliceChecksums]:
-        """Of every slice of the last push; a collective, with the policy's weights on the device."""
+        """Returns the checksums of every slice of the last push; a collective, with the policy's weights on the device."""
         return self._sums.compared(self.shards)
 
     def push(self, *, version: int) -> Metrics:
@@ -131,7 +131,7 @@ class EngineWeights:
         return int(moved)
 
     def _rehearse(self, units: Sequence[Unit]) -> dict[str, list[Box]]:
-        """What a loader asks for that can't be watched at its parameters: by HF name."""
+        """Returns, by HF name, the boxes that a loader asks for where it can't be watched at its parameters."""
         asked: dict[str, list[Box]] = defaultdict(list)
 
         def recorder(name: str) -> Fetch:
@@ -149,7 +149,7 @@ class EngineWeights:
         return asked
 
     def _missing_bytes(self, unit: Unit) -> int:
-        """Of a unit: what this process's engine reads and this process does not hold."""
+        """Returns the bytes of a unit that this process's engine reads and this process does not hold."""
         missing = 0
         for part, (name, dtype, shape) in enumerate(unit.planned):
             row = torch.Size(shape).numel() // shape[unit.rule.axis] * dtype.itemsize
@@ -236,7 +236,7 @@ class _Passage:
             yield name, LazyTensor.of(shape, dtype, _reader(name, unit.rule.axis, pieces), self.weights.shards.device)
 
     def _record(self, unit: Unit, part: int, own: Sequence[Piece]) -> None:
-        """What the engine reads of this process's own shard."""
+        """Records the checksums of what the engine reads of this process's own shard."""
         needed = self.weights.needs.get(unit.planned[part].name, [])
         for piece in own:
             for start, stop in needed:

@@ -1,4 +1,4 @@
-"""What an engine's own loader copies where, learnt from one load of tensors and parameters that have a shape and no elements."""
+"""Records what an engine's own loader copies where, from one load of tensors and parameters that have a shape and no elements."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,11 +44,11 @@ class Recorder(TorchDispatchMode):
         self._tensors: dict[int, tuple[str, Tensor, int]] = {}
 
     def parameters(self, named: Mapping[str, Tensor]) -> None:
-        """What the loader fills."""
+        """Registers the parameters that the loader fills."""
         self._parameters = {_storage(parameter): name for name, parameter in named.items()}
 
     def tensor(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], axis: int) -> Tensor:
-        """Of which rows, or columns by the axis, will be there: a box that cuts it along another one is no plain copy."""
+        """Makes a tensor for the loader that is cut along `axis` only: a box that cuts it along another one is no plain copy."""
         made = torch.empty(shape, dtype=dtype, device="meta")
         self._tensors[_storage(made)] = name, made, axis
         return made
@@ -94,7 +94,7 @@ class Recorder(TorchDispatchMode):
         self.asked[name].append(box_of(whole.shape, tensor) or tuple((0, size) for size in whole.shape))
 
     def plain(self) -> dict[str, list[Copy]]:
-        """By parameter, the copies of those that get nothing else, from tensors that go nowhere else."""
+        """Returns, by parameter, the copies of those that get nothing else, from tensors that go nowhere else."""
         changed, worked_on = set(self.changed), set(self.worked_on)
         while True:
             worked_on |= {copy.name for parameter in changed for copy in self.copies.get(parameter, [])}
@@ -109,7 +109,7 @@ def _of_rows(box: Box, whole: torch.Size, axis: int) -> bool:
 
 
 def _tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    """Of an operator's arguments, which are tensors and lists of tensors."""
+    """Yields the tensors among an operator's arguments, which are tensors and lists of tensors."""
     for argument in (*args, *kwargs.values()):
         for each in argument if isinstance(argument, list | tuple) else (argument,):
             if isinstance(each, Tensor):

@@ -50,7 +50,7 @@ class Received(NamedTuple):
 
 
 class Fill:
-    """What a bucket brings to one parameter: from messages, and slices (`moves`) of this process's own shards."""
+    """Fill holds what a bucket brings to one parameter: from messages, and slices (`moves`) of this process's own shards."""
 
     def __init__(self, parameter: str, dtype: torch.dtype):
         self.parameter, self.dtype = parameter, dtype
@@ -85,7 +85,7 @@ class Fill:
         self._sums = runs_of(self.targets)
 
     def own(self, shards: Shards) -> list[tuple[Run, list[Tensor]]]:
-        """Where views of this process's shards go; neighbours that are neighbours on both sides (gate and up) as one."""
+        """Returns the runs that views of this process's shards go to; views adjacent on both sides (gate, up) as one."""
         if self._generation != shards.generation:
             targets, views = _joined(self.targets, shards.slices_of(self.moves))
             runs = runs_of(targets)
@@ -126,7 +126,7 @@ class Filling:
         self.done = True
 
     def equals(self, parameter: Tensor) -> bool:
-        """Whether the parameter has, bit for bit, what `into` would copy."""
+        """Returns whether the parameter has, bit for bit, what `into` would copy."""
         whole = parameter.detach()
         pairs = [(target.of(whole), within.of(self._messages[source])) for source, within, target in self.fill.received]
         for run, views in self.fill.own(self.shards):
@@ -159,7 +159,7 @@ class Proof:
 def fills_of(
     units: Sequence[Unit], layouts: Mapping[int, Layout], copies: Mapping[str, Sequence[tuple[str, Copy]]], shards: Shards
 ) -> list[Fill]:
-    """Of a bucket whose messages, by source, are laid out so. `copies`: by HF name, the parameters and what goes there."""
+    """Returns the fills of a bucket whose messages have `layouts`, by source. `copies`: by HF name, what goes where."""
     arrived: dict[tuple[int, int], list[tuple[int, Move, int]]] = defaultdict(list)
     for source, layout in layouts.items():
         for move, place in zip(layout.moves, layout.places, strict=True):
@@ -252,7 +252,7 @@ def _words(elements: Tensor) -> Tensor:
 
 
 def by_name(copies: Mapping[str, Sequence[Copy]]) -> dict[str, list[tuple[str, Copy]]]:
-    """By HF name, which parameters it goes to and how."""
+    """Groups copies by HF name: which parameters a tensor goes to and how."""
     found: dict[str, list[tuple[str, Copy]]] = defaultdict(list)
     for parameter, theirs in copies.items():
         for copy in theirs:
@@ -261,7 +261,7 @@ def by_name(copies: Mapping[str, Sequence[Copy]]) -> dict[str, list[tuple[str, C
 
 
 def moves_in_order(moves: Sequence[Move]) -> list[Move]:
-    """As a message has them: slices of the same tensor of all layers and experts behind each other, so that they lie evenly."""
+    """Orders moves as a message has them: slices of the same tensor of all layers and experts are adjacent, to lie evenly."""
     kinds: dict[tuple[str, int], list[Move]] = {}
     for move in moves:
         kinds.setdefault((move.unit.rule.megatron[0], move.part), []).append(move)

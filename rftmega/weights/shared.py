@@ -1,4 +1,4 @@
-"""WeightSync for engines in processes of their own on this host: every process writes its slices into memory that all map.
+"""Pushes weights to engines in processes of their own on this host: every process writes its slices into memory that all map.
 
 No process gathers anything: the first byte to leave a shard is written where the engines' loaders copy from, once, however many
 engines there are.
@@ -43,7 +43,7 @@ class Receivers(Protocol):
 
 
 class Place(NamedTuple):
-    """Where in a segment a tensor lies."""
+    """SegmentEntry tells where in a memory segment a tensor lies."""
 
     name: str
     dtype: torch.dtype
@@ -109,7 +109,7 @@ class SharedWeights:
         }
 
     def checksums(self) -> list[SliceChecksums]:
-        """Of every tensor of the last push; a collective, with the policy's weights on the device.
+        """Returns the checksums of every tensor of the last push; a collective, with the policy's weights on the device.
 
         What the trainer holds is written once more, into memory that no engine reads now. A worker takes a tensor only if it
         finds the checksum that it was sent with, so what was received is what was sent.
@@ -217,7 +217,7 @@ class SharedWeights:
 
 
 def _plan(buckets: Sequence[list[Unit]]) -> list[Bucket]:
-    """Which process writes what: every element once, spread evenly over those that hold it."""
+    """Plans which process writes what: every element once, spread evenly over those that hold it."""
     me, reader = dist.get_rank(), -1
     balance: dict[torch.dtype, Balance] = {}
     planned = []
@@ -243,7 +243,7 @@ def _plan(buckets: Sequence[list[Unit]]) -> list[Bucket]:
 
 
 def segment_bytes(units: Sequence[Unit], bucket_bytes: int) -> int:
-    """Of memory that holds any one bucket."""
+    """Returns the bytes of memory that hold any one bucket."""
     return max(
         sum(blocks(torch.Size(shape).numel() * dtype.itemsize) for unit in bucket for _, dtype, shape in unit.planned)
         for bucket in buckets_of(units, bucket_bytes, for_an_engine=True)

@@ -17,7 +17,7 @@ Place = tuple[str, int, int, int, int]  # tensor, first and last row, source, ta
 
 
 def sum_of(elements: Tensor) -> int:
-    """As a message has it of the same slice."""
+    """Returns the checksum that a message has of the same slice."""
     return int(checksums(elements[None]))
 
 

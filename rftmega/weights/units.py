@@ -1,4 +1,4 @@
-"""Which processes hold which shard of which tensor, learnt once from what each of them says."""
+"""Learns once, from what each process says, which processes hold which shard of which tensor."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ Key = tuple[str, int | None, int | None]  # a rule's first Megatron name, layer,
 
 
 class Held(Protocol):
-    """What a process holds: shard `rank` of `ranks` of a rule's tensor, at a layer and expert (`megatron.binding.Bound`)."""
+    """HeldShard is shard `rank` of `ranks` of a rule's tensor, at a layer and expert (`megatron.binding.Bound`)."""
 
     @property
     def rule(self) -> Rule: ...
@@ -53,7 +53,7 @@ class Unit:
 
     @property
     def planned(self) -> list[Planned]:
-        """Its HF tensors, in the rule's order."""
+        """Lists the unit's HF tensors, in the rule's order."""
         names = self.rule.hf_names(self.layer, self.expert)
         return [Planned(name, self.dtype, tensor.shape) for name, tensor in zip(names, self.rule.hf, strict=True)]
 
@@ -94,7 +94,7 @@ class Piece(NamedTuple):
 
 
 class Shards:
-    """What this process holds of the model, in terms of HF tensors."""
+    """Shards tells what this process holds of the model, in terms of HF tensors."""
 
     def __init__(self, held: Sequence[Held]):
         self._held = {key_of(item): item for item in held if item.rule.exported}
@@ -105,7 +105,7 @@ class Shards:
         self._located: dict[tuple[int, int, int], list[tuple[Segment, int]]] = {}
 
     def pieces(self, unit: Unit, part: int) -> list[Piece]:
-        """Of one HF tensor: views of the parameter."""
+        """Returns the pieces of one HF tensor that are here: views of the parameter."""
         item = self._held.get(key_of(unit))
         if item is None:
             return []
@@ -123,14 +123,14 @@ class Shards:
         return self._located[key]
 
     def slice_of(self, move: Move) -> Tensor:
-        """What a move takes from here: it lies within one piece."""
+        """Returns the elements that a move takes from here: they lie within one piece."""
         for start, stop, elements in self.pieces(move.unit, move.part):
             if start <= move.start and move.stop <= stop:
                 return elements.narrow(move.unit.rule.axis, move.start - start, move.stop - move.start)
         raise AssertionError(f"planned to send {move.name}[{move.start}:{move.stop}], which is not here")
 
     def slices_of(self, moves: list[Move]) -> list[Tensor]:
-        """What each of them takes: views that are kept, by the list that asks for them, until `look_again` finds other memory."""
+        """Returns the elements that each move takes: views, kept by the list that asks, until `look_again` finds other memory."""
         kept = self._kept.get(id(moves))
         if kept is None or kept[0] is not moves:
             kept = self._kept[id(moves)] = moves, [self.slice_of(move) for move in moves]
