@@ -63,7 +63,7 @@ def default_rope_theta(hf_config: Mapping[str, Any]) -> float:
 
 
 def left_out(hf_config: Mapping[str, Any], names: Iterable[str]) -> set[str]:
-    """Those of `names`, all of a folder's, that a folder of this family may hold and that no rule speaks of."""
+    """Returns those of `names`, all of a folder's, that a folder of this family may hold and that no rule speaks of."""
     names = set(names)
     found = {name for name in names if re.fullmatch(NOT_WEIGHTS, name)}
     if of_family := getattr(_family(hf_config), "left_out", None):

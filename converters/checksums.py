@@ -31,7 +31,7 @@ def known_sums(folder: Path) -> dict[str, str]:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """What is checked: all files but hidden ones and those that describe the folder."""
+    """Lists the files that are checked: all but hidden ones and those that describe the folder."""
     odd = (*OF_WEIGHTS, draft_of(folder / CHECKSUMS).name)
     return sorted(path for path in folder.iterdir() if path.is_file() and path.name[0] != "." and path.name not in odd)
 
@@ -91,5 +91,5 @@ def _kinded(digest: str) -> str | None:
 
 
 def _git(path: Path) -> Any:
-    """Of a blob in git, as the hub has small files."""
+    """Starts the hash of a blob in git, by which the hub names small files."""
     return hashlib.sha1(f"blob {path.stat().st_size}\0".encode(), usedforsecurity=False)

@@ -26,7 +26,7 @@ DEFAULTS: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class Fields:
-    """What a family makes of fields that config.json lacks.
+    """Fields tells what a family makes of fields that config.json lacks.
 
     transformers has a default for sizes too, those of one published model. Nobody means them, so `required` are refused instead.
     """
@@ -58,19 +58,19 @@ class Fields:
 
 @dataclass(frozen=True)
 class Kind:
-    """What values a field may have."""
+    """Kind tells which values a field may have."""
 
     said: str
     fits: Callable[[Any], bool]
 
 
 def is_whole(value: Any, least: int, most: int = LARGEST) -> bool:
-    """Whether a value of JSON is an integer of this range; true and false are none."""
+    """Returns whether a value of JSON is an integer of this range; true and false are none."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
 def is_number(value: Any, least: float = -math.inf) -> bool:
-    """Whether a value of JSON is a finite number."""
+    """Returns whether a value of JSON is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= least
 
 

@@ -1,4 +1,4 @@
-"""What the families' tables are put together from: attention, dense layers, experts, and the rest of a decoder."""
+"""Builds the parts of the families' tables: attention, dense layers, experts, and the rest of a decoder."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -86,7 +86,7 @@ def gated_mlp(
 
 
 def dense_mlp(config: Config, **where: Any) -> list[Rule]:
-    """Of all layers, or of those in `layers`."""
+    """Returns the rules of the dense MLP of all layers, or of those in `layers`."""
     fc1, fc2 = ((f"{MLP}linear_{name}.weight",) for name in ("fc1", "fc2"))
     return gated_mlp(config["hidden_size"], config["intermediate_size"], "mlp.{projection}.weight", fc1, fc2, **where)
 

@@ -10,7 +10,7 @@ log = logging.getLogger(__name__)
 
 
 def is_anothers(folder: Path) -> bool:
-    """Whether something is there that no export made."""
+    """Returns whether something is there that no export made."""
     if folder.is_symlink() or not folder.is_dir():
         return folder.exists() or folder.is_symlink()
     return not (folder / MARK).is_file() and any(folder.iterdir())

@@ -41,7 +41,7 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 class Planned(NamedTuple):
-    """A tensor that will be written."""
+    """PlannedTensor is a tensor that will be written."""
 
     name: str
     dtype: torch.dtype
@@ -139,7 +139,7 @@ class HFFolder:
         return tuple(self._said(name)["shape"])
 
     def _said(self, name: str) -> Any:
-        """What the header of its file says of a tensor."""
+        """Returns what the header of its file says of a tensor."""
         file = self._holder(name)
         _, header = self._header(file)
         if name not in header:
@@ -193,7 +193,7 @@ def bytes_of(tensor: Tensor) -> Any:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether a tensor holds neither NaN nor infinity."""
+    """Returns whether a tensor holds neither NaN nor infinity."""
     return not tensor.numel() or all(bool(edge.isfinite()) for edge in tensor.aminmax())
 
 
@@ -216,7 +216,7 @@ def shards_of(planned: Sequence[Planned], shard_bytes: int) -> dict[str, list[Pl
 
 
 def draft_of(path: Path) -> Path:
-    """What a file is called while it is written."""
+    """Returns the path of a file while it is written."""
     return path.with_name(path.name + ".part")
 
 

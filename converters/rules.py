@@ -57,7 +57,7 @@ class Rule:
 
     @property
     def per_expert(self) -> bool:
-        """Of one expert: sharded over the processes that share an expert, not over those that share a dense layer."""
+        """Returns whether this is an expert's: sharded over processes that share an expert, not a dense layer."""
         return "{expert}" in self.hf[0].name
 
     @property
@@ -77,7 +77,7 @@ class Rule:
         return tuple(tensor.shape[self.axis] for tensor in self.hf)
 
     def segments(self, rank: int, ranks: int) -> list[Segment]:
-        """What shard `rank` of `ranks` is made of. Raises WeightMismatch where the ranks can't share equally."""
+        """Returns the segments that shard `rank` of `ranks` is made of. Raises WeightMismatch for unequal shards."""
         raise NotImplementedError
 
 
