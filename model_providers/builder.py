@@ -1,4 +1,4 @@
-"""ModelDescription -> TransformerConfig -> one pipeline chunk as a GPTModel."""
+"""Builds a TransformerConfig and one pipeline chunk, a GPTModel, from a ModelDescription."""
 
 import logging
 from typing import Any

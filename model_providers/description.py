@@ -1,4 +1,4 @@
-"""What a model is, in one vocabulary for every family and for both generations of transformers (4 and 5)."""
+"""Describes a model, in one vocabulary for every family and for both generations of transformers (4 and 5)."""
 
 import importlib
 import pkgutil
@@ -118,7 +118,7 @@ def describe(hf_config: Mapping[str, Any]) -> ModelDescription:
 
 
 def decoder(config: HFConfig, *, qkv_bias: bool = False, qk_norm: bool = False, head_dim: int | None = None) -> ModelDescription:
-    """What the families have in common: Llama's shape. A family changes the rest with dataclasses.replace.
+    """Describes what the families have in common: Llama's shape. A family changes the rest with dataclasses.replace.
 
     `head_dim` is that of a family whose heads follow from other fields. Raises CheckpointError for heads that can't be.
     """

@@ -13,7 +13,7 @@ BACKWARD = 2  # times the forward pass: gradients of the inputs and of the weigh
 
 
 def forward_flops(model: ModelDescription, rows: Iterable[int], *, value_head: bool = False) -> int:
-    """Of one forward pass over rows of so many tokens each; with `value_head` one number a token in place of the logits."""
+    """Counts one forward pass over rows of so many tokens each; with `value_head` one number a token in place of the logits."""
     rows = list(rows)
     head = model.hidden * (1 if value_head else model.vocabulary)
     return 2 * (layer_weights(model) + head) * sum(rows) + sum(_attention(model, n) for n in rows)
@@ -42,7 +42,7 @@ def _projections(model: ModelDescription) -> int:
 
 
 def _attention(model: ModelDescription, tokens: int) -> int:
-    """Of all layers' scores and their products with the values, for one row; a window bounds what a token sees."""
+    """Counts all layers' scores and their products with the values, for one row; a window bounds what a token sees."""
     latent = model.latent
     width = latent.plain_dim + latent.rope_dim + latent.value_dim if latent else 2 * model.head_dim
     windowed = len(model.windowed)

@@ -54,7 +54,7 @@ class HFConfig(Mapping[str, Any]):
         return len(self._fields)
 
     def said(self, name: str) -> bool:
-        """Whether config.json names the field, be it as null."""
+        """Returns whether config.json names the field, be it as null."""
         return name in self._named
 
     def only(self, name: str, *values: Any, why: str) -> None:

@@ -1,4 +1,4 @@
-"""Which of CUDA's optional packages this machine has, and which fused kernels of Megatron's that makes possible."""
+"""Detects CUDA's optional packages on this machine, and the fused kernels of Megatron's that they make possible."""
 
 import functools
 import importlib
@@ -15,7 +15,7 @@ from rftmega.config import ParallelConfig
 
 @dataclass(frozen=True)
 class Installed:
-    """What was found beside torch. On a CPU nothing counts, whatever is installed."""
+    """Installed tells what was found beside torch. On a CPU nothing counts, whatever is installed."""
 
     transformer_engine: tuple[int, ...] | None = None  # its version
     permutation: bool = False  # Transformer Engine's kernels that sort tokens by expert
@@ -34,7 +34,7 @@ class Installed:
 
 @functools.cache
 def installed() -> Installed:
-    """What this machine has. A package counts only where it can be imported: a broken installation is none."""
+    """Detects what this machine has. A package counts only where it can be imported: a broken installation is none."""
     if device.current().type != "cuda":
         return Installed()
     _, why_not = _imported("transformer_engine.pytorch")
@@ -49,7 +49,7 @@ def installed() -> Installed:
 
 
 def uses_transformer_engine() -> bool:
-    """Whether layers are built from Transformer Engine's modules."""
+    """Returns whether layers are built from Transformer Engine's modules."""
     return installed().transformer_engine is not None
 
 
@@ -66,7 +66,7 @@ def _is_there(name: str) -> bool:
 
 
 def version_of(text: str) -> tuple[int, ...]:
-    """Its leading numbers: 2.9.0+abc -> (2, 9, 0)."""
+    """Returns the leading numbers of a version: 2.9.0+abc -> (2, 9, 0)."""
     return tuple(int(number) for number in re.findall(r"\d+", re.split(r"[^\d.]", text)[0]))
 
 

@@ -1,4 +1,4 @@
-"""What Megatron-Core 0.16.1 gets wrong of latent attention under tensor parallelism, or with Transformer Engine."""
+"""Corrects what Megatron-Core 0.16.1 gets wrong of latent attention under tensor parallelism, or with Transformer Engine."""
 
 from typing import Any
 

@@ -16,7 +16,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class LatentNorm(RMSNorm):
-    """Of latent attention's narrow vectors."""
+    """LatentNorm normalises latent attention's narrow vectors."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, **_: object):
         super().__init__(config, hidden_size, eps=LATENT_EPSILON)

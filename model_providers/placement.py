@@ -1,4 +1,4 @@
-"""Which shard of which tensor a process holds, from the layout alone: nothing is built, no process is asked."""
+"""Computes which shard of which tensor a process holds, from the layout alone: nothing is built, no process is asked."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple

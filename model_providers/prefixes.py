@@ -15,7 +15,7 @@ WIDEST = 256  # heads, of CUDA's kernel
 
 
 def has_kernel(query: Tensor) -> bool:
-    """Whether the kernels take tensors like this, without dropout: on CUDA they are of half precision and narrow heads."""
+    """Returns whether the kernels take such tensors, without dropout: on CUDA of half precision and narrow heads."""
     if query.device.type != "cuda":
         return True
     return query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= WIDEST

@@ -13,7 +13,7 @@ from rftmega.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Yarn:
-    """How YaRN (arXiv:2309.00071) blends interpolated and plain frequencies."""
+    """Yarn says how YaRN (arXiv:2309.00071) blends interpolated and plain frequencies."""
 
     original_positions: int
     beta_fast: float

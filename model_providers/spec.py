@@ -1,4 +1,4 @@
-"""Which modules a layer is made of: Transformer Engine's where it imports, otherwise Megatron's own with our attention."""
+"""Chooses the modules of a layer: Transformer Engine's where it imports, otherwise Megatron's own with our attention."""
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import TransformerConfig, multi_latent_attention
