@@ -124,7 +124,7 @@ def slurm(chosen: argparse.Namespace, given: list[str]) -> int:
 
 
 def problems(chosen: argparse.Namespace, config: "RunConfig") -> list[str]:
-    """What is wrong with the nodes and with what is to be written, each with what to change."""
+    """Lists what is wrong with the nodes and with what is to be written, each with what to change."""
     from rftmega.parallel.layout import nodes_of_engine
 
     found = []
@@ -169,7 +169,7 @@ def problems(chosen: argparse.Namespace, config: "RunConfig") -> list[str]:
 
 
 def seconds_of(limit: str) -> int:
-    """Of Slurm's time: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS. Raises ConfigError for anything else."""
+    """Returns the seconds of Slurm's time: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS. Raises ConfigError."""
     whole = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", limit)
     if not whole:
         raise ConfigError(f"--time {limit} is no time. Write HH:MM:SS or D-HH:MM:SS.")
@@ -247,7 +247,7 @@ def srun(chosen: argparse.Namespace, folder: Path) -> list[str]:
 
 
 def captured(environment: Mapping[str, str], more: tuple[str, ...] = ()) -> tuple[dict[str, str], list[str]]:
-    """What the program and its libraries read, and the names of those that may be secrets; both by name."""
+    """Returns the variables that the program and its libraries read, and the names of those that may be secrets; both by name."""
     read = {
         name: value
         for name, value in sorted(environment.items())

@@ -201,7 +201,7 @@ def table(found: dict[str, Any]) -> list[str]:
 def verdict(
     reasons: list["Misfit"], proposal: "Proposal | None", rejected: list[tuple[Mapping[str, Any], "Misfit"]]
 ) -> list[str]:
-    """What does not fit, what would, and what was looked at besides: the nearest to fitting first."""
+    """Describes what does not fit, what would, and what was looked at besides: the nearest to fitting first."""
     if not reasons:
         return ["All of it fits."]
     said = ["Does not fit:"]

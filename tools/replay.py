@@ -112,7 +112,7 @@ def loaded(folder: Path) -> Any:
 
 @torch.no_grad()
 def against_transformers(bundle: GapBundle, model: Any) -> list[str]:
-    """How far engine and trainer are from transformers, and how nearly tied the experts of the worst tokens are."""
+    """Tells how far engine and trainer are from transformers, and how nearly tied the experts of the worst tokens are."""
     evidence, rows = bundle.evidence, bundle.rows
     found = torch.zeros_like(evidence.old_logp)
     margins = torch.full_like(evidence.old_logp, torch.inf)

@@ -139,14 +139,14 @@ def embedded(value: Any) -> str:
 
 
 def summary(tokens: dict[str, Any]) -> dict[str, float | int | None]:
-    """What the table shows of a response's tokens."""
+    """Returns what the table shows of a response's tokens."""
     gaps = [abs(gap) for gap in tokens["gap"] if gap is not None]
     mean = sum(gaps) / len(gaps) if gaps else None
     return {"length": len(tokens["id"]), "gap": mean, "gap_max": max(gaps, default=None)}
 
 
 def scale_of(samples: Sequence[dict[str, Any]], measure: str) -> float:
-    """Where the colours end: the value that 99 in 100 tokens stay below, so that one odd token does not bleach the others."""
+    """Returns the value where the colours end: 99 % of tokens stay below, so that one odd token does not bleach others."""
     sizes = sorted(abs(value) for tokens in samples for value in tokens.get(measure) or () if value is not None)
     return max(sizes[len(sizes) * 99 // 100] if sizes else 0.0, SMALLEST_SCALE[measure])
 
