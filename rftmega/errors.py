@@ -1,4 +1,4 @@
-"""What can go wrong for a user, one class a kind. Each message says what was given, why it cannot work and what to change."""
+"""Defines a user's errors, one class a kind. Each message says what was given, why it cannot work and what to change."""
 
 import os
 import sys
@@ -13,7 +13,7 @@ class RFTMegaError(Exception):
 
     @classmethod
     def listing(cls, what: str, reasons: Iterable[str]) -> Self:
-        """Of several reasons, a line each."""
+        """Builds an error of several reasons, a line each."""
         return cls(f"{what}:\n" + "\n".join(f"  - {reason}" for reason in reasons))
 
 
@@ -74,7 +74,7 @@ class NodeError(RFTMegaError):
 
 
 class NodeFault(NodeError):
-    """What a host lacks may be there when the run is started again."""
+    """NodeFault reports a host that lacks something which may be there when the run is started again."""
 
     exit_code = 1
 
