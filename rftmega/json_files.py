@@ -85,7 +85,7 @@ def read_weight_map(path: Path, *, raising: type[RFTMegaError] = CheckpointError
 
 
 def kind_of(value: Any) -> str:
-    """What JSON calls a value, with its article."""
+    """Returns JSON's name for a value, with its article."""
     if isinstance(value, dict):
         return "an object" if value else "empty"
     names = {list: "a list", str: "a string", bool: "true or false", int: "a number", float: "a number"}
@@ -142,7 +142,7 @@ def _refuse_depth(text: str) -> None:
 
 
 def _second_line(text: str, key: str) -> int | None:
-    """Where a key stands for the second time, as far as it is written plainly."""
+    """Returns the line where a key stands for the second time, as far as it is written plainly."""
     places = [found.start() for found in re.finditer(re.escape(json.dumps(key, ensure_ascii=False)) + r"\s*:", text)]
     return _line(text, places[1]) if len(places) > 1 else None
 
