@@ -1,4 +1,4 @@
-"""What every engine has in common: it sleeps and wakes, and refuses to answer with weights it was never given."""
+"""Engine holds what all engines have in common: it sleeps and wakes, and refuses to answer with weights it was never given."""
 
 import sys
 from abc import ABC, abstractmethod
@@ -37,7 +37,7 @@ def _nothing(room: int) -> Sequence[tuple[Prompt, int]]:
 
 
 class EngineStatus(Enum):
-    """Whether the engine holds its memory."""
+    """EngineStatus tells whether the engine holds its memory."""
 
     SLEEPED = 0
     WAKEUP = 1

@@ -1,4 +1,4 @@
-"""The only way into a vLLM server of a run: its key on every request, and the paths that the trainer asks for.
+"""Guards the only way into a vLLM server of a run: its key on every request, and the paths that the trainer asks for.
 
 vLLM's own key guards some paths only, and its endpoints for weights (VLLM_SERVER_DEV_MODE) come with others that run what they
 are told. A server loads this by `--middleware`, outside all of vLLM's own.
@@ -24,7 +24,7 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
 def headers(key: str) -> dict[str, str]:
-    """What a request brings."""
+    """Returns the headers of a request."""
     return {"Authorization": f"Bearer {key}"}
 
 

@@ -110,7 +110,7 @@ class EnginePool:
         return found
 
     def state(self) -> dict[str, Any]:
-        """How long answers to each prompt are expected to be."""
+        """Returns the expected lengths of each prompt's answers, for a resume."""
         return self.engine.lengths.state()
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -132,12 +132,12 @@ class EnginePool:
         return PendingRequests(self.engine, prompts, seeds, temperature, spoken, queue, agree=self._agree, reward_limit=limit)
 
     def _agree(self, places: list[int]) -> list[int]:
-        """What the first process of this engine says: one that broke down may have got further than another."""
+        """Returns the places of this engine's first process: one that broke down may have got further than another."""
         return places if self.alone else gather_objects(places, self.group)[0]
 
     def _over_faults(self, work: Callable[[], Result], given_up: Callable[[], Result]) -> Result:
-        """What comes of `work`, which is called again, everywhere, when an engine broke down and all of them hold weights; of
-        `given_up` where the run is asked to stop by then: engines may have got the same signal.
+        """Returns what comes of `work`, which is called again, everywhere, when an engine broke down and all of them hold
+        weights; of `given_up` where the run is asked to stop by then: engines may have got the same signal.
         """
         version, again = self.engine.version, 0
         while True:
@@ -191,7 +191,7 @@ def _give_up() -> list[Completion | None]:
 
 
 def _agreed(work: Callable[[], Result]) -> Result:
-    """What comes of what every process does. Raises EngineFault on all of them where it was raised on one."""
+    """Calls `work`, as every process does, and returns its result. Raises EngineFault on all where it was raised on one."""
     try:
         told, result = "", work()
     except EngineFault as fault:
@@ -202,8 +202,9 @@ def _agreed(work: Callable[[], Result]) -> Result:
 
 
 class ServerPool(EnginePool):
-    """Engines that the first process alone speaks to. The others wait as long as it takes: a collective that began with the
-    rollout would time out in a long one. When such engines stop early is decided by time: what has arrived, and was scored.
+    """ServerPool presents engines that the first process alone speaks to. The others wait as long as it takes: a collective that
+    began with the rollout would time out in a long one. When such engines stop early is decided by time: what has arrived, and
+    was scored.
     """
 
     def _ask(self, asking: PendingRequests) -> dict[int, Completion]:

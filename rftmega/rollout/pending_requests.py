@@ -1,4 +1,4 @@
-"""What one engine is asked in one rollout, over its faults: answers that are there are not asked for again."""
+"""Tracks what one engine is asked in one rollout, over its faults: answers that are there are not asked for again."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ Agree = Callable[[list[int]], list[int]]  # what the first process of an engine 
 
 
 class PendingRequests:
-    """The requests of this process's engine, and its scored answers so far (`judging`); use it as a context."""
+    """PendingRequests holds the requests of this process's engine, and its scored answers so far (`judging`): a context."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What vLLM's processes load of this project (the entry point `vllm.general_plugins` in setup.py)."""
+"""Registers what vLLM's processes load of this project (the entry point `vllm.general_plugins` in setup.py)."""
 
 
 def register() -> None:

@@ -32,7 +32,7 @@ def forget_expert_kernels(model: Any) -> None:
 
 
 class Filling(Protocol):
-    """What a parameter gets in the place of a loaded tensor."""
+    """Filling fills a parameter in the place of a loaded tensor."""
 
     def into(self, parameter: Tensor) -> None: ...
 

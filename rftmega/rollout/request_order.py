@@ -1,4 +1,4 @@
-"""Which requests an engine begins with, and in which order the rest is begun: long answers first, so that none is left over."""
+"""Orders the requests of engines: which each begins with, and then the rest, long answers first, so that none is left over."""
 
 import hashlib
 import itertools
@@ -15,7 +15,7 @@ PIECES = 4  # an engine gets at least so many where there are enough requests: f
 
 
 class Lengths:
-    """How many tokens the answers to a prompt are expected to have."""
+    """Lengths estimates how many tokens the answers to a prompt have."""
 
     def __init__(self, limit: int = REMEMBERED) -> None:
         """`limit`: prompts that are remembered, the latest."""
@@ -24,7 +24,7 @@ class Lengths:
         self._tokens = [0, 0]  # of all prompts and answers so far, each prompt counted with each of its answers
 
     def expected(self, prompts: Sequence[Prompt]) -> list[float]:
-        """What the prompt's latest answers had; of a new prompt its own length, in the proportion of all answers so far."""
+        """Returns the mean length of each prompt's latest answers; a new one's own length, scaled by answer over prompt."""
         asked, answered = self._tokens
         scale = answered / asked if asked else 1.0
         known: dict[tuple[int, ...], float] = {}

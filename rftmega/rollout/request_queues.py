@@ -1,7 +1,8 @@
-"""Who answers what no engine has begun: whichever has room for it, so that none runs dry while others have requests waiting.
+"""Assigns requests that no engine has begun to whichever has room, so that none runs dry while others have requests waiting.
 
-Engines begin with what `order.ordered` gives each of them, and no process asks another one for that. What is left is a list that
-is the same everywhere; these say who gets its next piece. Seeds go by the place, so answers are the same whoever gives them.
+Engines begin with what `request_order.ordered` gives each of them, and no process asks another one for that. What is left is a
+list that is the same everywhere; these classes tell who gets its next piece. Seeds go by the place, so answers are the same
+whoever gives them.
 """
 
 import time
@@ -26,7 +27,7 @@ class Queue(ABC):
     @property
     @abstractmethod
     def empty(self) -> bool:
-        """Whether this engine is known to get nothing more."""
+        """Returns whether this engine is known to get nothing more."""
 
     @abstractmethod
     def take(self, room: int) -> list[int]:
@@ -133,7 +134,7 @@ class Dealt(Queue):
 
     @property
     def waiting(self) -> bool:
-        """Whether something was dealt to this engine that it has not begun."""
+        """Returns whether something was dealt to this engine that it has not begun."""
         return self._begun < len(self.given)
 
     def room(self, answered: int, lately: int) -> int:
@@ -143,7 +144,7 @@ class Dealt(Queue):
         return self.slots + lately - (len(self.given) - answered)
 
     def deal(self, rooms: Sequence[int]) -> bool:
-        """Whether something was dealt. Every process calls it with the same `rooms`, engine by engine."""
+        """Deals pieces to engines with room; returns whether any was dealt. All processes give the same `rooms`, by engine."""
         left, before = list(rooms), len(self._rest)
         while self._rest and (most := max(left)) > 0:
             engine, piece = left.index(most), self._rest.popleft()

@@ -1,4 +1,4 @@
-"""Rewards of finished answers, while the engine still works on the others."""
+"""Scores finished answers while the engine still works on the others."""
 
 import math
 import queue
@@ -23,7 +23,7 @@ Scores = list[dict[str, float]]
 
 
 class Report(NamedTuple):
-    """Answers that finished together; `scores` is None where nobody scores them."""
+    """Report holds answers that finished together; `scores` is None where nobody scores them."""
 
     places: Sequence[int]
     completions: Sequence[Completion]

@@ -128,7 +128,7 @@ class Server:
         return self._process.poll() is None
 
     def _refuses(self) -> bool:
-        """Whether it has ended with what another start would end with: 2 is argparse's code, and vLLM's checks raise these."""
+        """Returns whether it ended as another start would end: 2 is argparse's code, and vLLM's checks raise these."""
         said = self.log.read_bytes()[self._begin :].decode(errors="replace")
         code = self._process.poll()
         return code == 2 or (code == 1 and bool(MISTAKE.search(said)) and not PASSING.search(said))

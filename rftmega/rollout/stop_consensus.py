@@ -1,4 +1,4 @@
-"""When engines end a rollout before its last answer: together, as soon as what they have suffices; and get more until then."""
+"""Ends a rollout on all engines together, as soon as their finished answers suffice; deals out requests until then."""
 
 from rftmega.interfaces import Enough
 from rftmega.parallel import preemption
@@ -11,13 +11,13 @@ EVERY = 16  # engine steps from one decision to the next
 
 
 class StopConsensus:
-    """What the engines of all processes have finished, the same everywhere; ask it after each step of this process's engine.
+    """StopConsensus knows what the engines of all processes have finished; every process asks it after each step of its engine.
 
     Decisions fall after the same steps of every engine, whatever time these took, and know what was finished one decision
     earlier, scores included: those are waited for. So the same requests end with the same answers, run after run, and rewards
     have EVERY steps of time before an engine waits for them. A request to stop the run ends it, too: `given_up`.
 
-    With each decision, engines that have room are dealt what none has begun (`queues.Dealt`).
+    With each decision, engines that have room are dealt what none has begun (`request_queues.Dealt`).
     """
 
     def __init__(self, judging: RewardWorkers, queue: Dealt, requests: int, enough: Enough, *, speaks: bool, processes: int):

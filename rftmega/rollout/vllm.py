@@ -59,7 +59,7 @@ def _unlink_shared_memory(world: World, size: int, *, mine: bool) -> None:
 
 
 def _is_mapped(file: Path) -> bool:
-    """Whether a living process uses it."""
+    """Returns whether a living process maps the file."""
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with suppress(OSError):  # it has ended
             if str(file) in maps.read_text():
@@ -68,7 +68,7 @@ def _is_mapped(file: Path) -> bool:
 
 
 def _itself(model: Any) -> Any:
-    """What vLLM applies to its model to give it."""
+    """Returns the model: vLLM applies this to its model to give it."""
     return model
 
 
@@ -161,7 +161,7 @@ class VLLMEngine(Engine):
         return waiting
 
     def _step(self) -> list[Any]:
-        """What has finished. Whatever vLLM raises here is no mistake in a request: those were refused when they were added."""
+        """Steps the engine; returns what has finished. No error of vLLM's here is a request's: bad ones were refused."""
         try:
             outputs: list[Any] = self._llm.llm_engine.step()
         except Exception as error:
