@@ -1,4 +1,4 @@
-"""How a run is started and what its end says: arguments, refusals, `--processes`, exit codes. Importing this costs nothing."""
+"""Starts a run and reports its end: arguments, refusals, `--processes`, exit codes. Importing this costs nothing."""
 
 import argparse
 import contextlib
@@ -105,7 +105,7 @@ def launched(processes: int, train: Train, config: RunConfig) -> int:
 
 
 def end_with_torchrun() -> None:
-    """Where torchrun started this rank, it ends with it: peers of a rank whose agent was killed would wait for ever."""
+    """Ends this rank with torchrun, where that started it: peers of a rank whose agent was killed would wait for ever."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent(os.getppid(), signal.SIGKILL)
 

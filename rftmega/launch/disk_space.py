@@ -1,4 +1,4 @@
-"""What a run writes to disk."""
+"""Estimates what a run writes to disk."""
 
 from rftmega import device
 from rftmega.config import RunConfig

@@ -1,4 +1,4 @@
-"""The files of a run's models are compared with their checksums before they are read, where model.verify asks for it."""
+"""Compares the files of a run's models with their checksums before they are read, where model.verify asks for it."""
 
 import logging
 import socket
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class Report(NamedTuple):
-    """What one process found."""
+    """Report is what one process found: the checksums of its files, or an error."""
 
     host: str
     sums: dict[str, str]
@@ -86,7 +86,7 @@ def _first_time(world: World, folder: Path, reports: Sequence[Report]) -> None:
 
 
 def complaints(reports: Sequence[Report], known: dict[str, str]) -> list[str]:
-    """What is wrong, file by file; without known checksums, what differs between hosts."""
+    """Lists what is wrong, file by file; without known checksums, what differs between hosts."""
     found = dict.fromkeys(f"on {report.host}: {report.error}" for report in reports if report.error)
     first: dict[str, tuple[str, str]] = {}
     for report in reports:

@@ -1,4 +1,4 @@
-"""Starting N processes of the same program on this machine, through torchrun's own agent."""
+"""Starts N processes of the same program on this machine, through torchrun's own agent."""
 
 import logging
 import multiprocessing
@@ -92,7 +92,7 @@ def launch(
 
 
 def _told(complaint: Path) -> RFTMegaError:
-    """What a rank wrote of an error of ours: its exit code on the first line, and the message."""
+    """Reads the error that a rank wrote, one of ours: its exit code on the first line, and the message."""
     code, _, message = complaint.read_text().partition("\n")
     error = RFTMegaError(message)
     error.exit_code = int(code)
@@ -107,7 +107,7 @@ def _what(error: ChildFailedError) -> str:
 
 
 def _store(handler: DynamicRendezvousHandler, address: str, port: int) -> TCPStore:
-    """Where the ranks meet, on loopback: torch's listens to other hosts, too. The agent keeps it, so nobody takes its port."""
+    """Opens the store where the ranks meet, on loopback: torch's own listens to other hosts, too. The agent keeps its port."""
     listener = socket.create_server((address, port))
     bound = listener.getsockname()[1]
     return TCPStore(address, bound, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())

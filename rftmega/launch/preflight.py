@@ -1,4 +1,4 @@
-"""Everything that can be refused before a process group or a model exists, all of it in one error."""
+"""Refuses, in one error, everything that can be refused before a process group or a model exists."""
 
 from pathlib import Path
 
@@ -87,7 +87,7 @@ def _engine(config: RunConfig, model: ModelDescription, on: device.Device) -> li
 
 
 def _vllm_on_a_cpu(model: ModelDescription) -> list[str]:
-    """What vLLM's CPU kernels can't compute of `model`."""
+    """Lists what vLLM's CPU kernels can't compute of `model`."""
     if latent := model.latent:
         size = latent.key_value_rank + latent.rope_dim
         if size == VLLM_CPU_LATENT_SIZE:
@@ -102,7 +102,7 @@ def _vllm_on_a_cpu(model: ModelDescription) -> list[str]:
 
 
 def _value_models(config: RunConfig, policy: ModelDescription) -> list[str]:
-    """Of critic and reward model, where there are such."""
+    """Lists what is wrong with critic and reward model, where there are such."""
     found = []
     longest = config.rollout.max_row_tokens
     if config.algorithm.advantage == "gae" and (config.critic.path or config.critic.parallel != config.parallel):

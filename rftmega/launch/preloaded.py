@@ -1,4 +1,4 @@
-"""What every rank needs, imported once in the server that `--processes` forks ranks from."""
+"""Imports what every rank needs, once, in the server that `--processes` forks ranks from."""
 
 import warnings
 

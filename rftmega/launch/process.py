@@ -1,4 +1,4 @@
-"""One process of a run: among the others, on a host that was looked at, watched, and able to hear that it is to stop."""
+"""Runs one process of a run: among the others, on a host that was looked at, watched, and able to hear that it is to stop."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
