@@ -1,4 +1,4 @@
-"""A run's options by the names that they have in LightRFT."""
+"""Gives a run's options the names that they have in LightRFT."""
 
 from types import SimpleNamespace
 
@@ -8,7 +8,7 @@ ESTIMATORS = {"group": "group_norm", "leave_one_out": "rloo"}  # others have one
 
 
 def lightrft_arguments(config: RunConfig) -> SimpleNamespace:
-    """What `StrategyBase.args` and NaiveExperienceMaker read, and what else has a counterpart."""
+    """Returns the options that `StrategyBase.args` and NaiveExperienceMaker read, and others that have a counterpart."""
     algorithm, optimizer, rollout = config.algorithm, config.optimizer, config.rollout
     return SimpleNamespace(
         pretrain=config.model.path,

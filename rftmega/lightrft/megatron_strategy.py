@@ -49,7 +49,7 @@ class LightRFTStrategy(StrategyBase):
 
     @cached_property
     def tokenizer(self) -> Tokenizer:  # type: ignore[override]
-        """That of the model's folder, read when it is first needed."""
+        """Returns the tokenizer of the model's folder, read when it is first needed."""
         return Tokenizer(self.config.model.path, trust_remote_code=self.config.model.trust_remote_code)
 
     def backward(self, loss: Any, model: Any, optimizer: Any, **kwargs: Any) -> None:
@@ -107,7 +107,7 @@ class LightRFTStrategy(StrategyBase):
     def engine_generate_local(
         self, sampling_params: Any, prompt_token_ids: Any = None, multi_modal_inputs: Any = None
     ) -> list[Answer]:
-        """As StrategyBase's. Raises NotImplementedError for strategy=separate, whose servers are asked by one process."""
+        """Generates as StrategyBase does. Raises NotImplementedError for strategy=separate: one process asks its servers."""
         if self.config.strategy == "separate":
             raise NotImplementedError("strategy=separate has no engine of a process's own: call gather_and_generate.")
         return super().engine_generate_local(sampling_params, prompt_token_ids, multi_modal_inputs)

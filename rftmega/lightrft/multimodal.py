@@ -1,4 +1,4 @@
-"""Prompts with pictures and films, as the inputs of an engine."""
+"""Turns prompts with pictures and films into inputs of an engine."""
 
 from collections.abc import Sequence
 from typing import Any

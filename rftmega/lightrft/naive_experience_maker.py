@@ -39,13 +39,13 @@ SHAPING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # advantage_estimato
 
 
 class Panel:
-    """Several rewards as one, which scores under each one's place among them."""
+    """Panel presents several rewards as one, which scores under each one's place among them."""
 
     def __init__(self, rewards: Mapping[int, Reward]):
         self.rewards = rewards
 
     def part(self, *, whole_groups: bool) -> "Panel":
-        """Those that compare the answers to a prompt with each other, or those that don't."""
+        """Returns the rewards that compare the answers to a prompt with each other, or those that don't."""
         return Panel({place: r for place, r in self.rewards.items() if getattr(r, "whole_groups", False) is whole_groups})
 
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
@@ -83,7 +83,7 @@ class NaiveExperienceMaker:
         reward_fn_label_map: dict[str, Any] | None = None,
         reward_recipe: dict[str, Any] | None = None,
     ):
-        """What each argument must offer:
+        """Takes its parts, which must offer:
 
         actor: `log_probs(rows) -> TokenStats` (a Policy); without `strategy` a RolloutEngine as well.
         critic: `values(rows) -> [B, T]`, or None where no value model is used.

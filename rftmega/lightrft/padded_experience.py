@@ -39,7 +39,7 @@ def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
 
 @dataclass
 class Experience:
-    """What a rollout teaches. B rows, S columns (all rows alike), A of them for the response."""
+    """Experience holds a rollout's rows for training: B rows, S columns (all rows alike), A of them for the response."""
 
     sequences: Tensor  # [B, S] int64, left-padded prompts and right-padded responses
     action_log_probs: Tensor  # [B, A] under the trainer, before this rollout's first update
@@ -104,7 +104,7 @@ class Samples:
         )
 
     def rows(self) -> Rows:
-        """As rows that start at column 0; padding becomes 0.
+        """Returns rows that start at column 0; padding becomes 0.
 
         Raises ValueError where `action_mask` leaves out tokens of a response: a row of rftmega can't say so.
         """
@@ -215,7 +215,8 @@ BEHAVIOUR = "behaviour_log_probs"  # of `info`: [B, A] as the engine reported th
 
 
 def to_experience(padded: Experience) -> types.Experience:
-    """What a loss of rftmega looks at. Without info["behaviour_log_probs"] the trainer's log-probs stand in for the engine's.
+    """Converts to the Experience of rftmega. Without info["behaviour_log_probs"] the trainer's log-probs stand in for the
+    engine's.
 
     Raises ValueError where masks or advantages are missing, or a prompt is empty.
     """

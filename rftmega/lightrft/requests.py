@@ -1,4 +1,4 @@
-"""What LightRFT's callers ask of an engine, in the words of rftmega's engines: ids, a seed each, a temperature."""
+"""Translates LightRFT's requests into those of rftmega's engines: ids, a seed each, a temperature."""
 
 import random
 from collections.abc import Mapping, Sequence

@@ -31,7 +31,7 @@ LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def is_actor(model: Any) -> bool:
-    """Whether `model`, in whatever wrapping, is a policy: something with log-probs. A value model is none."""
+    """Returns whether `model`, in whatever wrapping, is a policy: something with log-probs. A value model is none."""
     return callable(getattr(_unwrapped(model), "log_probs", None))
 
 
@@ -42,7 +42,7 @@ def _unwrapped(model: Any) -> Any:
 
 
 class StrategyBase(ABC):
-    """Where models and engines run. `inference_engine` is this process's engine, or its slice of one; None at first."""
+    """StrategyBase runs models and engines. `inference_engine` is this process's engine, or its slice of one; None at first."""
 
     tokenizer: Any = None  # makes ids of prompts that are texts: `encode(text, chat_template=False)`
     engine_processes = 1  # consecutive ranks that share an engine
@@ -86,7 +86,7 @@ class StrategyBase(ABC):
         return not dist.is_initialized() or dist.get_rank() == 0
 
     def set_seed(self, seed: int) -> None:
-        """Of python, numpy and torch, on the host and every device."""
+        """Seeds python, numpy and torch, on the host and every device."""
         seeds.set_seed(seed)
 
     def all_gather(self, data: Any) -> Any:
@@ -263,8 +263,8 @@ class StrategyBase(ABC):
         raise NotImplementedError(f"{type(self).__name__} moves no weights. Take MegatronStrategy.")
 
     def maybe_sleep_inference_engine(self) -> None:
-        """Where there is an engine and `args.enable_engine_sleep` (default: yes): gives its memory back, weights too, so an
-        `update_engine_weights` must come before the next answer. Raises ValueError where it is none of ENGINE_TYPES.
+        """Gives an engine's memory back, weights too, if `args.enable_engine_sleep` (default: yes): an `update_engine_weights`
+        must come before the next answer. Does nothing without an engine. Raises ValueError where it is none of ENGINE_TYPES.
         """
         if self.inference_engine is None or not getattr(self.args, "enable_engine_sleep", True):
             return
@@ -361,7 +361,7 @@ class StrategyBase(ABC):
         return self._the_engine().generate([Prompt(tuple(ids)) for ids in prompts], seeds=seeds, temperature=temperature)
 
     def _source(self, seed: int | None) -> str:
-        """What a call's seeds come from: the seed it was given, otherwise the strategy's and the number of the call."""
+        """Returns the source of a call's seeds: the seed it was given, otherwise the strategy's and the number of the call."""
         self._calls += 1
         return f"{self.seed}/call {self._calls}" if seed is None else f"given {seed}"
 
