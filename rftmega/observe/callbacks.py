@@ -31,14 +31,14 @@ def callbacks_of(
 
 
 def measures_of(config: RunConfig) -> list[Observer]:
-    """What adds metrics, and warns of what they say."""
+    """Returns the observers that add metrics, and warn of what they say."""
     given = config.logging.peak_tflops
     known = device.current().peak_tflops() if config.model.dtype != "float32" else None
     return [Throughput(peak_tflops=given or known), Stragglers()]
 
 
 def timeline_of(config: RunConfig, topology: Topology) -> list[Timeline]:
-    """What records steps, where any are chosen."""
+    """Returns the observers that record steps, where any are chosen."""
     if not config.logging.timeline:
         return []
     first, last = config.logging.timeline
@@ -46,6 +46,6 @@ def timeline_of(config: RunConfig, topology: Topology) -> list[Timeline]:
 
 
 def label_of(topology: Topology) -> str:
-    """As "rank 5: tensor 1, stage 1, data 0"."""
+    """Labels this process, e.g. "rank 5: tensor 1, stage 1, data 0"."""
     place = f"tensor {topology.tensor_rank}, stage {topology.pipeline_rank}, data {topology.data_rank}"
     return f"rank {dist.get_rank()}: {place}"

@@ -1,4 +1,4 @@
-"""A process that all others wait for, step after step: a slow device, a busy host."""
+"""Finds a process that all others wait for, step after step: a slow device, a busy host."""
 
 import logging
 import socket
@@ -25,7 +25,7 @@ class Straggler(NamedTuple):
 
 
 class Stragglers(Observer):
-    """Warns of them, on the main process; on every process, after `Throughput`, whose metrics it reads."""
+    """Stragglers warns of stragglers, on the main process; on every process, after `Throughput`, whose metrics it reads."""
 
     def on_start(self, trainer: Any, metrics: Metrics) -> None:
         self.hosts = gather_objects(socket.gethostname())
@@ -54,7 +54,7 @@ class Stragglers(Observer):
 
 
 def stragglers(metrics: Metrics) -> list[Straggler]:
-    """Those of one step's metrics: TIMES the median's work, and a SHARE of the step or more that the others wait."""
+    """Returns the stragglers of one step's metrics: TIMES the median's work, and the others wait a SHARE of the step or more."""
     phases = [name.removeprefix("seconds_") for name in metrics if name.startswith("seconds_")]
     step = sum(metrics[f"seconds_{phase}"] for phase in phases)
     found = []

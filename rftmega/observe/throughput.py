@@ -1,4 +1,4 @@
-"""What a step cost, over all processes: throughput, operations, padding, memory, and who was slowest."""
+"""Measures the cost of a step over all processes: throughput, operations, padding, memory, and who was slowest."""
 
 from typing import Any
 
@@ -74,7 +74,7 @@ class Throughput(Observer):
 
 
 def compared(phases: list[str], everybodys: Tensor) -> Metrics:
-    """Of [ranks, phases, measured], the phases' mean, median (the lower one) and largest work and whose that is, the most
+    """Reduces [ranks, phases, measured] to each phase's mean, median (the lower one) and largest work and whose that is, the most
     memory, and what was idle.
     """
     found: Metrics = {}

@@ -1,4 +1,4 @@
-"""Who did what when in a range of steps, as one file that https://ui.perfetto.dev and chrome://tracing open.
+"""Writes who did what when in a range of steps, as one file that https://ui.perfetto.dev and chrome://tracing open.
 
 The format: Chrome's trace events (docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU), "complete" ones.
 """
@@ -20,7 +20,7 @@ PHASES = "phases"  # a thread of its own in the picture
 
 
 class Told(NamedTuple):
-    """What one process did."""
+    """Told holds the spans of one process, its label and the offset of its clock."""
 
     label: str
     spans: Sequence[Span]
