@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.timing import seconds
 from converters import instances, table
-from converters.hf_folder import Planned, shards_of, write_index, write_shard
+from converters.hf_folder import PlannedTensor, shards_of, write_index, write_shard
 from rftmega.checkpoint import convert
 from rftmega.config import ParallelConfig
 from tests.ranks import run_ranks
@@ -38,7 +38,7 @@ def write_model(folder: Path, shape: dict[str, Any]) -> int:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(shape))
     planned = [
-        Planned(name, torch.bfloat16, tuple(tensor.shape))
+        PlannedTensor(name, torch.bfloat16, tuple(tensor.shape))
         for rule, layer, expert in instances(table(shape), layers=shape["num_hidden_layers"], experts=0)
         for name, tensor in zip(rule.hf_names(layer, expert), rule.hf, strict=True)
     ]

@@ -19,7 +19,7 @@ from rftmega import device
 from rftmega.config import RolloutConfig
 from rftmega.megatron.binding import Bound
 from rftmega.weights import EngineWeights
-from rftmega.weights.replay import Filling
+from rftmega.weights.replay import ReceivedFill
 from tests.fused_engine import FusedEngine
 from tests.ranks import run_ranks
 
@@ -71,16 +71,16 @@ def processor_seconds(work: Any) -> float:
 @contextmanager
 def copying_nothing() -> Iterator[None]:
     """Within, vLLM's reload makes and repacks its layers as ever, and nobody copies to them."""
-    plain = Filling.into
+    plain = ReceivedFill.into
 
-    def counted(self: Filling, parameter: torch.Tensor) -> None:
+    def counted(self: ReceivedFill, parameter: torch.Tensor) -> None:
         if parameter.is_meta:
             plain(self, parameter)
         self.done = True
 
-    Filling.into = counted  # type: ignore[method-assign]
+    ReceivedFill.into = counted  # type: ignore[method-assign]
     yield
-    Filling.into = plain  # type: ignore[method-assign]
+    ReceivedFill.into = plain  # type: ignore[method-assign]
 
 
 def measured(world: Any, held: list[Bound], engine: Any) -> dict[str, float]:

@@ -40,7 +40,7 @@ WEIGHT_DTYPES = ("F64", "F32", "F16", "BF16")
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
-class Planned(NamedTuple):
+class PlannedTensor(NamedTuple):
     """PlannedTensor is a tensor that will be written."""
 
     name: str
@@ -202,9 +202,9 @@ def checksum(tensor: Tensor) -> str:
     return str(xxhash.xxh3_64_hexdigest(bytes_of(tensor.contiguous())))
 
 
-def shards_of(planned: Sequence[Planned], shard_bytes: int) -> dict[str, list[Planned]]:
+def shards_of(planned: Sequence[PlannedTensor], shard_bytes: int) -> dict[str, list[PlannedTensor]]:
     """File name -> tensors, in order, up to `shard_bytes` a file (a larger tensor is a file of its own)."""
-    shards: list[list[Planned]] = []
+    shards: list[list[PlannedTensor]] = []
     size = 0
     for tensor in planned:
         if not shards or size + tensor.bytes > shard_bytes:
@@ -234,7 +234,7 @@ class WrittenFile(NamedTuple):
     file: str
 
 
-def write_shard(path: Path, planned: Sequence[Planned], tensors: Iterator[tuple[str, Tensor]]) -> WrittenFile:
+def write_shard(path: Path, planned: Sequence[PlannedTensor], tensors: Iterator[tuple[str, Tensor]]) -> WrittenFile:
     """Writes the next tensors of a stream, of which one is in memory at a time; gives their checksums.
 
     The file gets its name when it is complete and on the disk. Raises CheckpointError for a tensor that is not finite.
@@ -290,7 +290,7 @@ def write_bytes(stream: Any, content: Any) -> None:
         view = view[stream.write(view) :]
 
 
-def write_index(folder: Path, shards: dict[str, list[Planned]]) -> None:
+def write_index(folder: Path, shards: dict[str, list[PlannedTensor]]) -> None:
     """The index of a complete folder."""
     weight_map = {tensor.name: file for file, planned in shards.items() for tensor in planned}
     total = sum(tensor.bytes for planned in shards.values() for tensor in planned)

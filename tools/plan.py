@@ -37,7 +37,7 @@ from rftmega.errors import ConfigError, exit_code_of
 
 if TYPE_CHECKING:
     from rftmega.planning.fit import Machine, Misfit, Proposal
-    from rftmega.planning.models import Planned
+    from rftmega.planning.models import PlannedModel
 
 GB = 1e9
 KINDS = (
@@ -112,7 +112,7 @@ def show(chosen: argparse.Namespace) -> int:
     return 1 if reasons else 0
 
 
-def figures(models: Mapping[str, "Planned"], config: RunConfig, machine: "Machine") -> dict[str, Any]:
+def figures(models: Mapping[str, "PlannedModel"], config: RunConfig, machine: "Machine") -> dict[str, Any]:
     """All numbers of a plan."""
     from rftmega.parallel.layout import layout_name, nodes_of_engine
     from rftmega.planning.fit import stages_of

@@ -17,7 +17,7 @@ from converters import Replicated, Rule, Vocabulary, assemble, left_out, located
 from converters.checksums import files_of, sum_of, write_sums
 from converters.hf_folder import (
     HFFolder,
-    Planned,
+    PlannedTensor,
     checksum,
     copy_companions,
     shards_of,
@@ -36,7 +36,7 @@ from rftmega.errors import CheckpointError, ConfigError
 from rftmega.megatron.binding import Bound, bind
 from rftmega.megatron.dist_checkpoint_reader import MANIFEST, PROGRESS, Reader, Stored, is_distributed
 from rftmega.megatron.load import HEAD, refuse_another_head, refuse_strangers
-from rftmega.megatron.sharded import Piece, pieces_of
+from rftmega.megatron.sharded import CheckpointBox, pieces_of
 from rftmega.parallel.topology import Topology
 
 FINEST = 8  # tensor-parallel ranks (and every divisor) that read no more of a dense tensor than they hold, whatever was given
@@ -191,7 +191,7 @@ class FolderTensors:
         if hf_config.get("tie_word_embeddings") and HEAD in self.files:
             self.left_out.add(HEAD)
         self.planned = [
-            Planned(name, self.files.dtype_of(name), self.files.shape_of(name))
+            PlannedTensor(name, self.files.dtype_of(name), self.files.shape_of(name))
             for name in sorted(self.files.names)
             if name not in self.left_out
         ]
@@ -216,7 +216,7 @@ class CheckpointTensors:
             (item, pieces) for item, pieces in zip(self.model.bound, self.model.pieces, strict=True) if item.rule.exported
         ]
         self.planned = [
-            Planned(name, self.reader.dtype_of(pieces[0].key), tuple(tensor.shape))
+            PlannedTensor(name, self.reader.dtype_of(pieces[0].key), tuple(tensor.shape))
             for item, pieces in self._exported
             for name, tensor in zip(item.hf_names, item.rule.hf, strict=True)
         ]
@@ -274,7 +274,7 @@ def _groups(bound: list[Bound]) -> Iterator[list[tuple[Bound, int]]]:
 def _boxes(
     files: HFFolder,
     group: list[tuple[Bound, int]],
-    pieces: list[list[Piece]],
+    pieces: list[list[CheckpointBox]],
     parallel: ParallelConfig,
     sums: dict[str, str],
     room: Room,

@@ -26,7 +26,7 @@ from rftmega.megatron.offload import MAIN_PARAMETERS, PARAMETERS
 from rftmega.megatron.training_state import (
     AVERAGE,
     WEIGHTS,
-    Held,
+    HeldBox,
     adam_steps,
     fill,
     model_tensors,
@@ -312,7 +312,7 @@ def _load(name: str, model: Model, reader: TrainingReader, *, strict: bool, opti
         set_schedule_steps(manager, said["schedule_steps"])
 
 
-def _fill(held: Iterable[Held], reader: TrainingReader, name: str) -> None:
+def _fill(held: Iterable[HeldBox], reader: TrainingReader, name: str) -> None:
     with ThreadPoolExecutor(READERS) as pool:
         for _ in pool.map(partial(fill, reader=reader, prefix=name), held):
             pass

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rftmega import device
-from rftmega.megatron.training_state import Held
+from rftmega.megatron.training_state import HeldBox
 
 ALIGNED = 64  # bytes
 COPIERS = 2  # threads: training stands still meanwhile, and one does not fill a host's memory channels
@@ -33,7 +33,7 @@ class HostCopies:
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def take(self, held: Iterable[tuple[str, Held]]) -> Snapshot:
+    def take(self, held: Iterable[tuple[str, HeldBox]]) -> Snapshot:
         """Copies the boxes that this process writes of (prefix of its key, box). The snapshot before is overwritten."""
         found = list(held)
         written = [(prefix, each) for prefix, each in found if each.written]

@@ -1,6 +1,6 @@
 """Times each kind of work of this process and, while recording, keeps a span of every stretch of it.
 
-Nobody asks for it by default, and then nothing is timed (`Recorder.measuring`).
+Nobody asks for it by default, and then nothing is timed (`SpanRecorder.measuring`).
 """
 
 import functools
@@ -26,7 +26,7 @@ class Span(NamedTuple):
     end: int
 
 
-class Recorder:
+class SpanRecorder:
     """Sums of seconds and counts by name; and spans, from `record` to `stop`."""
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ class Recorder:
             self._pending.append((name, begin, current().moment()))
 
 
-recorder = Recorder()
+recorder = SpanRecorder()
 
 
 @contextmanager

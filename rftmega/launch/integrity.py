@@ -18,8 +18,8 @@ from rftmega.parallel.watchdog import mark
 log = logging.getLogger(__name__)
 
 
-class Report(NamedTuple):
-    """Report is what one process found: the checksums of its files, or an error."""
+class ChecksumReport(NamedTuple):
+    """ChecksumReport is what one process found: the checksums of its files, or an error."""
 
     host: str
     sums: dict[str, str]
@@ -58,7 +58,7 @@ def _verify(world: World, folder: Path) -> None:
             error = f"of the files with checksums {', '.join(said)}"
     except CheckpointError as raised:
         error = str(raised)
-    reports = gather_objects(Report(socket.gethostname(), sums, error))
+    reports = gather_objects(ChecksumReport(socket.gethostname(), sums, error))
     if wrong := complaints(reports, known):
         raise CheckpointError.listing(
             f"{folder} is not as it was (model.verify). Restore it; or, where you changed it, remove its {CHECKSUMS}, which is "
@@ -73,7 +73,7 @@ def _verify(world: World, folder: Path) -> None:
         log.info("%s: %d files %s (%.1f s)", folder, count, what, seconds)
 
 
-def _first_time(world: World, folder: Path, reports: Sequence[Report]) -> None:
+def _first_time(world: World, folder: Path, reports: Sequence[ChecksumReport]) -> None:
     """Writes the checksums; every process raises where that can't be done."""
     error = None
     if world.is_main:
@@ -85,7 +85,7 @@ def _first_time(world: World, folder: Path, reports: Sequence[Report]) -> None:
         raise CheckpointError(f"{errors[0]} model.verify=true needs it once; tools/convert.py checksums writes it, too.")
 
 
-def complaints(reports: Sequence[Report], known: dict[str, str]) -> list[str]:
+def complaints(reports: Sequence[ChecksumReport], known: dict[str, str]) -> list[str]:
     """Lists what is wrong, file by file; without known checksums, what differs between hosts."""
     found = dict.fromkeys(f"on {report.host}: {report.error}" for report in reports if report.error)
     first: dict[str, tuple[str, str]] = {}

@@ -11,7 +11,7 @@ from rftmega.checkpoint.run_checkpoints import Model, TrainingCheckpoints
 from rftmega.data import Tokenizer
 from rftmega.interfaces import Policy, RolloutEngine, ValueModel
 from rftmega.lightrft.arguments import lightrft_arguments, rows_per_micro_batch, rows_per_update
-from rftmega.lightrft.requests import Answer
+from rftmega.lightrft.requests import GenerationOutput
 from rftmega.lightrft.strategy import StrategyBase
 from rftmega.megatron.offload import ADAM, MAIN_PARAMETERS
 from rftmega.rollout import Engine
@@ -106,7 +106,7 @@ class LightRFTStrategy(StrategyBase):
 
     def engine_generate_local(
         self, sampling_params: Any, prompt_token_ids: Any = None, multi_modal_inputs: Any = None
-    ) -> list[Answer]:
+    ) -> list[GenerationOutput]:
         """Generates as StrategyBase does. Raises NotImplementedError for strategy=separate: one process asks its servers."""
         if self.config.strategy == "separate":
             raise NotImplementedError("strategy=separate has no engine of a process's own: call gather_and_generate.")

@@ -21,7 +21,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {  # settings that change nothing at these
 OF_TEXT = ("skip_special_tokens", "include_stop_str_in_output", "spaces_between_special_tokens", "detokenize", "logprobs")
 
 
-class Answer(dict[str, Any]):
+class GenerationOutput(dict[str, Any]):
     """A dict whose keys are attributes too, as LightRFT's EasyDict."""
 
     def __getattr__(self, name: str) -> Any:
@@ -34,10 +34,10 @@ class Answer(dict[str, Any]):
         self[name] = value
 
 
-def answers(prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> list[Answer]:
+def answers(prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> list[GenerationOutput]:
     """Prompt and output ids, and what else the engine said, a dict an answer."""
     return [
-        Answer(
+        GenerationOutput(
             prompt_token_ids=list(ids),
             output_token_ids=list(completion.token_ids),
             logprobs=list(completion.logprobs),

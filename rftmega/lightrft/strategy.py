@@ -19,7 +19,7 @@ from rftmega import device
 from rftmega.data.sampler import ResumableSampler
 from rftmega.errors import EngineError
 from rftmega.lightrft.multimodal import build_inputs
-from rftmega.lightrft.requests import Answer, answers, read_sampling, seeds_of, token_lists
+from rftmega.lightrft.requests import GenerationOutput, answers, read_sampling, seeds_of, token_lists
 from rftmega.parallel import collectives, process_group, seeds
 from rftmega.rollout import Engine, EngineStatus
 from rftmega.types import Completion, Prompt
@@ -290,7 +290,7 @@ class StrategyBase(ABC):
 
     def engine_generate_local(
         self, sampling_params: Any, prompt_token_ids: Any = None, multi_modal_inputs: Any = None
-    ) -> list[Answer]:
+    ) -> list[GenerationOutput]:
         """This process's engine answers `prompt_token_ids`, one prompt or a list of them; processes that share it call alike.
 
         `sampling_params`: a dict, or an object with such attributes; see `read_sampling`. Raises ValueError where both or none of
@@ -318,7 +318,7 @@ class StrategyBase(ABC):
         images_num: Any = None,
         all_videos: Any = None,
         videos_num: Any = None,
-    ) -> list[Answer]:
+    ) -> list[GenerationOutput]:
         """Answers to this process's prompts, in their order: those of all processes of an engine are asked in one batch.
 
         Every process calls it, with as many prompts as it has, or none. Prompts are ids, or texts where no ids are given. An

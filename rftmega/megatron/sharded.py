@@ -15,7 +15,7 @@ from rftmega.megatron.dist_checkpoint_reader import Reader
 
 
 @dataclass(frozen=True)
-class Piece:
+class CheckpointBox:
     """A box of one of the checkpoint's tensors, and where it lies in a Megatron tensor of this process.
 
     Megatron stacks the layers (and experts) of a name into one tensor; gate and up, fused in the model, are two.
@@ -36,7 +36,7 @@ class Piece:
         return megatron.as_strided(local, self.stride, megatron.storage_offset() + self.begin).view(self.shape)
 
 
-def pieces_of(chunks: Sequence[Any], bound: Sequence[Bound]) -> tuple[list[list[Piece]], list[str]]:
+def pieces_of(chunks: Sequence[Any], bound: Sequence[Bound]) -> tuple[list[list[CheckpointBox]], list[str]]:
     """(the pieces of each bound tensor, the names of objects that Megatron expects beside them) of this process's chunks.
 
     To be called before they are wrapped: each tensor still has memory of its own.
@@ -45,7 +45,7 @@ def pieces_of(chunks: Sequence[Any], bound: Sequence[Bound]) -> tuple[list[list[
     for state in states:
         apply_factories(state)
     owners = {item.parameter.untyped_storage().data_ptr(): number for number, item in enumerate(bound)}
-    pieces: list[list[Piece]] = [[] for _ in bound]
+    pieces: list[list[CheckpointBox]] = [[] for _ in bound]
     objects = []
     for entry in (entry for state in states for entry in nested_values(state)):
         if isinstance(entry, ShardedObject):
@@ -54,7 +54,7 @@ def pieces_of(chunks: Sequence[Any], bound: Sequence[Bound]) -> tuple[list[list[
             number = owners[entry.data.untyped_storage().data_ptr()]
             lead = (1,) * entry.prepend_axis_num
             pieces[number].append(
-                Piece(
+                CheckpointBox(
                     entry.key,
                     tuple(entry.global_shape),
                     tuple(entry.global_offset),

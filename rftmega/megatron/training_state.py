@@ -12,24 +12,24 @@ from rftmega.megatron.held_weights import AveragedWeights
 from rftmega.megatron.manager import MegatronModelManager
 from rftmega.megatron.offload import inner_optimizers
 from rftmega.megatron.shard_boxes import boxes_of
-from rftmega.megatron.sharded import Piece
+from rftmega.megatron.sharded import CheckpointBox
 
 WEIGHTS, AVERAGE, MAIN, FIRST, SECOND = "weights", "average", "main", "exp_avg", "exp_avg_sq"
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldBox:
     """A box of a tensor that this process holds."""
 
     key: str  # "weights/decoder.layers...": what it is, and Megatron's name
     shape: tuple[int, ...]  # of the whole tensor
-    padded: bool  # see Piece
+    padded: bool  # see CheckpointBox
     offset: tuple[int, ...]  # of the box in it
     tensor: Tensor  # the box, a view
     written: bool  # by this process, not by another that holds the same
 
 
-def model_tensors(manager: MegatronModelManager, average: AveragedWeights | None) -> Iterator[Held]:
+def model_tensors(manager: MegatronModelManager, average: AveragedWeights | None) -> Iterator[HeldBox]:
     """Weights and, where one is kept, their average."""
     for number, item in enumerate(manager.bound):
         weights = manager.residency.host(item.parameter.detach())
@@ -39,12 +39,12 @@ def model_tensors(manager: MegatronModelManager, average: AveragedWeights | None
                 yield _held(AVERAGE, piece, average.held[number])
 
 
-def _held(kind: str, piece: Piece, tensor: Tensor) -> Held:
+def _held(kind: str, piece: CheckpointBox, tensor: Tensor) -> HeldBox:
     written = not any(piece.replica)
-    return Held(f"{kind}/{piece.key}", piece.global_shape, piece.padded, piece.offset, piece.of(tensor), written)
+    return HeldBox(f"{kind}/{piece.key}", piece.global_shape, piece.padded, piece.offset, piece.of(tensor), written)
 
 
-def optimizer_tensors(manager: MegatronModelManager) -> Iterator[Held]:
+def optimizer_tensors(manager: MegatronModelManager) -> Iterator[HeldBox]:
     """Main parameters, where they are not the weights themselves, and Adam's states, where there are any yet."""
     numbers = {id(item.parameter): number for number, item in enumerate(manager.bound)}
     for inner in inner_optimizers(manager.optimizer):
@@ -79,7 +79,7 @@ def _owned(inner: Any) -> Iterator[tuple[Tensor, Tensor, int]]:
         yield from ((halves.get(id(main), main), main, 0) for main in group["params"])
 
 
-def _ranges(kind: str, piece: Piece, tensor: Tensor, begin: int, *, sharded: bool) -> Iterator[Held]:
+def _ranges(kind: str, piece: CheckpointBox, tensor: Tensor, begin: int, *, sharded: bool) -> Iterator[HeldBox]:
     """The boxes of `piece` within `tensor`, which holds elements `begin` ... of the flattened parameter."""
     written = not any(piece.replica[:2] if sharded else piece.replica)
     size = tensor.numel()
@@ -91,7 +91,7 @@ def _ranges(kind: str, piece: Piece, tensor: Tensor, begin: int, *, sharded: boo
         box = tensor.as_strided((number := torch.Size(shape).numel(),), (1,), tensor.storage_offset() + at).view(shape)
         at += number
         place = tuple(a + b for a, b in zip(piece.offset, offset, strict=True))
-        yield Held(f"{kind}/{piece.key}", piece.global_shape, piece.padded, place, box, written)
+        yield HeldBox(f"{kind}/{piece.key}", piece.global_shape, piece.padded, place, box, written)
 
 
 def adam_steps(manager: MegatronModelManager) -> int:
@@ -138,7 +138,7 @@ def set_schedule_steps(manager: MegatronModelManager, steps: int) -> None:
 
 
 @torch.no_grad()
-def fill(held: Held, reader: Reader, prefix: str) -> None:
+def fill(held: HeldBox, reader: Reader, prefix: str) -> None:
     """Reads a box. Raises CheckpointError where the checkpoint lacks it, has it in another shape, or bytes are wrong."""
     # Not straight into the tensor: what NumPy has looked at can't be resized, and offloading frees storages by that.
     where = torch.empty_like(held.tensor, device="cpu")

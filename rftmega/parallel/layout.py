@@ -6,7 +6,7 @@ from typing import NamedTuple
 from rftmega.config import ParallelConfig
 
 
-class Place(NamedTuple):
+class RankCoordinates(NamedTuple):
     """A process in a layout: which stage it is, and which of those that share a dense layer, the experts, one expert."""
 
     stage: int
@@ -15,10 +15,10 @@ class Place(NamedTuple):
     expert_tensor_rank: int
 
 
-def place_of(rank: int, world_size: int, parallel: ParallelConfig) -> Place:
+def place_of(rank: int, world_size: int, parallel: ParallelConfig) -> RankCoordinates:
     """In Megatron's order: tensor fastest, then context, data, pipeline; among experts tensor, then expert."""
     stage, within = divmod(rank, world_size // parallel.pipeline)
-    return Place(
+    return RankCoordinates(
         stage,
         within % parallel.tensor,
         within // parallel.expert_tensor % parallel.expert,

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Report:
+class NodeReport:
     """NodeReport holds what one process found on its host."""
 
     rank: int
@@ -46,7 +46,7 @@ def check_nodes(world: World, needed: Mapping[str, int]) -> None:
     Raises NodeError, the same on every process, where one finds too little disk, other versions, or another time.
     """
     free = {folder: _free(Path(folder)) for folder in needed}
-    reports: list[Report] = gather_objects(Report(world.rank, socket.gethostname(), versions(), free))
+    reports: list[NodeReport] = gather_objects(NodeReport(world.rank, socket.gethostname(), versions(), free))
     clocks = _clocks()
     if found := complaints(reports, needed, clocks):
         raise NodeError.listing("The processes of this run don't fit together", found)
@@ -61,11 +61,11 @@ def check_nodes(world: World, needed: Mapping[str, int]) -> None:
         )
 
 
-def complaints(reports: Sequence[Report], needed: Mapping[str, int], clocks: Sequence[float]) -> list[str]:
+def complaints(reports: Sequence[NodeReport], needed: Mapping[str, int], clocks: Sequence[float]) -> list[str]:
     """Lists what is wrong, each with a host and the first rank there; `clocks` are seconds, rank by rank, read at one moment."""
     found: dict[tuple[str, str], str] = {}
 
-    def complain(report: Report, what: str) -> None:
+    def complain(report: NodeReport, what: str) -> None:
         found.setdefault((report.host, what), f"rank {report.rank} on {report.host} {what}")
 
     for report in reports:

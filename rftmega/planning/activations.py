@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from model_providers.description import ModelDescription, stage_layers
 from rftmega.config import ParallelConfig
-from rftmega.planning.models import Planned
+from rftmega.planning.models import PlannedModel
 
 CHUNK = 1024  # tokens whose logits exist at once (megatron/logprobs.py)
 
@@ -79,7 +79,7 @@ def chunks_in_flight(parallel: ParallelConfig, stage: int, micro_batches: int) -
     return min(micro_batches * v, 2 * (p - stage - 1) + (v - 1) * p + 1)
 
 
-def training(planned: Planned, stage: int, load: Load) -> int:
+def training(planned: PlannedModel, stage: int, load: Load) -> int:
     """At the peak of an optimizer step: what is kept of micro-batches in flight, and one layer at work."""
     model, parallel, itemsize = planned.model, planned.parallel, planned.itemsize
     n = load.tokens / parallel.context
@@ -93,13 +93,13 @@ def training(planned: Planned, stage: int, load: Load) -> int:
     return int(n * (chunks_in_flight(parallel, stage, load.micro_batches) * (chunk + boundary) + working))
 
 
-def scoring(planned: Planned, load: Load) -> int:
+def scoring(planned: PlannedModel, load: Load) -> int:
     """One layer at work, nothing kept."""
     model, parallel, itemsize = planned.model, planned.parallel, planned.itemsize
     return int(load.tokens / parallel.context * _chunk_bytes(model, parallel, 0, itemsize)[1])
 
 
-def log_probs(planned: Planned, stage: int, load: Load, *, learns: bool) -> int:
+def log_probs(planned: PlannedModel, stage: int, load: Load, *, learns: bool) -> int:
     """Returns the bytes of the last stage's log-probs: hidden states, logits of a chunk of tokens, and the gradients of both and
     of the output weight.
     """

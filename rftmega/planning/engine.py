@@ -5,13 +5,13 @@ from functools import lru_cache
 
 from converters import Rule
 from model_providers.description import ModelDescription
-from rftmega.planning.models import Planned
+from rftmega.planning.models import PlannedModel
 from rftmega.weights.plan import engine_needs
 
 BATCHED = 8192  # tokens that vLLM computes at once
 
 
-def weight_bytes(planned: Planned, ranks: int, itemsize: int = 2) -> int:
+def weight_bytes(planned: PlannedModel, ranks: int, itemsize: int = 2) -> int:
     """Returns the bytes of weights on the fullest of `ranks` processes that share an engine."""
     experts = planned.model.experts.number if planned.model.experts else 0
     elements = 0

@@ -13,7 +13,7 @@ from rftmega.config.validate_ranges import value_of
 from rftmega.parallel.layout import nodes_of_engine
 from rftmega.planning import engine
 from rftmega.planning.memory import Budget, Bytes, cache_of, on_device, on_host
-from rftmega.planning.models import POLICY, Planned
+from rftmega.planning.models import POLICY, PlannedModel
 from rftmega.planning.times import Speeds, seconds
 
 GB = 1e9
@@ -53,14 +53,14 @@ class Proposal:
     config: RunConfig
 
 
-def stages_of(models: Mapping[str, Planned], world: int) -> list[dict[str, int]]:
+def stages_of(models: Mapping[str, PlannedModel], world: int) -> list[dict[str, int]]:
     """Returns, for the first process of each stage (of the policy, or of the model that has most), its stage in every model."""
     most = max(planned.parallel.pipeline for planned in models.values())
     ranks = [world // most * number for number in range(most)]
     return [{name: rank // (world // planned.parallel.pipeline) for name, planned in models.items()} for rank in ranks]
 
 
-def misfits(models: Mapping[str, Planned], config: RunConfig, machine: Machine, push_buffers: int) -> list[Misfit]:
+def misfits(models: Mapping[str, PlannedModel], config: RunConfig, machine: Machine, push_buffers: int) -> list[Misfit]:
     """Empty where everything fits."""
     found, world, budget = [], machine.trainers(config), machine.budget
     if config.algorithm.task == "rl":
@@ -79,7 +79,7 @@ def misfits(models: Mapping[str, Planned], config: RunConfig, machine: Machine, 
     return found + list(worst.values())
 
 
-def _engine(policy: Planned, config: RunConfig, budget: Budget) -> list[Misfit]:
+def _engine(policy: PlannedModel, config: RunConfig, budget: Budget) -> list[Misfit]:
     cache = cache_of(policy, config, budget)
     if cache.sequences >= 1:
         return []
@@ -102,7 +102,7 @@ def _said(phase: str, stage: int, parts: Bytes, budget: Budget) -> str:
 
 
 def nearest(
-    models: Mapping[str, Planned], config: RunConfig, machine: Machine
+    models: Mapping[str, PlannedModel], config: RunConfig, machine: Machine
 ) -> tuple[Proposal | None, list[tuple[Mapping[str, Any], Misfit]]]:
     """(the quickest of those that fit with fewest changes; every other that was looked at, with why it does not fit).
 
@@ -133,7 +133,7 @@ def nearest(
     return None, rejected
 
 
-def choices(policy: Planned, config: RunConfig, machine: Machine, phases: Collection[str]) -> list[list[dict[str, Any]]]:
+def choices(policy: PlannedModel, config: RunConfig, machine: Machine, phases: Collection[str]) -> list[list[dict[str, Any]]]:
     """For each thing that may change, what to: other values than it has. Only of what tells in one of `phases`."""
     found = []
     if set(phases) - {"rollout"} or not config.trainer.offload:
@@ -148,7 +148,7 @@ def choices(policy: Planned, config: RunConfig, machine: Machine, phases: Collec
     return [values for values in found if values]
 
 
-def _of_the_trainer(policy: Planned, config: RunConfig, machine: Machine) -> list[list[dict[str, Any]]]:
+def _of_the_trainer(policy: PlannedModel, config: RunConfig, machine: Machine) -> list[list[dict[str, Any]]]:
     world, parallel, model = machine.trainers(config), config.parallel, policy.model
     powers = [2**n for n in range(int(math.log2(max(world, 1))) + 1)]
     found: list[list[dict[str, Any]]] = [
@@ -200,13 +200,13 @@ def changed(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
     return found
 
 
-def laid_out(models: Mapping[str, Planned], config: RunConfig) -> dict[str, Planned]:
+def laid_out(models: Mapping[str, PlannedModel], config: RunConfig) -> dict[str, PlannedModel]:
     """The models in the layouts of `config`."""
     own = {"critic": (config.critic.parallel, config.critic.optimizer), "reward_model": (config.parallel, None)}
     return {name: planned.with_layout(*own.get(name, (config.parallel, config.optimizer))) for name, planned in models.items()}
 
 
-def refused(models: Mapping[str, Planned], config: RunConfig, machine: Machine) -> list[str]:
+def refused(models: Mapping[str, PlannedModel], config: RunConfig, machine: Machine) -> list[str]:
     """Lists what the config's own checks refuse, files aside."""
     found = violations(config, machine.trainers(config), data=False)
     for name, planned in models.items():
@@ -223,7 +223,7 @@ def refused(models: Mapping[str, Planned], config: RunConfig, machine: Machine) 
     return found
 
 
-def push_bound(policy: Planned, config: RunConfig) -> int:
+def push_bound(policy: PlannedModel, config: RunConfig) -> int:
     """Bytes of push buffers that are hardly exceeded: two buckets that come, and two that go, of an engine's rank each."""
     if config.algorithm.task != "rl" or config.strategy == "separate":
         return 0
@@ -233,7 +233,7 @@ def push_bound(policy: Planned, config: RunConfig) -> int:
     return 4 * bucket // config.rollout.tensor
 
 
-def total_seconds(models: Mapping[str, Planned], config: RunConfig, machine: Machine) -> float:
+def total_seconds(models: Mapping[str, PlannedModel], config: RunConfig, machine: Machine) -> float:
     """Returns the seconds of a step, the push aside."""
     cache = cache_of(models[POLICY], config, machine.budget) if config.algorithm.task == "rl" else None
     found = seconds(models, config, machine.trainers(config), cache, None, machine.speeds)

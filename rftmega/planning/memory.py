@@ -12,7 +12,7 @@ from rftmega.config import ParallelConfig, RunConfig
 from rftmega.parallel.micro_batches import fewest_micro_batches
 from rftmega.planning import activations, engine
 from rftmega.planning.activations import Load
-from rftmega.planning.models import POLICY, Planned
+from rftmega.planning.models import POLICY, PlannedModel
 from rftmega.planning.states import ADAM, MAIN_PARAMETERS, PARAMETERS, elements_of, states
 
 Bytes = dict[str, int]  # by kind
@@ -36,7 +36,7 @@ class Cache:
     sequences: float  # of the longest kind that fit into it at once
 
 
-def resident(models: Mapping[str, Planned], config: RunConfig, world: int, stages: Mapping[str, int]) -> dict[str, Bytes]:
+def resident(models: Mapping[str, PlannedModel], config: RunConfig, world: int, stages: Mapping[str, int]) -> dict[str, Bytes]:
     """Phase -> bytes of weights, gradients, main parameters and Adam on the device; `stages`: of this process, by model."""
     held = {name: states(planned, world, stages[name]) for name, planned in models.items()}
     phases: dict[str, Bytes] = {}
@@ -79,7 +79,7 @@ def rows_of(config: RunConfig) -> int:
     return config.trainer.prompts_per_step * (answers or config.algorithm.learnt_from or config.rollout.samples_per_prompt)
 
 
-def cache_of(policy: Planned, config: RunConfig, budget: Budget) -> Cache:
+def cache_of(policy: PlannedModel, config: RunConfig, budget: Budget) -> Cache:
     """Returns the KV cache of an engine on devices of `budget`."""
     ranks = config.rollout.tensor
     share = config.rollout.memory_fraction * budget.memory
@@ -89,7 +89,12 @@ def cache_of(policy: Planned, config: RunConfig, budget: Budget) -> Cache:
 
 
 def on_device(
-    models: Mapping[str, Planned], config: RunConfig, world: int, stages: Mapping[str, int], budget: Budget, push_buffers: int
+    models: Mapping[str, PlannedModel],
+    config: RunConfig,
+    world: int,
+    stages: Mapping[str, int],
+    budget: Budget,
+    push_buffers: int,
 ) -> dict[str, Bytes]:
     """Phase -> kind -> bytes of a CUDA device, at its fullest. A colocated engine takes all that it may."""
     phases = {phase: dict(parts) for phase, parts in resident(models, config, world, stages).items()}
@@ -131,7 +136,7 @@ def experience_bytes(config: RunConfig) -> int:
     return (config.rollout.max_prompt_tokens + config.rollout.max_response_tokens) * (8 + 1 + 4 * floats)
 
 
-def on_host(models: Mapping[str, Planned], config: RunConfig, world: int, stages: Mapping[str, int]) -> Bytes:
+def on_host(models: Mapping[str, PlannedModel], config: RunConfig, world: int, stages: Mapping[str, int]) -> Bytes:
     """Bytes that one process keeps on the host: the whole step's rows, copies of weights, what has left the device,
     what a save writes from.
     """

@@ -13,7 +13,7 @@ BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedModel:
     """One model of a run."""
 
     model: ModelDescription
@@ -24,21 +24,21 @@ class Planned:
     itemsize: int  # bytes of a parameter
     narrow_whole: bool  # every tensor-parallel rank holds all of latent attention's narrow layers, as in Transformer Engine
 
-    def with_layout(self, parallel: ParallelConfig, optimizer: OptimizerConfig | None) -> "Planned":
+    def with_layout(self, parallel: ParallelConfig, optimizer: OptimizerConfig | None) -> "PlannedModel":
         return replace(self, parallel=parallel, optimizer=optimizer)
 
 
-def models_of(config: RunConfig, *, auto: str = "bfloat16", narrow_whole: bool = True) -> dict[str, Planned]:
+def models_of(config: RunConfig, *, auto: str = "bfloat16", narrow_whole: bool = True) -> dict[str, PlannedModel]:
     """Returns the models of a run by their names in it: policy, critic, reward_model. `auto`: what model.dtype=auto stands for.
 
     Raises CheckpointError where a folder has no config.json, or one that is not understood.
     """
     itemsize = BYTES[auto if config.model.dtype == "auto" else config.model.dtype]
 
-    def planned(path: str, parallel: ParallelConfig, optimizer: OptimizerConfig | None, *, value: bool) -> Planned:
+    def planned(path: str, parallel: ParallelConfig, optimizer: OptimizerConfig | None, *, value: bool) -> PlannedModel:
         hf_config = read_hf_config(path)
         rules = table(hf_config, value_head=value)
-        return Planned(describe(hf_config), rules, parallel, optimizer, value, itemsize, narrow_whole)
+        return PlannedModel(describe(hf_config), rules, parallel, optimizer, value, itemsize, narrow_whole)
 
     policy = config.model.path
     found = {POLICY: planned(policy, config.parallel, config.optimizer, value=config.algorithm.task == "reward_model")}

@@ -10,7 +10,7 @@ from converters import Rule
 from converters.rules import Column, Segment
 from model_providers.description import ModelDescription
 from rftmega.config import RunConfig
-from rftmega.planning.models import Planned
+from rftmega.planning.models import PlannedModel
 from rftmega.planning.push_plan import Engines, placements
 from rftmega.planning.states import BUFFERS
 from rftmega.weights.message import message_bytes
@@ -33,7 +33,7 @@ class Push(NamedTuple):
 MOST = 200_000  # moves that are simulated; of a larger push, only some layers are
 
 
-def push_buffers(planned: Planned, config: RunConfig, world: int) -> list[int]:
+def push_buffers(planned: PlannedModel, config: RunConfig, world: int) -> list[int]:
     """Bytes of each process at most; of engines beside the trainer, the shared memory that all processes map."""
     bucket_bytes = config.trainer.push_bucket_mib * 2**20
     layers = sampled(planned.model, world)
@@ -55,7 +55,7 @@ def sampled(model: ModelDescription, world: int) -> set[int] | None:
 
 
 def push_of(
-    planned: Planned, world: int, engine_tensor: int, bucket_bytes: int, *, layers: Collection[int] | None = None
+    planned: PlannedModel, world: int, engine_tensor: int, bucket_bytes: int, *, layers: Collection[int] | None = None
 ) -> Push:
     """A push into engines of `engine_tensor` of the trainer's own processes, which load as vLLM does. `layers`: only of these."""
     units = list(units_of_plan(planned, world, engine_tensor, layers))
@@ -113,7 +113,7 @@ def _messages(pairs: dict[tuple[int, int], list[tuple[Move, int]]], unit: Unit, 
     return held, last
 
 
-def units_of_plan(planned: Planned, world: int, engine_tensor: int, layers: Collection[int] | None = None) -> Iterator[Unit]:
+def units_of_plan(planned: PlannedModel, world: int, engine_tensor: int, layers: Collection[int] | None = None) -> Iterator[Unit]:
     """Yields the units that `weights.units.units_of` learns from processes, in the model's order. `layers`: only these."""
     found = []
     for placement, layer, expert in placements(

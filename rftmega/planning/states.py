@@ -14,7 +14,7 @@ from typing import NamedTuple
 from converters import Rule, shard_shape
 from converters.rules import Column
 from model_providers.description import ModelDescription, stage_layers
-from rftmega.planning.models import Planned
+from rftmega.planning.models import PlannedModel
 
 PARAMETERS, GRADIENTS, MAIN_PARAMETERS, ADAM = STATES = ("parameters", "gradients", "main_parameters", "adam")
 BUFFERS = ("router.expert_bias",)  # of Megatron's modules: weights to us, but nothing learns them
@@ -28,7 +28,7 @@ class Chunk(NamedTuple):
     experts: Counter[int]
 
 
-def chunks_of(planned: Planned, stage: int) -> list[Chunk]:
+def chunks_of(planned: PlannedModel, stage: int) -> list[Chunk]:
     """Returns the chunks of every process of a stage: shards are equal. Raises ValueError, WeightMismatch for other layouts."""
     parallel = planned.parallel
     chunks = stage_layers(planned.model.layers, parallel)[stage]
@@ -39,7 +39,7 @@ def chunks_of(planned: Planned, stage: int) -> list[Chunk]:
     ]
 
 
-def _chunk(planned: Planned, layers: range, *, opens: bool, closes: bool) -> Chunk:
+def _chunk(planned: PlannedModel, layers: range, *, opens: bool, closes: bool) -> Chunk:
     parallel, found = planned.parallel, Chunk(Counter(), Counter())
     for rule in planned.rules:
         if rule.megatron[0].endswith(BUFFERS):
@@ -66,19 +66,19 @@ def _experts(model: ModelDescription) -> int:
     return model.experts.number if model.experts else 0
 
 
-def elements_of(planned: Planned, stage: int) -> int:
+def elements_of(planned: PlannedModel, stage: int) -> int:
     """Parameters of one process of a stage."""
     return sum(size * number for chunk in chunks_of(planned, stage) for sizes in chunk for size, number in sizes.items())
 
 
-def sharers(planned: Planned, world: int) -> tuple[int, int]:
+def sharers(planned: PlannedModel, world: int) -> tuple[int, int]:
     """Processes that hold the same dense parameters, and the same experts: the distributed optimizer is shared by them."""
     parallel = planned.parallel
     stage = world // parallel.pipeline
     return stage // parallel.tensor, stage // (parallel.expert * parallel.expert_tensor)
 
 
-def states(planned: Planned, world: int, stage: int) -> dict[str, int]:
+def states(planned: PlannedModel, world: int, stage: int) -> dict[str, int]:
     """Bytes by part of each process of a stage; Adam's as they are after the first optimizer step."""
     optimizer, totals = planned.optimizer, dict.fromkeys(STATES, 0)
     for size, elements, shared_by in _buffers(planned, world, stage):
@@ -93,7 +93,7 @@ def states(planned: Planned, world: int, stage: int) -> dict[str, int]:
     return totals
 
 
-def _buffers(planned: Planned, world: int, stage: int) -> Iterator[tuple[int, int, int]]:
+def _buffers(planned: PlannedModel, world: int, stage: int) -> Iterator[tuple[int, int, int]]:
     """(elements with padding, elements, processes that share them) of each buffer."""
     shared_by = sharers(planned, world)
     for chunk in chunks_of(planned, stage):

@@ -12,7 +12,7 @@ from model_providers.flops import BACKWARD, forward_flops
 from rftmega.config import RunConfig
 from rftmega.planning import engine
 from rftmega.planning.memory import Cache, load_of, rows_of
-from rftmega.planning.models import POLICY, Planned
+from rftmega.planning.models import POLICY, PlannedModel
 from rftmega.planning.push_buffers import Push
 from rftmega.planning.states import ADAM, GRADIENTS, MAIN_PARAMETERS, PARAMETERS, sharers, states
 
@@ -34,7 +34,7 @@ class Speeds:
 
 
 def seconds(
-    models: Mapping[str, Planned], config: RunConfig, world: int, cache: Cache | None, push: Push | None, speeds: Speeds
+    models: Mapping[str, PlannedModel], config: RunConfig, world: int, cache: Cache | None, push: Push | None, speeds: Speeds
 ) -> dict[str, dict[str, float]]:
     """Phase -> what takes time -> seconds of a step with answers of full length. `cache`, `push`: None where there is none."""
     found: dict[str, dict[str, float]] = {}
@@ -64,7 +64,7 @@ def seconds(
     return found
 
 
-def _generating(policy: Planned, config: RunConfig, world: int, cache: Cache, speeds: Speeds) -> dict[str, float]:
+def _generating(policy: PlannedModel, config: RunConfig, world: int, cache: Cache, speeds: Speeds) -> dict[str, float]:
     """Returns the seconds that one engine generates, by kind; it batches answers as far as the cache and max_batch allow."""
     ranks, rollout, model = config.rollout.tensor, config.rollout, policy.model
     engines = rollout.servers if config.strategy == "separate" else world // ranks
@@ -84,7 +84,7 @@ def _generating(policy: Planned, config: RunConfig, world: int, cache: Cache, sp
     }
 
 
-def _read(policy: Planned, ranks: int, tokens: float) -> float:
+def _read(policy: PlannedModel, ranks: int, tokens: float) -> float:
     """Bytes of weights that a step of `tokens` sequences reads: of routed experts, those that one of them goes to."""
     whole, model = engine.weight_bytes(policy, ranks), policy.model
     if model.experts is None:
@@ -94,7 +94,7 @@ def _read(policy: Planned, ranks: int, tokens: float) -> float:
     return whole - routed * (1 - met)
 
 
-def _learning(planned: Planned, config: RunConfig, world: int, forward: float, speeds: Speeds) -> dict[str, float]:
+def _learning(planned: PlannedModel, config: RunConfig, world: int, forward: float, speeds: Speeds) -> dict[str, float]:
     model, parallel, optimizer = planned.model, planned.parallel, planned.optimizer
     assert optimizer is not None
     load = load_of(config, parallel, world)
@@ -120,7 +120,7 @@ def _learning(planned: Planned, config: RunConfig, world: int, forward: float, s
     return found
 
 
-def _routed(model: ModelDescription, planned: Planned, tokens: float) -> float:
+def _routed(model: ModelDescription, planned: PlannedModel, tokens: float) -> float:
     """Bytes that one process sends to experts in one direction."""
     assert model.experts is not None
     parallel = planned.parallel

@@ -22,7 +22,7 @@ from rftmega.parallel.process_group import World
 from rftmega.parallel.watchdog import mark
 from rftmega.rollout.base import Engine, Stop
 from rftmega.rollout.pending_requests import PendingRequests
-from rftmega.rollout.request_order import Order, ordered
+from rftmega.rollout.request_order import RequestOrder, ordered
 from rftmega.rollout.request_queues import Counted, Dealt, Queue
 from rftmega.rollout.stop_consensus import EVERY, StopConsensus
 from rftmega.types import (
@@ -119,7 +119,7 @@ class EnginePool:
     def learn(self, prompts: Sequence[Prompt], completions: Sequence[Completion | None]) -> None:
         self.engine.lengths.learn(prompts, completions)
 
-    def _ordered(self, prompts: Sequence[Prompt]) -> Order:
+    def _ordered(self, prompts: Sequence[Prompt]) -> RequestOrder:
         """An engine that there is nobody beside begins all of them itself."""
         slots = self.engine.slots if self.engines > 1 else len(prompts)
         return ordered(prompts, self.engine.lengths.expected(prompts), self.engines, slots)

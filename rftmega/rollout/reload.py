@@ -31,13 +31,13 @@ def forget_expert_kernels(model: Any) -> None:
             method.moe_kernel = None
 
 
-class Filling(Protocol):
-    """Filling fills a parameter in the place of a loaded tensor."""
+class ParameterSource(Protocol):
+    """ParameterSource fills a parameter in the place of a loaded tensor."""
 
     def into(self, parameter: Tensor) -> None: ...
 
 
-def _fill(param: Tensor, filling: Filling) -> None:
+def _fill(param: Tensor, filling: ParameterSource) -> None:
     """A loader, as vLLM knows them by the names of their arguments."""
     filling.into(param)
 
@@ -70,7 +70,7 @@ class FreshParameters:
                 self._give(parameter, _watched(_get_original_loader(parameter), name, filled))
                 parameter.weight_loader = make_online_process_loader(layer, attribute)
 
-    def fill(self, name: str, filling: Filling) -> None:
+    def fill(self, name: str, filling: ParameterSource) -> None:
         """Loads a filling in the place of tensors."""
         layer_name, _, attribute = name.rpartition(".")
         layer = self._layers[layer_name]

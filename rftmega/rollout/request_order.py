@@ -63,7 +63,7 @@ class Lengths:
         self._tokens = list(state["tokens"])
 
 
-class Order(NamedTuple):
+class RequestOrder(NamedTuple):
     """Places of requests: those that each engine begins at once, and the others, in the order in which they should be begun.
 
     Of the others whoever has room takes a piece, neighbours with the same prompt, which share the prompt's cache in one engine.
@@ -73,7 +73,7 @@ class Order(NamedTuple):
     rest: list[list[int]]
 
 
-def ordered(prompts: Sequence[Prompt], expected: Sequence[float], engines: int, slots: int) -> Order:
+def ordered(prompts: Sequence[Prompt], expected: Sequence[float], engines: int, slots: int) -> RequestOrder:
     """Longest expected first. Engines get requests of about the same expected length in all, of which each begins `slots`, or as
     many more as its last piece has.
 
@@ -93,7 +93,7 @@ def ordered(prompts: Sequence[Prompt], expected: Sequence[float], engines: int, 
             first[least] += piece
         else:
             rest.append(piece)
-    return Order(first, list(_cut(rest, lambda left: left // parts)))
+    return RequestOrder(first, list(_cut(rest, lambda left: left // parts)))
 
 
 def _cut(runs: Sequence[list[int]], largest: Callable[[int], int]) -> Iterator[list[int]]:
@@ -111,7 +111,7 @@ def _cut(runs: Sequence[list[int]], largest: Callable[[int], int]) -> Iterator[l
 class Waiting:
     """Requests that no engine has begun, where one process asks all engines."""
 
-    def __init__(self, order: Order):
+    def __init__(self, order: RequestOrder):
         self._own = [deque(places) for places in order.first]
         self._rest = deque(order.rest)
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rftmega.errors import EngineFault
-from rftmega.rollout.request_order import Order
+from rftmega.rollout.request_order import RequestOrder
 
 LOOK = 0.0005  # seconds between two looks of a process at what the first of its engine has taken
 
@@ -20,7 +20,7 @@ LOOK = 0.0005  # seconds between two looks of a process at what the first of its
 class Queue(ABC):
     """Requests of the engine of number `mine`, as each of its processes holds them."""
 
-    def __init__(self, order: Order, mine: int):
+    def __init__(self, order: RequestOrder, mine: int):
         self.mine = mine
         self.given = list(order.first[mine])  # places that are this engine's so far
 
@@ -46,7 +46,7 @@ class Queue(ABC):
 class Counted(Queue):
     """Engines take pieces when they have room, by a count that they share: no engine waits for another."""
 
-    def __init__(self, order: Order, mine: int, *, board: Any, name: str, speaks: bool = True, alone: bool = True):
+    def __init__(self, order: RequestOrder, mine: int, *, board: Any, name: str, speaks: bool = True, alone: bool = True):
         """`board`: a store of torch.distributed, where this rollout alone has the `name`. Processes of one engine, of which one
         `speaks`, take what that one took, in the same order: they ask after the same steps. `alone`: it is the engine's only one.
         """
@@ -113,7 +113,7 @@ class Dealt(Queue):
     which: the same requests end with the same answers, run after run.
     """
 
-    def __init__(self, order: Order, mine: int, *, slots: int):
+    def __init__(self, order: RequestOrder, mine: int, *, slots: int):
         """`slots`: answers that an engine generates side by side."""
         super().__init__(order, mine)
         self.slots = slots

@@ -22,8 +22,8 @@ ROUND = 1.0  # seconds between two looks at what is late, or at a request to sto
 Scores = list[dict[str, float]]
 
 
-class Report(NamedTuple):
-    """Report holds answers that finished together; `scores` is None where nobody scores them."""
+class FinishedBatch(NamedTuple):
+    """FinishedBatch holds answers that finished together; `scores` is None where nobody scores them."""
 
     places: Sequence[int]
     completions: Sequence[Completion]
@@ -77,7 +77,7 @@ class RewardWorkers:
     def __init__(self, reward: Reward | None, prompts: Sequence[Prompt], *, limit: float = math.inf):
         """`limit`: seconds that the reward may take for answers that it is given together."""
         self.reward, self.prompts, self.limit = reward, prompts, limit
-        self.reports: list[Report] = []
+        self.reports: list[FinishedBatch] = []
         self._began: dict[int, float] = {}  # number of the report -> when its scoring began
         self._threads = Threads(THREADS)
 
@@ -103,7 +103,7 @@ class RewardWorkers:
 
             scores = self._threads.submit(work)
             scores.add_done_callback(lambda _: mark())
-        self.reports.append(Report(list(places), list(completions), scores))
+        self.reports.append(FinishedBatch(list(places), list(completions), scores))
 
     @property
     def answered(self) -> set[int]:

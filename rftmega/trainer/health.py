@@ -67,7 +67,7 @@ class Spread(Observer):
         )
 
 
-class Undecided(Observer):
+class UndecidedLimit(Observer):
     """Ends a run where a part of the reward could not be found out for most answers; on every process."""
 
     def on_step(self, trainer: Any, metrics: Metrics) -> None:

@@ -8,7 +8,7 @@ from rftmega.config import RunConfig
 from rftmega.interfaces import Reward
 from rftmega.trainer.callbacks import AtEnd, JSONLines, Observer, Progress, TensorBoard
 from rftmega.trainer.evaluate import Answering, Evaluate, Evaluation, metric_of
-from rftmega.trainer.health import Divergence, Spread, Undecided
+from rftmega.trainer.health import Divergence, Spread, UndecidedLimit
 from rftmega.trainer.publish import Prometheus, WandB
 from rftmega.trainer.supervised import HeldOut, cross_entropy_of, preference_of
 from rftmega.trainer.trajectories import Trajectories
@@ -56,7 +56,7 @@ def observers_of(
     if is_main and task == "rl" and chosen.trajectories:
         folder, most_bytes = f"{chosen.output}/trajectories", chosen.trajectories_mib * 2**20
         found.append(Trajectories(folder, text.decode, text.pieces, every=chosen.trajectories, most_bytes=most_bytes))
-    found += [Divergence(config.faults.max_skipped_steps), Undecided()]
+    found += [Divergence(config.faults.max_skipped_steps), UndecidedLimit()]
     if is_main and task == "rl":
         found.append(Spread(compares_groups=config.algorithm.advantage in ("group", "leave_one_out")))
     if chosen.export:

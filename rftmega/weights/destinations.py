@@ -7,8 +7,8 @@ from typing import Protocol
 from torch import Tensor
 
 from rftmega.weights.message import Layout
-from rftmega.weights.recording import Recorder
-from rftmega.weights.replay import Fill, Filling, Proof, by_name, fills_of
+from rftmega.weights.recording import LoadRecorder
+from rftmega.weights.replay import Fill, Proof, ReceivedFill, by_name, fills_of
 from rftmega.weights.units import Shards, Unit
 
 Part = tuple[Unit, int]  # a unit's HF tensor
@@ -29,16 +29,16 @@ class Destinations(Protocol):
         """Calls `filled` with each of these parameters once the loader has done all it does to it, before it is repacked."""
         ...
 
-    def fill(self, name: str, filling: Filling) -> None:
+    def fill(self, name: str, filling: ReceivedFill) -> None:
         """Has `filling.into` called with the parameter, once on the meta device, for what it counts, and once for good."""
         ...
 
 
 def recorded(
     units: Sequence[Unit], trace_load: Callable[[Iterable[tuple[str, Tensor]]], None], destinations: Destinations
-) -> Recorder:
+) -> LoadRecorder:
     """Records what the engine's loader does with the tensors of these units."""
-    recorder = Recorder()
+    recorder = LoadRecorder()
     named = [(name, recorder.tensor(name, dtype, shape, unit.rule.axis)) for unit in units for name, dtype, shape in unit.planned]
 
     def tensors() -> Generator[tuple[str, Tensor]]:
@@ -61,7 +61,7 @@ class Recording:
     Until a push by the loader itself was compared with it (`prove`) it is only believed to be whole.
     """
 
-    def __init__(self, recorder: Recorder, shards: Shards):
+    def __init__(self, recorder: LoadRecorder, shards: Shards):
         self.proven = False
         self._recorder, self._shards = recorder, shards
         self._settle()

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from converters import assemble, shard_shape
-from converters.hf_folder import Planned
-from rftmega.weights.units import Held, Key, Unit, buckets_of, key_of, units_of
+from converters.hf_folder import PlannedTensor
+from rftmega.weights.units import HeldShard, Key, Unit, buckets_of, key_of, units_of
 
 if TYPE_CHECKING:  # so that a push can be planned without Megatron
     from rftmega.parallel.topology import Topology
@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # so that a push can be planned without Megatron
 class Exporter:
     """Iterates over the policy as HF-named tensors. A collective: every process of the replica iterates in step."""
 
-    def __init__(self, held: Sequence[Held], topology: "Topology", *, bucket_bytes: int):
+    def __init__(self, held: Sequence[HeldShard], topology: "Topology", *, bucket_bytes: int):
         """Learns once, from all processes of the replica, who holds what."""
         self.group = topology.replica_group
         self._parameter: dict[Key, Tensor] = {key_of(item): item.parameter for item in held if item.rule.exported}
@@ -33,7 +33,7 @@ class Exporter:
                 yield from zip(unit.rule.hf_names(unit.layer, unit.expert), assemble(unit.rule, held), strict=True)
 
     @property
-    def planned(self) -> list[Planned]:
+    def planned(self) -> list[PlannedTensor]:
         """Lists the tensors that an iteration will give, in its order."""
         return [tensor for bucket in self.buckets for unit in bucket for tensor in unit.planned]
 

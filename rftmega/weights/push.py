@@ -26,9 +26,9 @@ from rftmega.weights.destinations import Destinations, Part, Recording, recorded
 from rftmega.weights.lazy_tensors import Box, Fetch, LazyTensor
 from rftmega.weights.message import Layout, checksums_of, message_for, opened, refuse_damaged, sums_of, written
 from rftmega.weights.needs import Needs, everybodys, needs_of, planned_moves, refuse_unread
-from rftmega.weights.replay import Filling, Proof, moves_in_order
+from rftmega.weights.replay import Proof, ReceivedFill, moves_in_order
 from rftmega.weights.slice_sums import SliceSums
-from rftmega.weights.units import Held, Move, Piece, Shards, Unit, buckets_of, units_of
+from rftmega.weights.units import HeldShard, LocalRows, Move, Shards, Unit, buckets_of, units_of
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Loader(Protocol):
     def invalidate(self) -> None: ...
 
 
-class Bucket(NamedTuple):
+class PushBucket(NamedTuple):
     """Units that are loaded one after the other, and what travels for them; sender and receiver have it in the same order."""
 
     units: list[Unit]
@@ -57,7 +57,7 @@ class Bucket(NamedTuple):
 class EngineWeights:
     """Brings new weights into all engines. Every process constructs it, and calls it, alike."""
 
-    def __init__(self, held: Sequence[Held], engine: Loader, *, bucket_bytes: int):
+    def __init__(self, held: Sequence[HeldShard], engine: Loader, *, bucket_bytes: int):
         """Rehearses the load and plans it, a collective over all processes; the engine's weights are lost.
 
         Raises EngineError for a tensor that no engine reads: the policy's idea of the model would not be the engine's.
@@ -171,7 +171,7 @@ class _Passage:
         self.over = False  # the last tensor was taken
         self.buffer_bytes = 0  # of messages that were there at once, at most
         self.proof: Proof | None = None  # of a recording that has none yet
-        self._fillings: list[Filling] = []
+        self._fillings: list[ReceivedFill] = []
         self._alive: list[tuple[StorageWeakRef, int]] = []
         self._left = iter(enumerate(weights.buckets))
         self._travelling = self._post()
@@ -198,7 +198,7 @@ class _Passage:
         if self.proof and self.weights.recording:
             self.weights.recording.prove(self.proof)
 
-    def _opened(self, number: int, bucket: Bucket, came: dict[int, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def _opened(self, number: int, bucket: PushBucket, came: dict[int, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """A bucket's tensors. Its messages go with this generator, before the bucket after the next one sets out."""
         for source, message in came.items():
             refuse_damaged(message, bucket.receives[source], self.version, source)
@@ -207,13 +207,13 @@ class _Passage:
         for source, message in came.items():  # after the loader has read it: nothing may have changed it since it came
             self.sums.received(source, bucket.receives[source].moves, checksums_of(message, bucket.receives[source]))
 
-    def _copy(self, number: int, bucket: Bucket, came: dict[int, Tensor]) -> list[Part]:
+    def _copy(self, number: int, bucket: PushBucket, came: dict[int, Tensor]) -> list[Part]:
         """Does the recorded copies of a bucket. What is left to the loader."""
         recording, destinations = self.weights.recording, self.weights.engine.destinations
         if recording is None or destinations is None:
             return _everything(bucket)
         fills, by_loader = recording.of_bucket(number, bucket.units, bucket.receives)
-        fillings = [Filling(fill, came, self.weights.shards, self.sums) for fill in fills]
+        fillings = [ReceivedFill(fill, came, self.weights.shards, self.sums) for fill in fills]
         if self.proof:
             self.proof.expect(fillings)
             return _everything(bucket)
@@ -222,12 +222,12 @@ class _Passage:
             destinations.fill(filling.fill.parameter, filling)
         return by_loader
 
-    def _on_demand(self, bucket: Bucket, came: dict[int, Tensor], wanted: Sequence[Part]) -> Iterator[tuple[str, Tensor]]:
+    def _on_demand(self, bucket: PushBucket, came: dict[int, Tensor], wanted: Sequence[Part]) -> Iterator[tuple[str, Tensor]]:
         """The wanted HF tensors of a bucket."""
-        arrived: dict[tuple[int, int], list[Piece]] = defaultdict(list)
+        arrived: dict[tuple[int, int], list[LocalRows]] = defaultdict(list)
         for source, message in came.items():
             for move, elements in opened(message, bucket.receives[source]):
-                arrived[id(move.unit), move.part].append(Piece(move.start, move.stop, elements))
+                arrived[id(move.unit), move.part].append(LocalRows(move.start, move.stop, elements))
         for unit, part in wanted:
             name, dtype, shape = unit.planned[part]
             own = self.weights.shards.pieces(unit, part)
@@ -235,7 +235,7 @@ class _Passage:
             pieces = own + arrived[id(unit), part]
             yield name, LazyTensor.of(shape, dtype, _reader(name, unit.rule.axis, pieces), self.weights.shards.device)
 
-    def _record(self, unit: Unit, part: int, own: Sequence[Piece]) -> None:
+    def _record(self, unit: Unit, part: int, own: Sequence[LocalRows]) -> None:
         """Records the checksums of what the engine reads of this process's own shard."""
         needed = self.weights.needs.get(unit.planned[part].name, [])
         for piece in own:
@@ -250,7 +250,7 @@ class _Passage:
         while self._travelling is not None:
             self._arrive()
 
-    def _post(self) -> tuple[int, Bucket, dict[int, Tensor], list[Any], list[Tensor]] | None:
+    def _post(self) -> tuple[int, PushBucket, dict[int, Tensor], list[Any], list[Tensor]] | None:
         """Starts a bucket on its way."""
         number, bucket = next(self._left, (-1, None))
         if bucket is None:
@@ -277,7 +277,7 @@ class _Passage:
         self._alive += [(StorageWeakRef(message.untyped_storage()), message.nbytes) for message in messages]
         self.buffer_bytes = max(self.buffer_bytes, sum(size for _, size in self._alive))
 
-    def _arrive(self) -> tuple[int, Bucket, dict[int, Tensor]]:
+    def _arrive(self) -> tuple[int, PushBucket, dict[int, Tensor]]:
         """Waits for the bucket on its way, once the next one has set out: it travels while this one is loaded."""
         mark()
         assert self._travelling is not None
@@ -294,7 +294,7 @@ def _is_of_a_connection(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
-def _plan(buckets: Sequence[list[Unit]], kinds: Sequence[Needs], kind_of: Sequence[int]) -> list[Bucket]:
+def _plan(buckets: Sequence[list[Unit]], kinds: Sequence[Needs], kind_of: Sequence[int]) -> list[PushBucket]:
     """The same on every process; each keeps what it takes part in."""
     me = dist.get_rank()
     planned = []
@@ -310,7 +310,7 @@ def _plan(buckets: Sequence[list[Unit]], kinds: Sequence[Needs], kind_of: Sequen
         for theirs in sends.values():
             alike.setdefault(_key(theirs), Layout(moves_in_order(theirs)))
         planned.append(
-            Bucket(
+            PushBucket(
                 units,
                 {target: alike[_key(theirs)] for target, theirs in sends.items()},
                 {source: Layout(moves_in_order(theirs)) for source, theirs in receives.items()},
@@ -319,7 +319,7 @@ def _plan(buckets: Sequence[list[Unit]], kinds: Sequence[Needs], kind_of: Sequen
     return planned
 
 
-def _everything(bucket: Bucket) -> list[Part]:
+def _everything(bucket: PushBucket) -> list[Part]:
     return [(unit, part) for unit in bucket.units for part in range(len(unit.rule.hf))]
 
 
@@ -327,7 +327,7 @@ def _key(moves: Sequence[Move]) -> Any:
     return tuple((id(move.unit), *move[1:]) for move in moves)
 
 
-def _reader(name: str, axis: int, pieces: Sequence[Piece]) -> Fetch:
+def _reader(name: str, axis: int, pieces: Sequence[LocalRows]) -> Fetch:
     """Elements of a box, from the pieces of the tensor that are here."""
 
     def fetch(box: Box, out: Tensor) -> None:

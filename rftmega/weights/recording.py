@@ -27,7 +27,7 @@ class Copy(NamedTuple):
     target: Geometry
 
 
-class Recorder(TorchDispatchMode):
+class LoadRecorder(TorchDispatchMode):
     """Within it, a loader is handed the tensors that `tensor` makes; it fills parameters that are on the meta device.
 
     `asked` has, by HF name, the boxes that it reads; `copies`, by parameter, those that it copies as they are. Whatever else is

@@ -104,7 +104,7 @@ class Fill:
             sums.used(self.moves[begin:end], checksums(slices))
 
 
-class Filling:
+class ReceivedFill:
     """A Fill with the messages of one push."""
 
     def __init__(self, fill: Fill, messages: Mapping[int, Tensor], shards: Shards, sums: SliceSums):
@@ -140,9 +140,9 @@ class Proof:
 
     def __init__(self) -> None:
         self.wrong: set[str] = set()
-        self._waiting: dict[str, list[Filling]] = defaultdict(list)
+        self._waiting: dict[str, list[ReceivedFill]] = defaultdict(list)
 
-    def expect(self, fillings: Iterable[Filling]) -> None:
+    def expect(self, fillings: Iterable[ReceivedFill]) -> None:
         for filling in fillings:
             self._waiting[filling.fill.parameter].append(filling)
 

@@ -21,7 +21,7 @@ from rftmega.parallel.checksum import blocks, checksums
 from rftmega.parallel.watchdog import mark
 from rftmega.types import Metrics, SliceChecksums
 from rftmega.weights.plan import Balance, Placement
-from rftmega.weights.units import Held, Move, Shards, Unit, buckets_of, units_of
+from rftmega.weights.units import HeldShard, Move, Shards, Unit, buckets_of, units_of
 
 SEGMENTS = 2  # one is read while the other is written
 
@@ -42,7 +42,7 @@ class Receivers(Protocol):
     def invalidate(self) -> None: ...
 
 
-class Place(NamedTuple):
+class SegmentEntry(NamedTuple):
     """SegmentEntry tells where in a memory segment a tensor lies."""
 
     name: str
@@ -58,9 +58,9 @@ class Place(NamedTuple):
         return memory[self.start : self.start + self.bytes].view(self.dtype).view(self.shape)
 
 
-class Bucket(NamedTuple):
-    places: list[Place]
-    targets: list[Place]  # of what this process writes
+class SharedBucket(NamedTuple):
+    places: list[SegmentEntry]
+    targets: list[SegmentEntry]  # of what this process writes
     writes: list[Move]  # what of each
     alike: list[tuple[int, int]]  # (first, number) of places that follow each other and are of one size
 
@@ -68,7 +68,7 @@ class Bucket(NamedTuple):
 class SharedWeights:
     """Brings new weights into the engines of this host. Every process constructs it, and calls it, alike."""
 
-    def __init__(self, held: Sequence[Held], engines: Receivers, *, bucket_bytes: int):
+    def __init__(self, held: Sequence[HeldShard], engines: Receivers, *, bucket_bytes: int):
         self.engines = engines
         self.shards = Shards(held)
         units = units_of(held)
@@ -167,7 +167,7 @@ class SharedWeights:
             raise EngineFault(f"{what} failed (see the first process); no engine has weights now.")
 
     @torch.no_grad()
-    def _write(self, bucket: Bucket, memory: Tensor) -> list[int]:
+    def _write(self, bucket: SharedBucket, memory: Tensor) -> list[int]:
         """This process's slices; then the checksums of what all of them wrote, and how many bytes that was."""
         targets = self._targets(bucket, memory)
         if targets:
@@ -188,7 +188,7 @@ class SharedWeights:
         found: list[int] = sums.tolist()
         return found
 
-    def _targets(self, bucket: Bucket, memory: Tensor) -> list[Tensor]:
+    def _targets(self, bucket: SharedBucket, memory: Tensor) -> list[Tensor]:
         """Views of one segment, which are the same in every push."""
         key = id(bucket.writes), int(memory.storage_offset())
         if key not in self._views:
@@ -198,7 +198,7 @@ class SharedWeights:
             ]
         return self._views[key]
 
-    def _described(self, bucket: Bucket, segment: int, sums: Sequence[int]) -> dict[str, Any]:
+    def _described(self, bucket: SharedBucket, segment: int, sums: Sequence[int]) -> dict[str, Any]:
         """A bucket, as the worker that reads it is told (`rollout.shared_memory.UpdateInfo`)."""
         return {
             "memory": self.name,
@@ -216,18 +216,18 @@ class SharedWeights:
         }
 
 
-def _plan(buckets: Sequence[list[Unit]]) -> list[Bucket]:
+def _plan(buckets: Sequence[list[Unit]]) -> list[SharedBucket]:
     """Plans which process writes what: every element once, spread evenly over those that hold it."""
     me, reader = dist.get_rank(), -1
     balance: dict[torch.dtype, Balance] = {}
     planned = []
     for units in buckets:
-        bucket = Bucket([], [], [], [])
+        bucket = SharedBucket([], [], [], [])
         start = 0
         for unit in units:
             first = len(bucket.places)
             for name, dtype, shape in unit.planned:
-                bucket.places.append(Place(name, dtype, shape, start))
+                bucket.places.append(SegmentEntry(name, dtype, shape, start))
                 start += blocks(torch.Size(shape).numel() * dtype.itemsize)
             whole = tuple(Segment(part, 0, size) for part, size in enumerate(unit.rule.sizes))
             plan = balance.setdefault(unit.dtype, Balance(unit.dtype.itemsize))

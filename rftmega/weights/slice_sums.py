@@ -13,7 +13,7 @@ from rftmega.parallel.collectives import gather_objects
 from rftmega.types import SliceChecksums
 from rftmega.weights.units import Move, Shards
 
-Place = tuple[str, int, int, int, int]  # tensor, first and last row, source, target
+SliceKey = tuple[str, int, int, int, int]  # tensor, first and last row, source, target
 
 
 def sum_of(elements: Tensor) -> int:
@@ -44,9 +44,9 @@ class SliceSums:
     def compared(self, shards: Shards) -> list[SliceChecksums]:
         """All slices of the last push, everybody's; a collective, the same on every process. Weights must be on the device."""
         me = dist.get_rank()
-        held: dict[Place, int] = {}
-        sent: dict[Place, int] = {}
-        received: dict[Place, int] = {}
+        held: dict[SliceKey, int] = {}
+        sent: dict[SliceKey, int] = {}
+        received: dict[SliceKey, int] = {}
         for target, moves, sums in self._sent:
             for move, total in zip(moves, sums.tolist(), strict=True):
                 place = (move.name, move.start, move.stop, me, target)
@@ -63,7 +63,7 @@ class SliceSums:
         return _joined(gather_objects((held, sent, received)))
 
 
-def _joined(told: Sequence[tuple[dict[Place, int], dict[Place, int], dict[Place, int]]]) -> list[SliceChecksums]:
+def _joined(told: Sequence[tuple[dict[SliceKey, int], dict[SliceKey, int], dict[SliceKey, int]]]) -> list[SliceChecksums]:
     """The slices that each process told of. One that was sent and never arrived has None as what was received."""
     held, sent, received = ({place: total for part in told for place, total in part[i].items()} for i in range(3))
     places = sorted(held.keys() | sent.keys() | received.keys())

@@ -9,13 +9,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from converters import Rule, Segment, located
-from converters.hf_folder import Planned
+from converters.hf_folder import PlannedTensor
 from rftmega.parallel.collectives import gather_objects
 
 Key = tuple[str, int | None, int | None]  # a rule's first Megatron name, layer, expert
 
 
-class Held(Protocol):
+class HeldShard(Protocol):
     """HeldShard is shard `rank` of `ranks` of a rule's tensor, at a layer and expert (`megatron.binding.Bound`)."""
 
     @property
@@ -37,7 +37,7 @@ class Held(Protocol):
     def parameter(self) -> Tensor: ...
 
 
-def key_of(item: "Held | Unit") -> Key:
+def key_of(item: "HeldShard | Unit") -> Key:
     return item.rule.megatron[0], item.layer, item.expert
 
 
@@ -52,10 +52,10 @@ class Unit:
     holders: tuple[tuple[int, ...], ...]  # shard number -> the processes (global ranks) that hold it
 
     @property
-    def planned(self) -> list[Planned]:
+    def planned(self) -> list[PlannedTensor]:
         """Lists the unit's HF tensors, in the rule's order."""
         names = self.rule.hf_names(self.layer, self.expert)
-        return [Planned(name, self.dtype, tensor.shape) for name, tensor in zip(names, self.rule.hf, strict=True)]
+        return [PlannedTensor(name, self.dtype, tensor.shape) for name, tensor in zip(names, self.rule.hf, strict=True)]
 
     @property
     def bytes(self) -> int:
@@ -85,7 +85,7 @@ class Move(NamedTuple):
         return self.shape.numel() * self.unit.dtype.itemsize
 
 
-class Piece(NamedTuple):
+class LocalRows(NamedTuple):
     """Rows (columns) start to stop of an HF tensor, present on this process."""
 
     start: int
@@ -96,7 +96,7 @@ class Piece(NamedTuple):
 class Shards:
     """Shards tells what this process holds of the model, in terms of HF tensors."""
 
-    def __init__(self, held: Sequence[Held]):
+    def __init__(self, held: Sequence[HeldShard]):
         self._held = {key_of(item): item for item in held if item.rule.exported}
         self.device = held[0].parameter.device
         self.generation = 0  # of what is kept
@@ -104,18 +104,18 @@ class Shards:
         self._storages: list[int] = []
         self._located: dict[tuple[int, int, int], list[tuple[Segment, int]]] = {}
 
-    def pieces(self, unit: Unit, part: int) -> list[Piece]:
+    def pieces(self, unit: Unit, part: int) -> list[LocalRows]:
         """Returns the pieces of one HF tensor that are here: views of the parameter."""
         item = self._held.get(key_of(unit))
         if item is None:
             return []
         return [
-            Piece(start, stop, item.parameter.detach().narrow(unit.rule.axis, offset, stop - start))
+            LocalRows(start, stop, item.parameter.detach().narrow(unit.rule.axis, offset, stop - start))
             for (each, start, stop), offset in self._segments(item)
             if each == part
         ]
 
-    def _segments(self, item: Held) -> list[tuple[Segment, int]]:
+    def _segments(self, item: HeldShard) -> list[tuple[Segment, int]]:
         """Layers and experts share their rules."""
         key = id(item.rule), item.rank, item.ranks
         if key not in self._located:
@@ -147,7 +147,7 @@ class Shards:
             self.generation += 1
 
 
-def units_of(held: Sequence[Held], group: Any = None) -> list[Unit]:
+def units_of(held: Sequence[HeldShard], group: Any = None) -> list[Unit]:
     """Every exported tensor that the group (default: all processes) holds between them, in the order of the model: embedding,
     layers, norm, head. A collective; everybody gets the same.
     """

@@ -15,7 +15,7 @@ from rftmega.algorithms.values import value_loss
 from rftmega.config import OptimizerConfig, ParallelConfig
 from rftmega.parallel.layout import place_of
 from rftmega.planning.activations import layer_bytes
-from rftmega.planning.models import Planned
+from rftmega.planning.models import PlannedModel
 from rftmega.planning.push_buffers import push_of
 from rftmega.planning.states import states
 from rftmega.types import Experience
@@ -86,11 +86,11 @@ def measured_body(world: Any, folder: Path, case: Case) -> dict[str, int]:
     return found
 
 
-def planned_of(folder: Path, case: Case) -> Planned:
+def planned_of(folder: Path, case: Case) -> PlannedModel:
     hf_config = read_hf_config(folder)
     rules = table(hf_config, value_head=not case.engine)
     itemsize = 4 if case.dtype == "float32" else 2
-    return Planned(describe(hf_config), rules, case.parallel, case.optimizer, not case.engine, itemsize, narrow_whole=False)
+    return PlannedModel(describe(hf_config), rules, case.parallel, case.optimizer, not case.engine, itemsize, narrow_whole=False)
 
 
 @pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.ranks) for name in CASES])

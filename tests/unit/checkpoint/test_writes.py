@@ -15,7 +15,7 @@ import pytest
 import torch
 import xxhash
 
-from converters.hf_folder import Planned, _Summed, write_bytes, write_index, write_shard
+from converters.hf_folder import PlannedTensor, _Summed, write_bytes, write_index, write_shard
 from rftmega.checkpoint.distributed import file_bytes, finish, write_json, write_manifest, write_pieces
 from rftmega.checkpoint.retention import LATEST, point_to
 from rftmega.checkpoint.snapshot import Snapshot
@@ -35,7 +35,7 @@ def pieces(number: int) -> list[tuple[str, tuple[int, ...], torch.Tensor]]:
 
 def shard(folder: Path, number: int) -> None:
     tensor = torch.arange(LONG) + number
-    write_shard(folder / "model.safetensors", [Planned("weights", tensor.dtype, tensor.shape)], iter([("weights", tensor)]))
+    write_shard(folder / "model.safetensors", [PlannedTensor("weights", tensor.dtype, tensor.shape)], iter([("weights", tensor)]))
 
 
 def rank(folder: Path, number: int) -> None:
@@ -65,7 +65,7 @@ WRITES: dict[str, tuple[Write, str]] = {
     "the pointer": (lambda f, n: point_to(f, f"step_{n:06d}"), LATEST),
     "a shard": (shard, "model.safetensors"),
     "an index": (
-        lambda f, n: write_index(f, {f"{n}": [Planned(f"{n}.{name}", torch.int64, torch.Size([1])) for name in range(LONG)]}),
+        lambda f, n: write_index(f, {f"{n}": [PlannedTensor(f"{n}.{i}", torch.int64, torch.Size([1])) for i in range(LONG)]}),
         "model.safetensors.index.json",
     ),
     "trajectories": (lambda f, n: write_trajectories(f / "1.jsonl.gz", iter([{"id": [n] * LONG}])), "1.jsonl.gz"),
@@ -138,5 +138,5 @@ def test_a_shards_checksum_is_of_what_was_written_however_much_a_call_takes(tmp_
     assert stream.stream.getvalue() == content
     assert stream.sum.hexdigest() == xxhash.xxh3_128_hexdigest(content)
     tensor = torch.arange(LONG)
-    written = write_shard(tmp_path / "model.safetensors", [Planned("w", tensor.dtype, tensor.shape)], iter([("w", tensor)]))
+    written = write_shard(tmp_path / "model.safetensors", [PlannedTensor("w", tensor.dtype, tensor.shape)], iter([("w", tensor)]))
     assert written.file == xxhash.xxh3_128_hexdigest((tmp_path / "model.safetensors").read_bytes())

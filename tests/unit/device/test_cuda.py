@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rftmega.device import CUDA, hardware
-from rftmega.device.spans import Recorder
+from rftmega.device.spans import SpanRecorder
 from tests.imitation_cuda import ImitationCUDA, imitated
 
 
@@ -70,7 +70,7 @@ def test_a_device_is_described_with_its_driver_and_libraries(cuda: ImitationCUDA
 
 
 def test_what_the_device_computes_is_measured_by_its_events_and_recorded_once_it_is_done(cuda: ImitationCUDA) -> None:
-    recorder = Recorder()
+    recorder = SpanRecorder()
     recorder.measuring = True
     for _ in range(2):
         recorder.start("forward")

@@ -4,17 +4,17 @@ from collections.abc import Iterator
 import pytest
 
 from rftmega.device import spans
-from rftmega.device.spans import Recorder, span, spanned
+from rftmega.device.spans import SpanRecorder, span, spanned
 
 
 @pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
-    fresh = Recorder()
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[SpanRecorder]:
+    fresh = SpanRecorder()
     monkeypatch.setattr(spans, "recorder", fresh)
     return fresh
 
 
-def test_nothing_is_timed_while_nobody_asks(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_timed_while_nobody_asks(recorder: SpanRecorder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spans, "clock", lambda: pytest.fail("the clock was read"))
     with span("generate"):
         recorder.start("forward")
@@ -24,7 +24,7 @@ def test_nothing_is_timed_while_nobody_asks(recorder: Recorder, monkeypatch: pyt
     assert recorder.stop() == []
 
 
-def test_seconds_and_counts_add_up_until_they_are_taken(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seconds_and_counts_add_up_until_they_are_taken(recorder: SpanRecorder, monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([0, 2_000_000_000, 5_000_000_000, 5_500_000_000])
     monkeypatch.setattr(spans, "clock", lambda: next(times))
     recorder.measuring = True
@@ -34,7 +34,7 @@ def test_seconds_and_counts_add_up_until_they_are_taken(recorder: Recorder, monk
     assert recorder.take() == {}
 
 
-def test_what_the_device_computes_is_summed_and_recorded(recorder: Recorder) -> None:
+def test_what_the_device_computes_is_summed_and_recorded(recorder: SpanRecorder) -> None:
     recorder.measuring = True
     for recording in (False, True):
         if recording:
@@ -51,7 +51,7 @@ def test_what_the_device_computes_is_summed_and_recorded(recorder: Recorder) -> 
     assert outer.begin <= inner.begin <= inner.end <= outer.end
 
 
-def test_what_began_before_a_recording_is_not_in_it(recorder: Recorder) -> None:
+def test_what_began_before_a_recording_is_not_in_it(recorder: SpanRecorder) -> None:
     recorder.measuring = True
     recorder.start("forward")
     recorder.record()
@@ -60,7 +60,7 @@ def test_what_began_before_a_recording_is_not_in_it(recorder: Recorder) -> None:
     assert recorder.stop() == []
 
 
-def test_spans_of_threads_and_of_what_failed_are_kept(recorder: Recorder) -> None:
+def test_spans_of_threads_and_of_what_failed_are_kept(recorder: SpanRecorder) -> None:
     recorder.record()
     thread = threading.Thread(target=spanned("reward")(lambda: None), name="judge")
     thread.start()

@@ -16,7 +16,7 @@ from converters.checksums import CHECKSUMS, known_sums, sum_of
 from converters.hf_folder import copy_companions
 from rftmega.config import ModelConfig, RewardConfig, RunConfig
 from rftmega.errors import CheckpointError
-from rftmega.launch.integrity import Report, complaints, verify_models
+from rftmega.launch.integrity import ChecksumReport, complaints, verify_models
 from rftmega.launch.process import joined
 from rftmega.parallel import process_group
 from rftmega.parallel.process_group import World
@@ -178,7 +178,11 @@ def test_every_model_of_the_run_is_looked_at(tmp_path: Path) -> None:
 
 
 def test_hosts_that_hold_different_files_are_named_at_the_first_start() -> None:
-    reports = [Report("a", {"x": "xxh3:1"}, None), Report("b", {"x": "xxh3:2", "y": "xxh3:3"}, None), Report("c", {}, "gone")]
+    reports = [
+        ChecksumReport("a", {"x": "xxh3:1"}, None),
+        ChecksumReport("b", {"x": "xxh3:2", "y": "xxh3:3"}, None),
+        ChecksumReport("c", {}, "gone"),
+    ]
     assert complaints(reports, {}) == ["on c: gone", "x on b has checksum xxh3:2, on a xxh3:1"]
     assert complaints(reports[:1], {"x": "xxh3:1"}) == []
 

@@ -3,15 +3,15 @@ from pathlib import Path
 import pytest
 
 from rftmega.parallel import nodes
-from rftmega.parallel.nodes import Report, complaints
+from rftmega.parallel.nodes import NodeReport, complaints
 
 GB = 10**9
 
 
-def reports(**of_the_third: object) -> list[Report]:
+def reports(**of_the_third: object) -> list[NodeReport]:
     """Four ranks on two hosts; the third is the first of its host."""
     fine = {"versions": {"torch": "2.9", "vllm": "0.32"}, "free": {"out": 5 * GB}}
-    return [Report(rank, f"host{rank // 2}", **(fine | (of_the_third if rank == 2 else {}))) for rank in range(4)]  # type: ignore[arg-type]
+    return [NodeReport(rank, f"host{rank // 2}", **(fine | (of_the_third if rank == 2 else {}))) for rank in range(4)]  # type: ignore[arg-type]
 
 
 def test_equal_hosts_with_enough_disk_are_let_through() -> None:

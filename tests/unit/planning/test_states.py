@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 
 from rftmega.config import AlgorithmConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
-from rftmega.planning.models import POLICY, Planned, models_of
+from rftmega.planning.models import POLICY, PlannedModel, models_of
 from rftmega.planning.states import ADAM, GRADIENTS, MAIN_PARAMETERS, PARAMETERS, elements_of, states
 
 PLANNING = Path(__file__).parents[3] / "examples/planning"
 P = ParallelConfig
 
 
-def planned(name: str, parallel: ParallelConfig, *, distributed: bool = False, critic: bool = False) -> Planned:
+def planned(name: str, parallel: ParallelConfig, *, distributed: bool = False, critic: bool = False) -> PlannedModel:
     config = RunConfig(
         model=ModelConfig(path=str(PLANNING / name)),
         parallel=parallel,

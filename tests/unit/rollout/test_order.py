@@ -5,7 +5,7 @@ import pytest
 
 from rftmega.config import RolloutConfig
 from rftmega.rollout import ScriptedEngine
-from rftmega.rollout.request_order import Lengths, Order, Waiting, ordered
+from rftmega.rollout.request_order import Lengths, RequestOrder, Waiting, ordered
 from rftmega.types import Completion, Prompt
 
 
@@ -90,12 +90,12 @@ def test_each_engine_begins_as_many_as_it_has_room_for_and_the_rest_is_there_onc
 
 
 def test_an_engine_that_one_process_asks_takes_its_own_then_the_rest_and_then_what_another_cannot_begin() -> None:
-    waiting = Waiting(Order([[0, 1], [2, 3, 4, 5]], [[6, 7]]))
+    waiting = Waiting(RequestOrder([[0, 1], [2, 3, 4, 5]], [[6, 7]]))
     assert list(waiting.taken({0: 3, 1: 2})) == [(0, 0), (0, 1), (0, 6), (1, 2), (1, 3)]
     assert list(waiting.taken({0: 2})) == [(0, 7), (0, 4)], "the second has no room"
     assert list(waiting.taken({})) == []
     assert list(waiting.taken({0: 9, 1: 1})) == [(1, 5)], "it begins its own itself, where it can"
-    waiting = Waiting(Order([[0, 1], [2]], [[6, 7]]))
+    waiting = Waiting(RequestOrder([[0, 1], [2]], [[6, 7]]))
     assert list(waiting.taken({0: 1})) == [(0, 0)]
     assert list(waiting.taken({1: 2})) == [(1, 2), (1, 6)], "the first takes no piece while it has its own"
 

@@ -7,10 +7,10 @@ import pytest
 import torch.distributed as dist
 
 from rftmega.errors import EngineFault
-from rftmega.rollout.request_order import Order
+from rftmega.rollout.request_order import RequestOrder
 from rftmega.rollout.request_queues import Counted, Dealt
 
-ORDER = Order([[0, 1], [2]], [[3, 4], [5], [6, 7, 8], [9]])
+ORDER = RequestOrder([[0, 1], [2]], [[3, 4], [5], [6, 7, 8], [9]])
 
 
 def counted(board: Any, mine: int, **settings: Any) -> Counted:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rftmega.errors import Diverged, RewardError
-from rftmega.trainer.health import Divergence, Spread, Undecided
+from rftmega.trainer.health import Divergence, Spread, UndecidedLimit
 
 TAKEN = {"optimizer_steps": 1.0, "skipped_steps": 1.0}
 SKIPPED = {"optimizer_steps": 0.0, "skipped_steps": 2.0}
@@ -63,7 +63,7 @@ def test_rewards_without_spread_are_told_once(caplog: pytest.LogCaptureFixture) 
 
 
 def test_a_part_of_the_reward_that_could_not_be_found_out_for_most_answers_ends_the_run() -> None:
-    watch, trainer = Undecided(), SimpleNamespace(step=4)
+    watch, trainer = UndecidedLimit(), SimpleNamespace(step=4)
     watch.on_step(trainer, {"reward_math": 0.1, "reward_math_undecided": 0.5, "reward_code_undecided": 0.0})
     with pytest.raises(RewardError, match=r"reward.math could not tell whether 60% of the answers of step 4 are right"):
         watch.on_step(trainer, {"reward_math_undecided": 0.6})

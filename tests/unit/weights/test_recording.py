@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from rftmega.weights.recording import Copy, Geometry, Recorder
+from rftmega.weights.recording import Copy, Geometry, LoadRecorder
 
 Loader = Callable[[Tensor, Tensor], object]
 
 
-def recorded(loader: Loader, *, axis: int = 0) -> Recorder:
+def recorded(loader: Loader, *, axis: int = 0) -> LoadRecorder:
     """Of a tensor [8, 6] and a parameter [4, 12]; another tensor is copied to another parameter."""
-    recorder = Recorder()
+    recorder = LoadRecorder()
     parameter, other = torch.empty(4, 12, device="meta"), torch.empty(3, device="meta")
     recorder.parameters({"parameter": parameter, "other": other})
     tensor = recorder.tensor("tensor", torch.float32, (8, 6), axis)
