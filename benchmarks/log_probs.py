@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.timing import seconds
-from rftmega.megatron.logprobs import Shard, linear_stats
+from rftmega.kernels.linear_log_probs import VocabularyShard, linear_stats
 from tests.ranks import run_ranks
 
 TOKENS, VOCABULARY, HIDDEN = 4096, 32768, 512
@@ -20,7 +20,7 @@ def dense(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tens
 
 
 def fused(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    return linear_stats(hidden, weight, targets, 1.0, Shard(0, len(weight), None))
+    return linear_stats(hidden, weight, targets, 1.0, VocabularyShard(0, len(weight), None))
 
 
 def measured_body(world: Any, way: str) -> dict[str, float]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 LEARNT = "algorithms rewards data experience trainer"
-RUNS = "device parallel megatron checkpoint rollout weights planning model_providers converters"
+RUNS = "device parallel kernels megatron checkpoint rollout weights planning model_providers converters"
 BASICS = "config errors json_files types interfaces"
 MAY_IMPORT = {
     "config": "errors json_files",
@@ -22,10 +22,11 @@ MAY_IMPORT = {
     "experience": "errors types interfaces algorithms config",
     "trainer": "errors config types interfaces algorithms experience",
     "device": "errors",
+    "kernels": "",
     "parallel": "config errors device",
-    "megatron": "config types errors json_files device parallel model_providers converters",
+    "megatron": "config types errors json_files device parallel kernels model_providers converters",
     "checkpoint": "config errors json_files device parallel megatron model_providers converters",
-    "rollout": "config types interfaces errors json_files device parallel",
+    "rollout": "config types interfaces errors json_files device parallel weights",
     "weights": "config types interfaces errors json_files device parallel converters",
     "planning": "config errors parallel weights model_providers converters",
     "strategy": f"{BASICS} {LEARNT} {RUNS}",
@@ -38,7 +39,7 @@ MAY_IMPORT = {
 ONLY_IN = {
     "megatron": "parallel megatron model_providers",
     "megatron.core.parallel_state": "parallel",
-    "torch.distributed": "parallel megatron weights strategy checkpoint rollout observe launch lightrft",
+    "torch.distributed": "parallel kernels megatron weights strategy checkpoint rollout observe launch lightrft",
     "torch.cuda": "device",
     "vllm": "rollout",
     "transformers": "rollout data",
@@ -106,6 +107,7 @@ def test_imports_follow_the_map() -> None:
         ("converters/bad.py", "import megatron.core", "megatron belongs in"),
         ("converters/bad.py", "from rftmega.config import RunConfig", "converters may not import config"),
         ("rftmega/planning/bad.py", "import torch.distributed as dist", "torch.distributed belongs in"),
+        ("rftmega/kernels/bad.py", "from rftmega.megatron import MegatronActor", "kernels may not import megatron"),
         ("rftmega/trainer/bad.py", "from ..data import load_prompts", "a relative import"),
         ("rftmega/trainer/bad.py", "from .. import megatron", "a relative import"),
         ("rftmega/config/bad.py", "import torch", "config must import nothing heavy"),

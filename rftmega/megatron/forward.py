@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, 
 from torch import Tensor
 
 from model_providers.rotary import PackedRotary
-from rftmega.megatron.logprobs import Shard, linear_stats
+from rftmega.kernels.linear_log_probs import VocabularyShard, linear_stats
 from rftmega.parallel.topology import tensor_and_context
 
 LogitsProcessor = Callable[..., dict[str, Tensor]]
@@ -42,7 +42,8 @@ class LogProbs:
         self, hidden: Tensor, weight: Tensor, *, temperature: float | Tensor, tensor_group: Any, **arguments: Any
     ) -> dict[str, Tensor]:
         targets = arguments["targets"]
-        shard = Shard.of_rank(len(weight), vocabulary=self.vocabulary, rank=dist.get_rank(tensor_group), group=tensor_group)
+        rank = dist.get_rank(tensor_group)
+        shard = VocabularyShard.of_rank(len(weight), vocabulary=self.vocabulary, rank=rank, group=tensor_group)
         logp, entropy = linear_stats(hidden, weight, targets, temperature, shard)
         return {"logp": logp, "entropy": entropy}
 

@@ -13,7 +13,7 @@ from model_providers.description import ModelDescription, stage_layers
 from rftmega.config import ParallelConfig
 from rftmega.planning.models import PlannedModel
 
-CHUNK = 1024  # tokens whose logits exist at once (megatron/logprobs.py)
+CHUNK = 1024  # tokens whose logits exist at once (kernels/linear_log_probs.py)
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,14 @@ from typing import Any
 
 from torch import Tensor
 
+from rftmega import weights
 from rftmega.device.spans import span, spanned
 from rftmega.errors import EngineError
+from rftmega.interfaces import WeightSync
 from rftmega.parallel.watchdog import mark
 from rftmega.rollout.request_order import Lengths
 from rftmega.types import Completion, Prompt
+from rftmega.weights.units import HeldShard
 
 Finished = Callable[[Sequence[int], Sequence[Completion]], None]  # places among the prompts, their answers
 
@@ -53,6 +56,15 @@ class Engine(ABC):
         self.version: int | None = None
         self.lengths = Lengths()  # of answers; whoever sends requests asks and tells it
         self._held: set[str] = {"weights", "kv_cache"}  # what is in the device's memory
+
+    def weight_sync(self, held: Sequence[HeldShard], *, bucket_bytes: int) -> WeightSync:
+        """Returns what brings the policy's shards into the engines of all processes, which call this together.
+
+        It plans the push; the engine has no weights afterwards, and sleeps.
+        """
+        sync = weights.EngineWeights(held, self, bucket_bytes=bucket_bytes)
+        self.sleep()
+        return sync
 
     @property
     def status(self) -> EngineStatus:

@@ -22,9 +22,10 @@ from typing import Any
 import httpx
 from torch import Tensor
 
-from rftmega import device
+from rftmega import device, weights
 from rftmega.config import RolloutConfig
 from rftmega.errors import EngineError, EngineFault
+from rftmega.interfaces import WeightSync
 from rftmega.parallel.orphans import end_with_parent
 from rftmega.parallel.process_group import World
 from rftmega.rollout import door
@@ -32,6 +33,7 @@ from rftmega.rollout.base import Engine, Finished, More, Stop
 from rftmega.rollout.request_order import Waiting, ordered
 from rftmega.rollout.vllm_models import model_arguments
 from rftmega.types import Completion, Prompt
+from rftmega.weights.units import HeldShard
 
 RANKS_OWN = {  # what tells a process that it is a rank of the trainer
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
@@ -189,6 +191,9 @@ class ServerEngine(Engine):
         except BaseException:
             self.close()
             raise
+
+    def weight_sync(self, held: Sequence[HeldShard], *, bucket_bytes: int) -> WeightSync:
+        return weights.SharedWeights(held, self, bucket_bytes=bucket_bytes)
 
     def _started(self, number: int) -> Server:
         return Server(self._arguments, self._environments[number], self._logs / f"server-{number}.log")

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
-from rftmega import rollout, weights
+from rftmega import rollout
 from rftmega.checkpoint.run_checkpoints import Model, TrainingCheckpoints, of_run
 from rftmega.config import RunConfig
 from rftmega.errors import ConfigError
@@ -18,7 +18,6 @@ from rftmega.parallel.process_group import World
 from rftmega.parallel.seeds import set_seed
 from rftmega.parallel.topology import Topology
 from rftmega.rollout.engine_pool import EnginePool, ServerPool
-from rftmega.rollout.servers import ServerEngine
 from rftmega.strategy.colocated import ColocatedPolicy, ColocatedValues, ColocatedWeights
 from rftmega.strategy.export import export
 from rftmega.strategy.numerics import EngineNumerics
@@ -73,12 +72,7 @@ class MegatronStrategy:
         faces = {name: ColocatedValues(model, self.phases, name) for name, model in judges.items()}
         self.critic: ValueModel | None = faces.get("critic")
         self.reward_model: ValueModel | None = faces.get("reward_model")
-        sync: WeightSync
-        if isinstance(self.local_engine, ServerEngine):
-            sync = weights.SharedWeights(manager.bound, self.local_engine, bucket_bytes=self._bucket_bytes)
-        else:
-            sync = weights.EngineWeights(manager.bound, self.local_engine, bucket_bytes=self._bucket_bytes)
-            self.local_engine.sleep()  # it has no weights yet, and a checkpoint may be loaded next
+        sync = self.local_engine.weight_sync(manager.bound, bucket_bytes=self._bucket_bytes)
         self.weights: WeightSync = ColocatedWeights(sync, self.phases)
         face, self.engine_processes = (ServerPool, world.size) if separate else (EnginePool, config.rollout.tensor)
         self.engine: RolloutEngine = face(

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rftmega.megatron.logprobs import Shard, linear_stats
+from rftmega.kernels.linear_log_probs import VocabularyShard as Shard
+from rftmega.kernels.linear_log_probs import linear_stats
 from tests.ranks import run_ranks
 
 VOCABULARY, TOKENS, HIDDEN = 11, 6, 5

@@ -30,7 +30,8 @@ def server_body(world: Any, folder: Path, logs: Path) -> Any:
     actor = build_actor(folder, ParallelConfig(tensor=2, sequence=True, expert=2), temperature=TEMPERATURE, token_cap=512)
     config = RolloutConfig(max_prompt_tokens=32, max_response_tokens=12, cpu_cache_gib=0.05, max_batch=8)
     engine = ServerEngine(folder, config, world, dtype="float32", stop_ids=[1], logs=logs)
-    weights = SharedWeights(actor.manager.bound, engine, bucket_bytes=20_000)
+    weights = engine.weight_sync(actor.manager.bound, bucket_bytes=20_000)
+    assert isinstance(weights, SharedWeights)
     assert len(weights.buckets) > 10
 
     def refusal(version: int) -> str:

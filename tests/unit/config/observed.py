@@ -323,7 +323,8 @@ def built(config: RunConfig) -> Seen:
                 description=SimpleNamespace(family="", parameters=0, vocabulary=WORDS),
                 config=SimpleNamespace(params_dtype=""),
             )
-            still = {which: lambda: None for which in ("start", "push", "sleep")}
+            still: dict[str, Any] = {which: lambda: None for which in ("start", "push", "sleep")}
+            still["weight_sync"] = lambda _, **planned: seen.append(("weight transfer", planned))
             return SimpleNamespace(manager=manager, topology=SimpleNamespace(data=1), **still)
 
         return make
@@ -339,7 +340,6 @@ def built(config: RunConfig) -> Seen:
             "ColocatedWeights",
         ):
             patch.setattr(megatron, name, kept(name))
-        patch.setattr(megatron.weights, "EngineWeights", kept("EngineWeights"))
         patch.setattr(megatron.rollout, "create", kept("create"))
         patch.setattr(megatron.Topology, "create", lambda *_, **__: SimpleNamespace(data=1, is_main=True))
         real = kept("MegatronCritic")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rftmega.config import ParallelConfig, RolloutConfig, RunConfig, TrainerConfig
-from rftmega.megatron.logprobs import Shard, linear_stats
+from rftmega.kernels.linear_log_probs import VocabularyShard, linear_stats
 from rftmega.planning import activations, engine
 from rftmega.planning.activations import Load, chunks_in_flight, layer_bytes
 from rftmega.planning.memory import load_of
@@ -78,7 +78,7 @@ def test_log_probs_hold_what_torch_really_holds(dtype: torch.dtype, learns: bool
 
     def work() -> None:
         given = hidden.clone().requires_grad_(learns)
-        found = linear_stats(given, weight, torch.zeros(tokens, dtype=torch.int64), 1.0, Shard(0, words, None))
+        found = linear_stats(given, weight, torch.zeros(tokens, dtype=torch.int64), 1.0, VocabularyShard(0, words, None))
         if learns:
             sum(found).sum().backward()
 

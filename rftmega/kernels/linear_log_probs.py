@@ -12,21 +12,27 @@ from torch import Tensor
 CHUNK = 1024  # tokens whose logits exist at once: memory is O(CHUNK x V), whatever N is
 
 
-class Shard(NamedTuple):
-    """A rank's columns of the vocabulary."""
+class VocabularyShard(NamedTuple):
+    """VocabularyShard says which columns of the vocabulary a rank holds."""
 
     first: int  # id of the first column
     real: int  # columns that are words; those behind them are padding
     group: Any  # the tensor-parallel group; None for a group of one
 
     @classmethod
-    def of_rank(cls, width: int, *, vocabulary: int, rank: int, group: Any) -> "Shard":
+    def of_rank(cls, width: int, *, vocabulary: int, rank: int, group: Any) -> "VocabularyShard":
         """`width` columns on each rank of `group`; `vocabulary` is the true size."""
         return cls(rank * width, max(0, min(width, vocabulary - rank * width)), group)
 
 
 def linear_stats(
-    hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, temperature: float | Tensor, shard: Shard, *, chunk: int = CHUNK
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    targets_N: Tensor,
+    temperature: float | Tensor,
+    shard: VocabularyShard,
+    *,
+    chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
     """(log-prob of each target, entropy), both [N] float32, of softmax(hidden @ weight.T / temperature); differentiable.
 
@@ -43,7 +49,7 @@ class _LinearStats(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, shard: Shard, chunk: int
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, shard: VocabularyShard, chunk: int
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         largest, sums, last = _local_sums(hidden, weight, targets, temperature, shard, chunk)
@@ -99,7 +105,7 @@ class _LinearStats(torch.autograd.Function):
 
 
 def _local_sums(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, shard: Shard, chunk: int
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, shard: VocabularyShard, chunk: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """This rank's largest logit m [N], and [3, N]: sum of exp(x - m), sum of exp(x - m) (x - m), the target's logit or 0.
 
@@ -125,14 +131,14 @@ def _local_sums(
     return largest, sums, last
 
 
-def _logits(hidden: Tensor, weight: Tensor, temperature: Tensor, shard: Shard) -> Tensor:
+def _logits(hidden: Tensor, weight: Tensor, temperature: Tensor, shard: VocabularyShard) -> Tensor:
     """[c, V] float32, -inf on padding."""
     logits = (hidden @ weight.T).float().div_(temperature[:, None])
     logits[:, shard.real :] = -torch.inf
     return logits
 
 
-def _columns(targets: Tensor, shard: Shard) -> tuple[Tensor, Tensor]:
+def _columns(targets: Tensor, shard: VocabularyShard) -> tuple[Tensor, Tensor]:
     """Each target's column here [c, 1] (0 where another rank has it), and whether it is here [c]."""
     local = targets - shard.first
     held = (local >= 0) & (local < shard.real)

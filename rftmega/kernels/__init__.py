@@ -1,0 +1,1 @@
+"""Kernels that every training backend shares: they know tensors and process groups, and no model."""
