@@ -13,12 +13,12 @@ SMALL = 2**20  # bytes for which the fewest operations count, not what they writ
 
 
 def blocks(size: int) -> int:
-    """`size` bytes, rounded up to whole blocks."""
+    """Returns `size` bytes, rounded up to whole blocks."""
     return -(-size // BLOCK) * BLOCK
 
 
 def checksum(data: Tensor) -> Tensor:
-    """[] int64, of [bytes] in whole blocks, computed where the data is.
+    """Returns the checksum, [] int64, of [bytes] in whole blocks, computed where the data is.
 
     A sum of 8-byte words, weighted by their place in a block, and one weighted by the block: words, or rows, that change places
     change it as well as words that change.
@@ -27,7 +27,9 @@ def checksum(data: Tensor) -> Tensor:
 
 
 def checksums(slices: Tensor) -> Tensor:
-    """[n] int64, of each of n equal slices [n, ...], which need not lie side by side, as if zeros filled its last block."""
+    """Returns the checksums, [n] int64, of each of n equal slices [n, ...], which need not lie side by side, as if zeros filled
+    its last block.
+    """
     if not slices.numel():
         return torch.zeros(len(slices), dtype=torch.int64, device=slices.device)
     flat = slices.reshape(len(slices), -1)

@@ -16,7 +16,8 @@ MOST_DIMS = 8
 
 
 def all_gather(tensor: Tensor) -> Tensor:
-    """[N, ...] of every process -> [sum of N, ...], in the order of ranks; a scalar counts as [1]. N may differ, and be 0.
+    """Gathers [N, ...] of every process -> [sum of N, ...], in the order of ranks; a scalar counts as [1]. N may differ, and be
+    0.
 
     Raises ValueError, on every process, where the other dimensions differ.
     """
@@ -37,14 +38,14 @@ def all_gather(tensor: Tensor) -> Tensor:
 
 
 def gathered(x: Tensor) -> Tensor:
-    """[...] on the device, of one shape everywhere -> [ranks, ...]."""
+    """Gathers [...] on the device, of one shape everywhere -> [ranks, ...]."""
     found = [torch.empty_like(x) for _ in range(dist.get_world_size())]
     dist.all_gather(found, x)
     return torch.stack(found)
 
 
 def all_reduce(value: Tensor | float, op: str) -> Tensor | float:
-    """The mean, max or sum over all processes, as what was given: a tensor of its shape and device, or a number.
+    """Reduces to the mean, max or sum over all processes, as what was given: a tensor of its shape and device, or a number.
 
     The argument stays as it is. Sums are made in float64 (numbers) or at least float32; integers stay exact in sum and max, and
     a mean of integers is a fraction. Raises AssertionError for another `op`.
@@ -73,7 +74,7 @@ def _reduced(value: Tensor, op: str) -> Tensor:
 
 
 def neighbours(size: int) -> Any:
-    """The group of this process and its neighbours, `size` consecutive ranks each; None stands for all processes.
+    """Returns the group of this process and its neighbours, `size` consecutive ranks each; None stands for all processes.
 
     A collective over all processes, to be called once for a size.
     """
@@ -86,7 +87,7 @@ def neighbours(size: int) -> Any:
 
 
 def board() -> Any:
-    """The store of torch.distributed in which the processes met: a place for what they tell each other at any time."""
+    """Returns the store of torch.distributed in which the processes met: a place for what they tell each other at any time."""
     return dist.distributed_c10d._get_default_store()
 
 

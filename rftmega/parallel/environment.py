@@ -6,7 +6,7 @@ from rftmega.errors import ConfigError
 
 
 def whole_number(variable: str, default: int | None = None) -> int:
-    """A variable that a launcher sets. Raises ConfigError where it is no whole number, or not there and without a default."""
+    """Reads a variable that a launcher sets. Raises ConfigError where it is no whole number, or absent without default."""
     given = os.environ.get(variable, None if default is None else str(default))
     if given is None:
         raise ConfigError(f"{variable} is not set. A launcher (torchrun, srun through tools/launch.py) sets it.")

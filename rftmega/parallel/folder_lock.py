@@ -1,4 +1,4 @@
-"""A lock on a folder that only one program may work in, on this host or another that sees the same files.
+"""Locks a folder that only one program may work in, on this host or another that sees the same files.
 
 The lock is a file in the folder. It names the process that holds it, which touches the file every BEAT_SECONDS. A process that
 died leaves its file behind; the next one takes it over. Everything works over NFS: the file is created by link(), and ages are
@@ -183,7 +183,7 @@ class FolderLock:
         return _holder_of(self.file) == self.holder
 
     def _server_time(self) -> float:
-        """The present time, as the file server has it."""
+        """Returns the present time, as the file server has it."""
         os.utime(self._own)
         return os.stat(self._own).st_mtime
 
@@ -215,7 +215,7 @@ class FolderLock:
 
 @contextmanager
 def locked(folder: str | Path, what: str) -> Iterator[None]:
-    """Within, `folder` is this process's alone. Raises LockedError where another program works in it."""
+    """Keeps `folder` for this process alone, within a `with` block. Raises LockedError where another program works in it."""
     lock = FolderLock(folder, what)
     lock.acquire()
     try:
@@ -247,8 +247,8 @@ def _write(file: Path, holder: Holder) -> None:
 
 
 def _look(path: Path) -> tuple[Holder | None, float]:
-    """The holder, None where the file is not (yet) a lock's, and when it was touched. Opening a file makes an NFS client ask the
-    server for its times, which it would otherwise keep for up to a minute.
+    """Returns the holder, None where the file is not (yet) a lock's, and when it was touched. Opening a file makes an NFS client
+    ask the server for its times, which it would otherwise keep for up to a minute.
     """
     with path.open(errors="replace") as file:
         return _parsed(file.read()), os.fstat(file.fileno()).st_mtime

@@ -16,7 +16,7 @@ class RankCoordinates(NamedTuple):
 
 
 def place_of(rank: int, world_size: int, parallel: ParallelConfig) -> RankCoordinates:
-    """In Megatron's order: tensor fastest, then context, data, pipeline; among experts tensor, then expert."""
+    """Places a rank in Megatron's order: tensor fastest, then context, data, pipeline; among experts tensor, then expert."""
     stage, within = divmod(rank, world_size // parallel.pipeline)
     return RankCoordinates(
         stage,
@@ -49,8 +49,8 @@ def layout_name(parallel: ParallelConfig, data: int) -> str:
 
 
 def nodes_of_engine(ranks: int, node: int) -> int:
-    """Over how many nodes an engine of `ranks` consecutive ranks lies, where a node has `node`; 0: its ranks would share a node
-    with others while they lie on several, which no engine of vLLM's supports.
+    """Returns the number of nodes that an engine of `ranks` consecutive ranks spans, where a node has `node`; 0: its ranks would
+    share a node with others while they lie on several, which no engine of vLLM's supports.
     """
     if node % ranks == 0:
         return 1

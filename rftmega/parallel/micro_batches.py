@@ -70,7 +70,7 @@ def karmarkar_karp(costs: Sequence[float], parts: int) -> list[list[int]]:
 def _first_fit(
     items: Sequence[int], tokens: Sequence[int], squares: Sequence[int], token_cap: int, attention_cap: int | None
 ) -> list[list[int]]:
-    """Longest items first, each into the first micro-batch that has room."""
+    """Assigns the longest items first, each to the first micro-batch that has room."""
     batches: list[list[int]] = []
     held: list[tuple[int, int]] = []  # tokens and squared tokens of each
     for item in sorted(items, key=lambda item: (-tokens[item], item)):

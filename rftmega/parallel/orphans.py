@@ -10,8 +10,8 @@ PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(parent: int, number: signal.Signals) -> None:
-    """From now on this process gets the signal `number` when the thread of process `parent` that started it ends. Where that is
-    over already, it gets it at once.
+    """Has the kernel send this process the signal `number` when the thread of process `parent` that started it ends. Where that
+    is over already, it gets it at once.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:

@@ -47,7 +47,7 @@ def _note(number: int, frame: Any) -> None:
 
 @contextmanager
 def listening() -> Iterator[None]:
-    """Within, the signals are requests, whatever they were outside. In the main thread."""
+    """Turns the signals into requests within a `with` block, whatever they were outside. In the main thread."""
     before = {number: signal.signal(number, _note) for number in SIGNALS}
     try:
         yield
@@ -57,7 +57,7 @@ def listening() -> Iterator[None]:
 
 
 def meet(board: Any) -> None:
-    """From now on processes tell each other of requests at `board`, a store of torch.distributed; None: no longer."""
+    """Lets processes tell each other of requests at `board`, a store of torch.distributed; None: no longer."""
     request.board, request.known = board, False
 
 

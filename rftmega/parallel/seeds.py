@@ -35,7 +35,7 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 
 def as_text(state: torch.Tensor) -> str:
-    """[bytes] of a generator's state, in hexadecimal."""
+    """Writes [bytes] of a generator's state in hexadecimal."""
     return bytes(state.cpu().tolist()).hex()
 
 

@@ -1,4 +1,4 @@
-"""Memory that processes of one host share under a name that opens nothing else.
+"""Shares memory between processes of one host, under a name that opens nothing else.
 
 It has no name in any folder, so that nothing is left behind however the processes end: it is reached through its owner's open
 files. Its size is sealed: who opens it can neither make nor enlarge it.
@@ -15,7 +15,7 @@ SEALS = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 
 
 def create(size: int) -> str:
-    """The name of new memory of `size` bytes, which lives as long as this process and all that have opened it."""
+    """Creates memory of `size` bytes and returns its name; it lives as long as this process and all that have opened it."""
     token = secrets.token_hex(16)
     descriptor = os.memfd_create(f"rftmega-{token}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, size)

@@ -104,8 +104,8 @@ class Standing:
 
 @contextmanager
 def named(world: World, *, limit: float | None = None, pause: float | None = None) -> Iterator[None]:
-    """Within, the first process logs who stands still for longer than `limit` seconds (LIMIT), and again when it is twice as
-    long. Each tells of itself every `pause` seconds (ROUND).
+    """Has the first process log, within a `with` block, who stands still for longer than `limit` seconds (LIMIT), and again when
+    it is twice as long. Each tells of itself every `pause` seconds (ROUND).
     """
     # A connection of its own: one that waits for a key, as for a process that joins a group, serves nobody else.
     board = preemption.request.board.clone() if preemption.request.board is not None else None

@@ -88,7 +88,7 @@ class Topology:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Within, Megatron works in this layout; before and after, in whatever was active."""
+        """Switches Megatron to this layout within a `with` block; before and after, in whatever was active."""
         before = _get_globals()
         if before == self._globals:
             yield
@@ -134,7 +134,7 @@ class Topology:
 
     @property
     def speaks(self) -> bool:
-        """One process of a data-parallel rank has its results to tell: others have none, or the same ones."""
+        """Returns whether this process reports its data-parallel rank's results: others have none, or the same ones."""
         return self.is_last_stage and self.tensor_rank == 0 and self.context_rank == 0
 
     def sum_of_speakers(self, x: Tensor) -> Tensor:
@@ -170,7 +170,7 @@ class RandomStreams:
 
 
 def tensor_and_context() -> tuple[Any, Any]:
-    """The active layout's tensor-parallel and context-parallel groups."""
+    """Returns the active layout's tensor-parallel and context-parallel groups."""
     return state.get_tensor_model_parallel_group(), state.get_context_parallel_group()
 
 

@@ -25,14 +25,14 @@ seen = Seen()
 
 
 def mark(phase: str | None = None) -> None:
-    """Something was done; with a `phase`, another one begins. From any thread."""
+    """Marks that something was done; with a `phase`, another one begins. From any thread."""
     seen.phase, seen.marks, seen.at = phase or seen.phase, seen.marks + 1, time.monotonic()
 
 
 @contextmanager
 def watched(seconds: float, rank: int, *, end: Callable[[int], None] = os._exit) -> Iterator[None]:
-    """Within, a process without a mark for `seconds` writes rank, phase and the stacks of all threads to stderr, and ends with
-    the code HUNG. 0: never.
+    """Watches over a `with` block: a process without a mark for `seconds` writes rank, phase and the stacks of all threads to
+    stderr, and ends with the code HUNG. 0: never.
 
     Counted are the watch's own rounds, each at most its planned length: neither a clock that jumps nor a process that was
     stopped for a while counts as hung.

@@ -25,7 +25,7 @@ class Load:
 
 
 def layer_bytes(model: ModelDescription, parallel: ParallelConfig, layer: int, itemsize: int) -> float:
-    """Kept for the backward pass, a token."""
+    """Returns the bytes that a layer keeps for the backward pass, a token."""
     s = 1 / parallel.tensor if parallel.sequence else 1.0
     # Inputs of both norms, and of what follows them; a reciprocal deviation in float32 each.
     norms = itemsize * 4 * model.hidden * s + 8 * s
@@ -60,7 +60,7 @@ def _mlp(model: ModelDescription, parallel: ParallelConfig, layer: int, itemsize
 
 
 def _chunk_bytes(model: ModelDescription, parallel: ParallelConfig, stage: int, itemsize: int) -> tuple[float, float]:
-    """(of the fullest chunk of a stage, of its fullest layer), kept a token without recomputation."""
+    """Returns bytes (of the fullest chunk of a stage, of its fullest layer), kept a token without recomputation."""
     sparse = model.experts.layers if model.experts else frozenset()
     of_kind = {
         kind: layer_bytes(model, parallel, layer, itemsize)
@@ -80,7 +80,7 @@ def chunks_in_flight(parallel: ParallelConfig, stage: int, micro_batches: int) -
 
 
 def training(planned: PlannedModel, stage: int, load: Load) -> int:
-    """At the peak of an optimizer step: what is kept of micro-batches in flight, and one layer at work."""
+    """Returns bytes at the peak of an optimizer step: what is kept of micro-batches in flight, and one layer at work."""
     model, parallel, itemsize = planned.model, planned.parallel, planned.itemsize
     n = load.tokens / parallel.context
     s = 1 / parallel.tensor if parallel.sequence else 1.0
@@ -94,7 +94,7 @@ def training(planned: PlannedModel, stage: int, load: Load) -> int:
 
 
 def scoring(planned: PlannedModel, load: Load) -> int:
-    """One layer at work, nothing kept."""
+    """Returns the bytes of one layer at work, nothing kept."""
     model, parallel, itemsize = planned.model, planned.parallel, planned.itemsize
     return int(load.tokens / parallel.context * _chunk_bytes(model, parallel, 0, itemsize)[1])
 

@@ -61,7 +61,7 @@ def stages_of(models: Mapping[str, PlannedModel], world: int) -> list[dict[str, 
 
 
 def misfits(models: Mapping[str, PlannedModel], config: RunConfig, machine: Machine, push_buffers: int) -> list[Misfit]:
-    """Empty where everything fits."""
+    """Lists why the models do not fit; empty where everything fits."""
     found, world, budget = [], machine.trainers(config), machine.budget
     if config.algorithm.task == "rl":
         found += _engine(models[POLICY], config, budget)
@@ -104,7 +104,7 @@ def _said(phase: str, stage: int, parts: Bytes, budget: Budget) -> str:
 def nearest(
     models: Mapping[str, PlannedModel], config: RunConfig, machine: Machine
 ) -> tuple[Proposal | None, list[tuple[Mapping[str, Any], Misfit]]]:
-    """(the quickest of those that fit with fewest changes; every other that was looked at, with why it does not fit).
+    """Returns (the quickest of those that fit with fewest changes; every other that was looked at, with why it does not fit).
 
     Only what matters where `config` does not fit is changed.
     """
@@ -134,7 +134,7 @@ def nearest(
 
 
 def choices(policy: PlannedModel, config: RunConfig, machine: Machine, phases: Collection[str]) -> list[list[dict[str, Any]]]:
-    """For each thing that may change, what to: other values than it has. Only of what tells in one of `phases`."""
+    """Lists, for each option that may change, its choices: other values than it has. Only of what tells in one of `phases`."""
     found = []
     if set(phases) - {"rollout"} or not config.trainer.offload:
         found += _of_the_trainer(policy, config, machine)
@@ -187,7 +187,7 @@ def _combined(options: list[list[dict[str, Any]]], number: int) -> Iterator[dict
 
 
 def changed(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
-    """A copy with other values; where the critic has the policy's layout or optimizer, it goes along."""
+    """Returns a copy with other values; where the critic has the policy's layout or optimizer, it goes along."""
     found = copy.copy(config)
     for section in ("parallel", "optimizer", "rollout", "trainer", "critic"):
         setattr(found, section, copy.copy(getattr(config, section)))
@@ -201,7 +201,7 @@ def changed(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
 
 
 def laid_out(models: Mapping[str, PlannedModel], config: RunConfig) -> dict[str, PlannedModel]:
-    """The models in the layouts of `config`."""
+    """Returns the models in the layouts of `config`."""
     own = {"critic": (config.critic.parallel, config.critic.optimizer), "reward_model": (config.parallel, None)}
     return {name: planned.with_layout(*own.get(name, (config.parallel, config.optimizer))) for name, planned in models.items()}
 

@@ -37,7 +37,7 @@ class Cache:
 
 
 def resident(models: Mapping[str, PlannedModel], config: RunConfig, world: int, stages: Mapping[str, int]) -> dict[str, Bytes]:
-    """Phase -> bytes of weights, gradients, main parameters and Adam on the device; `stages`: of this process, by model."""
+    """Returns phase -> bytes of weights, gradients, main parameters and Adam on the device; `stages`: this process's."""
     held = {name: states(planned, world, stages[name]) for name, planned in models.items()}
     phases: dict[str, Bytes] = {}
     if config.algorithm.task == "rl":
@@ -96,7 +96,7 @@ def on_device(
     budget: Budget,
     push_buffers: int,
 ) -> dict[str, Bytes]:
-    """Phase -> kind -> bytes of a CUDA device, at its fullest. A colocated engine takes all that it may."""
+    """Returns phase -> kind -> bytes of a CUDA device, at its fullest. A colocated engine takes all that it may."""
     phases = {phase: dict(parts) for phase, parts in resident(models, config, world, stages).items()}
     longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
     for name, planned in models.items():

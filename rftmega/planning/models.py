@@ -1,4 +1,4 @@
-"""The models of a run as a plan sees them: what they are, how they are laid out, whether they learn."""
+"""Describes the models of a run as a plan sees them: what they are, how they are laid out, whether they learn."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -45,7 +45,7 @@ def push_buffers(planned: PlannedModel, config: RunConfig, world: int) -> list[i
 
 
 def sampled(model: ModelDescription, world: int) -> set[int] | None:
-    """A layer of each kind, where all are too many to look at; otherwise None."""
+    """Returns a layer of each kind, where all are too many to look at; otherwise None."""
     experts = model.experts.layers if model.experts else frozenset()
     each = 2 * model.experts.number if model.experts else 0
     if (model.layers * 8 + len(experts) * each) * world <= MOST:
@@ -57,7 +57,9 @@ def sampled(model: ModelDescription, world: int) -> set[int] | None:
 def push_of(
     planned: PlannedModel, world: int, engine_tensor: int, bucket_bytes: int, *, layers: Collection[int] | None = None
 ) -> Push:
-    """A push into engines of `engine_tensor` of the trainer's own processes, which load as vLLM does. `layers`: only of these."""
+    """Simulates a push into engines of `engine_tensor` of the trainer's own processes, which load as vLLM does. `layers`: only
+    these.
+    """
     units = list(units_of_plan(planned, world, engine_tensor, layers))
     kinds = [_needs(units, rank, engine_tensor) for rank in range(engine_tensor)]
     kind_of = [rank % engine_tensor for rank in range(world)]
@@ -73,8 +75,8 @@ def simulated(
     *,
     alone: bool = False,
 ) -> Push:
-    """`kinds`: what ranks of engines read; `kind_of`: which of these each process reads. `alone`: every bucket stands for many
-    that follow each other.
+    """Simulates the plan's messages. `kinds`: what ranks of engines read; `kind_of`: which of these each process reads. `alone`:
+    every bucket stands for many that follow each other.
     """
     world = len(kind_of)
     most = [0] * world
@@ -97,7 +99,7 @@ def simulated(
 
 
 def _messages(pairs: dict[tuple[int, int], list[tuple[Move, int]]], unit: Unit, world: int) -> tuple[list[int], list[int]]:
-    """(bytes of all messages, bytes of received ones that hold the last tensor of `unit`) of each process."""
+    """Returns (bytes of all messages, bytes of received ones that hold the last tensor of `unit`) of each process."""
     held, last = [0] * world, [0] * world
     alike: set[tuple[int, tuple[tuple[int, int, int, int], ...]]] = set()  # a process sends those that need the same one message
     end = len(unit.rule.hf) - 1

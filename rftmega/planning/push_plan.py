@@ -1,4 +1,4 @@
-"""The plan of a push for a whole model: trainer's layout, engine's layout, model -> who sends what to whom."""
+"""Plans a push for a whole model: trainer's layout, engine's layout, model -> who sends what to whom."""
 
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
@@ -28,8 +28,8 @@ def placements(
     colocated: bool,
     layers: Collection[int] | None = None,
 ) -> Iterator[tuple[Placement, int | None, int | None]]:
-    """(placement, layer, expert) of every tensor that is pushed. Engine ranks are the trainer's own where colocated, else they
-    are numbered after them. `layers`: only of these.
+    """Yields (placement, layer, expert) of every tensor that is pushed. Engine ranks are the trainer's own where colocated, else
+    they are numbered after them. `layers`: only of these.
     """
     experts = model.experts.number if model.experts else 0
     stage_of = {layer: stage for stage, chunks in enumerate(stage_layers(model.layers, parallel)) for c in chunks for layer in c}

@@ -94,7 +94,7 @@ def states(planned: PlannedModel, world: int, stage: int) -> dict[str, int]:
 
 
 def _buffers(planned: PlannedModel, world: int, stage: int) -> Iterator[tuple[int, int, int]]:
-    """(elements with padding, elements, processes that share them) of each buffer."""
+    """Yields (elements with padding, elements, processes that share them) of each buffer."""
     shared_by = sharers(planned, world)
     for chunk in chunks_of(planned, stage):
         for sizes, processes in zip(chunk, shared_by, strict=True):

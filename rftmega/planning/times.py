@@ -29,14 +29,14 @@ class Speeds:
     node: int
 
     def link(self, neighbours: int) -> float:
-        """Between processes of which the farthest are so many ranks apart."""
+        """Returns the rate between processes of which the farthest are so many ranks apart."""
         return self.nvlink if neighbours <= self.node else self.nic
 
 
 def seconds(
     models: Mapping[str, PlannedModel], config: RunConfig, world: int, cache: Cache | None, push: Push | None, speeds: Speeds
 ) -> dict[str, dict[str, float]]:
-    """Phase -> what takes time -> seconds of a step with answers of full length. `cache`, `push`: None where there is none."""
+    """Returns phase -> what takes time -> seconds of a step with answers of full length. `cache`, `push`: None if absent."""
     found: dict[str, dict[str, float]] = {}
     length = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
     if cache is not None:

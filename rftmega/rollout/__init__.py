@@ -1,4 +1,4 @@
-"""Engines that turn prompts into completions: vllm (fast), transformers (the oracle), scripted (no model)."""
+"""Engines turn prompts into completions: vllm (fast), transformers (the oracle), scripted (no model)."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from rftmega.rollout.scripted import ScriptedEngine
 
 
 def create(config: RunConfig, world: World, *, vocabulary: int, stop_ids: Sequence[int]) -> Engine:
-    """The engine that `rollout.engine` names, on this process; it holds no weights until the first push."""
+    """Returns the engine that `rollout.engine` names, on this process; it holds no weights until the first push."""
     if config.rollout.engine == "scripted":
         return ScriptedEngine(config.rollout, vocabulary=vocabulary, stop_ids=stop_ids)
     if config.rollout.engine == "transformers":

@@ -73,7 +73,7 @@ class Engine(ABC):
     def generate(
         self, prompts: Sequence[Prompt], *, seeds: Sequence[int], temperature: float, finished: Finished = _nobody
     ) -> list[Completion]:
-        """One completion a prompt, sampled with its own seed; temperature 0 is greedy. Wakes a sleeping engine.
+        """Generates one completion a prompt, sampled with its own seed; temperature 0 is greedy. Wakes a sleeping engine.
 
         `finished` is told of every completion once, as soon as there is news, while the others are still being generated.
         Raises EngineError where weights never arrived, or were dropped in a sleep and not pushed again; EngineFault where the
@@ -93,7 +93,7 @@ class Engine(ABC):
         stop: Stop,
         more: More = _nothing,
     ) -> list[Completion | None]:
-        """The same until `stop`, asked after every engine step, says so: what is not finished then is aborted, and None.
+        """Generates until `stop`, asked after every engine step, says so: what is not finished then is aborted, and None.
 
         Whenever the engine has room it asks for `more`, and answers that, too.
         """
@@ -125,11 +125,11 @@ class Engine(ABC):
         self._load_weights(named_tensors)
 
     def invalidate(self) -> None:
-        """The weights are not to be answered with: refuses until a whole push has landed."""
+        """Invalidates the weights: refuses to answer until a whole push has landed."""
         self.version = None
 
     def restart(self) -> None:
-        """After a fault, of this engine or of another: it holds nothing now, and waits for a push."""
+        """Restarts after a fault, of this engine or of another: it holds nothing now, and waits for a push."""
         self.sleep()
 
     def sleep(self) -> None:

@@ -71,10 +71,10 @@ class EnginePool:
     def generate(
         self, prompts: Sequence[Prompt], *, seeds: Sequence[int], temperature: float, reward: Reward | None = None
     ) -> list[Completion]:
-        """Every engine begins with requests of about the same expected length, the long ones first, and takes what none has
-        begun when it has room (`order.ordered`, `queues.Counted`). Each answer is scored once, in the process that has it. Raises
-        on every process EngineFault where restarts did not help, Preempted where the run is asked to stop: no engine begins
-        another step then.
+        """Generates on all engines: each begins with requests of about the same expected length, the long ones first, and takes
+        what none has begun when it has room (`request_order.ordered`, `request_queues.Counted`). Each answer is scored once, in
+        the process that has it. Raises on every process EngineFault where restarts did not help, Preempted where the run is asked
+        to stop: no engine begins another step then.
         """
         settings: dict[str, Any] = {"name": f"rollout {next(_rollouts)}", "speaks": self.speaks, "alone": self.alone}
         queue = Counted(self._ordered(prompts), self.mine, board=board(), **settings)
@@ -100,8 +100,8 @@ class EnginePool:
         reward: Reward | None = None,
         enough: Enough,
     ) -> list[Completion | None]:
-        """All engines stop after the same number of steps, decided from everybody's answers (`early_stop.StopConsensus`). Raises
-        Preempted, with no answers, where the run is asked to stop.
+        """Generates until all engines stop, after the same number of steps, decided from all answers
+        (`stop_consensus.StopConsensus`). Raises Preempted, with no answers, where the run is asked to stop.
         """
         queue = Dealt(self._ordered(prompts), self.mine, slots=self.engine.slots)
         with self._asking(queue, prompts, seeds, temperature, reward) as asking:
@@ -120,7 +120,7 @@ class EnginePool:
         self.engine.lengths.learn(prompts, completions)
 
     def _ordered(self, prompts: Sequence[Prompt]) -> RequestOrder:
-        """An engine that there is nobody beside begins all of them itself."""
+        """Orders the requests. The only engine begins all of them itself."""
         slots = self.engine.slots if self.engines > 1 else len(prompts)
         return ordered(prompts, self.engine.lengths.expected(prompts), self.engines, slots)
 
@@ -158,17 +158,19 @@ class EnginePool:
                 again += 1
 
     def _ask(self, asking: PendingRequests) -> dict[int, Completion]:
-        """Place -> answer; where the run is asked to stop, of those that have their scores by then."""
+        """Returns place -> answer; where the run is asked to stop, of those that have their scores by then."""
         whole = asking.go_on(self._asked_to_stop()) and asking.judging.settled(preemption.asked)
         return asking.judging.scored() if whole else asking.judging.ready()
 
     def _asked_to_stop(self) -> Stop:
-        """For one rollout. The processes of one engine go step by step together, so they must end at the same step."""
+        """Returns the stop condition of one rollout. The processes of one engine go step by step together, so they must end at
+        the same step.
+        """
         steps = itertools.count(1)
         return preemption.asked if self.alone else lambda: next(steps) % EVERY == 0 and preemption.agreed(self.group)
 
     def _ask_until(self, asking: PendingRequests, queue: Dealt, enough: Enough) -> list[Completion | None]:
-        """The answers to all requests, of which this process's engine is to give those that the queue gives it."""
+        """Returns the answers to all requests, of which this process's engine is to give those that the queue gives it."""
         settings: dict[str, Any] = {"speaks": self.speaks, "processes": self.processes}
         together = StopConsensus(asking.judging, queue, len(asking.prompts), enough, **settings)
         broken: EngineFault | None = None

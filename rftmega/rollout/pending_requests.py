@@ -30,7 +30,7 @@ class PendingRequests:
         agree: Agree = lambda places: places,
         reward_limit: float = math.inf,
     ):
-        """All requests of the rollout, of which the `queue` says whose they are. `reward_limit`: see Judging."""
+        """Takes all requests of the rollout, of which the `queue` says whose they are. `reward_limit`: see RewardWorkers."""
         self.engine, self.prompts, self.seeds, self.temperature = engine, prompts, seeds, temperature
         self.queue, self.agree = queue, agree
         self.judging = RewardWorkers(reward, prompts, limit=reward_limit)
@@ -61,7 +61,7 @@ class PendingRequests:
         return True
 
     def _ask(self, places: Sequence[int], stop: Stop) -> bool:
-        """The answers at the places, and whatever else the engine has room for; whether it all came."""
+        """Returns the answers at the places, and whatever else the engine has room for; whether it all came."""
         begun, stopped = list(places), False
 
         def finished(numbers: Sequence[int], completions: Sequence[Completion]) -> None:

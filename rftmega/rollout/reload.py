@@ -1,4 +1,4 @@
-"""vLLM's layers while its own reload loads them anew: what it leaves undone, and loaders of ours in the place of theirs."""
+"""Completes vLLM's own reload of its layers: does what it leaves undone, and puts our loaders in the place of theirs."""
 
 from collections.abc import Callable, Collection, Iterator
 from functools import wraps
@@ -13,8 +13,8 @@ from vllm.platforms import current_platform
 
 
 def pack_output_heads(model: Any) -> None:
-    """Tied to the embedding, an output head gets no weights of its own in a reload, and on a CPU it multiplies with a packed
-    copy that would stay the old one. So vLLM's hook for "after loading" is called once more.
+    """Packs output heads: tied to the embedding, one gets no weights of its own in a reload, and on a CPU it multiplies with a
+    packed copy that would stay the old one. So vLLM's hook for "after loading" is called once more.
     """
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
@@ -22,8 +22,9 @@ def pack_output_heads(model: Any) -> None:
 
 
 def forget_expert_kernels(model: Any) -> None:
-    """On a CPU, vLLM packs experts' weights for its kernel only when it makes the kernel, at the first load: a reload would
-    leave them as they came, which the kernel misreads without a word. Without a kernel, it makes one of the new weights.
+    """Forgets experts' kernels: on a CPU, vLLM packs experts' weights for its kernel only when it makes the kernel, at the first
+    load: a reload would leave them as they came, which the kernel misreads without a word. Without a kernel, it makes one of the
+    new weights.
     """
     for module in model.modules():
         method = getattr(module, "quant_method", None)
@@ -38,7 +39,7 @@ class ParameterSource(Protocol):
 
 
 def _fill(param: Tensor, filling: ParameterSource) -> None:
-    """A loader, as vLLM knows them by the names of their arguments."""
+    """Fills a parameter as vLLM's loaders do, which it knows by the names of their arguments."""
     filling.into(param)
 
 
@@ -56,7 +57,9 @@ class FreshParameters:
         self._before: list[tuple[Any, Any]] = []
 
     def bare(self) -> dict[str, Tensor]:
-        """With their own loaders alone: what is loaded so is not counted, so that the reload keeps the engine's weights."""
+        """Returns parameters with their own loaders alone: what is loaded so is not counted, so that the reload keeps the
+        engine's weights.
+        """
         for layer in self._layers.values():
             for tensor in (*layer._parameters.values(), *layer._buffers.values()):
                 if tensor is not None and hasattr(tensor, "weight_loader"):  # a bias too, which is never on the meta device
@@ -82,7 +85,7 @@ class FreshParameters:
         parameter.weight_loader(parameter, filling)
 
     def release(self) -> None:
-        """The load is over, in whatever way."""
+        """Ends the load, in whatever way."""
         while self._before:
             parameter, loader = self._before.pop()
             parameter.weight_loader = loader

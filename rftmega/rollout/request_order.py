@@ -50,7 +50,7 @@ class Lengths:
             del self._answers[key]
 
     def state(self) -> dict[str, Any]:
-        """All that a resume needs to send the same requests in the same order: 16 bytes a prompt."""
+        """Returns all that a resume needs to send the same requests in the same order: 16 bytes a prompt."""
         prompts = torch.tensor(list(self._answers), dtype=torch.int64)
         means = torch.tensor(list(self._answers.values()), dtype=torch.float64)
         return {"prompts": prompts, "means": means, "tokens": list(self._tokens)}
@@ -74,8 +74,8 @@ class RequestOrder(NamedTuple):
 
 
 def ordered(prompts: Sequence[Prompt], expected: Sequence[float], engines: int, slots: int) -> RequestOrder:
-    """Longest expected first. Engines get requests of about the same expected length in all, of which each begins `slots`, or as
-    many more as its last piece has.
+    """Orders requests, the longest expected first. Engines get requests of about the same expected length in all, of which each
+    begins `slots`, or as many more as its last piece has.
 
     Whoever has least gets the next (Graham, Bounds on multiprocessing timing anomalies, 1969). Pieces are the smaller the less is
     left behind them (Polychronopoulos and Kuck, Guided self-scheduling, 1987), so that none is begun alone at the end.
@@ -116,8 +116,8 @@ class Waiting:
         self._rest = deque(order.rest)
 
     def taken(self, room: Mapping[int, int]) -> Iterator[tuple[int, int]]:
-        """Number of an engine, and place, of what begins where there is `room`: an engine's own first, a piece of what is left
-        then, and, when all are served, what another one has and can't begin.
+        """Returns the number of an engine, and the place, of what begins where there is `room`: an engine's own first, a piece of
+        what is left then, and, when all are served, what another one has and can't begin.
         """
         left = dict(room)
         for take in (self._next, self._anothers):
@@ -137,7 +137,7 @@ class Waiting:
 
 
 def _key(prompt: Prompt) -> int:
-    """A prompt in eight bytes."""
+    """Hashes a prompt to eight bytes."""
     return _number(hashlib.blake2b(",".join(map(str, prompt.token_ids)).encode(), digest_size=8).digest())
 
 

@@ -34,13 +34,13 @@ class Queue(ABC):
         """Places that the engine is to begin now, where it has room for so many answers; a piece may be larger than that."""
 
     def begin(self) -> None:  # noqa: B027  most need nothing
-        """The engine is asked for all that is `given` and not answered, at first or once more."""
+        """Notes that the engine is asked for all that is `given` and not answered, at first or once more."""
 
     def broke(self) -> None:  # noqa: B027
-        """The engine has broken down, as this process sees it."""
+        """Notes that the engine has broken down, as this process sees it."""
 
     def end(self) -> None:  # noqa: B027
-        """Every process is through with the rollout."""
+        """Ends the queue: every process is through with the rollout."""
 
 
 class Counted(Queue):
@@ -82,7 +82,7 @@ class Counted(Queue):
                 self.board.delete_key(key)
 
     def _next(self) -> int:
-        """Number of a piece that is nobody else's; too high where there is none."""
+        """Returns the number of a piece that is nobody else's; too high where there is none."""
         if self.alone:
             return self._counted()
         self._turn, turn = self._turn + 1, str(self._turn)
@@ -138,8 +138,8 @@ class Dealt(Queue):
         return self._begun < len(self.given)
 
     def room(self, answered: int, lately: int) -> int:
-        """For how many the engine has room, having `answered` so many: as many as it finished `lately`, since the last time,
-        more than now, for until the next time it will finish about as many.
+        """Returns for how many requests the engine has room, having `answered` so many: as many as it finished `lately`, since
+        the last time, more than now, for until the next time it will finish about as many.
         """
         return self.slots + lately - (len(self.given) - answered)
 

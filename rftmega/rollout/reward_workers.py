@@ -30,7 +30,7 @@ class FinishedBatch(NamedTuple):
     scores: Future[Scores] | None
 
     def scored(self) -> dict[int, Completion]:
-        """Place -> answer. Waits for the scores; raises what the reward raised."""
+        """Returns place -> answer. Waits for the scores; raises what the reward raised."""
         if self.scores is None:
             return dict(zip(self.places, self.completions, strict=True))
         known = zip(self.places, self.completions, self.scores.result(), strict=True)
@@ -91,7 +91,7 @@ class RewardWorkers:
         self._threads.close()
 
     def finished(self, places: Sequence[int], completions: Sequence[Completion]) -> None:
-        """The answers to the prompts at `places` are there."""
+        """Takes the answers to the prompts at `places`."""
         asked = [self.prompts[place] for place in places]
         number, scores = len(self.reports), None
         if self.reward is not None:
@@ -123,12 +123,12 @@ class RewardWorkers:
         return True
 
     def ready(self) -> dict[int, Completion]:
-        """Place -> answer of those that have their scores by now."""
+        """Returns place -> answer of those that have their scores by now."""
         done = [report.scored() for report in self.reports if report.scores is None or report.scores.done()]
         return {place: completion for scored in done for place, completion in scored.items()}
 
     def scored(self, first: int = 0, end: int | None = None) -> dict[int, Completion]:
-        """Place -> answer of all reports, or of those from `first` to `end`. Waits for their scores."""
+        """Returns place -> answer of all reports, or of those from `first` to `end`. Waits for their scores."""
         self.settled(lambda: False, first, end)
         return {place: completion for report in self.reports[first:end] for place, completion in report.scored().items()}
 

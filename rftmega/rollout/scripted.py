@@ -1,4 +1,4 @@
-"""An engine that answers from seeded generators: no model, the same tokens on every process and layout."""
+"""ScriptedEngine answers from seeded generators: no model, the same tokens on every process and layout."""
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,4 @@
-"""vLLM servers in processes of their own on this host: prompts go to them as HTTP, weights through shared memory."""
+"""Runs vLLM servers in processes of their own on this host: prompts go to them as HTTP, weights through shared memory."""
 
 import asyncio
 import json
@@ -78,7 +78,7 @@ class Server:
         self._closing = Finalize(self, _end, (self._process,), exitpriority=1)
 
     def wait(self) -> None:
-        """Until it answers. Where it does not come up, raises EngineError, with the end of its log, for what it refuses (an
+        """Waits until it answers. Where it does not come up, raises EngineError, with the end of its log, for what it refuses (an
         option, the model), and EngineFault for whatever may be otherwise the next time: killed, too slow, no memory or port.
         """
         begin = time.monotonic()
@@ -105,7 +105,7 @@ class Server:
             raise EngineError(f"The vLLM server at {self.address} failed in {path}: {response.text[:500]}. {self._last_words()}")
 
     async def answer(self, client: httpx.AsyncClient, prompt: Prompt, sampling: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """One choice, as the server gives it. Raises EngineFault where it breaks off, fails, or needs more than `seconds`."""
+        """Returns one choice, as the server gives it. Raises EngineFault where it breaks off, fails or needs over `seconds`."""
         body = {"token_ids": list(prompt.token_ids), "sampling_params": sampling}
         try:
             async with asyncio.timeout(seconds):
@@ -222,7 +222,7 @@ class ServerEngine(Engine):
         self._all(EXPECT, self._names)
 
     def begin(self) -> None:
-        """A push begins: nothing is generated until it was whole. Servers that have died since are started again."""
+        """Begins a push: nothing is generated until it was whole. Servers that have died since are started again."""
         self.restart()
         self._all("pause")
         if self._begun:  # and broke off; only those workers that failed have ended it, and the others can't begin another
@@ -237,7 +237,7 @@ class ServerEngine(Engine):
         self._all("update_weights", {"update_info": bucket})
 
     def finish(self, version: int) -> None:
-        """All buckets were taken: from now on the servers answer, under `version`."""
+        """Ends a push whose buckets were all taken: from now on the servers answer, under `version`."""
         self._all("finish_weight_update", {"weight_version": str(version)})
         self._begun = False
         self._all("resume")
@@ -351,7 +351,7 @@ class ServerEngine(Engine):
 
 
 def _devices(world: World, config: RolloutConfig, number: int) -> dict[str, str]:
-    """Behind the trainer's devices, each server has its own; on a CPU they share the cores with everybody."""
+    """Assigns devices: behind the trainer's, each server has its own; on a CPU they share the cores with everybody."""
     if device.current().type == "cpu":
         return {"VLLM_CPU_OMP_THREADS_BIND": "nobind" if config.tensor == 1 else "|".join(_cores(config.tensor))}
     first = world.local_size + number * config.tensor

@@ -1,4 +1,4 @@
-"""The receiving end of a push, inside a vLLM server's worker: whole tensors in memory that the trainer's processes wrote.
+"""Receives a push, inside a vLLM server's worker: whole tensors in memory that the trainer's processes wrote.
 
 A loader copies its slices straight from there. What is missing at the end, or is not what was written, is an error, and the
 trainer's side then takes the server for one without weights.
@@ -101,7 +101,9 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo
         return self._mapped[name]
 
     def _keep_what_waits(self, memory: Tensor) -> None:
-        """A layer that has not got all of its tensors yet holds views of memory that the next bucket but one overwrites."""
+        """Clones what waits: a layer that has not got all of its tensors yet holds views of memory that the next bucket but one
+        overwrites.
+        """
         for module in self.model.modules():
             for _, loaded in get_layerwise_info(module).loaded_weights:
                 for name, value in loaded.arguments.items():

@@ -1,4 +1,4 @@
-"""The policy as vLLM's own weight transports take it (`vllm.distributed.weight_transfer`: ipc, nccl, ...)."""
+"""Gives the policy as vLLM's own weight transports take it (`vllm.distributed.weight_transfer`: ipc, nccl, ...)."""
 
 from collections.abc import Iterator, Sequence
 from typing import Protocol

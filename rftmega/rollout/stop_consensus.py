@@ -21,8 +21,8 @@ class StopConsensus:
     """
 
     def __init__(self, judging: RewardWorkers, queue: Dealt, requests: int, enough: Enough, *, speaks: bool, processes: int):
-        """All `requests` of the rollout, of which the `queue` knows those of this process's engine, one of `processes` that each
-        engine has; one of them `speaks` for it.
+        """Takes all `requests` of the rollout, of which the `queue` knows those of this process's engine, one of `processes` that
+        each engine has; one of them `speaks` for it.
         """
         self.judging, self.queue, self.enough = judging, queue, enough
         self.speaks, self.processes = speaks, processes
@@ -47,7 +47,7 @@ class StopConsensus:
         return False
 
     def _decide(self, *, idle: bool, broken: bool = False) -> bool:
-        """A collective."""
+        """Decides; a collective."""
         self._steps = 0
         asked, own = preemption.asked(), dict[int, Completion]()
         if self.speaks and self.judging.settled(preemption.asked, self._told, self._finished):

@@ -1,4 +1,4 @@
-"""The oracle: one row at a time, one token at a time, through `transformers`. Slow and obvious."""
+"""Answers as the oracle: one row at a time, one token at a time, through `transformers`. Slow and obvious."""
 
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -21,7 +21,7 @@ BLOCKS = {"mixtral": ".block_sparse_moe."}
 
 
 def named_as_in_a_folder(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The tensors of `model` by their names in a folder of safetensors, where experts stand one by one.
+    """Returns the tensors of `model` by their names in a folder of safetensors, where experts stand one by one.
 
     transformers holds a layer's experts in two tensors: gate_up_proj [experts, 2 x inner, hidden] and down_proj [experts, hidden,
     inner]. What is returned are views, so that writing into one fills the model. A tied head is there once, as the embedding.

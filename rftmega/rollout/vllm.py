@@ -1,4 +1,4 @@
-"""vLLM inside the trainer's own processes: an engine is the slice of `rollout.tensor` consecutive ranks.
+"""Runs vLLM inside the trainer's own processes: an engine is the slice of `rollout.tensor` consecutive ranks.
 
 Weights go in through vLLM's own reload (it repacks parameters after loading, so nothing else is right), never by patching.
 """
@@ -40,7 +40,9 @@ from rftmega.rollout.vllm_models import model_arguments  # noqa: E402
 
 
 def _share_cores(world: World) -> None:
-    """One entry a local rank: an engine of several ranks finds its cores by it, and ranks must not fight for one."""
+    """Assigns cores, one entry a local rank: an engine of several ranks finds its cores by it, and ranks must not fight for
+    one.
+    """
     cores = sorted(os.sched_getaffinity(0))
     os.environ.setdefault(
         "VLLM_CPU_OMP_THREADS_BIND", "|".join(str(cores[rank % len(cores)]) for rank in range(world.local_size))
@@ -48,8 +50,9 @@ def _share_cores(world: World) -> None:
 
 
 def _unlink_shared_memory(world: World, size: int, *, mine: bool) -> None:
-    """On a CPU the ranks of an engine talk through shared memory under a name that is the same in every run: what a run leaves
-    there keeps the next from starting. So it loses its name before a start (a killed run's) and as soon as all have joined.
+    """Unlinks shared memory: on a CPU the ranks of an engine talk through shared memory under a name that is the same in every
+    run, and what a run leaves there keeps the next from starting. So it loses its name before a start (a killed run's) and as
+    soon as all have joined.
     """
     first = world.rank - world.rank % size
     ranks = "-".join(str(rank) for rank in range(first, first + size))
@@ -76,7 +79,7 @@ class VLLMEngine(Engine):
     """Token ids in, token ids and log-probs of the sampling distribution out."""
 
     def __init__(self, folder: str | Path, config: RolloutConfig, world: World, *, dtype: str, stop_ids: Sequence[int]):
-        """A collective over the engine's processes. Starts with random weights; the first push brings the real ones."""
+        """Builds vLLM; a collective over the engine's processes. Weights are random until the first push."""
         super().__init__()
         if config.tensor > 1:
             _share_cores(world)

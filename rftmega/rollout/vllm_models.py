@@ -10,7 +10,7 @@ DEEPSEEK_V3 = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 
 
 def model_arguments(folder: str | Path, *, on_cuda: bool) -> dict[str, Any]:
-    """Keyword arguments of `vllm.LLM` for the model in `folder`.
+    """Returns keyword arguments of `vllm.LLM` for the model in `folder`.
 
     On a CPU, vLLM 0.32's kernel rotates neighbouring elements (DeepSeek's way) wrongly in queries of several heads, so its own
     operations in torch serve.

@@ -22,7 +22,7 @@ class Destinations(Protocol):
     """
 
     def bare(self) -> Mapping[str, Tensor]:
-        """All parameters, on the meta device. Whatever the loader does to them, the engine keeps its weights."""
+        """Returns all parameters, on the meta device. Whatever the loader does to them, the engine keeps its weights."""
         ...
 
     def watch(self, names: Collection[str], filled: Callable[[str, Tensor], None]) -> None:
@@ -84,7 +84,7 @@ class Recording:
         return self._fills[number]
 
     def prove(self, proof: Proof) -> None:
-        """After a whole push by the loader: what it does besides copying is left to it for good."""
+        """Marks the recording as proven after a whole push by the loader: it keeps what it does besides copying."""
         if refuted := proof.refuted():
             log.warning("The engine's loader does more than copy to %s: it takes their weights itself.", sorted(refuted))
             self._recorder.changed |= refuted

@@ -1,4 +1,4 @@
-"""The policy as a Hugging Face folder that `transformers` and vLLM load."""
+"""Exports the policy as a Hugging Face folder that `transformers` and vLLM load."""
 
 import json
 import logging

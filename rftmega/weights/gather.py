@@ -26,7 +26,7 @@ class Exporter:
         self.buckets = buckets_of(units_of(held, self.group), bucket_bytes)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """(HF name, whole tensor), layer by layer, always in the same order."""
+        """Yields (HF name, whole tensor), layer by layer, always in the same order."""
         for bucket in self.buckets:
             shards = self._gather(bucket)
             for unit, held in zip(bucket, shards, strict=True):
@@ -43,7 +43,9 @@ class Exporter:
 
     @torch.no_grad()
     def _gather(self, bucket: Sequence[Unit]) -> list[list[Tensor]]:
-        """One holder of each shard sends what it has of the bucket as one flat tensor; per unit, the shards in their order."""
+        """Gathers a bucket: one holder of each shard sends what it has of the bucket as one flat tensor; per unit, the shards in
+        their order.
+        """
         shards: dict[tuple[Key, int], Tensor] = {}
         sent: dict[int, list[tuple[Unit, int]]] = {}  # replicas of a shard are equal: the first sends
         for unit in bucket:

@@ -53,7 +53,7 @@ def _like(plain: Tensor, fetch: Fetch, whole: torch.Size, home: torch.device) ->
 
 
 def _as_views(found: Any, origin: LazyTensor) -> Any:
-    """`found` as views of origin; as it is if it holds no tensor; None if it is, or holds, a tensor of other elements."""
+    """Returns `found` as views of origin; as it is if it holds no tensor; None if it is, or holds, a tensor of other elements."""
     if isinstance(found, Tensor):
         same = found.untyped_storage()._cdata == origin.untyped_storage()._cdata and found.dtype == origin.dtype
         return _like(found, origin.fetch, origin.whole, origin.home) if same else None
@@ -64,7 +64,7 @@ def _as_views(found: Any, origin: LazyTensor) -> Any:
 
 
 def _filled(argument: Any) -> Any:
-    """The argument, with elements wherever it has none."""
+    """Returns the argument, with elements wherever it has none."""
     if isinstance(argument, LazyTensor):
         return _elements(argument)
     if isinstance(argument, tuple | list):

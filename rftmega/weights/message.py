@@ -20,7 +20,7 @@ def message_bytes(sizes: Sequence[int]) -> int:
 
 
 def copy_together(target: Tensor, views: list[Tensor]) -> None:
-    """Each of n views to its place in the target [n, ...]."""
+    """Copies each of n views to its place in the target [n, ...]."""
     if len(views) == 1:
         target[0].copy_(views[0])
     elif target.is_contiguous() and target.dim() > 1 and target.dtype == views[0].dtype:
@@ -44,12 +44,12 @@ class Alike(NamedTuple):
         return self.shape.numel() * self.dtype.itemsize
 
     def stored(self, message: Tensor) -> Tensor:
-        """[number, bytes of whole blocks]."""
+        """Returns the slices as [number, bytes of whole blocks]."""
         size = blocks(self.bytes)
         return message[self.start : self.start + self.number * size].view(self.number, size)
 
     def slices(self, message: Tensor) -> Tensor:
-        """[number, *shape]."""
+        """Returns the slices as [number, *shape]."""
         return self.stored(message)[:, : self.bytes].view(self.dtype).view(self.number, *self.shape)
 
 
@@ -76,12 +76,12 @@ class Layout:
 
 
 def message_for(layout: Layout, device: torch.device) -> Tensor:
-    """[bytes], with nothing in it yet."""
+    """Allocates a message, [bytes], with nothing in it yet."""
     return torch.empty(layout.bytes, dtype=torch.uint8, device=device)
 
 
 def written(message: Tensor, layout: Layout, version: int, slices: list[Tensor]) -> Tensor:
-    """The message with the version, the checksums and the slices in it."""
+    """Returns the message with the version, the checksums and the slices in it."""
     for alike in layout.alike:
         copy_together(alike.slices(message), slices[alike.first : alike.first + alike.number])
         alike.stored(message)[:, alike.bytes :].zero_()  # the checksum covers it
@@ -103,18 +103,18 @@ def refuse_damaged(message: Tensor, layout: Layout, version: int, source: int) -
 
 
 def opened(message: Tensor, layout: Layout) -> Iterator[tuple[Move, Tensor]]:
-    """Each slice."""
+    """Yields each slice."""
     for alike in layout.alike:
         yield from zip(layout.moves[alike.first :], alike.slices(message).unbind(), strict=False)
 
 
 def sums_of(message: Tensor, layout: Layout) -> Tensor:
-    """[slices]: the checksums that were written into the message."""
+    """Returns [slices]: the checksums that were written into the message."""
     return _header(message, layout)[1:].clone()
 
 
 def checksums_of(message: Tensor, layout: Layout) -> Tensor:
-    """[slices], of what is in the message, gaps behind the slices included."""
+    """Computes the checksums, [slices], of what is in the message, gaps behind the slices included."""
     return torch.cat([checksums(alike.stored(message)) for alike in layout.alike])
 
 

@@ -18,13 +18,13 @@ Needs = dict[str, list[tuple[int, int]]]  # HF name -> rows (columns, by the rul
 
 
 def needs_of(units: Sequence[Unit], asked: Mapping[str, Sequence[Box]]) -> Needs:
-    """From the boxes that a loader read."""
+    """Derives the needs from the boxes that a loader read."""
     axes = {name: unit.rule.axis for unit in units for name in unit.rule.hf_names(unit.layer, unit.expert)}
     return {name: merged(box[axes[name]] for box in boxes) for name, boxes in asked.items()}
 
 
 def everybodys(needs: Needs) -> tuple[list[Needs], list[int]]:
-    """(what ranks of engines need, which of these each process needs): engines are alike, so there are few, each told once."""
+    """Gathers (what engines' ranks need, which of these each process needs): engines are alike, so each need is told once."""
     said = sorted(needs.items())
     digests = gather_objects(hashlib.sha256(repr(said).encode()).digest())
     first = {digest: rank for rank, digest in reversed(list(enumerate(digests)))}
@@ -40,7 +40,8 @@ def everybodys(needs: Needs) -> tuple[list[Needs], list[int]]:
 def planned_moves(
     buckets: Sequence[list[Unit]], kinds: Sequence[Needs], kind_of: Sequence[int]
 ) -> Iterator[Iterator[tuple[int, int, Move, int]]]:
-    """(source, target, what moves, bytes) of each bucket, to be read one after the other: who sends depends on who sent before.
+    """Yields (source, target, what moves, bytes) of each bucket, to be read one after the other: who sends depends on who sent
+    before.
 
     `kinds`: what ranks of engines need; `kind_of`: which of them each process needs. Layers that are alike are cut once.
     """
@@ -64,7 +65,7 @@ def planned_moves(
 
 
 def refuse_unread(units: Sequence[Unit], kinds: Sequence[Needs]) -> None:
-    """Every element must be read by some engine's rank."""
+    """Raises EngineError unless every element is read by some engine's rank."""
     for unit in units:
         for name, _, shape in unit.planned:
             read = merged([range_ for needs in kinds for range_ in needs.get(name, [])])
@@ -73,7 +74,7 @@ def refuse_unread(units: Sequence[Unit], kinds: Sequence[Needs]) -> None:
 
 
 def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same rows in the fewest ranges."""
+    """Merges ranges: the same rows in the fewest ranges."""
     found: list[tuple[int, int]] = []
     for start, stop in sorted(range_ for range_ in ranges if range_[0] < range_[1]):
         if found and start <= found[-1][1]:

@@ -83,7 +83,7 @@ class Balance:
     _cut: dict[tuple[int, int, int], tuple[Placement, list[Slice]]] = field(default_factory=dict)
 
     def transfers(self, placement: Placement) -> Iterator[Transfer]:
-        """Each slice, in pieces, from that of its holders which has sent least so far."""
+        """Yields each slice, in pieces, from that of its holders which has sent least so far."""
         # Layers of one stage share these objects, and are cut alike; what is kept with the answer keeps its id.
         key = (id(placement.rule), id(placement.shards), id(placement.needs))
         if key not in self._cut:
@@ -130,6 +130,6 @@ def engine_needs(rule: Rule, rank: int, ranks: int) -> tuple[Segment, ...]:
 
 
 def spread(values: Mapping[int, int], ranks: Sequence[int]) -> float:
-    """Largest over mean of the ranks' values; 1 is even."""
+    """Returns the largest over the mean of the ranks' values; 1 is even."""
     seen = [values.get(rank, 0) for rank in ranks]
     return max(seen) * len(seen) / sum(seen) if any(seen) else 1.0

@@ -177,8 +177,8 @@ class _Passage:
         self._travelling = self._post()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(HF name, tensor on demand) of the whole model, but for what is copied without the loader. Raises EngineError where
-        what came is not what was sent.
+        """Yields (HF name, tensor on demand) of the whole model, but for what is copied without the loader. Raises EngineError
+        where what came is not what was sent.
         """
         recording, destinations = self.weights.recording, self.weights.engine.destinations
         if recording and destinations and not recording.proven:
@@ -189,7 +189,7 @@ class _Passage:
         self.over = True
 
     def finish(self) -> None:
-        """The engine has returned. Raises EngineError where it did not take everything."""
+        """Ends the push when the engine has returned. Raises EngineError where it did not take everything."""
         if not self.over:
             raise EngineError("The engine stopped reading before the last tensor of the push.")
         for filling in self._fillings:
@@ -199,7 +199,7 @@ class _Passage:
             self.weights.recording.prove(self.proof)
 
     def _opened(self, number: int, bucket: PushBucket, came: dict[int, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """A bucket's tensors. Its messages go with this generator, before the bucket after the next one sets out."""
+        """Yields a bucket's tensors. Its messages go with this generator, before the bucket after the next one sets out."""
         for source, message in came.items():
             refuse_damaged(message, bucket.receives[source], self.version, source)
         if by_loader := self._copy(number, bucket, came):
@@ -223,7 +223,7 @@ class _Passage:
         return by_loader
 
     def _on_demand(self, bucket: PushBucket, came: dict[int, Tensor], wanted: Sequence[Part]) -> Iterator[tuple[str, Tensor]]:
-        """The wanted HF tensors of a bucket."""
+        """Yields the wanted HF tensors of a bucket."""
         arrived: dict[tuple[int, int], list[LocalRows]] = defaultdict(list)
         for source, message in came.items():
             for move, elements in opened(message, bucket.receives[source]):
@@ -272,7 +272,7 @@ class _Passage:
         return number, bucket, came, dist.batch_isend_irecv(operations) if operations else [], list(sent.values())
 
     def _count(self, messages: Sequence[Tensor]) -> None:
-        """New messages, beside those that somebody still reads."""
+        """Counts new messages, beside those that somebody still reads."""
         self._alive = [(storage, size) for storage, size in self._alive if not storage.expired()]
         self._alive += [(StorageWeakRef(message.untyped_storage()), message.nbytes) for message in messages]
         self.buffer_bytes = max(self.buffer_bytes, sum(size for _, size in self._alive))
@@ -290,12 +290,12 @@ class _Passage:
 
 
 def _is_of_a_connection(error: RuntimeError) -> bool:
-    """NCCL's and the store's errors have classes of their own; gloo's are RuntimeErrors that name a source file of its."""
+    """Returns whether a connection failed: NCCL's and the store's errors have classes; gloo's name a source file of gloo's."""
     return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
 def _plan(buckets: Sequence[list[Unit]], kinds: Sequence[Needs], kind_of: Sequence[int]) -> list[PushBucket]:
-    """The same on every process; each keeps what it takes part in."""
+    """Plans the push, the same on every process; each keeps what it takes part in."""
     me = dist.get_rank()
     planned = []
     for units, moves in zip(buckets, planned_moves(buckets, kinds, kind_of), strict=True):

@@ -60,7 +60,7 @@ class LoadRecorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing here is compiled; torch's guard against it would cost as much again as what is done."""
+        """Skips torch's compiler: nothing here is compiled; torch's guard against it would cost as much again as what is done."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -88,7 +88,7 @@ class LoadRecorder(TorchDispatchMode):
             self.copies[parameter].append(Copy(name, box, geometry))
 
     def _read(self, tensor: Tensor) -> None:
-        """Somebody computes with a tensor: with a box of it, or one can't say with what."""
+        """Notes that somebody computes with a tensor: with a box of it, or one can't say with what."""
         name, whole, _ = self._tensors[_storage(tensor)]
         self.worked_on.add(name)
         self.asked[name].append(box_of(whole.shape, tensor) or tuple((0, size) for size in whole.shape))

@@ -1,4 +1,4 @@
-"""The copies of an engine's own loader, recorded once, in as few operations as they can be done with.
+"""Replays the copies of an engine's own loader, recorded once, in as few operations as they can be done with.
 
 A mixture has tens of thousands of tensors; copying each by itself costs the processor more than moving it costs the link.
 """
@@ -29,11 +29,11 @@ class Run(NamedTuple):
     first: Geometry
 
     def of(self, tensor: Tensor) -> Tensor:
-        """[number, *size], of the tensor's storage."""
+        """Returns the views as [number, *size], of the tensor's storage."""
         return tensor.as_strided((self.number, *self.first.size), (self.step, *self.first.stride), self.first.offset)
 
     def followed_by(self, view: Geometry) -> "Run | None":
-        """With one view more; None where that breaks the pattern."""
+        """Returns the run with one view more; None where that breaks the pattern."""
         if view[:2] != self.first[:2]:
             return None
         step = self.step if self.number > 1 else view.offset - self.first.offset
@@ -63,7 +63,7 @@ class Fill:
         self._generation = -1
 
     def add(self, source: int, within: Geometry, target: Geometry) -> None:
-        """A slice of a message."""
+        """Adds a slice of a message."""
         self._from_messages.append((source, within, target))
         self.elements += math.prod(target.size)
 
@@ -73,7 +73,7 @@ class Fill:
         self.elements += math.prod(target.size)
 
     def settle(self) -> None:
-        """Nothing more is added: what lies evenly on both sides becomes one copy."""
+        """Ends the adding of slices: those that lie evenly on both sides become one copy."""
         for source, within, target in sorted(self._from_messages, key=lambda each: (each[0], each[1].offset)):
             last = self.received[-1] if self.received and self.received[-1].source == source else None
             both = last and (last.within.followed_by(within), last.target.followed_by(target))
@@ -95,7 +95,7 @@ class Fill:
         return self._own
 
     def note(self, parameter: Tensor, shards: Shards, sums: SliceSums) -> None:
-        """The checksums of this process's own slices, as they are in the parameter now."""
+        """Records the checksums of this process's own slices, as they are in the parameter now."""
         end = 0
         for run in self._sums:
             begin, end = end, end + run.number
@@ -147,7 +147,7 @@ class Proof:
             self._waiting[filling.fill.parameter].append(filling)
 
     def filled(self, name: str, parameter: Tensor) -> None:
-        """The loader has copied its last to a parameter."""
+        """Notes that the loader has copied its last to a parameter."""
         if not all(filling.equals(parameter) for filling in self._waiting.pop(name, [])):
             self.wrong.add(name)
 
@@ -176,7 +176,7 @@ def fills_of(
 
 
 def _add(fill: Fill, unit: Unit, part: int, copy: Copy, shards: Shards, arrived: Sequence[tuple[int, Move, int]]) -> None:
-    """One recorded copy, cut where its rows come from elsewhere."""
+    """Adds one recorded copy, cut where its rows come from elsewhere."""
     axis = unit.rule.axis
     start, stop = copy.box[axis]
     here: list[tuple[int, int, tuple[int, Move, int] | None]] = [
@@ -212,7 +212,7 @@ def runs_of(views: Sequence[Geometry]) -> list[Run]:
 
 
 def _joined(targets: Sequence[Geometry], views: Sequence[Tensor]) -> tuple[list[Geometry], list[Tensor]]:
-    """The same copies, those whose rows go on in the next one together with it."""
+    """Joins copies whose rows go on in the next one."""
     joined: list[tuple[Geometry, Tensor]] = []
     for target, view in zip(targets, views, strict=True):
         if joined and _goes_on(joined[-1][0], target) and _is_next_to(joined[-1][1], view):

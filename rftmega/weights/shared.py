@@ -124,7 +124,7 @@ class SharedWeights:
         return found
 
     def _send(self, version: int, reading: list["Future[None]"]) -> int:
-        """Bucket by bucket; `reading` has the engines' progress, on the first process. Bytes that all processes wrote."""
+        """Sends bucket by bucket; `reading` has the engines' progress, on the first process. Bytes that all processes wrote."""
         moved = 0
         for number, bucket in enumerate(self.buckets):
             self._settle(reading, number - SEGMENTS)
@@ -144,7 +144,7 @@ class SharedWeights:
         return moved
 
     def _ask(self, work: Callable[..., None], *arguments: Any) -> None:
-        """The first process asks the engines; nothing more is asked of them once something failed."""
+        """Asks the engines, on the first process; nothing more is asked of them once something failed."""
         if self._control and self._failure is None:
             try:
                 work(*arguments)
@@ -157,7 +157,7 @@ class SharedWeights:
             self._ask(reading[number].result)
 
     def _agree(self, what: str) -> None:
-        """All processes come here; all raise if the first one's engines failed."""
+        """Meets all processes; all raise if the first one's engines failed."""
         mark()
         failed = torch.tensor(int(self._failure is not None), device=self.shards.device)
         dist.all_reduce(failed)
@@ -199,7 +199,7 @@ class SharedWeights:
         return self._views[key]
 
     def _described(self, bucket: SharedBucket, segment: int, sums: Sequence[int]) -> dict[str, Any]:
-        """A bucket, as the worker that reads it is told (`rollout.shared_memory.UpdateInfo`)."""
+        """Describes a bucket as the worker that reads it is told (`rollout.shared_memory.UpdateInfo`)."""
         return {
             "memory": self.name,
             "size": self.size * SEGMENTS,
@@ -251,7 +251,7 @@ def segment_bytes(units: Sequence[Unit], bucket_bytes: int) -> int:
 
 
 def _shared_memory(size: int) -> tuple[str, int, Tensor]:
-    """(name, bytes a segment, [bytes] of all segments), mapped by every process of this host."""
+    """Returns (name, bytes a segment, [bytes] of all segments), mapped by every process of this host."""
     told = [shared.create(size * SEGMENTS) if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(told)
     return told[0], size, torch.frombuffer(shared.attach(told[0], size * SEGMENTS), dtype=torch.uint8)

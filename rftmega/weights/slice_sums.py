@@ -30,19 +30,19 @@ class SliceSums:
         self._own: list[tuple[Sequence[Move], Tensor]] = []
 
     def sent(self, target: int, moves: Sequence[Move], sums: Tensor) -> None:
-        """`sums` [slices] of a message to process `target`."""
+        """Records the `sums` [slices] of a message to process `target`."""
         self._sent.append((target, moves, sums))
 
     def received(self, source: int, moves: Sequence[Move], sums: Tensor) -> None:
-        """`sums` [slices] of a message from process `source`."""
+        """Records the `sums` [slices] of a message from process `source`."""
         self._received.append((source, moves, sums))
 
     def used(self, moves: Sequence[Move], sums: Tensor) -> None:
-        """`sums` [slices] of what this process's engine takes from the trainer's own shard."""
+        """Records the `sums` [slices] of what this process's engine takes from the trainer's own shard."""
         self._own.append((moves, sums))
 
     def compared(self, shards: Shards) -> list[SliceChecksums]:
-        """All slices of the last push, everybody's; a collective, the same on every process. Weights must be on the device."""
+        """Compares all processes' slices of the last push; a collective, alike everywhere. Weights must be on the device."""
         me = dist.get_rank()
         held: dict[SliceKey, int] = {}
         sent: dict[SliceKey, int] = {}
@@ -64,7 +64,7 @@ class SliceSums:
 
 
 def _joined(told: Sequence[tuple[dict[SliceKey, int], dict[SliceKey, int], dict[SliceKey, int]]]) -> list[SliceChecksums]:
-    """The slices that each process told of. One that was sent and never arrived has None as what was received."""
+    """Joins the slices that each process told of. One that was sent and never arrived has None as what was received."""
     held, sent, received = ({place: total for part in told for place, total in part[i].items()} for i in range(3))
     places = sorted(held.keys() | sent.keys() | received.keys())
     return [SliceChecksums(*place, held.get(place), sent.get(place), received.get(place)) for place in places]

@@ -148,8 +148,8 @@ class Shards:
 
 
 def units_of(held: Sequence[HeldShard], group: Any = None) -> list[Unit]:
-    """Every exported tensor that the group (default: all processes) holds between them, in the order of the model: embedding,
-    layers, norm, head. A collective; everybody gets the same.
+    """Returns every exported tensor that the group (default: all processes) holds between them, in the order of the model:
+    embedding, layers, norm, head. A collective; everybody gets the same.
     """
     mine = [(item.rule, item.layer, item.expert, item.rank, item.parameter.dtype) for item in held if item.rule.exported]
     told = gather_objects((dist.get_rank(), mine), group)
@@ -169,14 +169,14 @@ def units_of(held: Sequence[HeldShard], group: Any = None) -> list[Unit]:
 
 
 def in_order(units: Sequence[Unit]) -> list[Unit]:
-    """Embedding, layers with their experts behind the rest of each, norm, head."""
+    """Orders units: embedding, layers with their experts behind the rest of each, norm, head."""
     in_layers = sorted((u for u in units if u.layer is not None), key=lambda u: (u.layer, -1 if u.expert is None else u.expert))
     outside = [u for u in units if u.layer is None]
     return [u for u in outside if u.rule.opens] + in_layers + [u for u in outside if not u.rule.opens]
 
 
 def buckets_of(units: Sequence[Unit], bucket_bytes: int, *, for_an_engine: bool = False) -> list[list[Unit]]:
-    """Consecutive units of one dtype up to `bucket_bytes`; what is larger by itself is a bucket of its own.
+    """Groups consecutive units of one dtype up to `bucket_bytes`; what is larger by itself is a bucket of its own.
 
     An engine loads the experts of a layer as one: for it they stay together.
     """
