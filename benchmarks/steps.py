@@ -10,12 +10,12 @@ from transformers import AutoModelForCausalLM
 from benchmarks.models import save_model
 from benchmarks.timing import Comparison, compare
 from rftmega.algorithms.losses import policy_loss
-from rftmega.config import OptimizerConfig, ParallelConfig
+from rftmega.config import AlgorithmConfig, KLConfig, OptimizerConfig, ParallelConfig
 from rftmega.experience import ExperienceMaker
 from rftmega.megatron.forward import LogProbs, custom_forward
 from rftmega.parallel.micro_batches import plan_micro_batches
 from rftmega.trainer.learner import Learner
-from rftmega.trainer.ppo import PPOTrainer
+from rftmega.trainer.ppo import PPOTrainer, Sampling, StepParts
 from rftmega.types import Completion, Prompt
 from tests.layouts import build_actor
 from tests.ranks import run_ranks
@@ -113,8 +113,9 @@ def scoring_body(world: Any, folder: Path) -> dict[str, float]:
     def trainer(late: bool) -> PPOTrainer:
         made = PPOTrainer(
             engine=engine, weights=engine, reward=lambda p, found: [{"reward": float(len(x.token_ids))} for x in found],
-            maker=ExperienceMaker(actor, use_reference=True), learner=Learner(actor, policy_loss(kl_coef=0.1)),
-            samples_per_prompt=4, temperature=1.0, seed=0, late_scoring=late,
+            maker=ExperienceMaker(actor, AlgorithmConfig(kl=KLConfig(coef=0.1))),
+            learner=Learner(actor, policy_loss(kl_coef=0.1)),
+            sampling=Sampling(4, 1.0, seed=0), parts=StepParts(late_scoring=late),
         )  # fmt: skip
         made.phase = lambda name, work, *given, **named: work(*given, **named)  # type: ignore[method-assign]
         return made

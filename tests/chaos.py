@@ -35,7 +35,7 @@ from tests.e2e.conftest import UNLIKE, numbers_of, write_arithmetic
 
 PHASES = ("rollout", "score", "update", "push", "save")
 COMMON = ["trainer.steps=6", "trainer.prompts_per_step=4", "trainer.export=true", "checkpoint.every=2", "checkpoint.keep=2"]
-COMMON += ["algorithm.mini_batches=2"]
+COMMON += ["algorithm.updates_per_epoch=2"]
 RUNS: dict[str, tuple[int, int, int, list[str]]] = {  # processes, kills, requests to stop, options
     "scripted, TP2 x PP2": (4, 10, 5, ["parallel.tensor=2", "parallel.pipeline=2"]),
     "scripted, TP2 x DP2, distributed optimizer": (4, 10, 5, ["parallel.tensor=2", "optimizer.distributed=true"]),

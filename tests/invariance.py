@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from rftmega.algorithms.aggregation import AGGREGATIONS
 from rftmega.algorithms.losses import policy_loss
-from rftmega.algorithms.surrogates import Clip
-from rftmega.algorithms.weighting import WEIGHTINGS
 from rftmega.config import OptimizerConfig, ParallelConfig
+from rftmega.config.algorithms import Clip
 from rftmega.types import Experience, Rows
 from rftmega.weights import Exporter
 from tests.layouts import build_actor, rows_of
@@ -50,7 +50,7 @@ class Layout:
 class Setting:
     """What must not matter, besides the layout."""
 
-    weighting: str = "token_mean"  # this one does; it is compared with itself
+    aggregation: str = "token_mean"  # this one does; it is compared with itself
     micro_batches: int = 3
     shuffled: bool = False
     dtype: str = "float32"
@@ -145,7 +145,7 @@ ENGINE: dict[str, dict[str, Layout]] = {
         "deepseek-v3": ("one process", *LAYOUTS["deepseek-v3"]),
     }.items()
 }
-SETTINGS = [Setting(weighting, n) for weighting in WEIGHTINGS for n in CAPS] + [Setting(shuffled=True)]
+SETTINGS = [Setting(aggregation, n) for aggregation in AGGREGATIONS for n in CAPS] + [Setting(shuffled=True)]
 SMOOTH = Setting(smooth=True)
 ROUGH = Setting(smooth=True, dtype="bfloat16")
 
@@ -179,8 +179,8 @@ def learn(folder: Path, layout: Layout, setting: Setting) -> dict[str, Any]:
     )
     # Far from 0, where a loss has no digits: the bonus on a few nats.
     clip = 10.0 if setting.smooth else 0.2
-    weighting = WEIGHTINGS[setting.weighting]
-    loss_fn = policy_loss(clip=Clip(clip, clip), kl_coef=0.1, entropy_coef=0.5, weighting=weighting)
+    aggregation = AGGREGATIONS[setting.aggregation]
+    loss_fn = policy_loss(options=Clip(low=clip, high=clip), kl_coef=0.1, entropy_coef=0.5, aggregation=aggregation)
     metrics = [actor.step(experience, loss_fn) for _ in range(3)]
     after = actor.log_probs(rows)
     back = order.argsort()
@@ -237,7 +237,7 @@ def every_case(folder: Path) -> Iterator[dict[str, Any]]:
             for name, layout in ({"one process": ALONE} | layouts | ENGINE.get(variant, {})).items():
                 bar.set_postfix_str(f"{variant}, {name}")
                 for setting, found in zip(settings, runs_of(model, layout, settings), strict=True):
-                    reference = wanted.setdefault((setting.weighting, setting.smooth), found[0])  # one process in fp32
+                    reference = wanted.setdefault((setting.aggregation, setting.smooth), found[0])  # one process in fp32
                     case = {"model": variant, "layout": name, "processes": layout.processes, **asdict(setting)}
                     yield case | differences(found, reference)
                 bar.update()
@@ -251,7 +251,7 @@ def write(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    header = ["model", "layout", "weighting", "micro_batches", "shuffled", "dtype", *QUANTITIES]
+    header = ["model", "layout", "aggregation", "micro_batches", "shuffled", "dtype", *QUANTITIES]
     sys.stdout.write("| " + " | ".join(header) + " |\n" + "|---" * len(header) + "|\n")
     rows = []
     with tempfile.TemporaryDirectory() as models:

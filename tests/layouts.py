@@ -6,7 +6,16 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
-from rftmega.config import AlgorithmConfig, ModelConfig, OptimizerConfig, ParallelConfig, RolloutConfig, RunConfig, TrainerConfig
+from rftmega.config import (
+    AlgorithmConfig,
+    KLConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RolloutConfig,
+    RunConfig,
+    TrainerConfig,
+)
 from rftmega.megatron import MegatronActor, MegatronCritic, MegatronModelManager
 from rftmega.megatron.forward import custom_forward
 from rftmega.parallel.topology import Topology
@@ -21,7 +30,7 @@ def config_of(
     dtype: str = "float32",
     temperature: float = 1.0,
     token_cap: int = 64,
-    mini_batches: int = 1,
+    updates_per_epoch: int = 1,
     keep_reference: bool = False,
     dropout: float = 0.0,
 ) -> RunConfig:
@@ -31,8 +40,8 @@ def config_of(
         parallel=parallel,
         optimizer=optimizer or OptimizerConfig(learning_rate=1e-3),
         rollout=RolloutConfig(temperature=temperature),
-        algorithm=AlgorithmConfig(mini_batches=mini_batches, kl_coef=0.1 if keep_reference else 0.0),
-        trainer=TrainerConfig(steps=100 // mini_batches, max_tokens_per_micro_batch=token_cap),
+        algorithm=AlgorithmConfig(updates_per_epoch=updates_per_epoch, kl=KLConfig(coef=0.1 if keep_reference else 0.0)),
+        trainer=TrainerConfig(steps=100 // updates_per_epoch, max_tokens_per_micro_batch=token_cap),
     )
 
 

@@ -15,7 +15,7 @@ MAY_IMPORT = {
     "json_files": "errors",
     "types": "",
     "interfaces": "types",
-    "algorithms": "types",
+    "algorithms": "types config",
     "sandbox": "",
     "rewards": "types errors json_files config",
     "data": "config types errors json_files",

@@ -15,8 +15,8 @@ router. Kinds:
   engine_weights, engine_working, kv_cache    of vLLM: it takes rollout.memory_fraction of a device, the cache what is left
   push_buffers   messages of two buckets (trainer.push_bucket_mib), simulated
   reserved       --reserved-gb: CUDA's context, NCCL, what the allocator can't use
-Host copies of a process: reference (kl_coef), average (ema_beta), checkpoint (what a save writes from), offload, experience (all
-rows of a step).
+Host copies of a process: reference (algorithm.kl.coef), average (ema_beta), checkpoint (what a save writes from), offload,
+experience (all rows of a step).
 
 Seconds are a roofline, a bound from below: work over speed, with answers of full length and all devices in step.
 

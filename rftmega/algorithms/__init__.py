@@ -1,1 +1,1 @@
-"""Pure functions on tensors: advantages, losses, KL estimators, weightings. No config, no rank, no device."""
+"""Pure functions on tensors: advantages, losses, KL estimators, aggregation. No rank, no device."""

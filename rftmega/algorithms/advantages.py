@@ -1,6 +1,5 @@
 """Rewards in, advantages out. Every function sees the whole batch, so a group never straddles processes."""
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -9,6 +8,8 @@ from torch import Tensor
 from rftmega.algorithms.filters import clip_filter_weight
 from rftmega.algorithms.gae import gae
 from rftmega.algorithms.groups import varied
+from rftmega.config.algorithms import GAE, GroupNorm, LeaveOneOut, Returns
+from rftmega.config.parts import IMPLEMENTATIONS, Advantage, implements
 
 
 def group_normalised(reward: Tensor, group: Tensor, *, scale_by_std: bool = True, eps: float = 1e-6) -> Tensor:
@@ -73,50 +74,50 @@ def whitened(advantage: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
 
 
 class Scored(NamedTuple):
-    """What an estimator may look at."""
+    """Scored holds what an advantage estimator may look at."""
 
     reward: Tensor  # [B]
     group: Tensor  # [B] int64
     mask: Tensor  # [B, T]
     value: Tensor | None  # [B, T] of the critic; None where there is none
     penalty: Tensor | None  # [B, T], the KL's share of each token's reward; None where it is in the loss
-    gamma: float
-    lam: float
-    scale_by_std: bool
-    clip_filter_weight: float = 0.0  # largest factor that makes up for groups that agree; 0: no factor
 
 
-Estimator = Callable[[Scored], Tensor]
+def advantages(batch: Scored, options: Advantage) -> Tensor:
+    """Returns [B, T]: what the estimator of these options makes of the rewards."""
+    found: Tensor = IMPLEMENTATIONS[type(options)](batch, options)
+    return found
 
 
-def _group(scored: Scored) -> Tensor:
-    advantage = group_normalised(scored.reward, scored.group, scale_by_std=scored.scale_by_std)
-    if scored.clip_filter_weight:
-        advantage = advantage * clip_filter_weight(scored.reward, scored.group, most=scored.clip_filter_weight)
-    return advantage[:, None] * scored.mask
+@implements(GroupNorm)
+def group_norm(batch: Scored, options: GroupNorm) -> Tensor:
+    """Returns GRPO's advantages, every token of an answer alike."""
+    advantage = group_normalised(batch.reward, batch.group, scale_by_std=options.scale_by_std)
+    if options.clip_filter_weight:
+        advantage = advantage * clip_filter_weight(batch.reward, batch.group, most=options.clip_filter_weight)
+    return advantage[:, None] * batch.mask
 
 
-def _leave_one_out(scored: Scored) -> Tensor:
-    """An answer is one action, so the KL of all its tokens is taken off its reward before the others' mean is."""
-    reward = scored.reward
-    if scored.penalty is not None:
-        reward = reward - torch.where(scored.mask, scored.penalty, 0.0).sum(-1)
-    return leave_one_out(reward, scored.group)[:, None] * scored.mask
+@implements(LeaveOneOut)
+def rloo(batch: Scored, options: LeaveOneOut) -> Tensor:
+    """Returns RLOO's advantages. An answer is one action, so the KL of all its tokens is taken off its reward before the others'
+    mean is.
+    """
+    reward = batch.reward
+    if batch.penalty is not None:
+        reward = reward - torch.where(batch.mask, batch.penalty, 0.0).sum(-1)
+    return leave_one_out(reward, batch.group)[:, None] * batch.mask
 
 
-def _reinforce(scored: Scored) -> Tensor:
-    return discounted_returns(token_rewards(scored.reward, scored.mask, scored.penalty), scored.mask, scored.gamma)
+@implements(Returns)
+def reinforce(batch: Scored, options: Returns) -> Tensor:
+    """Returns the discounted returns of REINFORCE++ (arXiv:2501.03262)."""
+    return discounted_returns(token_rewards(batch.reward, batch.mask, batch.penalty), batch.mask, options.gamma)
 
 
-def _gae(scored: Scored) -> Tensor:
-    assert scored.value is not None, "advantage=gae needs a critic"
-    rewards = token_rewards(scored.reward, scored.mask, scored.penalty)
-    return gae(scored.value, rewards, scored.mask, scored.gamma, scored.lam)[0]
-
-
-ESTIMATORS: dict[str, Estimator] = {
-    "group": _group,  # GRPO
-    "leave_one_out": _leave_one_out,  # RLOO
-    "reinforce": _reinforce,  # REINFORCE++ (arXiv:2501.03262), whitened
-    "gae": _gae,  # PPO with a critic
-}
+@implements(GAE)
+def generalised_advantages(batch: Scored, options: GAE) -> Tensor:
+    """Returns PPO's advantages, from the values of a critic."""
+    assert batch.value is not None, "algorithm.advantage.type=gae needs a critic"
+    rewards = token_rewards(batch.reward, batch.mask, batch.penalty)
+    return gae(batch.value, rewards, batch.mask, options.gamma, options.lam)[0]

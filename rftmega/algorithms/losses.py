@@ -3,35 +3,36 @@
 import torch
 from torch import Tensor
 
+from rftmega.algorithms.aggregation import Aggregation, averaged, sequence_mean, token_mean
 from rftmega.algorithms.kl import ESTIMATORS, KLController
-from rftmega.algorithms.mismatch import Correction, importance
-from rftmega.algorithms.surrogates import SURROGATES, Clip, clip_binds, ratio_of
-from rftmega.algorithms.weighting import Weighting, averaged, sequence_mean, token_mean
+from rftmega.algorithms.mismatch import importance
+from rftmega.algorithms.surrogates import Surrogate, clip_binds, ratio_of
+from rftmega.config.algorithms import GSPO, Clip, NoImportance
+from rftmega.config.parts import IMPLEMENTATIONS, ImportanceSampling, PolicyLoss
 from rftmega.types import Experience, LossFn, TokenLoss, TokenStats
 
 
 def policy_loss(
     *,
-    surrogate: str = "ppo",
-    clip: Clip = Clip(),  # noqa: B008  immutable
-    correction: Correction = Correction(),  # noqa: B008
+    options: PolicyLoss = Clip(),  # noqa: B008  immutable
+    correction: ImportanceSampling = NoImportance(),  # noqa: B008
     high_entropy_share: float = 1.0,
     kl_coef: float | KLController = 0.0,
     kl_estimator: str = "k3",
     entropy_coef: float = 0.0,
-    weighting: Weighting = token_mean,
+    aggregation: Aggregation = token_mean,
 ) -> LossFn:
     """Surrogate + kl_coef x KL to the reference - entropy_coef x entropy, per token.
 
-    The surrogate is one of SURROGATES, times the importance of CORRECTIONS. Below 1, `high_entropy_share` keeps only that share
-    of each answer's tokens, those of highest entropy (after arXiv:2506.01939, which takes the share over the batch).
+    The surrogate is the function of `options`, times the importance of `correction`. Below 1, `high_entropy_share` keeps only
+    that share of each answer's tokens, those of highest entropy (after arXiv:2506.01939, which takes the share over the batch).
 
     Metrics are means over all response tokens, but for `policy_loss`, which is averaged as the loss is, and `clip_fraction`, the
     share of the tokens learnt from (for gspo: of the answers) whose gradient the clip cuts off.
     """
     kl = ESTIMATORS[kl_estimator]
     kl_weight = kl_coef if isinstance(kl_coef, KLController) else KLController(kl_coef)
-    objective = SURROGATES[surrogate]
+    surrogate: Surrogate = IMPLEMENTATIONS[type(options)]
 
     def loss(stats: TokenStats, experience: Experience) -> TokenLoss:
         mask, old_logp = experience.mask, experience.old_logp
@@ -40,7 +41,7 @@ def policy_loss(
         log_ratio = torch.where(mask, stats.logp - old_logp, 0.0)
         advantage = torch.where(mask, experience.advantage, 0.0)
         weighed = importance(old_logp, experience.behaviour_logp, mask, correction)
-        value = weighed * objective(log_ratio, advantage, mask, clip)
+        value = weighed * surrogate(log_ratio, advantage, mask, options)
         surrogate_loss = value
         shown = {"ratio": ratio_of(log_ratio.detach()), "ppo_kl": -log_ratio, "importance": weighed}
         if experience.reference_logp is not None:
@@ -56,12 +57,12 @@ def policy_loss(
                 value = value - entropy_coef * entropy
             if high_entropy_share < 1:
                 kept = mask & highest(entropy.detach(), mask, high_entropy_share)
-        metrics = averaged({"policy_loss": surrogate_loss}, kept, weighting) | averaged(shown, mask)
-        binds = clip_binds(surrogate, log_ratio.detach(), advantage, mask, clip)
+        metrics = averaged({"policy_loss": surrogate_loss}, kept, aggregation) | averaged(shown, mask)
+        binds = clip_binds(options, log_ratio.detach(), advantage, mask)
         if binds is not None:
-            of_answers = sequence_mean if surrogate == "gspo" else token_mean
+            of_answers = sequence_mean if isinstance(options, GSPO) else token_mean
             metrics |= averaged({"clip_fraction": binds.float()}, kept, of_answers)
-        weight, count = weighting(kept)
+        weight, count = aggregation(kept)
         return TokenLoss(value, weight, count, metrics)
 
     return loss

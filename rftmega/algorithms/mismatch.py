@@ -1,12 +1,13 @@
 """How far the engine that sampled is from the trainer that learns, and what to do about it."""
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from rftmega.config.algorithms import MaskedImportance, NoImportance, SequenceImportance, TokenImportance
+from rftmega.config.parts import IMPLEMENTATIONS, ImportanceSampling, implements
 from rftmega.types import Metrics
 
 
@@ -50,35 +51,34 @@ def log_prob_gap(behaviour_logp: Tensor, old_logp: Tensor, mask: Tensor) -> Gap:
     return Gap(at(1.0), at(0.999), gap.mean().item(), at(0.5), len(gap), gap.exp().mean().item())
 
 
-class Correction(NamedTuple):
-    """`kind`: none, token, sequence or mask; `cap` >= 1 bounds the importance weight."""
-
-    kind: str = "none"
-    cap: float = 2.0
-
-
-def importance(old_logp: Tensor, behaviour_logp: Tensor, mask: Tensor, correction: Correction) -> Tensor:
-    """[B, T], no gradient: how much a token counts, since the engine drew it and not the trainer (truncated importance sampling,
-    https://fengyao.notion.site/off-policy-rl).
-
-    token: trainer's over engine's probability, at most cap. sequence: the product over the answer, at most cap. mask: 1 where the
-    token's ratio lies in [1 / cap, cap], else 0.
+def importance(old_logp: Tensor, behaviour_logp: Tensor, mask: Tensor, options: ImportanceSampling) -> Tensor:
+    """Returns [B, T], no gradient: how much a token counts, since the engine drew it and not the trainer (truncated importance
+    sampling, https://fengyao.notion.site/off-policy-rl).
     """
-    return CORRECTIONS[correction.kind](torch.where(mask, old_logp - behaviour_logp, 0.0).detach(), correction.cap)
+    weights: Tensor = IMPLEMENTATIONS[type(options)](torch.where(mask, old_logp - behaviour_logp, 0.0).detach(), options)
+    return weights
 
 
-def _sequence(log_ratio: Tensor, cap: float) -> Tensor:
-    return log_ratio.sum(-1, keepdim=True).clamp(max=20.0).exp().clamp(max=cap).expand_as(log_ratio)
+@implements(NoImportance)
+def no_weights(log_ratio: Tensor, options: NoImportance) -> Tensor:
+    """Returns 1 for every token."""
+    return torch.ones_like(log_ratio)
 
 
-def _mask(log_ratio: Tensor, cap: float) -> Tensor:
+@implements(TokenImportance)
+def token_weights(log_ratio: Tensor, options: TokenImportance) -> Tensor:
+    """Returns the trainer's over the engine's probability, at most `cap`."""
+    return log_ratio.clamp(max=20.0).exp().clamp(max=options.cap)
+
+
+@implements(SequenceImportance)
+def sequence_weights(log_ratio: Tensor, options: SequenceImportance) -> Tensor:
+    """Returns the product of the ratios over the answer, at most `cap`, for each of its tokens."""
+    return log_ratio.sum(-1, keepdim=True).clamp(max=20.0).exp().clamp(max=options.cap).expand_as(log_ratio)
+
+
+@implements(MaskedImportance)
+def token_mask(log_ratio: Tensor, options: MaskedImportance) -> Tensor:
+    """Returns 1 where a token's ratio lies in [1 / cap, cap], else 0."""
     ratio = log_ratio.clamp(max=20.0).exp()
-    return ((ratio >= 1 / cap) & (ratio <= cap)).to(log_ratio.dtype)
-
-
-CORRECTIONS: dict[str, Callable[[Tensor, float], Tensor]] = {
-    "none": lambda log_ratio, cap: torch.ones_like(log_ratio),
-    "token": lambda log_ratio, cap: log_ratio.clamp(max=20.0).exp().clamp(max=cap),
-    "sequence": _sequence,
-    "mask": _mask,
-}
+    return ((ratio >= 1 / options.cap) & (ratio <= options.cap)).to(log_ratio.dtype)

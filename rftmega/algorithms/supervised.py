@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rftmega.algorithms.weighting import Weighting, averaged, token_mean
+from rftmega.algorithms.aggregation import Aggregation, averaged, token_mean
 from rftmega.types import Experience, LossFn, Rows, TokenLoss, TokenMetric, TokenStats, TokenValues
 
 
-def cross_entropy_loss(weighting: Weighting = token_mean) -> LossFn:
+def cross_entropy_loss(aggregation: Aggregation = token_mean) -> LossFn:
     """-log p of each response token, the end of sequence included; of the prompt's none."""
 
     def loss(stats: TokenStats, experience: Experience) -> TokenLoss:
@@ -16,7 +16,7 @@ def cross_entropy_loss(weighting: Weighting = token_mean) -> LossFn:
         shown = {"cross_entropy": value}
         if stats.entropy is not None:
             shown["entropy"] = torch.where(experience.mask, stats.entropy, 0.0)
-        weight, count = weighting(experience.mask)
+        weight, count = aggregation(experience.mask)
         return TokenLoss(value, weight, count, averaged(shown, experience.mask))
 
     return loss

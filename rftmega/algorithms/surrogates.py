@@ -6,27 +6,19 @@ and the mask [B, T]; both are 0 outside it. Where nothing has changed yet (log_r
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from rftmega.config.algorithms import CISPO, CPGD, GSPO, Clip, ScoreFunction
+from rftmega.config.parts import PolicyLoss, implements
+
 LARGEST_LOG_RATIO = 20.0
 
 
-class Clip(NamedTuple):
-    """How far a step may go: ratios from 1 - low to 1 + high; `dual` bounds the loss where the advantage is negative (0: does
-    not); `drift` weighs CPGD's KL to the old policy, whose gradient grows no further above a ratio of 1 + drift_high.
-    """
-
-    low: float = 0.2
-    high: float = 0.2
-    dual: float = 0.0
-    drift: float = 0.0
-    drift_high: float = 0.2
-
-
-Surrogate = Callable[[Tensor, Tensor, Tensor, Clip], Tensor]
+Surrogate = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
+"""(log_ratio, advantage, mask, options) -> loss, all [B, T]."""
 
 
 def ratio_of(log_ratio: Tensor) -> Tensor:
@@ -39,24 +31,30 @@ def ratio_of(log_ratio: Tensor) -> Tensor:
     return torch.where(log_ratio > LARGEST_LOG_RATIO, tangent, log_ratio.clamp(max=LARGEST_LOG_RATIO).exp())
 
 
-def clipped(log_ratio: Tensor, advantage: Tensor, mask: Tensor, clip: Clip) -> Tensor:
-    """PPO's pessimistic bound (arXiv:1707.06347, eq. 7), with a clip range of its own upwards (DAPO, arXiv:2503.14476, eq. 10).
+@implements(Clip)
+def clipped(log_ratio: Tensor, advantage: Tensor, mask: Tensor, options: Clip) -> Tensor:
+    """Returns PPO's pessimistic bound (arXiv:1707.06347, eq. 7); its clip range upwards is DAPO's (arXiv:2503.14476, eq. 10).
 
     With `dual` = c > 1 the loss of a token with negative advantage is at most -c x advantage (arXiv:1912.09729, eq. 5).
     """
-    ratio = ratio_of(log_ratio)
-    objective = torch.minimum(ratio * advantage, ratio.clamp(1 - clip.low, 1 + clip.high) * advantage)
-    if clip.dual:
-        objective = torch.where(advantage < 0, torch.maximum(objective, clip.dual * advantage), objective)
+    objective = _pessimistic(log_ratio, advantage, options)
+    if options.dual:
+        objective = torch.where(advantage < 0, torch.maximum(objective, options.dual * advantage), objective)
     return -objective
 
 
-def sequence_clipped(log_ratio: Tensor, advantage: Tensor, mask: Tensor, clip: Clip) -> Tensor:
-    """GSPO (arXiv:2507.18071, eq. 5): one ratio an answer, the geometric mean of its tokens'; the clip is on that.
+def _pessimistic(log_ratio: Tensor, advantage: Tensor, clip: Clip | GSPO) -> Tensor:
+    ratio = ratio_of(log_ratio)
+    return torch.minimum(ratio * advantage, ratio.clamp(1 - clip.low, 1 + clip.high) * advantage)
 
-    Given to each of its tokens; with the weighting sequence_mean that is the paper's objective. Clip ranges are near 1e-3.
+
+@implements(GSPO)
+def sequence_clipped(log_ratio: Tensor, advantage: Tensor, mask: Tensor, options: GSPO) -> Tensor:
+    """Returns GSPO's loss (arXiv:2507.18071, eq. 5): one ratio an answer, the geometric mean of its tokens'; the clip is on that.
+
+    Given to each of its tokens; with loss_aggregation=sequence_mean that is the paper's objective. Clip ranges are near 1e-3.
     """
-    return clipped(mean_log_ratio(log_ratio, mask), advantage, mask, clip)
+    return -_pessimistic(mean_log_ratio(log_ratio, mask), advantage, options)
 
 
 def mean_log_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
@@ -65,22 +63,24 @@ def mean_log_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
     return (log_ratio.sum(-1, keepdim=True) / length).expand_as(log_ratio)
 
 
-def weighted_score(log_ratio: Tensor, advantage: Tensor, mask: Tensor, clip: Clip) -> Tensor:
+@implements(CISPO)
+def weighted_score(log_ratio: Tensor, advantage: Tensor, mask: Tensor, options: CISPO) -> Tensor:
     """CISPO (arXiv:2506.13585, eq. 4): no token's gradient is cut off; its weight, the ratio, is clipped and held constant."""
-    weight = ratio_of(log_ratio.detach()).clamp(1 - clip.low, 1 + clip.high)
+    weight = ratio_of(log_ratio.detach()).clamp(1 - options.low, 1 + options.high)
     return -weight * advantage * log_ratio
 
 
-def log_clipped(log_ratio: Tensor, advantage: Tensor, mask: Tensor, clip: Clip) -> Tensor:
+@implements(CPGD)
+def log_clipped(log_ratio: Tensor, advantage: Tensor, mask: Tensor, options: CPGD) -> Tensor:
     """CPGD (arXiv:2505.12504, eq. 5 and 7): no ratio multiplies the advantage; the clip is on its logarithm.
 
-    Plus `drift` x KL(old || present), estimated from the old policy's samples by ratio - 1 - log ratio, which is never negative.
-    Its gradient, ratio - 1, is at most `drift_high`, as in the authors' code: from there on the estimate is its own tangent.
+    Plus `drift_coef` x KL(old || present), estimated from the old policy's samples by ratio - 1 - log ratio, never negative.
+    Its gradient, ratio - 1, is at most `drift_clip`, as in the authors' code: from there on the estimate is its own tangent.
     """
-    bounded = log_ratio.clamp(math.log1p(-clip.low), math.log1p(clip.high))
+    bounded = log_ratio.clamp(math.log1p(-options.low), math.log1p(options.high))
     value = -torch.minimum(log_ratio * advantage, bounded * advantage)
-    if clip.drift:
-        value = value + clip.drift * _drift(log_ratio, clip.drift_high)
+    if options.drift_coef:
+        value = value + options.drift_coef * _drift(log_ratio, options.drift_clip)
     return value
 
 
@@ -91,35 +91,27 @@ def _drift(log_ratio: Tensor, highest: float) -> Tensor:
     return torch.where(log_ratio > edge, highest - edge + highest * (log_ratio - edge), near)
 
 
-def score(log_ratio: Tensor, advantage: Tensor, mask: Tensor, clip: Clip) -> Tensor:
-    """REINFORCE (Williams, 1992): the plain score function; right for one optimizer step a rollout."""
+@implements(ScoreFunction)
+def score(log_ratio: Tensor, advantage: Tensor, mask: Tensor, options: ScoreFunction) -> Tensor:
+    """Returns REINFORCE's loss (Williams, 1992): the plain score function; right for one optimizer step a rollout."""
     return -advantage * log_ratio
 
 
-SURROGATES: dict[str, Surrogate] = {
-    "ppo": clipped,
-    "gspo": sequence_clipped,
-    "cispo": weighted_score,
-    "cpgd": log_clipped,
-    "reinforce": score,
-}
-
-
-def clip_binds(name: str, log_ratio: Tensor, advantage: Tensor, mask: Tensor, clip: Clip) -> Tensor | None:
-    """[B, T] bool: where the clip of SURROGATES[name] cuts the gradient off (cispo: bounds the weight); None where it has none.
+def clip_binds(options: PolicyLoss, log_ratio: Tensor, advantage: Tensor, mask: Tensor) -> Tensor | None:
+    """Returns [B, T] bool: where the clip of a policy loss cuts the gradient off (cispo: bounds the weight); None without one.
 
     The clip on a ratio binds on the side that the advantage pushes to: above where it is positive, below where it is negative;
     there `dual` binds as well. For gspo all tokens of an answer are alike.
     """
-    if name == "reinforce":
+    if not isinstance(options, Clip | GSPO | CISPO | CPGD):
         return None
-    if name == "gspo":
+    if isinstance(options, GSPO):
         log_ratio = mean_log_ratio(log_ratio, mask)
-    above = log_ratio > math.log1p(clip.high)
-    below = log_ratio < math.log1p(-clip.low) if clip.low < 1 else torch.zeros_like(above)
-    if name == "cispo":
+    above = log_ratio > math.log1p(options.high)
+    below = log_ratio < math.log1p(-options.low) if options.low < 1 else torch.zeros_like(above)
+    if isinstance(options, CISPO):
         return above | below
     binds = (above & (advantage > 0)) | (below & (advantage < 0))
-    if clip.dual:
-        binds = binds | ((log_ratio > math.log(clip.dual)) & (advantage < 0))
+    if isinstance(options, Clip) and options.dual:
+        binds = binds | ((log_ratio > math.log(options.dual)) & (advantage < 0))
     return binds

@@ -3,11 +3,11 @@
 import torch
 from torch.nn import functional as F
 
-from rftmega.algorithms.weighting import Weighting, averaged, token_mean
+from rftmega.algorithms.aggregation import Aggregation, averaged, token_mean
 from rftmega.types import Experience, LossFn, TokenLoss, TokenValues
 
 
-def value_loss(*, clip: float = 0.0, huber: float = 0.0, weighting: Weighting = token_mean) -> LossFn:
+def value_loss(*, clip: float = 0.0, huber: float = 0.0, aggregation: Aggregation = token_mean) -> LossFn:
     """Half the squared distance of value [B, T] to the return.
 
     With `clip` above 0, the larger of it and the distance of a value that may move no further than `clip` from what it was when
@@ -29,9 +29,9 @@ def value_loss(*, clip: float = 0.0, huber: float = 0.0, weighting: Weighting = 
         if clip:
             found = torch.maximum(found, distance(old + (value - old).clamp(-clip, clip), target))
         clipped = (moved.abs() > clip).float() if clip else torch.zeros_like(moved)
-        metrics = averaged({"value_loss": found}, mask, weighting)
+        metrics = averaged({"value_loss": found}, mask, aggregation)
         metrics |= averaged({"value": value, "value_clip_fraction": clipped}, mask)
-        weight, count = weighting(mask)
+        weight, count = aggregation(mask)
         return TokenLoss(found, weight, count, metrics)
 
     return loss

@@ -1,10 +1,10 @@
 """What a run can be told. Importing this costs nothing: no torch, no Megatron."""
 
+from rftmega.config.algorithms import AlgorithmConfig, KLConfig
 from rftmega.config.config_diff import changes
-from rftmega.config.load import load, parse_override
+from rftmega.config.load import load, parse_override, plugins_of
 from rftmega.config.reference import option_reference
 from rftmega.config.schema import (
-    AlgorithmConfig,
     CheckpointConfig,
     CriticConfig,
     DataConfig,
@@ -29,6 +29,7 @@ __all__ = [
     "CriticConfig",
     "DataConfig",
     "FaultsConfig",
+    "KLConfig",
     "LoggingConfig",
     "ModelConfig",
     "OptimizerConfig",
@@ -41,6 +42,7 @@ __all__ = [
     "load",
     "option_reference",
     "parse_override",
+    "plugins_of",
     "shares",
     "split_source",
     "violations",

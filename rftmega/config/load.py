@@ -2,8 +2,7 @@
 
 import contextlib
 import difflib
-from collections.abc import Iterator, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -11,8 +10,11 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from rftmega.config.plugins import plugin_parts
+from rftmega.config.renamed import RENAMED_TYPES, renamed
 from rftmega.config.schema import RunConfig
 from rftmega.config.secrets import SECRET
+from rftmega.config.tree import Plugins, built, default_type, hints, merged_schema, options, sections, unions
 from rftmega.config.validate_ranges import AS_THE_POLICY
 from rftmega.errors import ConfigError
 
@@ -23,6 +25,7 @@ MEANT = {
     float: "a number",
     bool: "true or false",
     str: "text",
+    list[str]: "a list of text, as [a,b]",
     list[int]: "a list of whole numbers, as [1,2]",
     dict[str, float]: "names and numbers, as {a: 1}",
     dict[str, str]: "names and text, as {a: b}",
@@ -30,28 +33,13 @@ MEANT = {
 }
 
 
-def options(schema: type = RunConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted name, type) of all options, in the order of the schema."""
-    for f in fields(schema):
-        nested = f.default_factory if is_dataclass(f.default_factory) else None
-        if nested:
-            yield from options(nested, f"{prefix}{f.name}.")
-        else:
-            yield prefix + f.name, f.type
-
-
-def sections() -> set[str]:
-    """Dotted names that hold options."""
-    return {name[:at] for name, _ in options() for at in range(len(name)) if name[at] == "."}
-
-
-def parse_override(text: str) -> tuple[str, Any]:
+def parse_override(text: str, plugins: Plugins = ()) -> tuple[str, Any]:
     """ "a.b=value" -> ("a.b", value), the value read as YAML where it is some. Raises ConfigError without "="."""
     name, equals, value = text.partition("=")
     name = name.strip()
     if not equals:
         raise ConfigError(f"{text!r} is not an override. Write option=value, e.g. parallel.tensor=2.")
-    if not value or dict(options()).get(name) is str:  # a regular expression may look like YAML
+    if not value or options(plugins).get(name) is str:  # a regular expression may look like YAML
         return name, value
     try:
         parsed = read_yaml(value)
@@ -68,35 +56,105 @@ def parse_override(text: str) -> tuple[str, Any]:
 def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Reads `path` and the file that it names as its `base`, applies `overrides` on top, and fills in the defaults.
 
-    What is given for the policy's layout and optimizer holds for the critic too, unless it is given for that.
+    What is given for the policy's layout and optimizer holds for the critic too, unless it is given for that. Where a file or the
+    overrides name another type of a part than what lies below them, that part's options of below are gone.
     Raises ConfigError with one line for each unknown option (and the nearest that exists), wrong type or missing value.
     """
-    given = _with_base(Path(path))
-    given |= dict(parse_override(text) for text in overrides)
-    given = recipe(str(given.get("algorithm.recipe") or "")) | given
-    config = OmegaConf.structured(RunConfig)
-    known = [name for name, _ in options()]
-    tables = [name for name, kind in options() if get_origin(kind) is dict]  # whose keys are the user's
-    problems = []
+    files = _layers(Path(path))
+    plugins = _plugins_of([*files, dict(parse_override(text) for text in overrides)])
+    said = dict(parse_override(text, plugins) for text in overrides)
+    layers = [_flat_parts(layer, plugins) for layer in (*files, said)]
+    named = next((layer["algorithm.recipe"] for layer in reversed(layers) if "algorithm.recipe" in layer), "")
+    layers = [_flat_parts(layer, plugins) for layer in recipe(str(named or ""))] + layers
+    given = _merged(layers, plugins)
+    chosen, given, problems = _chosen_parts(given, plugins)
+    config = OmegaConf.structured(merged_schema(chosen, plugins))
+    known = list(options(plugins))
     for name, value in given.items():
-        if name not in known and name.rpartition(".")[0] not in tables:
-            problems.append(_unknown(name, known))
+        if problem := _refused(name, value, chosen, plugins):
+            problems.append(problem)
             continue
         try:
             OmegaConf.update(config, name, value)
         except OmegaConfBaseException as error:
-            problems.append(_unfit(name, value, error))
+            problems.append(_unfit(name, value, error, options(plugins)))
     for name in known:
         if name.startswith(AS_THE_POLICY) and f"critic.{name}" not in given:
             OmegaConf.update(config, f"critic.{name}", OmegaConf.select(config, name))
     if "reward.exact_match" not in given and _judged_otherwise(config):
         config.reward.exact_match = 0.0
-    problems += [f"{name} must be given." for name in known if OmegaConf.is_missing(*_parent(config, name))]
+    active = [name for name in known if name.rpartition(".")[0] not in chosen]
+    problems += [f"{name} must be given." for name in active if OmegaConf.is_missing(*_parent(config, name))]
     if problems:
         raise ConfigError.listing(str(path), problems)
-    run = OmegaConf.to_object(config)
+    tree: Any = OmegaConf.to_container(config, resolve=True)
+    run = built(RunConfig, tree, plugins)
     assert isinstance(run, RunConfig)
     return run
+
+
+def plugins_of(path: str | Path, overrides: Sequence[str] = ()) -> Plugins:
+    """Returns the classes of a user's own parts that a config names. Raises ConfigError as `load` does."""
+    return _plugins_of([*_layers(Path(path)), dict(parse_override(text) for text in overrides)])
+
+
+def _chosen_parts(given: dict[str, Any], plugins: Plugins) -> tuple[dict[str, str], dict[str, Any], list[str]]:
+    """Returns (union -> type, the options without those of a part that there is not, problems)."""
+    chosen, problems = {}, []
+    for name, known in unions(plugins).items():
+        chosen[name] = str(given.get(f"{name}.type", default_type(name)))
+        if chosen[name] not in known:
+            problems.append(_unknown_type(name, chosen[name], list(known)))
+            given = {option: value for option, value in given.items() if not option.startswith(f"{name}.")}
+            chosen[name] = default_type(name)
+    return chosen, given, problems
+
+
+def _refused(name: str, value: Any, chosen: Mapping[str, str], plugins: Plugins) -> str:
+    """Returns why there is no such option; "" where there is."""
+    known, section = options(plugins), name.rpartition(".")[0]
+    if name not in known and get_origin(known.get(section)) is not dict:  # whose keys are the user's
+        return renamed(name, value) or _unknown(name, list(known))
+    if section not in chosen or name == f"{section}.type":
+        return ""
+    having = [part for part, schema in unions(plugins)[section].items() if name.rpartition(".")[2] in hints(schema)]
+    return "" if chosen[section] in having else _of_another_part(name, value, chosen[section], having)
+
+
+def _plugins_of(layers: Sequence[dict[str, Any]]) -> tuple[type, ...]:
+    """Returns the classes of the files that `plugins` names. Raises ConfigError as `plugin_parts` does."""
+    paths: Any = next((layer["plugins"] for layer in reversed(layers) if "plugins" in layer), [])
+    if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
+        raise ConfigError(f"plugins={paths!r} must be a list of Python files, as [my_parts.py].")
+    return plugin_parts(paths)
+
+
+def _flat_parts(layer: dict[str, Any], plugins: Plugins) -> dict[str, Any]:
+    """Returns a layer in which the options of parts that are given as a whole have names of their own, and a plain text is the
+    part's type.
+    """
+    parts, found = {*unions(plugins), "reward.custom"}, dict[str, Any]()
+    for name, value in layer.items():
+        section = name if name in parts else name.rpartition(".")[0]
+        if isinstance(value, dict) and (name in parts or section == "reward.custom"):
+            found |= flatten(value, f"{name}.", plugins)
+        elif name in parts and name != "reward.custom":
+            found[f"{name}.type"] = value
+        else:
+            found[name] = value
+    return found
+
+
+def _merged(layers: Sequence[dict[str, Any]], plugins: Plugins) -> dict[str, Any]:
+    """Returns the options of all layers, the last first; a layer that names another type of a part begins it anew."""
+    found: dict[str, Any] = {}
+    for layer in layers:
+        for name in unions(plugins):
+            before = found.get(f"{name}.type", default_type(name))
+            if layer.get(f"{name}.type", before) != before:
+                found = {option: value for option, value in found.items() if not option.startswith(f"{name}.")}
+        found |= layer
+    return found
 
 
 def _judged_otherwise(config: Any) -> bool:
@@ -105,14 +163,27 @@ def _judged_otherwise(config: Any) -> bool:
     return read and any(OmegaConf.select(config, f"reward.{part}") for part in JUDGES)
 
 
-def recipe(name: str) -> dict[str, Any]:
-    """Dotted options that a recipe sets; none for "". Raises ConfigError for a name that there is not."""
+def recipe(name: str) -> list[dict[str, Any]]:
+    """Returns the layers of dotted options that a recipe sets; none for "". Raises ConfigError for a name that there is not.
+
+    `name`: of one in rftmega/config/recipes, or the path of a YAML file.
+    """
     files = {path.stem: path for path in Path(__file__).with_name("recipes").glob("*.yaml")}
     if not name:
-        return {}
+        return []
+    if _is_path(name):
+        return _layers(Path(name))
     if name not in files:
-        raise ConfigError(f"algorithm.recipe={name} is unknown. Choose one of: {', '.join(sorted(files))}.")
-    return flatten(_read_yaml(files[name]))
+        near = difflib.get_close_matches(name, files, n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise ConfigError(
+            f"algorithm.recipe={name} is unknown.{hint} Choose one of: {', '.join(sorted(files))}; or give a YAML file's path."
+        )
+    return _layers(files[name])
+
+
+def _is_path(name: str) -> bool:
+    return name.endswith((".yaml", ".yml")) or "/" in name
 
 
 class StrictLoader(yaml.SafeLoader):
@@ -138,36 +209,43 @@ def read_yaml(text: str) -> Any:
         loader.dispose()
 
 
-def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(tree: dict[str, Any], prefix: str = "", plugins: Plugins = ()) -> dict[str, Any]:
     """{"a": {"b": 1}} -> {"a.b": 1}; an option that is a dictionary itself stays whole. A section without options is none.
 
     Raises ConfigError for sections that are within one another for ever (an anchor that holds itself).
     """
     flat: dict[str, Any] = {}
-    known = dict(options())
+    known = options(plugins)
     if prefix.count(".") > DEEPEST:
         raise ConfigError(f"{prefix[:40]}...: sections within sections, {DEEPEST} deep. Does an anchor (&) hold itself (*)?")
     for key, value in tree.items():
-        if value is None and f"{prefix}{key}" in sections():
+        if value is None and f"{prefix}{key}" in sections(plugins):
             continue
         if isinstance(value, dict) and f"{prefix}{key}" not in known:
-            flat |= flatten(value, f"{prefix}{key}.")
+            flat |= flatten(value, f"{prefix}{key}.", plugins)
         else:
             flat[f"{prefix}{key}"] = value
     return flat
 
 
-def _with_base(path: Path, below: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Dotted options of a file, over those of its base, a path from its own folder. `below`: the files that led here."""
+def _layers(path: Path, below: tuple[Path, ...] = ()) -> list[dict[str, Any]]:
+    """Returns the dotted options of a file, after those of its base, a path from its own folder. `below`: the files that led
+    here. Paths of a recipe and of plugins are from the file's folder as well.
+    """
     if path.resolve() in below:
         raise ConfigError(f"{path} is its own base: {' -> '.join(map(str, (*below, path.resolve())))}. Take base out of one.")
     tree = _read_yaml(path)
     base = tree.pop("base", None)
+    flat = flatten(tree)
+    if isinstance(named := flat.get("algorithm.recipe"), str) and _is_path(named):
+        flat["algorithm.recipe"] = str(path.parent / named)
+    if isinstance(plugins := flat.get("plugins"), list):
+        flat["plugins"] = [str(path.parent / file) for file in plugins]
     if base is None:
-        return flatten(tree)
+        return [flat]
     if not isinstance(base, str):
         raise ConfigError(f"{path}: base={base!r} must be the path of another config file, from {path.parent}.")
-    return _with_base(path.parent / base, (*below, path.resolve())) | flatten(tree)
+    return [*_layers(path.parent / base, (*below, path.resolve())), flat]
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -200,17 +278,31 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return tree
 
 
-def _unfit(name: str, value: Any, error: OmegaConfBaseException) -> str:
+def _unknown_type(name: str, value: str, known: list[str]) -> str:
+    former = RENAMED_TYPES.get((f"{name}.type", value))
+    if former:
+        return f"{name}.type={value} is now {name}.type={former}."
+    near = difflib.get_close_matches(value, known, n=1)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    return f"{name}.type={value} is unknown.{hint} Choose one of: {', '.join(known)}."
+
+
+def _of_another_part(name: str, value: Any, chosen: str, having: list[str]) -> str:
+    union = name.rpartition(".")[0]
+    return f"{name}={value} needs {union}.type={' or '.join(having)}, not {chosen}, which has no such option."
+
+
+def _unfit(name: str, value: Any, error: OmegaConfBaseException, known: Mapping[str, Any]) -> str:
     if name in SECRET:
         return f"{name} must be text."
-    kind = dict(options()).get(name) or dict(options()).get(name.rpartition(".")[0])
+    kind = known.get(name) or known.get(name.rpartition(".")[0])
     meant = MEANT[kind] if kind in MEANT else f"something else ({str(error).splitlines()[0]})"
     return f"{name}={value!r} must be {meant}."
 
 
 def _unknown(name: str, known: list[str]) -> str:
     section, _, leaf = name.rpartition(".")
-    if name in sections():
+    if any(k.startswith(f"{name}.") for k in known):
         inside = [k for k in known if k.startswith(f"{name}.")]
         return f"{name} is a section, not an option. Give options of it, as {inside[0]}."
     same_leaf = [k for k in known if k.endswith(f".{leaf}")]

@@ -1,41 +1,71 @@
-"""The option reference that `--help` prints, read from the schema's own source, so that it can't drift."""
+"""The option reference that `--help` prints, read from the dataclasses' own source, so that it can't drift."""
 
 import ast
 import inspect
-from collections.abc import Iterator, Sequence
+import textwrap
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from functools import cache
 from itertools import pairwise
+from typing import Any
 
-from rftmega.config import schema
+from rftmega.config.schema import CriticConfig, RunConfig
+from rftmega.config.tree import Plugins, default_type, hints, members, tabled
 
 EMPTY = {"MISSING": "required", "field(default_factory=dict)": "{}", "field(default_factory=list)": "[]"}
 
 
-def option_reference() -> str:
-    """One block a section: name, default, and the docstring under the field."""
-    classes = {n.name: n for n in ast.parse(inspect.getsource(schema)).body if isinstance(n, ast.ClassDef)}
-    lines = []
-    whole = classes["RunConfig"].body
-    for option, doc in _explained(whole):
-        lines.append(_described("", option, doc))
-    for section in whole:
-        if isinstance(section, ast.AnnAssign) and (named := classes.get(ast.unparse(section.annotation))):
-            name = ast.unparse(section.target)
-            lines += [f"\n{name}:", *(_described(f"{name}.", *each) for each in _explained(named.body))]
+def option_reference(plugins: Plugins = ()) -> str:
+    """Returns one block a section: name, default, and the docstring under the field; of a union one block a type."""
+    lines: list[str] = []
+    for f in fields(RunConfig):
+        if is_dataclass(hints(RunConfig)[f.name]):
+            lines.append(f"\n{f.name}:")
+        lines += _described(RunConfig, f.name, "", plugins)
     return "\n".join(lines)
 
 
-def _explained(body: Sequence[ast.stmt]) -> Iterator[tuple[ast.AnnAssign, str]]:
-    """Fields with the text under them."""
-    for option, doc in pairwise(body):
-        if isinstance(option, ast.AnnAssign) and isinstance(doc, ast.Expr):
-            assert isinstance(doc.value, ast.Constant)
-            yield option, str(doc.value.value)
+def _described(schema: Any, name: str, prefix: str, plugins: Plugins) -> Iterator[str]:
+    """Yields the lines of one field of a dataclass."""
+    hint, dotted = hints(schema)[name], prefix + name
+    explained = _explained(schema).get(name, ("", ""))
+    parts, table = members(hint, plugins), tabled(hint, plugins)
+    if parts:
+        yield f"  {dotted}.type = {default_type(dotted)}\n      {explained[1]} One of: {', '.join(parts)}."
+        for tag, part in parts.items():
+            yield f"    {dotted}: {{type: {tag}}}\n      {inspect.getdoc(part)}"
+            yield from _own(part, f"{dotted}.", plugins)
+    elif table is not None:
+        yield f"  {dotted}.*\n      {explained[1]}"
+        for tag, part in table.items():
+            yield f"    {dotted}: {{{tag}: ...}}\n      {inspect.getdoc(part)}"
+            yield from _own(part, f"{dotted}.{tag}.", plugins)
+    elif is_dataclass(hint) and schema is CriticConfig:  # said once, with the policy's
+        yield f"  {dotted}.*\n      {explained[1]}"
+    elif is_dataclass(hint):
+        yield from _own(hint, f"{dotted}.", plugins)
+    else:
+        yield f"  {dotted} = {EMPTY.get(explained[0], explained[0])}\n      {explained[1]}"
 
 
-def _described(prefix: str, option: ast.AnnAssign, doc: str) -> str:
-    assert option.value is not None
-    written = ast.unparse(option.value)
-    if written.startswith("field(") and written not in EMPTY:  # a section within one
-        return f"  {prefix}{ast.unparse(option.target)}.*\n      {doc}"
-    default = EMPTY.get(written, written)
-    return f"  {prefix}{ast.unparse(option.target)} = {default}\n      {doc}"
+def _own(schema: Any, prefix: str, plugins: Plugins) -> Iterator[str]:
+    """Yields the lines of all fields but the type of a part."""
+    for f in fields(schema):
+        if f.name != "type":
+            yield from _described(schema, f.name, prefix, plugins)
+
+
+@cache
+def _explained(schema: type) -> dict[str, tuple[str, str]]:
+    """Returns field -> (default as it is written, docstring), those of the classes above included."""
+    found: dict[str, tuple[str, str]] = {}
+    for each in reversed(schema.__mro__):
+        if not is_dataclass(each):
+            continue
+        (whole,) = ast.parse(textwrap.dedent(inspect.getsource(each))).body
+        assert isinstance(whole, ast.ClassDef)
+        for option, doc in pairwise([*whole.body, ast.Pass()]):
+            if isinstance(option, ast.AnnAssign) and option.value is not None:
+                told = doc.value.value if isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant) else ""
+                found[ast.unparse(option.target)] = (ast.unparse(option.value), str(told))
+    return found

@@ -1,8 +1,13 @@
 """Every option, its type, its one default and what it means. `train_rl.py --help` prints this file's docstrings."""
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 from omegaconf import MISSING
+
+from rftmega.config.algorithms import AlgorithmConfig
+from rftmega.config.bounds import BelowOne, Count, NotNegative, NotNegativeInt, Positive, PositiveBelowOne, Share
+from rftmega.config.parts import RewardPart
 
 
 @dataclass
@@ -10,10 +15,10 @@ class ModelConfig:
     path: str = MISSING
     """Hugging Face folder of the policy: config.json, *.safetensors, tokenizer files."""
 
-    dtype: str = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Training dtype: float32, bfloat16, or auto (bfloat16 on CUDA, float32 on CPU)."""
 
-    dropout: float = 0.0
+    dropout: BelowOne = 0.0
     """Of hidden states and attention while learning; scoring never drops."""
 
     trust_remote_code: bool = False
@@ -27,64 +32,64 @@ class ModelConfig:
 
 @dataclass
 class ParallelConfig:
-    tensor: int = 1
+    tensor: Count = 1
     """Processes that share each layer's matrices (TP)."""
 
-    pipeline: int = 1
+    pipeline: Count = 1
     """Processes that share the stack of layers (PP)."""
 
     sequence: bool = False
     """Split activations between the tensor-parallel processes along the sequence (Megatron's sequence parallelism)."""
 
-    virtual_pipeline: int = 1
+    virtual_pipeline: Count = 1
     """Chunks of layers that each stage holds; above 1 the interleaved schedule runs, with a smaller bubble (VPP)."""
 
-    first_stage_layers: int = 0
+    first_stage_layers: NotNegativeInt = 0
     """Layers of the first pipeline stage; 0: the others' share. The middle stages share the rest evenly."""
 
-    last_stage_layers: int = 0
+    last_stage_layers: NotNegativeInt = 0
     """Layers of the last pipeline stage, which also holds the output head; 0: the others' share."""
 
-    context: int = 1
+    context: Count = 1
     """Processes that share the tokens of every row (context parallelism, CP), for long rows."""
 
-    expert: int = 1
+    expert: Count = 1
     """Processes that share the experts of a mixture-of-experts layer (EP); taken out of the data-parallel ones."""
 
-    expert_tensor: int = 1
+    expert_tensor: Count = 1
     """Processes that share each expert's matrices."""
 
-    recompute: str = "none"
+    recompute: Literal["none", "selective", "full"] = "none"
     """Activations that the backward pass computes again: none, selective (attention's) or full (each layer's)."""
 
 
 @dataclass
 class OptimizerConfig:
-    learning_rate: float = 1e-6
+    learning_rate: NotNegative = 1e-6
     """Peak learning rate of Adam."""
 
-    min_learning_rate: float = 0.0
+    min_learning_rate: NotNegative = 0.0
     """Where linear and cosine schedules end."""
 
-    schedule: str = "constant"
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
     """constant, linear or cosine, after the warm-up."""
 
-    warmup_steps: int = 0
+    warmup_steps: NotNegativeInt = 0
     """Optimizer steps of linear warm-up from 0."""
 
-    weight_decay: float = 0.01
+    weight_decay: NotNegative = 0.01
     """Decoupled weight decay; norms and biases are exempt."""
 
-    beta1: float = 0.9
+    beta1: BelowOne = 0.9
     """Adam's decay of the first moment."""
 
-    beta2: float = 0.95
+    beta2: BelowOne = 0.95
     """Adam's decay of the second moment."""
 
-    epsilon: float = 1e-8
+    epsilon: Positive = 1e-8
     """Adam's epsilon."""
 
-    clip_grad: float = 1.0
+    clip_grad: NotNegative = 1.0
     """Largest global gradient norm; 0 switches clipping off."""
 
     distributed: bool = False
@@ -99,44 +104,47 @@ class OptimizerConfig:
 
 @dataclass
 class RolloutConfig:
-    engine: str = "vllm"
+    engine: Literal["vllm", "transformers", "scripted"] = "vllm"
     """vllm (fast), transformers (slow and obvious, the oracle) or scripted (no model: seeded tokens)."""
 
-    tensor: int = 1
+    tensor: Count = 1
     """Processes that share one engine; colocated engines in all: processes / this."""
 
-    servers: int = 1
+    servers: Count = 1
     """vLLM servers (strategy=separate only), each of rollout.tensor processes of its own."""
 
-    samples_per_prompt: int = 8
+    samples_per_prompt: Count = 8
     """Answers a prompt: the group that GRPO normalises over."""
 
-    temperature: float = 1.0
+    train_samples_per_prompt: NotNegativeInt = 0
+    """Learn from only the first so many of each prompt's answers, though all are scored and vote; 0: all."""
+
+    temperature: Positive = 1.0
     """Of sampling, above 0 (evaluation has its own); the trainer scores under the same temperature."""
 
-    max_prompt_tokens: int = 1024
+    max_prompt_tokens: Count = 1024
     """A longer prompt is an error (see data.too_long)."""
 
-    max_response_tokens: int = 1024
+    max_response_tokens: Count = 1024
     """An answer is cut off here."""
 
-    max_logprob_gap: float = 0.0
+    max_logprob_gap: NotNegative = 0.0
     """The run stops before it learns where the 99.9th percentile of |engine - trainer| log-probability is above this; 0: by dtype
     (docs/push.md)."""
 
-    mean_logprob_gap: float = 0.0
+    mean_logprob_gap: NotNegative = 0.0
     """And where its mean is above this; 0: by dtype."""
 
-    memory_fraction: float = 0.5
+    memory_fraction: PositiveBelowOne = 0.5
     """Share of the GPU's memory that the engine may take (CUDA only)."""
 
-    cpu_cache_gib: float = 0.25
+    cpu_cache_gib: Positive = 0.25
     """KV cache of one engine in GiB (CPU only)."""
 
-    max_batch: int = 256
+    max_batch: Count = 256
     """Answers that one engine generates side by side."""
 
-    deadline_seconds: float = 3600.0
+    deadline_seconds: Positive = 3600.0
     """strategy=separate: a server that needs longer for one answer is taken for hung, and started again."""
 
     @property
@@ -183,13 +191,28 @@ class DataConfig:
     chat_template: bool = False
     """Apply the tokenizer's chat template to prompts given as strings, too."""
 
-    too_long: str = "error"
+    too_long: Literal["error", "drop"] = "error"
     """What is over rollout.max_prompt_tokens (max_response_tokens) is an error, or is dropped with a count (drop)."""
 
     @property
     def held_out(self) -> dict[str, str]:
         """Name -> file of held-out prompts; the one of data.eval has no name."""
         return ({"": self.eval} if self.eval else {}) | self.evals
+
+
+@dataclass
+class ShapingConfig:
+    normalise: bool = False
+    """Take the mean of all rewards of the run so far off a reward, and divide by their deviation."""
+
+    clip: NotNegative = 0.0
+    """Clip rewards to +- this, after all else; 0: not."""
+
+    overlong_buffer_share: Share = 0.0
+    """Lower an answer's reward over this last share of rollout.max_response_tokens (DAPO's overlong buffer); 0: do not."""
+
+    overlong_penalty_factor: NotNegative = 1.0
+    """By so much at the very end."""
 
 
 @dataclass
@@ -211,7 +234,7 @@ class RewardConfig:
     math: float = 0.0
     """Weight of: the answer's last expression equals the label's mathematically (math-verify)."""
 
-    math_seconds: float = 5.0
+    math_seconds: Positive = 5.0
     """An expression that takes longer than this to read and compare scores 0."""
 
     multiple_choice: float = 0.0
@@ -220,20 +243,20 @@ class RewardConfig:
     code: float = 0.0
     """Weight of: the answer's Python passes the label's tests, in a sandbox (docs/rewards.md)."""
 
-    code_seconds: float = 10.0
+    code_seconds: Positive = 10.0
     """Wall-clock limit of one answer's tests, all of them together."""
 
-    code_memory_mib: int = 1024
+    code_memory_mib: Count = 1024
     """Address space that a tested process may take."""
 
     code_tests_inside: bool = False
     """Run a label's tests in the answer's own interpreter, as tests need that give the answer functions or objects of their own;
     an answer written for it can then forge their outcome (docs/rewards.md)."""
 
-    timeout: float = 1800.0
+    timeout: Positive = 1800.0
     """Seconds that the reward may take for answers that finished together; a run whose reward takes longer ends."""
 
-    workers: int = 2
+    workers: Count = 2
     """Answers that the math part, and the code part, score side by side, each in a process of its own."""
 
     remote: float = 0.0
@@ -242,13 +265,13 @@ class RewardConfig:
     remote_url: str = ""
     """Where prompts, responses, labels and kinds are posted as JSON; the answer is {"rewards": [float, ...]}."""
 
-    remote_timeout: float = 30.0
+    remote_timeout: Positive = 30.0
     """Seconds that one request may take."""
 
-    remote_retries: int = 4
+    remote_retries: NotNegativeInt = 4
     """Further attempts after a lost connection, a time-out, status 429 or 5xx; the pause before each doubles."""
 
-    remote_batch: int = 64
+    remote_batch: Count = 64
     """Answers a request, at most."""
 
     model: float = 0.0
@@ -263,147 +286,34 @@ class RewardConfig:
     recipe: dict[str, dict[str, float]] = field(default_factory=dict)
     """Weights by kind of task, {kind: {part: weight}}, in place of those above; every prompt's kind must be there."""
 
+    shaping: ShapingConfig = field(default_factory=ShapingConfig)
+
+    custom: dict[str, RewardPart] = field(default_factory=dict)
+    """Parts of your own, by type, from `plugins`: {my_part: {weight: 1}}."""
+
     @staticmethod
-    def parts() -> tuple[str, ...]:
-        """The options that are weights."""
+    def built_in() -> tuple[str, ...]:
+        """Returns the options that are weights."""
         return ("exact_match", "format", "math", "multiple_choice", "code", "remote")
+
+    def parts(self) -> tuple[str, ...]:
+        """Returns the names of all parts, a user's own last."""
+        return (*self.built_in(), *self.custom)
+
+    def weights(self) -> dict[str, float]:
+        """Returns the weight of each part where there is no recipe."""
+        own = {name: part.weight for name, part in self.custom.items()}
+        return {name: getattr(self, name) for name in self.built_in()} | own
 
     def used(self) -> set[str]:
         """Those that some prompt is scored with."""
-        weights = self.recipe.values() if self.recipe else [{name: getattr(self, name) for name in self.parts()}]
+        weights = self.recipe.values() if self.recipe else [self.weights()]
         return {name for given in weights for name, weight in given.items() if weight}
 
     def in_every_answer(self) -> set[str]:
         """Those that every prompt is scored with, whatever its kind."""
         kinds = [{name for name, weight in given.items() if weight} for given in self.recipe.values()] or [self.used()]
         return {"exact_match", *set.intersection(*kinds)}
-
-
-@dataclass
-class AlgorithmConfig:
-    recipe: str = ""
-    """A bundle of the options below, by name (rftmega/config/recipes); what is set besides it comes first."""
-
-    task: str = "rl"
-    """rl (rewards of sampled answers), sft (given answers) or reward_model (given preferences); docs/data.md."""
-
-    advantage: str = "group"
-    """group (GRPO), leave_one_out (RLOO), reinforce (returns) or gae (PPO: a critic learns beside the policy)."""
-
-    scale_by_std: bool = True
-    """advantage=group: divide by the group's standard deviation; false is Dr. GRPO."""
-
-    clip_filter_weight: float = 0.0
-    """advantage=group: advantages are multiplied by groups over groups whose rewards differ, at most by this; 0: not."""
-
-    whiten: bool = False
-    """Advantages get mean 0 and variance 1 over all response tokens of the rollout."""
-
-    gamma: float = 1.0
-    """advantage=reinforce or gae: discount a token."""
-
-    gae_lambda: float = 1.0
-    """advantage=gae: 1 trusts the rewards that came, 0 the critic's next value."""
-
-    value_clip: float = 0.0
-    """advantage=gae: a value may move this far in a rollout's updates; 0: any way."""
-
-    value_huber: float = 0.0
-    """advantage=gae: distances of a value beyond this count linearly, not squared; 0: none do."""
-
-    freezing_actor_steps: int = 0
-    """advantage=gae: in the first steps only the critic learns."""
-
-    ema_beta: float = 0.0
-    """Decay, a step of the optimizer, of the moving average of the policy, exported as output/policy_ema; 0 keeps none."""
-
-    reward_clip: float = 0.0
-    """Rewards are clipped to +- this, after all else; 0: not."""
-
-    reward_normalise: bool = False
-    """Rewards minus the mean, over the deviation, of all rewards of the run so far."""
-
-    overlong_share: float = 0.0
-    """An answer's reward falls over this last share of rollout.max_response_tokens (DAPO's overlong buffer); 0: does not."""
-
-    overlong_penalty: float = 1.0
-    """By so much at the very end."""
-
-    drop_truncated: bool = False
-    """Answers that were cut off are left out of the loss (overlong filtering)."""
-
-    learnt_from: int = 0
-    """Of each prompt's answers, only the first so many are learnt from, though all are scored and vote; 0: all."""
-
-    refill_rounds: int = 0
-    """Groups whose answers all score alike are replaced from further prompts, in at most so many rounds; 0: they stay."""
-
-    refill_by: str = ""
-    """The part of the reward that must differ within a group, such as exact_match; empty: the whole reward."""
-
-    oversample: float = 1.0
-    """Ask so many times trainer.prompts_per_step and stop when enough groups differ; the other prompts come again first."""
-
-    max_staleness: int = 0
-    """Learn also from answers of policies up to so many steps old, from a buffer (with algorithm.correction); 0: of none."""
-
-    replay_limit: int = 0
-    """Rows that the buffer keeps; the oldest groups go first. 0: no limit."""
-
-    surrogate: str = "ppo"
-    """ppo (clipped ratio), gspo (an answer's ratio), cispo (clipped weight), cpgd (clipped log-ratio) or reinforce."""
-
-    clip_low: float = 0.2
-    """The ratio is clipped below 1 - this."""
-
-    clip_high: float = 0.2
-    """The ratio is clipped above 1 + this."""
-
-    dual_clip: float = 0.0
-    """surrogate=ppo: the loss of a token with a negative advantage is at most this (above 1) times its size; 0: no bound."""
-
-    drift_coef: float = 0.0
-    """surrogate=cpgd: weight of the KL from the policy that sampled."""
-
-    drift_clip: float = 0.2
-    """drift_coef: a token that became more likely pulls back as if by this share at most (its ratio minus 1)."""
-
-    correction: str = "none"
-    """Of the engine's probabilities against the trainer's: none, token, sequence (importance weights) or mask (drop the odd)."""
-
-    correction_cap: float = 2.0
-    """Largest importance weight; correction=mask drops tokens outside 1 / this to this."""
-
-    high_entropy_share: float = 1.0
-    """Learn from this share of each answer's tokens only, those of highest entropy."""
-
-    weighting: str = "token_mean"
-    """token_mean (every token weighs the same), sequence_mean (every answer does), sequence_sum (tokens over the longest answer
-    allowed, answers averaged) or sequence_total (tokens summed, answers averaged: an answer is one action)."""
-
-    kl_in: str = "loss"
-    """Where the KL to the starting policy goes: loss, or reward (advantage=leave_one_out, reinforce or gae only)."""
-
-    kl_coef: float = 0.0
-    """Its weight; 0 keeps no reference weights."""
-
-    kl_target: float = 0.0
-    """KL a token at which kl_coef is kept, by raising and lowering it; 0: kl_coef stays."""
-
-    kl_horizon: int = 10000
-    """kl_target: kl_coef changes by at most a fifth in so many answers."""
-
-    kl_estimator: str = "k3"
-    """k1 (in the reward only: as a loss it has no direction), k2 or k3."""
-
-    entropy_coef: float = 0.0
-    """Weight of the entropy bonus."""
-
-    ptx_coef: float = 0.0
-    """Weight of the cross entropy of data.ptx, of which each step learns as many examples as it has prompts; 0: none."""
-
-    mini_batches: int = 1
-    """Optimizer steps a rollout."""
 
 
 @dataclass
@@ -417,52 +327,61 @@ class CriticConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """As optimizer.*, which also is the default of each option."""
 
+    warmup_steps: NotNegativeInt = 0
+    """Steps at the beginning in which only the critic learns."""
+
+    value_clip: NotNegative = 0.0
+    """Largest change of a value in a rollout's updates; 0: any."""
+
+    value_huber: NotNegative = 0.0
+    """Distance of a value beyond which the loss is linear, not squared; 0: it never is."""
+
 
 @dataclass
 class FaultsConfig:
-    max_restarts: int = 0
+    max_restarts: NotNegativeInt = 0
     """--processes: times that all are started again, from the latest checkpoint, after one died. torchrun has its own."""
 
     requeue_code: int = 75
     """Exit code of a run that SIGTERM or SIGUSR1 stopped and that saved: started again, it goes on."""
 
-    watchdog_seconds: float = 0.0
+    watchdog_seconds: NotNegative = 0.0
     """A process without progress for so long says where it stands and ends, so that the run can be started again; 0: waits."""
 
-    max_skipped_steps: int = 3
+    max_skipped_steps: Count = 3
     """A run of which so many steps in a row took no optimizer step, since no gradient was finite, has diverged and ends."""
 
-    engine_restarts: int = 2
+    engine_restarts: NotNegativeInt = 2
     """Times in one generation that engines which die, fail or hang are started again, to answer what is unanswered."""
 
 
 @dataclass
 class TrainerConfig:
-    steps: int = 100
+    steps: Count = 100
     """Rollouts; of given data, batches."""
 
-    prompts_per_step: int = 16
+    prompts_per_step: Count = 16
     """Prompts a rollout; of given data, examples or pairs a step."""
 
     max_tokens_per_micro_batch: int = 16384
     """Rows are packed into micro-batches of at most this many tokens; a pipeline gets two or more a stage, of fewer tokens."""
 
-    max_attention_per_micro_batch: int = 0
+    max_attention_per_micro_batch: NotNegativeInt = 0
     """And of at most this sum of squared row lengths, which bounds attention's work; 0: no bound."""
 
-    attention_weight: float = 0.0
+    attention_weight: NotNegative = 0.0
     """Cost of a row of n tokens is n + this x n^2 when work is balanced over data-parallel processes."""
 
     offload: bool = True
     """Between phases, what the trainer doesn't need (weights, gradients, main parameters, Adam) moves to the host."""
 
-    eval_every: int = 0
+    eval_every: NotNegativeInt = 0
     """Steps between evaluations; 0: only before the first and after the last step."""
 
-    eval_samples: int = 1
+    eval_samples: Count = 1
     """Answers to each held-out prompt; metrics are means over all of them (mean@n)."""
 
-    eval_temperature: float = 0.0
+    eval_temperature: NotNegative = 0.0
     """Of these answers; 0 is greedy."""
 
     eval_pass_at: list[int] = field(default_factory=list)
@@ -471,10 +390,10 @@ class TrainerConfig:
     eval_accuracy: str = "exact_match"
     """Part of the reward that is 1 or more where an answer is right: for pass@k, and shown beside the progress."""
 
-    trajectories: int = 10
+    trajectories: NotNegativeInt = 10
     """Samples of the first and every n-th step go to output/trajectories (about 20 bytes a token); 0: of none."""
 
-    trajectories_mib: int = 1024
+    trajectories_mib: Count = 1024
     """Largest size of that folder; the oldest files go first."""
 
     output: str = "runs/default"
@@ -483,16 +402,16 @@ class TrainerConfig:
     export: bool = True
     """Write the trained policy as a Hugging Face folder (output/policy) at the end."""
 
-    push_bucket_mib: int = 256
+    push_bucket_mib: Count = 256
     """Weights travel to the engine in buckets of about this size; larger where one tensor, or a layer's experts together, are."""
 
-    seed: int = 0
+    seed: NotNegativeInt = 0
     """Of data order, sampling and initialisation."""
 
 
 @dataclass
 class CheckpointConfig:
-    every: int = 0
+    every: NotNegativeInt = 0
     """Steps between saves of all that a run needs to go on (docs/training_checkpoints.md); 0: none are saved."""
 
     folder: str = ""
@@ -501,10 +420,10 @@ class CheckpointConfig:
     resume: str = "auto"
     """auto (go on from the latest in the folder, where there is one), none (start anew), or a checkpoint's folder."""
 
-    keep: int = 3
+    keep: Count = 3
     """So many stay, the newest; an older one goes once a newer is whole."""
 
-    keep_mib: int = 0
+    keep_mib: NotNegativeInt = 0
     """And at most so much of them together, though the newest always stays; 0: no bound."""
 
     asynchronous: bool = True
@@ -513,7 +432,7 @@ class CheckpointConfig:
     hf: bool = False
     """Each also holds the policy (or the reward model) as a Hugging Face folder, hf/."""
 
-    on_failure: str = "stop"
+    on_failure: Literal["stop", "warn"] = "stop"
     """When one can't be written (a full disk): stop, or warn and train on."""
 
 
@@ -522,7 +441,7 @@ class LoggingConfig:
     timeline: list[int] = field(default_factory=list)
     """First and last step of which all processes' work is recorded, as [3,4], in output/timeline (docs/watching.md)."""
 
-    peak_tflops: float = 0.0
+    peak_tflops: NotNegative = 0.0
     """Of a device, in model.dtype, for mfu_score and mfu_update; 0: by the name of a CUDA device, where it is known."""
 
     wandb: str = ""
@@ -537,7 +456,10 @@ class LoggingConfig:
 
 @dataclass
 class RunConfig:
-    strategy: str = "colocated"
+    plugins: list[str] = field(default_factory=list)
+    """Python files with parts of your own (docs/algorithms.md), e.g. [my_parts.py]."""
+
+    strategy: Literal["colocated", "separate"] = "colocated"
     """colocated (engines in the trainer's processes, by turns) or separate (vLLM servers beside them on this host)."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -553,11 +475,24 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A user's own parts are of classes that another process can't import: they go as what their file and options say."""
+        return restored, (asdict(self),)
+
     @property
     def late_scoring(self) -> bool:
         """Whether the update's own forward pass can say what the log-probs before it were: nothing needs them earlier, and there
         is one update, which computes as a scoring pass would.
         """
         chosen = self.algorithm
-        one_update = chosen.mini_batches == 1 and not chosen.max_staleness
-        return one_update and chosen.kl_in != "reward" and not self.model.dropout
+        one_update = chosen.updates_per_epoch == 1 and not chosen.replay.max_age
+        return one_update and chosen.kl.placement != "reward" and not self.model.dropout
+
+
+def restored(tree: dict[str, Any]) -> RunConfig:
+    """Returns the config of nested dictionaries, as `asdict` gives them; reads the plugins' files again."""
+    from rftmega.config.plugins import plugin_parts
+    from rftmega.config.tree import built
+
+    run: RunConfig = built(RunConfig, tree, plugin_parts(tree["plugins"]))
+    return run

@@ -9,7 +9,7 @@ from rftmega.config.validate_given import unread_without_rollouts
 from rftmega.config.validate_layout import critic, engine, layout, overlap
 from rftmega.config.validate_logging import logging_options
 from rftmega.config.validate_paths import paths
-from rftmega.config.validate_ranges import choices, ranges
+from rftmega.config.validate_ranges import choices_and_ranges
 from rftmega.config.validate_reward import reward_parts
 from rftmega.config.validate_trainer import evaluation, held_out_prompts, step_rows
 
@@ -19,7 +19,7 @@ def violations(config: RunConfig, world_size: int, *, data: bool = True) -> list
 
     `data=False`: whatever data and weights there are.
     """
-    unknown, numbers = choices(config), ranges(config)
+    unknown, numbers = choices_and_ranges(config)
     if world_size < 1:
         numbers.append(f"--processes {world_size} must be at least 1.")
     if not numbers:  # the arithmetic below needs sizes that make sense
@@ -27,7 +27,7 @@ def violations(config: RunConfig, world_size: int, *, data: bool = True) -> list
         if config.algorithm.task == "rl":
             numbers += (
                 engine(config, world_size)
-                + algorithm_options(config.algorithm)
+                + algorithm_options(config)
                 + groups_of_one(config)
                 + reward_parts(config)
                 + evaluation(config)

@@ -44,9 +44,9 @@ def _beside_rewards(config: RunConfig) -> list[str]:
             f"algorithm.ptx_coef={algorithm.ptx_coef} and data.ptx={config.data.ptx!r} need each other: a weight, and the "
             "answers that are learnt with it."
         )
-    elif config.data.ptx and algorithm.mini_batches > config.trainer.prompts_per_step:
+    elif config.data.ptx and algorithm.updates_per_epoch > config.trainer.prompts_per_step:
         found.append(
-            f"algorithm.mini_batches={algorithm.mini_batches} is more than the examples of data.ptx a step "
+            f"algorithm.updates_per_epoch={algorithm.updates_per_epoch} is more than the examples of data.ptx a step "
             f"(trainer.prompts_per_step={config.trainer.prompts_per_step}). Lower it."
         )
     return found
@@ -62,7 +62,11 @@ def files(config: RunConfig) -> list[str]:
         if not (folder / "config.json").is_file():
             found.append(f"model.path={folder} holds no config.json.")
         found += _weights(folder)
-    if config.critic.path and config.algorithm.advantage == "gae" and not (Path(config.critic.path) / "config.json").is_file():
+    if (
+        config.critic.path
+        and config.algorithm.advantage.needs_critic
+        and not (Path(config.critic.path) / "config.json").is_file()
+    ):
         found.append(f"critic.path={config.critic.path} holds no config.json. Give a Hugging Face folder.")
     data = config.data
     named = [("data.train=", data.train), *(("data.sources: ", source) for source in data.sources), ("data.eval=", data.eval)]

@@ -1,6 +1,7 @@
 """Tasks without rollouts (algorithm.task=sft and reward_model): what they leave unread."""
 
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
+from typing import Any
 
 from rftmega.config.schema import FaultsConfig, RunConfig, TrainerConfig
 from rftmega.config.secrets import shown
@@ -8,8 +9,8 @@ from rftmega.config.secrets import shown
 LENGTHS = ("rollout.max_prompt_tokens", "rollout.max_response_tokens")
 OF_ROLLOUTS = ("offload", "trajectories", "eval_samples", "eval_temperature", "eval_pass_at", "eval_accuracy", "trajectories_mib")
 READ_OF_GIVEN = {  # options of algorithm, rollout and reward that a task without rollouts reads
-    "sft": (*(f"algorithm.{name}" for name in ("task", "recipe", "mini_batches", "weighting", "ema_beta")), *LENGTHS),
-    "reward_model": (*(f"algorithm.{name}" for name in ("task", "recipe", "mini_batches")), *LENGTHS),
+    "sft": (*(f"algorithm.{name}" for name in ("task", "recipe", "updates_per_epoch", "loss_aggregation", "ema_beta")), *LENGTHS),
+    "reward_model": (*(f"algorithm.{name}" for name in ("task", "recipe", "updates_per_epoch")), *LENGTHS),
 }
 
 
@@ -17,10 +18,9 @@ def unread_without_rollouts(config: RunConfig) -> list[str]:
     """What a task without rollouts does not read."""
     task = config.algorithm.task
     read = READ_OF_GIVEN[task]
+    before, now = leaves(RunConfig()), leaves(config)
     settings = [
-        (f"{section}.{f.name}", getattr(getattr(config, section), f.name), getattr(type(getattr(config, section))(), f.name))
-        for section in ("algorithm", "rollout", "reward")
-        for f in fields(getattr(config, section))
+        (name, value, before.get(name)) for name, value in now.items() if name.startswith(("algorithm.", "rollout.", "reward."))
     ]
     trainer = [
         (f"trainer.{name}", getattr(config.trainer, name), getattr(TrainerConfig(), name))
@@ -36,3 +36,19 @@ def unread_without_rollouts(config: RunConfig) -> list[str]:
         for name, value, default in whole + settings + trainer
         if name not in read and value != default
     ]
+
+
+def leaves(config: RunConfig) -> dict[str, Any]:
+    """Returns dotted name -> value of all options, tables whole."""
+    found: dict[str, Any] = {}
+
+    def collect(part: Any, prefix: str) -> None:
+        for f in fields(part):
+            value = getattr(part, f.name)
+            if is_dataclass(value):
+                collect(value, f"{prefix}{f.name}.")
+            else:
+                found[prefix + f.name] = value
+
+    collect(config, "")
+    return found

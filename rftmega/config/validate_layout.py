@@ -48,13 +48,13 @@ def overlap(optimizer: OptimizerConfig) -> list[str]:
 def critic(config: RunConfig, world_size: int) -> list[str]:
     """The critic's layout and optimizer; without a critic, what nothing reads."""
     critic = config.critic
-    if config.algorithm.advantage == "gae":
+    if config.algorithm.advantage.needs_critic:
         found = [*layout(critic.parallel, world_size), *overlap(critic.optimizer)]
         already = [*layout(config.parallel, world_size), *overlap(config.optimizer)]
         found = [f"For the critic: {reason}" for reason in found if reason not in already]
-        if (frozen := config.algorithm.freezing_actor_steps) >= config.trainer.steps:
+        if (frozen := config.critic.warmup_steps) >= config.trainer.steps:
             found.append(
-                f"algorithm.freezing_actor_steps={frozen} leaves the policy nothing of the {config.trainer.steps} steps "
+                f"critic.warmup_steps={frozen} leaves the policy nothing of the {config.trainer.steps} steps "
                 "(trainer.steps). Lower it."
             )
         return found
@@ -64,9 +64,11 @@ def critic(config: RunConfig, world_size: int) -> list[str]:
         for f in fields(getattr(critic, section))
         if getattr(getattr(critic, section), f.name) not in (f.default, getattr(getattr(config, section), f.name))
     ]
+    own = [f"critic.{name}" for name in ("path", "warmup_steps", "value_clip", "value_huber") if getattr(critic, name)]
     return [
-        f"{name}={value_of(config, name)} needs algorithm.advantage=gae, not {config.algorithm.advantage}: there is no critic."
-        for name in (*unread, *(["critic.path"] if critic.path else []))
+        f"{name}={value_of(config, name)} needs algorithm.advantage.type=gae, not {config.algorithm.advantage.type}: there is no "
+        "critic."
+        for name in (*unread, *own)
     ]
 
 

@@ -1,125 +1,32 @@
-"""Names that an option may take, and the ranges of numbers."""
+"""Choices and bounds, which stand beside each field: pydantic checks them, and they are told in words of ours."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
-from functools import reduce
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, fields, is_dataclass
+from functools import cache
 from typing import Any
 
+from rftmega.config.plugins import plugin_parts
 from rftmega.config.schema import RunConfig
+from rftmega.config.secrets import shown
+from rftmega.config.tree import bounded_schema, choices_of, unions, walk
 
 AS_THE_POLICY = ("parallel.", "optimizer.")  # sections that the critic has, too, and takes from there what it is not given
 LARGEST = 2**31
-CHOICES = {
-    "strategy": ("colocated", "separate"),
-    "model.dtype": ("auto", "float32", "bfloat16"),
-    "parallel.recompute": ("none", "selective", "full"),
-    "optimizer.schedule": ("constant", "linear", "cosine"),
-    "rollout.engine": ("vllm", "transformers", "scripted"),
-    "data.too_long": ("error", "drop"),
-    "algorithm.task": ("rl", "sft", "reward_model"),
-    "algorithm.advantage": ("group", "leave_one_out", "reinforce", "gae"),
-    "algorithm.surrogate": ("ppo", "gspo", "cispo", "cpgd", "reinforce"),
-    "algorithm.correction": ("none", "token", "sequence", "mask"),
-    "algorithm.weighting": ("token_mean", "sequence_mean", "sequence_sum", "sequence_total"),
-    "algorithm.kl_in": ("loss", "reward"),
-    "algorithm.kl_estimator": ("k1", "k2", "k3"),
-    "checkpoint.on_failure": ("stop", "warn"),
+BOUNDS: dict[str, Callable[[Mapping[str, float]], str]] = {  # error of pydantic -> what the number must be
+    "greater_than_equal": lambda bound: f"at least {bound['ge']:g}",
+    "greater_than": lambda bound: f"above {bound['gt']:g}" if bound["gt"] else "positive",
+    "less_than_equal": lambda bound: f"at most {bound['le']:g}",
+    "less_than": lambda bound: f"below {bound['lt']:g}",
 }
-AT_LEAST_ONE = (
-    "parallel.tensor",
-    "parallel.pipeline",
-    "parallel.virtual_pipeline",
-    "parallel.context",
-    "parallel.expert",
-    "parallel.expert_tensor",
-    "rollout.tensor",
-    "rollout.servers",
-    "rollout.samples_per_prompt",
-    "rollout.max_prompt_tokens",
-    "rollout.max_response_tokens",
-    "rollout.max_batch",
-    "algorithm.mini_batches",
-    "algorithm.oversample",
-    "algorithm.kl_horizon",
-    "checkpoint.keep",
-    "faults.max_skipped_steps",
-    "trainer.eval_samples",
-    "reward.code_memory_mib",
-    "reward.workers",
-    "reward.remote_batch",
-    "trainer.steps",
-    "trainer.prompts_per_step",
-    "trainer.push_bucket_mib",
-    "trainer.trajectories_mib",
-)
-POSITIVE = (
-    "algorithm.drift_clip",
-    "algorithm.high_entropy_share",
-    "optimizer.epsilon",
-    "reward.math_seconds",
-    "reward.code_seconds",
-    "reward.remote_timeout",
-    "reward.timeout",
-    "rollout.cpu_cache_gib",
-    "rollout.deadline_seconds",
-    "rollout.memory_fraction",
-    "rollout.temperature",
-)
-BELOW_ONE = ("algorithm.ema_beta", "model.dropout", "optimizer.beta1", "optimizer.beta2", "rollout.memory_fraction")
-NOT_NEGATIVE = (
-    "model.dropout",
-    "parallel.first_stage_layers",
-    "parallel.last_stage_layers",
-    "rollout.max_logprob_gap",
-    "rollout.mean_logprob_gap",
-    "optimizer.learning_rate",
-    "optimizer.min_learning_rate",
-    "optimizer.warmup_steps",
-    "optimizer.weight_decay",
-    "optimizer.clip_grad",
-    "optimizer.beta1",
-    "optimizer.beta2",
-    "algorithm.clip_low",
-    "algorithm.dual_clip",
-    "algorithm.drift_coef",
-    "algorithm.clip_filter_weight",
-    "algorithm.gamma",
-    "algorithm.gae_lambda",
-    "algorithm.value_clip",
-    "algorithm.value_huber",
-    "algorithm.freezing_actor_steps",
-    "algorithm.ema_beta",
-    "algorithm.reward_clip",
-    "algorithm.overlong_share",
-    "algorithm.overlong_penalty",
-    "algorithm.learnt_from",
-    "algorithm.max_staleness",
-    "algorithm.replay_limit",
-    "algorithm.refill_rounds",
-    "algorithm.clip_high",
-    "algorithm.ptx_coef",
-    "algorithm.kl_coef",
-    "algorithm.kl_target",
-    "checkpoint.every",
-    "checkpoint.keep_mib",
-    "logging.peak_tflops",
-    "reward.remote_retries",
-    "trainer.eval_every",
-    "trainer.seed",
-    "trainer.eval_temperature",
-    "trainer.max_attention_per_micro_batch",
-    "trainer.trajectories",
-    "trainer.attention_weight",
-    "faults.engine_restarts",
-    "faults.max_restarts",
-    "faults.watchdog_seconds",
-)
 
 
 def value_of(config: RunConfig, name: str) -> Any:
-    """The value of a dotted option."""
-    return reduce(getattr, name.split("."), config)
+    """Returns the value of a dotted option."""
+    value: Any = config
+    for leaf in name.split("."):
+        value = value[leaf] if isinstance(value, Mapping) else getattr(value, leaf)
+    return value
 
 
 def numbers(given: Any, name: str = "") -> Iterator[tuple[str, float]]:
@@ -157,33 +64,55 @@ def too_large(config: RunConfig) -> list[str]:
     ]
 
 
-def choices(config: RunConfig) -> list[str]:
-    """Names that there are not."""
-    return [
-        f"{name}={value} is unknown. Choose one of: {', '.join(allowed)}."
-        for name, allowed in CHOICES.items()
-        if (value := value_of(config, name)) not in allowed
-    ]
+def choices_and_ranges(config: RunConfig) -> tuple[list[str], list[str]]:
+    """Returns (names that there are not, numbers outside their range), the critic's own included."""
+    unknown, outside = [], not_finite(config) + too_large(config)
+    for error in _refused(config):
+        name = _option(error["loc"], config)
+        value = value_of(config, name)
+        if _is_the_policys(config, name, value):
+            continue
+        if error["type"] == "literal_error":
+            allowed = next(choices_of(o.hint) for o in walk(plugins=_plugins(config)) if o.name == name)
+            unknown.append(f"{name}={value} is unknown. Choose one of: {', '.join(allowed)}.")
+        elif error["type"] in BOUNDS and math.isfinite(value):
+            outside.append(f"{name}={value} must be {BOUNDS[error['type']](error['ctx'])}.")
+        elif error["type"] not in BOUNDS and error["type"] != "finite_number":
+            outside.append(f"{shown(name, value)}: {error['msg']}.")
+    return unknown, outside
 
 
-def ranges(config: RunConfig) -> list[str]:
-    """Numbers outside their range, the critic's own included."""
-    bounds = (
-        (AT_LEAST_ONE, "at least 1", lambda x: x >= 1),
-        (NOT_NEGATIVE, "at least 0", lambda x: x >= 0),
-        (POSITIVE, "positive", lambda x: x > 0),
-        (BELOW_ONE, "below 1", lambda x: x < 1),
-    )
-    found = not_finite(config) + too_large(config)
-    for names, bound, holds in bounds:
-        for name in (*names, *_the_critics(config, names)):
-            value = value_of(config, name)
-            if math.isfinite(value) and not holds(value):
-                found.append(f"{name}={value} must be {bound}.")
+def _refused(config: RunConfig) -> list[Any]:
+    from pydantic import ValidationError
+
+    try:
+        _adapter(_plugins(config)).validate_python(asdict(config))
+    except ValidationError as error:
+        return error.errors(include_url=False, include_context=True)
+    return []
+
+
+@cache
+def _adapter(plugins: tuple[type, ...]) -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(bounded_schema(plugins))
+
+
+def _plugins(config: RunConfig) -> tuple[type, ...]:
+    return plugin_parts(config.plugins)
+
+
+def _option(place: Sequence[int | str], config: RunConfig) -> str:
+    """Returns the dotted name of where pydantic found an error, which tells a union's type after the union's own name."""
+    known, found = unions(_plugins(config)), ""
+    for step in place:
+        if found not in known or step not in known[found]:
+            found = f"{found}.{step}" if found else str(step)
     return found
 
 
-def _the_critics(config: RunConfig, names: Iterable[str]) -> list[str]:
-    """Those options of the critic that differ from the policy's."""
-    own = [name for name in names if name.startswith(AS_THE_POLICY)]
-    return [f"critic.{name}" for name in own if value_of(config, f"critic.{name}") != value_of(config, name)]
+def _is_the_policys(config: RunConfig, name: str, value: Any) -> bool:
+    """Whether this is the critic's and what the policy has, of which that tells already."""
+    own = name.removeprefix("critic.")
+    return own != name and own.startswith(AS_THE_POLICY) and value == value_of(config, own)

@@ -1,5 +1,6 @@
 """Parts of the reward, what they need, and what does without labels."""
 
+from dataclasses import fields
 from urllib.parse import urlsplit
 
 from rftmega.config.schema import DataConfig, RewardConfig, RunConfig
@@ -22,7 +23,8 @@ REWARD_OPTIONS = {  # option -> the parts that read it
 def reward_parts(config: RunConfig) -> list[str]:
     """Weights, what their parts need, and what no part reads."""
     reward, parts = config.reward, config.reward.parts()
-    flat = {f"reward.{name}": getattr(reward, name) for name in (*parts, "model")}
+    own = {f"reward.custom.{name}.weight": part.weight for name, part in reward.custom.items()}
+    flat = {f"reward.{name}": getattr(reward, name) for name in (*reward.built_in(), "model")} | own
     found: list[str] = []
     for kind, given in reward.recipe.items():
         if unknown := [name for name in given if name not in parts]:
@@ -32,10 +34,21 @@ def reward_parts(config: RunConfig) -> list[str]:
     if not reward.recipe and not reward.model and not any(flat.values()):
         found.append("No reward has a weight, so nothing could be learnt. Set one of: " + ", ".join(flat) + ".")
     if reward.recipe:
-        for name in parts:
+        for name in reward.built_in():
             if (weight := getattr(reward, name)) != getattr(RewardConfig, name):
                 found.append(f"reward.{name}={weight} beside reward.recipe: nothing reads it. Move it there.")
+        for name, own_part in reward.custom.items():
+            if own_part.weight:
+                found.append(
+                    f"reward.custom.{name}.weight={own_part.weight} beside reward.recipe: nothing reads it. Move it there."
+                )
     used = reward.used()
+    for name, own_part in reward.custom.items():
+        found += [
+            f"reward.custom.{name}.{f.name}={value} needs a weight of that part: nothing else reads it."
+            for f in fields(own_part)
+            if name not in used and (value := getattr(own_part, f.name)) != getattr(type(own_part)(), f.name)
+        ]
     for part, option, what in (("format", "format_pattern", "regular expression"), ("remote", "remote_url", "URL")):
         if part in used and not getattr(reward, option):
             found.append(f"reward.{part} has a weight, but reward.{option} is empty. Give a {what}.")
@@ -64,6 +77,7 @@ def _is_address(url: str) -> bool:
 def _beside_labels(config: RunConfig) -> list[str]:
     """Rewards that compare no answer with a label, and what looks at rewards once all are there."""
     reward, found = config.reward, []
+    sampled = config.algorithm.dynamic_sampling
     if bool(reward.model) != bool(reward.model_path):
         found.append(
             f"reward.model={reward.model} and reward.model_path={reward.model_path!r} need each other: a weight, and the "
@@ -74,7 +88,7 @@ def _beside_labels(config: RunConfig) -> list[str]:
     if reward.majority and not config.data.held_out:
         found += [
             f"reward.{name}={weight} beside reward.majority: without evaluation (data.eval) nothing reads it. Leave it out."
-            for name in (*reward.parts(), "recipe")
+            for name in (*reward.built_in(), "recipe")
             if (weight := getattr(reward, name)) != getattr(RewardConfig(), name)
         ]
     if reward.majority and config.rollout.samples_per_prompt < 3:
@@ -92,20 +106,23 @@ def _beside_labels(config: RunConfig) -> list[str]:
         found.append(
             "data.label_key is empty, but evaluation compares answers with labels. Name the key, or leave data.eval out."
         )
-    if config.algorithm.refill_rounds and (config.algorithm.learnt_from or config.rollout.samples_per_prompt) < 2:
+    if (
+        config.algorithm.dynamic_sampling.max_rounds
+        and (config.rollout.train_samples_per_prompt or config.rollout.samples_per_prompt) < 2
+    ):
         found.append(
-            f"algorithm.refill_rounds={config.algorithm.refill_rounds} compares a prompt's answers, and there is one of each. "
-            "Raise rollout.samples_per_prompt (and algorithm.learnt_from), or set it to 0."
+            f"algorithm.dynamic_sampling.max_rounds={sampled.max_rounds} compares a prompt's answers, and there is one of each. "
+            "Raise rollout.samples_per_prompt (and rollout.train_samples_per_prompt), or set it to 0."
         )
-    if reward.model and config.algorithm.refill_rounds:
+    if reward.model and sampled.max_rounds:
         found.append(
-            f"algorithm.refill_rounds={config.algorithm.refill_rounds} with reward.model: the engine gives its memory to the "
+            f"algorithm.dynamic_sampling.max_rounds={sampled.max_rounds} with reward.model: the engine gives its memory to the "
             "reward model and could not go on. Set it to 0."
         )
     everywhere = ["majority"] if reward.majority else sorted(reward.in_every_answer())
-    if config.algorithm.refill_by and config.algorithm.refill_by not in everywhere:
+    if sampled.metric and sampled.metric not in everywhere:
         found.append(
-            f"algorithm.refill_by={config.algorithm.refill_by} is not in every answer's reward. Choose one of: "
+            f"algorithm.dynamic_sampling.metric={sampled.metric} is not in every answer's reward. Choose one of: "
             f"{', '.join(everywhere)}."
         )
     return found

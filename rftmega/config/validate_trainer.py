@@ -10,22 +10,22 @@ def step_rows(config: RunConfig) -> list[str]:
     """A step's rows against micro-batches, optimizer steps and schedules."""
     found = []
     task = config.algorithm.task
-    answers = (config.algorithm.learnt_from or config.rollout.samples_per_prompt) if task == "rl" else 1
+    answers = (config.rollout.train_samples_per_prompt or config.rollout.samples_per_prompt) if task == "rl" else 1
     rows = config.trainer.prompts_per_step * answers
-    if config.algorithm.learnt_from > config.rollout.samples_per_prompt:
+    if config.rollout.train_samples_per_prompt > config.rollout.samples_per_prompt:
         found.append(
-            f"algorithm.learnt_from={config.algorithm.learnt_from} is more than the answers a prompt gets "
+            f"rollout.train_samples_per_prompt={config.rollout.train_samples_per_prompt} is more than the answers a prompt gets "
             f"(rollout.samples_per_prompt={config.rollout.samples_per_prompt}). Lower it, or set it to 0."
         )
-    if 0 < config.algorithm.replay_limit < answers:
+    if 0 < config.algorithm.replay.max_rows < answers:
         found.append(
-            f"algorithm.replay_limit={config.algorithm.replay_limit} can't hold the {answers} answers that are learnt from of "
-            "a prompt. Raise it, or set it to 0."
+            f"algorithm.replay.max_rows={config.algorithm.replay.max_rows} can't hold the {answers} answers that are learnt "
+            "from of a prompt. Raise it, or set it to 0."
         )
-    if config.algorithm.mini_batches > rows:
+    if config.algorithm.updates_per_epoch > rows:
         found.append(
-            f"algorithm.mini_batches={config.algorithm.mini_batches} is more than the rows of a step (trainer.prompts_per_step"
-            f" x answers = {config.trainer.prompts_per_step} x {answers} = {rows})."
+            f"algorithm.updates_per_epoch={config.algorithm.updates_per_epoch} is more than the rows of a step "
+            f"(trainer.prompts_per_step x answers = {config.trainer.prompts_per_step} x {answers} = {rows})."
         )
     longest = config.rollout.max_row_tokens
     together, what = (1, "one row") if task != "reward_model" else (2, "a pair of rows")
@@ -45,8 +45,8 @@ def step_rows(config: RunConfig) -> list[str]:
         found.append(
             f"trainer.trajectories_mib={config.trainer.trajectories_mib} needs trainer.trajectories above 0: none are written."
         )
-    found += _schedule("optimizer", config.optimizer, config, frozen=config.algorithm.freezing_actor_steps)
-    if config.algorithm.advantage == "gae" and config.critic.optimizer != config.optimizer:
+    found += _schedule("optimizer", config.optimizer, config, frozen=config.critic.warmup_steps)
+    if config.algorithm.advantage.needs_critic and config.critic.optimizer != config.optimizer:
         found += _schedule("critic.optimizer", config.critic.optimizer, config, frozen=0)
     if config.algorithm.ema_beta and not config.trainer.export:
         found.append("algorithm.ema_beta needs trainer.export: the average is only written down.")
@@ -55,11 +55,11 @@ def step_rows(config: RunConfig) -> list[str]:
 
 def _schedule(section: str, optimizer: OptimizerConfig, config: RunConfig, *, frozen: int) -> list[str]:
     found = []
-    steps = (config.trainer.steps - frozen) * config.algorithm.mini_batches
+    steps = (config.trainer.steps - frozen) * config.algorithm.updates_per_epoch
     if optimizer.warmup_steps >= steps > 0:
         found.append(
             f"{section}.warmup_steps={optimizer.warmup_steps} leaves nothing of the {steps} optimizer steps "
-            "(trainer.steps, less algorithm.freezing_actor_steps for the policy, x algorithm.mini_batches)."
+            "(trainer.steps, less critic.warmup_steps for the policy, x algorithm.updates_per_epoch)."
         )
     if optimizer.min_learning_rate and optimizer.schedule == "constant":
         found.append(

@@ -3,44 +3,38 @@
 from typing import Any
 
 from rftmega.algorithms import kl
-from rftmega.algorithms.advantages import ESTIMATORS, Scored, whitened
+from rftmega.algorithms.advantages import Scored, advantages, whitened
 from rftmega.algorithms.kl import KLController
 from rftmega.algorithms.shaping import Shaping
+from rftmega.config import AlgorithmConfig
 from rftmega.interfaces import Scorer, ValueScorer
 from rftmega.types import Experience, Samples
 
 
 class ExperienceMaker:
-    """Advantages by one of ESTIMATORS, old log-probs of the trainer and, on request, those of the reference."""
+    """ExperienceMaker scores samples: advantages, old log-probs of the trainer and, where a KL has a weight, the reference's."""
 
     def __init__(
         self,
         policy: Scorer,
+        chosen: AlgorithmConfig | None = None,
         *,
-        use_reference: bool,
         critic: ValueScorer | None = None,
-        advantage: str = "group",
-        scale_by_std: bool = True,
-        clip_filter_weight: float = 0.0,
-        whiten: bool = False,
-        gamma: float = 1.0,
-        lam: float = 1.0,
-        kl_in_reward: KLController | None = None,
-        kl_estimator: str = "k1",
+        kl_weight: KLController | None = None,
         shape: Shaping | None = None,
-        drop_truncated: bool = False,
     ):
-        """`kl_in_reward`: weight of each token's KL to the reference in its reward; needs `use_reference`. `shape` changes the
-        rewards that advantages are made of; those of `drop_truncated` answers still count in their group, but teach nothing.
+        """`chosen`: which advantages, whether they are whitened, where a KL goes, and whether truncated answers are left out
+        (those still count in their group, but teach nothing); None: GRPO without a KL. `kl_weight`: the KL's weight where it
+        moves; None: that of `chosen`. `shape` changes the rewards that advantages are made of.
         """
         self.policy, self.critic = policy, critic
-        self.use_reference = use_reference
-        self.estimator, self.scale_by_std, self.whiten = ESTIMATORS[advantage], scale_by_std, whiten
-        self.clip_filter_weight = clip_filter_weight
-        self.gamma, self.lam = gamma, lam
-        self.kl_in_reward, self.kl = kl_in_reward, kl.ESTIMATORS[kl_estimator]
+        self.chosen = chosen or AlgorithmConfig()
+        settings = self.chosen.kl
+        self.use_reference = settings.coef > 0
+        in_reward = settings.placement == "reward" and self.use_reference
+        self.kl_in_reward = (kl_weight or KLController(settings.coef)) if in_reward else None
+        self.kl = kl.ESTIMATORS[settings.estimator]
         self.shape = shape or Shaping(longest=0)
-        self.drop_truncated = drop_truncated
 
     def state(self) -> dict[str, Any]:
         """What experiences to come take over from those before; as JSON has it."""
@@ -64,19 +58,8 @@ class ExperienceMaker:
             assert old is not None, "a KL in the reward needs log-probs before the update"
             penalty = self.kl_in_reward.value * self.kl(old - reference)
         reward = self.shape(samples.reward, rows.lengths - rows.prompt_lengths)
-        scored = Scored(
-            reward,
-            samples.group,
-            mask,
-            value,
-            penalty,
-            self.gamma,
-            self.lam,
-            scale_by_std=self.scale_by_std,
-            clip_filter_weight=self.clip_filter_weight,
-        )
-        advantage = self.estimator(scored)
-        taught = mask & ~samples.truncated[:, None] if self.drop_truncated else mask
+        advantage = advantages(Scored(reward, samples.group, mask, value, penalty), self.chosen.advantage)
+        taught = mask & ~samples.truncated[:, None] if self.chosen.drop_truncated else mask
         return Experience(
             tokens=rows.tokens,
             prompt_lengths=rows.prompt_lengths,
@@ -85,7 +68,7 @@ class ExperienceMaker:
             behaviour_logp=samples.behaviour_logp,
             old_logp=old,
             reference_logp=reference,
-            advantage=whitened(advantage, taught) if self.whiten else advantage,
+            advantage=whitened(advantage, taught) if self.chosen.whiten else advantage,
             old_value=value,
             returns=None if value is None else advantage + value,
             entropy=None if stats is None else stats.entropy,

@@ -7,12 +7,12 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from rftmega import config as configuration
 from rftmega.config import RunConfig
-from rftmega.errors import FINAL_CODES, RFTMegaError, reported
+from rftmega.errors import FINAL_CODES, ConfigError, RFTMegaError, reported
 from rftmega.parallel.folder_lock import locked
 from rftmega.parallel.orphans import end_with_parent
 from rftmega.parallel.private import keep_private
@@ -52,7 +52,7 @@ def arguments(description: str | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=description,
         usage="train_rl.py CONFIG [option=value ...] [--processes N] [--dry-run]",
-        epilog="Options, their defaults and meaning (CONFIG is a YAML file of them):\n" + configuration.option_reference(),
+        epilog="Options, their defaults and meaning (CONFIG is a YAML file of them):\n" + reference(sys.argv[1:]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("config", metavar="CONFIG", help="YAML file")
@@ -62,6 +62,18 @@ def arguments(description: str | None) -> argparse.Namespace:
     parser.add_argument("--processes", type=int, help="start this many processes here (otherwise launch with torchrun)")
     parser.add_argument("--dry-run", action="store_true", help="print layout, batch arithmetic and parameters a rank, and exit")
     return parser.parse_intermixed_args()
+
+
+def reference(argv: Sequence[str]) -> str:
+    """Returns the options that --help shows: those of a user's own parts, too, where a CONFIG that has plugins is given."""
+    files = [word for word in argv if not word.startswith("-") and "=" not in word and Path(word).is_file()]
+    overrides = [word for word in argv if not word.startswith("-") and "=" in word]
+    if not {"-h", "--help"}.intersection(argv) or not files:
+        return configuration.option_reference()
+    try:
+        return configuration.option_reference(configuration.plugins_of(files[0], overrides))
+    except ConfigError as error:
+        return f"{configuration.option_reference()}\n\n{error}"
 
 
 def checked(given: argparse.Namespace) -> RunConfig:

@@ -33,7 +33,7 @@ def verify_models(world: World, config: RunConfig) -> None:
     if not config.model.verify:
         return
     folders = [config.model.path]
-    if config.algorithm.advantage == "gae" and config.critic.path:
+    if config.algorithm.advantage.needs_critic and config.critic.path:
         folders.append(config.critic.path)
     if config.reward.model and config.reward.model_path:
         folders.append(config.reward.model_path)

@@ -105,7 +105,7 @@ def _value_models(config: RunConfig, policy: ModelDescription) -> list[str]:
     """Lists what is wrong with critic and reward model, where there are such."""
     found = []
     longest = config.rollout.max_row_tokens
-    if config.algorithm.advantage == "gae" and (config.critic.path or config.critic.parallel != config.parallel):
+    if config.algorithm.advantage.needs_critic and (config.critic.path or config.critic.parallel != config.parallel):
         path = config.critic.path or config.model.path
         found += _value_model("critic", "critic.path", path, config.critic.parallel, policy, longest)
     path = config.reward.model_path
@@ -142,7 +142,7 @@ def dry_run(config: RunConfig, world_size: int) -> str:
     parallel = config.parallel
     replica = parallel.tensor * parallel.context * parallel.pipeline
     data = world_size // replica
-    answers = {"rl": config.algorithm.learnt_from or config.rollout.samples_per_prompt, "sft": 1, "reward_model": 2}[
+    answers = {"rl": config.rollout.train_samples_per_prompt or config.rollout.samples_per_prompt, "sft": 1, "reward_model": 2}[
         config.algorithm.task
     ]
     rows = config.trainer.prompts_per_step * answers
@@ -152,8 +152,8 @@ def dry_run(config: RunConfig, world_size: int) -> str:
         f"processes   {world_size} = {layout_name(parallel, data)}",
         f"engines     {_engines(config, world_size)}",
         f"batch       {batch} a step, "
-        f"{config.algorithm.mini_batches} optimizer step(s) of about {rows // config.algorithm.mini_batches} rows, "
-        f"about {rows / config.algorithm.mini_batches / data:g} rows a data-parallel rank",
+        f"{config.algorithm.updates_per_epoch} optimizer step(s) of about {rows // config.algorithm.updates_per_epoch} rows, "
+        f"about {rows / config.algorithm.updates_per_epoch / data:g} rows a data-parallel rank",
         f"micro-batch at most {config.trainer.max_tokens_per_micro_batch} tokens",
         "parameters a rank (of one replica):",
     ]

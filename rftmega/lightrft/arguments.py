@@ -3,8 +3,9 @@
 from types import SimpleNamespace
 
 from rftmega.config import AlgorithmConfig, RunConfig
+from rftmega.config.algorithms import GroupNorm
 
-ESTIMATORS = {"group": "group_norm", "leave_one_out": "rloo"}  # others have one name
+ESTIMATORS = {"leave_one_out": "rloo"}  # others have one name
 
 
 def lightrft_arguments(config: RunConfig) -> SimpleNamespace:
@@ -24,24 +25,25 @@ def lightrft_arguments(config: RunConfig) -> SimpleNamespace:
         engine_tp_size=rollout.tensor,
         enable_engine_sleep=config.strategy == "colocated",
         advantage_estimator=_estimator(algorithm),
-        gamma=algorithm.gamma,
-        lambd=algorithm.gae_lambda,
-        kl_estimator=algorithm.kl_estimator,
-        init_kl_coef=algorithm.kl_coef,
-        use_kl_loss=algorithm.kl_in == "loss",
+        gamma=getattr(algorithm.advantage, "gamma", 1.0),
+        lambd=getattr(algorithm.advantage, "lam", 1.0),
+        kl_estimator=algorithm.kl.estimator,
+        init_kl_coef=algorithm.kl.coef,
+        use_kl_loss=algorithm.kl.placement == "loss",
     )
 
 
 def _estimator(algorithm: AlgorithmConfig) -> str:
-    if algorithm.advantage == "group" and not algorithm.scale_by_std:
+    chosen = algorithm.advantage
+    if isinstance(chosen, GroupNorm) and not chosen.scale_by_std:
         return "reinforce_baseline"
-    return ESTIMATORS.get(algorithm.advantage, algorithm.advantage)
+    return ESTIMATORS.get(chosen.type, chosen.type)
 
 
 def rows_per_update(config: RunConfig) -> int:
     """Answers that one optimizer step learns from."""
-    answers = config.algorithm.learnt_from or config.rollout.samples_per_prompt
-    return config.trainer.prompts_per_step * answers // config.algorithm.mini_batches
+    answers = config.rollout.train_samples_per_prompt or config.rollout.samples_per_prompt
+    return config.trainer.prompts_per_step * answers // config.algorithm.updates_per_epoch
 
 
 def rows_per_micro_batch(config: RunConfig) -> int:

@@ -27,7 +27,7 @@ class MegatronActor:
         if role == "actor":
             self.manager.setup_model_and_optimizer()
         self.runner = ModelRunner(self.manager, TokenStats, LogProbs(self.manager.description.vocabulary))
-        keep_reference = role == "actor" and cfg.algorithm.kl_coef > 0
+        keep_reference = role == "actor" and cfg.algorithm.kl.coef > 0
         self.reference = ReferenceWeights(self.manager) if keep_reference else None
         keep_average = role == "actor" and cfg.algorithm.ema_beta > 0
         self.average = AveragedWeights(self.manager, cfg.algorithm.ema_beta) if keep_average else None
@@ -41,7 +41,7 @@ class MegatronActor:
 
     def reference_log_probs(self, rows: Rows) -> TokenStats:
         """The same under the reference weights. Raises AssertionError where none are kept."""
-        assert self.reference is not None, "algorithm.kl_coef is 0, so no reference weights are kept"
+        assert self.reference is not None, "algorithm.kl.coef is 0, so no reference weights are kept"
         with self.reference.swapped_in():
             return self.log_probs(rows)
 

@@ -66,7 +66,7 @@ def load_of(config: RunConfig, parallel: ParallelConfig, world: int) -> Load:
     """Returns the load of an update, if all rows are as long as they may be."""
     data = world // (parallel.tensor * parallel.pipeline * parallel.context)
     longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
-    rows = max(1, rows_of(config) // config.algorithm.mini_batches // data)
+    rows = max(1, rows_of(config) // config.algorithm.updates_per_epoch // data)
     share = math.ceil(rows / fewest_micro_batches(parallel.pipeline))
     fit = max(1, min(share, config.trainer.max_tokens_per_micro_batch // longest))
     multiple = parallel.pipeline if parallel.virtual_pipeline > 1 else 1
@@ -76,7 +76,9 @@ def load_of(config: RunConfig, parallel: ParallelConfig, world: int) -> Load:
 def rows_of(config: RunConfig) -> int:
     """Rows of a step."""
     answers = {"sft": 1, "reward_model": 2}.get(config.algorithm.task)
-    return config.trainer.prompts_per_step * (answers or config.algorithm.learnt_from or config.rollout.samples_per_prompt)
+    return config.trainer.prompts_per_step * (
+        answers or config.rollout.train_samples_per_prompt or config.rollout.samples_per_prompt
+    )
 
 
 def cache_of(policy: PlannedModel, config: RunConfig, budget: Budget) -> Cache:
@@ -109,7 +111,7 @@ def on_device(
             "log_probs": activations.log_probs(planned, stage, load, learns=False),
         }
         if planned.optimizer is not None:
-            learnt = experience_bytes(config) * rows // config.algorithm.mini_batches
+            learnt = experience_bytes(config) * rows // config.algorithm.updates_per_epoch
             phases[f"update{suffix}"] |= {
                 "activations": activations.training(planned, stage, load) + learnt,
                 "log_probs": activations.log_probs(planned, stage, load, learns=True),
@@ -132,7 +134,7 @@ def on_device(
 def experience_bytes(config: RunConfig) -> int:
     """Tensors of one row of an Experience and its Samples (rftmega/types.py), if it is as long as it may be."""
     algorithm = config.algorithm
-    floats = 4 + (2 if algorithm.advantage == "gae" else 0) + (1 if algorithm.kl_coef > 0 else 0)
+    floats = 4 + (2 if algorithm.advantage.needs_critic else 0) + (1 if algorithm.kl.coef > 0 else 0)
     return (config.rollout.max_prompt_tokens + config.rollout.max_response_tokens) * (8 + 1 + 4 * floats)
 
 
@@ -143,7 +145,7 @@ def on_host(models: Mapping[str, PlannedModel], config: RunConfig, world: int, s
     policy, found = models[POLICY], Bytes()
     elements = elements_of(policy, stages[POLICY])
     offloads = config.algorithm.task == "rl" and config.trainer.offload
-    if config.algorithm.kl_coef > 0:
+    if config.algorithm.kl.coef > 0:
         found["reference"] = elements * policy.itemsize
     if config.algorithm.ema_beta > 0:
         found["average"] = elements * (4 + policy.itemsize)  # and what an optimizer step's weights are copied to

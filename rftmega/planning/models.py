@@ -42,7 +42,7 @@ def models_of(config: RunConfig, *, auto: str = "bfloat16", narrow_whole: bool =
 
     policy = config.model.path
     found = {POLICY: planned(policy, config.parallel, config.optimizer, value=config.algorithm.task == "reward_model")}
-    if config.algorithm.advantage == "gae":
+    if config.algorithm.advantage.needs_critic:
         critic = config.critic
         found["critic"] = planned(critic.path or policy, critic.parallel, critic.optimizer, value=True)
     if config.reward.model:

@@ -47,7 +47,7 @@ def seconds(
         if config.algorithm.task == "rl":
             passes = 1
             if name == POLICY:  # itself, unless its update says it, and the reference
-                passes = (not config.late_scoring) + (config.algorithm.kl_coef > 0)
+                passes = (not config.late_scoring) + (config.algorithm.kl.coef > 0)
             found[f"score{suffix}"] = {"compute": forward * passes}
         if planned.optimizer is not None:
             found[f"update{suffix}"] = _learning(planned, config, world, forward, speeds)
@@ -101,7 +101,7 @@ def _learning(planned: PlannedModel, config: RunConfig, world: int, forward: flo
     again = 1 if parallel.recompute == "full" else 0
     compute = forward * (1 + BACKWARD + again)
     stage = world // parallel.pipeline
-    tokens = load.tokens * load.micro_batches * config.algorithm.mini_batches / parallel.context  # a process's
+    tokens = load.tokens * load.micro_batches * config.algorithm.updates_per_epoch / parallel.context  # a process's
     found = {"compute": compute}
     if parallel.pipeline > 1:
         found["bubble"] = compute * (parallel.pipeline - 1) / parallel.virtual_pipeline / load.micro_batches
@@ -116,7 +116,7 @@ def _learning(planned: PlannedModel, config: RunConfig, world: int, forward: flo
     held, shared_by = states(planned, world, 0), sharers(planned, world)[0]
     if shared_by > 1:
         reduced = held[GRADIENTS] * (1 if optimizer.distributed else 2) + (held[PARAMETERS] if optimizer.distributed else 0)
-        found["gradients"] = reduced * (1 - 1 / shared_by) * config.algorithm.mini_batches / speeds.link(stage)
+        found["gradients"] = reduced * (1 - 1 / shared_by) * config.algorithm.updates_per_epoch / speeds.link(stage)
     return found
 
 

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from rftmega.config import RewardConfig
+from rftmega.config.parts import IMPLEMENTATIONS
 from rftmega.errors import DataError
 from rftmega.rewards import code, multiple_choice
 from rftmega.rewards.code import CodePart
@@ -46,7 +47,11 @@ def create(config: RewardConfig, decode: Decode) -> MixedReward:
     Raises ConfigError where reward.format_pattern or reward.answer_pattern is no regular expression.
     """
     used = parts_of(config)
-    return MixedReward(config, {name: make(config, decode) for name, make in PARTS.items() if name in used}, decode)
+    parts = {name: make(config, decode) for name, make in PARTS.items() if name in used}
+    for name, options in config.custom.items():
+        if name in used:
+            parts[name] = IMPLEMENTATIONS[type(options)](options, decode)
+    return MixedReward(config, parts, decode)
 
 
 def check_prompts(config: RewardConfig, prompts: Iterable[Prompt]) -> None:

@@ -16,7 +16,7 @@ def weights_of(config: RewardConfig, kind: str) -> dict[str, float]:
     """Part -> weight for prompts of `kind`, without zeros. Raises RewardError for a kind that a recipe doesn't hold."""
     if config.recipe and kind not in config.recipe:
         raise RewardError(f"{unknown_kind(config, kind)}.")
-    given = config.recipe[kind] if config.recipe else {name: getattr(config, name) for name in config.parts()}
+    given = config.recipe[kind] if config.recipe else config.weights()
     return {name: weight for name, weight in given.items() if weight}
 
 

@@ -91,7 +91,7 @@ class MegatronStrategy:
         with the policy's layout and no optimizer.
         """
         config, found = self.config, {}
-        if config.algorithm.advantage == "gae":
+        if config.algorithm.advantage.needs_critic:
             chosen = config.critic
             model = replace(config.model, path=chosen.path or config.model.path)
             own = replace(config, model=model, parallel=chosen.parallel, optimizer=chosen.optimizer)

@@ -3,14 +3,12 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from rftmega.algorithms.aggregation import Aggregation, aggregation_of
 from rftmega.algorithms.kl import KLController
 from rftmega.algorithms.losses import policy_loss
-from rftmega.algorithms.mismatch import Correction
 from rftmega.algorithms.shaping import Shaping
 from rftmega.algorithms.supervised import cross_entropy_loss, pairwise_loss
-from rftmega.algorithms.surrogates import Clip
 from rftmega.algorithms.values import value_loss
-from rftmega.algorithms.weighting import Weighting, weighting_of
 from rftmega.config import RunConfig, without_secrets
 from rftmega.experience import ExperienceMaker, ModelReward, ReplayBuffer
 from rftmega.interfaces import Machinery, Policy, Reward, Scorer, ValueModel, ValueScorer
@@ -19,7 +17,7 @@ from rftmega.trainer.gap_gate import GapGate, limits_of
 from rftmega.trainer.journal import Journal, Journaled
 from rftmega.trainer.learner import Learner
 from rftmega.trainer.optimizer_steps import Schedule
-from rftmega.trainer.ppo import PPOTrainer
+from rftmega.trainer.ppo import PPOTrainer, Sampling, StepParts
 from rftmega.trainer.ptx import PTX, Order
 from rftmega.trainer.replay_mixer import ReplayMixer
 from rftmega.trainer.supervised import Learns, SupervisedTrainer
@@ -33,7 +31,7 @@ class Algorithm:
         self.config = config
         chosen = self.chosen = config.algorithm
         self.longest = config.rollout.max_response_tokens
-        self.kl = KLController(chosen.kl_coef, target=chosen.kl_target, horizon=chosen.kl_horizon)
+        self.kl = KLController(chosen.kl.coef, target=chosen.kl.target, horizon=chosen.kl.horizon)
 
     def reinforced(
         self, built: Machinery, reward: Reward, *, ptx: Order | None = None, stop: Callable[[], bool] = lambda: False
@@ -51,51 +49,42 @@ class Algorithm:
             reward=reward,
             maker=self.maker(machinery.policy, machinery.critic),
             learner=self.learner(built.policy, built.critic, given, journal),
-            model_reward=ModelReward(machinery.reward_model, config.reward.model) if machinery.reward_model else None,
-            refill=self.refill(),
-            gate=self.gate(built),
-            late_scoring=config.late_scoring,
-            replay=self.replay(machinery.policy),
-            samples_per_prompt=config.rollout.samples_per_prompt,
-            temperature=config.rollout.temperature,
-            seed=config.trainer.seed,
+            sampling=Sampling(config.rollout.samples_per_prompt, config.rollout.temperature, seed=config.trainer.seed),
+            parts=StepParts(
+                refill=self.refill(),
+                replay=self.replay(machinery.policy),
+                model_reward=ModelReward(machinery.reward_model, config.reward.model) if machinery.reward_model else None,
+                gate=self.gate(built),
+                late_scoring=config.late_scoring,
+                journal=journal,
+            ),
             stop=stop,
-            journal=journal,
         )
 
     def supervised(self, model: Learns, *, stop: Callable[[], bool] = lambda: False) -> SupervisedTrainer:
         """A trainer that learns from answers (algorithm.task=sft) or from pairs of them (reward_model)."""
         if self.chosen.task == "sft":
-            return SupervisedTrainer(model=model, loss_fn=cross_entropy_loss(self.weighting), schedule=self.schedule, stop=stop)
+            return SupervisedTrainer(model=model, loss_fn=cross_entropy_loss(self.aggregation), schedule=self.schedule, stop=stop)
         return SupervisedTrainer(model=model, loss_fn=pairwise_loss(), group_size=2, schedule=self.schedule, stop=stop)
 
     @property
     def schedule(self) -> Schedule:
         """Cuts rollouts into mini-batches."""
-        return Schedule(updates_per_epoch=self.chosen.mini_batches, seed=self.config.trainer.seed)
+        return Schedule(updates_per_epoch=self.chosen.updates_per_epoch, seed=self.config.trainer.seed)
 
     def maker(self, policy: Scorer, critic: ValueScorer | None = None) -> ExperienceMaker:
-        chosen = self.chosen
-        return ExperienceMaker(
-            policy,
-            critic=critic,
-            use_reference=chosen.kl_coef > 0,
-            advantage=chosen.advantage,
-            scale_by_std=chosen.scale_by_std,
-            clip_filter_weight=chosen.clip_filter_weight,
-            whiten=chosen.whiten,
-            gamma=chosen.gamma,
-            lam=chosen.gae_lambda,
-            kl_in_reward=self.kl if chosen.kl_in == "reward" else None,
-            kl_estimator=chosen.kl_estimator,
-            shape=Shaping(
-                longest=self.longest,
-                buffer=max(int(chosen.overlong_share * self.longest), 1) if chosen.overlong_share else 0,
-                factor=chosen.overlong_penalty,
-                normalise=chosen.reward_normalise,
-                clip=chosen.reward_clip,
-            ),
-            drop_truncated=chosen.drop_truncated,
+        return ExperienceMaker(policy, self.chosen, critic=critic, kl_weight=self.kl, shape=self.shaping())
+
+    def shaping(self) -> Shaping:
+        """Returns what happens to rewards before advantages are made of them."""
+        chosen = self.config.reward.shaping
+        buffer = max(int(chosen.overlong_buffer_share * self.longest), 1) if chosen.overlong_buffer_share else 0
+        return Shaping(
+            longest=self.longest,
+            buffer=buffer,
+            factor=chosen.overlong_penalty_factor,
+            normalise=chosen.normalise,
+            clip=chosen.clip,
         )
 
     def learner(
@@ -106,7 +95,7 @@ class Algorithm:
             self.policy_loss(),
             critic=critic,
             value_loss_fn=self.value_loss(),
-            frozen_steps=self.chosen.freezing_actor_steps,
+            frozen_steps=self.config.critic.warmup_steps,
             kl=self.kl,
             ptx=ptx,
             schedule=self.schedule,
@@ -125,38 +114,41 @@ class Algorithm:
 
     def refill(self) -> DynamicSampler:
         """Which of a rollout's answers are learnt from."""
-        chosen = self.chosen
+        chosen = self.chosen.dynamic_sampling
         return DynamicSampler(
-            chosen.refill_rounds, part=chosen.refill_by, oversample=chosen.oversample, learnt_from=chosen.learnt_from
+            chosen.max_rounds,
+            part=chosen.metric,
+            oversample=chosen.oversample,
+            train_samples=self.config.rollout.train_samples_per_prompt,
         )
 
     def replay(self, policy: Scorer) -> ReplayMixer | None:
         """What keeps earlier answers, where they are learnt from."""
-        chosen = self.chosen
-        if not chosen.max_staleness:
+        chosen = self.chosen.replay
+        if not chosen.max_age:
             return None
-        return ReplayMixer(policy, ReplayBuffer(chosen.replay_limit), max_staleness=chosen.max_staleness)
+        return ReplayMixer(policy, ReplayBuffer(chosen.max_rows), max_age=chosen.max_age)
 
     @property
-    def weighting(self) -> Weighting:
-        return weighting_of(self.chosen.weighting, longest=self.longest)
+    def aggregation(self) -> Aggregation:
+        return aggregation_of(self.chosen.loss_aggregation, longest=self.longest)
 
     def policy_loss(self) -> LossFn:
         chosen = self.chosen
         return policy_loss(
-            surrogate=chosen.surrogate,
-            clip=Clip(chosen.clip_low, chosen.clip_high, chosen.dual_clip, chosen.drift_coef, chosen.drift_clip),
-            correction=Correction(chosen.correction, chosen.correction_cap),
+            options=chosen.policy_loss,
+            correction=chosen.importance_sampling,
             high_entropy_share=chosen.high_entropy_share,
-            kl_coef=self.kl if chosen.kl_in == "loss" else 0.0,
-            kl_estimator=chosen.kl_estimator,
+            kl_coef=self.kl if chosen.kl.placement == "loss" else 0.0,
+            kl_estimator=chosen.kl.estimator,
             entropy_coef=chosen.entropy_coef,
-            weighting=self.weighting,
+            aggregation=self.aggregation,
         )
 
     def ptx(self, order: Order) -> PTX:
         """Batches of `order`, learnt beside the answers that are rewarded."""
-        return PTX(order, cross_entropy_loss(self.weighting), self.chosen.ptx_coef)
+        return PTX(order, cross_entropy_loss(self.aggregation), self.chosen.ptx_coef)
 
     def value_loss(self) -> LossFn:
-        return value_loss(clip=self.chosen.value_clip, huber=self.chosen.value_huber, weighting=self.weighting)
+        critic = self.config.critic
+        return value_loss(clip=critic.value_clip, huber=critic.value_huber, aggregation=self.aggregation)

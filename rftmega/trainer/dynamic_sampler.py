@@ -18,14 +18,14 @@ there are as many as wanted."""
 class DynamicSampler:
     """Dynamic sampling (DAPO, arXiv:2503.14476, eq. 11): groups whose answers all score alike are replaced."""
 
-    def __init__(self, rounds: int, *, part: str = "", oversample: float = 1.0, learnt_from: int = 0):
+    def __init__(self, rounds: int, *, part: str = "", oversample: float = 1.0, train_samples: int = 0):
         """Asks at most `rounds` times more, 0 never; answers are compared by the reward `part`, or by the whole reward.
 
         With `oversample` above 1 each round asks that many times the prompts of a step, and ends when it has enough groups. Of
-        each group's answers the first `learnt_from` (0: all) are compared and learnt from; metrics are of all.
+        each group's answers the first `train_samples` (0: all) are compared and learnt from; metrics are of all.
         """
         self.rounds, self.part, self.oversample = rounds, part, oversample
-        self.learnt_from = learnt_from
+        self.train_samples = train_samples
 
     def __call__(self, ask: Ask, prompts: Sequence[Prompt], more: PromptQueue) -> tuple[Samples, Metrics]:
         """As many whole groups as there are prompts, the first that vary in their order; fewer where the rounds (or `more`
@@ -61,12 +61,12 @@ class DynamicSampler:
         return len(self._varied(samples)) > 0
 
     def _learnt(self, samples: Samples) -> Samples:
-        """The first `learnt_from` answers of each group, whose rows are neighbours."""
-        if not self.learnt_from:
+        """The first `train_samples` answers of each group, whose rows are neighbours."""
+        if not self.train_samples:
             return samples
         _, sizes = samples.group.unique_consecutive(return_counts=True)
         begins = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
-        return samples.select((torch.arange(len(samples)) - begins < self.learnt_from).nonzero()[:, 0])
+        return samples.select((torch.arange(len(samples)) - begins < self.train_samples).nonzero()[:, 0])
 
     def _varied(self, samples: Samples) -> Samples:
         samples = self._learnt(samples)

@@ -60,7 +60,7 @@ class Spread(Observer):
             "In %d steps in a row %s (mean reward %.3g), so there is nothing to learn from them. Look at the answers "
             "(output/trajectories) and at reward.*: does the reward read the answer (answer_pattern, format, labels), are "
             "answers cut off (`truncated`, rollout.max_response_tokens), are the prompts all too hard or too easy "
-            "(algorithm.refill_rounds asks for others), is the temperature near 0?",
+            "(algorithm.dynamic_sampling.max_rounds asks for others), is the temperature near 0?",
             self.streak,
             alike,
             samples.reward.mean().item(),

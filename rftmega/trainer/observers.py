@@ -58,7 +58,7 @@ def observers_of(
         found.append(Trajectories(folder, text.decode, text.pieces, every=chosen.trajectories, most_bytes=most_bytes))
     found += [Divergence(config.faults.max_skipped_steps), UndecidedLimit()]
     if is_main and task == "rl":
-        found.append(Spread(compares_groups=config.algorithm.advantage in ("group", "leave_one_out")))
+        found.append(Spread(compares_groups=config.algorithm.advantage.compares_group))
     if chosen.export:
         model = "reward_model" if task == "reward_model" else "policy"
         found.append(AtEnd(lambda: export(f"{chosen.output}/{model}")))

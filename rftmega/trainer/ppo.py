@@ -1,6 +1,7 @@
 """One step, top to bottom; GRPO, PPO and their family are the maker and the learner that it is given."""
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,11 +19,36 @@ from rftmega.trainer.replay_mixer import ReplayMixer
 from rftmega.types import Completion, Experience, Metrics, Prompt, Samples
 
 
-class PPOTrainer(Trainer):
-    """Drives one policy and one engine. `step` is the version of the engine's weights.
+@dataclass(frozen=True)
+class Sampling:
+    """Sampling says how answers are drawn; the same ones whenever a step is run with the same seed."""
 
-    `refill` decides which of the `samples_per_prompt` answers to a prompt are learnt from; all are scored.
+    samples_per_prompt: int
+    temperature: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """StepParts holds what a step may have besides.
+
+    refill: decides which of the answers to a prompt are learnt from; all are scored.
+    gate: stops the run where engine and trainer differ; without it any gap is learnt from.
+    late_scoring: log-probs before the update are those of the update's own forward pass, instead of a pass for them alone; right
+        for one optimizer step a rollout, without dropout, replay, or a KL in the reward.
+    journal: that of the trainer's engine, maker and learner.
     """
+
+    refill: DynamicSampler = field(default_factory=lambda: DynamicSampler(0))
+    replay: ReplayMixer | None = None
+    model_reward: ModelReward | None = None
+    gate: GapGate | None = None
+    late_scoring: bool = False
+    journal: Journal | None = None
+
+
+class PPOTrainer(Trainer):
+    """PPOTrainer drives one policy and one engine. `step` is the version of the engine's weights."""
 
     def __init__(
         self,
@@ -32,29 +58,18 @@ class PPOTrainer(Trainer):
         reward: Reward,
         maker: ExperienceMaker,
         learner: Learner,
-        samples_per_prompt: int,
-        temperature: float,
-        seed: int,
-        refill: DynamicSampler | None = None,
-        replay: ReplayMixer | None = None,
-        model_reward: ModelReward | None = None,
-        gate: GapGate | None = None,
-        late_scoring: bool = False,
+        sampling: Sampling,
+        parts: StepParts = StepParts(),  # noqa: B008  immutable
         callbacks: Sequence[Callback] = (),
         stop: Callable[[], bool] = lambda: False,
-        journal: Journal | None = None,
     ):
-        """`callbacks`, `stop` and `journal` as Trainer's; the journal is that of `engine`, `maker` and `learner`. Without
-        a `gate` any gap between engine and trainer is learnt from. `late_scoring`: log-probs before the update are those of the
-        update's own forward pass, instead of a pass for them alone; right for one optimizer step a rollout, without dropout,
-        replay, or a KL in the reward.
-        """
-        super().__init__(callbacks=callbacks, stop=stop, journal=journal)
-        self.engine, self.weights, self.reward, self.model_reward = engine, weights, reward, model_reward
+        """`callbacks` and `stop` as Trainer's."""
+        super().__init__(callbacks=callbacks, stop=stop, journal=parts.journal)
+        self.engine, self.weights, self.reward, self.model_reward = engine, weights, reward, parts.model_reward
         self.maker, self.learner = maker, learner
-        self.refill, self.replay, self.gate = refill or DynamicSampler(0), replay, gate
-        self.late_scoring = late_scoring
-        self.samples_per_prompt, self.temperature, self.seed = samples_per_prompt, temperature, seed
+        self.refill, self.replay, self.gate = parts.refill, parts.replay, parts.gate
+        self.late_scoring = parts.late_scoring
+        self.samples_per_prompt, self.temperature, self.seed = sampling.samples_per_prompt, sampling.temperature, sampling.seed
         self.supply = PromptQueue()
 
     def prepare(self, batches: Iterable[list[Prompt]]) -> PromptQueue:

@@ -12,22 +12,22 @@ from rftmega.types import Experience, Metrics
 
 
 class ReplayMixer:
-    """Answers of policies at most `max_staleness` steps old are learnt from again, with the log-probs of their own engine.
+    """Answers of policies at most `max_age` steps old are learnt from again, with the log-probs of their own engine.
 
     The present policy scores them anew: the ratio that a surrogate clips starts at 1 as for fresh answers, and what the policy
     has moved since is the importance weight, old over behaviour (the decoupled objective, arXiv:2110.00641, eq. 3, and
-    arXiv:2505.24298, eq. 5), bounded by `algorithm.correction`.
+    arXiv:2505.24298, eq. 5), bounded by `algorithm.importance_sampling`.
     """
 
-    def __init__(self, policy: Scorer, buffer: ReplayBuffer, *, max_staleness: int):
-        self.policy, self.buffer, self.max_staleness = policy, buffer, max_staleness
+    def __init__(self, policy: Scorer, buffer: ReplayBuffer, *, max_age: int):
+        self.policy, self.buffer, self.max_age = policy, buffer, max_age
         self._crowded_out = 0  # groups that the last `keep` dropped
 
     def beside(self, experience: Experience, step: int) -> tuple[Experience, Metrics]:
         """`experience` of step `step`, mixed evenly with what is young enough; and of that its rows, the mean age of their
         tokens in steps, groups dropped since the last step (too old, or too many).
         """
-        dropped = self._crowded_out + self.buffer.drop_older(step - self.max_staleness)
+        dropped = self._crowded_out + self.buffer.drop_older(step - self.max_age)
         metrics = {"replay_rows": float(len(self.buffer)), "replay_groups_dropped": float(dropped)}
         if not self.buffer.groups:
             return experience, metrics | {"replay_staleness": 0.0}

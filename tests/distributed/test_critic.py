@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
+from rftmega.algorithms.aggregation import averaged
 from rftmega.algorithms.losses import policy_loss
-from rftmega.algorithms.weighting import averaged
 from rftmega.config import OptimizerConfig, ParallelConfig
 from rftmega.types import Experience, TokenLoss, TokenValues
 from rftmega.weights import Exporter

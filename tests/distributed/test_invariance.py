@@ -54,10 +54,10 @@ def assert_equal(found: list[dict], wanted: dict, case: str) -> None:
 
 def test_in_one_process_the_micro_batch_size_and_the_order_of_rows_do_not_matter(alone: dict) -> None:
     for setting, found in alone.items():
-        reference = Setting(setting.weighting)
+        reference = Setting(setting.aggregation)
         assert_equal([found], alone[reference], str(setting))
-    token_mean, sequence_mean = (alone[Setting(weighting)] for weighting in ("token_mean", "sequence_mean"))
-    assert differences([token_mean], sequence_mean)["loss"] > 1e-2, "the weighting changed nothing, so it was not compared"
+    token_mean, sequence_mean = (alone[Setting(aggregation)] for aggregation in ("token_mean", "sequence_mean"))
+    assert differences([token_mean], sequence_mean)["loss"] > 1e-2, "the aggregation changed nothing, so it was not compared"
     moved = token_mean["logp"][1] - token_mean["logp"][0]
     assert moved.abs().max() > 0.1, "nothing was learnt, so nothing was compared"
 
@@ -96,7 +96,7 @@ def test_with_overlap_and_many_buckets_nothing_stale_is_used(variant: str, tmp_p
 
 @pytest.mark.ranks
 def test_every_case_of_the_table(tmp_path: Path) -> None:
-    """Every layout, weighting, micro-batch size and order in fp32; every layout in bf16. Also writes the table."""
+    """Every layout, aggregation, micro-batch size and order in fp32; every layout in bf16. Also writes the table."""
     rows = list(every_case(tmp_path))
     write(rows)
     # The noise of bf16 is what one process of the same model shows; another order of sums may show a few times that.

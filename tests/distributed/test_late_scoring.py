@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from rftmega.algorithms.losses import policy_loss
-from rftmega.algorithms.mismatch import Correction
-from rftmega.config import OptimizerConfig, ParallelConfig
+from rftmega.config import AlgorithmConfig, KLConfig, OptimizerConfig, ParallelConfig
+from rftmega.config.algorithms import GSPO, TokenImportance
 from rftmega.errors import GapExceeded
 from rftmega.experience import ExperienceMaker
 from rftmega.trainer.learner import Learner
-from rftmega.trainer.ppo import PPOTrainer
+from rftmega.trainer.ppo import PPOTrainer, Sampling, StepParts
 from rftmega.types import Completion, Prompt
 from rftmega.weights import Exporter
 from tests.layouts import build_actor
@@ -69,20 +69,17 @@ def body(world: Any, folder: Path, parallel: ParallelConfig, late: bool, refuses
         return {name: x.clone() for name, x in Exporter(actor.manager.bound, actor.topology, bucket_bytes=2**20)}
 
     loss = policy_loss(
-        surrogate="gspo", correction=Correction("token", 2.0), high_entropy_share=0.5, kl_coef=0.1, entropy_coef=0.05
+        options=GSPO(), correction=TokenImportance(cap=2.0), high_entropy_share=0.5, kl_coef=0.1, entropy_coef=0.05
     )
     engine, gate = Engine(), Refuses(weights) if refuses else None
     trainer = PPOTrainer(
         engine=engine,
         weights=engine,
         reward=longer_is_better,
-        maker=ExperienceMaker(actor, use_reference=True),
+        maker=ExperienceMaker(actor, AlgorithmConfig(kl=KLConfig(coef=0.1))),
         learner=Learner(actor, loss),
-        samples_per_prompt=4,
-        temperature=0.7,
-        seed=3,
-        gate=gate,
-        late_scoring=late,
+        sampling=Sampling(4, 0.7, seed=3),
+        parts=StepParts(gate=gate, late_scoring=late),
     )
     experiences, metrics = [], []
     trainer.callbacks = [type("Keeps", (), {"on_experience": lambda self, t, s, experience: experiences.append(experience)})()]

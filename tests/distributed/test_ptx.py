@@ -25,16 +25,16 @@ TEMPERATURE, COEF = 0.7, 0.4
 OPTIMIZER = OptimizerConfig(epsilon=1e-4, learning_rate=1e-2, weight_decay=0.0, clip_grad=0.0)
 
 
-def body(world: Any, folder: Path, parallel: ParallelConfig, mini_batches: int) -> Any:
+def body(world: Any, folder: Path, parallel: ParallelConfig, updates_per_epoch: int) -> Any:
     actor = build_actor(
-        folder, parallel, replace(OPTIMIZER, distributed=world.size > 2), temperature=TEMPERATURE, mini_batches=mini_batches,
-        token_cap=40,
+        folder, parallel, replace(OPTIMIZER, distributed=world.size > 2), temperature=TEMPERATURE,
+        updates_per_epoch=updates_per_epoch, token_cap=40,
     )  # fmt: skip
     rows = rows_of(ROWS, PROMPTS)
     logp = actor.log_probs(rows).logp
     experience = Experience(rows.tokens, rows.prompt_lengths, rows.lengths, rows.mask, logp, logp, None, torch.ones_like(logp))
     auxiliary = Auxiliary("ptx", given(rows_of(GIVEN, GIVEN_PROMPTS)), cross_entropy_loss(), COEF)
-    cut = Schedule(mini_batches).mini_batches(len(rows), 0)
+    cut = Schedule(updates_per_epoch).mini_batches(len(rows), 0)
     metrics = [take_steps(actor, experience, policy_loss(), cut, auxiliary=auxiliary) for _ in range(2)]
     steps = actor.manager.scheduler.num_steps - 1
     return metrics, steps, dict(Exporter(actor.manager.bound, actor.topology, bucket_bytes=2**20))
@@ -48,12 +48,12 @@ def picked(model: Any, rows: list[list[int]], prompts: list[int], temperature: f
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("mini_batches", [1, 2])
-def test_updates_equal_a_plain_loop_in_one_process_and_in_four(mini_batches: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("updates_per_epoch", [1, 2])
+def test_updates_equal_a_plain_loop_in_one_process_and_in_four(updates_per_epoch: int, tmp_path: Path) -> None:
     folder = save_tiny(tmp_path, "qwen3")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     adam = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-4, weight_decay=0.0)
-    parts = {1: [(slice(0, 5), slice(0, 3))], 2: [(slice(0, 3), slice(0, 2)), (slice(3, 5), slice(2, 3))]}[mini_batches]
+    parts = {1: [(slice(0, 5), slice(0, 3))], 2: [(slice(0, 3), slice(0, 2)), (slice(3, 5), slice(2, 3))]}[updates_per_epoch]
     olds = [picked(model, ROWS[mine], PROMPTS[mine], TEMPERATURE).detach() for mine, _ in parts]
     shown = []
     for _ in range(2):
@@ -66,10 +66,10 @@ def test_updates_equal_a_plain_loop_in_one_process_and_in_four(mini_batches: int
             adam.step()
             shown.append((loss.item(), cross_entropy.item()))
     for world, parallel in ((1, ParallelConfig()), (4, ParallelConfig(tensor=2, pipeline=2))):
-        metrics, steps, weights = run_ranks(world, body, folder, parallel, mini_batches)[0]
-        assert steps == 2 * mini_batches, "both losses share an optimizer step"
+        metrics, steps, weights = run_ranks(world, body, folder, parallel, updates_per_epoch)[0]
+        assert steps == 2 * updates_per_epoch, "both losses share an optimizer step"
         for i, found in enumerate(metrics):
-            mean = torch.tensor(shown[i * mini_batches : (i + 1) * mini_batches]).mean(0).tolist()
+            mean = torch.tensor(shown[i * updates_per_epoch : (i + 1) * updates_per_epoch]).mean(0).tolist()
             assert [found["loss"], found["ptx_cross_entropy"]] == pytest.approx(mean, rel=1e-4)
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(weights[name], parameter.detach(), atol=2e-5, rtol=1e-4, msg=f"{world} processes, {name}")

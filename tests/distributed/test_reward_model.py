@@ -24,7 +24,7 @@ LAYOUTS = {"DP2": (2, P()), "PP2": (2, P(pipeline=2)), "CP2": (2, P(context=2))}
 
 def learn_body(world: Any, folder: Path, parallel: ParallelConfig, token_cap: int) -> Any:
     """Mini-batches of 2, 1 and 1 pairs; with a cap of 36 tokens the first is two micro-batches."""
-    critic = build_critic(folder, parallel, OPTIMIZER, token_cap=token_cap, mini_batches=3)
+    critic = build_critic(folder, parallel, OPTIMIZER, token_cap=token_cap, updates_per_epoch=3)
     rows = rows_of(PAIRS, PROMPTS).with_end()
     before = last_value(critic.values(rows), rows)
     cut = Schedule(3).mini_batches(len(rows), 0, group_size=2)

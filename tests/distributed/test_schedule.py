@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from rftmega.algorithms.losses import policy_loss
-from rftmega.config import OptimizerConfig, ParallelConfig, TrainerConfig
+from rftmega.config import CriticConfig, OptimizerConfig, ParallelConfig, TrainerConfig
+from rftmega.config.algorithms import GAE
 from rftmega.megatron import MegatronActor, MegatronCritic
 from rftmega.parallel.topology import Topology
 from rftmega.types import Experience
@@ -23,9 +24,14 @@ FROZEN = 1  # steps of the policy
 
 def config(folder: Path, schedule: str) -> Any:
     optimizer = OptimizerConfig(learning_rate=PEAK, min_learning_rate=LOWEST, schedule=schedule, warmup_steps=WARM)
-    found = config_of(folder, ParallelConfig(), optimizer, mini_batches=MINI_BATCHES)
-    algorithm = replace(found.algorithm, advantage="gae", freezing_actor_steps=FROZEN)
-    return replace(found, trainer=TrainerConfig(steps=STEPS, max_tokens_per_micro_batch=64), algorithm=algorithm)
+    found = config_of(folder, ParallelConfig(), optimizer, updates_per_epoch=MINI_BATCHES)
+    algorithm = replace(found.algorithm, advantage=GAE())
+    return replace(
+        found,
+        trainer=TrainerConfig(steps=STEPS, max_tokens_per_micro_batch=64),
+        algorithm=algorithm,
+        critic=CriticConfig(warmup_steps=FROZEN),
+    )
 
 
 def rates_body(world: Any, folder: Path, schedule: str) -> list[float]:

@@ -10,6 +10,7 @@ import pytest
 from rftmega import rollout
 from rftmega.algorithms.losses import policy_loss
 from rftmega.config import OptimizerConfig, ParallelConfig, RolloutConfig, RunConfig
+from rftmega.config.algorithms import GAE, GroupNorm
 from rftmega.experience import ExperienceMaker, collect
 from rftmega.megatron.offload import ADAM, PARTS
 from rftmega.planning.fit import stages_of
@@ -68,7 +69,7 @@ def run_of(folder: Path, case: Case) -> RunConfig:
     )
     config.trainer.offload = case.offload
     config.critic.parallel, config.critic.optimizer = config.parallel, config.optimizer
-    config.algorithm.advantage = "gae" if case.critic else "group"
+    config.algorithm.advantage = GAE() if case.critic else GroupNorm()
     if case.reward_model:
         config.reward.model, config.reward.model_path = 1.0, str(folder)
     return config
@@ -155,7 +156,7 @@ def cycle_body(world: Any, folder: Path) -> Any:
     prompts = [Prompt((5, 9)), Prompt((3,))] * 2
     answers = made.engine.generate(prompts, seeds=[1, 2, 3, 4], temperature=1.0)
     samples = collect(prompts, answers, lambda p, c: [{"reward": float(len(x.token_ids))} for x in c], samples_per_prompt=2)
-    experience = ExperienceMaker(made.policy, use_reference=False).make(samples)
+    experience = ExperienceMaker(made.policy).make(samples)
     before = made.policy.log_probs(samples.rows).logp
     made.policy.step(experience, policy_loss())
     held = residencies["policy"].bytes()

@@ -45,7 +45,7 @@ model: {{path: {folder / "model"}}}
 data: {{train: {folder / "train.jsonl"}, eval: {folder / "eval.jsonl"}}}
 rollout: {{max_prompt_tokens: 8, max_response_tokens: 6}}
 optimizer: {{learning_rate: 1.0e-3, epsilon: 1.0e-4}}
-algorithm: {{mini_batches: 2}}
+algorithm: {{updates_per_epoch: 2}}
 trainer: {{steps: 3, prompts_per_step: 8, max_tokens_per_micro_batch: 64, output: {folder / "out"}}}
 """)
     (folder / "run.yaml").write_text(f"""
@@ -54,7 +54,7 @@ data: {{train: {folder / "train.jsonl"}, eval: {folder / "eval.jsonl"}}}
 rollout: {{engine: scripted, samples_per_prompt: 4, max_prompt_tokens: 8, max_response_tokens: 6}}
 reward: {{format: 1.0, format_pattern: ".*[0-4]"}}
 optimizer: {{learning_rate: 1.0e-3, epsilon: 1.0e-4}}
-algorithm: {{kl_coef: 0.1, entropy_coef: 0.05, mini_batches: 2}}
+algorithm: {{kl: {{coef: 0.1}}, entropy_coef: 0.05, updates_per_epoch: 2}}
 trainer: {{steps: 3, prompts_per_step: 8, max_tokens_per_micro_batch: 64, export: false, output: {folder / "out"}}}
 """)
 

@@ -146,7 +146,7 @@ def test_a_rank_that_is_ten_times_as_slow_is_named_and_the_run_goes_on(arithmeti
         "--processes",
         2,
         "trainer.steps=4",
-        "algorithm.mini_batches=1",
+        "algorithm.updates_per_epoch=1",
         "trainer.max_tokens_per_micro_batch=4096",
         "data.eval=",
     ]

@@ -177,7 +177,7 @@ def test_preferences_are_learnt_alike_under_two_layouts_and_then_judge_a_run(ari
 def test_with_vllm_the_engine_follows_the_trainer_and_the_export_is_a_model(arithmetic: Path, train: Run, tmp_path: Path) -> None:
     done = train(
         arithmetic / "run.yaml", "rollout.engine=vllm", "rollout.cpu_cache_gib=0.05", "parallel.tensor=2", "--processes", 2,
-        f"trainer.output={tmp_path}", "trainer.export=true", "optimizer.learning_rate=1e-2", "algorithm.mini_batches=1",
+        f"trainer.output={tmp_path}", "trainer.export=true", "optimizer.learning_rate=1e-2", "algorithm.updates_per_epoch=1",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     steps = metrics_of(tmp_path)

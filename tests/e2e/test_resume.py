@@ -18,11 +18,11 @@ OPTIONS = [
 REFILLED = "refilled groups and earlier answers"
 KINDS = {
     "a critic, an average, adaptive KL and running moments": [
-        "algorithm.advantage=gae", "algorithm.ema_beta=0.9", "algorithm.reward_normalise=true", "algorithm.kl_coef=0.1",
-        "algorithm.kl_in=reward", "algorithm.kl_target=0.01", "algorithm.mini_batches=2",
+        "algorithm.advantage=gae", "algorithm.ema_beta=0.9", "reward.shaping.normalise=true", "algorithm.kl.coef=0.1",
+        "algorithm.kl.placement=reward", "algorithm.kl.target=0.01", "algorithm.updates_per_epoch=2",
     ],
     REFILLED: [
-        "algorithm.refill_rounds=2", "algorithm.max_staleness=2", "algorithm.correction=token",
+        "algorithm.dynamic_sampling.max_rounds=2", "algorithm.replay.max_age=2", "algorithm.importance_sampling=token",
     ],
 }  # fmt: skip
 

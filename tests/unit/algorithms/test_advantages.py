@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from rftmega.algorithms.advantages import (
-    ESTIMATORS,
     Scored,
+    advantages,
     discounted_returns,
     group_normalised,
     leave_one_out,
@@ -13,6 +13,9 @@ from rftmega.algorithms.advantages import (
     whitened,
 )
 from rftmega.algorithms.groups import varied
+from rftmega.config.algorithms import GAE, GroupNorm, LeaveOneOut, Returns
+
+ESTIMATORS = {part.type: part for part in (GroupNorm(), LeaveOneOut(), Returns(gamma=0.9), GAE(gamma=0.9, lam=0.8))}
 
 
 def by_hand(rewards: list[float], groups: list[int]) -> list[float]:
@@ -91,19 +94,19 @@ def test_no_estimator_says_anything_outside_the_mask_or_depends_on_the_order_of_
     reward, group = torch.randn(8), torch.tensor([0, 0, 0, 1, 1, 2, 2, 2])
     penalty = torch.where(mask, torch.rand(8, 6), torch.nan)
     value = torch.where(mask, torch.randn(8, 6), torch.nan)
-    found = ESTIMATORS[name](Scored(reward, group, mask, value, penalty, 0.9, 0.8, True))
+    found = advantages(Scored(reward, group, mask, value, penalty), ESTIMATORS[name])
     assert found.isfinite().all()
     assert found[~mask].abs().sum() == 0
     order = torch.randperm(8)
-    scored = Scored(reward[order], group[order], mask[order], value[order], penalty[order], 0.9, 0.8, True)
-    again = ESTIMATORS[name](scored)
+    scored = Scored(reward[order], group[order], mask[order], value[order], penalty[order])
+    again = advantages(scored, ESTIMATORS[name])
     torch.testing.assert_close(again, found[order])
 
 
 def test_reinforce_with_a_baseline_is_whitened_over_tokens_not_answers() -> None:
     mask = torch.tensor([[True, True, True], [True, False, False]])
-    scored = Scored(torch.tensor([1.0, 0.0]), torch.zeros(2), mask, None, None, 1.0, 1.0, scale_by_std=False)
-    found = whitened(ESTIMATORS["group"](scored), mask)
+    scored = Scored(torch.tensor([1.0, 0.0]), torch.zeros(2), mask, None, None)
+    found = whitened(advantages(scored, GroupNorm(scale_by_std=False)), mask)
     kept = torch.tensor([0.5, 0.5, 0.5, -0.5])
     wanted = (kept - kept.mean()) / kept.std(correction=0)
     torch.testing.assert_close(found[mask], wanted)
@@ -120,7 +123,7 @@ def test_the_kl_of_an_answer_is_taken_off_its_reward_before_the_others_are_compa
     mask = torch.tensor([[True, True, False], [True, False, False], [True, True, True]])
     penalty = torch.tensor([[0.1, 0.2, 9.0], [0.5, 9.0, float("nan")], [0.0, -0.1, 0.3]])
     reward, group = torch.tensor([1.0, 0.0, 2.0]), torch.zeros(3, dtype=torch.int64)
-    found = ESTIMATORS["leave_one_out"](Scored(reward, group, mask, None, penalty, 1.0, 1.0, scale_by_std=True))
+    found = advantages(Scored(reward, group, mask, None, penalty), LeaveOneOut())
     whole = [1.0 - 0.3, 0.0 - 0.5, 2.0 - 0.2]
     for b, own in enumerate(whole):
         others = [x for i, x in enumerate(whole) if i != b]
@@ -134,8 +137,8 @@ def test_groups_that_differ_make_up_for_those_that_agree() -> None:
     group, mask = torch.arange(8) // 2, torch.ones(8, 1, dtype=torch.bool)
 
     def found(most: float) -> list[float]:
-        scored = Scored(reward, group, mask, None, None, 1.0, 1.0, scale_by_std=False, clip_filter_weight=most)
-        return ESTIMATORS["group"](scored)[:, 0].tolist()
+        chosen = GroupNorm(scale_by_std=False, clip_filter_weight=most)
+        return advantages(Scored(reward, group, mask, None, None), chosen)[:, 0].tolist()
 
     assert found(0.0) == [0, 0, -0.5, 0.5, 0, 0, 0, 0]
     assert found(3.0) == [0, 0, -1.5, 1.5, 0, 0, 0, 0]

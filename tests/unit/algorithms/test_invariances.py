@@ -13,37 +13,58 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rftmega.algorithms.advantages import ESTIMATORS, Scored
+from rftmega.algorithms.advantages import Scored, advantages
+from rftmega.algorithms.aggregation import aggregation_of
 from rftmega.algorithms.losses import policy_loss
-from rftmega.algorithms.mismatch import CORRECTIONS, Correction
 from rftmega.algorithms.supervised import cross_entropy_loss, pairwise_loss
-from rftmega.algorithms.surrogates import SURROGATES, Clip
 from rftmega.algorithms.values import value_loss
-from rftmega.algorithms.weighting import weighting_of
+from rftmega.config.algorithms import (
+    CISPO,
+    CPGD,
+    GAE,
+    GSPO,
+    Clip,
+    GroupNorm,
+    LeaveOneOut,
+    MaskedImportance,
+    NoImportance,
+    Returns,
+    ScoreFunction,
+    SequenceImportance,
+    TokenImportance,
+)
 from rftmega.types import Experience, Rows, TokenStats, TokenValues
 
-WEIGHTINGS = ("token_mean", "sequence_mean", "sequence_sum")
-CLIP = Clip(low=0.1, high=0.3, dual=2.0, drift=0.2)
+AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum")
+POLICY_LOSSES = (
+    Clip(low=0.1, high=0.3, dual=2.0),
+    GSPO(low=0.1, high=0.3),
+    CISPO(low=0.1, high=0.3),
+    CPGD(low=0.1, high=0.3, drift_coef=0.2),
+    ScoreFunction(),
+)
+CORRECTIONS = (NoImportance(), TokenImportance(cap=1.3), SequenceImportance(cap=1.3), MaskedImportance(cap=1.3))
+ESTIMATORS = {part.type: part for part in (GroupNorm(), LeaveOneOut(), Returns(gamma=0.9), GAE(gamma=0.9, lam=0.8))}
 LENGTHS, PROMPTS = [9, 4, 2, 6, 9, 3, 5, 7], [2, 1, 2, 3, 1, 1, 2, 4]  # row 2 has no answer
 
 
-def weighted(weighting: str) -> Any:
-    return weighting_of(weighting, longest=8)
+def weighted(aggregation: str) -> Any:
+    return aggregation_of(aggregation, longest=8)
 
 
 LOSSES: dict[str, Callable[[str], Any]] = {
     **{
-        f"{surrogate}, {correction}": lambda weighting, surrogate=surrogate, correction=correction: policy_loss(
-            surrogate=surrogate, clip=CLIP, correction=Correction(correction, 1.3), high_entropy_share=0.6, kl_coef=0.2,
-            kl_estimator="k2", entropy_coef=0.1, weighting=weighted(weighting),
+        f"{chosen.type}, {correction.type}": lambda aggregation, chosen=chosen, correction=correction: policy_loss(
+            options=chosen, correction=correction, high_entropy_share=0.6, kl_coef=0.2,
+            kl_estimator="k2", entropy_coef=0.1, aggregation=weighted(aggregation),
         )
-        for surrogate in SURROGATES
+        for chosen in POLICY_LOSSES
         for correction in CORRECTIONS
     },
-    "value": lambda weighting: value_loss(clip=0.3, weighting=weighted(weighting)),
-    "value, huber": lambda weighting: value_loss(huber=0.5, weighting=weighted(weighting)),
-    "cross entropy": lambda weighting: cross_entropy_loss(weighted(weighting)),
-    "pairwise": lambda weighting: pairwise_loss(),
+    "value": lambda aggregation: value_loss(clip=0.3, aggregation=weighted(aggregation)),
+    "value, huber": lambda aggregation: value_loss(huber=0.5, aggregation=weighted(aggregation)),
+    "cross entropy": lambda aggregation: cross_entropy_loss(weighted(aggregation)),
+    "pairwise": lambda aggregation: pairwise_loss(),
 }  # fmt: skip
 
 
@@ -68,9 +89,9 @@ def experience_of(name: str) -> tuple[Experience, Tensor]:
     return found, old + 0.4 * numbers()
 
 
-def learnt(name: str, weighting: str, experience: Experience, x: Tensor, parts: list[Tensor]) -> tuple[Tensor, Tensor]:
+def learnt(name: str, aggregation: str, experience: Experience, x: Tensor, parts: list[Tensor]) -> tuple[Tensor, Tensor]:
     """(loss, gradient by what the model says), summed over parts of the rows and divided once."""
-    loss_fn, total, count = LOSSES[name](weighting), torch.zeros((), dtype=x.dtype), 0
+    loss_fn, total, count = LOSSES[name](aggregation), torch.zeros((), dtype=x.dtype), 0
     free = x.clone().requires_grad_()
     for index in parts:
         part = experience.select(index)
@@ -84,16 +105,16 @@ def learnt(name: str, weighting: str, experience: Experience, x: Tensor, parts: 
 
 @settings(max_examples=60)
 @drawn(
-    name=st.sampled_from(list(LOSSES)), weighting=st.sampled_from(WEIGHTINGS), padding=st.integers(0, 3), poison=st.booleans(),
-    order=st.permutations(range(len(LENGTHS) // 2)), cuts=st.sets(st.integers(1, len(LENGTHS) // 2 - 1)),
+    name=st.sampled_from(list(LOSSES)), aggregation=st.sampled_from(AGGREGATIONS), padding=st.integers(0, 3),
+    poison=st.booleans(), order=st.permutations(range(len(LENGTHS) // 2)), cuts=st.sets(st.integers(1, len(LENGTHS) // 2 - 1)),
 )  # fmt: skip
 def test_a_loss_and_its_gradient_depend_on_nothing_but_the_rows(
-    name: str, weighting: str, padding: int, poison: bool, order: list[int], cuts: set[int]
+    name: str, aggregation: str, padding: int, poison: bool, order: list[int], cuts: set[int]
 ) -> None:
     """Rows move in pairs, since one of the losses compares them."""
     experience, x = experience_of(name)
     everything = torch.arange(len(LENGTHS))
-    value, gradient = learnt(name, weighting, experience, x, [everything])
+    value, gradient = learnt(name, aggregation, experience, x, [everything])
 
     def wider(tensor: Tensor) -> Tensor:
         filling = float("nan") if poison and tensor.is_floating_point() else 0
@@ -105,53 +126,51 @@ def test_a_loss_and_its_gradient_depend_on_nothing_but_the_rows(
     )
     shuffled = torch.tensor([2 * pair + i for pair in order for i in (0, 1)])
     edges = [0, *(2 * cut for cut in sorted(cuts)), len(LENGTHS)]
-    found, moved = learnt(name, weighting, wide, wider(x), [shuffled[a:b] for a, b in pairwise(edges)])
+    found, moved = learnt(name, aggregation, wide, wider(x), [shuffled[a:b] for a, b in pairwise(edges)])
     torch.testing.assert_close(found, value, rtol=1e-6, atol=1e-9)
     torch.testing.assert_close(moved[:, : x.shape[1]], gradient, rtol=1e-6, atol=1e-9)
     assert not moved[:, x.shape[1] :].any()
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("weighting", WEIGHTINGS)
-def test_float32_gives_the_loss_and_gradient_of_float64(name: str, weighting: str) -> None:
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_float32_gives_the_loss_and_gradient_of_float64(name: str, aggregation: str) -> None:
     experience, x = experience_of(name)
     everything = [torch.arange(len(LENGTHS))]
-    value, gradient = learnt(name, weighting, experience, x, everything)
+    value, gradient = learnt(name, aggregation, experience, x, everything)
     single = experience._map(lambda x: x.float() if x is not None and x.is_floating_point() else x)
-    found, rounded = learnt(name, weighting, single, x.float(), everything)
+    found, rounded = learnt(name, aggregation, single, x.float(), everything)
     assert rounded.dtype == torch.float32
     torch.testing.assert_close(found.double(), value, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(rounded.double(), gradient, rtol=1e-4, atol=1e-6)
 
 
-def advantages(name: str, index: Tensor, padding: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+def found_by(name: str, index: Tensor, padding: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
     """Of rows `index` of eight answers in three groups of holes and padding."""
     torch.manual_seed(1)
     reward, group = torch.tensor([0.1, 0.1, 0.1, 1.0, 0.0, 1.0, 0.3, 0.3]), torch.tensor([0, 1, 0, 1, 2, 2, 0, 1])
     mask = (torch.rand(8, 6) < 0.7) & (torch.arange(6) < torch.tensor([6, 5, 3, 1, 6, 4, 2, 6])[:, None])
     values, penalty = torch.randn(8, 6, dtype=torch.float64), 0.1 * torch.randn(8, 6, dtype=torch.float64)
     wide = [pad(x[index], (0, padding), value=7.0 if x.is_floating_point() else 0) for x in (mask, values, penalty)]
-    scored = Scored(
-        reward[index].to(dtype), group[index], wide[0], wide[1].to(dtype), wide[2].to(dtype), 0.9, 0.8, scale_by_std=True
-    )
-    return ESTIMATORS[name](scored)
+    scored = Scored(reward[index].to(dtype), group[index], wide[0], wide[1].to(dtype), wide[2].to(dtype))
+    return advantages(scored, ESTIMATORS[name])
 
 
 @settings(max_examples=40)
 @drawn(name=st.sampled_from(list(ESTIMATORS)), order=st.permutations(range(8)), padding=st.integers(0, 3))
 def test_an_advantage_depends_on_nothing_but_its_group(name: str, order: list[int], padding: int) -> None:
     """Whole groups in another order, and each by itself, as if each lay on a rank of its own."""
-    wanted = advantages(name, torch.arange(8))
+    wanted = found_by(name, torch.arange(8))
     index = torch.tensor(order)
-    found = advantages(name, index, padding)
+    found = found_by(name, index, padding)
     torch.testing.assert_close(found[:, :6], wanted[index], rtol=1e-9, atol=1e-12)
     assert not found[:, 6:].any()
     for group in ([0, 2, 6], [1, 3, 7], [4, 5]):
-        torch.testing.assert_close(advantages(name, torch.tensor(group), padding)[:, :6], wanted[group], rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(found_by(name, torch.tensor(group), padding)[:, :6], wanted[group], rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", list(ESTIMATORS))
 def test_an_advantage_in_float32_is_that_in_float64(name: str) -> None:
     everything = torch.arange(8)
-    rounded, wanted = advantages(name, everything, dtype=torch.float32), advantages(name, everything)
+    rounded, wanted = found_by(name, everything, dtype=torch.float32), found_by(name, everything)
     torch.testing.assert_close(rounded.double(), wanted.double(), rtol=1e-4, atol=1e-5)

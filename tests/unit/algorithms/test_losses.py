@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from rftmega.algorithms.aggregation import AGGREGATIONS, sequence_mean, token_mean
 from rftmega.algorithms.losses import policy_loss
-from rftmega.algorithms.surrogates import Clip
-from rftmega.algorithms.weighting import WEIGHTINGS, sequence_mean, token_mean
+from rftmega.config.algorithms import Clip
 from rftmega.types import Experience, TokenStats
 
 
@@ -35,18 +35,18 @@ def ragged(seed: int = 0) -> tuple[Experience, Tensor]:
     return experience, (old + 0.5 * torch.randn(3, 4)).requires_grad_()
 
 
-def by_hand(experience: Experience, logp: Tensor, low: float, high: float, kl_coef: float, weighting: str) -> float:
+def by_hand(experience: Experience, logp: Tensor, low: float, high: float, kl_coef: float, aggregation: str) -> float:
     """A double loop in float64 straight from the papers."""
     total, things = 0.0, 0
     for b in range(len(experience)):
         length = int(experience.lengths[b]) - 1
-        things += length if weighting == "token_mean" else int(length > 0)
+        things += length if aggregation == "token_mean" else int(length > 0)
         for t in range(length):
             ratio = math.exp(float(logp[b, t]) - float(experience.old_logp[b, t]))
             a = float(experience.advantage[b, t])
             delta = float(logp[b, t]) - float(experience.reference_logp[b, t])
             value = -min(ratio * a, min(max(ratio, 1 - low), 1 + high) * a) + kl_coef * (math.exp(-delta) - 1 + delta)
-            total += value * (1.0 / length if weighting == "sequence_mean" else 1.0)
+            total += value * (1.0 / length if aggregation == "sequence_mean" else 1.0)
     return total / things
 
 
@@ -55,13 +55,13 @@ def reduced(experience: Experience, logp: Tensor, **settings: object) -> Tensor:
     return (loss.value * loss.weight).sum() / loss.count
 
 
-@pytest.mark.parametrize("weighting", list(WEIGHTINGS))
+@pytest.mark.parametrize("aggregation", list(AGGREGATIONS))
 @pytest.mark.parametrize(("low", "high"), [(0.2, 0.2), (0.2, 0.28)])
-def test_it_equals_the_formula(weighting: str, low: float, high: float) -> None:
+def test_it_equals_the_formula(aggregation: str, low: float, high: float) -> None:
     for seed in range(5):
         experience, logp = ragged(seed)
-        found = reduced(experience, logp, clip=Clip(low, high), kl_coef=0.1, weighting=WEIGHTINGS[weighting])
-        assert found.item() == pytest.approx(by_hand(experience, logp.detach(), low, high, 0.1, weighting), rel=1e-5)
+        found = reduced(experience, logp, options=Clip(low=low, high=high), kl_coef=0.1, aggregation=AGGREGATIONS[aggregation])
+        assert found.item() == pytest.approx(by_hand(experience, logp.detach(), low, high, 0.1, aggregation), rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -106,8 +106,8 @@ def test_extreme_ratios_have_finite_values_and_gradients(log_ratio: float, advan
 
 def test_splitting_a_batch_does_not_change_its_gradient() -> None:
     experience, logp = ragged()
-    for weighting in (token_mean, sequence_mean):
-        loss_fn = policy_loss(kl_coef=0.1, weighting=weighting)
+    for aggregation in (token_mean, sequence_mean):
+        loss_fn = policy_loss(kl_coef=0.1, aggregation=aggregation)
 
         def gradient(parts: list[Tensor], loss_fn: object = loss_fn) -> Tensor:
             x = logp.detach().clone().requires_grad_()

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from rftmega.algorithms.aggregation import AGGREGATIONS, token_mean
 from rftmega.algorithms.supervised import cross_entropy_loss, last_value, pairwise_loss
-from rftmega.algorithms.weighting import WEIGHTINGS, token_mean
 from rftmega.experience import given
 from rftmega.types import Experience, Rows, TokenLoss, TokenStats, TokenValues
 
@@ -28,26 +28,26 @@ def numbers(like: Rows, seed: int) -> Tensor:
     return torch.randn(like.mask.shape, dtype=torch.float64).requires_grad_()
 
 
-def cross_entropy_by_hand(logp: Tensor, weighting: str) -> tuple[float, Tensor]:
+def cross_entropy_by_hand(logp: Tensor, aggregation: str) -> tuple[float, Tensor]:
     """Value and gradient, token by token."""
     gradient = torch.zeros_like(logp)
     total = 0.0
-    things = sum(n - p for n, p in zip(LENGTHS, PROMPTS, strict=True)) if weighting == "token_mean" else len(LENGTHS)
+    things = sum(n - p for n, p in zip(LENGTHS, PROMPTS, strict=True)) if aggregation == "token_mean" else len(LENGTHS)
     for b, (length, prompt) in enumerate(zip(LENGTHS, PROMPTS, strict=True)):
         for place in range(prompt, length):  # of the token that is predicted
-            share = 1.0 / (length - prompt) if weighting == "sequence_mean" else 1.0
+            share = 1.0 / (length - prompt) if aggregation == "sequence_mean" else 1.0
             total -= share * float(logp[b, place - 1])
             gradient[b, place - 1] = -share / things
     return total / things, gradient
 
 
-@pytest.mark.parametrize("weighting", list(WEIGHTINGS))
+@pytest.mark.parametrize("aggregation", list(AGGREGATIONS))
 @pytest.mark.parametrize("seed", range(3))
-def test_cross_entropy_is_its_formula(weighting: str, seed: int) -> None:
+def test_cross_entropy_is_its_formula(aggregation: str, seed: int) -> None:
     logp = numbers(rows(), seed)
-    found = reduced(cross_entropy_loss(WEIGHTINGS[weighting])(TokenStats(logp, None), given(rows())))
+    found = reduced(cross_entropy_loss(AGGREGATIONS[aggregation])(TokenStats(logp, None), given(rows())))
     found.backward()
-    value, gradient = cross_entropy_by_hand(logp.detach(), weighting)
+    value, gradient = cross_entropy_by_hand(logp.detach(), aggregation)
     assert found.item() == pytest.approx(value, rel=1e-6)
     torch.testing.assert_close(logp.grad, gradient, atol=1e-6, rtol=1e-6)
 

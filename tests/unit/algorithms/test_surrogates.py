@@ -11,14 +11,44 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from rftmega.algorithms.aggregation import aggregation_of
 from rftmega.algorithms.losses import highest, policy_loss
-from rftmega.algorithms.mismatch import Correction, importance
-from rftmega.algorithms.surrogates import SURROGATES, Clip, clip_binds
-from rftmega.algorithms.weighting import weighting_of
+from rftmega.algorithms.mismatch import importance
+from rftmega.algorithms.surrogates import clip_binds
+from rftmega.config.algorithms import (
+    CISPO,
+    CPGD,
+    GSPO,
+    Clip,
+    MaskedImportance,
+    NoImportance,
+    ScoreFunction,
+    SequenceImportance,
+    TokenImportance,
+)
+from rftmega.config.parts import IMPLEMENTATIONS, PolicyLoss
 from rftmega.types import Experience, TokenMetric, TokenStats
 
 Row = tuple[list[Tensor], list[float], list[float]]  # logp, old logp, advantage of an answer's tokens
-CLIP = Clip(low=0.2, high=0.28, dual=3.0, drift=0.3)
+LOW, HIGH, DUAL, DRIFT, DRIFT_CLIP = 0.2, 0.28, 3.0, 0.3, 0.2
+LOSSES: dict[str, Any] = {
+    "clip": Clip(low=LOW, high=HIGH, dual=DUAL),
+    "gspo": GSPO(low=LOW, high=HIGH),
+    "cispo": CISPO(low=LOW, high=HIGH),
+    "cpgd": CPGD(low=LOW, high=HIGH, drift_coef=DRIFT, drift_clip=DRIFT_CLIP),
+    "reinforce": ScoreFunction(),
+}
+
+
+def clipping(name: str, low: float = 0.2, high: float = 0.2) -> PolicyLoss:
+    """The loss of this name with a clip range and nothing else."""
+    made: PolicyLoss = type(LOSSES[name])(low=low, high=high)
+    return made
+
+
+def per_token(options: PolicyLoss, log_ratio: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
+    found: Tensor = IMPLEMENTATIONS[type(options)](log_ratio, advantage, mask, options)
+    return found
 
 
 def between(x: Tensor, low: float, high: float) -> Tensor:
@@ -31,15 +61,16 @@ def smaller(a: Tensor, b: Tensor) -> Tensor:
 
 
 def pessimistic(ratio: Tensor, a: float) -> Tensor:
-    value = smaller(ratio * a, between(ratio, 1 - CLIP.low, 1 + CLIP.high) * a)
-    if a < 0 and float(value.detach()) < CLIP.dual * a:
-        value = torch.tensor(CLIP.dual * a, dtype=torch.float64)
+    value = smaller(ratio * a, between(ratio, 1 - LOW, 1 + HIGH) * a)
     return -value
 
 
-def ppo(row: Row, t: int) -> Tensor:
+def clip(row: Row, t: int) -> Tensor:
     logp, old, advantage = row
-    return pessimistic(torch.exp(logp[t] - old[t]), advantage[t])
+    loss = pessimistic(torch.exp(logp[t] - old[t]), advantage[t])
+    if advantage[t] < 0 and float(loss.detach()) > -DUAL * advantage[t]:
+        return torch.tensor(-DUAL * advantage[t], dtype=torch.float64)
+    return loss
 
 
 def gspo(row: Row, t: int) -> Tensor:
@@ -50,23 +81,23 @@ def gspo(row: Row, t: int) -> Tensor:
 
 def cispo(row: Row, t: int) -> Tensor:
     logp, old, advantage = row
-    weight = min(max(math.exp(float(logp[t].detach()) - old[t]), 1 - CLIP.low), 1 + CLIP.high)
+    weight = min(max(math.exp(float(logp[t].detach()) - old[t]), 1 - LOW), 1 + HIGH)
     return -weight * advantage[t] * (logp[t] - old[t])
 
 
 def cpgd(row: Row, t: int) -> Tensor:
     logp, old, advantage = row
     x, a = logp[t] - old[t], advantage[t]
-    clipped = between(x, math.log(1 - CLIP.low), math.log(1 + CLIP.high))
-    return -smaller(x * a, clipped * a) + CLIP.drift * drift(x)
+    clipped = between(x, math.log(1 - LOW), math.log(1 + HIGH))
+    return -smaller(x * a, clipped * a) + DRIFT * drift(x)
 
 
 def drift(x: Tensor) -> Tensor:
     """A value whose gradient is the authors' min(ratio - 1, their clip)."""
-    edge = math.log(1 + CLIP.drift_high)
+    edge = math.log(1 + DRIFT_CLIP)
     if float(x.detach()) <= edge:
         return torch.exp(x) - 1 - x
-    return CLIP.drift_high - edge + CLIP.drift_high * (x - edge)
+    return DRIFT_CLIP - edge + DRIFT_CLIP * (x - edge)
 
 
 def reinforce(row: Row, t: int) -> Tensor:
@@ -75,7 +106,7 @@ def reinforce(row: Row, t: int) -> Tensor:
 
 
 BY_HAND: dict[str, Callable[[Row, int], Tensor]] = {
-    "ppo": ppo,
+    "clip": clip,
     "gspo": gspo,
     "cispo": cispo,
     "cpgd": cpgd,
@@ -103,36 +134,36 @@ def reduced(experience: Experience, logp: Tensor, **options: Any) -> Tensor:
     return (loss.value * loss.weight).sum() / loss.count
 
 
-@pytest.mark.parametrize("name", list(SURROGATES))
-@pytest.mark.parametrize("weighting", ["token_mean", "sequence_mean", "sequence_sum", "sequence_total"])
-def test_value_and_gradient_are_the_formulas(name: str, weighting: str) -> None:
+@pytest.mark.parametrize("name", list(LOSSES))
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "sequence_sum", "sequence_total"])
+def test_value_and_gradient_are_the_formulas(name: str, aggregation: str) -> None:
     for seed in range(4):
         experience, logp = ragged(seed)
-        found = reduced(experience, logp, surrogate=name, clip=CLIP, weighting=weighting_of(weighting, longest=LONGEST))
+        found = reduced(experience, logp, options=LOSSES[name], aggregation=aggregation_of(aggregation, longest=LONGEST))
         (gradient,) = torch.autograd.grad(found, logp)
         free = logp.detach().clone().requires_grad_()
         total, things = torch.zeros((), dtype=torch.float64), 0
         for b, length in enumerate((experience.lengths - 1).tolist()):
             row = list(free[b, :length]), experience.old_logp[b, :length].tolist(), experience.advantage[b, :length].tolist()
-            weight = {"sequence_mean": 1 / length, "sequence_sum": 1 / LONGEST}.get(weighting, 1.0)
-            things += length if weighting == "token_mean" else 1
+            weight = {"sequence_mean": 1 / length, "sequence_sum": 1 / LONGEST}.get(aggregation, 1.0)
+            things += length if aggregation == "token_mean" else 1
             total = total + weight * sum((BY_HAND[name](row, t) for t in range(length)), torch.zeros((), dtype=torch.float64))
         (wanted,) = torch.autograd.grad(total / things, free)
         assert found.item() == pytest.approx((total / things).item(), rel=1e-6)
         torch.testing.assert_close(gradient, wanted, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", list(SURROGATES))
+@pytest.mark.parametrize("name", list(LOSSES))
 def test_before_anything_has_changed_all_of_them_have_the_same_gradient(name: str) -> None:
     experience, _ = ragged(0)
     logp = experience.old_logp.clone().requires_grad_()
-    weighting = weighting_of("sequence_mean", longest=LONGEST)
-    (gradient,) = torch.autograd.grad(reduced(experience, logp, surrogate=name, clip=CLIP, weighting=weighting), logp)
+    aggregation = aggregation_of("sequence_mean", longest=LONGEST)
+    (gradient,) = torch.autograd.grad(reduced(experience, logp, options=LOSSES[name], aggregation=aggregation), logp)
     wanted = -experience.advantage * experience.mask / (experience.lengths - 1)[:, None] / 4
     torch.testing.assert_close(gradient, wanted)
 
 
-@pytest.mark.parametrize("name", list(SURROGATES))
+@pytest.mark.parametrize("name", list(LOSSES))
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf"), 100.0, -100.0])
 def test_what_stands_in_padding_changes_neither_loss_nor_gradient(name: str, poison: float) -> None:
     experience, logp = ragged(1)
@@ -147,29 +178,29 @@ def test_what_stands_in_padding_changes_neither_loss_nor_gradient(name: str, poi
             behaviour_logp=fill(experience.behaviour_logp),
         )  # fmt: skip
         x = fill(logp).requires_grad_()
-        loss = reduced(dirty, x, surrogate=name, clip=CLIP, correction=Correction("sequence", 2.0))
+        loss = reduced(dirty, x, options=LOSSES[name], correction=SequenceImportance(cap=2.0))
         found.append((loss.item(), torch.autograd.grad(loss, x)[0]))
     assert found[0][0] == found[1][0]
     assert torch.equal(found[0][1], found[1][1])
 
 
-@pytest.mark.parametrize("name", list(SURROGATES))
+@pytest.mark.parametrize("name", list(LOSSES))
 @pytest.mark.parametrize("log_ratio", [94.0, -200.0])
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_extreme_ratios_have_finite_values_and_gradients(name: str, log_ratio: float, advantage: float) -> None:
     experience, _ = ragged(0, torch.float32)
     sign = experience.mask * advantage
     logp = (experience.old_logp + log_ratio).requires_grad_()
-    loss = reduced(replace(experience, advantage=sign), logp, surrogate=name, clip=CLIP)
+    loss = reduced(replace(experience, advantage=sign), logp, options=LOSSES[name])
     assert loss.isfinite()
     assert torch.autograd.grad(loss, logp)[0].isfinite().all()
 
 
 @settings(max_examples=60, deadline=None)
-@given(name=st.sampled_from(list(SURROGATES)), order=st.permutations(range(4)), padding=st.integers(0, 3), cut=st.integers(1, 3))
+@given(name=st.sampled_from(list(LOSSES)), order=st.permutations(range(4)), padding=st.integers(0, 3), cut=st.integers(1, 3))
 def test_row_order_padding_and_micro_batches_do_not_matter(name: str, order: list[int], padding: int, cut: int) -> None:
     experience, logp = ragged(2)
-    options = {"surrogate": name, "clip": CLIP, "correction": Correction("token", 1.5)}
+    options = {"options": LOSSES[name], "correction": TokenImportance(cap=1.5)}
     whole = reduced(experience, logp, **options)
     wanted = torch.autograd.grad(whole, logp)[0]
 
@@ -190,17 +221,18 @@ def test_row_order_padding_and_micro_batches_do_not_matter(name: str, order: lis
 def test_a_dual_clip_bounds_the_loss_of_bad_answers_alone() -> None:
     far = torch.tensor([[math.log(50.0)]], dtype=torch.float64)
     one = torch.ones(1, 1, dtype=torch.bool)
-    clip = Clip(0.2, 0.2, dual=3.0)
-    assert SURROGATES["ppo"](far, torch.tensor([[-2.0]]), one, clip).item() == pytest.approx(6.0)
-    assert SURROGATES["ppo"](far, torch.tensor([[-2.0]]), one, Clip()).item() == pytest.approx(100.0)
-    assert SURROGATES["ppo"](far, torch.tensor([[2.0]]), one, clip).item() == pytest.approx(-2.4)
+    dual = Clip(low=0.2, high=0.2, dual=3.0)
+    assert per_token(dual, far, torch.tensor([[-2.0]]), one).item() == pytest.approx(6.0)
+    assert per_token(Clip(), far, torch.tensor([[-2.0]]), one).item() == pytest.approx(100.0)
+    assert per_token(dual, far, torch.tensor([[2.0]]), one).item() == pytest.approx(-2.4)
 
 
 def test_importance_weights_are_bounded_and_carry_no_gradient() -> None:
     mask = torch.tensor([[True, True, False], [True, True, True]])
     old = torch.zeros(2, 3, requires_grad=True)
     behaviour = -torch.tensor([[math.log(4.0), math.log(0.5), 9.0], [0.0, math.log(1.5), math.log(1.2)]])
-    weights = {kind: importance(old, behaviour, mask, Correction(kind, 2.0)) for kind in ("none", "token", "sequence", "mask")}
+    kinds = (NoImportance(), TokenImportance(cap=2.0), SequenceImportance(cap=2.0), MaskedImportance(cap=2.0))
+    weights = {kind.type: importance(old, behaviour, mask, kind) for kind in kinds}
     assert not any(weight.requires_grad for weight in weights.values())
     torch.testing.assert_close(weights["none"], torch.ones(2, 3))
     torch.testing.assert_close(weights["token"], torch.tensor([[2.0, 0.5, 1.0], [1.0, 1.5, 1.2]]))
@@ -218,50 +250,50 @@ def test_tokens_of_high_entropy_are_kept_at_least_one_an_answer_never_padding() 
     assert int(loss.count) == sum(max(1, int(0.4 * n)) for n in (experience.lengths - 1).tolist())
 
 
-def gradient_at(name: str, log_ratio: float, advantage: float, clip: Clip) -> tuple[float, float]:
+def gradient_at(options: PolicyLoss, log_ratio: float, advantage: float) -> tuple[float, float]:
     """(value, gradient) of one token."""
     x = torch.tensor([[log_ratio]], dtype=torch.float64, requires_grad=True)
-    value = SURROGATES[name](x, torch.tensor([[advantage]], dtype=torch.float64), torch.ones(1, 1, dtype=torch.bool), clip)
+    value = per_token(options, x, torch.tensor([[advantage]], dtype=torch.float64), torch.ones(1, 1, dtype=torch.bool))
     (gradient,) = torch.autograd.grad(value.sum(), x)
     return value.item(), gradient.item()
 
 
-@pytest.mark.parametrize("name", ["ppo", "gspo", "cpgd"])
+@pytest.mark.parametrize("name", ["clip", "gspo", "cpgd"])
 def test_just_beyond_the_clip_nothing_is_learnt_and_clip_higher_moves_the_upper_edge_alone(name: str) -> None:
     for advantage, low, high in ((1.0, 0.2, 0.2), (-1.0, 0.2, 0.2), (1.0, 0.2, 0.28), (-1.0, 0.2, 0.28)):
-        clip, edge = Clip(low, high), math.log(1 + high) if advantage > 0 else math.log(1 - low)
+        options, edge = clipping(name, low, high), math.log(1 + high) if advantage > 0 else math.log(1 - low)
         beyond, within = edge + 1e-6 * advantage, edge - 1e-6 * advantage
-        assert gradient_at(name, beyond, advantage, clip)[1] == 0.0
+        assert gradient_at(options, beyond, advantage)[1] == 0.0
         scale = 1.0 if name == "cpgd" else math.exp(within)
-        assert gradient_at(name, within, advantage, clip)[1] == pytest.approx(-advantage * scale)
-        assert gradient_at(name, -beyond, advantage, clip)[1] != 0.0, "on the other side it always learns"
-    assert gradient_at(name, math.log(1.25), 1.0, Clip(0.2, 0.28))[1] != 0.0
-    assert gradient_at(name, math.log(1.25), 1.0, Clip(0.2, 0.2))[1] == 0.0
+        assert gradient_at(options, within, advantage)[1] == pytest.approx(-advantage * scale)
+        assert gradient_at(options, -beyond, advantage)[1] != 0.0, "on the other side it always learns"
+    assert gradient_at(clipping(name, 0.2, 0.28), math.log(1.25), 1.0)[1] != 0.0
+    assert gradient_at(clipping(name, 0.2, 0.2), math.log(1.25), 1.0)[1] == 0.0
 
 
 def test_the_drift_of_cpgd_is_never_negative_and_pulls_back() -> None:
     for x in (-2.0, -0.1, 0.1, 2.0):
-        value, gradient = gradient_at("cpgd", x, 0.0, Clip(drift=1.0))
+        value, gradient = gradient_at(CPGD(drift_coef=1.0), x, 0.0)
         assert value > 0
         assert math.copysign(1.0, gradient) == math.copysign(1.0, x)
-    assert gradient_at("cpgd", 0.0, 0.0, Clip(drift=1.0)) == (0.0, 0.0)
+    assert gradient_at(CPGD(drift_coef=1.0), 0.0, 0.0) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("log_ratio", [math.log(1.2), 0.5, 15.0, 21.0, 94.0])
 def test_the_drift_of_cpgd_pulls_no_harder_than_its_clip_however_far_a_token_has_gone(log_ratio: float) -> None:
-    clip = Clip(drift=0.01, drift_high=0.2)
-    value, gradient = gradient_at("cpgd", log_ratio, 0.0, clip)
+    options = CPGD(drift_coef=0.01, drift_clip=0.2)
+    value, gradient = gradient_at(options, log_ratio, 0.0)
     assert gradient == pytest.approx(0.01 * 0.2)
     assert value > 0
-    assert gradient_at("cpgd", 0.1, 0.0, clip)[1] == pytest.approx(0.01 * (math.exp(0.1) - 1))
-    assert gradient_at("cpgd", -5.0, 0.0, clip)[1] == pytest.approx(0.01 * (math.exp(-5.0) - 1))
+    assert gradient_at(options, 0.1, 0.0)[1] == pytest.approx(0.01 * (math.exp(0.1) - 1))
+    assert gradient_at(options, -5.0, 0.0)[1] == pytest.approx(0.01 * (math.exp(-5.0) - 1))
 
 
-@pytest.mark.parametrize("name", ["ppo", "gspo"])
+@pytest.mark.parametrize("name", ["clip", "gspo"])
 @pytest.mark.parametrize("log_ratio", [19.9, 20.1, 25.0, 94.0])
 def test_a_bad_token_that_became_far_likelier_is_unlearnt_all_the_same(name: str, log_ratio: float) -> None:
     """Without a dual clip nothing bounds the loss of a negative advantage, so its gradient must not vanish."""
-    _, gradient = gradient_at(name, log_ratio, -1.0, Clip())
+    _, gradient = gradient_at(clipping(name), log_ratio, -1.0)
     assert math.exp(19.8) < gradient < math.inf
 
 
@@ -270,19 +302,18 @@ def test_clip_fraction_counts_where_the_clip_cuts_the_gradient_off() -> None:
     torch.manual_seed(3)
     mask = torch.ones(40, 6, dtype=torch.bool)
     advantage = torch.randn(40, 1, dtype=torch.float64).expand(40, 6).contiguous()
-    for clip in (Clip(0.2, 0.28), Clip(0.2, 0.28, dual=1.5)):
-        for name in ("ppo", "gspo", "cpgd"):
+    for options in (*(clipping(name, 0.2, 0.28) for name in ("clip", "gspo", "cpgd")), Clip(low=0.2, high=0.28, dual=1.5)):
+        for _ in range(2):
             x = (0.5 * torch.randn(40, 6, dtype=torch.float64)).requires_grad_()
-            (gradient,) = torch.autograd.grad(SURROGATES[name](x, advantage, mask, clip).sum(), x)
-            if name == "cpgd" and clip.dual:  # which has none
-                continue
-            binds = clip_binds(name, x.detach(), advantage, mask, clip)
+            (gradient,) = torch.autograd.grad(per_token(options, x, advantage, mask).sum(), x)
+            binds = clip_binds(options, x.detach(), advantage, mask)
+            assert binds is not None
             assert torch.equal(binds, gradient == 0)
             assert 0.05 < binds.double().mean() < 0.95
-    assert clip_binds("reinforce", x, advantage, mask, CLIP) is None
+    assert clip_binds(ScoreFunction(), x, advantage, mask) is None
     ratio = torch.tensor([[0.7, 0.9, 1.2, 1.3]]).log()
     for sign in (1.0, -1.0):
-        found = clip_binds("cispo", ratio, sign * torch.ones(1, 4), mask[:1, :4], Clip(0.2, 0.28))
+        found = clip_binds(CISPO(low=0.2, high=0.28), ratio, sign * torch.ones(1, 4), mask[:1, :4])
         assert found.tolist() == [[True, False, False, True]], "its weight is bounded, whatever the advantage"
 
 
@@ -290,13 +321,15 @@ def mean_of(metric: TokenMetric) -> float:
     return float((metric.value * metric.weight).sum() / metric.count)
 
 
-@pytest.mark.parametrize("weighting", ["token_mean", "sequence_mean", "sequence_sum", "sequence_total"])
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "sequence_sum", "sequence_total"])
 @pytest.mark.parametrize("share", [1.0, 0.4])
-def test_metrics_are_means_over_all_response_tokens_however_the_loss_is_scaled(weighting: str, share: float) -> None:
+def test_metrics_are_means_over_all_response_tokens_however_the_loss_is_scaled(aggregation: str, share: float) -> None:
     experience, logp = ragged(5)
     experience = replace(experience, reference_logp=experience.old_logp - 0.2)
     entropy = torch.rand_like(logp)
-    loss_fn = policy_loss(weighting=weighting_of(weighting, longest=1000), clip=Clip(0.2, 0.28), high_entropy_share=share)
+    loss_fn = policy_loss(
+        aggregation=aggregation_of(aggregation, longest=1000), options=Clip(low=0.2, high=0.28), high_entropy_share=share
+    )
     shown = loss_fn(TokenStats(logp, entropy), experience).metrics
     lengths = (experience.lengths - 1).tolist()
     tokens = [(b, t) for b, length in enumerate(lengths) for t in range(length)]
@@ -321,18 +354,18 @@ def test_clip_fraction_of_gspo_is_a_share_of_answers_and_reinforce_has_none() ->
     moved = torch.tensor([[0.5], [0.0], [0.5], [0.5]], dtype=torch.float64)
     logp = experience.old_logp + moved
     up = replace(experience, advantage=experience.mask.double())
-    shown = policy_loss(surrogate="gspo", clip=Clip(0.2, 0.2))(TokenStats(logp, None), up).metrics
+    shown = policy_loss(options=GSPO())(TokenStats(logp, None), up).metrics
     assert mean_of(shown["clip_fraction"]) == pytest.approx(3 / 4)
-    assert "clip_fraction" not in policy_loss(surrogate="reinforce")(TokenStats(logp, None), up).metrics
+    assert "clip_fraction" not in policy_loss(options=ScoreFunction())(TokenStats(logp, None), up).metrics
 
 
 def test_a_sequence_ratio_is_normalised_by_length_and_clips_all_tokens_together() -> None:
     """Log-ratios that add up to 4 x 3e-4 x 1.01: just beyond 1 + 3e-4, for every token, however they are spread."""
-    mask, clip = torch.ones(1, 4, dtype=torch.bool), Clip(low=2e-4, high=3e-4)
+    mask, options = torch.ones(1, 4, dtype=torch.bool), GSPO(low=2e-4, high=3e-4)
     for spread in ([1.0, 1.0, 1.0, 1.0], [4.0, 0.0, 0.0, 0.0], [9.0, -5.0, 3.0, -3.0]):
         for size, learns in ((1.01, False), (0.99, True)):
             x = (torch.tensor([spread], dtype=torch.float64) * math.log1p(3e-4) * size).requires_grad_()
-            (gradient,) = torch.autograd.grad(SURROGATES["gspo"](x, torch.ones(1, 4), mask, clip).sum(), x)
+            (gradient,) = torch.autograd.grad(per_token(options, x, torch.ones(1, 4), mask).sum(), x)
             assert bool(gradient.any()) is learns
 
 
@@ -340,7 +373,7 @@ def test_with_a_cap_of_one_no_importance_weight_is_above_one() -> None:
     torch.manual_seed(0)
     mask = torch.rand(5, 7) < 0.8
     old, behaviour = torch.randn(5, 7), torch.randn(5, 7)
-    for kind in ("token", "sequence"):
-        weight = importance(old, behaviour, mask, Correction(kind, 1.0))
+    for kind in (TokenImportance(cap=1.0), SequenceImportance(cap=1.0)):
+        weight = importance(old, behaviour, mask, kind)
         assert (weight <= 1).all()
         assert (weight < 1).any()

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from rftmega.algorithms.aggregation import AGGREGATIONS
 from rftmega.algorithms.values import value_loss
-from rftmega.algorithms.weighting import WEIGHTINGS
 from rftmega.types import Experience, TokenValues
 
 LENGTHS = [6, 3, 1, 4]  # prompts of one token
@@ -20,7 +20,7 @@ def experience_of(old: Tensor, returns: Tensor) -> Experience:
     return Experience(tokens, one, size, mask, nothing, nothing, None, nothing, old_value=old, returns=returns)
 
 
-def by_hand(value: Tensor, old: Tensor, returns: Tensor, clip: float, huber: float, weighting: str) -> Tensor:
+def by_hand(value: Tensor, old: Tensor, returns: Tensor, clip: float, huber: float, aggregation: str) -> Tensor:
     """A double loop, straight from the formula."""
 
     def distance(v: Tensor, target: float) -> Tensor:
@@ -32,7 +32,7 @@ def by_hand(value: Tensor, old: Tensor, returns: Tensor, clip: float, huber: flo
     total, things = torch.zeros((), dtype=torch.float64), 0
     for b, length in enumerate(LENGTHS):
         tokens = length - 1
-        things += tokens if weighting == "token_mean" else int(tokens > 0)
+        things += tokens if aggregation == "token_mean" else int(tokens > 0)
         for t in range(tokens):
             v, before, target = value[b, t], float(old[b, t]), float(returns[b, t])
             found = distance(v, target)
@@ -41,22 +41,22 @@ def by_hand(value: Tensor, old: Tensor, returns: Tensor, clip: float, huber: flo
                 held = v if inside else torch.tensor(before + math.copysign(clip, float(v.detach()) - before)).double()
                 other = distance(held, target)
                 found = other if float(other.detach()) > float(found.detach()) else found
-            total = total + found * (1 / tokens if weighting == "sequence_mean" else 1.0)
+            total = total + found * (1 / tokens if aggregation == "sequence_mean" else 1.0)
     return total / things
 
 
-@pytest.mark.parametrize("weighting", list(WEIGHTINGS))
+@pytest.mark.parametrize("aggregation", list(AGGREGATIONS))
 @pytest.mark.parametrize(("clip", "huber"), [(0.0, 0.0), (0.2, 0.0), (0.0, 0.3), (0.2, 0.3)])
-def test_value_and_gradient_are_those_of_a_double_loop(clip: float, huber: float, weighting: str) -> None:
+def test_value_and_gradient_are_those_of_a_double_loop(clip: float, huber: float, aggregation: str) -> None:
     torch.manual_seed(0)
     old, returns = torch.randn(4, 5).double(), torch.randn(4, 5).double()
     moved = (old + 0.4 * torch.randn(4, 5)).detach()
     mine, theirs = moved.clone().requires_grad_(), moved.clone().requires_grad_()
     experience = experience_of(old, returns)
     dirty = torch.where(experience.mask, mine, torch.nan)
-    loss = value_loss(clip=clip, huber=huber, weighting=WEIGHTINGS[weighting])(TokenValues(dirty), experience)
+    loss = value_loss(clip=clip, huber=huber, aggregation=AGGREGATIONS[aggregation])(TokenValues(dirty), experience)
     found = (loss.value * loss.weight).sum() / loss.count
-    wanted = by_hand(theirs, old, returns, clip, huber, weighting)
+    wanted = by_hand(theirs, old, returns, clip, huber, aggregation)
     assert found.item() == pytest.approx(wanted.item(), abs=1e-6)
     found.backward()
     wanted.backward()

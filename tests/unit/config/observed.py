@@ -148,7 +148,7 @@ class Strategy:
     def __init__(self, config: RunConfig, seen: Seen, data_parallel: int):
         self.seen = seen
         self.policy = Model(config, seen, data_parallel)
-        self.critic = Model(config, seen, data_parallel, values=True) if config.algorithm.advantage == "gae" else None
+        self.critic = Model(config, seen, data_parallel, values=True) if config.algorithm.advantage.needs_critic else None
         self.reward_model = Model(config, seen, data_parallel, values=True) if config.reward.model else None
         if self.reward_model:
             self.reward_model.machine.table.data = torch.arange(WORDS, dtype=torch.float32)
@@ -290,7 +290,7 @@ def stepping(config: RunConfig) -> list[Any]:
     group = {"lr": 0.0, "weight_decay": 0.0}
     made.optimizer = SimpleNamespace(param_groups=[group])
     schedule = made._build_scheduler()
-    for _ in range(config.trainer.steps * config.algorithm.mini_batches):
+    for _ in range(config.trainer.steps * config.algorithm.updates_per_epoch):
         schedule.step(1)
         found.append(dict(group))
     return found

@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rftmega.config import RunConfig, load, option_reference, parse_override, shares, violations
-from rftmega.config.load import options, recipe
+from rftmega.config.load import recipe
 from rftmega.config.schema import RewardConfig
+from rftmega.config.tree import choices_of, options, unions, walk
 from rftmega.config.validate_paths import PATHS
-from rftmega.config.validate_ranges import CHOICES, numbers, value_of
+from rftmega.config.validate_ranges import value_of
 from rftmega.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
@@ -45,11 +46,14 @@ def test_a_file_goes_over_its_base_which_may_have_one_and_is_found_from_its_fold
     folder = config_file.parent / "more"
     folder.mkdir()
     (folder / "a.yaml").write_text("base: ../run.yaml\ntrainer: {seed: 4, output: a}\n")
-    (folder / "b.yaml").write_text("base: a.yaml\ntrainer: {output: b}\nalgorithm: {clip_high: 0.3}\n")
+    (folder / "b.yaml").write_text("base: a.yaml\ntrainer: {output: b}\nalgorithm: {policy_loss: {high: 0.3}}\n")
     config = load(folder / "b.yaml", ["trainer.prompts_per_step=5"])
     trainer, algorithm = config.trainer, config.algorithm
     assert (trainer.steps, trainer.seed, trainer.output, trainer.prompts_per_step) == (7, 4, "b", 5)
-    assert (algorithm.clip_high, algorithm.refill_rounds) == (0.3, 5)  # what is given, and the recipe of the base's base
+    assert (algorithm.policy_loss.high, algorithm.dynamic_sampling.max_rounds) == (
+        0.3,
+        5,
+    )  # what is given, and the recipe of the base's base
 
 
 @pytest.mark.parametrize(
@@ -136,11 +140,7 @@ def test_a_sound_config_has_no_violations(config_file: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "world", "complaint"),
     [
-        (
-            "parallel.tensor=3",
-            4,
-            "parallel.tensor = 3 does not divide the 4 launched processes. Launch 3 (--processes",
-        ),
+        ("parallel.tensor=3", 4, "parallel.tensor = 3 does not divide the 4 launched processes. Launch 3 (--processes"),
         ("parallel.sequence=true", 4, "parallel.sequence needs parallel.tensor > 1"),
         ("rollout.tensor=3", 4, "rollout.tensor=3 does not divide"),
         ("rollout.engine=vlm", 1, "rollout.engine=vlm is unknown. Choose one of: vllm, transformers, scripted"),
@@ -148,41 +148,52 @@ def test_a_sound_config_has_no_violations(config_file: Path) -> None:
         ("rollout.servers=2", 1, "rollout.servers=2 needs strategy=separate"),
         ("rollout.deadline_seconds=60", 1, "rollout.deadline_seconds=60 needs strategy=separate"),
         ("faults.engine_restarts=-1", 1, "faults.engine_restarts=-1 must be at least 0"),
-        ("algorithm.dual_clip=0.5", 1, "algorithm.dual_clip=0.5 must be above 1"),
-        ("algorithm.drift_coef=0.5", 1, "algorithm.drift_coef=0.5 needs algorithm.surrogate=cpgd, not ppo"),
-        ("algorithm.gamma=0.5", 1, "algorithm.gamma=0.5 needs algorithm.advantage=reinforce or gae, not group"),
+        ("algorithm.policy_loss.dual=0.5", 1, "algorithm.policy_loss.dual=0.5 must be above 1"),
         (
-            "algorithm.kl_in=reward",
+            "algorithm.kl.placement=reward",
             1,
-            "algorithm.kl_in=reward needs algorithm.advantage=leave_one_out or reinforce or gae",
+            "algorithm.kl.placement=reward needs algorithm.advantage.type=leave_one_out or reinforce or gae",
         ),
-        ("algorithm.kl_estimator=k1", 1, "algorithm.kl_estimator=k1 needs algorithm.kl_coef above 0"),
-        ("algorithm.correction_cap=0.5", 1, "algorithm.correction_cap=0.5 must be at least 1"),
-        ("algorithm.correction_cap=3", 1, "algorithm.correction_cap=3.0 needs algorithm.correction: nothing else reads it"),
+        ("algorithm.kl.estimator=k1", 1, "algorithm.kl.estimator=k1 needs algorithm.kl.coef above 0"),
         ("reward.model=1", 1, "reward.model=1.0 and reward.model_path='' need each other"),
         ("algorithm.ptx_coef=0.1", 1, "algorithm.ptx_coef=0.1 and data.ptx='' need each other"),
         ("data.ptx=/tmp", 1, "algorithm.ptx_coef=0.0 and data.ptx='/tmp' need each other"),
-        ("algorithm.learnt_from=9", 1, "is more than the answers a prompt gets (rollout.samples_per_prompt=8)"),
-        ("algorithm.kl_target=0.1", 1, "algorithm.kl_target=0.1 needs algorithm.kl_coef above 0"),
-        ("algorithm.kl_horizon=5", 1, "algorithm.kl_horizon=5 needs algorithm.kl_target above 0"),
-        ("algorithm.overlong_penalty=2", 1, "algorithm.overlong_penalty=2.0 needs algorithm.overlong_share above 0"),
-        ("algorithm.overlong_share=1.5", 1, "must be at most 1"),
-        ("algorithm.refill_by=exact_match", 1, "algorithm.refill_by=exact_match needs algorithm.refill_rounds above 0"),
-        ("algorithm.oversample=1.5", 1, "algorithm.oversample=1.5 needs algorithm.refill_rounds above 0"),
-        ("algorithm.max_staleness=2", 1, "algorithm.max_staleness=2 needs algorithm.correction=token, sequence or mask"),
-        ("algorithm.replay_limit=64", 1, "algorithm.replay_limit=64 needs algorithm.max_staleness above 0"),
-        ("algorithm.oversample=0.5", 1, "algorithm.oversample=0.5 must be at least 1"),
-        ("algorithm.gae_lambda=0.5", 1, "algorithm.gae_lambda=0.5 needs algorithm.advantage=gae, not group"),
-        ("algorithm.freezing_actor_steps=5", 1, "needs algorithm.advantage=gae, not group"),
+        ("rollout.train_samples_per_prompt=9", 1, "is more than the answers a prompt gets (rollout.samples_per_prompt=8)"),
+        ("algorithm.kl.target=0.1", 1, "algorithm.kl.target=0.1 needs algorithm.kl.coef above 0"),
+        ("algorithm.kl.horizon=5", 1, "algorithm.kl.horizon=5 needs algorithm.kl.target above 0"),
+        (
+            "reward.shaping.overlong_penalty_factor=2",
+            1,
+            "reward.shaping.overlong_penalty_factor=2.0 needs reward.shaping.overlong_buffer_share above 0",
+        ),
+        ("reward.shaping.overlong_buffer_share=1.5", 1, "must be at most 1"),
+        (
+            "algorithm.dynamic_sampling.metric=exact_match",
+            1,
+            "algorithm.dynamic_sampling.metric=exact_match needs algorithm.dynamic_sampling.max_rounds above 0",
+        ),
+        (
+            "algorithm.dynamic_sampling.oversample=1.5",
+            1,
+            "algorithm.dynamic_sampling.oversample=1.5 needs algorithm.dynamic_sampling.max_rounds above 0",
+        ),
+        (
+            "algorithm.replay.max_age=2",
+            1,
+            "algorithm.replay.max_age=2 needs algorithm.importance_sampling.type=token, sequence or mask",
+        ),
+        ("algorithm.replay.max_rows=64", 1, "algorithm.replay.max_rows=64 needs algorithm.replay.max_age above 0"),
+        ("algorithm.dynamic_sampling.oversample=0.5", 1, "algorithm.dynamic_sampling.oversample=0.5 must be at least 1"),
+        ("critic.warmup_steps=5", 1, "needs algorithm.advantage.type=gae, not group_norm"),
         ("algorithm.ema_beta=1", 1, "algorithm.ema_beta=1.0 must be below 1"),
-        ("critic.parallel.tensor=2", 1, "critic.parallel.tensor=2 needs algorithm.advantage=gae, not group: there is no critic"),
-        ("critic.path=x", 1, "critic.path=x needs algorithm.advantage=gae, not group: there is no critic"),
+        ("critic.parallel.tensor=2", 1, "critic.parallel.tensor=2 needs algorithm.advantage.type=gae, not group_norm"),
+        ("critic.path=x", 1, "critic.path=x needs algorithm.advantage.type=gae, not group_norm"),
         ("data.label_key=", 1, "data.label_key is empty, but reward.exact_match compares answers with labels"),
         ("algorithm.high_entropy_share=1.5", 1, "must be at most 1"),
         ("algorithm.high_entropy_share=0", 1, "algorithm.high_entropy_share=0.0 must be positive"),
-        ("algorithm.clip_low=1", 1, "algorithm.clip_low=1.0 must be below 1 for algorithm.surrogate=ppo"),
+        ("algorithm.policy_loss.low=1", 1, "algorithm.policy_loss.low=1.0 must be below 1"),
         ("strategy=apart", 1, "strategy=apart is unknown. Choose one of: colocated, separate."),
-        ("algorithm.mini_batches=129", 1, "is more than the rows of a step"),
+        ("algorithm.updates_per_epoch=129", 1, "is more than the rows of a step"),
         ("trainer.max_tokens_per_micro_batch=100", 1, "can't hold one row"),
         ("reward.format=1", 1, "reward.format_pattern is empty"),
         ("reward.format_pattern=x", 1, "reward.format_pattern=x needs a weight of reward.format: nothing else reads it"),
@@ -230,7 +241,7 @@ def test_what_cannot_run_is_refused_with_a_reason(override: str, world: int, com
 
 
 def test_what_lies_outside_the_schedules_of_policy_and_critic_is_refused(config_file: Path) -> None:
-    gae = ["algorithm.advantage=gae", "trainer.steps=100", "algorithm.freezing_actor_steps=60"]
+    gae = ["algorithm.advantage=gae", "trainer.steps=100", "critic.warmup_steps=60"]
     for override, complaint in (
         ("optimizer.warmup_steps=50", "optimizer.warmup_steps=50 leaves nothing of the 40 optimizer steps"),
         ("critic.optimizer.warmup_steps=500", "critic.optimizer.warmup_steps=500 leaves nothing of the 100"),
@@ -255,10 +266,10 @@ def test_a_hung_server_is_found_before_the_watchdog_ends_the_run_for_it(config_f
 
 
 def test_a_replay_buffer_holds_a_group_and_none_of_a_critics_making(config_file: Path) -> None:
-    on = ["algorithm.max_staleness=2", "algorithm.correction=token"]
-    assert violations(load(config_file, [*on, "algorithm.replay_limit=8"]), 1) == []
-    (small,) = violations(load(config_file, [*on, "algorithm.replay_limit=7"]), 1)
-    assert "algorithm.replay_limit=7 can't hold the 8 answers" in small
+    on = ["algorithm.replay.max_age=2", "algorithm.importance_sampling=token"]
+    assert violations(load(config_file, [*on, "algorithm.replay.max_rows=8"]), 1) == []
+    (small,) = violations(load(config_file, [*on, "algorithm.replay.max_rows=7"]), 1)
+    assert "algorithm.replay.max_rows=7 can't hold the 8 answers" in small
     (critic,) = violations(load(config_file, [*on, "algorithm.advantage=gae"]), 1)
     assert "an earlier critic" in critic
 
@@ -268,28 +279,33 @@ def test_rewards_without_labels_need_none_and_groups_of_one_are_not_compared(con
     assert violations(load(config_file, unlabelled), 1) == []
     held_out = f"data.eval={config_file.with_name('train.jsonl')}"
     assert "evaluation compares answers with labels" in violations(load(config_file, [*unlabelled, held_out]), 1)[0]
-    alone = ["algorithm.refill_rounds=1", "rollout.samples_per_prompt=1"]
+    alone = ["algorithm.dynamic_sampling.max_rounds=1", "rollout.samples_per_prompt=1"]
     assert "there is one of each" in violations(load(config_file, alone), 1)[1]
 
 
-@pytest.mark.parametrize("advantage", ["group", "leave_one_out"])
-@pytest.mark.parametrize("one", ["rollout.samples_per_prompt=1", "algorithm.learnt_from=1"])
+@pytest.mark.parametrize("advantage", ["group_norm", "leave_one_out"])
+@pytest.mark.parametrize("one", ["rollout.samples_per_prompt=1", "rollout.train_samples_per_prompt=1"])
 def test_an_answer_without_siblings_is_not_compared_with_them(one: str, advantage: str, config_file: Path) -> None:
     found = violations(load(config_file, [one, f"algorithm.advantage={advantage}"]), 1)
     assert len(found) == 1
-    assert found[0].startswith(f"{one} with algorithm.advantage={advantage}: an answer is compared with the others")
+    assert found[0].startswith(f"{one} with algorithm.advantage.type={advantage}: an answer is compared with the others")
     for other in ("reinforce", "gae"):
         assert violations(load(config_file, [one, f"algorithm.advantage={other}"]), 1) == []
 
 
-NUMBERS = [name for name, _ in options() if name in dict(numbers(RunConfig()))]
-FLOATS = [name for name in NUMBERS if isinstance(dict(numbers(RunConfig()))[name], float)]
+NUMBERS = {(option.name, option.part): option.kind for option in walk() if option.kind in (int, float)}
+FLOATS = [option for option, kind in NUMBERS.items() if kind is float]
+
+
+def chosen(name: str, part: str) -> list[str]:
+    """Overrides under which there is an option."""
+    return [f"{name.rpartition('.')[0]}={part}"] if part else []
 
 
 @pytest.mark.parametrize("value", [".nan", ".inf", "-.inf"])
-@pytest.mark.parametrize("name", FLOATS)
-def test_no_number_may_be_infinite_or_none(name: str, value: str, config_file: Path) -> None:
-    found = violations(load(config_file, [f"{name}={value}"]), 1)
+@pytest.mark.parametrize(("name", "part"), FLOATS)
+def test_no_number_may_be_infinite_or_none(name: str, part: str, value: str, config_file: Path) -> None:
+    found = violations(load(config_file, [*chosen(name, part), f"{name}={value}"]), 1)
     shown = {".nan": "nan", ".inf": "inf", "-.inf": "-inf"}[value]
     assert f"{name}={shown} must be a finite number." in found
 
@@ -302,21 +318,21 @@ def test_numbers_in_lists_and_by_kind_are_finite_as_well(config_file: Path) -> N
 def test_every_number_has_a_bound_or_is_known_to_need_none(config_file: Path) -> None:
     """-3 where nothing below 0 is meant: refused by some rule, or listed here with the reason."""
     any_number = {
-        *(f"reward.{part}" for part in RewardConfig.parts()),  # weights: a penalty is negative
+        *(f"reward.{part}" for part in RewardConfig().parts()),  # weights: a penalty is negative
         "reward.model",
         "algorithm.entropy_coef",  # negative: less entropy
     }
     assert len(NUMBERS) > 100
-    for name in NUMBERS:
+    for name, part in NUMBERS:
         if name not in any_number:
-            found = violations(load(config_file, [f"{name}=-3"]), 1)
+            found = violations(load(config_file, [*chosen(name, part), f"{name}=-3"]), 1)
             assert any(name.removeprefix("critic.") in reason for reason in found), name
 
 
 def test_groups_are_replaced_by_a_part_that_every_answer_has(config_file: Path) -> None:
-    refill = ["algorithm.refill_rounds=2", "reward.recipe={a: {math: 1, exact_match: 1}, b: {math: 1, code: 1}}"]
+    refill = ["algorithm.dynamic_sampling.max_rounds=2", "reward.recipe={a: {math: 1, exact_match: 1}, b: {math: 1, code: 1}}"]
     for part, known in (("math", True), ("exact_match", True), ("code", False), ("majority", False)):
-        found = violations(load(config_file, [*refill, f"algorithm.refill_by={part}"]), 1)
+        found = violations(load(config_file, [*refill, f"algorithm.dynamic_sampling.metric={part}"]), 1)
         assert found == [] if known else "is not in every answer's reward. Choose one of: exact_match, math." in found[0]
 
 
@@ -335,14 +351,19 @@ def test_a_critic_takes_layout_and_optimizer_from_the_policy_where_it_is_given_n
 
 
 def test_learning_from_given_rows_reads_lengths_and_little_else(config_file: Path) -> None:
-    sft = ["algorithm.task=sft", "data.response_key=answer", "rollout.max_response_tokens=8", "algorithm.weighting=sequence_mean"]
+    sft = [
+        "algorithm.task=sft",
+        "data.response_key=answer",
+        "rollout.max_response_tokens=8",
+        "algorithm.loss_aggregation=sequence_mean",
+    ]
     assert violations(load(config_file, sft), 1) == []
     held_out = f"data.eval={config_file.with_name('train.jsonl')}"
     assert "trainer.eval_samples=2: with" in violations(load(config_file, [*sft, held_out, "trainer.eval_samples=2"]), 1)[0]
     unread = [
         "rollout.temperature=0.5",
         "reward.math=1",
-        "algorithm.kl_coef=1",
+        "algorithm.kl.coef=1",
         "trainer.trajectories=1",
         "strategy=separate",
         "faults.engine_restarts=1",
@@ -400,10 +421,10 @@ def test_a_bound_on_trajectories_that_are_not_written_is_refused(config_file: Pa
 def test_given_answers_are_enough_for_every_optimizer_step(config_file: Path) -> None:
     """16 prompts a step, 8 answers to each."""
     given = [f"data.ptx={config_file.with_name('train.jsonl')}", "algorithm.ptx_coef=0.1", "data.response_key=label"]
-    assert violations(load(config_file, [*given, "algorithm.mini_batches=16"]), 1) == []
-    found = violations(load(config_file, [*given, "algorithm.mini_batches=17"]), 1)
+    assert violations(load(config_file, [*given, "algorithm.updates_per_epoch=16"]), 1) == []
+    found = violations(load(config_file, [*given, "algorithm.updates_per_epoch=17"]), 1)
     assert [reason.partition(" (")[0] for reason in found] == [
-        "algorithm.mini_batches=17 is more than the examples of data.ptx a step"
+        "algorithm.updates_per_epoch=17 is more than the examples of data.ptx a step"
     ]
     assert "data.ptx=/nowhere is not a file" in violations(load(config_file, [*given, "data.ptx=/nowhere"]), 1)[0]
 
@@ -444,7 +465,13 @@ def test_shares_are_the_weights_as_they_are_written(weights: list[float], wanted
 
 
 def test_all_violations_come_at_once(config_file: Path) -> None:
-    bad = ["parallel.tensor=3", "rollout.tensor=3", "rollout.engine=vlm", "model.path=/nowhere", "algorithm.mini_batches=1000"]
+    bad = [
+        "parallel.tensor=3",
+        "rollout.tensor=3",
+        "rollout.engine=vlm",
+        "model.path=/nowhere",
+        "algorithm.updates_per_epoch=1000",
+    ]
     assert len(violations(load(config_file, bad), world_size=4)) == 6  # 3 of the engine: name, size, and size for this engine
 
 
@@ -470,13 +497,15 @@ RECIPES = sorted(path.stem for path in (ROOT / "rftmega/config/recipes").glob("*
 def test_a_recipe_sets_options_that_fit_together_and_what_is_given_comes_first(name: str) -> None:
     config = load(ROOT / "examples/arithmetic/grpo.yaml", [f"algorithm.recipe={name}"])
     assert not [reason for reason in violations(config, 4) if "algorithm." in reason]
-    said = recipe(name)
-    given = {"algorithm.kl_coef", "algorithm.mini_batches"}  # by the example
-    assert all(value_of(config, option) == value for option, value in said.items() if option not in given)
-    assert (
-        load(ROOT / "examples/arithmetic/grpo.yaml", [f"algorithm.recipe={name}", "algorithm.clip_low=0.125"]).algorithm.clip_low
-        == 0.125
+    (said,) = recipe(name)
+    given = {"algorithm.kl.coef", "algorithm.updates_per_epoch"}  # by the example
+    assert all(
+        value_of(config, f"{option}.type" if option in unions() and isinstance(value, str) else option) == value
+        for option, value in said.items()
+        if option not in given
     )
+    given = load(ROOT / "examples/arithmetic/grpo.yaml", [f"algorithm.recipe={name}", "algorithm.loss_aggregation=sequence_sum"])
+    assert given.algorithm.loss_aggregation == "sequence_sum"
 
 
 def test_a_recipe_that_there_is_not_is_refused_with_those_that_there_are() -> None:
@@ -486,12 +515,13 @@ def test_a_recipe_that_there_is_not_is_refused_with_those_that_there_are() -> No
 
 def test_every_option_is_explained_and_its_default_shown() -> None:
     reference = option_reference()
-    for name, _ in options():
+    for name in options():
         if name.startswith(("critic.parallel.", "critic.optimizer.")):  # said once, as a whole
             name = f"{name.rpartition('.')[0]}.*"
         assert f"  {name} = " in reference or f"  {name}\n" in reference, name
-    for name, allowed in CHOICES.items():
-        assert value_of(RunConfig(), name) in allowed, name
+    for option in walk():
+        if choices_of(option.hint):
+            assert value_of(RunConfig(), option.name) in choices_of(option.hint), option.name
     assert len(fields(RunConfig)) > 5
 
 
@@ -530,14 +560,20 @@ def test_an_address_of_another_type_is_not_shown(config_file: Path) -> None:
 
 TEXTS = (  # options that are texts and neither paths nor choices
     *(f"data.{name}_key" for name in ("prompt", "label", "kind", "response", "chosen", "rejected")),
-    *("reward.answer_pattern", "reward.format_pattern", "reward.remote_url", "algorithm.recipe", "algorithm.refill_by"),
+    *(
+        "reward.answer_pattern",
+        "reward.format_pattern",
+        "reward.remote_url",
+        "algorithm.recipe",
+        "algorithm.dynamic_sampling.metric",
+    ),
     *("trainer.eval_accuracy", "logging.wandb", "logging.prometheus_host"),
 )
 
 
 def test_of_every_text_option_it_is_known_whether_it_is_a_path() -> None:
-    texts = {name for name, kind in options() if kind is str and not name.startswith("critic.parallel")}
-    texts -= {name for name in texts if name.removeprefix("critic.") in CHOICES}
+    texts = {name for name, kind in options().items() if kind is str and not name.startswith("critic.parallel")}
+    texts -= {option.name for option in walk() if choices_of(option.hint) or option.name.endswith(".type")}
     assert texts == {*PATHS, *TEXTS}
 
 

@@ -11,17 +11,21 @@ from typing import Any
 import pytest
 
 from rftmega.config import RunConfig, load, violations
-from rftmega.config.load import options
+from rftmega.config.plugins import plugin_parts
+from rftmega.config.tree import options, unions, walk
+from rftmega.errors import ConfigError
 from tests.tiny_models import save_tiny
 from tests.unit.config.observed import averaged, built, engine, program, stepping, transformer, value_model
 
 ROOT = Path(__file__).parents[3]
 ROLLOUTS = ("rollout.engine=scripted", "rollout.samples_per_prompt=4", "trainer.trajectories=0")
+ROUNDS = "algorithm.dynamic_sampling.max_rounds={}"
+CLIPPING = ("clip", "gspo", "cispo", "cpgd")
 GAE = ("algorithm.advantage=gae",)
 EVAL = ("data.eval={eval}",)
 SAMPLED = (*EVAL, "trainer.eval_samples=3", "trainer.eval_temperature=1")
-KL = ("algorithm.kl_coef=0.5",)
-STEPS = ("algorithm.mini_batches=2",)  # the second of them sees ratios other than 1
+KL = ("algorithm.kl.coef=0.5",)
+STEPS = ("algorithm.updates_per_epoch=2",)  # the second of them sees ratios other than 1
 PIPELINE = ("parallel.pipeline=2",)
 REMOTE = ("reward.remote=1", "reward.remote_url=http://127.0.0.1:9")
 VLLM = ("rollout.engine=vllm",)
@@ -47,6 +51,10 @@ class Live:
 def of_critic(live: Live) -> Live:
     under = [*GAE, *(f"critic.{option}" if option.startswith(("parallel", "optimizer")) else option for option in live.under)]
     return Live(live.to, under, lambda config: live.seen(value_model(config)), live.processes, dead=())
+
+
+def parts_known(config: RunConfig) -> list[str]:
+    return list(unions(plugin_parts(config.plugins))["algorithm.advantage"])
 
 
 LAYOUT = {
@@ -130,48 +138,56 @@ OPTIONS: dict[str, Live] = {
     "reward.recipe": Live("{{a: {{exact_match: 1}}, b: {{exact_match: 3}}}}", dead=MAJORITY),
     "algorithm.recipe": Live("dr_grpo"),
     "algorithm.task": Live("reward_model", SFT),
-    "algorithm.advantage": Live("leave_one_out", dead=("algorithm.task=sft",)),
-    "algorithm.scale_by_std": Live("false", dead=("algorithm.advantage=leave_one_out",)),
+    "algorithm.advantage.type": Live("leave_one_out", dead=("algorithm.task=sft",)),
+    "algorithm.advantage.scale_by_std of group_norm": Live("false"),
+    "algorithm.advantage.clip_filter_weight of group_norm": Live("3"),
+    "algorithm.advantage.gamma of reinforce": Live("0.5"),
+    "algorithm.advantage.gamma of gae": Live("0.5"),
+    "algorithm.advantage.lam of gae": Live("0.5"),
     "algorithm.whiten": Live("true"),
-    "algorithm.gamma": Live("0.5", ("algorithm.advantage=reinforce",), dead=()),
-    "algorithm.gae_lambda": Live("0.5", GAE, dead=()),
-    "algorithm.value_clip": Live("0.001", (*GAE, *STEPS), dead=()),
-    "algorithm.value_huber": Live("0.01", GAE, dead=()),
-    "algorithm.freezing_actor_steps": Live("1", GAE, dead=()),
     "algorithm.ema_beta": Live("0.5", seen=averaged, dead=("trainer.export=false",)),
-    "algorithm.reward_clip": Live("0.5"),
-    "algorithm.reward_normalise": Live("true", ("algorithm.advantage=reinforce",)),
-    "algorithm.overlong_share": Live("0.5"),
-    "algorithm.overlong_penalty": Live("2", ("algorithm.overlong_share=0.5",), dead=()),
     "algorithm.drop_truncated": Live("true"),
-    "algorithm.learnt_from": Live("2"),
-    "algorithm.refill_rounds": Live("1"),
-    "algorithm.refill_by": Live("exact_match", ("algorithm.refill_rounds=2", "reward.format=1", "reward.format_pattern=1+"),
-                                dead=()),
-    "algorithm.oversample": Live("1.5", ("algorithm.refill_rounds=1",)),
-    "algorithm.max_staleness": Live("1", ("algorithm.correction=token",), dead=()),
-    "algorithm.replay_limit": Live("4", ("algorithm.correction=token", "algorithm.max_staleness=2"), dead=()),
-    "algorithm.surrogate": Live("reinforce", STEPS),
-    "algorithm.clip_low": Live("0.001", STEPS, dead=("algorithm.surrogate=reinforce",)),
-    "algorithm.clip_high": Live("0.001", STEPS, dead=("algorithm.surrogate=reinforce",)),
-    "algorithm.dual_clip": Live("1.0001", STEPS, dead=("algorithm.surrogate=gspo",)),
-    "algorithm.drift_coef": Live("1", (*STEPS, "algorithm.surrogate=cpgd"), dead=()),
-    "algorithm.drift_clip": Live("0.001", (*STEPS, "algorithm.surrogate=cpgd", "algorithm.drift_coef=1"),
-                                 dead=("algorithm.surrogate=cpgd",)),
-    "algorithm.clip_filter_weight": Live("3", dead=("algorithm.advantage=leave_one_out",)),
-    "algorithm.correction": Live("token"),
-    "algorithm.correction_cap": Live("1.5", ("algorithm.correction=mask",), dead=()),
+    "algorithm.dynamic_sampling.max_rounds": Live("1"),
+    "algorithm.dynamic_sampling.metric": Live(
+        "exact_match", (ROUNDS.format(2), "reward.format=1", "reward.format_pattern=1+"), dead=()
+    ),
+    "algorithm.dynamic_sampling.oversample": Live("1.5", (ROUNDS.format(1),), dead=()),
+    "algorithm.replay.max_age": Live("1", ("algorithm.importance_sampling=token",), dead=()),
+    "algorithm.replay.max_rows": Live("4", ("algorithm.importance_sampling=token", "algorithm.replay.max_age=2"), dead=()),
+    "algorithm.policy_loss.type": Live("reinforce", STEPS),
+    **{f"algorithm.policy_loss.low of {part}": Live("0.001", STEPS) for part in CLIPPING},
+    **{f"algorithm.policy_loss.high of {part}": Live("0.001", STEPS) for part in CLIPPING},
+    "algorithm.policy_loss.dual of clip": Live("1.0001", STEPS),
+    "algorithm.policy_loss.drift_coef of cpgd": Live("1", STEPS),
+    "algorithm.policy_loss.drift_clip of cpgd": Live(
+        "0.001", (*STEPS, "algorithm.policy_loss.drift_coef=1"), dead=("algorithm.policy_loss=cpgd",)
+    ),
+    "algorithm.importance_sampling.type": Live("token"),
+    **{f"algorithm.importance_sampling.cap of {part}": Live("1.5") for part in ("token", "mask")},
+    "algorithm.importance_sampling.cap of sequence": Live("1", ("rollout.max_response_tokens=1",)),
     "algorithm.high_entropy_share": Live("0.5"),
-    "algorithm.weighting": Live("sequence_mean"),
-    "algorithm.kl_in": Live("reward", (*KL, "algorithm.advantage=reinforce", "algorithm.kl_estimator=k2"),
-                            dead=("algorithm.advantage=reinforce",)),
-    "algorithm.kl_coef": Live("0.5"),
-    "algorithm.kl_target": Live("0.001", KL, dead=()),
-    "algorithm.kl_horizon": Live("20", (*KL, "algorithm.kl_target=0.001"), dead=KL),
-    "algorithm.kl_estimator": Live("k2", KL, dead=()),
+    "algorithm.loss_aggregation": Live("sequence_mean"),
+    "algorithm.kl.placement": Live(
+        "reward",
+        (*KL, "algorithm.advantage=reinforce", "algorithm.kl.estimator=k2"),
+        dead=("algorithm.advantage=reinforce",),
+    ),
+    "algorithm.kl.coef": Live("0.5"),
+    "algorithm.kl.target": Live("0.001", KL, dead=()),
+    "algorithm.kl.horizon": Live("20", (*KL, "algorithm.kl.target=0.001"), dead=KL),
+    "algorithm.kl.estimator": Live("k2", KL, dead=()),
     "algorithm.entropy_coef": Live("0.1", STEPS),
     "algorithm.ptx_coef": Live("1", PTX, dead=()),
-    "algorithm.mini_batches": Live("2"),
+    "algorithm.updates_per_epoch": Live("2"),
+    "reward.shaping.clip": Live("0.5"),
+    "reward.shaping.normalise": Live("true", ("algorithm.advantage=reinforce",)),
+    "reward.shaping.overlong_buffer_share": Live("0.5"),
+    "reward.shaping.overlong_penalty_factor": Live("2", ("reward.shaping.overlong_buffer_share=0.5",), dead=()),
+    "rollout.train_samples_per_prompt": Live("2"),
+    "critic.warmup_steps": Live("1", GAE, dead=()),
+    "critic.value_clip": Live("0.001", (*GAE, *STEPS), dead=()),
+    "critic.value_huber": Live("0.01", GAE, dead=()),
+    "plugins": Live("[{plugin}]", seen=parts_known),
     "checkpoint.every": Live("1"),
     "critic.path": Live("{moe}", GAE, lambda config: value_model(config).model, dead=()),
     **{f"critic.parallel.{name}": of_critic(live) for name, live in LAYOUT.items()},
@@ -225,6 +241,24 @@ ELSEWHERE = {  # what needs several processes, real checkpoints or sockets: a va
 ALWAYS = {"model.verify", "checkpoint.resume", "logging.peak_tflops", "logging.wandb"}  # there is no run that does not read them
 
 
+PLUGIN = """
+from dataclasses import dataclass
+from typing import Literal
+
+from rftmega.config.parts import Advantage, implements
+
+
+@dataclass(frozen=True)
+class Plain(Advantage):
+    type: Literal["plain"] = "plain"
+
+
+@implements(Plain)
+def plain(batch, options):
+    return batch.reward[:, None] * batch.mask
+"""
+
+
 @pytest.fixture(scope="module")
 def names(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What stands in braces in the overrides: folders and files."""
@@ -243,7 +277,8 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         ]  # fmt: skip
         files[name] = str(folder / f"{name}.jsonl")
         Path(files[name]).write_text("\n".join(map(json.dumps, records)))
-    return {**files, "policy": str(policy), "moe": str(moe), "folder": str(folder)}
+    (folder / "my_parts.py").write_text(PLUGIN)
+    return {**files, "plugin": str(folder / "my_parts.py"), "policy": str(policy), "moe": str(moe), "folder": str(folder)}
 
 
 def config_of(names: dict[str, str], *overrides: str) -> RunConfig:
@@ -257,10 +292,17 @@ trainer: {{steps: 3, prompts_per_step: 4, max_tokens_per_micro_batch: 48, output
     return load(path, [override.format(**names) for override in (*ROLLOUTS, *overrides)])
 
 
+def named(key: str) -> tuple[Live, str, tuple[str, ...]]:
+    """An entry of the table, the option's own name, and the overrides under which it is there and read."""
+    name, _, part = key.partition(" of ")
+    chosen = (f"{name.rpartition('.')[0]}={part}",) if part else ()
+    return OPTIONS[key], name, (*chosen, *OPTIONS[key].under)
+
+
 @pytest.mark.parametrize("name", OPTIONS)
 def test_changing_an_option_changes_what_is_seen_of_a_run(name: str, names: dict[str, str]) -> None:
-    live = OPTIONS[name]
-    before, after = config_of(names, *live.under), config_of(names, *live.under, f"{name}={live.to}")
+    live, name, under = named(name)
+    before, after = config_of(names, *under), config_of(names, *under, f"{name}={live.to}")
     sound = violations(after, live.processes)
     assert sound == [], "the other value must be one that a run can have"
     assert live.seen(before) != live.seen(after), f"{name} changes nothing"
@@ -276,14 +318,25 @@ def test_what_is_seen_does_not_change_by_itself(seen: Callable[[RunConfig], Any]
 
 @pytest.mark.parametrize("name", [name for name, live in OPTIONS.items() if live.dead is not None])
 def test_where_nothing_reads_an_option_it_is_refused(name: str, names: dict[str, str]) -> None:
-    live = OPTIONS[name]
+    live, name, _ = named(name)
     assert live.dead is not None
     found = violations(config_of(names, *live.dead, f"{name}={live.to}"), live.processes)
     assert any(name.removeprefix("critic.") in reason for reason in found), found
 
 
 def test_every_option_is_in_the_table() -> None:
-    assert dict(options()).keys() == OPTIONS.keys() | ELSEWHERE.keys()
+    """Those of a part once for each part that has them."""
+    known = {f"{option.name} of {option.part}" if option.part else option.name for option in walk()}
+    assert known == OPTIONS.keys() | ELSEWHERE.keys()
+
+
+@pytest.mark.parametrize("key", [key for key in OPTIONS if " of " in key])
+def test_an_option_of_a_part_is_refused_where_another_is_chosen(key: str, names: dict[str, str]) -> None:
+    live, name, under = named(key)
+    section, part = name.rpartition(".")[0], key.partition(" of ")[2]
+    other = next(tag for tag, schema in unions()[section].items() if name.rpartition(".")[2] not in schema.__dataclass_fields__)
+    with pytest.raises(ConfigError, match=rf"{name}=.* needs {section}.type=.*{part}.*, not {other}"):
+        config_of(names, *under[1:], f"{section}={other}", f"{name}={live.to}")
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)
@@ -304,6 +357,6 @@ def test_every_option_is_read_outside_the_config() -> None:
         if "config" not in path.relative_to(ROOT).parts:
             tree = ast.walk(ast.parse(path.read_text()))
             read |= {node.attr for node in tree if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
-    by_config = {"algorithm.recipe", "data.evals"}  # replaced by what it stands for; a part of `DataConfig.held_out`
+    by_config = {"algorithm.recipe", "data.evals", "plugins"}  # replaced by what it stands for; a part of `DataConfig.held_out`
     weights = {f"reward.{part}" for part in RunConfig().reward.parts()}  # read by name, rewards/mix.py
-    assert {name for name, _ in options() if name.rpartition(".")[2] not in read} <= by_config | weights
+    assert {name for name in options() if name.rpartition(".")[2] not in read} <= by_config | weights

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from rftmega.algorithms.kl import KLController
 from rftmega.algorithms.shaping import Shaping
+from rftmega.config import AlgorithmConfig, KLConfig, RunConfig
+from rftmega.config.algorithms import GAE, Returns
 from rftmega.experience import ExperienceMaker
 from rftmega.types import Prompt, Rows, Samples, TokenStats
 
@@ -42,10 +44,14 @@ def samples() -> Samples:
     return Samples(prompts, rows, torch.zeros(len(LENGTHS), WIDTH), reward, torch.arange(4) // 2, truncated, {})
 
 
-def made(**settings: Any) -> Any:
+ESTIMATORS: dict[str, Any] = {"gae": GAE(gamma=GAMMA, lam=LAM), "reinforce": Returns(gamma=GAMMA)}
+
+
+def made(advantage: str, kl: KLConfig | None = None, shape: Shaping | None = None, **settings: Any) -> Any:
     models = Models()
-    critic = models if settings.get("advantage") == "gae" else None
-    return ExperienceMaker(models, critic=critic, gamma=GAMMA, lam=LAM, **settings).make(samples())
+    critic = models if advantage == "gae" else None
+    chosen = AlgorithmConfig(advantage=ESTIMATORS[advantage], kl=kl or KLConfig(), **settings)
+    return ExperienceMaker(models, chosen, critic=critic, shape=shape).make(samples())
 
 
 def answers() -> Iterator[tuple[int, list[int]]]:
@@ -94,7 +100,7 @@ def assert_tokens(found: Tensor, wanted: dict[int, list[float]]) -> None:
 
 @pytest.mark.parametrize("estimator", ["k1", "k2"])
 def test_gae_takes_the_critics_values_and_the_kl_off_each_tokens_reward(estimator: str) -> None:
-    found = made(advantage="gae", use_reference=True, kl_in_reward=KLController(COEF), kl_estimator=estimator)
+    found = made(advantage="gae", kl=KLConfig(placement="reward", estimator=estimator, coef=COEF))
     wanted = {}
     for b, columns in answers():
         values = [float(numbers(2)[b, t]) for t in columns]
@@ -109,7 +115,7 @@ def test_gae_takes_the_critics_values_and_the_kl_off_each_tokens_reward(estimato
 
 @pytest.mark.parametrize("estimator", ["k1", "k2"])
 def test_returns_discount_rewards_that_the_kl_was_taken_off(estimator: str) -> None:
-    found = made(advantage="reinforce", use_reference=True, kl_in_reward=KLController(COEF), kl_estimator=estimator)
+    found = made(advantage="reinforce", kl=KLConfig(placement="reward", estimator=estimator, coef=COEF))
     wanted = {}
     for b, columns in answers():
         rewards = rewards_of(b, columns, estimator)
@@ -119,7 +125,7 @@ def test_returns_discount_rewards_that_the_kl_was_taken_off(estimator: str) -> N
 
 @pytest.mark.parametrize("advantage", ["gae", "reinforce"])
 def test_a_kl_in_the_loss_is_not_in_the_reward_as_well(advantage: str) -> None:
-    found = made(advantage=advantage, use_reference=True)
+    found = made(advantage=advantage, kl=KLConfig(coef=COEF))
     assert torch.equal(found.reference_logp, -numbers(1).abs()), "the loss needs it"
     wanted = {}
     for b, columns in answers():
@@ -133,18 +139,19 @@ def test_a_kl_in_the_loss_is_not_in_the_reward_as_well(advantage: str) -> None:
 
 def test_the_loss_leaves_a_kl_in_the_reward_alone() -> None:
     """As `Algorithm` builds both: where the KL is in the reward, the loss has none."""
-    from rftmega.config import AlgorithmConfig, RunConfig
     from rftmega.trainer import Algorithm
 
     for place, in_reward in (("reward", True), ("loss", False)):
-        config = RunConfig(algorithm=AlgorithmConfig(advantage="reinforce", kl_in=place, kl_coef=COEF, kl_estimator="k2"))
+        config = RunConfig(
+            algorithm=AlgorithmConfig(advantage=Returns(), kl=KLConfig(placement=place, coef=COEF, estimator="k2"))
+        )
         algorithm = Algorithm(config)
         maker = algorithm.maker(Models())
         assert (maker.kl_in_reward is not None) == in_reward
         experience = maker.make(samples())
         logp = -numbers(0).abs()
         with_kl = algorithm.policy_loss()(TokenStats(logp, None), experience)
-        without = Algorithm(RunConfig(algorithm=AlgorithmConfig(advantage="reinforce"))).policy_loss()
+        without = Algorithm(RunConfig(algorithm=AlgorithmConfig(advantage=Returns()))).policy_loss()
         plain = without(TokenStats(logp, None), experience)
         same = torch.equal(with_kl.value * with_kl.weight, plain.value * plain.weight)
         assert same == in_reward
@@ -152,7 +159,7 @@ def test_the_loss_leaves_a_kl_in_the_reward_alone() -> None:
 
 def test_the_overlong_penalty_counts_answers_without_their_prompts() -> None:
     """Answers of 4, 3, 1 and 5 tokens; from 3 on it falls in a line to -2 at 5."""
-    found = made(advantage="reinforce", use_reference=False, shape=Shaping(longest=5, buffer=2, factor=2.0))
+    found = made(advantage="reinforce", shape=Shaping(longest=5, buffer=2, factor=2.0))
     by_length = {4: -1.0, 3: 0.0, 1: 0.0, 5: -2.0}
     for b, columns in answers():
         last = float(samples().reward[b]) + by_length[len(columns)]
@@ -160,9 +167,9 @@ def test_the_overlong_penalty_counts_answers_without_their_prompts() -> None:
 
 
 def test_truncated_answers_that_are_left_out_are_not_whitened_with_the_others() -> None:
-    found = made(advantage="reinforce", use_reference=False, whiten=True, drop_truncated=True)
+    found = made(advantage="reinforce", whiten=True, drop_truncated=True)
     assert found.mask.any(-1).tolist() == [True, False, True, True]
-    plain = made(advantage="reinforce", use_reference=False).advantage
+    plain = made(advantage="reinforce").advantage
     kept = [float(plain[b, t]) for b, columns in answers() for t in columns if b != 1]
     mean = sum(kept) / len(kept)
     deviation = (sum((x - mean) ** 2 for x in kept) / len(kept)) ** 0.5
@@ -174,11 +181,10 @@ def test_truncated_answers_that_are_left_out_are_not_whitened_with_the_others() 
 def test_a_running_weight_of_the_kl_is_the_one_of_now() -> None:
     controller = KLController(COEF)
     models = Models()
-    maker = ExperienceMaker(
-        models, use_reference=True, advantage="reinforce", gamma=GAMMA, kl_in_reward=controller, kl_estimator="k1"
-    )
+    chosen = AlgorithmConfig(advantage=Returns(gamma=GAMMA), kl=KLConfig(placement="reward", estimator="k1", coef=COEF))
+    maker = ExperienceMaker(models, chosen, kl_weight=controller)
     before = maker.make(samples()).advantage
     controller.value = 0.0
     after = maker.make(samples()).advantage
-    assert torch.equal(after, made(advantage="reinforce", use_reference=False).advantage)
+    assert torch.equal(after, made(advantage="reinforce").advantage)
     assert not torch.equal(before, after)

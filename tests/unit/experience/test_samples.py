@@ -3,6 +3,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from rftmega.config import AlgorithmConfig, KLConfig
+from rftmega.config.algorithms import GroupNorm
 from rftmega.experience import ExperienceMaker, collect
 from rftmega.types import Completion, Prompt, Rows, TokenStats
 
@@ -55,15 +57,17 @@ def test_siblings_share_a_group_and_truncation_is_kept() -> None:
 
 
 def test_experience_spreads_the_group_advantage_over_the_response_only() -> None:
-    made = ExperienceMaker(Flat(), use_reference=True, scale_by_std=False).make(samples())
+    made = ExperienceMaker(Flat(), AlgorithmConfig(advantage=GroupNorm(scale_by_std=False), kl=KLConfig(coef=0.1))).make(
+        samples()
+    )
     assert made.advantage.tolist() == [[0, 0, -0.5, -0.5, 0], [0, 0, 0.5, 0.5, 0.5], [0] * 5, [0.5, 0, 0, 0, 0]]
     assert made.reference_logp is not None
     assert made.reference_logp.unique().tolist() == [-2.0]
-    assert ExperienceMaker(Flat(), use_reference=False).make(samples()).reference_logp is None
+    assert ExperienceMaker(Flat()).make(samples()).reference_logp is None
 
 
 def test_selected_rows_are_trimmed_to_the_longest_of_them() -> None:
-    made = ExperienceMaker(Flat(), use_reference=True).make(samples())
+    made = ExperienceMaker(Flat(), AlgorithmConfig(kl=KLConfig(coef=0.1))).make(samples())
     part = made.select(torch.tensor([3, 0]))
     assert part.tokens.tolist() == [[9, 8, 0, 0, 0], [1, 2, 3, 0, 0]]
     assert part.mask.shape == part.old_logp.shape == part.advantage.shape == (2, 4)

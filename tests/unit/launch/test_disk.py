@@ -1,6 +1,7 @@
 from pathlib import Path
 
 from rftmega.config import AlgorithmConfig, CheckpointConfig, ModelConfig, RunConfig, TrainerConfig
+from rftmega.config.algorithms import GAE
 from rftmega.launch.disk_space import needed
 from tests.tiny_models import save_tiny
 
@@ -29,5 +30,5 @@ def test_a_critic_is_saved_too_and_float32_has_no_main_parameters(tmp_path: Path
     config = RunConfig(model=ModelConfig(path=folder, dtype="float32"), checkpoint=CheckpointConfig(every=5, folder="/scratch"))
     alone = needed(config)["/scratch"]
     assert alone == 12 * PARAMETERS
-    config.algorithm.advantage = "gae"
+    config.algorithm.advantage = GAE()
     assert needed(config)["/scratch"] == 2 * alone

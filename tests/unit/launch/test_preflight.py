@@ -6,6 +6,7 @@ from converters.export_folder import MARK
 from model_providers.installed import Installed
 from rftmega import device
 from rftmega.config import DataConfig, ModelConfig, ParallelConfig, RolloutConfig, RunConfig
+from rftmega.config.algorithms import GAE
 from rftmega.device import hardware
 from rftmega.device.hardware import Hardware
 from rftmega.errors import ConfigError
@@ -84,7 +85,7 @@ def test_value_models_fit_the_policys_tokens_and_a_reward_model_has_a_head(tmp_p
         preflight(config, 1)
     config.reward.model = 0.0
     config.reward.model_path = ""
-    config.algorithm.advantage = "gae"
+    config.algorithm.advantage = GAE()
     config.critic.path = str(save_tiny(tmp_path / "other", "qwen3", vocab_size=77, max_position_embeddings=16))
     with pytest.raises(ConfigError) as caught:
         preflight(config, 1)

@@ -9,9 +9,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from rftmega.algorithms.aggregation import aggregation_of
 from rftmega.algorithms.losses import policy_loss
 from rftmega.algorithms.supervised import cross_entropy_loss
-from rftmega.algorithms.weighting import weighting_of
 from rftmega.experience import given
 from rftmega.megatron.auxiliary import beside
 from rftmega.types import Auxiliary, Experience, Rows, TokenStats
@@ -40,7 +40,7 @@ def accumulated(losses: list[Any]) -> Tensor:
     return sum((loss.value * loss.weight).sum() for loss in losses) / max(sum(int(loss.count) for loss in losses), 1)
 
 
-def by_hand(first: Experience, logp: Tensor, second: Experience, other: Tensor, weighting: str) -> Tensor:
+def by_hand(first: Experience, logp: Tensor, second: Experience, other: Tensor, aggregation: str) -> Tensor:
     total = torch.zeros((), dtype=torch.float64)
     for experience, x, coef in ((first, logp, 1.0), (second, other, COEF)):
         answers = []
@@ -52,26 +52,26 @@ def by_hand(first: Experience, logp: Tensor, second: Experience, other: Tensor, 
                     terms.append(-x[b, t] if experience is second else -ratio * experience.advantage[b, t])
             if terms:
                 answers.append(terms)
-        if weighting == "token_mean":
+        if aggregation == "token_mean":
             parts = [sum(terms) / sum(map(len, answers)) for terms in answers]
         else:
-            parts = [sum(terms) / (len(terms) if weighting == "sequence_mean" else LONGEST) / len(answers) for terms in answers]
+            parts = [sum(terms) / (len(terms) if aggregation == "sequence_mean" else LONGEST) / len(answers) for terms in answers]
         total = total + coef * sum(parts, torch.zeros((), dtype=torch.float64))
     return total
 
 
 @settings(max_examples=40, deadline=None)
 @drawn(
-    weighting=st.sampled_from(["token_mean", "sequence_mean", "sequence_sum"]),
+    aggregation=st.sampled_from(["token_mean", "sequence_mean", "sequence_sum"]),
     cut=st.integers(0, 4), other_cut=st.integers(0, 3), left_out=st.booleans(),
 )  # fmt: skip
 def test_value_and_gradient_are_the_sum_of_two_means_however_they_are_split(
-    weighting: str, cut: int, other_cut: int, left_out: bool
+    aggregation: str, cut: int, other_cut: int, left_out: bool
 ) -> None:
     first, second = rewarded(left_out), experience_of(OTHERS, OTHER_LENGTHS)
-    chosen = weighting_of(weighting, longest=LONGEST)
+    chosen = aggregation_of(aggregation, longest=LONGEST)
     auxiliary = Auxiliary("ptx", second, cross_entropy_loss(chosen), COEF)
-    loss_fn = policy_loss(weighting=chosen)
+    loss_fn = policy_loss(aggregation=chosen)
     other_fn = beside(loss_fn, first, auxiliary, TokenStats)
     logp = first.old_logp.clone().requires_grad_()
     other = torch.randn(second.mask.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
@@ -80,7 +80,7 @@ def test_value_and_gradient_are_the_sum_of_two_means_however_they_are_split(
         for index in torch.arange(len(experience)).tensor_split([at]):
             part = experience.select(index)
             losses.append(fn(TokenStats(x[index, : part.mask.shape[1]], None), part))
-    found, wanted = accumulated(losses), by_hand(first, logp, second, other, weighting)
+    found, wanted = accumulated(losses), by_hand(first, logp, second, other, aggregation)
     assert found.item() == pytest.approx(wanted.item(), rel=1e-6)
     for x in (logp, other):
         (one,), (two,) = (torch.autograd.grad(y, x, retain_graph=True, allow_unused=True) for y in (found, wanted))

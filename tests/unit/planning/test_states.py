@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from rftmega.config import AlgorithmConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
+from rftmega.config.algorithms import GAE, GroupNorm
 from rftmega.planning.models import POLICY, PlannedModel, models_of
 from rftmega.planning.states import ADAM, GRADIENTS, MAIN_PARAMETERS, PARAMETERS, elements_of, states
 
@@ -18,7 +19,7 @@ def planned(name: str, parallel: ParallelConfig, *, distributed: bool = False, c
         model=ModelConfig(path=str(PLANNING / name)),
         parallel=parallel,
         optimizer=OptimizerConfig(distributed=distributed),
-        algorithm=AlgorithmConfig(advantage="gae" if critic else "group"),
+        algorithm=AlgorithmConfig(advantage=GAE() if critic else GroupNorm()),
     )
     config.critic.parallel, config.critic.optimizer = config.parallel, config.optimizer
     return models_of(config)["critic" if critic else POLICY]

@@ -101,5 +101,5 @@ def test_threads_get_the_scores_of_their_own_answers() -> None:
 
 
 def test_every_weight_is_a_part() -> None:
-    assert set(RewardConfig.parts()) == PARTS.keys()
+    assert set(RewardConfig().parts()) == PARTS.keys()
     assert all(isinstance(getattr(RewardConfig(), name), float) for name in PARTS)

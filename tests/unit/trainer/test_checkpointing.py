@@ -16,12 +16,14 @@ from rftmega.data import PromptOrder
 from rftmega.trainer import Algorithm, PPOTrainer
 from rftmega.trainer.callbacks import AtEnd, JSONLines, Observer, TensorBoard
 from rftmega.trainer.checkpointing import Checkpointing, restore
+from rftmega.trainer.ppo import Sampling
 from rftmega.types import Prompt
 from tests.unit.trainer.test_step import Bigrams, likes_seven
 
 CONFIG = """
 model: {path: nowhere}
-algorithm: {reward_normalise: true, kl_coef: 0.1, kl_target: 0.01, kl_horizon: 10}
+algorithm: {kl: {coef: 0.1, target: 0.01, horizon: 10}}
+reward: {shaping: {normalise: true}}
 """
 
 
@@ -65,9 +67,7 @@ class Run:
             reward=likes_seven,
             maker=algorithm.maker(self.policy),
             learner=algorithm.learner(self.policy),
-            samples_per_prompt=8,
-            temperature=1.0,
-            seed=0,
+            sampling=Sampling(8, 1.0, seed=0),
             callbacks=[
                 JSONLines(folder / "metrics.jsonl"),
                 AtEnd(lambda: self.exported.append(self.trainer.step)),

@@ -16,6 +16,7 @@ from rftmega.rollout import ScriptedEngine
 from rftmega.trainer import Learner, PPOTrainer
 from rftmega.trainer.callbacks import Observer, Progress
 from rftmega.trainer.evaluate import Answering, Evaluate, seed_of
+from rftmega.trainer.ppo import Sampling
 from rftmega.types import Completion, Experience, Prompt, Rows, TokenStats
 
 EASY, HARD = [Prompt((1,), index=0), Prompt((2,), index=1)], [Prompt((3,), index=0)]
@@ -151,8 +152,8 @@ def training(evaluate: bool) -> tuple[list[dict[str, float]], list[dict[str, flo
     observers = [Evaluate({"": EASY, "hard": HARD}, moody, answering, every=1, last=4)] if evaluate else []
     prompts = [Prompt((i,), index=i) for i in range(5)]
     PPOTrainer(
-        engine=engine, weights=policy, reward=moody, maker=ExperienceMaker(policy, use_reference=False),
-        learner=Learner(policy, policy_loss()), samples_per_prompt=4, temperature=1.0, seed=0, callbacks=[*observers, notes],
+        engine=engine, weights=policy, reward=moody, maker=ExperienceMaker(policy),
+        learner=Learner(policy, policy_loss()), sampling=Sampling(4, 1.0, seed=0), callbacks=[*observers, notes],
     ).fit(PromptOrder(prompts, batch_size=3, seed=0), steps=4)  # fmt: skip
     timeless = [{k: v for k, v in step.items() if "seconds" not in k} for step in notes.metrics]
     evaluated = [{k: v for k, v in step.items() if k.startswith("eval_")} for step in timeless]

@@ -25,11 +25,11 @@ from tests.unit.config.observed import STOP, WORDS, Model, bigrams
 from tests.unit.trainer.test_checkpointing import lines, read, written
 
 STEPS = 2
-PLAIN = ("algorithm.mini_batches=3", "algorithm.kl_coef=0.1", "algorithm.kl_target=0.01", "algorithm.kl_horizon=10")
-CRITIC = (*PLAIN, "algorithm.advantage=gae", "algorithm.reward_normalise=true")
-REPLAY = ("algorithm.mini_batches=2", "algorithm.max_staleness=2", "algorithm.correction=token")
-REFILL = ("algorithm.refill_rounds=2",)
-EARLY = (*REFILL, "algorithm.oversample=2")
+PLAIN = ("algorithm.updates_per_epoch=3", "algorithm.kl.coef=0.1", "algorithm.kl.target=0.01", "algorithm.kl.horizon=10")
+CRITIC = (*PLAIN, "algorithm.advantage=gae", "reward.shaping.normalise=true")
+REPLAY = ("algorithm.updates_per_epoch=2", "algorithm.replay.max_age=2", "algorithm.importance_sampling=token")
+REFILL = ("algorithm.dynamic_sampling.max_rounds=2",)
+EARLY = (*REFILL, "algorithm.dynamic_sampling.oversample=2")
 
 
 class Clock:
@@ -72,7 +72,7 @@ class Machinery:
     def __init__(self, config: RunConfig, clock: Clock):
         self.clock = clock
         self.policy = Ticking(clock, config, [], 1)
-        self.critic = Ticking(clock, config, [], 1, values=True) if config.algorithm.advantage == "gae" else None
+        self.critic = Ticking(clock, config, [], 1, values=True) if config.algorithm.advantage.needs_critic else None
         self.reward_model = None
         self.inner = ScriptedEngine(config.rollout, vocabulary=WORDS, stop_ids=[STOP])
         self.engine = self.weights = self
@@ -240,9 +240,11 @@ def test_a_step_that_goes_on_otherwise_is_refused(start: Any) -> None:
         if sum("optimizer" in name for name, _ in read(first.kept.saved[-1][0]).get("within", [])) == 2
     )
     with pytest.raises(CheckpointError, match="after an optimizer step of the policy, where this run comes to 1 answers"):
-        start("other", ["algorithm.mini_batches=1", "algorithm.kl_in=reward", *PLAIN[1:]], saved=before.kept.saved[-1]).fit()
+        start(
+            "other", ["algorithm.updates_per_epoch=1", "algorithm.kl.placement=reward", *PLAIN[1:]], saved=before.kept.saved[-1]
+        ).fit()
     with pytest.raises(CheckpointError, match="after log-probs of 6 rows, where this run comes to reference log-probs of 6 rows"):
-        start("late", ["algorithm.mini_batches=1", *PLAIN[1:]], saved=before.kept.saved[-1]).fit()
+        start("late", ["algorithm.updates_per_epoch=1", *PLAIN[1:]], saved=before.kept.saved[-1]).fit()
     with pytest.raises(CheckpointError, match="after 6 answers, where this run comes to 8 answers. Go on with the options"):
         start("more", [*PLAIN, "rollout.samples_per_prompt=4"], saved=before.kept.saved[-1]).fit()
 

@@ -7,11 +7,12 @@ import torch
 from rftmega.config import load
 from rftmega.trainer import Algorithm, PPOTrainer
 from rftmega.trainer.callbacks import Observer
+from rftmega.trainer.ppo import Sampling, StepParts
 from rftmega.types import Experience, Samples, TokenStats
 from tests.unit.trainer.test_checkpointing import read, written
 from tests.unit.trainer.test_step import ROOT, Bigrams, Diary, Prompt, likes_seven
 
-MILD = ["algorithm.correction=token", "algorithm.correction_cap=3"]
+MILD = ["algorithm.importance_sampling=token", "algorithm.importance_sampling.cap=3"]
 
 
 class Watched(Bigrams):
@@ -40,12 +41,13 @@ class Fresh(Observer):
 
 def run(*overrides: str, steps: int = 4) -> tuple[Watched, Fresh, Diary, PPOTrainer]:
     config = load(
-        ROOT / "examples/arithmetic/grpo.yaml", [*MILD, *overrides, "rollout.max_response_tokens=8", "algorithm.mini_batches=1"]
+        ROOT / "examples/arithmetic/grpo.yaml",
+        [*MILD, *overrides, "rollout.max_response_tokens=8", "algorithm.updates_per_epoch=1"],
     )
     policy, algorithm, fresh, said = Watched(), Algorithm(config), Fresh(), Diary()
     trainer = PPOTrainer(
         engine=policy, weights=policy, reward=likes_seven, maker=algorithm.maker(policy), learner=algorithm.learner(policy),
-        replay=algorithm.replay(policy), samples_per_prompt=32, temperature=1.0, seed=0, callbacks=[fresh, said],
+        parts=StepParts(replay=algorithm.replay(policy)), sampling=Sampling(32, 1.0, seed=0), callbacks=[fresh, said],
     )  # fmt: skip
     trainer.fit([[Prompt((1, 2)), Prompt((3,))]] * steps, steps=steps)
     return policy, fresh, said, trainer
@@ -62,7 +64,7 @@ def ages(experience: Experience, step: int) -> list[int]:
 
 
 def test_a_step_learns_from_answers_up_to_the_staleness_and_scores_them_anew() -> None:
-    policy, fresh, said, _ = run("algorithm.max_staleness=2")
+    policy, fresh, said, _ = run("algorithm.replay.max_age=2")
     assert [ages(learnt, step) for step, learnt in enumerate(policy.learnt)] == [[0], [0, 1], [0, 1, 2], [0, 1, 2]]
     rows = [len(learnt) for learnt in policy.learnt]
     assert rows == [64, 128, 192, 192]
@@ -84,7 +86,9 @@ def test_a_step_learns_from_answers_up_to_the_staleness_and_scores_them_anew() -
 
 def test_the_gradient_of_earlier_answers_is_that_of_importance_sampling() -> None:
     """At the start of an update: sum over tokens of (present over sampling probability) x advantage x grad log p."""
-    policy, _, _, trainer = run("algorithm.max_staleness=1", "algorithm.correction_cap=1000", "algorithm.kl_coef=0", steps=2)
+    policy, _, _, trainer = run(
+        "algorithm.replay.max_age=1", "algorithm.importance_sampling.cap=1000", "algorithm.kl.coef=0", steps=2
+    )
     given = policy.learnt[1]
     weights = Bigrams()
     # The policy that step 1 began with: its log-probs were old_logp. Any table with these gives the same gradient at them.
@@ -106,7 +110,7 @@ def test_the_gradient_of_earlier_answers_is_that_of_importance_sampling() -> Non
 
 
 def test_groups_that_teach_nothing_are_not_kept_and_a_limit_keeps_the_youngest() -> None:
-    _, _, said, trainer = run("algorithm.max_staleness=3", "algorithm.replay_limit=64", steps=4)
+    _, _, said, trainer = run("algorithm.replay.max_age=3", "algorithm.replay.max_rows=64", steps=4)
     assert [metrics["replay_rows"] for metrics in said.metrics[1:]] == [0, 64, 64, 64]
     assert [metrics["replay_groups_dropped"] for metrics in said.metrics[1:]] == [0, 0, 2, 2]
     assert trainer.replay is not None
@@ -119,8 +123,8 @@ def test_groups_that_teach_nothing_are_not_kept_and_a_limit_keeps_the_youngest()
 
 
 def test_a_resumed_run_learns_from_the_same_earlier_answers() -> None:
-    *_, whole = run("algorithm.max_staleness=2", steps=2)
-    *_, again = run("algorithm.max_staleness=2", steps=1)
+    *_, whole = run("algorithm.replay.max_age=2", steps=2)
+    *_, again = run("algorithm.replay.max_age=2", steps=1)
     again.load_state(read(written(whole.state())))
     assert whole.replay is not None and again.replay is not None
     assert len(again.replay.buffer) == len(whole.replay.buffer) == 128

@@ -159,7 +159,7 @@ def test_of_groups_the_answers_that_are_learnt_from_must_differ_and_metrics_are_
         return scored([rewards[prompt.index] for prompt in prompts])
 
     prompts = [Prompt((1,), index=n) for n in range(3)]
-    samples, seen = DynamicSampler(1, learnt_from=2)(ask, prompts, PromptQueue([]))
+    samples, seen = DynamicSampler(1, train_samples=2)(ask, prompts, PromptQueue([]))
     assert samples.reward.tolist() == [0, 1]
     assert seen["groups_left_out"] == 2
     assert seen["reward"] == pytest.approx(sum(map(sum, rewards.values())) / 9)

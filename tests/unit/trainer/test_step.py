@@ -17,6 +17,7 @@ from rftmega.experience import ExperienceMaker
 from rftmega.trainer import Algorithm, DynamicSampler, Learner, PPOTrainer
 from rftmega.trainer.callbacks import Observer
 from rftmega.trainer.evaluate import Evaluate
+from rftmega.trainer.ppo import Sampling, StepParts
 from rftmega.types import COUNT, Completion, Experience, Prompt, Rows, Samples, TokenStats, TokenValues
 
 WORDS = 16
@@ -132,8 +133,8 @@ def train(steps: int, seed: int = 0) -> tuple[Bigrams, Diary]:
     policy, diary = Bigrams(), Diary()
     prompts = [Prompt((1, 2)), Prompt((3,))]
     PPOTrainer(
-        engine=policy, weights=policy, reward=likes_seven, maker=ExperienceMaker(policy, use_reference=False),
-        learner=Learner(policy, policy_loss()), samples_per_prompt=16, temperature=1.0, seed=seed,
+        engine=policy, weights=policy, reward=likes_seven, maker=ExperienceMaker(policy),
+        learner=Learner(policy, policy_loss()), sampling=Sampling(16, 1.0, seed=seed),
         callbacks=[Evaluate({"": prompts}, likes_seven, every=2, last=steps), diary],
     ).fit([prompts] * (steps + 5), steps=steps)  # fmt: skip
     return policy, diary
@@ -152,12 +153,12 @@ def test_every_recipe_learns(recipe: str) -> None:
     config = load(ROOT / "examples/arithmetic/grpo.yaml", [f"algorithm.recipe={recipe}", "rollout.max_response_tokens=8"])
     policy, algorithm, critic = Bigrams(), Algorithm(config), Values() if recipe == "ppo" else None
     # Where only groups that differ are left, one miss among hits is far from their mean, and the table's rate throws it over.
-    steps = 6 if config.algorithm.refill_rounds else 40
+    steps = 6 if config.algorithm.dynamic_sampling.max_rounds else 40
     PPOTrainer(
         engine=policy, weights=policy, reward=likes_seven, maker=algorithm.maker(policy, critic),
         learner=algorithm.learner(policy, critic),
-        refill=DynamicSampler(config.algorithm.refill_rounds, oversample=config.algorithm.oversample),
-        samples_per_prompt=16, temperature=1.0, seed=0, callbacks=[],
+        parts=StepParts(refill=algorithm.refill()),
+        sampling=Sampling(16, 1.0, seed=0), callbacks=[],
     ).fit([[Prompt((1, 2)), Prompt((3,))]] * 400, steps=steps)  # fmt: skip
     assert policy.table.softmax(-1)[2, 7] > 0.8
     if critic is not None:
@@ -192,9 +193,9 @@ def test_a_step_with_more_prompts_than_it_needs_learns_from_whole_groups_and_ask
     policy, said = Bigrams(), Diary()
     prompts = [Prompt((1, 2), index=n) for n in range(40)]
     PPOTrainer(
-        engine=policy, weights=policy, reward=Odd(), maker=ExperienceMaker(policy, use_reference=False),
-        learner=Learner(policy, policy_loss()), samples_per_prompt=4, temperature=1.0, seed=0,
-        refill=DynamicSampler(1, oversample=3.0), callbacks=[Watched(), said],
+        engine=policy, weights=policy, reward=Odd(), maker=ExperienceMaker(policy),
+        learner=Learner(policy, policy_loss()), sampling=Sampling(4, 1.0, seed=0),
+        parts=StepParts(refill=DynamicSampler(1, oversample=3.0)), callbacks=[Watched(), said],
     ).fit([prompts[n : n + 2] for n in range(0, 40, 2)], steps=3)  # fmt: skip
     assert seen == [([1, 3], 8), ([5, 7], 8), ([9, 11], 8)], "prompts 4 and 5 had been asked for in the first step already"
     for metrics in said.metrics[1:]:
@@ -238,14 +239,14 @@ def learner_of(*overrides: str) -> tuple[Bigrams, Values, Any]:
     policy, critic, algorithm = Bigrams(), Values(), Algorithm(config)
     trainer = PPOTrainer(
         engine=policy, weights=policy, reward=likes_seven, maker=algorithm.maker(policy, critic),
-        learner=algorithm.learner(policy, critic), samples_per_prompt=4, temperature=1.0, seed=0,
+        learner=algorithm.learner(policy, critic), sampling=Sampling(4, 1.0, seed=0),
     )  # fmt: skip
     return policy, critic, trainer
 
 
 def test_a_frozen_policy_stays_while_the_critic_learns() -> None:
     policy, critic, trainer = learner_of(
-        "algorithm.freezing_actor_steps=2", "algorithm.kl_target=1", "algorithm.kl_horizon=10", "algorithm.mini_batches=1"
+        "critic.warmup_steps=2", "algorithm.kl.target=1", "algorithm.kl.horizon=10", "algorithm.updates_per_epoch=1"
     )
     trainer.fit([[Prompt((1, 2))]] * 2, steps=2)
     assert policy.table.abs().sum() == 0
@@ -257,7 +258,7 @@ def test_a_frozen_policy_stays_while_the_critic_learns() -> None:
 
 
 def test_the_weight_of_the_kl_in_the_reward_follows_its_target() -> None:
-    policy, _, trainer = learner_of("algorithm.kl_target=1e-9", "algorithm.kl_horizon=10")
+    policy, _, trainer = learner_of("algorithm.kl.target=1e-9", "algorithm.kl.horizon=10")
     said = Diary()
     trainer.callbacks = [said]
     trainer.fit([[Prompt((1, 2))]] * 20, steps=20)
@@ -292,9 +293,9 @@ def test_of_each_prompts_answers_the_first_are_learnt_from_and_all_are_there_to_
     policy, reward = Bigrams(), AllAtOnce()
     policy.push(version=0)
     trainer = PPOTrainer(
-        engine=policy, weights=policy, reward=reward, maker=ExperienceMaker(policy, use_reference=False),
-        learner=Learner(policy, policy_loss()), samples_per_prompt=5, temperature=1.0, seed=0, 
-        refill=DynamicSampler(0, learnt_from=2),
+        engine=policy, weights=policy, reward=reward, maker=ExperienceMaker(policy),
+        learner=Learner(policy, policy_loss()), sampling=Sampling(5, 1.0, seed=0),
+        parts=StepParts(refill=DynamicSampler(0, train_samples=2)),
     )  # fmt: skip
     prompts = [Prompt((1, 2)), Prompt((3,))]
     samples, seen = trainer.refill(trainer.rollout, prompts, trainer.supply)
@@ -316,7 +317,7 @@ def answers_of(samples: Samples) -> list[list[int]]:
 
 
 def test_counts_of_critic_and_policy_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, _, trainer = learner_of("algorithm.mini_batches=1")
+    _, _, trainer = learner_of("algorithm.updates_per_epoch=1")
     for model, tokens in ((Bigrams, 3.0), (Values, 5.0)):
         plain = model.step
         monkeypatch.setattr(model, "step", lambda *given, plain=plain, tokens=tokens: plain(*given) | {f"{COUNT}tokens": tokens})

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from rftmega.config import AlgorithmConfig
+from rftmega.config.algorithms import GroupNorm
 from rftmega.experience import ExperienceMaker, collect
 from rftmega.trainer.trajectories import Trajectories, write
 from rftmega.types import Completion, Experience, Prompt, Rows, Samples, TokenStats
@@ -52,7 +54,7 @@ def letters(ids: Sequence[int]) -> list[str]:
 def learnt(entropy: bool = True) -> tuple[Samples, Experience]:
     requests = [PROMPTS[0], PROMPTS[0], PROMPTS[1], PROMPTS[1]]
     samples = collect(requests, COMPLETIONS, score, samples_per_prompt=2)
-    return samples, ExperienceMaker(Columns(entropy), use_reference=False, scale_by_std=False).make(samples)
+    return samples, ExperienceMaker(Columns(entropy), AlgorithmConfig(advantage=GroupNorm(scale_by_std=False))).make(samples)
 
 
 def recorded(folder: Path, *, steps: Sequence[int] = (1,), every: int = 1, most: int = 10**6, entropy: bool = True) -> list[Path]:

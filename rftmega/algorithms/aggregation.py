@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rftmega.types import TokenMetric
 
-Weighting = Callable[[Tensor], tuple[Tensor, Tensor]]
+Aggregation = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 def token_mean(mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -24,15 +24,15 @@ def sequence_mean(mask: Tensor) -> tuple[Tensor, Tensor]:
     return mask / length.clamp(min=1), (length > 0).sum()
 
 
-def sequence_sum(constant: int) -> Weighting:
+def sequence_sum(constant: int) -> Aggregation:
     """Every response token weighs 1 / constant in its response's sum, so that no response's length matters (Dr. GRPO,
     arXiv:2503.20783, section 3.2; the constant is the most tokens that a response may have). Count: non-empty responses.
     """
 
-    def weighting(mask: Tensor) -> tuple[Tensor, Tensor]:
+    def aggregation(mask: Tensor) -> tuple[Tensor, Tensor]:
         return mask / constant, mask.any(-1).sum()
 
-    return weighting
+    return aggregation
 
 
 def sequence_total(mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -42,19 +42,19 @@ def sequence_total(mask: Tensor) -> tuple[Tensor, Tensor]:
     return mask.float(), mask.any(-1).sum()
 
 
-WEIGHTINGS: dict[str, Weighting] = {
+AGGREGATIONS: dict[str, Aggregation] = {
     "token_mean": token_mean,
     "sequence_mean": sequence_mean,
     "sequence_total": sequence_total,
 }
 
 
-def weighting_of(name: str, *, longest: int) -> Weighting:
-    """The weighting that an option names; `longest`: tokens that a response may have."""
-    return sequence_sum(longest) if name == "sequence_sum" else WEIGHTINGS[name]
+def aggregation_of(name: str, *, longest: int) -> Aggregation:
+    """The aggregation that an option names; `longest`: tokens that a response may have."""
+    return sequence_sum(longest) if name == "sequence_sum" else AGGREGATIONS[name]
 
 
-def averaged(values: dict[str, Tensor], mask: Tensor, weighting: Weighting = token_mean) -> dict[str, TokenMetric]:
+def averaged(values: dict[str, Tensor], mask: Tensor, aggregation: Aggregation = token_mean) -> dict[str, TokenMetric]:
     """Metrics of `values` ([B, T] each), averaged over `mask` [B, T]: by tokens, however the loss is averaged, or as told."""
-    weight, count = weighting(mask)
+    weight, count = aggregation(mask)
     return {name: TokenMetric(value.detach(), weight, count) for name, value in values.items()}

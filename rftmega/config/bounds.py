@@ -1,0 +1,15 @@
+"""Bounds that stand beside a field, as its annotation; `violations` checks them, and --help's schema shows them."""
+
+from typing import Annotated
+
+from annotated_types import Ge, Gt, Le, Lt
+
+Count = Annotated[int, Ge(1)]
+NotNegativeInt = Annotated[int, Ge(0)]
+Positive = Annotated[float, Gt(0)]
+NotNegative = Annotated[float, Ge(0)]
+BelowOne = Annotated[float, Ge(0), Lt(1)]
+Share = Annotated[float, Ge(0), Le(1)]
+PositiveShare = Annotated[float, Gt(0), Le(1)]
+AtLeastOne = Annotated[float, Ge(1)]
+PositiveBelowOne = Annotated[float, Gt(0), Lt(1)]

@@ -1,0 +1,80 @@
+"""A user's own parts, from Python files that `plugins` names."""
+
+import importlib.util
+import inspect
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from typing import get_args, get_origin
+
+from rftmega.config.parts import IMPLEMENTATIONS, KINDS, kind_of, type_of
+from rftmega.config.tree import hints, members, plain, unions
+from rftmega.errors import ConfigError
+
+
+def plugin_parts(paths: Sequence[str]) -> tuple[type, ...]:
+    """Returns the dataclasses of options of all parts in the files.
+
+    Raises ConfigError for a file that is missing or broken, and for a part that has no function, or the name of another.
+    """
+    found: list[type] = []
+    for path in dict.fromkeys(str(Path(path).resolve()) for path in paths):
+        found += _parts_in(path, Path(path).stat().st_mtime_ns if Path(path).is_file() else 0)
+    taken = dict.fromkeys(_built_in(), "built in")
+    for part in found:
+        kind, file = kind_of(part), inspect.getfile(part)
+        other = taken.setdefault((kind, type_of(part)), file)
+        if other != file:
+            raise ConfigError(f"plugins: {file} has a part of type {type_of(part)}, which is {other} already. Name it otherwise.")
+    return tuple(found)
+
+
+def _built_in() -> Iterable[tuple[type | None, str]]:
+    for parts in unions().values():
+        for name, part in parts.items():
+            yield kind_of(part), name
+
+
+@cache
+def _parts_in(path: str, changed: int) -> tuple[type, ...]:
+    """`changed`: when the file was written, so that another one of that name is read."""
+    if not Path(path).is_file():
+        raise ConfigError(f"plugins: there is no file {path}.")
+    name = f"rftmega_plugin_{Path(path).stem}_{abs(hash((path, changed)))}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"plugins: {path} is no Python file. Give one that ends in .py.")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses and inspect look it up there
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise ConfigError(f"plugins: {path} can't be read: {type(error).__name__}: {error}") from error
+    parts = [value for value in vars(module).values() if isinstance(value, type) and value.__module__ == name and kind_of(value)]
+    for part in parts:
+        _check(part, path)
+    if not parts:
+        names = ", ".join(kind.__name__ for kind in KINDS)
+        raise ConfigError(f"plugins: {path} has no part: no dataclass that inherits from one of {names}.")
+    return tuple(parts)
+
+
+def _check(part: type, path: str) -> None:
+    where = f"plugins: {path}: {part.__name__}"
+    if "__dataclass_fields__" not in vars(part):
+        raise ConfigError(f"{where} is no dataclass. Write @dataclass(frozen=True) above it.")
+    assert is_dataclass(part)
+    literal = get_args(hints(part).get("type")) if type_of(part) else ()
+    if literal != (type_of(part),):
+        raise ConfigError(f'{where} has no type. Give it a field, as type: Literal["my_part"] = "my_part".')
+    if part not in IMPLEMENTATIONS:
+        raise ConfigError(f"{where} has no function. Write @implements({part.__name__}) above one.")
+    for f in fields(part):
+        hint = hints(part)[f.name]
+        kind = plain(hint)
+        if members(hint) or kind not in (int, float, bool, str) and get_origin(kind) not in (list, dict):
+            raise ConfigError(f"{where}.{f.name} must be a number, true or false, text, a list or a dictionary.")
+        if f.name != "type" and f.default is f.default_factory:
+            raise ConfigError(f"{where}.{f.name} needs a default.")

@@ -1,0 +1,189 @@
+"""The tree of options: which there are, of which kind, and the dataclasses that hold them.
+
+Two kinds of nodes depend on what a run chooses. A union (algorithm.advantage) holds the part that its `type` names; a table of
+parts (reward.custom) holds all parts of a user's own. `plugins` are the classes of such parts, see plugins.py.
+"""
+
+import types
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import MISSING, field, fields, is_dataclass, make_dataclass
+from functools import cache
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+from pydantic import Discriminator
+
+from rftmega.config.parts import kind_of, type_of
+from rftmega.config.schema import RunConfig
+
+Plugins = tuple[type, ...]
+
+
+class Option(NamedTuple):
+    """One option: dotted name, annotation, the dataclass that it is a field of, and the type of the part that has it, or ""."""
+
+    name: str
+    hint: Any
+    owner: type
+    part: str
+
+    @property
+    def kind(self) -> Any:
+        return plain(self.hint)
+
+
+@cache
+def hints(schema: type) -> dict[str, Any]:
+    """Returns the annotations of a dataclass, with what stands beside the type (bounds)."""
+    return get_type_hints(schema, include_extras=True)
+
+
+def plain(hint: Any) -> Any:
+    """Returns an annotation without bounds and choices: a number's or text's type."""
+    while get_origin(hint) is Annotated:
+        hint = get_args(hint)[0]
+    return str if get_origin(hint) is Literal else hint
+
+
+def choices_of(hint: Any) -> tuple[str, ...]:
+    """Returns the values of a Literal; none for other annotations."""
+    while get_origin(hint) is Annotated:
+        hint = get_args(hint)[0]
+    return get_args(hint) if get_origin(hint) is Literal else ()
+
+
+def members(hint: Any, plugins: Plugins = ()) -> dict[str, type]:
+    """Returns type -> dataclass of a union of parts, a user's own included; empty for other annotations."""
+    inner = plain(hint)
+    if get_origin(inner) not in (Union, types.UnionType):
+        return {}
+    built_in = get_args(inner)
+    kind = kind_of(built_in[0])
+    own = [part for part in plugins if kind_of(part) is kind]
+    return {type_of(part): part for part in (*built_in, *own)}
+
+
+def tabled(hint: Any, plugins: Plugins = ()) -> dict[str, type] | None:
+    """Returns name -> dataclass of a table of a user's own parts; None for other annotations."""
+    inner = plain(hint)
+    if get_origin(inner) is not dict or not is_dataclass(get_args(inner)[1]):
+        return None
+    return {type_of(part): part for part in plugins if kind_of(part) is get_args(inner)[1]}
+
+
+def walk(schema: type = RunConfig, prefix: str = "", plugins: Plugins = (), part: str = "") -> Iterator[Option]:
+    """Yields all options, those of every member of a union, in the order of the schema."""
+    for name, hint in hints(schema).items():
+        if name not in {f.name for f in fields(schema)}:
+            continue  # a ClassVar
+        dotted = prefix + name
+        parts, table = members(hint, plugins), tabled(hint, plugins)
+        if parts:
+            yield Option(f"{dotted}.type", str, schema, "")
+            for tag, member in parts.items():
+                yield from (o for o in walk(member, f"{dotted}.", plugins, tag) if o.name != f"{dotted}.type")
+        elif table is not None:
+            for tag, member in table.items():
+                yield from (o for o in walk(member, f"{dotted}.{tag}.", plugins, tag) if o.name != f"{dotted}.{tag}.type")
+        elif is_dataclass(hint):
+            yield from walk(hint, f"{dotted}.", plugins)  # type: ignore[arg-type]
+        else:
+            yield Option(dotted, hint, schema, part)
+
+
+@cache
+def options(plugins: Plugins = ()) -> Mapping[str, Any]:
+    """Returns dotted name -> type of all options, those of every member of a union, in the order of the schema."""
+    return {option.name: option.kind for option in walk(plugins=plugins)}
+
+
+@cache
+def sections(plugins: Plugins = ()) -> Set[str]:
+    """Returns the dotted names that hold options."""
+    return {name[:at] for name in options(plugins) for at in range(len(name)) if name[at] == "."}
+
+
+@cache
+def unions(plugins: Plugins = (), schema: type = RunConfig, prefix: str = "") -> Mapping[str, Mapping[str, type]]:
+    """Returns dotted name -> {type: dataclass} of all unions."""
+    found: dict[str, Mapping[str, type]] = {}
+    for f in fields(schema):
+        hint = hints(schema)[f.name]
+        parts = members(hint, plugins)
+        if parts:
+            found[prefix + f.name] = parts
+        elif is_dataclass(hint):
+            found |= unions(plugins, hint, f"{prefix}{f.name}.")  # type: ignore[arg-type]
+    return found
+
+
+def default_type(name: str) -> str:
+    """Returns the type that a union has where none is given."""
+    schema: Any = RunConfig
+    *sections, leaf = name.split(".")
+    for section in sections:
+        schema = hints(schema)[section]
+    chosen = next(f for f in fields(schema) if f.name == leaf).default_factory
+    return type_of(chosen)  # type: ignore[arg-type]
+
+
+def rebuilt(schema: type, hint_of: Callable[[str, Any], Any], plugins: Plugins = (), prefix: str = "") -> type:
+    """Returns a dataclass like `schema` whose leaves have the annotation hint_of(dotted name, annotation); a dataclass that
+    `hint_of` returns is rebuilt as well.
+    """
+    made = []
+    for f in fields(schema):
+        dotted = prefix + f.name
+        hint = hint_of(dotted, hints(schema)[f.name])
+        table = tabled(hint, plugins)
+        if table is not None:
+            inner = [(tag, rebuilt(part, hint_of, plugins, f"{dotted}.{tag}.")) for tag, part in table.items()]
+            hint = make_dataclass(f.name, [(tag, part, field(default_factory=part)) for tag, part in inner])
+            made.append((f.name, hint, field(default_factory=hint)))
+        elif is_dataclass(hint):
+            hint = rebuilt(hint, hint_of, plugins, f"{dotted}.")  # type: ignore[arg-type]
+            made.append((f.name, hint, field(default_factory=hint)))
+        elif f.default_factory is not MISSING:
+            made.append((f.name, hint, field(default_factory=f.default_factory)))
+        else:
+            made.append((f.name, hint, field(default=f.default)))
+    return make_dataclass(schema.__name__, made)
+
+
+def merged_schema(chosen: Mapping[str, str], plugins: Plugins) -> type:
+    """Returns the schema that OmegaConf merges into: without bounds, and with the part of `chosen` (union -> type) per union."""
+    known = unions(plugins)
+
+    def hint_of(name: str, hint: Any) -> Any:
+        if name in known:
+            return known[name][chosen[name]]
+        return plain(hint)
+
+    return rebuilt(RunConfig, hint_of, plugins)
+
+
+def bounded_schema(plugins: Plugins) -> type:
+    """Returns the schema that pydantic validates: with bounds, choices, and discriminated unions that have a user's own parts."""
+    known = unions(plugins)
+
+    def hint_of(name: str, hint: Any) -> Any:
+        if name not in known:
+            return hint
+        return Annotated[Union[tuple(known[name].values())], Discriminator("type")]  # noqa: UP007
+
+    return rebuilt(RunConfig, hint_of, plugins)
+
+
+def built(schema: Any, tree: Mapping[str, Any], plugins: Plugins) -> Any:
+    """Returns `schema` with the values of nested dictionaries; unions take the part that `type` names."""
+    values = {}
+    for f in fields(schema):
+        hint, value = hints(schema)[f.name], tree[f.name]
+        parts, table = members(hint, plugins), tabled(hint, plugins)
+        if parts:
+            value = built(parts[value["type"]], value, plugins)
+        elif table is not None:
+            value = {tag: built(part, value[tag], plugins) for tag, part in table.items()}
+        elif is_dataclass(hint):
+            value = built(hint, value, plugins)
+        values[f.name] = value
+    return schema(**values)
