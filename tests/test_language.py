@@ -14,7 +14,9 @@ RIDDLES = ("Of", "What", "Whether", "As")
 PLAIN_ROOMS = (
     "converters",
     "model_providers",
+    "rftmega/algorithms",
     "rftmega/checkpoint",
+    "rftmega/config",
     "rftmega/data",
     "rftmega/device",
     "rftmega/errors.py",

@@ -13,7 +13,7 @@ from rftmega.config.parts import IMPLEMENTATIONS, Advantage, implements
 
 
 def group_normalised(reward: Tensor, group: Tensor, *, scale_by_std: bool = True, eps: float = 1e-6) -> Tensor:
-    """How much better than its siblings was each answer? (GRPO, arXiv:2402.03300, section 4.1.2)
+    """Returns how much better than its siblings each answer was (GRPO, arXiv:2402.03300, section 4.1.2)
 
     reward [B], group [B] int -> [B]: reward minus the group's mean, over its unbiased standard deviation. A group that
     agrees, and a group of one, teaches nothing: exactly 0. `scale_by_std=False` is Dr. GRPO (arXiv:2503.20783).

@@ -26,7 +26,9 @@ class Limits(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What was looked at when the gap was too large. Tensors are of the worst rows, [B, T] and aligned with targets."""
+    """Evidence holds what was looked at when the gap was too large. Tensors are of the worst rows, [B, T], aligned with
+    targets.
+    """
 
     whole: Gap  # of all tokens
     share_beyond: float  # of all tokens, those with a gap above the limit
@@ -56,7 +58,7 @@ def cause_of(evidence: Evidence, limits: Limits) -> Cause:
 
 
 def matches(one: Tensor, other: Tensor, mask: Tensor, limits: Limits) -> bool:
-    """Whether two sets of log-probabilities [B, T] are the same within the limits."""
+    """Says that two sets of log-probabilities [B, T] are the same within the limits."""
     gap = gaps_of(one, other, mask)
     return len(gap) > 0 and float(gap.mean()) <= limits.mean and float(gap.max()) <= limits.percentile
 

@@ -1,4 +1,4 @@
-"""How far the engine that sampled is from the trainer that learns, and what to do about it."""
+"""Distance of the engine that sampled from the trainer that learns, and its correction."""
 
 import math
 from typing import NamedTuple
@@ -38,7 +38,7 @@ def gaps_of(behaviour_logp: Tensor, old_logp: Tensor, mask: Tensor) -> Tensor:
 
 
 def log_prob_gap(behaviour_logp: Tensor, old_logp: Tensor, mask: Tensor) -> Gap:
-    """Of the response tokens, all [B, T]; all 0, and an error of 1, where there are none."""
+    """Returns the gap of the response tokens, all [B, T]; all 0, and an error of 1, where there are none."""
     gap = gaps_of(behaviour_logp, old_logp, mask)
     if not len(gap):
         return Gap(0.0, 0.0, 0.0, 0.0, 0, 1.0)

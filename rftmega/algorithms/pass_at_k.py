@@ -1,4 +1,4 @@
-"""How good is the best of several answers?"""
+"""pass@k: how good the best of several answers is."""
 
 from math import comb
 

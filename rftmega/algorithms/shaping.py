@@ -1,4 +1,4 @@
-"""What happens to an answer's reward before advantages are made of it."""
+"""Reward shaping: penalty, normalisation and clip before advantages are made of rewards."""
 
 from torch import Tensor
 

@@ -1,4 +1,4 @@
-"""What is learnt from given answers: the next token of one (supervised), or which of two is better (a reward model)."""
+"""Losses of given answers: the next token of one (supervised), or which of two is better (a reward model)."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""What a policy-gradient step minimises per token, before it is averaged: the one part in which the members of the family differ.
+"""Policy losses per token, before it is averaged: the one part in which the members of the family differ.
 
 Every surrogate takes log_ratio = logp - old_logp of the sampled tokens, [B, T], which carries the gradient, the advantage [B, T]
 and the mask [B, T]; both are 0 outside it. Where nothing has changed yet (log_ratio = 0) all have the gradient -advantage.

@@ -1,4 +1,4 @@
-"""What the critic minimises per token. No reduction: a `TokenLoss` carries value, weight and count."""
+"""Losses of the critic per token. No reduction: a `TokenLoss` carries value, weight and count."""
 
 import torch
 from torch.nn import functional as F

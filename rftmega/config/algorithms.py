@@ -170,7 +170,7 @@ class MaskedImportance(ImportanceSampling):
 @dataclass
 class KLConfig:
     placement: Literal["loss", "reward"] = "loss"
-    """Where the KL to the starting policy goes: loss, or reward (advantage leave_one_out, reinforce or gae only)."""
+    """Place of the KL to the starting policy: loss, or reward (advantage leave_one_out, reinforce or gae only)."""
 
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """k1 (in the reward only: as a loss it has no direction), k2 or k3."""

@@ -1,4 +1,4 @@
-"""What a run that goes on is told otherwise than the run that saved."""
+"""`changes` lists the options in which a resumed run differs from the run that saved."""
 
 import json
 from typing import Any

@@ -158,7 +158,7 @@ def _merged(layers: Sequence[dict[str, Any]], plugins: Plugins) -> dict[str, Any
 
 
 def _judged_otherwise(config: Any) -> bool:
-    """Whether another part finds out if answers are right, so that exact_match would count the same once more."""
+    """Says that another part finds out if answers are right, so that exact_match would count the same once more."""
     read = config.algorithm.task == "rl" and not config.reward.recipe and not config.reward.majority
     return read and any(OmegaConf.select(config, f"reward.{part}") for part in JUDGES)
 

@@ -19,7 +19,7 @@ class ModelConfig:
     """Training dtype: float32, bfloat16, or auto (bfloat16 on CUDA, float32 on CPU)."""
 
     dropout: BelowOne = 0.0
-    """Of hidden states and attention while learning; scoring never drops."""
+    """Dropout of hidden states and attention while learning; scoring never drops."""
 
     trust_remote_code: bool = False
     """The tokenizer may be Python code in model.path, which then runs here."""
@@ -69,7 +69,7 @@ class OptimizerConfig:
     """Peak learning rate of Adam."""
 
     min_learning_rate: NotNegative = 0.0
-    """Where linear and cosine schedules end."""
+    """Learning rate at which linear and cosine schedules end."""
 
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """constant, linear or cosine, after the warm-up."""
@@ -120,7 +120,7 @@ class RolloutConfig:
     """Learn from only the first so many of each prompt's answers, though all are scored and vote; 0: all."""
 
     temperature: Positive = 1.0
-    """Of sampling, above 0 (evaluation has its own); the trainer scores under the same temperature."""
+    """Temperature of sampling, above 0 (evaluation has its own); the trainer scores under the same temperature."""
 
     max_prompt_tokens: Count = 1024
     """A longer prompt is an error (see data.too_long)."""
@@ -149,7 +149,7 @@ class RolloutConfig:
 
     @property
     def max_row_tokens(self) -> int:
-        """Of a prompt and its answer together."""
+        """Returns the most tokens of a prompt and its answer together."""
         return self.max_prompt_tokens + self.max_response_tokens
 
 
@@ -192,7 +192,7 @@ class DataConfig:
     """Apply the tokenizer's chat template to prompts given as strings, too."""
 
     too_long: Literal["error", "drop"] = "error"
-    """What is over rollout.max_prompt_tokens (max_response_tokens) is an error, or is dropped with a count (drop)."""
+    """error: refuse what is over rollout.max_prompt_tokens (max_response_tokens); drop: leave it out, with a count."""
 
     @property
     def held_out(self) -> dict[str, str]:
@@ -263,7 +263,7 @@ class RewardConfig:
     """Weight of: the number that remote_url answers with."""
 
     remote_url: str = ""
-    """Where prompts, responses, labels and kinds are posted as JSON; the answer is {"rewards": [float, ...]}."""
+    """Address that prompts, responses, labels and kinds are posted to as JSON; the answer is {"rewards": [float, ...]}."""
 
     remote_timeout: Positive = 30.0
     """Seconds that one request may take."""
@@ -278,7 +278,7 @@ class RewardConfig:
     """Weight of: a reward model's score (algorithm.task=reward_model makes one), in the policy's layout and vocabulary."""
 
     model_path: str = ""
-    """Its Hugging Face folder, a sequence classifier with one label."""
+    """Hugging Face folder of the reward model, a sequence classifier with one label."""
 
     majority: bool = False
     """Learn from the majority of a prompt's answers instead of labels (TTRL); the weights are for evaluation only."""
@@ -322,10 +322,10 @@ class CriticConfig:
     """Hugging Face folder of the critic: a reward model's, or a policy's (its value head then starts at 0); empty: model.path."""
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    """As parallel.*, which also is the default of each option: critic.parallel.tensor=1 beside parallel.tensor=4."""
+    """Layout of the critic, as parallel.*, which also is the default of each option: critic.parallel.tensor=1."""
 
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    """As optimizer.*, which also is the default of each option."""
+    """Optimizer of the critic, as optimizer.*, which also is the default of each option."""
 
     warmup_steps: NotNegativeInt = 0
     """Steps at the beginning in which only the critic learns."""
@@ -382,7 +382,7 @@ class TrainerConfig:
     """Answers to each held-out prompt; metrics are means over all of them (mean@n)."""
 
     eval_temperature: NotNegative = 0.0
-    """Of these answers; 0 is greedy."""
+    """Temperature of these answers; 0 is greedy."""
 
     eval_pass_at: list[int] = field(default_factory=list)
     """Also pass@k for these k, at most eval_samples: is one of k answers right? Metrics are eval_pass_at_<k>."""
@@ -406,7 +406,7 @@ class TrainerConfig:
     """Weights travel to the engine in buckets of about this size; larger where one tensor, or a layer's experts together, are."""
 
     seed: NotNegativeInt = 0
-    """Of data order, sampling and initialisation."""
+    """Seed of data order, sampling and initialisation."""
 
 
 @dataclass
@@ -415,7 +415,7 @@ class CheckpointConfig:
     """Steps between saves of all that a run needs to go on (docs/training_checkpoints.md); 0: none are saved."""
 
     folder: str = ""
-    """Where they are kept; empty: output/checkpoints."""
+    """Folder that checkpoints are kept in; empty: output/checkpoints."""
 
     resume: str = "auto"
     """auto (go on from the latest in the folder, where there is one), none (start anew), or a checkpoint's folder."""
@@ -433,7 +433,7 @@ class CheckpointConfig:
     """Each also holds the policy (or the reward model) as a Hugging Face folder, hf/."""
 
     on_failure: Literal["stop", "warn"] = "stop"
-    """When one can't be written (a full disk): stop, or warn and train on."""
+    """stop, or warn and train on, when a checkpoint can't be written (a full disk)."""
 
 
 @dataclass
@@ -442,7 +442,7 @@ class LoggingConfig:
     """First and last step of which all processes' work is recorded, as [3,4], in output/timeline (docs/watching.md)."""
 
     peak_tflops: NotNegative = 0.0
-    """Of a device, in model.dtype, for mfu_score and mfu_update; 0: by the name of a CUDA device, where it is known."""
+    """Peak of a device, in model.dtype, for mfu_score and mfu_update; 0: by the name of a CUDA device, where it is known."""
 
     wandb: str = ""
     """Weights & Biases project that metrics go to, too (pip install 'rftmega[wandb]'; WANDB_MODE=offline: no network)."""
@@ -481,7 +481,7 @@ class RunConfig:
 
     @property
     def late_scoring(self) -> bool:
-        """Whether the update's own forward pass can say what the log-probs before it were: nothing needs them earlier, and there
+        """Says that the update's own forward pass can give the log-probs before it: nothing needs them earlier, and there
         is one update, which computes as a scoring pass would.
         """
         chosen = self.algorithm

@@ -1,4 +1,4 @@
-"""How a config names data: a path, "folder#split", several paths with weights."""
+"""Names of data in a config: a path, "folder#split", several paths with weights."""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What is saved of a run, and what it goes on from."""
+"""Checks of what is saved of a run, and what it goes on from."""
 
 from dataclasses import fields
 from pathlib import Path

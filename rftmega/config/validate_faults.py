@@ -1,4 +1,4 @@
-"""What only a run that saves can do about faults."""
+"""Checks of what only a run that saves can do about faults."""
 
 from rftmega.config.schema import FaultsConfig, RolloutConfig, RunConfig
 

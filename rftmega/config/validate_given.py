@@ -15,7 +15,7 @@ READ_OF_GIVEN = {  # options of algorithm, rollout and reward that a task withou
 
 
 def unread_without_rollouts(config: RunConfig) -> list[str]:
-    """What a task without rollouts does not read."""
+    """Lists what a task without rollouts does not read."""
     task = config.algorithm.task
     read = READ_OF_GIVEN[task]
     before, now = leaves(RunConfig()), leaves(config)

@@ -1,4 +1,4 @@
-"""How the processes are shared out: to the policy, to the critic, to engines."""
+"""Checks of how the processes are shared out: to the policy, to the critic, to engines."""
 
 import math
 from collections.abc import Iterable
@@ -31,13 +31,13 @@ def layout(parallel: ParallelConfig, world_size: int) -> list[str]:
 
 
 def _product(factors: Iterable[int]) -> str:
-    """As "2 x 3 = 6", or "6" where there is nothing to multiply."""
+    """Returns "2 x 3 = 6", or "6" where there is nothing to multiply."""
     factors = list(factors)
     return " x ".join(map(str, factors)) + (f" = {math.prod(factors)}" if len(factors) > 1 else "")
 
 
 def overlap(optimizer: OptimizerConfig) -> list[str]:
-    """What overlapping needs."""
+    """Lists what overlapping needs."""
     missing = [name for name in ("distributed", "overlap_grad_reduce") if not getattr(optimizer, name)]
     if optimizer.overlap_param_gather and missing:
         needed = " and ".join(f"optimizer.{name}=true" for name in missing)
@@ -73,7 +73,7 @@ def critic(config: RunConfig, world_size: int) -> list[str]:
 
 
 def engine(config: RunConfig, world_size: int) -> list[str]:
-    """What the engine's kind and number rule out."""
+    """Lists what the engine's kind and number rule out."""
     found = []
     if config.strategy == "separate":
         if config.rollout.engine != "vllm":

@@ -1,4 +1,4 @@
-"""Who else is told of the metrics, and which steps are recorded."""
+"""Checks of who else is told of the metrics, and which steps are recorded."""
 
 from importlib.metadata import PackageNotFoundError, version
 

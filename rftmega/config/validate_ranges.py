@@ -113,6 +113,6 @@ def _option(place: Sequence[int | str], config: RunConfig) -> str:
 
 
 def _is_the_policys(config: RunConfig, name: str, value: Any) -> bool:
-    """Whether this is the critic's and what the policy has, of which that tells already."""
+    """Says that this is the critic's and equal to the policy's, of which that tells already."""
     own = name.removeprefix("critic.")
     return own != name and own.startswith(AS_THE_POLICY) and value == value_of(config, own)

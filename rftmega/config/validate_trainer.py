@@ -1,4 +1,4 @@
-"""What a step holds, how many there are, and how they are evaluated."""
+"""Checks of what a step holds, how many there are, and how they are evaluated."""
 
 import re
 from dataclasses import fields

@@ -37,7 +37,7 @@ class ExperienceMaker:
         self.shape = shape or Shaping(longest=0)
 
     def state(self) -> dict[str, Any]:
-        """What experiences to come take over from those before; as JSON has it."""
+        """Returns what experiences to come take over from those before; as JSON has it."""
         return {"moments": None if self.shape.moments is None else list(self.shape.moments.state)}
 
     def load_state(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What a config makes of the pure parts: who scores, who learns, and from what."""
+"""Algorithm builds trainers from a config and the pure parts: who scores, who learns, and from what."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -103,7 +103,7 @@ class Algorithm:
         )
 
     def gate(self, built: Machinery) -> GapGate | None:
-        """What stops a run whose engine and trainer differ; None for an engine without a model."""
+        """Returns what stops a run whose engine and trainer differ; None for an engine without a model."""
         config = self.config
         if config.rollout.engine == "scripted":
             return None
@@ -113,7 +113,7 @@ class Algorithm:
         return GapGate(built, limits, folder, temperature=config.rollout.temperature, seed=config.trainer.seed, config=described)
 
     def refill(self) -> DynamicSampler:
-        """Which of a rollout's answers are learnt from."""
+        """Returns what chooses the answers of a rollout that are learnt from."""
         chosen = self.chosen.dynamic_sampling
         return DynamicSampler(
             chosen.max_rounds,
@@ -123,7 +123,7 @@ class Algorithm:
         )
 
     def replay(self, policy: Scorer) -> ReplayMixer | None:
-        """What keeps earlier answers, where they are learnt from."""
+        """Returns what keeps earlier answers, where they are learnt from."""
         chosen = self.chosen.replay
         if not chosen.max_age:
             return None
