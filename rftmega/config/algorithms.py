@@ -254,4 +254,12 @@ class AlgorithmConfig:
     """Decay, a step of the optimizer, of the moving average of the policy, exported as output/policy_ema; 0 keeps none."""
 
     updates_per_epoch: Count = 1
-    """Optimizer steps a rollout."""
+    """Mini-batches that a rollout is cut into, one optimizer step each."""
+
+    epochs_per_rollout: Count = 1
+    """Times that a rollout is learnt from; the first in its order, further ones shuffled."""
+
+    @property
+    def steps_per_rollout(self) -> int:
+        """Counts the optimizer steps of one rollout."""
+        return self.updates_per_epoch * self.epochs_per_rollout

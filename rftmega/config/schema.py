@@ -485,7 +485,7 @@ class RunConfig:
         is one update, which computes as a scoring pass would.
         """
         chosen = self.algorithm
-        one_update = chosen.updates_per_epoch == 1 and not chosen.replay.max_age
+        one_update = chosen.steps_per_rollout == 1 and not chosen.replay.max_age
         return one_update and chosen.kl.placement != "reward" and not self.model.dropout
 
 

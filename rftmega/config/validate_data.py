@@ -44,9 +44,11 @@ def _beside_rewards(config: RunConfig) -> list[str]:
             f"algorithm.ptx_coef={algorithm.ptx_coef} and data.ptx={config.data.ptx!r} need each other: a weight, and the "
             "answers that are learnt with it."
         )
-    elif config.data.ptx and algorithm.updates_per_epoch > config.trainer.prompts_per_step:
+    elif config.data.ptx and algorithm.steps_per_rollout > config.trainer.prompts_per_step:
         found.append(
-            f"algorithm.updates_per_epoch={algorithm.updates_per_epoch} is more than the examples of data.ptx a step "
+            f"{algorithm.steps_per_rollout} optimizer steps a rollout (algorithm.updates_per_epoch="
+            f"{algorithm.updates_per_epoch} x algorithm.epochs_per_rollout={algorithm.epochs_per_rollout}) are more than the "
+            "examples of data.ptx a step "
             f"(trainer.prompts_per_step={config.trainer.prompts_per_step}). Lower it."
         )
     return found

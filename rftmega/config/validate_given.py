@@ -7,10 +7,11 @@ from rftmega.config.schema import FaultsConfig, RunConfig, TrainerConfig
 from rftmega.config.secrets import shown
 
 LENGTHS = ("rollout.max_prompt_tokens", "rollout.max_response_tokens")
+OF_EVERY_TASK = tuple(f"algorithm.{name}" for name in ("task", "recipe", "updates_per_epoch", "epochs_per_rollout"))
 OF_ROLLOUTS = ("offload", "trajectories", "eval_samples", "eval_temperature", "eval_pass_at", "eval_accuracy", "trajectories_mib")
 READ_OF_GIVEN = {  # options of algorithm, rollout and reward that a task without rollouts reads
-    "sft": (*(f"algorithm.{name}" for name in ("task", "recipe", "updates_per_epoch", "loss_aggregation", "ema_beta")), *LENGTHS),
-    "reward_model": (*(f"algorithm.{name}" for name in ("task", "recipe", "updates_per_epoch")), *LENGTHS),
+    "sft": (*OF_EVERY_TASK, "algorithm.loss_aggregation", "algorithm.ema_beta", *LENGTHS),
+    "reward_model": (*OF_EVERY_TASK, *LENGTHS),
 }
 
 

@@ -55,11 +55,11 @@ def step_rows(config: RunConfig) -> list[str]:
 
 def _schedule(section: str, optimizer: OptimizerConfig, config: RunConfig, *, frozen: int) -> list[str]:
     found = []
-    steps = (config.trainer.steps - frozen) * config.algorithm.updates_per_epoch
+    steps = (config.trainer.steps - frozen) * config.algorithm.steps_per_rollout
     if optimizer.warmup_steps >= steps > 0:
         found.append(
             f"{section}.warmup_steps={optimizer.warmup_steps} leaves nothing of the {steps} optimizer steps "
-            "(trainer.steps, less critic.warmup_steps for the policy, x algorithm.updates_per_epoch)."
+            "(trainer.steps, less critic.warmup_steps for the policy, x algorithm.updates_per_epoch x epochs_per_rollout)."
         )
     if optimizer.min_learning_rate and optimizer.schedule == "constant":
         found.append(

@@ -152,7 +152,7 @@ def dry_run(config: RunConfig, world_size: int) -> str:
         f"processes   {world_size} = {layout_name(parallel, data)}",
         f"engines     {_engines(config, world_size)}",
         f"batch       {batch} a step, "
-        f"{config.algorithm.updates_per_epoch} optimizer step(s) of about {rows // config.algorithm.updates_per_epoch} rows, "
+        f"{config.algorithm.steps_per_rollout} optimizer step(s) of about {rows // config.algorithm.updates_per_epoch} rows, "
         f"about {rows / config.algorithm.updates_per_epoch / data:g} rows a data-parallel rank",
         f"micro-batch at most {config.trainer.max_tokens_per_micro_batch} tokens",
         "parameters a rank (of one replica):",

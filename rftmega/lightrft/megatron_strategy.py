@@ -68,10 +68,10 @@ class LightRFTStrategy(StrategyBase):
 
     def _scheduler(self, model: Any, optimizer: Any, max_steps: int) -> Any:
         algorithm = self.config.algorithm
-        planned = (self.config.trainer.steps - self.config.critic.warmup_steps) * algorithm.updates_per_epoch
+        planned = (self.config.trainer.steps - self.config.critic.warmup_steps) * algorithm.steps_per_rollout
         if max_steps != planned:
             raise ValueError(
-                f"max_steps={max_steps}, but the policy's (trainer.steps - critic.warmup_steps) x updates_per_epoch = {planned}. "
+                f"max_steps={max_steps}, but the policy's (trainer.steps - critic.warmup_steps) x steps_per_rollout = {planned}. "
                 "Change the config."
             )
         return self.unwrap_model(model).manager.scheduler

@@ -187,7 +187,7 @@ class MegatronModelManager:
     def _build_scheduler(self) -> OptimizerParamScheduler:
         optimizer = self.cfg.optimizer
         frozen = 0 if self.value_model else self.cfg.critic.warmup_steps
-        optimizer_steps = (self.cfg.trainer.steps - frozen) * self.cfg.algorithm.updates_per_epoch
+        optimizer_steps = (self.cfg.trainer.steps - frozen) * self.cfg.algorithm.steps_per_rollout
         # Never without the scheduler: the exemption of norms from weight decay acts only through its step.
         return OptimizerParamScheduler(
             self.optimizer,

@@ -99,9 +99,9 @@ def _learning(planned: PlannedModel, config: RunConfig, world: int, forward: flo
     assert optimizer is not None
     load = load_of(config, parallel, world)
     again = 1 if parallel.recompute == "full" else 0
-    compute = forward * (1 + BACKWARD + again)
+    compute = forward * (1 + BACKWARD + again) * config.algorithm.epochs_per_rollout
     stage = world // parallel.pipeline
-    tokens = load.tokens * load.micro_batches * config.algorithm.updates_per_epoch / parallel.context  # a process's
+    tokens = load.tokens * load.micro_batches * config.algorithm.steps_per_rollout / parallel.context  # a process's
     found = {"compute": compute}
     if parallel.pipeline > 1:
         found["bubble"] = compute * (parallel.pipeline - 1) / parallel.virtual_pipeline / load.micro_batches
@@ -116,7 +116,7 @@ def _learning(planned: PlannedModel, config: RunConfig, world: int, forward: flo
     held, shared_by = states(planned, world, 0), sharers(planned, world)[0]
     if shared_by > 1:
         reduced = held[GRADIENTS] * (1 if optimizer.distributed else 2) + (held[PARAMETERS] if optimizer.distributed else 0)
-        found["gradients"] = reduced * (1 - 1 / shared_by) * config.algorithm.updates_per_epoch / speeds.link(stage)
+        found["gradients"] = reduced * (1 - 1 / shared_by) * config.algorithm.steps_per_rollout / speeds.link(stage)
     return found
 
 

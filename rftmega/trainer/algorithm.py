@@ -70,7 +70,7 @@ class Algorithm:
     @property
     def schedule(self) -> Schedule:
         """Cuts rollouts into mini-batches."""
-        return Schedule(updates_per_epoch=self.chosen.updates_per_epoch, seed=self.config.trainer.seed)
+        return Schedule(self.chosen.updates_per_epoch, self.chosen.epochs_per_rollout, seed=self.config.trainer.seed)
 
     def maker(self, policy: Scorer, critic: ValueScorer | None = None) -> ExperienceMaker:
         return ExperienceMaker(policy, self.chosen, critic=critic, kl_weight=self.kl, shape=self.shaping())

@@ -290,7 +290,7 @@ def stepping(config: RunConfig) -> list[Any]:
     group = {"lr": 0.0, "weight_decay": 0.0}
     made.optimizer = SimpleNamespace(param_groups=[group])
     schedule = made._build_scheduler()
-    for _ in range(config.trainer.steps * config.algorithm.updates_per_epoch):
+    for _ in range(config.trainer.steps * config.algorithm.steps_per_rollout):
         schedule.step(1)
         found.append(dict(group))
     return found

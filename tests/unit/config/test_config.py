@@ -423,9 +423,10 @@ def test_given_answers_are_enough_for_every_optimizer_step(config_file: Path) ->
     given = [f"data.ptx={config_file.with_name('train.jsonl')}", "algorithm.ptx_coef=0.1", "data.response_key=label"]
     assert violations(load(config_file, [*given, "algorithm.updates_per_epoch=16"]), 1) == []
     found = violations(load(config_file, [*given, "algorithm.updates_per_epoch=17"]), 1)
-    assert [reason.partition(" (")[0] for reason in found] == [
-        "algorithm.updates_per_epoch=17 is more than the examples of data.ptx a step"
-    ]
+    assert [reason.partition(" (")[0] for reason in found] == ["17 optimizer steps a rollout"]
+    assert "algorithm.updates_per_epoch=17 x algorithm.epochs_per_rollout=1) are more than the examples of data.ptx" in found[0]
+    (reason,) = violations(load(config_file, [*given, "algorithm.updates_per_epoch=8", "algorithm.epochs_per_rollout=3"]), 1)
+    assert reason.startswith("24 optimizer steps a rollout")
     assert "data.ptx=/nowhere is not a file" in violations(load(config_file, [*given, "data.ptx=/nowhere"]), 1)[0]
 
 

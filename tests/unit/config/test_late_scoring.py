@@ -15,6 +15,7 @@ from tests.tiny_models import save_tiny
         (["algorithm.kl.coef=0.1", "algorithm.entropy_coef=0.1", "algorithm.importance_sampling=token"], True),
         (["algorithm.advantage=gae", "algorithm.dynamic_sampling.max_rounds=2"], True),
         (["algorithm.updates_per_epoch=2"], False),
+        (["algorithm.epochs_per_rollout=2"], False),
         (["algorithm.kl.coef=0.1", "algorithm.kl.placement=reward"], False),
         (["algorithm.replay.max_age=1"], False),
         (["model.dropout=0.1"], False),

@@ -179,6 +179,7 @@ OPTIONS: dict[str, Live] = {
     "algorithm.entropy_coef": Live("0.1", STEPS),
     "algorithm.ptx_coef": Live("1", PTX, dead=()),
     "algorithm.updates_per_epoch": Live("2"),
+    "algorithm.epochs_per_rollout": Live("2"),
     "reward.shaping.clip": Live("0.5"),
     "reward.shaping.normalise": Live("true", ("algorithm.advantage=reinforce",)),
     "reward.shaping.overlong_buffer_share": Live("0.5"),
