@@ -1,4 +1,4 @@
-"""What the learning half asks of the machinery. Nothing here computes.
+"""These protocols are all that the learning half knows of the machinery. Nothing here computes.
 
 Every method is called with the *whole* batch, on every process alike; how it is split is the implementation's business.
 """
@@ -50,7 +50,7 @@ class RolloutEngine(Protocol):
         """The same until `enough` says so of what has been finished and scored; what has not been then is aborted, and None."""
 
     def state(self) -> dict[str, Any]:
-        """What decides which answers are finished first; see Resumable."""
+        """Returns the expected lengths, which decide which answers finish first; see Resumable."""
 
     def load_state(self, state: dict[str, Any]) -> None: ...
 
@@ -102,7 +102,7 @@ class WeightSync(Protocol):
     def push(self, *, version: int) -> Metrics: ...
 
     def checksums(self) -> list[SliceChecksums]:
-        """What the last push moved, as the trainer holds it, as it was sent and as it arrived; called on every process."""
+        """Returns checksums of the last push: as the trainer holds it, as sent, as it arrived. Called on every process."""
 
 
 class Reward(Protocol):
@@ -129,18 +129,18 @@ class Resumable(Protocol):
 
 
 class Numerics(Protocol):
-    """How exactly an engine and the trainer can agree, and how all processes agree that they don't."""
+    """Numerics tells how exactly an engine and the trainer can agree, and lets all processes agree on whether they do."""
 
     dtype: str  # of the trainer's forward pass: float32 or bfloat16
     has_experts: bool
     is_main: bool  # whether this process writes files
 
     def agreed(self, exceeded: bool) -> bool:
-        """Whether any process says so; every process asks, and gets the same answer once all have."""
+        """Returns True on every process where any of them passes True; every process calls it."""
 
 
 class Machinery(Protocol):
-    """What is built for a run with rollouts."""
+    """Machinery holds what a run with rollouts is built of."""
 
     numerics: Numerics
 
@@ -157,7 +157,7 @@ class Checkpoints(Protocol):
     """
 
     def save(self, state: dict[str, Any], *, step: int) -> None:
-        """Of the run after `step` steps. May return while files are still written."""
+        """Saves the run after `step` steps. May return while files are still written."""
 
     def wait(self) -> None:
         """Waits until the last save is on the disk."""
@@ -177,7 +177,7 @@ class Callback(Protocol):
     def on_phase(self, trainer: Any, name: str, seconds: float) -> None: ...
 
     def on_experience(self, trainer: Any, samples: Samples, experience: Experience) -> None:
-        """What step `trainer.step`, just done, has learnt from. Before `on_step`."""
+        """Receives what step `trainer.step`, just done, has learnt from. Called before `on_step`."""
 
     def on_step(self, trainer: Any, metrics: Metrics) -> None: ...
 

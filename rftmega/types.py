@@ -141,7 +141,7 @@ class Samples:
 
 @dataclass(frozen=True, slots=True)
 class Experience:
-    """What one rollout teaches: everything a loss may look at, besides the present policy's log-probs."""
+    """Experience holds everything of one rollout that a loss may look at, besides the present policy's log-probs."""
 
     tokens: Tensor  # [B, T + 1]
     prompt_lengths: Tensor  # [B]
@@ -207,7 +207,7 @@ class Experience:
 
 @dataclass(frozen=True, slots=True)
 class TokenStats:
-    """What the present policy says about each target."""
+    """TokenStats holds the present policy's log-prob and entropy of each target."""
 
     logp: Tensor  # [B, T]
     entropy: Tensor | None  # [B, T]; None where nobody asked
@@ -215,7 +215,7 @@ class TokenStats:
 
 @dataclass(frozen=True, slots=True)
 class TokenValues:
-    """What the value model says about each state in which a target is chosen."""
+    """TokenValues holds the value of each state in which a target is chosen."""
 
     value: Tensor  # [B, T]
 
@@ -258,7 +258,7 @@ class SliceChecksums:
 
     @property
     def intact(self) -> bool:
-        """Whether the engine was given what the trainer holds."""
+        """Says that the engine was given what the trainer holds."""
         return self.held == self.sent == self.received
 
 

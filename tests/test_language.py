@@ -11,27 +11,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("rftmega", "converters", "model_providers")
 KNOWN_BY_ITS_USERS = "rftmega/lightrft"  # keeps LightRFT's names: Experience and Samples
 RIDDLES = ("Of", "What", "Whether", "As")
-PLAIN_ROOMS = (
-    "converters",
-    "model_providers",
-    "rftmega/algorithms",
-    "rftmega/checkpoint",
-    "rftmega/config",
-    "rftmega/data",
-    "rftmega/device",
-    "rftmega/errors.py",
-    "rftmega/json_files.py",
-    "rftmega/launch",
-    "rftmega/lightrft",
-    "rftmega/observe",
-    "rftmega/parallel",
-    "rftmega/planning",
-    "rftmega/rewards",
-    "rftmega/rollout",
-    "rftmega/sandbox",
-    "rftmega/weights",
-    "tools",
-)
+PLAIN_ROOMS = ("rftmega", "converters", "model_providers", "tools", "train_rl.py")
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 

@@ -15,7 +15,7 @@ def seeds_of(seed: int, step: int, requests: int, *, rollout: int = 0) -> list[i
 
 
 def scores_of(prompts: Sequence[Prompt], completions: Sequence[Completion], reward: Reward) -> list[dict[str, float]]:
-    """What completions have brought along, or else what the reward says now."""
+    """Returns the scores that completions carry; where one carries none, asks the reward for all of them."""
     known = [completion.scores for completion in completions if completion.scores is not None]
     return known if len(known) == len(completions) else reward(prompts, completions)
 

@@ -30,7 +30,7 @@ def beside(first: LossFn, experience: Experience, auxiliary: Auxiliary, stats: A
 
 
 def counted(loss_fn: LossFn, experience: Experience, stats: Any) -> int:
-    """What `loss_fn` counts over all of `experience`; `stats` (TokenStats or TokenValues) is what it reads, of any numbers."""
+    """Returns what `loss_fn` counts over all of `experience`; it reads `stats` (TokenStats or TokenValues) of any numbers."""
     names = stats.__dataclass_fields__
     zeros = torch.zeros_like(experience.advantage)
     return int(loss_fn(stats(*[zeros] * len(names)), replace(experience, old_logp=zeros)).count)

@@ -1,4 +1,4 @@
-"""Which rule speaks of which parameter: decided by looking at the modules that Megatron really built."""
+"""Binding pairs every parameter with its conversion rule, by looking at the modules that Megatron really built."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

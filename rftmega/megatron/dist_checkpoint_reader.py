@@ -66,7 +66,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def read_checked(path: Path, sha256: str) -> bytes:
-    """What is in a file. Raises CheckpointError where it is missing or not as it was written."""
+    """Returns a file's bytes. Raises CheckpointError where it is missing or not as it was written."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -82,7 +82,7 @@ def seal(manifest: dict[str, Any]) -> str:
 
 
 def is_distributed(folder: str | Path) -> bool:
-    """Whether a folder is, or was to become, a distributed checkpoint."""
+    """Returns True where a folder is, or was to become, a distributed checkpoint."""
     return any((Path(folder) / name).exists() for name in (MARK, PROGRESS)) and not any(Path(folder).glob("*.safetensors"))
 
 
@@ -101,7 +101,7 @@ class Reader:
             self.stored.setdefault(box.key, []).append(box)
 
     def __contains__(self, key: str) -> bool:
-        """Whether there is such a tensor, under this name or the one that another kind of modules gives it."""
+        """Finds a tensor under this name, or under the one that another kind of modules gives it."""
         return self._named(key) in self.stored
 
     def _named(self, key: str) -> str:

@@ -50,7 +50,10 @@ class LogProbs:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Where each packed slot of this process comes from. Filler makes lengths divisible; it is row `rows`, column 0."""
+    """Packing maps each packed slot of this process to its row and column.
+
+    Filler makes lengths divisible; it is row `rows`, column 0.
+    """
 
     slots: Tensor  # [N] index into the flat [rows * columns] grid; rows * columns for filler
     slots_on_host: Tensor  # the same: what is taken from the host is not asked of the device

@@ -70,7 +70,7 @@ def refuse_non_finite(folder: str | Path, bound: Sequence[Bound]) -> None:
 
 
 def _non_finite(item: Bound) -> set[str]:
-    """Which of the HF tensors that a parameter is made of are not finite in it."""
+    """Names the HF tensors of a parameter that are not finite in it."""
     if is_finite(item.parameter):
         return set()
     found = set()

@@ -252,7 +252,7 @@ class MegatronModelManager:
 
     @property
     def learning_rate(self) -> float:
-        """Of the next optimizer step."""
+        """Returns the learning rate of the next optimizer step."""
         return self.optimizer.param_groups[0]["lr"]
 
     @staticmethod

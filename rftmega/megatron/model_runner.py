@@ -27,7 +27,7 @@ COUNTED = ("tokens", "slots", "flops", "bubble", "ideal")  # by the recorder, in
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """What to compute, and what to learn from it; nothing: only score."""
+    """MicroBatch holds rows to compute and what to learn from them; without `experience` they are only scored."""
 
     rows: Rows
     temperature: float  # of the distribution that is scored
@@ -145,7 +145,7 @@ class ModelRunner:
         return self.manager.run_schedule(self.forward_step, batches, forward_only=forward_only)
 
     def forward_step(self, batches: Iterator[MicroBatch], model: Any) -> tuple[Any, Any]:
-        """What Megatron's schedule calls for each micro-batch and chunk: (output, what to do with it on the last stage)."""
+        """Computes one micro-batch in one chunk, for Megatron's schedule. Returns (output, its function on the last stage)."""
         mark()
         batch = next(batches)
         rows, finish = batch.rows, self._stats if batch.loss_fn is None else partial(self._loss, batch.loss_fn)

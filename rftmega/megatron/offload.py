@@ -1,4 +1,4 @@
-"""What a model keeps on the device, part by part, and moving each to the host and back.
+"""Residency moves the parts of a model to the host and back.
 
 A part is a list of tensors. Moving frees the *storage* under them and leaves the tensors alone, so that whatever aliases it
 (Megatron's parameter and gradient buffers, shards of a distributed optimizer, the optimizer's own lists) stays right for
@@ -35,7 +35,7 @@ class Berth:
 
 
 class Residency:
-    """Which parts of a model are on the device. Moving a part that is already there does nothing.
+    """Residency knows which parts of a model are on the device, and moves them. Moving one that is there does nothing.
 
     What was moved to the host and back is copied again only after it changed: whoever writes into the model's tensors past
     autograd (an optimizer, a load) says so by `changed`.

@@ -1,4 +1,4 @@
-"""What Megatron calls the parts of a model in a distributed checkpoint, without holding their contents."""
+"""Lists the names and boxes that Megatron gives a model's tensors in a distributed checkpoint, without their contents."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -60,7 +60,7 @@ def optimizer_tensors(manager: MegatronModelManager) -> Iterator[HeldBox]:
 
 
 def _is_sharded(inner: Any) -> bool:
-    """Whether data-parallel processes share the state (Megatron's DistributedOptimizer)."""
+    """Returns True where data-parallel processes share the state (Megatron's DistributedOptimizer)."""
     return hasattr(inner, "model_param_gbuf_map")
 
 
@@ -128,7 +128,7 @@ def set_adam_steps(manager: MegatronModelManager, steps: int) -> None:
 
 
 def schedule_steps(manager: MegatronModelManager) -> int:
-    """Where the learning rate's schedule stands."""
+    """Returns the number of steps that the learning rate's schedule has taken."""
     return int(manager.scheduler.num_steps)
 
 

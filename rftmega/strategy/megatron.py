@@ -107,7 +107,7 @@ class MegatronStrategy:
         return found
 
     def _built(self, model: Learnt) -> Learnt:
-        """Where models take turns on the device, one leaves it as soon as it is built: the next one needs the memory."""
+        """Moves a model off the device as soon as it is built, where models take turns: the next one needs the memory."""
         if self.config.trainer.offload:
             model.manager.residency.only()
         return model
@@ -121,7 +121,7 @@ class MegatronStrategy:
 
     @cached_property
     def checkpoints(self) -> TrainingCheckpoints:
-        """Of policy and critic, as checkpoint.* says."""
+        """Builds the checkpoints of policy and critic, as checkpoint.* says."""
         return of_run(self.config, self.trained, self.export)
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ Predicted = Mapping[str, Mapping[str, int]]  # phase -> kind -> bytes
 
 
 def predicted(config: RunConfig, world: World) -> Predicted:
-    """Of this process, by `rftmega.planning`: what a run on this kind of device will hold."""
+    """Predicts by `rftmega.planning` the bytes that this process will hold in each phase."""
     auto = str(device.current().train_dtype).removeprefix("torch.")
     models = models_of(config, auto=auto, narrow_whole=uses_transformer_engine())
     stages = {name: place_of(world.rank, world.size, planned.parallel).stage for name, planned in models.items()}
@@ -30,9 +30,10 @@ def predicted(config: RunConfig, world: World) -> Predicted:
 
 
 class Memory:
-    """Of this process. `take` gives the most of each phase, which may hold the device several times in a step, in MiB:
-    memory_<phase>_<kind>_mib, of living tensors by kind, and memory_<phase>_<kind>_mib_predicted; memory_<phase>_<name>_mib, of
-    `device.memory`.
+    """Memory measures this process's memory, phase by phase, in MiB.
+
+    `take` gives the most of each phase, which may hold the device several times in a step: memory_<phase>_<kind>_mib, of living
+    tensors by kind, and memory_<phase>_<kind>_mib_predicted; memory_<phase>_<name>_mib, of `device.memory`.
     """
 
     def __init__(self, models: Mapping[str, Residency], predicted: Predicted):
@@ -61,7 +62,7 @@ class Memory:
         self._phase = None
 
     def take(self) -> Metrics:
-        """What was measured since the last call."""
+        """Returns what was measured since the last call."""
         found, self._metrics = self._metrics, {}
         return found
 

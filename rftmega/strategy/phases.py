@@ -12,7 +12,7 @@ POLICY = "policy"
 
 
 class DevicePhases:
-    """Who holds the device's memory in which phase of a colocated run: the trainer's parts, the engine, or both's weights."""
+    """DevicePhases gives the device's memory to the trainer's parts, to the engine, or to the weights of both, phase by phase."""
 
     def __init__(
         self, models: Mapping[str, Residency], *, offload: bool, engine: Engine | None = None, predicted: Predicted | None = None

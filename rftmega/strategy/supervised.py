@@ -38,7 +38,7 @@ class SupervisedStrategy:
 
     @cached_property
     def checkpoints(self) -> TrainingCheckpoints:
-        """Of the model, as checkpoint.* says."""
+        """Builds the checkpoints of the model, as checkpoint.* says."""
         return of_run(self.config, {self.config.algorithm.task: self.model}, self.export)
 
     def export(self, folder: str | Path) -> None:

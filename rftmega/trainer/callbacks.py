@@ -1,4 +1,4 @@
-"""What happens beside the step: progress, metrics, export (and `evaluate.py`, `trajectories.py`). The step knows none of it."""
+"""Callbacks show progress, write metrics and export (`evaluate.py`, `trajectories.py` too). The step knows none of them."""
 
 import json
 import logging

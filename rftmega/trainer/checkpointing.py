@@ -1,4 +1,4 @@
-"""When a run is saved, and what of it the left column knows."""
+"""Checkpointing saves a run at its times; `resume` and `restore` take it up again."""
 
 import time
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Which of the answers are learnt from."""
+"""DynamicSampler chooses the groups of answers that are learnt from."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -28,8 +28,8 @@ class DynamicSampler:
         self.train_samples = train_samples
 
     def __call__(self, ask: Ask, prompts: Sequence[Prompt], more: PromptQueue) -> tuple[Samples, Metrics]:
-        """As many whole groups as there are prompts, the first that vary in their order; fewer where the rounds (or `more`
-        prompts) run out, but one at least. And what all answers were like, left-out ones included.
+        """Returns as many whole groups as there are prompts, the first that vary in their order; fewer where the rounds (or
+        `more` prompts) run out, but one at least. Also returns metrics of all answers, left-out ones included.
 
         Prompts whose groups were not finished, or were good but too many, are put back to the head of `more`.
         """

@@ -17,7 +17,7 @@ from rftmega.types import Metrics, Prompt
 
 
 class Answering(NamedTuple):
-    """How held-out prompts are answered and judged."""
+    """Answering says how held-out prompts are answered and judged."""
 
     samples: int = 1  # answers a prompt
     temperature: float = 0.0  # 0: greedy
@@ -46,7 +46,7 @@ class Evaluation(Observer):
 
 
 class Evaluate(Evaluation):
-    """What the engine answers to prompts that are not learnt from."""
+    """Evaluate asks the engine held-out prompts, and scores the answers."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Evaluate(Evaluation):
         self.reward, self.answering = reward, answering
 
     def evaluate(self, trainer: Any) -> Metrics:
-        """Of each set, the mean of every reward part over all answers and pass@k; "eval_seconds" for all of them together."""
+        """Returns for each set the mean of every reward part over all answers and pass@k; "eval_seconds" for all together."""
         begin = time.perf_counter()
         samples = self.answering.samples
         requests = [(prompt, i) for prompts in self.held_out.values() for prompt in prompts for i in range(samples)]
@@ -97,7 +97,7 @@ def metric_of(name: str, part: str) -> str:
 
 
 def seed_of(prompt: Prompt, sample: int) -> int:
-    """Of one answer: the same at every evaluation, in every run, and whatever else is evaluated."""
+    """Returns the seed of one answer: the same at every evaluation, in every run, whatever else is evaluated."""
     return random.Random(f"evaluation/{prompt.index}/{sample}").getrandbits(31)
 
 

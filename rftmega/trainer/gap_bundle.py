@@ -64,7 +64,7 @@ class GapBundle:
 
     @staticmethod
     def load(folder: Path) -> "GapBundle":
-        """What `save` wrote. Raises DataError where the folder holds no bundle."""
+        """Returns what `save` wrote. Raises DataError where the folder holds no bundle."""
         try:
             about = json.loads((folder / ABOUT).read_text())
             tensors = load_file(folder / TENSORS)

@@ -33,7 +33,7 @@ class GroupCollector:
         return replace(samples, group=torch.tensor(places).repeat_interleave(self.size))
 
     def until(self, wanted: Wanted) -> Enough:
-        """Whether what there is has as many good groups as are wanted; each is looked at once, when it is whole."""
+        """Returns a test for as many good groups as are wanted; it looks at each group once, when it is whole."""
         verdicts: dict[int, bool] = {}
 
         def enough(completions: Sequence[Completion | None]) -> bool:

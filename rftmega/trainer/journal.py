@@ -1,4 +1,4 @@
-"""What was done in the step that is under way, so that a run that is stopped within it goes on within it.
+"""Journal keeps what was done of the step under way, so that a run that is stopped within it goes on within it.
 
 A step asks the machinery for answers, scores and optimizer steps, in an order that its state at the beginning decides. A journal
 keeps what each of these gave. After a resume the step begins once more, and takes from the journal what is there instead of doing
@@ -35,7 +35,7 @@ class Journal:
 
     @property
     def behind(self) -> bool:
-        """Whether what comes next was done, or begun, before the resume."""
+        """Says that what comes next was done, or begun, before the resume."""
         return bool(self._before)
 
     def begin(self) -> None:
@@ -45,8 +45,9 @@ class Journal:
         self._done = []
 
     def __call__(self, name: str, work: Callable[[], Result]) -> Result:
-        """What `work` gives, or gave before the resume. Raises Preempted where the run is asked to stop; CheckpointError where
-        something else was done at this place.
+        """Returns what `work` gives, or gave before the resume.
+
+        Raises Preempted where the run is asked to stop; CheckpointError where something else was done at this place.
         """
         if self._before:
             return self.replay(name)  # type: ignore[no-any-return]
@@ -73,7 +74,10 @@ class Journal:
         self._done.append((name, result))
 
     def answers(self, name: str, requests: int, ask: Callable[[Sequence[int]], Sequence[Completion]]) -> list[Completion]:
-        """Of all `requests`; `ask` gets the places of those without an answer, and may raise Preempted with some of them."""
+        """Returns the answers of all `requests`.
+
+        `ask` gets the places of those without an answer, and may raise Preempted with some of them.
+        """
         known: list[Any] = [None] * requests
         if self._before and self._before[0][0] == name + SO_FAR:
             known = self._before.popleft()[1]
@@ -94,7 +98,7 @@ class Journal:
         return self(name, work)
 
     def state(self) -> list[list[Any]]:
-        """As JSON has it, but for tensors."""
+        """Returns what was done, as JSON has it but for tensors."""
         return [[name, _packed(result)] for name, result in self._done]
 
     def load_state(self, state: Sequence[Sequence[Any]]) -> None:

@@ -1,4 +1,4 @@
-"""What an experience teaches, and whom."""
+"""Learner lets the policy and the critic learn from an experience."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -94,7 +94,7 @@ class Learner:
 
 
 def explained(experience: Experience) -> Metrics:
-    """How much of the returns' variance the critic's values foretold: 1 all, 0 as much as a constant."""
+    """Returns the share of the returns' variance that the critic's values foretold: 1 all, 0 as much as a constant."""
     assert experience.old_value is not None and experience.returns is not None
     returns, missed = (x[experience.mask].double() for x in (experience.returns, experience.returns - experience.old_value))
     if len(returns) < 2 or not returns.var():

@@ -78,7 +78,7 @@ class Trainer:
             callback.on_phase(self, name, self.seconds[name])
 
     def state(self) -> dict[str, Any]:
-        """What the next step depends on, beside weights, random streams and the order of the data; as JSON has it."""
+        """Returns what the next step depends on, beside weights, random streams and the order of the data; as JSON has it."""
         return {"step": self.step}
 
     def load_state(self, state: dict[str, Any]) -> None:

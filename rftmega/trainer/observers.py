@@ -1,4 +1,4 @@
-"""Who watches a run, in the order in which they are told: what adds metrics comes before what writes them down."""
+"""`observers_of` builds a run's observers in the order in which they are told: writers of metrics come last."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -16,7 +16,7 @@ from rftmega.types import Prompt, Rows
 
 
 class Text(Protocol):
-    """Of token ids: a tokenizer's."""
+    """Text turns token ids into text; a tokenizer does."""
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
@@ -24,7 +24,7 @@ class Text(Protocol):
 
 
 def evaluation_of_prompts(config: RunConfig, held_out: Mapping[str, Sequence[Prompt]], reward: Reward) -> Evaluation:
-    """As trainer.eval_* say."""
+    """Builds the evaluation that trainer.eval_* describe."""
     chosen = config.trainer
     answering = Answering(chosen.eval_samples, chosen.eval_temperature, tuple(chosen.eval_pass_at), chosen.eval_accuracy)
     return Evaluate(held_out, reward, answering, every=chosen.eval_every, last=chosen.steps)
@@ -66,7 +66,7 @@ def observers_of(
 
 
 def writers(config: RunConfig, shown: Mapping[str, str]) -> list[Observer]:
-    """What writes the metrics down, and the progress, which shows of each held-out set the metric that `shown` names."""
+    """Builds what writes metrics, and the progress, which shows of each held-out set the metric that `shown` names."""
     output, chosen = config.trainer.output, config.logging
     found: list[Observer] = [
         JSONLines(f"{output}/metrics.jsonl"),

@@ -91,7 +91,10 @@ class PPOTrainer(Trainer):
         return parts if self.replay is None else parts | {"replay": self.replay}
 
     def train_step(self, batch: Sequence[Prompt]) -> Metrics:
-        """Where groups are replaced, `supply` has the prompts for it, and gets back what was not used."""
+        """Takes one step: rollout, score, update, push.
+
+        Replaced groups take their prompts from `supply`, which gets unused ones back.
+        """
         with self.phase("rollout"):
             samples, seen = self.refill(self.rollout, batch, self.supply)
         # Where no token is the present policy's, the gate asks for new answers, which an update that is under way can't bear.

@@ -38,8 +38,9 @@ class PromptQueue(Iterator[list[Prompt]]):
         self._waiting.extendleft(reversed(prompts))
 
     def state(self) -> dict[str, Any]:
-        """What a resume needs besides the source's own position, which is behind the prompts that wait here. How large batches
-        are is the resumed run's own: the first that its source gives says it.
+        """Returns what a resume needs besides the source's own position, which is behind the prompts that wait here.
+
+        The size of a batch is the resumed run's own: the first batch that its source gives says it.
         """
         return {"waiting": [list(astuple(prompt)) for prompt in self._waiting]}
 

@@ -1,4 +1,4 @@
-"""What earlier steps left to learn, beside the present one's."""
+"""ReplayMixer mixes experience of earlier steps with the present one's."""
 
 from dataclasses import replace
 from typing import Any

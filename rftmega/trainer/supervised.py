@@ -45,7 +45,7 @@ class SupervisedTrainer(Trainer):
 
 
 class HeldOut(Evaluation):
-    """What the model makes of rows that it does not learn from."""
+    """HeldOut judges the model on rows that it does not learn from."""
 
     def __init__(self, held_out: Mapping[str, Rows], judge: Callable[[Rows], Metrics], *, every: int, last: int):
         super().__init__(held_out, every=every, last=last)
@@ -61,7 +61,7 @@ def cross_entropy_of(policy: Policy, rows: Rows) -> Metrics:
 
 
 def preference_of(model: ValueModel, rows: Rows) -> Metrics:
-    """How often (a tie is wrong) and by how much the chosen one of a pair is preferred; `rows` as `pair_rows` gives them."""
+    """Returns how often (a tie is wrong), and by how much, a pair's chosen one is preferred; `rows` as `pair_rows` gives them."""
     reward = last_value(model.values(rows), rows)
     margin = (reward[0::2] - reward[1::2]).double()
     return {"accuracy": (margin > 0).double().mean().item(), "margin": margin.mean().item()}

@@ -1,4 +1,4 @@
-"""What steps have learnt from, sample by sample and token by token, as files that `zcat` and `tools/view.py` read."""
+"""Trajectories writes what steps have learnt from, token by token, as files that `zcat` and `tools/view.py` read."""
 
 import gzip
 import json
@@ -40,7 +40,7 @@ class Trajectories(Observer):
         self.every, self.most_bytes = every, most_bytes
 
     def on_start(self, trainer: Any, metrics: Metrics) -> None:
-        """What is there of the steps to come would be taken for this run's."""
+        """Removes files of steps to come, which would be taken for this run's."""
         if not trainer.resumed:
             set_aside(self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
