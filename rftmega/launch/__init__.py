@@ -1,0 +1,1 @@
+"""Everything around a run: command line, checks before it starts, the processes and the train function."""
