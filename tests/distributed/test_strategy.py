@@ -139,8 +139,8 @@ def megatron_body(world: Any, folder: Path, output: Path) -> Any:
     assert first is policy
     assert critic == (None, None, None)
     for call, why in (
-        (lambda: made.backward(None, policy, None), r"Call policy.update\(experience, loss_fn\)"),
-        (lambda: made.optimizer_step(None, policy, None), "Call policy.update"),
+        (lambda: made.backward(None, policy, None), r"Call policy.step\(experience, loss_fn\)"),
+        (lambda: made.optimizer_step(None, policy, None), "Call policy.step"),
     ):
         with pytest.raises(NotImplementedError, match=why):
             call()
