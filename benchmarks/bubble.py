@@ -21,7 +21,7 @@ Event = tuple[str, int, int]  # kind, micro-batch, chunk
 
 
 def order_body(world: Any, folder: Path, parallel: ParallelConfig) -> list[Event]:
-    """What this stage did, in its order."""
+    """Returns what this stage did, in its order."""
     manager = build_actor(folder, parallel, OptimizerConfig()).manager
     ids, mask = torch.ones(1, 8, dtype=torch.int64), torch.ones(1, 8, dtype=torch.bool)
     events: list[Event] = []

@@ -50,7 +50,7 @@ def save_config(folder: Path, *, layers: int = 48, experts: int = 128) -> Path:
 
 
 def parameters_of(folder: Path, rank: int, ranks: int) -> list[Bound]:
-    """What a trainer's process holds of it, without a trainer: experts spread over the processes, everything else whole."""
+    """Returns a trainer's share of the mixture, without a trainer: experts spread over the processes, everything else whole."""
     config = read_hf_config(folder)
     model = describe(config)
     experts = model.experts.number if model.experts else 0

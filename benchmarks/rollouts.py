@@ -39,7 +39,7 @@ class Clock:
         self._running = set(range(threads))
 
     def run(self, work: Callable[[int, Stop], Any]) -> list[Any]:
-        """What comes of `work` in each thread, by its number; it says by its stop, which is never true, that a step is done."""
+        """Returns what comes of `work` in each thread, by its number; it says by its stop, which is never true, that a step is done."""
         found: list[Any] = [None] * len(self.steps)
 
         def one(number: int) -> None:

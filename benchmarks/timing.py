@@ -26,7 +26,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def median_seconds(work: Callable[[], object], *, rounds: int) -> float:
-    """Of so many, after one to warm up."""
+    """Returns the median of so many runs, after one to warm up."""
     work()
     return statistics.median(seconds(work) for _ in range(rounds))
 

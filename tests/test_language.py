@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("rftmega", "converters", "model_providers")
 KNOWN_BY_ITS_USERS = "rftmega/lightrft"  # keeps LightRFT's names: Experience and Samples
 RIDDLES = ("Of", "What", "Whether", "As")
-PLAIN_ROOMS = ("rftmega", "converters", "model_providers", "tools", "train_rl.py")
+PLAIN_ROOMS = ("rftmega", "converters", "model_providers", "tools", "benchmarks", "examples", "train_rl.py")
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 

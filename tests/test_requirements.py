@@ -8,7 +8,17 @@ import pytest
 FOLDER = Path(__file__).parents[1] / "requirements"
 FROZEN = ("cpu", "cuda", "transformer_engine", "trl")
 IMPORTED = (
-    *("megatron-core", "transformers", "safetensors", "omegaconf", "tensorboard", "prometheus_client", "pyarrow", "datasets"),
+    *(
+        "megatron-core",
+        "transformers",
+        "safetensors",
+        "omegaconf",
+        "tensorboard",
+        "prometheus_client",
+        "pyarrow",
+        "datasets",
+        "pydantic",
+    ),
     *("matplotlib", "tqdm", "httpx", "math-verify", "pytest", "hypothesis", "ruff", "mypy", "playwright"),
 )
 

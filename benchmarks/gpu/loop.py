@@ -55,7 +55,7 @@ def python(*command: object) -> None:
 
 
 def summary(records: list[dict[str, Any]], begin: float) -> Figures:
-    """Of the metrics of a run: the first line is the evaluation before the first step."""
+    """Sums up the metrics of a run: the first line is the evaluation before the first step."""
     start, *steps = records
     return {
         "steps": len(steps),

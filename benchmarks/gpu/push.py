@@ -96,7 +96,7 @@ def loaded(engine: DeviceEngine) -> Tensor:
 
 
 def processor_seconds(work: Callable[[], None]) -> float:
-    """Of this process, until it has asked for everything."""
+    """Measures this process, until it has asked for everything."""
     begin = time.process_time()
     work()
     return time.process_time() - begin

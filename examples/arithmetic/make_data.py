@@ -34,7 +34,7 @@ def write(folder: Path, *, seed: int = 0) -> None:
 
 
 def split(below: int, sizes: dict[str, int], seed: int) -> dict[str, list[Sum]]:
-    """Of all sums of two numbers below `below`, so many by name."""
+    """Splits all sums of two numbers below `below`: so many by name."""
     pairs = [(a, b) for a in range(below) for b in range(below)]
     random.Random(seed).shuffle(pairs)
     found = {}
