@@ -39,7 +39,7 @@ class Clock:
         self._running = set(range(threads))
 
     def run(self, work: Callable[[int, Stop], Any]) -> list[Any]:
-        """Returns what comes of `work` in each thread, by its number; it says by its stop, which is never true, that a step is done."""
+        """Returns the result of `work` in each thread, by its number. `work` calls its stop, which is never true, once a step."""
         found: list[Any] = [None] * len(self.steps)
 
         def one(number: int) -> None:

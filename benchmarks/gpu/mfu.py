@@ -127,7 +127,7 @@ def speed(sizes: Sizes, layers: int, recompute: str) -> Figures:
 
 
 def waits_a_micro_batch(actor: Any, sizes: Sizes) -> Figures:
-    """Returns half of what an update of three micro-batches has more than one of one; and where, as often as it happened in the three."""
+    """Returns the waits that one more micro-batch adds to an update, and the lines that wait, counted in an update of three."""
     found = []
     for micro_batches in (1, 3):
         experience = batch(sizes, micro_batches)
