@@ -1,4 +1,6 @@
-"""Packages `rftmega`, `model_providers` and `converters`; everything that is pinned lives in `requirements/`."""
+"""Packages `rftmega`, `model_providers` and `converters`; everything that is pinned lives in
+`requirements/`.
+"""
 
 from pathlib import Path
 
@@ -6,8 +8,11 @@ from setuptools import find_packages, setup
 
 
 def pins(name: str) -> list[str]:
-    lines = Path(__file__).with_name("requirements").joinpath(f"{name}.txt").read_text().splitlines()
-    return [line for line in lines if line and not line.startswith(("#", "-"))]  # "-": where pip looks, not what it installs
+    lines = (
+        Path(__file__).with_name("requirements").joinpath(f"{name}.txt").read_text().splitlines()
+    )
+    # "-": where pip looks, not what it installs
+    return [line for line in lines if line and not line.startswith(("#", "-"))]
 
 
 setup(
@@ -20,5 +25,10 @@ setup(
     packages=find_packages(include=["rftmega*", "model_providers*", "converters*"]),
     package_data={"rftmega.config": ["recipes/*.yaml"]},
     entry_points={"vllm.general_plugins": ["rftmega = rftmega.rollout.plugin:register"]},
-    extras_require={"cpu": pins("torch") + pins("cpu"), "cuda": pins("cuda"), "dev": pins("dev"), "wandb": pins("wandb")},
+    extras_require={
+        "cpu": pins("torch") + pins("cpu"),
+        "cuda": pins("cuda"),
+        "dev": pins("dev"),
+        "wandb": pins("wandb"),
+    },
 )

@@ -1,4 +1,6 @@
-"""Reinforcement fine-tuning of a language model: reads a config, then trains, here or in the processes that it starts."""
+"""Reinforcement fine-tuning of a language model: reads a config, then trains, here or in the
+processes that it starts.
+"""
 
 import sys
 

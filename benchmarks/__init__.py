@@ -1,1 +1,3 @@
-"""Ratios, each measured within one run on one machine; `make bench` prints them and writes runs/bench.json."""
+"""Ratios, each measured within one run on one machine; `make bench` prints them and writes
+runs/bench.json.
+"""

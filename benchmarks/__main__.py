@@ -1,4 +1,7 @@
-"""Runs every benchmark, prints one table and writes runs/bench.json. Quiet machines give better figures."""
+"""Runs every benchmark, prints one table and writes runs/bench.json.
+
+Quiet machines give better figures.
+"""
 
 import datetime
 import json
@@ -14,17 +17,36 @@ import rftmega.device.before_megatron  # noqa: F401
 import torch
 from tqdm import tqdm
 
-from benchmarks import against_trl, bubble, checkpoints, conversion, log_probs, mixture, offload, push, rollouts, steps
+from benchmarks import (
+    against_trl,
+    bubble,
+    checkpoints,
+    conversion,
+    log_probs,
+    mixture,
+    offload,
+    push,
+    rollouts,
+    steps,
+)
 
 # name -> (what runs, the figure that is asked for, its bound)
 BENCHMARKS = {
     "packed against padded step": (steps.packed_against_padded, "share_of_ideal", "at least 0.85"),
     "step against transformers": (steps.against_transformers, "times_theirs", "at most 1.10"),
     "step against TRL": (against_trl.step, "ours_over_trl", "at most 1"),
-    "log-probs by the update's own forward pass": (steps.late_against_early_scoring, "late_over_early", "below 1"),
+    "log-probs by the update's own forward pass": (
+        steps.late_against_early_scoring,
+        "late_over_early",
+        "below 1",
+    ),
     "fused against dense log-probs": (log_probs.fused_against_dense, "memory_ratio", ""),
     "pipeline bubble": (bubble.of_pipelines, "", "counted = formula"),
-    "conversion of 2 billion parameters": (conversion.both_ways, "slower_over_copy_speed", "at least 0.5"),
+    "conversion of 2 billion parameters": (
+        conversion.both_ways,
+        "slower_over_copy_speed",
+        "at least 0.5",
+    ),
     "push as planned against everything": (push.planned_against_everything, "", "planned = least"),
     "push of a mixture": (mixture.many_tensors, "plain parameters: push_us_a_tensor", "at most 5"),
     "training checkpoint against dd": (checkpoints.speeds, "slower_over_dd", "at least 0.5"),
@@ -56,7 +78,9 @@ def main() -> None:
             bound = BENCHMARKS[name][2] if figure == BENCHMARKS[name][1] else ""
             sys.stdout.write(f"| {name} | {figure} | {value:.4g} | {bound} |\n")
         sys.stdout.flush()  # one that fails takes nothing with it
-        (target / "bench.json").write_text(json.dumps({"machine": machine, "results": found}, indent=1))
+        (target / "bench.json").write_text(
+            json.dumps({"machine": machine, "results": found}, indent=1)
+        )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""The pipeline's bubble, by counting: the order in which Megatron really runs micro-batches, laid out in slots.
+"""The pipeline's bubble, by counting: the order in which Megatron really runs micro-batches, laid
+out in slots.
 
-Every stage's own order is recorded while it trains; then each forward and backward is given the first slot at which what it
-needs from its neighbours is there. A forward takes one slot and a backward two (per chunk). No clock is involved.
+Every stage's own order is recorded while it trains; then each forward and backward is given the
+first slot at which what it needs from its neighbours is there. A forward takes one slot and a
+backward two (per chunk). No clock is involved.
 """
 
 from pathlib import Path
@@ -78,7 +80,19 @@ def bubble(folder: Path, parallel: ParallelConfig) -> dict[str, float]:
 
 
 def of_pipelines(folder: Path) -> dict[str, float]:
-    small = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 128, "num_attention_heads": 2}
+    small = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "vocab_size": 128,
+        "num_attention_heads": 2,
+    }
     model = save_model(folder, **small)
-    cases = {"PP4": ParallelConfig(pipeline=4), "PP4 x VPP2": ParallelConfig(pipeline=4, virtual_pipeline=2)}
-    return {f"{name} {key}": value for name, case in cases.items() for key, value in bubble(model, case).items()}
+    cases = {
+        "PP4": ParallelConfig(pipeline=4),
+        "PP4 x VPP2": ParallelConfig(pipeline=4, virtual_pipeline=2),
+    }
+    return {
+        f"{name} {key}": value
+        for name, case in cases.items()
+        for key, value in bubble(model, case).items()
+    }

@@ -1,4 +1,6 @@
-"""Saving and loading the training state of 200 million parameters: beside the training, and against `dd` on the same disk."""
+"""Saving and loading the training state of 200 million parameters: beside the training, and against
+`dd` on the same disk.
+"""
 
 import os
 import re
@@ -20,18 +22,27 @@ from rftmega.megatron.training_state import set_adam_steps
 from tests.layouts import build_actor, rows_of
 from tests.ranks import run_ranks
 
-SHAPE = {"num_hidden_layers": 16, "hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16}
+SHAPE = {
+    "num_hidden_layers": 16,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_attention_heads": 16,
+}
 ROUNDS = 3
 
 
 def beside_body(world: Any, model: Path, folder: Path) -> dict[str, float]:
-    actor = build_actor(model, ParallelConfig(), OptimizerConfig(learning_rate=1e-5), token_cap=2048)
+    actor = build_actor(
+        model, ParallelConfig(), OptimizerConfig(learning_rate=1e-5), token_cap=2048
+    )
     experience = given(rows_of([[(7 * row + i) % 4000 for i in range(64)] for row in range(2)]))
 
     def step() -> None:
         actor.step(experience, cross_entropy_loss())
 
-    kept = TrainingCheckpoints(folder, {"policy": actor}, actor.manager.cfg, keep=1, asynchronous=True)
+    kept = TrainingCheckpoints(
+        folder, {"policy": actor}, actor.manager.cfg, keep=1, asynchronous=True
+    )
     step()
     kept.save({}, step=0)  # the memory of snapshots is there from now on
     kept.wait()
@@ -57,8 +68,8 @@ def beside_body(world: Any, model: Path, folder: Path) -> dict[str, float]:
 
 
 def speed_body(world: Any, model: Path, folder: Path) -> dict[str, float]:
-    """Saves that are waited for and loads from the disk, by turns with `dd`, which reads and writes past the page cache;
-    what it copies it finds in memory, as a save does.
+    """Saves that are waited for and loads from the disk, by turns with `dd`, which reads and writes
+    past the page cache; what it copies it finds in memory, as a save does.
     """
     actor = build_actor(model, ParallelConfig(), OptimizerConfig(learning_rate=1e-5))
     set_adam_steps(actor.manager, 1)
@@ -72,14 +83,22 @@ def speed_body(world: Any, model: Path, folder: Path) -> dict[str, float]:
         data = folder / name / "__0_0.distcp"
         size = data.stat().st_size
         remember(data)
-        found["save"].append(size / save / dd(f"if={data}", f"of={folder}/dd", "oflag=direct", "conv=fsync"))
+        found["save"].append(
+            size / save / dd(f"if={data}", f"of={folder}/dd", "oflag=direct", "conv=fsync")
+        )
         (folder / "dd").unlink()
         forget(data)
         load = seconds(partial(kept.load, folder / name))
         forget(data)
         found["load"].append(size / load / dd(f"if={data}", "of=/dev/null", "iflag=direct"))
     ratios = {f"{what}_over_dd": statistics.median(values) for what, values in found.items()}
-    return {"gigabytes": size / 1e9, "save_seconds": save, "load_seconds": load, **ratios, "slower_over_dd": min(ratios.values())}
+    return {
+        "gigabytes": size / 1e9,
+        "save_seconds": save,
+        "load_seconds": load,
+        **ratios,
+        "slower_over_dd": min(ratios.values()),
+    }
 
 
 def remember(path: Path) -> None:
@@ -97,15 +116,25 @@ def forget(path: Path) -> None:
 
 def dd(*arguments: str) -> float:
     """Bytes a second."""
-    said = subprocess.run(["dd", "bs=16M", *arguments], capture_output=True, text=True, check=True, env={"LC_ALL": "C"}).stderr
+    said = subprocess.run(
+        ["dd", "bs=16M", *arguments],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"LC_ALL": "C"},
+    ).stderr
     copied = re.search(r"(\d+) bytes .* copied, ([\d.e+-]+) s", said)
     assert copied, said
     return int(copied[1]) / float(copied[2])
 
 
 def beside(folder: Path) -> dict[str, float]:
-    return run_ranks(1, beside_body, save_model(folder / "model", **SHAPE), folder / "kept", timeout=900)[0]
+    return run_ranks(
+        1, beside_body, save_model(folder / "model", **SHAPE), folder / "kept", timeout=900
+    )[0]
 
 
 def speeds(folder: Path) -> dict[str, float]:
-    return run_ranks(1, speed_body, save_model(folder / "model", **SHAPE), folder / "kept", timeout=900)[0]
+    return run_ranks(
+        1, speed_body, save_model(folder / "model", **SHAPE), folder / "kept", timeout=900
+    )[0]

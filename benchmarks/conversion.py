@@ -1,4 +1,6 @@
-"""Converting a Llama of 2 billion parameters both ways, in peak memory and against `cp` of the same files."""
+"""Converting a Llama of 2 billion parameters both ways, in peak memory and against `cp` of the same
+files.
+"""
 
 import json
 import os
@@ -39,7 +41,9 @@ def write_model(folder: Path, shape: dict[str, Any]) -> int:
     (folder / "config.json").write_text(json.dumps(shape))
     planned = [
         PlannedTensor(name, torch.bfloat16, tuple(tensor.shape))
-        for rule, layer, expert in instances(table(shape), layers=shape["num_hidden_layers"], experts=0)
+        for rule, layer, expert in instances(
+            table(shape), layers=shape["num_hidden_layers"], experts=0
+        )
         for name, tensor in zip(rule.hf_names(layer, expert), rule.hf, strict=True)
     ]
     noise = torch.randn(max(tensor.bytes for tensor in planned) // 2).bfloat16()
@@ -64,7 +68,9 @@ def body(world: Any, direction: str, source: Path, target: Path) -> dict[str, fl
 
 
 def copy(source: Path, target: Path) -> float:
-    """Seconds of `cp` of the weights, until they are on the disk, as a conversion waits for it, too."""
+    """Seconds of `cp` of the weights, until they are on the disk, as a conversion waits for it,
+    too.
+    """
     target.mkdir()
 
     def work() -> None:
@@ -77,8 +83,8 @@ def copy(source: Path, target: Path) -> float:
 
 
 def both_ways(folder: Path, shape: dict[str, Any] = SHAPE, rounds: int = 3) -> dict[str, float]:
-    """By turns, each into memory that the one before has just given back: a virtual machine takes several times as long for pages
-    that it has not used lately.
+    """By turns, each into memory that the one before has just given back: a virtual machine takes
+    several times as long for pages that it has not used lately.
     """
     found: dict[str, float] = {"gigabytes": write_model(folder / "hf", shape) / 1e9}
     for direction, begin, end in (("there", "hf", "megatron"), ("back", "megatron", "again")):
@@ -98,4 +104,6 @@ def both_ways(folder: Path, shape: dict[str, Any] = SHAPE, rounds: int = 3) -> d
             f"{direction}_worst_over_copy_speed": min(ratios),
             f"{direction}_peak_gb": max(peaks),
         }
-    return found | {"slower_over_copy_speed": min(found["there_over_copy_speed"], found["back_over_copy_speed"])}
+    return found | {
+        "slower_over_copy_speed": min(found["there_over_copy_speed"], found["back_over_copy_speed"])
+    }

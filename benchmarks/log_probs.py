@@ -1,4 +1,6 @@
-"""Log-prob and entropy from hidden states, in chunks, against the dense way: time and peak memory, forward and backward."""
+"""Log-prob and entropy from hidden states, in chunks, against the dense way: time and peak memory,
+forward and backward.
+"""
 
 import resource
 from pathlib import Path
@@ -43,7 +45,9 @@ def measured_body(world: Any, way: str) -> dict[str, float]:
 
 def fused_against_dense(folder: Path) -> dict[str, float]:
     ways = {way: run_ranks(1, measured_body, way, timeout=600)[0] for way in ("fused", "dense")}
-    return {f"{way}_{name}": value for way, found in ways.items() for name, value in found.items()} | {
+    return {
+        f"{way}_{name}": value for way, found in ways.items() for name, value in found.items()
+    } | {
         "memory_ratio": ways["fused"]["peak_mib"] / ways["dense"]["peak_mib"],
         "time_ratio": ways["fused"]["seconds"] / ways["dense"]["seconds"],
     }

@@ -1,4 +1,6 @@
-"""The push of a mixture with as many tensors as Qwen3-30B-A3B has, and next to nothing in them: what is left is Python."""
+"""The push of a mixture with as many tensors as Qwen3-30B-A3B has, and next to nothing in them:
+what is left is Python.
+"""
 
 import time
 from collections.abc import Iterator
@@ -50,13 +52,22 @@ def save_config(folder: Path, *, layers: int = 48, experts: int = 128) -> Path:
 
 
 def parameters_of(folder: Path, rank: int, ranks: int) -> list[Bound]:
-    """Returns a trainer's share of the mixture, without a trainer: experts spread over the processes, everything else whole."""
+    """Returns a trainer's share of the mixture, without a trainer: experts spread over the
+    processes, everything else whole.
+    """
     config = read_hf_config(folder)
     model = describe(config)
     experts = model.experts.number if model.experts else 0
     where = device.current().here()
     return [
-        Bound(rule, layer, expert, torch.randn(shard_shape(rule, 0, 1), dtype=torch.bfloat16, device=where), 0, 1)
+        Bound(
+            rule,
+            layer,
+            expert,
+            torch.randn(shard_shape(rule, 0, 1), dtype=torch.bfloat16, device=where),
+            0,
+            1,
+        )
         for rule, layer, expert in instances(table(config), layers=model.layers, experts=experts)
         if expert is None or expert * ranks // experts == rank
     ]
@@ -84,15 +95,21 @@ def copying_nothing() -> Iterator[None]:
 
 
 def measured(world: Any, held: list[Bound], engine: Any) -> dict[str, float]:
-    """Processor time a tensor of a push by the engine's own loader, and of one that copies what was recorded."""
+    """Processor time a tensor of a push by the engine's own loader, and of one that copies what was
+    recorded.
+    """
     made: list[EngineWeights] = []
-    plan = processor_seconds(lambda: made.append(EngineWeights(held, engine, bucket_bytes=BUCKET_BYTES)))
+    plan = processor_seconds(
+        lambda: made.append(EngineWeights(held, engine, bucket_bytes=BUCKET_BYTES))
+    )
     (weights,) = made
     versions = count()
     tensors = sum(len(unit.rule.hf) for bucket in weights.buckets for unit in bucket.units)
 
     def a_tensor() -> float:
-        found = [processor_seconds(lambda: weights.push(version=next(versions))) for _ in range(ROUNDS)]
+        found = [
+            processor_seconds(lambda: weights.push(version=next(versions))) for _ in range(ROUNDS)
+        ]
         return sorted(found)[ROUNDS // 2] / tensors * 1e6
 
     first = processor_seconds(lambda: weights.push(version=next(versions))) / tensors * 1e6
@@ -118,7 +135,9 @@ def measured(world: Any, held: list[Bound], engine: Any) -> dict[str, float]:
 def in_vllm(world: Any, folder: Path) -> dict[str, float]:
     from rftmega.rollout.vllm import VLLMEngine
 
-    config = RolloutConfig(max_prompt_tokens=32, max_response_tokens=12, cpu_cache_gib=0.05, max_batch=8)
+    config = RolloutConfig(
+        max_prompt_tokens=32, max_response_tokens=12, cpu_cache_gib=0.05, max_batch=8
+    )
     engine = VLLMEngine(folder, config, world, dtype="bfloat16", stop_ids=[1])
     found = measured(world, parameters_of(folder, world.rank, world.size), engine)
     dist.barrier()
@@ -127,7 +146,9 @@ def in_vllm(world: Any, folder: Path) -> dict[str, float]:
 
 
 def in_plain_parameters(world: Any, folder: Path) -> dict[str, float]:
-    """An engine whose parameters are vLLM's and whose loader does nothing else: no counting, no repacking."""
+    """An engine whose parameters are vLLM's and whose loader does nothing else: no counting, no
+    repacking.
+    """
     held = parameters_of(folder, world.rank, world.size)
     everything = parameters_of(folder, 0, 1)
     shapes = {

@@ -1,7 +1,8 @@
-"""Moving the trainer's parts off the device and back, in GB/s, against plain copies of as many bytes.
+"""Moving the trainer's parts off the device and back, in GB/s, against plain copies of as many
+bytes.
 
-Off is a copy into memory that is there already. On takes memory anew, since others had it in between: it is compared
-with a copy that does, too.
+Off is a copy into memory that is there already. On takes memory anew, since others had it in
+between: it is compared with a copy that does, too.
 """
 
 from pathlib import Path
@@ -19,7 +20,12 @@ from tests.ranks import run_ranks
 
 
 def offload_body(world: Any, folder: Path) -> dict[str, float]:
-    return rates(trained_once(build_actor(folder, ParallelConfig(), OptimizerConfig(learning_rate=1e-5)).manager), rounds=8)
+    return rates(
+        trained_once(
+            build_actor(folder, ParallelConfig(), OptimizerConfig(learning_rate=1e-5)).manager
+        ),
+        rounds=8,
+    )
 
 
 def trained_once(manager: Any) -> Any:
@@ -33,7 +39,11 @@ def trained_once(manager: Any) -> Any:
 def rates(residency: Any, *, rounds: int) -> dict[str, float]:
     """The plain copies go between the device and memory of the same kind as ours: pinned on CUDA."""
     total = sum(residency.bytes().values())
-    sizes = [storage.nbytes() for storages in residency.storages().values() for storage in storages.values()]
+    sizes = [
+        storage.nbytes()
+        for storages in residency.storages().values()
+        for storage in storages.values()
+    ]
     source = [torch.ones(size, dtype=torch.uint8, device=device.current().here()) for size in sizes]
     target = list(device.current().host_buffer(total, torch.uint8).split(sizes))
 
@@ -46,7 +56,10 @@ def rates(residency: Any, *, rounds: int) -> dict[str, float]:
             b.copy_(a, non_blocking=True)
 
     def copy_anew() -> None:
-        kept = [torch.empty_like(a).copy_(b, non_blocking=True) for a, b in zip(source, target, strict=True)]
+        kept = [
+            torch.empty_like(a).copy_(b, non_blocking=True)
+            for a, b in zip(source, target, strict=True)
+        ]
         del kept
 
     times: dict[str, list[float]] = {name: [] for name in ("off", "on", "into", "anew")}
@@ -73,4 +86,6 @@ def rates(residency: Any, *, rounds: int) -> dict[str, float]:
 
 
 def against_copy(folder: Path) -> dict[str, float]:
-    return run_ranks(1, offload_body, save_model(folder, num_hidden_layers=16, hidden_size=512), timeout=300)[0]
+    return run_ranks(
+        1, offload_body, save_model(folder, num_hidden_layers=16, hidden_size=512), timeout=300
+    )[0]

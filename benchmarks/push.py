@@ -1,4 +1,6 @@
-"""A push as planned against one that gathers every tensor on every process, as most trainers do: bytes and time in one run."""
+"""A push as planned against one that gathers every tensor on every process, as most trainers do:
+bytes and time in one run.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,11 @@ def body(world: Any, folder: Path, parallel: ParallelConfig, ranks: int) -> dict
     engine = BlockEngine(world.rank % ranks, ranks, kv_heads=4)
     planned = EngineWeights(manager.bound, engine, bucket_bytes=BUCKET_BYTES)
     everything = Exporter(manager.bound, manager.topology, bucket_bytes=BUCKET_BYTES)
-    found = compare(lambda: planned.push(version=1), lambda: engine.load_weights(everything, version=1), rounds=5)
+    found = compare(
+        lambda: planned.push(version=1),
+        lambda: engine.load_weights(everything, version=1),
+        rounds=5,
+    )
     replica = everything.group.size()
     moved = planned.push(version=2)["push_bytes"]
     return {
@@ -43,9 +49,17 @@ def body(world: Any, folder: Path, parallel: ParallelConfig, ranks: int) -> dict
 
 
 def planned_against_everything(folder: Path) -> dict[str, float]:
-    save_model(folder, hidden_size=512, num_attention_heads=8, num_key_value_heads=4, intermediate_size=1536)
+    save_model(
+        folder,
+        hidden_size=512,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        intermediate_size=1536,
+    )
     found = {}
     for name, (processes, parallel, ranks) in LAYOUTS.items():
-        for figure, value in run_ranks(processes, body, folder, parallel, ranks, timeout=600)[0].items():
+        for figure, value in run_ranks(processes, body, folder, parallel, ranks, timeout=600)[
+            0
+        ].items():
             found[f"{name}: {figure}"] = value
     return found

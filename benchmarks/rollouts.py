@@ -1,4 +1,6 @@
-"""How long engines have nothing to do at the end of a rollout, by the clock of the scripted engine: all of them step together."""
+"""How long engines have nothing to do at the end of a rollout, by the clock of the scripted engine:
+all of them step together.
+"""
 
 import math
 import random
@@ -18,7 +20,9 @@ from rftmega.rollout.request_queues import Counted
 from rftmega.types import Completion, Prompt
 
 PROMPTS, SIBLINGS, LIMIT, SLOTS = 128, 8, 1024, 8
-GUESS = 1.0  # standard deviation of the logarithm of what is expected, around what a prompt's answers have in the mean
+# standard deviation of the logarithm of what is expected, around what a prompt's answers have in
+# the mean
+GUESS = 1.0
 DRAWS = 4
 
 
@@ -31,7 +35,9 @@ class AsLongAsItsSeed(ScriptedEngine):
 
 
 class Clock:
-    """Threads of which one runs at a time: the one that has taken the fewest steps, of equals the first."""
+    """Threads of which one runs at a time: the one that has taken the fewest steps, of equals the
+    first.
+    """
 
     def __init__(self, threads: int):
         self.steps = [0] * threads
@@ -39,7 +45,10 @@ class Clock:
         self._running = set(range(threads))
 
     def run(self, work: Callable[[int, Stop], Any]) -> list[Any]:
-        """Returns the result of `work` in each thread, by its number. `work` calls its stop, which is never true, once a step."""
+        """Returns the result of `work` in each thread, by its number.
+
+        `work` calls its stop, which is never true, once a step.
+        """
         found: list[Any] = [None] * len(self.steps)
 
         def one(number: int) -> None:
@@ -50,7 +59,9 @@ class Clock:
                 self._running.discard(number)
                 self._next()
 
-        threads = [threading.Thread(target=one, args=(number,)) for number in range(len(self.steps))]
+        threads = [
+            threading.Thread(target=one, args=(number,)) for number in range(len(self.steps))
+        ]
         for thread in threads:
             thread.start()
         self._next()
@@ -66,14 +77,28 @@ class Clock:
 
     def _next(self) -> None:
         if self._running:
-            self._turns[min(self._running, key=lambda number: (self.steps[number], number))].release()
+            self._turns[
+                min(self._running, key=lambda number: (self.steps[number], number))
+            ].release()
 
 
 def steps_of(
-    prompts: Sequence[Prompt], lengths: Sequence[int], expected: Sequence[float], engines: int, slots: int, *, dealt_once: bool
+    prompts: Sequence[Prompt],
+    lengths: Sequence[int],
+    expected: Sequence[float],
+    engines: int,
+    slots: int,
+    *,
+    dealt_once: bool,
 ) -> list[int]:
-    """Steps until each engine has nothing to do. With `dealt_once` all requests are some engine's from the beginning."""
-    order, board = ordered(prompts, expected, engines, len(prompts) if dealt_once else slots), dist.HashStore()
+    """Steps until each engine has nothing to do.
+
+    With `dealt_once` all requests are some engine's from the beginning.
+    """
+    order, board = (
+        ordered(prompts, expected, engines, len(prompts) if dealt_once else slots),
+        dist.HashStore(),
+    )
     queues = [Counted(order, number, board=board, name="rollout") for number in range(engines)]
     clock = Clock(engines)
 
@@ -84,7 +109,11 @@ def steps_of(
             assert asking.go_on(stop)
             return asking.judging.scored()
 
-    answers = [(place, len(answer.token_ids)) for found in clock.run(work) for place, answer in found.items()]
+    answers = [
+        (place, len(answer.token_ids))
+        for found in clock.run(work)
+        for place, answer in found.items()
+    ]
     assert sorted(answers) == list(enumerate(lengths)), "an answer is missing, or there twice"
     return clock.steps
 
@@ -95,7 +124,12 @@ def drawn(tail: str, seed: int) -> tuple[list[Prompt], list[int], list[float]]:
     prompts, lengths, expected = list[Prompt](), list[int](), list[float]()
     for number in range(PROMPTS):
         hard = rng.lognormvariate(0.0, 0.5)
-        one = [60 * rng.lognormvariate(0.0, 0.8) if tail == "lognormal" else 30 * rng.paretovariate(1.3) for _ in range(SIBLINGS)]
+        one = [
+            60 * rng.lognormvariate(0.0, 0.8)
+            if tail == "lognormal"
+            else 30 * rng.paretovariate(1.3)
+            for _ in range(SIBLINGS)
+        ]
         whole = [min(LIMIT, max(1, round(hard * length))) for length in one]
         prompts += [Prompt((5, number), index=number)] * SIBLINGS
         lengths += whole
@@ -104,13 +138,18 @@ def drawn(tail: str, seed: int) -> tuple[list[Prompt], list[int], list[float]]:
 
 
 def running_dry(folder: Path) -> dict[str, float]:
-    """Share of the engines' steps, until the last has ended, in which one has nothing to do; and of their slots'."""
+    """Share of the engines' steps, until the last has ended, in which one has nothing to do; and of
+    their slots'.
+    """
     found: dict[str, float] = {}
     for tail in ("lognormal", "Pareto"):
         for engines in (4, 8):
             for dealt_once in (True, False):
                 rollouts = [drawn(tail, seed) for seed in range(DRAWS)]
-                taken = [steps_of(*rollout, engines, SLOTS, dealt_once=dealt_once) for rollout in rollouts]
+                taken = [
+                    steps_of(*rollout, engines, SLOTS, dealt_once=dealt_once)
+                    for rollout in rollouts
+                ]
                 last = [max(steps) for steps in taken]
                 name = f"{tail}, {engines} engines, {'dealt once' if dealt_once else 'taken when dry'}: "
                 found[name + "steps"] = sum(last) / DRAWS

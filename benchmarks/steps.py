@@ -30,8 +30,12 @@ def long_tail(rows: int) -> torch.Tensor:
     return (60 * torch.randn(rows).exp()).long().clamp(8, LONGEST)
 
 
-def step(manager: Any, micro_batches: list[tuple[torch.Tensor, torch.Tensor]], *, packed: bool) -> None:
-    """Log-probs of every token up, one optimizer step; a micro-batch is (ids [B, S + 1], mask [B, S])."""
+def step(
+    manager: Any, micro_batches: list[tuple[torch.Tensor, torch.Tensor]], *, packed: bool
+) -> None:
+    """Log-probs of every token up, one optimizer step; a micro-batch is (ids [B, S + 1], mask [B,
+    S]).
+    """
     manager.zero_grad()
     processor = LogProbs(manager.description.vocabulary)
     for ids, mask in micro_batches:
@@ -55,8 +59,13 @@ def packed_body(world: Any, folder: Path) -> dict[str, float]:
         return ids[rows, : longest + 1], torch.arange(longest) < lengths[rows, None]
 
     packed = [batch(torch.tensor(rows)) for rows in plan]
-    padded = [batch(rows) for rows in torch.arange(len(lengths)).split(4)]  # four rows at a time, as they come
-    found = compare(lambda: step(manager, packed, packed=True), lambda: step(manager, padded, packed=False), rounds=5)
+    # four rows at a time, as they come
+    padded = [batch(rows) for rows in torch.arange(len(lengths)).split(4)]
+    found = compare(
+        lambda: step(manager, packed, packed=True),
+        lambda: step(manager, padded, packed=False),
+        rounds=5,
+    )
     valid, total = int(lengths.sum()), sum(mask.numel() for _, mask in padded)
     return {
         "packed_seconds": found.ours,
@@ -68,11 +77,16 @@ def packed_body(world: Any, folder: Path) -> dict[str, float]:
 
 
 def against_transformers_body(world: Any, folder: Path) -> dict[str, float]:
-    """Rows of one length, so that nobody gains from packing. Ours gives the entropy as well, theirs does not."""
+    """Rows of one length, so that nobody gains from packing.
+
+    Ours gives the entropy as well, theirs does not.
+    """
     manager = build_actor(folder, ParallelConfig(), OPTIMIZER).manager
     ids = torch.randint(4096, (8, 257))
     mask = torch.ones(8, 256, dtype=torch.bool)
-    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+    plain = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="sdpa"
+    )
     adam = torch.optim.AdamW(plain.parameters(), lr=1e-5, betas=(0.9, 0.95), weight_decay=0.01)
 
     def plain_step() -> None:
@@ -86,7 +100,11 @@ def against_transformers_body(world: Any, folder: Path) -> dict[str, float]:
 
     ours = [(part, mask[:4]) for part in ids.split(4)]
     found: Comparison = compare(lambda: step(manager, ours, packed=True), plain_step, rounds=7)
-    return {"ours_seconds": found.ours, "transformers_seconds": found.theirs, "times_theirs": 1 / found.ratio}
+    return {
+        "ours_seconds": found.ours,
+        "transformers_seconds": found.theirs,
+        "times_theirs": 1 / found.ratio,
+    }
 
 
 class RandomAnswers:
@@ -98,17 +116,27 @@ class RandomAnswers:
         self.version = version
         return {}
 
-    def generate(self, prompts: Sequence[Prompt], *, seeds: Sequence[int], **how: Any) -> list[Completion]:
+    def generate(
+        self, prompts: Sequence[Prompt], *, seeds: Sequence[int], **how: Any
+    ) -> list[Completion]:
         lengths = long_tail(len(prompts)).tolist()
         return [
-            Completion(tuple(torch.randint(4096, (length,)).tolist()), (-8.0,) * length, "stop", self.version)
+            Completion(
+                tuple(torch.randint(4096, (length,)).tolist()),
+                (-8.0,) * length,
+                "stop",
+                self.version,
+            )
             for length in lengths
         ]
 
 
 def scoring_body(world: Any, folder: Path) -> dict[str, float]:
     """A whole step of one optimizer step, the reference in its loss: 32 answers to 8 prompts."""
-    actor, engine = build_actor(folder, ParallelConfig(), OPTIMIZER, token_cap=2048, keep_reference=True), RandomAnswers()
+    actor, engine = (
+        build_actor(folder, ParallelConfig(), OPTIMIZER, token_cap=2048, keep_reference=True),
+        RandomAnswers(),
+    )
 
     def trainer(late: bool) -> PPOTrainer:
         made = PPOTrainer(
@@ -129,7 +157,11 @@ def scoring_body(world: Any, folder: Path) -> dict[str, float]:
 
     late, early = trainer(True), trainer(False)
     found = compare(lambda: step_of(late), lambda: step_of(early), rounds=3)
-    return {"late_seconds": found.ours, "early_seconds": found.theirs, "late_over_early": 1 / found.ratio}
+    return {
+        "late_seconds": found.ours,
+        "early_seconds": found.theirs,
+        "late_over_early": 1 / found.ratio,
+    }
 
 
 def late_against_early_scoring(folder: Path) -> dict[str, float]:

@@ -1,4 +1,6 @@
-"""Comparing two pieces of work on a machine whose speed wanders: by turns, and the median of the ratios."""
+"""Comparing two pieces of work on a machine whose speed wanders: by turns, and the median of the
+ratios.
+"""
 
 import statistics
 import time

@@ -1,4 +1,5 @@
-"""TRL's GRPO on the demo's model and prompts; run by TRL's own Python (requirements/trl.txt), knows nothing of this project.
+"""TRL's GRPO on the demo's model and prompts; run by TRL's own Python (requirements/trl.txt), knows
+nothing of this project.
 
 python trl_step.py MODEL DATA STEPS prints the seconds of each step: 64 prompts x 8 answers of at most 4 tokens, two optimizer
 steps, KL to the reference.
@@ -29,7 +30,9 @@ def main(model: str, data: str, steps: int) -> None:
             ends.append(time.perf_counter())
 
     def exact_match(completions: list[str], label: list[str], **_: object) -> list[float]:
-        return [float(said.strip() == wanted) for said, wanted in zip(completions, label, strict=True)]
+        return [
+            float(said.strip() == wanted) for said, wanted in zip(completions, label, strict=True)
+        ]
 
     with tempfile.TemporaryDirectory() as output:
         config = GRPOConfig(

@@ -1,7 +1,9 @@
-"""One two-way table of rules a model family: Hugging Face names and shapes on one side, Megatron's on the other.
+"""One two-way table of rules a model family: Hugging Face names and shapes on one side, Megatron's
+on the other.
 
-Knows names and shapes, not Megatron: the same table serves loading at start, HF export, live weight sync and offline
-conversion, so they cannot drift. A new family is one file in `families/` (and one in `model_providers/families/`).
+Knows names and shapes, not Megatron: the same table serves loading at start, HF export, live weight
+sync and offline conversion, so they cannot drift. A new family is one file in `families/` (and one
+in `model_providers/families/`).
 """
 
 import importlib
@@ -31,11 +33,13 @@ from converters.rules import (
 from rftmega.errors import CheckpointError
 
 FAMILIES = tuple(sorted(module.name for module in pkgutil.iter_modules(families.__path__)))
-NOT_WEIGHTS = r".*\.rotary_emb\.inv_freq"  # old Llama folders have them; they follow from config.json
+# old Llama folders have them; they follow from config.json
+NOT_WEIGHTS = r".*\.rotary_emb\.inv_freq"
 
 
 def table(hf_config: Mapping[str, Any], *, value_head: bool = False) -> list[Rule]:
-    """The rules of the family that config.json names; with `value_head`, of its value model instead.
+    """The rules of the family that config.json names; with `value_head`, of its value model
+    instead.
 
     Raises CheckpointError for a family without a table.
     """
@@ -50,7 +54,8 @@ def table(hf_config: Mapping[str, Any], *, value_head: bool = False) -> list[Rul
 def completed(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """config.json with the family's defaults of what is absent.
 
-    Raises CheckpointError for a family without a table, and for fields that are missing, null or of another kind.
+    Raises CheckpointError for a family without a table, and for fields that are missing, null or of
+    another kind.
     """
     fields: Fields = _family(hf_config).FIELDS
     return fields.completed(hf_config)
@@ -63,7 +68,9 @@ def default_rope_theta(hf_config: Mapping[str, Any]) -> float:
 
 
 def left_out(hf_config: Mapping[str, Any], names: Iterable[str]) -> set[str]:
-    """Returns those of `names`, all of a folder's, that a folder of this family may hold and that no rule speaks of."""
+    """Returns those of `names`, all of a folder's, that a folder of this family may hold and that
+    no rule speaks of.
+    """
     names = set(names)
     found = {name for name in names if re.fullmatch(NOT_WEIGHTS, name)}
     if of_family := getattr(_family(hf_config), "left_out", None):
@@ -72,7 +79,9 @@ def left_out(hf_config: Mapping[str, Any], names: Iterable[str]) -> set[str]:
 
 
 def written(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of config.json that are another in a folder that we write, since it holds nothing of what is left out."""
+    """Fields of config.json that are another in a folder that we write, since it holds nothing of
+    what is left out.
+    """
     of_family = getattr(_family(hf_config), "written", None)
     return of_family(completed(hf_config)) if of_family else {}
 
@@ -80,7 +89,9 @@ def written(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 def _family(hf_config: Mapping[str, Any]) -> Any:
     family = hf_config.get("model_type")
     if family not in FAMILIES:
-        raise CheckpointError(f"There is no conversion table for model_type={family!r}; there is one for {', '.join(FAMILIES)}.")
+        raise CheckpointError(
+            f"There is no conversion table for model_type={family!r}; there is one for {', '.join(FAMILIES)}."
+        )
     return importlib.import_module(f"{families.__name__}.{family}")
 
 

@@ -1,4 +1,6 @@
-"""Checksums of the files of a Hugging Face folder: our own in a file beside them, or the hub's, which its downloads keep."""
+"""Checksums of the files of a Hugging Face folder: our own in a file beside them, or the hub's,
+which its downloads keep.
+"""
 
 import hashlib
 import json
@@ -15,11 +17,13 @@ from rftmega.json_files import read_json_object
 
 FORMAT = 1
 AT_ONCE = 16 * 2**20  # bytes
-KINDS = {"xxh3": r"[0-9a-f]{32}", "sha256": r"[0-9a-f]{64}", "git": r"[0-9a-f]{40}"}  # as "sha256:..."
+# as "sha256:..."
+KINDS = {"xxh3": r"[0-9a-f]{32}", "sha256": r"[0-9a-f]{64}", "git": r"[0-9a-f]{40}"}
 
 
 def known_sums(folder: Path) -> dict[str, str]:
-    """file -> checksum, from CHECKSUMS, or else from the hub's download where that has one of every file of weights; or nothing.
+    """file -> checksum, from CHECKSUMS, or else from the hub's download where that has one of every
+    file of weights; or nothing.
 
     Raises CheckpointError for a CHECKSUMS that can't be read.
     """
@@ -33,13 +37,26 @@ def known_sums(folder: Path) -> dict[str, str]:
 def files_of(folder: Path) -> list[Path]:
     """Lists the files that are checked: all but hidden ones and those that describe the folder."""
     odd = (*OF_WEIGHTS, draft_of(folder / CHECKSUMS).name)
-    return sorted(path for path in folder.iterdir() if path.is_file() and path.name[0] != "." and path.name not in odd)
+    return sorted(
+        path
+        for path in folder.iterdir()
+        if path.is_file() and path.name[0] != "." and path.name not in odd
+    )
 
 
 def sum_of(path: Path, kind: str, *, step: Callable[[], object] = lambda: None) -> str:
-    """A file's checksum of a kind; `step` is called at every few megabytes. Raises CheckpointError where it can't be read."""
+    """A file's checksum of a kind; `step` is called at every few megabytes.
+
+    Raises CheckpointError where it can't be read.
+    """
     try:
-        made: Any = xxhash.xxh3_128() if kind == "xxh3" else hashlib.sha256() if kind == "sha256" else _git(path)
+        made: Any = (
+            xxhash.xxh3_128()
+            if kind == "xxh3"
+            else hashlib.sha256()
+            if kind == "sha256"
+            else _git(path)
+        )
         with path.open("rb", buffering=0) as file:
             while block := file.read(AT_ONCE):
                 made.update(block)
@@ -50,23 +67,39 @@ def sum_of(path: Path, kind: str, *, step: Callable[[], object] = lambda: None) 
 
 
 def write_sums(folder: Path, sums: Mapping[str, str] | None = None) -> None:
-    """Writes CHECKSUMS, of all files where `sums` are not given. Raises CheckpointError where it can't."""
+    """Writes CHECKSUMS, of all files where `sums` are not given.
+
+    Raises CheckpointError where it can't.
+    """
     if sums is None:
         sums = {path.name: sum_of(path, "xxh3") for path in files_of(folder)}
     said = {"format": FORMAT, "files": dict(sorted(sums.items()))}
     try:
-        draft_of(folder / CHECKSUMS).write_text(json.dumps(said | {"seal": _seal(said)}, indent=1) + "\n")
+        draft_of(folder / CHECKSUMS).write_text(
+            json.dumps(said | {"seal": _seal(said)}, indent=1) + "\n"
+        )
         land(folder / CHECKSUMS)
     except OSError as error:
-        raise CheckpointError(f"{folder / CHECKSUMS} can't be written: {error.strerror or error}.") from error
+        raise CheckpointError(
+            f"{folder / CHECKSUMS} can't be written: {error.strerror or error}."
+        ) from error
 
 
 def _read_sums(path: Path) -> dict[str, str]:
     said = read_json_object(path)
     sums = said.get("files")
-    plain = isinstance(sums, dict) and all(isinstance(value, str) and name == Path(name).name for name, value in sums.items())
-    if said.pop("seal", None) != _seal(said) or said.get("format") != FORMAT or not plain or not sums:
-        raise CheckpointError(f"{path} is not as it was written. Remove it, and it is written anew.")
+    plain = isinstance(sums, dict) and all(
+        isinstance(value, str) and name == Path(name).name for name, value in sums.items()
+    )
+    if (
+        said.pop("seal", None) != _seal(said)
+        or said.get("format") != FORMAT
+        or not plain
+        or not sums
+    ):
+        raise CheckpointError(
+            f"{path} is not as it was written. Remove it, and it is written anew."
+        )
     return dict(sums)
 
 
@@ -75,7 +108,9 @@ def _seal(said: Mapping[str, Any]) -> str:
 
 
 def _hubs(path: Path) -> str | None:
-    """The checksum that the hub gave a file: its cache names files by it, a download to a folder notes it."""
+    """The checksum that the hub gave a file: its cache names files by it, a download to a folder
+    notes it.
+    """
     if path.is_symlink() and (target := path.resolve()).parent.name == "blobs":
         return _kinded(target.name)
     note = path.parent / ".cache/huggingface/download" / f"{path.name}.metadata"
@@ -87,7 +122,10 @@ def _hubs(path: Path) -> str | None:
 
 
 def _kinded(digest: str) -> str | None:
-    return next((f"{kind}:{digest}" for kind in ("sha256", "git") if re.fullmatch(KINDS[kind], digest)), None)
+    return next(
+        (f"{kind}:{digest}" for kind in ("sha256", "git") if re.fullmatch(KINDS[kind], digest)),
+        None,
+    )
 
 
 def _git(path: Path) -> Any:

@@ -1,6 +1,8 @@
-"""Fields of config.json: of what kind each is, and what a family makes of one that is absent or null.
+"""Fields of config.json: of what kind each is, and what a family makes of one that is absent or
+null.
 
-Both follow transformers 5.19, which the engines read the same file with; a generated test compares every field.
+Both follow transformers 5.19, which the engines read the same file with; a generated test compares
+every field.
 """
 
 import math
@@ -28,12 +30,14 @@ DEFAULTS: Mapping[str, Any] = {
 class Fields:
     """Fields tells what a family makes of fields that config.json lacks.
 
-    transformers has a default for sizes too, those of one published model. Nobody means them, so `required` are refused instead.
+    transformers has a default for sizes too, those of one published model. Nobody means them, so
+    `required` are refused instead.
     """
 
     required: tuple[str, ...] = ()  # beside REQUIRED
     defaults: Mapping[str, Any] | None = None  # beside DEFAULTS, or instead of them
-    nullable: tuple[str, ...] = ()  # those of the above that may be null, which is not the same as absent
+    # those of the above that may be null, which is not the same as absent
+    nullable: tuple[str, ...] = ()
     not_null: tuple[str, ...] = ()  # without a default, but null is refused
     rope_theta: float = 10000.0
 
@@ -52,7 +56,9 @@ class Fields:
             elif (kind := KINDS.get(name)) and not kind.fits(value):
                 reasons.append(f"{name} is {_shown(value)}, not {kind.said}")
         if reasons:
-            raise CheckpointError.listing(f"config.json of this {given.get('model_type')} model can't be used", reasons)
+            raise CheckpointError.listing(
+                f"config.json of this {given.get('model_type')} model can't be used", reasons
+            )
         return {**defaults, **given}
 
 
@@ -71,7 +77,12 @@ def is_whole(value: Any, least: int, most: int = LARGEST) -> bool:
 
 def is_number(value: Any, least: float = -math.inf) -> bool:
     """Returns whether a value of JSON is a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= least
+    return (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and math.isfinite(value)
+        and value >= least
+    )
 
 
 def _shown(value: Any) -> str:

@@ -1,4 +1,6 @@
-"""Builds the parts of the families' tables: attention, dense layers, experts, and the rest of a decoder."""
+"""Builds the parts of the families' tables: attention, dense layers, experts, and the rest of a
+decoder.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -24,7 +26,8 @@ def decoder(config: Config, attention: list[Rule], mlp: list[Rule]) -> list[Rule
     head = HFTensor("lm_head.weight", (vocabulary, hidden))
     return [
         Vocabulary(("embedding.word_embeddings.weight",), (embedding,)),
-        # Transformer Engine keeps a norm in the linear layer behind it, but not where several layers follow.
+        # Transformer Engine keeps a norm in the linear layer behind it, but not where several
+        # layers follow.
         Replicated(
             (MEGATRON_LAYER + "input_layernorm.weight", ATTENTION + "linear_qkv.layer_norm_weight"),
             (in_layer("input_layernorm.weight", hidden),),
@@ -35,7 +38,9 @@ def decoder(config: Config, attention: list[Rule], mlp: list[Rule]) -> list[Rule
             (in_layer("post_attention_layernorm.weight", hidden),),
         ),
         *mlp,
-        Replicated(("decoder.final_layernorm.weight",), (HFTensor("model.norm.weight", (hidden,)),)),
+        Replicated(
+            ("decoder.final_layernorm.weight",), (HFTensor("model.norm.weight", (hidden,)),)
+        ),
         # Tied: the last stage holds a copy of the embedding, which HF has no tensor of its own for.
         Vocabulary(("output_layer.weight",), (embedding if tied else head,), exported=not tied),
     ]
@@ -46,7 +51,9 @@ def in_layer(name: str, *shape: int) -> HFTensor:
     return HFTensor(HF_LAYER + name, shape)
 
 
-def grouped_attention(config: Config, *, qkv_bias: bool = False, qk_norm: bool = False) -> list[Rule]:
+def grouped_attention(
+    config: Config, *, qkv_bias: bool = False, qk_norm: bool = False
+) -> list[Rule]:
     """Grouped-query attention."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     groups = config.get("num_key_value_heads") or heads
@@ -54,18 +61,26 @@ def grouped_attention(config: Config, *, qkv_bias: bool = False, qk_norm: bool =
 
     def q_k_v(kind: str, *inputs: int) -> tuple[HFTensor, ...]:
         rows = {"q": heads * width, "k": groups * width, "v": groups * width}
-        return tuple(in_layer(f"self_attn.{name}_proj.{kind}", out, *inputs) for name, out in rows.items())
+        return tuple(
+            in_layer(f"self_attn.{name}_proj.{kind}", out, *inputs) for name, out in rows.items()
+        )
 
     bias = [QKV((ATTENTION + "linear_qkv.bias",), q_k_v("bias"), groups=groups)] if qkv_bias else []
     norms = [
-        Replicated((f"{ATTENTION}{name}_layernorm.weight",), (in_layer(f"self_attn.{name}_norm.weight", width),))
+        Replicated(
+            (f"{ATTENTION}{name}_layernorm.weight",),
+            (in_layer(f"self_attn.{name}_norm.weight", width),),
+        )
         for name in ("qk" if qk_norm else "")
     ]
     return [
         QKV((ATTENTION + "linear_qkv.weight",), q_k_v("weight", hidden), groups=groups),
         *bias,
         *norms,
-        Row((ATTENTION + "linear_proj.weight",), (in_layer("self_attn.o_proj.weight", hidden, heads * width),)),
+        Row(
+            (ATTENTION + "linear_proj.weight",),
+            (in_layer("self_attn.o_proj.weight", hidden, heads * width),),
+        ),
     ]
 
 
@@ -79,7 +94,9 @@ def gated_mlp(
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     **where: Any,
 ) -> list[Rule]:
-    """`hf` with each of `projections` (gate, up, down) in its braces, in Megatron's fc1 (gate above up) and fc2."""
+    """`hf` with each of `projections` (gate, up, down) in its braces, in Megatron's fc1 (gate above
+    up) and fc2.
+    """
     gate, up, down = (hf.replace("{projection}", name) for name in projections)
     gate_up = (in_layer(gate, ffn, hidden), in_layer(up, ffn, hidden))
     return [Column(fc1, gate_up, **where), Row(fc2, (in_layer(down, hidden, ffn),), **where)]
@@ -88,17 +105,31 @@ def gated_mlp(
 def dense_mlp(config: Config, **where: Any) -> list[Rule]:
     """Returns the rules of the dense MLP of all layers, or of those in `layers`."""
     fc1, fc2 = ((f"{MLP}linear_{name}.weight",) for name in ("fc1", "fc2"))
-    return gated_mlp(config["hidden_size"], config["intermediate_size"], "mlp.{projection}.weight", fc1, fc2, **where)
+    return gated_mlp(
+        config["hidden_size"],
+        config["intermediate_size"],
+        "mlp.{projection}.weight",
+        fc1,
+        fc2,
+        **where,
+    )
 
 
 def router(config: Config, experts: int, hf: str = "mlp.gate.weight", **where: Any) -> Rule:
-    return Replicated((MLP + "router.weight",), (in_layer(hf, experts, config["hidden_size"]),), **where)
+    return Replicated(
+        (MLP + "router.weight",), (in_layer(hf, experts, config["hidden_size"]),), **where
+    )
 
 
-def routed_experts(config: Config, ffn: int, hf: str = "mlp.experts.{expert}.{projection}.weight", **where: Any) -> list[Rule]:
+def routed_experts(
+    config: Config, ffn: int, hf: str = "mlp.experts.{expert}.{projection}.weight", **where: Any
+) -> list[Rule]:
     """One module an expert; Transformer Engine's grouped one numbers its weights."""
     fc1, fc2 = (
-        (f"{MLP}experts.local_experts.{{expert}}.linear_{name}.weight", f"{MLP}experts.linear_{name}.weight{{expert}}")
+        (
+            f"{MLP}experts.local_experts.{{expert}}.linear_{name}.weight",
+            f"{MLP}experts.linear_{name}.weight{{expert}}",
+        )
         for name in ("fc1", "fc2")
     )
     return gated_mlp(config["hidden_size"], ffn, hf, fc1, fc2, **where)
@@ -113,23 +144,29 @@ def shared_expert(config: Config, ffn: int, hf: str, **where: Any) -> list[Rule]
 def qwen_sparse_layers(config: Config) -> frozenset[int]:
     """Layers with experts in Qwen's mixtures; the others are dense."""
     step, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or []
-    return frozenset(n for n in range(config["num_hidden_layers"]) if n not in dense and (n + 1) % step == 0)
+    return frozenset(
+        n for n in range(config["num_hidden_layers"]) if n not in dense and (n + 1) % step == 0
+    )
 
 
 def number_of_experts(config: Config) -> int:
-    """transformers 5 calls it num_local_experts, 4 called it num_experts. Raises CheckpointError where neither is there, or both
-    are and differ.
+    """transformers 5 calls it num_local_experts, 4 called it num_experts. Raises CheckpointError
+    where neither is there, or both are and differ.
     """
     one, other = config.get("num_experts"), config.get("num_local_experts")
     if one and other and one != other:
-        raise CheckpointError(f"config.json says num_experts={one} and num_local_experts={other}. Leave the wrong one out.")
+        raise CheckpointError(
+            f"config.json says num_experts={one} and num_local_experts={other}. Leave the wrong one out."
+        )
     if number := one or other:
         return number
     raise CheckpointError("config.json has neither num_experts nor num_local_experts.")
 
 
 def value_head(config: Config) -> list[Rule]:
-    """One number a token, named as in transformers' sequence (no bias) and token classifiers; a policy's folder has none."""
+    """One number a token, named as in transformers' sequence (no bias) and token classifiers; a
+    policy's folder has none.
+    """
     hidden = config["hidden_size"]
     return [
         Replicated(("value_head.weight",), (HFTensor("score.weight", (1, hidden)),), optional=True),

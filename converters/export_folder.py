@@ -1,4 +1,6 @@
-"""A folder that an export makes whole under another name first, and that a later export replaces, where it is an export's."""
+"""A folder that an export makes whole under another name first, and that a later export replaces,
+where it is an export's.
+"""
 
 import logging
 import shutil
@@ -29,7 +31,11 @@ def begin(folder: Path) -> Path:
 
 
 def settle(draft: Path, folder: Path) -> Path:
-    """Gives the draft its name, which it has now; one beside it where that is taken by what no export made. Raises OSError."""
+    """Gives the draft its name, which it has now; one beside it where that is taken by what no
+    export made.
+
+    Raises OSError.
+    """
     if is_anothers(folder):
         free = folder
         number = 2

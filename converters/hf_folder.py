@@ -1,4 +1,6 @@
-"""Hugging Face model folders: safetensors files read slice by slice or tensor by tensor, and written as a stream."""
+"""Hugging Face model folders: safetensors files read slice by slice or tensor by tensor, and
+written as a stream.
+"""
 
 import json
 import math
@@ -18,7 +20,18 @@ from rftmega.errors import CheckpointError
 from rftmega.json_files import NotJSON, parse_json, read_json_object, read_weight_map
 
 INDEX = "model.safetensors.index.json"
-WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".distcp", ".part"}
+WEIGHTS = {
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".gguf",
+    ".h5",
+    ".msgpack",
+    ".onnx",
+    ".distcp",
+    ".part",
+}
 # What describes the weights of a folder rather than the model: each folder has its own.
 CHECKSUMS = "checksums.json"  # of the files
 OF_WEIGHTS = {CHECKSUMS, "manifest.json", "progress.jsonl", "metadata.json", ".metadata"}
@@ -64,7 +77,9 @@ class HFFolder:
         if os.path.lexists(index):
             self._file_of = read_weight_map(index)
         else:
-            self._file_of = self._names_of(sorted(path.name for path in self.folder.glob("*.safetensors")))
+            self._file_of = self._names_of(
+                sorted(path.name for path in self.folder.glob("*.safetensors"))
+            )
 
     def _names_of(self, files: list[str]) -> dict[str, str]:
         """tensor -> file of a folder without an index."""
@@ -93,7 +108,10 @@ class HFFolder:
         return [self.folder / name for name in sorted(set(self._file_of.values()))]
 
     def slice_of(self, name: str, shape: tuple[int, ...]) -> Any:
-        """A lazy slice of tensor `name`. Raises CheckpointError where it is missing or of another shape."""
+        """A lazy slice of tensor `name`.
+
+        Raises CheckpointError where it is missing or of another shape.
+        """
         file = self._holder(name)
         self.dtype_of(name)
         found = self._file(file).get_slice(name)
@@ -101,13 +119,17 @@ class HFFolder:
         return found
 
     def whole(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Tensor `name` in memory of its own: a mapped file would stay resident. Raises CheckpointError as `slice_of`."""
+        """Tensor `name` in memory of its own: a mapped file would stay resident.
+
+        Raises CheckpointError as `slice_of`.
+        """
         tensor = torch.empty(shape, dtype=self.dtype_of(name))
         self.fill([tensor], name, shape)
         return tensor
 
     def fill(self, targets: Sequence[Tensor], name: str, shape: tuple[int, ...]) -> str:
-        """Reads tensor `name` into contiguous tensors, its consecutive rows; the checksum of all of it.
+        """Reads tensor `name` into contiguous tensors, its consecutive rows; the checksum of all of
+        it.
 
         Raises CheckpointError as `slice_of`.
         """
@@ -126,7 +148,9 @@ class HFFolder:
         return str(found.hexdigest())
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """Raises CheckpointError for what is no floating-point number: weights are quantised, or no weights."""
+        """Raises CheckpointError for what is no floating-point number: weights are quantised, or no
+        weights.
+        """
         said = self._said(name)["dtype"]
         if said not in WEIGHT_DTYPES:
             raise CheckpointError(
@@ -143,12 +167,16 @@ class HFFolder:
         file = self._holder(name)
         _, header = self._header(file)
         if name not in header:
-            raise CheckpointError(f"{self.folder / INDEX} names {file} for {name!r}, which is not in that file.")
+            raise CheckpointError(
+                f"{self.folder / INDEX} names {file} for {name!r}, which is not in that file."
+            )
         return header[name]
 
     def _holder(self, name: str) -> str:
         if name not in self._file_of:
-            raise CheckpointError(f"{self.folder} holds no tensor {name!r}, which its config.json asks for.")
+            raise CheckpointError(
+                f"{self.folder} holds no tensor {name!r}, which its config.json asks for."
+            )
         return self._file_of[name]
 
     def _check_shape(self, name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
@@ -166,7 +194,9 @@ class HFFolder:
         return self._open[name]
 
     def _header(self, file: str) -> tuple[int, dict[str, Any]]:
-        """(where data begins, the header) of a file, which `safe_open` has checked against its length."""
+        """(where data begins, the header) of a file, which `safe_open` has checked against its
+        length.
+        """
         if file not in self._headers:
             self._file(file)
             with (self.folder / file).open("rb") as stream:
@@ -174,12 +204,17 @@ class HFFolder:
                 try:
                     self._headers[file] = 8 + length, parse_json(stream.read(length))
                 except NotJSON as error:
-                    raise CheckpointError(f"{self.folder / file}: the header is {error}.") from error
+                    raise CheckpointError(
+                        f"{self.folder / file}: the header is {error}."
+                    ) from error
         return self._headers[file]
 
 
 def read_into(stream: Any, tensor: Tensor, what: str) -> None:
-    """Fills a contiguous tensor from an unbuffered file. Raises CheckpointError where the file ends early."""
+    """Fills a contiguous tensor from an unbuffered file.
+
+    Raises CheckpointError where the file ends early.
+    """
     view = memoryview(bytes_of(tensor))
     while len(view):
         if not (count := stream.readinto(view)):
@@ -198,12 +233,16 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def checksum(tensor: Tensor) -> str:
-    """XXH3 (64 bits) of a tensor's bytes: read as fast as memory, where a CRC takes longer than the disk."""
+    """XXH3 (64 bits) of a tensor's bytes: read as fast as memory, where a CRC takes longer than the
+    disk.
+    """
     return str(xxhash.xxh3_64_hexdigest(bytes_of(tensor.contiguous())))
 
 
 def shards_of(planned: Sequence[PlannedTensor], shard_bytes: int) -> dict[str, list[PlannedTensor]]:
-    """File name -> tensors, in order, up to `shard_bytes` a file (a larger tensor is a file of its own)."""
+    """File name -> tensors, in order, up to `shard_bytes` a file (a larger tensor is a file of its
+    own).
+    """
     shards: list[list[PlannedTensor]] = []
     size = 0
     for tensor in planned:
@@ -212,7 +251,10 @@ def shards_of(planned: Sequence[PlannedTensor], shard_bytes: int) -> dict[str, l
             size = 0
         shards[-1].append(tensor)
         size += tensor.bytes
-    return {f"model-{number:05d}-of-{len(shards):05d}.safetensors": shard for number, shard in enumerate(shards, start=1)}
+    return {
+        f"model-{number:05d}-of-{len(shards):05d}.safetensors": shard
+        for number, shard in enumerate(shards, start=1)
+    }
 
 
 def draft_of(path: Path) -> Path:
@@ -228,16 +270,22 @@ def land(path: Path) -> None:
 
 
 class WrittenFile(NamedTuple):
-    """Checksums of a written file: XXH3 (64 bits) of each tensor by name, and XXH3 (128 bits) of all its bytes, in hex."""
+    """Checksums of a written file: XXH3 (64 bits) of each tensor by name, and XXH3 (128 bits) of
+    all its bytes, in hex.
+    """
 
     tensors: dict[str, str]
     file: str
 
 
-def write_shard(path: Path, planned: Sequence[PlannedTensor], tensors: Iterator[tuple[str, Tensor]]) -> WrittenFile:
-    """Writes the next tensors of a stream, of which one is in memory at a time; gives their checksums.
+def write_shard(
+    path: Path, planned: Sequence[PlannedTensor], tensors: Iterator[tuple[str, Tensor]]
+) -> WrittenFile:
+    """Writes the next tensors of a stream, of which one is in memory at a time; gives their
+    checksums.
 
-    The file gets its name when it is complete and on the disk. Raises CheckpointError for a tensor that is not finite.
+    The file gets its name when it is complete and on the disk. Raises CheckpointError for a tensor
+    that is not finite.
     """
     offset = 0
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -256,10 +304,17 @@ def write_shard(path: Path, planned: Sequence[PlannedTensor], tensors: Iterator[
         write_bytes(stream, len(said).to_bytes(8, "little") + said)
         for wanted in planned:
             name, given = next(tensors)
-            assert (name, given.dtype, tuple(given.shape)) == tuple(wanted), (name, given.dtype, given.shape, wanted)
+            assert (name, given.dtype, tuple(given.shape)) == tuple(wanted), (
+                name,
+                given.dtype,
+                given.shape,
+                wanted,
+            )
             given = given.detach().to("cpu").contiguous()
             if not is_finite(given):
-                raise CheckpointError(f"{name} holds NaN or infinity, so it is not written to {path.parent}.")
+                raise CheckpointError(
+                    f"{name} holds NaN or infinity, so it is not written to {path.parent}."
+                )
             sums[name] = checksum(given)
             write_all(stream, given)
     land(path)
@@ -267,7 +322,9 @@ def write_shard(path: Path, planned: Sequence[PlannedTensor], tensors: Iterator[
 
 
 class _Summed:
-    """A raw stream, and the checksum of what was written to it: the bytes are in the processor's caches then."""
+    """A raw stream, and the checksum of what was written to it: the bytes are in the processor's
+    caches then.
+    """
 
     def __init__(self, stream: Any):
         self.stream, self.sum = stream, xxhash.xxh3_128()
@@ -294,18 +351,23 @@ def write_index(folder: Path, shards: dict[str, list[PlannedTensor]]) -> None:
     """The index of a complete folder."""
     weight_map = {tensor.name: file for file, planned in shards.items() for tensor in planned}
     total = sum(tensor.bytes for planned in shards.values() for tensor in planned)
-    draft_of(folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
+    draft_of(folder / INDEX).write_text(
+        json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
+    )
     land(folder / INDEX)
 
 
 def copy_companions(source: Path, target: Path) -> str | None:
     """Config, tokenizer and generation files: everything but weights and what describes them.
 
-    Gives what config.json says otherwise than before, where layers that are left out were counted in it, as text.
+    Gives what config.json says otherwise than before, where layers that are left out were counted
+    in it, as text.
     """
     said = None
     for path in source.iterdir():
-        weights = path.suffix in WEIGHTS or path.name.endswith(".index.json") or path.name in OF_WEIGHTS
+        weights = (
+            path.suffix in WEIGHTS or path.name.endswith(".index.json") or path.name in OF_WEIGHTS
+        )
         own = path.name.startswith(".rftmega")  # a mark or a lock, of that folder
         if not path.is_file() or weights or own:
             continue

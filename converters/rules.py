@@ -1,8 +1,10 @@
-"""A rule says where every slice of one Megatron tensor lies in Hugging Face's tensors; both directions follow from that.
+"""A rule says where every slice of one Megatron tensor lies in Hugging Face's tensors; both
+directions follow from that.
 
-A fused or sharded tensor is a list of segments along one axis: "rows 0 to 8 of the first HF tensor, then rows 0 to 4 of
-the second, ...". A shard of rank r of n has its own list. Reading is concatenating the segments; writing back is copying
-them to where they came from. Weights are [out, in] on both sides and rotary halves agree, so nothing is ever transposed.
+A fused or sharded tensor is a list of segments along one axis: "rows 0 to 8 of the first HF tensor,
+then rows 0 to 4 of the second, ...". A shard of rank r of n has its own list. Reading is
+concatenating the segments; writing back is copying them to where they came from. Weights are [out,
+in] on both sides and rotary halves agree, so nothing is ever transposed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +18,9 @@ from rftmega.errors import WeightMismatch
 
 
 class Segment(NamedTuple):
-    """Rows (or columns) start to stop of HF tensor `part`; part -1 is padding: zeros that HF does not have."""
+    """Rows (or columns) start to stop of HF tensor `part`; part -1 is padding: zeros that HF does
+    not have.
+    """
 
     part: int
     start: int
@@ -43,11 +47,15 @@ class Rule:
     {layer} and {expert} in a name are local numbers on Megatron's side and global ones on HF's.
     """
 
-    megatron: tuple[str, ...]  # candidate names: the local spec's and Transformer Engine's; a module has exactly one of them
+    # candidate names: the local spec's and Transformer Engine's; a module has exactly one of them
+    megatron: tuple[str, ...]
     hf: tuple[HFTensor, ...]
-    exported: bool = field(default=True, kw_only=True)  # False: a copy of a tensor that another rule exports
-    optional: bool = field(default=False, kw_only=True)  # a folder without it leaves the parameter as it was built
-    layers: frozenset[int] | None = field(default=None, kw_only=True)  # those it speaks of; None: all
+    # False: a copy of a tensor that another rule exports
+    exported: bool = field(default=True, kw_only=True)
+    # a folder without it leaves the parameter as it was built
+    optional: bool = field(default=False, kw_only=True)
+    # those it speaks of; None: all
+    layers: frozenset[int] | None = field(default=None, kw_only=True)
 
     axis = 0
 
@@ -57,7 +65,9 @@ class Rule:
 
     @property
     def per_expert(self) -> bool:
-        """Returns whether this is an expert's: sharded over processes that share an expert, not a dense layer."""
+        """Returns whether this is an expert's: sharded over processes that share an expert, not a
+        dense layer.
+        """
         return "{expert}" in self.hf[0].name
 
     @property
@@ -77,7 +87,10 @@ class Rule:
         return tuple(tensor.shape[self.axis] for tensor in self.hf)
 
     def segments(self, rank: int, ranks: int) -> list[Segment]:
-        """Returns the segments that shard `rank` of `ranks` is made of. Raises WeightMismatch for unequal shards."""
+        """Returns the segments that shard `rank` of `ranks` is made of.
+
+        Raises WeightMismatch for unequal shards.
+        """
         raise NotImplementedError
 
 
@@ -91,9 +104,11 @@ class Replicated(Rule):
 
 @dataclass(frozen=True)
 class Column(Rule):
-    """Rank r holds its block of each part in turn: column-parallel linear, [out, in] split along out.
+    """Rank r holds its block of each part in turn: column-parallel linear, [out, in] split along
+    out.
 
-    With two parts, gate and up: its block of gate, then its block of up. `narrow`: engines hold all of it on every rank.
+    With two parts, gate and up: its block of gate, then its block of up. `narrow`: engines hold all
+    of it on every rank.
     """
 
     narrow: bool = field(default=False, kw_only=True)
@@ -135,14 +150,19 @@ class Vocabulary(Rule):
 class QKV(Rule):
     """Megatron interleaves by query group: [q.. k v | q.. k v | ...]; weight and bias alike.
 
-    A shard is a plain block of those rows. With fewer groups than ranks it cuts through a group, as Megatron does.
+    A shard is a plain block of those rows. With fewer groups than ranks it cuts through a group, as
+    Megatron does.
     """
 
     groups: int = field(kw_only=True)
 
     def segments(self, rank: int, ranks: int) -> list[Segment]:
         steps = [size // self.groups for size in self.sizes]
-        whole = [Segment(part, g * step, (g + 1) * step) for g in range(self.groups) for part, step in enumerate(steps)]
+        whole = [
+            Segment(part, g * step, (g + 1) * step)
+            for g in range(self.groups)
+            for part, step in enumerate(steps)
+        ]
         total = sum(self.sizes)
         if total % ranks:
             raise WeightMismatch(
@@ -151,27 +171,39 @@ class QKV(Rule):
         return list(_clip(whole, rank * total // ranks, (rank + 1) * total // ranks))
 
 
-def instances(rules: Sequence[Rule], *, layers: int, experts: int) -> Iterator[tuple[Rule, int | None, int | None]]:
-    """(rule, layer, expert) of every Megatron tensor of a model: None where the rule speaks of no layer or expert."""
+def instances(
+    rules: Sequence[Rule], *, layers: int, experts: int
+) -> Iterator[tuple[Rule, int | None, int | None]]:
+    """(rule, layer, expert) of every Megatron tensor of a model: None where the rule speaks of no
+    layer or expert.
+    """
     for rule in rules:
         for layer in filter(rule.speaks_of, range(layers)) if rule.per_layer else [None]:
-            yield from ((rule, layer, expert) for expert in (range(experts) if rule.per_expert else [None]))
+            yield from (
+                (rule, layer, expert) for expert in (range(experts) if rule.per_expert else [None])
+            )
 
 
 def padded_vocabulary(size: int, ranks: int) -> int:
-    """Rows of the embedding after padding: the next multiple of the number of tensor-parallel ranks."""
+    """Rows of the embedding after padding: the next multiple of the number of tensor-parallel
+    ranks.
+    """
     return -(-size // ranks) * ranks
 
 
 def shard(rule: Rule, parts: Sequence[Sliceable], rank: int, ranks: int) -> Tensor:
-    """Rank `rank`'s Megatron tensor from the HF tensors `parts`, reading nothing of them but its segments."""
+    """Rank `rank`'s Megatron tensor from the HF tensors `parts`, reading nothing of them but its
+    segments.
+    """
     pieces: list[Tensor] = []
     padding = 0
     for part, start, stop in rule.segments(rank, ranks):
         if part < 0:
             padding = stop - start
         else:
-            pieces.append(parts[part][(slice(None), slice(start, stop)) if rule.axis else slice(start, stop)])
+            pieces.append(
+                parts[part][(slice(None), slice(start, stop)) if rule.axis else slice(start, stop)]
+            )
     if padding:
         like = pieces[0] if pieces else parts[0][0:1]
         pieces.append(like.new_zeros(padding, *like.shape[1:]))

@@ -1,1 +1,4 @@
-"""Hugging Face config -> TransformerConfig -> GPTModel: one file a family. `description` imports no Megatron."""
+"""Hugging Face config -> TransformerConfig -> GPTModel: one file a family.
+
+`description` imports no Megatron.
+"""

@@ -1,7 +1,9 @@
-"""Core attention over packed rows in plain torch: no token sees another row, and no padding is computed.
+"""Core attention over packed rows in plain torch: no token sees another row, and no padding is
+computed.
 
-Under context parallelism each process has two chunks of every row, the c-th from the front and the c-th from the back
-(zig-zag: all processes have equally much to do under a causal mask), and gathers the keys and values of the others.
+Under context parallelism each process has two chunks of every row, the c-th from the front and the
+c-th from the back (zig-zag: all processes have equally much to do under a causal mask), and gathers
+the keys and values of the others.
 """
 
 import contextlib
@@ -26,7 +28,10 @@ LONGEST = 8192  # tokens of a row whose chunks may have a mask each
 
 
 class PackedAttention(torch.nn.Module):
-    """Causal, grouped-query. Drop-in for Megatron's DotProductAttention on a CPU and on CUDA without Transformer Engine."""
+    """Causal, grouped-query.
+
+    Drop-in for Megatron's DotProductAttention on a CPU and on CUDA without Transformer Engine.
+    """
 
     def __init__(
         self,
@@ -42,8 +47,11 @@ class PackedAttention(torch.nn.Module):
         super().__init__()
         assert attn_mask_type == AttnMaskType.causal, attn_mask_type
         self.scale = softmax_scale
-        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
-        self.window = config.window_size[0] + 1 if windowed and config.window_size else None  # tokens, with one's own
+        windowed = is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, layer_number
+        )
+        # tokens, with one's own
+        self.window = config.window_size[0] + 1 if windowed and config.window_size else None
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.context_group = pg_collection.cp if config.context_parallel_size > 1 else None
 
@@ -57,9 +65,11 @@ class PackedAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Packed, with `cu_seqlens_q`: [tokens, heads, d] -> [tokens, heads * d]; else [s, b, heads, d] -> [s, b, heads * d].
+        """Packed, with `cu_seqlens_q`: [tokens, heads, d] -> [tokens, heads * d]; else [s, b,
+        heads, d] -> [s, b, heads * d].
 
-        Under context parallelism tokens are this process's, and `cu_seqlens_q` speaks of the whole rows.
+        Under context parallelism tokens are this process's, and `cu_seqlens_q` speaks of the whole
+        rows.
         """
         assert attention_bias is None, "attention_bias is not supported"
         if packed_seq_params is None:
@@ -70,21 +80,33 @@ class PackedAttention(torch.nn.Module):
             parts = parts_of(packed_seq_params, 0, 1)
         else:
             self._refuse_long_rows(query, packed_seq_params)
-            parts = parts_of(packed_seq_params, self.context_group.rank(), self.context_group.size())
-            both = tensor_parallel.gather_from_sequence_parallel_region(torch.cat([key, value], -1), group=self.context_group)
+            parts = parts_of(
+                packed_seq_params, self.context_group.rank(), self.context_group.size()
+            )
+            both = tensor_parallel.gather_from_sequence_parallel_region(
+                torch.cat([key, value], -1), group=self.context_group
+            )
             key, value = both.split([key.shape[-1], value.shape[-1]], -1)
-        if len(parts) == 1 and self.context_group is None:  # rows of one length lie one behind the other: nothing is copied
-            rows = (x.unflatten(0, parts[0].queries.shape).transpose(1, 2) for x in (query, key, value))
+        # rows of one length lie one behind the other: nothing is copied
+        if len(parts) == 1 and self.context_group is None:
+            rows = (
+                x.unflatten(0, parts[0].queries.shape).transpose(1, 2) for x in (query, key, value)
+            )
             return self._attend(*rows).transpose(1, 2).flatten(0, 1).flatten(1)
         attended = []
         for part in parts:
-            rows = (x[index].transpose(1, 2) for x, index in ((query, part.queries), (key, part.keys), (value, part.keys)))
+            rows = (
+                x[index].transpose(1, 2)
+                for x, index in ((query, part.queries), (key, part.keys), (value, part.keys))
+            )
             attended.append(self._attend(*rows).transpose(1, 2).flatten(0, 1))
         order = torch.cat([part.queries.flatten() for part in parts])
         return torch.cat(attended)[order.argsort()].flatten(1)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """[b, heads, q, d] over [b, groups, k, d] -> [b, heads, q, d]; the last query sees the last key."""
+        """[b, heads, q, d] over [b, groups, k, d] -> [b, heads, q, d]; the last query sees the last
+        key.
+        """
         queries, keys = query.shape[2], key.shape[2]
         if self.window is not None and self.window < keys:
             return self._attend_within(self.window, query, key, value)
@@ -95,7 +117,9 @@ class PackedAttention(torch.nn.Module):
         return attend_to_prefix(query, key, value, self.scale)
 
     def _attend_within(self, window: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """The same, of tokens that see `window` of them: blocks of queries over the keys that their window reaches."""
+        """The same, of tokens that see `window` of them: blocks of queries over the keys that their
+        window reaches.
+        """
         queries, keys = query.shape[2], key.shape[2]
         before = keys - queries
         size = max(window, BLOCK)
@@ -104,16 +128,26 @@ class PackedAttention(torch.nn.Module):
             last = min(first + size, queries)
             reached = slice(max(0, before + first - window + 1), before + last)
             mask = _band(last - first, reached.stop - reached.start, window, query.device)
-            found.append(self._kernel(query[:, :, first:last], key[:, :, reached], value[:, :, reached], mask))
+            found.append(
+                self._kernel(
+                    query[:, :, first:last], key[:, :, reached], value[:, :, reached], mask
+                )
+            )
         return found[0] if len(found) == 1 else torch.cat(found, 2)
 
     @property
     def _dropout(self) -> float:
         return self.dropout if self.training else 0.0
 
-    def _kernel(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+    def _kernel(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
+    ) -> Tensor:
         # Heads differ between tensor-parallel processes, so what is dropped must differ, too.
-        stream = tensor_parallel.get_cuda_rng_tracker().fork() if self._dropout else contextlib.nullcontext()
+        stream = (
+            tensor_parallel.get_cuda_rng_tracker().fork()
+            if self._dropout
+            else contextlib.nullcontext()
+        )
         with stream:
             return F.scaled_dot_product_attention(
                 query,
@@ -127,10 +161,16 @@ class PackedAttention(torch.nn.Module):
             )
 
     def _refuse_long_rows(self, query: Tensor, packed: PackedSeqParams) -> None:
-        """Raises ConfigError for rows whose mask would not fit: chunks of them that no kernel without a mask can serve."""
+        """Raises ConfigError for rows whose mask would not fit: chunks of them that no kernel
+        without a mask can serve.
+        """
         masked = self.window is None and (self._dropout or not has_kernel(query))
         if masked and packed.max_seqlen_q > LONGEST:
-            what = "model.dropout above 0" if self._dropout else f"{query.dtype} with heads of {query.shape[-1]} on CUDA"
+            what = (
+                "model.dropout above 0"
+                if self._dropout
+                else f"{query.dtype} with heads of {query.shape[-1]} on CUDA"
+            )
             raise ConfigError(
                 f"A row of {packed.max_seqlen_q} tokens under context parallelism with {what}: without Transformer Engine its "
                 f"mask would grow with the square of the row, so rows of up to {LONGEST} tokens are taken. Set model.dropout=0 "
@@ -139,23 +179,30 @@ class PackedAttention(torch.nn.Module):
 
 
 def _band(queries: int, keys: int, window: int, where: torch.device) -> Tensor:
-    """True where a query sees a key: up to its own place, and `window` of them. The last query is the last key's."""
+    """True where a query sees a key: up to its own place, and `window` of them.
+
+    The last query is the last key's.
+    """
     seen = torch.ones(queries, keys, dtype=torch.bool, device=where).tril(keys - queries)
     return seen.triu(keys - queries - window + 1) if window < keys else seen
 
 
 class Part(NamedTuple):
-    """Equally long stretches of rows, one a row, that attend together; each sees its row up to its own end."""
+    """Equally long stretches of rows, one a row, that attend together; each sees its row up to its
+    own end.
+    """
 
     queries: Tensor  # [rows, q] indices into this process's tokens
     keys: Tensor  # [rows, k] indices into the gathered tokens, process by process
 
 
 def parts_of(packed: PackedSeqParams, rank: int, processes: int) -> list[Part]:
-    """All stretches of this context-parallel `rank`: whole rows alone, two chunks a row with others.
+    """All stretches of this context-parallel `rank`: whole rows alone, two chunks a row with
+    others.
 
-    Rows of one length are one part: a call a row would cost more than the attention of short rows. Kept with the
-    micro-batch, so that its layers share one look at the lengths, which `packed.edges` has on the host (see `pack`).
+    Rows of one length are one part: a call a row would cost more than the attention of short rows.
+    Kept with the micro-batch, so that its layers share one look at the lengths, which
+    `packed.edges` has on the host (see `pack`).
     """
     parts: list[Part] | None = getattr(packed, "parts", None)
     if parts is None:
@@ -171,7 +218,9 @@ def parts_of(packed: PackedSeqParams, rank: int, processes: int) -> list[Part]:
     return parts
 
 
-def _parts_of_length(length: int, starts: list[int], total: int, rank: int, processes: int) -> list[Part]:
+def _parts_of_length(
+    length: int, starts: list[int], total: int, rank: int, processes: int
+) -> list[Part]:
     """On the host."""
     begin = torch.tensor(starts)[:, None] // processes  # of each row among a process's tokens
     if processes == 1:

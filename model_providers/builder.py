@@ -57,13 +57,15 @@ def transformer_config(
         num_layers_in_last_pipeline_stage=parallel.last_stage_layers or None,
         context_parallel_size=parallel.context,
         sequence_parallel=parallel.sequence,
-        # With two stages, both neighbours are the same process, and a batched exchange pairs the wrong messages: silently.
+        # With two stages, both neighbours are the same process, and a batched exchange pairs the
+        # wrong messages: silently.
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        # The seam: a loss gives sums and counts, and gradients are divided once, by the global count.
+        # The seam: a loss gives sums and counts, and gradients are divided once, by the global
+        # count.
         calculate_per_token_loss=True,
         # Packed micro-batches differ in length; the stages tell each other the shape.
         variable_seq_lengths=True,
@@ -90,7 +92,11 @@ def transformer_config(
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
     "selective": {"recompute_granularity": "selective"},
-    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "full": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
 }
 
 
@@ -138,7 +144,8 @@ def _experts(model: ModelDescription, experts: Experts, parallel: ParallelConfig
         "moe_router_bias_update_rate": 0.0,  # it is a weight like any other here
         "moe_shared_expert_intermediate_size": experts.shared_ffn or None,
         "moe_shared_expert_gate": experts.shared_gate,
-        # RL scores and learns with the router as it is; a balancing loss would be another objective.
+        # RL scores and learns with the router as it is; a balancing loss would be another
+        # objective.
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "expert_model_parallel_size": parallel.expert,
@@ -147,7 +154,9 @@ def _experts(model: ModelDescription, experts: Experts, parallel: ParallelConfig
 
 
 def _not_about_probabilities(record: logging.LogRecord) -> bool:
-    """DeepEP's dispatcher says at every use that it makes bfloat16 probabilities float32, which loses nothing."""
+    """DeepEP's dispatcher says at every use that it makes bfloat16 probabilities float32, which
+    loses nothing.
+    """
     return "float32 probs" not in record.getMessage()
 
 
@@ -160,14 +169,15 @@ def build_chunk(
     chunk: int | None = None,
     head: bool = True,
 ) -> GPTModel:
-    """The layers of this pipeline stage, or of its `chunk` where the schedule is interleaved, randomly initialised.
+    """The layers of this pipeline stage, or of its `chunk` where the schedule is interleaved,
+    randomly initialised.
 
     `head=False` leaves the output head out: a value model has its own.
     """
     rope = model.rope
     if config.gradient_accumulation_fusion and not installed().weight_gradients:
-        # Transformer Engine's layers have a kernel of their own. Megatron's refuse to be built without apex's: here that is the
-        # output layer alone, which then does without.
+        # Transformer Engine's layers have a kernel of their own. Megatron's refuse to be built
+        # without apex's: here that is the output layer alone, which then does without.
         vars(layers)["_grad_accum_fusion_available"] = True
     if config.moe_token_dispatcher_type == "flex":
         logging.getLogger(token_dispatcher.__name__).addFilter(_not_about_probabilities)

@@ -1,4 +1,6 @@
-"""Describes a model, in one vocabulary for every family and for both generations of transformers (4 and 5)."""
+"""Describes a model, in one vocabulary for every family and for both generations of transformers (4
+and 5).
+"""
 
 import importlib
 import pkgutil
@@ -26,7 +28,8 @@ class Experts:
     normalised: bool  # the active experts' weights add up to 1
     shared_ffn: int = 0  # of the expert that every token goes to
     shared_gate: bool = False  # it is weighted by a sigmoid of its own
-    sigmoid: bool = False  # scores are sigmoids and carry a bias for the choice, instead of one softmax
+    # scores are sigmoids and carry a bias for the choice, instead of one softmax
+    sigmoid: bool = False
     groups: int = 1  # experts are chosen within the best `active_groups` of these
     active_groups: int = 1
     scale: float = 1.0  # of the active experts' weights
@@ -34,7 +37,9 @@ class Experts:
     def __post_init__(self) -> None:
         """Raises CheckpointError for numbers that can't be together."""
         if self.active > self.number:
-            raise CheckpointError(f"num_experts_per_tok={self.active} is more than the {self.number} experts.")
+            raise CheckpointError(
+                f"num_experts_per_tok={self.active} is more than the {self.number} experts."
+            )
         if self.active_groups > self.groups or self.number % self.groups:
             raise CheckpointError(
                 f"topk_group={self.active_groups} of n_group={self.groups} can't be chosen from {self.number} experts: groups "
@@ -44,7 +49,9 @@ class Experts:
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """Multi-head latent attention (arXiv:2405.04434): keys and values come from a narrow vector a token."""
+    """Multi-head latent attention (arXiv:2405.04434): keys and values come from a narrow vector a
+    token.
+    """
 
     query_rank: int | None  # None: queries come straight from the hidden state
     key_value_rank: int
@@ -107,32 +114,48 @@ FAMILIES = tuple(sorted(module.name for module in pkgutil.iter_modules(families.
 
 
 def describe(hf_config: Mapping[str, Any]) -> ModelDescription:
-    """Raises CheckpointError, naming the field, for a family or a setting that Megatron-Core 0.16 can't represent here."""
+    """Raises CheckpointError, naming the field, for a family or a setting that Megatron-Core 0.16
+    can't represent here.
+    """
     family = hf_config.get("model_type")
     if family not in FAMILIES:
-        raise CheckpointError(f"model_type={family!r} is not supported; these are: {', '.join(FAMILIES)}.")
+        raise CheckpointError(
+            f"model_type={family!r} is not supported; these are: {', '.join(FAMILIES)}."
+        )
     config = HFConfig(hf_config)
-    found: ModelDescription = importlib.import_module(f"{families.__name__}.{family}").describe(config)
+    found: ModelDescription = importlib.import_module(f"{families.__name__}.{family}").describe(
+        config
+    )
     config.refuse_unread()
     return found
 
 
-def decoder(config: HFConfig, *, qkv_bias: bool = False, qk_norm: bool = False, head_dim: int | None = None) -> ModelDescription:
-    """Describes what the families have in common: Llama's shape. A family changes the rest with dataclasses.replace.
+def decoder(
+    config: HFConfig, *, qkv_bias: bool = False, qk_norm: bool = False, head_dim: int | None = None
+) -> ModelDescription:
+    """Describes what the families have in common: Llama's shape. A family changes the rest with
+    dataclasses.replace.
 
-    `head_dim` is that of a family whose heads follow from other fields. Raises CheckpointError for heads that can't be.
+    `head_dim` is that of a family whose heads follow from other fields. Raises CheckpointError for
+    heads that can't be.
     """
     config.only("hidden_act", "silu", why="this family is trained with it")
     config.only("mlp_bias", False, why="the layers are built without")
     config.only("attention_bias", False, qkv_bias, why="it would put a bias on o_proj, too")
     config.only("attention_dropout", 0.0, why="set model.dropout instead")
-    config.only("quantization_config", None, why="quantised weights can't be trained; convert the folder to bfloat16 first")
+    config.only(
+        "quantization_config",
+        None,
+        why="quantised weights can't be trained; convert the folder to bfloat16 first",
+    )
     heads = config["num_attention_heads"]
     groups = config.get("num_key_value_heads", heads)
     if head_dim is None:
         head_dim = _head_dim(config)
     if heads % groups:
-        raise CheckpointError(f"num_attention_heads={heads} is no multiple of num_key_value_heads={groups}.")
+        raise CheckpointError(
+            f"num_attention_heads={heads} is no multiple of num_key_value_heads={groups}."
+        )
     return ModelDescription(
         family=config["model_type"],
         layers=config["num_hidden_layers"],
@@ -163,10 +186,14 @@ def _head_dim(config: HFConfig) -> int:
     return width
 
 
-def with_windows(model: ModelDescription, config: HFConfig, *, used: bool, listed: Callable[[int], bool]) -> ModelDescription:
-    """Adds the sliding window: in the layers that `layer_types` lists, or else in those that `listed` names.
+def with_windows(
+    model: ModelDescription, config: HFConfig, *, used: bool, listed: Callable[[int], bool]
+) -> ModelDescription:
+    """Adds the sliding window: in the layers that `layer_types` lists, or else in those that
+    `listed` names.
 
-    Raises CheckpointError where `layer_types` is of another model, or lists windows where there are none.
+    Raises CheckpointError where `layer_types` is of another model, or lists windows where there are
+    none.
     """
     window = config.get("sliding_window")
     if not used:
@@ -176,9 +203,13 @@ def with_windows(model: ModelDescription, config: HFConfig, *, used: bool, liste
     default = [SLIDING if window and listed(layer) else FULL for layer in range(model.layers)]
     kinds = config.get("layer_types", default)
     if unknown := set(kinds) - {FULL, SLIDING}:
-        raise CheckpointError(f"layer_types has {sorted(unknown)[0]!r}; {FULL} and {SLIDING} are supported.")
+        raise CheckpointError(
+            f"layer_types has {sorted(unknown)[0]!r}; {FULL} and {SLIDING} are supported."
+        )
     if len(kinds) != model.layers:
-        raise CheckpointError(f"layer_types lists {len(kinds)} layers; num_hidden_layers is {model.layers}.")
+        raise CheckpointError(
+            f"layer_types lists {len(kinds)} layers; num_hidden_layers is {model.layers}."
+        )
     windowed = frozenset(layer for layer, kind in enumerate(kinds) if kind == SLIDING)
     if windowed and not window:
         raise CheckpointError(
@@ -188,7 +219,9 @@ def with_windows(model: ModelDescription, config: HFConfig, *, used: bool, liste
 
 
 def everywhere(model: ModelDescription, config: HFConfig) -> ModelDescription:
-    """Adds a sliding window of all layers, where config.json has one; transformers' Mistral does not look at `layer_types`."""
+    """Adds a sliding window of all layers, where config.json has one; transformers' Mistral does
+    not look at `layer_types`.
+    """
     found = with_windows(model, config, used=True, listed=lambda layer: True)
     if len(found.windowed) != (model.layers if config.get("sliding_window") else 0):
         raise CheckpointError(
@@ -215,7 +248,9 @@ def layout_violations(model: ModelDescription, parallel: ParallelConfig) -> list
             if size and size % parallel.tensor:
                 found.append(_no_divisor("parallel.tensor", parallel.tensor, name, size))
     if model.ffn % parallel.tensor:
-        found.append(_no_divisor("parallel.tensor", parallel.tensor, "intermediate_size", model.ffn))
+        found.append(
+            _no_divisor("parallel.tensor", parallel.tensor, "intermediate_size", model.ffn)
+        )
     try:
         stage_layers(model.layers, parallel)
     except ValueError as reason:
@@ -231,9 +266,18 @@ def _expert_violations(experts: Experts | None, parallel: ParallelConfig) -> lis
                 found.append(f"parallel.{option}={value}: this model has no experts. Set it to 1.")
         return found
     if experts.number % parallel.expert:
-        found.append(_no_divisor("parallel.expert", parallel.expert, "number of experts,", experts.number))
+        found.append(
+            _no_divisor("parallel.expert", parallel.expert, "number of experts,", experts.number)
+        )
     if experts.ffn % parallel.expert_tensor:
-        found.append(_no_divisor("parallel.expert_tensor", parallel.expert_tensor, "moe_intermediate_size", experts.ffn))
+        found.append(
+            _no_divisor(
+                "parallel.expert_tensor",
+                parallel.expert_tensor,
+                "moe_intermediate_size",
+                experts.ffn,
+            )
+        )
     if parallel.tensor > 1 and not parallel.sequence:
         found.append(
             f"parallel.tensor={parallel.tensor} with experts needs parallel.sequence=true: otherwise every tensor-parallel "
@@ -243,12 +287,15 @@ def _expert_violations(experts: Experts | None, parallel: ParallelConfig) -> lis
 
 
 def _no_divisor(option: str, value: int, of: str, size: int) -> str:
-    nearest = min((n for n in range(1, size + 1) if size % n == 0), key=lambda n: (abs(n - value), n))
+    nearest = min(
+        (n for n in range(1, size + 1) if size % n == 0), key=lambda n: (abs(n - value), n)
+    )
     return f"{option}={value} does not divide the model's {of} {size}; the nearest that does is {nearest}."
 
 
 def stage_layers(layers: int, parallel: ParallelConfig) -> list[list[range]]:
-    """[stage][chunk] -> the layers it holds. Raises ValueError, with the nearest that works, where they can't be split so.
+    """[stage][chunk] -> the layers it holds. Raises ValueError, with the nearest that works, where
+    they can't be split so.
 
     Chunks run in the order stage 0 chunk 0, stage 1 chunk 0, ..., stage 0 chunk 1, ...
     """
@@ -262,7 +309,11 @@ def stage_layers(layers: int, parallel: ParallelConfig) -> list[list[range]]:
             f"model's {layers} layers. Set one of them to 0: it takes what is left."
         )
     if rest < others or (others and rest % others):
-        named = f" between the first ({first or 'even'}) and the last ({last or 'even'})" if first or last else ""
+        named = (
+            f" between the first ({first or 'even'}) and the last ({last or 'even'})"
+            if first or last
+            else ""
+        )
         fits = [n for n in range(1, layers + 1) if layers % n == 0]
         nearest = min(fits, key=lambda n: (abs(n - stages), n))
         raise ValueError(
@@ -292,5 +343,7 @@ def heads_violations(model: ModelDescription, processes: int, option: str) -> li
     if model.heads % processes:
         found.append(_no_divisor(option, processes, "number of attention heads,", model.heads))
     if model.groups % processes and processes % model.groups:
-        found.append(f"{option}={processes} neither divides the model's {model.groups} key-value heads nor is a multiple.")
+        found.append(
+            f"{option}={processes} neither divides the model's {model.groups} key-value heads nor is a multiple."
+        )
     return found

@@ -1,8 +1,10 @@
-"""Floating-point operations that a model's mathematics asks for, whatever an implementation computes again or pads.
+"""Floating-point operations that a model's mathematics asks for, whatever an implementation
+computes again or pads.
 
-A multiplication and an addition are two operations. Counted are the matrix products: of every weight that a token meets
-(of experts, the active ones), and of queries with keys and attention with values, over the whole square of a row, as model FLOPs
-are in PaLM (arXiv:2204.02311, appendix B: 2 N + 4 L H Q T a token forward). The backward pass takes twice as much as the forward.
+A multiplication and an addition are two operations. Counted are the matrix products: of every
+weight that a token meets (of experts, the active ones), and of queries with keys and attention with
+values, over the whole square of a row, as model FLOPs are in PaLM (arXiv:2204.02311, appendix B: 2
+N + 4 L H Q T a token forward). The backward pass takes twice as much as the forward.
 """
 
 from collections.abc import Iterable
@@ -13,18 +15,26 @@ BACKWARD = 2  # times the forward pass: gradients of the inputs and of the weigh
 
 
 def forward_flops(model: ModelDescription, rows: Iterable[int], *, value_head: bool = False) -> int:
-    """Counts one forward pass over rows of so many tokens each; with `value_head` one number a token in place of the logits."""
+    """Counts one forward pass over rows of so many tokens each; with `value_head` one number a
+    token in place of the logits.
+    """
     rows = list(rows)
     head = model.hidden * (1 if value_head else model.vocabulary)
     return 2 * (layer_weights(model) + head) * sum(rows) + sum(_attention(model, n) for n in rows)
 
 
 def layer_weights(model: ModelDescription) -> int:
-    """Weights in the matrices of all layers that one token is multiplied with; no norms, biases, embedding or output head."""
+    """Weights in the matrices of all layers that one token is multiplied with; no norms, biases,
+    embedding or output head.
+    """
     sparse = len(model.experts.layers) if model.experts else 0
     mlps = (model.layers - sparse) * 3 * model.hidden * model.ffn
     if experts := model.experts:
-        active = 3 * experts.active * experts.ffn + 3 * experts.shared_ffn + (1 if experts.shared_gate else 0)
+        active = (
+            3 * experts.active * experts.ffn
+            + 3 * experts.shared_ffn
+            + (1 if experts.shared_gate else 0)
+        )
         mlps += sparse * model.hidden * (active + experts.number)  # the router sees every expert
     return model.layers * _projections(model) + mlps
 
@@ -42,7 +52,9 @@ def _projections(model: ModelDescription) -> int:
 
 
 def _attention(model: ModelDescription, tokens: int) -> int:
-    """Counts all layers' scores and their products with the values, for one row; a window bounds what a token sees."""
+    """Counts all layers' scores and their products with the values, for one row; a window bounds
+    what a token sees.
+    """
     latent = model.latent
     width = latent.plain_dim + latent.rope_dim + latent.value_dim if latent else 2 * model.head_dim
     windowed = len(model.windowed)

@@ -10,26 +10,66 @@ from converters import completed
 from rftmega.errors import CheckpointError
 from rftmega.json_files import read_json_object
 
-# Fields that change no number of the model: bookkeeping, generation, heads of other tasks, losses that we do not use.
+# Fields that change no number of the model: bookkeeping, generation, heads of other tasks, losses
+# that we do not use.
 NEUTRAL = frozenset(
     {
-        *("_name_or_path", "architectures", "auto_map", "dtype", "model_type", "torch_dtype", "transformers_version"),
-        *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "tokenizer_class", "use_cache"),
-        *("chunk_size_feed_forward", "is_decoder", "is_encoder_decoder", "pretraining_tp", "return_dict"),
+        *(
+            "_name_or_path",
+            "architectures",
+            "auto_map",
+            "dtype",
+            "model_type",
+            "torch_dtype",
+            "transformers_version",
+        ),
+        *(
+            "bos_token_id",
+            "eos_token_id",
+            "pad_token_id",
+            "unk_token_id",
+            "tokenizer_class",
+            "use_cache",
+        ),
+        *(
+            "chunk_size_feed_forward",
+            "is_decoder",
+            "is_encoder_decoder",
+            "pretraining_tp",
+            "return_dict",
+        ),
         *("id2label", "label2id", "num_labels", "problem_type", "task_specific_params"),
-        *("_attn_implementation", "_attn_implementation_autoset", "attn_implementation", "torchscript", "use_bfloat16"),
+        *(
+            "_attn_implementation",
+            "_attn_implementation_autoset",
+            "attn_implementation",
+            "torchscript",
+            "use_bfloat16",
+        ),
         *("is_llama_config", "transformers.js_config", "unsloth_fixed", "unsloth_version"),
-        *("output_attentions", "output_hidden_states", "output_router_logits", "router_aux_loss_coef"),
+        *(
+            "output_attentions",
+            "output_hidden_states",
+            "output_router_logits",
+            "router_aux_loss_coef",
+        ),
     }
 )
 
 
 class HFConfig(Mapping[str, Any]):
-    """The fields of a config.json, completed by the family's defaults; knows which were asked for. Null counts as not there."""
+    """The fields of a config.json, completed by the family's defaults; knows which were asked for.
+
+    Null counts as not there.
+    """
 
     def __init__(self, fields: Mapping[str, Any]):
-        """Raises CheckpointError for fields that are missing, null where they must not be, or of another kind."""
-        self._fields = {name: value for name, value in completed(fields).items() if value is not None}
+        """Raises CheckpointError for fields that are missing, null where they must not be, or of
+        another kind.
+        """
+        self._fields = {
+            name: value for name, value in completed(fields).items() if value is not None
+        }
         self._given = {name for name, value in fields.items() if value is not None}
         self._named = frozenset(fields)
         self._read: set[str] = set()
@@ -37,7 +77,9 @@ class HFConfig(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         self._read.add(name)
         if name not in self._fields:
-            raise CheckpointError(f"config.json of this {self._fields.get('model_type')} model has no {name!r}.")
+            raise CheckpointError(
+                f"config.json of this {self._fields.get('model_type')} model has no {name!r}."
+            )
         return self._fields[name]
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -61,7 +103,9 @@ class HFConfig(Mapping[str, Any]):
         """Raises CheckpointError where the field is there and is none of `values`."""
         if (value := self.get(name, values[0])) not in values:
             fits = " and ".join(json.dumps(fit) for fit in values)
-            raise CheckpointError(f"{name}={json.dumps(value)} is not supported, only {fits}: {why}.")
+            raise CheckpointError(
+                f"{name}={json.dumps(value)} is not supported, only {fits}: {why}."
+            )
 
     def refuse_unread(self) -> None:
         """Raises CheckpointError for fields that nobody asked for and that might change the model."""
@@ -74,8 +118,13 @@ class HFConfig(Mapping[str, Any]):
 
 
 def read_hf_config(folder: str | Path) -> dict[str, Any]:
-    """config.json of a Hugging Face folder. Raises CheckpointError where it is missing or no strict JSON object."""
+    """config.json of a Hugging Face folder.
+
+    Raises CheckpointError where it is missing or no strict JSON object.
+    """
     path = Path(folder) / "config.json"
     if not os.path.lexists(path):
-        raise CheckpointError(f"{folder} holds no config.json, so it is not a Hugging Face model folder.")
+        raise CheckpointError(
+            f"{folder} holds no config.json, so it is not a Hugging Face model folder."
+        )
     return read_json_object(path)

@@ -1,4 +1,6 @@
-"""Detects CUDA's optional packages on this machine, and the fused kernels of Megatron's that they make possible."""
+"""Detects CUDA's optional packages on this machine, and the fused kernels of Megatron's that they
+make possible.
+"""
 
 import functools
 import importlib
@@ -15,7 +17,10 @@ from rftmega.config import ParallelConfig
 
 @dataclass(frozen=True)
 class Installed:
-    """Installed tells what was found beside torch. On a CPU nothing counts, whatever is installed."""
+    """Installed tells what was found beside torch.
+
+    On a CPU nothing counts, whatever is installed.
+    """
 
     transformer_engine: tuple[int, ...] | None = None  # its version
     permutation: bool = False  # Transformer Engine's kernels that sort tokens by expert
@@ -34,12 +39,17 @@ class Installed:
 
 @functools.cache
 def installed() -> Installed:
-    """Detects what this machine has. A package counts only where it can be imported: a broken installation is none."""
+    """Detects what this machine has.
+
+    A package counts only where it can be imported: a broken installation is none.
+    """
     if device.current().type != "cuda":
         return Installed()
     _, why_not = _imported("transformer_engine.pytorch")
     return Installed(
-        transformer_engine=None if why_not else version_of(str(_imported("transformer_engine")[0].__version__)),
+        transformer_engine=None
+        if why_not
+        else version_of(str(_imported("transformer_engine")[0].__version__)),
         permutation=not why_not and _is_there("transformer_engine.pytorch.permutation"),
         weight_gradients=_is_there("fused_weight_gradient_mlp_cuda"),
         triton=_is_there("triton"),
@@ -70,12 +80,15 @@ def version_of(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", re.split(r"[^\d.]", text)[0]))
 
 
-def fused_kernels(found: Installed, model: ModelDescription, parallel: ParallelConfig, dtype: torch.dtype) -> dict[str, Any]:
+def fused_kernels(
+    found: Installed, model: ModelDescription, parallel: ParallelConfig, dtype: torch.dtype
+) -> dict[str, Any]:
     """Fields of Megatron's config that a machine with `found` sets; without any, those of a CPU."""
     engine = found.transformer_engine or ()
     fields = {
-        # One kernel turns queries and one keys; Megatron's other way asks the device for the rows' lengths, twice each. The fused
-        # one forgets YaRN's factor on packed rows, and that of latent attention is experimental in Megatron-Core 0.16.
+        # One kernel turns queries and one keys; Megatron's other way asks the device for the rows'
+        # lengths, twice each. The fused one forgets YaRN's factor on packed rows, and that of
+        # latent attention is experimental in Megatron-Core 0.16.
         "apply_rope_fusion": engine >= (1, 12) and not model.latent and not model.rope.yarn,
         "bias_activation_fusion": found.triton,
         # Weights' gradients are added to the fp32 sums by the kernel that computes them.
@@ -88,7 +101,10 @@ def fused_kernels(found: Installed, model: ModelDescription, parallel: ParallelC
         "moe_token_dispatcher_type": "alltoall",
     }
     if model.experts:
-        fields |= {"moe_grouped_gemm": bool(engine), "moe_permute_fusion": bool(engine) and found.permutation}
+        fields |= {
+            "moe_grouped_gemm": bool(engine),
+            "moe_permute_fusion": bool(engine) and found.permutation,
+        }
         # Its kernels carry bfloat16 alone.
         if found.deep_ep and parallel.expert > 1 and dtype == torch.bfloat16:
             fields |= {"moe_token_dispatcher_type": "flex", "moe_enable_deepep": True}

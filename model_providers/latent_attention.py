@@ -1,4 +1,6 @@
-"""Corrects what Megatron-Core 0.16.1 gets wrong of latent attention under tensor parallelism, or with Transformer Engine."""
+"""Corrects what Megatron-Core 0.16.1 gets wrong of latent attention under tensor parallelism, or
+with Transformer Engine.
+"""
 
 from typing import Any
 
@@ -19,9 +21,17 @@ def mend_latent_attention(chunk: nn.Module, config: MLATransformerConfig) -> Non
     for module in chunk.modules():
         if isinstance(module, MLASelfAttention):
             parts = module._modules
-            downs = [parts[name] for name in ("linear_q_down_proj", "linear_kv_down_proj") if name in parts]
-            ups = [parts[name] for name in ("linear_q_up_proj", "linear_kv_up_proj") if name in parts]
-            if config.sequence_parallel and isinstance(module.linear_kv_down_proj, ColumnParallelLinear):
+            downs = [
+                parts[name]
+                for name in ("linear_q_down_proj", "linear_kv_down_proj")
+                if name in parts
+            ]
+            ups = [
+                parts[name] for name in ("linear_q_up_proj", "linear_kv_up_proj") if name in parts
+            ]
+            if config.sequence_parallel and isinstance(
+                module.linear_kv_down_proj, ColumnParallelLinear
+            ):
                 _sum_gradients_of_the_shared_key(module)
             for down in downs:
                 _count_once(down)
@@ -31,23 +41,26 @@ def mend_latent_attention(chunk: nn.Module, config: MLATransformerConfig) -> Non
 
 
 def _count_once(down: Any) -> None:
-    """Transformer Engine marks every weight as a shard. These it holds whole on every rank: their gradients, equal everywhere,
-    would enter the global norm once a rank.
+    """Transformer Engine marks every weight as a shard. These it holds whole on every rank: their
+    gradients, equal everywhere, would enter the global norm once a rank.
     """
     if not isinstance(down, ColumnParallelLinear):
         down.weight.tensor_model_parallel = False
 
 
 def _sum_gradients_of_the_shared_key(module: MLASelfAttention) -> None:
-    """Every head attends to one rotated key, so its gradient is a sum over all ranks' heads. Megatron-Core 0.16.1 gathers a
-    column-parallel `linear_kv_down_proj` itself, and its backward pass then takes only this rank's heads into account. What is
-    gathered here it leaves alone. Without sequence parallelism these models, all of experts, are not trained.
+    """Every head attends to one rotated key, so its gradient is a sum over all ranks' heads.
+    Megatron-Core 0.16.1 gathers a column-parallel `linear_kv_down_proj` itself, and its backward
+    pass then takes only this rank's heads into account. What is gathered here it leaves alone.
+    Without sequence parallelism these models, all of experts, are not trained.
     """
     module.linear_kv_down_proj.register_forward_hook(_whole)
 
 
 def _whole(_: nn.Module, given: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
-    """[s, b, (latent + key) / TP] -> [s / TP, b, latent + key], as from a linear that every rank has whole: Megatron gathers the
-    key along the sequence then, which sums in the backward pass.
+    """[s, b, (latent + key) / TP] -> [s / TP, b, latent + key], as from a linear that every rank
+    has whole: Megatron gathers the key along the sequence then, which sums in the backward pass.
     """
-    return scatter_to_sequence_parallel_region(gather_from_tensor_model_parallel_region(output[0])), output[1]
+    return scatter_to_sequence_parallel_region(
+        gather_from_tensor_model_parallel_region(output[0])
+    ), output[1]

@@ -3,7 +3,8 @@
 import torch
 from megatron.core.transformer import TransformerConfig
 
-LATENT_EPSILON = 1e-6  # of latent attention's narrow vectors in transformers, whatever rms_norm_eps is
+# of latent attention's narrow vectors in transformers, whatever rms_norm_eps is
+LATENT_EPSILON = 1e-6
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -11,7 +12,8 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        # finalize_model_grads adds up, over the TP ranks, the gradients of parameters that carry this mark.
+        # finalize_model_grads adds up, over the TP ranks, the gradients of parameters that carry
+        # this mark.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 

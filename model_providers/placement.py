@@ -1,4 +1,6 @@
-"""Computes which shard of which tensor a process holds, from the layout alone: nothing is built, no process is asked."""
+"""Computes which shard of which tensor a process holds, from the layout alone: nothing is built, no
+process is asked.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -28,7 +30,8 @@ def holdings(
     expert_rank: int,
     expert_tensor_rank: int,
 ) -> Iterator[Holding]:
-    """Everything that one process holds, with the modules of Megatron itself (not Transformer Engine's).
+    """Everything that one process holds, with the modules of Megatron itself (not Transformer
+    Engine's).
 
     Raises WeightMismatch, on use of a rule, and ValueError where the layout does not fit the model.
     """
@@ -37,9 +40,15 @@ def holdings(
     each = experts // parallel.expert
     for rule, layer, expert in instances(rules, layers=model.layers, experts=experts):
         if layer is None:
-            if stage != (0 if rule.opens else parallel.pipeline - 1) or (not rule.exported and stage == 0):
+            if stage != (0 if rule.opens else parallel.pipeline - 1) or (
+                not rule.exported and stage == 0
+            ):
                 continue  # tied, and this stage holds the embedding itself
         elif layer not in layers or (expert is not None and expert // each != expert_rank):
             continue
-        shard = (tensor_rank, parallel.tensor) if expert is None else (expert_tensor_rank, parallel.expert_tensor)
+        shard = (
+            (tensor_rank, parallel.tensor)
+            if expert is None
+            else (expert_tensor_rank, parallel.expert_tensor)
+        )
         yield Holding(rule, layer, expert, *((0, 1) if isinstance(rule, Replicated) else shard))

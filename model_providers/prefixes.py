@@ -1,7 +1,9 @@
-"""Causal attention of queries whose row began before them, by kernels that never hold a score for longer than a block.
+"""Causal attention of queries whose row began before them, by kernels that never hold a score for
+longer than a block.
 
-Those kernels know a square under the diagonal and a rectangle without a mask. A chunk of a row needs both: all that came before
-it, and itself. Each half gives its output and the logarithm of its softmax's denominator, from which the whole follows.
+Those kernels know a square under the diagonal and a rectangle without a mask. A chunk of a row
+needs both: all that came before it, and itself. Each half gives its output and the logarithm of its
+softmax's denominator, from which the whole follows.
 """
 
 from typing import Any
@@ -15,25 +17,33 @@ WIDEST = 256  # heads, of CUDA's kernel
 
 
 def has_kernel(query: Tensor) -> bool:
-    """Returns whether the kernels take such tensors, without dropout: on CUDA of half precision and narrow heads."""
+    """Returns whether the kernels take such tensors, without dropout: on CUDA of half precision and
+    narrow heads.
+    """
     if query.device.type != "cuda":
         return True
     return query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= WIDEST
 
 
-def attend_to_prefix(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
-    """[b, heads, q, d] over [b, groups, k, d], q below k -> [b, heads, q, d of values]; the last query sees the last key."""
+def attend_to_prefix(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None = None
+) -> Tensor:
+    """[b, heads, q, d] over [b, groups, k, d], q below k -> [b, heads, q, d of values]; the last
+    query sees the last key.
+    """
     width = value.shape[-1]
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    widest = -(-max(query.shape[-1], width) // 8) * 8  # one width for all, which CUDA's kernel can load
+    # one width for all, which CUDA's kernel can load
+    widest = -(-max(query.shape[-1], width) // 8) * 8
     query, key, value = (F.pad(x, (0, widest - x.shape[-1])) for x in (query, key, value))
     attended: Tensor = _Joined.apply(query, key, value, scale)
     return attended[..., :width]
 
 
 class _Joined(torch.autograd.Function):
-    """The softmax over both halves is each half's, weighted by its share of the denominator; so is the backward pass, where a
-    kernel that is given the whole's output and denominator computes its half's gradients.
+    """The softmax over both halves is each half's, weighted by its share of the denominator; so is
+    the backward pass, where a kernel that is given the whole's output and denominator computes its
+    half's gradients.
     """
 
     @staticmethod
@@ -57,21 +67,35 @@ class _Joined(torch.autograd.Function):
         groups = key.shape[1]
         before, own = _halves(key, value, ctx.split)
         grad, whole, sums = (_behind(x, groups) for x in (grads[0], attended, denominator))
-        first = _backward(grad, _behind(query, groups), *before, whole, sums, ctx.seeds[0], False, ctx.scale)
-        second = _backward(grads[0], query, *_wide(query, *own), attended, denominator, ctx.seeds[1], True, ctx.scale)
+        first = _backward(
+            grad, _behind(query, groups), *before, whole, sums, ctx.seeds[0], False, ctx.scale
+        )
+        second = _backward(
+            grads[0],
+            query,
+            *_wide(query, *own),
+            attended,
+            denominator,
+            ctx.seeds[1],
+            True,
+            ctx.scale,
+        )
         to_query = _beside(first[0], query) + second[0]
-        shared = (x.unflatten(1, (groups, -1)).sum(2) for x in second[1:])  # by the heads of a group
+        # by the heads of a group
+        shared = (x.unflatten(1, (groups, -1)).sum(2) for x in second[1:])
         to_key, to_value = (torch.cat(both, 2) for both in zip(first[1:], shared, strict=True))
         return to_query, to_key, to_value, None
 
 
-def _halves(key: Tensor, value: Tensor, split: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def _halves(
+    key: Tensor, value: Tensor, split: int
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     return (key[:, :, :split], value[:, :, :split]), (key[:, :, split:], value[:, :, split:])
 
 
 def _behind(x: Tensor, groups: int) -> Tensor:
-    """[b, heads, q, ...] -> [b, groups, heads of a group * q, ...]: without a mask they are so many more queries of one head, and
-    no key need be copied for each.
+    """[b, heads, q, ...] -> [b, groups, heads of a group * q, ...]: without a mask they are so many
+    more queries of one head, and no key need be copied for each.
     """
     return x.unflatten(1, (groups, -1)).flatten(2, 3)
 
@@ -84,15 +108,25 @@ def _beside(x: Tensor, query: Tensor) -> Tensor:
 def _wide(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """A key and a value for every head."""
     repeat = query.shape[1] // key.shape[1]
-    return (key, value) if repeat == 1 else (key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1))
+    return (
+        (key, value)
+        if repeat == 1
+        else (key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1))
+    )
 
 
-def _forward(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
     """(output, logarithms of the denominators [b, heads, q], what the backward pass wants besides)."""
     if query.device.type == "cuda":
-        out, denominator, *seeds, _ = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scale)
+        out, denominator, *seeds, _ = aten._scaled_dot_product_flash_attention(
+            query, key, value, 0.0, causal, scale=scale
+        )
         return out, denominator, tuple(seeds)
-    return *aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scale), ()
+    return *aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, causal, scale=scale
+    ), ()
 
 
 def _backward(

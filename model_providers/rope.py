@@ -1,4 +1,6 @@
-"""Rotary position embeddings (arXiv:2104.09864) and the ways of stretching them that Megatron-Core 0.16 knows."""
+"""Rotary position embeddings (arXiv:2104.09864) and the ways of stretching them that Megatron-Core
+0.16 knows.
+"""
 
 import json
 import math
@@ -34,17 +36,25 @@ class Rope:
 
 
 def read_rope(config: HFConfig) -> Rope:
-    """transformers 5 writes `rope_parameters`; 4 wrote `rope_theta` and `rope_scaling` (with `type` or `rope_type`).
+    """transformers 5 writes `rope_parameters`; 4 wrote `rope_theta` and `rope_scaling` (with `type`
+    or `rope_type`).
 
-    Raises CheckpointError, naming the field, for what Megatron can't represent, and for what transformers refuses.
+    Raises CheckpointError, naming the field, for what Megatron can't represent, and for what
+    transformers refuses.
     """
     fields = _fields(config)
     kind = fields.pop("rope_type")
     if kind not in ("default", "linear", "llama3", "yarn"):
-        raise CheckpointError(f"rope_type={kind!r} is not supported; default, linear, llama3 and yarn are.")
+        raise CheckpointError(
+            f"rope_type={kind!r} is not supported; default, linear, llama3 and yarn are."
+        )
     base = _number(fields, "rope_theta")
-    if (partial := fields.pop("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))) != 1.0:
-        raise CheckpointError(f"partial_rotary_factor={partial} is not supported: the whole head is rotated.")
+    if (
+        partial := fields.pop("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    ) != 1.0:
+        raise CheckpointError(
+            f"partial_rotary_factor={partial} is not supported: the whole head is rotated."
+        )
     if kind in ("llama3", "yarn"):
         fields.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
     factor, yarn = 1.0, None
@@ -54,12 +64,20 @@ def read_rope(config: HFConfig) -> Rope:
         factor = _number(fields, "factor")
     if kind == "llama3":
         # Megatron hard-codes these three; another value would silently be another model.
-        for name, only in (("low_freq_factor", 1), ("high_freq_factor", 4), ("original_max_position_embeddings", 8192)):
+        for name, only in (
+            ("low_freq_factor", 1),
+            ("high_freq_factor", 4),
+            ("original_max_position_embeddings", 8192),
+        ):
             if (value := fields.pop(name, None)) != only:
-                raise CheckpointError(f"rope {name}={value} is not supported: Megatron-Core 0.16 knows {only} only.")
+                raise CheckpointError(
+                    f"rope {name}={value} is not supported: Megatron-Core 0.16 knows {only} only."
+                )
     if fields:
         said = ", ".join(f"{name}={value}" for name, value in fields.items())
-        raise CheckpointError(f"rope parameters of type {kind} have {said}, which is not honoured here.")
+        raise CheckpointError(
+            f"rope parameters of type {kind} have {said}, which is not honoured here."
+        )
     return Rope(base, kind, factor, yarn)
 
 
@@ -76,10 +94,15 @@ def _fields(config: HFConfig) -> dict[str, Any]:
 
 
 def _number(fields: dict[str, Any], name: str) -> float:
-    """Takes a positive number out of `fields`. Raises CheckpointError where it is missing, null or something else."""
+    """Takes a positive number out of `fields`.
+
+    Raises CheckpointError where it is missing, null or something else.
+    """
     value = fields.pop(name, None)
     if not is_number(value, 0) or value == 0:
-        raise CheckpointError(f"rope {name}={json.dumps(value)}: it must be there and a positive number.")
+        raise CheckpointError(
+            f"rope {name}={json.dumps(value)}: it must be there and a positive number."
+        )
     return float(value)
 
 
@@ -92,7 +115,9 @@ def _optional(fields: dict[str, Any], name: str, default: float) -> float:
 
 
 def _yarn(fields: dict[str, Any], config: HFConfig) -> tuple[float, Yarn]:
-    """(factor, the rest); a factor that is null follows from the positions, one that is absent is refused, as by transformers."""
+    """(factor, the rest); a factor that is null follows from the positions, one that is absent is
+    refused, as by transformers.
+    """
     original = fields.pop("original_max_position_embeddings")
     if not is_whole(original, 1):
         raise CheckpointError(
@@ -114,13 +139,21 @@ def _yarn(fields: dict[str, Any], config: HFConfig) -> tuple[float, Yarn]:
         truncate=bool(truncate),
     )
     if (yarn.mscale is None) != (yarn.mscale_all_dim is None):
-        raise CheckpointError("rope mscale and mscale_all_dim of yarn must be given both or neither.")
+        raise CheckpointError(
+            "rope mscale and mscale_all_dim of yarn must be given both or neither."
+        )
     if computed and yarn.mscale is not None and config["model_type"] == "deepseek_v3":
-        raise CheckpointError("rope factor=null with mscale_all_dim: this family's attention needs the factor. Write it.")
+        raise CheckpointError(
+            "rope factor=null with mscale_all_dim: this family's attention needs the factor. Write it."
+        )
     attention = fields.pop("attention_factor", None)
     usual = _attention_factor(factor, yarn)
-    if attention is not None and not (is_number(attention) and math.isclose(attention, usual, rel_tol=1e-6)):
-        raise CheckpointError(f"rope attention_factor={attention} is not supported: Megatron-Core 0.16 always takes {usual:.6g}.")
+    if attention is not None and not (
+        is_number(attention) and math.isclose(attention, usual, rel_tol=1e-6)
+    ):
+        raise CheckpointError(
+            f"rope attention_factor={attention} is not supported: Megatron-Core 0.16 always takes {usual:.6g}."
+        )
     return factor, yarn
 
 

@@ -1,4 +1,6 @@
-"""Chooses the modules of a layer: Transformer Engine's where it imports, otherwise Megatron's own with our attention."""
+"""Chooses the modules of a layer: Transformer Engine's where it imports, otherwise Megatron's own
+with our attention.
+"""
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import TransformerConfig, multi_latent_attention
@@ -17,10 +19,13 @@ def block_spec(config: TransformerConfig, chunk: int | None) -> TransformerBlock
     """The layers of this pipeline stage, or of its `chunk` where the schedule is interleaved."""
     if uses_transformer_engine():
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=chunk)
-    # Megatron-Core 0.16.1, where it failed to import Transformer Engine, asks for this name nevertheless, and for its classes.
+    # Megatron-Core 0.16.1, where it failed to import Transformer Engine, asks for this name
+    # nevertheless, and for its classes.
     vars(moe_utils).setdefault("te_general_gemm", None)
     multi_latent_attention.HAVE_TE = False
-    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=chunk)
+    block = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=chunk
+    )
     for layer in {id(layer): layer for layer in block.layer_specs}.values():
         _use_ours(layer.submodules)
     block.layer_norm = RMSNorm

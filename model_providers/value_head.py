@@ -8,12 +8,16 @@ from torch import Tensor
 
 
 class ValueHead(torch.nn.Module):
-    """Hidden states -> one number a token; the whole head on every tensor-parallel process of the last stage."""
+    """Hidden states -> one number a token; the whole head on every tensor-parallel process of the
+    last stage.
+    """
 
     def __init__(self, config: Any, *, bias: bool):
         super().__init__()
         self.sequence_parallel = config.sequence_parallel
-        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
+        self.weight = torch.nn.Parameter(
+            torch.zeros(1, config.hidden_size, dtype=config.params_dtype)
+        )
         self.bias = torch.nn.Parameter(torch.zeros(1, dtype=config.params_dtype)) if bias else None
 
     def forward(self, hidden: Tensor) -> Tensor:

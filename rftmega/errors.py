@@ -1,4 +1,7 @@
-"""Defines a user's errors, one class a kind. Each message says what was given, why it cannot work and what to change."""
+"""Defines a user's errors, one class a kind.
+
+Each message says what was given, why it cannot work and what to change.
+"""
 
 import os
 import sys
@@ -32,7 +35,9 @@ class DataError(RFTMegaError):
 
 
 class LockedError(RFTMegaError):
-    """A folder that another program works in, or that can't be locked; names the process that holds it."""
+    """A folder that another program works in, or that can't be locked; names the process that holds
+    it.
+    """
 
 
 class CheckpointError(RFTMegaError):
@@ -48,7 +53,9 @@ class EngineError(RFTMegaError):
 
 
 class EngineFault(EngineError):
-    """An engine, or the process at the other end, is gone or hangs: nobody's mistake, and the run can be started again."""
+    """An engine, or the process at the other end, is gone or hangs: nobody's mistake, and the run
+    can be started again.
+    """
 
     exit_code = 1
 
@@ -60,31 +67,43 @@ class Diverged(RFTMegaError):
 
 
 class RewardError(RFTMegaError):
-    """An answer that can't be scored: a prompt's kind without weights, a remote reward that fails, a score that is no number."""
+    """An answer that can't be scored: a prompt's kind without weights, a remote reward that fails,
+    a score that is no number.
+    """
 
 
 class GapExceeded(RFTMegaError):  # noqa: N818  the finding's name
-    """Engine and trainer give other probabilities to the same tokens: answers that must not be learnt from."""
+    """Engine and trainer give other probabilities to the same tokens: answers that must not be
+    learnt from.
+    """
 
     exit_code = 77
 
 
 class NodeError(RFTMegaError):
-    """A host of the run that lacks something, or is not like the others; names the host and a rank on it."""
+    """A host of the run that lacks something, or is not like the others; names the host and a rank
+    on it.
+    """
 
 
 class NodeFault(NodeError):
-    """NodeFault reports a host that lacks something which may be there when the run is started again."""
+    """NodeFault reports a host that lacks something which may be there when the run is started
+    again.
+    """
 
     exit_code = 1
 
 
 FAULTS = (EngineFault, NodeFault)
-FINAL_CODES = (RFTMegaError.exit_code, Diverged.exit_code, GapExceeded.exit_code)  # starting again would not mend it
+# starting again would not mend it
+FINAL_CODES = (RFTMegaError.exit_code, Diverged.exit_code, GapExceeded.exit_code)
 
 
 class Preempted(Exception):  # noqa: N818  nothing went wrong
-    """The run is asked to stop, on all processes alike. `answers`: of a rollout, None for those that are not there."""
+    """The run is asked to stop, on all processes alike.
+
+    `answers`: of a rollout, None for those that are not there.
+    """
 
     def __init__(self, answers: Sequence[Any] = ()):
         super().__init__()
@@ -92,7 +111,9 @@ class Preempted(Exception):  # noqa: N818  nothing went wrong
 
 
 def exit_code_of(work: Callable[..., int], *given: object) -> int:
-    """Returns what `work`(*given) returns; where that raises an error of ours, the error's code, after the message on stderr."""
+    """Returns what `work`(*given) returns; where that raises an error of ours, the error's code,
+    after the message on stderr.
+    """
     try:
         return work(*given)
     except RFTMegaError as error:
@@ -101,6 +122,8 @@ def exit_code_of(work: Callable[..., int], *given: object) -> int:
 
 def reported(error: RFTMegaError) -> int:
     """Writes the error's message to stderr. Returns its exit code."""
-    where = f"[rank {os.environ.get('RANK', '0')}] " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
+    where = (
+        f"[rank {os.environ.get('RANK', '0')}] " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
+    )
     sys.stderr.write(f"{where}error: {error}\n")
     return error.exit_code

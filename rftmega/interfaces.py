@@ -1,6 +1,7 @@
 """These protocols are all that the learning half knows of the machinery. Nothing here computes.
 
-Every method is called with the *whole* batch, on every process alike; how it is split is the implementation's business.
+Every method is called with the *whole* batch, on every process alike; how it is split is the
+implementation's business.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,11 +32,18 @@ class RolloutEngine(Protocol):
     """Turns prompts into completions, under the weights that a WeightSync brought."""
 
     def generate(
-        self, prompts: Sequence[Prompt], *, seeds: Sequence[int], temperature: float, reward: "Reward | None" = None
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        seeds: Sequence[int],
+        temperature: float,
+        reward: "Reward | None" = None,
     ) -> list[Completion]:
-        """One completion a prompt, sampled with its own seed, whatever else is in the batch; temperature 0 is greedy.
+        """One completion a prompt, sampled with its own seed, whatever else is in the batch;
+        temperature 0 is greedy.
 
-        With a `reward` completions may come back with its scores, found where and while they were generated. Raises Preempted.
+        With a `reward` completions may come back with its scores, found where and while they were
+        generated. Raises Preempted.
         """
 
     def generate_until(
@@ -47,7 +55,9 @@ class RolloutEngine(Protocol):
         reward: "Reward | None" = None,
         enough: Enough,
     ) -> list[Completion | None]:
-        """The same until `enough` says so of what has been finished and scored; what has not been then is aborted, and None."""
+        """The same until `enough` says so of what has been finished and scored; what has not been
+        then is aborted, and None.
+        """
 
     def state(self) -> dict[str, Any]:
         """Returns the expected lengths, which decide which answers finish first; see Resumable."""
@@ -62,7 +72,10 @@ class Scorer(Protocol):
     """Scorer gives log-probs of rows."""
 
     def log_probs(self, rows: Rows, *, temperature: float | None = None) -> TokenStats:
-        """Scores every target of `rows` ([B, T]) under the present weights; no gradient. `temperature` None: the rollout's."""
+        """Scores every target of `rows` ([B, T]) under the present weights; no gradient.
+
+        `temperature` None: the rollout's.
+        """
 
     def reference_log_probs(self, rows: Rows) -> TokenStats:
         """The same under the frozen reference weights."""
@@ -72,13 +85,19 @@ class Policy(Scorer, Protocol):
     """Policy is the model that is trained."""
 
     def step(
-        self, experience: Experience, loss_fn: LossFn, *, auxiliary: Auxiliary | None = None, scored: Told | None = None
+        self,
+        experience: Experience,
+        loss_fn: LossFn,
+        *,
+        auxiliary: Auxiliary | None = None,
+        scored: Told | None = None,
     ) -> Metrics:
         """Takes one optimizer step on the rows of `experience` and of `auxiliary`.
 
-        The metrics have "optimizer_steps" (1, or 0 where gradients were not finite), "skipped_steps" (the opposite), and counts,
-        whose names begin with types.COUNT. An `experience` without old log-probs gets them from this step's forward pass:
-        `scored` is told them on every process before the optimizer acts, and may raise instead.
+        The metrics have "optimizer_steps" (1, or 0 where gradients were not finite),
+        "skipped_steps" (the opposite), and counts, whose names begin with types.COUNT. An
+        `experience` without old log-probs gets them from this step's forward pass: `scored` is told
+        them on every process before the optimizer acts, and may raise instead.
         """
 
 
@@ -86,7 +105,9 @@ class ValueScorer(Protocol):
     """ValueScorer gives values of rows."""
 
     def values(self, rows: Rows) -> Tensor:
-        """[B, T]: the value of each state in which a target is chosen, under the present weights; no gradient."""
+        """[B, T]: the value of each state in which a target is chosen, under the present weights;
+        no gradient.
+        """
 
 
 class ValueModel(ValueScorer, Protocol):
@@ -102,25 +123,34 @@ class WeightSync(Protocol):
     def push(self, *, version: int) -> Metrics: ...
 
     def checksums(self) -> list[SliceChecksums]:
-        """Returns checksums of the last push: as the trainer holds it, as sent, as it arrived. Called on every process."""
+        """Returns checksums of the last push: as the trainer holds it, as sent, as it arrived.
+
+        Called on every process.
+        """
 
 
 class Reward(Protocol):
-    """Scores answers, as many as there are; may be called from several threads at once, while others are still generated.
+    """Scores answers, as many as there are; may be called from several threads at once, while
+    others are still generated.
 
-    One that compares the answers to a prompt with each other has `whole_groups = True`, and is asked once all are there.
+    One that compares the answers to a prompt with each other has `whole_groups = True`, and is
+    asked once all are there.
     """
 
-    def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
+    def __call__(
+        self, prompts: Sequence[Prompt], completions: Sequence[Completion]
+    ) -> list[dict[str, float]]:
         """A dict a completion: named parts before weighting, and their weighted sum under "reward".
 
-        A prompt's kind decides which parts there are, so dicts of one call may differ in their keys.
+        A prompt's kind decides which parts there are, so dicts of one call may differ in their
+        keys.
         """
 
 
 class Resumable(Protocol):
-    """Something whose past the next step depends on: `state` gives it as JSON has it, but for tensors that nobody changes;
-    `load_state` takes it back. It is asked for after every step, so it copies nothing large.
+    """Something whose past the next step depends on: `state` gives it as JSON has it, but for
+    tensors that nobody changes; `load_state` takes it back. It is asked for after every step, so it
+    copies nothing large.
     """
 
     def state(self) -> Any: ...
@@ -129,7 +159,9 @@ class Resumable(Protocol):
 
 
 class Numerics(Protocol):
-    """Numerics tells how exactly an engine and the trainer can agree, and lets all processes agree on whether they do."""
+    """Numerics tells how exactly an engine and the trainer can agree, and lets all processes agree
+    on whether they do.
+    """
 
     dtype: str  # of the trainer's forward pass: float32 or bfloat16
     has_experts: bool
@@ -152,8 +184,8 @@ class Machinery(Protocol):
 
 
 class Checkpoints(Protocol):
-    """Keeps all that a run needs to go on: the states that it is given, and what the machinery adds (weights, optimizers,
-    random streams).
+    """Keeps all that a run needs to go on: the states that it is given, and what the machinery adds
+    (weights, optimizers, random streams).
     """
 
     def save(self, state: dict[str, Any], *, step: int) -> None:
@@ -163,13 +195,17 @@ class Checkpoints(Protocol):
         """Waits until the last save is on the disk."""
 
     def resume(self) -> dict[str, Any] | None:
-        """Loads the checkpoint that `checkpoint.resume` names. Returns its `state`; None: the run starts anew."""
+        """Loads the checkpoint that `checkpoint.resume` names.
+
+        Returns its `state`; None: the run starts anew.
+        """
 
 
 class Callback(Protocol):
     """Told what the trainer does (a base with empty methods: `trainer/callbacks.py`).
 
-    Callbacks see `metrics` in their order and may add to it; evaluation comes before those that write it down.
+    Callbacks see `metrics` in their order and may add to it; evaluation comes before those that
+    write it down.
     """
 
     def on_start(self, trainer: Any, metrics: Metrics) -> None: ...
@@ -177,12 +213,17 @@ class Callback(Protocol):
     def on_phase(self, trainer: Any, name: str, seconds: float) -> None: ...
 
     def on_experience(self, trainer: Any, samples: Samples, experience: Experience) -> None:
-        """Receives what step `trainer.step`, just done, has learnt from. Called before `on_step`."""
+        """Receives what step `trainer.step`, just done, has learnt from.
+
+        Called before `on_step`.
+        """
 
     def on_step(self, trainer: Any, metrics: Metrics) -> None: ...
 
     def on_save(self, trainer: Any) -> None:
-        """A checkpoint is about to be written: what was written of the steps before is to be on the disk."""
+        """A checkpoint is about to be written: what was written of the steps before is to be on the
+        disk.
+        """
 
     def on_given_up(self, trainer: Any) -> None:
         """The training ends within a step. On all callbacks, before `on_end` on any."""

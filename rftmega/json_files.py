@@ -1,4 +1,6 @@
-"""JSON of files that others wrote, read strictly: a file that two readers could take for two things is refused."""
+"""JSON of files that others wrote, read strictly: a file that two readers could take for two things
+is refused.
+"""
 
 import json
 import math
@@ -10,11 +12,13 @@ from typing import Any
 from rftmega.errors import CheckpointError, RFTMegaError
 
 DEEPEST = 200  # objects and lists within one another; Python's own limit depends on who calls
-MOST_BYTES = 512 * 2**20  # of a file that is read whole; the index of the largest published model has 10 MB
+# of a file that is read whole; the index of the largest published model has 10 MB
+MOST_BYTES = 512 * 2**20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"|[\[{\]}]', re.DOTALL)
 ESCAPES = re.compile(  # pairs of surrogates, single ones (named), every other escape
-    r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(?P<lone>\\u[dD][89a-fA-F][0-9a-fA-F]{2})|\\.", re.DOTALL
+    r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(?P<lone>\\u[dD][89a-fA-F][0-9a-fA-F]{2})|\\.",
+    re.DOTALL,
 )
 
 
@@ -29,32 +33,44 @@ class NotJSON(ValueError):  # noqa: N818  said of the text, not of the program
 def parse_json(content: str | bytes) -> Any:
     """Reads one JSON value; bytes are UTF-8 and may begin with a byte-order mark.
 
-    Raises NotJSON for what is no JSON, and for what Python's reader would let pass: a key that an object names twice, NaN and
-    infinity, a lone surrogate, more than DEEPEST levels.
+    Raises NotJSON for what is no JSON, and for what Python's reader would let pass: a key that an
+    object names twice, NaN and infinity, a lone surrogate, more than DEEPEST levels.
     """
     text = _decoded(content) if isinstance(content, bytes) else content.removeprefix("\ufeff")
     _refuse_depth(text)
     try:
-        value = json.loads(text, object_pairs_hook=_object, parse_constant=_refuse_constant, parse_float=_finite)
+        value = json.loads(
+            text, object_pairs_hook=_object, parse_constant=_refuse_constant, parse_float=_finite
+        )
     except json.JSONDecodeError as error:
         raise NotJSON(f"not JSON ({error.msg} at column {error.colno})", error.lineno) from error
     except _Twice as error:
-        raise NotJSON(f"the key {error.key!r} is there twice in one object", _second_line(text, error.key)) from error
+        raise NotJSON(
+            f"the key {error.key!r} is there twice in one object", _second_line(text, error.key)
+        ) from error
     except ValueError as error:  # a constant, a number that is too large
         raise NotJSON(str(error), None) from error
     for found in ESCAPES.finditer(text):
         if found["lone"]:
-            raise NotJSON(f"{found['lone']} is half a character (a lone surrogate)", _line(text, found.start()))
+            raise NotJSON(
+                f"{found['lone']} is half a character (a lone surrogate)",
+                _line(text, found.start()),
+            )
     return value
 
 
 def read_json(path: Path, *, raising: type[RFTMegaError] = CheckpointError) -> Any:
-    """Reads a file that holds one JSON value. Raises `raising`, naming file and line, where it can't."""
+    """Reads a file that holds one JSON value.
+
+    Raises `raising`, naming file and line, where it can't.
+    """
     try:
         if path.exists() and not path.is_file():
             raise raising(f"{path} is no file.")
         if (size := path.stat().st_size) > MOST_BYTES:
-            raise raising(f"{path} has {size:,} bytes; a file of JSON of more than {MOST_BYTES:,} is not read.")
+            raise raising(
+                f"{path} has {size:,} bytes; a file of JSON of more than {MOST_BYTES:,} is not read."
+            )
         content = path.read_bytes()
     except OSError as error:
         raise raising(f"{path} can't be read: {error.strerror or error}.") from error
@@ -65,8 +81,13 @@ def read_json(path: Path, *, raising: type[RFTMegaError] = CheckpointError) -> A
         raise raising(f"{place}: {error}.") from error
 
 
-def read_json_object(path: Path, *, raising: type[RFTMegaError] = CheckpointError) -> dict[str, Any]:
-    """Reads a file that holds one JSON object. Raises `raising`, naming file and line, where it can't."""
+def read_json_object(
+    path: Path, *, raising: type[RFTMegaError] = CheckpointError
+) -> dict[str, Any]:
+    """Reads a file that holds one JSON object.
+
+    Raises `raising`, naming file and line, where it can't.
+    """
     value = read_json(path, raising=raising)
     if not isinstance(value, dict):
         raise raising(f"{path} holds {kind_of(value)}, not an object (a mapping in braces).")
@@ -74,13 +95,24 @@ def read_json_object(path: Path, *, raising: type[RFTMegaError] = CheckpointErro
 
 
 def read_weight_map(path: Path, *, raising: type[RFTMegaError] = CheckpointError) -> dict[str, str]:
-    """Reads the index of a Hugging Face folder: tensor -> file in that folder. Raises `raising` where it is no such index."""
+    """Reads the index of a Hugging Face folder: tensor -> file in that folder.
+
+    Raises `raising` where it is no such index.
+    """
     found = read_json_object(path, raising=raising).get("weight_map")
     if not isinstance(found, dict) or not found:
-        raise raising(f"{path} is no index of weights: its weight_map is {kind_of(found)}, not tensors and their files.")
+        raise raising(
+            f"{path} is no index of weights: its weight_map is {kind_of(found)}, not tensors and their files."
+        )
     for name, file in found.items():
-        if not isinstance(file, str) or file != Path(file).name or not file.endswith(".safetensors"):
-            raise raising(f"{path} names {str(file)[:80]!r} for {name[:80]!r}, which is no *.safetensors file in its folder.")
+        if (
+            not isinstance(file, str)
+            or file != Path(file).name
+            or not file.endswith(".safetensors")
+        ):
+            raise raising(
+                f"{path} names {str(file)[:80]!r} for {name[:80]!r}, which is no *.safetensors file in its folder."
+            )
     return found
 
 
@@ -88,7 +120,13 @@ def kind_of(value: Any) -> str:
     """Returns JSON's name for a value, with its article."""
     if isinstance(value, dict):
         return "an object" if value else "empty"
-    names = {list: "a list", str: "a string", bool: "true or false", int: "a number", float: "a number"}
+    names = {
+        list: "a list",
+        str: "a string",
+        bool: "true or false",
+        int: "a number",
+        float: "a number",
+    }
     return names.get(type(value), "null")
 
 
@@ -136,14 +174,20 @@ def _refuse_depth(text: str) -> None:
         if found[0] in "[{":
             depth += 1
             if depth > DEEPEST:
-                raise NotJSON(f"objects and lists are nested more than {DEEPEST} deep", _line(text, found.start()))
+                raise NotJSON(
+                    f"objects and lists are nested more than {DEEPEST} deep",
+                    _line(text, found.start()),
+                )
         elif found[0] in "]}":
             depth -= 1
 
 
 def _second_line(text: str, key: str) -> int | None:
     """Returns the line where a key stands for the second time, as far as it is written plainly."""
-    places = [found.start() for found in re.finditer(re.escape(json.dumps(key, ensure_ascii=False)) + r"\s*:", text)]
+    places = [
+        found.start()
+        for found in re.finditer(re.escape(json.dumps(key, ensure_ascii=False)) + r"\s*:", text)
+    ]
     return _line(text, places[1]) if len(places) > 1 else None
 
 

@@ -1,8 +1,9 @@
 """The nouns that flow: Prompt -> Completion -> Samples -> Experience -> TokenLoss.
 
-Per-token tensors are [B, T] and aligned with *targets*: column t speaks about token t + 1, so `logp[b, t]` is the
-log-probability of `tokens[b, t + 1]` given `tokens[b, : t + 1]`. Rows start at column 0 (prompt, response, padding) and
-every mask is made from lengths, never from token values: a padding id may well be a word.
+Per-token tensors are [B, T] and aligned with *targets*: column t speaks about token t + 1, so
+`logp[b, t]` is the log-probability of `tokens[b, t + 1]` given `tokens[b, : t + 1]`. Rows start at
+column 0 (prompt, response, padding) and every mask is made from lengths, never from token values: a
+padding id may well be a word.
 """
 
 import itertools
@@ -15,7 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 
 Metrics = dict[str, float]
-COUNT = "count of "  # begins the names of a step's metrics that add up over optimizer steps, such as tokens
+# begins the names of a step's metrics that add up over optimizer steps, such as tokens
+COUNT = "count of "
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +32,25 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One answer of an engine. A truncated answer ("length") keeps its last token; a stopped one ends in the stop token."""
+    """One answer of an engine.
+
+    A truncated answer ("length") keeps its last token; a stopped one ends in the stop token.
+    """
 
     token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]  # of each token, under the distribution it was sampled from (temperature included)
+    # of each token, under the distribution it was sampled from (temperature included)
+    logprobs: tuple[float, ...]
     finish_reason: Literal["stop", "length"]
     policy_version: int
-    scores: dict[str, float] | None = None  # by a reward: its parts and their sum, "reward"; None where it was not asked yet
-    versions: tuple[int, ...] = ()  # of the policy that chose each token, where a push came in between; (): policy_version
+    # by a reward: its parts and their sum, "reward"; None where it was not asked yet
+    scores: dict[str, float] | None = None
+    # of the policy that chose each token, where a push came in between; (): policy_version
+    versions: tuple[int, ...] = ()
     routes: Tensor | None = field(default=None, compare=False)
-    """[prompt + answer - 1, layers with experts, experts a token] int16: the experts that the engine's router sent each fed token
-    to, largest weight first; None of a dense model, or where the engine does not tell."""
+    """[prompt + answer - 1, layers with experts, experts a token] int16: the experts that the
+    engine's router sent each fed token to, largest weight first; None of a dense model, or where
+    the engine does not tell.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +73,10 @@ class Rows:
     def with_end(self) -> "Rows":
         """The rows with one more place behind each, for scores of whole answers.
 
-        A model is fed all tokens of a row but the last, which is a target only. A value model's word on the whole answer is its
-        value after the last token: with a target behind that (0, never fed, never predicted) it stands in column lengths - 2
-        of the longer row. `algorithms.supervised.last_value` reads it there.
+        A model is fed all tokens of a row but the last, which is a target only. A value model's
+        word on the whole answer is its value after the last token: with a target behind that (0,
+        never fed, never predicted) it stands in column lengths - 2 of the longer row.
+        `algorithms.supervised.last_value` reads it there.
         """
         more = self.tokens.new_zeros(len(self.tokens), 1)
         return Rows(torch.cat([self.tokens, more], dim=1), self.prompt_lengths, self.lengths + 1)
@@ -87,8 +98,10 @@ class Samples:
     reward: Tensor  # [B] float
     group: Tensor  # [B] int64
     truncated: Tensor  # [B] bool
-    reward_parts: dict[str, Tensor]  # name -> [B], before weighting; NaN where a prompt's kind doesn't ask for it
-    versions: Tensor | None = None  # [B, T] int64: of the policy that chose each token, -1 outside the response; None: not known
+    # name -> [B], before weighting; NaN where a prompt's kind doesn't ask for it
+    reward_parts: dict[str, Tensor]
+    # [B, T] int64: of the policy that chose each token, -1 outside the response; None: not known
+    versions: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -119,7 +132,12 @@ class Samples:
         before = [0, *itertools.accumulate(int(part.group.max()) + 1 for part in parts)]
 
         def side_by_side(tensors: Iterable[Tensor], columns: int = 0, fill: int = 0) -> Tensor:
-            return torch.cat([functional.pad(x, (0, columns - x.shape[1]), value=fill) if columns else x for x in tensors])
+            return torch.cat(
+                [
+                    functional.pad(x, (0, columns - x.shape[1]), value=fill) if columns else x
+                    for x in tensors
+                ]
+            )
 
         versions = [part.versions for part in parts if part.versions is not None]
 
@@ -141,20 +159,28 @@ class Samples:
 
 @dataclass(frozen=True, slots=True)
 class Experience:
-    """Experience holds everything of one rollout that a loss may look at, besides the present policy's log-probs."""
+    """Experience holds everything of one rollout that a loss may look at, besides the present
+    policy's log-probs.
+    """
 
     tokens: Tensor  # [B, T + 1]
     prompt_lengths: Tensor  # [B]
     lengths: Tensor  # [B]
     mask: Tensor  # [B, T] True where the target is a response token
     behaviour_logp: Tensor  # [B, T] under the engine that sampled it
-    old_logp: Tensor | None  # [B, T] under the trainer, before this rollout's first update; None until its forward pass says it
-    reference_logp: Tensor | None  # [B, T] under the reference policy; None where no KL is asked for
+    # [B, T] under the trainer, before this rollout's first update; None until its forward pass says
+    # it
+    old_logp: Tensor | None
+    # [B, T] under the reference policy; None where no KL is asked for
+    reference_logp: Tensor | None
     advantage: Tensor  # [B, T]
-    old_value: Tensor | None = None  # [B, T] of the critic, before this rollout's first update; None where there is no critic
+    # [B, T] of the critic, before this rollout's first update; None where there is no critic
+    old_value: Tensor | None = None
     returns: Tensor | None = None  # [B, T] what the critic should have said
-    entropy: Tensor | None = None  # [B, T] of the trainer's distribution at old_logp's time; None where the policy gives none
-    versions: Tensor | None = None  # [B, T] int64: of the policy that chose each token, -1 outside the response; None: not known
+    # [B, T] of the trainer's distribution at old_logp's time; None where the policy gives none
+    entropy: Tensor | None = None
+    # [B, T] int64: of the policy that chose each token, -1 outside the response; None: not known
+    versions: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -184,7 +210,10 @@ class Experience:
 
     @staticmethod
     def join(parts: "Iterable[Experience]") -> "Experience":
-        """Rows of all parts, in their order, as wide as the widest. What one of them does not have (None) none has."""
+        """Rows of all parts, in their order, as wide as the widest.
+
+        What one of them does not have (None) none has.
+        """
         parts = list(parts)
         width = max(part.tokens.shape[1] for part in parts)
 
@@ -196,7 +225,12 @@ class Experience:
                 return torch.cat(values)
             fill = -1 if name == "versions" else 0
             missing = [width - part.tokens.shape[1] for part in parts]
-            return torch.cat([functional.pad(x, (0, extra), value=fill) for x, extra in zip(values, missing, strict=True)])
+            return torch.cat(
+                [
+                    functional.pad(x, (0, extra), value=fill)
+                    for x, extra in zip(values, missing, strict=True)
+                ]
+            )
 
         made: dict[str, Any] = {f.name: joined(f.name) for f in fields(Experience)}
         return Experience(**made)
@@ -222,7 +256,9 @@ class TokenValues:
 
 @dataclass(frozen=True, slots=True)
 class TokenMetric:
-    """A metric before anyone has reduced it: its mean is sum(value * weight) / sum(count), over all micro-batches and ranks."""
+    """A metric before anyone has reduced it: its mean is sum(value * weight) / sum(count), over all
+    micro-batches and ranks.
+    """
 
     value: Tensor  # [B, T], no gradient
     weight: Tensor  # [B, T]; 0 outside the mask
@@ -235,17 +271,23 @@ class TokenLoss:
 
     value: Tensor  # [B, T]
     weight: Tensor  # [B, T]; 0 outside the mask
-    count: Tensor  # integer scalar: how many things (tokens, sequences) `weight` averages over; the experience alone decides it
-    metrics: dict[str, TokenMetric]  # each with a weight of its own: how the loss is scaled changes no metric
+    # integer scalar: how many things (tokens, sequences) `weight` averages over; the experience
+    # alone decides it
+    count: Tensor
+    # each with a weight of its own: how the loss is scaled changes no metric
+    metrics: dict[str, TokenMetric]
 
 
-LossFn = Callable[[Any, Experience], TokenLoss]  # of TokenStats for a policy, of TokenValues for a value model
+# of TokenStats for a policy, of TokenValues for a value model
+LossFn = Callable[[Any, Experience], TokenLoss]
 Told = Callable[[TokenStats], None]  # of the log-probs before an update, by its own forward pass
 
 
 @dataclass(frozen=True, slots=True)
 class SliceChecksums:
-    """A slice of a weight on its way from a trainer's process to an engine's, before the engine repacks it."""
+    """A slice of a weight on its way from a trainer's process to an engine's, before the engine
+    repacks it.
+    """
 
     name: str  # of the Hugging Face tensor
     start: int  # rows (or columns, by how the tensor is cut) start to stop
@@ -264,9 +306,11 @@ class SliceChecksums:
 
 @dataclass(frozen=True, slots=True)
 class Auxiliary:
-    """A second loss in the same optimizer steps: `coef` x its mean, over its own rows and count, is added to the first.
+    """A second loss in the same optimizer steps: `coef` x its mean, over its own rows and count, is
+    added to the first.
 
-    Its rows were not sampled, so they are scored at temperature 1. Its metrics begin with `name` and "_".
+    Its rows were not sampled, so they are scored at temperature 1. Its metrics begin with `name`
+    and "_".
     """
 
     name: str

@@ -1,4 +1,6 @@
-"""An engine's rank without the engine: its loader takes from every tensor what vLLM's would, and keeps it."""
+"""An engine's rank without the engine: its loader takes from every tensor what vLLM's would, and
+keeps it.
+"""
 
 from collections.abc import Iterable
 
@@ -7,7 +9,9 @@ from torch import Tensor
 
 
 class BlockEngine:
-    """Loads as vLLM's rank `rank` of `ranks` does: blocks of heads, rows, columns and the padded vocabulary."""
+    """Loads as vLLM's rank `rank` of `ranks` does: blocks of heads, rows, columns and the padded
+    vocabulary.
+    """
 
     def __init__(self, rank: int, ranks: int, *, kv_heads: int = 2):
         self.rank, self.ranks, self.kv_heads = rank, ranks, kv_heads
@@ -25,7 +29,9 @@ class BlockEngine:
         if kind in ("k_proj", "v_proj") and self.ranks > self.kv_heads:  # a head on several ranks
             return tensor.chunk(self.kv_heads)[self.rank * self.kv_heads // self.ranks]
         if kind in ("w1", "w3") or (kind.endswith("_proj") and kind[0] in "qkvgu"):
-            return tensor.narrow(0, self.rank * tensor.shape[0] // self.ranks, tensor.shape[0] // self.ranks)
+            return tensor.narrow(
+                0, self.rank * tensor.shape[0] // self.ranks, tensor.shape[0] // self.ranks
+            )
         return tensor
 
     def trace_load(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:

@@ -1,9 +1,12 @@
-"""The fault table: kill -9 of a random rank at random moments, or a request to stop, and what the run ends with that goes on.
+"""The fault table: kill -9 of a random rank at random moments, or a request to stop, and what the
+run ends with that goes on.
 
-`make chaos` runs every case, prints one row each and writes runs/chaos.json. A case is a run of real ranks, one of which strikes
-itself at a random moment of a random phase: with SIGKILL, and the launcher starts all of them again; or with SIGTERM, and all of
-them save within the step and end, to be started as Slurm does with what it requeues. The exported weights must equal those of a
-run that nothing interrupted byte for byte, and metrics.jsonl line for line, but for what is of the machine (`UNLIKE`).
+`make chaos` runs every case, prints one row each and writes runs/chaos.json. A case is a run of
+real ranks, one of which strikes itself at a random moment of a random phase: with SIGKILL, and the
+launcher starts all of them again; or with SIGTERM, and all of them save within the step and end, to
+be started as Slurm does with what it requeues. The exported weights must equal those of a run that
+nothing interrupted byte for byte, and metrics.jsonl line for line, but for what is of the machine
+(`UNLIKE`).
 """
 
 import hashlib
@@ -34,18 +37,41 @@ from rftmega.trainer.checkpointing import WITHIN
 from tests.e2e.conftest import UNLIKE, numbers_of, write_arithmetic
 
 PHASES = ("rollout", "score", "update", "push", "save")
-COMMON = ["trainer.steps=6", "trainer.prompts_per_step=4", "trainer.export=true", "checkpoint.every=2", "checkpoint.keep=2"]
+COMMON = [
+    "trainer.steps=6",
+    "trainer.prompts_per_step=4",
+    "trainer.export=true",
+    "checkpoint.every=2",
+    "checkpoint.keep=2",
+]
 COMMON += ["algorithm.updates_per_epoch=2"]
 RUNS: dict[str, tuple[int, int, int, list[str]]] = {  # processes, kills, requests to stop, options
     "scripted, TP2 x PP2": (4, 10, 5, ["parallel.tensor=2", "parallel.pipeline=2"]),
-    "scripted, TP2 x DP2, distributed optimizer": (4, 10, 5, ["parallel.tensor=2", "optimizer.distributed=true"]),
-    "vllm, TP2": (2, 4, 3, ["parallel.tensor=2", "rollout.engine=vllm", "rollout.cpu_cache_gib=0.05", "rollout.max_batch=16"]),
+    "scripted, TP2 x DP2, distributed optimizer": (
+        4,
+        10,
+        5,
+        ["parallel.tensor=2", "optimizer.distributed=true"],
+    ),
+    "vllm, TP2": (
+        2,
+        4,
+        3,
+        [
+            "parallel.tensor=2",
+            "rollout.engine=vllm",
+            "rollout.cpu_cache_gib=0.05",
+            "rollout.max_batch=16",
+        ],
+    ),
 }
 
 
 @dataclass(frozen=True)
 class Strike:
-    """Rank `rank` gets the signal `delay` seconds after its `occurrence`-th phase of this name has begun."""
+    """Rank `rank` gets the signal `delay` seconds after its `occurrence`-th phase of this name has
+    begun.
+    """
 
     signal: str
     rank: int
@@ -77,13 +103,25 @@ def strike_out(strike: Strike, note: str) -> None:
     os.kill(os.getpid(), signal.Signals[strike.signal])
 
 
-def run(folder: Path, output: Path, processes: int, options: list[str], strike: Strike | None) -> int:
+def run(
+    folder: Path, output: Path, processes: int, options: list[str], strike: Strike | None
+) -> int:
     """The exit code of a run in this process's launcher, whose server of forks all runs share."""
-    config = configuration.load(folder / "run.yaml", [*COMMON, *options, f"trainer.output={output}", "faults.max_restarts=2"])
+    config = configuration.load(
+        folder / "run.yaml",
+        [*COMMON, *options, f"trainer.output={output}", "faults.max_restarts=2"],
+    )
     preflight.preflight(config, processes, local=True)
     preload = ["rftmega.launch.preloaded", "tests.chaos"]
     return launch(
-        processes, rank, config, strike, f"{output}.log", preload=preload, max_restarts=config.faults.max_restarts, stops=True
+        processes,
+        rank,
+        config,
+        strike,
+        f"{output}.log",
+        preload=preload,
+        max_restarts=config.faults.max_restarts,
+        stops=True,
     )
 
 
@@ -95,38 +133,61 @@ def result(output: Path) -> tuple[str, list[dict[str, Any]]]:
     return digest.hexdigest(), numbers_of(output)
 
 
-def strikes(kills: int, requests: int, processes: int, spent: dict[str, float], seed: int) -> Iterator[Strike]:
-    """At random, though each phase has its turn. `spent`: seconds that a phase takes, on average."""
+def strikes(
+    kills: int, requests: int, processes: int, spent: dict[str, float], seed: int
+) -> Iterator[Strike]:
+    """At random, though each phase has its turn.
+
+    `spent`: seconds that a phase takes, on average.
+    """
     rng = random.Random(seed)
     for kind, strikes_of in (("SIGKILL", kills), ("SIGTERM", requests)):
         for number in range(strikes_of):
             phase = PHASES[number % len(PHASES)]
             times = 3 if phase == "save" else 6
-            yield Strike(kind, rng.randrange(processes), phase, rng.randint(1, times), rng.uniform(0, spent.get(phase, 0.05)))
+            yield Strike(
+                kind,
+                rng.randrange(processes),
+                phase,
+                rng.randint(1, times),
+                rng.uniform(0, spent.get(phase, 0.05)),
+            )
 
 
 def done_of_the_last_step(output: Path) -> int | None:
-    """How much of its step a run had done that was asked to stop; None before its first step, where there is nothing to save."""
+    """How much of its step a run had done that was asked to stop; None before its first step, where
+    there is nothing to save.
+    """
     if not (output / "checkpoints" / retention.LATEST).exists():
         metrics = output / "metrics.jsonl"
-        assert not metrics.exists() or not metrics.read_text(), "it had done steps, and saved nothing"
+        assert not metrics.exists() or not metrics.read_text(), (
+            "it had done steps, and saved nothing"
+        )
         return None
     return len(read_manifest(retention.find(output / "checkpoints", None))["state"].get(WITHIN, []))
 
 
 def every_case(folder: Path, names: list[str]) -> Iterator[dict[str, Any]]:
     write_arithmetic(folder)
-    with tqdm(total=sum(RUNS[name][1] + RUNS[name][2] + 1 for name in names), unit="run", file=sys.stderr) as bar:
+    with tqdm(
+        total=sum(RUNS[name][1] + RUNS[name][2] + 1 for name in names), unit="run", file=sys.stderr
+    ) as bar:
         for name in names:
             processes, kills, requests, options = RUNS[name]
             bar.set_postfix_str(name)
             whole = folder / name.replace(" ", "_")
-            assert run(folder, whole, processes, options, None) == 0, Path(f"{whole}.log").read_text()[-3000:]
+            assert run(folder, whole, processes, options, None) == 0, Path(
+                f"{whole}.log"
+            ).read_text()[-3000:]
             wanted = result(whole)
             bar.update()
-            lines = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+            lines = [
+                json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()
+            ]
             spent = {phase: lines[-1].get(f"seconds_{phase}", 0.05) for phase in PHASES}
-            for number, strike in enumerate(strikes(kills, requests, processes, spent, seed=len(name))):
+            for number, strike in enumerate(
+                strikes(kills, requests, processes, spent, seed=len(name))
+            ):
                 output = folder / f"{whole.name}-{number}"
                 begin = time.monotonic()
                 code = run(folder, output, processes, options, strike)
@@ -137,9 +198,20 @@ def every_case(folder: Path, names: list[str]) -> Iterator[dict[str, Any]]:
                 seconds = time.monotonic() - begin
                 note, log = Path(f"{output}.log.strike"), Path(f"{output}.log").read_text()
                 found = result(output) if code == 0 else ("", [])
-                case = {"run": name, **asdict(strike), "struck_in": note.read_text() if note.exists() else "nowhere"}
-                case |= {"done_within": done_within, "seconds": round(seconds, 1), "exit_code": code}
-                case |= {"weights_equal": found[0] == wanted[0], "metrics_equal": found[1] == wanted[1]}
+                case = {
+                    "run": name,
+                    **asdict(strike),
+                    "struck_in": note.read_text() if note.exists() else "nowhere",
+                }
+                case |= {
+                    "done_within": done_within,
+                    "seconds": round(seconds, 1),
+                    "exit_code": code,
+                }
+                case |= {
+                    "weights_equal": found[0] == wanted[0],
+                    "metrics_equal": found[1] == wanted[1],
+                }
                 if not (case["weights_equal"] and case["metrics_equal"]):
                     case["log"] = log[-3000:]
                 yield case
@@ -152,7 +224,11 @@ def survived(case: dict[str, Any]) -> bool:
 
 
 def main() -> int:
-    names = [name for name in RUNS if not sys.argv[1:] or any(name.startswith(given) for given in sys.argv[1:])]
+    names = [
+        name
+        for name in RUNS
+        if not sys.argv[1:] or any(name.startswith(given) for given in sys.argv[1:])
+    ]
     header = ["run", "signal", "rank", "phase", "occurrence", "struck_in", "done_within", "seconds"]
     header += ["weights_equal", "metrics_equal"]
     sys.stdout.write("| " + " | ".join(header) + " |\n" + "|---" * len(header) + "|\n")
@@ -163,9 +239,13 @@ def main() -> int:
             sys.stdout.write("| " + " | ".join(str(case[name]) for name in header) + " |\n")
             sys.stdout.flush()
             Path("runs").mkdir(exist_ok=True)
-            Path("runs/chaos.json").write_text(json.dumps({"excluded_from_metrics": UNLIKE, "cases": cases}, indent=1))
+            Path("runs/chaos.json").write_text(
+                json.dumps({"excluded_from_metrics": UNLIKE, "cases": cases}, indent=1)
+            )
     good = sum(map(survived, cases))
-    sys.stdout.write(f"\n{good} of {len(cases)} runs ended with the weights and metrics of the uninterrupted one\n")
+    sys.stdout.write(
+        f"\n{good} of {len(cases)} runs ended with the weights and metrics of the uninterrupted one\n"
+    )
     return 0 if good == len(cases) else 1
 
 

@@ -11,12 +11,15 @@ from hypothesis import settings
 settings.register_profile("rftmega", deadline=None)  # a timing never decides a test
 settings.load_profile("rftmega")
 
-LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # what a launcher tells its ranks
+# what a launcher tells its ranks
+LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _TOLD = {name: os.environ[name] for name in LAUNCHED if name in os.environ}
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Only tests marked gpu see a GPU: all others are written for a CPU, with more ranks than a host has devices."""
+    """Only tests marked gpu see a GPU: all others are written for a CPU, with more ranks than a
+    host has devices.
+    """
     if Path("/proc/driver/nvidia").exists() and config.getoption("markexpr").strip() != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
@@ -28,8 +31,8 @@ os.umask(_UMASK)
 
 @pytest.fixture(autouse=True)
 def _process_as_it_was() -> Iterator[None]:
-    """A program that is run in this process may silence warnings, close new files to others or take itself for a rank; the next
-    test must not know.
+    """A program that is run in this process may silence warnings, close new files to others or take
+    itself for a rank; the next test must not know.
     """
     yield
     for name in LAUNCHED:

@@ -1,4 +1,6 @@
-"""Counts the code's language: `python -m tests.counters [FOLDER]` prints the figures of ARCHITECTURE.md's last table."""
+"""Counts the code's language: `python -m tests.counters [FOLDER]` prints the figures of
+ARCHITECTURE.md's last table.
+"""
 
 import ast
 import io
@@ -31,10 +33,16 @@ def counted(root: Path) -> dict[str, object]:
     rooms: Counter[str] = Counter()
     for path in sorted(path for room in ROOMS for path in (root / room).rglob("*.py")):
         text, parts = path.read_text(), path.relative_to(root).parts
-        rooms[parts[1] if parts[0] == "rftmega" and len(parts) > 2 else parts[0]] += text.count("\n")
+        rooms[parts[1] if parts[0] == "rftmega" and len(parts) > 2 else parts[0]] += text.count(
+            "\n"
+        )
         found, skipped = docstring_lines(ast.parse(text))
         docstrings += found
-        places = [token.start[0] for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type in CODE]
+        places = [
+            token.start[0]
+            for token in tokenize.generate_tokens(io.StringIO(text).readline)
+            if token.type in CODE
+        ]
         code = [line for line in places if line not in skipped]
         tokens += len(code)
         lines += len(set(code))

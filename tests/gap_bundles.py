@@ -1,4 +1,6 @@
-"""A bundle as the gate saves it, of a model's own log-probabilities by transformers, with one side off."""
+"""A bundle as the gate saves it, of a model's own log-probabilities by transformers, with one side
+off.
+"""
 
 from pathlib import Path
 
@@ -15,8 +17,15 @@ TEMPERATURE = 0.7
 
 @torch.no_grad()
 def bundle_of_the_start(model: Path, folder: Path, *, wrong: str) -> Path:
-    """Two rows of step 0. `wrong`: the engine or the trainer, whose every other token is off by 1."""
-    rows = Rows(torch.tensor([[5, 9, 100, 4, 4, 7, 8, 3], [3, 8, 8, 9, 1, 6, 2, 5]]), torch.tensor([3, 1]), torch.tensor([8, 8]))
+    """Two rows of step 0.
+
+    `wrong`: the engine or the trainer, whose every other token is off by 1.
+    """
+    rows = Rows(
+        torch.tensor([[5, 9, 100, 4, 4, 7, 8, 3], [3, 8, 8, 9, 1, 6, 2, 5]]),
+        torch.tensor([3, 1]),
+        torch.tensor([8, 8]),
+    )
     built = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     logits = built(rows.tokens[:, :-1]).logits / TEMPERATURE
     right = logits.log_softmax(-1).gather(-1, rows.tokens[:, 1:, None])[..., 0]
@@ -38,5 +47,7 @@ def bundle_of_the_start(model: Path, folder: Path, *, wrong: str) -> Path:
     )
     versions = torch.where(rows.mask, 0, -1)
     config = {"model": {"path": str(model)}}
-    GapBundle(0, TEMPERATURE, "float32", Limits(1e-3, 1e-4), rows, versions, evidence, config).save(folder)
+    GapBundle(0, TEMPERATURE, "float32", Limits(1e-3, 1e-4), rows, versions, evidence, config).save(
+        folder
+    )
     return folder

@@ -1,8 +1,9 @@
-"""An imitation of `torch.cuda` on a CPU, for `rftmega.device.CUDA`: streams, events, pinned memory and what they were asked.
+"""An imitation of `torch.cuda` on a CPU, for `rftmega.device.CUDA`: streams, events, pinned memory
+and what they were asked.
 
-Tensors of the "device" are a CPU's. What a real one would do later is done later here: a copy to pinned memory that nobody waits
-for, and all that is asked of another stream, happen when an event or a device is synchronised, or when later work of the same
-stream needs them.
+Tensors of the "device" are a CPU's. What a real one would do later is done later here: a copy to
+pinned memory that nobody waits for, and all that is asked of another stream, happen when an event
+or a device is synchronised, or when later work of the same stream needs them.
 """
 
 import ctypes
@@ -79,7 +80,9 @@ class _Deferring(TorchDispatchMode):
         size = args[1].untyped_storage().nbytes()
 
         def run_later() -> None:
-            assert args[1].untyped_storage().nbytes() == size, "memory was freed before it was copied"
+            assert args[1].untyped_storage().nbytes() == size, (
+                "memory was freed before it was copied"
+            )
             run()
 
         cuda.here.work.append(run_later)

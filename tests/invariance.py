@@ -1,7 +1,9 @@
-"""The invariance table: three optimizer steps mean the same under every layout, micro-batch size and order of rows.
+"""The invariance table: three optimizer steps mean the same under every layout, micro-batch size
+and order of rows.
 
-`make invariance` runs every case, prints one row each and writes runs/invariance.json; tests/distributed/test_invariance.py
-asserts the same. Differences are relative: |a - b| over |b| for a number, largest |a - b| over largest |b| for a tensor.
+`make invariance` runs every case, prints one row each and writes runs/invariance.json;
+tests/distributed/test_invariance.py asserts the same. Differences are relative: |a - b| over |b|
+for a number, largest |a - b| over largest |b| for a tensor.
 """
 
 import json
@@ -31,9 +33,17 @@ LENGTHS = (30, 29, 2, 28, 27, 1, 26, 25, 3, 30, 23, 4)  # row 5 is a prompt with
 ROWS = [[(37 * i + 11 * b) % 131 for i in range(length)] for b, length in enumerate(LENGTHS)]
 PROMPTS = [4, 10, 1, 3, 1, 1, 20, 7, 2, 5, 22, 1]
 CAPS = {1: 1000, 3: 80, 8: 30}  # micro-batches of one process -> tokens in each
-# Adam divides by |g| + epsilon: with the usual 1e-8, an element whose gradient is rounding noise moves by a full step in a
-# random direction, whatever the layout. A larger one keeps this a test of layouts.
-OPTIMIZER = OptimizerConfig(epsilon=1e-4, learning_rate=1e-2, weight_decay=0.1, clip_grad=0.5, schedule="cosine", warmup_steps=2)
+# Adam divides by |g| + epsilon: with the usual 1e-8, an element whose gradient is rounding noise
+# moves by a full step in a random direction, whatever the layout. A larger one keeps this a test of
+# layouts.
+OPTIMIZER = OptimizerConfig(
+    epsilon=1e-4,
+    learning_rate=1e-2,
+    weight_decay=0.1,
+    clip_grad=0.5,
+    schedule="cosine",
+    warmup_steps=2,
+)
 SHARDED = replace(OPTIMIZER, distributed=True)
 OVERLAPPED = replace(SHARDED, overlap_grad_reduce=True, overlap_param_gather=True)
 
@@ -54,8 +64,9 @@ class Setting:
     micro_batches: int = 3
     shuffled: bool = False
     dtype: str = "float32"
-    # For comparing bf16: without the clip, which is a jump, and in steps a tenth as large. In large ones the noise of one
-    # process in bf16 is anything from 0.05 to 0.25, by the micro-batch size alone: what is chaotic shows no mistake.
+    # For comparing bf16: without the clip, which is a jump, and in steps a tenth as large. In large
+    # ones the noise of one process in bf16 is anything from 0.05 to 0.25, by the micro-batch size
+    # alone: what is chaotic shows no mistake.
     smooth: bool = False
 
 
@@ -70,7 +81,9 @@ LAYOUTS: dict[str, dict[str, Layout]] = {
         "PP2, first stage of 1 layer": Layout(2, P(pipeline=2, first_stage_layers=1)),
         "PP3, last stage of 2 layers": Layout(3, P(pipeline=3, last_stage_layers=2)),
         "DP2": Layout(2, P()),
-        "DP2, gradient reduce overlapped": Layout(2, P(), replace(OPTIMIZER, overlap_grad_reduce=True)),
+        "DP2, gradient reduce overlapped": Layout(
+            2, P(), replace(OPTIMIZER, overlap_grad_reduce=True)
+        ),
         "DP4, distributed optimizer": Layout(4, P(), SHARDED),
         "DP2, distributed optimizer, overlapped": Layout(2, P(), OVERLAPPED),
         "CP2": Layout(2, P(context=2)),
@@ -81,10 +94,16 @@ LAYOUTS: dict[str, dict[str, Layout]] = {
         "CP2 x DP2, distributed optimizer": Layout(4, P(context=2), SHARDED),
         "TP2 x PP2, SP": Layout(4, P(tensor=2, pipeline=2, sequence=True)),
         "TP2 x PP2 x DP2": Layout(8, P(tensor=2, pipeline=2)),
-        "TP2 x PP2 x DP2, SP, distributed optimizer, overlapped": Layout(8, P(tensor=2, pipeline=2, sequence=True), OVERLAPPED),
-        "PP2 x VPP2 x DP2, distributed optimizer, overlapped": Layout(4, P(pipeline=2, virtual_pipeline=2), OVERLAPPED),
+        "TP2 x PP2 x DP2, SP, distributed optimizer, overlapped": Layout(
+            8, P(tensor=2, pipeline=2, sequence=True), OVERLAPPED
+        ),
+        "PP2 x VPP2 x DP2, distributed optimizer, overlapped": Layout(
+            4, P(pipeline=2, virtual_pipeline=2), OVERLAPPED
+        ),
         "one process, full recompute": Layout(1, P(recompute="full")),
-        "TP2 x PP2, SP, selective recompute": Layout(4, P(tensor=2, pipeline=2, sequence=True, recompute="selective")),
+        "TP2 x PP2, SP, selective recompute": Layout(
+            4, P(tensor=2, pipeline=2, sequence=True, recompute="selective")
+        ),
     },
     "qwen2-tied": {
         "TP4 (2 key-value heads)": Layout(4, P(tensor=4)),
@@ -104,7 +123,9 @@ LAYOUTS: dict[str, dict[str, Layout]] = {
         "EP2 x CP2": Layout(2, P(expert=2, context=2)),
         "EP2 x DP4, distributed optimizer": Layout(4, P(expert=2), SHARDED),
         "TP2, SP (whole experts)": Layout(2, P(tensor=2, sequence=True)),
-        "TP2, SP, distributed optimizer (whole experts)": Layout(2, P(tensor=2, sequence=True), SHARDED),
+        "TP2, SP, distributed optimizer (whole experts)": Layout(
+            2, P(tensor=2, sequence=True), SHARDED
+        ),
         "EP2 x TP4, SP": Layout(4, P(expert=2, tensor=4, sequence=True)),
         "DP2": Layout(2, P()),
     },
@@ -119,7 +140,9 @@ ALONE = Layout(1, P())
 # With the modules of Transformer Engine (its stub), against one process without.
 ENGINE: dict[str, dict[str, Layout]] = {
     variant: {
-        f"{name}, Transformer Engine": replace(({"one process": ALONE} | LAYOUTS[variant])[name], preloaded=TRANSFORMER_ENGINE)
+        f"{name}, Transformer Engine": replace(
+            ({"one process": ALONE} | LAYOUTS[variant])[name], preloaded=TRANSFORMER_ENGINE
+        )
         for name in names
     }
     for variant, names in {
@@ -145,7 +168,9 @@ ENGINE: dict[str, dict[str, Layout]] = {
         "deepseek-v3": ("one process", *LAYOUTS["deepseek-v3"]),
     }.items()
 }
-SETTINGS = [Setting(aggregation, n) for aggregation in AGGREGATIONS for n in CAPS] + [Setting(shuffled=True)]
+SETTINGS = [Setting(aggregation, n) for aggregation in AGGREGATIONS for n in CAPS] + [
+    Setting(shuffled=True)
+]
 SMOOTH = Setting(smooth=True)
 ROUGH = Setting(smooth=True, dtype="bfloat16")
 
@@ -180,7 +205,9 @@ def learn(folder: Path, layout: Layout, setting: Setting) -> dict[str, Any]:
     # Far from 0, where a loss has no digits: the bonus on a few nats.
     clip = 10.0 if setting.smooth else 0.2
     aggregation = AGGREGATIONS[setting.aggregation]
-    loss_fn = policy_loss(options=Clip(low=clip, high=clip), kl_coef=0.1, entropy_coef=0.5, aggregation=aggregation)
+    loss_fn = policy_loss(
+        options=Clip(low=clip, high=clip), kl_coef=0.1, entropy_coef=0.5, aggregation=aggregation
+    )
     metrics = [actor.step(experience, loss_fn) for _ in range(3)]
     after = actor.log_probs(rows)
     back = order.argsort()
@@ -194,14 +221,18 @@ def learn(folder: Path, layout: Layout, setting: Setting) -> dict[str, Any]:
     }
 
 
-def learn_body(world: Any, folder: Path, layout: Layout, settings: list[Setting]) -> list[dict[str, Any]]:
+def learn_body(
+    world: Any, folder: Path, layout: Layout, settings: list[Setting]
+) -> list[dict[str, Any]]:
     found = [learn(folder, layout, setting) for setting in settings]
     return found if world.rank == 0 else [{**run, "weights": {}} for run in found]
 
 
 def runs_of(folder: Path, layout: Layout, settings: list[Setting]) -> list[list[dict[str, Any]]]:
     """[setting][rank]; weights are rank 0's (the exporter's own tests compare the ranks)."""
-    by_rank = run_ranks(layout.processes, learn_body, folder, layout, settings, preloaded=layout.preloaded)
+    by_rank = run_ranks(
+        layout.processes, learn_body, folder, layout, settings, preloaded=layout.preloaded
+    )
     return [list(found) for found in zip(*by_rank, strict=True)]
 
 
@@ -214,7 +245,10 @@ def differences(found: list[dict[str, Any]], wanted: dict[str, Any]) -> dict[str
     }
     for name in ("logp", "entropy"):
         worst[name] = max(relative(run[name], wanted[name]) for run in found)
-    worst["weights"] = max(relative(found[0]["weights"][name].float(), tensor) for name, tensor in wanted["weights"].items())
+    worst["weights"] = max(
+        relative(found[0]["weights"][name].float(), tensor)
+        for name, tensor in wanted["weights"].items()
+    )
     return {name: worst[name] for name in QUANTITIES}
 
 
@@ -224,7 +258,9 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 def number_of_layouts() -> int:
     """Of the table; every variant has one process, too."""
-    return len(LAYOUTS) + sum(len(layouts) for table in (LAYOUTS, ENGINE) for layouts in table.values())
+    return len(LAYOUTS) + sum(
+        len(layouts) for table in (LAYOUTS, ENGINE) for layouts in table.values()
+    )
 
 
 def every_case(folder: Path) -> Iterator[dict[str, Any]]:
@@ -234,11 +270,19 @@ def every_case(folder: Path) -> Iterator[dict[str, Any]]:
             model = save_tiny(folder / variant, variant)
             settings = [*SETTINGS, SMOOTH, ROUGH]
             wanted: dict[tuple[str, bool], dict[str, Any]] = {}
-            for name, layout in ({"one process": ALONE} | layouts | ENGINE.get(variant, {})).items():
+            for name, layout in (
+                {"one process": ALONE} | layouts | ENGINE.get(variant, {})
+            ).items():
                 bar.set_postfix_str(f"{variant}, {name}")
                 for setting, found in zip(settings, runs_of(model, layout, settings), strict=True):
-                    reference = wanted.setdefault((setting.aggregation, setting.smooth), found[0])  # one process in fp32
-                    case = {"model": variant, "layout": name, "processes": layout.processes, **asdict(setting)}
+                    # one process in fp32
+                    reference = wanted.setdefault((setting.aggregation, setting.smooth), found[0])
+                    case = {
+                        "model": variant,
+                        "layout": name,
+                        "processes": layout.processes,
+                        **asdict(setting),
+                    }
                     yield case | differences(found, reference)
                 bar.update()
 
@@ -257,12 +301,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as models:
         for case in every_case(Path(models)):
             rows.append(case)
-            cells = [f"{case[name]:.1e}" if name in QUANTITIES else str(case[name]) for name in header]
+            cells = [
+                f"{case[name]:.1e}" if name in QUANTITIES else str(case[name]) for name in header
+            ]
             sys.stdout.write("| " + " | ".join(cells) + " |\n")
             sys.stdout.flush()
     write(rows)
     exact = [max(case[name] for name in QUANTITIES) for case in rows if case["dtype"] == "float32"]
-    sys.stdout.write(f"\n{len(rows)} cases; largest relative difference in float32: {max(exact):.1e}\n")
+    sys.stdout.write(
+        f"\n{len(rows)} cases; largest relative difference in float32: {max(exact):.1e}\n"
+    )
 
 
 if __name__ == "__main__":

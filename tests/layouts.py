@@ -40,25 +40,39 @@ def config_of(
         parallel=parallel,
         optimizer=optimizer or OptimizerConfig(learning_rate=1e-3),
         rollout=RolloutConfig(temperature=temperature),
-        algorithm=AlgorithmConfig(updates_per_epoch=updates_per_epoch, kl=KLConfig(coef=0.1 if keep_reference else 0.0)),
+        algorithm=AlgorithmConfig(
+            updates_per_epoch=updates_per_epoch, kl=KLConfig(coef=0.1 if keep_reference else 0.0)
+        ),
         trainer=TrainerConfig(steps=100 // updates_per_epoch, max_tokens_per_micro_batch=token_cap),
     )
 
 
 def build_manager(folder: Path, parallel: ParallelConfig, **settings: Any) -> MegatronModelManager:
-    return MegatronModelManager(config_of(folder, parallel, **settings), Topology.create(parallel, seed=1))
+    return MegatronModelManager(
+        config_of(folder, parallel, **settings), Topology.create(parallel, seed=1)
+    )
 
 
 def build_actor(
-    folder: Path, parallel: ParallelConfig, optimizer: OptimizerConfig | None = None, **settings: Any
+    folder: Path,
+    parallel: ParallelConfig,
+    optimizer: OptimizerConfig | None = None,
+    **settings: Any,
 ) -> MegatronActor:
-    return MegatronActor(config_of(folder, parallel, optimizer, **settings), Topology.create(parallel, seed=1))
+    return MegatronActor(
+        config_of(folder, parallel, optimizer, **settings), Topology.create(parallel, seed=1)
+    )
 
 
 def build_critic(
-    folder: Path, parallel: ParallelConfig, optimizer: OptimizerConfig | None = None, **settings: Any
+    folder: Path,
+    parallel: ParallelConfig,
+    optimizer: OptimizerConfig | None = None,
+    **settings: Any,
 ) -> MegatronCritic:
-    return MegatronCritic(config_of(folder, parallel, optimizer, **settings), Topology.create(parallel, seed=1))
+    return MegatronCritic(
+        config_of(folder, parallel, optimizer, **settings), Topology.create(parallel, seed=1)
+    )
 
 
 def rows_of(token_lists: list[list[int]], prompt_lengths: list[int] | None = None) -> Rows:
@@ -66,12 +80,20 @@ def rows_of(token_lists: list[list[int]], prompt_lengths: list[int] | None = Non
     tokens = torch.zeros(len(token_lists), int(lengths.max()), dtype=torch.int64)
     for row, ids in enumerate(token_lists):
         tokens[row, : len(ids)] = torch.tensor(ids)
-    return Rows(tokens, torch.tensor(prompt_lengths) if prompt_lengths else torch.ones_like(lengths), lengths)
+    return Rows(
+        tokens,
+        torch.tensor(prompt_lengths) if prompt_lengths else torch.ones_like(lengths),
+        lengths,
+    )
 
 
 @torch.no_grad()
-def packed_logits(manager: MegatronModelManager, token_lists: list[list[int]]) -> torch.Tensor | None:
-    """[N, V] of all tokens that predict one, row by row, on the last stage's first tensor-parallel rank; None elsewhere."""
+def packed_logits(
+    manager: MegatronModelManager, token_lists: list[list[int]]
+) -> torch.Tensor | None:
+    """[N, V] of all tokens that predict one, row by row, on the last stage's first tensor-parallel
+    rank; None elsewhere.
+    """
     rows = rows_of(token_lists)
     mask = torch.arange(rows.tokens.shape[1]) < rows.lengths[:, None] - 1
     for chunk in manager.chunks:
@@ -80,7 +102,9 @@ def packed_logits(manager: MegatronModelManager, token_lists: list[list[int]]) -
     def forward_step(batches: Any, model: Any) -> tuple[torch.Tensor, Any]:
         next(batches)
         output = custom_forward(model, rows.tokens, mask, None, manager.config.sequence_parallel)
-        return output, lambda logits, non_loss_data: gather_from_tensor_model_parallel_region(logits)
+        return output, lambda logits, non_loss_data: gather_from_tensor_model_parallel_region(
+            logits
+        )
 
     # The interleaved schedule wants a micro-batch a stage at least.
     micro_batches = manager.topology.pipeline if len(manager.model) > 1 else 1

@@ -1,9 +1,10 @@
-"""The learning table: what examples/arithmetic/recipes learn, three seeds each, against what is asked of them.
+"""The learning table: what examples/arithmetic/recipes learn, three seeds each, against what is
+asked of them.
 
-`make learning` runs them, a core each, and writes runs/learning.json and a picture of the curves for each; names of recipes as
-arguments run only those, `--seeds 1` one seed. A run that has ended is not repeated while its config, start and data
-are the same.
-tests/e2e/test_learning.py asserts what is asked.
+`make learning` runs them, a core each, and writes runs/learning.json and a picture of the curves
+for each; names of recipes as arguments run only those, `--seeds 1` one seed. A run that has ended
+is not repeated while its config, start and data are the same. tests/e2e/test_learning.py asserts
+what is asked.
 """
 
 import argparse
@@ -36,12 +37,15 @@ STARTS = {  # folder in DEMO -> examples and steps of its warm start
 }
 SEEDS = (0, 1, 2)
 Record = dict[str, Any]
-importing = Lock()  # transformers makes its names as they are asked for, and not for two threads at once
+# transformers makes its names as they are asked for, and not for two threads at once
+importing = Lock()
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a run must do to `metric`, a share of 1 in its metrics.jsonl; for `by_answers` to the greedy answers of its policy."""
+    """What a run must do to `metric`, a share of 1 in its metrics.jsonl; for `by_answers` to the
+    greedy answers of its policy.
+    """
 
     rise: float = 0.0
     end: float = 0.0
@@ -74,14 +78,20 @@ class Learning:
         self.locks: defaultdict[tuple[str, int], Lock] = defaultdict(Lock)
 
     def __call__(self, names: Iterable[str], seeds: Sequence[int] = SEEDS) -> list[Record]:
-        """One record a run; all first seeds come before the second ones. Raises RuntimeError where one failed."""
+        """One record a run; all first seeds come before the second ones.
+
+        Raises RuntimeError where one failed.
+        """
         prepare()
         wanted = [(name, seed) for seed in seeds for name in names]
         cores: SimpleQueue[int] = SimpleQueue()
         for core in sorted(os.sched_getaffinity(0))[: self.jobs]:
             cores.put(core)
-        # A thread has a core, and so has what it starts: two runs that both use two threads wait for each other's.
-        with ThreadPoolExecutor(cores.qsize(), initializer=lambda: os.sched_setaffinity(0, {cores.get()})) as pool:
+        # A thread has a core, and so has what it starts: two runs that both use two threads wait
+        # for each other's.
+        with ThreadPoolExecutor(
+            cores.qsize(), initializer=lambda: os.sched_setaffinity(0, {cores.get()})
+        ) as pool:
             try:
                 return list(pool.map(self.run, *zip(*wanted, strict=True)))
             except BaseException:
@@ -98,21 +108,38 @@ class Learning:
 
 def overrides_of(name: str, seed: int) -> list[str]:
     """Of the recipe's file: one process, a folder of its own."""
-    given = ["parallel.tensor=1", "parallel.pipeline=1", f"trainer.seed={seed}", f"trainer.output={OUT}/{name}-{seed}"]
+    given = [
+        "parallel.tensor=1",
+        "parallel.pipeline=1",
+        f"trainer.seed={seed}",
+        f"trainer.output={OUT}/{name}-{seed}",
+    ]
     if needed := RUNS[name].needs:
         given.append(f"reward.model_path={OUT}/{needed}-{seed}/reward_model")
     return given
 
 
 def settings_of(name: str, seed: int) -> Record:
-    """What a run learns by: every option that is not at its default, and what is in the files that they name."""
+    """What a run learns by: every option that is not at its default, and what is in the files that
+    they name.
+    """
     config = load(EXAMPLE / f"recipes/{name}.yaml", overrides_of(name, seed))
-    named = [config.data.train, config.data.eval, config.model.path, config.reward.model_path, config.critic.path]
+    named = [
+        config.data.train,
+        config.data.eval,
+        config.model.path,
+        config.reward.model_path,
+        config.critic.path,
+    ]
     plain, chosen = asdict(RunConfig()), asdict(config)
     changed = {section: options for section, options in chosen.items() if options != plain[section]}
     for section, options in changed.items():
         if isinstance(options, dict):
-            changed[section] = {option: value for option, value in options.items() if value != plain[section][option]}
+            changed[section] = {
+                option: value
+                for option, value in options.items()
+                if value != plain[section][option]
+            }
     return {"config": changed, "files": {name: digest(ROOT / name) for name in named if name}}
 
 
@@ -130,16 +157,29 @@ def done(name: str, seed: int) -> Record | None:
 
 
 def learn(name: str, seed: int) -> Record:
-    """One run, from the command line to run.json in its folder. Raises RuntimeError where it failed."""
+    """One run, from the command line to run.json in its folder.
+
+    Raises RuntimeError where it failed.
+    """
     asked, folder = RUNS[name], ROOT / OUT / f"{name}-{seed}"
     folder.mkdir(parents=True, exist_ok=True)
-    command = ["train_rl.py", f"examples/arithmetic/recipes/{name}.yaml", *overrides_of(name, seed), "--processes", "1"]
+    command = [
+        "train_rl.py",
+        f"examples/arithmetic/recipes/{name}.yaml",
+        *overrides_of(name, seed),
+        "--processes",
+        "1",
+    ]
     say(f"{name}, seed {seed}: begins")
     begin, written = time.time(), commit()
     with (folder / "log.txt").open("w") as log:
-        ended = subprocess.run([sys.executable, *command], cwd=ROOT, stdout=log, stderr=log, check=False)
+        ended = subprocess.run(
+            [sys.executable, *command], cwd=ROOT, stdout=log, stderr=log, check=False
+        )
     if ended.returncode:
-        raise RuntimeError(f"{name}, seed {seed}, ended with {ended.returncode}; see {folder}/log.txt")
+        raise RuntimeError(
+            f"{name}, seed {seed}, ended with {ended.returncode}; see {folder}/log.txt"
+        )
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     curve = [(m["step"], m[asked.metric]) for m in metrics if asked.metric in m]
     if asked.by_answers:
@@ -157,7 +197,9 @@ def learn(name: str, seed: int) -> Record:
         "met": asked.met(curve[0][1], curve[-1][1]),
         "curve": curve,
         "learnt_from": [(m["step"], m["reward"]) for m in metrics if "reward" in m],
-        "logprob_gap_max": max((m["logprob_gap_max"] for m in metrics if "logprob_gap_max" in m), default=None),
+        "logprob_gap_max": max(
+            (m["logprob_gap_max"] for m in metrics if "logprob_gap_max" in m), default=None
+        ),
         "seconds": round(time.time() - begin),
         "date": time.strftime("%Y-%m-%dT%H:%MZ", time.gmtime()),
         "commit": written,
@@ -165,7 +207,9 @@ def learn(name: str, seed: int) -> Record:
         "settings": settings_of(name, seed),
     }
     (folder / "run.json").write_text(json.dumps(record, indent=1))
-    say(f"{name}, seed {seed}: {record['before']:.1%} -> {record['after']:.1%} in {record['seconds']} s")
+    say(
+        f"{name}, seed {seed}: {record['before']:.1%} -> {record['after']:.1%} in {record['seconds']} s"
+    )
     return json.loads(json.dumps(record))  # as `done` gives it
 
 
@@ -177,7 +221,10 @@ def accuracy(model: str | Path, file: str) -> float:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
     torch.set_num_threads(1)
-    policy, tokenizer = AutoModelForCausalLM.from_pretrained(ROOT / model), AutoTokenizer.from_pretrained(ROOT / model)
+    policy, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(ROOT / model),
+        AutoTokenizer.from_pretrained(ROOT / model),
+    )
     by_length = defaultdict(list)
     records = [json.loads(line) for line in (ROOT / file).read_text().splitlines()]
     for record in records:
@@ -185,7 +232,9 @@ def accuracy(model: str | Path, file: str) -> float:
     right = 0
     for length, group in by_length.items():
         tokens = torch.tensor([tokenizer.encode(record["prompt"]) for record in group])
-        answers = policy.generate(tokens, attention_mask=torch.ones_like(tokens), do_sample=False, max_new_tokens=4)[:, length:]
+        answers = policy.generate(
+            tokens, attention_mask=torch.ones_like(tokens), do_sample=False, max_new_tokens=4
+        )[:, length:]
         texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
         right += sum(text == record["label"] for text, record in zip(texts, group, strict=True))
     return right / len(records)
@@ -195,7 +244,13 @@ def prepare() -> None:
     """Data and warm starts in runs/demo, once; they are the same whenever they are made."""
     made = [[EXAMPLE / "make_data.py"]]
     made += [
-        [EXAMPLE / "warm_start.py", DEMO / f"data/{examples}.jsonl", DEMO / name, "--steps", str(steps)]
+        [
+            EXAMPLE / "warm_start.py",
+            DEMO / f"data/{examples}.jsonl",
+            DEMO / name,
+            "--steps",
+            str(steps),
+        ]
         for name, (examples, steps) in STARTS.items()
         if not (ROOT / DEMO / name / "model.safetensors").is_file()
     ]
@@ -206,7 +261,9 @@ def prepare() -> None:
 def commit() -> str:
     """Of the working tree, with a plus where it was changed since."""
     asked = ["git", "describe", "--always", "--dirty=+", "--abbrev=7", "--exclude=*"]
-    return subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    return subprocess.run(
+        asked, cwd=ROOT, capture_output=True, text=True, check=False
+    ).stdout.strip()
 
 
 def say(text: str) -> None:
@@ -224,10 +281,18 @@ def draw(name: str, records: Sequence[Record], target: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(7, 4))
     for record in records:
         colour = f"C{record['seed']}"
-        axes.plot(*zip(*record["curve"], strict=True), "o-", color=colour, label=f"held out, seed {record['seed']}")
+        axes.plot(
+            *zip(*record["curve"], strict=True),
+            "o-",
+            color=colour,
+            label=f"held out, seed {record['seed']}",
+        )
         if record["learnt_from"]:
             axes.plot(*zip(*record["learnt_from"], strict=True), color=colour, alpha=0.3)
-    axes.set(xlabel="step", title=f"{name} (thin: mean reward of the rollouts)" if records[0]["learnt_from"] else name)
+    axes.set(
+        xlabel="step",
+        title=f"{name} (thin: mean reward of the rollouts)" if records[0]["learnt_from"] else name,
+    )
     axes.legend(loc="lower right")
     figure.savefig(target, dpi=120, bbox_inches="tight")
     pyplot.close(figure)
@@ -240,14 +305,22 @@ def report(records: Sequence[Record]) -> str:
         "processor": platform.processor() or platform.machine(),
         "python": platform.python_version(),
     }
-    (ROOT / "runs/learning.json").write_text(json.dumps({"machine": machine, "runs": records}, indent=1))
-    lines = ["| recipe | " + " | ".join(f"seed {seed}" for seed in SEEDS) + " | asked | met |", "|---" * (len(SEEDS) + 3) + "|"]
+    (ROOT / "runs/learning.json").write_text(
+        json.dumps({"machine": machine, "runs": records}, indent=1)
+    )
+    lines = [
+        "| recipe | " + " | ".join(f"seed {seed}" for seed in SEEDS) + " | asked | met |",
+        "|---" * (len(SEEDS) + 3) + "|",
+    ]
     for name in RUNS:
         found = {record["seed"]: record for record in records if record["name"] == name}
         if not found:
             continue
         draw(name, list(found.values()), ROOT / OUT / f"{name}.png")
-        cells = [f"{100 * r['before']:.1f} to {100 * r['after']:.1f}" if (r := found.get(s)) else "" for s in SEEDS]
+        cells = [
+            f"{100 * r['before']:.1f} to {100 * r['after']:.1f}" if (r := found.get(s)) else ""
+            for s in SEEDS
+        ]
         met = sum(record["met"] for record in found.values())
         lines.append(f"| `{name}` | {' | '.join(cells)} | {RUNS[name]} | {met} of {len(found)} |")
     return "\n".join(lines) + "\n"
@@ -259,10 +332,14 @@ def ended() -> list[Record]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*", metavar="recipe", help=", ".join(RUNS))
     parser.add_argument("--seeds", type=int, default=len(SEEDS), help="how many")
-    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="runs at the same time")
+    parser.add_argument(
+        "--jobs", type=int, default=len(os.sched_getaffinity(0)), help="runs at the same time"
+    )
     given = parser.parse_args()
     if unknown := [name for name in given.names if name not in RUNS]:
         sys.exit(f"error: there is no run {unknown[0]!r}; these are: {', '.join(RUNS)}")

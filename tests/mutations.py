@@ -3,9 +3,10 @@
     python -m tests.mutations                    # all of tests/mutations.jsonl; writes runs/mutations.json
     python -m tests.mutations surrogates gae     # those whose file, test or note has one of these words
 
-A line of tests/mutations.jsonl is a bug: `file`, `old` (text that is there once) and `new`, the `test` that must fail, and a
-`note` of what goes wrong. Bugs are planted in a copy of the tree, and the tests must pass without them. There is none that
-takes a limit of the sandbox away: such a one could bring the machine down.
+A line of tests/mutations.jsonl is a bug: `file`, `old` (text that is there once) and `new`, the
+`test` that must fail, and a `note` of what goes wrong. Bugs are planted in a copy of the tree, and
+the tests must pass without them. There is none that takes a limit of the sandbox away: such a one
+could bring the machine down.
 """
 
 import argparse
@@ -29,7 +30,8 @@ ROOT = Path(__file__).parents[1]
 LIST = Path(__file__).with_suffix(".jsonl")
 LIMIT = 300  # seconds of one test
 FAILED = 1  # pytest's exit status: tests were run, and some failed
-CRASHED = (-signal.SIGSEGV, -signal.SIGABRT)  # of a process that read memory which the bug had freed
+# of a process that read memory which the bug had freed
+CRASHED = (-signal.SIGSEGV, -signal.SIGABRT)
 
 
 class Mutation(NamedTuple):
@@ -71,7 +73,9 @@ def problems(mutation: Mutation) -> list[str]:
     text = path.read_text()
     found = []
     if text.count(mutation.old) != 1:
-        found.append(f"{mutation.file} has the old text {text.count(mutation.old)} times, not once: {mutation.old!r}")
+        found.append(
+            f"{mutation.file} has the old text {text.count(mutation.old)} times, not once: {mutation.old!r}"
+        )
     if mutation.old == mutation.new:
         found.append(f"{mutation.file}: old and new are the same: {mutation.old!r}")
     if path.suffix == ".py" and not found:
@@ -90,7 +94,11 @@ def problems(mutation: Mutation) -> list[str]:
 def copied(folder: Path) -> Path:
     """A copy of the tree, as it is in the working tree."""
     listed = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+        ["git", "ls-files", "-co", "--exclude-standard", "-z"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     for name in filter(None, listed.stdout.split("\0")):
         if (ROOT / name).is_file():
@@ -104,7 +112,13 @@ def tested(tree: Path, tests: Sequence[str]) -> tuple[int | None, str]:
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
     environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     process = subprocess.Popen(
-        command, cwd=tree, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command,
+        cwd=tree,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     )
     try:
         said, _ = process.communicate(timeout=LIMIT * len(tests))
@@ -138,14 +152,24 @@ def planted(tree: Path, mutation: Mutation) -> Outcome:
 
 
 def chosen_of(words: Sequence[str]) -> list[Mutation]:
-    return [each for each in mutations() if not words or any(word in " ".join(each) for word in words)]
+    return [
+        each for each in mutations() if not words or any(word in " ".join(each) for word in words)
+    ]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("words", nargs="*", help="only bugs whose file, test or note has one of them")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "words", nargs="*", help="only bugs whose file, test or note has one of them"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="tests that run side by side (2)")
-    parser.add_argument("--passed", action="store_true", help="the tests passed a moment ago: don't run them without a bug first")
+    parser.add_argument(
+        "--passed",
+        action="store_true",
+        help="the tests passed a moment ago: don't run them without a bug first",
+    )
     given = parser.parse_args()
     chosen = chosen_of(given.words)
     wrong = [problem for each in chosen for problem in problems(each)]
@@ -154,18 +178,25 @@ def main() -> int:
         return 2
     with tempfile.TemporaryDirectory() as folder:
         trees = [copied(Path(folder) / f"tree{number}") for number in range(given.jobs)]
-        status, said = (0, "") if given.passed else tested(trees[0], sorted({each.test for each in chosen}))
+        status, said = (
+            (0, "") if given.passed else tested(trees[0], sorted({each.test for each in chosen}))
+        )
         if status != 0:
             sys.stderr.write(f"The tests fail without any bug:\n{said}\n")
             return 2
         outcomes = run(trees, chosen)
     survivors = [each for each in outcomes if not each.killed]
-    print(f"{len(outcomes) - len(survivors)} of {len(outcomes)} bugs were seen, {len(survivors)} survived")
+    print(
+        f"{len(outcomes) - len(survivors)} of {len(outcomes)} bugs were seen, {len(survivors)} survived"
+    )
     return int(bool(survivors))
 
 
 def run(trees: Sequence[Path], chosen: Sequence[Mutation]) -> list[Outcome]:
-    """All of them, as many side by side as there are copies of the tree. What is known is written down at once."""
+    """All of them, as many side by side as there are copies of the tree.
+
+    What is known is written down at once.
+    """
     free, outcomes = list(trees), list[Outcome]()
 
     def one(mutation: Mutation) -> Outcome:
@@ -180,7 +211,9 @@ def run(trees: Sequence[Path], chosen: Sequence[Mutation]) -> list[Outcome]:
             outcomes.append(outcome)
             written(outcomes)
             if not outcome.killed:
-                sys.stderr.write(f"SURVIVED ({outcome.why}) {outcome.mutation}: {outcome.mutation.test}\n")
+                sys.stderr.write(
+                    f"SURVIVED ({outcome.why}) {outcome.mutation}: {outcome.mutation.test}\n"
+                )
     return outcomes
 
 
@@ -190,7 +223,12 @@ def written(outcomes: Sequence[Outcome]) -> None:
     target.parent.mkdir(exist_ok=True)
     rows = []
     for each in outcomes:
-        found = {"line": each.mutation.line, "killed": each.killed, "why": each.why, "seconds": round(each.seconds, 1)}
+        found = {
+            "line": each.mutation.line,
+            "killed": each.killed,
+            "why": each.why,
+            "seconds": round(each.seconds, 1),
+        }
         rows.append(each.mutation._asdict() | found)
     target.write_text(json.dumps(rows, indent=1) + "\n")
 

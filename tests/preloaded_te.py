@@ -1,8 +1,11 @@
-"""What every rank with Transformer Engine needs, imported once in a server of its own: the stub before Megatron."""
+"""What every rank with Transformer Engine needs, imported once in a server of its own: the stub
+before Megatron.
+"""
 
 import os
 
-os.environ["TORCHDYNAMO_DISABLE"] = "1"  # fused activations as they are written: compiling them takes minutes
+# fused activations as they are written: compiling them takes minutes
+os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 from tests import stub_te  # noqa: E402
 
@@ -10,7 +13,9 @@ stub_te.install()
 
 import model_providers.installed  # noqa: E402
 
-FOUND = model_providers.installed.Installed(transformer_engine=model_providers.installed.version_of(stub_te.VERSION), triton=True)
+FOUND = model_providers.installed.Installed(
+    transformer_engine=model_providers.installed.version_of(stub_te.VERSION), triton=True
+)
 model_providers.installed.installed = lambda: FOUND  # type: ignore[assignment]
 
 import tests.preloaded  # noqa: E402, F401

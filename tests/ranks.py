@@ -1,8 +1,9 @@
 """Runs a function on N ranks and brings their results, or the first failure, back to pytest.
 
-Ranks talk over gloo, or over NCCL where this process computes on CUDA. On a CPU they are forked from a server process that
-has imported torch and Megatron once, so that a fresh set costs a fraction of a second. They meet in a file, so that no port is
-needed. Bodies are module-level functions: body(world, *args).
+Ranks talk over gloo, or over NCCL where this process computes on CUDA. On a CPU they are forked
+from a server process that has imported torch and Megatron once, so that a fresh set costs a
+fraction of a second. They meet in a file, so that no port is needed. Bodies are module-level
+functions: body(world, *args).
 """
 
 import functools
@@ -21,7 +22,8 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 CONTEXT = mp.get_context("forkserver")
-LOCAL, TRANSFORMER_ENGINE = "tests.preloaded", "tests.preloaded_te"  # what ranks have imported before they are forked
+# what ranks have imported before they are forked
+LOCAL, TRANSFORMER_ENGINE = "tests.preloaded", "tests.preloaded_te"
 CONTEXT.set_forkserver_preload([LOCAL])
 SERVERS = {LOCAL: forkserver.connect_to_new_process}
 
@@ -30,8 +32,15 @@ class RankFailure(AssertionError):
     """A rank raised or died; the message names it."""
 
 
-def run_ranks(world_size: int, body: Callable[..., Any], *args: Any, timeout: float = 180.0, preloaded: str = LOCAL) -> list[Any]:
-    """body(world, *args) on every rank; results in the order of ranks. Leaves no process behind, whatever happens.
+def run_ranks(
+    world_size: int,
+    body: Callable[..., Any],
+    *args: Any,
+    timeout: float = 180.0,
+    preloaded: str = LOCAL,
+) -> list[Any]:
+    """body(world, *args) on every rank; results in the order of ranks. Leaves no process behind,
+    whatever happens.
 
     With `preloaded` TRANSFORMER_ENGINE, Megatron found the stub of it.
     """
@@ -43,7 +52,9 @@ def run_ranks(world_size: int, body: Callable[..., Any], *args: Any, timeout: fl
         pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
         ranks = [
             context.Process(
-                target=_rank, args=(rank, world_size, meeting_place, pipes[rank][1], preloaded, body, args), daemon=True
+                target=_rank,
+                args=(rank, world_size, meeting_place, pipes[rank][1], preloaded, body, args),
+                daemon=True,
             )
             for rank in range(world_size)
         ]
@@ -117,9 +128,12 @@ def _rank(
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
     try:
         meeting = f"file://{meeting_place}/store"
-        dist.init_process_group(backend.collectives, init_method=meeting, rank=rank, world_size=world_size)
+        dist.init_process_group(
+            backend.collectives, init_method=meeting, rank=rank, world_size=world_size
+        )
         value = body(World(rank, world_size, rank, world_size, where), *args)
-        sender.send_bytes(pickle.dumps((True, value)))  # by value: a tensor in shared memory would outlive its rank
+        # by value: a tensor in shared memory would outlive its rank
+        sender.send_bytes(pickle.dumps((True, value)))
         dist.barrier()
         dist.destroy_process_group()
     except BaseException:  # whatever it is, it belongs to pytest
@@ -128,7 +142,9 @@ def _rank(
 
 
 def on_ranks(world_size: int) -> Callable[[Callable[..., Any]], Callable[[], None]]:
-    """Decorator: the body is a test that runs on `world_size` ranks and takes the world as its only argument."""
+    """Decorator: the body is a test that runs on `world_size` ranks and takes the world as its only
+    argument.
+    """
 
     def decorate(body: Callable[..., Any]) -> Callable[[], None]:
         def test() -> None:

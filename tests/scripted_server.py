@@ -1,8 +1,9 @@
-"""What answers as a vLLM server does, without a model: weights are a count, answers depend on the seed alone.
+"""What answers as a vLLM server does, without a model: weights are a count, answers depend on the
+seed alone.
 
-`--fault KIND --after N --marker FILE`: once, when N answers were given, it is killed or stopped (KIND: KILL or STOP); FILE is
-written then. Every answer is noted in FILE.answers. `--hang PATH`: requests there are never answered. `--pause SECONDS`: that
-each answer takes.
+`--fault KIND --after N --marker FILE`: once, when N answers were given, it is killed or stopped
+(KIND: KILL or STOP); FILE is written then. Every answer is noted in FILE.answers. `--hang PATH`:
+requests there are never answered. `--pause SECONDS`: that each answer takes.
 """
 
 import argparse

@@ -1,8 +1,10 @@
-"""Stands for Transformer Engine 2 on a CPU: its modules in plain torch, for Megatron's own wrappers to build upon.
+"""Stands for Transformer Engine 2 on a CPU: its modules in plain torch, for Megatron's own wrappers
+to build upon.
 
-Names of parameters, their attributes, signatures and collectives are Transformer Engine's; its kernels are not here. `install`
-comes before the first import of Megatron (see `preloaded_te.py`), which then believes in it: specs, fused names in checkpoints
-and the marks on parameters are Megatron's.
+Names of parameters, their attributes, signatures and collectives are Transformer Engine's; its
+kernels are not here. `install` comes before the first import of Megatron (see `preloaded_te.py`),
+which then believes in it: specs, fused names in checkpoints and the marks on parameters are
+Megatron's.
 """
 
 import sys
@@ -21,7 +23,15 @@ VERSION = "2.9.0"
 class _Base(Module):
     """What all of its modules with weights have."""
 
-    def __init__(self, *, tp_group: Any, tp_size: int, sequence_parallel: bool, parallel_mode: str | None, fuse: bool):
+    def __init__(
+        self,
+        *,
+        tp_group: Any,
+        tp_size: int,
+        sequence_parallel: bool,
+        parallel_mode: str | None,
+        fuse: bool,
+    ):
         super().__init__()
         self.tp_group, self.tp_size, self.parallel_mode = tp_group, tp_size, parallel_mode
         self.sequence_parallel = tp_size > 1 and sequence_parallel
@@ -32,14 +42,17 @@ class _Base(Module):
     def _weight(self, name: str, out: int, into: int, dtype: torch.dtype, init_method: Any) -> None:
         weight = Parameter(torch.empty(out, into, dtype=dtype))
         init_method(weight)
-        # So it does whatever the parallel mode is: a layer that every rank has whole is marked as well.
+        # So it does whatever the parallel mode is: a layer that every rank has whole is marked as
+        # well.
         weight.tensor_model_parallel = True  # type: ignore[attr-defined]
         weight.partition_dim = 1 if self.parallel_mode == "row" else 0  # type: ignore[attr-defined]
         weight.partition_stride = 1  # type: ignore[attr-defined]
         self.register_parameter(name, weight)
 
     def _multiply(self, x: Tensor, weight: Tensor) -> Tensor:
-        return _Accumulated.apply(x, weight) if self.fuse_wgrad_accumulation else F.linear(x, weight)
+        return (
+            _Accumulated.apply(x, weight) if self.fuse_wgrad_accumulation else F.linear(x, weight)
+        )
 
     def get_extra_state(self) -> Tensor:
         return torch.empty(0, dtype=torch.uint8)
@@ -48,7 +61,9 @@ class _Base(Module):
 
 
 class _Accumulated(torch.autograd.Function):
-    """A weight's gradient goes into main_grad at once; what autograd gets in its place is nobody's gradient."""
+    """A weight's gradient goes into main_grad at once; what autograd gets in its place is nobody's
+    gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Any) -> Tensor:
@@ -59,9 +74,13 @@ class _Accumulated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         (grad,), (x, held), weight = grads, ctx.saved_tensors, ctx.weight
-        weight.main_grad.add_((grad.flatten(0, -2).t() @ x.flatten(0, -2)).to(weight.main_grad.dtype))
+        weight.main_grad.add_(
+            (grad.flatten(0, -2).t() @ x.flatten(0, -2)).to(weight.main_grad.dtype)
+        )
         weight.grad_added_to_main_grad = True
-        return grad @ held, torch.full_like(held, 0.0 if getattr(weight, "zero_out_wgrad", False) else torch.nan)
+        return grad @ held, torch.full_like(
+            held, 0.0 if getattr(weight, "zero_out_wgrad", False) else torch.nan
+        )
 
 
 class Linear(_Base):
@@ -92,17 +111,31 @@ class Linear(_Base):
         self.out_features = out_features // (tp_size if parallel_mode == "column" else 1)
         self.use_bias, self.return_bias = bias, return_bias
         self._weight("weight", self.out_features, self.in_features, params_dtype, init_method)
-        self.bias: Any = Parameter(torch.zeros(self.out_features, dtype=params_dtype)) if bias else torch.empty(0)
+        self.bias: Any = (
+            Parameter(torch.zeros(self.out_features, dtype=params_dtype))
+            if bias
+            else torch.empty(0)
+        )
         if bias and parallel_mode == "column":
-            self.bias.tensor_model_parallel, self.bias.partition_dim, self.bias.partition_stride = True, 0, 1
+            self.bias.tensor_model_parallel, self.bias.partition_dim, self.bias.partition_stride = (
+                True,
+                0,
+                1,
+            )
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Any:
         from megatron.core import tensor_parallel as parallel
 
         group, split = self.tp_group, self.tp_size > 1
         if split and self.parallel_mode == "column":
-            whole = parallel.gather_from_sequence_parallel_region if self.sequence_parallel else None
-            x = whole(x, group=group) if whole else parallel.copy_to_tensor_model_parallel_region(x, group=group)
+            whole = (
+                parallel.gather_from_sequence_parallel_region if self.sequence_parallel else None
+            )
+            x = (
+                whole(x, group=group)
+                if whole
+                else parallel.copy_to_tensor_model_parallel_region(x, group=group)
+            )
         y = self._multiply(x, self.weight)
         if split and self.parallel_mode == "row":
             scatter = parallel.reduce_scatter_to_sequence_parallel_region
@@ -118,7 +151,14 @@ class Linear(_Base):
 
 class LayerNormLinear(Linear):
     def __init__(
-        self, in_features: int, out_features: int, *, eps: float, normalization: str, params_dtype: torch.dtype, **rest: Any
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        eps: float,
+        normalization: str,
+        params_dtype: torch.dtype,
+        **rest: Any,
     ):
         super().__init__(in_features, out_features, params_dtype=params_dtype, **rest)
         assert normalization == "RMSNorm", normalization
@@ -154,18 +194,35 @@ class GroupedLinear(_Base):
             parallel_mode=parallel_mode,
             fuse=fuse_wgrad_accumulation,
         )
-        assert not bias and tp_size == 1, "Megatron's experts have no bias, and divide their matrices themselves"
+        assert not bias and tp_size == 1, (
+            "Megatron's experts have no bias, and divide their matrices themselves"
+        )
         self.num_gemms, self.use_bias = num_gemms, bias
         for number in range(num_gemms):
             self._weight(f"weight{number}", out_features, in_features, params_dtype, init_method)
 
-    def forward(self, x: Tensor, m_splits: list[int], is_first_microbatch: bool | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, m_splits: list[int], is_first_microbatch: bool | None = None
+    ) -> Tensor:
         parts = x.split(m_splits)
-        return torch.cat([self._multiply(part, getattr(self, f"weight{number}")) for number, part in enumerate(parts)])
+        return torch.cat(
+            [
+                self._multiply(part, getattr(self, f"weight{number}"))
+                for number, part in enumerate(parts)
+            ]
+        )
 
 
 class RMSNorm(Module):
-    def __init__(self, hidden_size: int, *, eps: float, sequence_parallel: bool, params_dtype: torch.dtype, **_: Any):
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        eps: float,
+        sequence_parallel: bool,
+        params_dtype: torch.dtype,
+        **_: Any,
+    ):
         super().__init__()
         self.eps = eps
         self.weight = Parameter(torch.ones(hidden_size, dtype=params_dtype))
@@ -176,14 +233,18 @@ class RMSNorm(Module):
 
 
 def places(edges: list[int], processes: int) -> Tensor:
-    """For the zig-zag of context parallelism: where each token of the rows lies among the gathered ones, process by process."""
+    """For the zig-zag of context parallelism: where each token of the rows lies among the gathered
+    ones, process by process.
+    """
     found = torch.empty(edges[-1], dtype=torch.int64)
     for begin, end in pairwise(edges):
         chunk = (end - begin) // (2 * processes)
         for number in range(2 * processes if chunk else 0):
             holder, second = (number, 0) if number < processes else (2 * processes - 1 - number, 1)
             there = holder * edges[-1] // processes + begin // processes + second * chunk
-            found[begin + number * chunk : begin + (number + 1) * chunk] = torch.arange(there, there + chunk)
+            found[begin + number * chunk : begin + (number + 1) * chunk] = torch.arange(
+                there, there + chunk
+            )
     return found if processes > 1 else torch.arange(edges[-1])
 
 
@@ -221,10 +282,15 @@ class DotProductAttention(Module):
         cu_seqlens_kv: Tensor,
         **_: Any,
     ) -> Tensor:
-        """[tokens, heads, d] -> [tokens, heads * d], row by row, with all scores of a row in memory."""
+        """[tokens, heads, d] -> [tokens, heads * d], row by row, with all scores of a row in
+        memory.
+        """
         from megatron.core.tensor_parallel import gather_from_sequence_parallel_region as gather
 
-        assert (qkv_format, attn_mask_type) == ("thd", "padding_causal"), (qkv_format, attn_mask_type)
+        assert (qkv_format, attn_mask_type) == ("thd", "padding_causal"), (
+            qkv_format,
+            attn_mask_type,
+        )
         edges = cu_seqlens_q.tolist()
         order = places(edges, self.group.size() if self.group else 1)
         if self.group:
@@ -234,9 +300,15 @@ class DotProductAttention(Module):
         for begin, end in pairwise(edges):
             q, k, v = (x[begin:end].transpose(0, 1) for x in (query, key, value))
             scores = self.scale * q @ k.repeat_interleave(repeat, 0).transpose(1, 2)
-            behind = torch.arange(end - begin)[:, None] - torch.arange(end - begin)  # how far a key lies before the query
+            # how far a key lies before the query
+            behind = torch.arange(end - begin)[:, None] - torch.arange(end - begin)
             hidden = (behind < 0) | (behind > (self.window[0] if self.window else end))
-            rows.append((scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v.repeat_interleave(repeat, 0)).transpose(0, 1))
+            rows.append(
+                (
+                    scores.masked_fill(hidden, -torch.inf).softmax(-1)
+                    @ v.repeat_interleave(repeat, 0)
+                ).transpose(0, 1)
+            )
         attended = torch.cat(rows).flatten(1)
         if self.group:
             mine = len(order) // self.group.size()
@@ -281,16 +353,27 @@ def install() -> None:
         if parent:
             setattr(sys.modules[parent], child, made)
 
-    empty = {name: type(name, (), {}) for name in ("DelayedScaling", "CudaRNGStatesTracker", "QuantizedTensor")}
+    empty = {
+        name: type(name, (), {})
+        for name in ("DelayedScaling", "CudaRNGStatesTracker", "QuantizedTensor")
+    }
     state = type("FP8GlobalStateManager", (), {"is_fp8_enabled": staticmethod(lambda: False)})
-    routers = ("fused_topk_with_score_function", "fused_compute_score_for_moe_aux_loss", "fused_moe_aux_loss")
+    routers = (
+        "fused_topk_with_score_function",
+        "fused_compute_score_for_moe_aux_loss",
+        "fused_moe_aux_loss",
+    )
     layers = (Linear, LayerNormLinear, GroupedLinear, RMSNorm, DotProductAttention)
     module("", __version__=VERSION)
     module(".common")
     module(".common.recipe", DelayedScaling=empty["DelayedScaling"])
     module(".pytorch", **{layer.__name__: layer for layer in layers})
     module(".pytorch.fp8", FP8GlobalStateManager=state, fp8_autocast=unused)
-    module(".pytorch.distributed", CudaRNGStatesTracker=empty["CudaRNGStatesTracker"], activation_recompute_forward=unused)
+    module(
+        ".pytorch.distributed",
+        CudaRNGStatesTracker=empty["CudaRNGStatesTracker"],
+        activation_recompute_forward=unused,
+    )
     module(".pytorch.tensor", QuantizedTensor=empty["QuantizedTensor"])
     module(".pytorch.router", **dict.fromkeys(routers, unused))
     module(".pytorch.ops", Sequential=Module, FusibleOperation=Module)

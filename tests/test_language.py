@@ -1,4 +1,6 @@
-"""The language of the code: one class name says one thing, and a docstring begins with what its subject does."""
+"""The language of the code: one class name says one thing, and a docstring begins with what its
+subject does.
+"""
 
 import ast
 from collections import defaultdict
@@ -11,7 +13,15 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("rftmega", "converters", "model_providers")
 KNOWN_BY_ITS_USERS = "rftmega/lightrft"  # keeps LightRFT's names: Experience and Samples
 RIDDLES = ("Of", "What", "Whether", "As")
-PLAIN_ROOMS = ("rftmega", "converters", "model_providers", "tools", "benchmarks", "examples", "train_rl.py")
+PLAIN_ROOMS = (
+    "rftmega",
+    "converters",
+    "model_providers",
+    "tools",
+    "benchmarks",
+    "examples",
+    "train_rl.py",
+)
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -31,7 +41,9 @@ def names_of_several_classes(root: Path) -> list[str]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 files[node.name].append(f"{where}:{node.lineno}")
-    return [f"{name}: {', '.join(places)}" for name, places in sorted(files.items()) if len(places) > 1]
+    return [
+        f"{name}: {', '.join(places)}" for name, places in sorted(files.items()) if len(places) > 1
+    ]
 
 
 def riddles(root: Path, rooms: tuple[str, ...]) -> list[str]:
@@ -44,7 +56,9 @@ def riddles(root: Path, rooms: tuple[str, ...]) -> list[str]:
             first, *_ = (ast.get_docstring(node) or "").split(maxsplit=1) or [""]
             if first.rstrip(",:") in RIDDLES:
                 line = node.body[0].lineno
-                found.append(f"{path.relative_to(root)}:{line}: a docstring begins with {first}: begin with what it does")
+                found.append(
+                    f"{path.relative_to(root)}:{line}: a docstring begins with {first}: begin with what it does"
+                )
     return found
 
 
@@ -69,7 +83,9 @@ def test_every_room_that_is_listed_is_there() -> None:
 def test_a_planted_second_class_of_a_name_is_found(tmp_path: Path) -> None:
     plant(tmp_path, "rftmega/weights/a.py", "class Shard: ...\nclass _Shard: ...")
     plant(tmp_path, "converters/b.py", "class Other: ...\n\nclass Shard: ...\nclass _Shard: ...")
-    assert names_of_several_classes(tmp_path) == ["Shard: rftmega/weights/a.py:1, converters/b.py:3"]
+    assert names_of_several_classes(tmp_path) == [
+        "Shard: rftmega/weights/a.py:1, converters/b.py:3"
+    ]
 
 
 def test_a_name_of_lightrft_may_be_one_of_ours(tmp_path: Path) -> None:
@@ -90,10 +106,14 @@ def test_a_name_of_lightrft_may_be_one_of_ours(tmp_path: Path) -> None:
 )
 def test_a_planted_riddle_is_found(code: str, line: int, tmp_path: Path) -> None:
     plant(tmp_path, "rftmega/weights/bad.py", code)
-    assert [found.split(": ")[0] for found in riddles(tmp_path, ("rftmega",))] == [f"rftmega/weights/bad.py:{line}"]
+    assert [found.split(": ")[0] for found in riddles(tmp_path, ("rftmega",))] == [
+        f"rftmega/weights/bad.py:{line}"
+    ]
 
 
-@pytest.mark.parametrize("text", ["Office hours.", "Asks an engine.", "Returns what a push moves.", "", "  "])
+@pytest.mark.parametrize(
+    "text", ["Office hours.", "Asks an engine.", "Returns what a push moves.", "", "  "]
+)
 def test_a_plain_sentence_passes(text: str, tmp_path: Path) -> None:
     plant(tmp_path, "rftmega/weights/good.py", f'def f():\n    """{text}"""')
     assert riddles(tmp_path, ("rftmega/weights/good.py",)) == []

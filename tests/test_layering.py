@@ -1,4 +1,6 @@
-"""Who may import whom, and which outside names a unit may say: the map of ARCHITECTURE.md, executable."""
+"""Who may import whom, and which outside names a unit may say: the map of ARCHITECTURE.md,
+executable.
+"""
 
 import ast
 from collections.abc import Iterator
@@ -47,7 +49,8 @@ ONLY_IN = {
     "datasets": "data",
 }
 RELATIVE = "a relative import"
-LIGHT = {"config": ("torch", "transformers", "megatron", "vllm")}  # units whose import must cost nothing
+# units whose import must cost nothing
+LIGHT = {"config": ("torch", "transformers", "megatron", "vllm")}
 
 
 def names_in(path: Path) -> Iterator[tuple[int, str]]:
@@ -86,9 +89,13 @@ def violations(root: Path) -> list[str]:
                 continue
             for outside, homes in ONLY_IN.items():
                 if f"{name}.".startswith(f"{outside}.") and unit not in homes.split():
-                    found.append(f"{path.relative_to(root)}:{line}: {outside} belongs in {homes}, not {unit}")
+                    found.append(
+                        f"{path.relative_to(root)}:{line}: {outside} belongs in {homes}, not {unit}"
+                    )
             if any(f"{name}.".startswith(f"{heavy}.") for heavy in LIGHT.get(unit, ())):
-                found.append(f"{path.relative_to(root)}:{line}: {unit} must import nothing heavy, not {name}")
+                found.append(
+                    f"{path.relative_to(root)}:{line}: {unit} must import nothing heavy, not {name}"
+                )
     return found
 
 
@@ -99,23 +106,75 @@ def test_imports_follow_the_map() -> None:
 @pytest.mark.parametrize(
     ("path", "code", "complaint"),
     [
-        ("rftmega/trainer/bad.py", "from rftmega.megatron import MegatronActor", "trainer may not import megatron"),
-        ("rftmega/experience/bad.py", "import torch\ntorch.cuda.synchronize()", "torch.cuda belongs in device, not experience"),
-        ("rftmega/weights/bad.py", "def f():\n    from vllm import LLM", "vllm belongs in rollout, not weights"),
-        ("rftmega/algorithms/bad.py", "import torch.distributed as dist", "torch.distributed belongs in"),
-        ("rftmega/rollout/bad.py", "from megatron.core import parallel_state", "parallel_state belongs in parallel"),
+        (
+            "rftmega/trainer/bad.py",
+            "from rftmega.megatron import MegatronActor",
+            "trainer may not import megatron",
+        ),
+        (
+            "rftmega/experience/bad.py",
+            "import torch\ntorch.cuda.synchronize()",
+            "torch.cuda belongs in device, not experience",
+        ),
+        (
+            "rftmega/weights/bad.py",
+            "def f():\n    from vllm import LLM",
+            "vllm belongs in rollout, not weights",
+        ),
+        (
+            "rftmega/algorithms/bad.py",
+            "import torch.distributed as dist",
+            "torch.distributed belongs in",
+        ),
+        (
+            "rftmega/rollout/bad.py",
+            "from megatron.core import parallel_state",
+            "parallel_state belongs in parallel",
+        ),
         ("converters/bad.py", "import megatron.core", "megatron belongs in"),
-        ("converters/bad.py", "from rftmega.config import RunConfig", "converters may not import config"),
-        ("rftmega/planning/bad.py", "import torch.distributed as dist", "torch.distributed belongs in"),
-        ("rftmega/kernels/bad.py", "from rftmega.megatron import MegatronActor", "kernels may not import megatron"),
+        (
+            "converters/bad.py",
+            "from rftmega.config import RunConfig",
+            "converters may not import config",
+        ),
+        (
+            "rftmega/planning/bad.py",
+            "import torch.distributed as dist",
+            "torch.distributed belongs in",
+        ),
+        (
+            "rftmega/kernels/bad.py",
+            "from rftmega.megatron import MegatronActor",
+            "kernels may not import megatron",
+        ),
         ("rftmega/trainer/bad.py", "from ..data import load_prompts", "a relative import"),
         ("rftmega/trainer/bad.py", "from .. import megatron", "a relative import"),
         ("rftmega/config/bad.py", "import torch", "config must import nothing heavy"),
-        ("rftmega/strategy/bad.py", "from rftmega.lightrft.strategy import StrategyBase", "strategy may not import lightrft"),
-        ("rftmega/launch/bad.py", "from rftmega.lightrft.strategy import StrategyBase", "launch may not import lightrft"),
-        ("rftmega/strategy/bad.py", "from rftmega.observe.throughput import Throughput", "strategy may not import observe"),
-        ("rftmega/observe/bad.py", "from rftmega.launch.process import joined", "observe may not import launch"),
-        ("rftmega/checkpoint/bad.py", "from rftmega.strategy.phases import DevicePhases", "checkpoint may not import strategy"),
+        (
+            "rftmega/strategy/bad.py",
+            "from rftmega.lightrft.strategy import StrategyBase",
+            "strategy may not import lightrft",
+        ),
+        (
+            "rftmega/launch/bad.py",
+            "from rftmega.lightrft.strategy import StrategyBase",
+            "launch may not import lightrft",
+        ),
+        (
+            "rftmega/strategy/bad.py",
+            "from rftmega.observe.throughput import Throughput",
+            "strategy may not import observe",
+        ),
+        (
+            "rftmega/observe/bad.py",
+            "from rftmega.launch.process import joined",
+            "observe may not import launch",
+        ),
+        (
+            "rftmega/checkpoint/bad.py",
+            "from rftmega.strategy.phases import DevicePhases",
+            "checkpoint may not import strategy",
+        ),
     ],
 )
 def test_a_planted_violation_is_found(path: str, code: str, complaint: str, tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""Both environments are pinned to the last package, and what this project imports is of one version in both."""
+"""Both environments are pinned to the last package, and what this project imports is of one version
+in both.
+"""
 
 import re
 from pathlib import Path
@@ -19,13 +21,27 @@ IMPORTED = (
         "datasets",
         "pydantic",
     ),
-    *("matplotlib", "tqdm", "httpx", "math-verify", "pytest", "hypothesis", "ruff", "mypy", "playwright"),
+    *(
+        "matplotlib",
+        "tqdm",
+        "httpx",
+        "math-verify",
+        "pytest",
+        "hypothesis",
+        "ruff",
+        "mypy",
+        "playwright",
+    ),
 )
 
 
 def pins(name: str) -> dict[str, str]:
     """Package -> version."""
-    lines = [line for line in (FOLDER / f"{name}.txt").read_text().splitlines() if line and not line.startswith(("#", "--"))]
+    lines = [
+        line
+        for line in (FOLDER / f"{name}.txt").read_text().splitlines()
+        if line and not line.startswith(("#", "--"))
+    ]
     found = {}
     for line in lines:
         match = re.fullmatch(r"([A-Za-z0-9._-]+)(?:\[[^]]*])?===?([^\s;=]+)(?:;.*)?", line.strip())

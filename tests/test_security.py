@@ -27,10 +27,29 @@ RUNS_CODE = {  # calls that run what they read
         "marshal.loads",
         "shelve.open",
     ),
-    *("yaml.load", "yaml.unsafe_load", "eval", "exec", "os.system", "numpy.load", "np.load", "torch.hub.load"),
+    *(
+        "yaml.load",
+        "yaml.unsafe_load",
+        "eval",
+        "exec",
+        "os.system",
+        "numpy.load",
+        "np.load",
+        "torch.hub.load",
+    ),
 }
-ON_PURPOSE = {"rftmega/sandbox/program.py": {"exec"}}  # whose whole task is to run an answer, in a jail of its own
-LISTENS = ("bind", "create_server", "listen", "HTTPServer", "ThreadingHTTPServer", "TCPServer", "start_http_server", "TCPStore")
+# whose whole task is to run an answer, in a jail of its own
+ON_PURPOSE = {"rftmega/sandbox/program.py": {"exec"}}
+LISTENS = (
+    "bind",
+    "create_server",
+    "listen",
+    "HTTPServer",
+    "ThreadingHTTPServer",
+    "TCPServer",
+    "start_http_server",
+    "TCPStore",
+)
 
 
 def files(root: Path) -> Iterator[Path]:
@@ -39,7 +58,9 @@ def files(root: Path) -> Iterator[Path]:
 
 
 def complaints(root: Path) -> list[str]:
-    """file:line: what, of every call that loads by running, trusts remote code, or listens to more than this host."""
+    """file:line: what, of every call that loads by running, trusts remote code, or listens to more
+    than this host.
+    """
     found = []
     for path in files(root):
         if not path.is_file():
@@ -49,7 +70,11 @@ def complaints(root: Path) -> list[str]:
         for node in ast.walk(tree):
             if isinstance(node, ast.Constant) and node.value in ("0.0.0.0", "::"):
                 found.append(f"{place}:{node.lineno}: {node.value!r}: every interface")
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and "trust-remote-code" in node.value:
+            if (
+                isinstance(node, ast.Constant)
+                and isinstance(node.value, str)
+                and "trust-remote-code" in node.value
+            ):
                 found.append(f"{place}:{node.lineno}: {node.value!r}")
             if not isinstance(node, ast.Call):
                 continue
@@ -58,12 +83,17 @@ def complaints(root: Path) -> list[str]:
             at = f"{place}:{node.lineno}: {name}"
             if name in RUNS_CODE - ON_PURPOSE.get(place, set()):
                 found.append(f"{at}: runs what it reads")
-            if name == "torch.load" and ast.unparse(given.get("weights_only", ast.Constant(False))) != "True":
+            if (
+                name == "torch.load"
+                and ast.unparse(given.get("weights_only", ast.Constant(False))) != "True"
+            ):
                 found.append(f"{at} without weights_only=True")
             if name.endswith(".from_pretrained") or name.endswith(".from_config"):
                 trusts = given.get("trust_remote_code")
                 if trusts is None or ast.unparse(trusts) not in ("False", "trust_remote_code"):
-                    found.append(f"{at} without trust_remote_code=False: transformers would ask, or trust")
+                    found.append(
+                        f"{at} without trust_remote_code=False: transformers would ask, or trust"
+                    )
             elif "trust_remote_code" in given and ast.unparse(given["trust_remote_code"]) == "True":
                 found.append(f"{at} trusts remote code")
             if name.split(".")[-1] in LISTENS and _address(node, given) == "":
@@ -72,14 +102,21 @@ def complaints(root: Path) -> list[str]:
 
 
 def _address(call: ast.Call, given: dict[str | None, ast.expr]) -> str | None:
-    """The literal address that a call listens at; None where it is computed, "" where it is left out or empty."""
+    """The literal address that a call listens at; None where it is computed, "" where it is left
+    out or empty.
+    """
     value = given.get("addr") or given.get("host")
-    if value is None and ast.unparse(call.func).endswith("start_http_server"):  # whose first argument is the port
+    # whose first argument is the port
+    if value is None and ast.unparse(call.func).endswith("start_http_server"):
         return ""
     value = value or (call.args[0] if call.args else None)
     if isinstance(value, ast.Tuple) and value.elts:
         value = value.elts[0]
-    return str(value.value) if isinstance(value, ast.Constant) and isinstance(value.value, str) else None
+    return (
+        str(value.value)
+        if isinstance(value, ast.Constant) and isinstance(value.value, str)
+        else None
+    )
 
 
 def test_nothing_is_loaded_by_running_it_and_nothing_listens_everywhere() -> None:
@@ -90,12 +127,18 @@ def test_nothing_is_loaded_by_running_it_and_nothing_listens_everywhere() -> Non
     ("code", "complaint"),
     [
         ("import torch\ntorch.load('f')", "torch.load without weights_only=True"),
-        ("import torch\ntorch.load('f', weights_only=False)", "torch.load without weights_only=True"),
+        (
+            "import torch\ntorch.load('f', weights_only=False)",
+            "torch.load without weights_only=True",
+        ),
         ("import pickle\npickle.load(f)", "pickle.load: runs what it reads"),
         ("import yaml\nyaml.load(f)", "yaml.load: runs what it reads"),
         ("eval('1')", "eval: runs what it reads"),
         ("AutoTokenizer.from_pretrained('f')", "from_pretrained without trust_remote_code=False"),
-        ("AutoTokenizer.from_pretrained('f', trust_remote_code=True)", "from_pretrained without trust_remote_code=False"),
+        (
+            "AutoTokenizer.from_pretrained('f', trust_remote_code=True)",
+            "from_pretrained without trust_remote_code=False",
+        ),
         ("LLM(model='f', trust_remote_code=True)", "LLM trusts remote code"),
         ("flags = ['--trust-remote-code']", "'--trust-remote-code'"),
         ("s.bind(('', 0))", "s.bind: every interface"),
@@ -127,7 +170,9 @@ def test_a_trap_springs_where_it_is_unpickled(tmp_path: Path) -> None:
 
 
 def test_pickles_in_a_checkpoint_are_not_run(tmp_path: Path) -> None:
-    """In torch's metadata, which Megatron would unpickle, in the part for Megatron's own state, and in place of a tensor."""
+    """In torch's metadata, which Megatron would unpickle, in the part for Megatron's own state, and
+    in place of a tensor.
+    """
     import rftmega.device.before_megatron  # noqa: F401
 
     # isort: split
@@ -142,7 +187,8 @@ def test_pickles_in_a_checkpoint_are_not_run(tmp_path: Path) -> None:
     manifest = read_manifest(folder)
     for name in (".metadata", "common.pt", "__objects.distcp"):
         (folder / name).write_bytes(trap)
-        manifest["files"][name] = hashlib.sha256(trap).hexdigest()  # whoever sets a trap can count, too
+        # whoever sets a trap can count, too
+        manifest["files"][name] = hashlib.sha256(trap).hexdigest()
     write_manifest(folder, manifest)
     target = torch.zeros(4)
     Reader(folder).fill(target, "a", (0,))
@@ -177,7 +223,9 @@ def folder_with_code(folder: Path, sprung: Path) -> Path:
     return folder
 
 
-def test_a_tokenizers_own_code_runs_only_where_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokenizers_own_code_runs_only_where_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from rftmega.data import Tokenizer
 
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))

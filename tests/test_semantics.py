@@ -7,12 +7,24 @@ import pytest
 
 TESTS = Path(__file__).parent
 PADDED, SAMPLES = "unit/lightrft/test_padded.py", "unit/experience/test_samples.py"
-ADVANTAGES, GAE, SURROGATES = (f"unit/algorithms/test_{name}.py" for name in ("advantages", "gae", "surrogates"))
+ADVANTAGES, GAE, SURROGATES = (
+    f"unit/algorithms/test_{name}.py" for name in ("advantages", "gae", "surrogates")
+)
 LOSSES, KL, SHAPING, VOTE = ("unit/algorithms/test_losses.py", "unit/algorithms/test_kl.py", "unit/algorithms/test_shaping.py",
                              "unit/rewards/test_vote.py")  # fmt: skip
-INVARIANCES, MIX, STEP = "unit/algorithms/test_invariances.py", "unit/rewards/test_mix.py", "unit/trainer/test_step.py"
-SAMPLING, FORWARD, CONFIG = "unit/trainer/test_sampling.py", "unit/megatron/test_forward.py", "unit/config/test_config.py"
-ACTOR, LAYOUTS, LOGPROBS = (f"distributed/test_{name}.py" for name in ("actor", "invariance", "logprobs"))
+INVARIANCES, MIX, STEP = (
+    "unit/algorithms/test_invariances.py",
+    "unit/rewards/test_mix.py",
+    "unit/trainer/test_step.py",
+)
+SAMPLING, FORWARD, CONFIG = (
+    "unit/trainer/test_sampling.py",
+    "unit/megatron/test_forward.py",
+    "unit/config/test_config.py",
+)
+ACTOR, LAYOUTS, LOGPROBS = (
+    f"distributed/test_{name}.py" for name in ("actor", "invariance", "logprobs")
+)
 REFUSED = f"{CONFIG}::test_what_cannot_run_is_refused_with_a_reason"
 
 PROPERTIES: dict[int, list[str]] = {

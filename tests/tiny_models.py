@@ -43,7 +43,12 @@ EXPERTS = {
     "moe_intermediate_size": 48,
     "tie_word_embeddings": False,
 }
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 LATENT = {
     "q_lora_rank": 24,
     "kv_lora_rank": 16,
@@ -63,8 +68,14 @@ LATENT = {
 }
 VARIANTS: dict[str, tuple[type, dict[str, Any]]] = {
     "llama": (LlamaConfig, {"tie_word_embeddings": False}),
-    "llama-tied-llama3-rope": (LlamaConfig, {"tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE}),
-    "llama-linear-rope": (LlamaConfig, {"tie_word_embeddings": False, "rope_parameters": LINEAR_ROPE}),
+    "llama-tied-llama3-rope": (
+        LlamaConfig,
+        {"tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE},
+    ),
+    "llama-linear-rope": (
+        LlamaConfig,
+        {"tie_word_embeddings": False, "rope_parameters": LINEAR_ROPE},
+    ),
     "qwen2": (Qwen2Config, {"tie_word_embeddings": False}),
     "qwen2-tied": (Qwen2Config, {"tie_word_embeddings": True}),
     "qwen3": (Qwen3Config, {"tie_word_embeddings": False, "head_dim": 32}),
@@ -73,17 +84,31 @@ VARIANTS: dict[str, tuple[type, dict[str, Any]]] = {
     "mistral-window": (MistralConfig, {"tie_word_embeddings": False, "sliding_window": 8}),
     "qwen2-late-window": (
         Qwen2Config,
-        {"tie_word_embeddings": False, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2},
+        {
+            "tie_word_embeddings": False,
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "max_window_layers": 2,
+        },
     ),
-    "mixtral": (MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": False}),
+    "mixtral": (
+        MixtralConfig,
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": False},
+    ),
     "qwen2-moe": (
         Qwen2MoeConfig,
-        EXPERTS | {"shared_expert_intermediate_size": 56, "norm_topk_prob": False, "decoder_sparse_step": 2},
+        EXPERTS
+        | {
+            "shared_expert_intermediate_size": 56,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 2,
+        },
     ),
     "deepseek-v3": (DeepseekV3Config, LATENT),
     "deepseek-v3-yarn-plain-queries": (
         DeepseekV3Config,
-        LATENT | {"q_lora_rank": None, "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+        LATENT
+        | {"q_lora_rank": None, "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
     ),
     "qwen3-moe": (Qwen3MoeConfig, EXPERTS | {"norm_topk_prob": True, "mlp_only_layers": [1]}),
     "qwen3-moe-plain-weights": (Qwen3MoeConfig, EXPERTS | {"norm_topk_prob": False}),
@@ -94,7 +119,9 @@ def save_tiny(folder: Path, variant: str, *, seed: int = 0, **changes: Any) -> P
     """Writes config.json and weights; norms and biases are random too, so that a swapped one shows."""
     torch.manual_seed(seed)
     family, settings = VARIANTS[variant]
-    model = AutoModelForCausalLM.from_config(family(**(SHAPE | settings | changes)), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(
+        family(**(SHAPE | settings | changes)), dtype=torch.float32
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
@@ -109,11 +136,20 @@ def save_tiny(folder: Path, variant: str, *, seed: int = 0, **changes: Any) -> P
 
 
 def with_predictor(folder: Path, layer: int) -> list[str]:
-    """Adds DeepSeek-V3's layer for predicting a second token behind the last, as its makers publish it; its tensors."""
+    """Adds DeepSeek-V3's layer for predicting a second token behind the last, as its makers publish
+    it; its tensors.
+    """
     tensors = load_file(folder / "model.safetensors")
     like = {name: tensor for name, tensor in tensors.items() if name.startswith("model.layers.3.")}
-    added = {name.replace("layers.3.", f"layers.{layer}."): tensor.clone() for name, tensor in like.items()}
-    copies = {"embed_tokens": "model.embed_tokens", "shared_head.norm": "model.norm", "shared_head.head": "lm_head"}
+    added = {
+        name.replace("layers.3.", f"layers.{layer}."): tensor.clone()
+        for name, tensor in like.items()
+    }
+    copies = {
+        "embed_tokens": "model.embed_tokens",
+        "shared_head.norm": "model.norm",
+        "shared_head.head": "lm_head",
+    }
     for name, source in copies.items():
         added[f"model.layers.{layer}.{name}.weight"] = tensors[f"{source}.weight"].clone()
     added |= {f"model.layers.{layer}.{name}.weight": torch.ones(64) for name in ("enorm", "hnorm")}
@@ -124,6 +160,8 @@ def with_predictor(folder: Path, layer: int) -> list[str]:
 
 def transformers_logits(folder: Path, rows: list[list[int]]) -> list[torch.Tensor]:
     """[length, V] a row, one row at a time: no padding anywhere."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
     with torch.no_grad():
         return [model(torch.tensor([row])).logits[0] for row in rows]

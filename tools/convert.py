@@ -1,11 +1,13 @@
-"""Converts between Hugging Face folders and Megatron's distributed checkpoints, without a GPU and one tensor at a time.
+"""Converts between Hugging Face folders and Megatron's distributed checkpoints, without a GPU and
+one tensor at a time.
 
     convert.py to-megatron HF_DIR OUT [--tp 2 --pp 2 ...]   any layout reads OUT; the one named here reads it without waste
     convert.py to-hf CHECKPOINT OUT
     convert.py checksums HF_DIR                             for model.verify; to-hf writes them, too
     convert.py verify A B [--logits]                        either kind each; every tensor byte by byte
 
-A conversion that was broken off goes on where it was when it is called again with the same arguments.
+A conversion that was broken off goes on where it was when it is called again with the same
+arguments.
 """
 
 import argparse
@@ -26,25 +28,37 @@ LAYOUT = {
 
 
 def arguments(given: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True)
-    to_megatron = commands.add_parser("to-megatron", help="Hugging Face folder -> distributed checkpoint")
+    to_megatron = commands.add_parser(
+        "to-megatron", help="Hugging Face folder -> distributed checkpoint"
+    )
     to_megatron.add_argument("source", type=Path, metavar="HF_DIR")
     to_megatron.add_argument("target", type=Path, metavar="OUT")
     for flag, (_, meaning) in LAYOUT.items():
-        to_megatron.add_argument(f"--{flag}", type=int, default=1, metavar="N", help=f"{meaning} that will read it (1)")
+        to_megatron.add_argument(
+            f"--{flag}", type=int, default=1, metavar="N", help=f"{meaning} that will read it (1)"
+        )
     to_hf = commands.add_parser("to-hf", help="distributed checkpoint -> Hugging Face folder")
     to_hf.add_argument("source", type=Path, metavar="CHECKPOINT")
     to_hf.add_argument("target", type=Path, metavar="OUT")
     for command in (to_megatron, to_hf):
-        command.add_argument("--verify", action="store_true", help="then compare OUT with the source")
-    checksums = commands.add_parser("checksums", help="write checksums.json into a Hugging Face folder")
+        command.add_argument(
+            "--verify", action="store_true", help="then compare OUT with the source"
+        )
+    checksums = commands.add_parser(
+        "checksums", help="write checksums.json into a Hugging Face folder"
+    )
     checksums.add_argument("source", type=Path, metavar="HF_DIR")
     verify = commands.add_parser("verify", help="compare two folders of either kind")
     verify.add_argument("source", type=Path, metavar="A")
     verify.add_argument("target", type=Path, metavar="B")
     verify.add_argument(
-        "--logits", action="store_true", help="also compare Megatron's logits of B with those of transformers of A"
+        "--logits",
+        action="store_true",
+        help="also compare Megatron's logits of B with those of transformers of A",
     )
     return parser.parse_args(given)
 
@@ -53,7 +67,9 @@ def main(given: list[str] | None = None) -> int:
     chosen = arguments(given)
     warnings.filterwarnings("ignore")
     say = logging.StreamHandler(sys.stderr)
-    say.addFilter(lambda record: record.name.startswith("rftmega") or record.levelno >= logging.ERROR)
+    say.addFilter(
+        lambda record: record.name.startswith("rftmega") or record.levelno >= logging.ERROR
+    )
     logging.basicConfig(handlers=[say], format="%(message)s")
     try:
         return exit_code_of(run, chosen)
@@ -82,7 +98,9 @@ def run(chosen: argparse.Namespace) -> int:
     from rftmega.parallel import process_group
 
     def bar(text: str, copies: int = 1) -> "tqdm[None]":
-        files = [path for path in chosen.source.iterdir() if path.suffix in (".safetensors", ".distcp")]
+        files = [
+            path for path in chosen.source.iterdir() if path.suffix in (".safetensors", ".distcp")
+        ]
         total = copies * sum(path.stat().st_size for path in files)
         return tqdm(total=total, unit="B", unit_scale=True, desc=text, file=sys.stderr)
 
@@ -92,13 +110,17 @@ def run(chosen: argparse.Namespace) -> int:
             layout = {name: getattr(chosen, flag) for flag, (name, _) in LAYOUT.items()}
             with bar("to Megatron") as progress:
                 parallel = ParallelConfig(**layout, sequence=chosen.tp > 1)
-                changed = convert.to_megatron(chosen.source, chosen.target, parallel, progress=progress.update)
+                changed = convert.to_megatron(
+                    chosen.source, chosen.target, parallel, progress=progress.update
+                )
         elif chosen.command == "to-hf":
             with bar("to Hugging Face") as progress:
                 changed = convert.to_hf(chosen.source, chosen.target, progress=progress.update)
         if changed:
             sys.stdout.write(f"{chosen.target}: {changed}\n")
-        for folder in (chosen.source, chosen.target) if chosen.command == "verify" else (chosen.source,):
+        for folder in (
+            (chosen.source, chosen.target) if chosen.command == "verify" else (chosen.source,)
+        ):
             if told := convert.told_left_out(folder):
                 sys.stdout.write(f"left out of {folder}: {told}\n")
         if chosen.command == "verify" or chosen.verify:
@@ -106,12 +128,16 @@ def run(chosen: argparse.Namespace) -> int:
                 count = convert.verify(chosen.source, chosen.target, progress=progress.update)
             sys.stdout.write(f"{count} tensors are equal, byte by byte\n")
         if chosen.command == "verify" and chosen.logits:
-            sys.stdout.write(f"logits differ by {logit_difference(chosen.source, chosen.target):.1e} at most\n")
+            sys.stdout.write(
+                f"logits differ by {logit_difference(chosen.source, chosen.target):.1e} at most\n"
+            )
     return 0
 
 
 def logit_difference(folder: Path, converted: Path) -> float:
-    """Largest difference in fp32 over a row of 64 tokens: `folder` in transformers against `converted` in Megatron."""
+    """Largest difference in fp32 over a row of 64 tokens: `folder` in transformers against
+    `converted` in Megatron.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -123,9 +149,13 @@ def logit_difference(folder: Path, converted: Path) -> float:
     manager = MegatronModelManager(config, Topology.create(ParallelConfig(), seed=0))
     words = manager.description.vocabulary
     tokens = (torch.arange(64) * 37 % words)[None]
-    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
+    theirs = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, trust_remote_code=False
+    )
     with torch.no_grad():
-        ours = manager.custom_forward(manager.chunks[0].eval(), tokens, torch.ones_like(tokens, dtype=torch.bool), None, False)
+        ours = manager.custom_forward(
+            manager.chunks[0].eval(), tokens, torch.ones_like(tokens, dtype=torch.bool), None, False
+        )
         return float((ours[..., :words] - theirs(tokens).logits).abs().max())
 
 

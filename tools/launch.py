@@ -1,13 +1,16 @@
-"""Starts a run: on a Slurm cluster, by one readable file, or on this machine. The config is checked before anything is written.
+"""Starts a run: on a Slurm cluster, by one readable file, or on this machine. The config is checked
+before anything is written.
 
     launch.py slurm CONFIG [option=value ...] --nodes N --gpus-per-node G [--time 24:00:00 --partition P --account A] [--submit]
     launch.py slurm CONFIG [option=value ...] --nodes N --processes-per-node P     # nodes without GPUs
     launch.py local CONFIG [option=value ...] --processes N
 
-The file is trainer.output/slurm/run.sbatch; logs go beside it, JOB.log of the job and JOB-rank-R.log of each rank. srun starts
-one process a GPU, and they meet at the first node. Before the time limit, and at `scancel --signal=USR1 JOB`, ranks save and the
-job goes back into the queue; after a failure it does, too. What the program reads of the environment is written down; what looks
-like a secret is not: sbatch passes it on from the shell that calls it. Paths mean the same on all nodes. See docs/cluster.md.
+The file is trainer.output/slurm/run.sbatch; logs go beside it, JOB.log of the job and
+JOB-rank-R.log of each rank. srun starts one process a GPU, and they meet at the first node. Before
+the time limit, and at `scancel --signal=USR1 JOB`, ranks save and the job goes back into the queue;
+after a failure it does, too. What the program reads of the environment is written down; what looks
+like a secret is not: sbatch passes it on from the shell that calls it. Paths mean the same on all
+nodes. See docs/cluster.md.
 """
 
 import argparse
@@ -29,7 +32,21 @@ ROOT = Path(__file__).resolve().parents[1]
 TEMPLATE = Path(__file__).with_name("run.sbatch")
 WAIT = 60  # seconds
 READ = (  # beginnings of the names that the program and its libraries read
-    *("CUDA_", "FI_", "GLOO_", "HF_", "KMP_", "MKL_", "NCCL_", "NVTE_", "OMP_", "PYTORCH_", "RFTMEGA_", "TOKENIZERS_", "TORCH"),
+    *(
+        "CUDA_",
+        "FI_",
+        "GLOO_",
+        "HF_",
+        "KMP_",
+        "MKL_",
+        "NCCL_",
+        "NVTE_",
+        "OMP_",
+        "PYTORCH_",
+        "RFTMEGA_",
+        "TOKENIZERS_",
+        "TORCH",
+    ),
     *("TRANSFORMERS_", "TRITON_", "UCX_", "VLLM_", "WANDB_"),
 )
 HOST = ("LD_LIBRARY_PATH", "PATH", "PYTHONPATH", "VIRTUAL_ENV")  # which mean nothing in a container
@@ -40,8 +57,12 @@ SECRET_IN_URL = re.compile(rf"://[^/\s@]+@|[?&][^=&]*({SECRET.pattern})[^=&]*=",
 
 def main(given: list[str] | None = None) -> int:
     given = sys.argv[1:] if given is None else given
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("slurm", "local"), help="launch.py slurm --help lists its options")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "command", choices=("slurm", "local"), help="launch.py slurm --help lists its options"
+    )
     command = parser.parse_args(given[:1]).command
     chosen = arguments(command).parse_intermixed_args(given[1:])  # which knows no commands
     return exit_code_of(slurm, chosen, given) if command == "slurm" else exit_code_of(local, chosen)
@@ -49,35 +70,92 @@ def main(given: list[str] | None = None) -> int:
 
 def arguments(command: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=f"launch.py {command}", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=f"launch.py {command}",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("config", metavar="CONFIG", help="YAML file of options; train_rl.py --help lists them")
-    add("overrides", nargs="*", metavar="option=value", default=[], help="dotted overrides, e.g. parallel.tensor=2")
+    add(
+        "overrides",
+        nargs="*",
+        metavar="option=value",
+        default=[],
+        help="dotted overrides, e.g. parallel.tensor=2",
+    )
     if command == "local":
-        add("--processes", type=int, required=True, metavar="N", help="ranks, one a GPU where there are GPUs")
+        add(
+            "--processes",
+            type=int,
+            required=True,
+            metavar="N",
+            help="ranks, one a GPU where there are GPUs",
+        )
         return parser
     add("--nodes", type=int, required=True, metavar="N")
     add("--gpus-per-node", type=int, default=0, metavar="G", help="0: the run is on CPUs (0)")
     add("--processes-per-node", type=int, metavar="P", help="ranks a node (as many as GPUs)")
-    add("--cpus-per-process", type=int, default=0, metavar="C", help="cores of a rank; 0: the job has its nodes to itself (0)")
-    add("--time", metavar="LIMIT", help="of one stretch, as 24:00:00; the run goes on in the next one (the partition's)")
+    add(
+        "--cpus-per-process",
+        type=int,
+        default=0,
+        metavar="C",
+        help="cores of a rank; 0: the job has its nodes to itself (0)",
+    )
+    add(
+        "--time",
+        metavar="LIMIT",
+        help="of one stretch, as 24:00:00; the run goes on in the next one (the partition's)",
+    )
     add("--partition", metavar="NAME")
     add("--account", metavar="NAME")
     add("--job-name", metavar="NAME", help="(the last part of trainer.output)")
-    add("--sbatch", action="append", default=[], metavar="=OPTION", help="a further option of sbatch, as --sbatch=--qos=high")
+    add(
+        "--sbatch",
+        action="append",
+        default=[],
+        metavar="=OPTION",
+        help="a further option of sbatch, as --sbatch=--qos=high",
+    )
     add("--container", metavar="IMAGE", help="train in this image (Slurm's pyxis), with its python")
-    add("--mounts", metavar="A:B,...", help="folders it sees (this checkout and the present folder, under their names)")
+    add(
+        "--mounts",
+        metavar="A:B,...",
+        help="folders it sees (this checkout and the present folder, under their names)",
+    )
     add("--python", metavar="PATH", help="the environment's on the nodes (this one's)")
-    add("--save-seconds", type=int, default=600, metavar="S", help="ranks are told to save so long before the limit (600)")
-    add("--max-failures", type=int, default=3, metavar="N", help="with no checkpoint between them, the N-th is the last (3)")
-    add("--file", type=Path, metavar="FILE", help="what is written (trainer.output/slurm/run.sbatch)")
+    add(
+        "--save-seconds",
+        type=int,
+        default=600,
+        metavar="S",
+        help="ranks are told to save so long before the limit (600)",
+    )
+    add(
+        "--max-failures",
+        type=int,
+        default=3,
+        metavar="N",
+        help="with no checkpoint between them, the N-th is the last (3)",
+    )
+    add(
+        "--file",
+        type=Path,
+        metavar="FILE",
+        help="what is written (trainer.output/slurm/run.sbatch)",
+    )
     add("--submit", action="store_true", help="call sbatch, too")
     return parser
 
 
 def local(chosen: argparse.Namespace) -> int:
-    command = [str(ROOT / "train_rl.py"), chosen.config, *chosen.overrides, "--processes", str(chosen.processes)]
+    command = [
+        str(ROOT / "train_rl.py"),
+        chosen.config,
+        *chosen.overrides,
+        "--processes",
+        str(chosen.processes),
+    ]
     os.execv(sys.executable, [sys.executable, *command])
 
 
@@ -95,29 +173,46 @@ def slurm(chosen: argparse.Namespace, given: list[str]) -> int:
     if found := problems(chosen, config):
         raise ConfigError.listing("This can't be started", found)
     processes = chosen.nodes * chosen.processes_per_node
-    preflight.preflight(config, processes, on=device.CUDA() if chosen.gpus_per_node else device.CPU())
+    preflight.preflight(
+        config, processes, on=device.CUDA() if chosen.gpus_per_node else device.CPU()
+    )
     folder = Path(config.trainer.output).resolve() / "slurm"
     target = (chosen.file or folder / "run.sbatch").resolve()
-    latest = Path(config.checkpoint.folder or f"{config.trainer.output}/checkpoints").resolve() / "latest"
+    latest = (
+        Path(config.checkpoint.folder or f"{config.trainer.output}/checkpoints").resolve()
+        / "latest"
+    )
     paths = {"folder": folder, "target": target, "latest": latest}
-    text = script(chosen, os.environ, **paths, saved=config.faults.requeue_code, command=["tools/launch.py", *given])
+    text = script(
+        chosen,
+        os.environ,
+        **paths,
+        saved=config.faults.requeue_code,
+        command=["tools/launch.py", *given],
+    )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         target.write_text(text)
     except OSError as error:
-        raise ConfigError(f"{target} can't be written: {error.strerror}. Choose another trainer.output or --file.") from error
+        raise ConfigError(
+            f"{target} can't be written: {error.strerror}. Choose another trainer.output or --file."
+        ) from error
     say = sys.stdout.write
     say(preflight.dry_run(config, processes) + "\n")
     if not config.checkpoint.every:
         say("restarts    begin anew: checkpoint.every=0 saves nothing\n")
     say(f"wrote       {target}\n")
     if chosen.submit:
-        done = subprocess.run(["sbatch", "--parsable", str(target)], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["sbatch", "--parsable", str(target)], capture_output=True, text=True, check=False
+        )
         if done.returncode:
             raise ConfigError(f"sbatch refused {target}: {done.stderr.strip()}")
         job = done.stdout.strip().split(";")[0]
         say(f"submitted   job {job}\nlogs        {folder}/{job}.log, {job}-rank-0.log, ...\n")
-        say(f"to stop it  scancel --signal=USR1 {job} saves and goes on later; scancel {job} ends it\n")
+        say(
+            f"to stop it  scancel --signal=USR1 {job} saves and goes on later; scancel {job} ends it\n"
+        )
     else:
         say(f"submit it   sbatch {shlex.quote(str(target))}\n")
     return 0
@@ -131,14 +226,20 @@ def problems(chosen: argparse.Namespace, config: "RunConfig") -> list[str]:
     ranks, gpus = chosen.processes_per_node, chosen.gpus_per_node
     for name in ("nodes", "processes_per_node", "save_seconds", "max_failures"):
         if (value := getattr(chosen, name)) < 1:
-            hint = " Give --gpus-per-node, or --processes-per-node on nodes without GPUs." * (name == "processes_per_node")
+            hint = " Give --gpus-per-node, or --processes-per-node on nodes without GPUs." * (
+                name == "processes_per_node"
+            )
             found.append(f"--{name.replace('_', '-')} {value} must be at least 1.{hint}")
     engines = config.rollout.servers * config.rollout.tensor if config.strategy == "separate" else 0
     if engines and chosen.nodes > 1:
-        found.append("strategy=separate shares memory with its servers, so it works on --nodes 1 only. Take strategy=colocated.")
+        found.append(
+            "strategy=separate shares memory with its servers, so it works on --nodes 1 only. Take strategy=colocated."
+        )
     if gpus and ranks + engines > gpus:
         beside = f" and {engines} processes of vLLM's servers" if engines else ""
-        found.append(f"{ranks} ranks{beside} a node are more than --gpus-per-node {gpus}; each needs its own.")
+        found.append(
+            f"{ranks} ranks{beside} a node are more than --gpus-per-node {gpus}; each needs its own."
+        )
     if config.algorithm.task == "rl" and not engines and ranks >= 1:
         tensor = config.rollout.tensor
         over = nodes_of_engine(tensor, ranks)
@@ -153,23 +254,34 @@ def problems(chosen: argparse.Namespace, config: "RunConfig") -> list[str]:
                 "memory. Take a divisor."
             )
     if chosen.time and seconds_of(chosen.time) <= chosen.save_seconds:
-        found.append(f"--time {chosen.time} is not longer than --save-seconds {chosen.save_seconds}. Raise it, or lower that.")
+        found.append(
+            f"--time {chosen.time} is not longer than --save-seconds {chosen.save_seconds}. Raise it, or lower that."
+        )
     if chosen.mounts and not chosen.container:
         found.append("--mounts needs --container: without one a rank sees what its node sees.")
     for text in chosen.overrides:
         if SECRET_IN_URL.search(text):
-            found.append(f"{text.split('=')[0]} holds a secret, and would be written down. Leave it in {chosen.config}.")
+            found.append(
+                f"{text.split('=')[0]} holds a secret, and would be written down. Leave it in {chosen.config}."
+            )
     for option in chosen.sbatch:
         if not option.startswith("--"):
-            found.append(f"--sbatch={option} is no option. Write it as sbatch's manual does: --sbatch=--qos=high.")
+            found.append(
+                f"--sbatch={option} is no option. Write it as sbatch's manual does: --sbatch=--qos=high."
+            )
     for path in (Path(config.trainer.output).resolve(), Path.cwd(), chosen.file or ""):
         if re.search(r"[^\w./+@:,=-]", str(path)):
-            found.append(f"{path} has characters that Slurm reads otherwise in a file name. Take letters, digits and ./+@:,=-_")
+            found.append(
+                f"{path} has characters that Slurm reads otherwise in a file name. Take letters, digits and ./+@:,=-_"
+            )
     return found
 
 
 def seconds_of(limit: str) -> int:
-    """Returns the seconds of Slurm's time: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS. Raises ConfigError."""
+    """Returns the seconds of Slurm's time: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS.
+
+    Raises ConfigError.
+    """
     whole = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", limit)
     if not whole:
         raise ConfigError(f"--time {limit} is no time. Write HH:MM:SS or D-HH:MM:SS.")
@@ -192,8 +304,8 @@ def script(
     saved: int,
     command: list[str],
 ) -> str:
-    """The text of the file, with logs in `folder`; `latest` is what a checkpoint changes when it is whole, `saved` the exit code
-    of a run that was asked to stop.
+    """The text of the file, with logs in `folder`; `latest` is what a checkpoint changes when it is
+    whole, `saved` the exit code of a run that was asked to stop.
     """
     written, left_out = captured(environment, HOST if not chosen.container else ())
     python = chosen.python or ("python" if chosen.container else sys.executable)
@@ -202,8 +314,12 @@ def script(
         "COMMAND": shlex.join(command).replace("\n", "\n# "),
         "FILE": shlex.quote(str(target)),
         "DIRECTIVES": "\n".join(f"#SBATCH {option}" for option in directives(chosen, folder)),
-        "LEFT_OUT": f" Left out, as secrets (sbatch passes them on): {', '.join(left_out)}." if left_out else "",
-        "ENVIRONMENT": "\n".join(f"export {name}={shlex.quote(value)}" for name, value in written.items()),
+        "LEFT_OUT": f" Left out, as secrets (sbatch passes them on): {', '.join(left_out)}."
+        if left_out
+        else "",
+        "ENVIRONMENT": "\n".join(
+            f"export {name}={shlex.quote(value)}" for name, value in written.items()
+        ),
         "WORLD_SIZE": chosen.nodes * chosen.processes_per_node,
         "LOCAL_WORLD_SIZE": chosen.processes_per_node,
         "WAIT": WAIT,
@@ -239,21 +355,37 @@ def directives(chosen: argparse.Namespace, folder: Path) -> list[str]:
 
 def srun(chosen: argparse.Namespace, folder: Path) -> list[str]:
     """Options of srun."""
-    mounts = chosen.mounts or ",".join(f"{path}:{path}" for path in dict.fromkeys([str(ROOT), str(Path.cwd())]))
-    cores = f"--cpus-per-task={chosen.cpus_per_process}" if chosen.cpus_per_process else "--cpu-bind=none"
-    inside = [f"--container-image={chosen.container}", f"--container-mounts={mounts}", f"--container-workdir={Path.cwd()}"]
+    mounts = chosen.mounts or ",".join(
+        f"{path}:{path}" for path in dict.fromkeys([str(ROOT), str(Path.cwd())])
+    )
+    cores = (
+        f"--cpus-per-task={chosen.cpus_per_process}"
+        if chosen.cpus_per_process
+        else "--cpu-bind=none"
+    )
+    inside = [
+        f"--container-image={chosen.container}",
+        f"--container-mounts={mounts}",
+        f"--container-workdir={Path.cwd()}",
+    ]
     options = [f"--wait={WAIT}", cores, f"--output={folder}/%j-rank-%t.log", "--open-mode=append"]
     return [shlex.quote(option) for option in [*options, *(inside if chosen.container else [])]]
 
 
-def captured(environment: Mapping[str, str], more: tuple[str, ...] = ()) -> tuple[dict[str, str], list[str]]:
-    """Returns the variables that the program and its libraries read, and the names of those that may be secrets; both by name."""
+def captured(
+    environment: Mapping[str, str], more: tuple[str, ...] = ()
+) -> tuple[dict[str, str], list[str]]:
+    """Returns the variables that the program and its libraries read, and the names of those that
+    may be secrets; both by name.
+    """
     read = {
         name: value
         for name, value in sorted(environment.items())
         if (name.startswith(READ) or name in more) and name not in SET_BY_SLURM
     }
-    secret = [name for name, value in read.items() if SECRET.search(name) or SECRET_IN_URL.search(value)]
+    secret = [
+        name for name, value in read.items() if SECRET.search(name) or SECRET_IN_URL.search(value)
+    ]
     return {name: value for name, value in read.items() if name not in secret}, secret
 
 

@@ -1,24 +1,26 @@
-"""Says before a launch what a run takes: bytes of every process in every phase, what does not fit, the nearest layout that does.
+"""Says before a launch what a run takes: bytes of every process in every phase, what does not fit,
+the nearest layout that does.
 
-    plan.py CONFIG [option=value ...] --gpus 64 --gpu-memory 80
-    plan.py examples/planning/llama-3-70b/run.yaml --gpus 64 --gpu-memory 80 parallel.pipeline=2 --json
+    plan.py CONFIG [option=value ...] --gpus 64 --gpu-memory 80 plan.py
+    examples/planning/llama-3-70b/run.yaml --gpus 64 --gpu-memory 80 parallel.pipeline=2 --json
 
-CONFIG is the file that train_rl.py gets; of the folder model.path it needs a config.json only. No GPU, no weights, no data and
-no process are needed. GB are 10^9 bytes.
+CONFIG is the file that train_rl.py gets; of the folder model.path it needs a config.json only. No
+GPU, no weights, no data and no process are needed. GB are 10^9 bytes.
 
-Phases are those of a run's metrics: rollout (engines generate), score (log-probs, no gradient), update (training), push (weights
-into the engines). Rows are as long as the config allows, routing to experts is even: the worst case of memory but for a skewed
-router. Kinds:
+Phases are those of a run's metrics: rollout (engines generate), score (log-probs, no gradient),
+update (training), push (weights into the engines). Rows are as long as the config allows, routing
+to experts is even: the worst case of memory but for a skewed router. Kinds:
   parameters, gradients, main_parameters, adam    as Megatron's buffers hold them, padding included
   activations    kept for the backward pass and one layer at work, after arXiv:2205.05198; batches on the device
   log_probs      hidden states and logits of 1024 tokens at a time, on the last stage; gradient of the output weight
   engine_weights, engine_working, kv_cache    of vLLM: it takes rollout.memory_fraction of a device, the cache what is left
   push_buffers   messages of two buckets (trainer.push_bucket_mib), simulated
   reserved       --reserved-gb: CUDA's context, NCCL, what the allocator can't use
-Host copies of a process: reference (algorithm.kl.coef), average (ema_beta), checkpoint (what a save writes from), offload,
-experience (all rows of a step).
+Host copies of a process: reference (algorithm.kl.coef), average (ema_beta), checkpoint (what a save
+writes from), offload, experience (all rows of a step).
 
-Seconds are a roofline, a bound from below: work over speed, with answers of full length and all devices in step.
+Seconds are a roofline, a bound from below: work over speed, with answers of full length and all
+devices in step.
 
 The exit code is 0 where all fits, 1 where it does not, 2 where nothing could be planned.
 """
@@ -64,13 +66,27 @@ def main(given: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("config", metavar="CONFIG", help="YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="option=value", default=[], help="as of train_rl.py")
-    parser.add_argument("--gpus", type=int, required=True, metavar="N", help="devices in all, those of separate servers too")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="option=value", default=[], help="as of train_rl.py"
+    )
+    parser.add_argument(
+        "--gpus",
+        type=int,
+        required=True,
+        metavar="N",
+        help="devices in all, those of separate servers too",
+    )
     parser.add_argument("--gpu-memory", type=float, required=True, metavar="GB", help="of each")
-    parser.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="devices that NVLink joins (8)")
+    parser.add_argument(
+        "--gpus-per-node", type=int, default=8, metavar="N", help="devices that NVLink joins (8)"
+    )
     for flag, default, meaning in FLAGS:
-        parser.add_argument(flag, type=float, default=default, metavar="X", help=f"{meaning} ({default:g})")
-    parser.add_argument("--no-search", action="store_true", help="say what does not fit, propose nothing")
+        parser.add_argument(
+            flag, type=float, default=default, metavar="X", help=f"{meaning} ({default:g})"
+        )
+    parser.add_argument(
+        "--no-search", action="store_true", help="say what does not fit, propose nothing"
+    )
     parser.add_argument("--json", action="store_true", help="everything as one JSON object")
     return exit_code_of(show, parser.parse_intermixed_args(given))
 
@@ -83,8 +99,12 @@ def show(chosen: argparse.Namespace) -> int:
 
     begin = time.perf_counter()
     if chosen.gpus < 1 or chosen.gpus_per_node < 1 or chosen.gpu_memory <= chosen.reserved_gb:
-        raise ConfigError("--gpus and --gpus-per-node must be at least 1, and --gpu-memory more than --reserved-gb.")
-    hbm, nvlink, nic, pcie = (GB * x for x in (chosen.hbm_gbs, chosen.nvlink_gbs, chosen.nic_gbs, chosen.pcie_gbs))
+        raise ConfigError(
+            "--gpus and --gpus-per-node must be at least 1, and --gpu-memory more than --reserved-gb."
+        )
+    hbm, nvlink, nic, pcie = (
+        GB * x for x in (chosen.hbm_gbs, chosen.nvlink_gbs, chosen.nic_gbs, chosen.pcie_gbs)
+    )
     if min(chosen.tflops, hbm, nvlink, nic, pcie) <= 0:
         raise ConfigError("--tflops and all bandwidths must be positive.")
     machine = Machine(
@@ -99,20 +119,29 @@ def show(chosen: argparse.Namespace) -> int:
         raise ConfigError.listing("This can't be planned", problems)
     found = figures(models, config, machine)
     reasons = misfits(models, config, machine, found["push_buffers"])
-    proposal, rejected = nearest(models, config, machine) if reasons and not chosen.no_search else (None, [])
+    proposal, rejected = (
+        nearest(models, config, machine) if reasons and not chosen.no_search else (None, [])
+    )
     found |= {"misfits": [reason.reason for reason in reasons], "proposal": None}
     if proposal is not None:
-        found["proposal"] = {"changes": dict(proposal.changes), "seconds_at_least": proposal.seconds}
+        found["proposal"] = {
+            "changes": dict(proposal.changes),
+            "seconds_at_least": proposal.seconds,
+        }
     found["seconds_to_plan"] = time.perf_counter() - begin
     if chosen.json:
-        found["rejected"] = [{"changes": dict(changes), "reason": why.reason} for changes, why in rejected]
+        found["rejected"] = [
+            {"changes": dict(changes), "reason": why.reason} for changes, why in rejected
+        ]
         sys.stdout.write(json.dumps(found, indent=2) + "\n")
     else:
         sys.stdout.write("\n".join([*table(found), *verdict(reasons, proposal, rejected), ""]))
     return 1 if reasons else 0
 
 
-def figures(models: Mapping[str, "PlannedModel"], config: RunConfig, machine: "Machine") -> dict[str, Any]:
+def figures(
+    models: Mapping[str, "PlannedModel"], config: RunConfig, machine: "Machine"
+) -> dict[str, Any]:
     """All numbers of a plan."""
     from rftmega.parallel.layout import layout_name, nodes_of_engine
     from rftmega.planning.fit import stages_of
@@ -128,13 +157,17 @@ def figures(models: Mapping[str, "PlannedModel"], config: RunConfig, machine: "M
         cache = cache_of(policy, config, machine.budget)
     if rl and config.strategy == "colocated":
         bucket = config.trainer.push_bucket_mib * 2**20
-        push = push_of(policy, world, config.rollout.tensor, bucket, layers=sampled(policy.model, world))
+        push = push_of(
+            policy, world, config.rollout.tensor, bucket, layers=sampled(policy.model, world)
+        )
     buffers = max(push.buffers) if push else 0
     stages = stages_of(models, world)
     load = load_of(config, parallel, world)
     return {
         "model": {"family": policy.model.family, "parameters": policy.model.parameters},
-        "layout": layout_name(parallel, world // (parallel.tensor * parallel.context * parallel.pipeline)),
+        "layout": layout_name(
+            parallel, world // (parallel.tensor * parallel.context * parallel.pipeline)
+        ),
         "recompute": parallel.recompute,
         "distributed_optimizer": config.optimizer.distributed,
         "offload": rl and config.trainer.offload,
@@ -148,7 +181,9 @@ def figures(models: Mapping[str, "PlannedModel"], config: RunConfig, machine: "M
             "nodes": nodes_of_engine(config.rollout.tensor, machine.speeds.node),
             "full_answers_at_once": cache.sequences,
         },
-        "stages": [on_device(models, config, world, place, machine.budget, buffers) for place in stages],
+        "stages": [
+            on_device(models, config, world, place, machine.budget, buffers) for place in stages
+        ],
         "host": [on_host(models, config, world, place) for place in stages],
         "push_buffers": buffers,
         "seconds_at_least": seconds(models, config, world, cache, push, machine.speeds),
@@ -160,7 +195,9 @@ def table(found: dict[str, Any]) -> list[str]:
     stages, memory, engine = found["stages"], found["memory"], found["engine"]
     phases = list(stages[0])
     switches = [f"recompute {found['recompute']}"]
-    switches += [name.replace("_", " ") for name in ("distributed_optimizer", "offload") if found[name]]
+    switches += [
+        name.replace("_", " ") for name in ("distributed_optimizer", "offload") if found[name]
+    ]
     said = [
         f"model    {found['model']['family']}, {found['model']['parameters'] / 1e9:.1f} billion parameters",
         f"layout   {found['layout']} on {found['processes']} devices of {memory / GB:g} GB",
@@ -172,12 +209,19 @@ def table(found: dict[str, Any]) -> list[str]:
         said.append(
             f"engine   {engine['processes']} device(s){over}; room for {engine['full_answers_at_once']:.0f} full answers at once"
         )
-    fullest = {phase: max(range(len(stages)), key=lambda n: sum(stages[n][phase].values())) for phase in phases}
-    present = {kind for stage in stages for parts in stage.values() for kind, size in parts.items() if size}
+    fullest = {
+        phase: max(range(len(stages)), key=lambda n: sum(stages[n][phase].values()))
+        for phase in phases
+    }
+    present = {
+        kind for stage in stages for parts in stage.values() for kind, size in parts.items() if size
+    }
     kinds = [kind for kind in KINDS if kind in present]
     said += ["", _row("GB a device of the fullest stage", phases)]
     for kind in kinds:
-        said.append(_row(f"  {kind}", [_gb(stages[fullest[phase]][phase].get(kind, 0)) for phase in phases]))
+        said.append(
+            _row(f"  {kind}", [_gb(stages[fullest[phase]][phase].get(kind, 0)) for phase in phases])
+        )
     totals = {phase: [sum(stage[phase].values()) for stage in stages] for phase in phases}
     said.append(_row("  together", [_gb(max(totals[phase])) for phase in phases]))
     said.append(_row("  left", [f"{(memory - max(totals[phase])) / GB:.1f}" for phase in phases]))
@@ -195,13 +239,21 @@ def table(found: dict[str, Any]) -> list[str]:
         line = f"{phase:<16} at least {_s(sum(parts.values())):>7} s: {what}"
         said += textwrap.wrap(line, WIDTH, subsequent_indent=" " * 36)
     whole = sum(sum(parts.values()) for parts in seconds.values())
-    return [*said, f"{'a step':<16} at least {_s(whole):>7} s; planned in {found['seconds_to_plan']:.1f} s", ""]
+    return [
+        *said,
+        f"{'a step':<16} at least {_s(whole):>7} s; planned in {found['seconds_to_plan']:.1f} s",
+        "",
+    ]
 
 
 def verdict(
-    reasons: list["Misfit"], proposal: "Proposal | None", rejected: list[tuple[Mapping[str, Any], "Misfit"]]
+    reasons: list["Misfit"],
+    proposal: "Proposal | None",
+    rejected: list[tuple[Mapping[str, Any], "Misfit"]],
 ) -> list[str]:
-    """Describes what does not fit, what would, and what was looked at besides: the nearest to fitting first."""
+    """Describes what does not fit, what would, and what was looked at besides: the nearest to
+    fitting first.
+    """
     if not reasons:
         return ["All of it fits."]
     said = ["Does not fit:"]
@@ -214,14 +266,20 @@ def verdict(
     elif rejected:
         said.append("No layout that was looked at fits: take more devices, or larger ones.")
     if rejected:
-        said += ["", f"Looked at with as few changes or fewer, and did not fit ({len(rejected)}; the nearest to it):"]
+        said += [
+            "",
+            f"Looked at with as few changes or fewer, and did not fit ({len(rejected)}; the nearest to it):",
+        ]
         for changes, why in sorted(rejected, key=lambda one: one[1].over)[:SHOWN]:
             said.append(_cut(f"  {_options(changes)}: {why.reason}"))
     return said
 
 
 def _options(changes: Mapping[str, Any]) -> str:
-    return " ".join(f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in changes.items())
+    return " ".join(
+        f"{name}={str(value).lower() if isinstance(value, bool) else value}"
+        for name, value in changes.items()
+    )
 
 
 def _cut(line: str) -> str:

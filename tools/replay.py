@@ -1,10 +1,12 @@
-"""Shows why a run stopped with code 77: what engine and trainer said of the same tokens, and which of the two is wrong.
+"""Shows why a run stopped with code 77: what engine and trainer said of the same tokens, and which
+of the two is wrong.
 
     replay.py runs/demo/gap/step_000012                        # cause, weights, the tokens that differ most
     replay.py runs/demo/gap/step_000012 --model runs/v12/hf    # and what transformers says of them, in float32
 
-The folder is the one that the run named (docs/push.md). --model must hold the weights that the answers came from: of step 0
-those of model.path (taken where it is still there), of a later step those that a checkpoint of that step exports.
+The folder is the one that the run named (docs/push.md). --model must hold the weights that the
+answers came from: of step 0 those of model.path (taken where it is still there), of a later step
+those that a checkpoint of that step exports.
 """
 
 import argparse
@@ -24,12 +26,23 @@ ENGINE_WRONG, TRAINER_WRONG = "the engine is wrong", "the trainer is wrong"
 
 
 def main(given: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="the folder that the run named")
     parser.add_argument(
-        "--model", type=Path, metavar="HF_DIR", help="the policy's weights of that step, for transformers to score"
+        "--model",
+        type=Path,
+        metavar="HF_DIR",
+        help="the policy's weights of that step, for transformers to score",
     )
-    parser.add_argument("--tokens", type=int, default=10, metavar="N", help="show the N tokens that differ most (10)")
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=10,
+        metavar="N",
+        help="show the N tokens that differ most (10)",
+    )
     return exit_code_of(replay, parser.parse_args(given))
 
 
@@ -64,8 +77,12 @@ def summary(bundle: GapBundle) -> list[str]:
     ]
     if evidence.after_push is not None:
         after = evidence.after_push
-        lines.append(f"new push    99.9th percentile {after.percentile:.3g}, mean {after.mean:.3g}, of {after.tokens} tokens")
-    lines.append(f"weights     {len(evidence.checksums)} slices, {len(broken)} not as the trainer holds them")
+        lines.append(
+            f"new push    99.9th percentile {after.percentile:.3g}, mean {after.mean:.3g}, of {after.tokens} tokens"
+        )
+    lines.append(
+        f"weights     {len(evidence.checksums)} slices, {len(broken)} not as the trainer holds them"
+    )
     for each in broken:
         lines.append(
             f"            {each.name}[{each.start}:{each.stop}] process {each.source} to {each.target}: "
@@ -105,24 +122,34 @@ def loaded(folder: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
     try:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
+        return AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, trust_remote_code=False
+        ).eval()
     except (OSError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"--model {folder} can't be read by transformers: {error}") from error
 
 
 @torch.no_grad()
 def against_transformers(bundle: GapBundle, model: Any) -> list[str]:
-    """Tells how far engine and trainer are from transformers, and how nearly tied the experts of the worst tokens are."""
+    """Tells how far engine and trainer are from transformers, and how nearly tied the experts of
+    the worst tokens are.
+    """
     evidence, rows = bundle.evidence, bundle.rows
     found = torch.zeros_like(evidence.old_logp)
     margins = torch.full_like(evidence.old_logp, torch.inf)
     for row in range(len(rows)):
         ids = rows.tokens[row, : rows.lengths[row]]
         out = model(ids[None], **({"output_router_logits": True} if evidence.has_experts else {}))
-        logp = (out.logits[0, :-1].float() / bundle.temperature).log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+        logp = (
+            (out.logits[0, :-1].float() / bundle.temperature)
+            .log_softmax(-1)
+            .gather(-1, ids[1:, None])[:, 0]
+        )
         found[row, : len(logp)] = logp
         if evidence.has_experts:
-            margins[row, : len(logp)] = margins_of(out.router_logits, model.config.num_experts_per_tok, len(ids))[:-1]
+            margins[row, : len(logp)] = margins_of(
+                out.router_logits, model.config.num_experts_per_tok, len(ids)
+            )[:-1]
     engine = log_prob_gap(evidence.behaviour_logp, found, evidence.mask)
     trainer = log_prob_gap(evidence.old_logp, found, evidence.mask)
     wrong = ENGINE_WRONG if engine.mean > trainer.mean else TRAINER_WRONG
@@ -132,7 +159,9 @@ def against_transformers(bundle: GapBundle, model: Any) -> list[str]:
         f"which one   {wrong}",
     ]
     if evidence.has_experts:
-        beyond = evidence.mask & ((evidence.behaviour_logp - evidence.old_logp).abs() > bundle.limits.percentile)
+        beyond = evidence.mask & (
+            (evidence.behaviour_logp - evidence.old_logp).abs() > bundle.limits.percentile
+        )
         lines.append(
             f"routes      margin between the last chosen expert and the next: median {margins[evidence.mask].median():.2g}, of "
             f"the tokens beyond the limit {margins[beyond].median() if bool(beyond.any()) else torch.nan:.2g}"
@@ -141,7 +170,9 @@ def against_transformers(bundle: GapBundle, model: Any) -> list[str]:
 
 
 def margins_of(router_logits: Any, chosen: int, tokens: int) -> Tensor:
-    """[tokens]: the smallest margin between the last chosen expert and the next, over layers and earlier tokens."""
+    """[tokens]: the smallest margin between the last chosen expert and the next, over layers and
+    earlier tokens.
+    """
     smallest = torch.full((tokens,), torch.inf)
     for logits in router_logits:
         ranked = logits.float().softmax(-1).sort(descending=True).values

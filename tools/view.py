@@ -1,11 +1,13 @@
-"""Makes one HTML page of a run's trajectories: a table of samples, and each response with its tokens coloured.
+"""Makes one HTML page of a run's trajectories: a table of samples, and each response with its
+tokens coloured.
 
     view.py runs/demo                                     # writes runs/demo/trajectories.html
     view.py runs/demo/trajectories/step_000100.jsonl.gz --output page.html --limit 500
 
-Tokens are coloured by the gap between the engine's and the trainer's log-prob, by advantage or by entropy; hovering shows the
-values. The page needs no network and no server: it holds its data, so it can be sent to somebody. trainer.trajectories says
-how often a run writes the files that are read here.
+Tokens are coloured by the gap between the engine's and the trainer's log-prob, by advantage or by
+entropy; hovering shows the values. The page needs no network and no server: it holds its data, so
+it can be sent to somebody. trainer.trajectories says how often a run writes the files that are read
+here.
 """
 
 import argparse
@@ -28,14 +30,34 @@ TEMPLATE = Path(__file__).with_name("view.html")
 SAMPLE = {"step": int, "group": int, "index": int, "prompt": str, "response": str, "label": str, "reward_parts": dict,
           "truncated": bool, "tokens": dict}  # fmt: skip
 TOKENS = ("id", "text", "engine_logp", "trainer_logp", "gap", "advantage")
-SMALLEST_SCALE = {"gap": 0.01, "advantage": 1e-6, "entropy": 1e-6}  # a smaller gap is rounding, and should not look like news
+# a smaller gap is rounding, and should not look like news
+SMALLEST_SCALE = {"gap": 0.01, "advantage": 1e-6, "entropy": 1e-6}
 
 
 def main(given: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sources", type=Path, nargs="+", metavar="OUT_OR_FILES", help="a run's output folder, or files of it")
-    parser.add_argument("--output", type=Path, metavar="PAGE", help="where to write (trajectories.html beside what is read)")
-    parser.add_argument("--limit", type=int, default=5000, metavar="N", help="at most N samples, of the last steps (5000)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "sources",
+        type=Path,
+        nargs="+",
+        metavar="OUT_OR_FILES",
+        help="a run's output folder, or files of it",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="PAGE",
+        help="where to write (trajectories.html beside what is read)",
+    )
+    parser.add_argument(
+        "--limit",
+        type=int,
+        default=5000,
+        metavar="N",
+        help="at most N samples, of the last steps (5000)",
+    )
     return exit_code_of(show, parser.parse_args(given))
 
 
@@ -57,10 +79,14 @@ def show(chosen: argparse.Namespace) -> int:
     try:
         target.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise DataError(f"{target} can't be written: {error.strerror}. Choose another --output.") from error
+        raise DataError(
+            f"{target} can't be written: {error.strerror}. Choose another --output."
+        ) from error
     more = f", the last of more (--limit {chosen.limit})" if left_out else ""
     steps = f"steps {samples[0]['step']} to {samples[-1]['step']}"
-    sys.stdout.write(f"wrote {target}: {len(samples)} samples of {steps}{more}, {len(text) / 1e6:.1f} MB\n")
+    sys.stdout.write(
+        f"wrote {target}: {len(samples)} samples of {steps}{more}, {len(text) / 1e6:.1f} MB\n"
+    )
     return 0
 
 
@@ -69,15 +95,24 @@ def files_of(source: Path) -> list[Path]:
     if source.is_file():
         return [source]
     if not source.is_dir():
-        raise DataError(f"There is no {source}. Give a run's output folder, or files of its trajectories.")
-    found = sorted(source.glob("trajectories/step_*.jsonl.gz")) or sorted(source.glob("step_*.jsonl.gz"))
+        raise DataError(
+            f"There is no {source}. Give a run's output folder, or files of its trajectories."
+        )
+    found = sorted(source.glob("trajectories/step_*.jsonl.gz")) or sorted(
+        source.glob("step_*.jsonl.gz")
+    )
     if not found:
-        raise DataError(f"{source} holds no trajectories/step_*.jsonl.gz. Was the run's trainer.trajectories 0?")
+        raise DataError(
+            f"{source} holds no trajectories/step_*.jsonl.gz. Was the run's trainer.trajectories 0?"
+        )
     return found
 
 
 def samples_of(path: Path) -> Iterator[dict[str, Any]]:
-    """One sample a line, gzipped or plain. Raises DataError that names file and line of what can't be read."""
+    """One sample a line, gzipped or plain.
+
+    Raises DataError that names file and line of what can't be read.
+    """
     number = 0
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
@@ -116,16 +151,29 @@ def checked(sample: Any) -> dict[str, Any]:
 
 
 def page(samples: Sequence[dict[str, Any]], *, title: str) -> str:
-    """The whole page. Tokens have an element each sample, so that the browser parses what is looked at only."""
-    rows = [{key: value for key, value in sample.items() if key != "tokens"} | summary(sample["tokens"]) for sample in samples]
-    scale = {measure: scale_of([sample["tokens"] for sample in samples], measure) for measure in SMALLEST_SCALE}
+    """The whole page.
+
+    Tokens have an element each sample, so that the browser parses what is looked at only.
+    """
+    rows = [
+        {key: value for key, value in sample.items() if key != "tokens"} | summary(sample["tokens"])
+        for sample in samples
+    ]
+    scale = {
+        measure: scale_of([sample["tokens"] for sample in samples], measure)
+        for measure in SMALLEST_SCALE
+    }
     blocks = [block("samples", {"samples": rows, "scale": scale})]
     blocks += [block(f"tokens-{i}", sample["tokens"]) for i, sample in enumerate(samples)]
     template = TEMPLATE.read_text(encoding="utf-8")
     script = template.split("<script>")[1].split("</script>")[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     before, after = template.split("{{DATA}}")
-    return before.replace("{{HASH}}", f"sha256-{digest}").replace("{{TITLE}}", html.escape(title)) + "\n".join(blocks) + after
+    return (
+        before.replace("{{HASH}}", f"sha256-{digest}").replace("{{TITLE}}", html.escape(title))
+        + "\n".join(blocks)
+        + after
+    )
 
 
 def block(name: str, value: Any) -> str:
@@ -133,7 +181,9 @@ def block(name: str, value: Any) -> str:
 
 
 def embedded(value: Any) -> str:
-    """JSON that may stand in a script element: ASCII, and without a character that begins or ends markup."""
+    """JSON that may stand in a script element: ASCII, and without a character that begins or ends
+    markup.
+    """
     text = json.dumps(value, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -146,8 +196,12 @@ def summary(tokens: dict[str, Any]) -> dict[str, float | int | None]:
 
 
 def scale_of(samples: Sequence[dict[str, Any]], measure: str) -> float:
-    """Returns the value where the colours end: 99 % of tokens stay below, so that one odd token does not bleach others."""
-    sizes = sorted(abs(value) for tokens in samples for value in tokens.get(measure) or () if value is not None)
+    """Returns the value where the colours end: 99 % of tokens stay below, so that one odd token
+    does not bleach others.
+    """
+    sizes = sorted(
+        abs(value) for tokens in samples for value in tokens.get(measure) or () if value is not None
+    )
     return max(sizes[len(sizes) * 99 // 100] if sizes else 0.0, SMALLEST_SCALE[measure])
 
 

@@ -1,8 +1,9 @@
 """Measures what one device does, part by part: python -m benchmarks.gpu [PART ...]
 
-Several parts, or none named for all, run in processes of their own, each within its time limit; what a part can't do here it
-skips and says why. Each writes runs/gpu/PART.json after every row. On a CPU, and with --small, sizes are small and the files lie
-in runs/gpu-small. `python -m benchmarks.gpu.table` writes them into docs/results.md.
+Several parts, or none named for all, run in processes of their own, each within its time limit;
+what a part can't do here it skips and says why. Each writes runs/gpu/PART.json after every row. On
+a CPU, and with --small, sizes are small and the files lie in runs/gpu-small. `python -m
+benchmarks.gpu.table` writes them into docs/results.md.
 """
 
 import argparse
@@ -12,7 +13,8 @@ import sys
 import warnings
 from pathlib import Path
 
-warnings.filterwarnings("ignore")  # Megatron's, of what is not installed: a sheet says that in its first lines
+# Megatron's, of what is not installed: a sheet says that in its first lines
+warnings.filterwarnings("ignore")
 
 import rftmega.device.before_megatron  # noqa: F401
 
@@ -48,12 +50,22 @@ def each_by_itself(names: list[str], target: Path, *, small: bool, limit: float)
     """Every part in a process of its own. The exit code: 1 where one failed or had no time."""
     failed = []
     for name in names:
-        command = [sys.executable, "-m", "benchmarks.gpu", name, "--target", str(target), *(["--small"] if small else [])]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.gpu",
+            name,
+            "--target",
+            str(target),
+            *(["--small"] if small else []),
+        ]
         try:
             code = subprocess.run(command, check=False, timeout=limit).returncode
         except subprocess.TimeoutExpired:
             code = 1
-            sys.stdout.write(f"{name}: ended after {limit:.0f} s; its file has the rows that were done\n")
+            sys.stdout.write(
+                f"{name}: ended after {limit:.0f} s; its file has the rows that were done\n"
+            )
         failed += [name] if code else []
     if failed:
         sys.stdout.write(f"failed: {', '.join(failed)}\n")
@@ -61,11 +73,22 @@ def each_by_itself(names: list[str], target: Path, *, small: bool, limit: float)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}")
-    parser.add_argument("--small", action="store_true", help="small sizes on a GPU too: is everything there that is needed?")
+    parser.add_argument(
+        "--small",
+        action="store_true",
+        help="small sizes on a GPU too: is everything there that is needed?",
+    )
     parser.add_argument("--target", type=Path, help="folder of the JSON files")
-    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds of one part, where several are asked for")
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=LIMIT,
+        help="seconds of one part, where several are asked for",
+    )
     given = parser.parse_args()
     if unknown := [name for name in given.parts if name not in PARTS]:
         parser.error(f"there is no part {unknown[0]!r}; these are: {', '.join(PARTS)}")

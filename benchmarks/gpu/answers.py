@@ -1,4 +1,6 @@
-"""Greedy answers of vLLM, in float32, after a push, and after a sleep and a push of other weights: those of transformers."""
+"""Greedy answers of vLLM, in float32, after a push, and after a sleep and a push of other weights:
+those of transformers.
+"""
 
 import tempfile
 from pathlib import Path
@@ -24,7 +26,13 @@ class Sizes(NamedTuple):
     answer_tokens: int
 
 
-WIDE = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "head_dim": 64, "num_hidden_layers": 8}
+WIDE = {
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_attention_heads": 8,
+    "head_dim": 64,
+    "num_hidden_layers": 8,
+}
 SIZES = Sizes(WIDE, prompts=32, answer_tokens=64)
 SMALL = Sizes({}, prompts=4, answer_tokens=8)
 
@@ -44,12 +52,20 @@ def measure(world: Any, sheet: Sheet, sizes: Sizes) -> None:
     weights = EngineWeights(manager.bound, engine, bucket_bytes=BUCKET_BYTES)
     torch.manual_seed(3)
     lengths = torch.randint(1, 30, (sizes.prompts,)).tolist()
-    prompts = [Prompt(tuple(torch.randint(2, VOCABULARY, (length,)).tolist()), index=i) for i, length in enumerate(lengths)]
+    prompts = [
+        Prompt(tuple(torch.randint(2, VOCABULARY, (length,)).tolist()), index=i)
+        for i, length in enumerate(lengths)
+    ]
 
     def compared(version: int) -> Figures:
         weights.push(version=version)
-        oracle.load_weights(Exporter(manager.bound, manager.topology, bucket_bytes=BUCKET_BYTES), version=version)
-        ours, theirs = (x.generate(prompts, seeds=range(sizes.prompts), temperature=0.0) for x in (engine, oracle))
+        oracle.load_weights(
+            Exporter(manager.bound, manager.topology, bucket_bytes=BUCKET_BYTES), version=version
+        )
+        ours, theirs = (
+            x.generate(prompts, seeds=range(sizes.prompts), temperature=0.0)
+            for x in (engine, oracle)
+        )
         return agreement(ours, theirs)
 
     def after_a_sleep() -> Figures:

@@ -1,4 +1,5 @@
-"""vLLM in the trainer's process, 8B: its start beside memory that others hold, pushes, sleep and wake, and tokens a second.
+"""vLLM in the trainer's process, 8B: its start beside memory that others hold, pushes, sleep and
+wake, and tokens a second.
 
 Plain vLLM is the same engine, asked without our seeds and log-probs.
 """
@@ -48,8 +49,20 @@ class Sizes(NamedTuple):
     rounds: int
 
 
-SIZES = Sizes(QWEN3_8B, "bfloat16", 30.0, 0.5, prompts=512, prompt_tokens=256, answer_tokens=256, max_batch=256, rounds=3)
-SMALL = Sizes(TINY, "float32", 0.01, 0.5, prompts=8, prompt_tokens=12, answer_tokens=8, max_batch=8, rounds=2)
+SIZES = Sizes(
+    QWEN3_8B,
+    "bfloat16",
+    30.0,
+    0.5,
+    prompts=512,
+    prompt_tokens=256,
+    answer_tokens=256,
+    max_batch=256,
+    rounds=3,
+)
+SMALL = Sizes(
+    TINY, "float32", 0.01, 0.5, prompts=8, prompt_tokens=12, answer_tokens=8, max_batch=8, rounds=2
+)
 
 
 def measure(world: Any, sheet: Sheet, sizes: Sizes) -> None:
@@ -94,7 +107,9 @@ def measure(world: Any, sheet: Sheet, sizes: Sizes) -> None:
 def holding(size: int) -> Iterator[None]:
     """Within, another process holds so many bytes of the device."""
     command = [sys.executable, "-c", HOLD, str(size)]
-    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+    with subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
         assert other.stdin and other.stdout
         try:
             assert other.stdout.readline() == "held\n", f"{size:,} bytes could not be held"
@@ -114,7 +129,9 @@ def with_engine(sheet: Sheet, sizes: Sizes, manager: Any, engine: Any) -> None:
         weights[0].push(version=next(versions))
 
     def first() -> Figures:
-        plan = seconds(lambda: weights.append(EngineWeights(manager.bound, engine, bucket_bytes=256 * 2**20)))
+        plan = seconds(
+            lambda: weights.append(EngineWeights(manager.bound, engine, bucket_bytes=256 * 2**20))
+        )
         return {"plan_seconds": plan, "push_seconds": seconds(push)}
 
     def later() -> Figures:
@@ -154,7 +171,9 @@ def tokens(sizes: Sizes, engine: Any) -> Figures:
     torch.manual_seed(2)
     ids = torch.randint(sizes.shape.vocabulary, (sizes.prompts, sizes.prompt_tokens)).tolist()
     prompts = [Prompt(tuple(row), index=number) for number, row in enumerate(ids)]
-    plain = SamplingParams(temperature=1.0, max_tokens=sizes.answer_tokens, ignore_eos=True, detokenize=False)
+    plain = SamplingParams(
+        temperature=1.0, max_tokens=sizes.answer_tokens, ignore_eos=True, detokenize=False
+    )
     given = [{"prompt_token_ids": row} for row in ids]
     counted: dict[str, int] = {}
 

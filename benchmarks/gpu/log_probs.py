@@ -1,4 +1,6 @@
-"""Log-prob and entropy from hidden states, in chunks, against the dense way: peak memory and TFLOP/s, forward and backward."""
+"""Log-prob and entropy from hidden states, in chunks, against the dense way: peak memory and
+TFLOP/s, forward and backward.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -30,7 +32,9 @@ def measure(world: Any, sheet: Sheet, sizes: Sizes) -> None:
     torch.manual_seed(0)
     where, dtype = device.current().here(), getattr(torch, sizes.dtype)
     hidden = torch.randn(sizes.tokens, sizes.hidden, device=where, dtype=dtype).requires_grad_()
-    weight = (0.02 * torch.randn(sizes.vocabulary, sizes.hidden, device=where, dtype=dtype)).requires_grad_()
+    weight = (
+        0.02 * torch.randn(sizes.vocabulary, sizes.hidden, device=where, dtype=dtype)
+    ).requires_grad_()
     targets = torch.randint(sizes.vocabulary, (sizes.tokens,), device=where)
     for name, way in (("fused", fused), ("dense", dense)):
         sheet.row(name, lambda way=way: speed(way, hidden, weight, targets, sizes.rounds))
@@ -49,7 +53,9 @@ def learnt(way: Way, hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[T
 
 
 def speed(way: Way, hidden: Tensor, weight: Tensor, targets: Tensor, rounds: int) -> Figures:
-    """TFLOP/s count the products that the mathematics asks for (6 x tokens x hidden x vocabulary), none done again."""
+    """TFLOP/s count the products that the mathematics asks for (6 x tokens x hidden x vocabulary),
+    none done again.
+    """
     backend = device.current()
     seconds = median_seconds(lambda: learnt(way, hidden, weight, targets), rounds=rounds)
     before = backend.memory()
@@ -67,13 +73,19 @@ def speed(way: Way, hidden: Tensor, weight: Tensor, targets: Tensor, rounds: int
 
 
 def differences(hidden: Tensor, weight: Tensor, targets: Tensor, sheet: Sheet) -> Figures:
-    """Ratios of the two rows, and the largest differences between their numbers, gradients relative to the largest."""
+    """Ratios of the two rows, and the largest differences between their numbers, gradients relative
+    to the largest.
+    """
     ours, theirs = learnt(fused, hidden, weight, targets), learnt(dense, hidden, weight, targets)
-    largest = [float((a.float() - b.float()).abs().max()) for a, b in zip(ours, theirs, strict=True)]
+    largest = [
+        float((a.float() - b.float()).abs().max()) for a, b in zip(ours, theirs, strict=True)
+    ]
     scale = [float(x.float().abs().max()) for x in theirs]
     one, other = sheet.rows["fused"], sheet.rows["dense"]
     return {
-        "memory_ratio": one["peak_gib"] / other["peak_gib"] if one["peak_gib"] and other["peak_gib"] else None,
+        "memory_ratio": one["peak_gib"] / other["peak_gib"]
+        if one["peak_gib"] and other["peak_gib"]
+        else None,
         "time_ratio": one["seconds"] / other["seconds"],
         "logp_difference": largest[0],
         "entropy_difference": largest[1],

@@ -1,4 +1,6 @@
-"""The whole program for a few steps on one device: the demo's task, model and engine, bfloat16 where the device trains in it."""
+"""The whole program for a few steps on one device: the demo's task, model and engine, bfloat16
+where the device trains in it.
+"""
 
 import json
 import os
@@ -50,7 +52,11 @@ def run(folder: Path, sizes: Sizes, overrides: Sequence[str] = ()) -> Figures:
 
 def python(*command: object) -> None:
     """Raises CalledProcessError. The program is no rank of ours."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
     subprocess.run([sys.executable, *map(str, command)], check=True, cwd=ROOT, env=environment)
 
 
@@ -60,7 +66,10 @@ def summary(records: list[dict[str, Any]], begin: float) -> Figures:
     return {
         "steps": len(steps),
         "seconds_to_the_first_step": start["time"] - begin,
-        **{f"{phase}_seconds": statistics.median(step[f"seconds_{phase}"] for step in steps) for phase in PHASES},
+        **{
+            f"{phase}_seconds": statistics.median(step[f"seconds_{phase}"] for step in steps)
+            for phase in PHASES
+        },
         "logprob_gap_max": max(step["logprob_gap_max"] for step in steps),
         "accuracy_before": start["eval_exact_match"],
         "accuracy_after": steps[-1]["eval_exact_match"],

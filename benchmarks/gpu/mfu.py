@@ -1,8 +1,10 @@
-"""Model FLOPs utilisation of whole updates of an 8B-shaped stack of as many layers as fit, with and without recomputation.
+"""Model FLOPs utilisation of whole updates of an 8B-shaped stack of as many layers as fit, with and
+without recomputation.
 
-Model FLOPs are those of model_providers/flops.py, three times the forward pass: 6 x weights in matrices x tokens, and for
-attention 12 x layers x heads x head_dim x row length x tokens (PaLM, arXiv:2204.02311, appendix B). Recomputation adds none.
-The peak is bfloat16's by the device's name (`rftmega/device/cuda.py`); of an unknown device only TFLOP/s are told.
+Model FLOPs are those of model_providers/flops.py, three times the forward pass: 6 x weights in
+matrices x tokens, and for attention 12 x layers x heads x head_dim x row length x tokens (PaLM,
+arXiv:2204.02311, appendix B). Recomputation adds none. The peak is bfloat16's by the device's name
+(`rftmega/device/cuda.py`); of an unknown device only TFLOP/s are told.
 """
 
 import gc
@@ -37,8 +39,18 @@ class Sizes(NamedTuple):
     dtype: str
 
 
-SIZES = Sizes(QWEN3_8B, probed=(1, 3), length=2048, rows=4, micro_batches=4, rounds=3, dtype="bfloat16")
-SMALL = Sizes(TINY._replace(layers=3), probed=(1, 2), length=12, rows=2, micro_batches=2, rounds=1, dtype="float32")
+SIZES = Sizes(
+    QWEN3_8B, probed=(1, 3), length=2048, rows=4, micro_batches=4, rounds=3, dtype="bfloat16"
+)
+SMALL = Sizes(
+    TINY._replace(layers=3),
+    probed=(1, 2),
+    length=12,
+    rows=2,
+    micro_batches=2,
+    rounds=1,
+    dtype="float32",
+)
 
 
 def measure(world: Any, sheet: Sheet, sizes: Sizes) -> None:
@@ -46,13 +58,18 @@ def measure(world: Any, sheet: Sheet, sizes: Sizes) -> None:
     layers = int(found["layers"] or 0) if found else 0
     for name, recompute in (("no recomputation", "none"), ("full recomputation", "full")):
         while layers:
-            if sheet.row(name, partial(speed, sizes, layers, recompute)) is not None or "error" in sheet.rows[name]:
+            if (
+                sheet.row(name, partial(speed, sizes, layers, recompute)) is not None
+                or "error" in sheet.rows[name]
+            ):
                 break
             layers = layers * 7 // 8  # the straight line was not all
 
 
 def layers_that_fit(sizes: Sizes) -> Figures:
-    """From the most memory of updates of two small stacks; a device that keeps no record of it gets all layers."""
+    """From the most memory of updates of two small stacks; a device that keeps no record of it gets
+    all layers.
+    """
     backend = device.current()
     total = backend.room()
     peaks = []
@@ -72,11 +89,17 @@ def layers_that_fit(sizes: Sizes) -> Figures:
 
 
 def fitting(probed: tuple[int, int], peaks: tuple[int, int], room: int, *, most: int) -> Figures:
-    """How many layers `room` bytes have place for, by a straight line through two measurements; from one to `most`."""
+    """How many layers `room` bytes have place for, by a straight line through two measurements;
+    from one to `most`.
+    """
     a_layer = (peaks[1] - peaks[0]) / (probed[1] - probed[0])
     besides = peaks[0] - probed[0] * a_layer
     layers = int((room - besides) // a_layer) if a_layer > 0 else most
-    return {"layers": max(1, min(most, layers)), "gib_a_layer": a_layer / 2**30, "gib_besides": besides / 2**30}
+    return {
+        "layers": max(1, min(most, layers)),
+        "gib_a_layer": a_layer / 2**30,
+        "gib_besides": besides / 2**30,
+    }
 
 
 def built(sizes: Sizes, layers: int, recompute: str) -> Any:
@@ -96,7 +119,16 @@ def batch(sizes: Sizes, micro_batches: int) -> Experience:
     tokens = torch.randint(sizes.shape.vocabulary, (sizes.rows * micro_batches, sizes.length + 1))
     rows = rows_of(tokens.tolist())
     zeros = torch.zeros(rows.mask.shape)
-    return Experience(rows.tokens, rows.prompt_lengths, rows.lengths, rows.mask, zeros, None, None, torch.ones_like(zeros))
+    return Experience(
+        rows.tokens,
+        rows.prompt_lengths,
+        rows.lengths,
+        rows.mask,
+        zeros,
+        None,
+        None,
+        torch.ones_like(zeros),
+    )
 
 
 def learn(actor: Any, experience: Experience) -> None:
@@ -116,7 +148,10 @@ def speed(sizes: Sizes, layers: int, recompute: str) -> Figures:
     peak = backend.peak_tflops() if sizes.dtype == "bfloat16" else None
     return {
         "layers": layers,
-        "billion_parameters": sum(p.numel() for chunk in actor.manager.chunks for p in chunk.parameters()) / 1e9,
+        "billion_parameters": sum(
+            p.numel() for chunk in actor.manager.chunks for p in chunk.parameters()
+        )
+        / 1e9,
         "tokens_a_second": sum(rows) / seconds,
         "seconds_an_update": seconds,
         "tflops": tflops,
@@ -127,7 +162,9 @@ def speed(sizes: Sizes, layers: int, recompute: str) -> Figures:
 
 
 def waits_a_micro_batch(actor: Any, sizes: Sizes) -> Figures:
-    """Returns the waits that one more micro-batch adds to an update, and the lines that wait, counted in an update of three."""
+    """Returns the waits that one more micro-batch adds to an update, and the lines that wait,
+    counted in an update of three.
+    """
     found = []
     for micro_batches in (1, 3):
         experience = batch(sizes, micro_batches)
@@ -138,4 +175,7 @@ def waits_a_micro_batch(actor: Any, sizes: Sizes) -> Figures:
     if one is None or three is None:
         return {"waits_a_micro_batch": None}
     often = Counter(three).most_common(10)
-    return {"waits_a_micro_batch": (len(three) - len(one)) / 2, "waits": "; ".join(f"{place} x {n}" for place, n in often)}
+    return {
+        "waits_a_micro_batch": (len(three) - len(one)) / 2,
+        "waits": "; ".join(f"{place} x {n}" for place, n in often),
+    }

@@ -1,4 +1,6 @@
-"""Large models without a file of their size: weights that are holes on the disk, and random numbers made on the device."""
+"""Large models without a file of their size: weights that are holes on the disk, and random numbers
+made on the device.
+"""
 
 import json
 from pathlib import Path
@@ -16,7 +18,9 @@ BYTES = {"bfloat16": 2, "float32": 4}
 
 
 class Shape(NamedTuple):
-    """A Qwen3; with `experts` a Qwen3-MoE whose layers all have them, `active` of them for a token, each `expert_ffn` wide."""
+    """A Qwen3; with `experts` a Qwen3-MoE whose layers all have them, `active` of them for a token,
+    each `expert_ffn` wide.
+    """
 
     layers: int
     hidden: int
@@ -63,14 +67,22 @@ def save_config(folder: Path, shape: Shape, *, dtype: str) -> Path:
 
 
 def save_zeros(folder: Path, shape: Shape, *, dtype: str) -> Path:
-    """A folder whose weights are zeros and take no room on the disk; fill the model with `randomise` once it is built."""
+    """A folder whose weights are zeros and take no room on the disk; fill the model with
+    `randomise` once it is built.
+    """
     save_config(folder, shape, dtype=dtype)
     header: dict[str, Any] = {}
     end = 0
-    for rule, layer, expert in instances(table(read_hf_config(folder)), layers=shape.layers, experts=shape.experts):
+    for rule, layer, expert in instances(
+        table(read_hf_config(folder)), layers=shape.layers, experts=shape.experts
+    ):
         for name, tensor in zip(rule.hf_names(layer, expert), rule.hf, strict=True):
             size = torch.Size(tensor.shape).numel() * BYTES[dtype]
-            header[name] = {"dtype": CODES[dtype], "shape": list(tensor.shape), "data_offsets": [end, end + size]}
+            header[name] = {
+                "dtype": CODES[dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [end, end + size],
+            }
             end += size
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)

@@ -1,4 +1,6 @@
-"""A policy's weights, gradients and optimizer off the device and back: GB/s against plain pinned copies, and every bit."""
+"""A policy's weights, gradients and optimizer off the device and back: GB/s against plain pinned
+copies, and every bit.
+"""
 
 import tempfile
 from pathlib import Path
@@ -22,7 +24,8 @@ class Sizes(NamedTuple):
     cycles: int
 
 
-# 1.04 billion parameters: 19 GB with gradients and Adam, and as much again of pinned memory for the plain copies.
+# 1.04 billion parameters: 19 GB with gradients and Adam, and as much again of pinned memory for the
+# plain copies.
 SIZES = Sizes(Shape(4, 4096, 12288, 32, 8, 128, 32768), dtype="bfloat16", rounds=6, cycles=3)
 SMALL = Sizes(TINY, dtype="bfloat16", rounds=3, cycles=3)
 
@@ -39,8 +42,13 @@ def measure(world: Any, sheet: Sheet, sizes: Sizes) -> None:
 
 
 def cycles(residency: Any, number: int) -> Figures:
-    """Everything off, weights on as for scoring, everything on: what is there afterwards is what was there."""
-    kept = {part: [x.clone() for x in contents(residency, part)] for part in (PARAMETERS, MAIN_PARAMETERS, ADAM)}
+    """Everything off, weights on as for scoring, everything on: what is there afterwards is what
+    was there.
+    """
+    kept = {
+        part: [x.clone() for x in contents(residency, part)]
+        for part in (PARAMETERS, MAIN_PARAMETERS, ADAM)
+    }
     equal = 0
     for _ in range(number):
         residency.only()
@@ -48,13 +56,22 @@ def cycles(residency: Any, number: int) -> Figures:
         residency.only(PARAMETERS)
         residency.on(*PARTS)
         equal += all(
-            torch.equal(a, b) for part, wanted in kept.items() for a, b in zip(contents(residency, part), wanted, strict=True)
+            torch.equal(a, b)
+            for part, wanted in kept.items()
+            for a, b in zip(contents(residency, part), wanted, strict=True)
         )
         residency.changed()  # the next one copies everything again
-    return {"cycles": number, "equal": equal, "gigabytes": sum(x.nbytes for part in kept.values() for x in part) / 1e9}
+    return {
+        "cycles": number,
+        "equal": equal,
+        "gigabytes": sum(x.nbytes for part in kept.values() for x in part) / 1e9,
+    }
 
 
 def contents(residency: Any, part: str) -> list[Tensor]:
     """Bytes of each of its storages."""
     storages = residency.storages()[part].values()
-    return [torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage) for storage in storages]
+    return [
+        torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        for storage in storages
+    ]

@@ -21,28 +21,45 @@ PARTS = {
     "log_probs": Part("log_probs", ("fused", "dense", "fused against dense")),
     "offload": Part("offload", ("off and on", "three cycles")),
     "push": Part("push", ("8B", "30B-A3B")),
-    "mfu": Part("mfu", ("layers that fit", "no recomputation", "full recomputation"), without=TRANSFORMER_ENGINE),
+    "mfu": Part(
+        "mfu",
+        ("layers that fit", "no recomputation", "full recomputation"),
+        without=TRANSFORMER_ENGINE,
+    ),
     "mfu_te": Part(
-        "mfu", ("layers that fit", "no recomputation", "full recomputation"), needs=(*MEGATRON, "transformer_engine.pytorch")
+        "mfu",
+        ("layers that fit", "no recomputation", "full recomputation"),
+        needs=(*MEGATRON, "transformer_engine.pytorch"),
     ),
     "engine": Part(
-        "engine", ("start", "first push", "push", "sleep and wake", "tokens"), needs=(*MEGATRON, "rftmega.rollout.vllm")
+        "engine",
+        ("start", "first push", "push", "sleep and wake", "tokens"),
+        needs=(*MEGATRON, "rftmega.rollout.vllm"),
     ),
     "answers": Part(
-        "answers", ("after the first push", "after sleep and other weights"), needs=(*MEGATRON, "rftmega.rollout.vllm")
+        "answers",
+        ("after the first push", "after sleep and other weights"),
+        needs=(*MEGATRON, "rftmega.rollout.vllm"),
     ),
     "loop": Part("loop", ("train_rl.py",), needs=(*MEGATRON, "rftmega.rollout.vllm")),
 }
 
 
 def missing(part: Part) -> str:
-    """Why a part can't run here; empty where it can. A package counts only where it can be imported."""
+    """Why a part can't run here; empty where it can.
+
+    A package counts only where it can be imported.
+    """
     if part.without:
-        assert not sys.modules.get(part.without), f"{part.without} was imported before the part that goes without"
+        assert not sys.modules.get(part.without), (
+            f"{part.without} was imported before the part that goes without"
+        )
         sys.modules[part.without] = None  # type: ignore[assignment]  # importing it raises ImportError from now on
     for name in part.needs:
         try:
             importlib.import_module(name)
         except Exception as error:  # a library of another build may raise anything
-            return f"{name.removeprefix('rftmega.rollout.')}: {type(error).__name__}: {error}".splitlines()[0]
+            return f"{name.removeprefix('rftmega.rollout.')}: {type(error).__name__}: {error}".splitlines()[
+                0
+            ]
     return ""

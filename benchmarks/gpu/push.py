@@ -1,7 +1,7 @@
 """A push of a whole model into an engine on the same device: GB/s, and microseconds a tensor.
 
-The engine stands in for vLLM: its parameters have the shapes of vLLM's (queries, keys and values in one, a layer's experts in
-one). What vLLM's reload does besides is measured in the part `engine`.
+The engine stands in for vLLM: its parameters have the shapes of vLLM's (queries, keys and values in
+one, a layer's experts in one). What vLLM's reload does besides is measured in the part `engine`.
 """
 
 import tempfile
@@ -43,7 +43,10 @@ class DeviceEngine(FusedEngine):
     def __init__(self, shapes: dict[str, Iterable[int]]):
         super().__init__(0, 1, shapes, dtype=torch.bfloat16)
         where = device.current().here()
-        self.kept = {name: torch.zeros(shape, dtype=self.dtype, device=where) for name, shape in self._shapes.items()}
+        self.kept = {
+            name: torch.zeros(shape, dtype=self.dtype, device=where)
+            for name, shape in self._shapes.items()
+        }
 
     def fresh(self) -> dict[str, Tensor]:
         return dict(self.kept)
@@ -57,10 +60,16 @@ def measure(world: Any, sheet: Sheet, sizes: Sizes) -> None:
 def pushed(shape: Shape, sizes: Sizes) -> Figures:
     with tempfile.TemporaryDirectory() as folder:
         held = parameters_of(save_config(Path(folder), shape, dtype="bfloat16"), 0, 1)
-    shapes = {name: tensor.shape for item in held for name, tensor in zip(item.hf_names, item.rule.hf, strict=True)}
+    shapes = {
+        name: tensor.shape
+        for item in held
+        for name, tensor in zip(item.hf_names, item.rule.hf, strict=True)
+    }
     engine = DeviceEngine(shapes)
     made: list[EngineWeights] = []
-    plan = seconds(lambda: made.append(EngineWeights(held, engine, bucket_bytes=sizes.bucket_bytes)))
+    plan = seconds(
+        lambda: made.append(EngineWeights(held, engine, bucket_bytes=sizes.bucket_bytes))
+    )
     (weights,) = made
     versions = count()
 

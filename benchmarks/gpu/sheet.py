@@ -1,4 +1,6 @@
-"""One part's rows, written to a JSON file after each, so that a command that is killed leaves what it had."""
+"""One part's rows, written to a JSON file after each, so that a command that is killed leaves what
+it had.
+"""
 
 import datetime
 import gc
@@ -44,7 +46,10 @@ class Sheet:
         return [name for name, row in self.rows.items() if "error" in row]
 
     def row(self, name: str, work: Callable[[], Figures]) -> Figures | None:
-        """Measures one row; None where it could not be, which the row then says. The next ones are measured all the same."""
+        """Measures one row; None where it could not be, which the row then says.
+
+        The next ones are measured all the same.
+        """
         self._tell(f"{name} ...")
         gc.collect()  # what the row before left, or lost in an error
         device.current().release_unused()
@@ -56,7 +61,10 @@ class Sheet:
             figures, self.rows[name] = None, {"out_of_memory": _first_line(error)}
         except Exception as error:
             traceback.print_exc()
-            figures, self.rows[name] = None, {"error": f"{type(error).__name__}: {_first_line(error)}"}
+            figures, self.rows[name] = (
+                None,
+                {"error": f"{type(error).__name__}: {_first_line(error)}"},
+            )
         self.rows[name] = self.rows[name] | {"took_seconds": time.monotonic() - begin}
         self._tell(f"{name}: {json.dumps(self.rows[name])}")
         self._write()

@@ -1,4 +1,5 @@
-"""Writes what runs/gpu/*.json have into the table of docs/results.md: python -m benchmarks.gpu.table [--source FOLDER] [FILE]
+"""Writes what runs/gpu/*.json have into the table of docs/results.md: python -m
+benchmarks.gpu.table [--source FOLDER] [FILE]
 
 Rows of parts without a file stay as they are in FILE, so that another day's figures are not lost.
 """
@@ -11,7 +12,10 @@ from typing import Any
 
 from benchmarks.gpu.parts import PARTS
 
-BEGIN, END = "<!-- python -m benchmarks.gpu.table writes this table -->", "<!-- end of that table -->"
+BEGIN, END = (
+    "<!-- python -m benchmarks.gpu.table writes this table -->",
+    "<!-- end of that table -->",
+)
 HEAD = ["| part | row | measured |", "|---|---|---|"]
 
 
@@ -23,7 +27,11 @@ def figures(row: dict[str, Any]) -> str:
         return f"failed: {_cell(row['error'])}"
     if "out_of_memory" in row:
         return "out of the device's memory"
-    return ", ".join(f"{name} {_value(value)}" for name, value in row.items() if name != "took_seconds" and value is not None)
+    return ", ".join(
+        f"{name} {_value(value)}"
+        for name, value in row.items()
+        if name != "took_seconds" and value is not None
+    )
 
 
 def _value(value: Any) -> str:
@@ -41,7 +49,10 @@ def unmeasured(part: str) -> str:
 
 
 def lines(source: Path, before: list[str]) -> list[str]:
-    """The table and, below it, where and when each part was measured. `before` is what stood there."""
+    """The table and, below it, where and when each part was measured.
+
+    `before` is what stood there.
+    """
     table, notes = list(HEAD), []
     for name, part in PARTS.items():
         file = source / f"{name}.json"
@@ -67,14 +78,22 @@ def written(text: str, source: Path) -> str:
     head, begin, rest = text.partition(f"{BEGIN}\n")
     before, end, tail = rest.partition(f"{END}\n")
     if not begin or not end:
-        raise ValueError(f"There is no table to write: the text lacks the lines {BEGIN!r} and {END!r}.")
-    return "".join([head, begin, "\n", "\n".join(lines(source, before.splitlines())), "\n\n", end, tail])
+        raise ValueError(
+            f"There is no table to write: the text lacks the lines {BEGIN!r} and {END!r}."
+        )
+    return "".join(
+        [head, begin, "\n", "\n".join(lines(source, before.splitlines())), "\n\n", end, tail]
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("file", type=Path, nargs="?", default=Path("docs/results.md"))
-    parser.add_argument("--source", type=Path, default=Path("runs/gpu"), help="folder of the JSON files")
+    parser.add_argument(
+        "--source", type=Path, default=Path("runs/gpu"), help="folder of the JSON files"
+    )
     given = parser.parse_args()
     given.file.write_text(written(given.file.read_text(), given.source))
     return 0

@@ -1,1 +1,3 @@
-"""One module a family, named as config.json's `model_type`: its `table` gives the rules of every tensor."""
+"""One module a family, named as config.json's `model_type`: its `table` gives the rules of every
+tensor.
+"""

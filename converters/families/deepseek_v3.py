@@ -1,10 +1,22 @@
-"""DeepSeek-V3: latent attention; dense first layers, then experts with a bias for the choice and shared ones."""
+"""DeepSeek-V3: latent attention; dense first layers, then experts with a bias for the choice and
+shared ones.
+"""
 
 from collections.abc import Set
 from typing import Any
 
 from converters.config_fields import Fields
-from converters.decoder import ATTENTION, MLP, Config, decoder, dense_mlp, in_layer, routed_experts, router, shared_expert
+from converters.decoder import (
+    ATTENTION,
+    MLP,
+    Config,
+    decoder,
+    dense_mlp,
+    in_layer,
+    routed_experts,
+    router,
+    shared_expert,
+)
 from converters.rules import Column, Replicated, Row, Rule
 
 FIELDS = Fields(
@@ -25,12 +37,19 @@ FIELDS = Fields(
         "attention_bias": False,
         "num_nextn_predict_layers": 1,
     },
-    nullable=("num_key_value_heads", "q_lora_rank", "attention_dropout", "num_nextn_predict_layers"),
+    nullable=(
+        "num_key_value_heads",
+        "q_lora_rank",
+        "attention_dropout",
+        "num_nextn_predict_layers",
+    ),
     not_null=("head_dim",),
 )
 
-PREDICTORS = ("eh_proj.weight", "enorm.weight", "hnorm.weight")  # of a layer that predicts a later token, beside a layer's own
-PREDICTORS_TOO = ("embed_tokens.weight", "shared_head.norm.weight", "shared_head.head.weight")  # copies, not always there
+# of a layer that predicts a later token, beside a layer's own
+PREDICTORS = ("eh_proj.weight", "enorm.weight", "hnorm.weight")
+# copies, not always there
+PREDICTORS_TOO = ("embed_tokens.weight", "shared_head.norm.weight", "shared_head.head.weight")
 
 
 def table(config: Config) -> list[Rule]:
@@ -51,20 +70,29 @@ def table(config: Config) -> list[Rule]:
 
 
 def latent_attention(config: Config) -> list[Rule]:
-    """Up-projections are split by whole heads. Transformer Engine holds the down-projections whole on every rank, and the
-    norms inside the up-projections.
+    """Up-projections are split by whole heads. Transformer Engine holds the down-projections whole
+    on every rank, and the norms inside the up-projections.
     """
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     rank, narrow = config.get("q_lora_rank"), config["kv_lora_rank"]
-    plain, rope, value = (config[name] for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    plain, rope, value = (
+        config[name] for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    )
     query = heads * (plain + rope)
 
     def column(megatron: str, hf: str, out: int, into: int) -> Rule:
         narrow = "down" in megatron
-        return Column((f"{ATTENTION}{megatron}.weight",), (in_layer(f"self_attn.{hf}.weight", out, into),), narrow=narrow)
+        return Column(
+            (f"{ATTENTION}{megatron}.weight",),
+            (in_layer(f"self_attn.{hf}.weight", out, into),),
+            narrow=narrow,
+        )
 
     def norm(kind: str, hf: str, size: int) -> Rule:
-        candidates = (f"{ATTENTION}{kind}_layernorm.weight", f"{ATTENTION}linear_{kind}_up_proj.layer_norm_weight")
+        candidates = (
+            f"{ATTENTION}{kind}_layernorm.weight",
+            f"{ATTENTION}linear_{kind}_up_proj.layer_norm_weight",
+        )
         return Replicated(candidates, (in_layer(f"self_attn.{hf}.weight", size),))
 
     queries = (
@@ -81,12 +109,16 @@ def latent_attention(config: Config) -> list[Rule]:
         column("linear_kv_down_proj", "kv_a_proj_with_mqa", narrow + rope, hidden),
         norm("kv", "kv_a_layernorm", narrow),
         column("linear_kv_up_proj", "kv_b_proj", heads * (plain + value), narrow),
-        Row((ATTENTION + "linear_proj.weight",), (in_layer("self_attn.o_proj.weight", hidden, heads * value),)),
+        Row(
+            (ATTENTION + "linear_proj.weight",),
+            (in_layer("self_attn.o_proj.weight", hidden, heads * value),),
+        ),
     ]
 
 
 def left_out(config: Config, names: Set[str]) -> set[str]:
-    """Tensors of the layers behind the last that predict several tokens at once: as many as config.json says, and no other ones.
+    """Tensors of the layers behind the last that predict several tokens at once: as many as
+    config.json says, and no other ones.
 
     A layer without what only those have is one that num_hidden_layers forgot.
     """
@@ -103,5 +135,7 @@ def left_out(config: Config, names: Set[str]) -> set[str]:
 
 
 def written(config: Config) -> dict[str, Any]:
-    """A folder of ours has no such layers; where config.json says nothing, transformers would look for one."""
+    """A folder of ours has no such layers; where config.json says nothing, transformers would look
+    for one.
+    """
     return {"num_nextn_predict_layers": 0} if config["num_nextn_predict_layers"] != 0 else {}

@@ -5,7 +5,12 @@ from converters.decoder import Config, decoder, dense_mlp, grouped_attention
 from converters.rules import Rule
 
 FIELDS = Fields(
-    defaults={"num_key_value_heads": None, "head_dim": None, "attention_bias": False, "mlp_bias": False},
+    defaults={
+        "num_key_value_heads": None,
+        "head_dim": None,
+        "attention_bias": False,
+        "mlp_bias": False,
+    },
     nullable=("num_key_value_heads", "head_dim", "attention_dropout"),
 )
 

@@ -5,7 +5,12 @@ from converters.decoder import Config, decoder, dense_mlp, grouped_attention
 from converters.rules import Rule
 
 FIELDS = Fields(
-    defaults={"num_key_value_heads": 32, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28},
+    defaults={
+        "num_key_value_heads": 32,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+    },
     nullable=("num_key_value_heads", "sliding_window"),
     not_null=("head_dim",),
 )

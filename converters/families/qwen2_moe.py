@@ -41,7 +41,9 @@ def table(config: Config) -> list[Rule]:
         *dense_mlp(config, layers=dense),
         router(config, number_of_experts(config), layers=sparse),
         *routed_experts(config, config["moe_intermediate_size"], layers=sparse),
-        *shared_expert(config, config["shared_expert_intermediate_size"], "mlp.shared_expert", layers=sparse),
+        *shared_expert(
+            config, config["shared_expert_intermediate_size"], "mlp.shared_expert", layers=sparse
+        ),
         Replicated((MLP + "shared_experts.gate_weight",), (gate,), layers=sparse),
     ]
     return decoder(config, grouped_attention(config, qkv_bias=config["qkv_bias"]), mlp)

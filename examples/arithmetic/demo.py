@@ -1,6 +1,8 @@
-"""The whole loop on a laptop: data, a warm start, GRPO on 4 processes; then a picture and a summary in runs/demo.
+"""The whole loop on a laptop: data, a warm start, GRPO on 4 processes; then a picture and a summary
+in runs/demo.
 
-Arguments are overrides of grpo.yaml, e.g. parallel.tensor=4 parallel.pipeline=1; --processes N starts another number.
+Arguments are overrides of grpo.yaml, e.g. parallel.tensor=4 parallel.pipeline=1; --processes N
+starts another number.
 """
 
 import argparse
@@ -31,7 +33,9 @@ def run(*command: object) -> None:
         sys.exit(code if code > 0 else 128 - code)
 
 
-def summary(records: list[dict], config: RunConfig, processes: int, launched: float, finished: float) -> dict:
+def summary(
+    records: list[dict], config: RunConfig, processes: int, launched: float, finished: float
+) -> dict:
     start, *steps = records
     tensor, pipeline = config.parallel.tensor, config.parallel.pipeline
     return {
@@ -42,7 +46,10 @@ def summary(records: list[dict], config: RunConfig, processes: int, launched: fl
         "logprob_gap_max": max(step["logprob_gap_max"] for step in steps),
         "seconds": round(finished - launched, 1),
         "startup_seconds": round(start["time"] - start["eval_seconds"] - launched, 1),
-        "step_seconds": {phase: round(sum(s[f"seconds_{phase}"] for s in steps) / len(steps), 3) for phase in PHASES},
+        "step_seconds": {
+            phase: round(sum(s[f"seconds_{phase}"] for s in steps) / len(steps), 3)
+            for phase in PHASES
+        },
     }
 
 
@@ -54,10 +61,15 @@ def draw(records: list[dict[str, float]], target: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(7, 4))
     steps = records[1:]
-    axes.plot([s["step"] for s in steps], [s["reward"] for s in steps], label="reward of the rollouts")
+    axes.plot(
+        [s["step"] for s in steps], [s["reward"] for s in steps], label="reward of the rollouts"
+    )
     evaluated = [r for r in records if "eval_exact_match" in r]
     axes.plot(
-        [r["step"] for r in evaluated], [r["eval_exact_match"] for r in evaluated], "o-", label="held-out accuracy (greedy)"
+        [r["step"] for r in evaluated],
+        [r["eval_exact_match"] for r in evaluated],
+        "o-",
+        label="held-out accuracy (greedy)",
     )
     axes.set(xlabel="step", ylim=(0, 1), title="GRPO on sums of two numbers")
     axes.legend(loc="lower right")
@@ -65,7 +77,9 @@ def draw(records: list[dict[str, float]], target: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("overrides", nargs="*", metavar="option=value")
     parser.add_argument("--processes", type=int, default=4)
     given = parser.parse_args()
@@ -83,8 +97,12 @@ def main() -> None:
     (output / "summary.json").write_text(json.dumps(result, indent=2) + "\n")
     draw(records, output / "reward.png")
     print(json.dumps(result, indent=2))
-    print(f"held-out accuracy: {result['accuracy_before']:.1%} before, {result['accuracy_after']:.1%} after")
-    print(f"wrote summary.json, reward.png, metrics.jsonl and the trained model (policy/) in {config.trainer.output}")
+    print(
+        f"held-out accuracy: {result['accuracy_before']:.1%} before, {result['accuracy_after']:.1%} after"
+    )
+    print(
+        f"wrote summary.json, reward.png, metrics.jsonl and the trained model (policy/) in {config.trainer.output}"
+    )
 
 
 if __name__ == "__main__":

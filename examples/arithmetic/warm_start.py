@@ -1,6 +1,8 @@
-"""Trains a small Qwen3 (1.2 million parameters) on a few examples, so that it is right some of the time.
+"""Trains a small Qwen3 (1.2 million parameters) on a few examples, so that it is right some of the
+time.
 
-Saved as an ordinary Hugging Face folder: config.json, model.safetensors, a tokenizer with one token a character.
+Saved as an ordinary Hugging Face folder: config.json, model.safetensors, a tokenizer with one token
+a character.
 """
 
 import argparse
@@ -27,7 +29,11 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def train(
-    examples: list[dict[str, str]], encode: PreTrainedTokenizerFast, *, steps: int = STEPS, seed: int = 0
+    examples: list[dict[str, str]],
+    encode: PreTrainedTokenizerFast,
+    *,
+    steps: int = STEPS,
+    seed: int = 0,
 ) -> Qwen3ForCausalLM:
     torch.manual_seed(seed)
     model = Qwen3ForCausalLM(
@@ -46,8 +52,12 @@ def train(
             pad_token_id=encode.pad_token_id,
         )
     )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.1)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 50, (steps - step) / 20))
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.1
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, (step + 1) / 50, (steps - step) / 20)
+    )
     shuffled = random.Random(seed)
     for _ in tqdm(range(steps), desc="warm start", unit="step"):
         tokens, targets = rows(shuffled.choices(examples, k=BATCH), encode)
@@ -59,9 +69,14 @@ def train(
     return model
 
 
-def rows(examples: list[dict[str, str]], encode: PreTrainedTokenizerFast) -> tuple[torch.Tensor, torch.Tensor]:
+def rows(
+    examples: list[dict[str, str]], encode: PreTrainedTokenizerFast
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens [B, T] and what to predict; -100 on prompt and padding."""
-    pairs = [(encode.encode(e["prompt"]), [*encode.encode(e["label"]), encode.eos_token_id]) for e in examples]
+    pairs = [
+        (encode.encode(e["prompt"]), [*encode.encode(e["label"]), encode.eos_token_id])
+        for e in examples
+    ]
     width = max(len(prompt) + len(answer) for prompt, answer in pairs)
     tokens = torch.full((len(pairs), width), encode.pad_token_id)
     targets = torch.full((len(pairs), width), -100)
@@ -72,8 +87,12 @@ def rows(examples: list[dict[str, str]], encode: PreTrainedTokenizerFast) -> tup
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("examples", type=Path, nargs="?", default=Path("runs/demo/data/warm_start.jsonl"))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "examples", type=Path, nargs="?", default=Path("runs/demo/data/warm_start.jsonl")
+    )
     parser.add_argument("target", type=Path, nargs="?", default=Path("runs/demo/model"))
     parser.add_argument("--steps", type=int, default=STEPS, help="0: random weights")
     given = parser.parse_args()

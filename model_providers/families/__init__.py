@@ -1,1 +1,3 @@
-"""One module a family, named as config.json's `model_type`: its `describe` says what the family adds to a decoder."""
+"""One module a family, named as config.json's `model_type`: its `describe` says what the family
+adds to a decoder.
+"""

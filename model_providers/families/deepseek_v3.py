@@ -1,6 +1,8 @@
-"""DeepSeek-V3: latent attention, sigmoid scores with a bias for the choice, shared experts, dense first layers.
+"""DeepSeek-V3: latent attention, sigmoid scores with a bias for the choice, shared experts, dense
+first layers.
 
-Its layers for predicting several tokens at once (`num_nextn_predict_layers`) are left out, as transformers does.
+Its layers for predicting several tokens at once (`num_nextn_predict_layers`) are left out, as
+transformers does.
 """
 
 from dataclasses import replace
@@ -11,13 +13,31 @@ from rftmega.errors import CheckpointError
 
 
 def describe(config: HFConfig) -> ModelDescription:
-    for name, value in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("moe_layer_freq", 1)):
+    for name, value in (
+        ("scoring_func", "sigmoid"),
+        ("topk_method", "noaux_tc"),
+        ("moe_layer_freq", 1),
+    ):
         config.only(name, value, why="it is what transformers computes for this family")
-    config.only("rope_interleave", True, why="Megatron-Core 0.16 rotates this family's neighbouring elements as pairs")
+    config.only(
+        "rope_interleave",
+        True,
+        why="Megatron-Core 0.16 rotates this family's neighbouring elements as pairs",
+    )
     config.only("norm_topk_prob", True, why="Megatron-Core 0.16 always normalises sigmoid scores")
-    for unused in ("num_nextn_predict_layers", "ep_size", "seq_aux", "aux_loss_alpha", "qk_head_dim"):
+    for unused in (
+        "num_nextn_predict_layers",
+        "ep_size",
+        "seq_aux",
+        "aux_loss_alpha",
+        "qk_head_dim",
+    ):
         config.get(unused)
-    config.only("num_key_value_heads", config["num_attention_heads"], why="every head has keys and values of its own")
+    config.only(
+        "num_key_value_heads",
+        config["num_attention_heads"],
+        why="every head has keys and values of its own",
+    )
     latent = LatentAttention(
         query_rank=config.get("q_lora_rank"),
         key_value_rank=config["kv_lora_rank"],
@@ -27,11 +47,21 @@ def describe(config: HFConfig) -> ModelDescription:
     )
     config.only("head_dim", latent.rope_dim, why="transformers takes it for qk_rope_head_dim")
     if latent.rope_dim % 2:
-        raise CheckpointError(f"qk_rope_head_dim={latent.rope_dim} is odd, which rotary embeddings can't halve.")
+        raise CheckpointError(
+            f"qk_rope_head_dim={latent.rope_dim} is odd, which rotary embeddings can't halve."
+        )
     model = decoder(config, qk_norm=True, head_dim=latent.plain_dim + latent.rope_dim)
-    if model.rope.kind not in ("default", "yarn") or (model.rope.yarn and not model.rope.yarn.truncate):
-        raise CheckpointError(f"rope_type={model.rope.kind!r} is not supported with latent attention; default and yarn are.")
-    ffn, active, groups = config["moe_intermediate_size"], config["num_experts_per_tok"], config["n_group"]
+    if model.rope.kind not in ("default", "yarn") or (
+        model.rope.yarn and not model.rope.yarn.truncate
+    ):
+        raise CheckpointError(
+            f"rope_type={model.rope.kind!r} is not supported with latent attention; default and yarn are."
+        )
+    ffn, active, groups = (
+        config["moe_intermediate_size"],
+        config["num_experts_per_tok"],
+        config["n_group"],
+    )
     experts = Experts(
         number=config["n_routed_experts"],
         active=active,

@@ -1,6 +1,8 @@
-"""Qwen2 with a mixture of experts: weights that need not add up to 1, and one gated expert for every token.
+"""Qwen2 with a mixture of experts: weights that need not add up to 1, and one gated expert for
+every token.
 
-Its sliding window, where it has one, is in every second layer up to `max_window_layers`, unlike that of the dense families.
+Its sliding window, where it has one, is in every second layer up to `max_window_layers`, unlike
+that of the dense families.
 """
 
 from dataclasses import replace
@@ -24,5 +26,9 @@ def describe(config: HFConfig) -> ModelDescription:
     model = replace(decoder(config, qkv_bias=config["qkv_bias"]), experts=experts)
     used, last = config["use_sliding_window"], config["max_window_layers"]
     if used and not config.get("sliding_window"):
-        raise CheckpointError("use_sliding_window=true with sliding_window=null: give a window, or leave both out.")
-    return with_windows(model, config, used=used, listed=lambda layer: layer % 2 == 0 and layer < last)
+        raise CheckpointError(
+            "use_sliding_window=true with sliding_window=null: give a window, or leave both out."
+        )
+    return with_windows(
+        model, config, used=used, listed=lambda layer: layer % 2 == 0 and layer < last
+    )

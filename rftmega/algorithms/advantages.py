@@ -1,4 +1,7 @@
-"""Rewards in, advantages out. Every function sees the whole batch, so a group never straddles processes."""
+"""Rewards in, advantages out.
+
+Every function sees the whole batch, so a group never straddles processes.
+"""
 
 from typing import NamedTuple
 
@@ -12,11 +15,15 @@ from rftmega.config.algorithms import GAE, GroupNorm, LeaveOneOut, Returns
 from rftmega.config.parts import IMPLEMENTATIONS, Advantage, implements
 
 
-def group_normalised(reward: Tensor, group: Tensor, *, scale_by_std: bool = True, eps: float = 1e-6) -> Tensor:
-    """Returns how much better than its siblings each answer was (GRPO, arXiv:2402.03300, section 4.1.2)
+def group_normalised(
+    reward: Tensor, group: Tensor, *, scale_by_std: bool = True, eps: float = 1e-6
+) -> Tensor:
+    """Returns how much better than its siblings each answer was (GRPO, arXiv:2402.03300, section
+    4.1.2)
 
-    reward [B], group [B] int -> [B]: reward minus the group's mean, over its unbiased standard deviation. A group that
-    agrees, and a group of one, teaches nothing: exactly 0. `scale_by_std=False` is Dr. GRPO (arXiv:2503.20783).
+    reward [B], group [B] int -> [B]: reward minus the group's mean, over its unbiased standard
+    deviation. A group that agrees, and a group of one, teaches nothing: exactly 0.
+    `scale_by_std=False` is Dr. GRPO (arXiv:2503.20783).
     """
     centred, index, size = _centred(reward, group)
     if scale_by_std:
@@ -26,7 +33,8 @@ def group_normalised(reward: Tensor, group: Tensor, *, scale_by_std: bool = True
 
 
 def leave_one_out(reward: Tensor, group: Tensor) -> Tensor:
-    """reward [B], group [B] int -> [B]: reward minus the mean of the group's others, 0 where there are none.
+    """reward [B], group [B] int -> [B]: reward minus the mean of the group's others, 0 where there
+    are none.
 
     RLOO, arXiv:2402.14740, eq. 8.
     """
@@ -36,26 +44,35 @@ def leave_one_out(reward: Tensor, group: Tensor) -> Tensor:
 
 
 def _centred(reward: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(reward minus its group's mean [B], number of each row's group [B], sizes of the groups), in float64: in float32 three
-    rewards of 0.1 do not have the mean 0.1, and the residue over eps is a signal.
+    """(reward minus its group's mean [B], number of each row's group [B], sizes of the groups), in
+    float64: in float32 three rewards of 0.1 do not have the mean 0.1, and the residue over eps is a
+    signal.
     """
     exact = reward.double()
     _, index = group.unique(return_inverse=True)
-    size = torch.zeros(int(index.max()) + 1, dtype=torch.float64).index_add(0, index, torch.ones_like(exact))
+    size = torch.zeros(int(index.max()) + 1, dtype=torch.float64).index_add(
+        0, index, torch.ones_like(exact)
+    )
     mean = torch.zeros_like(size).index_add(0, index, exact) / size
     return torch.where(varied(exact, group), exact - mean[index], 0.0), index, size
 
 
 def token_rewards(reward: Tensor, mask: Tensor, penalty: Tensor | None = None) -> Tensor:
-    """[B, T]: the answer's reward [B] at its last token, minus `penalty` [B, T] at every token; 0 outside the mask."""
+    """[B, T]: the answer's reward [B] at its last token, minus `penalty` [B, T] at every token; 0
+    outside the mask.
+    """
     columns = torch.arange(mask.shape[1], device=mask.device)
     last = torch.where(mask, columns, -1).amax(-1, keepdim=True)
-    placed = torch.where(mask & (columns == last), reward[:, None], torch.zeros((), dtype=reward.dtype))
+    placed = torch.where(
+        mask & (columns == last), reward[:, None], torch.zeros((), dtype=reward.dtype)
+    )
     return placed if penalty is None else placed - torch.where(mask, penalty, 0.0)
 
 
 def discounted_returns(reward: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """reward [B, T] -> [B, T]: what follows from each token on, discounted a token; holes in the mask take no step."""
+    """reward [B, T] -> [B, T]: what follows from each token on, discounted a token; holes in the
+    mask take no step.
+    """
     found = torch.zeros_like(reward)
     running = torch.zeros_like(reward[:, 0])
     for t in reversed(range(reward.shape[1])):
@@ -65,7 +82,9 @@ def discounted_returns(reward: Tensor, mask: Tensor, gamma: float) -> Tensor:
 
 
 def whitened(advantage: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
-    """[B, T] with mean 0 and variance 1 over all tokens of the mask, 0 outside; what does not vary becomes 0."""
+    """[B, T] with mean 0 and variance 1 over all tokens of the mask, 0 outside; what does not vary
+    becomes 0.
+    """
     kept = advantage[mask].double()
     if not len(kept) or kept.min() == kept.max():
         return torch.zeros_like(advantage)
@@ -80,7 +99,8 @@ class Scored(NamedTuple):
     group: Tensor  # [B] int64
     mask: Tensor  # [B, T]
     value: Tensor | None  # [B, T] of the critic; None where there is none
-    penalty: Tensor | None  # [B, T], the KL's share of each token's reward; None where it is in the loss
+    # [B, T], the KL's share of each token's reward; None where it is in the loss
+    penalty: Tensor | None
 
 
 def advantages(batch: Scored, options: Advantage) -> Tensor:
@@ -94,14 +114,16 @@ def group_norm(batch: Scored, options: GroupNorm) -> Tensor:
     """Returns GRPO's advantages, every token of an answer alike."""
     advantage = group_normalised(batch.reward, batch.group, scale_by_std=options.scale_by_std)
     if options.clip_filter_weight:
-        advantage = advantage * clip_filter_weight(batch.reward, batch.group, most=options.clip_filter_weight)
+        advantage = advantage * clip_filter_weight(
+            batch.reward, batch.group, most=options.clip_filter_weight
+        )
     return advantage[:, None] * batch.mask
 
 
 @implements(LeaveOneOut)
 def rloo(batch: Scored, options: LeaveOneOut) -> Tensor:
-    """Returns RLOO's advantages. An answer is one action, so the KL of all its tokens is taken off its reward before the others'
-    mean is.
+    """Returns RLOO's advantages. An answer is one action, so the KL of all its tokens is taken off
+    its reward before the others' mean is.
     """
     reward = batch.reward
     if batch.penalty is not None:
@@ -112,7 +134,9 @@ def rloo(batch: Scored, options: LeaveOneOut) -> Tensor:
 @implements(Returns)
 def reinforce(batch: Scored, options: Returns) -> Tensor:
     """Returns the discounted returns of REINFORCE++ (arXiv:2501.03262)."""
-    return discounted_returns(token_rewards(batch.reward, batch.mask, batch.penalty), batch.mask, options.gamma)
+    return discounted_returns(
+        token_rewards(batch.reward, batch.mask, batch.penalty), batch.mask, options.gamma
+    )
 
 
 @implements(GAE)

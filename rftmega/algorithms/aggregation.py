@@ -1,7 +1,8 @@
 """Every way to average a ragged batch is a per-token weight and an integer count.
 
-Returning (weight, count) instead of a mean is what keeps data, context and pipeline parallelism out of this folder: sums
-and counts add up across micro-batches and ranks, and the division happens once.
+Returning (weight, count) instead of a mean is what keeps data, context and pipeline parallelism out
+of this folder: sums and counts add up across micro-batches and ranks, and the division happens
+once.
 """
 
 from collections.abc import Callable
@@ -14,19 +15,25 @@ Aggregation = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 def token_mean(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Every response token weighs the same (DAPO, arXiv:2503.14476, eq. 8). mask [B, T] -> weight [B, T], count of tokens."""
+    """Every response token weighs the same (DAPO, arXiv:2503.14476, eq. 8). mask [B, T] -> weight
+    [B, T], count of tokens.
+    """
     return mask.float(), mask.sum()
 
 
 def sequence_mean(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Every response weighs the same, however long (GRPO, arXiv:2402.03300, eq. 3). Count: non-empty responses."""
+    """Every response weighs the same, however long (GRPO, arXiv:2402.03300, eq. 3).
+
+    Count: non-empty responses.
+    """
     length = mask.sum(-1, keepdim=True)
     return mask / length.clamp(min=1), (length > 0).sum()
 
 
 def sequence_sum(constant: int) -> Aggregation:
-    """Every response token weighs 1 / constant in its response's sum, so that no response's length matters (Dr. GRPO,
-    arXiv:2503.20783, section 3.2; the constant is the most tokens that a response may have). Count: non-empty responses.
+    """Every response token weighs 1 / constant in its response's sum, so that no response's length
+    matters (Dr. GRPO, arXiv:2503.20783, section 3.2; the constant is the most tokens that a
+    response may have). Count: non-empty responses.
     """
 
     def aggregation(mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -36,8 +43,9 @@ def sequence_sum(constant: int) -> Aggregation:
 
 
 def sequence_total(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Every response's tokens are summed, and responses are averaged: a response is one action, whose log-probability is the sum
-    of its tokens' (RLOO, arXiv:2402.14740, section 3). Count: non-empty responses.
+    """Every response's tokens are summed, and responses are averaged: a response is one action,
+    whose log-probability is the sum of its tokens' (RLOO, arXiv:2402.14740, section 3). Count:
+    non-empty responses.
     """
     return mask.float(), mask.any(-1).sum()
 
@@ -54,7 +62,11 @@ def aggregation_of(name: str, *, longest: int) -> Aggregation:
     return sequence_sum(longest) if name == "sequence_sum" else AGGREGATIONS[name]
 
 
-def averaged(values: dict[str, Tensor], mask: Tensor, aggregation: Aggregation = token_mean) -> dict[str, TokenMetric]:
-    """Metrics of `values` ([B, T] each), averaged over `mask` [B, T]: by tokens, however the loss is averaged, or as told."""
+def averaged(
+    values: dict[str, Tensor], mask: Tensor, aggregation: Aggregation = token_mean
+) -> dict[str, TokenMetric]:
+    """Metrics of `values` ([B, T] each), averaged over `mask` [B, T]: by tokens, however the loss
+    is averaged, or as told.
+    """
     weight, count = aggregation(mask)
     return {name: TokenMetric(value.detach(), weight, count) for name, value in values.items()}

@@ -4,12 +4,16 @@ import torch
 from torch import Tensor
 
 
-def gae(values: Tensor, rewards: Tensor, mask: Tensor, gamma: float, lambd: float) -> tuple[Tensor, Tensor]:
-    """(advantages, returns), both [B, T] in the dtype of `values`, 0 outside the mask (arXiv:1506.02438, eq. 16).
+def gae(
+    values: Tensor, rewards: Tensor, mask: Tensor, gamma: float, lambd: float
+) -> tuple[Tensor, Tensor]:
+    """(advantages, returns), both [B, T] in the dtype of `values`, 0 outside the mask
+    (arXiv:1506.02438, eq. 16).
 
-    values, rewards [B, T] float, mask [B, T] bool or 0/1. A token outside the mask takes no step: what follows a token is the
-    next token *of the mask*, and nothing (a value of 0) after the last. What stands outside the mask is never read, NaN or
-    not. returns = advantages + values: the target of the value model.
+    values, rewards [B, T] float, mask [B, T] bool or 0/1. A token outside the mask takes no step:
+    what follows a token is the next token *of the mask*, and nothing (a value of 0) after the last.
+    What stands outside the mask is never read, NaN or not. returns = advantages + values: the
+    target of the value model.
     """
     acted = mask.bool()
     value, reward = torch.where(acted, values, 0.0).double(), rewards.double()

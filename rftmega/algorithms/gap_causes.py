@@ -1,4 +1,6 @@
-"""Why an engine and the trainer give other log-probabilities to the same tokens: one cause, from what was looked at."""
+"""Why an engine and the trainer give other log-probabilities to the same tokens: one cause, from
+what was looked at.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,8 +28,8 @@ class Limits(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """Evidence holds what was looked at when the gap was too large. Tensors are of the worst rows, [B, T], aligned with
-    targets.
+    """Evidence holds what was looked at when the gap was too large. Tensors are of the worst rows,
+    [B, T], aligned with targets.
     """
 
     whole: Gap  # of all tokens
@@ -35,9 +37,13 @@ class Evidence:
     mask: Tensor  # True where the target is a response token
     behaviour_logp: Tensor  # by the engine
     old_logp: Tensor  # by the trainer
-    untempered_logp: Tensor | None  # by the trainer at temperature 1; None where that is the rollout's
-    other_prompt: Tensor  # [B] int64: the row under whose prompt the trainer gives this answer the engine's numbers; -1: none
-    after_push: Gap | None  # of new answers, after the weights were pushed once more; None: none could be had
+    # by the trainer at temperature 1; None where that is the rollout's
+    untempered_logp: Tensor | None
+    # [B] int64: the row under whose prompt the trainer gives this answer the engine's numbers; -1:
+    # none
+    other_prompt: Tensor
+    # of new answers, after the weights were pushed once more; None: none could be had
+    after_push: Gap | None
     checksums: Sequence[SliceChecksums]  # of the push before the answers
     has_experts: bool
 
@@ -60,7 +66,9 @@ def cause_of(evidence: Evidence, limits: Limits) -> Cause:
 def matches(one: Tensor, other: Tensor, mask: Tensor, limits: Limits) -> bool:
     """Says that two sets of log-probabilities [B, T] are the same within the limits."""
     gap = gaps_of(one, other, mask)
-    return len(gap) > 0 and float(gap.mean()) <= limits.mean and float(gap.max()) <= limits.percentile
+    return (
+        len(gap) > 0 and float(gap.mean()) <= limits.mean and float(gap.max()) <= limits.percentile
+    )
 
 
 def _weights(evidence: Evidence, limits: Limits) -> Cause | None:
@@ -71,7 +79,13 @@ def _weights(evidence: Evidence, limits: Limits) -> Cause | None:
     stale = [each for each in wrong if each.held != each.sent]
     names = list(dict.fromkeys(each.name for each in wrong))
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    how = "did not arrive" if lost else "were sent with other values than the trainer has" if stale else "arrived changed"
+    how = (
+        "did not arrive"
+        if lost
+        else "were sent with other values than the trainer has"
+        if stale
+        else "arrived changed"
+    )
     listed = ", ".join(f"{name}[{_rows(name, wrong)}]" for name in names[:NAMED])
     return Cause("weights", f"{len(names)} tensor(s) {how}: {listed}{more}")
 
@@ -93,13 +107,18 @@ def _tokens(evidence: Evidence, limits: Limits) -> Cause | None:
     for shift, said in ((1, "the token before"), (-1, "the token after")):
         both = evidence.mask & evidence.mask.roll(shift, -1)
         if matches(evidence.behaviour_logp, evidence.old_logp.roll(shift, -1), both, limits):
-            return Cause("tokens", f"the engine's log-probability of each token is the trainer's of {said}: they are misaligned")
+            return Cause(
+                "tokens",
+                f"the engine's log-probability of each token is the trainer's of {said}: they are misaligned",
+            )
     return None
 
 
 def _transform(evidence: Evidence, limits: Limits) -> Cause | None:
     mask = evidence.mask
-    if evidence.untempered_logp is not None and matches(evidence.behaviour_logp, evidence.untempered_logp, mask, limits):
+    if evidence.untempered_logp is not None and matches(
+        evidence.behaviour_logp, evidence.untempered_logp, mask, limits
+    ):
         return Cause(
             "sampling transform",
             "the engine's log-probabilities are those of temperature 1: it reports them before it applies rollout.temperature",
@@ -116,7 +135,12 @@ def _transform(evidence: Evidence, limits: Limits) -> Cause | None:
 
 def _stale(evidence: Evidence, limits: Limits) -> Cause | None:
     after = evidence.after_push
-    if evidence.share_beyond > FEW and after is not None and after.tokens and not limits.exceeded_by(after):
+    if (
+        evidence.share_beyond > FEW
+        and after is not None
+        and after.tokens
+        and not limits.exceeded_by(after)
+    ):
         return Cause(
             "weights",
             "every slice arrived as the trainer holds it, and yet another push of the same weights mends it: the engine's own "
@@ -126,7 +150,11 @@ def _stale(evidence: Evidence, limits: Limits) -> Cause | None:
 
 
 def _routes(evidence: Evidence, limits: Limits) -> Cause | None:
-    if evidence.has_experts and evidence.share_beyond <= FEW and evidence.whole.median <= limits.mean:
+    if (
+        evidence.has_experts
+        and evidence.share_beyond <= FEW
+        and evidence.whole.median <= limits.mean
+    ):
         return Cause(
             "experts' routes",
             f"{evidence.share_beyond:.2%} of the tokens are off and half of all within {evidence.whole.median:.1e}: where two "
@@ -151,8 +179,12 @@ def _numbers(evidence: Evidence, limits: Limits) -> Cause:
 
 
 def worst_rows(behaviour_logp: Tensor, old_logp: Tensor, mask: Tensor, most: int) -> Tensor:
-    """[at most `most`] int64: rows in the order of their mean gap, the largest first; rows without tokens last."""
+    """[at most `most`] int64: rows in the order of their mean gap, the largest first; rows without
+    tokens last.
+    """
     gap = torch.zeros(mask.shape, dtype=torch.float64)
-    gap[mask] = gaps_of(behaviour_logp, old_logp, mask).clamp(max=torch.finfo(torch.float64).max / mask.shape[1])
+    gap[mask] = gaps_of(behaviour_logp, old_logp, mask).clamp(
+        max=torch.finfo(torch.float64).max / mask.shape[1]
+    )
     mean = gap.sum(-1) / mask.sum(-1).clamp(min=1)
     return mean.argsort(descending=True, stable=True)[:most]

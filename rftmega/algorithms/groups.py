@@ -5,10 +5,13 @@ from torch import Tensor
 
 
 def varied(score: Tensor, group: Tensor) -> Tensor:
-    """score [B], group [B] int -> [B] bool: whether the answers of a row's group differ in score. Those of a group that agrees
-    teach nothing, so dynamic sampling leaves them out (DAPO, arXiv:2503.14476, eq. 11).
+    """score [B], group [B] int -> [B] bool: whether the answers of a row's group differ in score.
+    Those of a group that agrees teach nothing, so dynamic sampling leaves them out (DAPO,
+    arXiv:2503.14476, eq. 11).
     """
     found, index = group.unique(return_inverse=True)
-    lowest = torch.full((len(found),), torch.inf, dtype=score.dtype).scatter_reduce(0, index, score, "amin")
+    lowest = torch.full((len(found),), torch.inf, dtype=score.dtype).scatter_reduce(
+        0, index, score, "amin"
+    )
     highest = torch.full_like(lowest, -torch.inf).scatter_reduce(0, index, score, "amax")
     return (lowest < highest)[index]

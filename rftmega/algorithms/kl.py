@@ -1,7 +1,9 @@
-"""Estimators of KL(policy || reference) from samples of the policy (Schulman, "Approximating KL divergence", 2020).
+"""Estimators of KL(policy || reference) from samples of the policy (Schulman, "Approximating KL
+divergence", 2020).
 
-Each takes the log-ratio delta = logp - reference_logp of the sampled tokens, any shape, and is elementwise. Gradients with
-respect to logp: k1: 1 (zero-mean, so k1 makes no sense as a loss), k2: delta, k3: 1 - exp(-delta).
+Each takes the log-ratio delta = logp - reference_logp of the sampled tokens, any shape, and is
+elementwise. Gradients with respect to logp: k1: 1 (zero-mean, so k1 makes no sense as a loss), k2:
+delta, k3: 1 - exp(-delta).
 """
 
 from collections.abc import Callable
@@ -31,8 +33,9 @@ ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k
 class KLController:
     """The weight of the KL: `value`, which stays as it is without a `target`.
 
-    With one it follows the KL that is seen (arXiv:1909.08593, section 2.2): up where that is above the target, down where it is
-    below, by at most a fifth of (answers / horizon) a step. `value` is all the state there is.
+    With one it follows the KL that is seen (arXiv:1909.08593, section 2.2): up where that is above
+    the target, down where it is below, by at most a fifth of (answers / horizon) a step. `value` is
+    all the state there is.
     """
 
     def __init__(self, value: float, *, target: float = 0.0, horizon: int = 10_000):

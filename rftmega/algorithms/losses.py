@@ -24,11 +24,13 @@ def policy_loss(
 ) -> LossFn:
     """Surrogate + kl_coef x KL to the reference - entropy_coef x entropy, per token.
 
-    The surrogate is the function of `options`, times the importance of `correction`. Below 1, `high_entropy_share` keeps only
-    that share of each answer's tokens, those of highest entropy (after arXiv:2506.01939, which takes the share over the batch).
+    The surrogate is the function of `options`, times the importance of `correction`. Below 1,
+    `high_entropy_share` keeps only that share of each answer's tokens, those of highest entropy
+    (after arXiv:2506.01939, which takes the share over the batch).
 
-    Metrics are means over all response tokens, but for `policy_loss`, which is averaged as the loss is, and `clip_fraction`, the
-    share of the tokens learnt from (for gspo: of the answers) whose gradient the clip cuts off.
+    Metrics are means over all response tokens, but for `policy_loss`, which is averaged as the loss
+    is, and `clip_fraction`, the share of the tokens learnt from (for gspo: of the answers) whose
+    gradient the clip cuts off.
     """
     kl = ESTIMATORS[kl_estimator]
     kl_weight = kl_coef if isinstance(kl_coef, KLController) else KLController(kl_coef)
@@ -57,7 +59,9 @@ def policy_loss(
                 value = value - entropy_coef * entropy
             if high_entropy_share < 1:
                 kept = mask & highest(entropy.detach(), mask, high_entropy_share)
-        metrics = averaged({"policy_loss": surrogate_loss}, kept, aggregation) | averaged(shown, mask)
+        metrics = averaged({"policy_loss": surrogate_loss}, kept, aggregation) | averaged(
+            shown, mask
+        )
         binds = clip_binds(options, log_ratio.detach(), advantage, mask)
         if binds is not None:
             of_answers = sequence_mean if isinstance(options, GSPO) else token_mean
@@ -69,11 +73,14 @@ def policy_loss(
 
 
 def highest(entropy: Tensor, mask: Tensor, share: float) -> Tensor:
-    """[B, T] True for the `share` of each answer's tokens (rounded down, at least one) with the highest entropy.
+    """[B, T] True for the `share` of each answer's tokens (rounded down, at least one) with the
+    highest entropy.
 
     Never outside the mask; of equals the first.
     """
     kept = (mask.sum(-1, keepdim=True) * share).floor().clamp(min=1)
     order = entropy.masked_fill(~mask, -torch.inf).argsort(dim=-1, descending=True, stable=True)
-    rank = torch.empty_like(order).scatter_(-1, order, torch.arange(order.shape[-1]).expand_as(order).to(order))
+    rank = torch.empty_like(order).scatter_(
+        -1, order, torch.arange(order.shape[-1]).expand_as(order).to(order)
+    )
     return (rank < kept) & mask

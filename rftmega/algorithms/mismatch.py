@@ -6,7 +6,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rftmega.config.algorithms import MaskedImportance, NoImportance, SequenceImportance, TokenImportance
+from rftmega.config.algorithms import (
+    MaskedImportance,
+    NoImportance,
+    SequenceImportance,
+    TokenImportance,
+)
 from rftmega.config.parts import IMPLEMENTATIONS, ImportanceSampling, implements
 from rftmega.types import Metrics
 
@@ -38,7 +43,9 @@ def gaps_of(behaviour_logp: Tensor, old_logp: Tensor, mask: Tensor) -> Tensor:
 
 
 def log_prob_gap(behaviour_logp: Tensor, old_logp: Tensor, mask: Tensor) -> Gap:
-    """Returns the gap of the response tokens, all [B, T]; all 0, and an error of 1, where there are none."""
+    """Returns the gap of the response tokens, all [B, T]; all 0, and an error of 1, where there are
+    none.
+    """
     gap = gaps_of(behaviour_logp, old_logp, mask)
     if not len(gap):
         return Gap(0.0, 0.0, 0.0, 0.0, 0, 1.0)
@@ -51,11 +58,15 @@ def log_prob_gap(behaviour_logp: Tensor, old_logp: Tensor, mask: Tensor) -> Gap:
     return Gap(at(1.0), at(0.999), gap.mean().item(), at(0.5), len(gap), gap.exp().mean().item())
 
 
-def importance(old_logp: Tensor, behaviour_logp: Tensor, mask: Tensor, options: ImportanceSampling) -> Tensor:
-    """Returns [B, T], no gradient: how much a token counts, since the engine drew it and not the trainer (truncated importance
-    sampling, https://fengyao.notion.site/off-policy-rl).
+def importance(
+    old_logp: Tensor, behaviour_logp: Tensor, mask: Tensor, options: ImportanceSampling
+) -> Tensor:
+    """Returns [B, T], no gradient: how much a token counts, since the engine drew it and not the
+    trainer (truncated importance sampling, https://fengyao.notion.site/off-policy-rl).
     """
-    weights: Tensor = IMPLEMENTATIONS[type(options)](torch.where(mask, old_logp - behaviour_logp, 0.0).detach(), options)
+    weights: Tensor = IMPLEMENTATIONS[type(options)](
+        torch.where(mask, old_logp - behaviour_logp, 0.0).detach(), options
+    )
     return weights
 
 
@@ -74,7 +85,13 @@ def token_weights(log_ratio: Tensor, options: TokenImportance) -> Tensor:
 @implements(SequenceImportance)
 def sequence_weights(log_ratio: Tensor, options: SequenceImportance) -> Tensor:
     """Returns the product of the ratios over the answer, at most `cap`, for each of its tokens."""
-    return log_ratio.sum(-1, keepdim=True).clamp(max=20.0).exp().clamp(max=options.cap).expand_as(log_ratio)
+    return (
+        log_ratio.sum(-1, keepdim=True)
+        .clamp(max=20.0)
+        .exp()
+        .clamp(max=options.cap)
+        .expand_as(log_ratio)
+    )
 
 
 @implements(MaskedImportance)

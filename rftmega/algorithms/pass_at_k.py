@@ -4,11 +4,15 @@ from math import comb
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
-    """Probability that k of the `samples` answers to a prompt, drawn without putting back, hold one of the `right` ones.
+    """Probability that k of the `samples` answers to a prompt, drawn without putting back, hold one
+    of the `right` ones.
 
-    The unbiased estimate of "one of k answers is right" (arXiv:2107.03374, eq. 1): 1 - C(samples - right, k) / C(samples, k),
-    in whole numbers up to the division. Raises ValueError unless 1 <= k <= samples and 0 <= right <= samples.
+    The unbiased estimate of "one of k answers is right" (arXiv:2107.03374, eq. 1): 1 - C(samples -
+    right, k) / C(samples, k), in whole numbers up to the division. Raises ValueError unless 1 <= k
+    <= samples and 0 <= right <= samples.
     """
     if not (1 <= k <= samples and 0 <= right <= samples):
-        raise ValueError(f"pass@{k} of {samples} answers, {right} of them right: k and right must be within the answers, k >= 1.")
+        raise ValueError(
+            f"pass@{k} of {samples} answers, {right} of them right: k and right must be within the answers, k >= 1."
+        )
     return 1 - comb(samples - right, k) / comb(samples, k)

@@ -4,22 +4,29 @@ from torch import Tensor
 
 
 def overlong_penalty(length: Tensor, *, longest: int, buffer: int, factor: float) -> Tensor:
-    """length [B] int, of answers -> [B]: 0 up to longest - buffer tokens, from there falling in a line to -factor at `longest`,
-    and never below (DAPO, arXiv:2503.14476, eq. 13).
+    """length [B] int, of answers -> [B]: 0 up to longest - buffer tokens, from there falling in a
+    line to -factor at `longest`, and never below (DAPO, arXiv:2503.14476, eq. 13).
     """
     return -factor * ((length - (longest - buffer)) / buffer).clamp(0.0, 1.0)
 
 
 class RunningMoments:
-    """Mean and variance of all rewards so far (Chan et al., "Updating formulae", 1979); `state` is what a resume needs."""
+    """Mean and variance of all rewards so far (Chan et al., "Updating formulae", 1979); `state` is
+    what a resume needs.
+    """
 
     def __init__(self) -> None:
-        self.count, self.mean, self.squares = 0, 0.0, 0.0  # `squares`: summed squared distances to the mean
+        # `squares`: summed squared distances to the mean
+        self.count, self.mean, self.squares = 0, 0.0, 0.0
 
     def update(self, reward: Tensor) -> None:
         """Takes in reward [B], of one rollout."""
         exact = reward.double()
-        mean, squares, count = exact.mean().item(), (exact - exact.mean()).square().sum().item(), len(exact)
+        mean, squares, count = (
+            exact.mean().item(),
+            (exact - exact.mean()).square().sum().item(),
+            len(exact),
+        )
         together = self.count + count
         apart = mean - self.mean
         self.squares += squares + apart * apart * self.count * count / together
@@ -43,7 +50,15 @@ class RunningMoments:
 class Shaping:
     """Overlong penalty, running normalisation and clip, in this order; each is off at 0 (or False)."""
 
-    def __init__(self, *, longest: int, buffer: int = 0, factor: float = 1.0, normalise: bool = False, clip: float = 0.0):
+    def __init__(
+        self,
+        *,
+        longest: int,
+        buffer: int = 0,
+        factor: float = 1.0,
+        normalise: bool = False,
+        clip: float = 0.0,
+    ):
         self.longest, self.buffer, self.factor = longest, buffer, factor
         self.moments = RunningMoments() if normalise else None
         self.clip = clip
@@ -51,7 +66,9 @@ class Shaping:
     def __call__(self, reward: Tensor, length: Tensor) -> Tensor:
         """reward [B], length [B] of the answers in tokens -> [B]; call it once a rollout."""
         if self.buffer:
-            reward = reward + overlong_penalty(length, longest=self.longest, buffer=self.buffer, factor=self.factor)
+            reward = reward + overlong_penalty(
+                length, longest=self.longest, buffer=self.buffer, factor=self.factor
+            )
         if self.moments is not None:
             self.moments.update(reward)
             reward = self.moments.normalised(reward)

@@ -1,4 +1,6 @@
-"""Losses of given answers: the next token of one (supervised), or which of two is better (a reward model)."""
+"""Losses of given answers: the next token of one (supervised), or which of two is better (a reward
+model).
+"""
 
 import torch
 from torch import Tensor
@@ -23,10 +25,11 @@ def cross_entropy_loss(aggregation: Aggregation = token_mean) -> LossFn:
 
 
 def pairwise_loss() -> LossFn:
-    """-log sigmoid(chosen - rejected) of the rewards of rows 2i and 2i + 1 (Bradley-Terry; arXiv:2203.02155, eq. 1).
+    """-log sigmoid(chosen - rejected) of the rewards of rows 2i and 2i + 1 (Bradley-Terry;
+    arXiv:2203.02155, eq. 1).
 
-    Needs `Rows.with_end`, and rows in pairs (`update(..., group_size=2)`). The pair's loss stands in the chosen row, at its
-    score; the count is of pairs. Accuracy counts a tie as wrong.
+    Needs `Rows.with_end`, and rows in pairs (`update(..., group_size=2)`). The pair's loss stands
+    in the chosen row, at its score; the count is of pairs. Accuracy counts a tie as wrong.
     """
 
     def loss(stats: TokenValues, experience: Experience) -> TokenLoss:
@@ -47,17 +50,25 @@ def pairwise_loss() -> LossFn:
         weight = _at_end(stats.value, experience.rows)
         weight[1::2] = 0.0
         count = torch.tensor(len(margin), device=weight.device)
-        metrics = {name: TokenMetric(everywhere(value.detach()), weight, count) for name, value in shown.items()}
+        metrics = {
+            name: TokenMetric(everywhere(value.detach()), weight, count)
+            for name, value in shown.items()
+        }
         return TokenLoss(everywhere(functional.softplus(-margin)), weight, count, metrics)
 
     return loss
 
 
 def last_value(values: Tensor, rows: Rows) -> Tensor:
-    """[B]: the value after each row's last token. `values` [B, T] are of `rows`, which `Rows.with_end` gave."""
+    """[B]: the value after each row's last token.
+
+    `values` [B, T] are of `rows`, which `Rows.with_end` gave.
+    """
     return values.gather(1, (rows.lengths - 2)[:, None])[:, 0]
 
 
 def _at_end(values: Tensor, rows: Rows) -> Tensor:
     """[B, T] 1 where `last_value` reads, 0 elsewhere."""
-    return (torch.arange(values.shape[1], device=values.device) == rows.lengths[:, None] - 2).float()
+    return (
+        torch.arange(values.shape[1], device=values.device) == rows.lengths[:, None] - 2
+    ).float()

@@ -1,7 +1,9 @@
-"""Policy losses per token, before it is averaged: the one part in which the members of the family differ.
+"""Policy losses per token, before it is averaged: the one part in which the members of the family
+differ.
 
-Every surrogate takes log_ratio = logp - old_logp of the sampled tokens, [B, T], which carries the gradient, the advantage [B, T]
-and the mask [B, T]; both are 0 outside it. Where nothing has changed yet (log_ratio = 0) all have the gradient -advantage.
+Every surrogate takes log_ratio = logp - old_logp of the sampled tokens, [B, T], which carries the
+gradient, the advantage [B, T] and the mask [B, T]; both are 0 outside it. Where nothing has changed
+yet (log_ratio = 0) all have the gradient -advantage.
 """
 
 import math
@@ -24,22 +26,28 @@ Surrogate = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
 def ratio_of(log_ratio: Tensor) -> Tensor:
     """exp, and beyond LARGEST_LOG_RATIO its tangent there.
 
-    inf would have a gradient of NaN even where a clip takes over. A constant would have none, and a token of negative advantage
-    that became far more likely would never be unlearnt.
+    inf would have a gradient of NaN even where a clip takes over. A constant would have none, and a
+    token of negative advantage that became far more likely would never be unlearnt.
     """
     tangent = math.exp(LARGEST_LOG_RATIO) * (1 + log_ratio - LARGEST_LOG_RATIO)
-    return torch.where(log_ratio > LARGEST_LOG_RATIO, tangent, log_ratio.clamp(max=LARGEST_LOG_RATIO).exp())
+    return torch.where(
+        log_ratio > LARGEST_LOG_RATIO, tangent, log_ratio.clamp(max=LARGEST_LOG_RATIO).exp()
+    )
 
 
 @implements(Clip)
 def clipped(log_ratio: Tensor, advantage: Tensor, mask: Tensor, options: Clip) -> Tensor:
-    """Returns PPO's pessimistic bound (arXiv:1707.06347, eq. 7); its clip range upwards is DAPO's (arXiv:2503.14476, eq. 10).
+    """Returns PPO's pessimistic bound (arXiv:1707.06347, eq. 7); its clip range upwards is DAPO's
+    (arXiv:2503.14476, eq. 10).
 
-    With `dual` = c > 1 the loss of a token with negative advantage is at most -c x advantage (arXiv:1912.09729, eq. 5).
+    With `dual` = c > 1 the loss of a token with negative advantage is at most -c x advantage
+    (arXiv:1912.09729, eq. 5).
     """
     objective = _pessimistic(log_ratio, advantage, options)
     if options.dual:
-        objective = torch.where(advantage < 0, torch.maximum(objective, options.dual * advantage), objective)
+        objective = torch.where(
+            advantage < 0, torch.maximum(objective, options.dual * advantage), objective
+        )
     return -objective
 
 
@@ -50,9 +58,11 @@ def _pessimistic(log_ratio: Tensor, advantage: Tensor, clip: Clip | GSPO) -> Ten
 
 @implements(GSPO)
 def sequence_clipped(log_ratio: Tensor, advantage: Tensor, mask: Tensor, options: GSPO) -> Tensor:
-    """Returns GSPO's loss (arXiv:2507.18071, eq. 5): one ratio an answer, the geometric mean of its tokens'; the clip is on that.
+    """Returns GSPO's loss (arXiv:2507.18071, eq. 5): one ratio an answer, the geometric mean of its
+    tokens'; the clip is on that.
 
-    Given to each of its tokens; with loss_aggregation=sequence_mean that is the paper's objective. Clip ranges are near 1e-3.
+    Given to each of its tokens; with loss_aggregation=sequence_mean that is the paper's objective.
+    Clip ranges are near 1e-3.
     """
     return -_pessimistic(mean_log_ratio(log_ratio, mask), advantage, options)
 
@@ -65,17 +75,21 @@ def mean_log_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
 
 @implements(CISPO)
 def weighted_score(log_ratio: Tensor, advantage: Tensor, mask: Tensor, options: CISPO) -> Tensor:
-    """CISPO (arXiv:2506.13585, eq. 4): no token's gradient is cut off; its weight, the ratio, is clipped and held constant."""
+    """CISPO (arXiv:2506.13585, eq. 4): no token's gradient is cut off; its weight, the ratio, is
+    clipped and held constant.
+    """
     weight = ratio_of(log_ratio.detach()).clamp(1 - options.low, 1 + options.high)
     return -weight * advantage * log_ratio
 
 
 @implements(CPGD)
 def log_clipped(log_ratio: Tensor, advantage: Tensor, mask: Tensor, options: CPGD) -> Tensor:
-    """CPGD (arXiv:2505.12504, eq. 5 and 7): no ratio multiplies the advantage; the clip is on its logarithm.
+    """CPGD (arXiv:2505.12504, eq. 5 and 7): no ratio multiplies the advantage; the clip is on its
+    logarithm.
 
-    Plus `drift_coef` x KL(old || present), estimated from the old policy's samples by ratio - 1 - log ratio, never negative.
-    Its gradient, ratio - 1, is at most `drift_clip`, as in the authors' code: from there on the estimate is its own tangent.
+    Plus `drift_coef` x KL(old || present), estimated from the old policy's samples by ratio - 1 -
+    log ratio, never negative. Its gradient, ratio - 1, is at most `drift_clip`, as in the authors'
+    code: from there on the estimate is its own tangent.
     """
     bounded = log_ratio.clamp(math.log1p(-options.low), math.log1p(options.high))
     value = -torch.minimum(log_ratio * advantage, bounded * advantage)
@@ -93,15 +107,21 @@ def _drift(log_ratio: Tensor, highest: float) -> Tensor:
 
 @implements(ScoreFunction)
 def score(log_ratio: Tensor, advantage: Tensor, mask: Tensor, options: ScoreFunction) -> Tensor:
-    """Returns REINFORCE's loss (Williams, 1992): the plain score function; right for one optimizer step a rollout."""
+    """Returns REINFORCE's loss (Williams, 1992): the plain score function; right for one optimizer
+    step a rollout.
+    """
     return -advantage * log_ratio
 
 
-def clip_binds(options: PolicyLoss, log_ratio: Tensor, advantage: Tensor, mask: Tensor) -> Tensor | None:
-    """Returns [B, T] bool: where the clip of a policy loss cuts the gradient off (cispo: bounds the weight); None without one.
+def clip_binds(
+    options: PolicyLoss, log_ratio: Tensor, advantage: Tensor, mask: Tensor
+) -> Tensor | None:
+    """Returns [B, T] bool: where the clip of a policy loss cuts the gradient off (cispo: bounds the
+    weight); None without one.
 
-    The clip on a ratio binds on the side that the advantage pushes to: above where it is positive, below where it is negative;
-    there `dual` binds as well. For gspo all tokens of an answer are alike.
+    The clip on a ratio binds on the side that the advantage pushes to: above where it is positive,
+    below where it is negative; there `dual` binds as well. For gspo all tokens of an answer are
+    alike.
     """
     if not isinstance(options, Clip | GSPO | CISPO | CPGD):
         return None

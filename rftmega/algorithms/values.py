@@ -7,11 +7,14 @@ from rftmega.algorithms.aggregation import Aggregation, averaged, token_mean
 from rftmega.types import Experience, LossFn, TokenLoss, TokenValues
 
 
-def value_loss(*, clip: float = 0.0, huber: float = 0.0, aggregation: Aggregation = token_mean) -> LossFn:
+def value_loss(
+    *, clip: float = 0.0, huber: float = 0.0, aggregation: Aggregation = token_mean
+) -> LossFn:
     """Half the squared distance of value [B, T] to the return.
 
-    With `clip` above 0, the larger of it and the distance of a value that may move no further than `clip` from what it was when
-    the rollout was scored (arXiv:2005.12729, section 3). With `huber` above 0, distances beyond it count linearly.
+    With `clip` above 0, the larger of it and the distance of a value that may move no further than
+    `clip` from what it was when the rollout was scored (arXiv:2005.12729, section 3). With `huber`
+    above 0, distances beyond it count linearly.
     """
 
     def distance(value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -21,9 +24,13 @@ def value_loss(*, clip: float = 0.0, huber: float = 0.0, aggregation: Aggregatio
 
     def loss(stats: TokenValues, experience: Experience) -> TokenLoss:
         mask = experience.mask
-        assert experience.old_value is not None and experience.returns is not None, "scored without a critic"
+        assert experience.old_value is not None and experience.returns is not None, (
+            "scored without a critic"
+        )
         value = torch.where(mask, stats.value, 0.0)
-        old, target = (torch.where(mask, x, 0.0) for x in (experience.old_value, experience.returns))
+        old, target = (
+            torch.where(mask, x, 0.0) for x in (experience.old_value, experience.returns)
+        )
         found = distance(value, target)
         moved = (value - old).detach()
         if clip:

@@ -1,1 +1,3 @@
-"""Checkpoints on disk: conversion between Hugging Face folders and Megatron's distributed checkpoints."""
+"""Checkpoints on disk: conversion between Hugging Face folders and Megatron's distributed
+checkpoints.
+"""

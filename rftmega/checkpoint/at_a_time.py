@@ -16,8 +16,8 @@ Result = TypeVar("Result")
 class Room:
     """Memory that threads share: who asks for more than is left waits, unless nobody has any.
 
-    What is freed stays with the process and is used again: fresh pages take the kernel longer than a copy takes us. Around
-    a tensor of more than SPARE it goes back.
+    What is freed stays with the process and is used again: fresh pages take the kernel longer than
+    a copy takes us. Around a tensor of more than SPARE it goes back.
     """
 
     def __init__(self, limit: int):
@@ -48,7 +48,9 @@ class Room:
 
 
 def side_by_side(work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
-    """The results in order; two at a time are made, so that one's disk and the other's processor are busy together."""
+    """The results in order; two at a time are made, so that one's disk and the other's processor
+    are busy together.
+    """
     pool = ThreadPoolExecutor(2)
     try:
         yield from pool.map(work, items)

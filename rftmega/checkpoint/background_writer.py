@@ -15,7 +15,9 @@ ROUND = 1.0  # seconds
 
 
 class Beside(threading.Thread):
-    """Work in a thread of its own, which ends with the process; `error` says afterwards what went wrong."""
+    """Work in a thread of its own, which ends with the process; `error` says afterwards what went
+    wrong.
+    """
 
     def __init__(self, work: Callable[[], object]):
         super().__init__(daemon=True)
@@ -34,11 +36,17 @@ class Beside(threading.Thread):
 
 
 class BackgroundWriter:
-    """This process's part of a checkpoint and, on the first one, the whole, which waits for all parts."""
+    """This process's part of a checkpoint and, on the first one, the whole, which waits for all
+    parts.
+    """
 
-    def __init__(self, part: Callable[[Callable[[float], object]], object], whole: Callable[[Callable[[], bool]], object] | None):
-        """`part` is given a function that rests for so many seconds, or until somebody waits; `whole`, which the other processes
-        don't have, one that says whether to give up.
+    def __init__(
+        self,
+        part: Callable[[Callable[[float], object]], object],
+        whole: Callable[[Callable[[], bool]], object] | None,
+    ):
+        """`part` is given a function that rests for so many seconds, or until somebody waits;
+        `whole`, which the other processes don't have, one that says whether to give up.
         """
         self._given_up, self._awaited = threading.Event(), threading.Event()
         self._part = Beside(lambda: part(self._rest))
@@ -47,11 +55,17 @@ class BackgroundWriter:
     def _rest(self, seconds: float) -> None:
         """Also a request to stop ends it: another save comes, and waits for this one."""
         end = time.monotonic() + seconds
-        while (left := end - time.monotonic()) > 0 and not self._awaited.wait(min(left, ROUND)) and not preemption.asked():
+        while (
+            (left := end - time.monotonic()) > 0
+            and not self._awaited.wait(min(left, ROUND))
+            and not preemption.asked()
+        ):
             pass
 
     def wait(self) -> list[str]:
-        """Waits for the checkpoint and returns what went wrong, rank by rank, alike on all processes, which call it together."""
+        """Waits for the checkpoint and returns what went wrong, rank by rank, alike on all
+        processes, which call it together.
+        """
         self._awaited.set()
         _join(self._part)
         found = collectives.gather_objects(self._part.error)
@@ -64,7 +78,10 @@ class BackgroundWriter:
 
 
 def _join(work: Beside | None) -> None:
-    """Until it has ended on all processes. That they wait together is progress: a disk may take longer than the watch would."""
+    """Until it has ended on all processes.
+
+    That they wait together is progress: a disk may take longer than the watch would.
+    """
     waiting = 1
     while waiting:
         if work is not None:

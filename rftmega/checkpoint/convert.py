@@ -1,4 +1,6 @@
-"""Converts between Hugging Face folders and Megatron's distributed checkpoints: as a stream, resumable, without a GPU."""
+"""Converts between Hugging Face folders and Megatron's distributed checkpoints: as a stream,
+resumable, without a GPU.
+"""
 
 import hashlib
 import math
@@ -13,7 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from converters import Replicated, Rule, Vocabulary, assemble, left_out, located, padded_vocabulary, shard_shape, table
+from converters import (
+    Replicated,
+    Rule,
+    Vocabulary,
+    assemble,
+    left_out,
+    located,
+    padded_vocabulary,
+    shard_shape,
+    table,
+)
 from converters.checksums import files_of, sum_of, write_sums
 from converters.hf_folder import (
     HFFolder,
@@ -34,12 +46,20 @@ from rftmega.checkpoint.target import begin, fingerprint, note, written_alone
 from rftmega.config import ParallelConfig
 from rftmega.errors import CheckpointError, ConfigError
 from rftmega.megatron.binding import Bound, bind
-from rftmega.megatron.dist_checkpoint_reader import MANIFEST, PROGRESS, Reader, Stored, is_distributed
+from rftmega.megatron.dist_checkpoint_reader import (
+    MANIFEST,
+    PROGRESS,
+    Reader,
+    Stored,
+    is_distributed,
+)
 from rftmega.megatron.load import HEAD, refuse_another_head, refuse_strangers
 from rftmega.megatron.sharded import CheckpointBox, pieces_of
 from rftmega.parallel.topology import Topology
 
-FINEST = 8  # tensor-parallel ranks (and every divisor) that read no more of a dense tensor than they hold, whatever was given
+# tensor-parallel ranks (and every divisor) that read no more of a dense tensor than they hold,
+# whatever was given
+FINEST = 8
 FILE_BYTES = 512 * 2**20
 Progress = Callable[[int], object]  # told the bytes that are done
 
@@ -56,7 +76,9 @@ class Model:
         config.perform_initialization = False  # memory that nobody writes to costs nothing
         topology = Topology.create(ParallelConfig(), seed=0)
         with topology.active():
-            self.chunk = build_chunk(self.description, config, pre_process=True, post_process=True, head=not value_head)
+            self.chunk = build_chunk(
+                self.description, config, pre_process=True, post_process=True, head=not value_head
+            )
             if value_head:
                 self.chunk.value_head = ValueHead(config, bias=head_bias)
         self.experts = self.description.experts.number if self.description.experts else 0
@@ -65,26 +87,41 @@ class Model:
             self.pieces, self.objects = pieces_of([self.chunk], self.bound)
 
 
-def to_megatron(source: Path, target: Path, parallel: ParallelConfig, *, progress: Progress = lambda _: None) -> str | None:
-    """HF folder -> distributed checkpoint, in pieces that ranks of `parallel` read whole. Resumes what was broken off.
+def to_megatron(
+    source: Path, target: Path, parallel: ParallelConfig, *, progress: Progress = lambda _: None
+) -> str | None:
+    """HF folder -> distributed checkpoint, in pieces that ranks of `parallel` read whole. Resumes
+    what was broken off.
 
     Gives what config.json says otherwise than before, as `copy_companions`.
 
-    Raises CheckpointError for a folder that its config.json does not describe, ConfigError for a layout that can't be.
+    Raises CheckpointError for a folder that its config.json does not describe, ConfigError for a
+    layout that can't be.
     """
     files = HFFolder(source)
     value_head = "score.weight" in files
     dtype = files.dtype_of("model.embed_tokens.weight")
     model = Model(source, dtype, value_head=value_head, head_bias="score.bias" in files)
     if problems := layout_violations(model.description, parallel):
-        raise ConfigError("This layout is impossible:\n" + "\n".join(f"  - {problem}" for problem in problems))
+        raise ConfigError(
+            "This layout is impossible:\n" + "\n".join(f"  - {problem}" for problem in problems)
+        )
     unread = frozenset({HEAD} if model.description.tied or value_head else ())
     refuse_strangers(files, model.rules, model.hf_config, experts=model.experts, allowed=unread)
     if model.description.tied and not value_head:
         refuse_another_head(files, model.bound)
     refuse_mixed(files, model)
-    layout = {name: value for name, value in asdict(parallel).items() if value != getattr(ParallelConfig(), name)}
-    job = {"source": fingerprint(files), "layout": layout, "value_head": value_head, "head_bias": "score.bias" in files}
+    layout = {
+        name: value
+        for name, value in asdict(parallel).items()
+        if value != getattr(ParallelConfig(), name)
+    }
+    job = {
+        "source": fingerprint(files),
+        "layout": layout,
+        "value_head": value_head,
+        "head_bias": "score.bias" in files,
+    }
     with written_alone(target):
         finished = begin(target, job)
         stored: list[Stored] = []
@@ -97,7 +134,8 @@ def to_megatron(source: Path, target: Path, parallel: ParallelConfig, *, progres
             if name in finished:
                 return finished[name]
             read: dict[str, str] = {}
-            with closing(_boxes(files, group, model.pieces, parallel, read, room)) as stream:  # where it fails, its room is free
+            # where it fails, its room is free
+            with closing(_boxes(files, group, model.pieces, parallel, read, room)) as stream:
                 boxes = write_pieces(target / name, stream)
             said = {"file": name, "pieces": [asdict(box) for box in boxes], "tensors": read}
             note(target, said)
@@ -105,7 +143,10 @@ def to_megatron(source: Path, target: Path, parallel: ParallelConfig, *, progres
 
         groups = list(enumerate(_groups(model.bound)))
         for (_, group), said in zip(groups, side_by_side(convert, groups), strict=True):
-            stored += [Stored(**{**box, "offset": tuple(box["offset"]), "shape": tuple(box["shape"])}) for box in said["pieces"]]
+            stored += [
+                Stored(**{**box, "offset": tuple(box["offset"]), "shape": tuple(box["shape"])})
+                for box in said["pieces"]
+            ]
             sums |= said["tensors"]
             progress(sum(item.parameter.nbytes for item, _ in group))
         changed = copy_companions(source, target)
@@ -116,10 +157,14 @@ def to_megatron(source: Path, target: Path, parallel: ParallelConfig, *, progres
 
 
 def refuse_mixed(files: HFFolder, model: Model) -> None:
-    """Raises CheckpointError where parts of one Megatron tensor, or what Megatron stacks into one, differ in dtype."""
+    """Raises CheckpointError where parts of one Megatron tensor, or what Megatron stacks into one,
+    differ in dtype.
+    """
     first: dict[str, str] = {}
     for item, pieces in zip(model.bound, model.pieces, strict=True):
-        for name in item.hf_names if not item.rule.optional else filter(files.__contains__, item.hf_names):
+        for name in (
+            item.hf_names if not item.rule.optional else filter(files.__contains__, item.hf_names)
+        ):
             like = first.setdefault(pieces[0].key, name)
             for other in (item.hf_names[0], like):
                 if files.dtype_of(name) != files.dtype_of(other):
@@ -130,7 +175,10 @@ def refuse_mixed(files: HFFolder, model: Model) -> None:
 
 
 def to_hf(source: Path, target: Path, *, progress: Progress = lambda _: None) -> str | None:
-    """Distributed checkpoint -> HF folder, one tensor at a time; gives what `to_megatron` does. Resumes what was broken off."""
+    """Distributed checkpoint -> HF folder, one tensor at a time; gives what `to_megatron` does.
+
+    Resumes what was broken off.
+    """
     tensors = CheckpointTensors(source)
     job = {"source": hashlib.sha256((source / MANIFEST).read_bytes()).hexdigest()}
     with written_alone(target):
@@ -156,7 +204,11 @@ def to_hf(source: Path, target: Path, *, progress: Progress = lambda _: None) ->
             progress(sum(tensor.bytes for tensor in shards[said["file"]]))
         changed = copy_companions(source, target)
         write_index(target, shards)
-        others = {path.name: sum_of(path, "xxh3") for path in files_of(target) if path.name not in of_files}
+        others = {
+            path.name: sum_of(path, "xxh3")
+            for path in files_of(target)
+            if path.name not in of_files
+        }
         write_sums(target, of_files | others)
         write_manifest(target, {"kind": "huggingface", **job, "tensors": sums})
         (target / PROGRESS).unlink()
@@ -171,18 +223,24 @@ def verify(first: Path, second: Path, *, progress: Progress = lambda _: None) ->
     a, b = (tensors_of(folder) for folder in (first, second))
     names = [{tensor.name: tensor for tensor in side.planned} for side in (a, b)]
     if odd := sorted(names[0].keys() ^ names[1].keys()):
-        raise CheckpointError(f"Only one of {first} and {second} holds {odd[0]!r} ({len(odd)} such).")
+        raise CheckpointError(
+            f"Only one of {first} and {second} holds {odd[0]!r} ({len(odd)} such)."
+        )
     for name, one in names[0].items():
         if one != names[1][name]:
             raise CheckpointError(f"{name} is {one} in {first} and {names[1][name]} in {second}.")
     found = [{name: checksum(tensor) for name, tensor in side.all(progress)} for side in (a, b)]
     if wrong := [name for name in found[0] if found[0][name] != found[1][name]]:
-        raise CheckpointError(f"{len(wrong)} of {len(found[0])} tensors differ between {first} and {second}: {wrong[0]!r} first.")
+        raise CheckpointError(
+            f"{len(wrong)} of {len(found[0])} tensors differ between {first} and {second}: {wrong[0]!r} first."
+        )
     return len(found[0])
 
 
 class FolderTensors:
-    """The tensors of an HF folder; `left_out` are those that it holds and that a conversion does not take along."""
+    """The tensors of an HF folder; `left_out` are those that it holds and that a conversion does
+    not take along.
+    """
 
     def __init__(self, folder: Path):
         self.files = HFFolder(folder)
@@ -211,9 +269,13 @@ class CheckpointTensors:
         self.reader = Reader(folder)
         manifest = self.reader.manifest
         dtype = self.reader.dtype_of("embedding.word_embeddings.weight")
-        self.model = Model(folder, dtype, value_head=manifest["value_head"], head_bias=manifest["head_bias"])
+        self.model = Model(
+            folder, dtype, value_head=manifest["value_head"], head_bias=manifest["head_bias"]
+        )
         self._exported = [
-            (item, pieces) for item, pieces in zip(self.model.bound, self.model.pieces, strict=True) if item.rule.exported
+            (item, pieces)
+            for item, pieces in zip(self.model.bound, self.model.pieces, strict=True)
+            if item.rule.exported
         ]
         self.planned = [
             PlannedTensor(name, self.reader.dtype_of(pieces[0].key), tuple(tensor.shape))
@@ -229,9 +291,15 @@ class CheckpointTensors:
             with room.of(2 * item.parameter.nbytes):
                 whole = torch.empty(item.parameter.shape, dtype=self.reader.dtype_of(pieces[0].key))
                 for piece in pieces:
-                    self.reader.fill_shard(piece.of(whole), piece.key, piece.global_shape, piece.offset, padded=False)
+                    self.reader.fill_shard(
+                        piece.of(whole), piece.key, piece.global_shape, piece.offset, padded=False
+                    )
                 parts = assemble(item.rule, [whole], alias=True)
-                yield from ((name, part) for name, part in zip(item.hf_names, parts, strict=True) if name in names)
+                yield from (
+                    (name, part)
+                    for name, part in zip(item.hf_names, parts, strict=True)
+                    if name in names
+                )
                 del whole, parts
 
     def all(self, progress: Progress) -> Iterator[tuple[str, Tensor]]:
@@ -241,16 +309,21 @@ class CheckpointTensors:
 
 
 def told_left_out(folder: Path) -> str | None:
-    """Describes what a conversion of this folder leaves out, by name (the tensors of a layer as one); None where there is
-    nothing.
+    """Describes what a conversion of this folder leaves out, by name (the tensors of a layer as
+    one); None where there is nothing.
     """
     if is_distributed(folder):
         return None
     counts: dict[str, int] = {}
     for name in FolderTensors(folder).left_out:
         layer = re.match(r"model\.layers\.\d+\.", name)
-        counts[f"{layer[0]}*" if layer else name] = counts.get(f"{layer[0]}*" if layer else name, 0) + 1
-    said = [name if count == 1 else f"{name} ({count} tensors)" for name, count in sorted(counts.items())]
+        counts[f"{layer[0]}*" if layer else name] = (
+            counts.get(f"{layer[0]}*" if layer else name, 0) + 1
+        )
+    said = [
+        name if count == 1 else f"{name} ({count} tensors)"
+        for name, count in sorted(counts.items())
+    ]
     return ", ".join(said) or None
 
 
@@ -279,7 +352,9 @@ def _boxes(
     sums: dict[str, str],
     room: Room,
 ) -> Generator[tuple[str, tuple[int, ...], Tensor], None, None]:
-    """(key, offset, box), each split as the ranks of `parallel` will ask for it; notes the checksums of what is read."""
+    """(key, offset, box), each split as the ranks of `parallel` will ask for it; notes the
+    checksums of what is read.
+    """
     for item, number in group:
         with room.of(item.parameter.nbytes):
             whole, found = _read(files, item)
@@ -295,7 +370,9 @@ def _boxes(
 
 
 def _read(files: HFFolder, item: Bound) -> tuple[Tensor, dict[str, str]]:
-    """The Megatron tensor of all ranks, each HF tensor read straight to where its rows lie in it; their checksums."""
+    """The Megatron tensor of all ranks, each HF tensor read straight to where its rows lie in it;
+    their checksums.
+    """
     rule = item.rule
     places = list(located(rule, 0, 1))
     dtype = files.dtype_of(item.hf_names[0])
@@ -303,24 +380,33 @@ def _read(files: HFFolder, item: Bound) -> tuple[Tensor, dict[str, str]]:
     sums = {}
     for number, (name, tensor) in enumerate(zip(item.hf_names, rule.hf, strict=True)):
         mine = [(start, stop, offset) for (part, start, stop), offset in places if part == number]
-        assert [start for start, _, _ in mine] == [0, *(stop for _, stop, _ in mine[:-1])], (name, mine)
+        assert [start for start, _, _ in mine] == [0, *(stop for _, stop, _ in mine[:-1])], (
+            name,
+            mine,
+        )
         rows = [whole.narrow(rule.axis, offset, stop - start) for start, stop, offset in mine]
         sums[name] = files.fill(rows, name, tuple(tensor.shape))
     held = sum(tensor.shape[rule.axis] for tensor in rule.hf)
-    whole.narrow(rule.axis, held, whole.shape[rule.axis] - held).zero_()  # padding of the vocabulary
+    # padding of the vocabulary
+    whole.narrow(rule.axis, held, whole.shape[rule.axis] - held).zero_()
     return whole, sums
 
 
 def _edges(rule: Rule, size: int, parallel: ParallelConfig) -> list[int]:
-    """Returns the edges at which a tensor is cut. A piece is read whole, for its checksum, so none may straddle two ranks'
-    shares: of the given layout or, outside the experts, of FINEST ranks or fewer.
+    """Returns the edges at which a tensor is cut. A piece is read whole, for its checksum, so none
+    may straddle two ranks' shares: of the given layout or, outside the experts, of FINEST ranks or
+    fewer.
     """
     if isinstance(rule, Replicated):
         return [0, size]
     most = parallel.expert_tensor if rule.per_expert else math.lcm(parallel.tensor, FINEST)
     edges = {0, size}
     for ranks in (ranks for ranks in range(1, most + 1) if most % ranks == 0):
-        share = padded_vocabulary(size, ranks) // ranks if isinstance(rule, Vocabulary) else size / ranks
+        share = (
+            padded_vocabulary(size, ranks) // ranks
+            if isinstance(rule, Vocabulary)
+            else size / ranks
+        )
         if share == int(share):
             edges |= set(range(0, size, int(share)))
     return sorted(edges)

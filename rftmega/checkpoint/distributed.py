@@ -1,6 +1,8 @@
-"""Megatron's distributed checkpoint (torch.distributed.checkpoint files), written and read one tensor at a time.
+"""Megatron's distributed checkpoint (torch.distributed.checkpoint files), written and read one
+tensor at a time.
 
-`megatron.core.dist_checkpointing` writes a whole state dict that is in memory; this writes the same files as a stream.
+`megatron.core.dist_checkpointing` writes a whole state dict that is in memory; this writes the same
+files as a stream.
 """
 
 import functools
@@ -35,9 +37,11 @@ Boxed = tuple[str, tuple[int, ...], Tensor]  # key, offset, box
 
 
 def write_pieces(path: Path, pieces: Iterable[Boxed], *, size: int | None = None) -> list[Stored]:
-    """Writes (key, offset, box) one after the other; the file gets its name when it is complete and on the disk.
+    """Writes (key, offset, box) one after the other; the file gets its name when it is complete and
+    on the disk.
 
-    With its `size`, the bytes of the whole file, they go past the page cache, where nobody will look for them.
+    With its `size`, the bytes of the whole file, they go past the page cache, where nobody will
+    look for them.
     """
     stored = []
     draft = draft_of(path)
@@ -52,26 +56,34 @@ def write_pieces(path: Path, pieces: Iterable[Boxed], *, size: int | None = None
             write_bytes(stream, after)
             length = len(before) + box.nbytes + len(after)
             dtype = str(box.dtype).removeprefix("torch.")
-            stored.append(Stored(key, offset, tuple(box.shape), dtype, path.name, begin, length, checksum(box)))
+            stored.append(
+                Stored(
+                    key, offset, tuple(box.shape), dtype, path.name, begin, length, checksum(box)
+                )
+            )
     land(path)
     return stored
 
 
 def file_bytes(pieces: Iterable[Boxed]) -> int:
     """Returns the bytes of the file that `write_pieces` makes of them."""
-    return sum(box.nbytes + sum(map(len, around(tuple(box.shape), box.dtype))) for _, _, box in pieces)
+    return sum(
+        box.nbytes + sum(map(len, around(tuple(box.shape), box.dtype))) for _, _, box in pieces
+    )
 
 
 @functools.cache
 def around(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[bytes, bytes]:
-    """Returns what torch.save writes before and after the bytes of a contiguous tensor; the bytes themselves take it five times a
-    plain write's time.
+    """Returns what torch.save writes before and after the bytes of a contiguous tensor; the bytes
+    themselves take it five times a plain write's time.
 
-    The CRC in it is of nothing; torch does not look at it when it reads, and our checksum is in the manifest.
+    The CRC in it is of nothing; torch does not look at it when it reads, and our checksum is in the
+    manifest.
     """
     with tempfile.TemporaryDirectory() as folder, torch.serialization.skip_data():
         path = Path(folder) / "archive"
-        torch.save(torch.empty(shape, dtype=dtype), path)  # a sparse file: neither memory nor disk is touched
+        # a sparse file: neither memory nor disk is touched
+        torch.save(torch.empty(shape, dtype=dtype), path)
         archive: Any = torch._C.PyTorchFileReader(str(path))
         begin = archive.get_record_offset("data/0")
         with path.open("rb") as stream:
@@ -80,21 +92,34 @@ def around(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[bytes, bytes]:
             return before, stream.read()
 
 
-def finish(folder: Path, stored: list[Stored], shapes: dict[str, tuple[int, ...]], objects: list[str], manifest: Any) -> None:
-    """Writes what makes the files a checkpoint: torch's metadata, Megatron's mark, and last of all the manifest."""
+def finish(
+    folder: Path,
+    stored: list[Stored],
+    shapes: dict[str, tuple[int, ...]],
+    objects: list[str],
+    manifest: Any,
+) -> None:
+    """Writes what makes the files a checkpoint: torch's metadata, Megatron's mark, and last of all
+    the manifest.
+    """
     empty = _saved([None])
     names = sorted(objects)
     described: dict[str, Any] = {name: BytesStorageMetadata() for name in names}
     where: dict[MetadataIndex, _StorageInfo] = {
-        MetadataIndex(name): _StorageInfo(OBJECTS, number * len(empty), len(empty)) for number, name in enumerate(names)
+        MetadataIndex(name): _StorageInfo(OBJECTS, number * len(empty), len(empty))
+        for number, name in enumerate(names)
     }
     for box in stored:
         tensor = described.setdefault(
             box.key,
-            TensorStorageMetadata(TensorProperties(dtype=getattr(torch, box.dtype)), torch.Size(shapes[box.key]), []),
+            TensorStorageMetadata(
+                TensorProperties(dtype=getattr(torch, box.dtype)), torch.Size(shapes[box.key]), []
+            ),
         )
         tensor.chunks.append(ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape)))
-        where[MetadataIndex(box.key, torch.Size(box.offset))] = _StorageInfo(box.file, box.begin, box.length)
+        where[MetadataIndex(box.key, torch.Size(box.offset))] = _StorageInfo(
+            box.file, box.begin, box.length
+        )
     files = {
         OBJECTS: empty * len(names),
         ".metadata": pickle.dumps(Metadata(described, storage_data=where)),
@@ -104,7 +129,10 @@ def finish(folder: Path, stored: list[Stored], shapes: dict[str, tuple[int, ...]
     for name, content in files.items():
         _write(folder / name, content)
     sums = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
-    write_manifest(folder, manifest | {"files": sums, "pieces": [box.as_json() for box in stored], "shapes": shapes})
+    write_manifest(
+        folder,
+        manifest | {"files": sums, "pieces": [box.as_json() for box in stored], "shapes": shapes},
+    )
 
 
 def _saved(content: Any) -> bytes:

@@ -1,4 +1,6 @@
-"""A file written past the page cache: as fast as the disk takes it, where a copy into fresh pages costs more than the disk."""
+"""A file written past the page cache: as fast as the disk takes it, where a copy into fresh pages
+costs more than the disk.
+"""
 
 import contextlib
 import ctypes
@@ -20,14 +22,18 @@ NOT_HERE = (errno.EOPNOTSUPP, errno.ENODEV, errno.ENOSYS, errno.EINVAL)
 
 
 class DirectFile:
-    """A new file of `size` bytes, written from its beginning to its end. Not on the disk before it is synchronised.
+    """A new file of `size` bytes, written from its beginning to its end. Not on the disk before it
+    is synchronised.
 
-    While some of it travels more is taken, so an error may be that of bytes taken before. Where the file system knows no
-    direct writes, they go through its cache.
+    While some of it travels more is taken, so an error may be that of bytes taken before. Where the
+    file system knows no direct writes, they go through its cache.
     """
 
     def __init__(self, path: Path, size: int, *, chunk: int = CHUNK):
-        """Takes the room at once, so that a disk that is too full is told before it is written to. Raises OSError."""
+        """Takes the room at once, so that a disk that is too full is told before it is written to.
+
+        Raises OSError.
+        """
         self.fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         self._at = self._filled = 0
         self._memory = [np.frombuffer(mmap.mmap(-1, chunk), np.uint8) for _ in range(FLYING + 1)]
@@ -44,7 +50,12 @@ class DirectFile:
     def __enter__(self) -> "DirectFile":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         try:
             if kind is None:
                 end = self.tell()
@@ -63,14 +74,18 @@ class DirectFile:
         """Takes some of `content`, bytes; how many. Raises OSError, of these or of earlier ones."""
         memory = self._memory[0]
         count = min(len(content), len(memory) - self._filled)
-        np.copyto(memory[self._filled : self._filled + count], np.frombuffer(content, np.uint8, count))
+        np.copyto(
+            memory[self._filled : self._filled + count], np.frombuffer(content, np.uint8, count)
+        )
         self._filled += count
         if self._filled == len(memory):
             self._send()
         return count
 
     def _send(self) -> None:
-        """The memory that was filled goes on its way, in whole blocks; the next one is free when its own write has ended."""
+        """The memory that was filled goes on its way, in whole blocks; the next one is free when
+        its own write has ended.
+        """
         whole = -(-self._filled // BLOCK) * BLOCK
         self._flying.append(self._pool.submit(self._put, self._memory[0][:whole], self._at))
         self._memory.append(self._memory.pop(0))
@@ -87,13 +102,17 @@ class DirectFile:
                 if error.errno != errno.EINVAL or not direct:
                     raise
                 direct = False  # larger blocks than ours: through the cache, then
-                fcntl.fcntl(self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+                fcntl.fcntl(
+                    self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) & ~os.O_DIRECT
+                )
                 continue
             view, at = view[count:], at + count
 
 
 def _reserve(fd: int, size: int) -> None:
-    """Room on the disk, where the file system can: libc's posix_fallocate would write to every block where it can't."""
+    """Room on the disk, where the file system can: libc's posix_fallocate would write to every
+    block where it can't.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     failed = libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(-(-size // BLOCK) * BLOCK))
     if failed and (found := ctypes.get_errno()) not in NOT_HERE:

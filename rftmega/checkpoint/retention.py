@@ -26,32 +26,45 @@ class Saved(NamedTuple):
 
 
 def expired(saved: Sequence[Saved], *, max_num: int, max_mem: float) -> list[str]:
-    """Names to delete, oldest first, until at most `max_num` are left with at most `max_mem` MB (10^6 bytes) together.
+    """Names to delete, oldest first, until at most `max_num` are left with at most `max_mem` MB
+    (10^6 bytes) together.
 
     The newest always stays, however large.
     """
     kept = sorted(saved, key=lambda each: -each.age)
     gone = []
-    while len(kept) > 1 and (len(kept) > max_num or sum(each.size for each in kept) > max_mem * 1e6):
+    while len(kept) > 1 and (
+        len(kept) > max_num or sum(each.size for each in kept) > max_mem * 1e6
+    ):
         gone.append(kept.pop(0).name)
     return gone
 
 
 def rotate(folder: Path, *, max_num: int, max_mem: float) -> list[str]:
-    """Deletes what has `expired` among the checkpoints of `folder`, and drafts older than the newest of them, whose saves have
-    died; their names. Call it once the new one is there, which is none the worse for what can't be deleted: a warning says so.
+    """Deletes what has `expired` among the checkpoints of `folder`, and drafts older than the
+    newest of them, whose saves have died; their names. Call it once the new one is there, which is
+    none the worse for what can't be deleted: a warning says so.
 
-    The latest, where that is an older one, stays too, and so does whatever else lies there: `folder` may be somebody's home.
+    The latest, where that is an older one, stays too, and so does whatever else lies there:
+    `folder` may be somebody's home.
     """
     complete = [path for path in folder.iterdir() if is_checkpoint(path)]
     saved = [
-        Saved(path.name, -path.stat().st_mtime_ns, sum(file.stat().st_size for file in path.rglob("*") if file.is_file()))
+        Saved(
+            path.name,
+            -path.stat().st_mtime_ns,
+            sum(file.stat().st_size for file in path.rglob("*") if file.is_file()),
+        )
         for path in complete
     ]
     latest = pointed(folder)
     gone = [name for name in expired(saved, max_num=max_num, max_mem=max_mem) if name != latest]
     last = max((-each.age for each in saved), default=0)
-    gone += [path.name for path in folder.glob(f"*{DRAFT}") if is_draft(path) and path.stat().st_mtime_ns < last]
+    gone += [
+        path.name
+        for path in folder.glob(f"*{DRAFT}")
+        if is_draft(path) and path.stat().st_mtime_ns < last
+    ]
     for name in tuple(gone):
         try:
             shutil.rmtree(folder / name)
@@ -62,7 +75,10 @@ def rotate(folder: Path, *, max_num: int, max_mem: float) -> list[str]:
 
 
 def begin(folder: Path, name: str) -> Path:
-    """An empty draft of checkpoint `name`; what a save that died left there goes. Raises OSError."""
+    """An empty draft of checkpoint `name`; what a save that died left there goes.
+
+    Raises OSError.
+    """
     draft = folder / (name + DRAFT)
     if draft.exists() and not is_draft(draft):
         raise FileExistsError(f"{draft} is there, and no save made it")
@@ -80,7 +96,9 @@ def is_draft(path: Path) -> bool:
 
 def is_checkpoint(path: Path) -> bool:
     """Returns whether this is the folder of a whole training checkpoint."""
-    return not path.name.endswith(DRAFT) and all((path / name).is_file() for name in (MANIFEST, note_of(0)))
+    return not path.name.endswith(DRAFT) and all(
+        (path / name).is_file() for name in (MANIFEST, note_of(0))
+    )
 
 
 def point_to(folder: Path, name: str) -> None:
@@ -94,7 +112,9 @@ def point_to(folder: Path, name: str) -> None:
 
 
 def settle(draft: Path, wanted: Path) -> Path:
-    """Gives a whole draft its name; one beside it where that is taken, so that nothing goes before the pointer moves."""
+    """Gives a whole draft its name; one beside it where that is taken, so that nothing goes before
+    the pointer moves.
+    """
     target, number = wanted, 2
     while target.exists():
         target, number = wanted.with_name(f"{wanted.name}.{number}"), number + 1
@@ -103,7 +123,11 @@ def settle(draft: Path, wanted: Path) -> Path:
 
 def before(checkpoint: Path) -> Path | None:
     """The newest whole checkpoint beside this one that is older."""
-    manifests = [path for path in checkpoint.parent.glob(f"*/{MANIFEST}") if not path.parent.name.endswith(DRAFT)]
+    manifests = [
+        path
+        for path in checkpoint.parent.glob(f"*/{MANIFEST}")
+        if not path.parent.name.endswith(DRAFT)
+    ]
     own = checkpoint / MANIFEST
     age = own.stat().st_mtime_ns if own.is_file() else float("inf")
     older = [path for path in manifests if path != own and path.stat().st_mtime_ns < age]
@@ -111,7 +135,9 @@ def before(checkpoint: Path) -> Path | None:
 
 
 def pointed(folder: Path) -> str | None:
-    """Returns the content of the pointer, which may be nothing after a machine has lost its power; None without one."""
+    """Returns the content of the pointer, which may be nothing after a machine has lost its power;
+    None without one.
+    """
     pointer = folder / LATEST
     return pointer.read_text(errors="replace").strip("\0 \n") if pointer.is_file() else None
 
@@ -123,8 +149,8 @@ def newest(folder: Path) -> Path | None:
 
 
 def find(folder: Path, tag: str | None) -> Path:
-    """The checkpoint `tag`, or the latest. Where the pointer names none that is whole, the newest whole one, with a word. Raises
-    CheckpointError where there is none.
+    """The checkpoint `tag`, or the latest. Where the pointer names none that is whole, the newest
+    whole one, with a word. Raises CheckpointError where there is none.
     """
     whole = newest(folder)
     there = f" The newest whole one is {whole}." if whole else " There is no whole one."
@@ -134,10 +160,16 @@ def find(folder: Path, tag: str | None) -> Path:
         return folder / tag
     named = pointed(folder)
     if named is None:
-        raise CheckpointError(f"{folder} has no file named {LATEST}, so there is no latest checkpoint. Give a tag.{there}")
+        raise CheckpointError(
+            f"{folder} has no file named {LATEST}, so there is no latest checkpoint. Give a tag.{there}"
+        )
     if named and is_checkpoint(folder / named):
         return folder / named
-    wrong = f"{folder / LATEST} names {named!r}, which is no whole checkpoint." if named else f"{folder / LATEST} is empty."
+    wrong = (
+        f"{folder / LATEST} names {named!r}, which is no whole checkpoint."
+        if named
+        else f"{folder / LATEST} is empty."
+    )
     if whole is None:
         raise CheckpointError(f"{wrong}{there} checkpoint.resume=none starts anew.")
     log.warning("%s The run goes on from the newest whole one, %s.", wrong, whole)

@@ -1,4 +1,6 @@
-"""Training checkpoints: all that a run goes on from, written beside the training; the latest is always whole."""
+"""Training checkpoints: all that a run goes on from, written beside the training; the latest is
+always whole.
+"""
 
 import json
 import logging
@@ -44,7 +46,10 @@ log = logging.getLogger(__name__)
 
 
 class TrainingCheckpoints:
-    """Saves and loads `models` (name -> what is trained) in folders of `folder`. Every process calls each method alike."""
+    """Saves and loads `models` (name -> what is trained) in folders of `folder`.
+
+    Every process calls each method alike.
+    """
 
     def __init__(
         self,
@@ -58,19 +63,24 @@ class TrainingCheckpoints:
         warn: bool = False,
         export: Callable[[Path], None] | None = None,
     ):
-        """At most `keep` checkpoints of `keep_mb` (10^6 bytes) together stay. What can't be written is a warning with `warn`,
-        else CheckpointError, when the next is saved or waited for. `export` writes a Hugging Face folder beside the state, or
-        raises CheckpointError on all processes.
+        """At most `keep` checkpoints of `keep_mb` (10^6 bytes) together stay. What can't be written
+        is a warning with `warn`, else CheckpointError, when the next is saved or waited for.
+        `export` writes a Hugging Face folder beside the state, or raises CheckpointError on all
+        processes.
         """
         self.folder, self.models, self.config = folder, models, config
         self.keep, self.keep_mb = keep, keep_mb
         self.asynchronous, self.warn, self.export = asynchronous, warn, export
-        self._code = code_versions() if dist.get_rank() == 0 else {}  # what runs: files may be others by the time of a save
+        # what runs: files may be others by the time of a save
+        self._code = code_versions() if dist.get_rank() == 0 else {}
         self._copies = HostCopies()
         self._writing: tuple[str, BackgroundWriter] | None = None
 
-    def save(self, state: dict[str, Any], *, step: int, tag: str | None = None, latest: bool = True) -> None:
-        """Writes folder/`tag` (or step_<step>). The one before is waited for; `latest`: becomes what a resume goes on from.
+    def save(
+        self, state: dict[str, Any], *, step: int, tag: str | None = None, latest: bool = True
+    ) -> None:
+        """Writes folder/`tag` (or step_<step>). The one before is waited for; `latest`: becomes
+        what a resume goes on from.
 
         `state` is as JSON has it, but for tensors, which nobody changes while they are written.
         """
@@ -94,17 +104,32 @@ class TrainingCheckpoints:
         snapshot = self._copies.take(
             (model, held)
             for model, each in self.models.items()
-            for tensors in (model_tensors(each.manager, average_of(each)), optimizer_tensors(each.manager))
+            for tensors in (
+                model_tensors(each.manager, average_of(each)),
+                optimizer_tensors(each.manager),
+            )
             for held in tensors
         )
-        part = partial(write_rank, draft, dist.get_rank(), snapshot, self._random(), tensors if dist.get_rank() == 0 else None)
-        whole = partial(self._complete, draft, name, about, latest) if dist.get_rank() == 0 else None
+        part = partial(
+            write_rank,
+            draft,
+            dist.get_rank(),
+            snapshot,
+            self._random(),
+            tensors if dist.get_rank() == 0 else None,
+        )
+        whole = (
+            partial(self._complete, draft, name, about, latest) if dist.get_rank() == 0 else None
+        )
         self._writing = name, BackgroundWriter(part, whole)
         if not self.asynchronous:
             self.wait()
 
     def wait(self) -> None:
-        """Until the last save is on the disk. Raises CheckpointError, or warns, where it can't be."""
+        """Until the last save is on the disk.
+
+        Raises CheckpointError, or warns, where it can't be.
+        """
         if self._writing is None:
             return
         name, writing = self._writing
@@ -113,13 +138,20 @@ class TrainingCheckpoints:
             self._failed(name, errors)
 
     def load(
-        self, folder: Path, *, strict: bool = True, optimizer: bool = True, schedule: bool = True, random: bool = True
+        self,
+        folder: Path,
+        *,
+        strict: bool = True,
+        optimizer: bool = True,
+        schedule: bool = True,
+        random: bool = True,
     ) -> dict[str, Any]:
-        """Takes everything back from one checkpoint, under whatever layout; the `state` it was saved with.
+        """Takes everything back from one checkpoint, under whatever layout; the `state` it was
+        saved with.
 
-        Without `strict`, weights that it lacks stay as they are. `random` streams go on only where the layout is the same.
-        Raises CheckpointError, on every process, where it is another model's, of a newer format, or not as it was written; it
-        names the one before.
+        Without `strict`, weights that it lacks stay as they are. `random` streams go on only where
+        the layout is the same. Raises CheckpointError, on every process, where it is another
+        model's, of a newer format, or not as it was written; it names the one before.
         """
         state: dict[str, Any] = {}
         error = None
@@ -136,12 +168,18 @@ class TrainingCheckpoints:
             error = str(raised)
         if errors := [each for each in collectives.gather_objects(error) if each]:
             before = retention.before(folder)
-            offer = f"The one before it is {before}: checkpoint.resume={before}." if before else "There is none before it."
+            offer = (
+                f"The one before it is {before}: checkpoint.resume={before}."
+                if before
+                else "There is none before it."
+            )
             raise CheckpointError(f"{errors[0]} {offer}")
         return state
 
     def resume(self) -> dict[str, Any] | None:
-        """Loads the checkpoint that checkpoint.resume names and returns its `state`; None for a run that starts anew."""
+        """Loads the checkpoint that checkpoint.resume names and returns its `state`; None for a run
+        that starts anew.
+        """
         if (given := self._to_resume()) is None:
             return None
         state = self.load(given)
@@ -150,7 +188,9 @@ class TrainingCheckpoints:
         return state
 
     def _to_resume(self) -> Path | None:
-        """Returns the checkpoint to resume, as the first process sees it: another host may not see a new one yet."""
+        """Returns the checkpoint to resume, as the first process sees it: another host may not see
+        a new one yet.
+        """
         found, error = None, ""
         if dist.get_rank() == 0:
             try:
@@ -168,7 +208,11 @@ class TrainingCheckpoints:
             return None
         if chosen == "auto" and retention.pointed(self.folder) is None:
             if whole := retention.newest(self.folder):
-                log.warning("%s has no file named latest: a new run. To go on: checkpoint.resume=%s.", self.folder, whole)
+                log.warning(
+                    "%s has no file named latest: a new run. To go on: checkpoint.resume=%s.",
+                    self.folder,
+                    whole,
+                )
             return None
         folder = self.folder if chosen == "auto" else Path(chosen)
         return retention.find(folder, None) if (folder / retention.LATEST).is_file() else folder
@@ -176,12 +220,26 @@ class TrainingCheckpoints:
     def _say_resumed(self, given: Path) -> None:
         """And what is otherwise than in the run that saved it."""
         log.info("resumed from %s", given)
-        before, now = read_manifest(given), {"config": without_secrets(self.config), "code": self._code}
-        for change in changes(before["config"], now["config"]) + changes(before["code"], now["code"]):
+        before, now = (
+            read_manifest(given),
+            {"config": without_secrets(self.config), "code": self._code},
+        )
+        for change in changes(before["config"], now["config"]) + changes(
+            before["code"], now["code"]
+        ):
             log.info("  %s", change)
 
-    def _complete(self, draft: Path, name: str, about: dict[str, Any], latest: bool, given_up: Callable[[], bool]) -> None:
-        """Completes a checkpoint that all ranks have written: manifest, name, pointer, and only then older ones go."""
+    def _complete(
+        self,
+        draft: Path,
+        name: str,
+        about: dict[str, Any],
+        latest: bool,
+        given_up: Callable[[], bool],
+    ) -> None:
+        """Completes a checkpoint that all ranks have written: manifest, name, pointer, and only
+        then older ones go.
+        """
         if not write_whole(draft, dist.get_world_size(), about, given_up=given_up):
             return
         name = retention.settle(draft, self.folder / name).name
@@ -251,7 +309,9 @@ class TrainingCheckpoints:
         seeds.set_random_state(state["host"])
 
 
-def of_run(config: RunConfig, models: Mapping[str, Model], export: Callable[[Path], None]) -> TrainingCheckpoints:
+def of_run(
+    config: RunConfig, models: Mapping[str, Model], export: Callable[[Path], None]
+) -> TrainingCheckpoints:
     """Builds the TrainingCheckpoints that a run's config asks for."""
     chosen = config.checkpoint
     return TrainingCheckpoints(
@@ -274,18 +334,32 @@ def refuse_another(name: str, model: Model, manifest: dict[str, Any], config: Ru
     """Raises CheckpointError where a checkpoint is of another task or model."""
     saved = manifest["models"]
     if name not in saved:
-        raise CheckpointError(f"It holds {', '.join(saved)}, and this run trains a {name}: it is another algorithm's.")
+        raise CheckpointError(
+            f"It holds {', '.join(saved)}, and this run trains a {name}: it is another algorithm's."
+        )
     hf_config, said = json.loads(json.dumps(model.manager.hf_config)), saved[name]["hf_config"]
-    if odd := sorted(key for key in hf_config.keys() | said.keys() if hf_config.get(key) != said.get(key)):
+    if odd := sorted(
+        key for key in hf_config.keys() | said.keys() if hf_config.get(key) != said.get(key)
+    ):
         key = odd[0]
         raise CheckpointError(
             f"It is of another model: {key} is {said.get(key)} there and {hf_config.get(key)} in {model.manager.cfg.model.path}."
         )
     if (dtype := str(model.manager.config.params_dtype)) != saved[name]["dtype"]:
-        raise CheckpointError(f"It was trained in {saved[name]['dtype']}, this run is in {dtype}: set model.dtype.")
+        raise CheckpointError(
+            f"It was trained in {saved[name]['dtype']}, this run is in {dtype}: set model.dtype."
+        )
 
 
-def _load(name: str, model: Model, reader: TrainingReader, *, strict: bool, optimizer: bool, schedule: bool) -> None:
+def _load(
+    name: str,
+    model: Model,
+    reader: TrainingReader,
+    *,
+    strict: bool,
+    optimizer: bool,
+    schedule: bool,
+) -> None:
     manager, average, said = model.manager, average_of(model), reader.manifest["models"][name]
     averaged = any(key.startswith(f"{name}/{AVERAGE}/") for key in reader.stored)
     _fill(

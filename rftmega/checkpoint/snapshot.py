@@ -12,7 +12,8 @@ from rftmega import device
 from rftmega.megatron.training_state import HeldBox
 
 ALIGNED = 64  # bytes
-COPIERS = 2  # threads: training stands still meanwhile, and one does not fill a host's memory channels
+# threads: training stands still meanwhile, and one does not fill a host's memory channels
+COPIERS = 2
 
 
 class Snapshot(NamedTuple):
@@ -24,7 +25,10 @@ class Snapshot(NamedTuple):
     def beside(self, tensors: Mapping[str, Tensor]) -> "Snapshot":
         """With whole tensors."""
         boxes = [(key, (0,) * tensor.dim(), tensor) for key, tensor in tensors.items()]
-        return Snapshot([*self.boxes, *boxes], self.shapes | {key: tuple(tensor.shape) for key, tensor in tensors.items()})
+        return Snapshot(
+            [*self.boxes, *boxes],
+            self.shapes | {key: tuple(tensor.shape) for key, tensor in tensors.items()},
+        )
 
 
 class HostCopies:
@@ -34,7 +38,10 @@ class HostCopies:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def take(self, held: Iterable[tuple[str, HeldBox]]) -> Snapshot:
-        """Copies the boxes that this process writes of (prefix of its key, box). The snapshot before is overwritten."""
+        """Copies the boxes that this process writes of (prefix of its key, box).
+
+        The snapshot before is overwritten.
+        """
         found = list(held)
         written = [(prefix, each) for prefix, each in found if each.written]
         sizes = [-(-each.tensor.nbytes // ALIGNED) * ALIGNED for _, each in written]
@@ -47,7 +54,11 @@ class HostCopies:
             boxes.append((f"{prefix}/{each.key}", each.offset, place))
             at += size
         with ThreadPoolExecutor(COPIERS) as pool:
-            list(pool.map(_copy, (place for _, _, place in boxes), (each.tensor for _, each in written)))
+            list(
+                pool.map(
+                    _copy, (place for _, _, place in boxes), (each.tensor for _, each in written)
+                )
+            )
         device.current().synchronize()
         return Snapshot(boxes, {f"{prefix}/{each.key}": each.shape for prefix, each in found})
 

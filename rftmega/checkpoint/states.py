@@ -1,4 +1,6 @@
-"""States that are JSON but for tensors: these become pieces of the checkpoint, and the rest goes into its manifest."""
+"""States that are JSON but for tensors: these become pieces of the checkpoint, and the rest goes
+into its manifest.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -9,12 +11,15 @@ import torch
 from torch import Tensor
 
 KEY = "state/"
-TENSOR = "tensor"  # a dict of this alone stands for one: (key, where it begins in the tensor of that key, its shape)
+# a dict of this alone stands for one: (key, where it begins in the tensor of that key, its shape)
+TENSOR = "tensor"
 Tensors = dict[str, list[Tensor]]
 
 
 def taken_apart(state: Any) -> tuple[Any, Tensors]:
-    """Splits a state into JSON (dicts, lists) and its tensors, those of one dtype under one key: there may be very many."""
+    """Splits a state into JSON (dicts, lists) and its tensors, those of one dtype under one key:
+    there may be very many.
+    """
     tensors: Tensors = {}
     ends: dict[str, int] = {}
 
@@ -34,7 +39,10 @@ def taken_apart(state: Any) -> tuple[Any, Tensors]:
 
 def joined(tensors: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
     """[n] on the host by key: a copy."""
-    return {key: torch.cat([each.detach().cpu().flatten() for each in parts]) for key, parts in tensors.items()}
+    return {
+        key: torch.cat([each.detach().cpu().flatten() for each in parts])
+        for key, parts in tensors.items()
+    }
 
 
 def put_together(said: Any, read: Callable[[str], Tensor]) -> Any:
@@ -46,7 +54,8 @@ def put_together(said: Any, read: Callable[[str], Tensor]) -> Any:
             if value.keys() != {TENSOR}:
                 return {name: put(each) for name, each in value.items()}
             key, begin, shape = value[TENSOR]
-            return read(key)[begin : begin + math.prod(shape)].view(shape).clone()  # or each would keep all of them
+            # or each would keep all of them
+            return read(key)[begin : begin + math.prod(shape)].view(shape).clone()
         return [put(each) for each in value] if isinstance(value, list) else value
 
     return put(said)

@@ -17,8 +17,9 @@ from rftmega.parallel.folder_lock import locked
 
 @contextmanager
 def written_alone(target: Path) -> Iterator[None]:
-    """Within, no other conversion writes to `target`. Raises LockedError where one does or the folder can't be used, and
-    CheckpointError for a disk that is full or broken; drafts are removed then, and finished files stay.
+    """Within, no other conversion writes to `target`. Raises LockedError where one does or the
+    folder can't be used, and CheckpointError for a disk that is full or broken; drafts are removed
+    then, and finished files stay.
     """
     with locked(target, "conversion"):
         try:
@@ -58,18 +59,26 @@ def begin(target: Path, job: dict[str, Any]) -> dict[str, dict[str, Any]]:
     if log.is_file():
         first, *rest = _noted(log) or [{}]
         if first != job:
-            raise CheckpointError(f"{target} is a conversion of something else, broken off. Remove it, or choose another folder.")
+            raise CheckpointError(
+                f"{target} is a conversion of something else, broken off. Remove it, or choose another folder."
+            )
         finished = {said["file"]: said for said in rest if "file" in said}
         return {name: said for name, said in finished.items() if (target / name).is_file()}
     if target.exists() and any(not path.name.startswith(LOCK) for path in target.iterdir()):
-        raise CheckpointError(f"{target} exists and is not empty. Remove it, or choose another folder.")
+        raise CheckpointError(
+            f"{target} exists and is not empty. Remove it, or choose another folder."
+        )
     target.mkdir(parents=True, exist_ok=True)
     note(target, job)
     return {}
 
 
 def _noted(log: Path) -> list[dict[str, Any]]:
-    """The lines of a log. Half a line, or zeros of a machine that lost its power, note nothing: that file is converted again."""
+    """The lines of a log.
+
+    Half a line, or zeros of a machine that lost its power, note nothing: that file is converted
+    again.
+    """
     found: list[dict[str, Any]] = []
     for line in log.read_bytes().split(b"\n")[:-1]:
         with contextlib.suppress(ValueError):
@@ -81,4 +90,5 @@ def _noted(log: Path) -> list[dict[str, Any]]:
 
 def note(target: Path, said: dict[str, Any]) -> None:
     with (target / PROGRESS).open("ab", buffering=0) as stream:
-        stream.write((json.dumps(said) + "\n").encode())  # one write, appended whole: two files may end at once
+        # one write, appended whole: two files may end at once
+        stream.write((json.dumps(said) + "\n").encode())

@@ -1,4 +1,5 @@
-"""The files of a training checkpoint: each process writes its own, the first one a manifest when all are there.
+"""The files of a training checkpoint: each process writes its own, the first one a manifest when
+all are there.
 
 manifest.json         last of all: step, states, config, all pieces with checksums, and a seal of itself
 __<rank>_0.distcp     the pieces that this rank wrote, as torch.distributed.checkpoint's
@@ -31,15 +32,24 @@ def note_of(rank: int) -> str:
 
 
 def write_rank(
-    folder: Path, rank: int, snapshot: Snapshot, random: dict[str, Any], beside: Tensors | None, rest: Callable[[float], object]
+    folder: Path,
+    rank: int,
+    snapshot: Snapshot,
+    random: dict[str, Any],
+    beside: Tensors | None,
+    rest: Callable[[float], object],
 ) -> None:
-    """This rank's files, with tensors that are `beside` the models'; the note comes last. Between boxes it calls `rest`, with the
-    seconds that are the training's.
+    """This rank's files, with tensors that are `beside` the models'; the note comes last. Between
+    boxes it calls `rest`, with the seconds that are the training's.
     """
     snapshot = snapshot.beside(joined(beside or {}))
     boxes = _with_rests(snapshot.boxes, rest)
     stored = write_pieces(folder / f"__{rank}_0.distcp", boxes, size=file_bytes(snapshot.boxes))
-    said = {"random": random, "pieces": [box.as_json() for box in stored], "shapes": snapshot.shapes}
+    said = {
+        "random": random,
+        "pieces": [box.as_json() for box in stored],
+        "shapes": snapshot.shapes,
+    }
     write_json(folder / note_of(rank), said)
 
 
@@ -51,8 +61,13 @@ def _with_rests(boxes: Iterable[Boxed], rest: Callable[[float], object]) -> Iter
         rest((1 / BUSY - 1) * (time.perf_counter() - begin))
 
 
-def write_whole(folder: Path, ranks: int, about: dict[str, Any], *, given_up: Callable[[], bool]) -> bool:
-    """Waits for the notes of all ranks, then writes the manifest, with `about` in it. False where it was given up."""
+def write_whole(
+    folder: Path, ranks: int, about: dict[str, Any], *, given_up: Callable[[], bool]
+) -> bool:
+    """Waits for the notes of all ranks, then writes the manifest, with `about` in it.
+
+    False where it was given up.
+    """
     notes = [folder / note_of(rank) for rank in range(ranks)]
     while not all(note.is_file() for note in notes):
         if given_up():
@@ -72,21 +87,34 @@ def write_whole(folder: Path, ranks: int, about: dict[str, Any], *, given_up: Ca
 
 
 class TrainingReader(Reader):
-    """A whole training checkpoint. Raises CheckpointError where it is none, or its manifest is not as it was written."""
+    """A whole training checkpoint.
+
+    Raises CheckpointError where it is none, or its manifest is not as it was written.
+    """
 
     def __init__(self, folder: Path):
         super().__init__(folder)
         if self.manifest.get("kind") != KIND:
-            raise CheckpointError(f"{folder} is no training checkpoint: its manifest is of kind {self.manifest.get('kind')!r}.")
+            raise CheckpointError(
+                f"{folder} is no training checkpoint: its manifest is of kind {self.manifest.get('kind')!r}."
+            )
 
     def whole(self, key: str) -> Tensor:
-        """A tensor that one rank wrote as it is. Raises CheckpointError where it is not as it was written."""
+        """A tensor that one rank wrote as it is.
+
+        Raises CheckpointError where it is not as it was written.
+        """
         tensor = torch.empty(tuple(self.manifest["shapes"][key]), dtype=self.dtype_of(key))
         self.fill(tensor, key, (0,) * tensor.dim())
         return tensor
 
     def random_of(self, rank: int) -> dict[str, Any]:
-        """Returns the states of a rank's random streams. Raises CheckpointError where its file is not as it was written."""
+        """Returns the states of a rank's random streams.
+
+        Raises CheckpointError where its file is not as it was written.
+        """
         name = note_of(rank)
-        said: dict[str, Any] = json.loads(read_checked(self.folder / name, self.manifest["ranks"][name]))["random"]
+        said: dict[str, Any] = json.loads(
+            read_checked(self.folder / name, self.manifest["ranks"][name])
+        )["random"]
         return said

@@ -1,4 +1,7 @@
-"""The config room reads, checks and explains the options of a run. Importing this costs nothing: no torch, no Megatron."""
+"""The config room reads, checks and explains the options of a run.
+
+Importing this costs nothing: no torch, no Megatron.
+"""
 
 from rftmega.config.algorithms import AlgorithmConfig, KLConfig
 from rftmega.config.config_diff import changes

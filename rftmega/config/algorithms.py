@@ -1,11 +1,22 @@
-"""Options of the algorithm: tagged unions of parts, so that an option that no chosen part has cannot be written."""
+"""Options of the algorithm: tagged unions of parts, so that an option that no chosen part has
+cannot be written.
+"""
 
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Discriminator
 
-from rftmega.config.bounds import AtLeastOne, BelowOne, Count, NotNegative, NotNegativeInt, Positive, PositiveShare, Share
+from rftmega.config.bounds import (
+    AtLeastOne,
+    BelowOne,
+    Count,
+    NotNegative,
+    NotNegativeInt,
+    Positive,
+    PositiveShare,
+    Share,
+)
 from rftmega.config.parts import Advantage, ImportanceSampling, PolicyLoss
 
 
@@ -21,7 +32,9 @@ class GroupNorm(Advantage):
     """Divide by the group's standard deviation; false is Dr. GRPO."""
 
     clip_filter_weight: NotNegative = 0.0
-    """Multiply advantages by groups over groups whose rewards differ, at most by this (CPGD); 0: not."""
+    """Multiply advantages by groups over groups whose rewards differ, at most by this (CPGD); 0:
+    not.
+    """
 
 
 @dataclass(frozen=True)
@@ -75,7 +88,9 @@ class Clip(PolicyLoss):
     """Clip the ratio above 1 + high."""
 
     dual: NotNegative = 0.0
-    """Bound the loss of a token with a negative advantage by dual (above 1) times its size; 0: no bound."""
+    """Bound the loss of a token with a negative advantage by dual (above 1) times its size; 0: no
+    bound.
+    """
 
 
 @dataclass(frozen=True)
@@ -170,7 +185,9 @@ class MaskedImportance(ImportanceSampling):
 @dataclass
 class KLConfig:
     placement: Literal["loss", "reward"] = "loss"
-    """Place of the KL to the starting policy: loss, or reward (advantage leave_one_out, reinforce or gae only)."""
+    """Place of the KL to the starting policy: loss, or reward (advantage leave_one_out, reinforce
+    or gae only).
+    """
 
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """k1 (in the reward only: as a loss it has no direction), k2 or k3."""
@@ -188,7 +205,9 @@ class KLConfig:
 @dataclass
 class ReplayConfig:
     max_age: NotNegativeInt = 0
-    """Learn also from answers of policies up to so many steps old, from a buffer (with importance_sampling); 0: of none."""
+    """Learn also from answers of policies up to so many steps old, from a buffer (with
+    importance_sampling); 0: of none.
+    """
 
     max_rows: NotNegativeInt = 0
     """Rows that the buffer keeps; the oldest groups go first. 0: no limit."""
@@ -197,37 +216,57 @@ class ReplayConfig:
 @dataclass
 class DynamicSamplingConfig:
     max_rounds: NotNegativeInt = 0
-    """Replace groups whose answers all score alike by further prompts, in at most so many rounds; 0: they stay."""
+    """Replace groups whose answers all score alike by further prompts, in at most so many rounds;
+    0: they stay.
+    """
 
     metric: str = ""
-    """Part of the reward that must differ within a group, such as exact_match; empty: the whole reward."""
+    """Part of the reward that must differ within a group, such as exact_match; empty: the whole
+    reward.
+    """
 
     oversample: AtLeastOne = 1.0
-    """Sample oversample x prompts_per_step prompts a round; stop once enough groups differ. Unfinished prompts come first."""
+    """Sample oversample x prompts_per_step prompts a round; stop once enough groups differ.
+
+    Unfinished prompts come first.
+    """
 
 
 @dataclass
 class AlgorithmConfig:
     recipe: str = ""
-    """Bundle of options: a name of rftmega/config/recipes, or a YAML file's path; what is set besides it comes first."""
+    """Bundle of options: a name of rftmega/config/recipes, or a YAML file's path; what is set
+    besides it comes first.
+    """
 
     task: Literal["rl", "sft", "reward_model"] = "rl"
-    """rl (rewards of sampled answers), sft (given answers) or reward_model (given preferences); docs/data.md."""
+    """rl (rewards of sampled answers), sft (given answers) or reward_model (given preferences);
+    docs/data.md.
+    """
 
-    advantage: Annotated[GroupNorm | LeaveOneOut | Returns | GAE, Discriminator("type")] = field(default_factory=GroupNorm)
+    advantage: Annotated[GroupNorm | LeaveOneOut | Returns | GAE, Discriminator("type")] = field(
+        default_factory=GroupNorm
+    )
     """Estimator of advantages from rewards."""
 
-    policy_loss: Annotated[Clip | GSPO | CISPO | CPGD | ScoreFunction, Discriminator("type")] = field(default_factory=Clip)
+    policy_loss: Annotated[Clip | GSPO | CISPO | CPGD | ScoreFunction, Discriminator("type")] = (
+        field(default_factory=Clip)
+    )
     """Loss of a token, from its ratio and advantage."""
 
     importance_sampling: Annotated[
-        NoImportance | TokenImportance | SequenceImportance | MaskedImportance, Discriminator("type")
+        NoImportance | TokenImportance | SequenceImportance | MaskedImportance,
+        Discriminator("type"),
     ] = field(default_factory=NoImportance)
     """Correction of the engine's probabilities against the trainer's."""
 
-    loss_aggregation: Literal["token_mean", "sequence_mean", "sequence_sum", "sequence_total"] = "token_mean"
-    """token_mean (every token weighs the same), sequence_mean (every answer does), sequence_sum (tokens over the longest answer
-    allowed, answers averaged) or sequence_total (tokens summed, answers averaged: an answer is one action)."""
+    loss_aggregation: Literal["token_mean", "sequence_mean", "sequence_sum", "sequence_total"] = (
+        "token_mean"
+    )
+    """token_mean (every token weighs the same), sequence_mean (every answer does), sequence_sum
+    (tokens over the longest answer allowed, answers averaged) or sequence_total (tokens summed,
+    answers averaged: an answer is one action).
+    """
 
     kl: KLConfig = field(default_factory=KLConfig)
 
@@ -248,10 +287,14 @@ class AlgorithmConfig:
     """Weight of the entropy bonus."""
 
     ptx_coef: NotNegative = 0.0
-    """Weight of the cross entropy of data.ptx, of which each step learns as many examples as it has prompts; 0: none."""
+    """Weight of the cross entropy of data.ptx, of which each step learns as many examples as it has
+    prompts; 0: none.
+    """
 
     ema_beta: BelowOne = 0.0
-    """Decay, a step of the optimizer, of the moving average of the policy, exported as output/policy_ema; 0 keeps none."""
+    """Decay, a step of the optimizer, of the moving average of the policy, exported as
+    output/policy_ema; 0 keeps none.
+    """
 
     updates_per_epoch: Count = 1
     """Mini-batches that a rollout is cut into, one optimizer step each."""

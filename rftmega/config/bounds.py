@@ -1,4 +1,6 @@
-"""Bounds that stand beside a field, as its annotation; `violations` checks them, and --help's schema shows them."""
+"""Bounds that stand beside a field, as its annotation; `violations` checks them, and --help's
+schema shows them.
+"""
 
 from typing import Annotated
 

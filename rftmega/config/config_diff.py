@@ -11,18 +11,31 @@ NOTHING = "(nothing)"
 
 
 def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """ "name: old -> new", a line each, of two trees of options; one of them may have gone through JSON.
+    """ "name: old -> new", a line each, of two trees of options; one of them may have gone through
+    JSON.
 
-    An option that only one side knows is (nothing) on the other. What the critic takes from the policy is not told twice.
+    An option that only one side knows is (nothing) on the other. What the critic takes from the
+    policy is not told twice.
     """
     olds, news = _leaves(before), _leaves(now)
-    pairs = {name: (olds.get(name, NOTHING), news.get(name, NOTHING)) for name in {**news, **olds} if name not in SECRET}
+    pairs = {
+        name: (olds.get(name, NOTHING), news.get(name, NOTHING))
+        for name in {**news, **olds}
+        if name not in SECRET
+    }
     changed = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-    return [f"{name}: {old} -> {new}" for name, (old, new) in changed.items() if changed.get(_the_policys(name)) != (old, new)]
+    return [
+        f"{name}: {old} -> {new}"
+        for name, (old, new) in changed.items()
+        if changed.get(_the_policys(name)) != (old, new)
+    ]
 
 
 def _leaves(tree: dict[str, Any]) -> dict[str, str]:
-    return {name: value if isinstance(value, str) and value else json.dumps(value) for name, value in flatten(tree).items()}
+    return {
+        name: value if isinstance(value, str) and value else json.dumps(value)
+        for name, value in flatten(tree).items()
+    }
 
 
 def _the_policys(name: str) -> str:

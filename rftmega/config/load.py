@@ -1,4 +1,7 @@
-"""YAML file + dotted overrides -> RunConfig. Every problem of every option is collected before one error is raised."""
+"""YAML file + dotted overrides -> RunConfig.
+
+Every problem of every option is collected before one error is raised.
+"""
 
 import contextlib
 import difflib
@@ -14,12 +17,22 @@ from rftmega.config.plugins import plugin_parts
 from rftmega.config.renamed import RENAMED_TYPES, renamed
 from rftmega.config.schema import RunConfig
 from rftmega.config.secrets import SECRET
-from rftmega.config.tree import Plugins, built, default_type, hints, merged_schema, options, sections, unions
+from rftmega.config.tree import (
+    Plugins,
+    built,
+    default_type,
+    hints,
+    merged_schema,
+    options,
+    sections,
+    unions,
+)
 from rftmega.config.validate_ranges import AS_THE_POLICY
 from rftmega.errors import ConfigError
 
 DEEPEST = 8  # sections within sections
-JUDGES = ("math", "multiple_choice", "code")  # parts of the reward that find out whether an answer is right, as exact_match does
+# parts of the reward that find out whether an answer is right, as exact_match does
+JUDGES = ("math", "multiple_choice", "code")
 MEANT = {
     int: "a whole number",
     float: "a number",
@@ -34,11 +47,16 @@ MEANT = {
 
 
 def parse_override(text: str, plugins: Plugins = ()) -> tuple[str, Any]:
-    """ "a.b=value" -> ("a.b", value), the value read as YAML where it is some. Raises ConfigError without "="."""
+    """ "a.b=value" -> ("a.b", value), the value read as YAML where it is some.
+
+    Raises ConfigError without "=".
+    """
     name, equals, value = text.partition("=")
     name = name.strip()
     if not equals:
-        raise ConfigError(f"{text!r} is not an override. Write option=value, e.g. parallel.tensor=2.")
+        raise ConfigError(
+            f"{text!r} is not an override. Write option=value, e.g. parallel.tensor=2."
+        )
     if not value or options(plugins).get(name) is str:  # a regular expression may look like YAML
         return name, value
     try:
@@ -54,17 +72,21 @@ def parse_override(text: str, plugins: Plugins = ()) -> tuple[str, Any]:
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Reads `path` and the file that it names as its `base`, applies `overrides` on top, and fills in the defaults.
+    """Reads `path` and the file that it names as its `base`, applies `overrides` on top, and fills
+    in the defaults.
 
-    What is given for the policy's layout and optimizer holds for the critic too, unless it is given for that. Where a file or the
-    overrides name another type of a part than what lies below them, that part's options of below are gone.
-    Raises ConfigError with one line for each unknown option (and the nearest that exists), wrong type or missing value.
+    What is given for the policy's layout and optimizer holds for the critic too, unless it is given
+    for that. Where a file or the overrides name another type of a part than what lies below them,
+    that part's options of below are gone. Raises ConfigError with one line for each unknown option
+    (and the nearest that exists), wrong type or missing value.
     """
     files = _layers(Path(path))
     plugins = _plugins_of([*files, dict(parse_override(text) for text in overrides)])
     said = dict(parse_override(text, plugins) for text in overrides)
     layers = [_flat_parts(layer, plugins) for layer in (*files, said)]
-    named = next((layer["algorithm.recipe"] for layer in reversed(layers) if "algorithm.recipe" in layer), "")
+    named = next(
+        (layer["algorithm.recipe"] for layer in reversed(layers) if "algorithm.recipe" in layer), ""
+    )
     layers = [_flat_parts(layer, plugins) for layer in recipe(str(named or ""))] + layers
     given = _merged(layers, plugins)
     chosen, given, problems = _chosen_parts(given, plugins)
@@ -84,7 +106,9 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     if "reward.exact_match" not in given and _judged_otherwise(config):
         config.reward.exact_match = 0.0
     active = [name for name in known if name.rpartition(".")[0] not in chosen]
-    problems += [f"{name} must be given." for name in active if OmegaConf.is_missing(*_parent(config, name))]
+    problems += [
+        f"{name} must be given." for name in active if OmegaConf.is_missing(*_parent(config, name))
+    ]
     if problems:
         raise ConfigError.listing(str(path), problems)
     tree: Any = OmegaConf.to_container(config, resolve=True)
@@ -94,18 +118,27 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def plugins_of(path: str | Path, overrides: Sequence[str] = ()) -> Plugins:
-    """Returns the classes of a user's own parts that a config names. Raises ConfigError as `load` does."""
+    """Returns the classes of a user's own parts that a config names.
+
+    Raises ConfigError as `load` does.
+    """
     return _plugins_of([*_layers(Path(path)), dict(parse_override(text) for text in overrides)])
 
 
-def _chosen_parts(given: dict[str, Any], plugins: Plugins) -> tuple[dict[str, str], dict[str, Any], list[str]]:
+def _chosen_parts(
+    given: dict[str, Any], plugins: Plugins
+) -> tuple[dict[str, str], dict[str, Any], list[str]]:
     """Returns (union -> type, the options without those of a part that there is not, problems)."""
     chosen, problems = {}, []
     for name, known in unions(plugins).items():
         chosen[name] = str(given.get(f"{name}.type", default_type(name)))
         if chosen[name] not in known:
             problems.append(_unknown_type(name, chosen[name], list(known)))
-            given = {option: value for option, value in given.items() if not option.startswith(f"{name}.")}
+            given = {
+                option: value
+                for option, value in given.items()
+                if not option.startswith(f"{name}.")
+            }
             chosen[name] = default_type(name)
     return chosen, given, problems
 
@@ -113,16 +146,26 @@ def _chosen_parts(given: dict[str, Any], plugins: Plugins) -> tuple[dict[str, st
 def _refused(name: str, value: Any, chosen: Mapping[str, str], plugins: Plugins) -> str:
     """Returns why there is no such option; "" where there is."""
     known, section = options(plugins), name.rpartition(".")[0]
-    if name not in known and get_origin(known.get(section)) is not dict:  # whose keys are the user's
+    # whose keys are the user's
+    if name not in known and get_origin(known.get(section)) is not dict:
         return renamed(name, value) or _unknown(name, list(known))
     if section not in chosen or name == f"{section}.type":
         return ""
-    having = [part for part, schema in unions(plugins)[section].items() if name.rpartition(".")[2] in hints(schema)]
-    return "" if chosen[section] in having else _of_another_part(name, value, chosen[section], having)
+    having = [
+        part
+        for part, schema in unions(plugins)[section].items()
+        if name.rpartition(".")[2] in hints(schema)
+    ]
+    return (
+        "" if chosen[section] in having else _of_another_part(name, value, chosen[section], having)
+    )
 
 
 def _plugins_of(layers: Sequence[dict[str, Any]]) -> tuple[type, ...]:
-    """Returns the classes of the files that `plugins` names. Raises ConfigError as `plugin_parts` does."""
+    """Returns the classes of the files that `plugins` names.
+
+    Raises ConfigError as `plugin_parts` does.
+    """
     paths: Any = next((layer["plugins"] for layer in reversed(layers) if "plugins" in layer), [])
     if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
         raise ConfigError(f"plugins={paths!r} must be a list of Python files, as [my_parts.py].")
@@ -130,8 +173,8 @@ def _plugins_of(layers: Sequence[dict[str, Any]]) -> tuple[type, ...]:
 
 
 def _flat_parts(layer: dict[str, Any], plugins: Plugins) -> dict[str, Any]:
-    """Returns a layer in which the options of parts that are given as a whole have names of their own, and a plain text is the
-    part's type.
+    """Returns a layer in which the options of parts that are given as a whole have names of their
+    own, and a plain text is the part's type.
     """
     parts, found = {*unions(plugins), "reward.custom"}, dict[str, Any]()
     for name, value in layer.items():
@@ -146,25 +189,34 @@ def _flat_parts(layer: dict[str, Any], plugins: Plugins) -> dict[str, Any]:
 
 
 def _merged(layers: Sequence[dict[str, Any]], plugins: Plugins) -> dict[str, Any]:
-    """Returns the options of all layers, the last first; a layer that names another type of a part begins it anew."""
+    """Returns the options of all layers, the last first; a layer that names another type of a part
+    begins it anew.
+    """
     found: dict[str, Any] = {}
     for layer in layers:
         for name in unions(plugins):
             before = found.get(f"{name}.type", default_type(name))
             if layer.get(f"{name}.type", before) != before:
-                found = {option: value for option, value in found.items() if not option.startswith(f"{name}.")}
+                found = {
+                    option: value
+                    for option, value in found.items()
+                    if not option.startswith(f"{name}.")
+                }
         found |= layer
     return found
 
 
 def _judged_otherwise(config: Any) -> bool:
-    """Says that another part finds out if answers are right, so that exact_match would count the same once more."""
+    """Says that another part finds out if answers are right, so that exact_match would count the
+    same once more.
+    """
     read = config.algorithm.task == "rl" and not config.reward.recipe and not config.reward.majority
     return read and any(OmegaConf.select(config, f"reward.{part}") for part in JUDGES)
 
 
 def recipe(name: str) -> list[dict[str, Any]]:
-    """Returns the layers of dotted options that a recipe sets; none for "". Raises ConfigError for a name that there is not.
+    """Returns the layers of dotted options that a recipe sets; none for "". Raises ConfigError for
+    a name that there is not.
 
     `name`: of one in rftmega/config/recipes, or the path of a YAML file.
     """
@@ -187,7 +239,9 @@ def _is_path(name: str) -> bool:
 
 
 class StrictLoader(yaml.SafeLoader):
-    """StrictLoader reads YAML without a key that a mapping names twice, of which the last would count without a word."""
+    """StrictLoader reads YAML without a key that a mapping names twice, of which the last would
+    count without a word.
+    """
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
         """Raises a YAML error that names the line of the second."""
@@ -195,13 +249,18 @@ class StrictLoader(yaml.SafeLoader):
         for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             key = self.construct_object(key_node, deep=True)
             if key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"{key!r} is there twice", key_node.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{key!r} is there twice", key_node.start_mark
+                )
             seen.append(key)
         return super().construct_mapping(node, deep=deep)
 
 
 def read_yaml(text: str) -> Any:
-    """The one document of a text. Raises a YAML error, and what a date or number that there is not raises."""
+    """The one document of a text.
+
+    Raises a YAML error, and what a date or number that there is not raises.
+    """
     loader = StrictLoader(text)
     try:
         return loader.get_single_data()
@@ -210,14 +269,18 @@ def read_yaml(text: str) -> Any:
 
 
 def flatten(tree: dict[str, Any], prefix: str = "", plugins: Plugins = ()) -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}; an option that is a dictionary itself stays whole. A section without options is none.
+    """{"a": {"b": 1}} -> {"a.b": 1}; an option that is a dictionary itself stays whole. A section
+    without options is none.
 
-    Raises ConfigError for sections that are within one another for ever (an anchor that holds itself).
+    Raises ConfigError for sections that are within one another for ever (an anchor that holds
+    itself).
     """
     flat: dict[str, Any] = {}
     known = options(plugins)
     if prefix.count(".") > DEEPEST:
-        raise ConfigError(f"{prefix[:40]}...: sections within sections, {DEEPEST} deep. Does an anchor (&) hold itself (*)?")
+        raise ConfigError(
+            f"{prefix[:40]}...: sections within sections, {DEEPEST} deep. Does an anchor (&) hold itself (*)?"
+        )
     for key, value in tree.items():
         if value is None and f"{prefix}{key}" in sections(plugins):
             continue
@@ -229,11 +292,14 @@ def flatten(tree: dict[str, Any], prefix: str = "", plugins: Plugins = ()) -> di
 
 
 def _layers(path: Path, below: tuple[Path, ...] = ()) -> list[dict[str, Any]]:
-    """Returns the dotted options of a file, after those of its base, a path from its own folder. `below`: the files that led
-    here. Paths of a recipe and of plugins are from the file's folder as well.
+    """Returns the dotted options of a file, after those of its base, a path from its own folder.
+    `below`: the files that led here. Paths of a recipe and of plugins are from the file's folder as
+    well.
     """
     if path.resolve() in below:
-        raise ConfigError(f"{path} is its own base: {' -> '.join(map(str, (*below, path.resolve())))}. Take base out of one.")
+        raise ConfigError(
+            f"{path} is its own base: {' -> '.join(map(str, (*below, path.resolve())))}. Take base out of one."
+        )
     tree = _read_yaml(path)
     base = tree.pop("base", None)
     flat = flatten(tree)
@@ -244,7 +310,9 @@ def _layers(path: Path, below: tuple[Path, ...] = ()) -> list[dict[str, Any]]:
     if base is None:
         return [flat]
     if not isinstance(base, str):
-        raise ConfigError(f"{path}: base={base!r} must be the path of another config file, from {path.parent}.")
+        raise ConfigError(
+            f"{path}: base={base!r} must be the path of another config file, from {path.parent}."
+        )
     return [*_layers(path.parent / base, (*below, path.resolve())), flat]
 
 
@@ -252,14 +320,18 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     if path.is_dir():
         raise ConfigError(f"{path} is a folder. Give the YAML file in it.")
     if not path.is_file():
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.y*ml")], n=1)
+        near = difflib.get_close_matches(
+            path.name, [p.name for p in path.parent.glob("*.y*ml")], n=1
+        )
         hint = f" Did you mean {path.parent / near[0]}?" if near else ""
         raise ConfigError(f"There is no config file {path}.{hint}")
     try:
         tree = read_yaml(path.read_text(encoding="utf-8-sig"))
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
-        raise ConfigError(f"{path}:{line} is not UTF-8 ({error.reason}). Save the file as UTF-8, or give a YAML file.") from error
+        raise ConfigError(
+            f"{path}:{line} is not UTF-8 ({error.reason}). Save the file as UTF-8, or give a YAML file."
+        ) from error
     except OSError as error:
         raise ConfigError(f"{path} can't be read: {error.strerror}.") from error
     except RecursionError as error:
@@ -267,7 +339,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except yaml.MarkedYAMLError as error:
         place = path if error.problem_mark is None else f"{path}:{error.problem_mark.line + 1}"
         raise ConfigError(f"{place} is not YAML: {error.problem}.") from error
-    except (yaml.YAMLError, ValueError, OverflowError) as error:  # a date or a number that there is not
+    # a date or a number that there is not
+    except (yaml.YAMLError, ValueError, OverflowError) as error:
         raise ConfigError(f"{path} is not YAML: {error}") from error
     if tree is None:
         return {}
@@ -309,8 +382,12 @@ def _unknown(name: str, known: list[str]) -> str:
     if same_leaf and not section:
         near = same_leaf
     else:
-        near = difflib.get_close_matches(name, same_leaf or known, n=1, cutoff=0.0 if same_leaf else 0.6)
-    hint = f" Did you mean {' or '.join(near)}?" if near else " `train_rl.py --help` lists them all."
+        near = difflib.get_close_matches(
+            name, same_leaf or known, n=1, cutoff=0.0 if same_leaf else 0.6
+        )
+    hint = (
+        f" Did you mean {' or '.join(near)}?" if near else " `train_rl.py --help` lists them all."
+    )
     return f"{name} is not an option.{hint}"
 
 

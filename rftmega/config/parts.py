@@ -1,6 +1,8 @@
-"""Parts that an algorithm is put together from: a dataclass of options each, and the function that does the part.
+"""Parts that an algorithm is put together from: a dataclass of options each, and the function that
+does the part.
 
-A part of a user's own is a dataclass and a function in a file that `plugins` names (docs/algorithms.md).
+A part of a user's own is a dataclass and a function in a file that `plugins` names
+(docs/algorithms.md).
 """
 
 from collections.abc import Callable
@@ -12,7 +14,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Advantage:
-    """Advantage estimators inherit from this. Their functions take (batch: Scored, options) and return [B, T]."""
+    """Advantage estimators inherit from this.
+
+    Their functions take (batch: Scored, options) and return [B, T].
+    """
 
     needs_critic: ClassVar[bool] = False
     compares_group: ClassVar[bool] = False  # an answer without siblings has no advantage
@@ -21,17 +26,26 @@ class Advantage:
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """Policy losses inherit from this. Their functions take (log_ratio, advantage, mask, options) and return [B, T]."""
+    """Policy losses inherit from this.
+
+    Their functions take (log_ratio, advantage, mask, options) and return [B, T].
+    """
 
 
 @dataclass(frozen=True)
 class ImportanceSampling:
-    """Corrections of the engine's probabilities. Their functions take (log_ratio [B, T], options) and return weights [B, T]."""
+    """Corrections of the engine's probabilities.
+
+    Their functions take (log_ratio [B, T], options) and return weights [B, T].
+    """
 
 
 @dataclass(frozen=True)
 class RewardPart:
-    """Rewards of a user's own inherit from this. Their functions take (options, decode) and return a `rewards.part.Part`."""
+    """Rewards of a user's own inherit from this.
+
+    Their functions take (options, decode) and return a `rewards.part.Part`.
+    """
 
     weight: Annotated[float, "any number"] = 0.0
     """Weight of this part in the reward; 0: it is not computed."""
@@ -48,9 +62,13 @@ def implements(options: type) -> Callable[[Function], Function]:
     """
     if kind_of(options) is None:
         names = ", ".join(kind.__name__ for kind in KINDS)
-        raise TypeError(f"{options.__name__} is no part of an algorithm: inherit from one of {names}.")
+        raise TypeError(
+            f"{options.__name__} is no part of an algorithm: inherit from one of {names}."
+        )
     if options in IMPLEMENTATIONS:
-        raise ValueError(f"{options.__name__} has a function already: {IMPLEMENTATIONS[options].__name__}.")
+        raise ValueError(
+            f"{options.__name__} has a function already: {IMPLEMENTATIONS[options].__name__}."
+        )
 
     def register(function: Function) -> Function:
         IMPLEMENTATIONS[options] = function

@@ -17,7 +17,8 @@ from rftmega.errors import ConfigError
 def plugin_parts(paths: Sequence[str]) -> tuple[type, ...]:
     """Returns the dataclasses of options of all parts in the files.
 
-    Raises ConfigError for a file that is missing or broken, and for a part that has no function, or the name of another.
+    Raises ConfigError for a file that is missing or broken, and for a part that has no function, or
+    the name of another.
     """
     found: list[type] = []
     for path in dict.fromkeys(str(Path(path).resolve()) for path in paths):
@@ -27,7 +28,9 @@ def plugin_parts(paths: Sequence[str]) -> tuple[type, ...]:
         kind, file = kind_of(part), inspect.getfile(part)
         other = taken.setdefault((kind, type_of(part)), file)
         if other != file:
-            raise ConfigError(f"plugins: {file} has a part of type {type_of(part)}, which is {other} already. Name it otherwise.")
+            raise ConfigError(
+                f"plugins: {file} has a part of type {type_of(part)}, which is {other} already. Name it otherwise."
+            )
     return tuple(found)
 
 
@@ -46,18 +49,27 @@ def _parts_in(path: str, changed: int) -> tuple[type, ...]:
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ConfigError(f"plugins: {path} is no Python file. Give one that ends in .py.")
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses and inspect look it up there
+    # dataclasses and inspect look it up there
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
-        raise ConfigError(f"plugins: {path} can't be read: {type(error).__name__}: {error}") from error
-    parts = [value for value in vars(module).values() if isinstance(value, type) and value.__module__ == name and kind_of(value)]
+        raise ConfigError(
+            f"plugins: {path} can't be read: {type(error).__name__}: {error}"
+        ) from error
+    parts = [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type) and value.__module__ == name and kind_of(value)
+    ]
     for part in parts:
         _check(part, path)
     if not parts:
         names = ", ".join(kind.__name__ for kind in KINDS)
-        raise ConfigError(f"plugins: {path} has no part: no dataclass that inherits from one of {names}.")
+        raise ConfigError(
+            f"plugins: {path} has no part: no dataclass that inherits from one of {names}."
+        )
     return tuple(parts)
 
 
@@ -68,13 +80,21 @@ def _check(part: type, path: str) -> None:
     assert is_dataclass(part)
     literal = get_args(hints(part).get("type")) if type_of(part) else ()
     if literal != (type_of(part),):
-        raise ConfigError(f'{where} has no type. Give it a field, as type: Literal["my_part"] = "my_part".')
+        raise ConfigError(
+            f'{where} has no type. Give it a field, as type: Literal["my_part"] = "my_part".'
+        )
     if part not in IMPLEMENTATIONS:
         raise ConfigError(f"{where} has no function. Write @implements({part.__name__}) above one.")
     for f in fields(part):
         hint = hints(part)[f.name]
         kind = plain(hint)
-        if members(hint) or kind not in (int, float, bool, str) and get_origin(kind) not in (list, dict):
-            raise ConfigError(f"{where}.{f.name} must be a number, true or false, text, a list or a dictionary.")
+        if (
+            members(hint)
+            or kind not in (int, float, bool, str)
+            and get_origin(kind) not in (list, dict)
+        ):
+            raise ConfigError(
+                f"{where}.{f.name} must be a number, true or false, text, a list or a dictionary."
+            )
         if f.name != "type" and f.default is f.default_factory:
             raise ConfigError(f"{where}.{f.name} needs a default.")

@@ -1,4 +1,6 @@
-"""The option reference that `--help` prints, read from the dataclasses' own source, so that it can't drift."""
+"""The option reference that `--help` prints, read from the dataclasses' own source, so that it
+can't drift.
+"""
 
 import ast
 import inspect
@@ -12,11 +14,17 @@ from typing import Any
 from rftmega.config.schema import CriticConfig, RunConfig
 from rftmega.config.tree import Plugins, default_type, hints, members, tabled
 
-EMPTY = {"MISSING": "required", "field(default_factory=dict)": "{}", "field(default_factory=list)": "[]"}
+EMPTY = {
+    "MISSING": "required",
+    "field(default_factory=dict)": "{}",
+    "field(default_factory=list)": "[]",
+}
 
 
 def option_reference(plugins: Plugins = ()) -> str:
-    """Returns one block a section: name, default, and the docstring under the field; of a union one block a type."""
+    """Returns one block a section: name, default, and the docstring under the field; of a union one
+    block a type.
+    """
     lines: list[str] = []
     for f in fields(RunConfig):
         if is_dataclass(hints(RunConfig)[f.name]):
@@ -66,6 +74,10 @@ def _explained(schema: type) -> dict[str, tuple[str, str]]:
         assert isinstance(whole, ast.ClassDef)
         for option, doc in pairwise([*whole.body, ast.Pass()]):
             if isinstance(option, ast.AnnAssign) and option.value is not None:
-                told = doc.value.value if isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant) else ""
+                told = (
+                    doc.value.value
+                    if isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant)
+                    else ""
+                )
                 found[ast.unparse(option.target)] = (ast.unparse(option.value), str(told))
     return found

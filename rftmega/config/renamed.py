@@ -1,4 +1,7 @@
-"""Former names of options. Names changed once; a former one is refused with the name that it has now."""
+"""Former names of options.
+
+Names changed once; a former one is refused with the name that it has now.
+"""
 
 RENAMED = {
     "algorithm.scale_by_std": "algorithm.advantage.scale_by_std",
@@ -41,7 +44,9 @@ RENAMED_TYPES = {  # (option, former value) -> value
 
 
 def renamed(name: str, value: object) -> str:
-    """Returns the refusal of a former name, with what to write instead; "" for a name that never changed."""
+    """Returns the refusal of a former name, with what to write instead; "" for a name that never
+    changed.
+    """
     now = RENAMED.get(name)
     if now is None:
         return ""

@@ -1,4 +1,7 @@
-"""Every option, its type, its one default and what it means. `train_rl.py --help` prints this file's docstrings."""
+"""Every option, its type, its one default and what it means.
+
+`train_rl.py --help` prints this file's docstrings.
+"""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -6,7 +9,15 @@ from typing import Any, Literal
 from omegaconf import MISSING
 
 from rftmega.config.algorithms import AlgorithmConfig
-from rftmega.config.bounds import BelowOne, Count, NotNegative, NotNegativeInt, Positive, PositiveBelowOne, Share
+from rftmega.config.bounds import (
+    BelowOne,
+    Count,
+    NotNegative,
+    NotNegativeInt,
+    Positive,
+    PositiveBelowOne,
+    Share,
+)
 from rftmega.config.parts import RewardPart
 
 
@@ -25,9 +36,10 @@ class ModelConfig:
     """The tokenizer may be Python code in model.path, which then runs here."""
 
     verify: bool = False
-    """Compare the files of every Hugging Face folder that the run starts from with their checksums before they are read: those
-    in its checksums.json, or the hub's own where it was downloaded with the hub's tools. A folder without any gets a
-    checksums.json from the first such run."""
+    """Compare the files of every Hugging Face folder that the run starts from with their checksums
+    before they are read: those in its checksums.json, or the hub's own where it was downloaded with
+    the hub's tools. A folder without any gets a checksums.json from the first such run.
+    """
 
 
 @dataclass
@@ -39,13 +51,20 @@ class ParallelConfig:
     """Processes that share the stack of layers (PP)."""
 
     sequence: bool = False
-    """Split activations between the tensor-parallel processes along the sequence (Megatron's sequence parallelism)."""
+    """Split activations between the tensor-parallel processes along the sequence (Megatron's
+    sequence parallelism).
+    """
 
     virtual_pipeline: Count = 1
-    """Chunks of layers that each stage holds; above 1 the interleaved schedule runs, with a smaller bubble (VPP)."""
+    """Chunks of layers that each stage holds; above 1 the interleaved schedule runs, with a smaller
+    bubble (VPP).
+    """
 
     first_stage_layers: NotNegativeInt = 0
-    """Layers of the first pipeline stage; 0: the others' share. The middle stages share the rest evenly."""
+    """Layers of the first pipeline stage; 0: the others' share.
+
+    The middle stages share the rest evenly.
+    """
 
     last_stage_layers: NotNegativeInt = 0
     """Layers of the last pipeline stage, which also holds the output head; 0: the others' share."""
@@ -54,13 +73,17 @@ class ParallelConfig:
     """Processes that share the tokens of every row (context parallelism, CP), for long rows."""
 
     expert: Count = 1
-    """Processes that share the experts of a mixture-of-experts layer (EP); taken out of the data-parallel ones."""
+    """Processes that share the experts of a mixture-of-experts layer (EP); taken out of the
+    data-parallel ones.
+    """
 
     expert_tensor: Count = 1
     """Processes that share each expert's matrices."""
 
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations that the backward pass computes again: none, selective (attention's) or full (each layer's)."""
+    """Activations that the backward pass computes again: none, selective (attention's) or full
+    (each layer's).
+    """
 
 
 @dataclass
@@ -99,13 +122,17 @@ class OptimizerConfig:
     """Reduce gradients over the data-parallel processes while the backward pass still runs."""
 
     overlap_param_gather: bool = False
-    """Gather updated parameters while the next forward pass runs; needs optimizer.distributed and overlap_grad_reduce."""
+    """Gather updated parameters while the next forward pass runs; needs optimizer.distributed and
+    overlap_grad_reduce.
+    """
 
 
 @dataclass
 class RolloutConfig:
     engine: Literal["vllm", "transformers", "scripted"] = "vllm"
-    """vllm (fast), transformers (slow and obvious, the oracle) or scripted (no model: seeded tokens)."""
+    """vllm (fast), transformers (slow and obvious, the oracle) or scripted (no model: seeded
+    tokens).
+    """
 
     tensor: Count = 1
     """Processes that share one engine; colocated engines in all: processes / this."""
@@ -117,10 +144,14 @@ class RolloutConfig:
     """Answers a prompt: the group that GRPO normalises over."""
 
     train_samples_per_prompt: NotNegativeInt = 0
-    """Learn from only the first so many of each prompt's answers, though all are scored and vote; 0: all."""
+    """Learn from only the first so many of each prompt's answers, though all are scored and vote;
+    0: all.
+    """
 
     temperature: Positive = 1.0
-    """Temperature of sampling, above 0 (evaluation has its own); the trainer scores under the same temperature."""
+    """Temperature of sampling, above 0 (evaluation has its own); the trainer scores under the same
+    temperature.
+    """
 
     max_prompt_tokens: Count = 1024
     """A longer prompt is an error (see data.too_long)."""
@@ -129,8 +160,9 @@ class RolloutConfig:
     """An answer is cut off here."""
 
     max_logprob_gap: NotNegative = 0.0
-    """The run stops before it learns where the 99.9th percentile of |engine - trainer| log-probability is above this; 0: by dtype
-    (docs/push.md)."""
+    """The run stops before it learns where the 99.9th percentile of |engine - trainer|
+    log-probability is above this; 0: by dtype (docs/push.md).
+    """
 
     mean_logprob_gap: NotNegative = 0.0
     """And where its mean is above this; 0: by dtype."""
@@ -145,7 +177,9 @@ class RolloutConfig:
     """Answers that one engine generates side by side."""
 
     deadline_seconds: Positive = 3600.0
-    """strategy=separate: a server that needs longer for one answer is taken for hung, and started again."""
+    """strategy=separate: a server that needs longer for one answer is taken for hung, and started
+    again.
+    """
 
     @property
     def max_row_tokens(self) -> int:
@@ -156,19 +190,27 @@ class RolloutConfig:
 @dataclass
 class DataConfig:
     train: str = ""
-    """Training data: .jsonl, .parquet or .arrow, or a folder that `datasets` saved ("folder#train": one split of several)."""
+    """Training data: .jsonl, .parquet or .arrow, or a folder that `datasets` saved ("folder#train":
+    one split of several).
+    """
 
     sources: dict[str, float] = field(default_factory=dict)
-    """Instead of data.train: several of them, each with the weight of its share, as {a.jsonl: 3, b.parquet: 1}."""
+    """Instead of data.train: several of them, each with the weight of its share, as {a.jsonl: 3,
+    b.parquet: 1}.
+    """
 
     eval: str = ""
     """Held-out prompts, in one of data.train's formats; empty: no evaluation (or data.evals)."""
 
     evals: dict[str, str] = field(default_factory=dict)
-    """Several such files by name, e.g. data.evals.easy=FILE; metrics are then eval_easy_..., of the one file eval_..."""
+    """Several such files by name, e.g. data.evals.easy=FILE; metrics are then eval_easy_..., of the
+    one file eval_...
+    """
 
     ptx: str = ""
-    """Given answers that are learnt beside the rewarded ones (algorithm.ptx_coef): supervised data, in one of these formats."""
+    """Given answers that are learnt beside the rewarded ones (algorithm.ptx_coef): supervised data,
+    in one of these formats.
+    """
 
     prompt_key: str = "prompt"
     """Key of the prompt: a string, or a list of chat messages."""
@@ -180,7 +222,9 @@ class DataConfig:
     """Key of the kind of task, which reward.recipe speaks about; a record may go without."""
 
     response_key: str = "response"
-    """Supervised data (data.ptx, too): key of the answer to learn (none where the prompt's chat messages end with it)."""
+    """Supervised data (data.ptx, too): key of the answer to learn (none where the prompt's chat
+    messages end with it).
+    """
 
     chosen_key: str = "chosen"
     """Preference data: key of the better answer."""
@@ -192,7 +236,9 @@ class DataConfig:
     """Apply the tokenizer's chat template to prompts given as strings, too."""
 
     too_long: Literal["error", "drop"] = "error"
-    """error: refuse what is over rollout.max_prompt_tokens (max_response_tokens); drop: leave it out, with a count."""
+    """error: refuse what is over rollout.max_prompt_tokens (max_response_tokens); drop: leave it
+    out, with a count.
+    """
 
     @property
     def held_out(self) -> dict[str, str]:
@@ -203,13 +249,16 @@ class DataConfig:
 @dataclass
 class ShapingConfig:
     normalise: bool = False
-    """Take the mean of all rewards of the run so far off a reward, and divide by their deviation."""
+    """Take the mean of all rewards of the run so far off a reward, and divide by their deviation.
+    """
 
     clip: NotNegative = 0.0
     """Clip rewards to +- this, after all else; 0: not."""
 
     overlong_buffer_share: Share = 0.0
-    """Lower an answer's reward over this last share of rollout.max_response_tokens (DAPO's overlong buffer); 0: do not."""
+    """Lower an answer's reward over this last share of rollout.max_response_tokens (DAPO's overlong
+    buffer); 0: do not.
+    """
 
     overlong_penalty_factor: NotNegative = 1.0
     """By so much at the very end."""
@@ -218,12 +267,15 @@ class ShapingConfig:
 @dataclass
 class RewardConfig:
     exact_match: float = 1.0
-    """Weight of: the answer equals the label (surrounding white space aside). Where it is not given and math, multiple_choice or
-    code, which judge the same, have a weight it is 0."""
+    """Weight of: the answer equals the label (surrounding white space aside). Where it is not given
+    and math, multiple_choice or code, which judge the same, have a weight it is 0.
+    """
 
     answer_pattern: str = ""
-    """Regular expression: its last match in a response (the first group, where it has one) is the answer that exact_match
-    and majority compare; without a match there is none. Empty: the whole response."""
+    """Regular expression: its last match in a response (the first group, where it has one) is the
+    answer that exact_match and majority compare; without a match there is none. Empty: the whole
+    response.
+    """
 
     format: float = 0.0
     """Weight of: the answer matches format_pattern from start to end."""
@@ -250,41 +302,57 @@ class RewardConfig:
     """Address space that a tested process may take."""
 
     code_tests_inside: bool = False
-    """Run a label's tests in the answer's own interpreter, as tests need that give the answer functions or objects of their own;
-    an answer written for it can then forge their outcome (docs/rewards.md)."""
+    """Run a label's tests in the answer's own interpreter, as tests need that give the answer
+    functions or objects of their own; an answer written for it can then forge their outcome
+    (docs/rewards.md).
+    """
 
     timeout: Positive = 1800.0
-    """Seconds that the reward may take for answers that finished together; a run whose reward takes longer ends."""
+    """Seconds that the reward may take for answers that finished together; a run whose reward takes
+    longer ends.
+    """
 
     workers: Count = 2
-    """Answers that the math part, and the code part, score side by side, each in a process of its own."""
+    """Answers that the math part, and the code part, score side by side, each in a process of its
+    own.
+    """
 
     remote: float = 0.0
     """Weight of: the number that remote_url answers with."""
 
     remote_url: str = ""
-    """Address that prompts, responses, labels and kinds are posted to as JSON; the answer is {"rewards": [float, ...]}."""
+    """Address that prompts, responses, labels and kinds are posted to as JSON; the answer is
+    {"rewards": [float, ...]}.
+    """
 
     remote_timeout: Positive = 30.0
     """Seconds that one request may take."""
 
     remote_retries: NotNegativeInt = 4
-    """Further attempts after a lost connection, a time-out, status 429 or 5xx; the pause before each doubles."""
+    """Further attempts after a lost connection, a time-out, status 429 or 5xx; the pause before
+    each doubles.
+    """
 
     remote_batch: Count = 64
     """Answers a request, at most."""
 
     model: float = 0.0
-    """Weight of: a reward model's score (algorithm.task=reward_model makes one), in the policy's layout and vocabulary."""
+    """Weight of: a reward model's score (algorithm.task=reward_model makes one), in the policy's
+    layout and vocabulary.
+    """
 
     model_path: str = ""
     """Hugging Face folder of the reward model, a sequence classifier with one label."""
 
     majority: bool = False
-    """Learn from the majority of a prompt's answers instead of labels (TTRL); the weights are for evaluation only."""
+    """Learn from the majority of a prompt's answers instead of labels (TTRL); the weights are for
+    evaluation only.
+    """
 
     recipe: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Weights by kind of task, {kind: {part: weight}}, in place of those above; every prompt's kind must be there."""
+    """Weights by kind of task, {kind: {part: weight}}, in place of those above; every prompt's kind
+    must be there.
+    """
 
     shaping: ShapingConfig = field(default_factory=ShapingConfig)
 
@@ -312,17 +380,23 @@ class RewardConfig:
 
     def in_every_answer(self) -> set[str]:
         """Those that every prompt is scored with, whatever its kind."""
-        kinds = [{name for name, weight in given.items() if weight} for given in self.recipe.values()] or [self.used()]
+        kinds = [
+            {name for name, weight in given.items() if weight} for given in self.recipe.values()
+        ] or [self.used()]
         return {"exact_match", *set.intersection(*kinds)}
 
 
 @dataclass
 class CriticConfig:
     path: str = ""
-    """Hugging Face folder of the critic: a reward model's, or a policy's (its value head then starts at 0); empty: model.path."""
+    """Hugging Face folder of the critic: a reward model's, or a policy's (its value head then
+    starts at 0); empty: model.path.
+    """
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    """Layout of the critic, as parallel.*, which also is the default of each option: critic.parallel.tensor=1."""
+    """Layout of the critic, as parallel.*, which also is the default of each option:
+    critic.parallel.tensor=1.
+    """
 
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """Optimizer of the critic, as optimizer.*, which also is the default of each option."""
@@ -340,19 +414,28 @@ class CriticConfig:
 @dataclass
 class FaultsConfig:
     max_restarts: NotNegativeInt = 0
-    """--processes: times that all are started again, from the latest checkpoint, after one died. torchrun has its own."""
+    """--processes: times that all are started again, from the latest checkpoint, after one died.
+    torchrun has its own.
+    """
 
     requeue_code: int = 75
-    """Exit code of a run that SIGTERM or SIGUSR1 stopped and that saved: started again, it goes on."""
+    """Exit code of a run that SIGTERM or SIGUSR1 stopped and that saved: started again, it goes on.
+    """
 
     watchdog_seconds: NotNegative = 0.0
-    """A process without progress for so long says where it stands and ends, so that the run can be started again; 0: waits."""
+    """A process without progress for so long says where it stands and ends, so that the run can be
+    started again; 0: waits.
+    """
 
     max_skipped_steps: Count = 3
-    """A run of which so many steps in a row took no optimizer step, since no gradient was finite, has diverged and ends."""
+    """A run of which so many steps in a row took no optimizer step, since no gradient was finite,
+    has diverged and ends.
+    """
 
     engine_restarts: NotNegativeInt = 2
-    """Times in one generation that engines which die, fail or hang are started again, to answer what is unanswered."""
+    """Times in one generation that engines which die, fail or hang are started again, to answer
+    what is unanswered.
+    """
 
 
 @dataclass
@@ -364,16 +447,23 @@ class TrainerConfig:
     """Prompts a rollout; of given data, examples or pairs a step."""
 
     max_tokens_per_micro_batch: int = 16384
-    """Rows are packed into micro-batches of at most this many tokens; a pipeline gets two or more a stage, of fewer tokens."""
+    """Rows are packed into micro-batches of at most this many tokens; a pipeline gets two or more a
+    stage, of fewer tokens.
+    """
 
     max_attention_per_micro_batch: NotNegativeInt = 0
-    """And of at most this sum of squared row lengths, which bounds attention's work; 0: no bound."""
+    """And of at most this sum of squared row lengths, which bounds attention's work; 0: no bound.
+    """
 
     attention_weight: NotNegative = 0.0
-    """Cost of a row of n tokens is n + this x n^2 when work is balanced over data-parallel processes."""
+    """Cost of a row of n tokens is n + this x n^2 when work is balanced over data-parallel
+    processes.
+    """
 
     offload: bool = True
-    """Between phases, what the trainer doesn't need (weights, gradients, main parameters, Adam) moves to the host."""
+    """Between phases, what the trainer doesn't need (weights, gradients, main parameters, Adam)
+    moves to the host.
+    """
 
     eval_every: NotNegativeInt = 0
     """Steps between evaluations; 0: only before the first and after the last step."""
@@ -385,13 +475,20 @@ class TrainerConfig:
     """Temperature of these answers; 0 is greedy."""
 
     eval_pass_at: list[int] = field(default_factory=list)
-    """Also pass@k for these k, at most eval_samples: is one of k answers right? Metrics are eval_pass_at_<k>."""
+    """Also pass@k for these k, at most eval_samples: is one of k answers right?
+
+    Metrics are eval_pass_at_<k>.
+    """
 
     eval_accuracy: str = "exact_match"
-    """Part of the reward that is 1 or more where an answer is right: for pass@k, and shown beside the progress."""
+    """Part of the reward that is 1 or more where an answer is right: for pass@k, and shown beside
+    the progress.
+    """
 
     trajectories: NotNegativeInt = 10
-    """Samples of the first and every n-th step go to output/trajectories (about 20 bytes a token); 0: of none."""
+    """Samples of the first and every n-th step go to output/trajectories (about 20 bytes a token);
+    0: of none.
+    """
 
     trajectories_mib: Count = 1024
     """Largest size of that folder; the oldest files go first."""
@@ -403,7 +500,9 @@ class TrainerConfig:
     """Write the trained policy as a Hugging Face folder (output/policy) at the end."""
 
     push_bucket_mib: Count = 256
-    """Weights travel to the engine in buckets of about this size; larger where one tensor, or a layer's experts together, are."""
+    """Weights travel to the engine in buckets of about this size; larger where one tensor, or a
+    layer's experts together, are.
+    """
 
     seed: NotNegativeInt = 0
     """Seed of data order, sampling and initialisation."""
@@ -412,13 +511,17 @@ class TrainerConfig:
 @dataclass
 class CheckpointConfig:
     every: NotNegativeInt = 0
-    """Steps between saves of all that a run needs to go on (docs/training_checkpoints.md); 0: none are saved."""
+    """Steps between saves of all that a run needs to go on (docs/training_checkpoints.md); 0: none
+    are saved.
+    """
 
     folder: str = ""
     """Folder that checkpoints are kept in; empty: output/checkpoints."""
 
     resume: str = "auto"
-    """auto (go on from the latest in the folder, where there is one), none (start anew), or a checkpoint's folder."""
+    """auto (go on from the latest in the folder, where there is one), none (start anew), or a
+    checkpoint's folder.
+    """
 
     keep: Count = 3
     """So many stay, the newest; an older one goes once a newer is whole."""
@@ -439,13 +542,19 @@ class CheckpointConfig:
 @dataclass
 class LoggingConfig:
     timeline: list[int] = field(default_factory=list)
-    """First and last step of which all processes' work is recorded, as [3,4], in output/timeline (docs/watching.md)."""
+    """First and last step of which all processes' work is recorded, as [3,4], in output/timeline
+    (docs/watching.md).
+    """
 
     peak_tflops: NotNegative = 0.0
-    """Peak of a device, in model.dtype, for mfu_score and mfu_update; 0: by the name of a CUDA device, where it is known."""
+    """Peak of a device, in model.dtype, for mfu_score and mfu_update; 0: by the name of a CUDA
+    device, where it is known.
+    """
 
     wandb: str = ""
-    """Weights & Biases project that metrics go to, too (pip install 'rftmega[wandb]'; WANDB_MODE=offline: no network)."""
+    """Weights & Biases project that metrics go to, too (pip install 'rftmega[wandb]';
+    WANDB_MODE=offline: no network).
+    """
 
     prometheus_port: int = 0
     """Port where the main process shows the last step's metrics to Prometheus; 0: none."""
@@ -460,7 +569,9 @@ class RunConfig:
     """Python files with parts of your own (docs/algorithms.md), e.g. [my_parts.py]."""
 
     strategy: Literal["colocated", "separate"] = "colocated"
-    """colocated (engines in the trainer's processes, by turns) or separate (vLLM servers beside them on this host)."""
+    """colocated (engines in the trainer's processes, by turns) or separate (vLLM servers beside
+    them on this host).
+    """
 
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -476,13 +587,15 @@ class RunConfig:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A user's own parts are of classes that another process can't import: they go as what their file and options say."""
+        """A user's own parts are of classes that another process can't import: they go as what
+        their file and options say.
+        """
         return restored, (asdict(self),)
 
     @property
     def late_scoring(self) -> bool:
-        """Says that the update's own forward pass can give the log-probs before it: nothing needs them earlier, and there
-        is one update, which computes as a scoring pass would.
+        """Says that the update's own forward pass can give the log-probs before it: nothing needs
+        them earlier, and there is one update, which computes as a scoring pass would.
         """
         chosen = self.algorithm
         one_update = chosen.steps_per_rollout == 1 and not chosen.replay.max_age
@@ -490,7 +603,9 @@ class RunConfig:
 
 
 def restored(tree: dict[str, Any]) -> RunConfig:
-    """Returns the config of nested dictionaries, as `asdict` gives them; reads the plugins' files again."""
+    """Returns the config of nested dictionaries, as `asdict` gives them; reads the plugins' files
+    again.
+    """
     from rftmega.config.plugins import plugin_parts
     from rftmega.config.tree import built
 

@@ -1,4 +1,6 @@
-"""Options that are nobody's business: a config that is stored, published or complained about goes without it."""
+"""Options that are nobody's business: a config that is stored, published or complained about goes
+without it.
+"""
 
 from dataclasses import asdict
 from typing import Any

@@ -1,7 +1,8 @@
 """The tree of options: which there are, of which kind, and the dataclasses that hold them.
 
-Two kinds of nodes depend on what a run chooses. A union (algorithm.advantage) holds the part that its `type` names; a table of
-parts (reward.custom) holds all parts of a user's own. `plugins` are the classes of such parts, see plugins.py.
+Two kinds of nodes depend on what a run chooses. A union (algorithm.advantage) holds the part that
+its `type` names; a table of parts (reward.custom) holds all parts of a user's own. `plugins` are
+the classes of such parts, see plugins.py.
 """
 
 import types
@@ -19,7 +20,9 @@ Plugins = tuple[type, ...]
 
 
 class Option(NamedTuple):
-    """One option: dotted name, annotation, the dataclass that it is a field of, and the type of the part that has it, or ""."""
+    """One option: dotted name, annotation, the dataclass that it is a field of, and the type of the
+    part that has it, or "".
+    """
 
     name: str
     hint: Any
@@ -52,7 +55,9 @@ def choices_of(hint: Any) -> tuple[str, ...]:
 
 
 def members(hint: Any, plugins: Plugins = ()) -> dict[str, type]:
-    """Returns type -> dataclass of a union of parts, a user's own included; empty for other annotations."""
+    """Returns type -> dataclass of a union of parts, a user's own included; empty for other
+    annotations.
+    """
     inner = plain(hint)
     if get_origin(inner) not in (Union, types.UnionType):
         return {}
@@ -70,7 +75,9 @@ def tabled(hint: Any, plugins: Plugins = ()) -> dict[str, type] | None:
     return {type_of(part): part for part in plugins if kind_of(part) is get_args(inner)[1]}
 
 
-def walk(schema: type = RunConfig, prefix: str = "", plugins: Plugins = (), part: str = "") -> Iterator[Option]:
+def walk(
+    schema: type = RunConfig, prefix: str = "", plugins: Plugins = (), part: str = ""
+) -> Iterator[Option]:
     """Yields all options, those of every member of a union, in the order of the schema."""
     for name, hint in hints(schema).items():
         if name not in {f.name for f in fields(schema)}:
@@ -80,10 +87,18 @@ def walk(schema: type = RunConfig, prefix: str = "", plugins: Plugins = (), part
         if parts:
             yield Option(f"{dotted}.type", str, schema, "")
             for tag, member in parts.items():
-                yield from (o for o in walk(member, f"{dotted}.", plugins, tag) if o.name != f"{dotted}.type")
+                yield from (
+                    o
+                    for o in walk(member, f"{dotted}.", plugins, tag)
+                    if o.name != f"{dotted}.type"
+                )
         elif table is not None:
             for tag, member in table.items():
-                yield from (o for o in walk(member, f"{dotted}.{tag}.", plugins, tag) if o.name != f"{dotted}.{tag}.type")
+                yield from (
+                    o
+                    for o in walk(member, f"{dotted}.{tag}.", plugins, tag)
+                    if o.name != f"{dotted}.{tag}.type"
+                )
         elif is_dataclass(hint):
             yield from walk(hint, f"{dotted}.", plugins)  # type: ignore[arg-type]
         else:
@@ -92,7 +107,9 @@ def walk(schema: type = RunConfig, prefix: str = "", plugins: Plugins = (), part
 
 @cache
 def options(plugins: Plugins = ()) -> Mapping[str, Any]:
-    """Returns dotted name -> type of all options, those of every member of a union, in the order of the schema."""
+    """Returns dotted name -> type of all options, those of every member of a union, in the order of
+    the schema.
+    """
     return {option.name: option.kind for option in walk(plugins=plugins)}
 
 
@@ -103,7 +120,9 @@ def sections(plugins: Plugins = ()) -> Set[str]:
 
 
 @cache
-def unions(plugins: Plugins = (), schema: type = RunConfig, prefix: str = "") -> Mapping[str, Mapping[str, type]]:
+def unions(
+    plugins: Plugins = (), schema: type = RunConfig, prefix: str = ""
+) -> Mapping[str, Mapping[str, type]]:
     """Returns dotted name -> {type: dataclass} of all unions."""
     found: dict[str, Mapping[str, type]] = {}
     for f in fields(schema):
@@ -126,9 +145,11 @@ def default_type(name: str) -> str:
     return type_of(chosen)  # type: ignore[arg-type]
 
 
-def rebuilt(schema: type, hint_of: Callable[[str, Any], Any], plugins: Plugins = (), prefix: str = "") -> type:
-    """Returns a dataclass like `schema` whose leaves have the annotation hint_of(dotted name, annotation); a dataclass that
-    `hint_of` returns is rebuilt as well.
+def rebuilt(
+    schema: type, hint_of: Callable[[str, Any], Any], plugins: Plugins = (), prefix: str = ""
+) -> type:
+    """Returns a dataclass like `schema` whose leaves have the annotation hint_of(dotted name,
+    annotation); a dataclass that `hint_of` returns is rebuilt as well.
     """
     made = []
     for f in fields(schema):
@@ -136,8 +157,13 @@ def rebuilt(schema: type, hint_of: Callable[[str, Any], Any], plugins: Plugins =
         hint = hint_of(dotted, hints(schema)[f.name])
         table = tabled(hint, plugins)
         if table is not None:
-            inner = [(tag, rebuilt(part, hint_of, plugins, f"{dotted}.{tag}.")) for tag, part in table.items()]
-            hint = make_dataclass(f.name, [(tag, part, field(default_factory=part)) for tag, part in inner])
+            inner = [
+                (tag, rebuilt(part, hint_of, plugins, f"{dotted}.{tag}."))
+                for tag, part in table.items()
+            ]
+            hint = make_dataclass(
+                f.name, [(tag, part, field(default_factory=part)) for tag, part in inner]
+            )
             made.append((f.name, hint, field(default_factory=hint)))
         elif is_dataclass(hint):
             hint = rebuilt(hint, hint_of, plugins, f"{dotted}.")  # type: ignore[arg-type]
@@ -150,7 +176,9 @@ def rebuilt(schema: type, hint_of: Callable[[str, Any], Any], plugins: Plugins =
 
 
 def merged_schema(chosen: Mapping[str, str], plugins: Plugins) -> type:
-    """Returns the schema that OmegaConf merges into: without bounds, and with the part of `chosen` (union -> type) per union."""
+    """Returns the schema that OmegaConf merges into: without bounds, and with the part of `chosen`
+    (union -> type) per union.
+    """
     known = unions(plugins)
 
     def hint_of(name: str, hint: Any) -> Any:
@@ -162,7 +190,9 @@ def merged_schema(chosen: Mapping[str, str], plugins: Plugins) -> type:
 
 
 def bounded_schema(plugins: Plugins) -> type:
-    """Returns the schema that pydantic validates: with bounds, choices, and discriminated unions that have a user's own parts."""
+    """Returns the schema that pydantic validates: with bounds, choices, and discriminated unions
+    that have a user's own parts.
+    """
     known = unions(plugins)
 
     def hint_of(name: str, hint: Any) -> Any:
@@ -174,7 +204,9 @@ def bounded_schema(plugins: Plugins) -> type:
 
 
 def built(schema: Any, tree: Mapping[str, Any], plugins: Plugins) -> Any:
-    """Returns `schema` with the values of nested dictionaries; unions take the part that `type` names."""
+    """Returns `schema` with the values of nested dictionaries; unions take the part that `type`
+    names.
+    """
     values = {}
     for f in fields(schema):
         hint, value = hints(schema)[f.name], tree[f.name]

@@ -1,4 +1,6 @@
-"""Everything about a config that can be wrong without looking at a model; each section's rules have a file beside this one."""
+"""Everything about a config that can be wrong without looking at a model; each section's rules have
+a file beside this one.
+"""
 
 from rftmega.config.schema import RunConfig
 from rftmega.config.validate_algorithm import algorithm_options, groups_of_one
@@ -15,7 +17,8 @@ from rftmega.config.validate_trainer import evaluation, held_out_prompts, step_r
 
 
 def violations(config: RunConfig, world_size: int, *, data: bool = True) -> list[str]:
-    """All reasons why `config` can't run on `world_size` processes, each with what to change; empty when there are none.
+    """All reasons why `config` can't run on `world_size` processes, each with what to change; empty
+    when there are none.
 
     `data=False`: whatever data and weights there are.
     """
@@ -23,7 +26,12 @@ def violations(config: RunConfig, world_size: int, *, data: bool = True) -> list
     if world_size < 1:
         numbers.append(f"--processes {world_size} must be at least 1.")
     if not numbers:  # the arithmetic below needs sizes that make sense
-        numbers = layout(config.parallel, world_size) + overlap(config.optimizer) + step_rows(config) + held_out_prompts(config)
+        numbers = (
+            layout(config.parallel, world_size)
+            + overlap(config.optimizer)
+            + step_rows(config)
+            + held_out_prompts(config)
+        )
         if config.algorithm.task == "rl":
             numbers += (
                 engine(config, world_size)
@@ -36,4 +44,6 @@ def violations(config: RunConfig, world_size: int, *, data: bool = True) -> list
             numbers += unread_without_rollouts(config)
         numbers += critic(config, world_size) + logging_options(config)
         numbers += checkpoints(config) + faults(config)
-    return unknown + numbers + paths(config) + (training_data(config) + files(config) if data else [])
+    return (
+        unknown + numbers + paths(config) + (training_data(config) + files(config) if data else [])
+    )

@@ -51,18 +51,29 @@ def algorithm_options(config: RunConfig) -> list[str]:
     if isinstance(loss, Clip) and 0 < loss.dual <= 1:
         found.append(f"algorithm.policy_loss.dual={loss.dual} must be above 1, or 0 for none.")
     if kl.coef and kl.estimator == "k1" and kl.placement == "loss":
-        found.append("algorithm.kl.estimator=k1 needs algorithm.kl.placement=reward: as a loss its gradient is zero on average.")
+        found.append(
+            "algorithm.kl.estimator=k1 needs algorithm.kl.placement=reward: as a loss its gradient is zero on average."
+        )
     return found
 
 
 def _types(trait: str, *, has: bool = True) -> list[str]:
     """Returns the types of advantage estimators that have a trait (or that don't)."""
-    return [name for name, part in unions()["algorithm.advantage"].items() if getattr(part, trait) is has]
+    return [
+        name
+        for name, part in unions()["algorithm.advantage"].items()
+        if getattr(part, trait) is has
+    ]
 
 
 def groups_of_one(config: RunConfig) -> list[str]:
-    """Returns why groups are too small: an answer without siblings has the advantage 0, and only weight decay would act."""
-    advantage, given = config.algorithm.advantage, ("rollout.samples_per_prompt", config.rollout.samples_per_prompt)
+    """Returns why groups are too small: an answer without siblings has the advantage 0, and only
+    weight decay would act.
+    """
+    advantage, given = (
+        config.algorithm.advantage,
+        ("rollout.samples_per_prompt", config.rollout.samples_per_prompt),
+    )
     if config.rollout.train_samples_per_prompt:
         size = min(config.rollout.train_samples_per_prompt, config.rollout.samples_per_prompt)
         given = ("rollout.train_samples_per_prompt", size)

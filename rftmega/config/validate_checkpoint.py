@@ -19,5 +19,7 @@ def checkpoints(config: RunConfig) -> list[str]:
             if (value := getattr(chosen, option.name)) != getattr(CheckpointConfig(), option.name)
         ]
     if chosen.resume not in ("auto", "none") and not Path(chosen.resume).is_dir():
-        found.append(f"checkpoint.resume={chosen.resume} is not a folder. Give a checkpoint, or auto, or none.")
+        found.append(
+            f"checkpoint.resume={chosen.resume} is not a folder. Give a checkpoint, or auto, or none."
+        )
     return found

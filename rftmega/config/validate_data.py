@@ -20,19 +20,30 @@ def training_data(config: RunConfig) -> list[str]:
     """Training data, and keys of records that the task doesn't read."""
     data, task, found = config.data, config.algorithm.task, []
     if data.sources and data.train:
-        found.append(f"data.train={data.train} and data.sources are both given. Leave one out, or name it among the sources.")
+        found.append(
+            f"data.train={data.train} and data.sources are both given. Leave one out, or name it among the sources."
+        )
     if not (data.sources or data.train):
         found.append("data.train must be given, or data.sources.")
     odd = {source: weight for source, weight in data.sources.items() if not 0 < weight < math.inf}
-    found += [f"data.sources: the weight {weight} of {source} must be positive and finite." for source, weight in odd.items()]
-    if data.sources and not odd and (cycle := sum(shares(list(data.sources.values())))) > LONGEST_CYCLE:
+    found += [
+        f"data.sources: the weight {weight} of {source} must be positive and finite."
+        for source, weight in odd.items()
+    ]
+    if (
+        data.sources
+        and not odd
+        and (cycle := sum(shares(list(data.sources.values())))) > LONGEST_CYCLE
+    ):
         found.append(
             f"data.sources: the weights are exact only after {cycle} examples, more than {LONGEST_CYCLE}. Round them, as to 0.25."
         )
     read_here = {*READ_FROM.get(task, ()), *(READ_FROM["sft"] if data.ptx else ())}
     for option in sorted({option for read in READ_FROM.values() for option in read} - read_here):
         if (value := getattr(data, option)) != getattr(DataConfig, option):
-            found.append(f"data.{option}={value}: with algorithm.task={task} nothing reads it. Leave it out.")
+            found.append(
+                f"data.{option}={value}: with algorithm.task={task} nothing reads it. Leave it out."
+            )
     return found + _beside_rewards(config)
 
 
@@ -69,13 +80,21 @@ def files(config: RunConfig) -> list[str]:
         and config.algorithm.advantage.needs_critic
         and not (Path(config.critic.path) / "config.json").is_file()
     ):
-        found.append(f"critic.path={config.critic.path} holds no config.json. Give a Hugging Face folder.")
+        found.append(
+            f"critic.path={config.critic.path} holds no config.json. Give a Hugging Face folder."
+        )
     data = config.data
-    named = [("data.train=", data.train), *(("data.sources: ", source) for source in data.sources), ("data.eval=", data.eval)]
+    named = [
+        ("data.train=", data.train),
+        *(("data.sources: ", source) for source in data.sources),
+        ("data.eval=", data.eval),
+    ]
     named.append(("data.ptx=", data.ptx))
     named += [(f"data.evals.{name}=", source or " ") for name, source in data.evals.items()]
     found += [
-        f"{name}{source} is not a file or folder." for name, source in named if source and not split_source(source)[0].exists()
+        f"{name}{source} is not a file or folder."
+        for name, source in named
+        if source and not split_source(source)[0].exists()
     ]
     return found
 
@@ -87,7 +106,13 @@ def _weights(folder: Path) -> list[str]:
             named = sorted(set(read_weight_map(index).values()))
         except CheckpointError as error:
             return [str(error)]
-        return [f"model.path={folder}: {index.name} names {n}, which is missing." for n in named if not (folder / n).is_file()]
+        return [
+            f"model.path={folder}: {index.name} names {n}, which is missing."
+            for n in named
+            if not (folder / n).is_file()
+        ]
     if not list(folder.glob("*.safetensors")):
-        return [f"model.path={folder} holds no *.safetensors weights. Convert or download them first."]
+        return [
+            f"model.path={folder} holds no *.safetensors weights. Convert or download them first."
+        ]
     return []

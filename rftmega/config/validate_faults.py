@@ -19,7 +19,11 @@ def faults(config: RunConfig) -> list[str]:
             f"faults.requeue_code={chosen.requeue_code} must be between 3 and 125, and not 86: others have a meaning already."
         )
     deadline = config.rollout.deadline_seconds
-    if config.strategy == "separate" and deadline >= chosen.watchdog_seconds > 0 and deadline != RolloutConfig.deadline_seconds:
+    if (
+        config.strategy == "separate"
+        and deadline >= chosen.watchdog_seconds > 0
+        and deadline != RolloutConfig.deadline_seconds
+    ):
         found.append(
             f"rollout.deadline_seconds={deadline:g} must be below faults.watchdog_seconds={chosen.watchdog_seconds:g}, "
             "which would end the run first."

@@ -7,8 +7,18 @@ from rftmega.config.schema import FaultsConfig, RunConfig, TrainerConfig
 from rftmega.config.secrets import shown
 
 LENGTHS = ("rollout.max_prompt_tokens", "rollout.max_response_tokens")
-OF_EVERY_TASK = tuple(f"algorithm.{name}" for name in ("task", "recipe", "updates_per_epoch", "epochs_per_rollout"))
-OF_ROLLOUTS = ("offload", "trajectories", "eval_samples", "eval_temperature", "eval_pass_at", "eval_accuracy", "trajectories_mib")
+OF_EVERY_TASK = tuple(
+    f"algorithm.{name}" for name in ("task", "recipe", "updates_per_epoch", "epochs_per_rollout")
+)
+OF_ROLLOUTS = (
+    "offload",
+    "trajectories",
+    "eval_samples",
+    "eval_temperature",
+    "eval_pass_at",
+    "eval_accuracy",
+    "trajectories_mib",
+)
 READ_OF_GIVEN = {  # options of algorithm, rollout and reward that a task without rollouts reads
     "sft": (*OF_EVERY_TASK, "algorithm.loss_aggregation", "algorithm.ema_beta", *LENGTHS),
     "reward_model": (*OF_EVERY_TASK, *LENGTHS),
@@ -21,12 +31,15 @@ def unread_without_rollouts(config: RunConfig) -> list[str]:
     read = READ_OF_GIVEN[task]
     before, now = leaves(RunConfig()), leaves(config)
     settings = [
-        (name, value, before.get(name)) for name, value in now.items() if name.startswith(("algorithm.", "rollout.", "reward."))
+        (name, value, before.get(name))
+        for name, value in now.items()
+        if name.startswith(("algorithm.", "rollout.", "reward."))
     ]
     trainer = [
         (f"trainer.{name}", getattr(config.trainer, name), getattr(TrainerConfig(), name))
         for name in OF_ROLLOUTS
-        if config.data.held_out or not name.startswith("eval_")  # which `held_out_prompts` has refused already
+        # which `held_out_prompts` has refused already
+        if config.data.held_out or not name.startswith("eval_")
     ]
     whole = [
         ("strategy", config.strategy, RunConfig.strategy),

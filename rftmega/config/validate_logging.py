@@ -20,11 +20,17 @@ def logging_options(config: RunConfig) -> list[str]:
                 f"trainer.steps={config.trainer.steps}, as [3,4]."
             )
     if not 0 <= logging.prometheus_port <= PORTS:
-        found.append(f"logging.prometheus_port={logging.prometheus_port} must be a port, at most {PORTS}, or 0 for none.")
+        found.append(
+            f"logging.prometheus_port={logging.prometheus_port} must be a port, at most {PORTS}, or 0 for none."
+        )
     if not logging.prometheus_port and logging.prometheus_host != LoggingConfig.prometheus_host:
-        found.append(f"logging.prometheus_host={logging.prometheus_host} needs logging.prometheus_port: nothing else reads it.")
+        found.append(
+            f"logging.prometheus_host={logging.prometheus_host} needs logging.prometheus_port: nothing else reads it."
+        )
     if logging.wandb and not _installed("wandb"):
-        found.append(f"logging.wandb={logging.wandb} needs a package that is not here. Install it: pip install 'rftmega[wandb]'.")
+        found.append(
+            f"logging.wandb={logging.wandb} needs a package that is not here. Install it: pip install 'rftmega[wandb]'."
+        )
     odd = [letter for letter in NO_PROJECT if letter in logging.wandb]
     if odd or len(logging.wandb) > LONGEST_PROJECT:
         found.append(

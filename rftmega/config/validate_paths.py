@@ -1,4 +1,6 @@
-"""Options that are paths: an empty one would be the folder that the run was started in, or the root."""
+"""Options that are paths: an empty one would be the folder that the run was started in, or the
+root.
+"""
 
 from rftmega.config.schema import RunConfig
 from rftmega.config.validate_ranges import value_of
@@ -24,7 +26,10 @@ def paths(config: RunConfig) -> list[str]:
     found = []
     for name, value, may_be_empty in given:
         if not value.strip() and not (may_be_empty and not value):
-            found.append(f"{name}={value} is empty. Give a path" + (", or leave it out." if name in PATHS else "."))
+            found.append(
+                f"{name}={value} is empty. Give a path"
+                + (", or leave it out." if name in PATHS else ".")
+            )
         elif "\0" in value:
             found.append(f"{name}={value!r} is no path: it has a NUL.")
     return found

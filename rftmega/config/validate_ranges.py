@@ -1,4 +1,6 @@
-"""Choices and bounds, which stand beside each field: pydantic checks them, and they are told in words of ours."""
+"""Choices and bounds, which stand beside each field: pydantic checks them, and they are told in
+words of ours.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,9 +13,11 @@ from rftmega.config.schema import RunConfig
 from rftmega.config.secrets import shown
 from rftmega.config.tree import bounded_schema, choices_of, unions, walk
 
-AS_THE_POLICY = ("parallel.", "optimizer.")  # sections that the critic has, too, and takes from there what it is not given
+# sections that the critic has, too, and takes from there what it is not given
+AS_THE_POLICY = ("parallel.", "optimizer.")
 LARGEST = 2**31
-BOUNDS: dict[str, Callable[[Mapping[str, float]], str]] = {  # error of pydantic -> what the number must be
+# error of pydantic -> what the number must be
+BOUNDS: dict[str, Callable[[Mapping[str, float]], str]] = {
     "greater_than_equal": lambda bound: f"at least {bound['ge']:g}",
     "greater_than": lambda bound: f"above {bound['gt']:g}" if bound["gt"] else "positive",
     "less_than_equal": lambda bound: f"at most {bound['le']:g}",
@@ -47,12 +51,17 @@ def numbers(given: Any, name: str = "") -> Iterator[tuple[str, float]]:
 
 
 def not_finite(config: RunConfig) -> list[str]:
-    """Numbers that are infinite or NaN: no option means anything by them, and a loss that sees one learns nothing.
+    """Numbers that are infinite or NaN: no option means anything by them, and a loss that sees one
+    learns nothing.
 
     The weights of data.sources are looked at with their files (validate_data.py).
     """
     found = [(name, value) for name, value in numbers(config) if not math.isfinite(value)]
-    return [f"{name}={value} must be a finite number." for name, value in found if not name.startswith("data.sources.")]
+    return [
+        f"{name}={value} must be a finite number."
+        for name, value in found
+        if not name.startswith("data.sources.")
+    ]
 
 
 def too_large(config: RunConfig) -> list[str]:
@@ -73,7 +82,9 @@ def choices_and_ranges(config: RunConfig) -> tuple[list[str], list[str]]:
         if _is_the_policys(config, name, value):
             continue
         if error["type"] == "literal_error":
-            allowed = next(choices_of(o.hint) for o in walk(plugins=_plugins(config)) if o.name == name)
+            allowed = next(
+                choices_of(o.hint) for o in walk(plugins=_plugins(config)) if o.name == name
+            )
             unknown.append(f"{name}={value} is unknown. Choose one of: {', '.join(allowed)}.")
         elif error["type"] in BOUNDS and math.isfinite(value):
             outside.append(f"{name}={value} must be {BOUNDS[error['type']](error['ctx'])}.")
@@ -104,7 +115,9 @@ def _plugins(config: RunConfig) -> tuple[type, ...]:
 
 
 def _option(place: Sequence[int | str], config: RunConfig) -> str:
-    """Returns the dotted name of where pydantic found an error, which tells a union's type after the union's own name."""
+    """Returns the dotted name of where pydantic found an error, which tells a union's type after
+    the union's own name.
+    """
     known, found = unions(_plugins(config)), ""
     for step in place:
         if found not in known or step not in known[found]:

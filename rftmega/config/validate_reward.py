@@ -28,15 +28,25 @@ def reward_parts(config: RunConfig) -> list[str]:
     found: list[str] = []
     for kind, given in reward.recipe.items():
         if unknown := [name for name in given if name not in parts]:
-            found.append(f"reward.recipe.{kind}: {', '.join(unknown)} is unknown. Choose among: {', '.join(parts)}.")
+            found.append(
+                f"reward.recipe.{kind}: {', '.join(unknown)} is unknown. Choose among: {', '.join(parts)}."
+            )
         elif not any(given.values()):
-            found.append(f"reward.recipe.{kind} gives no part a weight, so nothing could be learnt from it.")
+            found.append(
+                f"reward.recipe.{kind} gives no part a weight, so nothing could be learnt from it."
+            )
     if not reward.recipe and not reward.model and not any(flat.values()):
-        found.append("No reward has a weight, so nothing could be learnt. Set one of: " + ", ".join(flat) + ".")
+        found.append(
+            "No reward has a weight, so nothing could be learnt. Set one of: "
+            + ", ".join(flat)
+            + "."
+        )
     if reward.recipe:
         for name in reward.built_in():
             if (weight := getattr(reward, name)) != getattr(RewardConfig, name):
-                found.append(f"reward.{name}={weight} beside reward.recipe: nothing reads it. Move it there.")
+                found.append(
+                    f"reward.{name}={weight} beside reward.recipe: nothing reads it. Move it there."
+                )
         for name, own_part in reward.custom.items():
             if own_part.weight:
                 found.append(
@@ -47,13 +57,21 @@ def reward_parts(config: RunConfig) -> list[str]:
         found += [
             f"reward.custom.{name}.{f.name}={value} needs a weight of that part: nothing else reads it."
             for f in fields(own_part)
-            if name not in used and (value := getattr(own_part, f.name)) != getattr(type(own_part)(), f.name)
+            if name not in used
+            and (value := getattr(own_part, f.name)) != getattr(type(own_part)(), f.name)
         ]
-    for part, option, what in (("format", "format_pattern", "regular expression"), ("remote", "remote_url", "URL")):
+    for part, option, what in (
+        ("format", "format_pattern", "regular expression"),
+        ("remote", "remote_url", "URL"),
+    ):
         if part in used and not getattr(reward, option):
-            found.append(f"reward.{part} has a weight, but reward.{option} is empty. Give a {what}.")
+            found.append(
+                f"reward.{part} has a weight, but reward.{option} is empty. Give a {what}."
+            )
     for option, readers in REWARD_OPTIONS.items():
-        if getattr(reward, option) != getattr(RewardConfig, option) and not used.intersection(readers):
+        if getattr(reward, option) != getattr(RewardConfig, option) and not used.intersection(
+            readers
+        ):
             needed = " or ".join(f"reward.{name}" for name in readers)
             named = shown(f"reward.{option}", getattr(reward, option))
             found.append(f"{named} needs a weight of {needed}: nothing else reads it.")
@@ -62,7 +80,9 @@ def reward_parts(config: RunConfig) -> list[str]:
             "reward.remote_url is no address. Write http://host:port/path, or https://...; in a password, / is %2F, @ is %40."
         )
     if config.data.kind_key != DataConfig.kind_key and not reward.recipe and "remote" not in used:
-        found.append(f"data.kind_key={config.data.kind_key} needs reward.recipe or reward.remote: nothing else reads kinds.")
+        found.append(
+            f"data.kind_key={config.data.kind_key} needs reward.recipe or reward.remote: nothing else reads kinds."
+        )
     return found + _beside_labels(config)
 
 
@@ -84,7 +104,9 @@ def _beside_labels(config: RunConfig) -> list[str]:
             "folder of a reward model."
         )
     if reward.model and reward.majority:
-        found.append("reward.majority and reward.model are two ways to do without labels. Take one of them.")
+        found.append(
+            "reward.majority and reward.model are two ways to do without labels. Take one of them."
+        )
     if reward.majority and not config.data.held_out:
         found += [
             f"reward.{name}={weight} beside reward.majority: without evaluation (data.eval) nothing reads it. Leave it out."

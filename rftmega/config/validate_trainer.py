@@ -10,7 +10,11 @@ def step_rows(config: RunConfig) -> list[str]:
     """A step's rows against micro-batches, optimizer steps and schedules."""
     found = []
     task = config.algorithm.task
-    answers = (config.rollout.train_samples_per_prompt or config.rollout.samples_per_prompt) if task == "rl" else 1
+    answers = (
+        (config.rollout.train_samples_per_prompt or config.rollout.samples_per_prompt)
+        if task == "rl"
+        else 1
+    )
     rows = config.trainer.prompts_per_step * answers
     if config.rollout.train_samples_per_prompt > config.rollout.samples_per_prompt:
         found.append(
@@ -29,7 +33,8 @@ def step_rows(config: RunConfig) -> list[str]:
         )
     longest = config.rollout.max_row_tokens
     together, what = (1, "one row") if task != "reward_model" else (2, "a pair of rows")
-    longest += int(task == "reward_model" or bool(config.reward.model))  # a score has a place of its own
+    # a score has a place of its own
+    longest += int(task == "reward_model" or bool(config.reward.model))
     attention_cap = config.trainer.max_attention_per_micro_batch
     if attention_cap and attention_cap < together * longest**2:
         found.append(
@@ -41,7 +46,10 @@ def step_rows(config: RunConfig) -> list[str]:
             f"trainer.max_tokens_per_micro_batch={config.trainer.max_tokens_per_micro_batch} can't hold {what} of "
             f"rollout.max_prompt_tokens + rollout.max_response_tokens = {longest}. Raise it, or shorten the rows."
         )
-    if not config.trainer.trajectories and config.trainer.trajectories_mib != TrainerConfig.trajectories_mib:
+    if (
+        not config.trainer.trajectories
+        and config.trainer.trajectories_mib != TrainerConfig.trajectories_mib
+    ):
         found.append(
             f"trainer.trajectories_mib={config.trainer.trajectories_mib} needs trainer.trajectories above 0: none are written."
         )
@@ -53,7 +61,9 @@ def step_rows(config: RunConfig) -> list[str]:
     return found
 
 
-def _schedule(section: str, optimizer: OptimizerConfig, config: RunConfig, *, frozen: int) -> list[str]:
+def _schedule(
+    section: str, optimizer: OptimizerConfig, config: RunConfig, *, frozen: int
+) -> list[str]:
     found = []
     steps = (config.trainer.steps - frozen) * config.algorithm.steps_per_rollout
     if optimizer.warmup_steps >= steps > 0:
@@ -82,10 +92,14 @@ def held_out_prompts(config: RunConfig) -> list[str]:
             if (value := getattr(trainer, option)) != getattr(TrainerConfig(), option)
         ]
     if config.data.eval and config.data.evals:
-        found.append("data.eval and data.evals are both given. Give the one file a name in data.evals, too.")
+        found.append(
+            "data.eval and data.evals are both given. Give the one file a name in data.evals, too."
+        )
     for name in config.data.evals:
         if not re.fullmatch(r"[\w-]+", name):
-            found.append(f"data.evals: {name!r} becomes a part of metrics' names. Use letters, digits, _ and - only.")
+            found.append(
+                f"data.evals: {name!r} becomes a part of metrics' names. Use letters, digits, _ and - only."
+            )
     return found
 
 

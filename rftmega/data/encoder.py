@@ -12,7 +12,10 @@ from rftmega.errors import DataError
 
 @dataclass(frozen=True, slots=True)
 class Encoder:
-    """Prompts and answers of records under the limits of a run. Its methods raise DataError, or TooLong."""
+    """Prompts and answers of records under the limits of a run.
+
+    Its methods raise DataError, or TooLong.
+    """
 
     tokenizer: Tokenizer
     config: DataConfig
@@ -22,7 +25,9 @@ class Encoder:
     def prompt(self, value: Any) -> tuple[int, ...]:
         """Token ids of a string or of chat messages."""
         if not isinstance(value, str | list) or not value:
-            raise DataError(f'"{self.config.prompt_key}" must be a string or a list of chat messages, and not empty.')
+            raise DataError(
+                f'"{self.config.prompt_key}" must be a string or a list of chat messages, and not empty.'
+            )
         ids = self.tokenizer.encode(value, chat_template=self.config.chat_template)
         if not ids:
             raise DataError(f"the tokenizer makes no token of {value!r}.")
@@ -30,10 +35,18 @@ class Encoder:
         return ids
 
     def answer(self, prompt: Any, value: Any, key: str) -> tuple[int, ...]:
-        """Token ids of the answer to `prompt`, its end included: of a string, or of one message of the assistant's."""
-        text = value[0].get("content") if isinstance(value, list) and len(value) == 1 and by_assistant(value) else value
+        """Token ids of the answer to `prompt`, its end included: of a string, or of one message of
+        the assistant's.
+        """
+        text = (
+            value[0].get("content")
+            if isinstance(value, list) and len(value) == 1 and by_assistant(value)
+            else value
+        )
         if not isinstance(text, str) or not text:
-            raise DataError(f'"{key}" must be a string or one message of the assistant, and not empty.')
+            raise DataError(
+                f'"{key}" must be a string or one message of the assistant, and not empty.'
+            )
         ids = self.tokenizer.encode_answer(prompt, text, chat_template=self.config.chat_template)
         _check_length("answer", ids, "rollout.max_response_tokens", self.max_response_tokens)
         return ids

@@ -16,10 +16,13 @@ class TooLong(DataError):
     """An example over a limit, which data.too_long may let go."""
 
 
-def load_examples(source: str | Path, parse: Callable[[Record, int], T], *, too_long: str, noun: str) -> list[T]:
+def load_examples(
+    source: str | Path, parse: Callable[[Record, int], T], *, too_long: str, noun: str
+) -> list[T]:
     """`parse`(record, examples before it) of every record; `noun` says in the plural what is made.
 
-    Raises DataError that lists where `parse` raised one, or what is no record; TooLong is counted where `too_long` is "drop".
+    Raises DataError that lists where `parse` raised one, or what is no record; TooLong is counted
+    where `too_long` is "drop".
     """
     examples: list[T] = []
     problems: list[str] = []
@@ -39,14 +42,23 @@ def load_examples(source: str | Path, parse: Callable[[Record, int], T], *, too_
     if problems:
         raise DataError.first_of(problems)
     if dropped:
-        log.warning("%s: dropped %d of %d %s, which are too long", source, dropped, dropped + len(examples), noun)
+        log.warning(
+            "%s: dropped %d of %d %s, which are too long",
+            source,
+            dropped,
+            dropped + len(examples),
+            noun,
+        )
     if not examples:
         raise DataError(f"{source} holds no usable {noun.removesuffix('s')}.")
     return examples
 
 
 def required(record: Record, key: str, option: str) -> Any:
-    """Returns the value under `key`, which `option` names. Raises DataError where the record has no such key."""
+    """Returns the value under `key`, which `option` names.
+
+    Raises DataError where the record has no such key.
+    """
     if key not in record:
         raise DataError(f'no "{key}" among the keys {sorted(record)} (the key is set by {option}).')
     return record[key]

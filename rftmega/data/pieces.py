@@ -6,7 +6,10 @@ INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what a decoder makes of a part of a 
 
 
 class Pieces:
-    """Splits text by its tokens. Together the pieces are the text; a character made of several tokens is the last one's."""
+    """Splits text by its tokens.
+
+    Together the pieces are the text; a character made of several tokens is the last one's.
+    """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]):
         """`decode`: text of token ids, special tokens included."""

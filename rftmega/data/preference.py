@@ -23,7 +23,12 @@ class Pair:
 
 
 def load_preferences(
-    source: str | Path, tokenizer: Tokenizer, config: DataConfig, *, max_prompt_tokens: int, max_response_tokens: int
+    source: str | Path,
+    tokenizer: Tokenizer,
+    config: DataConfig,
+    *,
+    max_prompt_tokens: int,
+    max_response_tokens: int,
 ) -> list[Pair]:
     """One Pair a record. Raises DataError as `load_prompts` does."""
     parse = partial(_parse, Encoder(tokenizer, config, max_prompt_tokens, max_response_tokens))
@@ -31,8 +36,12 @@ def load_preferences(
 
 
 def pair_rows(pairs: Sequence[Pair]) -> Rows:
-    """Rows 2i (chosen) and 2i + 1 (rejected), with a place for the score behind each (see `Rows.with_end`)."""
-    return rows_of([example for pair in pairs for example in (pair.chosen, pair.rejected)]).with_end()
+    """Rows 2i (chosen) and 2i + 1 (rejected), with a place for the score behind each (see
+    `Rows.with_end`).
+    """
+    return rows_of(
+        [example for pair in pairs for example in (pair.chosen, pair.rejected)]
+    ).with_end()
 
 
 def _parse(encoder: Encoder, record: Record, index: int) -> Pair:

@@ -13,10 +13,13 @@ from rftmega.errors import DataError
 from rftmega.types import Prompt
 
 
-def load_prompts(source: str | Path, tokenizer: Tokenizer, config: DataConfig, *, max_prompt_tokens: int) -> list[Prompt]:
+def load_prompts(
+    source: str | Path, tokenizer: Tokenizer, config: DataConfig, *, max_prompt_tokens: int
+) -> list[Prompt]:
     """One Prompt a record.
 
-    Raises DataError that lists where a record can't be read, lacks a key, holds the wrong type or is too long.
+    Raises DataError that lists where a record can't be read, lacks a key, holds the wrong type or
+    is too long.
     """
     parse = partial(_parse, Encoder(tokenizer, config, max_prompt_tokens))
     return load_examples(source, parse, too_long=config.too_long, noun="prompts")
@@ -26,11 +29,17 @@ def _parse(encoder: Encoder, record: Record, index: int) -> Prompt:
     config = encoder.config
     label = required(record, config.label_key, "data.label_key") if config.label_key else ""
     if isinstance(label, bool) or not isinstance(label, str | int | float):
-        raise DataError(f'"{config.label_key}" must be a string or a number, not {type(label).__name__}.')
+        raise DataError(
+            f'"{config.label_key}" must be a string or a number, not {type(label).__name__}.'
+        )
     if isinstance(label, float) and not math.isfinite(label):
-        raise DataError(f'"{config.label_key}" is {label}: no answer equals it. Leave the record out, or write what is meant.')
+        raise DataError(
+            f'"{config.label_key}" is {label}: no answer equals it. Leave the record out, or write what is meant.'
+        )
     kind = record.get(config.kind_key, "")
     if not isinstance(kind, str):
-        raise DataError(f'"{config.kind_key}" must be a string, not {type(kind).__name__} (the key is set by data.kind_key).')
+        raise DataError(
+            f'"{config.kind_key}" must be a string, not {type(kind).__name__} (the key is set by data.kind_key).'
+        )
     ids = encoder.prompt(required(record, config.prompt_key, "data.prompt_key"))
     return Prompt(ids, label=str(label), index=index, kind=kind)

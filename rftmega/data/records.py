@@ -1,6 +1,7 @@
 """Records of a data set on disk: the one place that knows formats.
 
-The suffix decides. A folder is what `datasets` wrote with save_to_disk, "folder#train" one split of a DatasetDict.
+The suffix decides. A folder is what `datasets` wrote with save_to_disk, "folder#train" one split of
+a DatasetDict.
 """
 
 import itertools
@@ -24,10 +25,12 @@ END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
 def records(source: str | Path) -> Iterator[tuple[str, Record | DataError]]:
-    """(where, record) of everything in `source`: "file:line" counts from 1, "file row N" from 0, as `datasets` does.
+    """(where, record) of everything in `source`: "file:line" counts from 1, "file row N" from 0, as
+    `datasets` does.
 
-    A line that is no JSON object comes as its error, so that all of them can be listed at once. Raises DataError for a
-    format that is not known, a split that there is not, and a file that is corrupt or cut off.
+    A line that is no JSON object comes as its error, so that all of them can be listed at once.
+    Raises DataError for a format that is not known, a split that there is not, and a file that is
+    corrupt or cut off.
     """
     path, split = split_source(source)
     read = _reader(path, split)
@@ -36,20 +39,28 @@ def records(source: str | Path) -> Iterator[tuple[str, Record | DataError]]:
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8: {error}.") from error
     except (OSError, ValueError, LookupError, TypeError, pa.ArrowException) as error:
-        raise DataError(f"{path} can't be read: {error}. Is it whole, and what its name says?") from error
+        raise DataError(
+            f"{path} can't be read: {error}. Is it whole, and what its name says?"
+        ) from error
 
 
 def _reader(path: Path, split: str) -> Callable[[Path], Iterator[tuple[str, Record | DataError]]]:
     if path.is_dir():
-        return lambda folder: _rows(path if not split else f"{path}#{split}", _dataset(folder, split))
+        return lambda folder: _rows(
+            path if not split else f"{path}#{split}", _dataset(folder, split)
+        )
     if split:
-        raise DataError(f"{path}#{split}: only a folder of `datasets` has splits. Leave #{split} out.")
+        raise DataError(
+            f"{path}#{split}: only a folder of `datasets` has splits. Leave #{split} out."
+        )
     if path.suffix == ".jsonl":
         return _lines
     if path.suffix in READERS:
         return lambda file: _rows(file, READERS[path.suffix](file))
     known = ", ".join((".jsonl", *READERS))
-    raise DataError(f"{path} has no suffix that is known: {known}, or a folder that `datasets` wrote with save_to_disk.")
+    raise DataError(
+        f"{path} has no suffix that is known: {known}, or a folder that `datasets` wrote with save_to_disk."
+    )
 
 
 def _lines(path: Path) -> Iterator[tuple[str, Record | DataError]]:
@@ -60,7 +71,9 @@ def _lines(path: Path) -> Iterator[tuple[str, Record | DataError]]:
             if not line:
                 return
             if len(line) > LONGEST_LINE:
-                raise DataError(f"{path}:{number} has more than {LONGEST_LINE:,} bytes. Is it one JSON object a line?")
+                raise DataError(
+                    f"{path}:{number} has more than {LONGEST_LINE:,} bytes. Is it one JSON object a line?"
+                )
             if line.strip():
                 yield f"{path}:{number}", _object(line)
 
@@ -70,7 +83,11 @@ def _object(line: bytes) -> Record | DataError:
         record = parse_json(line)
     except NotJSON as error:
         return DataError(f"{error}.")
-    return record if isinstance(record, dict) else DataError(f"a JSON {type(record).__name__}, not an object.")
+    return (
+        record
+        if isinstance(record, dict)
+        else DataError(f"a JSON {type(record).__name__}, not an object.")
+    )
 
 
 def _rows(name: str | Path, rows: Iterator[Record]) -> Iterator[tuple[str, Record | DataError]]:
@@ -88,7 +105,9 @@ def _arrow(path: Path) -> Iterator[Record]:
     with pa.memory_map(str(path)) as file:
         if file.read(len(FILE_MAGIC)) == FILE_MAGIC:
             reader = pa.ipc.open_file(file)
-            yield from _batches(reader.get_batch(number) for number in range(reader.num_record_batches))
+            yield from _batches(
+                reader.get_batch(number) for number in range(reader.num_record_batches)
+            )
         else:
             _check_end(path)
             file.seek(0)
@@ -124,7 +143,9 @@ def _dataset(folder: Path, split: str) -> Iterator[Record]:
     elif split:
         raise DataError(f"{folder} holds one split, without a name. Leave #{split} out.")
     if not (folder / "state.json").is_file():
-        raise DataError(f"{folder} is not what `datasets` writes with save_to_disk: it holds no state.json.")
+        raise DataError(
+            f"{folder} is not what `datasets` writes with save_to_disk: it holds no state.json."
+        )
     for file in json.loads((folder / "state.json").read_text())["_data_files"]:
         _check_end(folder / file["filename"])
     yield from load_from_disk(str(folder)).with_format(None)

@@ -1,4 +1,6 @@
-"""Orders examples: epochs without repetition, each shuffled by its own seed; sources mixed by weight."""
+"""Orders examples: epochs without repetition, each shuffled by its own seed; sources mixed by
+weight.
+"""
 
 import functools
 import random
@@ -11,21 +13,35 @@ T = TypeVar("T")
 
 
 def order_of(
-    data: DataConfig, load: Callable[[str], Sequence[T]], *, batch_size: int, seed: int, collate: Callable[[list[T]], Any] = list
+    data: DataConfig,
+    load: Callable[[str], Sequence[T]],
+    *,
+    batch_size: int,
+    seed: int,
+    collate: Callable[[list[T]], Any] = list,
 ) -> "PromptOrder[T]":
     """Returns the order of data.train or data.sources; `load` gives the examples of one path."""
     if not data.sources:
         return PromptOrder(load(data.train), batch_size=batch_size, seed=seed, collate=collate)
     sources = [load(source) for source in data.sources]
-    return MixedOrder(sources, list(data.sources.values()), batch_size=batch_size, seed=seed, collate=collate)
+    return MixedOrder(
+        sources, list(data.sources.values()), batch_size=batch_size, seed=seed, collate=collate
+    )
 
 
 class PromptOrder(Generic[T]):
-    """An endless stream of batches of prompts, or other examples. `position` counts those handed out and is all that a resume
-    needs.
+    """An endless stream of batches of prompts, or other examples. `position` counts those handed
+    out and is all that a resume needs.
     """
 
-    def __init__(self, prompts: Sequence[T], *, batch_size: int, seed: int | str, collate: Callable[[list[T]], Any] = list):
+    def __init__(
+        self,
+        prompts: Sequence[T],
+        *,
+        batch_size: int,
+        seed: int | str,
+        collate: Callable[[list[T]], Any] = list,
+    ):
         """`collate` makes a batch of `batch_size` examples."""
         self.batch_size, self.collate = batch_size, collate
         self.position = 0
@@ -51,8 +67,9 @@ class PromptOrder(Generic[T]):
 
 
 class MixedOrder(PromptOrder[T]):
-    """MixedOrder interleaves several sources, each in epochs of its own: of the first n examples a source with the share w gives
-    more than n w - 1 and less than n w + 1, for every n, and exactly its share after each whole cycle (see `cycle`).
+    """MixedOrder interleaves several sources, each in epochs of its own: of the first n examples a
+    source with the share w gives more than n w - 1 and less than n w + 1, for every n, and exactly
+    its share after each whole cycle (see `cycle`).
     """
 
     def __init__(
@@ -67,7 +84,9 @@ class MixedOrder(PromptOrder[T]):
         """`weights` (positive, one a source) need not add up to 1."""
         self.batch_size, self.collate = batch_size, collate
         self.position = 0
-        self._sources = [Epochs(source, f"{seed}/{number}") for number, source in enumerate(sources)]
+        self._sources = [
+            Epochs(source, f"{seed}/{number}") for number, source in enumerate(sources)
+        ]
         self._shares = shares(weights)
         self._cycle = cycle(self._shares)
         taken = [0] * len(sources)
@@ -101,11 +120,13 @@ class Epochs(Generic[T]):
 
 
 def cycle(shares: Sequence[int]) -> list[int]:
-    """Returns the source whose turn it is in each of sum(shares) places; source s has shares[s] of them, spread evenly.
+    """Returns the source whose turn it is in each of sum(shares) places; source s has shares[s] of
+    them, spread evenly.
 
-    Item j of a source with share a of A must stand at or after place floor(j A / a) and before ceil((j + 1) A / a), or its
-    count would leave n a / A by one or more at some prefix n. Such an order exists (Tijdeman, The chairman assignment problem,
-    1980), and the earliest deadline first finds it, since every item takes one place.
+    Item j of a source with share a of A must stand at or after place floor(j A / a) and before
+    ceil((j + 1) A / a), or its count would leave n a / A by one or more at some prefix n. Such an
+    order exists (Tijdeman, The chairman assignment problem, 1980), and the earliest deadline first
+    finds it, since every item takes one place.
     """
     whole = sum(shares)
     taken = [0] * len(shares)
@@ -119,11 +140,22 @@ def cycle(shares: Sequence[int]) -> list[int]:
 
 
 class ResumableSampler:
-    """Indices of a data set, epoch by epoch: each `iter` is (the rest of) the next one. For torch's DataLoader."""
+    """Indices of a data set, epoch by epoch: each `iter` is (the rest of) the next one.
 
-    def __init__(self, size: int, *, shuffle: bool, seed: int, consumed: int = 0, per_epoch: int | None = None):
-        """`consumed`: samples that were used before, over all epochs, of `per_epoch` each (less than `size` where a last, smaller
-        batch is dropped).
+    For torch's DataLoader.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        shuffle: bool,
+        seed: int,
+        consumed: int = 0,
+        per_epoch: int | None = None,
+    ):
+        """`consumed`: samples that were used before, over all epochs, of `per_epoch` each (less
+        than `size` where a last, smaller batch is dropped).
         """
         self.size, self.shuffle = size, shuffle
         self._epochs = Epochs(range(size), seed)
@@ -133,7 +165,9 @@ class ResumableSampler:
     def __iter__(self) -> Iterator[int]:
         places = range(self.epoch * self.size + self.offset, (self.epoch + 1) * self.size)
         self.epoch, self.offset = self.epoch + 1, 0
-        return iter([self._epochs.at(place) if self.shuffle else place % self.size for place in places])
+        return iter(
+            [self._epochs.at(place) if self.shuffle else place % self.size for place in places]
+        )
 
     def __len__(self) -> int:
         return self.size - self.offset

@@ -18,17 +18,25 @@ def prompts_of(
     """Prompts, those of each file by `check`, which raises what speaks against them."""
 
     def load(source: str) -> list[Prompt]:
-        prompts = load_prompts(source, tokenizer, config.data, max_prompt_tokens=config.rollout.max_prompt_tokens)
+        prompts = load_prompts(
+            source, tokenizer, config.data, max_prompt_tokens=config.rollout.max_prompt_tokens
+        )
         check(prompts)
         return prompts
 
-    order = order_of(config.data, load, batch_size=config.trainer.prompts_per_step, seed=config.trainer.seed)
+    order = order_of(
+        config.data, load, batch_size=config.trainer.prompts_per_step, seed=config.trainer.seed
+    )
     return order, {name: load(source) for name, source in config.data.held_out.items()}
 
 
 def given_of(config: RunConfig, tokenizer: Tokenizer) -> tuple[PromptOrder[Any], dict[str, Rows]]:
     """Rows of answers to learn (algorithm.task=sft) or of preferences (reward_model)."""
-    read, rows = (load_supervised, rows_of) if config.algorithm.task == "sft" else (load_preferences, pair_rows)
+    read, rows = (
+        (load_supervised, rows_of)
+        if config.algorithm.task == "sft"
+        else (load_preferences, pair_rows)
+    )
 
     def load(source: str) -> Sequence[Any]:
         return read(source, tokenizer, config.data, **_limits(config))
@@ -49,4 +57,7 @@ def ptx_of(config: RunConfig, tokenizer: Tokenizer) -> PromptOrder[Example] | No
 
 def _limits(config: RunConfig) -> dict[str, int]:
     chosen = config.rollout
-    return {"max_prompt_tokens": chosen.max_prompt_tokens, "max_response_tokens": chosen.max_response_tokens}
+    return {
+        "max_prompt_tokens": chosen.max_prompt_tokens,
+        "max_response_tokens": chosen.max_response_tokens,
+    }

@@ -1,7 +1,9 @@
-"""Records of prompts and the answers to learn -> rows. What is learnt is the answer and its end, nothing of the prompt.
+"""Records of prompts and the answers to learn -> rows. What is learnt is the answer and its end,
+nothing of the prompt.
 
-A record has data.prompt_key and data.response_key; or the prompt is chat messages that end with the assistant's, and then that
-one alone is learnt: what the assistant said earlier belongs to the prompt.
+A record has data.prompt_key and data.response_key; or the prompt is chat messages that end with the
+assistant's, and then that one alone is learnt: what the assistant said earlier belongs to the
+prompt.
 """
 
 from collections.abc import Sequence
@@ -29,7 +31,12 @@ class Example:
 
 
 def load_supervised(
-    source: str | Path, tokenizer: Tokenizer, config: DataConfig, *, max_prompt_tokens: int, max_response_tokens: int
+    source: str | Path,
+    tokenizer: Tokenizer,
+    config: DataConfig,
+    *,
+    max_prompt_tokens: int,
+    max_response_tokens: int,
 ) -> list[Example]:
     """One Example a record. Raises DataError as `load_prompts` does."""
     parse = partial(_parse, Encoder(tokenizer, config, max_prompt_tokens, max_response_tokens))
@@ -44,7 +51,11 @@ def rows_of(examples: Sequence[Example]) -> Rows:
         ids = example.prompt_ids + example.response_ids
         tokens[row, : len(ids)] = torch.tensor(ids)
     prompt_lengths = torch.tensor([len(example.prompt_ids) for example in examples])
-    return Rows(tokens, prompt_lengths, prompt_lengths + torch.tensor([len(example.response_ids) for example in examples]))
+    return Rows(
+        tokens,
+        prompt_lengths,
+        prompt_lengths + torch.tensor([len(example.response_ids) for example in examples]),
+    )
 
 
 def _parse(encoder: Encoder, record: Record, index: int) -> Example:
@@ -53,7 +64,9 @@ def _parse(encoder: Encoder, record: Record, index: int) -> Example:
     key = config.response_key
     if by_assistant(prompt):
         if record.get(key) is not None:
-            raise DataError(f'"{config.prompt_key}" ends with an answer and "{key}" is another. Leave one out.')
+            raise DataError(
+                f'"{config.prompt_key}" ends with an answer and "{key}" is another. Leave one out.'
+            )
         prompt, answer, key = prompt[:-1], prompt[-1:], config.prompt_key
     else:
         answer = required(record, key, "data.response_key")

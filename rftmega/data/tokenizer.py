@@ -13,7 +13,13 @@ from rftmega.errors import CheckpointError, DataError
 from rftmega.json_files import BYTE_ORDER_MARK, read_json_object
 
 Messages = list[dict[str, str]]
-FILES = ("config.json", "tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json")
+FILES = (
+    "config.json",
+    "tokenizer_config.json",
+    "tokenizer.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
 
 
 class Tokenizer:
@@ -22,36 +28,51 @@ class Tokenizer:
     def __init__(self, folder: str | Path, *, trust_remote_code: bool = False):
         """Python files in the folder are run only with `trust_remote_code`.
 
-        Raises CheckpointError where the folder holds no tokenizer, one that needs them, or one without an end of sequence.
+        Raises CheckpointError where the folder holds no tokenizer, one that needs them, or one
+        without an end of sequence.
         """
         folder = Path(folder)
         fields = [_read(folder / name) for name in FILES]
         self._inner = _loaded(folder, trust_remote_code)
-        self._pieces = Pieces(lambda ids: str(self._inner.decode(list(ids), skip_special_tokens=False)))
-        stops = _listed(self._inner.eos_token_id) + _generation_stops(folder / "generation_config.json")
+        self._pieces = Pieces(
+            lambda ids: str(self._inner.decode(list(ids), skip_special_tokens=False))
+        )
+        stops = _listed(self._inner.eos_token_id) + _generation_stops(
+            folder / "generation_config.json"
+        )
         self.stop_ids = sorted(set(stops))
-        """Every id that ends an answer: the tokenizer's end of sequence and those of generation_config.json."""
+        """Every id that ends an answer: the tokenizer's end of sequence and those of
+        generation_config.json.
+        """
         if not self.stop_ids:
-            raise CheckpointError(f"The tokenizer in {folder} names no eos_token, so no answer could ever stop.")
+            raise CheckpointError(
+                f"The tokenizer in {folder} names no eos_token, so no answer could ever stop."
+            )
         self._end = stops[0]
         self._vocabulary: int | None = fields[0].get("vocab_size")
         if self._vocabulary is not None and (reason := self._stranger(self.stop_ids)):
             raise CheckpointError(f"{folder}: no answer could end as it should: {reason}")
 
     def encode(self, prompt: str | Messages, *, chat_template: bool) -> tuple[int, ...]:
-        """Token ids of a prompt; chat messages always go through the template, strings where `chat_template` says so.
+        """Token ids of a prompt; chat messages always go through the template, strings where
+        `chat_template` says so.
 
         Raises DataError for an id that the model does not know.
         """
         if isinstance(prompt, str) and not chat_template:
             return self._known(self._inner.encode(prompt))
-        return self._known(self._inner.encode(self._text(_messages(prompt), open_=True), add_special_tokens=False))
+        return self._known(
+            self._inner.encode(self._text(_messages(prompt), open_=True), add_special_tokens=False)
+        )
 
-    def encode_answer(self, prompt: str | Messages, answer: str, *, chat_template: bool) -> tuple[int, ...]:
-        """Token ids of `answer` behind `encode(prompt)`, as an engine would give them: they end in a token that stops it.
+    def encode_answer(
+        self, prompt: str | Messages, answer: str, *, chat_template: bool
+    ) -> tuple[int, ...]:
+        """Token ids of `answer` behind `encode(prompt)`, as an engine would give them: they end in
+        a token that stops it.
 
-        With a chat template, that is what the template writes for the assistant's turn, up to its end. Raises DataError for a
-        template that does not continue the prompt with the answer.
+        With a chat template, that is what the template writes for the assistant's turn, up to its
+        end. Raises DataError for a template that does not continue the prompt with the answer.
         """
         if isinstance(prompt, str) and not chat_template:
             return self._known((*self._behind(prompt, answer, special=True), self._end))
@@ -59,10 +80,13 @@ class Tokenizer:
         before = self._text(messages, open_=True)
         whole = self._text([*messages, {"role": "assistant", "content": answer}], open_=False)
         if not whole.startswith(before):
-            raise DataError("the tokenizer's chat template does not go on with the answer where it ends the prompt.")
+            raise DataError(
+                "the tokenizer's chat template does not go on with the answer where it ends the prompt."
+            )
         ids = self._behind(before, whole[len(before) :], special=False)
         for last in (place for place in reversed(range(len(ids))) if ids[place] in self.stop_ids):
-            if not self.decode(ids[last + 1 :]).strip():  # many templates write a line feed behind the end
+            # many templates write a line feed behind the end
+            if not self.decode(ids[last + 1 :]).strip():
                 return self._known(ids[: last + 1])
             break
         return self._known((*ids, self._end))
@@ -74,7 +98,9 @@ class Tokenizer:
         return tuple(ids)
 
     def _stranger(self, ids: Sequence[int]) -> str | None:
-        """Describes, in a sentence, the first of `ids` that the model has no row for; None where it has all."""
+        """Describes, in a sentence, the first of `ids` that the model has no row for; None where it
+        has all.
+        """
         assert self._vocabulary is not None
         for number in ids:
             if number >= self._vocabulary:
@@ -85,8 +111,13 @@ class Tokenizer:
         return None
 
     def _behind(self, before: str, after: str, *, special: bool) -> list[int]:
-        """Ids of `after`, cut out of the whole where that begins like the prompt: alone, some tokenizers would add a space."""
-        prompt, whole = (self._inner.encode(text, add_special_tokens=special) for text in (before, before + after))
+        """Ids of `after`, cut out of the whole where that begins like the prompt: alone, some
+        tokenizers would add a space.
+        """
+        prompt, whole = (
+            self._inner.encode(text, add_special_tokens=special)
+            for text in (before, before + after)
+        )
         if whole[: len(prompt)] == prompt:
             return list(whole[len(prompt) :])
         return list(self._inner.encode(after, add_special_tokens=False))
@@ -94,7 +125,9 @@ class Tokenizer:
     def _text(self, messages: Messages, *, open_: bool) -> str:
         """Through the chat template; `open_`: up to where the assistant begins."""
         try:
-            text = self._inner.apply_chat_template(messages, tokenize=False, add_generation_prompt=open_)
+            text = self._inner.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=open_
+            )
         except (ValueError, TypeError, TemplateError) as error:
             raise DataError(f"the tokenizer's chat template can't take it: {error}") from error
         assert isinstance(text, str)
@@ -116,9 +149,14 @@ def _messages(prompt: str | Messages) -> Messages:
 
 
 def _loaded(folder: Path, trust_remote_code: bool) -> Any:
-    """transformers' tokenizer, which has encoded something. Raises CheckpointError for whatever makes it stumble."""
+    """transformers' tokenizer, which has encoded something.
+
+    Raises CheckpointError for whatever makes it stumble.
+    """
     try:
-        found = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+        found = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=trust_remote_code
+        )
         found.encode("a")
     except (KeyboardInterrupt, SystemExit):
         raise
@@ -128,20 +166,29 @@ def _loaded(folder: Path, trust_remote_code: bool) -> Any:
                 f"The tokenizer in {folder} is Python code of its own. Read it; model.trust_remote_code=true runs it."
             ) from error
         said = f"{type(error).__name__}: {error}"
-        raise CheckpointError(f"{folder} holds no tokenizer that transformers can read: {said}") from error
+        raise CheckpointError(
+            f"{folder} holds no tokenizer that transformers can read: {said}"
+        ) from error
     return found
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The fields of a file that transformers will read; none where it is not there. Raises CheckpointError where it could not."""
+    """The fields of a file that transformers will read; none where it is not there.
+
+    Raises CheckpointError where it could not.
+    """
     if not os.path.lexists(path):
         return {}
     fields = read_json_object(path)
     with path.open("rb") as file:
         if file.read(len(BYTE_ORDER_MARK)) == BYTE_ORDER_MARK:
-            raise CheckpointError(f"{path} begins with a byte-order mark, which transformers can't read. Save it as plain UTF-8.")
+            raise CheckpointError(
+                f"{path} begins with a byte-order mark, which transformers can't read. Save it as plain UTF-8."
+            )
     if path.name == "config.json" and not _is_id(fields.get("vocab_size", 0)):
-        raise CheckpointError(f"{path}: vocab_size={str(fields['vocab_size'])[:40]} is no whole number.")
+        raise CheckpointError(
+            f"{path}: vocab_size={str(fields['vocab_size'])[:40]} is no whole number."
+        )
     return fields
 
 
@@ -150,7 +197,9 @@ def _generation_stops(path: Path) -> list[int]:
     said = read_json_object(path).get("eos_token_id") if os.path.lexists(path) else None
     stops = _listed(said)
     if not all(map(_is_id, stops)):
-        raise CheckpointError(f"{path}: eos_token_id={str(said)[:80]} is neither a token's id nor a list of them.")
+        raise CheckpointError(
+            f"{path}: eos_token_id={str(said)[:80]} is neither a token's id nor a list of them."
+        )
     return stops
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-# Large tensors in pages of 2 MiB: freeing them page by page was a third of the time that offloading takes. Torch reads it
-# at its first allocation.
+# Large tensors in pages of 2 MiB: freeing them page by page was a third of the time that offloading
+# takes. Torch reads it at its first allocation.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
@@ -35,7 +35,9 @@ class CPU:
         return None
 
     def select(self, local_rank: int, local_world_size: int) -> torch.device:
-        """Shares the cores between the processes of this host; more threads than cores only wait for each other."""
+        """Shares the cores between the processes of this host; more threads than cores only wait
+        for each other.
+        """
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, cores // local_world_size))
         return torch.device("cpu")
@@ -80,7 +82,9 @@ class CPU:
 
     def described(self) -> str:
         """The processor and torch, for people."""
-        return f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores; torch {torch.__version__}"
+        return (
+            f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores; torch {torch.__version__}"
+        )
 
     def peak_tflops(self) -> float | None:
         """Returns None: a CPU's peak is not known."""

@@ -63,7 +63,9 @@ class CUDA:
         return self._cuda.device_count()
 
     def select(self, local_rank: int, local_world_size: int) -> torch.device:
-        """Each process of a host takes the device of its local rank, and its share of the cores for work on the host."""
+        """Each process of a host takes the device of its local rank, and its share of the cores for
+        work on the host.
+        """
         self._cuda.set_device(local_rank)
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size))
         return torch.device("cuda", local_rank)
@@ -82,8 +84,8 @@ class CUDA:
     def host_buffer(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         """[size] on the host, pinned: quick to copy to and from the device.
 
-        Torch's own pinned memory comes in powers of two, up to twice what is asked for. This is a plain mapping that the driver
-        is told of, until the last tensor over it is gone.
+        Torch's own pinned memory comes in powers of two, up to twice what is asked for. This is a
+        plain mapping that the driver is told of, until the last tensor over it is gone.
         """
         if not size:
             return torch.empty(0, dtype=dtype)
@@ -92,14 +94,17 @@ class CUDA:
         buffer.zero_()  # by all threads: the driver would touch the pages with one
         runtime, address = self._cuda.cudart(), buffer.data_ptr()
         if failed := int(runtime.cudaHostRegister(address, len(memory), 0)):
-            raise MemoryError(f"{len(memory):,} bytes of host memory can't be pinned: cudaHostRegister says {failed}.")
-        # The array's end, not the mapping's, which would be gone already. At the process's end the driver sees to it.
+            raise MemoryError(
+                f"{len(memory):,} bytes of host memory can't be pinned: cudaHostRegister says {failed}."
+            )
+        # The array's end, not the mapping's, which would be gone already. At the process's end the
+        # driver sees to it.
         weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
         return buffer
 
     def copy_aside(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Aside:
-        """Copies each pair's first to its second, which is on the host, while the device goes on with other work. What it was
-        asked for before comes first.
+        """Copies each pair's first to its second, which is on the host, while the device goes on
+        with other work. What it was asked for before comes first.
         """
         self._side = self._side or self._cuda.Stream()
         self._side.wait_stream(self._cuda.current_stream())
@@ -111,15 +116,17 @@ class CUDA:
         return Aside(self._cuda, done)
 
     def release_unused(self) -> None:
-        """Gives freed memory back to others on this device (the rollout engine), past torch's cache."""
+        """Gives freed memory back to others on this device (the rollout engine), past torch's
+        cache.
+        """
         self._cuda.empty_cache()
 
     def synchronize(self) -> None:
         self._cuda.synchronize()
 
     def finish(self) -> None:
-        """Waits until what was queued is computed, but for no message that nobody has asked for yet: a neighbour may send it
-        only after it got one from here.
+        """Waits until what was queued is computed, but for no message that nobody has asked for
+        yet: a neighbour may send it only after it got one from here.
         """
         self._cuda.current_stream().synchronize()
 
@@ -144,12 +151,16 @@ class CUDA:
         )
 
     def peak_tflops(self) -> float | None:
-        """TFLOP/s of this device in bfloat16 without sparsity, as its data sheet says; None where its name is not known."""
+        """TFLOP/s of this device in bfloat16 without sparsity, as its data sheet says; None where
+        its name is not known.
+        """
         name = self._cuda.get_device_name()
         return next((peak for part, peak in PEAKS.items() if part in name), None)
 
     def peak_bytes(self) -> int:
-        """Bytes of tensors at most, in all stretches between `forget_peak`s since this was last asked."""
+        """Bytes of tensors at most, in all stretches between `forget_peak`s since this was last
+        asked.
+        """
         most = max(self._earlier, self._cuda.max_memory_allocated())
         self._earlier, self._told = 0, True
         return most
@@ -162,8 +173,8 @@ class CUDA:
 
     @contextmanager
     def waits(self) -> Iterator[list[str] | None]:
-        """Gathers where the host waits for the device within: "file:line", as often as it happens and torch knows of it. The
-        list is whole after the end.
+        """Gathers where the host waits for the device within: "file:line", as often as it happens
+        and torch knows of it. The list is whole after the end.
         """
         found: list[str] = []
         before = self._cuda.get_sync_debug_mode()
@@ -174,11 +185,19 @@ class CUDA:
                 yield found
             finally:
                 self._cuda.set_sync_debug_mode(before)
-                found += [f"{each.filename}:{each.lineno}" for each in heard if "synchronizing CUDA" in str(each.message)]
+                found += [
+                    f"{each.filename}:{each.lineno}"
+                    for each in heard
+                    if "synchronizing CUDA" in str(each.message)
+                ]
 
     def memory(self) -> dict[str, int]:
         """Bytes of this device: of tensors now and at most, and in torch's cache."""
-        now, most, cached = self._cuda.memory_allocated(), self._cuda.max_memory_allocated(), self._cuda.memory_reserved()
+        now, most, cached = (
+            self._cuda.memory_allocated(),
+            self._cuda.max_memory_allocated(),
+            self._cuda.memory_reserved(),
+        )
         return {"allocated": now, "most_allocated": most, "reserved": cached}
 
     def forget_peak(self) -> None:

@@ -1,4 +1,5 @@
-"""Times each kind of work of this process and, while recording, keeps a span of every stretch of it.
+"""Times each kind of work of this process and, while recording, keeps a span of every stretch of
+it.
 
 Nobody asks for it by default, and then nothing is timed (`SpanRecorder.measuring`).
 """
@@ -32,13 +33,17 @@ class SpanRecorder:
     def __init__(self) -> None:
         self.measuring = self.recording = False
         self._sums: dict[str, float] = defaultdict(float)
-        self._pending: list[tuple[str, Any, Any]] = []  # moments of a device that may not have come yet
+        # moments of a device that may not have come yet
+        self._pending: list[tuple[str, Any, Any]] = []
         self._spans: list[Span] = []
         self._open: dict[str, Any] = {}
         self._lock = threading.Lock()
 
     def take(self) -> dict[str, float]:
-        """Returns the counts, and the seconds of spans, by name, since the last call. Waits for the device where it must."""
+        """Returns the counts, and the seconds of spans, by name, since the last call.
+
+        Waits for the device where it must.
+        """
         for name, begin, end in self._pending:
             self.count(name, current().seconds(begin, end))
         self._pending.clear()
@@ -71,7 +76,10 @@ class SpanRecorder:
             self._spans.append(Span(name, thread or threading.current_thread().name, begin, end))
 
     def start(self, name: str) -> None:
-        """Work begins that the device may do later. Ends with `finish`; spans of one name don't overlap."""
+        """Work begins that the device may do later.
+
+        Ends with `finish`; spans of one name don't overlap.
+        """
         if self.recording:
             current().finish()
             self._open[name] = clock()

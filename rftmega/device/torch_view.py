@@ -1,9 +1,10 @@
 """Unmodified megatron-core on a machine without CUDA.
 
-megatron-core says `torch.cuda` on some 500 lines. An import hook gives its modules a *view* of torch, whose `.cuda` and
-factory functions land on the CPU; the real torch module, user code and vLLM see nothing of it. Each patch says what
-breaks without it, and `tests/distributed/test_torch_view.py` switches each off in turn and expects that failure.
-Written for megatron-core 0.16.1 (facts: shared spec `megatron_on_cpu.md`).
+megatron-core says `torch.cuda` on some 500 lines. An import hook gives its modules a *view* of
+torch, whose `.cuda` and factory functions land on the CPU; the real torch module, user code and
+vLLM see nothing of it. Each patch says what breaks without it, and
+`tests/distributed/test_torch_view.py` switches each off in turn and expects that failure. Written
+for megatron-core 0.16.1 (facts: shared spec `megatron_on_cpu.md`).
 """
 
 import contextlib
@@ -18,33 +19,60 @@ from typing import Any
 
 import torch
 
-PATCHES = ("current_device", "literals", "streams", "rng", "tensor_type", "tensor_cuda", "split_sizes", "uneven")
+PATCHES = (
+    "current_device",
+    "literals",
+    "streams",
+    "rng",
+    "tensor_type",
+    "tensor_cuda",
+    "split_sizes",
+    "uneven",
+)
 _CPU = torch.device("cpu")
-_FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like", "ones_like")
+_FACTORIES = (
+    "tensor",
+    "zeros",
+    "ones",
+    "empty",
+    "full",
+    "arange",
+    "empty_like",
+    "zeros_like",
+    "ones_like",
+)
 _installed = False
 
 
 def install(*, without: frozenset[str] = frozenset()) -> bool:
-    """Installs the import hook; False where there is nothing to do (CUDA is present, or it is installed).
+    """Installs the import hook; False where there is nothing to do (CUDA is present, or it is
+    installed).
 
-    `without` names patches to leave out (tests only). Raises RuntimeError where megatron.core was imported before.
+    `without` names patches to leave out (tests only). Raises RuntimeError where megatron.core was
+    imported before.
     """
     global _installed
     if _installed or torch.cuda.is_available():
         return False
     early = sorted(name for name in sys.modules if name.startswith("megatron.core"))
     if early:
-        raise RuntimeError(f"{early[0]} was imported before rftmega; import rftmega (or model_providers) first.")
+        raise RuntimeError(
+            f"{early[0]} was imported before rftmega; import rftmega (or model_providers) first."
+        )
     assert without <= set(PATCHES), without - set(PATCHES)
     after_import = {
-        module: patch for name, patches in _MODULE_PATCHES.items() if name not in without for module, patch in patches.items()
+        module: patch
+        for name, patches in _MODULE_PATCHES.items()
+        if name not in without
+        for module, patch in patches.items()
     }
     sys.meta_path.insert(0, _Finder(_view_of_torch(without), after_import))
     _installed = True
     return True
 
 
-# --- the view -----------------------------------------------------------------------------------------------------------
+# --- the view
+# -----------------------------------------------------------------------------------------------------------
 
 
 class _Stream:
@@ -81,9 +109,11 @@ class _Event:
 def _cuda_names(without: frozenset[str]) -> dict[str, Any]:
     stream = _Stream()
     groups: dict[str, dict[str, Any]] = {
-        # layers.py, mappings.py, rotary embeddings: `device=torch.cuda.current_device()` raises "not compiled with CUDA".
+        # layers.py, mappings.py, rotary embeddings: `device=torch.cuda.current_device()` raises
+        # "not compiled with CUDA".
         "current_device": {"current_device": lambda: _CPU},
-        # p2p_communication.py synchronises after every batched send and receive; the same AssertionError under PP.
+        # p2p_communication.py synchronises after every batched send and receive; the same
+        # AssertionError under PP.
         "streams": {
             "synchronize": lambda device=None: None,
             "Stream": _Stream,
@@ -93,14 +123,20 @@ def _cuda_names(without: frozenset[str]) -> dict[str, Any]:
             "stream": lambda stream: contextlib.nullcontext(),
             "set_stream": lambda stream: None,
         },
-        # tensor_parallel/random.py saves, seeds and restores the device's generator; here that is the CPU's own.
+        # tensor_parallel/random.py saves, seeds and restores the device's generator; here that is
+        # the CPU's own.
         "rng": {
             "get_rng_state": lambda device=None: torch.get_rng_state(),
             "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
             "manual_seed": lambda seed: torch.default_generator.manual_seed(seed),
         },
     }
-    return {key: value for group, names in groups.items() if group not in without for key, value in names.items()}
+    return {
+        key: value
+        for group, names in groups.items()
+        if group not in without
+        for key, value in names.items()
+    }
 
 
 def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
@@ -126,20 +162,30 @@ class _View(types.ModuleType):
 
 def _view_of_torch(without: frozenset[str]) -> types.ModuleType:
     own: dict[str, Any] = {"cuda": _View(torch.cuda, _cuda_names(without))}
-    if "literals" not in without:  # schedules.py, optimizer.py, clip_grads.py: `device="cuda"` in factory calls
+    # schedules.py, optimizer.py, clip_grads.py: `device="cuda"` in factory calls
+    if "literals" not in without:
         own |= {name: _on_cpu(getattr(torch, name)) for name in _FACTORIES}
     return _View(torch, own)
 
 
-# --- patches of single modules -------------------------------------------------------------------------------------------
+# --- patches of single modules
+# -------------------------------------------------------------------------------------------
 
 
 def _patch_rng(module: Any) -> None:
-    """`_set_cuda_rng_state` queues a lazy call that a CPU never runs: forked generators would silently share one stream."""
-    module._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
-    module._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
+    """`_set_cuda_rng_state` queues a lazy call that a CPU never runs: forked generators would
+    silently share one stream.
+    """
+    module._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: (
+        torch.get_rng_state()
+    )
+    module._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(
+        new_state
+    )
     # fork() warns when the CPU's generator moved in a "device" context: here it always has.
-    logging.getLogger(module.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
+    logging.getLogger(module.__name__).addFilter(
+        lambda record: "CPU RNG state changed" not in record.getMessage()
+    )
 
 
 @contextlib.contextmanager
@@ -176,14 +222,16 @@ def _within(owner: Any, name: str, attribute: str, value: Any) -> None:
 
 
 def _patch_float16_optimizer(module: Any) -> None:
-    """Makes parameters claim a CUDA type: the optimizer sorts them by `param.type() == "torch.cuda.FloatTensor"` and raises
-    TypeError for any other.
+    """Makes parameters claim a CUDA type: the optimizer sorts them by `param.type() ==
+    "torch.cuda.FloatTensor"` and raises TypeError for any other.
     """
     _within(module.Float16OptimizerWithFloat16Params, "__init__", "type", _claiming_cuda)
 
 
 def _patch_distributed_optimizer(module: Any) -> None:
-    _within(module.DistributedOptimizer, "_build_model_and_main_param_groups", "type", _claiming_cuda)
+    _within(
+        module.DistributedOptimizer, "_build_model_and_main_param_groups", "type", _claiming_cuda
+    )
 
 
 def _patch_clip(module: Any) -> None:
@@ -193,16 +241,25 @@ def _patch_clip(module: Any) -> None:
 
 def _patch_tied_embeddings(module: Any) -> None:
     """Tied embeddings over two stages are synchronised with `weight.data.cuda()`."""
-    _within(module.LanguageModule, "setup_embeddings_and_output_layer", "cuda", lambda self, *args, **kwargs: self)
+    _within(
+        module.LanguageModule,
+        "setup_embeddings_and_output_layer",
+        "cuda",
+        lambda self, *args, **kwargs: self,
+    )
 
 
 def _patch_context_slices(module: Any) -> None:
-    """Under context parallelism, positions of rows that are not packed are picked by `torch.tensor(...).cuda()`."""
+    """Under context parallelism, positions of rows that are not packed are picked by
+    `torch.tensor(...).cuda()`.
+    """
     _within(module, "get_pos_emb_on_this_cp_rank", "cuda", lambda self, *args, **kwargs: self)
 
 
 def _patch_split_sizes(module: Any) -> None:
-    """Only tensors on CUDA become the numpy array that the all-to-all between experts wants its split sizes as."""
+    """Only tensors on CUDA become the numpy array that the all-to-all between experts wants its
+    split sizes as.
+    """
     real = module.maybe_move_tensor_to_cpu
 
     @functools.wraps(real)
@@ -214,11 +271,15 @@ def _patch_split_sizes(module: Any) -> None:
 
 
 def _patch_uneven_collectives(module: Any) -> None:
-    """Processes that share an expert's matrices swap parts of unequal size, which NCCL can and gloo can't."""
+    """Processes that share an expert's matrices swap parts of unequal size, which NCCL can and gloo
+    can't.
+    """
     gather, reduce_scatter = module._gather_along_first_dim, module._reduce_scatter_along_first_dim
 
     @functools.wraps(gather)
-    def uneven_gather(input_: Any, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+    def uneven_gather(
+        input_: Any, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False
+    ) -> Any:
         if output_split_sizes is None or group.size() == 1:
             return gather(input_, group, output_split_sizes, use_global_buffer)
         if not (longest := max(output_split_sizes)):
@@ -226,10 +287,14 @@ def _patch_uneven_collectives(module: Any) -> None:
         padded = input_.new_zeros(longest, *input_.shape[1:])
         padded[: len(input_)] = input_
         parts = gather(padded, group).split(longest)
-        return torch.cat([part[:size] for part, size in zip(parts, output_split_sizes, strict=True)])
+        return torch.cat(
+            [part[:size] for part, size in zip(parts, output_split_sizes, strict=True)]
+        )
 
     @functools.wraps(reduce_scatter)
-    def uneven_reduce_scatter(input_: Any, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+    def uneven_reduce_scatter(
+        input_: Any, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False
+    ) -> Any:
         if input_split_sizes is None or group.size() == 1:
             return reduce_scatter(input_, group, input_split_sizes, use_global_buffer)
         if not (longest := max(input_split_sizes)):
@@ -239,7 +304,10 @@ def _patch_uneven_collectives(module: Any) -> None:
             place[: len(part)] = part
         return reduce_scatter(padded.flatten(0, 1), group)[: input_split_sizes[group.rank()]]
 
-    module._gather_along_first_dim, module._reduce_scatter_along_first_dim = uneven_gather, uneven_reduce_scatter
+    module._gather_along_first_dim, module._reduce_scatter_along_first_dim = (
+        uneven_gather,
+        uneven_reduce_scatter,
+    )
 
 
 _MODULE_PATCHES: dict[str, dict[str, Callable[[Any], None]]] = {
@@ -258,7 +326,8 @@ _MODULE_PATCHES: dict[str, dict[str, Callable[[Any], None]]] = {
 }
 
 
-# --- delivery ------------------------------------------------------------------------------------------------------------
+# --- delivery
+# ------------------------------------------------------------------------------------------------------------
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -268,7 +337,9 @@ class _Finder(importlib.abc.MetaPathFinder):
         self.view = view
         self.after_import = after_import
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Any = None, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
         if not name.startswith("megatron.core"):
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)

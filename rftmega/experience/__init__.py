@@ -6,4 +6,12 @@ from rftmega.experience.replay import ReplayBuffer
 from rftmega.experience.samples import collect, scores_of, seeds_of
 from rftmega.experience.supervised import given
 
-__all__ = ["ExperienceMaker", "ModelReward", "ReplayBuffer", "collect", "given", "scores_of", "seeds_of"]
+__all__ = [
+    "ExperienceMaker",
+    "ModelReward",
+    "ReplayBuffer",
+    "collect",
+    "given",
+    "scores_of",
+    "seeds_of",
+]

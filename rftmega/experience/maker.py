@@ -1,4 +1,7 @@
-"""ExperienceMaker: samples in, one Experience out. Asks the models for log-probs and values and turns rewards into advantages."""
+"""ExperienceMaker: samples in, one Experience out.
+
+Asks the models for log-probs and values and turns rewards into advantages.
+"""
 
 from typing import Any
 
@@ -12,7 +15,9 @@ from rftmega.types import Experience, Samples
 
 
 class ExperienceMaker:
-    """ExperienceMaker scores samples: advantages, old log-probs of the trainer and, where a KL has a weight, the reference's."""
+    """ExperienceMaker scores samples: advantages, old log-probs of the trainer and, where a KL has
+    a weight, the reference's.
+    """
 
     def __init__(
         self,
@@ -23,9 +28,10 @@ class ExperienceMaker:
         kl_weight: KLController | None = None,
         shape: Shaping | None = None,
     ):
-        """`chosen`: which advantages, whether they are whitened, where a KL goes, and whether truncated answers are left out
-        (those still count in their group, but teach nothing); None: GRPO without a KL. `kl_weight`: the KL's weight where it
-        moves; None: that of `chosen`. `shape` changes the rewards that advantages are made of.
+        """`chosen`: which advantages, whether they are whitened, where a KL goes, and whether
+        truncated answers are left out (those still count in their group, but teach nothing); None:
+        GRPO without a KL. `kl_weight`: the KL's weight where it moves; None: that of `chosen`.
+        `shape` changes the rewards that advantages are made of.
         """
         self.policy, self.critic = policy, critic
         self.chosen = chosen or AlgorithmConfig()
@@ -45,8 +51,8 @@ class ExperienceMaker:
             self.shape.moments.state = tuple(state["moments"])
 
     def make(self, samples: Samples, *, old_log_probs: bool = True) -> Experience:
-        """Without `old_log_probs` the experience has none, and the policy is left alone: its update's forward pass gives them.
-        That needs a KL that is not in the reward.
+        """Without `old_log_probs` the experience has none, and the policy is left alone: its
+        update's forward pass gives them. That needs a KL that is not in the reward.
         """
         rows, mask = samples.rows, samples.rows.mask
         stats = self.policy.log_probs(rows) if old_log_probs else None
@@ -58,7 +64,9 @@ class ExperienceMaker:
             assert old is not None, "a KL in the reward needs log-probs before the update"
             penalty = self.kl_in_reward.value * self.kl(old - reference)
         reward = self.shape(samples.reward, rows.lengths - rows.prompt_lengths)
-        advantage = advantages(Scored(reward, samples.group, mask, value, penalty), self.chosen.advantage)
+        advantage = advantages(
+            Scored(reward, samples.group, mask, value, penalty), self.chosen.advantage
+        )
         taught = mask & ~samples.truncated[:, None] if self.chosen.drop_truncated else mask
         return Experience(
             tokens=rows.tokens,

@@ -9,13 +9,16 @@ from rftmega.types import Samples
 
 
 class ModelReward:
-    """Adds `weight` times a reward model's score to the reward of every answer, once all of a rollout are there."""
+    """Adds `weight` times a reward model's score to the reward of every answer, once all of a
+    rollout are there.
+    """
 
     def __init__(self, model: ValueScorer, weight: float):
         self.model, self.weight = model, weight
 
     def __call__(self, samples: Samples) -> Samples:
-        """The score is the value after the answer's last token; as a part of the reward its name is "model".
+        """The score is the value after the answer's last token; as a part of the reward its name is
+        "model".
 
         Raises RewardError where one is no finite number.
         """

@@ -15,13 +15,15 @@ from rftmega.types import Experience
 
 
 class ReplayBuffer:
-    """Whole groups in the order in which they came. Its items are rows, each an Experience of one; `Experience.join` collates
-    them (`StrategyBase.setup_dataloader(buffer, n, collate_fn=Experience.join)`).
+    """Whole groups in the order in which they came. Its items are rows, each an Experience of one;
+    `Experience.join` collates them (`StrategyBase.setup_dataloader(buffer, n,
+    collate_fn=Experience.join)`).
     """
 
     def __init__(self, limit: int = 0, *, cpu_offload: bool = True):
-        """`limit`: rows; where there would be more, the oldest groups go (0: never). `cpu_offload`: rows wait on the host, where
-        there is a device in page-locked memory; otherwise where they are.
+        """`limit`: rows; where there would be more, the oldest groups go (0: never). `cpu_offload`:
+        rows wait on the host, where there is a device in page-locked memory; otherwise where they
+        are.
         """
         self.limit, self.cpu_offload = limit, cpu_offload
         self.groups: deque[Experience] = deque()
@@ -38,7 +40,8 @@ class ReplayBuffer:
         raise IndexError(f"Row {row} of {len(self)}.")
 
     def append(self, experience: Experience, group: Tensor) -> int:
-        """Adds rows; `group` [B] int64 says which belong together. How many groups went to make room.
+        """Adds rows; `group` [B] int64 says which belong together. How many groups went to make
+        room.
 
         Raises ValueError for a group that is larger than the limit.
         """
@@ -46,7 +49,9 @@ class ReplayBuffer:
         for number in group.unique().tolist():
             rows = experience.select((group == number).nonzero()[:, 0])
             if 0 < self.limit < len(rows):
-                raise ValueError(f"A group of {len(rows)} rows does not fit the buffer's limit of {self.limit}. Raise the limit.")
+                raise ValueError(
+                    f"A group of {len(rows)} rows does not fit the buffer's limit of {self.limit}. Raise the limit."
+                )
             if self.cpu_offload:
                 rows = rows.to(torch.device("cpu")).changed(pinned)
             self.groups.append(rows)
@@ -63,19 +68,30 @@ class ReplayBuffer:
 
     def state(self) -> dict[str, Any]:
         """All groups, as JSON has it but for their tensors, which are not copied."""
-        return {"groups": [{f.name: getattr(group, f.name) for f in fields(group)} for group in self.groups]}
+        return {
+            "groups": [
+                {f.name: getattr(group, f.name) for f in fields(group)} for group in self.groups
+            ]
+        }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         given = state["groups"]
         if isinstance(given, str):  # of a checkpoint of format 2
             given = torch.load(io.BytesIO(base64.b64decode(given)), weights_only=True)
         groups = [Experience(**group) for group in given]
-        self.groups = deque([group.changed(pinned) for group in groups] if self.cpu_offload else groups)
+        self.groups = deque(
+            [group.changed(pinned) for group in groups] if self.cpu_offload else groups
+        )
 
 
 def oldest(experience: Experience) -> int:
-    """The first policy version that chose one of the tokens. Raises ValueError where versions are not known."""
+    """The first policy version that chose one of the tokens.
+
+    Raises ValueError where versions are not known.
+    """
     if experience.versions is None:
-        raise ValueError("The experience does not say which policy chose its tokens (versions), so its age is not known.")
+        raise ValueError(
+            "The experience does not say which policy chose its tokens (versions), so its age is not known."
+        )
     chosen = experience.versions[experience.rows.mask]
     return int(chosen.min()) if len(chosen) else 0

@@ -9,19 +9,33 @@ from rftmega.types import Completion, Prompt, Rows, Samples
 
 
 def seeds_of(seed: int, step: int, requests: int, *, rollout: int = 0) -> list[int]:
-    """One a request, below 2^31: others in another step, in another `rollout` of the step, and in a run with another seed."""
+    """One a request, below 2^31: others in another step, in another `rollout` of the step, and in a
+    run with another seed.
+    """
     first = (seed * 1_000_003 + step) * requests + rollout * 1_640_531_527
     return [(first + i) % 2**31 for i in range(requests)]
 
 
-def scores_of(prompts: Sequence[Prompt], completions: Sequence[Completion], reward: Reward) -> list[dict[str, float]]:
-    """Returns the scores that completions carry; where one carries none, asks the reward for all of them."""
+def scores_of(
+    prompts: Sequence[Prompt], completions: Sequence[Completion], reward: Reward
+) -> list[dict[str, float]]:
+    """Returns the scores that completions carry; where one carries none, asks the reward for all of
+    them.
+    """
     known = [completion.scores for completion in completions if completion.scores is not None]
     return known if len(known) == len(completions) else reward(prompts, completions)
 
 
-def collect(prompts: Sequence[Prompt], completions: Sequence[Completion], reward: Reward, *, samples_per_prompt: int) -> Samples:
-    """Lays the rows out as given: one a completion, siblings side by side; scores what has not been."""
+def collect(
+    prompts: Sequence[Prompt],
+    completions: Sequence[Completion],
+    reward: Reward,
+    *,
+    samples_per_prompt: int,
+) -> Samples:
+    """Lays the rows out as given: one a completion, siblings side by side; scores what has not
+    been.
+    """
     pairs = list(zip(prompts, completions, strict=True))
     scores = scores_of(prompts, completions, reward)
     parts = list(dict.fromkeys(name for score in scores for name in score if name != "reward"))
@@ -45,7 +59,10 @@ def collect(prompts: Sequence[Prompt], completions: Sequence[Completion], reward
         group=torch.arange(len(pairs)) // samples_per_prompt,
         truncated=torch.tensor([completion.finish_reason == "length" for _, completion in pairs]),
         reward_parts={
-            name: torch.tensor([score.get(name, torch.nan) for score in scores], dtype=torch.float32) for name in parts
+            name: torch.tensor(
+                [score.get(name, torch.nan) for score in scores], dtype=torch.float32
+            )
+            for name in parts
         },
         versions=versions,
     )

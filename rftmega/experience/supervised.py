@@ -1,4 +1,6 @@
-"""Given rows as an Experience: nothing was sampled, so there is nothing to correct and no advantage."""
+"""Given rows as an Experience: nothing was sampled, so there is nothing to correct and no
+advantage.
+"""
 
 import torch
 
@@ -6,7 +8,9 @@ from rftmega.types import Experience, Rows
 
 
 def given(rows: Rows) -> Experience:
-    """`rows` with log-probs and advantages of 0, for the losses of algorithms/supervised.py, which read neither."""
+    """`rows` with log-probs and advantages of 0, for the losses of algorithms/supervised.py, which
+    read neither.
+    """
     zeros = torch.zeros(rows.mask.shape)
     return Experience(
         tokens=rows.tokens,

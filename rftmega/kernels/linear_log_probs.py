@@ -1,4 +1,5 @@
-"""Log-probabilities and entropy straight from hidden states: the logits exist for a chunk of tokens at a time.
+"""Log-probabilities and entropy straight from hidden states: the logits exist for a chunk of tokens
+at a time.
 
 Legend: N tokens, H hidden size, V this rank's part of the vocabulary, c tokens of a chunk.
 """
@@ -34,22 +35,34 @@ def linear_stats(
     *,
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
-    """(log-prob of each target, entropy), both [N] float32, of softmax(hidden @ weight.T / temperature); differentiable.
+    """(log-prob of each target, entropy), both [N] float32, of softmax(hidden @ weight.T /
+    temperature); differentiable.
 
-    `temperature` is one for all tokens or [N]. Padding columns are out of the softmax and get zero gradient. The gradient of
-    `hidden` is this rank's share: a sum over the tensor-parallel ranks is the caller's (Megatron's mappings do it).
+    `temperature` is one for all tokens or [N]. Padding columns are out of the softmax and get zero
+    gradient. The gradient of `hidden` is this rank's share: a sum over the tensor-parallel ranks is
+    the caller's (Megatron's mappings do it).
     """
     if not isinstance(temperature, Tensor):
         temperature = hidden_NH.new_full((), temperature, dtype=torch.float32)
-    return _LinearStats.apply(hidden_NH, weight_VH, targets_N, temperature.expand(len(hidden_NH)), shard, chunk)
+    return _LinearStats.apply(
+        hidden_NH, weight_VH, targets_N, temperature.expand(len(hidden_NH)), shard, chunk
+    )
 
 
 class _LinearStats(torch.autograd.Function):
-    """With p the softmax and H its entropy: d logp / d logit = [target] - p, d H / d logit = -p (log p + H)."""
+    """With p the softmax and H its entropy: d logp / d logit = [target] - p, d H / d logit = -p
+    (log p + H).
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, shard: VocabularyShard, chunk: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: Tensor,
+        shard: VocabularyShard,
+        chunk: int,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         largest, sums, last = _local_sums(hidden, weight, targets, temperature, shard, chunk)
@@ -60,7 +73,11 @@ class _LinearStats(torch.autograd.Function):
         normaliser, weighted, target = sums
         # A rank of padding only has -inf as its largest: its sums are 0, and 0 * -inf is not.
         totals = torch.stack(
-            [scale * normaliser, scale * (weighted + torch.where(normaliser > 0, shift, 0.0) * normaliser), target]
+            [
+                scale * normaliser,
+                scale * (weighted + torch.where(normaliser > 0, shift, 0.0) * normaliser),
+                target,
+            ]
         )
         _reduce(totals, shard.group, dist.ReduceOp.SUM)
         normaliser, weighted, target = totals
@@ -84,14 +101,22 @@ class _LinearStats(torch.autograd.Function):
             if last is not None and part is parts[-1]:
                 log_p = last
             else:
-                log_p = _logits(hidden[part], weight, temperature[part], ctx.shard).sub_(log_normaliser[part, None])
+                log_p = _logits(hidden[part], weight, temperature[part], ctx.shard).sub_(
+                    log_normaliser[part, None]
+                )
             grad = log_p.exp()
-            pull = torch.zeros_like(log_normaliser[part]) if grad_logp is None else grad_logp[part] / temperature[part]
+            pull = (
+                torch.zeros_like(log_normaliser[part])
+                if grad_logp is None
+                else grad_logp[part] / temperature[part]
+            )
             if grad_entropy is None:
                 grad.mul_(-pull[:, None])
             else:
                 log_p[:, ctx.shard.real :] = 0.0  # p is 0 there, and 0 * -inf is not
-                spread = log_p.add_(entropy[part, None]).mul_((grad_entropy[part] / temperature[part])[:, None])
+                spread = log_p.add_(entropy[part, None]).mul_(
+                    (grad_entropy[part] / temperature[part])[:, None]
+                )
                 grad.mul_(spread.add_(pull[:, None]).neg_())
             column, held = _columns(targets[part], ctx.shard)
             grad.scatter_add_(-1, column, (pull * held)[:, None])
@@ -105,11 +130,18 @@ class _LinearStats(torch.autograd.Function):
 
 
 def _local_sums(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, shard: VocabularyShard, chunk: int
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: Tensor,
+    shard: VocabularyShard,
+    chunk: int,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """This rank's largest logit m [N], and [3, N]: sum of exp(x - m), sum of exp(x - m) (x - m), the target's logit or 0.
+    """This rank's largest logit m [N], and [3, N]: sum of exp(x - m), sum of exp(x - m) (x - m),
+    the target's logit or 0.
 
-    Third, x - m of the last chunk [c, V]: it costs no more than a chunk does anyway, and backward need not compute it again.
+    Third, x - m of the last chunk [c, V]: it costs no more than a chunk does anyway, and backward
+    need not compute it again.
     """
     last = None
     largest = hidden.new_empty(len(hidden), dtype=torch.float32)

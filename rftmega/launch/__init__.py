@@ -1,1 +1,3 @@
-"""Everything around a run: command line, checks before it starts, the processes and the train function."""
+"""Everything around a run: command line, checks before it starts, the processes and the train
+function.
+"""

@@ -1,4 +1,7 @@
-"""Starts a run and reports its end: arguments, refusals, `--processes`, exit codes. Importing this costs nothing."""
+"""Starts a run and reports its end: arguments, refusals, `--processes`, exit codes.
+
+Importing this costs nothing.
+"""
 
 import argparse
 import contextlib
@@ -22,7 +25,8 @@ Train = Callable[[RunConfig], int]
 
 
 def run(train: Train, description: str | None) -> int:
-    """Checks the config of the command line, then trains: here, or in `--processes` ranks of this machine.
+    """Checks the config of the command line, then trains: here, or in `--processes` ranks of this
+    machine.
 
     Returns the exit code, after a message for what the user can mend.
     """
@@ -52,21 +56,40 @@ def arguments(description: str | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=description,
         usage="train_rl.py CONFIG [option=value ...] [--processes N] [--dry-run]",
-        epilog="Options, their defaults and meaning (CONFIG is a YAML file of them):\n" + reference(sys.argv[1:]),
+        epilog="Options, their defaults and meaning (CONFIG is a YAML file of them):\n"
+        + reference(sys.argv[1:]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("config", metavar="CONFIG", help="YAML file")
     parser.add_argument(
-        "overrides", nargs="*", metavar="option=value", default=[], help="dotted overrides, e.g. parallel.tensor=2"
+        "overrides",
+        nargs="*",
+        metavar="option=value",
+        default=[],
+        help="dotted overrides, e.g. parallel.tensor=2",
     )
-    parser.add_argument("--processes", type=int, help="start this many processes here (otherwise launch with torchrun)")
-    parser.add_argument("--dry-run", action="store_true", help="print layout, batch arithmetic and parameters a rank, and exit")
+    parser.add_argument(
+        "--processes",
+        type=int,
+        help="start this many processes here (otherwise launch with torchrun)",
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print layout, batch arithmetic and parameters a rank, and exit",
+    )
     return parser.parse_intermixed_args()
 
 
 def reference(argv: Sequence[str]) -> str:
-    """Returns the options that --help shows: those of a user's own parts, too, where a CONFIG that has plugins is given."""
-    files = [word for word in argv if not word.startswith("-") and "=" not in word and Path(word).is_file()]
+    """Returns the options that --help shows: those of a user's own parts, too, where a CONFIG that
+    has plugins is given.
+    """
+    files = [
+        word
+        for word in argv
+        if not word.startswith("-") and "=" not in word and Path(word).is_file()
+    ]
     overrides = [word for word in argv if not word.startswith("-") and "=" in word]
     if not {"-h", "--help"}.intersection(argv) or not files:
         return configuration.option_reference()
@@ -113,19 +136,23 @@ def launched(processes: int, train: Train, config: RunConfig) -> int:
     preload = ["rftmega.launch.preloaded", *preflight.engine_modules(config)]
     restarts, saves = config.faults.max_restarts, config.checkpoint.every > 0
     with folders_locked(config):
-        return launch(processes, rank, train, config, preload=preload, max_restarts=restarts, stops=saves)
+        return launch(
+            processes, rank, train, config, preload=preload, max_restarts=restarts, stops=saves
+        )
 
 
 def end_with_torchrun() -> None:
-    """Ends this rank with torchrun, where that started it: peers of a rank whose agent was killed would wait for ever."""
+    """Ends this rank with torchrun, where that started it: peers of a rank whose agent was killed
+    would wait for ever.
+    """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent(os.getppid(), signal.SIGKILL)
 
 
 @contextlib.contextmanager
 def folders_locked(config: RunConfig) -> Iterator[None]:
-    """Within, no other run writes where this one does. The launcher holds the locks, which outlives its ranks; without one the
-    first rank. Raises LockedError.
+    """Within, no other run writes where this one does. The launcher holds the locks, which outlives
+    its ranks; without one the first rank. Raises LockedError.
     """
     folders = {Path(config.trainer.output).resolve()}
     if config.checkpoint.every and config.checkpoint.folder:

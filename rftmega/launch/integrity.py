@@ -1,4 +1,6 @@
-"""Compares the files of a run's models with their checksums before they are read, where model.verify asks for it."""
+"""Compares the files of a run's models with their checksums before they are read, where
+model.verify asks for it.
+"""
 
 import logging
 import socket
@@ -27,8 +29,8 @@ class ChecksumReport(NamedTuple):
 
 
 def verify_models(world: World, config: RunConfig) -> None:
-    """A collective over all processes: those of a host share its files. Raises CheckpointError, the same on every process, where
-    a file is not as it was. A folder without checksums gets them.
+    """A collective over all processes: those of a host share its files. Raises CheckpointError, the
+    same on every process, where a file is not as it was. A folder without checksums gets them.
     """
     if not config.model.verify:
         return
@@ -52,9 +54,13 @@ def _verify(world: World, folder: Path) -> None:
         for name in names[world.local_rank :: world.local_size]:
             sums[name] = sum_of(folder / name, known.get(name, "xxh3").partition(":")[0], step=mark)
         missing = sorted(known.keys() - present)
-        strangers = sorted(name for name in present - known.keys() if known and name.endswith(".safetensors"))
+        strangers = sorted(
+            name for name in present - known.keys() if known and name.endswith(".safetensors")
+        )
         if missing or strangers:
-            said = [f"{name} is missing" for name in missing] + [f"{name} has none" for name in strangers]
+            said = [f"{name} is missing" for name in missing] + [
+                f"{name} has none" for name in strangers
+            ]
             error = f"of the files with checksums {', '.join(said)}"
     except CheckpointError as raised:
         error = str(raised)
@@ -68,7 +74,10 @@ def _verify(world: World, folder: Path) -> None:
     if not known:
         _first_time(world, folder, reports)
     if world.is_main:
-        count, seconds = len({name for report in reports for name in report.sums}), time.monotonic() - began
+        count, seconds = (
+            len({name for report in reports for name in report.sums}),
+            time.monotonic() - began,
+        )
         what = "are as they were" if known else f"have checksums now, in {CHECKSUMS}"
         log.info("%s: %d files %s (%.1f s)", folder, count, what, seconds)
 
@@ -78,11 +87,15 @@ def _first_time(world: World, folder: Path, reports: Sequence[ChecksumReport]) -
     error = None
     if world.is_main:
         try:
-            write_sums(folder, {name: found for report in reports for name, found in report.sums.items()})
+            write_sums(
+                folder, {name: found for report in reports for name, found in report.sums.items()}
+            )
         except CheckpointError as raised:
             error = str(raised)
     if errors := list(filter(None, gather_objects(error))):
-        raise CheckpointError(f"{errors[0]} model.verify=true needs it once; tools/convert.py checksums writes it, too.")
+        raise CheckpointError(
+            f"{errors[0]} model.verify=true needs it once; tools/convert.py checksums writes it, too."
+        )
 
 
 def complaints(reports: Sequence[ChecksumReport], known: dict[str, str]) -> list[str]:

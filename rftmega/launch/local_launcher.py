@@ -43,18 +43,21 @@ def launch(
     max_restarts: int = 0,
     stops: bool = False,
 ) -> int:
-    """Runs work(*arguments) on `processes` ranks and waits; the exit code for this process, which is what `work` gave where
-    all ranks came to their end. When one fails all are ended, and started again up to `max_restarts` times.
+    """Runs work(*arguments) on `processes` ranks and waits; the exit code for this process, which
+    is what `work` gave where all ranks came to their end. When one fails all are ended, and started
+    again up to `max_restarts` times.
 
-    With `stops`, SIGTERM and SIGUSR1 are requests that ranks see (`preemption.asked`); without, they end the ranks like Ctrl-C.
-    Ranks end with this process, however it ends. Where the device allows it, they are forked from a server that has imported
-    the modules `preload` once, which is most of a start. Raises the RFTMegaError that a rank raised, whichever it was: it would
-    only be raised again.
+    With `stops`, SIGTERM and SIGUSR1 are requests that ranks see (`preemption.asked`); without,
+    they end the ranks like Ctrl-C. Ranks end with this process, however it ends. Where the device
+    allows it, they are forked from a server that has imported the modules `preload` once, which is
+    most of a start. Raises the RFTMegaError that a rank raised, whichever it was: it would only be
+    raised again.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
     DynamicRendezvousHandler._create_tcp_store_server = _store  # type: ignore[assignment, method-assign]
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a line of NUMA advice a rank
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what it would say is said below
+    # what it would say is said below
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     if device.current().start_method == "forkserver":
         _start_server(preload)
     launcher = os.getpid(), process_start(os.getpid())
@@ -77,14 +80,23 @@ def launch(
         with _signals(folder / STOP if stops else None) as came:
             for restarts in range(max_restarts + 1):
                 try:
-                    config.rdzv_endpoint = f"{agent_files}/rendezvous{restarts}"  # one that has ended stays closed
+                    # one that has ended stays closed
+                    config.rdzv_endpoint = f"{agent_files}/rendezvous{restarts}"
                     given = (launcher, folder, restarts, stops, work, *arguments)
                     return max(elastic_launch(config, _rank)(*given).values())
                 except ChildFailedError as error:
-                    if said := sorted((folder / COMPLAINTS).iterdir(), key=lambda path: path.stat().st_mtime):
+                    if said := sorted(
+                        (folder / COMPLAINTS).iterdir(), key=lambda path: path.stat().st_mtime
+                    ):
                         raise _told(said[0]) from None
-                    then = f"all start again ({restarts + 1} of {max_restarts})" if restarts < max_restarts else "this is the end"
-                    sys.stderr.write(f"error: {_what(error)}; the other ranks were ended, {then}.\n")
+                    then = (
+                        f"all start again ({restarts + 1} of {max_restarts})"
+                        if restarts < max_restarts
+                        else "this is the end"
+                    )
+                    sys.stderr.write(
+                        f"error: {_what(error)}; the other ranks were ended, {then}.\n"
+                    )
                 except SignalException:
                     sys.stderr.write(f"stopped by {came[0].name}; all ranks were ended.\n")
                     return 128 + came[0]
@@ -92,7 +104,9 @@ def launch(
 
 
 def _told(complaint: Path) -> RFTMegaError:
-    """Reads the error that a rank wrote, one of ours: its exit code on the first line, and the message."""
+    """Reads the error that a rank wrote, one of ours: its exit code on the first line, and the
+    message.
+    """
     code, _, message = complaint.read_text().partition("\n")
     error = RFTMegaError(message)
     error.exit_code = int(code)
@@ -103,21 +117,33 @@ def _what(error: ChildFailedError) -> str:
     rank, first = error.get_first_failure()
     if first.exitcode < 0:
         return f"rank {rank} (pid {first.pid}) was killed by {signal.Signals(-first.exitcode).name}"
-    return f"rank {rank} (pid {first.pid}) exited with {first.exitcode}" + " (it hung)" * (first.exitcode == HUNG)
+    return f"rank {rank} (pid {first.pid}) exited with {first.exitcode}" + " (it hung)" * (
+        first.exitcode == HUNG
+    )
 
 
 def _store(handler: DynamicRendezvousHandler, address: str, port: int) -> TCPStore:
-    """Opens the store where the ranks meet, on loopback: torch's own listens to other hosts, too. The agent keeps its port."""
+    """Opens the store where the ranks meet, on loopback: torch's own listens to other hosts, too.
+
+    The agent keeps its port.
+    """
     listener = socket.create_server((address, port))
     bound = listener.getsockname()[1]
-    return TCPStore(address, bound, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    return TCPStore(
+        address, bound, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
 
 
 def _start_server(preload: Sequence[str]) -> None:
-    """Starts the server that ranks are forked from, deaf to signals from its first moment: it ends with this process."""
+    """Starts the server that ranks are forked from, deaf to signals from its first moment: it ends
+    with this process.
+    """
     multiprocessing.set_forkserver_preload([fork_server.__name__, *preload])
     os.environ[fork_server.LAUNCHER] = str(os.getpid())
-    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, *preemption.SIGNALS)}
+    handlers = {
+        number: signal.signal(number, signal.SIG_IGN)
+        for number in (signal.SIGINT, *preemption.SIGNALS)
+    }
     try:
         forkserver.ensure_running()
     finally:
@@ -128,10 +154,11 @@ def _start_server(preload: Sequence[str]) -> None:
 
 @contextmanager
 def _signals(stop_file: Path | None) -> Iterator[list[signal.Signals]]:
-    """Within, the first Ctrl-C or SIGTERM (gives which) ends the ranks, and further ones don't interrupt that. With a
-    `stop_file`, SIGTERM and SIGUSR1 only make it.
+    """Within, the first Ctrl-C or SIGTERM (gives which) ends the ranks, and further ones don't
+    interrupt that. With a `stop_file`, SIGTERM and SIGUSR1 only make it.
 
-    The agent's own handler raises for each of them, also out of the code that waits for the ranks to end.
+    The agent's own handler raises for each of them, also out of the code that waits for the ranks
+    to end.
     """
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, *preemption.SIGNALS)}
     every_time = elastic._terminate_process_handler
@@ -144,7 +171,8 @@ def _signals(stop_file: Path | None) -> Iterator[list[signal.Signals]]:
         for ended in handlers:
             signal.signal(ended, signal.SIG_IGN)
         came.append(signal.Signals(signum))
-        raise SignalException("stopped", signal.SIGKILL)  # what the ranks get: they may take another one for a request
+        # what the ranks get: they may take another one for a request
+        raise SignalException("stopped", signal.SIGKILL)
 
     elastic._terminate_process_handler = once
     if stop_file:
@@ -161,25 +189,34 @@ def _signals(stop_file: Path | None) -> Iterator[list[signal.Signals]]:
 
 
 def _rank(
-    launcher: tuple[int, int | None], folder: Path, restarts: int, stops: bool, work: Callable[..., int], *arguments: Any
+    launcher: tuple[int, int | None],
+    folder: Path,
+    restarts: int,
+    stops: bool,
+    work: Callable[..., int],
+    *arguments: Any,
 ) -> int:
-    """One rank: its title names it in `ps`; what is the user's to mend goes to the launcher, anything else is a traceback.
+    """One rank: its title names it in `ps`; what is the user's to mend goes to the launcher,
+    anything else is a traceback.
 
-    It is killed when the launcher ends: a signal that it can hear would be a request to save, in a folder that may be another
-    run's by then.
+    It is killed when the launcher ends: a signal that it can hear would be a request to save, in a
+    folder that may be another run's by then.
     """
-    end_with_parent(os.getppid(), signal.SIGKILL)  # the launcher, or the server of its forks, which ends with it
+    # the launcher, or the server of its forks, which ends with it
+    end_with_parent(os.getppid(), signal.SIGKILL)
     pid, started = launcher
     if process_start(pid) != started:  # before the line above
         os.kill(os.getpid(), signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of a terminal; the launcher ends the ranks
+    # Ctrl-C reaches every process of a terminal; the launcher ends the ranks
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     if stops:
         preemption.listen()
     else:
         preemption.unlisten()
     preemption.request.file = folder / STOP
     rank = os.environ["RANK"]
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(restarts)  # the agent has 0 there, as it is another one each time
+    # the agent has 0 there, as it is another one each time
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(restarts)
     setproctitle(f"rftmega rank {rank}")
     try:
         return work(*arguments)
@@ -193,6 +230,10 @@ def _rank(
         draft.rename(folder / COMPLAINTS / rank)
         sys.exit(1)
     except Exception:
-        time.sleep(GRACE)  # a collective fails within milliseconds of a peer's death, and it is the peer that is to be named
-        sys.stderr.write("".join(f"[rank {rank}] {line}\n" for line in traceback.format_exc().splitlines()))
+        # a collective fails within milliseconds of a peer's death, and it is the peer that is to be
+        # named
+        time.sleep(GRACE)
+        sys.stderr.write(
+            "".join(f"[rank {rank}] {line}\n" for line in traceback.format_exc().splitlines())
+        )
         sys.exit(1)

@@ -5,7 +5,12 @@ from pathlib import Path
 from converters import shard_shape, table
 from converters.export_folder import MARK, is_anothers
 from converters.hf_folder import HFFolder
-from model_providers.description import ModelDescription, describe, heads_violations, layout_violations
+from model_providers.description import (
+    ModelDescription,
+    describe,
+    heads_violations,
+    layout_violations,
+)
 from model_providers.hf_config import read_hf_config
 from model_providers.installed import installed, uses_transformer_engine
 from model_providers.placement import holdings
@@ -20,9 +25,11 @@ VLLM_CPU_LATENT_SIZE = 576
 VLLM_CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
-def preflight(config: RunConfig, world_size: int, *, local: bool = False, on: device.Device | None = None) -> None:
-    """Raises ConfigError that lists every reason why this run can't work on `world_size` processes (`local`: of this host),
-    on devices like this process's own or of another kind (`on`).
+def preflight(
+    config: RunConfig, world_size: int, *, local: bool = False, on: device.Device | None = None
+) -> None:
+    """Raises ConfigError that lists every reason why this run can't work on `world_size` processes
+    (`local`: of this host), on devices like this process's own or of another kind (`on`).
     """
     here, on = on is None, on or device.current()
     found = violations(config, world_size)
@@ -53,7 +60,9 @@ def preflight(config: RunConfig, world_size: int, *, local: bool = False, on: de
     servers = config.rollout.servers * config.rollout.tensor if config.strategy == "separate" else 0
     if devices is not None and world_size + servers > devices:
         beside = f" and {servers} of vLLM's" if servers else ""
-        found.append(f"--processes {world_size}{beside} are more than the {devices} CUDA device(s) here; each needs its own.")
+        found.append(
+            f"--processes {world_size}{beside} are more than the {devices} CUDA device(s) here; each needs its own."
+        )
     if config.faults.max_restarts and not local:
         found.append(
             f"faults.max_restarts={config.faults.max_restarts} needs --processes: whoever starts the ranks starts them again "
@@ -105,20 +114,33 @@ def _value_models(config: RunConfig, policy: ModelDescription) -> list[str]:
     """Lists what is wrong with critic and reward model, where there are such."""
     found = []
     longest = config.rollout.max_row_tokens
-    if config.algorithm.advantage.needs_critic and (config.critic.path or config.critic.parallel != config.parallel):
+    if config.algorithm.advantage.needs_critic and (
+        config.critic.path or config.critic.parallel != config.parallel
+    ):
         path = config.critic.path or config.model.path
-        found += _value_model("critic", "critic.path", path, config.critic.parallel, policy, longest)
+        found += _value_model(
+            "critic", "critic.path", path, config.critic.parallel, policy, longest
+        )
     path = config.reward.model_path
     if config.reward.model and path:
-        reasons = _value_model("reward model", "reward.model_path", path, config.parallel, policy, longest)
+        reasons = _value_model(
+            "reward model", "reward.model_path", path, config.parallel, policy, longest
+        )
         if not reasons and list(Path(path).glob("*.safetensors")) and HEAD not in HFFolder(path):
-            reasons = [f"reward.model_path={path} holds no {HEAD}: a policy says nothing about answers. Give a reward model."]
+            reasons = [
+                f"reward.model_path={path} holds no {HEAD}: a policy says nothing about answers. Give a reward model."
+            ]
         found += reasons
     return found
 
 
 def _value_model(
-    what: str, option: str, path: str, parallel: ParallelConfig, policy: ModelDescription, longest: int
+    what: str,
+    option: str,
+    path: str,
+    parallel: ParallelConfig,
+    policy: ModelDescription,
+    longest: int,
 ) -> list[str]:
     try:
         model = describe(read_hf_config(path))
@@ -131,7 +153,9 @@ def _value_model(
             "Take one with the policy's tokenizer."
         )
     if model.max_positions < longest:
-        found.append(f"{option}={path} knows {model.max_positions} positions; it reads rows of up to {longest} tokens.")
+        found.append(
+            f"{option}={path} knows {model.max_positions} positions; it reads rows of up to {longest} tokens."
+        )
     return found
 
 
@@ -142,9 +166,11 @@ def dry_run(config: RunConfig, world_size: int) -> str:
     parallel = config.parallel
     replica = parallel.tensor * parallel.context * parallel.pipeline
     data = world_size // replica
-    answers = {"rl": config.rollout.train_samples_per_prompt or config.rollout.samples_per_prompt, "sft": 1, "reward_model": 2}[
-        config.algorithm.task
-    ]
+    answers = {
+        "rl": config.rollout.train_samples_per_prompt or config.rollout.samples_per_prompt,
+        "sft": 1,
+        "reward_model": 2,
+    }[config.algorithm.task]
     rows = config.trainer.prompts_per_step * answers
     batch = f"{config.trainer.prompts_per_step} prompts x {answers} answers = {rows} rows"
     lines = [
@@ -161,19 +187,29 @@ def dry_run(config: RunConfig, world_size: int) -> str:
         place = place_of(rank, world_size, parallel)
         held = holdings(rules, model, parallel, **place._asdict())
         parameters = sum(shard_shape(item.rule, item.rank, item.ranks).numel() for item in held)
-        lines.append(f"  rank {rank}: tensor {place.tensor_rank}, stage {place.stage}: {parameters:,}")
+        lines.append(
+            f"  rank {rank}: tensor {place.tensor_rank}, stage {place.stage}: {parameters:,}"
+        )
     return "\n".join(lines)
 
 
 def _engines(config: RunConfig, world_size: int) -> str:
     if config.algorithm.task != "rl":
         return "none"
-    engines = config.rollout.servers if config.strategy == "separate" else world_size // config.rollout.tensor
+    engines = (
+        config.rollout.servers
+        if config.strategy == "separate"
+        else world_size // config.rollout.tensor
+    )
     return f"{engines} x {config.rollout.engine}, {config.rollout.tensor} process(es) each, {config.strategy}"
 
 
 def engine_modules(config: RunConfig) -> list[str]:
     """Modules of the chosen engine: those whose import takes long."""
-    if config.algorithm.task != "rl" or config.strategy == "separate" or config.rollout.engine == "scripted":
+    if (
+        config.algorithm.task != "rl"
+        or config.strategy == "separate"
+        or config.rollout.engine == "scripted"
+    ):
         return []
     return [f"rftmega.rollout.{config.rollout.engine}"]

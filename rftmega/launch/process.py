@@ -1,4 +1,6 @@
-"""Runs one process of a run: among the others, on a host that was looked at, watched, and able to hear that it is to stop."""
+"""Runs one process of a run: among the others, on a host that was looked at, watched, and able to
+hear that it is to stop.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -14,14 +16,21 @@ from rftmega.parallel.watchdog import watched
 
 @contextmanager
 def joined(config: RunConfig) -> Iterator[tuple[World, Callable[[], bool]]]:
-    """Within, gives the processes and what says whether they were asked to stop: for a run that saves, signals ask it.
+    """Within, gives the processes and what says whether they were asked to stop: for a run that
+    saves, signals ask it.
 
-    Raises NodeError where a host can't serve, CheckpointError where model.verify finds a file that is not as it was.
+    Raises NodeError where a host can't serve, CheckpointError where model.verify finds a file that
+    is not as it was.
     """
     saves = config.checkpoint.every > 0
     signals = preemption.listening() if saves else nullcontext()
     started = process_group.start(beside=installed().told)
-    with started as world, watched(config.faults.watchdog_seconds, world.rank), named(world), signals:
+    with (
+        started as world,
+        watched(config.faults.watchdog_seconds, world.rank),
+        named(world),
+        signals,
+    ):
         nodes.check_nodes(world, disk_space.needed(config))
         integrity.verify_models(world, config)
         yield world, preemption.agreed if saves else lambda: False

@@ -17,7 +17,10 @@ def train(config: RunConfig) -> int:
 
 
 def reinforce(config: RunConfig, tokenizer: Any) -> bool:
-    """Trains a policy on prompts by rewards. Returns whether the run was stopped before its last step."""
+    """Trains a policy on prompts by rewards.
+
+    Returns whether the run was stopped before its last step.
+    """
     from rftmega.data import prompts_of, ptx_of
     from rftmega.rewards import MajorityReward, check_prompts, create
 
@@ -36,11 +39,15 @@ def reinforce(config: RunConfig, tokenizer: Any) -> bool:
     with joined(config) as (world, stop):
         strategy = MegatronStrategy(config, world, stop_ids=tokenizer.stop_ids)
         size, pattern = config.rollout.samples_per_prompt, config.reward.answer_pattern
-        learnt = MajorityReward(tokenizer.decode, size, pattern) if config.reward.majority else reward
+        learnt = (
+            MajorityReward(tokenizer.decode, size, pattern) if config.reward.majority else reward
+        )
         trainer = Algorithm(config).reinforced(strategy, learnt, ptx=ptx, stop=stop)
         parts: dict[str, Any] = {"data": prompts, "trainer": trainer}
         evaluation = evaluation_of_prompts(config, held_out, reward)
-        trainer.callbacks = callbacks_of(config, strategy, parts, evaluation, tokenizer, is_main=world.is_main)
+        trainer.callbacks = callbacks_of(
+            config, strategy, parts, evaluation, tokenizer, is_main=world.is_main
+        )
         resume(trainer, strategy.checkpoints, parts, config.checkpoint)
         trainer.fit(prompts, steps=config.trainer.steps)
         strategy.close()
@@ -48,7 +55,10 @@ def reinforce(config: RunConfig, tokenizer: Any) -> bool:
 
 
 def supervise(config: RunConfig, tokenizer: Any) -> bool:
-    """Trains a policy on given answers, or a reward model on preferences. Returns whether the run was stopped early."""
+    """Trains a policy on given answers, or a reward model on preferences.
+
+    Returns whether the run was stopped early.
+    """
     from rftmega.data import given_of
 
     rows, held_out = given_of(config, tokenizer)
@@ -65,7 +75,9 @@ def supervise(config: RunConfig, tokenizer: Any) -> bool:
         trainer = Algorithm(config).supervised(strategy, stop=stop)
         parts: dict[str, Any] = {"data": rows, "trainer": trainer}
         evaluation = evaluation_of_rows(config, held_out, strategy.model)
-        trainer.callbacks = callbacks_of(config, strategy, parts, evaluation, tokenizer, is_main=world.is_main)
+        trainer.callbacks = callbacks_of(
+            config, strategy, parts, evaluation, tokenizer, is_main=world.is_main
+        )
         resume(trainer, strategy.checkpoints, parts, config.checkpoint)
         trainer.fit(rows, steps=config.trainer.steps)
     return trainer.stopped

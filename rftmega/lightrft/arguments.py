@@ -9,7 +9,9 @@ ESTIMATORS = {"leave_one_out": "rloo"}  # others have one name
 
 
 def lightrft_arguments(config: RunConfig) -> SimpleNamespace:
-    """Returns the options that `StrategyBase.args` and NaiveExperienceMaker read, and others that have a counterpart."""
+    """Returns the options that `StrategyBase.args` and NaiveExperienceMaker read, and others that
+    have a counterpart.
+    """
     algorithm, optimizer, rollout = config.algorithm, config.optimizer, config.rollout
     return SimpleNamespace(
         pretrain=config.model.path,

@@ -36,7 +36,10 @@ class LightRFTStrategy(StrategyBase):
         self.strategy = strategy
         self.config = config
         self.engine_processes = strategy.engine_processes
-        self.inference_engine, self.inference_engine_type = strategy.local_engine, config.rollout.engine
+        self.inference_engine, self.inference_engine_type = (
+            strategy.local_engine,
+            config.rollout.engine,
+        )
         self.policy: Policy = strategy.policy
         self.critic: ValueModel | None = strategy.critic
         self.reward_model: ValueModel | None = strategy.reward_model
@@ -50,25 +53,38 @@ class LightRFTStrategy(StrategyBase):
     @cached_property
     def tokenizer(self) -> Tokenizer:  # type: ignore[override]
         """Returns the tokenizer of the model's folder, read when it is first needed."""
-        return Tokenizer(self.config.model.path, trust_remote_code=self.config.model.trust_remote_code)
+        return Tokenizer(
+            self.config.model.path, trust_remote_code=self.config.model.trust_remote_code
+        )
 
     def backward(self, loss: Any, model: Any, optimizer: Any, **kwargs: Any) -> None:
-        """Raises NotImplementedError: a loss that was computed elsewhere can't go backward through Megatron's schedule."""
+        """Raises NotImplementedError: a loss that was computed elsewhere can't go backward through
+        Megatron's schedule.
+        """
         raise _the_schedules("backward")
 
-    def optimizer_step(self, optimizer: Any, model: Any, scheduler: Any, name: str = "model", **kwargs: Any) -> None:
+    def optimizer_step(
+        self, optimizer: Any, model: Any, scheduler: Any, name: str = "model", **kwargs: Any
+    ) -> None:
         """Raises NotImplementedError, as `backward`: the step belongs to the same call."""
         raise _the_schedules("optimizer_step")
 
     def create_optimizer(self, model: Any, **kwargs: Any) -> Any:
-        """The optimizer that the model was built with. Raises ValueError for settings: they are optimizer.* of the config."""
+        """The optimizer that the model was built with.
+
+        Raises ValueError for settings: they are optimizer.* of the config.
+        """
         if kwargs:
-            raise ValueError(f"create_optimizer takes no {', '.join(kwargs)}: optimizer.* of the config decides them.")
+            raise ValueError(
+                f"create_optimizer takes no {', '.join(kwargs)}: optimizer.* of the config decides them."
+            )
         return self.unwrap_model(model).manager.optimizer
 
     def _scheduler(self, model: Any, optimizer: Any, max_steps: int) -> Any:
         algorithm = self.config.algorithm
-        planned = (self.config.trainer.steps - self.config.critic.warmup_steps) * algorithm.steps_per_rollout
+        planned = (
+            self.config.trainer.steps - self.config.critic.warmup_steps
+        ) * algorithm.steps_per_rollout
         if max_steps != planned:
             raise ValueError(
                 f"max_steps={max_steps}, but the policy's (trainer.steps - critic.warmup_steps) x steps_per_rollout = {planned}. "
@@ -77,13 +93,18 @@ class LightRFTStrategy(StrategyBase):
         return self.unwrap_model(model).manager.scheduler
 
     def unwrap_model(self, model: Any) -> Any:
-        """The MegatronActor (MegatronCritic) of this strategy's policy (critic); a bare Megatron module of a wrapped one."""
+        """The MegatronActor (MegatronCritic) of this strategy's policy (critic); a bare Megatron
+        module of a wrapped one.
+        """
         if isinstance(model, ColocatedPolicy):
             return model.actor
         return model.model if isinstance(model, ColocatedValues) else super().unwrap_model(model)
 
     def maybe_load_optimizer(self, optimizer: Any, device: Any = None) -> Any:
-        """Brings Adam's state and the main parameters back. They come to the device that they left, whatever `device` is."""
+        """Brings Adam's state and the main parameters back.
+
+        They come to the device that they left, whatever `device` is.
+        """
         self.strategy.actor.manager.residency.on(MAIN_PARAMETERS, ADAM)
         return optimizer
 
@@ -94,9 +115,14 @@ class LightRFTStrategy(StrategyBase):
         return optimizer
 
     def _build_engine(self, args: Any, engine_type: str) -> Engine:
-        """The one that this strategy was built with. Raises ValueError for another type: rollout.engine decides it."""
+        """The one that this strategy was built with.
+
+        Raises ValueError for another type: rollout.engine decides it.
+        """
         if engine_type != self.config.rollout.engine:
-            raise ValueError(f"engine_type={engine_type!r}, but rollout.engine={self.config.rollout.engine}. Change the config.")
+            raise ValueError(
+                f"engine_type={engine_type!r}, but rollout.engine={self.config.rollout.engine}. Change the config."
+            )
         return self.strategy.local_engine
 
     def update_engine_weights(self, actor: Any) -> None:
@@ -107,14 +133,23 @@ class LightRFTStrategy(StrategyBase):
     def engine_generate_local(
         self, sampling_params: Any, prompt_token_ids: Any = None, multi_modal_inputs: Any = None
     ) -> list[GenerationOutput]:
-        """Generates as StrategyBase does. Raises NotImplementedError for strategy=separate: one process asks its servers."""
+        """Generates as StrategyBase does.
+
+        Raises NotImplementedError for strategy=separate: one process asks its servers.
+        """
         if self.config.strategy == "separate":
-            raise NotImplementedError("strategy=separate has no engine of a process's own: call gather_and_generate.")
+            raise NotImplementedError(
+                "strategy=separate has no engine of a process's own: call gather_and_generate."
+            )
         return super().engine_generate_local(sampling_params, prompt_token_ids, multi_modal_inputs)
 
-    def _generate(self, prompts: list[list[int]], seeds: list[int], temperature: float) -> list[Completion]:
+    def _generate(
+        self, prompts: list[list[int]], seeds: list[int], temperature: float
+    ) -> list[Completion]:
         if self.config.strategy == "separate":
-            return self.strategy.engine.generate([Prompt(tuple(ids)) for ids in prompts], seeds=seeds, temperature=temperature)
+            return self.strategy.engine.generate(
+                [Prompt(tuple(ids)) for ids in prompts], seeds=seeds, temperature=temperature
+            )
         self.strategy.phases.rollout()
         return super()._generate(prompts, seeds, temperature)
 
@@ -128,14 +163,18 @@ class LightRFTStrategy(StrategyBase):
         client_state: dict[str, Any] | None = None,
         save_latest: bool = True,
     ) -> None:
-        """The policy's (or the critic's) weights, optimizer and schedule as a training checkpoint `save_dir`/`tag`, with
-        `client_state`, which must be what JSON has; then at most `max_num` of them of at most `max_mem` MB stay. Every process
-        calls it; it waits for the disk. Raises CheckpointError where the folder can't be written, TypeError for a `client_state`
-        that JSON has not.
+        """The policy's (or the critic's) weights, optimizer and schedule as a training checkpoint
+        `save_dir`/`tag`, with `client_state`, which must be what JSON has; then at most `max_num`
+        of them of at most `max_mem` MB stay. Every process calls it; it waits for the disk. Raises
+        CheckpointError where the folder can't be written, TypeError for a `client_state` that JSON
+        has not.
         """
-        state = json.loads(json.dumps(client_state or {}))  # as it will come back: JSON's keys are strings
+        # as it will come back: JSON's keys are strings
+        state = json.loads(json.dumps(client_state or {}))
         name = tag or f"version{self.strategy.local_engine.version or 0}"
-        kept = TrainingCheckpoints(Path(save_dir), self._named(model), self.config, keep=max_num, keep_mb=max_mem)
+        kept = TrainingCheckpoints(
+            Path(save_dir), self._named(model), self.config, keep=max_num, keep_mb=max_mem
+        )
         kept.save(state, step=0, tag=name, latest=save_latest)
 
     def load_ckpt(
@@ -148,11 +187,13 @@ class LightRFTStrategy(StrategyBase):
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
     ) -> tuple[str, dict[str, Any]]:
-        """Takes back what `save_ckpt` wrote, under whatever layout; the engine must be given a policy's weights before its next
-        answer. `load_module_only`: weights alone, as without both of the flags before it; the optimizer's main parameters follow.
-        Without `load_module_strict` weights that the checkpoint lacks stay.
+        """Takes back what `save_ckpt` wrote, under whatever layout; the engine must be given a
+        policy's weights before its next answer. `load_module_only`: weights alone, as without both
+        of the flags before it; the optimizer's main parameters follow. Without `load_module_strict`
+        weights that the checkpoint lacks stay.
 
-        Raises CheckpointError where there is no such checkpoint, it is another model's, or not as it was written.
+        Raises CheckpointError where there is no such checkpoint, it is another model's, or not as
+        it was written.
         """
         models = self._named(model)
         found = retention.find(Path(load_dir), tag)
@@ -172,11 +213,15 @@ class LightRFTStrategy(StrategyBase):
         for name, trained in self.strategy.trained.items():
             if self.unwrap_model(model) is trained:
                 return {name: trained}
-        raise ValueError(f"{type(model).__name__} is not trained by this strategy, which saves its policy and its critic.")
+        raise ValueError(
+            f"{type(model).__name__} is not trained by this strategy, which saves its policy and its critic."
+        )
 
     def _refuse_another(self, model: Any) -> None:
         if self.unwrap_model(model) is not self.strategy.actor:
-            raise ValueError(f"{type(model).__name__} is not this strategy's policy, whose weights alone it pushes.")
+            raise ValueError(
+                f"{type(model).__name__} is not this strategy's policy, whose weights alone it pushes."
+            )
 
 
 def _the_schedules(name: str) -> NotImplementedError:

@@ -11,10 +11,12 @@ def build_inputs(
     videos: Sequence[Any] | None,
     videos_num: Sequence[int] | None,
 ) -> list[dict[str, Any]]:
-    """One dict a prompt: "prompt" and, where it has any, "multi_modal_data" with lists under "image" and "video".
+    """One dict a prompt: "prompt" and, where it has any, "multi_modal_data" with lists under
+    "image" and "video".
 
-    Media are nested (a list, or None, for each prompt) or flat, of which each prompt takes the next `images_num[i]`; flat
-    without numbers is one for each prompt. Raises ValueError where numbers, media and prompts don't add up.
+    Media are nested (a list, or None, for each prompt) or flat, of which each prompt takes the next
+    `images_num[i]`; flat without numbers is one for each prompt. Raises ValueError where numbers,
+    media and prompts don't add up.
     """
     pictures = _by_prompt("images", len(prompts), images, images_num)
     films = _by_prompt("videos", len(prompts), videos, videos_num)
@@ -25,22 +27,34 @@ def build_inputs(
     return inputs
 
 
-def _by_prompt(kind: str, prompts: int, media: Sequence[Any] | None, numbers: Sequence[int] | None) -> list[list[Any]]:
+def _by_prompt(
+    kind: str, prompts: int, media: Sequence[Any] | None, numbers: Sequence[int] | None
+) -> list[list[Any]]:
     if media is None:
         if numbers is not None and any(numbers):
-            raise ValueError(f"{kind}_num asks for {sum(numbers)} {kind}, but all_{kind} is None. Give them, or no numbers.")
+            raise ValueError(
+                f"{kind}_num asks for {sum(numbers)} {kind}, but all_{kind} is None. Give them, or no numbers."
+            )
         return [[] for _ in range(prompts)]
     if numbers is not None and len(numbers) != prompts:
-        raise ValueError(f"{kind}_num has {len(numbers)} entries for {prompts} prompts. Give one each.")
-    nested = len(media) == prompts and all(each is None or isinstance(each, list | tuple) for each in media)
+        raise ValueError(
+            f"{kind}_num has {len(numbers)} entries for {prompts} prompts. Give one each."
+        )
+    nested = len(media) == prompts and all(
+        each is None or isinstance(each, list | tuple) for each in media
+    )
     # A film may be a list of its frames: then the numbers tell flat from nested.
     if nested and (numbers is None or [len(each or ()) for each in media] == list(numbers)):
         return [list(each or ()) for each in media]
     if numbers is None:
         if len(media) != prompts:
-            raise ValueError(f"{len(media)} {kind} for {prompts} prompts: say in {kind}_num how many each prompt has.")
+            raise ValueError(
+                f"{len(media)} {kind} for {prompts} prompts: say in {kind}_num how many each prompt has."
+            )
         return [[] if each is None else [each] for each in media]
     if sum(numbers) != len(media):
-        raise ValueError(f"{kind}_num adds up to {sum(numbers)}, but there are {len(media)} {kind}.")
+        raise ValueError(
+            f"{kind}_num adds up to {sum(numbers)}, but there are {len(media)} {kind}."
+        )
     ends = [sum(numbers[: i + 1]) for i in range(prompts)]
     return [list(media[end - number : end]) for end, number in zip(ends, numbers, strict=True)]

@@ -1,4 +1,7 @@
-"""NaiveExperienceMaker: LightRFT's interface to what happens between prompts and advantages. It delegates; it has no formula."""
+"""NaiveExperienceMaker: LightRFT's interface to what happens between prompts and advantages.
+
+It delegates; it has no formula.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -8,7 +11,12 @@ import torch
 from torch import Tensor
 
 from rftmega.algorithms import kl
-from rftmega.algorithms.advantages import discounted_returns, group_normalised, leave_one_out, token_rewards
+from rftmega.algorithms.advantages import (
+    discounted_returns,
+    group_normalised,
+    leave_one_out,
+    token_rewards,
+)
 from rftmega.algorithms.gae import gae
 from rftmega.experience.samples import collect, seeds_of
 from rftmega.interfaces import Reward
@@ -29,7 +37,8 @@ REPLACED = {  # keyword of a rollout there -> what decides it here
     "eos_token_id": "the engine's stop_ids",
     "do_sample": "temperature (0 is greedy)",
 }
-SHAPING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # advantage_estimator -> rewards [B], group [B] -> rewards [B]
+# advantage_estimator -> rewards [B], group [B] -> rewards [B]
+SHAPING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "gae": lambda reward, group: reward,
     "reinforce": lambda reward, group: reward,
     "group_norm": group_normalised,
@@ -45,24 +54,44 @@ class Panel:
         self.rewards = rewards
 
     def part(self, *, whole_groups: bool) -> "Panel":
-        """Returns the rewards that compare the answers to a prompt with each other, or those that don't."""
-        return Panel({place: r for place, r in self.rewards.items() if getattr(r, "whole_groups", False) is whole_groups})
+        """Returns the rewards that compare the answers to a prompt with each other, or those that
+        don't.
+        """
+        return Panel(
+            {
+                place: r
+                for place, r in self.rewards.items()
+                if getattr(r, "whole_groups", False) is whole_groups
+            }
+        )
 
-    def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
+    def __call__(
+        self, prompts: Sequence[Prompt], completions: Sequence[Completion]
+    ) -> list[dict[str, float]]:
         found: list[dict[str, float]] = [{} for _ in completions]
         for place, reward in self.rewards.items():
             for scores, score in zip(found, reward(prompts, completions), strict=True):
                 scores[str(place)] = score["reward"]
         return found
 
-    def judged(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Completion]:
+    def judged(
+        self, prompts: Sequence[Prompt], completions: Sequence[Completion]
+    ) -> list[Completion]:
         """The answers with all scores; those that they have brought along are not asked for again."""
-        known = set.intersection(*(set(answer.scores or {}) for answer in completions)) if completions else set()
-        missing = Panel({place: reward for place, reward in self.rewards.items() if str(place) not in known})
+        known = (
+            set.intersection(*(set(answer.scores or {}) for answer in completions))
+            if completions
+            else set()
+        )
+        missing = Panel(
+            {place: reward for place, reward in self.rewards.items() if str(place) not in known}
+        )
         if not missing.rewards:
             return list(completions)
         pairs = zip(completions, missing(prompts, completions), strict=True)
-        return [replace(answer, scores={**(answer.scores or {}), **scores}) for answer, scores in pairs]
+        return [
+            replace(answer, scores={**(answer.scores or {}), **scores}) for answer, scores in pairs
+        ]
 
 
 class NaiveExperienceMaker:
@@ -85,21 +114,27 @@ class NaiveExperienceMaker:
     ):
         """Takes its parts, which must offer:
 
-        actor: `log_probs(rows) -> TokenStats` (a Policy); without `strategy` a RolloutEngine as well.
-        critic: `values(rows) -> [B, T]`, or None where no value model is used.
-        reward_model: a Reward, `(prompts, completions) -> [{"reward": float, ...}]`, or a list of them with a `reward_fn`.
-        initial_model: the reference: a Policy; the actor itself, whose `reference_log_probs(rows)` are asked; None: no KL.
-        tokenizer: rftmega.data.Tokenizer, or one of transformers. Prompts that are `Prompt`s don't need it.
-        kl_controller: `.value` is the weight of each token's KL in its reward; None: none, as where the KL is in the loss.
-        strategy: `.engine` is the RolloutEngine; `.args` may hold options (those of DEFAULTS, `advantage_estimator`,
+        actor: `log_probs(rows) -> TokenStats` (a Policy); without `strategy` a RolloutEngine as
+        well. critic: `values(rows) -> [B, T]`, or None where no value model is used. reward_model:
+        a Reward, `(prompts, completions) -> [{"reward": float, ...}]`, or a list of them with a
+        `reward_fn`. initial_model: the reference: a Policy; the actor itself, whose
+        `reference_log_probs(rows)` are asked; None: no KL. tokenizer: rftmega.data.Tokenizer, or
+        one of transformers. Prompts that are `Prompt`s don't need it. kl_controller: `.value` is
+        the weight of each token's KL in its reward; None: none, as where the KL is in the loss.
+        strategy: `.engine` is the RolloutEngine; `.args` may hold options (those of DEFAULTS,
+        `advantage_estimator`,
             `kl_estimator`). MegatronStrategy offers both.
-        reward_fn: `(list of rewards [B], one a reward model) -> [B]`. Where given, `label_map` and `recipe`, and with either of
+        reward_fn: `(list of rewards [B], one a reward model) -> [B]`. Where given, `label_map` and
+        `recipe`, and with either of
             them `labels`, are handed on as keyword arguments.
 
-        Raises ValueError where rewards can't be combined, or for `remote_rm_url`: a remote reward is a Reward as well.
+        Raises ValueError where rewards can't be combined, or for `remote_rm_url`: a remote reward
+        is a Reward as well.
         """
         self.actor, self.critic, self.initial_model = actor, critic, initial_model
-        rewards: list[Reward] = list(reward_model) if isinstance(reward_model, list | tuple) else [reward_model]
+        rewards: list[Reward] = (
+            list(reward_model) if isinstance(reward_model, list | tuple) else [reward_model]
+        )
         self.panel = Panel(dict(enumerate(rewards)))
         self.tokenizer, self.prompt_max_len, self.kl_controller, self.strategy = (
             tokenizer,
@@ -108,29 +143,41 @@ class NaiveExperienceMaker:
             strategy,
         )
         if remote_rm_url:
-            raise ValueError("remote_rm_url is not read: give reward_model a Reward that asks the server.")
+            raise ValueError(
+                "remote_rm_url is not read: give reward_model a Reward that asks the server."
+            )
         if reward_fn is None and (len(rewards) > 1 or reward_fn_label_map or reward_recipe):
-            raise ValueError("Several reward models, a label map or a recipe need a reward_fn that combines the rewards.")
+            raise ValueError(
+                "Several reward models, a label map or a recipe need a reward_fn that combines the rewards."
+            )
         self.reward_fn = reward_fn
         given = {"label_map": reward_fn_label_map, "recipe": reward_recipe}
         self.reward_options = {name: value for name, value in given.items() if value is not None}
         self.pad_id: int = getattr(tokenizer, "pad_token_id", None) or 0
         self.args = getattr(strategy, "args", None)
-        self.advantage_estimator: str = getattr(self.args, "advantage_estimator", "gae" if critic is not None else "group_norm")
+        self.advantage_estimator: str = getattr(
+            self.args, "advantage_estimator", "gae" if critic is not None else "group_norm"
+        )
         if self.advantage_estimator not in SHAPING:
-            raise ValueError(f"advantage_estimator={self.advantage_estimator!r} is unknown. Choose one of {', '.join(SHAPING)}.")
+            raise ValueError(
+                f"advantage_estimator={self.advantage_estimator!r} is unknown. Choose one of {', '.join(SHAPING)}."
+            )
         if self.advantage_estimator == "gae" and critic is None:
-            raise ValueError("advantage_estimator='gae' needs values: give a critic, or choose another estimator.")
+            raise ValueError(
+                "advantage_estimator='gae' needs values: give a critic, or choose another estimator."
+            )
         self.kl = kl.ESTIMATORS[getattr(self.args, "kl_estimator", "k1")]
         self.rollouts = 0  # so that no two of them draw alike
 
     def generate_samples(self, all_prompts: Sequence[str | Prompt], **kw: Any) -> list[Samples]:
-        """Answers in batches of `micro_rollout_batch_size`, `n_samples_per_prompt` of each prompt side by side.
+        """Answers in batches of `micro_rollout_batch_size`, `n_samples_per_prompt` of each prompt
+        side by side.
 
-        `labels` (a string a prompt) is what a reward compares with; a Prompt brings its own. Options are those of DEFAULTS.
-        The engine is asked once for all: an answer depends on its own seed, not on its batch. It may judge answers where and
-        while it gives them; a reward that compares the answers to a prompt is asked once all are there. Raises ValueError for
-        an option that nothing here reads.
+        `labels` (a string a prompt) is what a reward compares with; a Prompt brings its own.
+        Options are those of DEFAULTS. The engine is asked once for all: an answer depends on its
+        own seed, not on its batch. It may judge answers where and while it gives them; a reward
+        that compares the answers to a prompt is asked once all are there. Raises ValueError for an
+        option that nothing here reads.
         """
         option = self._options(kw)
         prompts = self._prompts(all_prompts, kw.get("labels"))
@@ -141,7 +188,8 @@ class NaiveExperienceMaker:
         at_once = self.panel.part(whole_groups=False)
         asked = {"reward": at_once} if at_once.rewards else {}
         completions = self.panel.judged(
-            requests, engine.generate(requests, seeds=seeds, temperature=option["temperature"], **asked)
+            requests,
+            engine.generate(requests, seeds=seeds, temperature=option["temperature"], **asked),
         )
         group = torch.arange(len(requests)) // option["n_samples_per_prompt"]
         size = option["micro_rollout_batch_size"]
@@ -149,7 +197,9 @@ class NaiveExperienceMaker:
         return [self._samples(requests[part], completions[part], group[part]) for part in parts]
 
     def make_experience(self, samples: Samples) -> Experience:
-        """Log-probs, values, KL and, in `info`, rewards of one batch; advantages and returns are still to come."""
+        """Log-probs, values, KL and, in `info`, rewards of one batch; advantages and returns are
+        still to come.
+        """
         rows, answers = samples.rows(), self._answers(samples)
         stats: TokenStats = self.actor.log_probs(rows)
         own = per_action(stats.logp, rows)
@@ -178,13 +228,18 @@ class NaiveExperienceMaker:
             action_entropy=None if stats.entropy is None else per_action(stats.entropy, rows),
         )
 
-    def make_experience_list(self, all_prompts: Sequence[str | Prompt], **kw: Any) -> list[Experience]:
-        """Generates and judges all, then shapes rewards as a whole, then finds each batch's advantages and returns.
+    def make_experience_list(
+        self, all_prompts: Sequence[str | Prompt], **kw: Any
+    ) -> list[Experience]:
+        """Generates and judges all, then shapes rewards as a whole, then finds each batch's
+        advantages and returns.
 
         `kw` as for `generate_samples`; `gamma` and `lambd` are read here.
         """
         option = self._options(kw)
-        made = [self.make_experience(samples) for samples in self.generate_samples(all_prompts, **kw)]
+        made = [
+            self.make_experience(samples) for samples in self.generate_samples(all_prompts, **kw)
+        ]
         made, rewards = self.process_experiences(made)
         for experience, reward in zip(made, rewards, strict=True):
             assert experience.action_mask is not None and experience.info is not None
@@ -194,16 +249,25 @@ class NaiveExperienceMaker:
             if self.advantage_estimator == "gae":
                 assert experience.values is not None
                 experience.advantages, experience.returns = self.get_advantages_and_returns(
-                    experience.values, placed, experience.action_mask, option["gamma"], option["lambd"]
+                    experience.values,
+                    placed,
+                    experience.action_mask,
+                    option["gamma"],
+                    option["lambd"],
                 )
             else:
-                experience.returns = self.get_cumulative_returns(placed, experience.action_mask, option["gamma"])
+                experience.returns = self.get_cumulative_returns(
+                    placed, experience.action_mask, option["gamma"]
+                )
                 experience.advantages = experience.returns.clone()
             experience.info["return"] = placed.sum(-1)
         return made
 
-    def process_experiences(self, experiences: list[Experience]) -> tuple[list[Experience], list[Tensor]]:
-        """(experiences, their rewards [B]), rewards shaped over all batches at once; override it to filter.
+    def process_experiences(
+        self, experiences: list[Experience]
+    ) -> tuple[list[Experience], list[Tensor]]:
+        """(experiences, their rewards [B]), rewards shaped over all batches at once; override it to
+        filter.
 
         A group may lie in several batches.
         """
@@ -211,7 +275,8 @@ class NaiveExperienceMaker:
             return [], []
         infos = [experience.info or {} for experience in experiences]
         shaped = SHAPING[self.advantage_estimator](
-            torch.cat([info["reward"] for info in infos]), torch.cat([info["group"] for info in infos])
+            torch.cat([info["reward"] for info in infos]),
+            torch.cat([info["group"] for info in infos]),
         )
         return experiences, list(shaped.split([len(info["reward"]) for info in infos]))
 
@@ -225,17 +290,25 @@ class NaiveExperienceMaker:
         """[B, A]: see `discounted_returns`."""
         return discounted_returns(rewards, action_mask.bool(), gamma)
 
-    def tokenize_fn(self, texts: str | list[str], max_length: int, padding: bool = True, device: Any = None) -> Any:
-        """Token ids, cut off after `max_length`: a dict of left-padded input_ids and attention_mask [B, S] on `device`, or,
-        without `padding`, a list of ids a text.
+    def tokenize_fn(
+        self, texts: str | list[str], max_length: int, padding: bool = True, device: Any = None
+    ) -> Any:
+        """Token ids, cut off after `max_length`: a dict of left-padded input_ids and attention_mask
+        [B, S] on `device`, or, without `padding`, a list of ids a text.
         """
-        ids = [self._ids(text)[:max_length] for text in ([texts] if isinstance(texts, str) else texts)]
+        ids = [
+            self._ids(text)[:max_length] for text in ([texts] if isinstance(texts, str) else texts)
+        ]
         if not padding:
             return ids
         width = max(map(len, ids), default=0)
         return {
-            "input_ids": torch.tensor([[self.pad_id] * (width - len(each)) + each for each in ids], dtype=torch.int64).to(device),
-            "attention_mask": torch.tensor([[0] * (width - len(each)) + [1] * len(each) for each in ids]).to(device),
+            "input_ids": torch.tensor(
+                [[self.pad_id] * (width - len(each)) + each for each in ids], dtype=torch.int64
+            ).to(device),
+            "attention_mask": torch.tensor(
+                [[0] * (width - len(each)) + [1] * len(each) for each in ids]
+            ).to(device),
         }
 
     def _ids(self, text: str) -> list[int]:
@@ -243,28 +316,49 @@ class NaiveExperienceMaker:
             return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         return list(self.tokenizer.encode(text, chat_template=False))
 
-    def _prompts(self, all_prompts: Sequence[str | Prompt], labels: Sequence[str] | None) -> list[Prompt]:
+    def _prompts(
+        self, all_prompts: Sequence[str | Prompt], labels: Sequence[str] | None
+    ) -> list[Prompt]:
         given = [""] * len(all_prompts) if labels is None else list(labels)
         if len(given) != len(all_prompts):
             raise ValueError(f"{len(given)} labels for {len(all_prompts)} prompts: give one each.")
         return [
             prompt
             if isinstance(prompt, Prompt)
-            else Prompt(tuple(self.tokenize_fn(prompt, self.prompt_max_len, padding=False)[0]), label=label, index=index)
+            else Prompt(
+                tuple(self.tokenize_fn(prompt, self.prompt_max_len, padding=False)[0]),
+                label=label,
+                index=index,
+            )
             for index, (prompt, label) in enumerate(zip(all_prompts, given, strict=True))
         ]
 
     def _options(self, kw: Mapping[str, Any]) -> dict[str, Any]:
         """DEFAULTS, overridden by the strategy's args, overridden by `kw`."""
         for name in kw.keys() - DEFAULTS.keys() - {"labels"}:
-            why = f"{REPLACED[name]} decides it" if name in REPLACED else f"options are labels, {', '.join(DEFAULTS)}"
+            why = (
+                f"{REPLACED[name]} decides it"
+                if name in REPLACED
+                else f"options are labels, {', '.join(DEFAULTS)}"
+            )
             raise ValueError(f"{name}={kw[name]!r} is not read here: {why}.")
-        return {name: kw.get(name, getattr(self.args, name, default)) for name, default in DEFAULTS.items()}
+        return {
+            name: kw.get(name, getattr(self.args, name, default))
+            for name, default in DEFAULTS.items()
+        }
 
-    def _samples(self, prompts: list[Prompt], completions: list[Completion], group: Tensor) -> Samples:
-        silent = [replace(answer, scores={"reward": 0.0}) for answer in completions]  # a panel has no sum: rows only
+    def _samples(
+        self, prompts: list[Prompt], completions: list[Completion], group: Tensor
+    ) -> Samples:
+        # a panel has no sum: rows only
+        silent = [replace(answer, scores={"reward": 0.0}) for answer in completions]
         rows = collect(prompts, silent, self.panel, samples_per_prompt=1).rows
-        made = Samples.of(rows, prompts=list(prompts), labels=[prompt.label for prompt in prompts], pad_id=self.pad_id)
+        made = Samples.of(
+            rows,
+            prompts=list(prompts),
+            labels=[prompt.label for prompt in prompts],
+            pad_id=self.pad_id,
+        )
         made.completions, made.group = completions, group
         return made
 
@@ -273,14 +367,28 @@ class NaiveExperienceMaker:
         if samples.completions is not None:
             return samples.completions
         rows = samples.rows()
-        pairs = zip(rows.tokens.tolist(), rows.prompt_lengths.tolist(), rows.lengths.tolist(), strict=True)
+        pairs = zip(
+            rows.tokens.tolist(), rows.prompt_lengths.tolist(), rows.lengths.tolist(), strict=True
+        )
         return [Completion(tuple(ids[begin:end]), (), "stop", -1) for ids, begin, end in pairs]
 
     def _judge(self, samples: Samples, rows: Rows, answers: list[Completion]) -> Tensor:
-        pairs = zip(rows.tokens.tolist(), rows.prompt_lengths.tolist(), samples.prompts, samples.labels, strict=True)
-        prompts = [given if isinstance(given, Prompt) else Prompt(tuple(ids[:end]), label) for ids, end, given, label in pairs]
+        pairs = zip(
+            rows.tokens.tolist(),
+            rows.prompt_lengths.tolist(),
+            samples.prompts,
+            samples.labels,
+            strict=True,
+        )
+        prompts = [
+            given if isinstance(given, Prompt) else Prompt(tuple(ids[:end]), label)
+            for ids, end, given, label in pairs
+        ]
         scores = [answer.scores or {} for answer in self.panel.judged(prompts, answers)]
-        parts = [torch.tensor([score[str(place)] for score in scores], dtype=torch.float32) for place in self.panel.rewards]
+        parts = [
+            torch.tensor([score[str(place)] for score in scores], dtype=torch.float32)
+            for place in self.panel.rewards
+        ]
         if self.reward_fn is None:
             return parts[0]
         labels = {"labels": samples.labels} if self.reward_options else {}

@@ -1,8 +1,10 @@
-"""Samples and Experience as users of LightRFT know them: one canvas of left-padded prompts and right-padded responses.
+"""Samples and Experience as users of LightRFT know them: one canvas of left-padded prompts and
+right-padded responses.
 
-Column c of `sequences` is a prompt token up to P and a response token from P on; a per-action tensor [B, A] has the
-response's i-th token in column i. `rftmega.types` starts its rows at column 0 and aligns with targets: the functions at the
-end go from one to the other. Everything is found from lengths, never from token values.
+Column c of `sequences` is a prompt token up to P and a response token from P on; a per-action
+tensor [B, A] has the response's i-th token in column i. `rftmega.types` starts its rows at column 0
+and aligns with targets: the functions at the end go from one to the other. Everything is found from
+lengths, never from token values.
 """
 
 from collections.abc import Callable
@@ -23,23 +25,31 @@ def to(tensor: Tensor | list[Tensor], device: torch.device | str) -> Any:
 
 
 def pin_memory(tensor: Tensor | list[Tensor]) -> Any:
-    """A tensor, or a list of them, in page-locked memory, from which copies to a device are quick; as it is without a device."""
+    """A tensor, or a list of them, in page-locked memory, from which copies to a device are quick;
+    as it is without a device.
+    """
     if not torch.accelerator.is_available():
         return tensor
     return [pinned(each) for each in tensor] if isinstance(tensor, list) else pinned(tensor)
 
 
 def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
-    """`value` with `change` done to every tensor in it; what is no tensor, nor a list or dict of some, stays."""
+    """`value` with `change` done to every tensor in it; what is no tensor, nor a list or dict of
+    some, stays.
+    """
     if isinstance(value, dict):
         return {name: _changed(each, change) for name, each in value.items()}
-    tensors = isinstance(value, list) and bool(value) and all(isinstance(each, Tensor) for each in value)
+    tensors = (
+        isinstance(value, list) and bool(value) and all(isinstance(each, Tensor) for each in value)
+    )
     return change(value) if tensors or isinstance(value, Tensor) else value
 
 
 @dataclass
 class Experience:
-    """Experience holds a rollout's rows for training: B rows, S columns (all rows alike), A of them for the response."""
+    """Experience holds a rollout's rows for training: B rows, S columns (all rows alike), A of them
+    for the response.
+    """
 
     sequences: Tensor  # [B, S] int64, left-padded prompts and right-padded responses
     action_log_probs: Tensor  # [B, A] under the trainer, before this rollout's first update
@@ -51,14 +61,18 @@ class Experience:
     action_mask: Tensor | None  # [B, A] bool
     info: dict[str, Any] | None  # name -> [B] or [B, A], or what is no tensor
     kl: Tensor | None = None  # [B, A]
-    action_entropy: Tensor | None = None  # [B, A], for learning from tokens of high entropy only (arXiv:2506.01939)
+    # [B, A], for learning from tokens of high entropy only (arXiv:2506.01939)
+    action_entropy: Tensor | None = None
 
     def to_device(self, device: torch.device | str) -> "Experience":
         """Moves every tensor, those of `info` too; returns itself."""
         return self._change(lambda value: to(value, device))
 
     def pin_memory(self) -> "Experience":
-        """Pins every tensor, those of `info` too; returns itself. Nothing happens on a machine without a device."""
+        """Pins every tensor, those of `info` too; returns itself.
+
+        Nothing happens on a machine without a device.
+        """
         return self._change(pin_memory)
 
     def _change(self, change: Callable[[Any], Any]) -> "Experience":
@@ -69,10 +83,13 @@ class Experience:
 
 @dataclass
 class Samples:
-    """Answers of one rollout, batched ([B, S], padded) or packed (one row of all tokens, B sequences behind each other)."""
+    """Answers of one rollout, batched ([B, S], padded) or packed (one row of all tokens, B
+    sequences behind each other).
+    """
 
     sequences: Tensor  # [B, S] int64; packed [1, total]
-    attention_mask: Tensor  # [B, S] bool; packed [1, total] int64: which sequence, from 1 on; 0 is padding
+    # [B, S] bool; packed [1, total] int64: which sequence, from 1 on; 0 is padding
+    attention_mask: Tensor
     action_mask: Tensor | None  # [B, A] bool; packed None
     num_actions: int | Tensor  # A; packed [B] int64
     packed_seq_lens: Tensor | None  # batched None; packed [B] int64
@@ -81,8 +98,10 @@ class Samples:
     prompts: list[Any]  # as they were given
     labels: list[str]
     pad_len: int | None  # packed: padding tokens behind the last sequence
-    completions: list[Completion] | None = field(default=None, init=False)  # the engine's answers, where it made these
-    group: Tensor | None = field(default=None, init=False)  # [B] int64; rows with equal numbers answer the same prompt
+    # the engine's answers, where it made these
+    completions: list[Completion] | None = field(default=None, init=False)
+    # [B] int64; rows with equal numbers answer the same prompt
+    group: Tensor | None = field(default=None, init=False)
 
     @classmethod
     def of(cls, rows: Rows, *, prompts: list[Any], labels: list[str], pad_id: int = 0) -> "Samples":
@@ -106,19 +125,27 @@ class Samples:
     def rows(self) -> Rows:
         """Returns rows that start at column 0; padding becomes 0.
 
-        Raises ValueError where `action_mask` leaves out tokens of a response: a row of rftmega can't say so.
+        Raises ValueError where `action_mask` leaves out tokens of a response: a row of rftmega
+        can't say so.
         """
         if self.packed_seq_lens is not None:
             ends = self.packed_seq_lens.cumsum(0)
             kept = _begun(self.total_length)
             tokens = torch.zeros_like(kept, dtype=self.sequences.dtype)
-            column = torch.arange(kept.shape[1], device=ends.device) + (ends - self.packed_seq_lens)[:, None]
+            column = (
+                torch.arange(kept.shape[1], device=ends.device)
+                + (ends - self.packed_seq_lens)[:, None]
+            )
             tokens[kept] = self.sequences[0, column[kept]]
         else:
             assert isinstance(self.num_actions, int)
             self._refuse_holes()
             prompts = self.sequences.shape[1] - self.num_actions
-            tokens = flush(self.sequences, prompts - (self.total_length - self.response_length), self.total_length)
+            tokens = flush(
+                self.sequences,
+                prompts - (self.total_length - self.response_length),
+                self.total_length,
+            )
         return Rows(tokens, self.total_length - self.response_length, self.total_length)
 
     def packed(self, *, pad_len: int = 0, pad_id: int = 0) -> "Samples":
@@ -165,19 +192,28 @@ def _widest(lengths: Tensor) -> int:
 
 def _begun(lengths: Tensor, width: int | None = None) -> Tensor:
     """[B, width], or as wide as the longest: True in the first lengths[b] columns."""
-    return torch.arange(_widest(lengths) if width is None else width, device=lengths.device) < lengths[:, None]
+    return (
+        torch.arange(_widest(lengths) if width is None else width, device=lengths.device)
+        < lengths[:, None]
+    )
 
 
 def shifted(x: Tensor, by: Tensor, kept: Tensor, fill: float = 0) -> Tensor:
-    """out[b, c] = x[b, c + by[b]] where kept[b, c], otherwise `fill`; x [B, N], by [B], kept [B, width] bool."""
+    """out[b, c] = x[b, c + by[b]] where kept[b, c], otherwise `fill`; x [B, N], by [B], kept [B,
+    width] bool.
+    """
     if not x.shape[1]:
         return x.new_full(kept.shape, fill)
     column = torch.arange(kept.shape[1], device=x.device) + by[:, None]
     return x.gather(1, torch.where(kept, column, 0)).masked_fill(~kept, fill)
 
 
-def canvas(rows: Rows, prompt_width: int, actions: int, *, pad_id: int = 0) -> tuple[Tensor, Tensor]:
-    """(sequences, attention mask), both [B, prompt_width + actions], of rows that start at column 0."""
+def canvas(
+    rows: Rows, prompt_width: int, actions: int, *, pad_id: int = 0
+) -> tuple[Tensor, Tensor]:
+    """(sequences, attention mask), both [B, prompt_width + actions], of rows that start at column
+    0.
+    """
     by = rows.prompt_lengths - prompt_width
     column = torch.arange(prompt_width + actions, device=by.device) + by[:, None]
     kept = (column >= 0) & (column < rows.lengths[:, None])
@@ -190,7 +226,8 @@ def flush(sequences: Tensor, by: Tensor, lengths: Tensor) -> Tensor:
 
 
 def per_action(x: Tensor, rows: Rows) -> Tensor:
-    """[B, T] aligned with targets -> [B, A], the response's tokens only; 0 where a response has ended.
+    """[B, T] aligned with targets -> [B, A], the response's tokens only; 0 where a response has
+    ended.
 
     Raises ValueError for an empty prompt: nothing predicts the first token of its response.
     """
@@ -200,7 +237,10 @@ def per_action(x: Tensor, rows: Rows) -> Tensor:
 
 
 def per_target(x: Tensor, rows: Rows) -> Tensor:
-    """[B, A] -> [B, T] aligned with targets; 0 outside the response. Raises ValueError for an empty prompt."""
+    """[B, A] -> [B, T] aligned with targets; 0 outside the response.
+
+    Raises ValueError for an empty prompt.
+    """
     _refuse_empty(rows.prompt_lengths)
     return shifted(x, 1 - rows.prompt_lengths, rows.mask)
 
@@ -208,22 +248,34 @@ def per_target(x: Tensor, rows: Rows) -> Tensor:
 def _refuse_empty(prompt_lengths: Tensor) -> None:
     if bool((prompt_lengths < 1).any()):
         row = int((prompt_lengths < 1).nonzero()[0])
-        raise ValueError(f"Row {row} has an empty prompt, so nothing predicts its first token. Begin prompts with a token.")
+        raise ValueError(
+            f"Row {row} has an empty prompt, so nothing predicts its first token. Begin prompts with a token."
+        )
 
 
 BEHAVIOUR = "behaviour_log_probs"  # of `info`: [B, A] as the engine reported them
 
 
 def to_experience(padded: Experience) -> types.Experience:
-    """Converts to the Experience of rftmega. Without info["behaviour_log_probs"] the trainer's log-probs stand in for the
-    engine's.
+    """Converts to the Experience of rftmega. Without info["behaviour_log_probs"] the trainer's
+    log-probs stand in for the engine's.
 
     Raises ValueError where masks or advantages are missing, or a prompt is empty.
     """
-    missing = [name for name in ("attention_mask", "action_mask", "advantages") if getattr(padded, name) is None]
+    missing = [
+        name
+        for name in ("attention_mask", "action_mask", "advantages")
+        if getattr(padded, name) is None
+    ]
     if missing:
-        raise ValueError(f"The experience has no {', '.join(missing)}: a loss needs them. Compute advantages first.")
-    assert padded.attention_mask is not None and padded.action_mask is not None and padded.advantages is not None
+        raise ValueError(
+            f"The experience has no {', '.join(missing)}: a loss needs them. Compute advantages first."
+        )
+    assert (
+        padded.attention_mask is not None
+        and padded.action_mask is not None
+        and padded.advantages is not None
+    )
     prompts = padded.sequences.shape[1] - padded.action_mask.shape[1]
     prompt_lengths = padded.attention_mask[:, :prompts].bool().sum(-1)
     lengths = padded.attention_mask.bool().sum(-1)
@@ -249,7 +301,9 @@ def to_experience(padded: Experience) -> types.Experience:
 
 
 def of_experience(own: types.Experience, *, pad_id: int = 0) -> Experience:
-    """The canvas of an experience of rftmega; what it does not hold (kl, and whatever is None there) is None."""
+    """The canvas of an experience of rftmega; what it does not hold (kl, and whatever is None
+    there) is None.
+    """
     rows = own.rows
     assert own.old_logp is not None, "only an update that scores for itself goes without"
     actions = _widest(rows.lengths - rows.prompt_lengths)

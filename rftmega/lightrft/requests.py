@@ -6,7 +6,8 @@ from typing import Any
 
 from rftmega.types import Completion
 
-NEUTRAL: dict[str, tuple[Any, ...]] = {  # settings that change nothing at these values, and are not offered at others
+# settings that change nothing at these values, and are not offered at others
+NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "top_p": (1, None),
     "top_k": (-1, 0, None),
@@ -18,7 +19,13 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {  # settings that change nothing at these
     "stop": ((), [], None),
     "ignore_eos": (False, None),
 }
-OF_TEXT = ("skip_special_tokens", "include_stop_str_in_output", "spaces_between_special_tokens", "detokenize", "logprobs")
+OF_TEXT = (
+    "skip_special_tokens",
+    "include_stop_str_in_output",
+    "spaces_between_special_tokens",
+    "detokenize",
+    "logprobs",
+)
 
 
 class GenerationOutput(dict[str, Any]):
@@ -34,7 +41,9 @@ class GenerationOutput(dict[str, Any]):
         self[name] = value
 
 
-def answers(prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> list[GenerationOutput]:
+def answers(
+    prompts: Sequence[Sequence[int]], completions: Sequence[Completion]
+) -> list[GenerationOutput]:
     """Prompt and output ids, and what else the engine said, a dict an answer."""
     return [
         GenerationOutput(
@@ -49,19 +58,26 @@ def answers(prompts: Sequence[Sequence[int]], completions: Sequence[Completion])
 
 
 def read_sampling(sampling_params: Any, *, longest: int | None) -> tuple[float, int | None]:
-    """(temperature, seed or None) of a dict, or of an object with such attributes (vLLM's SamplingParams).
+    """(temperature, seed or None) of a dict, or of an object with such attributes (vLLM's
+    SamplingParams).
 
-    Raises ValueError for a setting that would be dropped: an engine samples from the whole distribution, and ends an answer after
-    the `longest` tokens it was built for.
+    Raises ValueError for a setting that would be dropped: an engine samples from the whole
+    distribution, and ends an answer after the `longest` tokens it was built for.
     """
     given = dict(sampling_params) if isinstance(sampling_params, Mapping) else None
     names = ("temperature", "seed", "max_tokens", "max_new_tokens", *NEUTRAL)
     found = (
-        given if given is not None else {name: getattr(sampling_params, name) for name in names if hasattr(sampling_params, name)}
+        given
+        if given is not None
+        else {
+            name: getattr(sampling_params, name) for name in names if hasattr(sampling_params, name)
+        }
     )
     for name in ("max_tokens", "max_new_tokens"):
         if longest is not None and found.get(name, longest) not in (longest, None):
-            raise ValueError(f"{name}={found[name]}, but this engine ends answers after {longest}: rollout.max_response_tokens.")
+            raise ValueError(
+                f"{name}={found[name]}, but this engine ends answers after {longest}: rollout.max_response_tokens."
+            )
     for name, neutral in NEUTRAL.items():
         if name in found and found[name] not in neutral:
             raise ValueError(
@@ -69,7 +85,9 @@ def read_sampling(sampling_params: Any, *, longest: int | None) -> tuple[float, 
                 "Leave it out."
             )
     if unknown := sorted(found.keys() - {*names, *OF_TEXT}):
-        raise ValueError(f"sampling_params has {unknown}, which no engine here reads. Known are {', '.join(names)}.")
+        raise ValueError(
+            f"sampling_params has {unknown}, which no engine here reads. Known are {', '.join(names)}."
+        )
     temperature, seed = found.get("temperature"), found.get("seed")
     return (1.0 if temperature is None else float(temperature)), seed
 
@@ -82,5 +100,10 @@ def token_lists(prompt_token_ids: Sequence[Any]) -> list[list[int]]:
 
 
 def seeds_of(source: str, first: int, count: int) -> list[int]:
-    """A seed for each of the requests first ... first + count - 1 of those that `source` names; others get others."""
-    return [random.Random(f"{source}/{number}").getrandbits(31) for number in range(first, first + count)]
+    """A seed for each of the requests first ... first + count - 1 of those that `source` names;
+    others get others.
+    """
+    return [
+        random.Random(f"{source}/{number}").getrandbits(31)
+        for number in range(first, first + count)
+    ]

@@ -1,6 +1,8 @@
-"""StrategyBase: the interface that users of LightRFT know, over rftmega's parts. It delegates; it computes nothing itself.
+"""StrategyBase: the interface that users of LightRFT know, over rftmega's parts. It delegates; it
+computes nothing itself.
 
-Importable without Megatron. What a strategy must fill in: the abstract methods, and `_build_engine`, `update_engine_weights`.
+Importable without Megatron. What a strategy must fill in: the abstract methods, and
+`_build_engine`, `update_engine_weights`.
 """
 
 import os
@@ -19,7 +21,13 @@ from rftmega import device
 from rftmega.data.sampler import ResumableSampler
 from rftmega.errors import EngineError
 from rftmega.lightrft.multimodal import build_inputs
-from rftmega.lightrft.requests import GenerationOutput, answers, read_sampling, seeds_of, token_lists
+from rftmega.lightrft.requests import (
+    GenerationOutput,
+    answers,
+    read_sampling,
+    seeds_of,
+    token_lists,
+)
 from rftmega.parallel import collectives, process_group, seeds
 from rftmega.rollout import Engine, EngineStatus
 from rftmega.types import Completion, Prompt
@@ -31,7 +39,10 @@ LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def is_actor(model: Any) -> bool:
-    """Returns whether `model`, in whatever wrapping, is a policy: something with log-probs. A value model is none."""
+    """Returns whether `model`, in whatever wrapping, is a policy: something with log-probs.
+
+    A value model is none.
+    """
     return callable(getattr(_unwrapped(model), "log_probs", None))
 
 
@@ -42,13 +53,27 @@ def _unwrapped(model: Any) -> Any:
 
 
 class StrategyBase(ABC):
-    """StrategyBase runs models and engines. `inference_engine` is this process's engine, or its slice of one; None at first."""
+    """StrategyBase runs models and engines.
 
-    tokenizer: Any = None  # makes ids of prompts that are texts: `encode(text, chat_template=False)`
+    `inference_engine` is this process's engine, or its slice of one; None at first.
+    """
+
+    # makes ids of prompts that are texts: `encode(text, chat_template=False)`
+    tokenizer: Any = None
     engine_processes = 1  # consecutive ranks that share an engine
 
-    def __init__(self, seed: int, max_norm: float, micro_train_batch_size: int, train_batch_size: int, args: Any = None) -> None:
-        """`max_norm`: gradients are clipped to it. `args`: options by their names in LightRFT; missing ones have its defaults."""
+    def __init__(
+        self,
+        seed: int,
+        max_norm: float,
+        micro_train_batch_size: int,
+        train_batch_size: int,
+        args: Any = None,
+    ) -> None:
+        """`max_norm`: gradients are clipped to it.
+
+        `args`: options by their names in LightRFT; missing ones have its defaults.
+        """
         self.seed = seed
         self.max_norm = max_norm
         self.micro_train_batch_size = micro_train_batch_size
@@ -62,17 +87,24 @@ class StrategyBase(ABC):
 
     # Processes.
 
-    def setup_distributed(self, timeout: timedelta | None = None, num_gpu_per_node: int = 8) -> None:
+    def setup_distributed(
+        self, timeout: timedelta | None = None, num_gpu_per_node: int = 8
+    ) -> None:
         """Joins the processes that torchrun started, and seeds this one. Nothing is joined twice.
 
-        `num_gpu_per_node` counts where the launcher does not say (LOCAL_WORLD_SIZE). Raises RuntimeError where the launcher's
-        variables are missing, ValueError where `args.engine_type` is no engine.
+        `num_gpu_per_node` counts where the launcher does not say (LOCAL_WORLD_SIZE). Raises
+        RuntimeError where the launcher's variables are missing, ValueError where `args.engine_type`
+        is no engine.
         """
         _check_engine_type(getattr(self.args, "engine_type", "vllm"))
         if not dist.is_initialized():
             if missing := [name for name in LAUNCHED if name not in os.environ]:
-                raise RuntimeError(f"{', '.join(missing)} must be set: start the program with torchrun.")
-            os.environ.setdefault("LOCAL_WORLD_SIZE", str(min(num_gpu_per_node, process_group.launched_size())))
+                raise RuntimeError(
+                    f"{', '.join(missing)} must be set: start the program with torchrun."
+                )
+            os.environ.setdefault(
+                "LOCAL_WORLD_SIZE", str(min(num_gpu_per_node, process_group.launched_size()))
+            )
             given: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
             self._joined.enter_context(process_group.start(**given))
         self.set_seed(self.seed)
@@ -90,18 +122,22 @@ class StrategyBase(ABC):
         seeds.set_seed(seed)
 
     def all_gather(self, data: Any) -> Any:
-        """A tensor of every process, behind each other in the order of ranks; a dict of tensors (the same keys everywhere), key
-        by key. First dimensions may differ. See `collectives.all_gather`.
+        """A tensor of every process, behind each other in the order of ranks; a dict of tensors
+        (the same keys everywhere), key by key. First dimensions may differ. See
+        `collectives.all_gather`.
         """
         if isinstance(data, dict):
             return _by_key(data, collectives.all_gather)
         return collectives.all_gather(data)
 
     def all_reduce(self, data: Any, op: str = "mean") -> Any:
-        """Mean, max or sum over all processes of a tensor, a number, or a dict of them (the same keys everywhere); in the form
-        it was given. Raises AssertionError for another `op`. See `collectives.all_reduce`.
+        """Mean, max or sum over all processes of a tensor, a number, or a dict of them (the same
+        keys everywhere); in the form it was given. Raises AssertionError for another `op`. See
+        `collectives.all_reduce`.
         """
-        assert op in collectives.OPERATIONS, f"op={op!r} is not one of {', '.join(collectives.OPERATIONS)}."
+        assert op in collectives.OPERATIONS, (
+            f"op={op!r} is not one of {', '.join(collectives.OPERATIONS)}."
+        )
         if isinstance(data, dict):
             return _by_key(data, lambda value: collectives.all_reduce(value, op))
         return collectives.all_reduce(data, op)
@@ -116,7 +152,9 @@ class StrategyBase(ABC):
     @classmethod
     def report_memory(cls, prefix: str = "") -> None:
         """Prints what this device's memory holds, in MiB."""
-        held = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in device.current().memory().items())
+        held = ", ".join(
+            f"{name} {size / 2**20:.1f} MiB" for name, size in device.current().memory().items()
+        )
         cls.print(f"{prefix + ': ' if prefix else ''}{held}")
 
     @classmethod
@@ -139,7 +177,8 @@ class StrategyBase(ABC):
         """Each model, or (model, optimizer), made ready; in a list, or alone where one was given."""
         self.is_rlhf = is_rlhf
         ready = [
-            (self._prepare(item[0]), *item[1:]) if isinstance(item, tuple) else self._prepare(item) for item in models_or_pairs
+            (self._prepare(item[0]), *item[1:]) if isinstance(item, tuple) else self._prepare(item)
+            for item in models_or_pairs
         ]
         return ready[0] if len(ready) == 1 else ready
 
@@ -147,13 +186,25 @@ class StrategyBase(ABC):
         return model
 
     def prepare_models_and_optimizers(
-        self, actor: Any, critic: Any, reward_models: Any, initial_model: Any, args: Any, max_steps: int
+        self,
+        actor: Any,
+        critic: Any,
+        reward_models: Any,
+        initial_model: Any,
+        args: Any,
+        max_steps: int,
     ) -> tuple[Any, Any, Any, Any]:
-        """((actor, optimizer, scheduler), (critic, optimizer, scheduler), reward models, initial model).
+        """((actor, optimizer, scheduler), (critic, optimizer, scheduler), reward models, initial
+        model).
 
         Three times None for a critic that is None.
         """
-        return self._trained(actor, max_steps), self._trained(critic, max_steps), reward_models, initial_model
+        return (
+            self._trained(actor, max_steps),
+            self._trained(critic, max_steps),
+            reward_models,
+            initial_model,
+        )
 
     def _trained(self, model: Any, max_steps: int) -> tuple[Any, Any, Any]:
         if model is None:
@@ -178,11 +229,15 @@ class StrategyBase(ABC):
     def backward(self, loss: Any, model: Any, optimizer: Any, **kwargs: Any) -> None: ...
 
     @abstractmethod
-    def optimizer_step(self, optimizer: Any, model: Any, scheduler: Any, name: str = "model", **kwargs: Any) -> None:
+    def optimizer_step(
+        self, optimizer: Any, model: Any, scheduler: Any, name: str = "model", **kwargs: Any
+    ) -> None:
         """`name` is for logs only."""
 
     def maybe_load_optimizer(self, optimizer: Any, device: Any = None) -> Any:
-        """Brings optimizer state to `device` (None: this process's) where the strategy keeps it elsewhere."""
+        """Brings optimizer state to `device` (None: this process's) where the strategy keeps it
+        elsewhere.
+        """
         return optimizer
 
     def maybe_offload_optimizer(self, optimizer: Any) -> Any:
@@ -226,20 +281,29 @@ class StrategyBase(ABC):
         sampler: Any = None,
         consumed_samples: int = 0,
     ) -> DataLoader[Any]:
-        """Batches of `replay_buffer`, on every process alike. Iterated again and again it gives epoch after epoch, each shuffled
-        by its own seed; `consumed_samples` (over all epochs) goes on where another loader stopped.
+        """Batches of `replay_buffer`, on every process alike. Iterated again and again it gives
+        epoch after epoch, each shuffled by its own seed; `consumed_samples` (over all epochs) goes
+        on where another loader stopped.
 
         Raises ValueError for `consumed_samples` with a `sampler`, which alone knows where it was.
         """
         if sampler is not None and consumed_samples:
-            raise ValueError(f"consumed_samples={consumed_samples} with a sampler of your own: give it one that starts there.")
+            raise ValueError(
+                f"consumed_samples={consumed_samples} with a sampler of your own: give it one that starts there."
+            )
         size = len(replay_buffer)
         per_epoch = size // batch_size * batch_size if drop_last else size
         return DataLoader(
             replay_buffer,
             batch_size=batch_size,
             sampler=sampler
-            or ResumableSampler(size, shuffle=shuffle, seed=self.seed, consumed=consumed_samples, per_epoch=per_epoch),
+            or ResumableSampler(
+                size,
+                shuffle=shuffle,
+                seed=self.seed,
+                consumed=consumed_samples,
+                per_epoch=per_epoch,
+            ),
             collate_fn=collate_fn,
             drop_last=drop_last,
             pin_memory=pin_memory and device.current().type == "cuda",
@@ -247,24 +311,35 @@ class StrategyBase(ABC):
 
     # Engines.
 
-    def setup_inference_engine(self, args: Any, engine_type: str = "vllm", actor: Any = None) -> Any:
-        """Builds the engine and, where an actor is given, brings its weights in. Raises ValueError for an unknown type."""
+    def setup_inference_engine(
+        self, args: Any, engine_type: str = "vllm", actor: Any = None
+    ) -> Any:
+        """Builds the engine and, where an actor is given, brings its weights in.
+
+        Raises ValueError for an unknown type.
+        """
         _check_engine_type(engine_type)
-        self.inference_engine, self.inference_engine_type = self._build_engine(args, engine_type), engine_type
+        self.inference_engine, self.inference_engine_type = (
+            self._build_engine(args, engine_type),
+            engine_type,
+        )
         if actor is not None:
             self.update_engine_weights(actor)
         return self.inference_engine
 
     def _build_engine(self, args: Any, engine_type: str) -> Engine:
-        raise NotImplementedError(f"{type(self).__name__} builds no engine. Take MegatronStrategy, or set inference_engine.")
+        raise NotImplementedError(
+            f"{type(self).__name__} builds no engine. Take MegatronStrategy, or set inference_engine."
+        )
 
     def update_engine_weights(self, actor: Any) -> None:
         """Copies the actor's weights into the engine."""
         raise NotImplementedError(f"{type(self).__name__} moves no weights. Take MegatronStrategy.")
 
     def maybe_sleep_inference_engine(self) -> None:
-        """Gives an engine's memory back, weights too, if `args.enable_engine_sleep` (default: yes): an `update_engine_weights`
-        must come before the next answer. Does nothing without an engine. Raises ValueError where it is none of ENGINE_TYPES.
+        """Gives an engine's memory back, weights too, if `args.enable_engine_sleep` (default: yes):
+        an `update_engine_weights` must come before the next answer. Does nothing without an engine.
+        Raises ValueError where it is none of ENGINE_TYPES.
         """
         if self.inference_engine is None or not getattr(self.args, "enable_engine_sleep", True):
             return
@@ -273,8 +348,8 @@ class StrategyBase(ABC):
         self.sync_and_clear_cache()
 
     def wakeup_inference_engine(self) -> None:
-        """Clears what is unused, then wakes the engine, so that both need not fit. Raises ValueError where it is none of
-        ENGINE_TYPES.
+        """Clears what is unused, then wakes the engine, so that both need not fit. Raises
+        ValueError where it is none of ENGINE_TYPES.
         """
         _check_engine_type(self.inference_engine_type)
         assert self.inference_engine is not None
@@ -291,10 +366,12 @@ class StrategyBase(ABC):
     def engine_generate_local(
         self, sampling_params: Any, prompt_token_ids: Any = None, multi_modal_inputs: Any = None
     ) -> list[GenerationOutput]:
-        """This process's engine answers `prompt_token_ids`, one prompt or a list of them; processes that share it call alike.
+        """This process's engine answers `prompt_token_ids`, one prompt or a list of them; processes
+        that share it call alike.
 
-        `sampling_params`: a dict, or an object with such attributes; see `read_sampling`. Raises ValueError where both or none of
-        the prompts are given, EngineError for pictures and films: the engines here read token ids only.
+        `sampling_params`: a dict, or an object with such attributes; see `read_sampling`. Raises
+        ValueError where both or none of the prompts are given, EngineError for pictures and films:
+        the engines here read token ids only.
         """
         if (prompt_token_ids is None) == (multi_modal_inputs is None):
             raise ValueError("Give prompt_token_ids or multi_modal_inputs: exactly one of them.")
@@ -306,7 +383,9 @@ class StrategyBase(ABC):
         prompts = token_lists(prompt_token_ids)
         temperature, seed = read_sampling(sampling_params, longest=getattr(engine, "longest", None))
         source = f"{self._source(seed)}/engine {self.get_rank() // self.engine_processes}"
-        return answers(prompts, self._generate(prompts, seeds_of(source, 0, len(prompts)), temperature))
+        return answers(
+            prompts, self._generate(prompts, seeds_of(source, 0, len(prompts)), temperature)
+        )
 
     def gather_and_generate(
         self,
@@ -319,20 +398,30 @@ class StrategyBase(ABC):
         all_videos: Any = None,
         videos_num: Any = None,
     ) -> list[GenerationOutput]:
-        """Answers to this process's prompts, in their order: those of all processes of an engine are asked in one batch.
+        """Answers to this process's prompts, in their order: those of all processes of an engine
+        are asked in one batch.
 
-        Every process calls it, with as many prompts as it has, or none. Prompts are ids, or texts where no ids are given. An
-        answer depends on its prompt's place among all processes' prompts, not on who shares an engine. Raises
-        NotImplementedError without an engine, ValueError without prompts, and EngineError, on every process, where one has
-        pictures or films: the engines here read token ids only.
+        Every process calls it, with as many prompts as it has, or none. Prompts are ids, or texts
+        where no ids are given. An answer depends on its prompt's place among all processes'
+        prompts, not on who shares an engine. Raises NotImplementedError without an engine,
+        ValueError without prompts, and EngineError, on every process, where one has pictures or
+        films: the engines here read token ids only.
         """
         engine = self._the_engine()
         if all_prompt_token_ids is None and all_prompts is None:
-            raise ValueError("Give all_prompt_token_ids or all_prompts; an empty list where this process has none.")
+            raise ValueError(
+                "Give all_prompt_token_ids or all_prompts; an empty list where this process has none."
+            )
         media = False
         if all_images is not None or all_videos is not None:
-            texts = [""] * len(token_lists(all_prompt_token_ids)) if all_prompts is None else all_prompts
-            inputs = self._build_multimodal_inputs(texts, all_images, images_num, all_videos, videos_num)
+            texts = (
+                [""] * len(token_lists(all_prompt_token_ids))
+                if all_prompts is None
+                else all_prompts
+            )
+            inputs = self._build_multimodal_inputs(
+                texts, all_images, images_num, all_videos, videos_num
+            )
             media = any("multi_modal_data" in given for given in inputs)
         if all_prompt_token_ids is not None:
             prompts = token_lists(all_prompt_token_ids)
@@ -343,7 +432,9 @@ class StrategyBase(ABC):
         if any(has_media for _, has_media in counts):
             raise _text_only(engine)
         group, place = self._neighbours()
-        parts = collectives.gather_objects(prompts, group) if self.engine_processes > 1 else [prompts]
+        parts = (
+            collectives.gather_objects(prompts, group) if self.engine_processes > 1 else [prompts]
+        )
         before = sum(number for number, _ in counts[: self.get_rank() - place])
         whole = [ids for part in parts for ids in part]
         found = self._generate(whole, seeds_of(self._source(seed), before, len(whole)), temperature)
@@ -354,20 +445,30 @@ class StrategyBase(ABC):
 
     def _the_engine(self) -> Engine:
         if self.inference_engine is None:
-            raise NotImplementedError("There is no engine to generate with: call setup_inference_engine first.")
+            raise NotImplementedError(
+                "There is no engine to generate with: call setup_inference_engine first."
+            )
         return self.inference_engine
 
-    def _generate(self, prompts: list[list[int]], seeds: list[int], temperature: float) -> list[Completion]:
-        return self._the_engine().generate([Prompt(tuple(ids)) for ids in prompts], seeds=seeds, temperature=temperature)
+    def _generate(
+        self, prompts: list[list[int]], seeds: list[int], temperature: float
+    ) -> list[Completion]:
+        return self._the_engine().generate(
+            [Prompt(tuple(ids)) for ids in prompts], seeds=seeds, temperature=temperature
+        )
 
     def _source(self, seed: int | None) -> str:
-        """Returns the source of a call's seeds: the seed it was given, otherwise the strategy's and the number of the call."""
+        """Returns the source of a call's seeds: the seed it was given, otherwise the strategy's and
+        the number of the call.
+        """
         self._calls += 1
         return f"{self.seed}/call {self._calls}" if seed is None else f"given {seed}"
 
     def _encode(self, text: str) -> list[int]:
         if self.tokenizer is None:
-            raise ValueError("Prompts are texts, and this strategy has no tokenizer: set its `tokenizer`, or give token ids.")
+            raise ValueError(
+                "Prompts are texts, and this strategy has no tokenizer: set its `tokenizer`, or give token ids."
+            )
         return list(self.tokenizer.encode(text, chat_template=False))
 
     def _neighbours(self) -> tuple[Any, int]:
@@ -380,13 +481,16 @@ class StrategyBase(ABC):
 
 
 def _by_key(data: dict[str, Any], collective: Callable[[Any], Any]) -> dict[str, Any]:
-    found = {name: collective(data[name]) for name in sorted(data)}  # the order of keys may differ between processes
+    # the order of keys may differ between processes
+    found = {name: collective(data[name]) for name in sorted(data)}
     return {name: found[name] for name in data}
 
 
 def _check_engine_type(engine_type: Any) -> None:
     if engine_type not in ENGINE_TYPES:
-        raise ValueError(f"Engine type {engine_type!r} is not supported. Choose one of {', '.join(ENGINE_TYPES)}.")
+        raise ValueError(
+            f"Engine type {engine_type!r} is not supported. Choose one of {', '.join(ENGINE_TYPES)}."
+        )
 
 
 def _text_only(engine: Any) -> EngineError:

@@ -1,4 +1,6 @@
-"""The trained model on Megatron-Core: built, wrapped, run through the pipeline schedule and stepped."""
+"""The trained model on Megatron-Core: built, wrapped, run through the pipeline schedule and
+stepped.
+"""
 
 import rftmega.device.before_megatron  # noqa: F401
 

@@ -13,35 +13,51 @@ from rftmega.types import Auxiliary, Experience, LossFn, Metrics, Rows, TokenSta
 
 
 class MegatronActor:
-    """The policy. Every process calls its methods with the whole batch and gets the whole result."""
+    """The policy.
+
+    Every process calls its methods with the whole batch and gets the whole result.
+    """
 
     def __init__(self, cfg: RunConfig, placement: Topology, role: str = "actor"):
-        """Builds and loads the model. `role`: "actor", or "reference" for one that is only scored (no optimizer).
+        """Builds and loads the model. `role`: "actor", or "reference" for one that is only scored
+        (no optimizer).
 
-        Log-probs are of the distribution that is sampled from: `cfg.rollout.temperature` is the engine's, too.
+        Log-probs are of the distribution that is sampled from: `cfg.rollout.temperature` is the
+        engine's, too.
         """
         if role not in ("actor", "reference"):
-            raise ValueError(f"role={role!r} is unknown. Choose actor or reference; a value model is a MegatronCritic.")
+            raise ValueError(
+                f"role={role!r} is unknown. Choose actor or reference; a value model is a MegatronCritic."
+            )
         self.manager = MegatronModelManager(cfg, placement)
         self.topology = placement
         if role == "actor":
             self.manager.setup_model_and_optimizer()
-        self.runner = ModelRunner(self.manager, TokenStats, LogProbs(self.manager.description.vocabulary))
+        self.runner = ModelRunner(
+            self.manager, TokenStats, LogProbs(self.manager.description.vocabulary)
+        )
         keep_reference = role == "actor" and cfg.algorithm.kl.coef > 0
         self.reference = ReferenceWeights(self.manager) if keep_reference else None
         keep_average = role == "actor" and cfg.algorithm.ema_beta > 0
-        self.average = AveragedWeights(self.manager, cfg.algorithm.ema_beta) if keep_average else None
+        self.average = (
+            AveragedWeights(self.manager, cfg.algorithm.ema_beta) if keep_average else None
+        )
         if self.average is not None:
             self.runner.after_step = self.average.update
         self.push_to_rollout: Callable[..., Metrics] | None = None
 
     def log_probs(self, rows: Rows, *, temperature: float | None = None) -> TokenStats:
-        """Log-prob and entropy of every target, [B, T] on the host; no gradient. `temperature`: None for the rollout's."""
+        """Log-prob and entropy of every target, [B, T] on the host; no gradient.
+
+        `temperature`: None for the rollout's.
+        """
         return self.runner.score(rows, temperature=temperature)
 
     def reference_log_probs(self, rows: Rows) -> TokenStats:
         """The same under the reference weights. Raises AssertionError where none are kept."""
-        assert self.reference is not None, "algorithm.kl.coef is 0, so no reference weights are kept"
+        assert self.reference is not None, (
+            "algorithm.kl.coef is 0, so no reference weights are kept"
+        )
         with self.reference.swapped_in():
             return self.log_probs(rows)
 
@@ -55,19 +71,27 @@ class MegatronActor:
         scored: Told | None = None,
     ) -> Metrics:
         """Takes one optimizer step; see `ModelRunner.step`."""
-        return self.runner.step(experience, loss_fn, group_size=group_size, auxiliary=auxiliary, scored=scored)
+        return self.runner.step(
+            experience, loss_fn, group_size=group_size, auxiliary=auxiliary, scored=scored
+        )
 
     def sync_model_to_rollout(self, version: int) -> Metrics:
         """Pushes the weights into the rollout engine, which answers under `version` from then on.
 
-        Raises RuntimeError where the strategy gave this actor no engine to push to (`push_to_rollout`).
+        Raises RuntimeError where the strategy gave this actor no engine to push to
+        (`push_to_rollout`).
         """
         if self.push_to_rollout is None:
-            raise RuntimeError("This actor has no rollout engine: a strategy sets push_to_rollout once it has built one.")
+            raise RuntimeError(
+                "This actor has no rollout engine: a strategy sets push_to_rollout once it has built one."
+            )
         return self.push_to_rollout(version=version)
 
-    def get_forward_step_func(self, loss_fn: LossFn | None = None) -> Callable[[Any, Any], tuple[Any, Any]]:
-        """Megatron's `forward_step_func(data_iterator, model)`: to learn with `loss_fn`, or to score without one.
+    def get_forward_step_func(
+        self, loss_fn: LossFn | None = None
+    ) -> Callable[[Any, Any], tuple[Any, Any]]:
+        """Megatron's `forward_step_func(data_iterator, model)`: to learn with `loss_fn`, or to
+        score without one.
 
         The iterator gives (Rows, Experience on the device, or None to score).
         """

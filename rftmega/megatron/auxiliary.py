@@ -1,7 +1,8 @@
-"""Two losses in one accumulation, each averaged over its own count, although gradients are divided once.
+"""Two losses in one accumulation, each averaged over its own count, although gradients are divided
+once.
 
-With A a first loss's sum over n things and B a second's over m: A / n + c B / m = (A + c n / m B) / n. So the second is
-scaled beforehand and counts nothing.
+With A a first loss's sum over n things and B a second's over m: A / n + c B / m = (A + c n / m B) /
+n. So the second is scaled beforehand and counts nothing.
 """
 
 from dataclasses import replace
@@ -13,9 +14,11 @@ from rftmega.types import Auxiliary, Experience, LossFn, TokenLoss
 
 
 def beside(first: LossFn, experience: Experience, auxiliary: Auxiliary, stats: Any) -> LossFn:
-    """The auxiliary loss of any part of its rows, to be summed with `first` of parts of `experience` and divided once.
+    """The auxiliary loss of any part of its rows, to be summed with `first` of parts of
+    `experience` and divided once.
 
-    Where the first loss has nothing to count (all answers left out), the second is counted instead. `stats` as `counted` says.
+    Where the first loss has nothing to count (all answers left out), the second is counted instead.
+    `stats` as `counted` says.
     """
     count = counted(first, experience, stats)
     own = counted(auxiliary.loss_fn, auxiliary.experience, stats)
@@ -24,13 +27,20 @@ def beside(first: LossFn, experience: Experience, auxiliary: Auxiliary, stats: A
     def loss(stats: Any, experience: Experience) -> TokenLoss:
         found = auxiliary.loss_fn(stats, experience)
         metrics = {f"{auxiliary.name}_{name}": metric for name, metric in found.metrics.items()}
-        return TokenLoss(found.value, found.weight * scale, torch.zeros_like(found.count) if count else found.count, metrics)
+        return TokenLoss(
+            found.value,
+            found.weight * scale,
+            torch.zeros_like(found.count) if count else found.count,
+            metrics,
+        )
 
     return loss
 
 
 def counted(loss_fn: LossFn, experience: Experience, stats: Any) -> int:
-    """Returns what `loss_fn` counts over all of `experience`; it reads `stats` (TokenStats or TokenValues) of any numbers."""
+    """Returns what `loss_fn` counts over all of `experience`; it reads `stats` (TokenStats or
+    TokenValues) of any numbers.
+    """
     names = stats.__dataclass_fields__
     zeros = torch.zeros_like(experience.advantage)
     return int(loss_fn(stats(*[zeros] * len(names)), replace(experience, old_logp=zeros)).count)

@@ -1,4 +1,6 @@
-"""Binding pairs every parameter with its conversion rule, by looking at the modules that Megatron really built."""
+"""Binding pairs every parameter with its conversion rule, by looking at the modules that Megatron
+really built.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -28,27 +30,46 @@ class Bound:
         return self.rule.hf_names(self.layer, self.expert)
 
 
-def bind(chunks: Sequence[Module], rules: Sequence[Rule], topology: Topology, *, experts: int = 0) -> list[Bound]:
-    """One Bound a tensor of `chunks`, in the table's order within each layer; `experts` is the whole model's number.
+def bind(
+    chunks: Sequence[Module], rules: Sequence[Rule], topology: Topology, *, experts: int = 0
+) -> list[Bound]:
+    """One Bound a tensor of `chunks`, in the table's order within each layer; `experts` is the
+    whole model's number.
 
-    Raises WeightMismatch for a tensor without a rule, for a rule of a layer without its tensor, and for another shape.
+    Raises WeightMismatch for a tensor without a rule, for a rule of a layer without its tensor, and
+    for another shape.
     """
-    return [bound for chunk in chunks for bound in _bind_chunk(chunk, rules, topology, experts // topology.expert)]
+    return [
+        bound
+        for chunk in chunks
+        for bound in _bind_chunk(chunk, rules, topology, experts // topology.expert)
+    ]
 
 
-def _bind_chunk(chunk: Any, rules: Sequence[Rule], topology: Topology, experts: int) -> Iterator[Bound]:
+def _bind_chunk(
+    chunk: Any, rules: Sequence[Rule], topology: Topology, experts: int
+) -> Iterator[Bound]:
     left = {
-        name: tensor for name, tensor in chunk.state_dict(keep_vars=True).items() if not name.endswith("._extra_state")
+        name: tensor
+        for name, tensor in chunk.state_dict(keep_vars=True).items()
+        if not name.endswith("._extra_state")
     }  # buffers too: a router's bias is one
     for rule in rules:
         shard = (
-            (topology.expert_tensor_rank, topology.expert_tensor) if rule.per_expert else (topology.tensor_rank, topology.tensor)
+            (topology.expert_tensor_rank, topology.expert_tensor)
+            if rule.per_expert
+            else (topology.tensor_rank, topology.tensor)
         )
         if not rule.per_layer:
-            yield from (_bound(rule, None, None, left.pop(name), *shard) for name in rule.megatron if name in left)
+            yield from (
+                _bound(rule, None, None, left.pop(name), *shard)
+                for name in rule.megatron
+                if name in left
+            )
             continue
         for local, module in enumerate(chunk.decoder.layers):
-            # Megatron numbers modules from 0 in every chunk; layer_number is global and starts at 1.
+            # Megatron numbers modules from 0 in every chunk; layer_number is global and starts at
+            # 1.
             layer = module.layer_number - 1
             if not rule.speaks_of(layer):
                 continue
@@ -65,9 +86,14 @@ def _bind_chunk(chunk: Any, rules: Sequence[Rule], topology: Topology, experts: 
         raise WeightMismatch(f"No rule of the conversion table covers {sorted(left)}.")
 
 
-def _bound(rule: Rule, layer: int | None, expert: int | None, tensor: Tensor, rank: int, ranks: int) -> Bound:
+def _bound(
+    rule: Rule, layer: int | None, expert: int | None, tensor: Tensor, rank: int, ranks: int
+) -> Bound:
     if tensor.shape == shard_shape(rule, 0, 1):
-        rank, ranks = 0, 1  # every rank holds all of it, as Transformer Engine does of latent attention's narrow layers
+        # every rank holds all of it, as Transformer Engine does of latent attention's narrow layers
+        rank, ranks = 0, 1
     if tensor.shape != (wanted := shard_shape(rule, rank, ranks)):
-        raise WeightMismatch(f"{rule.megatron[0]} is {tuple(tensor.shape)} in the model, {tuple(wanted)} by the table.")
+        raise WeightMismatch(
+            f"{rule.megatron[0]} is {tuple(tensor.shape)} in the model, {tuple(wanted)} by the table."
+        )
     return Bound(rule, layer, expert, tensor, rank, ranks)

@@ -10,15 +10,21 @@ from rftmega.types import Experience, LossFn, Metrics, Rows, TokenValues
 
 
 class MegatronCritic:
-    """The value model. Every process calls its methods with the whole batch and gets the whole result."""
+    """The value model.
+
+    Every process calls its methods with the whole batch and gets the whole result.
+    """
 
     def __init__(self, cfg: RunConfig, placement: Topology, role: str = "critic"):
-        """Builds the model of `cfg.model` with a value head, from a reward model's folder or a policy's (head at 0).
+        """Builds the model of `cfg.model` with a value head, from a reward model's folder or a
+        policy's (head at 0).
 
         `role`: "critic", or "reward" for one that only scores (no optimizer).
         """
         if role not in ("critic", "reward"):
-            raise ValueError(f"role={role!r} is unknown. Choose critic or reward; a policy is a MegatronActor.")
+            raise ValueError(
+                f"role={role!r} is unknown. Choose critic or reward; a policy is a MegatronActor."
+            )
         self.manager = MegatronModelManager(cfg, placement, value_model=True)
         self.topology = placement
         if role == "critic":
@@ -26,7 +32,10 @@ class MegatronCritic:
         self.runner = ModelRunner(self.manager, TokenValues, None)
 
     def values(self, rows: Rows) -> Tensor:
-        """[B, T] on the host; no gradient. Column t is the value of the state in which target t + 1 is chosen."""
+        """[B, T] on the host; no gradient.
+
+        Column t is the value of the state in which target t + 1 is chosen.
+        """
         return self.runner.score(rows).value
 
     def step(self, experience: Experience, loss_fn: LossFn, *, group_size: int = 1) -> Metrics:

@@ -1,4 +1,6 @@
-"""A distributed checkpoint on disk: which piece of which tensor is where, and reading them, each one checked."""
+"""A distributed checkpoint on disk: which piece of which tensor is where, and reading them, each
+one checked.
+"""
 
 import hashlib
 import io
@@ -20,7 +22,9 @@ MANIFEST = "manifest.json"  # ours: written last
 PROGRESS = "progress.jsonl"  # of a conversion that goes on; gone when it is done
 FORMAT = 3  # since 3 a state's tensors are in the files
 READ = (2, FORMAT)
-NORMS = {  # of one norm: its name where it is a module of its own, and where Transformer Engine keeps it in the next one
+# of one norm: its name where it is a module of its own, and where Transformer Engine keeps it in
+# the next one
+NORMS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
     "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
@@ -50,7 +54,9 @@ class Stored:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Raises CheckpointError where it is missing (so the checkpoint is not whole) or of another format."""
+    """Raises CheckpointError where it is missing (so the checkpoint is not whole) or of another
+    format.
+    """
     path = folder / MANIFEST
     if not path.is_file():
         raise CheckpointError(
@@ -59,14 +65,19 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     manifest = read_json_object(path)
     if (said := manifest.get("format")) not in READ:
         newer = " Take a newer rftmega." if isinstance(said, int) and said > FORMAT else ""
-        raise CheckpointError(f"{path} is of format {said}; this version reads {' and '.join(map(str, READ))}.{newer}")
+        raise CheckpointError(
+            f"{path} is of format {said}; this version reads {' and '.join(map(str, READ))}.{newer}"
+        )
     if manifest.pop("seal", None) != seal(manifest):
         raise CheckpointError(f"{path} is not as it was written: its checksum is another.")
     return manifest
 
 
 def read_checked(path: Path, sha256: str) -> bytes:
-    """Returns a file's bytes. Raises CheckpointError where it is missing or not as it was written."""
+    """Returns a file's bytes.
+
+    Raises CheckpointError where it is missing or not as it was written.
+    """
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -83,17 +94,22 @@ def seal(manifest: dict[str, Any]) -> str:
 
 def is_distributed(folder: str | Path) -> bool:
     """Returns True where a folder is, or was to become, a distributed checkpoint."""
-    return any((Path(folder) / name).exists() for name in (MARK, PROGRESS)) and not any(Path(folder).glob("*.safetensors"))
+    return any((Path(folder) / name).exists() for name in (MARK, PROGRESS)) and not any(
+        Path(folder).glob("*.safetensors")
+    )
 
 
 class Reader:
     """The tensors of a whole checkpoint, by boxes; every piece that is read is checked."""
 
     def __init__(self, folder: Path):
-        """Raises CheckpointError where it is not whole, or what describes it is not as it was written."""
+        """Raises CheckpointError where it is not whole, or what describes it is not as it was
+        written.
+        """
         self.folder = folder
         self.manifest = read_manifest(folder)
-        for name, sha256 in self.manifest.get("files", {}).items():  # the first ones of this format have no sums of these
+        # the first ones of this format have no sums of these
+        for name, sha256 in self.manifest.get("files", {}).items():
             read_checked(folder / name, sha256)
         self.stored: dict[str, list[Stored]] = {}
         for said in self.manifest["pieces"]:
@@ -108,7 +124,10 @@ class Reader:
         if key not in self.stored:
             for pair in NORMS.items():
                 for one, other in (pair, pair[::-1]):
-                    if key.endswith(f".{one}") and (found := key.removesuffix(one) + other) in self.stored:
+                    if (
+                        key.endswith(f".{one}")
+                        and (found := key.removesuffix(one) + other) in self.stored
+                    ):
                         return found
         return key
 
@@ -121,34 +140,62 @@ class Reader:
     def fill(self, target: Tensor, key: str, offset: tuple[int, ...]) -> None:
         """Copies the box at `offset` of tensor `key` into `target`.
 
-        Raises CheckpointError where the checkpoint does not hold all of it, or a piece's checksum is another.
+        Raises CheckpointError where the checkpoint does not hold all of it, or a piece's checksum
+        is another.
         """
         self.dtype_of(key)
         missing = target.numel()
         for box in self.stored[self._named(key)]:
             low = [max(a, b) for a, b in zip(offset, box.offset, strict=True)]
-            high = [min(a + n, b + m) for a, n, b, m in zip(offset, target.shape, box.offset, box.shape, strict=True)]
+            high = [
+                min(a + n, b + m)
+                for a, n, b, m in zip(offset, target.shape, box.offset, box.shape, strict=True)
+            ]
             if any(a >= b for a, b in zip(low, high, strict=True)):
                 continue
-            part = target[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offset, strict=True))]
-            if part.shape == box.shape and part.is_contiguous() and part.dtype == getattr(torch, box.dtype):
+            part = target[
+                tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offset, strict=True))
+            ]
+            if (
+                part.shape == box.shape
+                and part.is_contiguous()
+                and part.dtype == getattr(torch, box.dtype)
+            ):
                 self._read(box, part)
             else:
                 held = self._read(box, torch.empty(box.shape, dtype=getattr(torch, box.dtype)))
-                part.copy_(held[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, box.offset, strict=True))])
+                part.copy_(
+                    held[
+                        tuple(
+                            slice(a - o, b - o)
+                            for a, b, o in zip(low, high, box.offset, strict=True)
+                        )
+                    ]
+                )
             missing -= part.numel()
         if missing:
             raise CheckpointError(f"{self.folder}: {missing} elements of {key!r} are missing.")
 
-    def fill_shard(self, target: Tensor, key: str, shape: Sequence[int], offset: tuple[int, ...], *, padded: bool) -> None:
+    def fill_shard(
+        self,
+        target: Tensor,
+        key: str,
+        shape: Sequence[int],
+        offset: tuple[int, ...],
+        *,
+        padded: bool,
+    ) -> None:
         """The same for a shard of a tensor that is of `shape` in the model, too.
 
-        Where that is `padded` (the vocabulary is, to what the ranks share equally) rows that are not stored are zeros.
+        Where that is `padded` (the vocabulary is, to what the ranks share equally) rows that are
+        not stored are zeros.
         """
         self.dtype_of(key)
         held = self.manifest["shapes"][self._named(key)]
         if not padded and list(shape) != held:
-            raise CheckpointError(f"{self.folder}: {key} has shape {tuple(held)}; the model's is {tuple(shape)}.")
+            raise CheckpointError(
+                f"{self.folder}: {key} has shape {tuple(held)}; the model's is {tuple(shape)}."
+            )
         if padded:
             target.zero_()
         for axis, (start, size, whole) in enumerate(zip(offset, target.shape, held, strict=True)):
@@ -157,7 +204,9 @@ class Reader:
             self.fill(target, key, offset)
 
     def _read(self, box: Stored, tensor: Tensor) -> Tensor:
-        """Reads a piece into `tensor`, contiguous, of its shape and dtype: straight from where torch.save has put its bytes."""
+        """Reads a piece into `tensor`, contiguous, of its shape and dtype: straight from where
+        torch.save has put its bytes.
+        """
         path = self.folder / box.file
         try:
             with path.open("rb", buffering=0) as stream:
@@ -165,9 +214,13 @@ class Reader:
                 stream.seek(box.begin + archive.get_record_offset("data/0"))
                 read_into(stream, tensor, f"{path}: {box.key} at {box.offset}")
         except (OSError, RuntimeError) as error:
-            raise CheckpointError(f"{path}: {box.key} at {box.offset} can't be read: {error}") from error
+            raise CheckpointError(
+                f"{path}: {box.key} at {box.offset} can't be read: {error}"
+            ) from error
         if (found := checksum(tensor)) != box.checksum:
-            raise CheckpointError(f"{path}: {box.key} at {box.offset} has checksum {found}, the manifest says {box.checksum}.")
+            raise CheckpointError(
+                f"{path}: {box.key} at {box.offset} has checksum {found}, the manifest says {box.checksum}."
+            )
         return tensor
 
 

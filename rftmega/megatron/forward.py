@@ -1,6 +1,7 @@
 """Rows -> one packed sequence -> model -> a value per token, back in rows. No padding is computed.
 
-`custom_forward` is the one forward of the project: actor and critic run it through Megatron's pipeline schedule.
+`custom_forward` is the one forward of the project: actor and critic run it through Megatron's
+pipeline schedule.
 """
 
 import math
@@ -12,7 +13,10 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from torch import Tensor
 
 from model_providers.rotary import PackedRotary
@@ -27,23 +31,41 @@ class HiddenProcessor(Protocol):
     """A logits processor that does without logits: it gets what they would be made of."""
 
     def from_hidden(
-        self, hidden: Tensor, weight: Tensor, *, temperature: float | Tensor, tensor_group: Any, **arguments: Any
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        *,
+        temperature: float | Tensor,
+        tensor_group: Any,
+        **arguments: Any,
     ) -> dict[str, Tensor]:
-        """`hidden` [N, H], `weight` [V, H] this process's rows of the output layer; each result is [N]."""
+        """`hidden` [N, H], `weight` [V, H] this process's rows of the output layer; each result is
+        [N].
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class LogProbs:
-    """Log-prob of `targets` and entropy of the sampling distribution, without ever holding the logits."""
+    """Log-prob of `targets` and entropy of the sampling distribution, without ever holding the
+    logits.
+    """
 
     vocabulary: int
 
     def from_hidden(
-        self, hidden: Tensor, weight: Tensor, *, temperature: float | Tensor, tensor_group: Any, **arguments: Any
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        *,
+        temperature: float | Tensor,
+        tensor_group: Any,
+        **arguments: Any,
     ) -> dict[str, Tensor]:
         targets = arguments["targets"]
         rank = dist.get_rank(tensor_group)
-        shard = VocabularyShard.of_rank(len(weight), vocabulary=self.vocabulary, rank=rank, group=tensor_group)
+        shard = VocabularyShard.of_rank(
+            len(weight), vocabulary=self.vocabulary, rank=rank, group=tensor_group
+        )
         logp, entropy = linear_stats(hidden, weight, targets, temperature, shard)
         return {"logp": logp, "entropy": entropy}
 
@@ -62,10 +84,13 @@ class Packing:
     rows: int
     columns: int
     context_group: Any  # None without context parallelism
-    context: tuple[int, int] = (0, 1)  # this process among the context-parallel ones, and how many these are
+    # this process among the context-parallel ones, and how many these are
+    context: tuple[int, int] = (0, 1)
 
     def take(self, grid: Tensor) -> Tensor:
-        """[rows, columns] or [rows] -> [N] on the model's device; filler is 0, or 1 where there is one number a row."""
+        """[rows, columns] or [rows] -> [N] on the model's device; filler is 0, or 1 where there is
+        one number a row.
+        """
         if grid.dim() == 1:
             grid = grid[:, None].expand(-1, self.columns)
             filler = grid.new_ones(1)
@@ -77,18 +102,24 @@ class Packing:
         return flat[self.slots_on_host].to(self.slots.device, non_blocking=True)
 
     def put(self, values: Tensor) -> Tensor:
-        """[N, ...] -> [rows, columns, ...], 0 where there is no token; every context-parallel process gets whole rows.
+        """[N, ...] -> [rows, columns, ...], 0 where there is no token; every context-parallel
+        process gets whole rows.
 
-        Differentiable. Whole rows on each of these processes mean that each computes the same loss: one of them counts it.
+        Differentiable. Whole rows on each of these processes mean that each computes the same loss:
+        one of them counts it.
         """
         size = self.rows * self.columns
         canvas = values.new_zeros(size + 1, *values.shape[1:])  # the last one takes the filler
-        grid = canvas.index_put((self.slots,), values)[:size].unflatten(0, (self.rows, self.columns))
+        grid = canvas.index_put((self.slots,), values)[:size].unflatten(
+            0, (self.rows, self.columns)
+        )
         return grid if self.context_group is None else _Everyones.apply(grid, self.context_group)
 
 
 class _Everyones(torch.autograd.Function):
-    """Sum over the context-parallel processes; the gradient of what is mine is mine, since all compute the same loss."""
+    """Sum over the context-parallel processes; the gradient of what is mine is mine, since all
+    compute the same loss.
+    """
 
     @staticmethod
     def forward(ctx: Any, grid: Tensor, group: Any) -> Tensor:
@@ -112,11 +143,12 @@ def pack(
     total_length: int | None = None,
     where: torch.device,
 ) -> Packing:
-    """Lays the True places of `mask` [rows, columns] (on the host) end to end, row by row; an empty batch is filler only.
+    """Lays the True places of `mask` [rows, columns] (on the host) end to end, row by row; an empty
+    batch is filler only.
 
-    Every row starts at a multiple of 2 x `context`, whose zig-zag chunks `context_rank` takes; what a process gets is
-    divisible by `tensor_multiple` (sequence parallelism). `row_length` pads every row to that, `total_length` all of them.
-    Raises ValueError where one of these is too short.
+    Every row starts at a multiple of 2 x `context`, whose zig-zag chunks `context_rank` takes; what
+    a process gets is divisible by `tensor_multiple` (sequence parallelism). `row_length` pads every
+    row to that, `total_length` all of them. Raises ValueError where one of these is too short.
     """
     rows, columns = mask.shape
     unit = 2 * context if context > 1 else 1
@@ -124,14 +156,20 @@ def pack(
     longest = int(counts.max()) if rows else 0
     if row_length is not None and longest > row_length:
         raise ValueError(f"A row has {longest} tokens; it can't be padded to {row_length}.")
-    lengths = -(-counts // unit) * unit if row_length is None else torch.full_like(counts, -(-row_length // unit) * unit)
+    lengths = (
+        -(-counts // unit) * unit
+        if row_length is None
+        else torch.full_like(counts, -(-row_length // unit) * unit)
+    )
     lengths = lengths[counts > 0] if row_length is None else lengths
     total = int(lengths.sum())
     multiple = math.lcm(unit, context * tensor_multiple)
     filler = -total % multiple if total else multiple
     if total_length is not None:
         if total_length % multiple or total_length < total + filler:
-            raise ValueError(f"{total + filler} packed tokens can't be padded to {total_length}, a multiple of {multiple}.")
+            raise ValueError(
+                f"{total + filler} packed tokens can't be padded to {total_length}, a multiple of {multiple}."
+            )
         filler = total_length - total
     lengths = torch.cat([lengths, lengths.new_tensor([filler] if filler else [])])
     edges = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
@@ -171,7 +209,9 @@ def pack(
 
 
 def packed_length(counts: Sequence[int], *, tensor_multiple: int = 1, context: int = 1) -> int:
-    """Slots, filler included, that `pack` gives rows of so many tokens, on all context-parallel processes together."""
+    """Slots, filler included, that `pack` gives rows of so many tokens, on all context-parallel
+    processes together.
+    """
     unit = 2 * context if context > 1 else 1
     multiple = math.lcm(unit, context * tensor_multiple)
     return max(-(-sum(-(-n // unit) * unit for n in counts) // multiple), 1) * multiple
@@ -191,29 +231,40 @@ def custom_forward(
     max_batch_seqlen: int | None = 4096,
     padding_seqlen: int | None = None,
 ) -> Any:
-    """Runs one pipeline chunk over the tokens of `input_ids` [B, S] that `attention_mask` [B, S] marks, wherever they are.
+    """Runs one pipeline chunk over the tokens of `input_ids` [B, S] that `attention_mask` [B, S]
+    marks, wherever they are.
 
-    Stages but the last give the hidden states that the schedule sends on. The last gives, in rows and 0 off the mask:
-    with `value_model` the values [B, S]; with a `logits_processor` its dict of [B, S]; otherwise this process's columns
-    of the logits [B, S, V / TP], divided by `temperature` (one number, or [B]).
+    Stages but the last give the hidden states that the schedule sends on. The last gives, in rows
+    and 0 off the mask: with `value_model` the values [B, S]; with a `logits_processor` its dict of
+    [B, S]; otherwise this process's columns of the logits [B, S, V / TP], divided by `temperature`
+    (one number, or [B]).
 
-    A processor is called with (logits [N, V / TP], **args), where `logits_processor_args` ([B, S] each) arrive as [N]. One with a
-    method `from_hidden` (see HiddenProcessor) gets hidden states and the output weight instead, and no logits exist.
-    `pack_seqs=False` pads every row to the longest, as unpacked models do. `padding_seqlen` pads the packed tokens to a
-    fixed number. Tensors may live on the host. `position_ids` may only say what is so anyway: rows count from 0.
+    A processor is called with (logits [N, V / TP], **args), where `logits_processor_args` ([B, S]
+    each) arrive as [N]. One with a method `from_hidden` (see HiddenProcessor) gets hidden states
+    and the output weight instead, and no logits exist. `pack_seqs=False` pads every row to the
+    longest, as unpacked models do. `padding_seqlen` pads the packed tokens to a fixed number.
+    Tensors may live on the host. `position_ids` may only say what is so anyway: rows count from 0.
 
-    Raises ValueError for more than `max_batch_seqlen` tokens, for other positions, and for a `sequence_parallel` that the
-    model was not built with.
+    Raises ValueError for more than `max_batch_seqlen` tokens, for other positions, and for a
+    `sequence_parallel` that the model was not built with.
     """
     chunk: GPTModel = unwrap(model)
     config = chunk.config
     if sequence_parallel != config.sequence_parallel:
-        raise ValueError(f"sequence_parallel={sequence_parallel}, but the model was built with {config.sequence_parallel}.")
+        raise ValueError(
+            f"sequence_parallel={sequence_parallel}, but the model was built with {config.sequence_parallel}."
+        )
     mask = attention_mask.bool().cpu()
     if max_batch_seqlen is not None and (tokens := int(mask.sum())) > max_batch_seqlen:
-        raise ValueError(f"{tokens} tokens are more than max_batch_seqlen={max_batch_seqlen}. Make smaller micro-batches.")
-    if position_ids is not None and not torch.equal(position_ids.cpu()[mask], (mask.cumsum(1) - 1)[mask]):
-        raise ValueError("position_ids must count from 0 in every row; rotary embeddings of packed rows know nothing else.")
+        raise ValueError(
+            f"{tokens} tokens are more than max_batch_seqlen={max_batch_seqlen}. Make smaller micro-batches."
+        )
+    if position_ids is not None and not torch.equal(
+        position_ids.cpu()[mask], (mask.cumsum(1) - 1)[mask]
+    ):
+        raise ValueError(
+            "position_ids must count from 0 in every row; rotary embeddings of packed rows know nothing else."
+        )
     tensor_group, context_group = tensor_and_context()
     packing = pack(
         mask,
@@ -236,13 +287,20 @@ def custom_forward(
     if isinstance(temperature, Tensor):
         temperature = packing.take(temperature)
     if isinstance(logits_processor, HiddenProcessor):
-        hidden, weight = _for_output_layer(output, chunk, tensor_group), _output_weight(model, chunk)
-        processed = logits_processor.from_hidden(hidden, weight, temperature=temperature, tensor_group=tensor_group, **arguments)
+        hidden, weight = (
+            _for_output_layer(output, chunk, tensor_group),
+            _output_weight(model, chunk),
+        )
+        processed = logits_processor.from_hidden(
+            hidden, weight, temperature=temperature, tensor_group=tensor_group, **arguments
+        )
         return {name: packing.put(value) for name, value in processed.items()}
     logits = output[0] / (temperature[:, None] if isinstance(temperature, Tensor) else temperature)
     if logits_processor is None:
         return packing.put(logits)
-    return {name: packing.put(value) for name, value in logits_processor(logits, **arguments).items()}
+    return {
+        name: packing.put(value) for name, value in logits_processor(logits, **arguments).items()
+    }
 
 
 def unwrap(model: Any) -> Any:
@@ -252,7 +310,9 @@ def unwrap(model: Any) -> Any:
     return model
 
 
-def _run(model: Any, chunk: GPTModel, ids: Tensor, packing: Packing, *, hidden_only: bool) -> Tensor:
+def _run(
+    model: Any, chunk: GPTModel, ids: Tensor, packing: Packing, *, hidden_only: bool
+) -> Tensor:
     """[N, 1, H], or on a last stage without `hidden_only` the logits [1, N, V / TP]."""
     rotary = getattr(chunk, "rotary_pos_emb", None)
     if isinstance(rotary, PackedRotary):
@@ -267,15 +327,24 @@ def _run(model: Any, chunk: GPTModel, ids: Tensor, packing: Packing, *, hidden_o
 
 
 def _for_output_layer(hidden: Tensor, chunk: GPTModel, tensor_group: Any) -> Tensor:
-    """[N, H] as the output layer would see them: the backward adds up the processes' shares of the gradient."""
+    """[N, H] as the output layer would see them: the backward adds up the processes' shares of the
+    gradient.
+    """
     if chunk.config.sequence_parallel:
-        return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=tensor_group)[:, 0]
+        return gather_from_sequence_parallel_region(
+            hidden, tensor_parallel_output_grad=True, group=tensor_group
+        )[:, 0]
     return copy_to_tensor_model_parallel_region(hidden, group=tensor_group)[:, 0]
 
 
 def _output_weight(model: Any, chunk: GPTModel) -> Tensor:
-    weight = chunk.shared_embedding_or_output_weight() if chunk.share_embeddings_and_output_weights else chunk.output_layer.weight
-    # The output layer's own forward, whose hook would wait for a gather that still runs, is not called.
+    weight = (
+        chunk.shared_embedding_or_output_weight()
+        if chunk.share_embeddings_and_output_weights
+        else chunk.output_layer.weight
+    )
+    # The output layer's own forward, whose hook would wait for a gather that still runs, is not
+    # called.
     if model is not chunk and model.ddp_config.overlap_param_gather:
         model.param_to_bucket_group[weight].finish_param_sync()
     return weight

@@ -23,8 +23,12 @@ class ReferenceWeights:
             held.copy_(item.parameter.detach())
 
     def swapped_in(self) -> AbstractContextManager[None]:
-        """Within, the model computes with the reference; afterwards with its own weights, bit for bit."""
-        return self.manager.residency.replaced(zip(_tensors(self.manager.bound), self._held, strict=True))
+        """Within, the model computes with the reference; afterwards with its own weights, bit for
+        bit.
+        """
+        return self.manager.residency.replaced(
+            zip(_tensors(self.manager.bound), self._held, strict=True)
+        )
 
 
 class AveragedWeights:
@@ -40,7 +44,10 @@ class AveragedWeights:
 
     @property
     def held(self) -> list[Tensor]:
-        """The average, in the order of the model's bound tensors. Waits for the update that runs."""
+        """The average, in the order of the model's bound tensors.
+
+        Waits for the update that runs.
+        """
         if self._averaging is not None:
             self._averaging.result()
             self._averaging = None
@@ -49,11 +56,15 @@ class AveragedWeights:
     def restart(self) -> None:
         """Takes the present weights as the average."""
         self._averaging = None
-        self._held = [tensor.to("cpu", torch.float32, copy=True) for tensor in _tensors(self.manager.bound)]
+        self._held = [
+            tensor.to("cpu", torch.float32, copy=True) for tensor in _tensors(self.manager.bound)
+        ]
 
     @torch.no_grad()
     def update(self) -> None:
-        """After an optimizer step: the weights are copied, and averaged in a thread, while the device goes on."""
+        """After an optimizer step: the weights are copied, and averaged in a thread, while the
+        device goes on.
+        """
         held = self.held  # what the update before this one made
         self.manager.finish_param_sync()
         pairs = zip(_tensors(self.manager.bound), self._latest, strict=True)
@@ -67,8 +78,12 @@ class AveragedWeights:
         self._averaging = self._thread.submit(average)
 
     def swapped_in(self) -> AbstractContextManager[None]:
-        """Within, the model holds the average, in its own precision; afterwards its own weights, bit for bit."""
-        return self.manager.residency.replaced(zip(_tensors(self.manager.bound), self.held, strict=True))
+        """Within, the model holds the average, in its own precision; afterwards its own weights,
+        bit for bit.
+        """
+        return self.manager.residency.replaced(
+            zip(_tensors(self.manager.bound), self.held, strict=True)
+        )
 
 
 def _tensors(bound: Sequence[Bound]) -> list[Tensor]:
@@ -76,7 +91,9 @@ def _tensors(bound: Sequence[Bound]) -> list[Tensor]:
 
 
 def _host_buffers(bound: Sequence[Bound]) -> list[Tensor]:
-    """A tensor on the host for each of the model's, all in one buffer that the device copies to and from quickly."""
+    """A tensor on the host for each of the model's, all in one buffer that the device copies to and
+    from quickly.
+    """
     tensors = _tensors(bound)
     places = []
     end = 0
@@ -84,4 +101,7 @@ def _host_buffers(bound: Sequence[Bound]) -> list[Tensor]:
         places.append(slice(end, end + tensor.nbytes))
         end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
     buffer = device.current().host_buffer(end, torch.uint8)
-    return [buffer[place].view(tensor.dtype).view(tensor.shape) for place, tensor in zip(places, tensors, strict=True)]
+    return [
+        buffer[place].view(tensor.dtype).view(tensor.shape)
+        for place, tensor in zip(places, tensors, strict=True)
+    ]

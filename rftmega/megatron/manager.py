@@ -1,4 +1,6 @@
-"""MegatronModelManager: builds this process's part of a model, wraps it, and owns its optimizer and schedule."""
+"""MegatronModelManager: builds this process's part of a model, wraps it, and owns its optimizer and
+schedule.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -7,7 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
@@ -31,7 +37,13 @@ from rftmega.errors import ConfigError
 from rftmega.megatron import forward, offload
 from rftmega.megatron.binding import Bound, bind
 from rftmega.megatron.dist_checkpoint_reader import is_distributed, read_manifest
-from rftmega.megatron.load import HEAD, load_hf, refuse_another_head, refuse_non_finite, refuse_strangers
+from rftmega.megatron.load import (
+    HEAD,
+    load_hf,
+    refuse_another_head,
+    refuse_non_finite,
+    refuse_strangers,
+)
 from rftmega.megatron.sharded import load_distributed, pieces_of
 from rftmega.megatron.timers import Timers
 from rftmega.parallel.topology import Topology
@@ -44,11 +56,13 @@ def refuse_hazards(config: TransformerConfig) -> None:
     interleaved = config.virtual_pipeline_model_parallel_size is not None
     hazards = {
         "batch_p2p_comm=True with interleaving: both neighbours of two stages are one process, and messages are mixed up; "
-        "gradients are wrong. Use overlap_p2p_comm=True, batch_p2p_comm=False.": interleaved and config.batch_p2p_comm,
+        "gradients are wrong. Use overlap_p2p_comm=True, batch_p2p_comm=False.": interleaved
+        and config.batch_p2p_comm,
         "calculate_per_token_loss=False divides the loss by the number of micro-batches, which is no algorithm. "
         "Set it to True.": not config.calculate_per_token_loss,
         "variable_seq_lengths=False with stages: packed micro-batches differ in length, and a stage would receive them in the "
-        "shape of another. Set it to True.": config.pipeline_model_parallel_size > 1 and not config.variable_seq_lengths,
+        "shape of another. Set it to True.": config.pipeline_model_parallel_size > 1
+        and not config.variable_seq_lengths,
     }
     if found := [text for text, present in hazards.items() if present]:
         raise ConfigError.listing("Megatron's config would train something else", found)
@@ -57,13 +71,15 @@ def refuse_hazards(config: TransformerConfig) -> None:
 class MegatronModelManager:
     """This process's chunks of one model, with Hugging Face weights, ready to be run and stepped.
 
-    `chunks` are the bare models, one a virtual stage; `model` the same, wrapped by `setup_model_and_optimizer`.
+    `chunks` are the bare models, one a virtual stage; `model` the same, wrapped by
+    `setup_model_and_optimizer`.
     """
 
     custom_forward = staticmethod(forward.custom_forward)
 
     def __init__(self, cfg: RunConfig, placement: Topology, *, value_model: bool = False):
-        """Builds `cfg.model` in the layout of `placement` (that of `cfg.parallel`) and loads its weights.
+        """Builds `cfg.model` in the layout of `placement` (that of `cfg.parallel`) and loads its
+        weights.
 
         Raises CheckpointError where the folder's config or weights can't serve.
         """
@@ -74,12 +90,16 @@ class MegatronModelManager:
         self.hf_config = read_hf_config(cfg.model.path)
         self.description = describe(self.hf_config)
         dtype = DTYPES.get(cfg.model.dtype, device.current().train_dtype)
-        self.config = transformer_config(self.description, cfg.parallel, dtype, dropout=cfg.model.dropout)
+        self.config = transformer_config(
+            self.description, cfg.parallel, dtype, dropout=cfg.model.dropout
+        )
         refuse_hazards(self.config)
         self.config.timers = Timers()
         distributed = is_distributed(cfg.model.path)
         files = None if distributed else HFFolder(cfg.model.path)
-        self._head_bias = "score.bias" in files if files else read_manifest(Path(cfg.model.path))["head_bias"]
+        self._head_bias = (
+            "score.bias" in files if files else read_manifest(Path(cfg.model.path))["head_bias"]
+        )
         chunks = cfg.parallel.virtual_pipeline
         with placement.active():
             self.chunks: list[GPTModel] = [
@@ -103,8 +123,11 @@ class MegatronModelManager:
             self.pieces, _ = pieces_of(self.chunks, self.bound)
         self.model: list[Any] = list(self.chunks)  # wrapped by setup_model_and_optimizer
         self.optimizer: Any = None
-        self._gather_is_due = False  # parameters wait for the next forward pass (optimizer.overlap_param_gather)
-        self.residency = offload.Residency(lambda: offload.parts_of(self.model, self.optimizer), finish=self.finish_param_sync)
+        # parameters wait for the next forward pass (optimizer.overlap_param_gather)
+        self._gather_is_due = False
+        self.residency = offload.Residency(
+            lambda: offload.parts_of(self.model, self.optimizer), finish=self.finish_param_sync
+        )
 
     def _load(self, files: HFFolder, rules: Sequence[Rule], experts: int) -> None:
         tied = self.description.tied
@@ -114,7 +137,9 @@ class MegatronModelManager:
         if tied and not self.value_model:
             refuse_another_head(files, self.bound)
 
-    def model_provider_func(self, pre_process: bool, post_process: bool, chunk: int | None = None) -> GPTModel:
+    def model_provider_func(
+        self, pre_process: bool, post_process: bool, chunk: int | None = None
+    ) -> GPTModel:
         """One pipeline chunk, randomly initialised; override it to build something else."""
         built = build_chunk(
             self.description,
@@ -128,18 +153,25 @@ class MegatronModelManager:
             built.value_head = ValueHead(self.config, bias=self._head_bias)
         return built
 
-    def setup_model_and_optimizer(self, model_type: ModelType = ModelType.encoder_or_decoder) -> None:
+    def setup_model_and_optimizer(
+        self, model_type: ModelType = ModelType.encoder_or_decoder
+    ) -> None:
         """Wraps the chunks for data parallelism and builds optimizer and learning-rate schedule.
 
-        Raises ValueError for another `model_type`: these are decoders, which Megatron counts with the encoders.
+        Raises ValueError for another `model_type`: these are decoders, which Megatron counts with
+        the encoders.
         """
         if model_type != ModelType.encoder_or_decoder:
-            raise ValueError(f"model_type={model_type} is not supported: only ModelType.encoder_or_decoder is built here.")
+            raise ValueError(
+                f"model_type={model_type} is not supported: only ModelType.encoder_or_decoder is built here."
+            )
         with self.topology.active():
             self.model = [self._wrap(chunk, number) for number, chunk in enumerate(self.chunks)]
             self.optimizer = self._build_optimizer()
         self.scheduler = self._build_scheduler()
-        self.scheduler.step(1)  # optimizer step k runs at the schedule's k, so that a warm-up does not start with a step of 0
+        # optimizer step k runs at the schedule's k, so that a warm-up does not start with a step of
+        # 0
+        self.scheduler.step(1)
         self.config.grad_scale_func = self.optimizer.scale_loss
         self.config.finalize_model_grads_func = finalize_model_grads
         if self.cfg.optimizer.overlap_grad_reduce:
@@ -148,8 +180,9 @@ class MegatronModelManager:
 
     def _wrap(self, chunk: GPTModel, number: int) -> DistributedDataParallel:
         optimizer = self.cfg.optimizer
-        # Megatron reduces experts' gradients over the dense data-parallel group unless experts are spread over processes. That
-        # group lacks the tensor-parallel ranks, which hold whole experts and see other tokens where expert_tensor is smaller.
+        # Megatron reduces experts' gradients over the dense data-parallel group unless experts are
+        # spread over processes. That group lacks the tensor-parallel ranks, which hold whole
+        # experts and see other tokens where expert_tensor is smaller.
         for name, parameter in chunk.named_parameters():
             if ".experts." in name and self.cfg.parallel.expert_tensor != self.cfg.parallel.tensor:
                 parameter.allreduce = False
@@ -161,7 +194,9 @@ class MegatronModelManager:
             check_for_nan_in_grad=False,
         )
         # Later chunks' communication is off the critical path, so it need not come in small pieces.
-        return DistributedDataParallel(self.config, data_parallel, chunk, disable_bucketing=number > 0)
+        return DistributedDataParallel(
+            self.config, data_parallel, chunk, disable_bucketing=number > 0
+        )
 
     def _build_optimizer(self) -> Any:
         optimizer = self.cfg.optimizer
@@ -188,7 +223,8 @@ class MegatronModelManager:
         optimizer = self.cfg.optimizer
         frozen = 0 if self.value_model else self.cfg.critic.warmup_steps
         optimizer_steps = (self.cfg.trainer.steps - frozen) * self.cfg.algorithm.steps_per_rollout
-        # Never without the scheduler: the exemption of norms from weight decay acts only through its step.
+        # Never without the scheduler: the exemption of norms from weight decay acts only through
+        # its step.
         return OptimizerParamScheduler(
             self.optimizer,
             init_lr=0.0,
@@ -209,10 +245,12 @@ class MegatronModelManager:
         self.optimizer.zero_grad()
 
     def optimizer_step(self) -> tuple[bool, float]:
-        """Clips, steps and advances the schedule; (was a step taken?, global gradient norm before clipping).
+        """Clips, steps and advances the schedule; (was a step taken?, global gradient norm before
+        clipping).
 
-        Gradients that are not finite are refused, on all processes alike, since the norm is global: weights, optimizer
-        state and schedule stay as they are. (Megatron itself looks for them in fp16 only.)
+        Gradients that are not finite are refused, on all processes alike, since the norm is global:
+        weights, optimizer state and schedule stay as they are. (Megatron itself looks for them in
+        fp16 only.)
         """
         taken, grad_norm = False, math.nan
         with span("optimizer step"), self.topology.active():
@@ -226,7 +264,8 @@ class MegatronModelManager:
                     self.residency.changed()
                     self.scheduler.step(1)
                     taken = True
-            self.optimizer.zero_grad()  # main parameters have gradients of their own; nobody needs them any more
+            # main parameters have gradients of their own; nobody needs them any more
+            self.optimizer.zero_grad()
         return taken, grad_norm if taken else math.nan
 
     def _clip(self, grad_norm: float) -> None:
@@ -234,10 +273,15 @@ class MegatronModelManager:
             return
         for inner in offload.inner_optimizers(self.optimizer):
             if parameters := inner.get_parameters():
-                clip_grad_by_total_norm_fp32(parameters, max_norm=self.cfg.optimizer.clip_grad, total_norm=grad_norm)
+                clip_grad_by_total_norm_fp32(
+                    parameters, max_norm=self.cfg.optimizer.clip_grad, total_norm=grad_norm
+                )
 
     def finish_param_sync(self) -> None:
-        """Gathers parameters whose gather was left to the next forward pass. Whoever else reads them calls it first."""
+        """Gathers parameters whose gather was left to the next forward pass.
+
+        Whoever else reads them calls it first.
+        """
         if self.cfg.optimizer.overlap_param_gather and self._gather_is_due:
             self._gather_is_due = False
             for chunk in self.model:
@@ -256,26 +300,38 @@ class MegatronModelManager:
         return self.optimizer.param_groups[0]["lr"]
 
     @staticmethod
-    def make_data_iterator_list(data_iterator: Iterator[Any], padding: bool = False, vpp_size: int = 1) -> list[Iterator[Any]]:
-        """One iterator a model chunk over the same micro-batches: with interleaving, each chunk runs all of them.
+    def make_data_iterator_list(
+        data_iterator: Iterator[Any], padding: bool = False, vpp_size: int = 1
+    ) -> list[Iterator[Any]]:
+        """One iterator a model chunk over the same micro-batches: with interleaving, each chunk
+        runs all of them.
 
-        With `padding`, micro-batches are dicts of tensors, and those of two dimensions are padded with zeros to the longest.
-        (A schedule without interleaving wants the one iterator, not the list.)
+        With `padding`, micro-batches are dicts of tensors, and those of two dimensions are padded
+        with zeros to the longest. (A schedule without interleaving wants the one iterator, not the
+        list.)
         """
         if padding:
             batches = list(data_iterator)
-            longest = max((x.shape[1] for batch in batches for x in batch.values() if x.dim() == 2), default=0)
+            longest = max(
+                (x.shape[1] for batch in batches for x in batch.values() if x.dim() == 2), default=0
+            )
             data_iterator = iter(
-                {name: F.pad(x, (0, longest - x.shape[1])) if x.dim() == 2 else x for name, x in batch.items()}
+                {
+                    name: F.pad(x, (0, longest - x.shape[1])) if x.dim() == 2 else x
+                    for name, x in batch.items()
+                }
                 for batch in batches
             )
         return list(tee(data_iterator, vpp_size))
 
-    def run_schedule(self, forward_step: Callable[..., Any], micro_batches: Iterable[Any], *, forward_only: bool) -> list[Any]:
-        """Runs the pipeline schedule over `micro_batches`, forward and, unless `forward_only`, backward.
+    def run_schedule(
+        self, forward_step: Callable[..., Any], micro_batches: Iterable[Any], *, forward_only: bool
+    ) -> list[Any]:
+        """Runs the pipeline schedule over `micro_batches`, forward and, unless `forward_only`,
+        backward.
 
-        `forward_step(iterator, chunk)` gives (output, what to do with it on the last stage); the answers of the latter, in
-        order, on the last stage, and [] on the others.
+        `forward_step(iterator, chunk)` gives (output, what to do with it on the last stage); the
+        answers of the latter, in order, on the last stage, and [] on the others.
         """
         batches = list(micro_batches)
         several = len(self.model) > 1
@@ -293,7 +349,9 @@ class MegatronModelManager:
             )
 
     def offload_megatron_copy_params(self, optimizers: Any) -> None:
-        """Moves the fp32 main ("copy") parameters of a Megatron optimizer, or of several, to the host."""
+        """Moves the fp32 main ("copy") parameters of a Megatron optimizer, or of several, to the
+        host.
+        """
         self.residency.off_tensors(offload.main_parameters(optimizers))
 
     def load_megatron_copy_params(self, optimizers: Any) -> None:

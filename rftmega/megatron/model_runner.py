@@ -1,8 +1,9 @@
-"""A model over rows: micro-batches, pipeline schedule, optimizer steps, results back in the caller's order.
+"""A model over rows: micro-batches, pipeline schedule, optimizer steps, results back in the
+caller's order.
 
-Megatron's contract with `calculate_per_token_loss`: the loss function gives (local sum, local integer count, anything);
-gradients are divided once, by the count of all micro-batches and ranks. So this file moves rows and sums; what is learnt
-is the LossFn's business.
+Megatron's contract with `calculate_per_token_loss`: the loss function gives (local sum, local
+integer count, anything); gradients are divided once, by the count of all micro-batches and ranks.
+So this file moves rows and sums; what is learnt is the LossFn's business.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,14 +21,26 @@ from rftmega.megatron.forward import HiddenProcessor, custom_forward, packed_len
 from rftmega.megatron.manager import MegatronModelManager
 from rftmega.parallel.micro_batches import fewest_micro_batches, plan_micro_batches
 from rftmega.parallel.watchdog import mark
-from rftmega.types import COUNT, Auxiliary, Experience, LossFn, Metrics, Rows, TokenLoss, TokenMetric, Told
+from rftmega.types import (
+    COUNT,
+    Auxiliary,
+    Experience,
+    LossFn,
+    Metrics,
+    Rows,
+    TokenLoss,
+    TokenMetric,
+    Told,
+)
 
 COUNTED = ("tokens", "slots", "flops", "bubble", "ideal")  # by the recorder, in every pass
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """MicroBatch holds rows to compute and what to learn from them; without `experience` they are only scored."""
+    """MicroBatch holds rows to compute and what to learn from them; without `experience` they are
+    only scored.
+    """
 
     rows: Rows
     temperature: float  # of the distribution that is scored
@@ -36,10 +49,16 @@ class MicroBatch:
 
 
 class ModelRunner:
-    """Scoring passes and optimizer steps of one model; every process calls them with the whole batch."""
+    """Scoring passes and optimizer steps of one model; every process calls them with the whole
+    batch.
+    """
 
-    def __init__(self, manager: MegatronModelManager, stats: Any, processor: HiddenProcessor | None):
-        """`stats` (TokenStats or TokenValues) is what a forward gives; `processor` makes it, or None for a value model."""
+    def __init__(
+        self, manager: MegatronModelManager, stats: Any, processor: HiddenProcessor | None
+    ):
+        """`stats` (TokenStats or TokenValues) is what a forward gives; `processor` makes it, or
+        None for a value model.
+        """
         self.manager = manager
         self.topology = manager.topology
         self.stats = stats
@@ -47,21 +66,29 @@ class ModelRunner:
         self.processor = processor
         self.cfg = manager.cfg
         self.temperature = self.cfg.rollout.temperature
-        self.after_step: Callable[[], None] = lambda: None  # called once an optimizer step that was taken
+        # called once an optimizer step that was taken
+        self.after_step: Callable[[], None] = lambda: None
 
     @torch.no_grad()
     def score(self, rows: Rows, *, temperature: float | None = None) -> Any:
-        """`stats` of every target, [B, T] on the host; no gradient. `temperature`: None for the rollout's."""
+        """`stats` of every target, [B, T] on the host; no gradient.
+
+        `temperature`: None for the rollout's.
+        """
         self.manager.finish_param_sync()
         chosen = self.temperature if temperature is None else temperature
         for chunk in self.manager.model:
             chunk.eval()
         indices = self._micro_batches(rows.lengths, passes=1)
-        found = self._run([MicroBatch(rows.select(index), chosen) for index in indices], forward_only=True)
+        found = self._run(
+            [MicroBatch(rows.select(index), chosen) for index in indices], forward_only=True
+        )
         return self._gathered(rows, indices, found)
 
     def _gathered(self, rows: Rows, indices: Sequence[Tensor], found: Sequence[Any]) -> Any:
-        """Statistics of all rows on every process, on the host, from those of this process's micro-batches."""
+        """Statistics of all rows on every process, on the host, from those of this process's
+        micro-batches.
+        """
         canvas = torch.zeros(len(self.names), *rows.tokens[:, 1:].shape, device=self.manager.where)
         for index, stats in zip(indices, found, strict=False):  # stages but the last found nothing
             values = torch.stack([getattr(stats, name) for name in self.names])
@@ -77,10 +104,11 @@ class ModelRunner:
         auxiliary: Auxiliary | None = None,
         scored: Told | None = None,
     ) -> Metrics:
-        """Takes one optimizer step on the rows of `experience` and of `auxiliary`; see `interfaces.Policy.step`.
+        """Takes one optimizer step on the rows of `experience` and of `auxiliary`; see
+        `interfaces.Policy.step`.
 
-        Each `group_size` consecutive rows come before `loss_fn` together. A step with non-finite gradients is skipped on all
-        processes alike.
+        Each `group_size` consecutive rows come before `loss_fn` together. A step with non-finite
+        gradients is skipped on all processes alike.
         """
         before = {name: recorder.counted(name) for name in COUNTED}
         learning_rate = self.manager.learning_rate
@@ -110,22 +138,31 @@ class ModelRunner:
         self, experience: Experience, indices: Sequence[Tensor], loss_fn: LossFn, temperature: float
     ) -> list[MicroBatch]:
         parts = [experience.select(index) for index in indices]
-        return [MicroBatch(part.rows, temperature, part.to(self.manager.where), loss_fn) for part in parts]
+        return [
+            MicroBatch(part.rows, temperature, part.to(self.manager.where), loss_fn)
+            for part in parts
+        ]
 
     def _micro_batches(self, lengths: Tensor, group_size: int = 1, *, passes: int) -> list[Tensor]:
-        """This process's rows of each; what they cost, over all processes, is counted as so many `passes` forward."""
+        """This process's rows of each; what they cost, over all processes, is counted as so many
+        `passes` forward.
+        """
         plan = plan_micro_batches(
             lengths.tolist(),
             data_parallel=self.topology.data,
             token_cap=self.cfg.trainer.max_tokens_per_micro_batch,
             attention_cap=self.cfg.trainer.max_attention_per_micro_batch or None,
             attention_weight=self.cfg.trainer.attention_weight,
-            # The interleaved schedule hands micro-batches round the stages in groups of as many as there are stages.
+            # The interleaved schedule hands micro-batches round the stages in groups of as many as
+            # there are stages.
             multiple_of=self.topology.pipeline if len(self.manager.model) > 1 else 1,
             at_least=fewest_micro_batches(self.topology.pipeline),
             group_size=group_size,
         )
-        self._count([[[int(lengths[row]) - 1 for row in rows] for rows in batches] for batches in plan], passes)
+        self._count(
+            [[[int(lengths[row]) - 1 for row in rows] for rows in batches] for batches in plan],
+            passes,
+        )
         return [torch.tensor(rows, dtype=torch.int64) for rows in plan[self.topology.data_rank]]
 
     def _count(self, fed: Sequence[Sequence[Sequence[int]]], passes: int) -> None:
@@ -133,22 +170,40 @@ class ModelRunner:
         rows = [tokens for batches in fed for batch in batches for tokens in batch]
         recorder.count("tokens", sum(rows))
         sequence = self.manager.config.sequence_parallel
-        multiples = {"tensor_multiple": self.topology.tensor if sequence else 1, "context": self.topology.context}
-        recorder.count("slots", sum(packed_length(batch, **multiples) for batches in fed for batch in batches))
-        recorder.count("flops", passes * forward_flops(self.manager.description, rows, value_head=self.processor is None))
+        multiples = {
+            "tensor_multiple": self.topology.tensor if sequence else 1,
+            "context": self.topology.context,
+        }
+        recorder.count(
+            "slots", sum(packed_length(batch, **multiples) for batches in fed for batch in batches)
+        )
+        recorder.count(
+            "flops",
+            passes
+            * forward_flops(self.manager.description, rows, value_head=self.processor is None),
+        )
 
     def _run(self, batches: Sequence[MicroBatch], *, forward_only: bool) -> list[Any]:
-        """Sums to be collected, or statistics, of each micro-batch on the last stage, [] on the others."""
-        # Narayanan et al. (arXiv:2104.04473, section 2.2): (p - 1) / (v m) of the ideal time, here as two sums.
+        """Sums to be collected, or statistics, of each micro-batch on the last stage, [] on the
+        others.
+        """
+        # Narayanan et al. (arXiv:2104.04473, section 2.2): (p - 1) / (v m) of the ideal time, here
+        # as two sums.
         recorder.count("bubble", self.topology.pipeline - 1)
         recorder.count("ideal", len(batches) * len(self.manager.model))
         return self.manager.run_schedule(self.forward_step, batches, forward_only=forward_only)
 
     def forward_step(self, batches: Iterator[MicroBatch], model: Any) -> tuple[Any, Any]:
-        """Computes one micro-batch in one chunk, for Megatron's schedule. Returns (output, its function on the last stage)."""
+        """Computes one micro-batch in one chunk, for Megatron's schedule.
+
+        Returns (output, its function on the last stage).
+        """
         mark()
         batch = next(batches)
-        rows, finish = batch.rows, self._stats if batch.loss_fn is None else partial(self._loss, batch.loss_fn)
+        rows, finish = (
+            batch.rows,
+            self._stats if batch.loss_fn is None else partial(self._loss, batch.loss_fn),
+        )
         output = custom_forward(
             model,
             rows.tokens[:, :-1],
@@ -162,43 +217,72 @@ class ModelRunner:
             temperature=batch.temperature,
             max_batch_seqlen=None,  # the plan has a cap of its own
         )
-        if isinstance(output, dict):  # the schedule wants to see a tensor; all of them go to `finish`
+        # the schedule wants to see a tensor; all of them go to `finish`
+        if isinstance(output, dict):
             return next(iter(output.values())), partial(finish, batch.experience, output)
         return output, partial(finish, batch.experience, output)
 
-    def _stats(self, experience: Experience | None, output: Any, shown: Any = None, non_loss_data: bool = True) -> Any:
+    def _stats(
+        self,
+        experience: Experience | None,
+        output: Any,
+        shown: Any = None,
+        non_loss_data: bool = True,
+    ) -> Any:
         return self.stats(output) if self.processor is None else self.stats(**output)
 
-    def _loss(self, loss_fn: LossFn, experience: Experience, output: Any, shown: Any) -> tuple[Tensor, Tensor, Any]:
-        """Megatron's three: local sum with its graph, integer count, and what is collected: sums and statistics."""
+    def _loss(
+        self, loss_fn: LossFn, experience: Experience, output: Any, shown: Any
+    ) -> tuple[Tensor, Tensor, Any]:
+        """Megatron's three: local sum with its graph, integer count, and what is collected: sums
+        and statistics.
+        """
         stats = self._stats(None, output)
         seen = self.stats(*(getattr(stats, name).detach() for name in self.names))
-        if experience.old_logp is None and self.processor is not None:  # nothing was learnt since the rollout
+        # nothing was learnt since the rollout
+        if experience.old_logp is None and self.processor is not None:
             experience = replace(experience, old_logp=seen.logp)
         loss = loss_fn(stats, experience)
         total = (loss.value * loss.weight).sum()
-        # Context-parallel processes all have the whole rows, and their gradients add up: one of them counts.
+        # Context-parallel processes all have the whole rows, and their gradients add up: one of
+        # them counts.
         counted = loss.count if self.topology.context_rank == 0 else torch.zeros_like(loss.count)
         return total, counted.int(), (sums_of(loss), seen)
 
-    def _mean(self, micro_sums: Sequence[dict[str, Tensor]], losses: Sequence[tuple[LossFn, Experience]]) -> Metrics:
+    def _mean(
+        self, micro_sums: Sequence[dict[str, Tensor]], losses: Sequence[tuple[LossFn, Experience]]
+    ) -> Metrics:
         """Sums of all micro-batches and ranks, divided by the count of all; one collective."""
         # Stages that never see the loss learn its metrics' names from a batch of no rows.
-        names = list(dict.fromkeys(name for loss_fn, experience in losses for name in self._names(loss_fn, experience)))
+        names = list(
+            dict.fromkeys(
+                name for loss_fn, experience in losses for name in self._names(loss_fn, experience)
+            )
+        )
         totals = torch.zeros(len(names), 2, dtype=torch.float64, device=self.manager.where)
         for sums in micro_sums:
-            totals += torch.stack([sums[name] if name in sums else totals.new_zeros(2) for name in names])
+            totals += torch.stack(
+                [sums[name] if name in sums else totals.new_zeros(2) for name in names]
+            )
         total = dict(zip(names, self.topology.sum_of_speakers(totals).tolist(), strict=True))
-        return {name: value / max(count, 1) for name, (value, count) in total.items()} | {"count": total["loss"][1]}
+        return {name: value / max(count, 1) for name, (value, count) in total.items()} | {
+            "count": total["loss"][1]
+        }
 
     def _names(self, loss_fn: LossFn, experience: Experience) -> list[str]:
         nothing = experience.select(torch.zeros(0, dtype=torch.int64))
         empty = nothing.advantage
-        return list(sums_of(loss_fn(self.stats(*[empty] * len(self.names)), replace(nothing, old_logp=empty))))
+        return list(
+            sums_of(
+                loss_fn(self.stats(*[empty] * len(self.names)), replace(nothing, old_logp=empty))
+            )
+        )
 
 
 def sums_of(loss: TokenLoss) -> dict[str, Tensor]:
-    """Name -> [2]: the sum and the count of every metric and of the loss, which add up over micro-batches and ranks."""
+    """Name -> [2]: the sum and the count of every metric and of the loss, which add up over
+    micro-batches and ranks.
+    """
     whole = TokenMetric(loss.value.detach(), loss.weight, loss.count)
     return {
         name: torch.stack([(metric.value * metric.weight).sum().double(), metric.count.double()])

@@ -1,8 +1,8 @@
 """Residency moves the parts of a model to the host and back.
 
-A part is a list of tensors. Moving frees the *storage* under them and leaves the tensors alone, so that whatever aliases it
-(Megatron's parameter and gradient buffers, shards of a distributed optimizer, the optimizer's own lists) stays right for
-every kind of optimizer.
+A part is a list of tensors. Moving frees the *storage* under them and leaves the tensors alone, so
+that whatever aliases it (Megatron's parameter and gradient buffers, shards of a distributed
+optimizer, the optimizer's own lists) stays right for every kind of optimizer.
 """
 
 from collections import Counter
@@ -17,7 +17,12 @@ from torch import Tensor
 from rftmega import device
 from rftmega.device.spans import spanned
 
-PARAMETERS, GRADIENTS, MAIN_PARAMETERS, ADAM = PARTS = ("parameters", "gradients", "main_parameters", "adam")
+PARAMETERS, GRADIENTS, MAIN_PARAMETERS, ADAM = PARTS = (
+    "parameters",
+    "gradients",
+    "main_parameters",
+    "adam",
+)
 ALIGNMENT = 256  # bytes: homes of several storages lie in one buffer
 
 
@@ -28,22 +33,29 @@ class Berth:
     storage: Any
     content: Tensor  # [bytes] view of the storage; valid whenever it is on the device
     size: int  # bytes
-    home: Tensor | None = None  # [bytes] on the host, from the first time that the content was to be kept
+    # [bytes] on the host, from the first time that the content was to be kept
+    home: Tensor | None = None
     away: bool = False  # freed
     current: bool = False  # `home` holds what the storage holds, or held when it was freed
     stamp: int = 0  # of the tensors' versions when `home` was last current
 
 
 class Residency:
-    """Residency knows which parts of a model are on the device, and moves them. Moving one that is there does nothing.
+    """Residency knows which parts of a model are on the device, and moves them. Moving one that is
+    there does nothing.
 
-    What was moved to the host and back is copied again only after it changed: whoever writes into the model's tensors past
-    autograd (an optimizer, a load) says so by `changed`.
+    What was moved to the host and back is copied again only after it changed: whoever writes into
+    the model's tensors past autograd (an optimizer, a load) says so by `changed`.
     """
 
-    def __init__(self, parts: Callable[[], dict[str, list[Tensor]]], finish: Callable[[], None] = lambda: None):
-        """`parts` lists the tensors of each part as they are now: Adam has none before its first step. `finish` completes the
-        parameters where the optimizer left some of them to be gathered later; whoever reads them calls it first.
+    def __init__(
+        self,
+        parts: Callable[[], dict[str, list[Tensor]]],
+        finish: Callable[[], None] = lambda: None,
+    ):
+        """`parts` lists the tensors of each part as they are now: Adam has none before its first
+        step. `finish` completes the parameters where the optimizer left some of them to be gathered
+        later; whoever reads them calls it first.
         """
         self._parts = parts
         self.finish = finish
@@ -52,7 +64,9 @@ class Residency:
         self._aside: Any = None  # a copy to the host that may still run
 
     def off(self, *parts: str, keep: bool = True) -> None:
-        """Moves parts to the host; with `keep=False` their content is forgotten and comes back as zeros."""
+        """Moves parts to the host; with `keep=False` their content is forgotten and comes back as
+        zeros.
+        """
         self.finish()
         storages = self.storages()
         self._off([storage for part in parts for storage in storages[part].values()], keep=keep)
@@ -63,7 +77,10 @@ class Residency:
         self._on(number for part in parts for number in storages[part])
 
     def only(self, *parts: str) -> None:
-        """Exactly these parts are on the device afterwards. Gradients are forgotten rather than moved."""
+        """Exactly these parts are on the device afterwards.
+
+        Gradients are forgotten rather than moved.
+        """
         # First off, then on: the device need not hold both.
         self.off(*(part for part in PARTS if part not in parts and part != GRADIENTS))
         if GRADIENTS not in parts:
@@ -72,14 +89,19 @@ class Residency:
         self.on(*parts)
 
     def changed(self) -> None:
-        """Says that tensors on the device were written: what lies on the host is no copy of them any more."""
+        """Says that tensors on the device were written: what lies on the host is no copy of them
+        any more.
+        """
         for berth in self._berths.values():
             if not berth.away:
                 berth.current = False
 
     def bytes(self) -> dict[str, int]:
         """Bytes on the device, by part."""
-        return {part: sum(s.nbytes() for s in storages.values()) for part, storages in self.storages().items()}
+        return {
+            part: sum(s.nbytes() for s in storages.values())
+            for part, storages in self.storages().items()
+        }
 
     def off_tensors(self, tensors: Iterable[Tensor]) -> None:
         """Moves any tensors of the model."""
@@ -90,27 +112,38 @@ class Residency:
         self._on(storages_of(tensors))
 
     def host(self, tensor: Tensor) -> Tensor:
-        """`tensor`, wherever it is: itself, or the same view of what lies on the host. Live either way, so copy it."""
+        """`tensor`, wherever it is: itself, or the same view of what lies on the host.
+
+        Live either way, so copy it.
+        """
         berth = self._berths.get(tensor.untyped_storage()._cdata)
         if berth is None or not berth.away:
             return tensor
-        assert berth.home is not None and berth.current, "this tensor was forgotten when its memory was freed"
+        assert berth.home is not None and berth.current, (
+            "this tensor was forgotten when its memory was freed"
+        )
         home = berth.home.view(tensor.dtype)
-        return home.as_strided(tensor.shape, tensor.stride(), home.storage_offset() + tensor.storage_offset())
+        return home.as_strided(
+            tensor.shape, tensor.stride(), home.storage_offset() + tensor.storage_offset()
+        )
 
     @contextmanager
     def replaced(self, theirs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
-        """Within, tensors of the model, which are on the device, have the contents of others, which are on the host: pairs of
-        both. Afterwards they have their own again, bit for bit, from the host: nothing is copied to it that is there already.
+        """Within, tensors of the model, which are on the device, have the contents of others, which
+        are on the host: pairs of both. Afterwards they have their own again, bit for bit, from the
+        host: nothing is copied to it that is there already.
         """
         pairs = list(theirs)
         self.finish()
         self.settle()
-        berths = [self._berth(storage) for storage in storages_of(mine for mine, _ in pairs).values()]
+        berths = [
+            self._berth(storage) for storage in storages_of(mine for mine, _ in pairs).values()
+        ]
         self._bring_home(berths)
         with torch.no_grad():
             for mine, other in pairs:
-                mine.copy_(other, non_blocking=True)  # in place: gradient and parameter buffers alias this storage
+                # in place: gradient and parameter buffers alias this storage
+                mine.copy_(other, non_blocking=True)
         self._replaced = True
         try:
             yield
@@ -122,35 +155,46 @@ class Residency:
                 berth.stamp = stamps[berth.storage._cdata]
 
     def copy_aside(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> Callable[[], None]:
-        """Copies tensors of the model to the host while the device computes on: pairs of both. Gives what waits for the end.
-        Whoever changes the tensors next calls `settle` before.
+        """Copies tensors of the model to the host while the device computes on: pairs of both.
+        Gives what waits for the end. Whoever changes the tensors next calls `settle` before.
         """
         self.settle()
         self._aside = device.current().copy_aside(list(pairs))
         return self._aside.wait
 
     def settle(self) -> None:
-        """Lets the device wait for a copy aside before it does what comes now; the host does not wait."""
+        """Lets the device wait for a copy aside before it does what comes now; the host does not
+        wait.
+        """
         if self._aside is not None:
             self._aside.hold()
             self._aside = None
 
     def storages(self) -> dict[str, dict[int, Any]]:
-        """Each part's storages; one that two parts share (fp32 main parameters that are the parameters) is the first's."""
+        """Each part's storages; one that two parts share (fp32 main parameters that are the
+        parameters) is the first's.
+        """
         seen: set[int] = set()
         found = {}
         for part, tensors in self._parts().items():
-            found[part] = {number: storage for number, storage in storages_of(tensors).items() if number not in seen}
+            found[part] = {
+                number: storage
+                for number, storage in storages_of(tensors).items()
+                if number not in seen
+            }
             seen |= found[part].keys()
         return found
 
     @spanned("offload")
     def _off(self, storages: list[Any], *, keep: bool) -> None:
-        assert not self._replaced, "the model holds weights of another for the moment: its own would be lost"
+        assert not self._replaced, (
+            "the model holds weights of another for the moment: its own would be lost"
+        )
         leaving = [self._berth(storage) for storage in storages if storage.nbytes()]
         if keep:
             self._bring_home(leaving)
-        device.current().synchronize()  # the copies must be done before the memory is given to others
+        # the copies must be done before the memory is given to others
+        device.current().synchronize()
         for berth in leaving:
             berth.storage.resize_(0)
             berth.away = True
@@ -219,9 +263,12 @@ def parts_of(model: Iterable[Any], optimizer: Any) -> dict[str, list[Tensor]]:
     """The parts of a wrapped (or bare) model and its optimizer; None where there is no optimizer."""
     chunks = list(model)
     wrapped = [chunk for chunk in chunks if hasattr(chunk, "expert_parallel_buffers")]
-    buffers = [buffer for chunk in wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    buffers = [
+        buffer for chunk in wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+    ]
     return {
-        PARAMETERS: [p for chunk in chunks for p in chunk.parameters()],  # not .data, whose writes would not be counted
+        # not .data, whose writes would not be counted
+        PARAMETERS: [p for chunk in chunks for p in chunk.parameters()],
         GRADIENTS: [buffer.grad_data for buffer in buffers],
         MAIN_PARAMETERS: list(main_parameters(optimizer)),
         ADAM: [x for inner in inner_optimizers(optimizer) for state in _adam(inner) for x in state],
@@ -238,7 +285,9 @@ def inner_optimizers(optimizers: Any) -> list[Any]:
 
 
 def main_parameters(optimizers: Any) -> Iterator[Tensor]:
-    """The fp32 copies of half-precision parameters, of any kind of Megatron optimizer; an fp32 one has none."""
+    """The fp32 copies of half-precision parameters, of any kind of Megatron optimizer; an fp32 one
+    has none.
+    """
     for inner in inner_optimizers(optimizers):
         for name in ("fp32_from_float16_groups", "shard_fp32_from_float16_groups"):
             for group in getattr(inner, name, ()):
@@ -249,7 +298,8 @@ def _adam(inner: Any) -> Iterator[list[Tensor]]:
     if inner.optimizer is None:  # a process without trainable parameters
         return
     for state in inner.optimizer.state.values():
-        yield [x for x in state.values() if isinstance(x, Tensor) and x.dim() > 0]  # the step count is a host number
+        # the step count is a host number
+        yield [x for x in state.values() if isinstance(x, Tensor) and x.dim() > 0]
 
 
 def storages_of(tensors: Iterable[Tensor]) -> dict[int, Any]:

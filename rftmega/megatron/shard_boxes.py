@@ -1,4 +1,6 @@
-"""A range of a flattened tensor as boxes of it: a distributed optimizer's shard begins and ends anywhere."""
+"""A range of a flattened tensor as boxes of it: a distributed optimizer's shard begins and ends
+anywhere.
+"""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -7,8 +9,8 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset, shape
 
 
 def boxes_of(shape: Sequence[int], begin: int, end: int) -> Iterator[Box]:
-    """(offset, shape) of boxes that are elements begin ... end - 1 of a tensor of `shape`, in that order; for n dimensions at
-    most 2 n - 1 of them. Each is contiguous in the flattened tensor.
+    """(offset, shape) of boxes that are elements begin ... end - 1 of a tensor of `shape`, in that
+    order; for n dimensions at most 2 n - 1 of them. Each is contiguous in the flattened tensor.
     """
     if begin >= end:
         return

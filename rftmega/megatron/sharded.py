@@ -1,4 +1,6 @@
-"""Lists the names and boxes that Megatron gives a model's tensors in a distributed checkpoint, without their contents."""
+"""Lists the names and boxes that Megatron gives a model's tensors in a distributed checkpoint,
+without their contents.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,9 +18,11 @@ from rftmega.megatron.dist_checkpoint_reader import Reader
 
 @dataclass(frozen=True)
 class CheckpointBox:
-    """A box of one of the checkpoint's tensors, and where it lies in a Megatron tensor of this process.
+    """A box of one of the checkpoint's tensors, and where it lies in a Megatron tensor of this
+    process.
 
-    Megatron stacks the layers (and experts) of a name into one tensor; gate and up, fused in the model, are two.
+    Megatron stacks the layers (and experts) of a name into one tensor; gate and up, fused in the
+    model, are two.
     """
 
     key: str
@@ -28,23 +32,31 @@ class CheckpointBox:
     begin: int  # first element in the Megatron tensor
     stride: tuple[int, ...]  # there, without the leading ones
     padded: bool = False  # the vocabulary's: how many rows the tensor has depends on the layout
-    replica: tuple[int, int, int] = (0, 0, 0)  # which of equal holders this process is: stages, tensor- and data-parallel ones
+    # which of equal holders this process is: stages, tensor- and data-parallel ones
+    replica: tuple[int, int, int] = (0, 0, 0)
 
     def of(self, megatron: Tensor) -> Tensor:
         """The box of a (contiguous) Megatron tensor, which may be a view of a buffer."""
         local = self.shape[len(self.shape) - len(self.stride) :]
-        return megatron.as_strided(local, self.stride, megatron.storage_offset() + self.begin).view(self.shape)
+        return megatron.as_strided(local, self.stride, megatron.storage_offset() + self.begin).view(
+            self.shape
+        )
 
 
-def pieces_of(chunks: Sequence[Any], bound: Sequence[Bound]) -> tuple[list[list[CheckpointBox]], list[str]]:
-    """(the pieces of each bound tensor, the names of objects that Megatron expects beside them) of this process's chunks.
+def pieces_of(
+    chunks: Sequence[Any], bound: Sequence[Bound]
+) -> tuple[list[list[CheckpointBox]], list[str]]:
+    """(the pieces of each bound tensor, the names of objects that Megatron expects beside them) of
+    this process's chunks.
 
     To be called before they are wrapped: each tensor still has memory of its own.
     """
     states = [_state_of(chunk) for chunk in chunks]
     for state in states:
         apply_factories(state)
-    owners = {item.parameter.untyped_storage().data_ptr(): number for number, item in enumerate(bound)}
+    owners = {
+        item.parameter.untyped_storage().data_ptr(): number for number, item in enumerate(bound)
+    }
     pieces: list[list[CheckpointBox]] = [[] for _ in bound]
     objects = []
     for entry in (entry for state in states for entry in nested_values(state)):
@@ -66,15 +78,19 @@ def pieces_of(chunks: Sequence[Any], bound: Sequence[Bound]) -> tuple[list[list[
                 )
             )
     for item, found in zip(bound, pieces, strict=True):
-        assert sum(piece.of(item.parameter).numel() for piece in found) == item.parameter.numel(), item.hf_names
+        assert sum(piece.of(item.parameter).numel() for piece in found) == item.parameter.numel(), (
+            item.hf_names
+        )
     return pieces, objects
 
 
 @torch.no_grad()
 def load_distributed(chunks: Sequence[Any], folder: Path, bound: Sequence[Bound]) -> None:
-    """Fills the chunks from a distributed checkpoint of any layout; each process reads the pieces that overlap its shards.
+    """Fills the chunks from a distributed checkpoint of any layout; each process reads the pieces
+    that overlap its shards.
 
-    Raises CheckpointError where the checkpoint lacks a tensor, has it in another shape, or a piece is not as it was written.
+    Raises CheckpointError where the checkpoint lacks a tensor, has it in another shape, or a piece
+    is not as it was written.
     """
     reader = Reader(folder)
     owners = {item.parameter.untyped_storage().data_ptr(): item for item in bound}
@@ -89,14 +105,26 @@ def load_distributed(chunks: Sequence[Any], folder: Path, bound: Sequence[Bound]
             filled.add(id(item))
             if not (item.rule.optional and entry.key not in reader):
                 target = entry.data[(None,) * entry.prepend_axis_num]
-                read = torch.empty_like(target, device="cpu")  # the tensor itself must stay resizable, to be offloaded
-                reader.fill_shard(read, entry.key, entry.global_shape, entry.global_offset, padded=entry.allow_shape_mismatch)
+                # the tensor itself must stay resizable, to be offloaded
+                read = torch.empty_like(target, device="cpu")
+                reader.fill_shard(
+                    read,
+                    entry.key,
+                    entry.global_shape,
+                    entry.global_offset,
+                    padded=entry.allow_shape_mismatch,
+                )
                 target.copy_(read)
-    assert filled == {id(item) for item in bound}, "Megatron names no place in a checkpoint for some parameters"
+    assert filled == {id(item) for item in bound}, (
+        "Megatron names no place in a checkpoint for some parameters"
+    )
 
 
 def _state_of(chunk: Any) -> Any:
-    """Megatron's description of a chunk's tensors. It asks a last stage for its output head, which a value model has not."""
+    """Megatron's description of a chunk's tensors.
+
+    It asks a last stage for its output head, which a value model has not.
+    """
     last = chunk.post_process
     chunk.post_process = last and hasattr(chunk, "output_layer")
     try:

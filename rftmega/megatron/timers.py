@@ -1,11 +1,14 @@
-"""Megatron's own hook for timing (`config.timers`): what its schedules, messages and reductions do becomes a span."""
+"""Megatron's own hook for timing (`config.timers`): what its schedules, messages and reductions do
+becomes a span.
+"""
 
 from typing import NamedTuple
 
 from rftmega.device.spans import recorder
 
 FORWARD, BACKWARD, SCHEDULE, REDUCE = "forward", "backward", "schedule", "all-grads-sync"
-NAMES = {"forward-compute": FORWARD, "backward-compute": BACKWARD, "forward-backward": SCHEDULE}  # Megatron's -> ours
+# Megatron's -> ours
+NAMES = {"forward-compute": FORWARD, "backward-compute": BACKWARD, "forward-backward": SCHEDULE}
 
 
 class Timer(NamedTuple):

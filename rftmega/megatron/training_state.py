@@ -1,4 +1,6 @@
-"""Every tensor that training goes on from, as boxes of the whole model's tensors: the same names under every layout."""
+"""Every tensor that training goes on from, as boxes of the whole model's tensors: the same names
+under every layout.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,7 +31,9 @@ class HeldBox:
     written: bool  # by this process, not by another that holds the same
 
 
-def model_tensors(manager: MegatronModelManager, average: AveragedWeights | None) -> Iterator[HeldBox]:
+def model_tensors(
+    manager: MegatronModelManager, average: AveragedWeights | None
+) -> Iterator[HeldBox]:
     """Weights and, where one is kept, their average."""
     for number, item in enumerate(manager.bound):
         weights = manager.residency.host(item.parameter.detach())
@@ -41,11 +45,20 @@ def model_tensors(manager: MegatronModelManager, average: AveragedWeights | None
 
 def _held(kind: str, piece: CheckpointBox, tensor: Tensor) -> HeldBox:
     written = not any(piece.replica)
-    return HeldBox(f"{kind}/{piece.key}", piece.global_shape, piece.padded, piece.offset, piece.of(tensor), written)
+    return HeldBox(
+        f"{kind}/{piece.key}",
+        piece.global_shape,
+        piece.padded,
+        piece.offset,
+        piece.of(tensor),
+        written,
+    )
 
 
 def optimizer_tensors(manager: MegatronModelManager) -> Iterator[HeldBox]:
-    """Main parameters, where they are not the weights themselves, and Adam's states, where there are any yet."""
+    """Main parameters, where they are not the weights themselves, and Adam's states, where there
+    are any yet.
+    """
     numbers = {id(item.parameter): number for number, item in enumerate(manager.bound)}
     for inner in inner_optimizers(manager.optimizer):
         for parameter, main, begin in _owned(inner):
@@ -65,7 +78,9 @@ def _is_sharded(inner: Any) -> bool:
 
 
 def _owned(inner: Any) -> Iterator[tuple[Tensor, Tensor, int]]:
-    """(parameter, what the optimizer steps in its place, where in the flattened parameter that begins)."""
+    """(parameter, what the optimizer steps in its place, where in the flattened parameter that
+    begins).
+    """
     if inner.optimizer is None:  # a process without trainable parameters
         return
     if _is_sharded(inner):
@@ -73,22 +88,38 @@ def _owned(inner: Any) -> Iterator[tuple[Tensor, Tensor, int]]:
             main = inner._get_main_param_and_optimizer_states(parameter)["param"]
             yield parameter, main, inner._get_model_param_range_map(parameter)["param"].start
         return
-    groups = zip(getattr(inner, "float16_groups", ()), getattr(inner, "fp32_from_float16_groups", ()), strict=True)
-    halves = {id(main): parameter for group, mains in groups for parameter, main in zip(group, mains, strict=True)}
+    groups = zip(
+        getattr(inner, "float16_groups", ()),
+        getattr(inner, "fp32_from_float16_groups", ()),
+        strict=True,
+    )
+    halves = {
+        id(main): parameter
+        for group, mains in groups
+        for parameter, main in zip(group, mains, strict=True)
+    }
     for group in inner.optimizer.param_groups:
         yield from ((halves.get(id(main), main), main, 0) for main in group["params"])
 
 
-def _ranges(kind: str, piece: CheckpointBox, tensor: Tensor, begin: int, *, sharded: bool) -> Iterator[HeldBox]:
-    """The boxes of `piece` within `tensor`, which holds elements `begin` ... of the flattened parameter."""
+def _ranges(
+    kind: str, piece: CheckpointBox, tensor: Tensor, begin: int, *, sharded: bool
+) -> Iterator[HeldBox]:
+    """The boxes of `piece` within `tensor`, which holds elements `begin` ... of the flattened
+    parameter.
+    """
     written = not any(piece.replica[:2] if sharded else piece.replica)
     size = tensor.numel()
     local = piece.shape[len(piece.shape) - len(piece.stride) :]
-    assert torch.empty(local, device="meta").stride() == piece.stride, f"{piece.key} is no range of its parameter"
+    assert torch.empty(local, device="meta").stride() == piece.stride, (
+        f"{piece.key} is no range of its parameter"
+    )
     low, high = max(begin, piece.begin), min(begin + size, piece.begin + torch.Size(local).numel())
     at = low - begin
     for offset, shape in boxes_of(piece.shape, low - piece.begin, high - piece.begin):
-        box = tensor.as_strided((number := torch.Size(shape).numel(),), (1,), tensor.storage_offset() + at).view(shape)
+        box = tensor.as_strided(
+            (number := torch.Size(shape).numel(),), (1,), tensor.storage_offset() + at
+        ).view(shape)
         at += number
         place = tuple(a + b for a, b in zip(piece.offset, offset, strict=True))
         yield HeldBox(f"{kind}/{piece.key}", piece.global_shape, piece.padded, place, box, written)
@@ -99,13 +130,17 @@ def adam_steps(manager: MegatronModelManager) -> int:
     for inner in inner_optimizers(manager.optimizer):
         if inner.optimizer is not None and inner.optimizer.state:
             state = next(iter(inner.optimizer.state.values()))
-            return int(state["step"] if "step" in state else inner.optimizer.param_groups[0]["step"])
+            return int(
+                state["step"] if "step" in state else inner.optimizer.param_groups[0]["step"]
+            )
     return 0
 
 
 @torch.no_grad()
 def set_adam_steps(manager: MegatronModelManager, steps: int) -> None:
-    """Makes Adam's states, whose content is then whatever is copied into them; at 0 steps there are none."""
+    """Makes Adam's states, whose content is then whatever is copied into them; at 0 steps there are
+    none.
+    """
     for inner in inner_optimizers(manager.optimizer):
         if inner.optimizer is None:
             continue
@@ -114,7 +149,8 @@ def set_adam_steps(manager: MegatronModelManager, steps: int) -> None:
             for group in inner.optimizer.param_groups:
                 group.pop("step", None)  # of fused ones
             continue
-        in_group = not isinstance(inner.optimizer, torch.optim.Adam)  # fused ones count for a whole group
+        # fused ones count for a whole group
+        in_group = not isinstance(inner.optimizer, torch.optim.Adam)
         for group in inner.optimizer.param_groups:
             if in_group:
                 group["step"] = steps
@@ -139,8 +175,13 @@ def set_schedule_steps(manager: MegatronModelManager, steps: int) -> None:
 
 @torch.no_grad()
 def fill(held: HeldBox, reader: Reader, prefix: str) -> None:
-    """Reads a box. Raises CheckpointError where the checkpoint lacks it, has it in another shape, or bytes are wrong."""
-    # Not straight into the tensor: what NumPy has looked at can't be resized, and offloading frees storages by that.
+    """Reads a box.
+
+    Raises CheckpointError where the checkpoint lacks it, has it in another shape, or bytes are
+    wrong.
+    """
+    # Not straight into the tensor: what NumPy has looked at can't be resized, and offloading frees
+    # storages by that.
     where = torch.empty_like(held.tensor, device="cpu")
     reader.fill_shard(where, f"{prefix}/{held.key}", held.shape, held.offset, padded=held.padded)
     held.tensor.copy_(where)

@@ -1,1 +1,3 @@
-"""Observers that compare all processes: throughput, stragglers, timelines, and the list of a run's callbacks."""
+"""Observers that compare all processes: throughput, stragglers, timelines, and the list of a run's
+callbacks.
+"""

@@ -1,4 +1,6 @@
-"""`callbacks_of` builds the callbacks of a run: the trainer's own, and those that compare all processes."""
+"""`callbacks_of` builds the callbacks of a run: the trainer's own, and those that compare all
+processes.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,14 +21,31 @@ from rftmega.trainer.observers import Text, observers_of
 
 
 def callbacks_of(
-    config: RunConfig, strategy: Any, parts: Mapping[str, Resumable], evaluation: Evaluation, text: Text, *, is_main: bool
+    config: RunConfig,
+    strategy: Any,
+    parts: Mapping[str, Resumable],
+    evaluation: Evaluation,
+    text: Text,
+    *,
+    is_main: bool,
 ) -> list[Callback]:
-    """Builds the callbacks of a run in the order in which they are told; a checkpoint holds the state of `parts`."""
+    """Builds the callbacks of a run in the order in which they are told; a checkpoint holds the
+    state of `parts`.
+    """
     found: list[Callback] = [
-        *observers_of(config, evaluation, text, strategy.export, is_main=is_main, measures=measures_of(config))
+        *observers_of(
+            config, evaluation, text, strategy.export, is_main=is_main, measures=measures_of(config)
+        )
     ]
     if config.checkpoint.every:  # after what watches a step, which is saved with it
-        found.append(Checkpointing(strategy.checkpoints, parts, every=config.checkpoint.every, last=config.trainer.steps))
+        found.append(
+            Checkpointing(
+                strategy.checkpoints,
+                parts,
+                every=config.checkpoint.every,
+                last=config.trainer.steps,
+            )
+        )
     return [*found, *timeline_of(config, strategy.topology)]  # after all that it records
 
 
@@ -47,5 +66,7 @@ def timeline_of(config: RunConfig, topology: Topology) -> list[Timeline]:
 
 def label_of(topology: Topology) -> str:
     """Labels this process, e.g. "rank 5: tensor 1, stage 1, data 0"."""
-    place = f"tensor {topology.tensor_rank}, stage {topology.pipeline_rank}, data {topology.data_rank}"
+    place = (
+        f"tensor {topology.tensor_rank}, stage {topology.pipeline_rank}, data {topology.data_rank}"
+    )
     return f"rank {dist.get_rank()}: {place}"

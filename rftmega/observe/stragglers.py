@@ -25,7 +25,9 @@ class Straggler(NamedTuple):
 
 
 class Stragglers(Observer):
-    """Stragglers warns of stragglers, on the main process; on every process, after `Throughput`, whose metrics it reads."""
+    """Stragglers warns of stragglers, on the main process; on every process, after `Throughput`,
+    whose metrics it reads.
+    """
 
     def on_start(self, trainer: Any, metrics: Metrics) -> None:
         self.hosts = gather_objects(socket.gethostname())
@@ -54,7 +56,9 @@ class Stragglers(Observer):
 
 
 def stragglers(metrics: Metrics) -> list[Straggler]:
-    """Returns the stragglers of one step's metrics: TIMES the median's work, and the others wait a SHARE of the step or more."""
+    """Returns the stragglers of one step's metrics: TIMES the median's work, and the others wait a
+    SHARE of the step or more.
+    """
     phases = [name.removeprefix("seconds_") for name in metrics if name.startswith("seconds_")]
     step = sum(metrics[f"seconds_{phase}"] for phase in phases)
     found = []

@@ -1,4 +1,6 @@
-"""Measures the cost of a step over all processes: throughput, operations, padding, memory, and who was slowest."""
+"""Measures the cost of a step over all processes: throughput, operations, padding, memory, and who
+was slowest.
+"""
 
 from typing import Any
 
@@ -13,13 +15,17 @@ from rftmega.parallel.collectives import gathered
 from rftmega.trainer.callbacks import Observer
 from rftmega.types import Metrics
 
-WORK = ("generate", FORWARD, BACKWARD, "offload", "onload", "load weights")  # spans in which a process is busy itself
+# spans in which a process is busy itself
+WORK = ("generate", FORWARD, BACKWARD, "offload", "onload", "load weights")
 WAITS = ("receive weights",)  # within these
 MEASURED = ("work", "mib", "idle")  # of each phase, by every process
 
 
 class Throughput(Observer):
-    """Adds to each step's metrics; on every process, before what writes them. One small collective a step."""
+    """Adds to each step's metrics; on every process, before what writes them.
+
+    One small collective a step.
+    """
 
     def __init__(self, *, peak_tflops: float | None):
         """`peak_tflops` of one device; None where nobody knows it."""
@@ -32,7 +38,9 @@ class Throughput(Observer):
 
     def on_phase(self, trainer: Any, name: str, seconds: float) -> None:
         sums = recorder.take()
-        work = sum(sums.get(part, 0.0) for part in WORK) - sum(sums.get(part, 0.0) for part in WAITS)
+        work = sum(sums.get(part, 0.0) for part in WORK) - sum(
+            sums.get(part, 0.0) for part in WAITS
+        )
         scheduled = sums.get(SCHEDULE, 0.0) - sums.get(REDUCE, 0.0)
         busy = sums.get(FORWARD, 0.0) + sums.get(BACKWARD, 0.0)
         self.phases[name] = sums | {
@@ -53,7 +61,10 @@ class Throughput(Observer):
         recorder.measuring = False
 
     def _everybodys(self) -> Metrics:
-        mine = torch.tensor([[phase[part] for part in MEASURED] for phase in self.phases.values()], dtype=torch.float64)
+        mine = torch.tensor(
+            [[phase[part] for part in MEASURED] for phase in self.phases.values()],
+            dtype=torch.float64,
+        )
         return compared(list(self.phases), gathered(mine.to(device.current().here())).cpu())
 
     def _efficiency(self, metrics: Metrics) -> Metrics:
@@ -69,18 +80,23 @@ class Throughput(Observer):
             found["padding"] = 1 - update["tokens"] / update["slots"]
             found["pipeline_bubble"] = update["bubble"] / update["ideal"]
         if "generated_tokens" in metrics:
-            found["tokens_per_second_rollout"] = metrics["generated_tokens"] / self.phases["rollout"]["seconds"] / devices
+            found["tokens_per_second_rollout"] = (
+                metrics["generated_tokens"] / self.phases["rollout"]["seconds"] / devices
+            )
         return found
 
 
 def compared(phases: list[str], everybodys: Tensor) -> Metrics:
-    """Reduces [ranks, phases, measured] to each phase's mean, median (the lower one) and largest work and whose that is, the most
-    memory, and what was idle.
+    """Reduces [ranks, phases, measured] to each phase's mean, median (the lower one) and largest
+    work and whose that is, the most memory, and what was idle.
     """
     found: Metrics = {}
     for name, (work, mib, idle) in zip(phases, everybodys.permute(1, 2, 0), strict=True):
         found[f"work_{name}"], found[f"work_{name}_max"] = work.mean().item(), work.max().item()
-        found[f"work_{name}_median"], found[f"work_{name}_slowest"] = work.median().item(), float(work.argmax())
+        found[f"work_{name}_median"], found[f"work_{name}_slowest"] = (
+            work.median().item(),
+            float(work.argmax()),
+        )
         found[f"memory_mib_{name}"] = mib.max().item()
         if name == "update":
             found["pipeline_idle"] = idle.mean().item()

@@ -1,6 +1,8 @@
-"""Writes who did what when in a range of steps, as one file that https://ui.perfetto.dev and chrome://tracing open.
+"""Writes who did what when in a range of steps, as one file that https://ui.perfetto.dev and
+chrome://tracing open.
 
-The format: Chrome's trace events (docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU), "complete" ones.
+The format: Chrome's trace events
+(docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU), "complete" ones.
 """
 
 import json
@@ -28,7 +30,9 @@ class Told(NamedTuple):
 
 
 class Timeline(Observer):
-    """Writes folder/steps_000003_000005.json after step `last`; on every process, after all other callbacks."""
+    """Writes folder/steps_000003_000005.json after step `last`; on every process, after all other
+    callbacks.
+    """
 
     def __init__(self, folder: str | Path, first: int, last: int, *, label: str):
         """`label`: this process in words."""
@@ -62,7 +66,9 @@ class Timeline(Observer):
         if not recorder.recording:
             return
         told = Told(self.label, recorder.stop(), self.offset)
-        everybody: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        everybody: list[Any] | None = (
+            [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        )
         dist.gather_object(told, everybody)
         if everybody is not None:
             write(self.folder / f"steps_{self.begun:06d}_{done:06d}.json", everybody)
@@ -80,16 +86,32 @@ def write(path: Path, everybody: Sequence[Told]) -> None:
 
 
 def events(everybody: Sequence[Told]) -> Iterator[dict[str, Any]]:
-    """Processes by rank, threads by name, microseconds of the first process's clock since the first span."""
-    begin = min((span.begin - told.offset.ahead for told in everybody for span in told.spans), default=0)
+    """Processes by rank, threads by name, microseconds of the first process's clock since the first
+    span.
+    """
+    begin = min(
+        (span.begin - told.offset.ahead for told in everybody for span in told.spans), default=0
+    )
     for rank, told in enumerate(everybody):
         where = {"ph": "M", "pid": rank}
         about = {"name": told.label, "clock_error_us": told.offset.error / 1000}
         yield {"name": "process_name", "args": about, **where}
         yield {"name": "process_sort_index", "args": {"sort_index": rank}, **where}
-        threads = sorted({span.thread for span in told.spans}, key=lambda name: (name != PHASES, name != "MainThread", name))
+        threads = sorted(
+            {span.thread for span in told.spans},
+            key=lambda name: (name != PHASES, name != "MainThread", name),
+        )
         for number, thread in enumerate(threads):
             yield {"name": "thread_name", "args": {"name": thread}, "tid": number, **where}
         for span in told.spans:
-            at = {"ts": (span.begin - told.offset.ahead - begin) / 1000, "dur": (span.end - span.begin) / 1000}
-            yield {"name": span.name, "ph": "X", "pid": rank, "tid": threads.index(span.thread), **at}
+            at = {
+                "ts": (span.begin - told.offset.ahead - begin) / 1000,
+                "dur": (span.end - span.begin) / 1000,
+            }
+            yield {
+                "name": span.name,
+                "ph": "X",
+                "pid": rank,
+                "tid": threads.index(span.thread),
+                **at,
+            }

@@ -1,1 +1,4 @@
-"""Joins the processes, places each in the layout and lets them talk. `topology` alone reads Megatron's parallel state."""
+"""Joins the processes, places each in the layout and lets them talk.
+
+`topology` alone reads Megatron's parallel state.
+"""

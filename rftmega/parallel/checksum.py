@@ -7,7 +7,8 @@ from torch import Tensor
 
 BLOCK = 64  # bytes
 LANES = torch.tensor([1, 3, 5, 7, 11, 13, 17, 19])  # odd, and different
-AT_ONCE = 64 * 2**20  # bytes that `checksums` looks at together: what it needs beside them is a quarter of that
+# bytes that `checksums` looks at together: what it needs beside them is a quarter of that
+AT_ONCE = 64 * 2**20
 
 SMALL = 2**20  # bytes for which the fewest operations count, not what they write in between
 
@@ -20,15 +21,15 @@ def blocks(size: int) -> int:
 def checksum(data: Tensor) -> Tensor:
     """Returns the checksum, [] int64, of [bytes] in whole blocks, computed where the data is.
 
-    A sum of 8-byte words, weighted by their place in a block, and one weighted by the block: words, or rows, that change places
-    change it as well as words that change.
+    A sum of 8-byte words, weighted by their place in a block, and one weighted by the block: words,
+    or rows, that change places change it as well as words that change.
     """
     return _of_words(data.view(torch.int64).view(1, -1, len(LANES)))[0]
 
 
 def checksums(slices: Tensor) -> Tensor:
-    """Returns the checksums, [n] int64, of each of n equal slices [n, ...], which need not lie side by side, as if zeros filled
-    its last block.
+    """Returns the checksums, [n] int64, of each of n equal slices [n, ...], which need not lie side
+    by side, as if zeros filled its last block.
     """
     if not slices.numel():
         return torch.zeros(len(slices), dtype=torch.int64, device=slices.device)
@@ -41,8 +42,12 @@ def checksums(slices: Tensor) -> Tensor:
 
 
 def _words(flat: Tensor, size: int) -> Tensor:
-    """[n, blocks, words] of [n, elements]; a copy where blocks are not full or words would not lie as a processor likes them."""
-    aligned = flat.storage_offset() * flat.itemsize % 8 == 0 and flat.stride(0) * flat.itemsize % 8 == 0
+    """[n, blocks, words] of [n, elements]; a copy where blocks are not full or words would not lie
+    as a processor likes them.
+    """
+    aligned = (
+        flat.storage_offset() * flat.itemsize % 8 == 0 and flat.stride(0) * flat.itemsize % 8 == 0
+    )
     if size % BLOCK or flat.stride(1) != 1 or not aligned:
         padded = torch.zeros(len(flat), blocks(size), dtype=torch.uint8, device=flat.device)
         padded[:, :size].view(flat.dtype).copy_(flat)

@@ -1,4 +1,5 @@
-"""Results of all processes, for callers that hold tensors on any device; alone, a process has its own.
+"""Results of all processes, for callers that hold tensors on any device; alone, a process has its
+own.
 
 Every process of the group calls these alike.
 """
@@ -16,8 +17,8 @@ MOST_DIMS = 8
 
 
 def all_gather(tensor: Tensor) -> Tensor:
-    """Gathers [N, ...] of every process -> [sum of N, ...], in the order of ranks; a scalar counts as [1]. N may differ, and be
-    0.
+    """Gathers [N, ...] of every process -> [sum of N, ...], in the order of ranks; a scalar counts
+    as [1]. N may differ, and be 0.
 
     Raises ValueError, on every process, where the other dimensions differ.
     """
@@ -25,11 +26,15 @@ def all_gather(tensor: Tensor) -> Tensor:
     if not dist.is_initialized():
         return mine.clone()
     here = device.current().here()
-    shapes = gathered(torch.tensor([mine.dim(), *mine.shape] + [0] * (MOST_DIMS - mine.dim()), device=here)).cpu()
+    shapes = gathered(
+        torch.tensor([mine.dim(), *mine.shape] + [0] * (MOST_DIMS - mine.dim()), device=here)
+    ).cpu()
     rest = [(int(shape[0]), *shape[2:].tolist()) for shape in shapes]
     if len(set(rest)) > 1:
         shown = [tuple(shape[1 : 1 + int(shape[0])].tolist()) for shape in shapes]
-        raise ValueError(f"all_gather of shapes {shown}, rank by rank: all dimensions but the first must agree.")
+        raise ValueError(
+            f"all_gather of shapes {shown}, rank by rank: all dimensions but the first must agree."
+        )
     sizes = shapes[:, 1].tolist()
     padded = torch.zeros(max(sizes), *mine.shape[1:], dtype=mine.dtype, device=here)
     padded[: len(mine)] = mine
@@ -45,10 +50,12 @@ def gathered(x: Tensor) -> Tensor:
 
 
 def all_reduce(value: Tensor | float, op: str) -> Tensor | float:
-    """Reduces to the mean, max or sum over all processes, as what was given: a tensor of its shape and device, or a number.
+    """Reduces to the mean, max or sum over all processes, as what was given: a tensor of its shape
+    and device, or a number.
 
-    The argument stays as it is. Sums are made in float64 (numbers) or at least float32; integers stay exact in sum and max, and
-    a mean of integers is a fraction. Raises AssertionError for another `op`.
+    The argument stays as it is. Sums are made in float64 (numbers) or at least float32; integers
+    stay exact in sum and max, and a mean of integers is a fraction. Raises AssertionError for
+    another `op`.
     """
     assert op in OPERATIONS, f"op={op!r} is not one of {', '.join(OPERATIONS)}."
     if isinstance(value, Tensor):
@@ -70,11 +77,14 @@ def _reduced(value: Tensor, op: str) -> Tensor:
         dist.all_reduce(found, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM)
     if op == "mean":
         found /= size
-    return found.to(value.device, wide if value.dtype == torch.bool and op == "sum" else value.dtype)
+    return found.to(
+        value.device, wide if value.dtype == torch.bool and op == "sum" else value.dtype
+    )
 
 
 def neighbours(size: int) -> Any:
-    """Returns the group of this process and its neighbours, `size` consecutive ranks each; None stands for all processes.
+    """Returns the group of this process and its neighbours, `size` consecutive ranks each; None
+    stands for all processes.
 
     A collective over all processes, to be called once for a size.
     """
@@ -87,12 +97,17 @@ def neighbours(size: int) -> Any:
 
 
 def board() -> Any:
-    """Returns the store of torch.distributed in which the processes met: a place for what they tell each other at any time."""
+    """Returns the store of torch.distributed in which the processes met: a place for what they tell
+    each other at any time.
+    """
     return dist.distributed_c10d._get_default_store()
 
 
 def gather_objects(thing: Any, group: Any = None) -> list[Any]:
-    """Gathers the objects of all processes of `group` (None: all), in the order of ranks. Pickled, so for small things."""
+    """Gathers the objects of all processes of `group` (None: all), in the order of ranks.
+
+    Pickled, so for small things.
+    """
     if not dist.is_initialized():
         return [thing]
     found: list[Any] = [None] * dist.get_world_size(group)

@@ -6,10 +6,17 @@ from rftmega.errors import ConfigError
 
 
 def whole_number(variable: str, default: int | None = None) -> int:
-    """Reads a variable that a launcher sets. Raises ConfigError where it is no whole number, or absent without default."""
+    """Reads a variable that a launcher sets.
+
+    Raises ConfigError where it is no whole number, or absent without default.
+    """
     given = os.environ.get(variable, None if default is None else str(default))
     if given is None:
-        raise ConfigError(f"{variable} is not set. A launcher (torchrun, srun through tools/launch.py) sets it.")
+        raise ConfigError(
+            f"{variable} is not set. A launcher (torchrun, srun through tools/launch.py) sets it."
+        )
     if not given.strip().isdecimal():
-        raise ConfigError(f"{variable}={given!r} must be a whole number: a launcher sets it. Unset it to start one process.")
+        raise ConfigError(
+            f"{variable}={given!r} must be a whole number: a launcher sets it. Unset it to start one process."
+        )
     return int(given)

@@ -1,8 +1,10 @@
-"""Locks a folder that only one program may work in, on this host or another that sees the same files.
+"""Locks a folder that only one program may work in, on this host or another that sees the same
+files.
 
-The lock is a file in the folder. It names the process that holds it, which touches the file every BEAT_SECONDS. A process that
-died leaves its file behind; the next one takes it over. Everything works over NFS: the file is created by link(), and ages are
-differences between times that the file server gave.
+The lock is a file in the folder. It names the process that holds it, which touches the file every
+BEAT_SECONDS. A process that died leaves its file behind; the next one takes it over. Everything
+works over NFS: the file is created by link(), and ages are differences between times that the file
+server gave.
 """
 
 import contextlib
@@ -34,7 +36,8 @@ class Holder:
 
     what: str  # as "run"
     host: str
-    machine: str  # its boot and its namespace of process ids: within one, a process can be looked up
+    # its boot and its namespace of process ids: within one, a process can be looked up
+    machine: str
     pid: int
     started: int  # of the process, in clock ticks since the boot
     since: str
@@ -46,7 +49,9 @@ class Holder:
         started = process_start(os.getpid())
         assert started is not None
         since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
-        return cls(what, socket.gethostname(), _machine(), os.getpid(), started, since, uuid.uuid4().hex)
+        return cls(
+            what, socket.gethostname(), _machine(), os.getpid(), started, since, uuid.uuid4().hex
+        )
 
     @property
     def here(self) -> bool:
@@ -54,7 +59,9 @@ class Holder:
 
     @property
     def dead(self) -> bool:
-        """Returns whether the holder's process is known to be gone; another one may have its number."""
+        """Returns whether the holder's process is known to be gone; another one may have its
+        number.
+        """
         return self.here and process_start(self.pid) != self.started
 
     def __str__(self) -> str:
@@ -73,8 +80,9 @@ class FolderLock:
         stale: float | None = None,
         lost: Callable[[str], None] | None = None,
     ):
-        """`what` the program does, as "run". `lost` is called, by a thread, with what happened, when another program has taken
-        the lock over, since this one stood still for longer than `stale` seconds; by default the process ends.
+        """`what` the program does, as "run". `lost` is called, by a thread, with what happened,
+        when another program has taken the lock over, since this one stood still for longer than
+        `stale` seconds; by default the process ends.
         """
         self.folder, self.file = Path(folder), Path(folder) / FILE
         self.beat, self.stale = beat or BEAT_SECONDS, stale or STALE_SECONDS
@@ -86,10 +94,11 @@ class FolderLock:
         self._made: list[Path] = []  # folders, innermost first
 
     def acquire(self) -> None:
-        """Raises LockedError where another program works in the folder, or no lock can be made there.
+        """Raises LockedError where another program works in the folder, or no lock can be made
+        there.
 
-        The lock of a process on another host is watched, for `stale` seconds at most, until it is seen to be alive or is stale:
-        a run that died on one host may start again on another.
+        The lock of a process on another host is watched, for `stale` seconds at most, until it is
+        seen to be alive or is stale: a run that died on one host may start again on another.
         """
         try:
             self._made = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
@@ -117,7 +126,8 @@ class FolderLock:
         with contextlib.suppress(OSError):
             if _holder_of(self.file) == self.holder:
                 self.file.unlink()
-            for folder in self._made:  # a program that was refused leaves nothing; what is not empty stays
+            # a program that was refused leaves nothing; what is not empty stays
+            for folder in self._made:
                 folder.rmdir()
 
     def _take(self) -> None:
@@ -129,7 +139,9 @@ class FolderLock:
                 continue
             holder, touched = found
             age = self._server_time() - touched
-            if (holder is not None and holder.dead) or (age > self.stale and not (holder is not None and holder.here)):
+            if (holder is not None and holder.dead) or (
+                age > self.stale and not (holder is not None and holder.here)
+            ):
                 if self._took_over(holder, age):
                     return
                 continue
@@ -139,16 +151,24 @@ class FolderLock:
                     f"for its end. (Should it be dead all the same: {self.file} may be deleted.)"
                 )
             if seen is None:
-                log.info("%s: %s may be alive there; waiting at most %.0f s to see it.", self.folder, _said(holder), self.stale)
+                log.info(
+                    "%s: %s may be alive there; waiting at most %.0f s to see it.",
+                    self.folder,
+                    _said(holder),
+                    self.stale,
+                )
             seen = seen or found
             time.sleep(LOOK_SECONDS)
 
     def _linked(self, file: Path) -> bool:
-        """Creates `file`, all at once with its content; returns whether it is this process's now, and was not there before."""
+        """Creates `file`, all at once with its content; returns whether it is this process's now,
+        and was not there before.
+        """
         try:
             os.link(self._own, file)
         except FileExistsError:
-            # Over NFS the answer to a link that was made can get lost, and the repeated request fails.
+            # Over NFS the answer to a link that was made can get lost, and the repeated request
+            # fails.
             return os.stat(self._own).st_nlink == 2
         except OSError:  # no hard links there
             return self._created(file)
@@ -163,11 +183,15 @@ class FolderLock:
         return _holder_of(file) == self.holder
 
     def _took_over(self, holder: Holder | None, age: float) -> bool:
-        """Replaces a stale lock; returns whether it did. Takers take turns, or the second would replace the first one's."""
+        """Replaces a stale lock; returns whether it did.
+
+        Takers take turns, or the second would replace the first one's.
+        """
         turn = self.folder / f"{FILE}.turn"
         if not self._linked(turn):
             with contextlib.suppress(FileNotFoundError):
-                if self._server_time() - _look(turn)[1] > self.stale:  # of one that died within the lines below
+                # of one that died within the lines below
+                if self._server_time() - _look(turn)[1] > self.stale:
                     turn.unlink()
             time.sleep(LOOK_SECONDS / 10)
             return False
@@ -179,7 +203,12 @@ class FolderLock:
             return False
         finally:
             turn.unlink(missing_ok=True)
-        log.warning("%s: took over the lock of %s, which is dead (last sign %.0f s ago).", self.folder, _said(holder), age)
+        log.warning(
+            "%s: took over the lock of %s, which is dead (last sign %.0f s ago).",
+            self.folder,
+            _said(holder),
+            age,
+        )
         return _holder_of(self.file) == self.holder
 
     def _server_time(self) -> float:
@@ -192,7 +221,9 @@ class FolderLock:
         while not self._ended.wait(self.beat):
             try:
                 if not self._touch():
-                    self._lost(f"{self.folder}: {_said(_holder_of(self.file))} has taken over the lock: this one stood still.")
+                    self._lost(
+                        f"{self.folder}: {_said(_holder_of(self.file))} has taken over the lock: this one stood still."
+                    )
                     return
             except OSError as error:  # of a file server: may pass
                 log.warning("%s: the lock can't be touched: %s", self.file, error)
@@ -215,7 +246,10 @@ class FolderLock:
 
 @contextmanager
 def locked(folder: str | Path, what: str) -> Iterator[None]:
-    """Keeps `folder` for this process alone, within a `with` block. Raises LockedError where another program works in it."""
+    """Keeps `folder` for this process alone, within a `with` block.
+
+    Raises LockedError where another program works in it.
+    """
     lock = FolderLock(folder, what)
     lock.acquire()
     try:
@@ -225,7 +259,9 @@ def locked(folder: str | Path, what: str) -> Iterator[None]:
 
 
 def process_start(pid: int) -> int | None:
-    """Returns the time at which a process of this machine began, in clock ticks since the boot; None where it has ended."""
+    """Returns the time at which a process of this machine began, in clock ticks since the boot;
+    None where it has ended.
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -247,8 +283,9 @@ def _write(file: Path, holder: Holder) -> None:
 
 
 def _look(path: Path) -> tuple[Holder | None, float]:
-    """Returns the holder, None where the file is not (yet) a lock's, and when it was touched. Opening a file makes an NFS client
-    ask the server for its times, which it would otherwise keep for up to a minute.
+    """Returns the holder, None where the file is not (yet) a lock's, and when it was touched.
+    Opening a file makes an NFS client ask the server for its times, which it would otherwise keep
+    for up to a minute.
     """
     with path.open(errors="replace") as file:
         return _parsed(file.read()), os.fstat(file.fileno()).st_mtime

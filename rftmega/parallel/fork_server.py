@@ -1,4 +1,5 @@
-"""The first import of the server that ranks are forked from: it ends with the launcher, and its ranks with it.
+"""The first import of the server that ranks are forked from: it ends with the launcher, and its
+ranks with it.
 
 By itself the server lives for as long as one of its ranks does.
 """

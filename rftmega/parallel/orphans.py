@@ -1,4 +1,7 @@
-"""Processes that end with the one that started them, however that one ended. What this imports is in every process already."""
+"""Processes that end with the one that started them, however that one ended.
+
+What this imports is in every process already.
+"""
 
 import ctypes
 import os
@@ -10,8 +13,8 @@ PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(parent: int, number: signal.Signals) -> None:
-    """Has the kernel send this process the signal `number` when the thread of process `parent` that started it ends. Where that
-    is over already, it gets it at once.
+    """Has the kernel send this process the signal `number` when the thread of process `parent` that
+    started it ends. Where that is over already, it gets it at once.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
@@ -19,9 +22,9 @@ def end_with_parent(parent: int, number: signal.Signals) -> None:
 
 
 def end_with_all(parent: int, *, look: float = 1.0, grace: float = 20.0) -> None:
-    """Starts a thread that ends this process and all of its group once `parent` has not been its parent for `grace` seconds: a
-    program may lose the signal of `end_with_parent` while it starts, or wait for ever for what it was doing. `look`: seconds
-    between two looks.
+    """Starts a thread that ends this process and all of its group once `parent` has not been its
+    parent for `grace` seconds: a program may lose the signal of `end_with_parent` while it starts,
+    or wait for ever for what it was doing. `look`: seconds between two looks.
     """
 
     def follow() -> None:

@@ -41,7 +41,9 @@ def launched_size() -> int:
 
 
 def check_launcher() -> None:
-    """Raises ConfigError where srun started tasks that would each take themselves for the whole run."""
+    """Raises ConfigError where srun started tasks that would each take themselves for the whole
+    run.
+    """
     if "WORLD_SIZE" not in os.environ and whole_number("SLURM_STEP_NUM_TASKS", 1) > 1:
         raise ConfigError(
             "srun started several tasks that know nothing of each other. Start one torchrun a node: srun torchrun ..."
@@ -50,36 +52,49 @@ def check_launcher() -> None:
 
 @contextmanager
 def start(*, timeout: timedelta = timedelta(minutes=30), beside: str = "") -> Iterator[World]:
-    """Initialises torch.distributed (and takes it down again on a clean end). Its first line names the device, and `beside`.
+    """Initialises torch.distributed (and takes it down again on a clean end). Its first line names
+    the device, and `beside`.
 
-    Reads torchrun's environment; without one, this process is a world of its own that meets in a file.
+    Reads torchrun's environment; without one, this process is a world of its own that meets in a
+    file.
     """
     backend = device.current()
     rank, size = whole_number("RANK", 0), launched_size()
     local_rank = whole_number("LOCAL_RANK", 0)
     local_size = whole_number("LOCAL_WORLD_SIZE", 1)
     if size > 1 and "MASTER_ADDR" not in os.environ:
-        raise ConfigError("WORLD_SIZE is set but MASTER_ADDR is not. Launch with torchrun, or unset WORLD_SIZE.")
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron overlaps TP communication by kernel order
+        raise ConfigError(
+            "WORLD_SIZE is set but MASTER_ADDR is not. Launch with torchrun, or unset WORLD_SIZE."
+        )
+    # Megatron overlaps TP communication by kernel order
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     where = backend.select(local_rank, local_size)
     with tempfile.TemporaryDirectory() as meeting_place:
         if "MASTER_ADDR" in os.environ:
             choose_interface(os.environ["MASTER_ADDR"], alone=size == local_size)
             meeting = store(rank, size, timeout)
-            dist.init_process_group(backend.collectives, store=meeting, rank=rank, world_size=size, timeout=timeout)
+            dist.init_process_group(
+                backend.collectives, store=meeting, rank=rank, world_size=size, timeout=timeout
+            )
             preemption.meet(meeting)
         else:
             choose_interface("", alone=True)
-            os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}  # vLLM's external launcher reads them
+            # vLLM's external launcher reads them
+            os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
             dist.init_process_group(
-                backend.collectives, init_method=f"file://{meeting_place}/rendezvous", rank=0, world_size=1, timeout=timeout
+                backend.collectives,
+                init_method=f"file://{meeting_place}/rendezvous",
+                rank=0,
+                world_size=1,
+                timeout=timeout,
             )
         if rank == 0:
             told = "; ".join(filter(None, (backend.described(), beside)))
             log.info("device: %s (%s): %s", backend.type, backend.reason, told)
             log.info("collectives: %s, processes: %d", backend.collectives, size)
         yield World(rank, size, local_rank, local_size, where)
-        # Not in a finally: after an error the others may never arrive, and waiting for them would hide it.
+        # Not in a finally: after an error the others may never arrive, and waiting for them would
+        # hide it.
         if dist.is_initialized():  # vLLM's shutdown takes the groups down with it
             dist.barrier()
             dist.destroy_process_group()

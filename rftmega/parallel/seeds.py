@@ -1,4 +1,6 @@
-"""Seeds every generator of a process from one seed, and saves and restores their states, as JSON has them."""
+"""Seeds every generator of a process from one seed, and saves and restores their states, as JSON
+has them.
+"""
 
 import random
 from typing import Any
@@ -8,7 +10,10 @@ import torch
 
 
 def set_seed(seed: int) -> None:
-    """Seeds python, numpy and torch, on the host and on every device. Megatron's streams are the Topology's."""
+    """Seeds python, numpy and torch, on the host and on every device.
+
+    Megatron's streams are the Topology's.
+    """
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)  # also every CUDA device's, now or when it is first used

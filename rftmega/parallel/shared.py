@@ -1,7 +1,8 @@
 """Shares memory between processes of one host, under a name that opens nothing else.
 
-It has no name in any folder, so that nothing is left behind however the processes end: it is reached through its owner's open
-files. Its size is sealed: who opens it can neither make nor enlarge it.
+It has no name in any folder, so that nothing is left behind however the processes end: it is
+reached through its owner's open files. Its size is sealed: who opens it can neither make nor
+enlarge it.
 """
 
 import fcntl
@@ -10,12 +11,15 @@ import os
 import re
 import secrets
 
-NAME = re.compile(r"rftmega-(\d{1,10})-(\d{1,7})-([0-9a-f]{32})")  # owner's process, its descriptor, a random number
+# owner's process, its descriptor, a random number
+NAME = re.compile(r"rftmega-(\d{1,10})-(\d{1,7})-([0-9a-f]{32})")
 SEALS = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 
 
 def create(size: int) -> str:
-    """Creates memory of `size` bytes and returns its name; it lives as long as this process and all that have opened it."""
+    """Creates memory of `size` bytes and returns its name; it lives as long as this process and all
+    that have opened it.
+    """
     token = secrets.token_hex(16)
     descriptor = os.memfd_create(f"rftmega-{token}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, size)
@@ -24,14 +28,18 @@ def create(size: int) -> str:
 
 
 def attach(name: str, size: int) -> mmap.mmap:
-    """Maps it. Raises ValueError where `name` is not that of such memory, of this user and of `size` bytes."""
+    """Maps it.
+
+    Raises ValueError where `name` is not that of such memory, of this user and of `size` bytes.
+    """
     found = NAME.fullmatch(name)
     if found is None:
         raise ValueError(f"{name!r} is no name of shared memory of ours")
     pid, number, token = found.groups()
     path, wanted = f"/proc/{pid}/fd/{number}", f"/memfd:rftmega-{token} (deleted)"
     try:
-        if os.readlink(path) != wanted:  # before it is opened: that of a pipe or a device may do something
+        # before it is opened: that of a pipe or a device may do something
+        if os.readlink(path) != wanted:
             raise ValueError(f"{name!r} is other memory by now")
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK)
     except OSError as error:

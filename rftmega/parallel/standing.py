@@ -1,8 +1,9 @@
-"""Names, in the log, the rank that stands still while the others wait for it (`watchdog.watched` can end such a run).
+"""Names, in the log, the rank that stands still while the others wait for it (`watchdog.watched`
+can end such a run).
 
-Each process writes down at the board where ranks meet when it was last seen doing something, and where its main thread is. The
-first process reads it. Ranks that wait for others stand still, too, so it speaks only when nobody gets on, and names those that
-do not wait in a collective.
+Each process writes down at the board where ranks meet when it was last seen doing something, and
+where its main thread is. The first process reads it. Ranks that wait for others stand still, too,
+so it speaks only when nobody gets on, and names those that do not wait in a collective.
 """
 
 import json
@@ -43,7 +44,11 @@ class Sign:
     def present(cls, number: int) -> "Sign":
         """This process, now."""
         frames = list(_frames(sys._current_frames().get(threading.main_thread().ident or 0)))
-        at = f"{frames[0].f_code.co_filename}:{frames[0].f_lineno} ({frames[0].f_code.co_name})" if frames else "its end"
+        at = (
+            f"{frames[0].f_code.co_filename}:{frames[0].f_lineno} ({frames[0].f_code.co_name})"
+            if frames
+            else "its end"
+        )
         waits = any(part in frame.f_code.co_filename for frame in frames for part in WAITING)
         return cls(number, time.monotonic() - seen.at, seen.phase, socket.gethostname(), at, waits)
 
@@ -68,11 +73,17 @@ class Standing:
             self.board.set(_key(self.rank), json.dumps(asdict(sign)))
 
     def look(self) -> str:
-        """Names the ranks that stand still, for the log; empty where none does, or it was said already. On the first process."""
+        """Names the ranks that stand still, for the log; empty where none does, or it was said
+        already.
+
+        On the first process.
+        """
         now = time.monotonic()
         if self.board is not None:
             self._hear(now)
-        silent = {rank: now - came for rank, (_, came) in self._heard.items() if now - came > self.limit}
+        silent = {
+            rank: now - came for rank, (_, came) in self._heard.items() if now - came > self.limit
+        }
         idle = {rank: sign.idle + now - came for rank, (sign, came) in self._heard.items()}
         longest = max(silent.values(), default=0.0) or min(idle.values(), default=0.0)
         if longest <= self.limit:
@@ -81,7 +92,10 @@ class Standing:
             return ""
         self._next = 2 * longest
         if silent:
-            return self._said(list(silent), "gave no sign of life", silent) + ": its process or its host is stopped, or gone"
+            return (
+                self._said(list(silent), "gave no sign of life", silent)
+                + ": its process or its host is stopped, or gone"
+            )
         working = [rank for rank, (sign, _) in self._heard.items() if not sign.waits]
         return self._said(working or list(idle), "stands still, no progress", idle)
 
@@ -97,19 +111,28 @@ class Standing:
         parts = []
         for rank in sorted(ranks, key=lambda rank: -seconds[rank])[:NAMED]:
             sign = self._heard[rank][0]
-            parts.append(f"rank {rank} on {sign.host} {what} for {seconds[rank]:.0f} s in the phase {sign.phase}, at {sign.at}")
+            parts.append(
+                f"rank {rank} on {sign.host} {what} for {seconds[rank]:.0f} s in the phase {sign.phase}, at {sign.at}"
+            )
         more = f"; and {len(ranks) - NAMED} more" if len(ranks) > NAMED else ""
         return "; ".join(parts) + more
 
 
 @contextmanager
-def named(world: World, *, limit: float | None = None, pause: float | None = None) -> Iterator[None]:
-    """Has the first process log, within a `with` block, who stands still for longer than `limit` seconds (LIMIT), and again when
-    it is twice as long. Each tells of itself every `pause` seconds (ROUND).
+def named(
+    world: World, *, limit: float | None = None, pause: float | None = None
+) -> Iterator[None]:
+    """Has the first process log, within a `with` block, who stands still for longer than `limit`
+    seconds (LIMIT), and again when it is twice as long. Each tells of itself every `pause` seconds
+    (ROUND).
     """
-    # A connection of its own: one that waits for a key, as for a process that joins a group, serves nobody else.
+    # A connection of its own: one that waits for a key, as for a process that joins a group, serves
+    # nobody else.
     board = preemption.request.board.clone() if preemption.request.board is not None else None
-    over, standing = threading.Event(), Standing(world.rank, world.size, board, limit=limit or LIMIT)
+    over, standing = (
+        threading.Event(),
+        Standing(world.rank, world.size, board, limit=limit or LIMIT),
+    )
 
     def watch() -> None:
         while not over.wait(pause or ROUND):

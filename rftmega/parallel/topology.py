@@ -1,4 +1,6 @@
-"""Tells this process's place in every kind of parallelism: the only reader of megatron.core.parallel_state."""
+"""Tells this process's place in every kind of parallelism: the only reader of
+megatron.core.parallel_state.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,8 +25,9 @@ from rftmega.parallel.seeds import as_bytes, as_text
 class Topology:
     """Sizes and ranks, and the groups that this project talks over.
 
-    Megatron keeps its groups in module globals, one layout a process. A Topology holds a copy of them, so that models of
-    different layouts (an actor and a critic) live in the same processes and take turns: see `active`.
+    Megatron keeps its groups in module globals, one layout a process. A Topology holds a copy of
+    them, so that models of different layouts (an actor and a critic) live in the same processes and
+    take turns: see `active`.
     """
 
     tensor: int
@@ -55,15 +58,23 @@ class Topology:
         state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tensor,
             pipeline_model_parallel_size=parallel.pipeline,
-            virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
+            virtual_pipeline_model_parallel_size=parallel.virtual_pipeline
+            if parallel.virtual_pipeline > 1
+            else None,
             context_parallel_size=parallel.context,
             expert_model_parallel_size=parallel.expert,
             expert_tensor_parallel_size=parallel.expert_tensor,
             create_gloo_process_groups=False,
         )
-        # Processes with different tokens draw differently; those that share a layer's tokens draw alike where they must.
-        different = (state.get_pipeline_model_parallel_rank(), state.get_data_parallel_rank(with_context_parallel=True))
-        tensor_parallel.model_parallel_cuda_manual_seed(seed + 100_003 * different[0] + 10_007 * different[1])
+        # Processes with different tokens draw differently; those that share a layer's tokens draw
+        # alike where they must.
+        different = (
+            state.get_pipeline_model_parallel_rank(),
+            state.get_data_parallel_rank(with_context_parallel=True),
+        )
+        tensor_parallel.model_parallel_cuda_manual_seed(
+            seed + 100_003 * different[0] + 10_007 * different[1]
+        )
         groups = [dist.new_group(ranks) for ranks in replicas(dist.get_world_size(), parallel)]
         (mine,) = (group for group in groups if group is not dist.GroupMember.NON_GROUP_MEMBER)
         return cls(
@@ -88,7 +99,9 @@ class Topology:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Switches Megatron to this layout within a `with` block; before and after, in whatever was active."""
+        """Switches Megatron to this layout within a `with` block; before and after, in whatever was
+        active.
+        """
         before = _get_globals()
         if before == self._globals:
             yield
@@ -107,7 +120,10 @@ class Topology:
         """Returns the states of this layout's random streams, as JSON has them."""
         with self.active():
             streams = RandomStreams.now()
-        return {"device": as_text(streams.device), "named": {name: as_text(state) for name, state in streams.named.items()}}
+        return {
+            "device": as_text(streams.device),
+            "named": {name: as_text(state) for name, state in streams.named.items()},
+        }
 
     def set_random_state(self, state: dict[str, Any]) -> None:
         """Draws go on from here."""
@@ -134,7 +150,9 @@ class Topology:
 
     @property
     def speaks(self) -> bool:
-        """Returns whether this process reports its data-parallel rank's results: others have none, or the same ones."""
+        """Returns whether this process reports its data-parallel rank's results: others have none,
+        or the same ones.
+        """
         return self.is_last_stage and self.tensor_rank == 0 and self.context_rank == 0
 
     def sum_of_speakers(self, x: Tensor) -> Tensor:
@@ -157,11 +175,16 @@ class RandomStreams:
 
     @classmethod
     def now(cls) -> "RandomStreams":
-        return cls(device.current().random_state(), tensor_parallel.get_cuda_rng_tracker().get_states())
+        return cls(
+            device.current().random_state(), tensor_parallel.get_cuda_rng_tracker().get_states()
+        )
 
     def remember(self) -> None:
         """Moves on to where the streams stand now."""
-        self.device, self.named = device.current().random_state(), tensor_parallel.get_cuda_rng_tracker().get_states()
+        self.device, self.named = (
+            device.current().random_state(),
+            tensor_parallel.get_cuda_rng_tracker().get_states(),
+        )
 
     def resume(self) -> None:
         """Draws go on from here."""
@@ -175,7 +198,9 @@ def tensor_and_context() -> tuple[Any, Any]:
 
 
 def _get_globals() -> dict[str, Any]:
-    return {name: value for name, value in vars(state).items() if name[0] == "_" and name[1:2].isupper()}
+    return {
+        name: value for name, value in vars(state).items() if name[0] == "_" and name[1:2].isupper()
+    }
 
 
 def _set_globals(values: dict[str, Any]) -> None:

@@ -31,17 +31,19 @@ def mark(phase: str | None = None) -> None:
 
 @contextmanager
 def watched(seconds: float, rank: int, *, end: Callable[[int], None] = os._exit) -> Iterator[None]:
-    """Watches over a `with` block: a process without a mark for `seconds` writes rank, phase and the stacks of all threads to
-    stderr, and ends with the code HUNG. 0: never.
+    """Watches over a `with` block: a process without a mark for `seconds` writes rank, phase and
+    the stacks of all threads to stderr, and ends with the code HUNG. 0: never.
 
-    Counted are the watch's own rounds, each at most its planned length: neither a clock that jumps nor a process that was
-    stopped for a while counts as hung.
+    Counted are the watch's own rounds, each at most its planned length: neither a clock that jumps
+    nor a process that was stopped for a while counts as hung.
     """
     if not seconds:
         yield
         return
     over = threading.Event()
-    thread = threading.Thread(target=_watch, args=(seconds, rank, over, end), daemon=True, name="watchdog")
+    thread = threading.Thread(
+        target=_watch, args=(seconds, rank, over, end), daemon=True, name="watchdog"
+    )
     mark()
     thread.start()
     try:
@@ -55,8 +57,8 @@ def watched(seconds: float, rank: int, *, end: Callable[[int], None] = os._exit)
 def _watch(seconds: float, rank: int, over: threading.Event, end: Callable[[int], None]) -> None:
     pause, marks, idle = min(1.0, seconds / 10), seen.marks, 0.0
     while True:
-        # Where a thread holds the interpreter, this one gets no turn; faulthandler's needs none. It knows no phase, and takes
-        # the time that a process was stopped for.
+        # Where a thread holds the interpreter, this one gets no turn; faulthandler's needs none. It
+        # knows no phase, and takes the time that a process was stopped for.
         faulthandler.dump_traceback_later(10 * seconds, exit=True)
         begin = time.monotonic()
         if over.wait(pause):

@@ -1,4 +1,6 @@
-"""Computes the memory of an engine's process: its slice of the weights, its KV cache, room to work in."""
+"""Computes the memory of an engine's process: its slice of the weights, its KV cache, room to work
+in.
+"""
 
 import math
 from functools import lru_cache
@@ -29,15 +31,23 @@ def _elements(rule: Rule, ranks: int) -> int:
 
 
 def cache_bytes(model: ModelDescription, ranks: int, itemsize: int = 2) -> int:
-    """Returns the bytes of a token in the KV cache of one process; latent attention keeps the narrow vector whole on each."""
+    """Returns the bytes of a token in the KV cache of one process; latent attention keeps the
+    narrow vector whole on each.
+    """
     if model.latent:
         return model.layers * (model.latent.key_value_rank + model.latent.rope_dim) * itemsize
     return model.layers * 2 * max(1, model.groups // ranks) * model.head_dim * itemsize
 
 
 def working_bytes(model: ModelDescription, ranks: int, sequences: int, itemsize: int = 2) -> int:
-    """Returns the bytes of a forward pass over `BATCHED` tokens and of `sequences` logits and probabilities (float32)."""
+    """Returns the bytes of a forward pass over `BATCHED` tokens and of `sequences` logits and
+    probabilities (float32).
+    """
     wide = 3 * model.ffn // ranks
     if model.experts:
-        wide = max(wide, 3 * model.experts.active * model.experts.ffn // ranks + model.experts.active * model.hidden)
+        wide = max(
+            wide,
+            3 * model.experts.active * model.experts.ffn // ranks
+            + model.experts.active * model.hidden,
+        )
     return BATCHED * (4 * model.hidden + wide) * itemsize + sequences * model.vocabulary * 8

@@ -1,4 +1,6 @@
-"""Checks whether a run fits into its devices and hosts; if it does not, finds the change of fewest options that makes it fit."""
+"""Checks whether a run fits into its devices and hosts; if it does not, finds the change of fewest
+options that makes it fit.
+"""
 
 import copy
 import math
@@ -22,7 +24,9 @@ MOST = 2_000  # layouts that are looked at
 
 @dataclass(frozen=True)
 class Machine:
-    """Machine is the hardware that a run is to fit: `devices` of `budget` each; bytes of a node's host memory (0: ignored)."""
+    """Machine is the hardware that a run is to fit: `devices` of `budget` each; bytes of a node's
+    host memory (0: ignored).
+    """
 
     devices: int
     budget: Budget
@@ -31,13 +35,18 @@ class Machine:
 
     def trainers(self, config: RunConfig) -> int:
         """Devices that the trainer has: all but those of separate servers."""
-        taken = config.rollout.servers * config.rollout.tensor if config.strategy == "separate" else 0
+        taken = (
+            config.rollout.servers * config.rollout.tensor if config.strategy == "separate" else 0
+        )
         return self.devices - taken
 
 
 @dataclass(frozen=True)
 class Misfit:
-    """Misfit tells why a run does not fit. `over`: by how many times; `phase`: in which, or "host"."""
+    """Misfit tells why a run does not fit.
+
+    `over`: by how many times; `phase`: in which, or "host".
+    """
 
     reason: str
     over: float
@@ -54,13 +63,20 @@ class Proposal:
 
 
 def stages_of(models: Mapping[str, PlannedModel], world: int) -> list[dict[str, int]]:
-    """Returns, for the first process of each stage (of the policy, or of the model that has most), its stage in every model."""
+    """Returns, for the first process of each stage (of the policy, or of the model that has most),
+    its stage in every model.
+    """
     most = max(planned.parallel.pipeline for planned in models.values())
     ranks = [world // most * number for number in range(most)]
-    return [{name: rank // (world // planned.parallel.pipeline) for name, planned in models.items()} for rank in ranks]
+    return [
+        {name: rank // (world // planned.parallel.pipeline) for name, planned in models.items()}
+        for rank in ranks
+    ]
 
 
-def misfits(models: Mapping[str, PlannedModel], config: RunConfig, machine: Machine, push_buffers: int) -> list[Misfit]:
+def misfits(
+    models: Mapping[str, PlannedModel], config: RunConfig, machine: Machine, push_buffers: int
+) -> list[Misfit]:
     """Lists why the models do not fit; empty where everything fits."""
     found, world, budget = [], machine.trainers(config), machine.budget
     if config.algorithm.task == "rl":
@@ -73,9 +89,18 @@ def misfits(models: Mapping[str, PlannedModel], config: RunConfig, machine: Mach
             over = sum(parts.values()) / budget.memory
             if over > 1 and (phase not in worst or over > worst[phase].over):
                 worst[phase] = Misfit(_said(phase, number, parts, budget), over, phase)
-        hosts = max(hosts, sum(on_host(models, config, world, place).values()) * min(world, machine.speeds.node))
+        hosts = max(
+            hosts,
+            sum(on_host(models, config, world, place).values()) * min(world, machine.speeds.node),
+        )
     if machine.host and hosts > machine.host:
-        found.append(Misfit(f"a host needs {hosts / GB:.0f} GB of its {machine.host / GB:.0f}", hosts / machine.host, "host"))
+        found.append(
+            Misfit(
+                f"a host needs {hosts / GB:.0f} GB of its {machine.host / GB:.0f}",
+                hosts / machine.host,
+                "host",
+            )
+        )
     return found + list(worst.values())
 
 
@@ -104,7 +129,8 @@ def _said(phase: str, stage: int, parts: Bytes, budget: Budget) -> str:
 def nearest(
     models: Mapping[str, PlannedModel], config: RunConfig, machine: Machine
 ) -> tuple[Proposal | None, list[tuple[Mapping[str, Any], Misfit]]]:
-    """Returns (the quickest of those that fit with fewest changes; every other that was looked at, with why it does not fit).
+    """Returns (the quickest of those that fit with fewest changes; every other that was looked at,
+    with why it does not fit).
 
     Only what matters where `config` does not fit is changed.
     """
@@ -115,7 +141,9 @@ def nearest(
     for number in range(1, len(options) + 1):
         fitting: list[Proposal] = []
         for changes in _combined(options, number):
-            changes = {name: value for name, value in changes.items() if value != value_of(config, name)}
+            changes = {
+                name: value for name, value in changes.items() if value != value_of(config, name)
+            }
             candidate = changed(config, changes)
             if refused(models, candidate, machine):
                 continue
@@ -127,14 +155,21 @@ def nearest(
             if reasons:
                 rejected.append((changes, max(reasons, key=lambda reason: reason.over)))
             else:
-                fitting.append(Proposal(changes, total_seconds(theirs, candidate, machine), candidate))
+                fitting.append(
+                    Proposal(changes, total_seconds(theirs, candidate, machine), candidate)
+                )
         if fitting:
             return min(fitting, key=lambda one: one.seconds), rejected
     return None, rejected
 
 
-def choices(policy: PlannedModel, config: RunConfig, machine: Machine, phases: Collection[str]) -> list[list[dict[str, Any]]]:
-    """Lists, for each option that may change, its choices: other values than it has. Only of what tells in one of `phases`."""
+def choices(
+    policy: PlannedModel, config: RunConfig, machine: Machine, phases: Collection[str]
+) -> list[list[dict[str, Any]]]:
+    """Lists, for each option that may change, its choices: other values than it has.
+
+    Only of what tells in one of `phases`.
+    """
     found = []
     if set(phases) - {"rollout"} or not config.trainer.offload:
         found += _of_the_trainer(policy, config, machine)
@@ -144,15 +179,27 @@ def choices(policy: PlannedModel, config: RunConfig, machine: Machine, phases: C
             ranks = [2**n for n in range(6)]
             found.append([{"rollout.tensor": r} for r in ranks if r != config.rollout.tensor])
             fractions = (0.6, 0.7, 0.8, 0.4, 0.3)
-            found.append([{"rollout.memory_fraction": f} for f in fractions if f != config.rollout.memory_fraction])
+            found.append(
+                [
+                    {"rollout.memory_fraction": f}
+                    for f in fractions
+                    if f != config.rollout.memory_fraction
+                ]
+            )
     return [values for values in found if values]
 
 
-def _of_the_trainer(policy: PlannedModel, config: RunConfig, machine: Machine) -> list[list[dict[str, Any]]]:
+def _of_the_trainer(
+    policy: PlannedModel, config: RunConfig, machine: Machine
+) -> list[list[dict[str, Any]]]:
     world, parallel, model = machine.trainers(config), config.parallel, policy.model
     powers = [2**n for n in range(int(math.log2(max(world, 1))) + 1)]
     found: list[list[dict[str, Any]]] = [
-        [{"parallel.tensor": t, "parallel.sequence": t > 1} for t in powers if t != parallel.tensor and t <= machine.speeds.node],
+        [
+            {"parallel.tensor": t, "parallel.sequence": t > 1}
+            for t in powers
+            if t != parallel.tensor and t <= machine.speeds.node
+        ],
         [
             {"parallel.pipeline": p, "parallel.virtual_pipeline": 1, **_stages(model.layers, p)}
             for p in powers
@@ -173,11 +220,16 @@ def _of_the_trainer(policy: PlannedModel, config: RunConfig, machine: Machine) -
 
 
 def _stages(layers: int, stages: int) -> dict[str, int]:
-    """Returns the options for stages that can't be equal: the last one, which has the output head as well, holds fewer layers."""
+    """Returns the options for stages that can't be equal: the last one, which has the output head
+    as well, holds fewer layers.
+    """
     last = layers - (stages - 1) * math.ceil(layers / stages)
     while last < 1 or (stages > 1 and (layers - last) % (stages - 1)):
         last += 1
-    return {"parallel.first_stage_layers": 0, "parallel.last_stage_layers": 0 if layers % stages == 0 else last}
+    return {
+        "parallel.first_stage_layers": 0,
+        "parallel.last_stage_layers": 0 if layers % stages == 0 else last,
+    }
 
 
 def _combined(options: list[list[dict[str, Any]]], number: int) -> Iterator[dict[str, Any]]:
@@ -187,7 +239,9 @@ def _combined(options: list[list[dict[str, Any]]], number: int) -> Iterator[dict
 
 
 def changed(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
-    """Returns a copy with other values; where the critic has the policy's layout or optimizer, it goes along."""
+    """Returns a copy with other values; where the critic has the policy's layout or optimizer, it
+    goes along.
+    """
     found = copy.copy(config)
     for section in ("parallel", "optimizer", "rollout", "trainer", "critic"):
         setattr(found, section, copy.copy(getattr(config, section)))
@@ -202,8 +256,14 @@ def changed(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
 
 def laid_out(models: Mapping[str, PlannedModel], config: RunConfig) -> dict[str, PlannedModel]:
     """Returns the models in the layouts of `config`."""
-    own = {"critic": (config.critic.parallel, config.critic.optimizer), "reward_model": (config.parallel, None)}
-    return {name: planned.with_layout(*own.get(name, (config.parallel, config.optimizer))) for name, planned in models.items()}
+    own = {
+        "critic": (config.critic.parallel, config.critic.optimizer),
+        "reward_model": (config.parallel, None),
+    }
+    return {
+        name: planned.with_layout(*own.get(name, (config.parallel, config.optimizer)))
+        for name, planned in models.items()
+    }
 
 
 def refused(models: Mapping[str, PlannedModel], config: RunConfig, machine: Machine) -> list[str]:
@@ -224,17 +284,23 @@ def refused(models: Mapping[str, PlannedModel], config: RunConfig, machine: Mach
 
 
 def push_bound(policy: PlannedModel, config: RunConfig) -> int:
-    """Bytes of push buffers that are hardly exceeded: two buckets that come, and two that go, of an engine's rank each."""
+    """Bytes of push buffers that are hardly exceeded: two buckets that come, and two that go, of an
+    engine's rank each.
+    """
     if config.algorithm.task != "rl" or config.strategy == "separate":
         return 0
     model, bucket = policy.model, config.trainer.push_bucket_mib * 2**20
     if model.experts:
-        bucket = max(bucket, 3 * model.hidden * model.experts.ffn * model.experts.number * policy.itemsize)
+        bucket = max(
+            bucket, 3 * model.hidden * model.experts.ffn * model.experts.number * policy.itemsize
+        )
     return 4 * bucket // config.rollout.tensor
 
 
 def total_seconds(models: Mapping[str, PlannedModel], config: RunConfig, machine: Machine) -> float:
     """Returns the seconds of a step, the push aside."""
-    cache = cache_of(models[POLICY], config, machine.budget) if config.algorithm.task == "rl" else None
+    cache = (
+        cache_of(models[POLICY], config, machine.budget) if config.algorithm.task == "rl" else None
+    )
     found = seconds(models, config, machine.trainers(config), cache, None, machine.speeds)
     return sum(sum(parts.values()) for parts in found.values())

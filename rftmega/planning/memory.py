@@ -1,7 +1,9 @@
-"""Bytes of one process in each phase of a run, by kind: what is on the device together, and what is on the host.
+"""Bytes of one process in each phase of a run, by kind: what is on the device together, and what is
+on the host.
 
-Phases are those of `strategy.engine_pool.DevicePhases`: start (a colocated engine starts), rollout (it generates), score, update
-(training) and push, of another model than the policy with its name behind: update_critic.
+Phases are those of `strategy.engine_pool.DevicePhases`: start (a colocated engine starts), rollout
+(it generates), score, update (training) and push, of another model than the policy with its name
+behind: update_critic.
 """
 
 import math
@@ -16,12 +18,16 @@ from rftmega.planning.models import POLICY, PlannedModel
 from rftmega.planning.states import ADAM, MAIN_PARAMETERS, PARAMETERS, elements_of, states
 
 Bytes = dict[str, int]  # by kind
-TOKEN_ON_HOST = 72  # bytes of a sampled token as Python holds it: an int, a float, and a pointer to each
+# bytes of a sampled token as Python holds it: an int, a float, and a pointer to each
+TOKEN_ON_HOST = 72
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Budget is the memory of one device. `reserved`: CUDA's context, NCCL's buffers, what the allocator can't use."""
+    """Budget is the memory of one device.
+
+    `reserved`: CUDA's context, NCCL's buffers, what the allocator can't use.
+    """
 
     memory: float
     reserved: float = 0.0
@@ -36,8 +42,12 @@ class Cache:
     sequences: float  # of the longest kind that fit into it at once
 
 
-def resident(models: Mapping[str, PlannedModel], config: RunConfig, world: int, stages: Mapping[str, int]) -> dict[str, Bytes]:
-    """Returns phase -> bytes of weights, gradients, main parameters and Adam on the device; `stages`: this process's."""
+def resident(
+    models: Mapping[str, PlannedModel], config: RunConfig, world: int, stages: Mapping[str, int]
+) -> dict[str, Bytes]:
+    """Returns phase -> bytes of weights, gradients, main parameters and Adam on the device;
+    `stages`: this process's.
+    """
     held = {name: states(planned, world, stages[name]) for name, planned in models.items()}
     phases: dict[str, Bytes] = {}
     if config.algorithm.task == "rl":
@@ -85,9 +95,15 @@ def cache_of(policy: PlannedModel, config: RunConfig, budget: Budget) -> Cache:
     """Returns the KV cache of an engine on devices of `budget`."""
     ranks = config.rollout.tensor
     share = config.rollout.memory_fraction * budget.memory
-    left = share - engine.weight_bytes(policy, ranks) - engine.working_bytes(policy.model, ranks, config.rollout.max_batch)
+    left = (
+        share
+        - engine.weight_bytes(policy, ranks)
+        - engine.working_bytes(policy.model, ranks, config.rollout.max_batch)
+    )
     longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
-    return Cache(share, int(left), max(0.0, left) / (engine.cache_bytes(policy.model, ranks) * longest))
+    return Cache(
+        share, int(left), max(0.0, left) / (engine.cache_bytes(policy.model, ranks) * longest)
+    )
 
 
 def on_device(
@@ -98,14 +114,26 @@ def on_device(
     budget: Budget,
     push_buffers: int,
 ) -> dict[str, Bytes]:
-    """Returns phase -> kind -> bytes of a CUDA device, at its fullest. A colocated engine takes all that it may."""
-    phases = {phase: dict(parts) for phase, parts in resident(models, config, world, stages).items()}
+    """Returns phase -> kind -> bytes of a CUDA device, at its fullest.
+
+    A colocated engine takes all that it may.
+    """
+    phases = {
+        phase: dict(parts) for phase, parts in resident(models, config, world, stages).items()
+    }
     longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
     for name, planned in models.items():
-        suffix, stage, parallel = ("" if name == POLICY else f"_{name}"), stages[name], planned.parallel
+        suffix, stage, parallel = (
+            ("" if name == POLICY else f"_{name}"),
+            stages[name],
+            planned.parallel,
+        )
         load = load_of(config, parallel, world)
-        rows = max(1, rows_of(config) * parallel.tensor * parallel.pipeline * parallel.context // world)
-        scored = 2 * 4 * 2 * rows_of(config) * longest  # two float32 tables of two numbers a token, of the whole batch
+        rows = max(
+            1, rows_of(config) * parallel.tensor * parallel.pipeline * parallel.context // world
+        )
+        # two float32 tables of two numbers a token, of the whole batch
+        scored = 2 * 4 * 2 * rows_of(config) * longest
         phases[f"score{suffix}"] |= {
             "activations": activations.scoring(planned, load) + scored,
             "log_probs": activations.log_probs(planned, stage, load, learns=False),
@@ -120,9 +148,18 @@ def on_device(
         phases["push"]["push_buffers"] = push_buffers
         if config.strategy == "colocated":
             policy = models[POLICY]
-            cache, weights = cache_of(policy, config, budget), engine.weight_bytes(policy, config.rollout.tensor)
-            working = engine.working_bytes(policy.model, config.rollout.tensor, config.rollout.max_batch)
-            whole = {"engine_weights": weights, "engine_working": working, "kv_cache": max(0, cache.bytes)}
+            cache, weights = (
+                cache_of(policy, config, budget),
+                engine.weight_bytes(policy, config.rollout.tensor),
+            )
+            working = engine.working_bytes(
+                policy.model, config.rollout.tensor, config.rollout.max_batch
+            )
+            whole = {
+                "engine_weights": weights,
+                "engine_working": working,
+                "kv_cache": max(0, cache.bytes),
+            }
             phases["rollout"] |= whole
             phases["start"] |= whole
             phases["push"]["engine_weights"] = weights
@@ -132,15 +169,23 @@ def on_device(
 
 
 def experience_bytes(config: RunConfig) -> int:
-    """Tensors of one row of an Experience and its Samples (rftmega/types.py), if it is as long as it may be."""
+    """Tensors of one row of an Experience and its Samples (rftmega/types.py), if it is as long as
+    it may be.
+    """
     algorithm = config.algorithm
-    floats = 4 + (2 if algorithm.advantage.needs_critic else 0) + (1 if algorithm.kl.coef > 0 else 0)
-    return (config.rollout.max_prompt_tokens + config.rollout.max_response_tokens) * (8 + 1 + 4 * floats)
+    floats = (
+        4 + (2 if algorithm.advantage.needs_critic else 0) + (1 if algorithm.kl.coef > 0 else 0)
+    )
+    return (config.rollout.max_prompt_tokens + config.rollout.max_response_tokens) * (
+        8 + 1 + 4 * floats
+    )
 
 
-def on_host(models: Mapping[str, PlannedModel], config: RunConfig, world: int, stages: Mapping[str, int]) -> Bytes:
-    """Bytes that one process keeps on the host: the whole step's rows, copies of weights, what has left the device,
-    what a save writes from.
+def on_host(
+    models: Mapping[str, PlannedModel], config: RunConfig, world: int, stages: Mapping[str, int]
+) -> Bytes:
+    """Bytes that one process keeps on the host: the whole step's rows, copies of weights, what has
+    left the device, what a save writes from.
     """
     policy, found = models[POLICY], Bytes()
     elements = elements_of(policy, stages[POLICY])
@@ -148,17 +193,29 @@ def on_host(models: Mapping[str, PlannedModel], config: RunConfig, world: int, s
     if config.algorithm.kl.coef > 0:
         found["reference"] = elements * policy.itemsize
     if config.algorithm.ema_beta > 0:
-        found["average"] = elements * (4 + policy.itemsize)  # and what an optimizer step's weights are copied to
+        # and what an optimizer step's weights are copied to
+        found["average"] = elements * (4 + policy.itemsize)
     if found and not offloads:
         found["policy"] = elements * policy.itemsize  # where it waits while the device holds others
-    if config.checkpoint.every:  # of the first of equal holders, which writes; kept for the next save
-        learnt = [states(planned, world, stages[name]) for name, planned in models.items() if planned.optimizer is not None]
-        found["checkpoint"] = sum(held[kind] for held in learnt for kind in (PARAMETERS, MAIN_PARAMETERS, ADAM))
+    # of the first of equal holders, which writes; kept for the next save
+    if config.checkpoint.every:
+        learnt = [
+            states(planned, world, stages[name])
+            for name, planned in models.items()
+            if planned.optimizer is not None
+        ]
+        found["checkpoint"] = sum(
+            held[kind] for held in learnt for kind in (PARAMETERS, MAIN_PARAMETERS, ADAM)
+        )
         found["checkpoint"] += elements * 4 if config.algorithm.ema_beta > 0 else 0
     if offloads:  # gradients are forgotten, not moved
         moved = [states(planned, world, stages[name]) for name, planned in models.items()]
-        found["offload"] = sum(held[kind] for held in moved for kind in (PARAMETERS, MAIN_PARAMETERS, ADAM))
+        found["offload"] = sum(
+            held[kind] for held in moved for kind in (PARAMETERS, MAIN_PARAMETERS, ADAM)
+        )
     if config.algorithm.task == "rl":
         answers = config.trainer.prompts_per_step * config.rollout.samples_per_prompt
-        found["experience"] = answers * (experience_bytes(config) + TOKEN_ON_HOST * config.rollout.max_response_tokens)
+        found["experience"] = answers * (
+            experience_bytes(config) + TOKEN_ON_HOST * config.rollout.max_response_tokens
+        )
     return found

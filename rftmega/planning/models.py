@@ -1,4 +1,6 @@
-"""Describes the models of a run as a plan sees them: what they are, how they are laid out, whether they learn."""
+"""Describes the models of a run as a plan sees them: what they are, how they are laid out, whether
+they learn.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,29 +24,46 @@ class PlannedModel:
     optimizer: OptimizerConfig | None  # None: it is only scored
     value: bool  # a number a token instead of a vocabulary
     itemsize: int  # bytes of a parameter
-    narrow_whole: bool  # every tensor-parallel rank holds all of latent attention's narrow layers, as in Transformer Engine
+    # every tensor-parallel rank holds all of latent attention's narrow layers, as in Transformer
+    # Engine
+    narrow_whole: bool
 
-    def with_layout(self, parallel: ParallelConfig, optimizer: OptimizerConfig | None) -> "PlannedModel":
+    def with_layout(
+        self, parallel: ParallelConfig, optimizer: OptimizerConfig | None
+    ) -> "PlannedModel":
         return replace(self, parallel=parallel, optimizer=optimizer)
 
 
-def models_of(config: RunConfig, *, auto: str = "bfloat16", narrow_whole: bool = True) -> dict[str, PlannedModel]:
-    """Returns the models of a run by their names in it: policy, critic, reward_model. `auto`: what model.dtype=auto stands for.
+def models_of(
+    config: RunConfig, *, auto: str = "bfloat16", narrow_whole: bool = True
+) -> dict[str, PlannedModel]:
+    """Returns the models of a run by their names in it: policy, critic, reward_model. `auto`: what
+    model.dtype=auto stands for.
 
     Raises CheckpointError where a folder has no config.json, or one that is not understood.
     """
     itemsize = BYTES[auto if config.model.dtype == "auto" else config.model.dtype]
 
-    def planned(path: str, parallel: ParallelConfig, optimizer: OptimizerConfig | None, *, value: bool) -> PlannedModel:
+    def planned(
+        path: str, parallel: ParallelConfig, optimizer: OptimizerConfig | None, *, value: bool
+    ) -> PlannedModel:
         hf_config = read_hf_config(path)
         rules = table(hf_config, value_head=value)
-        return PlannedModel(describe(hf_config), rules, parallel, optimizer, value, itemsize, narrow_whole)
+        return PlannedModel(
+            describe(hf_config), rules, parallel, optimizer, value, itemsize, narrow_whole
+        )
 
     policy = config.model.path
-    found = {POLICY: planned(policy, config.parallel, config.optimizer, value=config.algorithm.task == "reward_model")}
+    found = {
+        POLICY: planned(
+            policy, config.parallel, config.optimizer, value=config.algorithm.task == "reward_model"
+        )
+    }
     if config.algorithm.advantage.needs_critic:
         critic = config.critic
-        found["critic"] = planned(critic.path or policy, critic.parallel, critic.optimizer, value=True)
+        found["critic"] = planned(
+            critic.path or policy, critic.parallel, critic.optimizer, value=True
+        )
     if config.reward.model:
         found["reward_model"] = planned(config.reward.model_path, config.parallel, None, value=True)
     return found

@@ -1,4 +1,6 @@
-"""Simulates a push of the weights, message by message and without a process: what it keeps in memory and moves."""
+"""Simulates a push of the weights, message by message and without a process: what it keeps in
+memory and moves.
+"""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
@@ -34,7 +36,9 @@ MOST = 200_000  # moves that are simulated; of a larger push, only some layers a
 
 
 def push_buffers(planned: PlannedModel, config: RunConfig, world: int) -> list[int]:
-    """Bytes of each process at most; of engines beside the trainer, the shared memory that all processes map."""
+    """Bytes of each process at most; of engines beside the trainer, the shared memory that all
+    processes map.
+    """
     bucket_bytes = config.trainer.push_bucket_mib * 2**20
     layers = sampled(planned.model, world)
     if config.strategy == "separate":
@@ -55,10 +59,15 @@ def sampled(model: ModelDescription, world: int) -> set[int] | None:
 
 
 def push_of(
-    planned: PlannedModel, world: int, engine_tensor: int, bucket_bytes: int, *, layers: Collection[int] | None = None
+    planned: PlannedModel,
+    world: int,
+    engine_tensor: int,
+    bucket_bytes: int,
+    *,
+    layers: Collection[int] | None = None,
 ) -> Push:
-    """Simulates a push into engines of `engine_tensor` of the trainer's own processes, which load as vLLM does. `layers`: only
-    these.
+    """Simulates a push into engines of `engine_tensor` of the trainer's own processes, which load
+    as vLLM does. `layers`: only these.
     """
     units = list(units_of_plan(planned, world, engine_tensor, layers))
     kinds = [_needs(units, rank, engine_tensor) for rank in range(engine_tensor)]
@@ -75,13 +84,14 @@ def simulated(
     *,
     alone: bool = False,
 ) -> Push:
-    """Simulates the plan's messages. `kinds`: what ranks of engines read; `kind_of`: which of these each process reads. `alone`:
-    every bucket stands for many that follow each other.
+    """Simulates the plan's messages. `kinds`: what ranks of engines read; `kind_of`: which of these
+    each process reads. `alone`: every bucket stands for many that follow each other.
     """
     world = len(kind_of)
     most = [0] * world
     sent: dict[tuple[int, int], int] = defaultdict(int)
-    # A bucket travels while the one before it is loaded, and the loader still holds the last tensor of the one before that.
+    # A bucket travels while the one before it is loaded, and the loader still holds the last tensor
+    # of the one before that.
     before, tail, tail_before = [0] * world, [0] * world, [0] * world
     buckets = buckets_of(units, bucket_bytes, for_an_engine=True)
     for bucket, moves in zip(buckets, planned_moves(buckets, kinds, kind_of), strict=True):
@@ -90,18 +100,30 @@ def simulated(
             pairs[source, target].append((move, size))
             sent[source, target] += size
         held, last = _messages(pairs, bucket[-1], world)
-        most = [max(peak, sum(alive)) for peak, *alive in zip(most, tail_before, before, held, strict=True)]
+        most = [
+            max(peak, sum(alive))
+            for peak, *alive in zip(most, tail_before, before, held, strict=True)
+        ]
         if alone:
-            most = [max(peak, 2 * size + end) for peak, size, end in zip(most, held, last, strict=True)]
+            most = [
+                max(peak, 2 * size + end) for peak, size, end in zip(most, held, last, strict=True)
+            ]
         before, tail, tail_before = held, last, tail
     looked_at = sum(unit.bytes for unit in units)
-    return Push(most, dict(sent), min(1.0, looked_at / (model.parameters * units[0].dtype.itemsize)))
+    return Push(
+        most, dict(sent), min(1.0, looked_at / (model.parameters * units[0].dtype.itemsize))
+    )
 
 
-def _messages(pairs: dict[tuple[int, int], list[tuple[Move, int]]], unit: Unit, world: int) -> tuple[list[int], list[int]]:
-    """Returns (bytes of all messages, bytes of received ones that hold the last tensor of `unit`) of each process."""
+def _messages(
+    pairs: dict[tuple[int, int], list[tuple[Move, int]]], unit: Unit, world: int
+) -> tuple[list[int], list[int]]:
+    """Returns (bytes of all messages, bytes of received ones that hold the last tensor of `unit`)
+    of each process.
+    """
     held, last = [0] * world, [0] * world
-    alike: set[tuple[int, tuple[tuple[int, int, int, int], ...]]] = set()  # a process sends those that need the same one message
+    # a process sends those that need the same one message
+    alike: set[tuple[int, tuple[tuple[int, int, int, int], ...]]] = set()
     end = len(unit.rule.hf) - 1
     for (source, target), moves in pairs.items():
         size = message_bytes([size for _, size in moves])
@@ -115,16 +137,31 @@ def _messages(pairs: dict[tuple[int, int], list[tuple[Move, int]]], unit: Unit, 
     return held, last
 
 
-def units_of_plan(planned: PlannedModel, world: int, engine_tensor: int, layers: Collection[int] | None = None) -> Iterator[Unit]:
-    """Yields the units that `weights.units.units_of` learns from processes, in the model's order. `layers`: only these."""
+def units_of_plan(
+    planned: PlannedModel, world: int, engine_tensor: int, layers: Collection[int] | None = None
+) -> Iterator[Unit]:
+    """Yields the units that `weights.units.units_of` learns from processes, in the model's order.
+
+    `layers`: only these.
+    """
     found = []
     for placement, layer, expert in placements(
-        planned.rules, planned.model, planned.parallel, world, Engines(world, engine_tensor), colocated=True, layers=layers
+        planned.rules,
+        planned.model,
+        planned.parallel,
+        world,
+        Engines(world, engine_tensor),
+        colocated=True,
+        layers=layers,
     ):
         shards = placement.shards
         if planned.narrow_whole and isinstance(placement.rule, Column) and placement.rule.narrow:
             shards = (tuple(rank for ranks in shards for rank in ranks),)
-        dtype = torch.float32 if placement.rule.megatron[0].endswith(BUFFERS) else DTYPES[planned.itemsize]
+        dtype = (
+            torch.float32
+            if placement.rule.megatron[0].endswith(BUFFERS)
+            else DTYPES[planned.itemsize]
+        )
         found.append(Unit(placement.rule, layer, expert, dtype, shards))
     return iter(in_order(found))
 

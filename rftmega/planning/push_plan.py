@@ -1,4 +1,6 @@
-"""Plans a push for a whole model: trainer's layout, engine's layout, model -> who sends what to whom."""
+"""Plans a push for a whole model: trainer's layout, engine's layout, model -> who sends what to
+whom.
+"""
 
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
@@ -11,7 +13,9 @@ from rftmega.weights.plan import Placement, engine_needs
 
 
 class Engines(NamedTuple):
-    """`ranks` processes: engines of `tensor` processes each; `spread_experts`: each holds whole experts instead of slices."""
+    """`ranks` processes: engines of `tensor` processes each; `spread_experts`: each holds whole
+    experts instead of slices.
+    """
 
     ranks: int
     tensor: int
@@ -28,18 +32,25 @@ def placements(
     colocated: bool,
     layers: Collection[int] | None = None,
 ) -> Iterator[tuple[Placement, int | None, int | None]]:
-    """Yields (placement, layer, expert) of every tensor that is pushed. Engine ranks are the trainer's own where colocated, else
-    they are numbered after them. `layers`: only of these.
+    """Yields (placement, layer, expert) of every tensor that is pushed. Engine ranks are the
+    trainer's own where colocated, else they are numbered after them. `layers`: only of these.
     """
     experts = model.experts.number if model.experts else 0
-    stage_of = {layer: stage for stage, chunks in enumerate(stage_layers(model.layers, parallel)) for c in chunks for layer in c}
+    stage_of = {
+        layer: stage
+        for stage, chunks in enumerate(stage_layers(model.layers, parallel))
+        for c in chunks
+        for layer in c
+    }
     a_stage = world // parallel.pipeline
     first = 0 if colocated else world
     dense: dict[tuple[bool, int], tuple[tuple[int, ...], ...]] = {}
     for stage in range(parallel.pipeline):
         ranks = range(stage * a_stage, (stage + 1) * a_stage)
         dense[True, stage] = (tuple(ranks),)
-        dense[False, stage] = tuple(tuple(ranks[t :: parallel.tensor]) for t in range(parallel.tensor))
+        dense[False, stage] = tuple(
+            tuple(ranks[t :: parallel.tensor]) for t in range(parallel.tensor)
+        )
     mine = experts // parallel.expert
     block = parallel.expert_tensor * parallel.expert
     needs: dict[tuple[Rule, int | None], tuple[tuple[int, tuple[Segment, ...]], ...]] = {}
@@ -47,7 +58,9 @@ def placements(
     for rule, layer, expert in instances(rules, layers=model.layers, experts=experts):
         if not rule.exported or (layer is not None and layers is not None and layer not in layers):
             continue
-        stage = stage_of[layer] if layer is not None else (0 if rule.opens else parallel.pipeline - 1)
+        stage = (
+            stage_of[layer] if layer is not None else (0 if rule.opens else parallel.pipeline - 1)
+        )
         place = None  # of the engine's ranks, the one that holds this expert
         if expert is None:
             shards = dense[isinstance(rule, Replicated), stage]
@@ -55,13 +68,21 @@ def placements(
             owner = expert // mine
             if (stage, owner) not in holders:
                 begin, end = stage * a_stage + owner * parallel.expert_tensor, (stage + 1) * a_stage
-                holders[stage, owner] = tuple(tuple(range(begin + t, end, block)) for t in range(parallel.expert_tensor))
+                holders[stage, owner] = tuple(
+                    tuple(range(begin + t, end, block)) for t in range(parallel.expert_tensor)
+                )
             shards = holders[stage, owner]
             if engines.spread_experts:
                 place = expert * engines.tensor // experts
         if (rule, place) not in needs:
             needs[rule, place] = tuple(
-                (first + rank, engine_needs(rule, *((0, 1) if place is not None else (rank % engines.tensor, engines.tensor))))
+                (
+                    first + rank,
+                    engine_needs(
+                        rule,
+                        *((0, 1) if place is not None else (rank % engines.tensor, engines.tensor)),
+                    ),
+                )
                 for rank in range(engines.ranks)
                 if place is None or rank % engines.tensor == place
             )

@@ -1,8 +1,10 @@
-"""Bytes of weights, gradients, main parameters and Adam of one process, as Megatron 0.16 allocates them.
+"""Bytes of weights, gradients, main parameters and Adam of one process, as Megatron 0.16 allocates
+them.
 
-Gradients live in one float32 buffer a chunk of layers, and another of its experts. The distributed optimizer puts the weights
-into such a buffer too, starts each parameter at a multiple of 64 elements, pads the end to a multiple of 128 and of the
-processes that share it, and gives each of these an equal part of main parameters and Adam's two moments.
+Gradients live in one float32 buffer a chunk of layers, and another of its experts. The distributed
+optimizer puts the weights into such a buffer too, starts each parameter at a multiple of 64
+elements, pads the end to a multiple of 128 and of the processes that share it, and gives each of
+these an equal part of main parameters and Adam's two moments.
 """
 
 import math
@@ -16,25 +18,40 @@ from converters.rules import Column
 from model_providers.description import ModelDescription, stage_layers
 from rftmega.planning.models import PlannedModel
 
-PARAMETERS, GRADIENTS, MAIN_PARAMETERS, ADAM = STATES = ("parameters", "gradients", "main_parameters", "adam")
+PARAMETERS, GRADIENTS, MAIN_PARAMETERS, ADAM = STATES = (
+    "parameters",
+    "gradients",
+    "main_parameters",
+    "adam",
+)
 BUFFERS = ("router.expert_bias",)  # of Megatron's modules: weights to us, but nothing learns them
 START, END = 64, 128  # elements that parameters, and buffers, are aligned to
 
 
 class Chunk(NamedTuple):
-    """Parameters of one chunk of layers of one process: elements of a parameter -> how many there are of that size."""
+    """Parameters of one chunk of layers of one process: elements of a parameter -> how many there
+    are of that size.
+    """
 
     dense: Counter[int]
     experts: Counter[int]
 
 
 def chunks_of(planned: PlannedModel, stage: int) -> list[Chunk]:
-    """Returns the chunks of every process of a stage: shards are equal. Raises ValueError, WeightMismatch for other layouts."""
+    """Returns the chunks of every process of a stage: shards are equal.
+
+    Raises ValueError, WeightMismatch for other layouts.
+    """
     parallel = planned.parallel
     chunks = stage_layers(planned.model.layers, parallel)[stage]
     ends = (stage == 0, stage == parallel.pipeline - 1)
     return [
-        _chunk(planned, layers, opens=ends[0] and number == 0, closes=ends[1] and number == len(chunks) - 1)
+        _chunk(
+            planned,
+            layers,
+            opens=ends[0] and number == 0,
+            closes=ends[1] and number == len(chunks) - 1,
+        )
         for number, layers in enumerate(chunks)
     ]
 
@@ -44,7 +61,11 @@ def _chunk(planned: PlannedModel, layers: range, *, opens: bool, closes: bool) -
     for rule in planned.rules:
         if rule.megatron[0].endswith(BUFFERS):
             continue
-        number = sum(map(rule.speaks_of, layers)) if rule.per_layer else int(opens if rule.opens else closes)
+        number = (
+            sum(map(rule.speaks_of, layers))
+            if rule.per_layer
+            else int(opens if rule.opens else closes)
+        )
         if not rule.exported and opens:
             number = 0  # tied, and this process holds the embedding itself
         ranks = parallel.expert_tensor if rule.per_expert else parallel.tensor
@@ -68,11 +89,18 @@ def _experts(model: ModelDescription) -> int:
 
 def elements_of(planned: PlannedModel, stage: int) -> int:
     """Parameters of one process of a stage."""
-    return sum(size * number for chunk in chunks_of(planned, stage) for sizes in chunk for size, number in sizes.items())
+    return sum(
+        size * number
+        for chunk in chunks_of(planned, stage)
+        for sizes in chunk
+        for size, number in sizes.items()
+    )
 
 
 def sharers(planned: PlannedModel, world: int) -> tuple[int, int]:
-    """Processes that hold the same dense parameters, and the same experts: the distributed optimizer is shared by them."""
+    """Processes that hold the same dense parameters, and the same experts: the distributed
+    optimizer is shared by them.
+    """
     parallel = planned.parallel
     stage = world // parallel.pipeline
     return stage // parallel.tensor, stage // (parallel.expert * parallel.expert_tensor)
@@ -101,4 +129,8 @@ def _buffers(planned: PlannedModel, world: int, stage: int) -> Iterator[tuple[in
             if sizes:
                 aligned = sum(-(-size // START) * START * number for size, number in sizes.items())
                 end = math.lcm(processes, END)
-                yield -(-aligned // end) * end, sum(size * number for size, number in sizes.items()), processes
+                yield (
+                    -(-aligned // end) * end,
+                    sum(size * number for size, number in sizes.items()),
+                    processes,
+                )

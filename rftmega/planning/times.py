@@ -1,7 +1,8 @@
-"""Seconds of each phase at least: what must be computed over the speed of computing, what must be moved over the link's.
+"""Seconds of each phase at least: what must be computed over the speed of computing, what must be
+moved over the link's.
 
-A roofline (Williams et al. 2009): no launch takes time, no kernel falls short, even shares everywhere. Real runs take longer;
-compare layouts with it, or a measured phase with its bound.
+A roofline (Williams et al. 2009): no launch takes time, no kernel falls short, even shares
+everywhere. Real runs take longer; compare layouts with it, or a measured phase with its bound.
 """
 
 from collections.abc import Mapping
@@ -19,7 +20,9 @@ from rftmega.planning.states import ADAM, GRADIENTS, MAIN_PARAMETERS, PARAMETERS
 
 @dataclass(frozen=True)
 class Speeds:
-    """Speeds holds the rates of one device: operations a second, bytes a second of its memory and each link; devices a node."""
+    """Speeds holds the rates of one device: operations a second, bytes a second of its memory and
+    each link; devices a node.
+    """
 
     flops: float
     memory: float
@@ -34,16 +37,29 @@ class Speeds:
 
 
 def seconds(
-    models: Mapping[str, PlannedModel], config: RunConfig, world: int, cache: Cache | None, push: Push | None, speeds: Speeds
+    models: Mapping[str, PlannedModel],
+    config: RunConfig,
+    world: int,
+    cache: Cache | None,
+    push: Push | None,
+    speeds: Speeds,
 ) -> dict[str, dict[str, float]]:
-    """Returns phase -> what takes time -> seconds of a step with answers of full length. `cache`, `push`: None if absent."""
+    """Returns phase -> what takes time -> seconds of a step with answers of full length.
+
+    `cache`, `push`: None if absent.
+    """
     found: dict[str, dict[str, float]] = {}
     length = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
     if cache is not None:
         found["rollout"] = _generating(models[POLICY], config, world, cache, speeds)
     for name, planned in models.items():
         suffix = "" if name == POLICY else f"_{name}"
-        forward = forward_flops(planned.model, [length], value_head=planned.value) * rows_of(config) / world / speeds.flops
+        forward = (
+            forward_flops(planned.model, [length], value_head=planned.value)
+            * rows_of(config)
+            / world
+            / speeds.flops
+        )
         if config.algorithm.task == "rl":
             passes = 1
             if name == POLICY:  # itself, unless its update says it, and the reference
@@ -64,8 +80,12 @@ def seconds(
     return found
 
 
-def _generating(policy: PlannedModel, config: RunConfig, world: int, cache: Cache, speeds: Speeds) -> dict[str, float]:
-    """Returns the seconds that one engine generates, by kind; it batches answers as far as the cache and max_batch allow."""
+def _generating(
+    policy: PlannedModel, config: RunConfig, world: int, cache: Cache, speeds: Speeds
+) -> dict[str, float]:
+    """Returns the seconds that one engine generates, by kind; it batches answers as far as the
+    cache and max_batch allow.
+    """
     ranks, rollout, model = config.rollout.tensor, config.rollout, policy.model
     engines = rollout.servers if config.strategy == "separate" else world // ranks
     prompts = config.trainer.prompts_per_step / engines
@@ -78,36 +98,64 @@ def _generating(policy: PlannedModel, config: RunConfig, world: int, cache: Cach
     exchanged = 2 * model.layers * together * model.hidden * 2 * 2 * (ranks - 1) / ranks
     steps = rounds * rollout.max_response_tokens
     return {
-        "prefill": forward_flops(model, [rollout.max_prompt_tokens]) / ranks * prompts / speeds.flops,
+        "prefill": forward_flops(model, [rollout.max_prompt_tokens])
+        / ranks
+        * prompts
+        / speeds.flops,
         "decode": steps * max(read / speeds.memory, together * a_token / speeds.flops),
         "tensor exchange": steps * exchanged / speeds.link(ranks),
     }
 
 
 def _read(policy: PlannedModel, ranks: int, tokens: float) -> float:
-    """Bytes of weights that a step of `tokens` sequences reads: of routed experts, those that one of them goes to."""
+    """Bytes of weights that a step of `tokens` sequences reads: of routed experts, those that one
+    of them goes to.
+    """
     whole, model = engine.weight_bytes(policy, ranks), policy.model
     if model.experts is None:
         return whole
-    routed = len(model.experts.layers) * model.experts.number * 3 * model.hidden * model.experts.ffn * 2 / ranks
+    routed = (
+        len(model.experts.layers)
+        * model.experts.number
+        * 3
+        * model.hidden
+        * model.experts.ffn
+        * 2
+        / ranks
+    )
     met = 1 - (1 - model.experts.active / model.experts.number) ** tokens
     return whole - routed * (1 - met)
 
 
-def _learning(planned: PlannedModel, config: RunConfig, world: int, forward: float, speeds: Speeds) -> dict[str, float]:
+def _learning(
+    planned: PlannedModel, config: RunConfig, world: int, forward: float, speeds: Speeds
+) -> dict[str, float]:
     model, parallel, optimizer = planned.model, planned.parallel, planned.optimizer
     assert optimizer is not None
     load = load_of(config, parallel, world)
     again = 1 if parallel.recompute == "full" else 0
     compute = forward * (1 + BACKWARD + again) * config.algorithm.epochs_per_rollout
     stage = world // parallel.pipeline
-    tokens = load.tokens * load.micro_batches * config.algorithm.steps_per_rollout / parallel.context  # a process's
+    # a process's
+    tokens = (
+        load.tokens * load.micro_batches * config.algorithm.steps_per_rollout / parallel.context
+    )
     found = {"compute": compute}
     if parallel.pipeline > 1:
-        found["bubble"] = compute * (parallel.pipeline - 1) / parallel.virtual_pipeline / load.micro_batches
+        found["bubble"] = (
+            compute * (parallel.pipeline - 1) / parallel.virtual_pipeline / load.micro_batches
+        )
     if parallel.tensor > 1:
         t = parallel.tensor
-        reduced = 2 * (2 + again) * model.layers / parallel.pipeline * tokens * model.hidden * planned.itemsize
+        reduced = (
+            2
+            * (2 + again)
+            * model.layers
+            / parallel.pipeline
+            * tokens
+            * model.hidden
+            * planned.itemsize
+        )
         found["tensor exchange"] = reduced * 2 * (t - 1) / t / speeds.link(t)
     if parallel.expert > 1:
         found["experts' exchange"] = (
@@ -115,8 +163,12 @@ def _learning(planned: PlannedModel, config: RunConfig, world: int, forward: flo
         ) / speeds.link(parallel.expert * parallel.expert_tensor)
     held, shared_by = states(planned, world, 0), sharers(planned, world)[0]
     if shared_by > 1:
-        reduced = held[GRADIENTS] * (1 if optimizer.distributed else 2) + (held[PARAMETERS] if optimizer.distributed else 0)
-        found["gradients"] = reduced * (1 - 1 / shared_by) * config.algorithm.steps_per_rollout / speeds.link(stage)
+        reduced = held[GRADIENTS] * (1 if optimizer.distributed else 2) + (
+            held[PARAMETERS] if optimizer.distributed else 0
+        )
+        found["gradients"] = (
+            reduced * (1 - 1 / shared_by) * config.algorithm.steps_per_rollout / speeds.link(stage)
+        )
     return found
 
 
@@ -125,4 +177,6 @@ def _routed(model: ModelDescription, planned: PlannedModel, tokens: float) -> fl
     assert model.experts is not None
     parallel = planned.parallel
     layers = len(model.experts.layers) / parallel.pipeline
-    return layers * tokens / parallel.tensor * model.experts.active * model.hidden * planned.itemsize
+    return (
+        layers * tokens / parallel.tensor * model.experts.active * model.hidden * planned.itemsize
+    )

@@ -1,8 +1,9 @@
 """Programs, judged by tests. What the sandbox promises, and what it doesn't, is in docs/rewards.md.
 
-Tests run in a process of their own that asks the answer's process through pipes, and programs with inputs and outputs are
-compared outside, where an answer can't reach. Only with `inside` do tests share the answer's interpreter, where an answer that
-was written against this very runner can pass them.
+Tests run in a process of their own that asks the answer's process through pipes, and programs with
+inputs and outputs are compared outside, where an answer can't reach. Only with `inside` do tests
+share the answer's interpreter, where an answer that was written against this very runner can pass
+them.
 """
 
 import ast
@@ -39,7 +40,10 @@ def code_of(response: str) -> str:
 
 
 def read_tests(label: str) -> dict[str, Any]:
-    """{"tests": source of asserts} or {"inputs": [...], "outputs": [...]}. Raises ValueError that says what it is instead."""
+    """{"tests": source of asserts} or {"inputs": [...], "outputs": [...]}.
+
+    Raises ValueError that says what it is instead.
+    """
     try:
         held = json.loads(label)
     except ValueError as error:
@@ -54,7 +58,9 @@ def read_tests(label: str) -> dict[str, Any]:
         inputs, outputs = held.get("inputs", 0), held.get("outputs", 0)
         if _texts(inputs) and _texts(outputs) and len(inputs) == len(outputs) > 0:
             return {"inputs": inputs, "outputs": outputs}
-    raise ValueError('the label is neither {"tests": text} nor {"inputs": [text, ...], "outputs": [as many]}')
+    raise ValueError(
+        'the label is neither {"tests": text} nor {"inputs": [text, ...], "outputs": [as many]}'
+    )
 
 
 def _texts(held: Any) -> bool:
@@ -71,7 +77,9 @@ def complaint(label: str) -> str | None:
 
 
 def same_output(found: str, expected: str) -> bool:
-    """Returns whether the lines of two outputs agree, white space at their ends and empty lines at the end aside."""
+    """Returns whether the lines of two outputs agree, white space at their ends and empty lines at
+    the end aside.
+    """
     return _lines(found) == _lines(expected)
 
 
@@ -83,7 +91,9 @@ class CodePart:
     """Scores `workers` answers at a time, whichever threads ask."""
 
     def __init__(self, *, workers: int, seconds: float, memory_mib: int, inside: bool = False):
-        """`inside`: tests run in the answer's own interpreter, where an answer can forge their outcome."""
+        """`inside`: tests run in the answer's own interpreter, where an answer can forge their
+        outcome.
+        """
         self.inside = inside
         self.seconds, self.memory = seconds, memory_mib << 20
         self.threads = ThreadPoolExecutor(workers, thread_name_prefix="code-reward")
@@ -91,18 +101,26 @@ class CodePart:
         self.tested, self.testing = False, threading.Lock()
 
     def __call__(self, answers: Sequence[Answer]) -> list[float]:
-        """1 where the answer's code passes all tests. Raises RewardError where a label holds none, or without any sandbox."""
+        """1 where the answer's code passes all tests.
+
+        Raises RewardError where a label holds none, or without any sandbox.
+        """
         self.test()
         return list(self.threads.map(self._score, answers))
 
     def test(self) -> None:
-        """Raises RewardError where answers could not import in the sandbox what answers import. Looks once."""
+        """Raises RewardError where answers could not import in the sandbox what answers import.
+
+        Looks once.
+        """
         with self.testing:
             if self.tested:
                 return
             outcome = self._run({"namespaces": self.namespaces, "imports": True})
             if isinstance(outcome, Undecided):
-                raise RewardError("reward.code: the sandbox fails on this machine; the warning above says how.")
+                raise RewardError(
+                    "reward.code: the sandbox fails on this machine; the warning above says how."
+                )
             if outcome["failed"]:
                 raise RewardError(f"reward.code: {outcome['failed']}.")
             self.tested = True
@@ -119,7 +137,12 @@ class CodePart:
                 return 0.0
         except UnicodeEncodeError:
             return 0.0
-        job = {"answer": code, "seconds": self.seconds, "memory": self.memory, "namespaces": self.namespaces}
+        job = {
+            "answer": code,
+            "seconds": self.seconds,
+            "memory": self.memory,
+            "namespaces": self.namespaces,
+        }
         if "tests" in tests:
             outcome = self._run(job | {"inside": self.inside} | tests)
             return outcome if isinstance(outcome, Undecided) else float(outcome["passed"])
@@ -131,7 +154,9 @@ class CodePart:
         return float(len(found) == len(limits) and all(map(same_output, found, tests["outputs"])))
 
     def _run(self, job: dict[str, Any]) -> dict[str, Any] | Undecided:
-        """The outcome; Undecided where the sandbox or the machine failed, or the tests can't be run from outside."""
+        """The outcome; Undecided where the sandbox or the machine failed, or the tests can't be run
+        from outside.
+        """
         outcome = run_sandboxed(job, job.get("seconds", SELF_TEST) + GRACE)
         if "refused" in outcome:
             raise RewardError(f"reward.code: {outcome['refused']}.")
@@ -147,24 +172,35 @@ class CodePart:
         lacks = outcome["lacks"]
         if self.namespaces is None and lacks["namespaces"]:
             missing = ", ".join(name for name, lacking in lacks.items() if lacking)
-            log.warning("reward.code: this machine gives the sandbox no %s; docs/rewards.md says what that means.", missing)
+            log.warning(
+                "reward.code: this machine gives the sandbox no %s; docs/rewards.md says what that means.",
+                missing,
+            )
         self.namespaces = not lacks["namespaces"]
         return outcome
 
 
 def run_sandboxed(job: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """Runs a job in `python -m rftmega.sandbox` and returns its outcome: {"undecided": why} where a signal ended it.
+    """Runs a job in `python -m rftmega.sandbox` and returns its outcome: {"undecided": why} where a
+    signal ended it.
 
     Raises RewardError where it says nothing within `seconds`, or what is no outcome of such a job.
     """
-    # As -I would have it, an environment of our own; but -I also forgets the seed of hashes, and ranks must agree on scores.
+    # As -I would have it, an environment of our own; but -I also forgets the seed of hashes, and
+    # ranks must agree on scores.
     command = [sys.executable, "-s", "-P", "-m", "rftmega.sandbox"]
     pipe = subprocess.PIPE
     tests = job.get("tests", "").encode(errors="surrogatepass")
     told = json.dumps({name: value for name, value in job.items() if name != "tests"}).encode()
     header = json.dumps({"size": len(told), "tests": len(tests)}).encode() + b"\n"
     with subprocess.Popen(
-        command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, env=_environment(), cwd="/", start_new_session=True
+        command,
+        stdin=pipe,
+        stdout=pipe,
+        stderr=subprocess.DEVNULL,
+        env=_environment(),
+        cwd="/",
+        start_new_session=True,
     ) as process:
         said, late = b"", False
         try:
@@ -183,7 +219,9 @@ def run_sandboxed(job: dict[str, Any], seconds: float) -> dict[str, Any]:
                 os.killpg(process.pid, signal.SIGKILL)
     if not said.endswith(b"\n"):
         if not late and process.returncode < 0:
-            return {"undecided": f"the sandbox was ended by {signal.Signals(-process.returncode).name}"}
+            return {
+                "undecided": f"the sandbox was ended by {signal.Signals(-process.returncode).name}"
+            }
         raise RewardError(
             f"reward.code: the sandbox gave no outcome within {seconds:g} s (exit status {process.returncode}). "
             f"Try `echo '{{}}' | {' '.join(command)}` by hand; it should complain about a missing key."
@@ -192,7 +230,11 @@ def run_sandboxed(job: dict[str, Any], seconds: float) -> dict[str, Any]:
 
 
 def _checked(said: bytes, job: dict[str, Any]) -> dict[str, Any]:
-    """The outcome. Raises RewardError where it is not one of such a job: a default would be a score that nobody gave."""
+    """The outcome.
+
+    Raises RewardError where it is not one of such a job: a default would be a score that nobody
+    gave.
+    """
     wanted: tuple[str, type] = ("outputs", list) if "inputs" in job else ("passed", bool)
     try:
         outcome = json.loads(said)
@@ -200,7 +242,11 @@ def _checked(said: bytes, job: dict[str, Any]) -> dict[str, Any]:
             whole = "failed" in outcome and isinstance(outcome["failed"], str | None)
         else:
             whole = isinstance(outcome[wanted[0]], wanted[1]) if wanted[0] in outcome else False
-        reasons = [name for name in ("refused", "unsupported", "undecided") if isinstance(outcome.get(name), str)]
+        reasons = [
+            name
+            for name in ("refused", "unsupported", "undecided")
+            if isinstance(outcome.get(name), str)
+        ]
         if isinstance(outcome["lacks"], dict) and (whole or reasons):
             return dict(outcome)
     except (ValueError, TypeError, KeyError, AttributeError):
@@ -209,7 +255,9 @@ def _checked(said: bytes, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _ends(process: subprocess.Popen[bytes]) -> bool:
-    """Waits GRACE seconds for a process that has closed its standard output; returns whether it ended."""
+    """Waits GRACE seconds for a process that has closed its standard output; returns whether it
+    ended.
+    """
     try:
         process.wait(GRACE)
     except subprocess.TimeoutExpired:

@@ -42,9 +42,11 @@ LABELS: dict[str, Callable[[str], str | None]] = {  # part -> why it can't work 
 
 
 def create(config: RewardConfig, decode: Decode) -> MixedReward:
-    """The reward of `config`, with the parts that have a weight; `decode` turns token ids into text.
+    """The reward of `config`, with the parts that have a weight; `decode` turns token ids into
+    text.
 
-    Raises ConfigError where reward.format_pattern or reward.answer_pattern is no regular expression.
+    Raises ConfigError where reward.format_pattern or reward.answer_pattern is no regular
+    expression.
     """
     used = parts_of(config)
     parts = {name: make(config, decode) for name, make in PARTS.items() if name in used}
@@ -55,14 +57,22 @@ def create(config: RewardConfig, decode: Decode) -> MixedReward:
 
 
 def check_prompts(config: RewardConfig, prompts: Iterable[Prompt]) -> None:
-    """Raises DataError for what would fail once training has begun: kinds without weights, labels that a part can't read.
+    """Raises DataError for what would fail once training has begun: kinds without weights, labels
+    that a part can't read.
 
     With reward.majority nothing reads either.
     """
     prompts = [] if config.majority else list(prompts)
-    unknown = Counter(prompt.kind for prompt in prompts if config.recipe and prompt.kind not in config.recipe)
+    unknown = Counter(
+        prompt.kind for prompt in prompts if config.recipe and prompt.kind not in config.recipe
+    )
     if unknown:
-        raise DataError("\n".join(f"{unknown_kind(config, kind)} ({n} prompt(s))." for kind, n in sorted(unknown.items())))
+        raise DataError(
+            "\n".join(
+                f"{unknown_kind(config, kind)} ({n} prompt(s))."
+                for kind, n in sorted(unknown.items())
+            )
+        )
     problems = [
         f"reward.{name}: {why} (prompt {prompt.index})."
         for prompt in prompts

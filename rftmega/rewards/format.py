@@ -5,7 +5,8 @@ from rftmega.rewards.patterns import Pattern
 
 
 def format_rule(text: str) -> Rule:
-    """1 where the whole response matches, surrounding white space aside; "." matches line ends, too.
+    """1 where the whole response matches, surrounding white space aside; "." matches line ends,
+    too.
 
     Raises ConfigError for what is no regular expression.
     """

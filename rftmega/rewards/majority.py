@@ -1,5 +1,5 @@
-"""Rewards agreement with the majority's answer in place of a label (TTRL, arXiv:2504.16084, section 2), for prompts without
-labels.
+"""Rewards agreement with the majority's answer in place of a label (TTRL, arXiv:2504.16084, section
+2), for prompts without labels.
 """
 
 from collections.abc import Sequence
@@ -11,19 +11,29 @@ from rftmega.types import Completion, Prompt
 
 
 class MajorityReward:
-    """1 for answers that the most answers to the same prompt agree with, see `vote_rewards`. Reads no label."""
+    """1 for answers that the most answers to the same prompt agree with, see `vote_rewards`.
+
+    Reads no label.
+    """
 
     whole_groups = True
 
     def __init__(self, decode: Decode, size: int, pattern: str = ""):
-        """`size`: answers a prompt. `pattern`: of what in a response votes, see `answer_of`; raises ConfigError where it is no
-        regular expression.
+        """`size`: answers a prompt. `pattern`: of what in a response votes, see `answer_of`; raises
+        ConfigError where it is no regular expression.
         """
         self.decode, self.size, self.answer_of = decode, size, answer_of(pattern)
 
-    def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
-        """Scores whole groups: the answers to a prompt side by side. The part's name is "majority"."""
-        assert len(completions) % self.size == 0, f"{len(completions)} answers are no whole groups of {self.size}"
+    def __call__(
+        self, prompts: Sequence[Prompt], completions: Sequence[Completion]
+    ) -> list[dict[str, float]]:
+        """Scores whole groups: the answers to a prompt side by side.
+
+        The part's name is "majority".
+        """
+        assert len(completions) % self.size == 0, (
+            f"{len(completions)} answers are no whole groups of {self.size}"
+        )
         answers = [self.answer_of(self.decode(completion.token_ids)) for completion in completions]
         groups = [answers[begin : begin + self.size] for begin in range(0, len(answers), self.size)]
         scores = [score for group in vote_rewards(groups) for score in group]

@@ -1,4 +1,6 @@
-"""Mathematical equality, by math-verify, in processes of its own: nothing else bounds its time but signals to a main thread."""
+"""Mathematical equality, by math-verify, in processes of its own: nothing else bounds its time but
+signals to a main thread.
+"""
 
 import json
 import queue
@@ -17,15 +19,18 @@ GRACE = 10.0  # seconds beyond the worker's own alarm, before it is killed from 
 
 
 class MathWorker:
-    """One process, started when it is first asked and after every time-out. For one thread at a time."""
+    """One process, started when it is first asked and after every time-out.
+
+    For one thread at a time.
+    """
 
     def __init__(self, seconds: float):
         self.seconds = seconds
         self.process: subprocess.Popen[str] | None = None
 
     def equal(self, response: str, label: str) -> float:
-        """1 where the response's last expression equals the label's, 0 otherwise; Undecided where telling takes too long or
-        ends the process.
+        """1 where the response's last expression equals the label's, 0 otherwise; Undecided where
+        telling takes too long or ends the process.
 
         Raises RewardError where the process can't be started.
         """
@@ -61,8 +66,11 @@ class MathWorker:
     def _start(self) -> "subprocess.Popen[str]":
         script = Path(__file__).with_name("math_worker.py")
         pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
-        command = [sys.executable, "-P", str(script)]  # -P: "math" is not to be the module beside the script
-        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nowhere, text=True, encoding="utf-8")
+        # -P: "math" is not to be the module beside the script
+        command = [sys.executable, "-P", str(script)]
+        self.process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=nowhere, text=True, encoding="utf-8"
+        )
         if self._line(self.process, STARTING) != "ready\n":
             self.close()
             raise RewardError(

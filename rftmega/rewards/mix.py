@@ -13,7 +13,10 @@ MAY_BE_UNDECIDED = ("math", "code")
 
 
 def weights_of(config: RewardConfig, kind: str) -> dict[str, float]:
-    """Part -> weight for prompts of `kind`, without zeros. Raises RewardError for a kind that a recipe doesn't hold."""
+    """Part -> weight for prompts of `kind`, without zeros.
+
+    Raises RewardError for a kind that a recipe doesn't hold.
+    """
     if config.recipe and kind not in config.recipe:
         raise RewardError(f"{unknown_kind(config, kind)}.")
     given = config.recipe[kind] if config.recipe else config.weights()
@@ -33,16 +36,23 @@ def parts_of(config: RewardConfig) -> set[str]:
 
 
 class MixedReward:
-    """Every prompt's own weighted sum of parts. Holds nothing that changes, so threads may share it as far as the parts do."""
+    """Every prompt's own weighted sum of parts.
+
+    Holds nothing that changes, so threads may share it as far as the parts do.
+    """
 
     def __init__(self, config: RewardConfig, parts: Mapping[str, Part], decode: Decode):
         """`parts`: at least those of `parts_of(config)`."""
         self.config, self.parts, self.decode = config, parts, decode
 
-    def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
-        """A dict a completion: the parts that its prompt's kind asks for (and exact_match), and their sum as "reward".
+    def __call__(
+        self, prompts: Sequence[Prompt], completions: Sequence[Completion]
+    ) -> list[dict[str, float]]:
+        """A dict a completion: the parts that its prompt's kind asks for (and exact_match), and
+        their sum as "reward".
 
-        Raises RewardError for a kind that the recipe doesn't hold, a part that fails or a score that is not finite.
+        Raises RewardError for a kind that the recipe doesn't hold, a part that fails or a score
+        that is not finite.
         """
         pairs = list(zip(prompts, completions, strict=True))
         answers = [Answer(self.decode(c.token_ids), p.label, p.kind, p.token_ids) for p, c in pairs]

@@ -3,12 +3,15 @@
 import re
 
 _BOXED = re.compile(r"\\boxed\s*\{\s*(?:\\(?:text|mathrm|mathbf|textbf)\s*\{)?(?P<said>[^{}]*)\}")
-# Loops are possessive (*+): two of them side by side, which give back what they took, try every way to share white space.
+# Loops are possessive (*+): two of them side by side, which give back what they took, try every way
+# to share white space.
 _STATED = re.compile(
     r"(?i:\b(?:answer|choice)\b(?:\s++is\b)?+[\s:*]*+(?:(?:option|choice)\b)?+)[\s*$({\[]*+(?P<said>[A-Za-z])(?![A-Za-z0-9'])"
     r"(?!(?<=[AaI])\s+(?!(?:and|as|because|or|since)\b)[a-z])"  # "the answer is a number"
 )
-_MENTIONED = re.compile(r"\((?P<paren>[A-Z])\)|(?m:^)[ \t*>#-]*(?P<first>[A-Z])[.:)](?=\s|$)|(?<=\s)(?P<last>[A-Z])\.(?=\W*$)")
+_MENTIONED = re.compile(
+    r"\((?P<paren>[A-Z])\)|(?m:^)[ \t*>#-]*(?P<first>[A-Z])[.:)](?=\s|$)|(?<=\s)(?P<last>[A-Z])\.(?=\W*$)"
+)
 _ALONE = re.compile(r"\W*([A-Za-z])\W*")
 _JOIN = r"(?:,|/|&|\band\b|\bor\b)(?:\s*or\b)?"
 _MORE_AFTER = re.compile(rf"[)\]}}*$.]*\s*{_JOIN}\s*(?i:option\s+)?[*$(\[]*[A-Z](?![A-Za-z0-9'])")
@@ -16,17 +19,23 @@ _MORE_BEFORE = re.compile(rf"(?<![A-Za-z0-9])[A-Z][)\]}}*$]*\s*{_JOIN}\s*(?i:opt
 
 
 def chosen_letter(response: str) -> str | None:
-    """The last choice that the response states, as a capital letter; None where there is none or it is ambiguous.
+    """The last choice that the response states, as a capital letter; None where there is none or it
+    is ambiguous.
 
-    "Answer: B", "the answer is (B)" and a boxed B are statements, and the last of them counts. Without any, the last mention
-    does: "(B)" anywhere, "B." or "B)" that begins a line or "B." that ends the text; so does a response that is one letter.
-    Ambiguous are letters joined by a comma, a slash, "and" or "or", and a box that holds something else than one letter.
+    "Answer: B", "the answer is (B)" and a boxed B are statements, and the last of them counts.
+    Without any, the last mention does: "(B)" anywhere, "B." or "B)" that begins a line or "B." that
+    ends the text; so does a response that is one letter. Ambiguous are letters joined by a comma, a
+    slash, "and" or "or", and a box that holds something else than one letter.
     """
     if alone := _ALONE.fullmatch(response):
         return alone[1].upper()
     stated = [*_BOXED.finditer(response), *_STATED.finditer(response)]
     found = max(stated, key=lambda match: match.end(), default=None) or _last(_MENTIONED, response)
-    if found is None or _MORE_AFTER.match(response, found.end()) or _MORE_BEFORE.search(response[: found.start()]):
+    if (
+        found is None
+        or _MORE_AFTER.match(response, found.end())
+        or _MORE_BEFORE.search(response[: found.start()])
+    ):
         return None
     (said,) = (text for text in found.groupdict().values() if text is not None)
     said = said.strip().strip("().")
@@ -41,7 +50,11 @@ def multiple_choice(response: str, label: str) -> float:
 def complaint(label: str) -> str | None:
     """Why this label can't be one; None where it can."""
     letter = label.strip()
-    return None if len(letter) == 1 and letter.isascii() and letter.isalpha() else f"the label {label!r} is not one letter"
+    return (
+        None
+        if len(letter) == 1 and letter.isascii() and letter.isalpha()
+        else f"the label {label!r} is not one letter"
+    )
 
 
 def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:

@@ -6,7 +6,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One completion as text. `prompt_ids` are for the remote part, which passes the prompt on; a rule never sees them."""
+    """One completion as text.
+
+    `prompt_ids` are for the remote part, which passes the prompt on; a rule never sees them.
+    """
 
     response: str
     label: str
@@ -15,7 +18,8 @@ class Answer:
 
 
 class Undecided(float):
-    """Undecided is a score of 0 that says nothing about the answer: whether it is right could not be found out.
+    """Undecided is a score of 0 that says nothing about the answer: whether it is right could not
+    be found out.
 
     Its share is a metric of its own, and a run ends where it is large (trainer/health.py).
     """
@@ -23,7 +27,8 @@ class Undecided(float):
 
 Decode = Callable[[Sequence[int]], str]
 Rule = Callable[[str, str], float]  # (response, label) -> score
-Part = Callable[[Sequence[Answer]], list[float]]  # a score an answer, in their order; called from several threads
+# a score an answer, in their order; called from several threads
+Part = Callable[[Sequence[Answer]], list[float]]
 
 
 def each(rule: Rule) -> Part:

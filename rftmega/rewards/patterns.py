@@ -1,4 +1,6 @@
-"""A user's regular expressions on a policy's answers: either may make matching take for ever, so it is ended."""
+"""A user's regular expressions on a policy's answers: either may make matching take for ever, so it
+is ended.
+"""
 
 import logging
 
@@ -11,10 +13,15 @@ log = logging.getLogger(__name__)
 
 
 class Pattern:
-    """Pattern is a regular expression whose matching takes SECONDS at most, without the interpreter's lock."""
+    """Pattern is a regular expression whose matching takes SECONDS at most, without the
+    interpreter's lock.
+    """
 
     def __init__(self, text: str, option: str, *, dot_all: bool = False):
-        """`option` names it in messages. `dot_all`: "." matches line ends, too. Raises ConfigError for no regular expression."""
+        """`option` names it in messages.
+
+        `dot_all`: "." matches line ends, too. Raises ConfigError for no regular expression.
+        """
         self.text, self.option = text, option
         try:
             self.compiled = regex.compile(text, regex.DOTALL if dot_all else 0)
@@ -23,7 +30,9 @@ class Pattern:
         self._told = False
 
     def last(self, response: str) -> str | None:
-        """The last match, its first group where it has one; None where nothing matches, or that took too long."""
+        """The last match, its first group where it has one; None where nothing matches, or that
+        took too long.
+        """
         group, found = min(self.compiled.groups, 1), None
         try:
             for match in self.compiled.finditer(response, timeout=SECONDS, concurrent=True):

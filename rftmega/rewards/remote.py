@@ -16,19 +16,41 @@ SHOWN = 200  # characters of a reply that an error quotes
 
 
 class RemotePart:
-    """Posts {"prompts", "responses", "labels", "kinds"}, lists of strings, and reads {"rewards": [float, ...]}."""
+    """Posts {"prompts", "responses", "labels", "kinds"}, lists of strings, and reads {"rewards":
+    [float, ...]}.
+    """
 
-    def __init__(self, url: str, decode: Decode, *, timeout: float, retries: int, batch: int, pause: float = 0.5):
-        """`timeout`: seconds of one attempt; `retries` come after it, `pause` seconds later and twice as long each time."""
+    def __init__(
+        self,
+        url: str,
+        decode: Decode,
+        *,
+        timeout: float,
+        retries: int,
+        batch: int,
+        pause: float = 0.5,
+    ):
+        """`timeout`: seconds of one attempt; `retries` come after it, `pause` seconds later and
+        twice as long each time.
+        """
         self.url, self.decode, self.batch = url, decode, batch
         self.timeout, self.retries, self.pause = timeout, retries, pause
-        self.address = str(httpx.URL(url).copy_with(username=None, password=None, query=None, fragment=None))  # without secrets
+        # without secrets
+        self.address = str(
+            httpx.URL(url).copy_with(username=None, password=None, query=None, fragment=None)
+        )
         self.client = httpx.Client(timeout=timeout)
 
     def __call__(self, answers: Sequence[Answer]) -> list[float]:
-        """Raises RewardError where the server gives no rewards after all attempts, or something that is none."""
+        """Raises RewardError where the server gives no rewards after all attempts, or something
+        that is none.
+        """
         starts = range(0, len(answers), self.batch)
-        return [reward for start in starts for reward in self._rewards(answers[start : start + self.batch])]
+        return [
+            reward
+            for start in starts
+            for reward in self._rewards(answers[start : start + self.batch])
+        ]
 
     def _rewards(self, answers: Sequence[Answer]) -> list[float]:
         question = {
@@ -40,10 +62,16 @@ class RemotePart:
         try:
             return read_rewards(self._post(json.dumps(question).encode()), len(answers))
         except ValueError as error:
-            raise RewardError(f"The reward server {self.address} was asked about {len(answers)} answers: {error}") from error
+            raise RewardError(
+                f"The reward server {self.address} was asked about {len(answers)} answers: {error}"
+            ) from error
 
     def _post(self, question: bytes) -> str:
-        """The reply. Raises RewardError where there is none after all attempts; ValueError where another would be no better."""
+        """The reply.
+
+        Raises RewardError where there is none after all attempts; ValueError where another would be
+        no better.
+        """
         failures = []
         for attempt in range(self.retries + 1):
             if attempt:
@@ -67,7 +95,9 @@ class RemotePart:
         """(status, reply) within the time-out as a whole: httpx's own is from one byte to the next."""
         end = time.monotonic() + self.timeout
         reply = b""
-        with self.client.stream("POST", self.url, content=question, headers={"content-type": "application/json"}) as response:
+        with self.client.stream(
+            "POST", self.url, content=question, headers={"content-type": "application/json"}
+        ) as response:
             for piece in response.iter_bytes():
                 reply += piece
                 if len(reply) > LARGEST_REPLY:
@@ -78,7 +108,10 @@ class RemotePart:
 
 
 def read_rewards(reply: str, count: int) -> list[float]:
-    """The rewards of a reply. Raises ValueError that says why it holds none, or not `count` finite numbers."""
+    """The rewards of a reply.
+
+    Raises ValueError that says why it holds none, or not `count` finite numbers.
+    """
     try:
         held = json.loads(reply)
     except (ValueError, RecursionError):
@@ -90,7 +123,9 @@ def read_rewards(reply: str, count: int) -> list[float]:
         raise ValueError(f"the reply holds {len(rewards)} rewards.")
     for place, reward in enumerate(rewards):
         if isinstance(reward, bool) or not isinstance(reward, int | float) or not _finite(reward):
-            raise ValueError(f"reward {place} of the reply is {str(reward)[:SHOWN]!r}, not a finite number.")
+            raise ValueError(
+                f"reward {place} of the reply is {str(reward)[:SHOWN]!r}, not a finite number."
+            )
     return [float(reward) for reward in rewards]
 
 

@@ -1,4 +1,6 @@
-"""Majority voting as a reward: answers to one prompt that agree are taken for right (TTRL, arXiv:2504.16084, section 2)."""
+"""Majority voting as a reward: answers to one prompt that agree are taken for right (TTRL,
+arXiv:2504.16084, section 2).
+"""
 
 import re
 from collections import Counter
@@ -13,9 +15,10 @@ _LONGEST_NUMBER = 100  # characters; a longer one is compared as text
 def canonical(answer: str | None) -> str | None:
     r"""An answer as it is counted; None, which does not vote, for one that says nothing.
 
-    The last \boxed{...} stands for the whole; white space around, dollar signs around and a full stop at the end go, runs of
-    white space become one space, and case is ignored. Numbers are numbers: 7, 07, 7.0, +7 and $7.$ are one, as are 1/2 and 0.5,
-    or 1,000 and 1000. Nothing else of mathematics is understood.
+    The last \boxed{...} stands for the whole; white space around, dollar signs around and a full
+    stop at the end go, runs of white space become one space, and case is ignored. Numbers are
+    numbers: 7, 07, 7.0, +7 and $7.$ are one, as are 1/2 and 0.5, or 1,000 and 1000. Nothing else of
+    mathematics is understood.
     """
     if answer is None:
         return None
@@ -31,17 +34,24 @@ def canonical(answer: str | None) -> str | None:
 def majority(answers: Sequence[str | None]) -> str | None:
     """The canonical answer that most gave, of equals the first to appear; None where nobody voted."""
     votes = Counter(vote for answer in answers if (vote := canonical(answer)) is not None)
-    return max(votes, key=lambda vote: votes[vote], default=None)  # a Counter keeps the order of appearance, and max the first
+    # a Counter keeps the order of appearance, and max the first
+    return max(votes, key=lambda vote: votes[vote], default=None)
 
 
-def vote_rewards(groups: Sequence[Sequence[str | None]], *, train: int | None = None) -> list[list[float]]:
-    """1 for every answer of a group that equals the group's majority, 0 for others, as for those that are None.
+def vote_rewards(
+    groups: Sequence[Sequence[str | None]], *, train: int | None = None
+) -> list[list[float]]:
+    """1 for every answer of a group that equals the group's majority, 0 for others, as for those
+    that are None.
 
-    All answers of a group vote and are scored. `train`: how many of each, the first ones, the caller trains on (the paper votes
-    with 64 answers and trains on 32): selecting them is the caller's. Raises ValueError where a group is smaller than that.
+    All answers of a group vote and are scored. `train`: how many of each, the first ones, the
+    caller trains on (the paper votes with 64 answers and trains on 32): selecting them is the
+    caller's. Raises ValueError where a group is smaller than that.
     """
     if train is not None and (short := min(map(len, groups), default=train)) < train:
-        raise ValueError(f"A group of {short} answers can't give {train} to train on. Vote with more, or train on fewer.")
+        raise ValueError(
+            f"A group of {short} answers can't give {train} to train on. Vote with more, or train on fewer."
+        )
     return [_group_rewards(group) for group in groups]
 
 
@@ -51,7 +61,9 @@ def _group_rewards(group: Sequence[str | None]) -> list[float]:
 
 
 def _boxed(text: str) -> str:
-    """Returns the content of the last closed box, its braces balanced; the text itself where there is none."""
+    """Returns the content of the last closed box, its braces balanced; the text itself where there
+    is none.
+    """
     open_braces: list[re.Match[str]] = []
     begin, found = -1, text
     for brace in _BRACE.finditer(text):

@@ -1,4 +1,6 @@
-"""Engines turn prompts into completions: vllm (fast), transformers (the oracle), scripted (no model)."""
+"""Engines turn prompts into completions: vllm (fast), transformers (the oracle), scripted (no
+model).
+"""
 
 from collections.abc import Sequence
 
@@ -9,22 +11,35 @@ from rftmega.rollout.scripted import ScriptedEngine
 
 
 def create(config: RunConfig, world: World, *, vocabulary: int, stop_ids: Sequence[int]) -> Engine:
-    """Returns the engine that `rollout.engine` names, on this process; it holds no weights until the first push."""
+    """Returns the engine that `rollout.engine` names, on this process; it holds no weights until
+    the first push.
+    """
     if config.rollout.engine == "scripted":
         return ScriptedEngine(config.rollout, vocabulary=vocabulary, stop_ids=stop_ids)
     if config.rollout.engine == "transformers":
         from rftmega.rollout.transformers import TransformersEngine
 
-        return TransformersEngine(config.model.path, config.rollout, stop_ids=stop_ids, where=world.device)
+        return TransformersEngine(
+            config.model.path, config.rollout, stop_ids=stop_ids, where=world.device
+        )
     assert config.rollout.engine == "vllm", config.rollout.engine
     if config.strategy == "separate":
         from rftmega.rollout.servers import ServerEngine
 
         logs = f"{config.trainer.output}/servers"
-        return ServerEngine(config.model.path, config.rollout, world, dtype=config.model.dtype, stop_ids=stop_ids, logs=logs)
+        return ServerEngine(
+            config.model.path,
+            config.rollout,
+            world,
+            dtype=config.model.dtype,
+            stop_ids=stop_ids,
+            logs=logs,
+        )
     from rftmega.rollout.vllm import VLLMEngine
 
-    return VLLMEngine(config.model.path, config.rollout, world, dtype=config.model.dtype, stop_ids=stop_ids)
+    return VLLMEngine(
+        config.model.path, config.rollout, world, dtype=config.model.dtype, stop_ids=stop_ids
+    )
 
 
 __all__ = ["Engine", "EngineStatus", "ScriptedEngine", "create"]

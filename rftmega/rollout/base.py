@@ -1,4 +1,6 @@
-"""Engine holds what all engines have in common: it sleeps and wakes, and refuses to answer with weights it was never given."""
+"""Engine holds what all engines have in common: it sleeps and wakes, and refuses to answer with
+weights it was never given.
+"""
 
 import sys
 from abc import ABC, abstractmethod
@@ -17,15 +19,19 @@ from rftmega.rollout.request_order import Lengths
 from rftmega.types import Completion, Prompt
 from rftmega.weights.units import HeldShard
 
-Finished = Callable[[Sequence[int], Sequence[Completion]], None]  # places among the prompts, their answers
+# places among the prompts, their answers
+Finished = Callable[[Sequence[int], Sequence[Completion]], None]
 
 
-Stop = Callable[[], bool]  # asked after every step of an engine: shall it leave what is not finished?
+# asked after every step of an engine: shall it leave what is not finished?
+Stop = Callable[[], bool]
 
 
 More = Callable[[int], Sequence[tuple[Prompt, int]]]
-"""For so many answers there is room: further prompts and seeds, some more than that at times, whose places follow those so far.
-None: nothing now. Every process of an engine asks after the same steps, for as many."""
+"""For so many answers there is room: further prompts and seeds, some more than that at times, whose
+places follow those so far. None: nothing now. Every process of an engine asks after the same steps,
+for as many.
+"""
 
 
 def _nobody(places: Sequence[int], completions: Sequence[Completion]) -> None: ...
@@ -47,10 +53,14 @@ class EngineStatus(Enum):
 
 
 class Engine(ABC):
-    """One engine, as one process holds it. `version` is the policy version that it answers under; None before a push."""
+    """One engine, as one process holds it.
+
+    `version` is the policy version that it answers under; None before a push.
+    """
 
     slots = sys.maxsize  # answers that it generates side by side
-    destinations: Any = None  # its parameters while it loads, where a push may fill them itself (`weights.destinations`)
+    # its parameters while it loads, where a push may fill them itself (`weights.destinations`)
+    destinations: Any = None
 
     def __init__(self) -> None:
         self.version: int | None = None
@@ -58,7 +68,8 @@ class Engine(ABC):
         self._held: set[str] = {"weights", "kv_cache"}  # what is in the device's memory
 
     def weight_sync(self, held: Sequence[HeldShard], *, bucket_bytes: int) -> WeightSync:
-        """Returns what brings the policy's shards into the engines of all processes, which call this together.
+        """Returns what brings the policy's shards into the engines of all processes, which call
+        this together.
 
         It plans the push; the engine has no weights afterwards, and sleeps.
         """
@@ -71,15 +82,24 @@ class Engine(ABC):
         return EngineStatus.WAKEUP if self._held else EngineStatus.SLEEPED
 
     def generate(
-        self, prompts: Sequence[Prompt], *, seeds: Sequence[int], temperature: float, finished: Finished = _nobody
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        seeds: Sequence[int],
+        temperature: float,
+        finished: Finished = _nobody,
     ) -> list[Completion]:
-        """Generates one completion a prompt, sampled with its own seed; temperature 0 is greedy. Wakes a sleeping engine.
+        """Generates one completion a prompt, sampled with its own seed; temperature 0 is greedy.
+        Wakes a sleeping engine.
 
-        `finished` is told of every completion once, as soon as there is news, while the others are still being generated.
-        Raises EngineError where weights never arrived, or were dropped in a sleep and not pushed again; EngineFault where the
-        engine broke down, after which `restart` and a push may help.
+        `finished` is told of every completion once, as soon as there is news, while the others are
+        still being generated. Raises EngineError where weights never arrived, or were dropped in a
+        sleep and not pushed again; EngineFault where the engine broke down, after which `restart`
+        and a push may help.
         """
-        found = self.generate_until(prompts, seeds=seeds, temperature=temperature, finished=finished, stop=_never)
+        found = self.generate_until(
+            prompts, seeds=seeds, temperature=temperature, finished=finished, stop=_never
+        )
         return [completion for completion in found if completion is not None]
 
     @spanned("generate")
@@ -93,12 +113,15 @@ class Engine(ABC):
         stop: Stop,
         more: More = _nothing,
     ) -> list[Completion | None]:
-        """Generates until `stop`, asked after every engine step, says so: what is not finished then is aborted, and None.
+        """Generates until `stop`, asked after every engine step, says so: what is not finished then
+        is aborted, and None.
 
         Whenever the engine has room it asks for `more`, and answers that, too.
         """
         if self.version is None:
-            raise EngineError("The engine holds no weights (none were pushed since it started or slept). Push first.")
+            raise EngineError(
+                "The engine holds no weights (none were pushed since it started or slept). Push first."
+            )
         self.wake()
 
         def told(places: Sequence[int], completions: Sequence[Completion]) -> None:
@@ -109,9 +132,11 @@ class Engine(ABC):
 
     @spanned("load weights")
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
-        """Replaces all weights by `named_tensors` (HF names and shapes); stale until the last one has arrived.
+        """Replaces all weights by `named_tensors` (HF names and shapes); stale until the last one
+        has arrived.
 
-        Of a sleeping engine it wakes the weights' memory only, so that the cache need not fit beside the trainer yet.
+        Of a sleeping engine it wakes the weights' memory only, so that the cache need not fit
+        beside the trainer yet.
         """
         self.invalidate()
         self._take("weights")
@@ -119,7 +144,9 @@ class Engine(ABC):
         self.version = version
 
     def trace_load(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Loads tensors that only record what is asked of them, so that a push can be planned; the weights are lost."""
+        """Loads tensors that only record what is asked of them, so that a push can be planned; the
+        weights are lost.
+        """
         self.invalidate()
         self._take("weights")
         self._load_weights(named_tensors)
@@ -129,11 +156,15 @@ class Engine(ABC):
         self.version = None
 
     def restart(self) -> None:
-        """Restarts after a fault, of this engine or of another: it holds nothing now, and waits for a push."""
+        """Restarts after a fault, of this engine or of another: it holds nothing now, and waits for
+        a push.
+        """
         self.sleep()
 
     def sleep(self) -> None:
-        """Gives the device's memory back; weights are dropped, so that a push must come before the next answer."""
+        """Gives the device's memory back; weights are dropped, so that a push must come before the
+        next answer.
+        """
         if self._held:
             with span("sleep"):
                 self._sleep()
@@ -155,7 +186,13 @@ class Engine(ABC):
 
     @abstractmethod
     def _generate(
-        self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float, finished: Finished, stop: Stop, more: More
+        self,
+        prompts: Sequence[Prompt],
+        seeds: Sequence[int],
+        temperature: float,
+        finished: Finished,
+        stop: Stop,
+        more: More,
     ) -> list[Completion | None]: ...
 
     @abstractmethod

@@ -1,7 +1,9 @@
-"""Guards the only way into a vLLM server of a run: its key on every request, and the paths that the trainer asks for.
+"""Guards the only way into a vLLM server of a run: its key on every request, and the paths that the
+trainer asks for.
 
-vLLM's own key guards some paths only, and its endpoints for weights (VLLM_SERVER_DEV_MODE) come with others that run what they
-are told. A server loads this by `--middleware`, outside all of vLLM's own.
+vLLM's own key guards some paths only, and its endpoints for weights (VLLM_SERVER_DEV_MODE) come
+with others that run what they are told. A server loads this by `--middleware`, outside all of
+vLLM's own.
 """
 
 import hmac
@@ -15,7 +17,12 @@ PARENT = "RFTMEGA_SERVER_PARENT"  # the process without which a server has nobod
 KEY = "RFTMEGA_SERVER_KEY"  # in the environment; a command line is seen by everybody on the host
 PATHS = {
     *("/health", "/inference/v1/generate", "/abort_requests", "/pause", "/resume"),
-    *("/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"),
+    *(
+        "/init_weight_transfer_engine",
+        "/start_weight_update",
+        "/update_weights",
+        "/finish_weight_update",
+    ),
 }
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -43,7 +50,10 @@ class Door:
             await self.app(scope, receive, send)
         elif scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
-        elif not any(name == b"authorization" and hmac.compare_digest(value, self.wanted) for name, value in scope["headers"]):
+        elif not any(
+            name == b"authorization" and hmac.compare_digest(value, self.wanted)
+            for name, value in scope["headers"]
+        ):
             await _refuse(401, send)
         elif scope["path"] not in PATHS:
             await _refuse(404, send)
@@ -52,5 +62,7 @@ class Door:
 
 
 async def _refuse(status: int, send: Send) -> None:
-    await send({"type": "http.response.start", "status": status, "headers": [(b"content-length", b"0")]})
+    await send(
+        {"type": "http.response.start", "status": status, "headers": [(b"content-length", b"0")]}
+    )
     await send({"type": "http.response.body", "body": b""})

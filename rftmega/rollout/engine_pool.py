@@ -1,6 +1,7 @@
 """EnginePool presents the engines of all ranks as one RolloutEngine.
 
-It splits requests by expected length, gathers completions to every rank, and restarts engines that broke down.
+It splits requests by expected length, gathers completions to every rank, and restarts engines that
+broke down.
 """
 
 import itertools
@@ -43,7 +44,9 @@ class Phases(Protocol):
 
 
 class EnginePool:
-    """All engines of the run as one: splits the prompts over them and gives every process every completion."""
+    """All engines of the run as one: splits the prompts over them and gives every process every
+    completion.
+    """
 
     def __init__(
         self,
@@ -56,8 +59,8 @@ class EnginePool:
         restarts: int,
         reward_limit: float = math.inf,
     ):
-        """Engines that break down are restarted, get `weights` again and answer what is left, `restarts` times a generation.
-        `reward_limit`: seconds that a reward may take, see Judging.
+        """Engines that break down are restarted, get `weights` again and answer what is left,
+        `restarts` times a generation. `reward_limit`: seconds that a reward may take, see Judging.
         """
         self.engine = engine
         self.phases = phases
@@ -69,14 +72,24 @@ class EnginePool:
         self.speaks = place == 0  # the processes of one engine have the same answers
 
     def generate(
-        self, prompts: Sequence[Prompt], *, seeds: Sequence[int], temperature: float, reward: Reward | None = None
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        seeds: Sequence[int],
+        temperature: float,
+        reward: Reward | None = None,
     ) -> list[Completion]:
-        """Generates on all engines: each begins with requests of about the same expected length, the long ones first, and takes
-        what none has begun when it has room (`request_order.ordered`, `request_queues.Counted`). Each answer is scored once, in
-        the process that has it. Raises on every process EngineFault where restarts did not help, Preempted where the run is asked
-        to stop: no engine begins another step then.
+        """Generates on all engines: each begins with requests of about the same expected length,
+        the long ones first, and takes what none has begun when it has room
+        (`request_order.ordered`, `request_queues.Counted`). Each answer is scored once, in the
+        process that has it. Raises on every process EngineFault where restarts did not help,
+        Preempted where the run is asked to stop: no engine begins another step then.
         """
-        settings: dict[str, Any] = {"name": f"rollout {next(_rollouts)}", "speaks": self.speaks, "alone": self.alone}
+        settings: dict[str, Any] = {
+            "name": f"rollout {next(_rollouts)}",
+            "speaks": self.speaks,
+            "alone": self.alone,
+        }
         queue = Counted(self._ordered(prompts), self.mine, board=board(), **settings)
         found: list[Completion | None] = [None] * len(prompts)
         with self._asking(queue, prompts, seeds, temperature, reward) as asking:
@@ -100,8 +113,9 @@ class EnginePool:
         reward: Reward | None = None,
         enough: Enough,
     ) -> list[Completion | None]:
-        """Generates until all engines stop, after the same number of steps, decided from all answers
-        (`stop_consensus.StopConsensus`). Raises Preempted, with no answers, where the run is asked to stop.
+        """Generates until all engines stop, after the same number of steps, decided from all
+        answers (`stop_consensus.StopConsensus`). Raises Preempted, with no answers, where the run
+        is asked to stop.
         """
         queue = Dealt(self._ordered(prompts), self.mine, slots=self.engine.slots)
         with self._asking(queue, prompts, seeds, temperature, reward) as asking:
@@ -125,19 +139,36 @@ class EnginePool:
         return ordered(prompts, self.engine.lengths.expected(prompts), self.engines, slots)
 
     def _asking(
-        self, queue: Queue, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float, reward: Reward | None
+        self,
+        queue: Queue,
+        prompts: Sequence[Prompt],
+        seeds: Sequence[int],
+        temperature: float,
+        reward: Reward | None,
     ) -> PendingRequests:
         spoken = reward if self.speaks else None
         limit = self.reward_limit
-        return PendingRequests(self.engine, prompts, seeds, temperature, spoken, queue, agree=self._agree, reward_limit=limit)
+        return PendingRequests(
+            self.engine,
+            prompts,
+            seeds,
+            temperature,
+            spoken,
+            queue,
+            agree=self._agree,
+            reward_limit=limit,
+        )
 
     def _agree(self, places: list[int]) -> list[int]:
-        """Returns the places of this engine's first process: one that broke down may have got further than another."""
+        """Returns the places of this engine's first process: one that broke down may have got
+        further than another.
+        """
         return places if self.alone else gather_objects(places, self.group)[0]
 
     def _over_faults(self, work: Callable[[], Result], given_up: Callable[[], Result]) -> Result:
-        """Returns what comes of `work`, which is called again, everywhere, when an engine broke down and all of them hold
-        weights; of `given_up` where the run is asked to stop by then: engines may have got the same signal.
+        """Returns what comes of `work`, which is called again, everywhere, when an engine broke
+        down and all of them hold weights; of `given_up` where the run is asked to stop by then:
+        engines may have got the same signal.
         """
         version, again = self.engine.version, 0
         while True:
@@ -152,25 +183,42 @@ class EnginePool:
                 if preemption.agreed():
                     return given_up()
                 if again == self.restarts:
-                    raise EngineFault(f"{fault} (faults.engine_restarts={self.restarts} did not help.)") from fault
+                    raise EngineFault(
+                        f"{fault} (faults.engine_restarts={self.restarts} did not help.)"
+                    ) from fault
                 if dist.get_rank() == 0:
-                    log.warning("engines start again (%d of %d), for what is unanswered: %s", again + 1, self.restarts, fault)
+                    log.warning(
+                        "engines start again (%d of %d), for what is unanswered: %s",
+                        again + 1,
+                        self.restarts,
+                        fault,
+                    )
                 again += 1
 
     def _ask(self, asking: PendingRequests) -> dict[int, Completion]:
-        """Returns place -> answer; where the run is asked to stop, of those that have their scores by then."""
+        """Returns place -> answer; where the run is asked to stop, of those that have their scores
+        by then.
+        """
         whole = asking.go_on(self._asked_to_stop()) and asking.judging.settled(preemption.asked)
         return asking.judging.scored() if whole else asking.judging.ready()
 
     def _asked_to_stop(self) -> Stop:
-        """Returns the stop condition of one rollout. The processes of one engine go step by step together, so they must end at
-        the same step.
+        """Returns the stop condition of one rollout. The processes of one engine go step by step
+        together, so they must end at the same step.
         """
         steps = itertools.count(1)
-        return preemption.asked if self.alone else lambda: next(steps) % EVERY == 0 and preemption.agreed(self.group)
+        return (
+            preemption.asked
+            if self.alone
+            else lambda: next(steps) % EVERY == 0 and preemption.agreed(self.group)
+        )
 
-    def _ask_until(self, asking: PendingRequests, queue: Dealt, enough: Enough) -> list[Completion | None]:
-        """Returns the answers to all requests, of which this process's engine is to give those that the queue gives it."""
+    def _ask_until(
+        self, asking: PendingRequests, queue: Dealt, enough: Enough
+    ) -> list[Completion | None]:
+        """Returns the answers to all requests, of which this process's engine is to give those that
+        the queue gives it.
+        """
         settings: dict[str, Any] = {"speaks": self.speaks, "processes": self.processes}
         together = StopConsensus(asking.judging, queue, len(asking.prompts), enough, **settings)
         broken: EngineFault | None = None
@@ -193,7 +241,10 @@ def _give_up() -> list[Completion | None]:
 
 
 def _agreed(work: Callable[[], Result]) -> Result:
-    """Calls `work`, as every process does, and returns its result. Raises EngineFault on all where it was raised on one."""
+    """Calls `work`, as every process does, and returns its result.
+
+    Raises EngineFault on all where it was raised on one.
+    """
     try:
         told, result = "", work()
     except EngineFault as fault:
@@ -204,9 +255,9 @@ def _agreed(work: Callable[[], Result]) -> Result:
 
 
 class ServerPool(EnginePool):
-    """ServerPool presents engines that the first process alone speaks to. The others wait as long as it takes: a collective that
-    began with the rollout would time out in a long one. When such engines stop early is decided by time: what has arrived, and
-    was scored.
+    """ServerPool presents engines that the first process alone speaks to. The others wait as long
+    as it takes: a collective that began with the rollout would time out in a long one. When such
+    engines stop early is decided by time: what has arrived, and was scored.
     """
 
     def _ask(self, asking: PendingRequests) -> dict[int, Completion]:
@@ -218,7 +269,9 @@ class ServerPool(EnginePool):
     def _agree(self, places: list[int]) -> list[int]:
         return places  # who asks is alone
 
-    def _ask_until(self, asking: PendingRequests, queue: Dealt, enough: Enough) -> list[Completion | None]:
+    def _ask_until(
+        self, asking: PendingRequests, queue: Dealt, enough: Enough
+    ) -> list[Completion | None]:
         def found_of(arrived: Mapping[int, Completion]) -> list[Completion | None]:
             return [arrived.get(place) for place in range(len(asking.prompts))]
 

@@ -1,4 +1,6 @@
-"""Tracks what one engine is asked in one rollout, over its faults: answers that are there are not asked for again."""
+"""Tracks what one engine is asked in one rollout, over its faults: answers that are there are not
+asked for again.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,11 +14,14 @@ from rftmega.rollout.request_queues import Queue
 from rftmega.rollout.reward_workers import RewardWorkers
 from rftmega.types import Completion, Prompt
 
-Agree = Callable[[list[int]], list[int]]  # what the first process of an engine says, of what each of them would
+# what the first process of an engine says, of what each of them would
+Agree = Callable[[list[int]], list[int]]
 
 
 class PendingRequests:
-    """PendingRequests holds the requests of this process's engine, and its scored answers so far (`judging`): a context."""
+    """PendingRequests holds the requests of this process's engine, and its scored answers so far
+    (`judging`): a context.
+    """
 
     def __init__(
         self,
@@ -30,8 +35,16 @@ class PendingRequests:
         agree: Agree = lambda places: places,
         reward_limit: float = math.inf,
     ):
-        """Takes all requests of the rollout, of which the `queue` says whose they are. `reward_limit`: see RewardWorkers."""
-        self.engine, self.prompts, self.seeds, self.temperature = engine, prompts, seeds, temperature
+        """Takes all requests of the rollout, of which the `queue` says whose they are.
+
+        `reward_limit`: see RewardWorkers.
+        """
+        self.engine, self.prompts, self.seeds, self.temperature = (
+            engine,
+            prompts,
+            seeds,
+            temperature,
+        )
         self.queue, self.agree = queue, agree
         self.judging = RewardWorkers(reward, prompts, limit=reward_limit)
 
@@ -39,13 +52,20 @@ class PendingRequests:
         self.judging.__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.judging.__exit__(kind, error, trace)
 
     def go_on(self, stop: Stop = lambda: False) -> bool:
-        """Asks for what is given and not answered, and takes more, until there is none or `stop` says so: whether there is none.
+        """Asks for what is given and not answered, and takes more, until there is none or `stop`
+        says so: whether there is none.
 
-        Raises EngineFault where the engine broke down; called again after its restart, it goes on from there.
+        Raises EngineFault where the engine broke down; called again after its restart, it goes on
+        from there.
         """
         answered = self.judging.answered
         places = self.agree([place for place in self.queue.given if place not in answered])
@@ -61,7 +81,9 @@ class PendingRequests:
         return True
 
     def _ask(self, places: Sequence[int], stop: Stop) -> bool:
-        """Returns the answers at the places, and whatever else the engine has room for; whether it all came."""
+        """Returns the answers at the places, and whatever else the engine has room for; whether it
+        all came.
+        """
         begun, stopped = list(places), False
 
         def finished(numbers: Sequence[int], completions: Sequence[Completion]) -> None:
@@ -77,8 +99,16 @@ class PendingRequests:
             stopped = stop()
             return stopped
 
-        prompts, seeds = [self.prompts[place] for place in places], [self.seeds[place] for place in places]
+        prompts, seeds = (
+            [self.prompts[place] for place in places],
+            [self.seeds[place] for place in places],
+        )
         found = self.engine.generate_until(
-            prompts, seeds=seeds, temperature=self.temperature, finished=finished, stop=asked, more=more
+            prompts,
+            seeds=seeds,
+            temperature=self.temperature,
+            finished=finished,
+            stop=asked,
+            more=more,
         )
         return None not in found and (not stopped or self.queue.empty)

@@ -1,4 +1,6 @@
-"""Completes vLLM's own reload of its layers: does what it leaves undone, and puts our loaders in the place of theirs."""
+"""Completes vLLM's own reload of its layers: does what it leaves undone, and puts our loaders in
+the place of theirs.
+"""
 
 from collections.abc import Callable, Collection, Iterator
 from functools import wraps
@@ -6,15 +8,21 @@ from typing import Any, Protocol
 
 from torch import Tensor
 from torch.nn import Module
-from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, make_online_process_loader
+from vllm.model_executor.model_loader.reload.layerwise import (
+    _get_original_loader,
+    make_online_process_loader,
+)
 from vllm.platforms import current_platform
 
 
 def pack_output_heads(model: Any) -> None:
-    """Packs output heads: tied to the embedding, one gets no weights of its own in a reload, and on a CPU it multiplies with a
-    packed copy that would stay the old one. So vLLM's hook for "after loading" is called once more.
+    """Packs output heads: tied to the embedding, one gets no weights of its own in a reload, and on
+    a CPU it multiplies with a packed copy that would stay the old one. So vLLM's hook for "after
+    loading" is called once more.
     """
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
@@ -22,9 +30,9 @@ def pack_output_heads(model: Any) -> None:
 
 
 def forget_expert_kernels(model: Any) -> None:
-    """Forgets experts' kernels: on a CPU, vLLM packs experts' weights for its kernel only when it makes the kernel, at the first
-    load: a reload would leave them as they came, which the kernel misreads without a word. Without a kernel, it makes one of the
-    new weights.
+    """Forgets experts' kernels: on a CPU, vLLM packs experts' weights for its kernel only when it
+    makes the kernel, at the first load: a reload would leave them as they came, which the kernel
+    misreads without a word. Without a kernel, it makes one of the new weights.
     """
     for module in model.modules():
         method = getattr(module, "quant_method", None)
@@ -44,11 +52,13 @@ def _fill(param: Tensor, filling: ParameterSource) -> None:
 
 
 class FreshParameters:
-    """The parameters that vLLM's reload has put on the meta device, each with the loader that the reload counts with.
+    """The parameters that vLLM's reload has put on the meta device, each with the loader that the
+    reload counts with.
 
-    The reload calls a parameter's loader with it on the meta device, to count what it gets; once a layer has got all, with the
-    one that it has made for it; then it repacks that into the engine's own. Loaders of ours take part in this; nothing is
-    written past it. A loader is the parameter's own again after `release`.
+    The reload calls a parameter's loader with it on the meta device, to count what it gets; once a
+    layer has got all, with the one that it has made for it; then it repacks that into the engine's
+    own. Loaders of ours take part in this; nothing is written past it. A loader is the parameter's
+    own again after `release`.
     """
 
     def __init__(self, model: Module):
@@ -57,12 +67,13 @@ class FreshParameters:
         self._before: list[tuple[Any, Any]] = []
 
     def bare(self) -> dict[str, Tensor]:
-        """Returns parameters with their own loaders alone: what is loaded so is not counted, so that the reload keeps the
-        engine's weights.
+        """Returns parameters with their own loaders alone: what is loaded so is not counted, so
+        that the reload keeps the engine's weights.
         """
         for layer in self._layers.values():
             for tensor in (*layer._parameters.values(), *layer._buffers.values()):
-                if tensor is not None and hasattr(tensor, "weight_loader"):  # a bias too, which is never on the meta device
+                # a bias too, which is never on the meta device
+                if tensor is not None and hasattr(tensor, "weight_loader"):
                     self._give(tensor, _get_original_loader(tensor))
         return {name: parameter for name, _, _, parameter in self._fresh()}
 

@@ -1,4 +1,6 @@
-"""Orders the requests of engines: which each begins with, and then the rest, long answers first, so that none is left over."""
+"""Orders the requests of engines: which each begins with, and then the rest, long answers first, so
+that none is left over.
+"""
 
 import hashlib
 import itertools
@@ -11,7 +13,8 @@ import torch
 from rftmega.types import Completion, Prompt
 
 REMEMBERED = 2**18  # prompts: 4 MiB of a checkpoint
-PIECES = 4  # an engine gets at least so many where there are enough requests: fewer could not be balanced
+# an engine gets at least so many where there are enough requests: fewer could not be balanced
+PIECES = 4
 
 
 class Lengths:
@@ -20,23 +23,35 @@ class Lengths:
     def __init__(self, limit: int = REMEMBERED) -> None:
         """`limit`: prompts that are remembered, the latest."""
         self.limit = limit
-        self._answers: dict[int, float] = {}  # of a prompt: mean of its latest answers; who was asked last is last
-        self._tokens = [0, 0]  # of all prompts and answers so far, each prompt counted with each of its answers
+        # of a prompt: mean of its latest answers; who was asked last is last
+        self._answers: dict[int, float] = {}
+        # of all prompts and answers so far, each prompt counted with each of its answers
+        self._tokens = [0, 0]
 
     def expected(self, prompts: Sequence[Prompt]) -> list[float]:
-        """Returns the mean length of each prompt's latest answers; a new one's own length, scaled by answer over prompt."""
+        """Returns the mean length of each prompt's latest answers; a new one's own length, scaled
+        by answer over prompt.
+        """
         asked, answered = self._tokens
         scale = answered / asked if asked else 1.0
         known: dict[tuple[int, ...], float] = {}
         for prompt in prompts:
             if prompt.token_ids not in known:
-                known[prompt.token_ids] = self._answers.get(_key(prompt), len(prompt.token_ids) * scale)
+                known[prompt.token_ids] = self._answers.get(
+                    _key(prompt), len(prompt.token_ids) * scale
+                )
         return [known[prompt.token_ids] for prompt in prompts]
 
     def learn(self, prompts: Sequence[Prompt], completions: Sequence[Completion | None]) -> None:
-        """Remembers the answers; a prompt of which one was broken off (None) stays as it was: its short ones alone mislead."""
+        """Remembers the answers; a prompt of which one was broken off (None) stays as it was: its
+        short ones alone mislead.
+        """
         found: dict[tuple[int, ...], list[int]] = {}
-        broken = {prompt.token_ids for prompt, answer in zip(prompts, completions, strict=True) if answer is None}
+        broken = {
+            prompt.token_ids
+            for prompt, answer in zip(prompts, completions, strict=True)
+            if answer is None
+        }
         for prompt, answer in zip(prompts, completions, strict=True):
             if answer is not None and prompt.token_ids not in broken:
                 found.setdefault(prompt.token_ids, []).append(len(answer.token_ids))
@@ -50,37 +65,53 @@ class Lengths:
             del self._answers[key]
 
     def state(self) -> dict[str, Any]:
-        """Returns all that a resume needs to send the same requests in the same order: 16 bytes a prompt."""
+        """Returns all that a resume needs to send the same requests in the same order: 16 bytes a
+        prompt.
+        """
         prompts = torch.tensor(list(self._answers), dtype=torch.int64)
         means = torch.tensor(list(self._answers.values()), dtype=torch.float64)
         return {"prompts": prompts, "means": means, "tokens": list(self._tokens)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         if "answers" in state:  # of a checkpoint of format 2
-            self._answers = {_number(bytes.fromhex(key)): mean for key, mean in state["answers"].items()}
+            self._answers = {
+                _number(bytes.fromhex(key)): mean for key, mean in state["answers"].items()
+            }
         else:
-            self._answers = dict(zip(state["prompts"].tolist(), state["means"].tolist(), strict=True))
+            self._answers = dict(
+                zip(state["prompts"].tolist(), state["means"].tolist(), strict=True)
+            )
         self._tokens = list(state["tokens"])
 
 
 class RequestOrder(NamedTuple):
-    """Places of requests: those that each engine begins at once, and the others, in the order in which they should be begun.
+    """Places of requests: those that each engine begins at once, and the others, in the order in
+    which they should be begun.
 
-    Of the others whoever has room takes a piece, neighbours with the same prompt, which share the prompt's cache in one engine.
+    Of the others whoever has room takes a piece, neighbours with the same prompt, which share the
+    prompt's cache in one engine.
     """
 
     first: list[list[int]]
     rest: list[list[int]]
 
 
-def ordered(prompts: Sequence[Prompt], expected: Sequence[float], engines: int, slots: int) -> RequestOrder:
-    """Orders requests, the longest expected first. Engines get requests of about the same expected length in all, of which each
-    begins `slots`, or as many more as its last piece has.
+def ordered(
+    prompts: Sequence[Prompt], expected: Sequence[float], engines: int, slots: int
+) -> RequestOrder:
+    """Orders requests, the longest expected first. Engines get requests of about the same expected
+    length in all, of which each begins `slots`, or as many more as its last piece has.
 
-    Whoever has least gets the next (Graham, Bounds on multiprocessing timing anomalies, 1969). Pieces are the smaller the less is
-    left behind them (Polychronopoulos and Kuck, Guided self-scheduling, 1987), so that none is begun alone at the end.
+    Whoever has least gets the next (Graham, Bounds on multiprocessing timing anomalies, 1969).
+    Pieces are the smaller the less is left behind them (Polychronopoulos and Kuck, Guided
+    self-scheduling, 1987), so that none is begun alone at the end.
     """
-    runs = [list(run) for _, run in itertools.groupby(range(len(prompts)), key=lambda place: prompts[place].token_ids)]
+    runs = [
+        list(run)
+        for _, run in itertools.groupby(
+            range(len(prompts)), key=lambda place: prompts[place].token_ids
+        )
+    ]
     runs.sort(key=lambda run: -expected[run[0]])  # stable: of equals the first
     parts = PIECES * engines
     first: list[list[int]] = [[] for _ in range(engines)]
@@ -116,8 +147,9 @@ class Waiting:
         self._rest = deque(order.rest)
 
     def taken(self, room: Mapping[int, int]) -> Iterator[tuple[int, int]]:
-        """Returns the number of an engine, and the place, of what begins where there is `room`: an engine's own first, a piece of
-        what is left then, and, when all are served, what another one has and can't begin.
+        """Returns the number of an engine, and the place, of what begins where there is `room`: an
+        engine's own first, a piece of what is left then, and, when all are served, what another one
+        has and can't begin.
         """
         left = dict(room)
         for take in (self._next, self._anothers):
@@ -138,7 +170,9 @@ class Waiting:
 
 def _key(prompt: Prompt) -> int:
     """Hashes a prompt to eight bytes."""
-    return _number(hashlib.blake2b(",".join(map(str, prompt.token_ids)).encode(), digest_size=8).digest())
+    return _number(
+        hashlib.blake2b(",".join(map(str, prompt.token_ids)).encode(), digest_size=8).digest()
+    )
 
 
 def _number(digest: bytes) -> int:

@@ -1,8 +1,9 @@
-"""Assigns requests that no engine has begun to whichever has room, so that none runs dry while others have requests waiting.
+"""Assigns requests that no engine has begun to whichever has room, so that none runs dry while
+others have requests waiting.
 
-Engines begin with what `request_order.ordered` gives each of them, and no process asks another one for that. What is left is a
-list that is the same everywhere; these classes tell who gets its next piece. Seeds go by the place, so answers are the same
-whoever gives them.
+Engines begin with what `request_order.ordered` gives each of them, and no process asks another one
+for that. What is left is a list that is the same everywhere; these classes tell who gets its next
+piece. Seeds go by the place, so answers are the same whoever gives them.
 """
 
 import time
@@ -31,10 +32,14 @@ class Queue(ABC):
 
     @abstractmethod
     def take(self, room: int) -> list[int]:
-        """Places that the engine is to begin now, where it has room for so many answers; a piece may be larger than that."""
+        """Places that the engine is to begin now, where it has room for so many answers; a piece
+        may be larger than that.
+        """
 
     def begin(self) -> None:  # noqa: B027  most need nothing
-        """Notes that the engine is asked for all that is `given` and not answered, at first or once more."""
+        """Notes that the engine is asked for all that is `given` and not answered, at first or once
+        more.
+        """
 
     def broke(self) -> None:  # noqa: B027
         """Notes that the engine has broken down, as this process sees it."""
@@ -44,11 +49,23 @@ class Queue(ABC):
 
 
 class Counted(Queue):
-    """Engines take pieces when they have room, by a count that they share: no engine waits for another."""
+    """Engines take pieces when they have room, by a count that they share: no engine waits for
+    another.
+    """
 
-    def __init__(self, order: RequestOrder, mine: int, *, board: Any, name: str, speaks: bool = True, alone: bool = True):
-        """`board`: a store of torch.distributed, where this rollout alone has the `name`. Processes of one engine, of which one
-        `speaks`, take what that one took, in the same order: they ask after the same steps. `alone`: it is the engine's only one.
+    def __init__(
+        self,
+        order: RequestOrder,
+        mine: int,
+        *,
+        board: Any,
+        name: str,
+        speaks: bool = True,
+        alone: bool = True,
+    ):
+        """`board`: a store of torch.distributed, where this rollout alone has the `name`. Processes
+        of one engine, of which one `speaks`, take what that one took, in the same order: they ask
+        after the same steps. `alone`: it is the engine's only one.
         """
         super().__init__(order, mine)
         self.board, self.name, self.speaks, self.alone = board, name, speaks, alone
@@ -90,7 +107,8 @@ class Counted(Queue):
             number = self._counted()
             self._say(turn, number)
             return number
-        while not self.board.check([self._key(turn)]):  # a collective would wait for a first process that broke down
+        # a collective would wait for a first process that broke down
+        while not self.board.check([self._key(turn)]):
             if self.board.check([self._key("broke")]):
                 raise EngineFault("The first process of this engine broke down.")
             time.sleep(LOOK)
@@ -109,8 +127,9 @@ class Counted(Queue):
 
 
 class Dealt(Queue):
-    """Pieces are dealt when engines decide together whether they have enough (`early_stop`), so time plays no part in who gets
-    which: the same requests end with the same answers, run after run.
+    """Pieces are dealt when engines decide together whether they have enough (`early_stop`), so
+    time plays no part in who gets which: the same requests end with the same answers, run after
+    run.
     """
 
     def __init__(self, order: RequestOrder, mine: int, *, slots: int):
@@ -138,13 +157,17 @@ class Dealt(Queue):
         return self._begun < len(self.given)
 
     def room(self, answered: int, lately: int) -> int:
-        """Returns for how many requests the engine has room, having `answered` so many: as many as it finished `lately`, since
-        the last time, more than now, for until the next time it will finish about as many.
+        """Returns for how many requests the engine has room, having `answered` so many: as many as
+        it finished `lately`, since the last time, more than now, for until the next time it will
+        finish about as many.
         """
         return self.slots + lately - (len(self.given) - answered)
 
     def deal(self, rooms: Sequence[int]) -> bool:
-        """Deals pieces to engines with room; returns whether any was dealt. All processes give the same `rooms`, by engine."""
+        """Deals pieces to engines with room; returns whether any was dealt.
+
+        All processes give the same `rooms`, by engine.
+        """
         left, before = list(rooms), len(self._rest)
         while self._rest and (most := max(left)) > 0:
             engine, piece = left.index(most), self._rest.popleft()

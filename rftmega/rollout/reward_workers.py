@@ -16,14 +16,18 @@ from rftmega.interfaces import Reward
 from rftmega.parallel.watchdog import mark
 from rftmega.types import Completion, Prompt
 
-THREADS = 8  # batches that are scored at a time: what takes long waits for a server or a process, not for this one
+# batches that are scored at a time: what takes long waits for a server or a process, not for this
+# one
+THREADS = 8
 ROUND = 1.0  # seconds between two looks at what is late, or at a request to stop
 
 Scores = list[dict[str, float]]
 
 
 class FinishedBatch(NamedTuple):
-    """FinishedBatch holds answers that finished together; `scores` is None where nobody scores them."""
+    """FinishedBatch holds answers that finished together; `scores` is None where nobody scores
+    them.
+    """
 
     places: Sequence[int]
     completions: Sequence[Completion]
@@ -38,7 +42,9 @@ class FinishedBatch(NamedTuple):
 
 
 class Threads:
-    """Threads runs work in a few threads that no exit of the process waits for: a reward may never return."""
+    """Threads runs work in a few threads that no exit of the process waits for: a reward may never
+    return.
+    """
 
     def __init__(self, most: int):
         self.most, self.started = most, 0
@@ -72,9 +78,13 @@ class Threads:
 
 
 class RewardWorkers:
-    """Scores what it is told of in threads of its own, or keeps it as it is without a reward; use it as a context."""
+    """Scores what it is told of in threads of its own, or keeps it as it is without a reward; use
+    it as a context.
+    """
 
-    def __init__(self, reward: Reward | None, prompts: Sequence[Prompt], *, limit: float = math.inf):
+    def __init__(
+        self, reward: Reward | None, prompts: Sequence[Prompt], *, limit: float = math.inf
+    ):
         """`limit`: seconds that the reward may take for answers that it is given together."""
         self.reward, self.prompts, self.limit = reward, prompts, limit
         self.reports: list[FinishedBatch] = []
@@ -84,7 +94,12 @@ class RewardWorkers:
     def __enter__(self) -> "RewardWorkers":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         for report in self.reports:
             if report.scores is not None:
                 report.scores.cancel()
@@ -111,7 +126,8 @@ class RewardWorkers:
         return {place for report in self.reports for place in report.places}
 
     def settled(self, stop: Callable[[], bool], first: int = 0, end: int | None = None) -> bool:
-        """Waits until the reports from `first` to `end` have their scores, or `stop` says so: whether they have.
+        """Waits until the reports from `first` to `end` have their scores, or `stop` says so:
+        whether they have.
 
         Raises RewardError where the reward takes longer than the limit.
         """
@@ -124,13 +140,24 @@ class RewardWorkers:
 
     def ready(self) -> dict[int, Completion]:
         """Returns place -> answer of those that have their scores by now."""
-        done = [report.scored() for report in self.reports if report.scores is None or report.scores.done()]
+        done = [
+            report.scored()
+            for report in self.reports
+            if report.scores is None or report.scores.done()
+        ]
         return {place: completion for scored in done for place, completion in scored.items()}
 
     def scored(self, first: int = 0, end: int | None = None) -> dict[int, Completion]:
-        """Returns place -> answer of all reports, or of those from `first` to `end`. Waits for their scores."""
+        """Returns place -> answer of all reports, or of those from `first` to `end`.
+
+        Waits for their scores.
+        """
         self.settled(lambda: False, first, end)
-        return {place: completion for report in self.reports[first:end] for place, completion in report.scored().items()}
+        return {
+            place: completion
+            for report in self.reports[first:end]
+            for place, completion in report.scored().items()
+        }
 
     def _refuse_late(self) -> None:
         now = time.monotonic()

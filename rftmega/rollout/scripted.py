@@ -1,4 +1,6 @@
-"""ScriptedEngine answers from seeded generators: no model, the same tokens on every process and layout."""
+"""ScriptedEngine answers from seeded generators: no model, the same tokens on every process and
+layout.
+"""
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
@@ -13,9 +15,11 @@ from rftmega.types import Completion, Prompt
 
 
 class ScriptedEngine(Engine):
-    """Random ids, lengths and log-probs that depend on the seed alone; reads every pushed tensor and keeps none.
+    """Random ids, lengths and log-probs that depend on the seed alone; reads every pushed tensor
+    and keeps none.
 
-    A step gives one token to each of at most rollout.max_batch answers, begun in the order of the requests; `steps` counts them.
+    A step gives one token to each of at most rollout.max_batch answers, begun in the order of the
+    requests; `steps` counts them.
     """
 
     def __init__(self, config: RolloutConfig, *, vocabulary: int, stop_ids: Sequence[int]):
@@ -26,7 +30,13 @@ class ScriptedEngine(Engine):
         self.stop_ids = stop_ids
 
     def _generate(
-        self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float, finished: Finished, stop: Stop, more: More
+        self,
+        prompts: Sequence[Prompt],
+        seeds: Sequence[int],
+        temperature: float,
+        finished: Finished,
+        stop: Stop,
+        more: More,
     ) -> list[Completion | None]:
         answers = [self._answer(seed) for seed in seeds]
         waiting, running, ended = deque(range(len(answers))), 0, set[int]()

@@ -1,4 +1,6 @@
-"""Runs vLLM servers in processes of their own on this host: prompts go to them as HTTP, weights through shared memory."""
+"""Runs vLLM servers in processes of their own on this host: prompts go to them as HTTP, weights
+through shared memory.
+"""
 
 import asyncio
 import json
@@ -47,7 +49,10 @@ CONTROL_SECONDS = 600.0
 MISTAKE = re.compile(
     r"\b(ValidationError|ValueError|NotImplementedError|ImportError|ModuleNotFoundError): |Failed to infer device type"
 )
-PASSING = re.compile(r"Free memory on device|out of memory|Cannot allocate memory|Address already in use", re.IGNORECASE)
+PASSING = re.compile(
+    r"Free memory on device|out of memory|Cannot allocate memory|Address already in use",
+    re.IGNORECASE,
+)
 LOOK_SECONDS = 0.2  # between two looks whether what has arrived, and was scored since, is enough
 
 
@@ -55,7 +60,10 @@ class Server:
     """One `vllm serve`, on loopback. It ends with the process that started it."""
 
     def __init__(self, arguments: Sequence[str], environment: dict[str, str], log: Path):
-        """Returns at once; `wait` for it. The `environment` has the key that it asks everybody for."""
+        """Returns at once; `wait` for it.
+
+        The `environment` has the key that it asks everybody for.
+        """
         self._headers = door.headers(environment[door.KEY])
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -74,50 +82,73 @@ class Server:
                 start_new_session=True,
                 preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM),
             )
-        # Where nobody closes it. Ranks are processes of multiprocessing, which ends them without Python's atexit.
+        # Where nobody closes it. Ranks are processes of multiprocessing, which ends them without
+        # Python's atexit.
         self._closing = Finalize(self, _end, (self._process,), exitpriority=1)
 
     def wait(self) -> None:
-        """Waits until it answers. Where it does not come up, raises EngineError, with the end of its log, for what it refuses (an
-        option, the model), and EngineFault for whatever may be otherwise the next time: killed, too slow, no memory or port.
+        """Waits until it answers. Where it does not come up, raises EngineError, with the end of
+        its log, for what it refuses (an option, the model), and EngineFault for whatever may be
+        otherwise the next time: killed, too slow, no memory or port.
         """
         begin = time.monotonic()
         while time.monotonic() - begin < START_SECONDS:
             if self._process.poll() is not None:
                 break
             with suppress(httpx.TransportError):  # nobody listens yet
-                if httpx.get(f"{self.address}/health", timeout=5, headers=self._headers, trust_env=False).is_success:
+                if httpx.get(
+                    f"{self.address}/health", timeout=5, headers=self._headers, trust_env=False
+                ).is_success:
                     return
             time.sleep(0.2)
         if self._refuses():
-            raise EngineError(f"The vLLM server at {self.address} did not come up. {self._last_words()}")
+            raise EngineError(
+                f"The vLLM server at {self.address} did not come up. {self._last_words()}"
+            )
         raise self._fault("did not come up")
 
     def post(self, path: str, body: dict[str, Any] | None = None) -> None:
         """Raises EngineError where it answers with an error, EngineFault where it does not answer."""
         try:
             response = httpx.post(
-                f"{self.address}/{path}", json=body, timeout=CONTROL_SECONDS, headers=self._headers, trust_env=False
+                f"{self.address}/{path}",
+                json=body,
+                timeout=CONTROL_SECONDS,
+                headers=self._headers,
+                trust_env=False,
             )
         except httpx.TransportError as error:
             raise self._fault(f"does not answer ({error!r})") from error
         if response.is_error:
-            raise EngineError(f"The vLLM server at {self.address} failed in {path}: {response.text[:500]}. {self._last_words()}")
+            raise EngineError(
+                f"The vLLM server at {self.address} failed in {path}: {response.text[:500]}. {self._last_words()}"
+            )
 
-    async def answer(self, client: httpx.AsyncClient, prompt: Prompt, sampling: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """Returns one choice, as the server gives it. Raises EngineFault where it breaks off, fails or needs over `seconds`."""
+    async def answer(
+        self, client: httpx.AsyncClient, prompt: Prompt, sampling: dict[str, Any], seconds: float
+    ) -> dict[str, Any]:
+        """Returns one choice, as the server gives it.
+
+        Raises EngineFault where it breaks off, fails or needs over `seconds`.
+        """
         body = {"token_ids": list(prompt.token_ids), "sampling_params": sampling}
         try:
             async with asyncio.timeout(seconds):
-                response = await client.post(f"{self.address}/inference/v1/generate", json=body, headers=self._headers)
+                response = await client.post(
+                    f"{self.address}/inference/v1/generate", json=body, headers=self._headers
+                )
         except TimeoutError as error:
-            raise self._fault(f"gave no answer in {seconds:g} s (rollout.deadline_seconds)") from error
+            raise self._fault(
+                f"gave no answer in {seconds:g} s (rollout.deadline_seconds)"
+            ) from error
         except httpx.TransportError as error:
             raise self._fault(f"broke off ({error!r})") from error
         if response.is_server_error:
             raise self._fault(f"failed while generating: {response.text[:500]}")
         if response.is_error:
-            raise EngineError(f"The vLLM server at {self.address} refused a prompt: {response.text[:500]}")
+            raise EngineError(
+                f"The vLLM server at {self.address} refused a prompt: {response.text[:500]}"
+            )
         choice: dict[str, Any] = response.json()["choices"][0]
         return choice
 
@@ -130,7 +161,9 @@ class Server:
         return self._process.poll() is None
 
     def _refuses(self) -> bool:
-        """Returns whether it ended as another start would end: 2 is argparse's code, and vLLM's checks raise these."""
+        """Returns whether it ended as another start would end: 2 is argparse's code, and vLLM's
+        checks raise these.
+        """
         said = self.log.read_bytes()[self._begin :].decode(errors="replace")
         code = self._process.poll()
         return code == 2 or (code == 1 and bool(MISTAKE.search(said)) and not PASSING.search(said))
@@ -144,17 +177,28 @@ class Server:
 
 
 class ServerEngine(Engine):
-    """All servers of the run. The first process has started them and speaks to them; the others only know the version."""
+    """All servers of the run.
+
+    The first process has started them and speaks to them; the others only know the version.
+    """
 
     def __init__(
-        self, folder: str | Path, config: RolloutConfig, world: World, *, dtype: str, stop_ids: Sequence[int], logs: str | Path
+        self,
+        folder: str | Path,
+        config: RolloutConfig,
+        world: World,
+        *,
+        dtype: str,
+        stop_ids: Sequence[int],
+        logs: str | Path,
     ):
         """Starts with random weights; the first push brings the real ones."""
         super().__init__()
         self.stop_ids, self.config = list(stop_ids), config
         self._begun = False  # a push that has not ended
         self._names: dict[str, Any] = {}  # of the tensors that a push brings, as servers are told
-        self._failed: set[int] = set()  # servers that broke down in a generation, and were not started again yet
+        # servers that broke down in a generation, and were not started again yet
+        self._failed: set[int] = set()
         self.servers: list[Server] = []
         if not world.is_main:
             return
@@ -162,14 +206,21 @@ class ServerEngine(Engine):
         arguments = {
             "model": str(folder),
             "load-format": "dummy",
-            "dtype": dtype if dtype != "auto" else str(device.current().train_dtype).removeprefix("torch."),
+            "dtype": dtype
+            if dtype != "auto"
+            else str(device.current().train_dtype).removeprefix("torch."),
             "tensor-parallel-size": config.tensor,
             "max-model-len": config.max_row_tokens,
             "max-num-seqs": config.max_batch,
             "logprobs-mode": "processed_logprobs",
             "weight-transfer-config": json.dumps({"backend": "shared_memory"}),
         }
-        flags = ["--skip-tokenizer-init", "--enable-scale-out", "--disable-uvicorn-access-log", "--disable-fastapi-docs"]
+        flags = [
+            "--skip-tokenizer-init",
+            "--enable-scale-out",
+            "--disable-uvicorn-access-log",
+            "--disable-fastapi-docs",
+        ]
         flags.append(f"--middleware={door.Door.__module__}.{door.Door.__name__}")
         if on_cuda:
             arguments["gpu-memory-utilization"] = config.memory_fraction
@@ -180,9 +231,15 @@ class ServerEngine(Engine):
             arguments[name.replace("_", "-")] = json.dumps(value)
         self._arguments = [*flags, *(f"--{name}={value}" for name, value in arguments.items())]
         environment = {name: value for name, value in os.environ.items() if name not in RANKS_OWN}
-        environment |= {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "0" if on_cuda else "1"}
+        environment |= {
+            "VLLM_SERVER_DEV_MODE": "1",
+            "HF_HUB_OFFLINE": "1",
+            "TORCHDYNAMO_DISABLE": "0" if on_cuda else "1",
+        }
         environment[door.KEY] = secrets.token_urlsafe(32)
-        self._environments = [environment | _devices(world, config, number) for number in range(config.servers)]
+        self._environments = [
+            environment | _devices(world, config, number) for number in range(config.servers)
+        ]
         self._logs = Path(logs)
         self.servers = [self._started(number) for number in range(config.servers)]
         try:
@@ -196,12 +253,16 @@ class ServerEngine(Engine):
         return weights.SharedWeights(held, self, bucket_bytes=bucket_bytes)
 
     def _started(self, number: int) -> Server:
-        return Server(self._arguments, self._environments[number], self._logs / f"server-{number}.log")
+        return Server(
+            self._arguments, self._environments[number], self._logs / f"server-{number}.log"
+        )
 
     def restart(self) -> None:
-        """Ends the servers that failed or have died, and starts others in their places; all wait for a push.
+        """Ends the servers that failed or have died, and starts others in their places; all wait
+        for a push.
 
-        Raises EngineFault where one does not come up: it did before, so that it is nobody's mistake.
+        Raises EngineFault where one does not come up: it did before, so that it is nobody's
+        mistake.
         """
         self.invalidate()
         self._failed |= {number for number, server in enumerate(self.servers) if not server.alive}
@@ -222,10 +283,15 @@ class ServerEngine(Engine):
         self._all(EXPECT, self._names)
 
     def begin(self) -> None:
-        """Begins a push: nothing is generated until it was whole. Servers that have died since are started again."""
+        """Begins a push: nothing is generated until it was whole.
+
+        Servers that have died since are started again.
+        """
         self.restart()
         self._all("pause")
-        if self._begun:  # and broke off; only those workers that failed have ended it, and the others can't begin another
+        # and broke off; only those workers that failed have ended it, and the others can't begin
+        # another
+        if self._begun:
             for server in self.servers:
                 with suppress(EngineError):
                     server.post("finish_weight_update")
@@ -237,7 +303,9 @@ class ServerEngine(Engine):
         self._all("update_weights", {"update_info": bucket})
 
     def finish(self, version: int) -> None:
-        """Ends a push whose buckets were all taken: from now on the servers answer, under `version`."""
+        """Ends a push whose buckets were all taken: from now on the servers answer, under
+        `version`.
+        """
         self._all("finish_weight_update", {"weight_version": str(version)})
         self._begun = False
         self._all("resume")
@@ -253,35 +321,58 @@ class ServerEngine(Engine):
                 raise
 
         with ThreadPoolExecutor(max(1, len(self.servers))) as pool:
-            list(pool.map(post, [number for number in range(len(self.servers)) if number not in self._failed]))
+            list(
+                pool.map(
+                    post,
+                    [number for number in range(len(self.servers)) if number not in self._failed],
+                )
+            )
 
     def _generate(
-        self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float, finished: Finished, stop: Stop, more: More
+        self,
+        prompts: Sequence[Prompt],
+        seeds: Sequence[int],
+        temperature: float,
+        finished: Finished,
+        stop: Stop,
+        more: More,
     ) -> list[Completion | None]:
         if not self.servers:
             return []
         return asyncio.run(self._ask(prompts, seeds, temperature, finished, stop))
 
     async def _ask(
-        self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float, finished: Finished, stop: Stop
+        self,
+        prompts: Sequence[Prompt],
+        seeds: Sequence[int],
+        temperature: float,
+        finished: Finished,
+        stop: Stop,
     ) -> list[Completion | None]:
-        """Servers begin with requests of about the same length in all, siblings together, and take more when they have room
-        (`order.ordered`); one that runs dry takes what another has not begun. One that fails is asked nothing more, while the
-        others give their answers.
+        """Servers begin with requests of about the same length in all, siblings together, and take
+        more when they have room (`order.ordered`); one that runs dry takes what another has not
+        begun. One that fails is asked nothing more, while the others give their answers.
         """
         if self._failed:  # in a generation that had enough answers all the same
             raise EngineFault(f"The servers {sorted(self._failed)} broke down before.")
-        waiting = Waiting(ordered(prompts, self.lengths.expected(prompts), len(self.servers), self.config.max_batch))
+        waiting = Waiting(
+            ordered(
+                prompts, self.lengths.expected(prompts), len(self.servers), self.config.max_batch
+            )
+        )
         faults: dict[int, EngineFault] = {}
         found: list[Completion | None] = [None] * len(prompts)
         limits = httpx.Limits(max_connections=None)
         timeout = httpx.Timeout(None, connect=30.0)
-        async with httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False) as client:  # no proxy has the key
+        # no proxy has the key
+        async with httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False) as client:
 
             async def one(number: int, place: int) -> None:
                 sampling = self._sampling(seeds[place], temperature)
                 try:
-                    choice = await self.servers[number].answer(client, prompts[place], sampling, self.config.deadline_seconds)
+                    choice = await self.servers[number].answer(
+                        client, prompts[place], sampling, self.config.deadline_seconds
+                    )
                 except EngineFault as fault:
                     faults.setdefault(number, fault)
                     return
@@ -293,12 +384,20 @@ class ServerEngine(Engine):
             try:
                 while not stopped:
                     busy = Counter(running.values())
-                    room = {number: self.config.max_batch - busy[number] for number in range(len(self.servers))}
-                    for number, place in waiting.taken({number: free for number, free in room.items() if number not in faults}):
-                        running[asyncio.create_task(one(number, place))] = number  # a deadline is no time in which one waits
+                    room = {
+                        number: self.config.max_batch - busy[number]
+                        for number in range(len(self.servers))
+                    }
+                    for number, place in waiting.taken(
+                        {number: free for number, free in room.items() if number not in faults}
+                    ):
+                        # a deadline is no time in which one waits
+                        running[asyncio.create_task(one(number, place))] = number
                     if not running:
                         break
-                    done, _ = await asyncio.wait(running, timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+                    done, _ = await asyncio.wait(
+                        running, timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED
+                    )
                     for task in done:
                         del running[task]
                         task.result()
@@ -310,7 +409,9 @@ class ServerEngine(Engine):
         self._failed |= faults.keys()
         if faults and not stopped:
             raise next(iter(faults.values()))
-        if running:  # a closed connection cancels its request some time; the engine must have none before it is pushed to
+        # a closed connection cancels its request some time; the engine must have none before it is
+        # pushed to
+        if running:
             self._all("abort_requests", {})
         return found
 
@@ -330,7 +431,9 @@ class ServerEngine(Engine):
         assert self.version is not None
         versions = {part["version"] for part in choice["weight_versions"]}
         if versions != {str(self.version)}:
-            raise EngineError(f"A server answered under weights {sorted(versions)}; the last push was {self.version}.")
+            raise EngineError(
+                f"A server answered under weights {sorted(versions)}; the last push was {self.version}."
+            )
         ids = tuple(choice["token_ids"])
         logprobs = tuple(content["logprob"] for content in choice["logprobs"]["content"])
         assert choice["finish_reason"] in ("stop", "length"), choice["finish_reason"]
@@ -342,7 +445,9 @@ class ServerEngine(Engine):
             server.close()
 
     def _load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        raise EngineError("A server takes no tensors from this process; weights reach it through weights.SharedWeights.")
+        raise EngineError(
+            "A server takes no tensors from this process; weights reach it through weights.SharedWeights."
+        )
 
     def _sleep(self) -> None:
         """Servers have their devices to themselves."""
@@ -351,14 +456,22 @@ class ServerEngine(Engine):
 
 
 def _devices(world: World, config: RolloutConfig, number: int) -> dict[str, str]:
-    """Assigns devices: behind the trainer's, each server has its own; on a CPU they share the cores with everybody."""
+    """Assigns devices: behind the trainer's, each server has its own; on a CPU they share the cores
+    with everybody.
+    """
     if device.current().type == "cpu":
-        return {"VLLM_CPU_OMP_THREADS_BIND": "nobind" if config.tensor == 1 else "|".join(_cores(config.tensor))}
+        return {
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind"
+            if config.tensor == 1
+            else "|".join(_cores(config.tensor))
+        }
     first = world.local_size + number * config.tensor
     places = range(first, first + config.tensor)
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = seen.split(",") if seen else None  # the trainer counts within these
-    return {"CUDA_VISIBLE_DEVICES": ",".join(names[place] if names else str(place) for place in places)}
+    return {
+        "CUDA_VISIBLE_DEVICES": ",".join(names[place] if names else str(place) for place in places)
+    }
 
 
 def _cores(number: int) -> list[str]:
@@ -370,11 +483,13 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
     """Ends a server's whole session, stopped processes too."""
     process.terminate()
     with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGCONT)  # after SIGTERM, so that it does nothing else when it goes on
+        # after SIGTERM, so that it does nothing else when it goes on
+        os.killpg(process.pid, signal.SIGCONT)
     with suppress(subprocess.TimeoutExpired):
         process.wait(STOP_SECONDS)
     with suppress(ProcessLookupError):  # raised once the session is gone
-        os.killpg(process.pid, signal.SIGTERM)  # killed at once, vLLM's processes would leave shared memory behind
+        # killed at once, vLLM's processes would leave shared memory behind
+        os.killpg(process.pid, signal.SIGTERM)
         deadline = time.monotonic() + STOP_SECONDS
         while time.monotonic() < deadline:
             os.killpg(process.pid, 0)

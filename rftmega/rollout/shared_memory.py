@@ -1,7 +1,8 @@
-"""Receives a push, inside a vLLM server's worker: whole tensors in memory that the trainer's processes wrote.
+"""Receives a push, inside a vLLM server's worker: whole tensors in memory that the trainer's
+processes wrote.
 
-A loader copies its slices straight from there. What is missing at the end, or is not what was written, is an error, and the
-trainer's side then takes the server for one without weights.
+A loader copies its slices straight from there. What is missing at the end, or is not what was
+written, is an error, and the trainer's side then takes the server for one without weights.
 """
 
 from dataclasses import dataclass
@@ -9,9 +10,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from rftmega.errors import EngineError
@@ -29,7 +37,10 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """A bucket: what is where in which memory. A tensor is [name, dtype, shape, first byte, checksum]."""
+    """A bucket: what is where in which memory.
+
+    A tensor is [name, dtype, shape, first byte, checksum].
+    """
 
     version: int
     last: bool
@@ -50,7 +61,8 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo
         self._missing: set[str] = set()
 
     def start_weight_update(self) -> None:
-        finalize_layerwise_reload(self.model, self.model_config)  # an update that broke off left layers half-loaded
+        # an update that broke off left layers half-loaded
+        finalize_layerwise_reload(self.model, self.model_config)
         forget_expert_kernels(self.model)
         initialize_layerwise_reload(self.model)
         self._missing = set(self._expected)
@@ -75,13 +87,21 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo
 
     def _refuse_gaps(self) -> None:
         if self._missing:
-            raise EngineError(f"The push ended without {sorted(self._missing)[0]} and {len(self._missing) - 1} other tensor(s).")
+            raise EngineError(
+                f"The push ended without {sorted(self._missing)[0]} and {len(self._missing) - 1} other tensor(s)."
+            )
         tied = getattr(self.model_config.hf_config, "tie_word_embeddings", False)
         for name, module in self.model.named_modules():
             info = get_layerwise_info(module)
-            waits = info.can_load() and not info.load_numel and any(True for _ in module.parameters(recurse=False))
+            waits = (
+                info.can_load()
+                and not info.load_numel
+                and any(True for _ in module.parameters(recurse=False))
+            )
             if waits and not (tied and isinstance(module, ParallelLMHead)):
-                raise EngineError(f"{name} took nothing of the push; it would keep its old weights.")
+                raise EngineError(
+                    f"{name} took nothing of the push; it would keep its old weights."
+                )
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
@@ -101,11 +121,15 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo
         return self._mapped[name]
 
     def _keep_what_waits(self, memory: Tensor) -> None:
-        """Clones what waits: a layer that has not got all of its tensors yet holds views of memory that the next bucket but one
-        overwrites.
+        """Clones what waits: a layer that has not got all of its tensors yet holds views of memory
+        that the next bucket but one overwrites.
         """
         for module in self.model.modules():
             for _, loaded in get_layerwise_info(module).loaded_weights:
                 for name, value in loaded.arguments.items():
-                    if isinstance(value, Tensor) and value.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr():
+                    if (
+                        isinstance(value, Tensor)
+                        and value.untyped_storage().data_ptr()
+                        == memory.untyped_storage().data_ptr()
+                    ):
                         loaded.arguments[name] = value.clone()

@@ -1,4 +1,6 @@
-"""Gives the policy as vLLM's own weight transports take it (`vllm.distributed.weight_transfer`: ipc, nccl, ...)."""
+"""Gives the policy as vLLM's own weight transports take it (`vllm.distributed.weight_transfer`:
+ipc, nccl, ...).
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import Protocol
@@ -18,13 +20,17 @@ class Exported(Protocol):
 
 
 class PolicySource(WeightSource):
-    """Every process of a replica gives every tensor, and all of them iterate in step: gathering is a collective."""
+    """Every process of a replica gives every tensor, and all of them iterate in step: gathering is
+    a collective.
+    """
 
     def __init__(self, exporter: Exported):
         self._exporter = exporter
 
     def metadata(self) -> list[ParamMeta]:
-        return [ParamMeta(name, dtype, tuple(shape)) for name, dtype, shape in self._exporter.planned]
+        return [
+            ParamMeta(name, dtype, tuple(shape)) for name, dtype, shape in self._exporter.planned
+        ]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return iter(self._exporter)

@@ -1,4 +1,6 @@
-"""Ends a rollout on all engines together, as soon as their finished answers suffice; deals out requests until then."""
+"""Ends a rollout on all engines together, as soon as their finished answers suffice; deals out
+requests until then.
+"""
 
 from rftmega.interfaces import Enough
 from rftmega.parallel import preemption
@@ -11,18 +13,30 @@ EVERY = 16  # engine steps from one decision to the next
 
 
 class StopConsensus:
-    """StopConsensus knows what the engines of all processes have finished; every process asks it after each step of its engine.
+    """StopConsensus knows what the engines of all processes have finished; every process asks it
+    after each step of its engine.
 
-    Decisions fall after the same steps of every engine, whatever time these took, and know what was finished one decision
-    earlier, scores included: those are waited for. So the same requests end with the same answers, run after run, and rewards
-    have EVERY steps of time before an engine waits for them. A request to stop the run ends it, too: `given_up`.
+    Decisions fall after the same steps of every engine, whatever time these took, and know what was
+    finished one decision earlier, scores included: those are waited for. So the same requests end
+    with the same answers, run after run, and rewards have EVERY steps of time before an engine
+    waits for them. A request to stop the run ends it, too: `given_up`.
 
-    With each decision, engines that have room are dealt what none has begun (`request_queues.Dealt`).
+    With each decision, engines that have room are dealt what none has begun
+    (`request_queues.Dealt`).
     """
 
-    def __init__(self, judging: RewardWorkers, queue: Dealt, requests: int, enough: Enough, *, speaks: bool, processes: int):
-        """Takes all `requests` of the rollout, of which the `queue` knows those of this process's engine, one of `processes` that
-        each engine has; one of them `speaks` for it.
+    def __init__(
+        self,
+        judging: RewardWorkers,
+        queue: Dealt,
+        requests: int,
+        enough: Enough,
+        *,
+        speaks: bool,
+        processes: int,
+    ):
+        """Takes all `requests` of the rollout, of which the `queue` knows those of this process's
+        engine, one of `processes` that each engine has; one of them `speaks` for it.
         """
         self.judging, self.queue, self.enough = judging, queue, enough
         self.speaks, self.processes = speaks, processes
@@ -37,8 +51,8 @@ class StopConsensus:
         return self._steps == EVERY and self._decide(idle=False)
 
     def wait(self, *, broken: bool = False) -> bool:
-        """This process's engine has nothing left to do: the others decide, and this one with them. Whether it was dealt something
-        by then; a `broken` one is not.
+        """This process's engine has nothing left to do: the others decide, and this one with them.
+        Whether it was dealt something by then; a `broken` one is not.
         """
         while not self.over and not self.given_up:
             self._decide(idle=True, broken=broken)

@@ -1,4 +1,7 @@
-"""Answers as the oracle: one row at a time, one token at a time, through `transformers`. Slow and obvious."""
+"""Answers as the oracle: one row at a time, one token at a time, through `transformers`.
+
+Slow and obvious.
+"""
 
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -15,16 +18,19 @@ from rftmega.errors import WeightMismatch
 from rftmega.rollout.base import Engine, Finished, More, Stop
 from rftmega.types import Completion, Prompt
 
-# How a family's folders name the three matrices of an expert, where not gate_proj, up_proj, down_proj; and the layer's block.
+# How a family's folders name the three matrices of an expert, where not gate_proj, up_proj,
+# down_proj; and the layer's block.
 EXPERT_NAMES = {"mixtral": ("w1", "w3", "w2")}
 BLOCKS = {"mixtral": ".block_sparse_moe."}
 
 
 def named_as_in_a_folder(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Returns the tensors of `model` by their names in a folder of safetensors, where experts stand one by one.
+    """Returns the tensors of `model` by their names in a folder of safetensors, where experts stand
+    one by one.
 
-    transformers holds a layer's experts in two tensors: gate_up_proj [experts, 2 x inner, hidden] and down_proj [experts, hidden,
-    inner]. What is returned are views, so that writing into one fills the model. A tied head is there once, as the embedding.
+    transformers holds a layer's experts in two tensors: gate_up_proj [experts, 2 x inner, hidden]
+    and down_proj [experts, hidden, inner]. What is returned are views, so that writing into one
+    fills the model. A tied head is there once, as the embedding.
     """
     family = model.config.model_type
     gate, up, down = EXPERT_NAMES.get(family, ("gate_proj", "up_proj", "down_proj"))
@@ -35,7 +41,9 @@ def named_as_in_a_folder(model: PreTrainedModel) -> dict[str, Tensor]:
         stem, _, kind = name.replace(".mlp.", BLOCKS.get(family, ".mlp.")).rpartition(".")
         if kind == "gate_up_proj" and tensor.dim() == 3:
             for expert, both in enumerate(tensor.detach()):
-                found[f"{stem}.{expert}.{gate}.weight"], found[f"{stem}.{expert}.{up}.weight"] = both.chunk(2)
+                found[f"{stem}.{expert}.{gate}.weight"], found[f"{stem}.{expert}.{up}.weight"] = (
+                    both.chunk(2)
+                )
         elif kind == "down_proj" and tensor.dim() == 3:
             for expert, matrix in enumerate(tensor.detach()):
                 found[f"{stem}.{expert}.{down}.weight"] = matrix
@@ -49,7 +57,14 @@ class TransformersEngine(Engine):
 
     slots = 1
 
-    def __init__(self, folder: str | Path, config: RolloutConfig, *, stop_ids: Sequence[int], where: torch.device):
+    def __init__(
+        self,
+        folder: str | Path,
+        config: RolloutConfig,
+        *,
+        stop_ids: Sequence[int],
+        where: torch.device,
+    ):
         super().__init__()
         self.longest = config.max_response_tokens
         self.stop_ids = stop_ids
@@ -59,20 +74,29 @@ class TransformersEngine(Engine):
             config_of, dtype=torch.float32, trust_remote_code=False, experts_implementation="eager"
         )
         self.model = model.eval().to(where)
-        self._chosen: list[Tensor] = []  # by each router of the model in turn, since the answer began
+        # by each router of the model in turn, since the answer began
+        self._chosen: list[Tensor] = []
         for module in self.model.modules():
             if type(module).__name__.lower().endswith("topkrouter"):
                 module.register_forward_hook(self._note_routes)
 
     def _note_routes(self, router: Module, given: Any, told: tuple[Tensor, Tensor, Tensor]) -> None:
-        """Keeps the experts that a router has chosen: [tokens, experts a token], largest weight first."""
+        """Keeps the experts that a router has chosen: [tokens, experts a token], largest weight
+        first.
+        """
         _, weights, experts = told
         order = weights.argsort(dim=-1, descending=True, stable=True)
         self._chosen.append(experts.gather(-1, order).to("cpu", torch.int16))
 
     @torch.no_grad()
     def _generate(
-        self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float, finished: Finished, stop: Stop, more: More
+        self,
+        prompts: Sequence[Prompt],
+        seeds: Sequence[int],
+        temperature: float,
+        finished: Finished,
+        stop: Stop,
+        more: More,
     ) -> list[Completion | None]:
         waiting = deque(zip(prompts, seeds, strict=True))
         answers: list[Completion | None] = []
@@ -98,7 +122,11 @@ class TransformersEngine(Engine):
             if self._chosen:
                 routes.append(torch.stack(self._chosen, dim=1))
             logp = (out.logits[0, -1].float() / (temperature or 1.0)).log_softmax(-1)
-            token = int(torch.multinomial(logp.exp(), 1, generator=rng)) if temperature else int(logp.argmax())
+            token = (
+                int(torch.multinomial(logp.exp(), 1, generator=rng))
+                if temperature
+                else int(logp.argmax())
+            )
             ids.append(token)
             logprobs.append(float(logp[token]))
             feed = torch.tensor([[token]], device=self.where)
@@ -113,7 +141,9 @@ class TransformersEngine(Engine):
         own = named_as_in_a_folder(self.model)
         for name, tensor in named_tensors:
             if name not in own or own[name].shape != tensor.shape:
-                raise WeightMismatch(f"The engine has no {name} of shape {tuple(tensor.shape)}, or got it twice.")
+                raise WeightMismatch(
+                    f"The engine has no {name} of shape {tuple(tensor.shape)}, or got it twice."
+                )
             own.pop(name).copy_(tensor)
         if own:
             raise WeightMismatch(f"The push ended without {sorted(own)}.")

@@ -1,6 +1,8 @@
-"""Runs vLLM inside the trainer's own processes: an engine is the slice of `rollout.tensor` consecutive ranks.
+"""Runs vLLM inside the trainer's own processes: an engine is the slice of `rollout.tensor`
+consecutive ranks.
 
-Weights go in through vLLM's own reload (it repacks parameters after loading, so nothing else is right), never by patching.
+Weights go in through vLLM's own reload (it repacks parameters after loading, so nothing else is
+right), never by patching.
 """
 
 import logging
@@ -23,11 +25,13 @@ from rftmega.rollout.base import Engine, Finished, More, Stop
 from rftmega.types import Completion, Prompt
 
 # vLLM reads these when it is imported, and speaks before it has read the second.
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine shares this process with the trainer
+# the engine shares this process with the trainer
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if device.current().type == "cpu":
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # else the first two batches with log-probs compile for 10 s
+    # else the first two batches with log-probs compile for 10 s
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
 
 # isort: split
@@ -40,24 +44,26 @@ from rftmega.rollout.vllm_models import model_arguments  # noqa: E402
 
 
 def _share_cores(world: World) -> None:
-    """Assigns cores, one entry a local rank: an engine of several ranks finds its cores by it, and ranks must not fight for
-    one.
+    """Assigns cores, one entry a local rank: an engine of several ranks finds its cores by it, and
+    ranks must not fight for one.
     """
     cores = sorted(os.sched_getaffinity(0))
     os.environ.setdefault(
-        "VLLM_CPU_OMP_THREADS_BIND", "|".join(str(cores[rank % len(cores)]) for rank in range(world.local_size))
+        "VLLM_CPU_OMP_THREADS_BIND",
+        "|".join(str(cores[rank % len(cores)]) for rank in range(world.local_size)),
     )
 
 
 def _unlink_shared_memory(world: World, size: int, *, mine: bool) -> None:
-    """Unlinks shared memory: on a CPU the ranks of an engine talk through shared memory under a name that is the same in every
-    run, and what a run leaves there keeps the next from starting. So it loses its name before a start (a killed run's) and as
-    soon as all have joined.
+    """Unlinks shared memory: on a CPU the ranks of an engine talk through shared memory under a
+    name that is the same in every run, and what a run leaves there keeps the next from starting. So
+    it loses its name before a start (a killed run's) and as soon as all have joined.
     """
     first = world.rank - world.rank % size
     ranks = "-".join(str(rank) for rank in range(first, first + size))
     for file in Path("/dev/shm").glob(f"*-[[]{ranks}]-cpushm_{world.rank - first}"):
-        if mine or not _is_mapped(file):  # another run's, which starts right now: vLLM's own error is better than its memory
+        # another run's, which starts right now: vLLM's own error is better than its memory
+        if mine or not _is_mapped(file):
             file.unlink(missing_ok=True)
 
 
@@ -78,8 +84,19 @@ def _itself(model: Any) -> Any:
 class VLLMEngine(Engine):
     """Token ids in, token ids and log-probs of the sampling distribution out."""
 
-    def __init__(self, folder: str | Path, config: RolloutConfig, world: World, *, dtype: str, stop_ids: Sequence[int]):
-        """Builds vLLM; a collective over the engine's processes. Weights are random until the first push."""
+    def __init__(
+        self,
+        folder: str | Path,
+        config: RolloutConfig,
+        world: World,
+        *,
+        dtype: str,
+        stop_ids: Sequence[int],
+    ):
+        """Builds vLLM; a collective over the engine's processes.
+
+        Weights are random until the first push.
+        """
         super().__init__()
         if config.tensor > 1:
             _share_cores(world)
@@ -89,7 +106,9 @@ class VLLMEngine(Engine):
         self.stop_ids = list(stop_ids)
         self.longest, self.slots = config.max_response_tokens, config.max_batch
         on_cuda = device.current().type == "cuda"
-        precision: Any = dtype if dtype != "auto" else str(device.current().train_dtype).removeprefix("torch.")
+        precision: Any = (
+            dtype if dtype != "auto" else str(device.current().train_dtype).removeprefix("torch.")
+        )
         memory: dict[str, Any] = (
             {"gpu_memory_utilization": config.memory_fraction, "enable_sleep_mode": True}
             if on_cuda
@@ -106,20 +125,28 @@ class VLLMEngine(Engine):
             max_model_len=config.max_row_tokens,
             max_num_seqs=config.max_batch,
             enforce_eager=not on_cuda,
-            logprobs_mode="processed_logprobs",  # of the distribution that was sampled from, temperature included
+            # of the distribution that was sampled from, temperature included
+            logprobs_mode="processed_logprobs",
             seed=world.rank // config.tensor,  # ranks of one engine must draw alike
             disable_log_stats=True,
             **memory,
             **model_arguments(folder, on_cuda=on_cuda),
         )
-        if on_cuda:  # vLLM's worker leaves this process one thread, too few for the trainer's work on the host
+        # vLLM's worker leaves this process one thread, too few for the trainer's work on the host
+        if on_cuda:
             torch.set_num_threads(threads)
         self.destinations = FreshParameters(self._llm.apply_model(_itself)[0])
         if config.tensor > 1:
             _unlink_shared_memory(world, config.tensor, mine=True)
 
     def _generate(
-        self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float, finished: Finished, stop: Stop, more: More
+        self,
+        prompts: Sequence[Prompt],
+        seeds: Sequence[int],
+        temperature: float,
+        finished: Finished,
+        stop: Stop,
+        more: More,
     ) -> list[Completion | None]:
         engine = self._llm.llm_engine
         begun, answers = 0, dict[int, Completion]()
@@ -134,7 +161,10 @@ class VLLMEngine(Engine):
                 if begun == len(answers):
                     break
                 mark()
-                done = {int(output.request_id): self._completion(output.outputs[0]) for output in self._step()}
+                done = {
+                    int(output.request_id): self._completion(output.outputs[0])
+                    for output in self._step()
+                }
                 answers |= done
                 if done:
                     finished(list(done), list(done.values()))
@@ -152,19 +182,27 @@ class VLLMEngine(Engine):
             max_tokens=self.longest,
             logprobs=0,  # of the sampled token only
             stop_token_ids=self.stop_ids,
-            ignore_eos=True,  # the stop tokens are ours alone, whatever the model's config calls its end
+            # the stop tokens are ours alone, whatever the model's config calls its end
+            ignore_eos=True,
             detokenize=False,
             skip_clone=True,  # it is this request's alone
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
     def _waiting(self) -> int:
-        """Requests that have no room in the cache now, however many may run: another engine may begin sooner with more."""
-        waiting: int = self._llm.llm_engine.engine_core.engine_core.scheduler.get_request_counts()[1]
+        """Requests that have no room in the cache now, however many may run: another engine may
+        begin sooner with more.
+        """
+        waiting: int = self._llm.llm_engine.engine_core.engine_core.scheduler.get_request_counts()[
+            1
+        ]
         return waiting
 
     def _step(self) -> list[Any]:
-        """Steps the engine; returns what has finished. No error of vLLM's here is a request's: bad ones were refused."""
+        """Steps the engine; returns what has finished.
+
+        No error of vLLM's here is a request's: bad ones were refused.
+        """
         try:
             outputs: list[Any] = self._llm.llm_engine.step()
         except Exception as error:
@@ -181,10 +219,14 @@ class VLLMEngine(Engine):
     def _load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         self._llm.apply_model(forget_expert_kernels)
         try:
-            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named_tensors)})
+            self._llm.collective_rpc(
+                "reload_weights", kwargs={"weights_iterator": iter(named_tensors)}
+            )
         except Exception:
             # Half-loaded layers wait for the rest of theirs, and would take it from the next push.
-            self._llm.apply_model(partial(finalize_layerwise_reload, model_config=self._llm.model_config))
+            self._llm.apply_model(
+                partial(finalize_layerwise_reload, model_config=self._llm.model_config)
+            )
             raise
         finally:
             self.destinations.release()

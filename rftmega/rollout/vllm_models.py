@@ -1,4 +1,6 @@
-"""Arguments of vLLM's that make it compute a model as transformers does, where its own reading of the folder differs."""
+"""Arguments of vLLM's that make it compute a model as transformers does, where its own reading of
+the folder differs.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -6,14 +8,17 @@ from typing import Any
 from rftmega.json_files import read_json_object
 
 DEEPSEEK_V3 = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
-"""How this family chooses experts. Its makers' config.json says so, transformers' does not, and vLLM takes other ways then."""
+"""How this family chooses experts.
+
+Its makers' config.json says so, transformers' does not, and vLLM takes other ways then.
+"""
 
 
 def model_arguments(folder: str | Path, *, on_cuda: bool) -> dict[str, Any]:
     """Returns keyword arguments of `vllm.LLM` for the model in `folder`.
 
-    On a CPU, vLLM 0.32's kernel rotates neighbouring elements (DeepSeek's way) wrongly in queries of several heads, so its own
-    operations in torch serve.
+    On a CPU, vLLM 0.32's kernel rotates neighbouring elements (DeepSeek's way) wrongly in queries
+    of several heads, so its own operations in torch serve.
     """
     config = read_json_object(Path(folder) / "config.json")
     if config["model_type"] != "deepseek_v3":

@@ -1,1 +1,4 @@
-"""Runs untrusted Python: `python -m rftmega.sandbox`, started by `rewards/code.py`. Only the standard library."""
+"""Runs untrusted Python: `python -m rftmega.sandbox`, started by `rewards/code.py`.
+
+Only the standard library.
+"""

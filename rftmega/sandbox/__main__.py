@@ -1,15 +1,19 @@
-"""Runs one answer: reads a job from standard input and writes its outcome as a JSON line to standard output.
+"""Runs one answer: reads a job from standard input and writes its outcome as a JSON line to
+standard output.
 
-First comes the line {"size": bytes, "tests": bytes}, then the job as JSON in as many bytes, then the tests. The job: "answer",
-"seconds" (all together), "memory" (bytes), "namespaces" (true, false, or null: find out), and either "inputs" and "limits"
-(bytes of output, an input), or "inside" for tests (true: in the answer's own interpreter). Tests are read only once the answer's
-process is on its own, so that no memory of it ever holds them.
+First comes the line {"size": bytes, "tests": bytes}, then the job as JSON in as many bytes, then
+the tests. The job: "answer", "seconds" (all together), "memory" (bytes), "namespaces" (true, false,
+or null: find out), and either "inputs" and "limits" (bytes of output, an input), or "inside" for
+tests (true: in the answer's own interpreter). Tests are read only once the answer's process is on
+its own, so that no memory of it ever holds them.
 
-The outcome: "lacks" (what is not to be had: "namespaces", "filter", "files"), and one of "passed"; "outputs" (of programs that
-ended well; the first that didn't ends the list); "unsupported" (why the tests can't be asked from outside); "undecided" (what
-failed that is not the answer's); "refused". Standard input stays open meanwhile: when it closes, the answer ends. Every program
-runs in a child of a child: the middle one makes the namespaces, whose process 1 the program is. A job with "imports" is the
-sandbox's test of itself: its outcome is "failed", which says why an answer could not import what answers import (null: it can).
+The outcome: "lacks" (what is not to be had: "namespaces", "filter", "files"), and one of "passed";
+"outputs" (of programs that ended well; the first that didn't ends the list); "unsupported" (why the
+tests can't be asked from outside); "undecided" (what failed that is not the answer's); "refused".
+Standard input stays open meanwhile: when it closes, the answer ends. Every program runs in a child
+of a child: the middle one makes the namespaces, whose process 1 the program is. A job with
+"imports" is the sandbox's test of itself: its outcome is "failed", which says why an answer could
+not import what answers import (null: it can).
 """
 
 import contextlib
@@ -36,7 +40,8 @@ REFUSED = (
 CONFINED = b"c"  # the first word of a program's news; then comes its wait status in four bytes
 REPORT = len(CONFINED) + 4
 PROGRAMS = 2  # most of one job at a time: the answer and its checker
-EXHAUSTED = (errno.ENOMEM, errno.EAGAIN, errno.ENOSPC, errno.EMFILE, errno.ENFILE)  # the machine's want, not the answer's
+# the machine's want, not the answer's
+EXHAUSTED = (errno.ENOMEM, errno.EAGAIN, errno.ENOSPC, errno.EMFILE, errno.ENFILE)
 
 
 @dataclass
@@ -53,7 +58,10 @@ class Undecidable(Exception):
 
 @dataclass
 class Box:
-    """Box is a sandboxed program as this process sees it. `told`: what its news said so far, first that it is confined."""
+    """Box is a sandboxed program as this process sees it.
+
+    `told`: what its news said so far, first that it is confined.
+    """
 
     folder: str
     user: int
@@ -65,7 +73,8 @@ class Box:
 def main() -> None:
     header = json.loads(_line())
     job = json.loads(_bytes(header["size"]))
-    os.umask(0o022)  # within a box of root's alone, what is made for another user must be open to it
+    # within a box of root's alone, what is made for another user must be open to it
+    os.umask(0o022)
     kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
     if job["namespaces"] is None:
@@ -75,7 +84,11 @@ def main() -> None:
     lacks["files"] = lacks["namespaces"] and not _try(_probe_landlock)
     job["landlock"] = not lacks["files"]
     try:
-        outcome = {"refused": REFUSED} if lacks["namespaces"] and lacks["filter"] else _outcome(job, header["tests"])
+        outcome = (
+            {"refused": REFUSED}
+            if lacks["namespaces"] and lacks["filter"]
+            else _outcome(job, header["tests"])
+        )
     except (Undecidable, MemoryError) as error:
         outcome = {"undecided": str(error) or "out of memory"}
     except OSError as error:
@@ -114,8 +127,8 @@ def _bytes(count: int) -> bytes:
 
 
 def passes(job: dict[str, Any], size: int) -> dict[str, Any]:
-    """Runs the tests, of `size` bytes, in a process other than the answer's, which they query through pipes; reports whether they
-    ran to their end.
+    """Runs the tests, of `size` bytes, in a process other than the answer's, which they query
+    through pipes; reports whether they ran to their end.
     """
     end = time.monotonic() + job["seconds"]
     (requests, requests_in), (replies, replies_in) = os.pipe(), os.pipe()
@@ -144,7 +157,9 @@ def passes(job: dict[str, Any], size: int) -> dict[str, Any]:
 
 
 def passes_inside(job: dict[str, Any], tests: str) -> bool:
-    """Returns whether the tests ran to their end in the answer's interpreter; a token that is made after the fork proves it."""
+    """Returns whether the tests ran to their end in the answer's interpreter; a token that is made
+    after the fork proves it.
+    """
     (token_out, token_in), (verdict_out, verdict_in) = os.pipe(), os.pipe()
     token = os.urandom(32)
 
@@ -167,7 +182,9 @@ def passes_inside(job: dict[str, Any], tests: str) -> bool:
 
 
 def outputs(job: dict[str, Any]) -> list[str]:
-    """Runs the answer as a program on each input, up to the first that it fails with, and returns its outputs."""
+    """Runs the answer as a program on each input, up to the first that it fails with, and returns
+    its outputs.
+    """
     end, found = time.monotonic() + job["seconds"], []
     for text, limit in zip(job["inputs"], job["limits"], strict=True):
         out, out_in = os.pipe()
@@ -200,7 +217,9 @@ def execute(
     end: float,
     started: Callable[[], None],
 ) -> Ended:
-    """Runs `work` in the sandbox until it ends, the clock reaches `end` or more than `limit` bytes come out of `read`."""
+    """Runs `work` in the sandbox until it ends, the clock reaches `end` or more than `limit` bytes
+    come out of `read`.
+    """
     boxes: list[Box] = []
     try:
         start(boxes, work, job, stdin=stdin, stdout=stdout, keep=keep)
@@ -211,10 +230,22 @@ def execute(
         os.close(read)
 
 
-def start(boxes: list[Box], work: Callable[[], int], job: dict[str, Any], *, stdin: int, stdout: int, keep: list[int]) -> None:
+def start(
+    boxes: list[Box],
+    work: Callable[[], int],
+    job: dict[str, Any],
+    *,
+    stdin: int,
+    stdout: int,
+    keep: list[int],
+) -> None:
     """Runs `work` in a sandbox of its own, which is added to `boxes`: `_end` them, come what may."""
     folder = tempfile.mkdtemp(prefix="rftmega-code-")
-    user = confine.FIRST_USER + PROGRAMS * os.getpid() + len(boxes) if os.getuid() == 0 else os.getuid()
+    user = (
+        confine.FIRST_USER + PROGRAMS * os.getpid() + len(boxes)
+        if os.getuid() == 0
+        else os.getuid()
+    )
     news, news_in = os.pipe()
     boxes.append(Box(folder, user, 0, news))
     middle = os.fork()
@@ -234,7 +265,14 @@ def _end(boxes: list[Box], job: dict[str, Any]) -> None:
 
 
 def _middle(
-    work: Callable[[], int], job: dict[str, Any], box: str, user: int, stdin: int, stdout: int, keep: list[int], news: int
+    work: Callable[[], int],
+    job: dict[str, Any],
+    box: str,
+    user: int,
+    stdin: int,
+    stdout: int,
+    keep: list[int],
+    news: int,
 ) -> None:
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     if job["namespaces"]:
@@ -252,8 +290,12 @@ def _middle(
     os._exit(0)
 
 
-def _confine(job: dict[str, Any], box: str, user: int, stdin: int, stdout: int, keep: list[int], news: int) -> None:
-    """Makes this process, which `_middle` forked, one that tested code may run in, and says so in `news`."""
+def _confine(
+    job: dict[str, Any], box: str, user: int, stdin: int, stdout: int, keep: list[int], news: int
+) -> None:
+    """Makes this process, which `_middle` forked, one that tested code may run in, and says so in
+    `news`.
+    """
     for here, there in ((stdin, 0), (stdout, 1)):
         os.dup2(here, there)
     os.dup2(os.open(os.devnull, os.O_RDWR), 2)
@@ -282,7 +324,10 @@ def _confine(job: dict[str, Any], box: str, user: int, stdin: int, stdout: int, 
 
 
 def _watch(box: Box, read: int, limit: int, end: float) -> Ended:
-    """Reads what comes, until the program's end is reported. Raises Undecidable where it never was a program in a sandbox."""
+    """Reads what comes, until the program's end is reported.
+
+    Raises Undecidable where it never was a program in a sandbox.
+    """
     written, status = b"", None
     waiting = select.poll()
     for descriptor in (box.news, read, 0):
@@ -302,12 +347,15 @@ def _watch(box: Box, read: int, limit: int, end: float) -> Ended:
             told = os.read(box.news, 8)
             box.told += told
             if not told:
-                raise Undecidable(f"a process of the sandbox ended early (it had said {box.told!r})")
+                raise Undecidable(
+                    f"a process of the sandbox ended early (it had said {box.told!r})"
+                )
             if len(box.told) < REPORT:
                 continue
             status = int.from_bytes(box.told[len(CONFINED) :], "little")
             os.set_blocking(read, False)
-            with contextlib.suppress(BlockingIOError):  # what is still in the pipe; a daemon may hold its other end
+            # what is still in the pipe; a daemon may hold its other end
+            with contextlib.suppress(BlockingIOError):
                 while len(written) <= limit and (piece := os.read(read, 1 << 16)):
                     written += piece
     _ask_whether_confined(box)
@@ -323,7 +371,9 @@ def _ask_whether_confined(box: Box) -> None:
 
 
 def _kill_all(boxes: list[Box], *, namespaces: bool) -> None:
-    """Ends programs and all that they started: with process 1, or by their users, or child by child as they become ours."""
+    """Ends programs and all that they started: with process 1, or by their users, or child by child
+    as they become ours.
+    """
     for box in boxes:
         with contextlib.suppress(ProcessLookupError):
             if box.middle:
@@ -355,7 +405,9 @@ def _kill_user(user: int) -> None:
 
 
 def _children() -> list[int]:
-    """Processes whose parent this is; those whose own parent died are among them (PR_SET_CHILD_SUBREAPER)."""
+    """Processes whose parent this is; those whose own parent died are among them
+    (PR_SET_CHILD_SUBREAPER).
+    """
     found = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):

@@ -1,4 +1,6 @@
-"""The checker's process: runs a label's tests; the answer's names are stand-ins for objects of the answer's process."""
+"""The checker's process: runs a label's tests; the answer's names are stand-ins for objects of the
+answer's process.
+"""
 
 import ast
 import builtins
@@ -15,7 +17,8 @@ from rftmega.sandbox import plain, program
 PASSED = b"passed"
 UNSUPPORTED = b"unsupported: "
 LONGEST = 64 << 20  # bytes of one reply
-# Modules that an answer may bring into the tests' names: they hold nothing that would end or pass a test.
+# Modules that an answer may bring into the tests' names: they hold nothing that would end or pass a
+# test.
 MODULES = (
     "math", "cmath", "itertools", "functools", "collections", "re", "json", "string", "random", "heapq", "bisect",
     "datetime", "decimal", "fractions", "statistics", "copy", "typing", "numpy",
@@ -23,7 +26,9 @@ MODULES = (
 
 
 class Checker:
-    """Asks the answer's process, one line at a time, and writes the verdict, which no other process can."""
+    """Asks the answer's process, one line at a time, and writes the verdict, which no other process
+    can.
+    """
 
     def __init__(self, requests: int, replies: int, verdict: int):
         self.asked = io.BufferedWriter(io.FileIO(requests, "wb"))
@@ -36,7 +41,8 @@ class Checker:
     def read(self) -> Any:
         line = self.told.readline(LONGEST)
         if not line.endswith(b"\n"):
-            os._exit(1)  # the answer is gone: no test may go on as if an exception had been asked for
+            # the answer is gone: no test may go on as if an exception had been asked for
+            os._exit(1)
         try:
             return json.loads(line)
         except (ValueError, RecursionError, MemoryError):
@@ -47,10 +53,17 @@ class Checker:
         os._exit(1)
 
     def ask(self, operation: str, *given: Any, **named: Any) -> Any:
-        """Returns the value of an operation on the answer's objects. Raises what it raised there."""
+        """Returns the value of an operation on the answer's objects.
+
+        Raises what it raised there.
+        """
         if builtins.input is not self.input or sys.stdin is not self.stdin:
             self.unsupported("they give the answer an input of their own (sys.stdin)")
-        request = {"do": operation, "given": [self.encode(each) for each in given], "named": self.encode(named)}
+        request = {
+            "do": operation,
+            "given": [self.encode(each) for each in given],
+            "named": self.encode(named),
+        }
         try:
             self.asked.write(json.dumps(request).encode() + b"\n")
             self.asked.flush()
@@ -62,7 +75,8 @@ class Checker:
             after = [self.decode(each) for each in told["given"]]
             value = self.decode(told["value"]) if raised is None else self.exception(told)
         except BaseException:
-            os._exit(1)  # not what serve() writes, and no exception of the answer's that a test may ask for
+            # not what serve() writes, and no exception of the answer's that a test may ask for
+            os._exit(1)
         sys.stdout.write(printed)
         for mine, theirs in zip((*given, *named.values()), after, strict=False):
             change(mine, theirs)
@@ -90,7 +104,9 @@ class Checker:
         for handle, held in self.stand_ins.items():
             if held is value:
                 return ["object", handle]
-        holder = value if getattr(value, "__module__", None) else getattr(value, "__objclass__", None)
+        holder = (
+            value if getattr(value, "__module__", None) else getattr(value, "__objclass__", None)
+        )
         module, name = getattr(holder, "__module__", None), getattr(value, "__qualname__", "")
         if module not in sys.stdlib_module_names or not name or named(module, name) is not value:
             self.unsupported(f"they give the answer a {type(value).__qualname__}")
@@ -146,7 +162,11 @@ def change(mine: Any, theirs: Any) -> None:
         for key in [key for key in mine if key not in theirs]:
             del mine[key]
         for key, new in theirs.items():
-            if key in mine and isinstance(mine[key], list | dict | set) and type(mine[key]) is type(new):
+            if (
+                key in mine
+                and isinstance(mine[key], list | dict | set)
+                and type(mine[key]) is type(new)
+            ):
                 change(mine[key], new)
             else:
                 mine[key] = new
@@ -156,7 +176,10 @@ def change(mine: Any, theirs: Any) -> None:
 
 
 class StandIn:
-    """One object of the answer's that is no plain value. It never equals a plain value, and is never asked whether it does."""
+    """One object of the answer's that is no plain value.
+
+    It never equals a plain value, and is never asked whether it does.
+    """
 
     _checker: Checker
     _handle: int
@@ -211,13 +234,17 @@ class StandIn:
         if isinstance(other, StandIn):
             self._checker.unsupported("they compare or combine objects of the answer's own classes")
         if vars(self)["_module"] not in ("answer", "builtins"):
-            self._checker.unsupported(f"they compare a {vars(self)['_module']}.{vars(self)['_name']}")
+            self._checker.unsupported(
+                f"they compare a {vars(self)['_module']}.{vars(self)['_name']}"
+            )
         return NotImplemented
 
     def __eq__(self, other: object) -> Any:
         return True if other is self else self._both(other)
 
-    __lt__ = __le__ = __gt__ = __ge__ = __add__ = __sub__ = __mul__ = __truediv__ = __mod__ = __and__ = __or__ = _both
+    __lt__ = __le__ = __gt__ = __ge__ = __add__ = __sub__ = __mul__ = __truediv__ = __mod__ = (
+        __and__
+    ) = __or__ = _both
 
 
 def check(tests: str, requests: int, replies: int, verdict: int) -> int:
@@ -229,7 +256,9 @@ def check(tests: str, requests: int, replies: int, verdict: int) -> int:
     for name, value in names.items():
         genuine = isinstance(value, types.ModuleType)
         if hasattr(builtins, name) and name in used:
-            checker.unsupported(f"they use {name}, a name of Python's own that the answer defines anew")
+            checker.unsupported(
+                f"they use {name}, a name of Python's own that the answer defines anew"
+            )
         if not name.startswith("__") and (genuine or name not in sys.stdlib_module_names):
             setattr(module, name, value)
     sys.modules["answer"] = module

@@ -1,4 +1,6 @@
-"""Takes from a process the privileges that tested code must not have, for good, for the process and its children."""
+"""Takes from a process the privileges that tested code must not have, for good, for the process and
+its children.
+"""
 
 import contextlib
 import os
@@ -16,29 +18,42 @@ FILES = 4096
 WORK = "/answer"
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache")
-FIRST_USER = 1_900_000_000  # of one run each, so that runs neither count nor signal each other; nobody has such ids
+# of one run each, so that runs neither count nor signal each other; nobody has such ids
+FIRST_USER = 1_900_000_000
 
 
 def enter_namespaces() -> None:
-    """Enters new namespaces for users (unless root), mounts, processes, network, IPC and host name; the next fork is process 1.
+    """Enters new namespaces for users (unless root), mounts, processes, network, IPC and host name;
+    the next fork is process 1.
 
     Raises OSError where the kernel, or a container's policy, doesn't allow all of them.
     """
-    flags = kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
+    flags = (
+        kernel.CLONE_NEWNS
+        | kernel.CLONE_NEWPID
+        | kernel.CLONE_NEWNET
+        | kernel.CLONE_NEWIPC
+        | kernel.CLONE_NEWUTS
+    )
     user, group = os.getuid(), os.getgid()
     if user == 0:
         kernel.unshare(flags)
         return
     kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # otherwise the maps below belong to root
     kernel.unshare(flags | kernel.CLONE_NEWUSER)
-    for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+    for name, text in (
+        ("setgroups", "deny"),
+        ("uid_map", f"{user} {user} 1"),
+        ("gid_map", f"{group} {group} 1"),
+    ):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
 
 
 def enter_private_root(box: str) -> None:
-    """Makes `box`, an empty folder, this process's root: Python and the system's libraries, read-only, and an empty WORK.
+    """Makes `box`, an empty folder, this process's root: Python and the system's libraries,
+    read-only, and an empty WORK.
 
     Raises OSError where a mount is not allowed.
     """
@@ -85,7 +100,9 @@ def python_folders() -> list[str]:
 
 
 def limit(*, seconds: float, memory: int) -> None:
-    """Limits of this process and, one by one, its children; of tasks, for all of its user's (or namespace's) together."""
+    """Limits of this process and, one by one, its children; of tasks, for all of its user's (or
+    namespace's) together.
+    """
     tasks = TASKS if os.getuid() == 0 else TASKS + _tasks_of(os.getuid())
     for name, value in (
         (resource.RLIMIT_AS, memory),
@@ -101,7 +118,9 @@ def limit(*, seconds: float, memory: int) -> None:
 
 
 def _tasks_of(user: int) -> int:
-    """Threads that `user` has already, as the limit counts them; 0 in a namespace of one's own, where /proc is not to be seen."""
+    """Threads that `user` has already, as the limit counts them; 0 in a namespace of one's own,
+    where /proc is not to be seen.
+    """
     count = 0
     for pid in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ()):
         with contextlib.suppress(OSError):
@@ -132,7 +151,10 @@ def filter_system_calls(*, own_pid: int | None) -> bool:
 
 
 def restrict_files(own: str, opened: Mapping[str, int] | None = None) -> bool:
-    """Leaves `own`, and what a private root would show, folders of `opened` by their descriptors. False without Landlock."""
+    """Leaves `own`, and what a private root would show, folders of `opened` by their descriptors.
+
+    False without Landlock.
+    """
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
     try:
         readable = [path for path in _visible() if path not in DEVICES and _may_open(path)]

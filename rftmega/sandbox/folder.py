@@ -17,7 +17,9 @@ def remove(box: str) -> None:
                 if not stat.S_ISLNK(os.lstat(each).st_mode):
                     os.chmod(each, 0o700)
         with contextlib.suppress(OSError):
-            function(path) if function in (os.unlink, os.rmdir) else shutil.rmtree(path, onerror=open_up)
+            function(path) if function in (os.unlink, os.rmdir) else shutil.rmtree(
+                path, onerror=open_up
+            )
 
     if os.path.isdir(box):
         shutil.rmtree(box, onerror=open_up)

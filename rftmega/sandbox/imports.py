@@ -1,4 +1,6 @@
-"""Makes Python's folders importable for tested code, through descriptors where its user may not pass; and tests that."""
+"""Makes Python's folders importable for tested code, through descriptors where its user may not
+pass; and tests that.
+"""
 
 import importlib
 import importlib.util
@@ -9,7 +11,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-# What answers import, and a run would silently score 0 without. All of it comes with Python but numpy.
+# What answers import, and a run would silently score 0 without. All of it comes with Python but
+# numpy.
 MODULES = (
     "abc", "array", "base64", "bisect", "calendar", "cmath", "collections", "contextlib", "copy", "csv", "dataclasses",
     "datetime", "decimal", "difflib", "enum", "fractions", "functools", "hashlib", "heapq", "inspect", "io", "itertools",
@@ -32,7 +35,10 @@ print(json.dumps(failed))
 
 
 def open_folders(folders: list[str]) -> dict[str, int]:
-    """Folder -> a descriptor of it, for those below a folder that not every user may pass. Call it with privileges."""
+    """Folder -> a descriptor of it, for those below a folder that not every user may pass.
+
+    Call it with privileges.
+    """
     return {
         folder: os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         for folder in dict.fromkeys(map(os.path.realpath, folders))
@@ -41,7 +47,9 @@ def open_folders(folders: list[str]) -> dict[str, int]:
 
 
 def closed_to_others(path: str, below: str = "/") -> str | None:
-    """Returns the first of `path` and the folders between it and `below` that not every user may pass (a file: read)."""
+    """Returns the first of `path` and the folders between it and `below` that not every user may
+    pass (a file: read).
+    """
     way = [os.path.realpath(path)]
     while way[-1] not in ("/", os.path.realpath(below)):
         way.append(os.path.dirname(way[-1]))
@@ -54,7 +62,9 @@ def closed_to_others(path: str, below: str = "/") -> str | None:
 
 
 def through(opened: dict[str, int]) -> Callable[[str], str]:
-    """Returns a function from a path to one that leads to the same file through a descriptor, where one of `opened` does."""
+    """Returns a function from a path to one that leads to the same file through a descriptor, where
+    one of `opened` does.
+    """
 
     def way(path: str) -> str:
         real = os.path.realpath(path)
@@ -67,7 +77,10 @@ def through(opened: dict[str, int]) -> Callable[[str], str]:
 
 
 def import_through(opened: dict[str, int]) -> None:
-    """Makes this process import through the descriptors. Call it with privileges: without them paths can't be resolved."""
+    """Makes this process import through the descriptors.
+
+    Call it with privileges: without them paths can't be resolved.
+    """
     if not opened:
         return
     way = through(opened)
@@ -80,9 +93,17 @@ def import_through(opened: dict[str, int]) -> None:
 
 
 def test_job(job: dict[str, Any]) -> dict[str, Any]:
-    """Returns the job that asks which of MODULES, as far as this process has them, an answer can't import."""
+    """Returns the job that asks which of MODULES, as far as this process has them, an answer can't
+    import.
+    """
     found = [name for name in MODULES if importlib.util.find_spec(name)]
-    told = {"answer": TEST, "inputs": [json.dumps(found)], "limits": [LIMIT], "memory": MEMORY, "seconds": SECONDS}
+    told = {
+        "answer": TEST,
+        "inputs": [json.dumps(found)],
+        "limits": [LIMIT],
+        "memory": MEMORY,
+        "seconds": SECONDS,
+    }
     return job | told
 
 
@@ -93,7 +114,11 @@ def why_not(outputs: list[str]) -> str | None:
     failed: dict[str, str] = json.loads(outputs[0])
     if not failed:
         return None
-    closed = {name: barrier for name in failed if (barrier := closed_to_others(origin(name), python_of(origin(name))))}
+    closed = {
+        name: barrier
+        for name in failed
+        if (barrier := closed_to_others(origin(name), python_of(origin(name))))
+    }
     first = next(iter(closed or failed))
     barrier = closed.get(first) or closed_to_others(origin(first))
     where = f"{first} is {origin(first)}"
@@ -118,7 +143,13 @@ def origin(name: str) -> str:
 
 
 def python_of(path: str) -> str:
-    """Returns the folder of Python that holds `path`, which a descriptor or a mount leads to; "/" where it is in none."""
+    """Returns the folder of Python that holds `path`, which a descriptor or a mount leads to; "/"
+    where it is in none.
+    """
     real = os.path.realpath(path)
-    inside = [folder for folder in (sys.prefix, sys.base_prefix) if real.startswith(f"{os.path.realpath(folder)}/")]
+    inside = [
+        folder
+        for folder in (sys.prefix, sys.base_prefix)
+        if real.startswith(f"{os.path.realpath(folder)}/")
+    ]
     return inside[0] if inside else "/"

@@ -1,4 +1,6 @@
-"""Files by permission of Landlock (Linux 5.13), which every process may ask for itself: the fallback for a private root."""
+"""Files by permission of Landlock (Linux 5.13), which every process may ask for itself: the
+fallback for a private root.
+"""
 
 import ctypes
 import os
@@ -12,7 +14,8 @@ BENEATH = 1  # a rule about a path and all below it
 READ = 0b1101  # execute, read a file, read a folder
 WRITE_FILE = 0b10
 MOST = (1 << 13) - 1  # and remove or make whatever there is in the first version
-LATER = {2: 1 << 13, 3: 1 << 14, 5: 1 << 15}  # version -> what it added: moving between folders, truncating, ioctl of devices
+# version -> what it added: moving between folders, truncating, ioctl of devices
+LATER = {2: 1 << 13, 3: 1 << 14, 5: 1 << 15}
 
 
 class _Rule(ctypes.Structure):
@@ -21,7 +24,8 @@ class _Rule(ctypes.Structure):
 
 
 def restrict_files(*, own: str, readable: Iterable[str], devices: Iterable[str]) -> None:
-    """From here on: anything in the folder `own`, reading `readable`, reading and writing `devices`, no other file.
+    """From here on: anything in the folder `own`, reading `readable`, reading and writing
+    `devices`, no other file.
 
     Needs no_new_privs. Raises OSError where the kernel has no Landlock.
     """

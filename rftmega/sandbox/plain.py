@@ -1,4 +1,6 @@
-"""Values between the checker's process and the answer's, as JSON: what is written here, and nothing that runs on reading."""
+"""Values between the checker's process and the answer's, as JSON: what is written here, and nothing
+that runs on reading.
+"""
 
 import importlib
 import sys
@@ -15,7 +17,10 @@ AS_ISO = ("datetime", "date", "time")  # in this order: a datetime is a date
 
 
 def encode(value: Any, other: Callable[[Any], Any]) -> Any:
-    """`value` for json.dumps; `other` gives what stands for a value that is not plain. Subclasses become their plain base."""
+    """`value` for json.dumps; `other` gives what stands for a value that is not plain.
+
+    Subclasses become their plain base.
+    """
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):
@@ -24,11 +29,20 @@ def encode(value: Any, other: Callable[[Any], Any]) -> Any:
         return float(value)
     if isinstance(value, str):
         return str.__str__(value)
-    for name, kind in (("list", list), ("tuple", tuple), ("set", set), ("frozenset", frozenset), ("deque", deque)):
+    for name, kind in (
+        ("list", list),
+        ("tuple", tuple),
+        ("set", set),
+        ("frozenset", frozenset),
+        ("deque", deque),
+    ):
         if isinstance(value, kind):
             return [name, [encode(each, other) for each in value]]
     if isinstance(value, dict):
-        return ["dict", [[encode(key, other), encode(each, other)] for key, each in dict.items(value)]]
+        return [
+            "dict",
+            [[encode(key, other), encode(each, other)] for key, each in dict.items(value)],
+        ]
     if isinstance(value, bytes | bytearray):
         return ["bytes" if isinstance(value, bytes) else "bytearray", value.hex()]
     if isinstance(value, complex):
@@ -53,7 +67,10 @@ def _of_library(value: Any, other: Callable[[Any], Any]) -> Any:
         if isinstance(value, numpy.generic) and not isinstance(value.item(), numpy.generic):
             return encode(value.item(), other)
         if isinstance(value, numpy.ndarray) and value.dtype.kind in "biufc":
-            return ["ndarray", [value.dtype.str, list(value.shape), encode(value.ravel().tolist(), other)]]
+            return [
+                "ndarray",
+                [value.dtype.str, list(value.shape), encode(value.ravel().tolist(), other)],
+            ]
     return other(value)
 
 
@@ -85,5 +102,9 @@ def decode(held: Any, other: Callable[[str, Any], Any]) -> Any:
         return getattr(importlib.import_module("datetime"), tag).fromisoformat(rest)
     if tag == "ndarray":
         kind, shape, numbers = rest
-        return importlib.import_module("numpy").array(decode(numbers, other), dtype=kind).reshape(shape)
+        return (
+            importlib.import_module("numpy")
+            .array(decode(numbers, other), dtype=kind)
+            .reshape(shape)
+        )
     return other(tag, rest)

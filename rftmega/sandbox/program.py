@@ -14,7 +14,9 @@ DEEPEST = 10_000  # elements of a compared container that are looked at
 
 
 def proof(token: bytes) -> bytes:
-    """Returns the proof that the tests have passed, which only a process that knows the token can compute."""
+    """Returns the proof that the tests have passed, which only a process that knows the token can
+    compute.
+    """
     return hashlib.blake2b(PASSED, key=token).digest()
 
 
@@ -27,15 +29,19 @@ def run_answer(answer: str) -> dict[str, object]:
 
 
 def run_checks(tests: str, space: dict[str, object]) -> None:
-    """Runs the tests, in a process where no answer runs, with the names in `space`. Raises what they raise."""
+    """Runs the tests, in a process where no answer runs, with the names in `space`.
+
+    Raises what they raise.
+    """
     exec(compile(tests, "<tests>", "exec"), space)
 
 
 def run_tests(answer: str, tests: str, token_fd: int, verdict_fd: int) -> None:
     """Runs the answer, then the tests in its namespace, then writes `proof(token)` to `verdict_fd`.
 
-    Everything that is needed afterwards is looked up before the answer can replace it, and the token itself is in no variable
-    of Python's while the answer runs, nor in a pipe, only in the state of a hash.
+    Everything that is needed afterwards is looked up before the answer can replace it, and the
+    token itself is in no variable of Python's while the answer runs, nor in a pipe, only in the
+    state of a hash.
     """
     state = hashlib.blake2b(key=os.read(token_fd, 64))
     os.close(token_fd)
@@ -56,7 +62,10 @@ def run_tests(answer: str, tests: str, token_fd: int, verdict_fd: int) -> None:
 
 
 def run_program(answer: str) -> int:
-    """Runs the answer as a main program on this process's standard input and output. The exit status."""
+    """Runs the answer as a main program on this process's standard input and output.
+
+    The exit status.
+    """
     sys.stdin, sys.stdout = io.TextIOWrapper(io.FileIO(0)), io.TextIOWrapper(io.FileIO(1, "w"))
     sys.argv = ["answer.py"]
     module = types.ModuleType("__main__")
@@ -76,13 +85,18 @@ def run_program(answer: str) -> int:
 
 
 def honest_comparisons(tests: str, name: str) -> ast.Module:
-    """The tests with every operand of ==, != and `in` passed through the function `name`, which is `honest`."""
+    """The tests with every operand of ==, != and `in` passed through the function `name`, which is
+    `honest`.
+    """
 
     class Wrap(ast.NodeTransformer):
         def visit_Compare(self, node: ast.Compare) -> ast.AST:
             self.generic_visit(node)
             if any(isinstance(operator, ast.Eq | ast.NotEq | ast.In) for operator in node.ops):
-                node.left, node.comparators = wrapped(node.left), [wrapped(each) for each in node.comparators]
+                node.left, node.comparators = (
+                    wrapped(node.left),
+                    [wrapped(each) for each in node.comparators],
+                )
             return node
 
     def wrapped(value: ast.expr) -> ast.expr:
@@ -92,12 +106,21 @@ def honest_comparisons(tests: str, name: str) -> ast.Module:
 
 
 def honest(value: object) -> object:
-    """`value`. Raises AssertionError where it, or something in it, claims to equal an object that nothing equals."""
+    """`value`.
+
+    Raises AssertionError where it, or something in it, claims to equal an object that nothing
+    equals.
+    """
     left, looked = [value], 0
     while left and looked < DEEPEST:
         looked += 1
         item = left.pop()
-        if isinstance(item, list | tuple | set | frozenset) and type(item) in (list, tuple, set, frozenset):
+        if isinstance(item, list | tuple | set | frozenset) and type(item) in (
+            list,
+            tuple,
+            set,
+            frozenset,
+        ):
             left.extend(item)
         elif isinstance(item, dict) and type(item) is dict:
             left.extend(item.values())

@@ -1,4 +1,6 @@
-"""The answer's process: runs the answer, then does with its objects what the checker's process asks for."""
+"""The answer's process: runs the answer, then does with its objects what the checker's process asks
+for.
+"""
 
 import contextlib
 import importlib
@@ -11,7 +13,8 @@ from typing import Any
 
 from rftmega.sandbox import plain, program
 
-# No comparison and no arithmetic: an object that is asked whether it equals 4 knows what is expected of it.
+# No comparison and no arithmetic: an object that is asked whether it equals 4 knows what is
+# expected of it.
 OPERATIONS: dict[str, Callable[..., Any]] = {
     "call": lambda what, *given, **named: what(*given, **named),
     "getattr": getattr, "setattr": setattr, "getitem": operator.getitem, "setitem": operator.setitem,
@@ -36,9 +39,21 @@ class Served:
         if id(value) not in self.handles:
             self.handles[id(value)] = len(self.objects)
             self.objects.append(value)
-        bases = builtin_bases(value) if isinstance(value, type) and issubclass(value, BaseException) else []
-        kind = value if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType) else type(value)
-        where = "type" if isinstance(value, type) and kind.__module__ == "builtins" else str(kind.__module__)
+        bases = (
+            builtin_bases(value)
+            if isinstance(value, type) and issubclass(value, BaseException)
+            else []
+        )
+        kind = (
+            value
+            if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType)
+            else type(value)
+        )
+        where = (
+            "type"
+            if isinstance(value, type) and kind.__module__ == "builtins"
+            else str(kind.__module__)
+        )
         return ["object", [self.handles[id(value)], where, str(kind.__qualname__), bases]]
 
     def decode(self, held: Any) -> Any:
@@ -53,24 +68,38 @@ class Served:
         return found
 
     def do(self, request: Any) -> dict[str, Any]:
-        """Serves one request: returns its value or exception, what was printed and what became of the arguments."""
+        """Serves one request: returns its value or exception, what was printed and what became of
+        the arguments.
+        """
         printed = io.StringIO()
-        given, named = [self.decode(each) for each in request["given"]], self.decode(request["named"])
+        given, named = (
+            [self.decode(each) for each in request["given"]],
+            self.decode(request["named"]),
+        )
         told: dict[str, Any] = {}
         with contextlib.redirect_stdout(printed):
             try:
                 told["value"] = self.encode(OPERATIONS[request["do"]](*given, **named))
             except BaseException as error:
                 told["raised"] = builtin_bases(type(error))
-                told["name"] = getattr(error, "name", None) if isinstance(error, NameError) else None
+                told["name"] = (
+                    getattr(error, "name", None) if isinstance(error, NameError) else None
+                )
                 told["object"] = self.hand_out(type(error))[1][0]
-                told["args"] = [each if isinstance(each, str | int | float | None) else repr(each) for each in error.args]
+                told["args"] = [
+                    each if isinstance(each, str | int | float | None) else repr(each)
+                    for each in error.args
+                ]
         told["given"] = [self.encode(each) for each in (*given, *named.values())]
         return told | {"printed": printed.getvalue()}
 
 
 def builtin_bases(kind: type) -> list[str]:
-    return [base.__name__ for base in kind.__mro__ if base.__module__ == "builtins" and base is not object]
+    return [
+        base.__name__
+        for base in kind.__mro__
+        if base.__module__ == "builtins" and base is not object
+    ]
 
 
 def serve(answer: str, requests: int, replies: int) -> int:
@@ -78,7 +107,11 @@ def serve(answer: str, requests: int, replies: int) -> int:
     space = program.run_answer(answer)
     served = Served()
     with open(requests, "rb") as asked, open(replies, "wb") as told:
-        names = {name: served.encode(value) for name, value in list(space.items()) if not name.startswith("__")}
+        names = {
+            name: served.encode(value)
+            for name, value in list(space.items())
+            if not name.startswith("__")
+        }
         told.write(json.dumps(names).encode() + b"\n")
         told.flush()
         for line in asked:

@@ -1,4 +1,6 @@
-"""A filter of system calls (seccomp, classic BPF): what tested code has no use for fails with EPERM."""
+"""A filter of system calls (seccomp, classic BPF): what tested code has no use for fails with
+EPERM.
+"""
 
 import ctypes
 import errno
@@ -6,8 +8,8 @@ import os
 
 from rftmega.sandbox import kernel
 
-# Name: number on x86-64, on 64-bit ARM. Ways around the limits (namespaces, memory that no limit counts), into other
-# processes, and parts of the kernel that are best left alone.
+# Name: number on x86-64, on 64-bit ARM. Ways around the limits (namespaces, memory that no limit
+# counts), into other processes, and parts of the kernel that are best left alone.
 DENIED = {
     "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39), "open_tree": (428, 428),
     "move_mount": (429, 429), "fsopen": (430, 430), "mount_setattr": (442, 442), "memfd_create": (319, 279), "shmget": (29, 194),
@@ -16,9 +18,11 @@ DENIED = {
     "io_uring_setup": (425, 425), "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282),
     "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219), "kexec_load": (246, 104),
 }  # fmt: skip
-CLONE3 = (435, 435)  # takes its flags from memory, where a filter can't look; without it, libc uses clone
+# takes its flags from memory, where a filter can't look; without it, libc uses clone
+CLONE3 = (435, 435)
 SOCKET, CLONE, KILL, TKILL, TGKILL = (41, 198), (56, 220), (62, 129), (200, 130), (234, 131)
-ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # machine -> column above, AUDIT_ARCH
+# machine -> column above, AUDIT_ARCH
+ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 X32 = 0x40000000  # numbers from here on are a second table of x86-64's
 AF_UNIX = 1
 
@@ -29,7 +33,8 @@ Step = tuple[int, int, int, int]  # code, jump if true, jump if false, constant
 
 
 def program(machine: str, *, own_pid: int | None) -> list[Step]:
-    """The filter. `own_pid`: signals may go to this process only, which matters where it shares a user with others.
+    """The filter. `own_pid`: signals may go to this process only, which matters where it shares a
+    user with others.
 
     Raises KeyError for an architecture whose numbers are not here.
     """
@@ -41,11 +46,29 @@ def program(machine: str, *, own_pid: int | None) -> list[Step]:
     for numbers in DENIED.values():
         steps += [(EQUAL, 0, 1, numbers[column]), refuse]
     steps += [(EQUAL, 0, 1, CLONE3[column]), (RETURN, 0, 0, FAIL | errno.ENOSYS)]
-    steps += [(EQUAL, 0, 4, SOCKET[column]), (LOAD, 0, 0, FIRST_ARGUMENT), (EQUAL, 0, 1, AF_UNIX), allow, refuse]
-    steps += [(EQUAL, 0, 4, CLONE[column]), (LOAD, 0, 0, FIRST_ARGUMENT), (ANY_BIT, 1, 0, kernel.CLONE_NEWUSER), allow, refuse]
+    steps += [
+        (EQUAL, 0, 4, SOCKET[column]),
+        (LOAD, 0, 0, FIRST_ARGUMENT),
+        (EQUAL, 0, 1, AF_UNIX),
+        allow,
+        refuse,
+    ]
+    steps += [
+        (EQUAL, 0, 4, CLONE[column]),
+        (LOAD, 0, 0, FIRST_ARGUMENT),
+        (ANY_BIT, 1, 0, kernel.CLONE_NEWUSER),
+        allow,
+        refuse,
+    ]
     if own_pid is not None:
         for numbers in (KILL, TKILL, TGKILL):
-            steps += [(EQUAL, 0, 4, numbers[column]), (LOAD, 0, 0, FIRST_ARGUMENT), (EQUAL, 0, 1, own_pid), allow, refuse]
+            steps += [
+                (EQUAL, 0, 4, numbers[column]),
+                (LOAD, 0, 0, FIRST_ARGUMENT),
+                (EQUAL, 0, 1, own_pid),
+                allow,
+                refuse,
+            ]
     return [*steps, allow]
 
 
@@ -54,10 +77,14 @@ class _Filter(ctypes.Structure):
 
 
 def install(*, own_pid: int | None) -> None:
-    """Filters this process and its children, for good. Raises OSError or KeyError where that can't be done here."""
+    """Filters this process and its children, for good.
+
+    Raises OSError or KeyError where that can't be done here.
+    """
     steps = program(os.uname().machine, own_pid=own_pid)
     packed = b"".join(
-        code.to_bytes(2, "little") + bytes([yes, no]) + constant.to_bytes(4, "little") for code, yes, no, constant in steps
+        code.to_bytes(2, "little") + bytes([yes, no]) + constant.to_bytes(4, "little")
+        for code, yes, no, constant in steps
     )
     memory = ctypes.create_string_buffer(packed, len(packed))
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)

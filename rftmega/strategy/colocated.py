@@ -33,14 +33,21 @@ class ColocatedPolicy:
         return self.actor.reference_log_probs(rows)
 
     def step(
-        self, experience: Experience, loss_fn: LossFn, *, auxiliary: Auxiliary | None = None, scored: Told | None = None
+        self,
+        experience: Experience,
+        loss_fn: LossFn,
+        *,
+        auxiliary: Auxiliary | None = None,
+        scored: Told | None = None,
     ) -> Metrics:
         self.phases.update()
         return self.actor.runner.step(experience, loss_fn, auxiliary=auxiliary, scored=scored)
 
 
 class ColocatedValues:
-    """ColocatedValues brings a value model to the device before it computes; DevicePhases knows it by `name`."""
+    """ColocatedValues brings a value model to the device before it computes; DevicePhases knows it
+    by `name`.
+    """
 
     def __init__(self, model: MegatronCritic, phases: DevicePhases, name: str):
         self.model, self.phases, self.name = model, phases, name

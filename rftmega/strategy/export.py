@@ -9,7 +9,8 @@ from rftmega.parallel.topology import Topology
 
 
 def export(model: MegatronActor | MegatronCritic, config: RunConfig, folder: str | Path) -> None:
-    """Writes a policy, and beside it `folder`_ema where an average is kept, or a value model as a classifier of one label.
+    """Writes a policy, and beside it `folder`_ema where an average is kept, or a value model as a
+    classifier of one label.
 
     Every process calls it, with the weights on the device.
     """
@@ -20,7 +21,17 @@ def export(model: MegatronActor | MegatronCritic, config: RunConfig, folder: str
             export_weights(model.manager, model.topology, config, f"{folder}_ema")
 
 
-def export_weights(manager: MegatronModelManager, topology: Topology, config: RunConfig, folder: str | Path) -> None:
+def export_weights(
+    manager: MegatronModelManager, topology: Topology, config: RunConfig, folder: str | Path
+) -> None:
     """The present weights alone."""
-    exporter = weights.Exporter(manager.bound, topology, bucket_bytes=config.trainer.push_bucket_mib * 2**20)
-    weights.export_hf_folder(exporter, manager.cfg.model.path, folder, write=topology.is_main, classifier=manager.value_model)
+    exporter = weights.Exporter(
+        manager.bound, topology, bucket_bytes=config.trainer.push_bucket_mib * 2**20
+    )
+    weights.export_hf_folder(
+        exporter,
+        manager.cfg.model.path,
+        folder,
+        write=topology.is_main,
+        classifier=manager.value_model,
+    )

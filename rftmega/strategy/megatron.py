@@ -29,8 +29,8 @@ Learnt = TypeVar("Learnt", MegatronActor, MegatronCritic)
 
 
 class MegatronStrategy:
-    """Every process holds its shard of the actor. Colocated, it holds an engine too (or its slice of one), and they take turns;
-    separate, vLLM servers beside the processes are the engines.
+    """Every process holds its shard of the actor. Colocated, it holds an engine too (or its slice
+    of one), and they take turns; separate, vLLM servers beside the processes are the engines.
     """
 
     def __init__(self, config: RunConfig, world: World, *, stop_ids: Sequence[int]):
@@ -45,7 +45,9 @@ class MegatronStrategy:
         actor = self.actor = self._built(MegatronActor(config, self.topology))
         manager = actor.manager
         judges = self._build_value_models()
-        self.trained: dict[str, Model] = {name: model for name, model in judges.items() if name == "critic"} | {POLICY: actor}
+        self.trained: dict[str, Model] = {
+            name: model for name, model in judges.items() if name == "critic"
+        } | {POLICY: actor}
         separate = config.strategy == "separate"
         if world.is_main:
             log.info(
@@ -58,10 +60,16 @@ class MegatronStrategy:
                 config.rollout.engine,
                 config.strategy,
             )
-        models = {POLICY: manager.residency} | {name: model.manager.residency for name, model in judges.items()}
-        self.phases = DevicePhases(models, offload=config.trainer.offload, predicted=predicted(config, world))
+        models = {POLICY: manager.residency} | {
+            name: model.manager.residency for name, model in judges.items()
+        }
+        self.phases = DevicePhases(
+            models, offload=config.trainer.offload, predicted=predicted(config, world)
+        )
         self.phases.start()
-        self.local_engine = rollout.create(config, world, vocabulary=manager.description.vocabulary, stop_ids=stop_ids)
+        self.local_engine = rollout.create(
+            config, world, vocabulary=manager.description.vocabulary, stop_ids=stop_ids
+        )
         if not separate:
             self.phases.engine = self.local_engine
             self.local_engine.sleep()  # it holds all that it may, and the trainer comes back
@@ -74,7 +82,9 @@ class MegatronStrategy:
         self.reward_model: ValueModel | None = faces.get("reward_model")
         sync = self.local_engine.weight_sync(manager.bound, bucket_bytes=self._bucket_bytes)
         self.weights: WeightSync = ColocatedWeights(sync, self.phases)
-        face, self.engine_processes = (ServerPool, world.size) if separate else (EnginePool, config.rollout.tensor)
+        face, self.engine_processes = (
+            (ServerPool, world.size) if separate else (EnginePool, config.rollout.tensor)
+        )
         self.engine: RolloutEngine = face(
             self.local_engine,
             self.phases,
@@ -87,34 +97,41 @@ class MegatronStrategy:
         actor.push_to_rollout = self.weights.push
 
     def _build_value_models(self) -> dict[str, MegatronCritic]:
-        """Those that the config asks for: the critic, with the layout and the optimizer of its own section, and the reward model,
-        with the policy's layout and no optimizer.
+        """Those that the config asks for: the critic, with the layout and the optimizer of its own
+        section, and the reward model, with the policy's layout and no optimizer.
         """
         config, found = self.config, {}
         if config.algorithm.advantage.needs_critic:
             chosen = config.critic
             model = replace(config.model, path=chosen.path or config.model.path)
             own = replace(config, model=model, parallel=chosen.parallel, optimizer=chosen.optimizer)
-            found["critic"] = self._built(MegatronCritic(own, Topology.create(chosen.parallel, seed=config.trainer.seed)))
+            found["critic"] = self._built(
+                MegatronCritic(own, Topology.create(chosen.parallel, seed=config.trainer.seed))
+            )
         if config.reward.model:
             own = replace(config, model=replace(config.model, path=config.reward.model_path))
             found["reward_model"] = self._built(MegatronCritic(own, self.topology, role="reward"))
         for name, built in found.items():
             if self.topology.is_main:
                 log.info(
-                    "%s: %s, %s", name, built.manager.cfg.model.path, layout_name(built.manager.cfg.parallel, built.topology.data)
+                    "%s: %s, %s",
+                    name,
+                    built.manager.cfg.model.path,
+                    layout_name(built.manager.cfg.parallel, built.topology.data),
                 )
         return found
 
     def _built(self, model: Learnt) -> Learnt:
-        """Moves a model off the device as soon as it is built, where models take turns: the next one needs the memory."""
+        """Moves a model off the device as soon as it is built, where models take turns: the next
+        one needs the memory.
+        """
         if self.config.trainer.offload:
             model.manager.residency.only()
         return model
 
     def export(self, folder: str | Path) -> None:
-        """Writes the policy as a Hugging Face folder, and beside it `folder`_ema where an average is kept; every process
-        calls it.
+        """Writes the policy as a Hugging Face folder, and beside it `folder`_ema where an average
+        is kept; every process calls it.
         """
         self.phases.push()
         export(self.actor, self.config, folder)

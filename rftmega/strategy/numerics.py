@@ -1,4 +1,6 @@
-"""EngineNumerics tells how exactly engine and trainer can agree, and lets all processes agree on whether they do."""
+"""EngineNumerics tells how exactly engine and trainer can agree, and lets all processes agree on
+whether they do.
+"""
 
 from rftmega.megatron import MegatronActor
 from rftmega.parallel.collectives import all_reduce

@@ -22,18 +22,24 @@ def predicted(config: RunConfig, world: World) -> Predicted:
     """Predicts by `rftmega.planning` the bytes that this process will hold in each phase."""
     auto = str(device.current().train_dtype).removeprefix("torch.")
     models = models_of(config, auto=auto, narrow_whole=uses_transformer_engine())
-    stages = {name: place_of(world.rank, world.size, planned.parallel).stage for name, planned in models.items()}
+    stages = {
+        name: place_of(world.rank, world.size, planned.parallel).stage
+        for name, planned in models.items()
+    }
     phases = resident(models, config, world.size, stages)
     if "push" in phases:
-        phases["push"] = phases["push"] | {"push_buffers": push_buffers(models[POLICY], config, world.size)[world.rank]}
+        phases["push"] = phases["push"] | {
+            "push_buffers": push_buffers(models[POLICY], config, world.size)[world.rank]
+        }
     return phases
 
 
 class Memory:
     """Memory measures this process's memory, phase by phase, in MiB.
 
-    `take` gives the most of each phase, which may hold the device several times in a step: memory_<phase>_<kind>_mib, of living
-    tensors by kind, and memory_<phase>_<kind>_mib_predicted; memory_<phase>_<name>_mib, of `device.memory`.
+    `take` gives the most of each phase, which may hold the device several times in a step:
+    memory_<phase>_<kind>_mib, of living tensors by kind, and memory_<phase>_<kind>_mib_predicted;
+    memory_<phase>_<name>_mib, of `device.memory`.
     """
 
     def __init__(self, models: Mapping[str, Residency], predicted: Predicted):
@@ -46,7 +52,10 @@ class Memory:
         device.current().forget_peak()
 
     def end(self, **more: int) -> None:
-        """Measures the phase that began last, once: Adam has no states before its first step. `more`: bytes by kind."""
+        """Measures the phase that began last, once: Adam has no states before its first step.
+
+        `more`: bytes by kind.
+        """
         if self._phase is None:
             return
         measured: Counter[str] = Counter(more)
@@ -56,7 +65,9 @@ class Memory:
         for kind in measured.keys() | predicted.keys():
             if measured[kind] or predicted.get(kind, 0):
                 self._keep(kind, measured[kind])
-                self._metrics[f"memory_{self._phase}_{kind}_mib_predicted"] = predicted.get(kind, 0) / MIB
+                self._metrics[f"memory_{self._phase}_{kind}_mib_predicted"] = (
+                    predicted.get(kind, 0) / MIB
+                )
         for name, size in device.current().memory().items():
             self._keep(name, size)
         self._phase = None

@@ -12,13 +12,21 @@ POLICY = "policy"
 
 
 class DevicePhases:
-    """DevicePhases gives the device's memory to the trainer's parts, to the engine, or to the weights of both, phase by phase."""
+    """DevicePhases gives the device's memory to the trainer's parts, to the engine, or to the
+    weights of both, phase by phase.
+    """
 
     def __init__(
-        self, models: Mapping[str, Residency], *, offload: bool, engine: Engine | None = None, predicted: Predicted | None = None
+        self,
+        models: Mapping[str, Residency],
+        *,
+        offload: bool,
+        engine: Engine | None = None,
+        predicted: Predicted | None = None,
     ):
-        """`models` by name, "policy" among them. Without `offload` they keep everything, always. `engine` may be set once it
-        has started; None: it has devices of its own. `predicted` bytes are told beside those that are measured.
+        """`models` by name, "policy" among them. Without `offload` they keep everything, always.
+        `engine` may be set once it has started; None: it has devices of its own. `predicted` bytes
+        are told beside those that are measured.
         """
         self.models = models
         self.engine = engine

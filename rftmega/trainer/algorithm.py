@@ -1,4 +1,6 @@
-"""Algorithm builds trainers from a config and the pure parts: who scores, who learns, and from what."""
+"""Algorithm builds trainers from a config and the pure parts: who scores, who learns, and from
+what.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +27,9 @@ from rftmega.types import LossFn
 
 
 class Algorithm:
-    """Trainers and their parts, experience maker and learner first, and the KL's weight, which these share."""
+    """Trainers and their parts, experience maker and learner first, and the KL's weight, which
+    these share.
+    """
 
     def __init__(self, config: RunConfig):
         self.config = config
@@ -34,10 +38,15 @@ class Algorithm:
         self.kl = KLController(chosen.kl.coef, target=chosen.kl.target, horizon=chosen.kl.horizon)
 
     def reinforced(
-        self, built: Machinery, reward: Reward, *, ptx: Order | None = None, stop: Callable[[], bool] = lambda: False
+        self,
+        built: Machinery,
+        reward: Reward,
+        *,
+        ptx: Order | None = None,
+        stop: Callable[[], bool] = lambda: False,
     ) -> PPOTrainer:
-        """A trainer that learns from `reward`, and from the rows of `ptx` beside; `stop` as PPOTrainer's. Where the run saves,
-        it can also be stopped within a step.
+        """A trainer that learns from `reward`, and from the rows of `ptx` beside; `stop` as
+        PPOTrainer's. Where the run saves, it can also be stopped within a step.
         """
         config = self.config
         journal = Journal(stop) if config.checkpoint.every else None
@@ -49,11 +58,17 @@ class Algorithm:
             reward=reward,
             maker=self.maker(machinery.policy, machinery.critic),
             learner=self.learner(built.policy, built.critic, given, journal),
-            sampling=Sampling(config.rollout.samples_per_prompt, config.rollout.temperature, seed=config.trainer.seed),
+            sampling=Sampling(
+                config.rollout.samples_per_prompt,
+                config.rollout.temperature,
+                seed=config.trainer.seed,
+            ),
             parts=StepParts(
                 refill=self.refill(),
                 replay=self.replay(machinery.policy),
-                model_reward=ModelReward(machinery.reward_model, config.reward.model) if machinery.reward_model else None,
+                model_reward=ModelReward(machinery.reward_model, config.reward.model)
+                if machinery.reward_model
+                else None,
                 gate=self.gate(built),
                 late_scoring=config.late_scoring,
                 journal=journal,
@@ -61,24 +76,45 @@ class Algorithm:
             stop=stop,
         )
 
-    def supervised(self, model: Learns, *, stop: Callable[[], bool] = lambda: False) -> SupervisedTrainer:
-        """A trainer that learns from answers (algorithm.task=sft) or from pairs of them (reward_model)."""
+    def supervised(
+        self, model: Learns, *, stop: Callable[[], bool] = lambda: False
+    ) -> SupervisedTrainer:
+        """A trainer that learns from answers (algorithm.task=sft) or from pairs of them
+        (reward_model).
+        """
         if self.chosen.task == "sft":
-            return SupervisedTrainer(model=model, loss_fn=cross_entropy_loss(self.aggregation), schedule=self.schedule, stop=stop)
-        return SupervisedTrainer(model=model, loss_fn=pairwise_loss(), group_size=2, schedule=self.schedule, stop=stop)
+            return SupervisedTrainer(
+                model=model,
+                loss_fn=cross_entropy_loss(self.aggregation),
+                schedule=self.schedule,
+                stop=stop,
+            )
+        return SupervisedTrainer(
+            model=model, loss_fn=pairwise_loss(), group_size=2, schedule=self.schedule, stop=stop
+        )
 
     @property
     def schedule(self) -> Schedule:
         """Cuts rollouts into mini-batches."""
-        return Schedule(self.chosen.updates_per_epoch, self.chosen.epochs_per_rollout, seed=self.config.trainer.seed)
+        return Schedule(
+            self.chosen.updates_per_epoch,
+            self.chosen.epochs_per_rollout,
+            seed=self.config.trainer.seed,
+        )
 
     def maker(self, policy: Scorer, critic: ValueScorer | None = None) -> ExperienceMaker:
-        return ExperienceMaker(policy, self.chosen, critic=critic, kl_weight=self.kl, shape=self.shaping())
+        return ExperienceMaker(
+            policy, self.chosen, critic=critic, kl_weight=self.kl, shape=self.shaping()
+        )
 
     def shaping(self) -> Shaping:
         """Returns what happens to rewards before advantages are made of them."""
         chosen = self.config.reward.shaping
-        buffer = max(int(chosen.overlong_buffer_share * self.longest), 1) if chosen.overlong_buffer_share else 0
+        buffer = (
+            max(int(chosen.overlong_buffer_share * self.longest), 1)
+            if chosen.overlong_buffer_share
+            else 0
+        )
         return Shaping(
             longest=self.longest,
             buffer=buffer,
@@ -88,7 +124,11 @@ class Algorithm:
         )
 
     def learner(
-        self, policy: Policy, critic: ValueModel | None = None, ptx: PTX | None = None, journal: Journal | None = None
+        self,
+        policy: Policy,
+        critic: ValueModel | None = None,
+        ptx: PTX | None = None,
+        journal: Journal | None = None,
     ) -> Learner:
         return Learner(
             policy,
@@ -103,14 +143,27 @@ class Algorithm:
         )
 
     def gate(self, built: Machinery) -> GapGate | None:
-        """Returns what stops a run whose engine and trainer differ; None for an engine without a model."""
+        """Returns what stops a run whose engine and trainer differ; None for an engine without a
+        model.
+        """
         config = self.config
         if config.rollout.engine == "scripted":
             return None
-        limits = limits_of(built.numerics.dtype, percentile=config.rollout.max_logprob_gap, mean=config.rollout.mean_logprob_gap)
+        limits = limits_of(
+            built.numerics.dtype,
+            percentile=config.rollout.max_logprob_gap,
+            mean=config.rollout.mean_logprob_gap,
+        )
         folder = Path(config.trainer.output) / "gap"
         described = without_secrets(config)
-        return GapGate(built, limits, folder, temperature=config.rollout.temperature, seed=config.trainer.seed, config=described)
+        return GapGate(
+            built,
+            limits,
+            folder,
+            temperature=config.rollout.temperature,
+            seed=config.trainer.seed,
+            config=described,
+        )
 
     def refill(self) -> DynamicSampler:
         """Returns what chooses the answers of a rollout that are learnt from."""
@@ -151,4 +204,6 @@ class Algorithm:
 
     def value_loss(self) -> LossFn:
         critic = self.config.critic
-        return value_loss(clip=critic.value_clip, huber=critic.value_huber, aggregation=self.aggregation)
+        return value_loss(
+            clip=critic.value_clip, huber=critic.value_huber, aggregation=self.aggregation
+        )

@@ -1,4 +1,7 @@
-"""Callbacks show progress, write metrics and export (`evaluate.py`, `trajectories.py` too). The step knows none of them."""
+"""Callbacks show progress, write metrics and export (`evaluate.py`, `trajectories.py` too).
+
+The step knows none of them.
+"""
 
 import json
 import logging
@@ -40,7 +43,9 @@ class Progress(Observer):
     """One bar, and a line for each evaluation."""
 
     def __init__(self, steps: int, accuracy: Mapping[str, str]):
-        """`accuracy`: name of a held-out set ("" where there is but one) -> metric that is shown of it."""
+        """`accuracy`: name of a held-out set ("" where there is but one) -> metric that is shown of
+        it.
+        """
         self.steps = steps
         self.accuracy = accuracy
 
@@ -50,7 +55,8 @@ class Progress(Observer):
 
     def on_step(self, trainer: Any, metrics: Metrics) -> None:
         names = ("reward", "loss", "grad_norm", "logprob_gap_max")
-        shown = {name: f"{metrics[name]:.3g}" for name in names if name in metrics}  # a frozen policy has no loss
+        # a frozen policy has no loss
+        shown = {name: f"{metrics[name]:.3g}" for name in names if name in metrics}
         self.bar.set_postfix(shown, refresh=False)
         self.bar.update()
         self._say(metrics, f"after step {trainer.step}")
@@ -59,16 +65,21 @@ class Progress(Observer):
         self.bar.close()
 
     def _say(self, metrics: Metrics, when: str) -> None:
-        found = [f"{name} {metrics[metric]:.1%}".strip() for name, metric in self.accuracy.items() if metric in metrics]
+        found = [
+            f"{name} {metrics[metric]:.1%}".strip()
+            for name, metric in self.accuracy.items()
+            if metric in metrics
+        ]
         if found:
             tqdm.write(f"held-out accuracy {when}: {', '.join(found)}")
 
 
 class JSONLines(Observer):
-    """Every step's metrics, one JSON object a line, flushed at once, and on the disk when a checkpoint is.
+    """Every step's metrics, one JSON object a line, flushed at once, and on the disk when a
+    checkpoint is.
 
-    A resumed run keeps the lines of the steps before. Lines that it does not keep, and what is no line of metrics, go to a file
-    beside, metrics.left_out.jsonl.
+    A resumed run keeps the lines of the steps before. Lines that it does not keep, and what is no
+    line of metrics, go to a file beside, metrics.left_out.jsonl.
     """
 
     def __init__(self, path: str | Path):
@@ -89,7 +100,12 @@ class JSONLines(Observer):
         """Those that are left out are written down first: whatever happens, no line is lost."""
         kept, later, bad = sorted_out(self.path.read_bytes(), step)
         for number in bad:
-            log.warning("%s:%d: is no line of metrics, and is left out; it is in %s.", self.path, number, self.left_out.name)
+            log.warning(
+                "%s:%d: is no line of metrics, and is left out; it is in %s.",
+                self.path,
+                number,
+                self.left_out.name,
+            )
         if later:
             again = f"{len(later)} step(s) after {step} are done again"
             log.info("%s: %s; the lines are in %s.", self.path, again, self.left_out.name)
@@ -102,7 +118,9 @@ class JSONLines(Observer):
         draft.rename(self.path)
 
     def on_step(self, trainer: Any, metrics: Metrics) -> None:
-        self.file.write(json.dumps({"step": trainer.step, "time": time.time(), **_finite(metrics)}) + "\n")
+        self.file.write(
+            json.dumps({"step": trainer.step, "time": time.time(), **_finite(metrics)}) + "\n"
+        )
         self.file.flush()
 
     def on_save(self, trainer: Any) -> None:
@@ -114,8 +132,8 @@ class JSONLines(Observer):
 
 
 def sorted_out(content: bytes, step: int) -> tuple[list[bytes], list[bytes], dict[int, bytes]]:
-    """The lines of a metrics file up to that step, those after it, and by its number what is none: a process that was killed
-    leaves half a line, a machine that lost its power zeros.
+    """The lines of a metrics file up to that step, those after it, and by its number what is none:
+    a process that was killed leaves half a line, a machine that lost its power zeros.
     """
     kept, later, bad = [], [], {}
     for number, line in enumerate(content.split(b"\n"), start=1):
@@ -154,7 +172,9 @@ class TensorBoard(Observer):
     def on_start(self, trainer: Any, metrics: Metrics) -> None:
         if not trainer.resumed:
             set_aside(Path(self.folder))
-        self.writer = SummaryWriter(self.folder, purge_step=trainer.step + 1 if trainer.resumed else None)
+        self.writer = SummaryWriter(
+            self.folder, purge_step=trainer.step + 1 if trainer.resumed else None
+        )
         if not trainer.resumed:
             self.on_step(trainer, metrics)
 

@@ -16,11 +16,14 @@ WITHIN = "within"  # the name of the journal of a step
 class Checkpointing(Observer):
     """Saves after every `every`-th step, after step `last`, and where the run is stopped.
 
-    Within a step it saves what the step began with, and what was done of it since: the trainer's journal. The last of the
-    callbacks: what the others wrote of a step must be there when the step is saved.
+    Within a step it saves what the step began with, and what was done of it since: the trainer's
+    journal. The last of the callbacks: what the others wrote of a step must be there when the step
+    is saved.
     """
 
-    def __init__(self, checkpoints: Checkpoints, parts: Mapping[str, Resumable], *, every: int, last: int):
+    def __init__(
+        self, checkpoints: Checkpoints, parts: Mapping[str, Resumable], *, every: int, last: int
+    ):
         """`parts` are saved under their names; see `restore`."""
         self.checkpoints, self.parts = checkpoints, parts
         self.every, self.last = every, last
@@ -29,7 +32,8 @@ class Checkpointing(Observer):
 
     def on_start(self, trainer: Any, metrics: Metrics) -> None:
         self._remember(trainer)
-        self._saved = trainer.step  # by the run that is gone on with; or there is nothing to save yet
+        # by the run that is gone on with; or there is nothing to save yet
+        self._saved = trainer.step
 
     def on_step(self, trainer: Any, metrics: Metrics) -> None:
         self._remember(trainer)
@@ -43,7 +47,10 @@ class Checkpointing(Observer):
 
     def on_given_up(self, trainer: Any) -> None:
         if self._saved != self._step or trainer.journal:
-            self._save(trainer, self._state | ({WITHIN: trainer.journal.state()} if trainer.journal else {}))
+            self._save(
+                trainer,
+                self._state | ({WITHIN: trainer.journal.state()} if trainer.journal else {}),
+            )
             self.checkpoints.wait()
 
     def on_end(self, trainer: Any) -> None:
@@ -56,11 +63,17 @@ class Checkpointing(Observer):
         self._saved = self._step
 
     def _remember(self, trainer: Any) -> None:
-        self._state, self._step = {name: part.state() for name, part in self.parts.items()}, trainer.step
+        self._state, self._step = (
+            {name: part.state() for name, part in self.parts.items()},
+            trainer.step,
+        )
 
 
-def resume(trainer: Any, checkpoints: Checkpoints, parts: Mapping[str, Resumable], chosen: CheckpointConfig) -> None:
-    """Loads the checkpoint that `checkpoint.resume` names, where there is one: models, then `parts` (see `restore`).
+def resume(
+    trainer: Any, checkpoints: Checkpoints, parts: Mapping[str, Resumable], chosen: CheckpointConfig
+) -> None:
+    """Loads the checkpoint that `checkpoint.resume` names, where there is one: models, then `parts`
+    (see `restore`).
 
     Every process calls it.
     """
@@ -72,10 +85,11 @@ def resume(trainer: Any, checkpoints: Checkpoints, parts: Mapping[str, Resumable
 
 
 def restore(trainer: Any, parts: Mapping[str, Resumable], state: Mapping[str, Any]) -> None:
-    """Takes back what `Checkpointing` saved of the same parts, and the journal of a step that was begun.
+    """Takes back what `Checkpointing` saved of the same parts, and the journal of a step that was
+    begun.
 
-    Raises CheckpointError where the run was stopped within a step, whose weights no other step begins with, and this one keeps
-    no journal.
+    Raises CheckpointError where the run was stopped within a step, whose weights no other step
+    begins with, and this one keeps no journal.
     """
     if state.get(WITHIN) and trainer.journal is None:
         raise CheckpointError(

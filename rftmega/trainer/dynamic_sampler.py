@@ -11,27 +11,38 @@ from rftmega.trainer.prompt_queue import PromptQueue
 from rftmega.types import Metrics, Prompt, Samples
 
 Ask = Callable[[Sequence[Prompt], int, Wanted | None], Samples]
-"""Prompts, number of the round -> scored answers; `group` is the place of a prompt among those asked. Groups may be missing where
-there are as many as wanted."""
+"""Prompts, number of the round -> scored answers; `group` is the place of a prompt among those
+asked. Groups may be missing where there are as many as wanted.
+"""
 
 
 class DynamicSampler:
-    """Dynamic sampling (DAPO, arXiv:2503.14476, eq. 11): groups whose answers all score alike are replaced."""
+    """Dynamic sampling (DAPO, arXiv:2503.14476, eq. 11): groups whose answers all score alike are
+    replaced.
+    """
 
-    def __init__(self, rounds: int, *, part: str = "", oversample: float = 1.0, train_samples: int = 0):
-        """Asks at most `rounds` times more, 0 never; answers are compared by the reward `part`, or by the whole reward.
+    def __init__(
+        self, rounds: int, *, part: str = "", oversample: float = 1.0, train_samples: int = 0
+    ):
+        """Asks at most `rounds` times more, 0 never; answers are compared by the reward `part`, or
+        by the whole reward.
 
-        With `oversample` above 1 each round asks that many times the prompts of a step, and ends when it has enough groups. Of
-        each group's answers the first `train_samples` (0: all) are compared and learnt from; metrics are of all.
+        With `oversample` above 1 each round asks that many times the prompts of a step, and ends
+        when it has enough groups. Of each group's answers the first `train_samples` (0: all) are
+        compared and learnt from; metrics are of all.
         """
         self.rounds, self.part, self.oversample = rounds, part, oversample
         self.train_samples = train_samples
 
-    def __call__(self, ask: Ask, prompts: Sequence[Prompt], more: PromptQueue) -> tuple[Samples, Metrics]:
-        """Returns as many whole groups as there are prompts, the first that vary in their order; fewer where the rounds (or
-        `more` prompts) run out, but one at least. Also returns metrics of all answers, left-out ones included.
+    def __call__(
+        self, ask: Ask, prompts: Sequence[Prompt], more: PromptQueue
+    ) -> tuple[Samples, Metrics]:
+        """Returns as many whole groups as there are prompts, the first that vary in their order;
+        fewer where the rounds (or `more` prompts) run out, but one at least. Also returns metrics
+        of all answers, left-out ones included.
 
-        Prompts whose groups were not finished, or were good but too many, are put back to the head of `more`.
+        Prompts whose groups were not finished, or were good but too many, are put back to the head
+        of `more`.
         """
         if not self.rounds:
             samples = ask(prompts, 0, None)
@@ -42,19 +53,28 @@ class DynamicSampler:
         kept: list[Samples] = []
         left_out, back = 0, list[Prompt]()
         while asked and len(found) <= self.rounds and (missing := groups - _groups(kept)):
-            answered = ask(asked, len(found), Wanted(missing, self._good) if self.oversample > 1 else None)
+            answered = ask(
+                asked, len(found), Wanted(missing, self._good) if self.oversample > 1 else None
+            )
             good = self._varied(answered)
             found.append(answered)
             kept.append(_first(good, missing))
             left_out += _groups([answered]) - _groups([good])
-            used = {*answered.group.tolist()} - ({*good.group.tolist()} - {*kept[-1].group.tolist()})
-            back = [prompt for place, prompt in enumerate(asked) if place not in used]  # none but in the last round
+            used = {*answered.group.tolist()} - (
+                {*good.group.tolist()} - {*kept[-1].group.tolist()}
+            )
+            # none but in the last round
+            back = [prompt for place, prompt in enumerate(asked) if place not in used]
             asked = more.take(size) if _groups(kept) < groups and len(found) <= self.rounds else []
         more.put_back(back)
-        seen = _described(Samples.join(found)) | {"refills": float(len(found) - 1), "groups_left_out": float(left_out)}
+        seen = _described(Samples.join(found)) | {
+            "refills": float(len(found) - 1),
+            "groups_left_out": float(left_out),
+        }
         if self.oversample > 1:
             seen["groups_put_back"] = float(len(back))
-        kept = [part for part in kept if len(part)] or [_first(self._learnt(found[0]), 1)]  # something must be learnt from
+        # something must be learnt from
+        kept = [part for part in kept if len(part)] or [_first(self._learnt(found[0]), 1)]
         return Samples.join(kept), seen
 
     def _good(self, samples: Samples) -> bool:
@@ -66,7 +86,9 @@ class DynamicSampler:
             return samples
         _, sizes = samples.group.unique_consecutive(return_counts=True)
         begins = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
-        return samples.select((torch.arange(len(samples)) - begins < self.train_samples).nonzero()[:, 0])
+        return samples.select(
+            (torch.arange(len(samples)) - begins < self.train_samples).nonzero()[:, 0]
+        )
 
     def _varied(self, samples: Samples) -> Samples:
         samples = self._learnt(samples)
@@ -80,7 +102,9 @@ def _groups(parts: Sequence[Samples]) -> int:
 
 def _first(samples: Samples, groups: int) -> Samples:
     """The first so many groups."""
-    return samples.select(torch.isin(samples.group, samples.group.unique()[:groups]).nonzero()[:, 0])
+    return samples.select(
+        torch.isin(samples.group, samples.group.unique()[:groups]).nonzero()[:, 0]
+    )
 
 
 def _described(samples: Samples) -> Metrics:

@@ -1,4 +1,6 @@
-"""Held-out prompts, answered greedily or by sampling, beside the training and without a trace in it."""
+"""Held-out prompts, answered greedily or by sampling, beside the training and without a trace in
+it.
+"""
 
 import random
 import time
@@ -22,7 +24,8 @@ class Answering(NamedTuple):
     samples: int = 1  # answers a prompt
     temperature: float = 0.0  # 0: greedy
     pass_at: tuple[int, ...] = ()  # each k at most `samples`
-    accuracy: str = "exact_match"  # the part of the reward that is 1 or more where an answer is right
+    # the part of the reward that is 1 or more where an answer is right
+    accuracy: str = "exact_match"
 
 
 class Evaluation(Observer):
@@ -61,18 +64,32 @@ class Evaluate(Evaluation):
         self.reward, self.answering = reward, answering
 
     def evaluate(self, trainer: Any) -> Metrics:
-        """Returns for each set the mean of every reward part over all answers and pass@k; "eval_seconds" for all together."""
+        """Returns for each set the mean of every reward part over all answers and pass@k;
+        "eval_seconds" for all together.
+        """
         begin = time.perf_counter()
         samples = self.answering.samples
-        requests = [(prompt, i) for prompts in self.held_out.values() for prompt in prompts for i in range(samples)]
-        asked, seeds = [prompt for prompt, _ in requests], [seed_of(*request) for request in requests]
+        requests = [
+            (prompt, i)
+            for prompts in self.held_out.values()
+            for prompt in prompts
+            for i in range(samples)
+        ]
+        asked, seeds = (
+            [prompt for prompt, _ in requests],
+            [seed_of(*request) for request in requests],
+        )
         with undisturbed(), forgotten(trainer.engine):
-            completions = trainer.engine.generate(asked, seeds=seeds, temperature=self.answering.temperature, reward=self.reward)
+            completions = trainer.engine.generate(
+                asked, seeds=seeds, temperature=self.answering.temperature, reward=self.reward
+            )
             scores = scores_of(asked, completions, self.reward)
         metrics: Metrics = {}
         for name, prompts in self.held_out.items():
             own, scores = scores[: len(prompts) * samples], scores[len(prompts) * samples :]
-            metrics |= {metric_of(name, part): value for part, value in judged(own, self.answering).items()}
+            metrics |= {
+                metric_of(name, part): value for part, value in judged(own, self.answering).items()
+            }
         return metrics | {"eval_seconds": time.perf_counter() - begin}
 
 
@@ -82,8 +99,14 @@ def judged(scores: Sequence[Mapping[str, float]], answering: Answering) -> Metri
     parts = dict.fromkeys(part for score in scores for part in score)
     found = {part: _mean([score[part] for score in scores if part in score]) for part in parts}
     if answering.pass_at:
-        right = [sum(score[answering.accuracy] >= 1 for score in scores[i : i + n]) for i in range(0, len(scores), n)]
-        found |= {f"pass_at_{k}": sum(pass_at_k(n, c, k) for c in right) / len(right) for k in answering.pass_at}
+        right = [
+            sum(score[answering.accuracy] >= 1 for score in scores[i : i + n])
+            for i in range(0, len(scores), n)
+        ]
+        found |= {
+            f"pass_at_{k}": sum(pass_at_k(n, c, k) for c in right) / len(right)
+            for k in answering.pass_at
+        }
     return found
 
 
@@ -97,13 +120,17 @@ def metric_of(name: str, part: str) -> str:
 
 
 def seed_of(prompt: Prompt, sample: int) -> int:
-    """Returns the seed of one answer: the same at every evaluation, in every run, whatever else is evaluated."""
+    """Returns the seed of one answer: the same at every evaluation, in every run, whatever else is
+    evaluated.
+    """
     return random.Random(f"evaluation/{prompt.index}/{sample}").getrandbits(31)
 
 
 @contextmanager
 def forgotten(engine: RolloutEngine) -> Iterator[None]:
-    """The engine expects afterwards what it expected before: lengths of held-out answers would order training requests."""
+    """The engine expects afterwards what it expected before: lengths of held-out answers would
+    order training requests.
+    """
     before = engine.state()
     try:
         yield
@@ -113,7 +140,9 @@ def forgotten(engine: RolloutEngine) -> Iterator[None]:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Puts the global random states of Python, NumPy and torch (the host's) back to where they were."""
+    """Puts the global random states of Python, NumPy and torch (the host's) back to where they
+    were.
+    """
     python, arrays = random.getstate(), numpy.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):

@@ -1,4 +1,6 @@
-"""A folder with all that is known of a step in which engine and trainer gave other log-probabilities to the same tokens."""
+"""A folder with all that is known of a step in which engine and trainer gave other
+log-probabilities to the same tokens.
+"""
 
 import json
 from dataclasses import asdict, dataclass
@@ -55,7 +57,9 @@ class GapBundle:
             "limits": self.limits._asdict(),
             "gap": evidence.whole._asdict(),
             "share_beyond": evidence.share_beyond,
-            "gap_after_another_push": None if evidence.after_push is None else evidence.after_push._asdict(),
+            "gap_after_another_push": None
+            if evidence.after_push is None
+            else evidence.after_push._asdict(),
             "has_experts": evidence.has_experts,
             "config": self.config,
             "checksums": [asdict(each) for each in evidence.checksums],
@@ -69,7 +73,9 @@ class GapBundle:
             about = json.loads((folder / ABOUT).read_text())
             tensors = load_file(folder / TENSORS)
             if about["format"] != FORMAT:
-                raise DataError(f"{folder} is a bundle of format {about['format']}; this version reads {FORMAT}.")
+                raise DataError(
+                    f"{folder} is a bundle of format {about['format']}; this version reads {FORMAT}."
+                )
             return _built(about, tensors)
         except (OSError, KeyError, TypeError, ValueError) as error:
             raise DataError(
@@ -106,14 +112,18 @@ def _built(about: dict[str, Any], tensors: dict[str, Tensor]) -> GapBundle:
 
 
 def rows_under_other_prompts(rows: Rows) -> tuple[Rows, Tensor]:
-    """Every answer of `rows` under the prompt of every other row that has another one, and [.., 2]: rows of (answer, prompt)."""
+    """Every answer of `rows` under the prompt of every other row that has another one, and [.., 2]:
+    rows of (answer, prompt).
+    """
     made: list[tuple[Tensor, int]] = []
     pairs: list[tuple[int, int]] = []
     for answer in range(len(rows)):
         response = rows.tokens[answer, rows.prompt_lengths[answer] : rows.lengths[answer]]
         for other in range(len(rows)):
             prompt = rows.tokens[other, : rows.prompt_lengths[other]]
-            if other != answer and not torch.equal(prompt, rows.tokens[answer, : rows.prompt_lengths[answer]]):
+            if other != answer and not torch.equal(
+                prompt, rows.tokens[answer, : rows.prompt_lengths[answer]]
+            ):
                 made.append((torch.cat([prompt, response]), len(prompt)))
                 pairs.append((answer, other))
     width = max((len(tokens) for tokens, _ in made), default=1)

@@ -1,6 +1,8 @@
-"""GapGate stops a run whose engine and trainer give other log-probabilities to the same tokens, before it learns from them.
+"""GapGate stops a run whose engine and trainer give other log-probabilities to the same tokens,
+before it learns from them.
 
-A push can succeed and leave the engine wrong: what it then samples is not the policy's, and an importance weight hides it.
+A push can succeed and leave the engine wrong: what it then samples is not the policy's, and an
+importance weight hides it.
 """
 
 from collections.abc import Sequence
@@ -23,7 +25,8 @@ from rftmega.types import Completion, Prompt, Samples
 LIMITS = {"float32": Limits(1e-3, 1e-4), "bfloat16": Limits(0.8, 0.03)}
 WORST = 16  # rows that are looked at, and kept
 PROBES = 8  # prompts that are asked after another push
-PROBE_ROLLOUT = 1 << 20  # no rollout of a step has this number, so that probes draw seeds of their own
+# no rollout of a step has this number, so that probes draw seeds of their own
+PROBE_ROLLOUT = 1 << 20
 
 
 def chosen_by(samples: Samples, step: int) -> Tensor:
@@ -42,16 +45,25 @@ class GapGate:
     """Call `check` with every rollout that was scored, on every process alike."""
 
     def __init__(
-        self, machinery: Machinery, limits: Limits, folder: Path, *, temperature: float, seed: int, config: dict[str, Any]
+        self,
+        machinery: Machinery,
+        limits: Limits,
+        folder: Path,
+        *,
+        temperature: float,
+        seed: int,
+        config: dict[str, Any],
     ):
         """`folder`: where a bundle goes if the gap is too large; `config` goes with it."""
         self.machinery, self.limits, self.folder = machinery, limits, folder
         self.temperature, self.seed, self.config = temperature, seed, config
 
     def check(self, samples: Samples, old_logp: Tensor, step: int) -> Gap:
-        """The gap over the tokens that the policy of `step` chose, or of new answers where it chose none.
+        """The gap over the tokens that the policy of `step` chose, or of new answers where it chose
+        none.
 
-        `old_logp` [B, T] is the trainer's. Raises GapExceeded on every process where one finds the gap too large.
+        `old_logp` [B, T] is the trainer's. Raises GapExceeded on every process where one finds the
+        gap too large.
         """
         mask = chosen_by(samples, step)
         if not bool(mask.any()):
@@ -63,7 +75,9 @@ class GapGate:
         return gap
 
     def _ask_again(self, prompts: Sequence[Prompt], step: int) -> tuple[Samples, Tensor]:
-        """New answers to a few of the prompts after another push, and the trainer's log-probabilities of them."""
+        """New answers to a few of the prompts after another push, and the trainer's
+        log-probabilities of them.
+        """
         asked = list({prompt.token_ids: prompt for prompt in prompts}.values())[:PROBES]
         self.machinery.weights.push(version=step)
         seeds = seeds_of(self.seed, step, len(asked), rollout=PROBE_ROLLOUT)
@@ -71,7 +85,9 @@ class GapGate:
         samples = collect(asked, found, _unscored, samples_per_prompt=1)
         return samples, self.machinery.policy.log_probs(samples.rows).logp
 
-    def _explained(self, samples: Samples, old_logp: Tensor, mask: Tensor, gap: Gap, step: int) -> str:
+    def _explained(
+        self, samples: Samples, old_logp: Tensor, mask: Tensor, gap: Gap, step: int
+    ) -> str:
         """Looks for the cause, saves the bundle, and says both."""
         bundle = self._looked_at(samples, old_logp, mask, gap, step)
         cause = cause_of(bundle.evidence, self.limits)
@@ -86,13 +102,17 @@ class GapGate:
             f"Nothing was learnt from these answers. What was looked at is in {folder}; `tools/replay.py {folder}` shows it."
         )
 
-    def _looked_at(self, samples: Samples, old_logp: Tensor, mask: Tensor, gap: Gap, step: int) -> GapBundle:
+    def _looked_at(
+        self, samples: Samples, old_logp: Tensor, mask: Tensor, gap: Gap, step: int
+    ) -> GapBundle:
         checksums = self.machinery.weights.checksums()  # before another push makes new ones
         beyond = gaps_of(samples.behaviour_logp, old_logp, mask) > self.limits.percentile
         worst = worst_rows(samples.behaviour_logp, old_logp, mask, WORST)
         rows = samples.rows.select(worst)
         width = rows.tokens.shape[1] - 1
-        behaviour, old, counted = (x[worst, :width] for x in (samples.behaviour_logp, old_logp, mask))
+        behaviour, old, counted = (
+            x[worst, :width] for x in (samples.behaviour_logp, old_logp, mask)
+        )
         score = self.machinery.policy.log_probs
         evidence = Evidence(
             whole=gap,
@@ -101,7 +121,9 @@ class GapGate:
             behaviour_logp=behaviour,
             old_logp=old,
             untempered_logp=score(rows, temperature=1.0).logp if self.temperature != 1.0 else None,
-            other_prompt=self._other_prompt(replace(samples.select(worst), behaviour_logp=behaviour)),
+            other_prompt=self._other_prompt(
+                replace(samples.select(worst), behaviour_logp=behaviour)
+            ),
             after_push=self._gap_after_push(samples.prompts, step),
             checksums=checksums,
             has_experts=self.machinery.numerics.has_experts,
@@ -119,7 +141,9 @@ class GapGate:
         )
 
     def _other_prompt(self, worst: Samples) -> Tensor:
-        """[B] int64: the row under whose prompt the trainer's numbers are the engine's; -1 where there is none."""
+        """[B] int64: the row under whose prompt the trainer's numbers are the engine's; -1 where
+        there is none.
+        """
         found = torch.full((len(worst),), -1)
         rows, pairs = rows_under_other_prompts(worst.rows)
         if not len(rows):
@@ -140,5 +164,7 @@ class GapGate:
         return log_prob_gap(samples.behaviour_logp, logp, samples.rows.mask)
 
 
-def _unscored(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
+def _unscored(
+    prompts: Sequence[Prompt], completions: Sequence[Completion]
+) -> list[dict[str, float]]:
     return [{"reward": 0.0} for _ in completions]

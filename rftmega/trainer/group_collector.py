@@ -24,16 +24,24 @@ class GroupCollector:
     def __init__(self, requests: Sequence[Prompt], reward: Reward, size: int):
         self.requests, self.reward, self.size = requests, reward, size
 
-    def collected(self, completions: Sequence[Completion | None], places: Sequence[int] | None = None) -> Samples:
+    def collected(
+        self, completions: Sequence[Completion | None], places: Sequence[int] | None = None
+    ) -> Samples:
         """Scored rows of the groups at `places`, or of all whole ones. `group` is the place."""
         places = self._whole(completions) if places is None else places
-        rows = [row for place in places for row in range(place * self.size, (place + 1) * self.size)]
+        rows = [
+            row for place in places for row in range(place * self.size, (place + 1) * self.size)
+        ]
         answers = [answer for row in rows if (answer := completions[row]) is not None]
-        samples = collect([self.requests[row] for row in rows], answers, self.reward, samples_per_prompt=self.size)
+        samples = collect(
+            [self.requests[row] for row in rows], answers, self.reward, samples_per_prompt=self.size
+        )
         return replace(samples, group=torch.tensor(places).repeat_interleave(self.size))
 
     def until(self, wanted: Wanted) -> Enough:
-        """Returns a test for as many good groups as are wanted; it looks at each group once, when it is whole."""
+        """Returns a test for as many good groups as are wanted; it looks at each group once, when
+        it is whole.
+        """
         verdicts: dict[int, bool] = {}
 
         def enough(completions: Sequence[Completion | None]) -> bool:
@@ -46,4 +54,8 @@ class GroupCollector:
 
     def _whole(self, completions: Sequence[Completion | None]) -> list[int]:
         begins = range(0, len(completions), self.size)
-        return [place for place, begin in enumerate(begins) if None not in completions[begin : begin + self.size]]
+        return [
+            place
+            for place, begin in enumerate(begins)
+            if None not in completions[begin : begin + self.size]
+        ]

@@ -1,4 +1,6 @@
-"""Observers that tell a run which learns nothing: gradients that are not finite, rewards that don't differ or can't be found."""
+"""Observers that tell a run which learns nothing: gradients that are not finite, rewards that don't
+differ or can't be found.
+"""
 
 import logging
 from typing import Any
@@ -15,7 +17,9 @@ log = logging.getLogger(__name__)
 
 
 class Divergence(Observer):
-    """Ends a run of which `steps` steps in a row took no optimizer step; on every process, after what writes metrics down."""
+    """Ends a run of which `steps` steps in a row took no optimizer step; on every process, after
+    what writes metrics down.
+    """
 
     def __init__(self, steps: int):
         self.steps = steps
@@ -55,7 +59,11 @@ class Spread(Observer):
         if self.streak < SAME_REWARDS or self.told:
             return
         self.told = True
-        alike = "the answers to each prompt score alike" if self.compares_groups else "all answers score alike"
+        alike = (
+            "the answers to each prompt score alike"
+            if self.compares_groups
+            else "all answers score alike"
+        )
         log.warning(
             "In %d steps in a row %s (mean reward %.3g), so there is nothing to learn from them. Look at the answers "
             "(output/trajectories) and at reward.*: does the reward read the answer (answer_pattern, format, labels), are "
@@ -68,7 +76,9 @@ class Spread(Observer):
 
 
 class UndecidedLimit(Observer):
-    """Ends a run where a part of the reward could not be found out for most answers; on every process."""
+    """Ends a run where a part of the reward could not be found out for most answers; on every
+    process.
+    """
 
     def on_step(self, trainer: Any, metrics: Metrics) -> None:
         """Raises RewardError."""

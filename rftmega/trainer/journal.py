@@ -1,8 +1,10 @@
-"""Journal keeps what was done of the step under way, so that a run that is stopped within it goes on within it.
+"""Journal keeps what was done of the step under way, so that a run that is stopped within it goes
+on within it.
 
-A step asks the machinery for answers, scores and optimizer steps, in an order that its state at the beginning decides. A journal
-keeps what each of these gave. After a resume the step begins once more, and takes from the journal what is there instead of doing
-it again; the first thing that is not there is where the run was stopped.
+A step asks the machinery for answers, scores and optimizer steps, in an order that its state at the
+beginning decides. A journal keeps what each of these gave. After a resume the step begins once
+more, and takes from the journal what is there instead of doing it again; the first thing that is
+not there is where the run was stopped.
 """
 
 from collections import deque
@@ -13,7 +15,15 @@ import torch
 from torch import Tensor
 
 from rftmega.errors import CheckpointError, Preempted
-from rftmega.interfaces import Enough, Machinery, Reward, RolloutEngine, Scorer, ValueModel, ValueScorer
+from rftmega.interfaces import (
+    Enough,
+    Machinery,
+    Reward,
+    RolloutEngine,
+    Scorer,
+    ValueModel,
+    ValueScorer,
+)
 from rftmega.types import Completion, Prompt, Rows, TokenStats
 
 Result = TypeVar("Result")
@@ -25,7 +35,9 @@ class Journal:
     """Call it with what is to be done and a name for it; as long as what is in it."""
 
     def __init__(self, stop: Callable[[], bool] = lambda: False):
-        """`stop` is asked after everything that was done, on every process, and answers alike on all."""
+        """`stop` is asked after everything that was done, on every process, and answers alike on
+        all.
+        """
         self.stop = stop
         self._done: list[tuple[str, Any]] = []
         self._before: deque[tuple[str, Any]] = deque()  # of a run that was stopped, not yet come to
@@ -39,7 +51,11 @@ class Journal:
         return bool(self._before)
 
     def begin(self) -> None:
-        """A step begins. Raises CheckpointError where the one before left something over of what was done before the resume."""
+        """A step begins.
+
+        Raises CheckpointError where the one before left something over of what was done before the
+        resume.
+        """
         if self._done and self._before:
             raise _otherwise(self._before[0][0], "the end of the step")
         self._done = []
@@ -47,7 +63,8 @@ class Journal:
     def __call__(self, name: str, work: Callable[[], Result]) -> Result:
         """Returns what `work` gives, or gave before the resume.
 
-        Raises Preempted where the run is asked to stop; CheckpointError where something else was done at this place.
+        Raises Preempted where the run is asked to stop; CheckpointError where something else was
+        done at this place.
         """
         if self._before:
             return self.replay(name)  # type: ignore[no-any-return]
@@ -56,7 +73,10 @@ class Journal:
         return result
 
     def replay(self, name: str) -> Any:
-        """Returns the next result of before the resume. Raises CheckpointError where it is not of what has this name."""
+        """Returns the next result of before the resume.
+
+        Raises CheckpointError where it is not of what has this name.
+        """
         known, result = self._before.popleft()
         if known != name:
             raise _otherwise(known, name)
@@ -70,10 +90,14 @@ class Journal:
             raise Preempted
 
     def keep(self, name: str, result: Any) -> None:
-        """Keeps a result that the next work goes on with at once, so that the run is not stopped between."""
+        """Keeps a result that the next work goes on with at once, so that the run is not stopped
+        between.
+        """
         self._done.append((name, result))
 
-    def answers(self, name: str, requests: int, ask: Callable[[Sequence[int]], Sequence[Completion]]) -> list[Completion]:
+    def answers(
+        self, name: str, requests: int, ask: Callable[[Sequence[int]], Sequence[Completion]]
+    ) -> list[Completion]:
         """Returns the answers of all `requests`.
 
         `ask` gets the places of those without an answer, and may raise Preempted with some of them.
@@ -106,21 +130,28 @@ class Journal:
 
 
 class JournaledEngine:
-    """An engine whose answers are in the journal; those that it had when it was stopped are not asked for again, unless what is
-    enough was to be decided while they came.
+    """An engine whose answers are in the journal; those that it had when it was stopped are not
+    asked for again, unless what is enough was to be decided while they came.
     """
 
     def __init__(self, engine: RolloutEngine, journal: Journal):
         self.engine, self.journal = engine, journal
 
     def generate(
-        self, prompts: Sequence[Prompt], *, seeds: Sequence[int], temperature: float, reward: Reward | None = None
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        seeds: Sequence[int],
+        temperature: float,
+        reward: Reward | None = None,
     ) -> list[Completion]:
         def ask(places: Sequence[int]) -> Sequence[Completion]:
             asked, own = [prompts[place] for place in places], [seeds[place] for place in places]
             return self.engine.generate(asked, seeds=own, temperature=temperature, reward=reward)
 
-        return self._learning(prompts, lambda: self.journal.answers(f"{len(prompts)} answers", len(prompts), ask))
+        return self._learning(
+            prompts, lambda: self.journal.answers(f"{len(prompts)} answers", len(prompts), ask)
+        )
 
     def generate_until(
         self,
@@ -132,12 +163,18 @@ class JournaledEngine:
         enough: Enough,
     ) -> list[Completion | None]:
         def ask() -> list[Completion | None]:
-            return self.engine.generate_until(prompts, seeds=seeds, temperature=temperature, reward=reward, enough=enough)
+            return self.engine.generate_until(
+                prompts, seeds=seeds, temperature=temperature, reward=reward, enough=enough
+            )
 
-        return self._learning(prompts, lambda: self.journal(f"enough of {len(prompts)} answers", ask))
+        return self._learning(
+            prompts, lambda: self.journal(f"enough of {len(prompts)} answers", ask)
+        )
 
     def _learning(self, prompts: Sequence[Prompt], work: Callable[[], Result]) -> Result:
-        """An engine that was asked for nothing, or for some of it, is to expect what it would expect after all of it."""
+        """An engine that was asked for nothing, or for some of it, is to expect what it would
+        expect after all of it.
+        """
         if not self.journal.behind:
             return work()
         before = self.engine.state()
@@ -157,16 +194,24 @@ class JournaledEngine:
 
 
 class JournaledPolicy:
-    """JournaledPolicy takes scores of before a resume from the journal (`optimizer_steps.take_steps` does so with steps)."""
+    """JournaledPolicy takes scores of before a resume from the journal
+    (`optimizer_steps.take_steps` does so with steps).
+    """
 
     def __init__(self, policy: Scorer, journal: Journal):
         self.policy, self.journal = policy, journal
 
     def log_probs(self, rows: Rows, *, temperature: float | None = None) -> TokenStats:
-        return self.journal(f"log-probs of {len(rows)} rows", lambda: self.policy.log_probs(rows, temperature=temperature))
+        return self.journal(
+            f"log-probs of {len(rows)} rows",
+            lambda: self.policy.log_probs(rows, temperature=temperature),
+        )
 
     def reference_log_probs(self, rows: Rows) -> TokenStats:
-        return self.journal(f"reference log-probs of {len(rows)} rows", lambda: self.policy.reference_log_probs(rows))
+        return self.journal(
+            f"reference log-probs of {len(rows)} rows",
+            lambda: self.policy.reference_log_probs(rows),
+        )
 
 
 class JournaledValues:
@@ -176,11 +221,15 @@ class JournaledValues:
         self.model, self.journal, self.name = model, journal, name
 
     def values(self, rows: Rows) -> Tensor:
-        return self.journal(f"values of {len(rows)} rows by the {self.name}", lambda: self.model.values(rows))
+        return self.journal(
+            f"values of {len(rows)} rows by the {self.name}", lambda: self.model.values(rows)
+        )
 
 
 class Journaled:
-    """Journaled is a Machinery whose answers and scores are in the journal; a push can be repeated, and is not."""
+    """Journaled is a Machinery whose answers and scores are in the journal; a push can be repeated,
+    and is not.
+    """
 
     def __init__(self, built: Machinery, journal: Journal):
         def values(model: ValueModel | None, name: str) -> ValueScorer | None:
@@ -189,7 +238,10 @@ class Journaled:
         self.engine: RolloutEngine = JournaledEngine(built.engine, journal)
         self.weights = built.weights
         self.policy: Scorer = JournaledPolicy(built.policy, journal)
-        self.critic, self.reward_model = values(built.critic, "critic"), values(built.reward_model, "reward model")
+        self.critic, self.reward_model = (
+            values(built.critic, "critic"),
+            values(built.reward_model, "reward model"),
+        )
 
 
 def _otherwise(known: str, now: str) -> CheckpointError:
@@ -221,7 +273,13 @@ def _packed_answers(answers: Answers) -> dict[str, Any]:
         "answers": [
             None
             if answer is None
-            else [len(answer.token_ids), answer.finish_reason, answer.policy_version, answer.scores, list(answer.versions)]
+            else [
+                len(answer.token_ids),
+                answer.finish_reason,
+                answer.policy_version,
+                answer.scores,
+                list(answer.versions),
+            ]
             for answer in answers
         ],
         "routes": [answer.routes for answer in there],
@@ -239,5 +297,7 @@ def _answers(packed: dict[str, Any]) -> list[Completion | None]:
         else:
             _, reason, version, scores, versions = said
             ids, logp = tuple(next(tokens).tolist()), tuple(next(logprobs).tolist())
-            found.append(Completion(ids, logp, reason, version, scores, tuple(versions), next(routes)))
+            found.append(
+                Completion(ids, logp, reason, version, scores, tuple(versions), next(routes))
+            )
     return found

@@ -13,8 +13,8 @@ from rftmega.types import COUNT, Experience, LossFn, Metrics, TokenStats
 
 
 class Learner:
-    """The policy and, where there is one, the critic, which learns alone in the first `frozen_steps` steps; given answers (`ptx`)
-    are learnt in the policy's optimizer steps.
+    """The policy and, where there is one, the critic, which learns alone in the first
+    `frozen_steps` steps; given answers (`ptx`) are learnt in the policy's optimizer steps.
     """
 
     def __init__(
@@ -39,8 +39,13 @@ class Learner:
         self.schedule, self.journal = schedule or Schedule(), journal
 
     def state(self) -> dict[str, Any]:
-        """The KL's weight, which moves, and where in the given answers the next batch begins; as JSON has it."""
-        return {"kl_coef": None if self.kl is None else self.kl.value, "ptx": None if self.ptx is None else self.ptx.state()}
+        """The KL's weight, which moves, and where in the given answers the next batch begins; as
+        JSON has it.
+        """
+        return {
+            "kl_coef": None if self.kl is None else self.kl.value,
+            "ptx": None if self.ptx is None else self.ptx.state(),
+        }
 
     def load_state(self, state: dict[str, Any]) -> None:
         if self.kl is not None and self.kl.target:  # without a target it is what the config says
@@ -55,11 +60,12 @@ class Learner:
         learnt: Experience,
         scored: Callable[[Experience], None] = lambda whole: None,
     ) -> Metrics:
-        """One rollout's optimizer steps, after `step` finished ones; the critic's metrics begin with "critic_". `learnt` is what
-        the policy learns from instead of `experience` alone; the KL is measured on that all the same.
+        """One rollout's optimizer steps, after `step` finished ones; the critic's metrics begin
+        with "critic_". `learnt` is what the policy learns from instead of `experience` alone; the
+        KL is measured on that all the same.
 
-        Where `experience` has no old log-probs, `scored` is told it with those of the policy's forward pass, before the optimizer
-        step that it may prevent by raising.
+        Where `experience` has no old log-probs, `scored` is told it with those of the policy's
+        forward pass, before the optimizer step that it may prevent by raising.
         """
         metrics: Metrics = {}
 
@@ -71,16 +77,32 @@ class Learner:
         if self.critic is not None:
             assert self.value_loss_fn is not None
             rows = self.schedule.mini_batches(len(experience), step)
-            found = take_steps(self.critic, experience, self.value_loss_fn, rows, journal=self.journal, name="critic")
-            metrics |= {name if name.startswith(COUNT) else f"critic_{name}": value for name, value in found.items()}
+            found = take_steps(
+                self.critic,
+                experience,
+                self.value_loss_fn,
+                rows,
+                journal=self.journal,
+                name="critic",
+            )
+            metrics |= {
+                name if name.startswith(COUNT) else f"critic_{name}": value
+                for name, value in found.items()
+            }
             metrics |= explained(experience)
         if step >= self.frozen_steps:
             beside: dict[str, Any] = {} if self.ptx is None else {"auxiliary": self.ptx()}
             if experience.old_logp is None:
                 beside["scored"] = complete
             rows = self.schedule.mini_batches(len(learnt), step)
-            found = take_steps(self.policy, learnt, self.loss_fn, rows, journal=self.journal, **beside)
-            counts = {name: value + metrics.get(name, 0.0) for name, value in found.items() if name.startswith(COUNT)}
+            found = take_steps(
+                self.policy, learnt, self.loss_fn, rows, journal=self.journal, **beside
+            )
+            counts = {
+                name: value + metrics.get(name, 0.0)
+                for name, value in found.items()
+                if name.startswith(COUNT)
+            }
             metrics |= found | counts
         if experience.reference_logp is not None:
             assert experience.old_logp is not None
@@ -88,15 +110,21 @@ class Learner:
             metrics["reference_kl"] = ESTIMATORS["k3"](delta).mean().item() if len(delta) else 0.0
             if self.kl is not None:
                 metrics["kl_coef"] = self.kl.value
-                if step >= self.frozen_steps:  # a policy that can't move says nothing about the weight
+                # a policy that can't move says nothing about the weight
+                if step >= self.frozen_steps:
                     self.kl.update(metrics["reference_kl"], len(experience))
         return metrics
 
 
 def explained(experience: Experience) -> Metrics:
-    """Returns the share of the returns' variance that the critic's values foretold: 1 all, 0 as much as a constant."""
+    """Returns the share of the returns' variance that the critic's values foretold: 1 all, 0 as
+    much as a constant.
+    """
     assert experience.old_value is not None and experience.returns is not None
-    returns, missed = (x[experience.mask].double() for x in (experience.returns, experience.returns - experience.old_value))
+    returns, missed = (
+        x[experience.mask].double()
+        for x in (experience.returns, experience.returns - experience.old_value)
+    )
     if len(returns) < 2 or not returns.var():
         return {"explained_variance": 0.0}
     return {"explained_variance": (1 - missed.var() / returns.var()).item()}

@@ -1,4 +1,6 @@
-"""The schedule of a training, whatever a step is: how many, what is told to whom, and where it ends."""
+"""The schedule of a training, whatever a step is: how many, what is told to whom, and where it
+ends.
+"""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,22 +14,28 @@ from rftmega.types import COUNT, Metrics
 
 
 class Trainer:
-    """`step` counts finished steps; `stopped` says whether `stop` ended the training, to the callbacks of its last step, too;
-    `resumed` whether there was a part of this training before.
+    """`step` counts finished steps; `stopped` says whether `stop` ended the training, to the
+    callbacks of its last step, too; `resumed` whether there was a part of this training before.
     """
 
     def __init__(
-        self, *, callbacks: Sequence[Callback] = (), stop: Callable[[], bool] = lambda: False, journal: Journal | None = None
+        self,
+        *,
+        callbacks: Sequence[Callback] = (),
+        stop: Callable[[], bool] = lambda: False,
+        journal: Journal | None = None,
     ):
-        """`stop` is asked after each step, on every process, and answers alike on all: training ends there where it says so. It
-        ends within a step where what the step is made of raises Preempted; `journal` then has what was done of it.
+        """`stop` is asked after each step, on every process, and answers alike on all: training
+        ends there where it says so. It ends within a step where what the step is made of raises
+        Preempted; `journal` then has what was done of it.
         """
         self.callbacks = callbacks
         self.stop, self.stopped = stop, False
         self.journal = journal
         self.step, self.resumed = 0, False
         self.seconds: Metrics = {}  # of each phase of the present step
-        self.counts: Metrics = {}  # of the present step's optimizer steps: tokens, operations (types.COUNT)
+        # of the present step's optimizer steps: tokens, operations (types.COUNT)
+        self.counts: Metrics = {}
 
     def train_step(self, batch: Any) -> Metrics:
         """One step, which it counts."""
@@ -43,9 +51,14 @@ class Trainer:
                 callback.on_start(self, start)
                 begun.append(callback)
             self._begin()
-            for _, batch in zip(range(self.step, steps), batches, strict=False):  # in this order: draws no batch too many
+            # in this order: draws no batch too many
+            for _, batch in zip(range(self.step, steps), batches, strict=False):
                 metrics = self.train_step(batch)
-                self.counts = {name.removeprefix(COUNT): metrics.pop(name) for name in list(metrics) if name.startswith(COUNT)}
+                self.counts = {
+                    name.removeprefix(COUNT): metrics.pop(name)
+                    for name in list(metrics)
+                    if name.startswith(COUNT)
+                }
                 metrics |= {f"seconds_{name}": seconds for name, seconds in self.seconds.items()}
                 self.stopped = self.stop()
                 for callback in self.callbacks:
@@ -78,7 +91,9 @@ class Trainer:
             callback.on_phase(self, name, self.seconds[name])
 
     def state(self) -> dict[str, Any]:
-        """Returns what the next step depends on, beside weights, random streams and the order of the data; as JSON has it."""
+        """Returns what the next step depends on, beside weights, random streams and the order of
+        the data; as JSON has it.
+        """
         return {"step": self.step}
 
     def load_state(self, state: dict[str, Any]) -> None:

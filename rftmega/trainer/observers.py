@@ -1,4 +1,6 @@
-"""`observers_of` builds a run's observers in the order in which they are told: writers of metrics come last."""
+"""`observers_of` builds a run's observers in the order in which they are told: writers of metrics
+come last.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -23,10 +25,17 @@ class Text(Protocol):
     def pieces(self, ids: Sequence[int]) -> list[str]: ...
 
 
-def evaluation_of_prompts(config: RunConfig, held_out: Mapping[str, Sequence[Prompt]], reward: Reward) -> Evaluation:
+def evaluation_of_prompts(
+    config: RunConfig, held_out: Mapping[str, Sequence[Prompt]], reward: Reward
+) -> Evaluation:
     """Builds the evaluation that trainer.eval_* describe."""
     chosen = config.trainer
-    answering = Answering(chosen.eval_samples, chosen.eval_temperature, tuple(chosen.eval_pass_at), chosen.eval_accuracy)
+    answering = Answering(
+        chosen.eval_samples,
+        chosen.eval_temperature,
+        tuple(chosen.eval_pass_at),
+        chosen.eval_accuracy,
+    )
     return Evaluate(held_out, reward, answering, every=chosen.eval_every, last=chosen.steps)
 
 
@@ -45,17 +54,23 @@ def observers_of(
     is_main: bool,
     measures: Sequence[Observer] = (),
 ) -> list[Observer]:
-    """Only the main process writes; `export` is called on all, with a folder, after the last step; `measures` add metrics after
-    the evaluation.
+    """Only the main process writes; `export` is called on all, with a folder, after the last step;
+    `measures` add metrics after the evaluation.
     """
     chosen, task = config.trainer, config.algorithm.task
     found: list[Observer] = [*([evaluation] if evaluation.held_out else []), *measures]
     if is_main:
         accuracy = {"rl": chosen.eval_accuracy, "reward_model": "accuracy"}.get(task)
-        found += writers(config, {name: metric_of(name, accuracy) for name in evaluation.held_out if accuracy})
+        found += writers(
+            config, {name: metric_of(name, accuracy) for name in evaluation.held_out if accuracy}
+        )
     if is_main and task == "rl" and chosen.trajectories:
         folder, most_bytes = f"{chosen.output}/trajectories", chosen.trajectories_mib * 2**20
-        found.append(Trajectories(folder, text.decode, text.pieces, every=chosen.trajectories, most_bytes=most_bytes))
+        found.append(
+            Trajectories(
+                folder, text.decode, text.pieces, every=chosen.trajectories, most_bytes=most_bytes
+            )
+        )
     found += [Divergence(config.faults.max_skipped_steps), UndecidedLimit()]
     if is_main and task == "rl":
         found.append(Spread(compares_groups=config.algorithm.advantage.compares_group))
@@ -66,7 +81,9 @@ def observers_of(
 
 
 def writers(config: RunConfig, shown: Mapping[str, str]) -> list[Observer]:
-    """Builds what writes metrics, and the progress, which shows of each held-out set the metric that `shown` names."""
+    """Builds what writes metrics, and the progress, which shows of each held-out set the metric
+    that `shown` names.
+    """
     output, chosen = config.trainer.output, config.logging
     found: list[Observer] = [
         JSONLines(f"{output}/metrics.jsonl"),

@@ -1,4 +1,6 @@
-"""`take_steps` learns from one rollout: its epochs, their mini-batches, and one optimizer step for each."""
+"""`take_steps` learns from one rollout: its epochs, their mini-batches, and one optimizer step for
+each.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,8 +33,9 @@ class Schedule:
     def mini_batches(self, rows: int, step: int, group_size: int = 1) -> list[Tensor]:
         """Returns the rows ([n] int64) of each optimizer step.
 
-        The first epoch takes rows in the order of the rollout, further ones in an order that is drawn from `seed` and the number
-        of the training step. Each `group_size` consecutive rows stay together.
+        The first epoch takes rows in the order of the rollout, further ones in an order that is
+        drawn from `seed` and the number of the training step. Each `group_size` consecutive rows
+        stay together.
         """
         groups = torch.arange(rows).view(-1, group_size)
         parts = min(self.updates_per_epoch, len(groups))
@@ -56,13 +59,17 @@ def take_steps(
     name: str = "policy",
     **settings: Any,
 ) -> Metrics:
-    """Takes an optimizer step for each of `mini_batches`; the rows of `auxiliary` are split over them.
+    """Takes an optimizer step for each of `mini_batches`; the rows of `auxiliary` are split over
+    them.
 
-    Returns the mean of each metric over the steps taken (over all where none was), and the sums of "optimizer_steps",
-    "skipped_steps" and of counts. Steps that the `journal` has of a run that was stopped are not taken again. Raises
-    AssertionError for `scored` (see `interfaces.Policy.step`) with several mini-batches, Preempted where the run is to stop.
+    Returns the mean of each metric over the steps taken (over all where none was), and the sums of
+    "optimizer_steps", "skipped_steps" and of counts. Steps that the `journal` has of a run that was
+    stopped are not taken again. Raises AssertionError for `scored` (see `interfaces.Policy.step`)
+    with several mini-batches, Preempted where the run is to stop.
     """
-    assert scored is None or len(mini_batches) == 1, "only a single step's forward pass gives the log-probs before the update"
+    assert scored is None or len(mini_batches) == 1, (
+        "only a single step's forward pass gives the log-probs before the update"
+    )
     beside = [None] * len(mini_batches) if auxiliary is None else auxiliary.split(len(mini_batches))
     steps: list[Metrics] = []
     for rows, share in zip(mini_batches, beside, strict=True):
@@ -70,7 +77,9 @@ def take_steps(
         if share is not None:
             given["auxiliary"] = share
         if scored is not None:
-            given["scored"] = _kept(journal, scored, f"log-probs of {len(rows)} rows in their update")
+            given["scored"] = _kept(
+                journal, scored, f"log-probs of {len(rows)} rows in their update"
+            )
         if journal is not None and journal.behind:
             if scored is not None:  # forward pass and step were done before the resume
                 scored(journal.replay(f"log-probs of {len(rows)} rows in their update"))
@@ -92,8 +101,8 @@ def _kept(journal: Journal | None, scored: Told, name: str) -> Told:
 
 
 def merged(steps: Sequence[Metrics]) -> Metrics:
-    """Returns the metrics of several optimizer steps as one: means over those that were taken, sums of what is counted, the most
-    of memory.
+    """Returns the metrics of several optimizer steps as one: means over those that were taken, sums
+    of what is counted, the most of memory.
     """
     averaged = [step for step in steps if not step.get("skipped_steps")] or steps
     found: Metrics = {}

@@ -1,4 +1,6 @@
-"""Files in a run's output folder: those of an earlier run are set aside, and what was written reaches the disk."""
+"""Files in a run's output folder: those of an earlier run are set aside, and what was written
+reaches the disk.
+"""
 
 import logging
 import os
@@ -8,7 +10,9 @@ log = logging.getLogger(__name__)
 
 
 def set_aside(path: Path) -> None:
-    """Gives what an earlier run left there another name, metrics.1.jsonl for metrics.jsonl, and says so."""
+    """Gives what an earlier run left there another name, metrics.1.jsonl for metrics.jsonl, and
+    says so.
+    """
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return
     number, free = 1, path.with_name(f"{path.stem}.1{path.suffix}")

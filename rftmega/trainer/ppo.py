@@ -1,4 +1,6 @@
-"""One step, top to bottom; GRPO, PPO and their family are the maker and the learner that it is given."""
+"""One step, top to bottom; GRPO, PPO and their family are the maker and the learner that it is
+given.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -32,9 +34,10 @@ class Sampling:
 class StepParts:
     """StepParts holds what a step may have besides.
 
-    refill: decides which of the answers to a prompt are learnt from; all are scored.
-    gate: stops the run where engine and trainer differ; without it any gap is learnt from.
-    late_scoring: log-probs before the update are those of the update's own forward pass, instead of a pass for them alone; right
+    refill: decides which of the answers to a prompt are learnt from; all are scored. gate: stops
+    the run where engine and trainer differ; without it any gap is learnt from. late_scoring:
+    log-probs before the update are those of the update's own forward pass, instead of a pass for
+    them alone; right
         for one optimizer step a rollout, without dropout, replay, or a KL in the reward.
     journal: that of the trainer's engine, maker and learner.
     """
@@ -48,7 +51,10 @@ class StepParts:
 
 
 class PPOTrainer(Trainer):
-    """PPOTrainer drives one policy and one engine. `step` is the version of the engine's weights."""
+    """PPOTrainer drives one policy and one engine.
+
+    `step` is the version of the engine's weights.
+    """
 
     def __init__(
         self,
@@ -65,11 +71,20 @@ class PPOTrainer(Trainer):
     ):
         """`callbacks` and `stop` as Trainer's."""
         super().__init__(callbacks=callbacks, stop=stop, journal=parts.journal)
-        self.engine, self.weights, self.reward, self.model_reward = engine, weights, reward, parts.model_reward
+        self.engine, self.weights, self.reward, self.model_reward = (
+            engine,
+            weights,
+            reward,
+            parts.model_reward,
+        )
         self.maker, self.learner = maker, learner
         self.refill, self.replay, self.gate = parts.refill, parts.replay, parts.gate
         self.late_scoring = parts.late_scoring
-        self.samples_per_prompt, self.temperature, self.seed = sampling.samples_per_prompt, sampling.temperature, sampling.seed
+        self.samples_per_prompt, self.temperature, self.seed = (
+            sampling.samples_per_prompt,
+            sampling.temperature,
+            sampling.seed,
+        )
         self.supply = PromptQueue()
 
     def prepare(self, batches: Iterable[list[Prompt]]) -> PromptQueue:
@@ -87,7 +102,12 @@ class PPOTrainer(Trainer):
                 part.load_state(state[name])
 
     def _parts(self) -> dict[str, Resumable]:
-        parts: dict[str, Resumable] = {"maker": self.maker, "learner": self.learner, "supply": self.supply, "engine": self.engine}
+        parts: dict[str, Resumable] = {
+            "maker": self.maker,
+            "learner": self.learner,
+            "supply": self.supply,
+            "engine": self.engine,
+        }
         return parts if self.replay is None else parts | {"replay": self.replay}
 
     def train_step(self, batch: Sequence[Prompt]) -> Metrics:
@@ -97,7 +117,8 @@ class PPOTrainer(Trainer):
         """
         with self.phase("rollout"):
             samples, seen = self.refill(self.rollout, batch, self.supply)
-        # Where no token is the present policy's, the gate asks for new answers, which an update that is under way can't bear.
+        # Where no token is the present policy's, the gate asks for new answers, which an update
+        # that is under way can't bear.
         present = bool(chosen_by(samples, self.step).any())
         late = self.late_scoring and present and self.step >= self.learner.frozen_steps
         with self.phase("score"):
@@ -125,15 +146,21 @@ class PPOTrainer(Trainer):
         return metrics | gap.metrics | seen
 
     def _gap(self, samples: Samples, experience: Experience) -> Gap:
-        """Between engine and trainer. Raises GapExceeded, before anything is learnt, where a gate finds it too large."""
+        """Between engine and trainer.
+
+        Raises GapExceeded, before anything is learnt, where a gate finds it too large.
+        """
         assert experience.old_logp is not None
         if self.gate is None:
             return log_prob_gap(samples.behaviour_logp, experience.old_logp, samples.rows.mask)
         return self.gate.check(samples, experience.old_logp, self.step)
 
-    def rollout(self, prompts: Sequence[Prompt], number: int = 0, wanted: Wanted | None = None) -> Samples:
-        """`samples_per_prompt` scored answers a prompt; the same ones whenever this step is run with this seed. `number`: of
-        the step's rollouts, which draw differently. With `wanted` it may end with these groups only.
+    def rollout(
+        self, prompts: Sequence[Prompt], number: int = 0, wanted: Wanted | None = None
+    ) -> Samples:
+        """`samples_per_prompt` scored answers a prompt; the same ones whenever this step is run
+        with this seed. `number`: of the step's rollouts, which draw differently. With `wanted` it
+        may end with these groups only.
         """
         requests = [prompt for prompt in prompts for _ in range(self.samples_per_prompt)]
         seeds = seeds_of(self.seed, self.step, len(requests), rollout=number)
@@ -142,11 +169,23 @@ class PPOTrainer(Trainer):
         groups = GroupCollector(requests, self.reward, self.samples_per_prompt)
         completions: Sequence[Completion | None]
         if wanted is None:
-            completions = self.engine.generate(requests, seeds=seeds, temperature=self.temperature, reward=at_once)
+            completions = self.engine.generate(
+                requests, seeds=seeds, temperature=self.temperature, reward=at_once
+            )
         else:
-            asked = partial(self.engine.generate_until, requests, seeds=seeds, temperature=self.temperature, reward=at_once)
+            asked = partial(
+                self.engine.generate_until,
+                requests,
+                seeds=seeds,
+                temperature=self.temperature,
+                reward=at_once,
+            )
             completions = asked(enough=groups.until(wanted))
-        versions = {completion.policy_version for completion in completions if completion is not None}
-        assert versions == {self.step}, f"answers of policy {versions} at step {self.step}: a push was missed"
+        versions = {
+            completion.policy_version for completion in completions if completion is not None
+        }
+        assert versions == {self.step}, (
+            f"answers of policy {versions} at step {self.step}: a push was missed"
+        )
         samples = groups.collected(completions)
         return samples if self.model_reward is None else self.model_reward(samples)

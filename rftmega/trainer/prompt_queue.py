@@ -9,7 +9,10 @@ from rftmega.types import Prompt
 
 
 class PromptQueue(Iterator[list[Prompt]]):
-    """Batches of prompts as a source gives them, or any number at a time. What was put back is handed out first."""
+    """Batches of prompts as a source gives them, or any number at a time.
+
+    What was put back is handed out first.
+    """
 
     def __init__(self, batches: Iterable[Sequence[Prompt]] = ()):
         self.source(batches)
@@ -28,7 +31,10 @@ class PromptQueue(Iterator[list[Prompt]]):
         return batch
 
     def take(self, number: int) -> list[Prompt]:
-        """The next `number` prompts, fewer where the source ends. Draws no batch that is not needed."""
+        """The next `number` prompts, fewer where the source ends.
+
+        Draws no batch that is not needed.
+        """
         while len(self._waiting) < number and self._draw():
             pass
         return [self._waiting.popleft() for _ in range(min(number, len(self._waiting)))]
@@ -38,7 +44,8 @@ class PromptQueue(Iterator[list[Prompt]]):
         self._waiting.extendleft(reversed(prompts))
 
     def state(self) -> dict[str, Any]:
-        """Returns what a resume needs besides the source's own position, which is behind the prompts that wait here.
+        """Returns what a resume needs besides the source's own position, which is behind the
+        prompts that wait here.
 
         The size of a batch is the resumed run's own: the first batch that its source gives says it.
         """

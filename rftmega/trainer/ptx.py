@@ -1,4 +1,6 @@
-"""Given answers that the policy goes on learning while it learns from rewards (PTX; arXiv:2203.02155, section 3.5)."""
+"""Given answers that the policy goes on learning while it learns from rewards (PTX;
+arXiv:2203.02155, section 3.5).
+"""
 
 from collections.abc import Iterator
 from typing import Any, Protocol

@@ -1,4 +1,6 @@
-"""Metrics for programs that watch many runs: Weights & Biases, and Prometheus, which comes and asks."""
+"""Metrics for programs that watch many runs: Weights & Biases, and Prometheus, which comes and
+asks.
+"""
 
 import re
 import uuid
@@ -15,8 +17,9 @@ from rftmega.types import Metrics
 
 
 class WandB(Observer):
-    """Metrics and config. Where to, and under which key, is wandb's own business (WANDB_MODE=offline: a folder). A run that is
-    resumed goes on as the one that it was, by its id in output/wandb.id.
+    """Metrics and config. Where to, and under which key, is wandb's own business
+    (WANDB_MODE=offline: a folder). A run that is resumed goes on as the one that it was, by its id
+    in output/wandb.id.
     """
 
     def __init__(self, project: str, config: RunConfig):
@@ -40,7 +43,9 @@ class WandB(Observer):
             dir=output,
             config=without_secrets(self.config),
             # Its metadata holds the command line, and with it what an option there keeps secret.
-            settings=wandb.Settings(console="off", disable_git=True, disable_code=True, x_disable_meta=True, silent=True),
+            settings=wandb.Settings(
+                console="off", disable_git=True, disable_code=True, x_disable_meta=True, silent=True
+            ),
         )
         self.on_step(trainer, metrics)
 
@@ -52,7 +57,8 @@ class WandB(Observer):
 
 
 class Prometheus(Observer):
-    """The last step's metrics at http://host:port/metrics, as gauges rftmega_<metric>, and rftmega_step.
+    """The last step's metrics at http://host:port/metrics, as gauges rftmega_<metric>, and
+    rftmega_step.
 
     Raises ConfigError at the start where something else listens there.
     """
@@ -64,7 +70,9 @@ class Prometheus(Observer):
 
     def on_start(self, trainer: Any, metrics: Metrics) -> None:
         try:
-            self.server, self.thread = start_http_server(self.port, addr=self.host, registry=self.registry)
+            self.server, self.thread = start_http_server(
+                self.port, addr=self.host, registry=self.registry
+            )
         except OSError as error:
             raise ConfigError(
                 f"logging.prometheus_port={self.port} can't be opened on {self.host} ({error.strerror}). Choose another."
@@ -76,7 +84,9 @@ class Prometheus(Observer):
         for name, value in {**metrics, "step": trainer.step}.items():
             named = f"rftmega_{re.sub(r'[^a-zA-Z0-9_]', '_', name)}"
             if named not in self.gauges:
-                self.gauges[named] = Gauge(named, f"{name} of the last step; docs/watching.md", registry=self.registry)
+                self.gauges[named] = Gauge(
+                    named, f"{name} of the last step; docs/watching.md", registry=self.registry
+                )
             self.gauges[named].set(value)
 
     def on_end(self, trainer: Any) -> None:

@@ -12,11 +12,13 @@ from rftmega.types import Experience, Metrics
 
 
 class ReplayMixer:
-    """Answers of policies at most `max_age` steps old are learnt from again, with the log-probs of their own engine.
+    """Answers of policies at most `max_age` steps old are learnt from again, with the log-probs of
+    their own engine.
 
-    The present policy scores them anew: the ratio that a surrogate clips starts at 1 as for fresh answers, and what the policy
-    has moved since is the importance weight, old over behaviour (the decoupled objective, arXiv:2110.00641, eq. 3, and
-    arXiv:2505.24298, eq. 5), bounded by `algorithm.importance_sampling`.
+    The present policy scores them anew: the ratio that a surrogate clips starts at 1 as for fresh
+    answers, and what the policy has moved since is the importance weight, old over behaviour (the
+    decoupled objective, arXiv:2110.00641, eq. 3, and arXiv:2505.24298, eq. 5), bounded by
+    `algorithm.importance_sampling`.
     """
 
     def __init__(self, policy: Scorer, buffer: ReplayBuffer, *, max_age: int):
@@ -24,8 +26,9 @@ class ReplayMixer:
         self._crowded_out = 0  # groups that the last `keep` dropped
 
     def beside(self, experience: Experience, step: int) -> tuple[Experience, Metrics]:
-        """`experience` of step `step`, mixed evenly with what is young enough; and of that its rows, the mean age of their
-        tokens in steps, groups dropped since the last step (too old, or too many).
+        """`experience` of step `step`, mixed evenly with what is young enough; and of that its
+        rows, the mean age of their tokens in steps, groups dropped since the last step (too old, or
+        too many).
         """
         dropped = self._crowded_out + self.buffer.drop_older(step - self.max_age)
         metrics = {"replay_rows": float(len(self.buffer)), "replay_groups_dropped": float(dropped)}
@@ -33,7 +36,9 @@ class ReplayMixer:
             return experience, metrics | {"replay_staleness": 0.0}
         earlier = Experience.join(self.buffer.groups)
         assert earlier.versions is not None
-        metrics["replay_staleness"] = (step - earlier.versions[earlier.rows.mask].double()).mean().item()
+        metrics["replay_staleness"] = (
+            (step - earlier.versions[earlier.rows.mask].double()).mean().item()
+        )
         stats = self.policy.log_probs(earlier.rows)
         earlier = replace(earlier, old_logp=stats.logp, entropy=stats.entropy)
         # Mini-batches are consecutive rows: each gets its share of both.
@@ -41,11 +46,15 @@ class ReplayMixer:
         return Experience.join([experience, earlier]).select(place.argsort(stable=True)), metrics
 
     def keep(self, experience: Experience, group: Tensor) -> None:
-        """For later steps; groups that teach nothing (no advantage in any token that counts) are left out."""
+        """For later steps; groups that teach nothing (no advantage in any token that counts) are
+        left out.
+        """
         teaches = ((experience.advantage != 0) & experience.mask).any(-1)
         rows = [int(row) for row in range(len(group)) if bool(teaches[group == group[row]].any())]
         index = group.new_tensor(rows)
-        self._crowded_out = self.buffer.append(experience.select(index), group[index]) if rows else 0
+        self._crowded_out = (
+            self.buffer.append(experience.select(index), group[index]) if rows else 0
+        )
 
     def state(self) -> dict[str, Any]:
         return self.buffer.state() | {"crowded_out": self._crowded_out}

@@ -30,7 +30,10 @@ class SupervisedTrainer(Trainer):
         schedule: Schedule | None = None,
         stop: Callable[[], bool] = lambda: False,
     ):
-        """`group_size` consecutive rows come before the loss together: 2 for pairs. `stop` as Trainer's."""
+        """`group_size` consecutive rows come before the loss together: 2 for pairs.
+
+        `stop` as Trainer's.
+        """
         super().__init__(stop=stop)
         self.model, self.loss_fn, self.group_size = model, loss_fn, group_size
         self.schedule = schedule or Schedule()
@@ -39,7 +42,9 @@ class SupervisedTrainer(Trainer):
         experience = given(batch)
         with self.phase("update"):
             rows = self.schedule.mini_batches(len(experience), self.step, self.group_size)
-            metrics = take_steps(self.model, experience, self.loss_fn, rows, group_size=self.group_size)
+            metrics = take_steps(
+                self.model, experience, self.loss_fn, rows, group_size=self.group_size
+            )
         self.step += 1
         return metrics
 
@@ -47,12 +52,23 @@ class SupervisedTrainer(Trainer):
 class HeldOut(Evaluation):
     """HeldOut judges the model on rows that it does not learn from."""
 
-    def __init__(self, held_out: Mapping[str, Rows], judge: Callable[[Rows], Metrics], *, every: int, last: int):
+    def __init__(
+        self,
+        held_out: Mapping[str, Rows],
+        judge: Callable[[Rows], Metrics],
+        *,
+        every: int,
+        last: int,
+    ):
         super().__init__(held_out, every=every, last=last)
         self.judge = judge
 
     def evaluate(self, trainer: Any) -> Metrics:
-        return {metric_of(name, part): x for name, rows in self.held_out.items() for part, x in self.judge(rows).items()}
+        return {
+            metric_of(name, part): x
+            for name, rows in self.held_out.items()
+            for part, x in self.judge(rows).items()
+        }
 
 
 def cross_entropy_of(policy: Policy, rows: Rows) -> Metrics:
@@ -61,7 +77,9 @@ def cross_entropy_of(policy: Policy, rows: Rows) -> Metrics:
 
 
 def preference_of(model: ValueModel, rows: Rows) -> Metrics:
-    """Returns how often (a tie is wrong), and by how much, a pair's chosen one is preferred; `rows` as `pair_rows` gives them."""
+    """Returns how often (a tie is wrong), and by how much, a pair's chosen one is preferred; `rows`
+    as `pair_rows` gives them.
+    """
     reward = last_value(model.values(rows), rows)
     margin = (reward[0::2] - reward[1::2]).double()
     return {"accuracy": (margin > 0).double().mean().item(), "margin": margin.mean().item()}

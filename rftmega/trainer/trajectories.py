@@ -1,4 +1,6 @@
-"""Trajectories writes what steps have learnt from, token by token, as files that `zcat` and `tools/view.py` read."""
+"""Trajectories writes what steps have learnt from, token by token, as files that `zcat` and
+`tools/view.py` read.
+"""
 
 import gzip
 import json
@@ -20,9 +22,11 @@ LOGP_DIGITS, DIGITS = 7, 4  # significant; float32 has 7
 
 
 class Trajectories(Observer):
-    """Writes folder/step_000123.jsonl.gz, one JSON object a sample (see `records`), after the first and every `every`-th step.
+    """Writes folder/step_000123.jsonl.gz, one JSON object a sample (see `records`), after the first
+    and every `every`-th step.
 
-    A file gets its name when it is complete. The oldest go when all of them take more than `most_bytes`; the newest stays.
+    A file gets its name when it is complete. The oldest go when all of them take more than
+    `most_bytes`; the newest stays.
     """
 
     def __init__(
@@ -45,7 +49,12 @@ class Trajectories(Observer):
             set_aside(self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         if later := [path for path in self._written() if path.name >= name_of(trainer.step + 1)]:
-            log.info("%s: files of %d step(s) after %d go: these are done again.", self.folder, len(later), trainer.step)
+            log.info(
+                "%s: files of %d step(s) after %d go: these are done again.",
+                self.folder,
+                len(later),
+                trainer.step,
+            )
         for path in later:
             path.unlink()
 
@@ -80,7 +89,11 @@ def write(path: Path, lines: Iterator[dict[str, Any]]) -> None:
     with draft.open("wb") as raw:
         with gzip.GzipFile(filename="", fileobj=raw, mode="wb", compresslevel=6, mtime=0) as packed:
             for line in lines:
-                packed.write((json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8", "backslashreplace"))
+                packed.write(
+                    (json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n").encode(
+                        "utf-8", "backslashreplace"
+                    )
+                )
         raw.flush()
         os.fsync(raw.fileno())
     draft.rename(path)
@@ -93,9 +106,11 @@ def records(
     decode: Callable[[Sequence[int]], str],
     pieces: Callable[[Sequence[int]], list[str]],
 ) -> Iterator[dict[str, Any]]:
-    """One JSON-ready object a row; under "tokens" a list for each quantity, a value for each token of the response.
+    """One JSON-ready object a row; under "tokens" a list for each quantity, a value for each token
+    of the response.
 
-    Log-probs are in nats; "gap" is the engine's minus the trainer's; null stands for what is unknown or not finite.
+    Log-probs are in nats; "gap" is the engine's minus the trainer's; null stands for what is
+    unknown or not finite.
     """
     assert experience.old_logp is not None, "a rollout that was learnt from has been scored"
     gap = samples.behaviour_logp - experience.old_logp
@@ -104,7 +119,9 @@ def records(
         ids = samples.rows.tokens[row, :end].tolist()
         targets = slice(first - 1, end - 1)  # columns that speak about the response
 
-        def of(values: Tensor, digits: int = DIGITS, row: int = row, targets: slice = targets) -> list[float | None]:
+        def of(
+            values: Tensor, digits: int = DIGITS, row: int = row, targets: slice = targets
+        ) -> list[float | None]:
             return [rounded(value, digits) for value in values[row, targets].tolist()]
 
         yield {
@@ -115,7 +132,10 @@ def records(
             "response": decode(ids[first:]),
             "label": samples.prompts[row].label,
             "reward": rounded(samples.reward[row].item(), LOGP_DIGITS),
-            "reward_parts": {k: rounded(part[row].item(), LOGP_DIGITS) for k, part in samples.reward_parts.items()},
+            "reward_parts": {
+                k: rounded(part[row].item(), LOGP_DIGITS)
+                for k, part in samples.reward_parts.items()
+            },
             "truncated": bool(samples.truncated[row]),
             "tokens": {
                 "id": ids[first:],

@@ -1,4 +1,6 @@
-"""Brings the policy's weights, under their Hugging Face names, gathered from the shards, into an engine or a folder."""
+"""Brings the policy's weights, under their Hugging Face names, gathered from the shards, into an
+engine or a folder.
+"""
 
 from rftmega.weights.export import export_hf_folder
 from rftmega.weights.gather import Exporter

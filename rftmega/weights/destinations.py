@@ -1,4 +1,6 @@
-"""Defines what a push needs of an engine whose parameters it fills itself, and records what it knows of them."""
+"""Defines what a push needs of an engine whose parameters it fills itself, and records what it
+knows of them.
+"""
 
 import logging
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
@@ -17,29 +19,42 @@ log = logging.getLogger(__name__)
 
 
 class Destinations(Protocol):
-    """An engine's parameters while its loader reads: ask from within the iterator that it reads from. What is asked holds until
-    the load is over.
+    """An engine's parameters while its loader reads: ask from within the iterator that it reads
+    from. What is asked holds until the load is over.
     """
 
     def bare(self) -> Mapping[str, Tensor]:
-        """Returns all parameters, on the meta device. Whatever the loader does to them, the engine keeps its weights."""
+        """Returns all parameters, on the meta device.
+
+        Whatever the loader does to them, the engine keeps its weights.
+        """
         ...
 
     def watch(self, names: Collection[str], filled: Callable[[str, Tensor], None]) -> None:
-        """Calls `filled` with each of these parameters once the loader has done all it does to it, before it is repacked."""
+        """Calls `filled` with each of these parameters once the loader has done all it does to it,
+        before it is repacked.
+        """
         ...
 
     def fill(self, name: str, filling: ReceivedFill) -> None:
-        """Has `filling.into` called with the parameter, once on the meta device, for what it counts, and once for good."""
+        """Has `filling.into` called with the parameter, once on the meta device, for what it
+        counts, and once for good.
+        """
         ...
 
 
 def recorded(
-    units: Sequence[Unit], trace_load: Callable[[Iterable[tuple[str, Tensor]]], None], destinations: Destinations
+    units: Sequence[Unit],
+    trace_load: Callable[[Iterable[tuple[str, Tensor]]], None],
+    destinations: Destinations,
 ) -> LoadRecorder:
     """Records what the engine's loader does with the tensors of these units."""
     recorder = LoadRecorder()
-    named = [(name, recorder.tensor(name, dtype, shape, unit.rule.axis)) for unit in units for name, dtype, shape in unit.planned]
+    named = [
+        (name, recorder.tensor(name, dtype, shape, unit.rule.axis))
+        for unit in units
+        for name, dtype, shape in unit.planned
+    ]
 
     def tensors() -> Generator[tuple[str, Tensor]]:
         recorder.parameters(destinations.bare())
@@ -56,9 +71,11 @@ def recorded(
 
 
 class Recording:
-    """Recording knows which copies bring a bucket's tensors to the engine's parameters, and which tensors its loader must take.
+    """Recording knows which copies bring a bucket's tensors to the engine's parameters, and which
+    tensors its loader must take.
 
-    Until a push by the loader itself was compared with it (`prove`) it is only believed to be whole.
+    Until a push by the loader itself was compared with it (`prove`) it is only believed to be
+    whole.
     """
 
     def __init__(self, recorder: LoadRecorder, shards: Shards):
@@ -71,7 +88,9 @@ class Recording:
         """Returns the names of the parameters that copies fill."""
         return self._copies.keys()
 
-    def of_bucket(self, number: int, units: Sequence[Unit], receives: Mapping[int, Layout]) -> tuple[list[Fill], list[Part]]:
+    def of_bucket(
+        self, number: int, units: Sequence[Unit], receives: Mapping[int, Layout]
+    ) -> tuple[list[Fill], list[Part]]:
         """Returns the fills of bucket `number`, and the HF tensors of it that the loader takes."""
         if number not in self._fills:
             by_loader = [
@@ -84,9 +103,14 @@ class Recording:
         return self._fills[number]
 
     def prove(self, proof: Proof) -> None:
-        """Marks the recording as proven after a whole push by the loader: it keeps what it does besides copying."""
+        """Marks the recording as proven after a whole push by the loader: it keeps what it does
+        besides copying.
+        """
         if refuted := proof.refuted():
-            log.warning("The engine's loader does more than copy to %s: it takes their weights itself.", sorted(refuted))
+            log.warning(
+                "The engine's loader does more than copy to %s: it takes their weights itself.",
+                sorted(refuted),
+            )
             self._recorder.changed |= refuted
             self._settle()
         self.proven = True
@@ -94,5 +118,7 @@ class Recording:
     def _settle(self) -> None:
         self._copies = self._recorder.plain()
         self._of_name = by_name(self._copies)
-        self._by_loader = {name for name, boxes in self._recorder.asked.items() if boxes} - self._of_name.keys()
+        self._by_loader = {
+            name for name, boxes in self._recorder.asked.items() if boxes
+        } - self._of_name.keys()
         self._fills: dict[int, tuple[list[Fill], list[Part]]] = {}

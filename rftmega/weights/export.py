@@ -21,15 +21,23 @@ log = logging.getLogger(__name__)
 
 
 def export_hf_folder(
-    exporter: Exporter, source: str | Path, target: str | Path, *, write: bool, classifier: bool = False
+    exporter: Exporter,
+    source: str | Path,
+    target: str | Path,
+    *,
+    write: bool,
+    classifier: bool = False,
 ) -> None:
-    """Writes weights in safetensors shards with an index, and `source`'s config and tokenizer files, to `target`.
+    """Writes weights in safetensors shards with an index, and `source`'s config and tokenizer
+    files, to `target`.
 
-    `classifier`: the weights are a value model's, which `transformers` calls a sequence classifier with one label.
+    `classifier`: the weights are a value model's, which `transformers` calls a sequence classifier
+    with one label.
 
-    Every process calls it; the one with `write` puts the files down, into a folder that gets its name only when it is
-    complete, so that `target` is never half-written. An earlier export there goes, anything else stays (`export_folder`). Raises
-    CheckpointError, on all of them, where that can't be done.
+    Every process calls it; the one with `write` puts the files down, into a folder that gets its
+    name only when it is complete, so that `target` is never half-written. An earlier export there
+    goes, anything else stays (`export_folder`). Raises CheckpointError, on all of them, where that
+    can't be done.
     """
     tensors, error = iter(exporter), None
     if write:
@@ -38,7 +46,9 @@ def export_hf_folder(
         except OSError as raised:
             error = f"The model can't be exported to {target}, which needs room and rights: {type(raised).__name__}: {raised}"
         except CheckpointError as raised:  # of the model, or of the files beside it
-            error = f"The model can't be exported to {target}, where an earlier export stays: {raised}"
+            error = (
+                f"The model can't be exported to {target}, where an earlier export stays: {raised}"
+            )
             shutil.rmtree(f"{target}.incomplete", ignore_errors=True)
     for _ in tensors:  # a collective: what one process can't write the others send all the same
         pass
@@ -46,7 +56,14 @@ def export_hf_folder(
         raise CheckpointError(errors[0])
 
 
-def _write(tensors: Iterator[tuple[str, Tensor]], exporter: Exporter, source: Path, target: Path, *, classifier: bool) -> None:
+def _write(
+    tensors: Iterator[tuple[str, Tensor]],
+    exporter: Exporter,
+    source: Path,
+    target: Path,
+    *,
+    classifier: bool,
+) -> None:
     draft = export_folder.begin(target)
     shards = shards_of(exporter.planned, SHARD_BYTES)
     for file, planned in shards.items():
@@ -62,7 +79,8 @@ def _write(tensors: Iterator[tuple[str, Tensor]], exporter: Exporter, source: Pa
 def _say_classifier(path: Path) -> None:
     config = read_json_object(path)
     config["architectures"] = [
-        name.replace("ForCausalLM", "ForSequenceClassification") for name in config.get("architectures") or []
+        name.replace("ForCausalLM", "ForSequenceClassification")
+        for name in config.get("architectures") or []
     ]
     config |= {"id2label": {"0": "reward"}, "label2id": {"reward": 0}, "num_labels": 1}
     path.write_text(json.dumps(config, indent=2))

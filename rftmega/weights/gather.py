@@ -16,12 +16,17 @@ if TYPE_CHECKING:  # so that a push can be planned without Megatron
 
 
 class Exporter:
-    """Iterates over the policy as HF-named tensors. A collective: every process of the replica iterates in step."""
+    """Iterates over the policy as HF-named tensors.
+
+    A collective: every process of the replica iterates in step.
+    """
 
     def __init__(self, held: Sequence[HeldShard], topology: "Topology", *, bucket_bytes: int):
         """Learns once, from all processes of the replica, who holds what."""
         self.group = topology.replica_group
-        self._parameter: dict[Key, Tensor] = {key_of(item): item.parameter for item in held if item.rule.exported}
+        self._parameter: dict[Key, Tensor] = {
+            key_of(item): item.parameter for item in held if item.rule.exported
+        }
         self._device = held[0].parameter.device
         self.buckets = buckets_of(units_of(held, self.group), bucket_bytes)
 
@@ -30,7 +35,11 @@ class Exporter:
         for bucket in self.buckets:
             shards = self._gather(bucket)
             for unit, held in zip(bucket, shards, strict=True):
-                yield from zip(unit.rule.hf_names(unit.layer, unit.expert), assemble(unit.rule, held), strict=True)
+                yield from zip(
+                    unit.rule.hf_names(unit.layer, unit.expert),
+                    assemble(unit.rule, held),
+                    strict=True,
+                )
 
     @property
     def planned(self) -> list[PlannedTensor]:
@@ -43,11 +52,12 @@ class Exporter:
 
     @torch.no_grad()
     def _gather(self, bucket: Sequence[Unit]) -> list[list[Tensor]]:
-        """Gathers a bucket: one holder of each shard sends what it has of the bucket as one flat tensor; per unit, the shards in
-        their order.
+        """Gathers a bucket: one holder of each shard sends what it has of the bucket as one flat
+        tensor; per unit, the shards in their order.
         """
         shards: dict[tuple[Key, int], Tensor] = {}
-        sent: dict[int, list[tuple[Unit, int]]] = {}  # replicas of a shard are equal: the first sends
+        # replicas of a shard are equal: the first sends
+        sent: dict[int, list[tuple[Unit, int]]] = {}
         for unit in bucket:
             for number, holders in enumerate(unit.holders):
                 sent.setdefault(holders[0], []).append((unit, number))
@@ -55,11 +65,15 @@ class Exporter:
             shapes = [shard_shape(unit.rule, number, len(unit.holders)) for unit, number in theirs]
             sizes = [shape.numel() for shape in shapes]
             if source == dist.get_rank():
-                flat = torch.cat([self._parameter[key_of(unit)].detach().flatten() for unit, _ in theirs])
+                flat = torch.cat(
+                    [self._parameter[key_of(unit)].detach().flatten() for unit, _ in theirs]
+                )
             else:
                 flat = torch.empty(sum(sizes), dtype=bucket[0].dtype, device=self._device)
             if self.group.size() > 1:
                 dist.broadcast(flat, src=source, group=self.group)
             for (unit, number), part, shape in zip(theirs, flat.split(sizes), shapes, strict=True):
                 shards[key_of(unit), number] = part.view(shape)
-        return [[shards[key_of(unit), number] for number in range(len(unit.holders))] for unit in bucket]
+        return [
+            [shards[key_of(unit), number] for number in range(len(unit.holders))] for unit in bucket
+        ]

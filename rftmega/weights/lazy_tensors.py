@@ -1,7 +1,9 @@
-"""Tensors of Hugging Face's shapes that are asked for their elements only where somebody copies from them.
+"""Tensors of Hugging Face's shapes that are asked for their elements only where somebody copies
+from them.
 
-An engine's loader narrows, slices and chunks what it is given and copies the rest into its own parameters. Handed these
-tensors, it says which elements it needs; or it gets just those, without the others being anywhere on this process.
+An engine's loader narrows, slices and chunks what it is given and copies the rest into its own
+parameters. Handed these tensors, it says which elements it needs; or it gets just those, without
+the others being anywhere on this process.
 """
 
 import math
@@ -17,8 +19,9 @@ Fetch = Callable[[Box, Tensor], None]
 
 
 class LazyTensor(Tensor):
-    """A tensor without elements. Views of it are views; anything else that is done to it or with it gets the elements first:
-    `fetch(box, out)` must write those of a box to `out`, which has the box's shape and whatever dtype.
+    """A tensor without elements. Views of it are views; anything else that is done to it or with it
+    gets the elements first: `fetch(box, out)` must write those of a box to `out`, which has the
+    box's shape and whatever dtype.
     """
 
     fetch: Fetch
@@ -26,8 +29,12 @@ class LazyTensor(Tensor):
     home: torch.device
 
     @staticmethod
-    def of(shape: tuple[int, ...], dtype: torch.dtype, fetch: Fetch, home: torch.device) -> "LazyTensor":
-        """Makes a lazy tensor of a whole one; elements that somebody computes with are made on `home`."""
+    def of(
+        shape: tuple[int, ...], dtype: torch.dtype, fetch: Fetch, home: torch.device
+    ) -> "LazyTensor":
+        """Makes a lazy tensor of a whole one; elements that somebody computes with are made on
+        `home`.
+        """
         return _like(torch.empty(shape, dtype=dtype, device="meta"), fetch, torch.Size(shape), home)
 
     @classmethod
@@ -43,7 +50,10 @@ class LazyTensor(Tensor):
                     found = None
                 if found is not None and (views := _as_views(found, args[0])) is not None:
                     return views
-            return func(*[_filled(arg) for arg in args], **{name: _filled(arg) for name, arg in kwargs.items()})
+            return func(
+                *[_filled(arg) for arg in args],
+                **{name: _filled(arg) for name, arg in kwargs.items()},
+            )
 
 
 def _like(plain: Tensor, fetch: Fetch, whole: torch.Size, home: torch.device) -> LazyTensor:
@@ -53,9 +63,14 @@ def _like(plain: Tensor, fetch: Fetch, whole: torch.Size, home: torch.device) ->
 
 
 def _as_views(found: Any, origin: LazyTensor) -> Any:
-    """Returns `found` as views of origin; as it is if it holds no tensor; None if it is, or holds, a tensor of other elements."""
+    """Returns `found` as views of origin; as it is if it holds no tensor; None if it is, or holds,
+    a tensor of other elements.
+    """
     if isinstance(found, Tensor):
-        same = found.untyped_storage()._cdata == origin.untyped_storage()._cdata and found.dtype == origin.dtype
+        same = (
+            found.untyped_storage()._cdata == origin.untyped_storage()._cdata
+            and found.dtype == origin.dtype
+        )
         return _like(found, origin.fetch, origin.whole, origin.home) if same else None
     if isinstance(found, tuple | list) and any(isinstance(each, Tensor) for each in found):
         views = [_as_views(each, origin) for each in found]
@@ -73,7 +88,8 @@ def _filled(argument: Any) -> Any:
 
 
 def _copied(target: Tensor, view: LazyTensor) -> Tensor:
-    if target.is_meta:  # vLLM counts what its loader will copy on parameters that have no elements either
+    # vLLM counts what its loader will copy on parameters that have no elements either
+    if target.is_meta:
         return target.copy_(torch.empty(view.shape, dtype=view.dtype, device="meta"))
     box = _box(view)
     if box is None or target.shape != view.shape:
@@ -100,18 +116,25 @@ def _box(view: LazyTensor) -> Box | None:
 
 
 def box_of(whole: Sequence[int], view: Tensor) -> Box | None:
-    """Returns the box of the whole, which lies in memory row by row, that a view covers; None if it is no box of it (another
-    number of dimensions, a transposition).
+    """Returns the box of the whole, which lies in memory row by row, that a view covers; None if it
+    is no box of it (another number of dimensions, a transposition).
     """
-    return _box_of(tuple(whole), tuple(view.shape), tuple(view.stride()), int(view.storage_offset()))
+    return _box_of(
+        tuple(whole), tuple(view.shape), tuple(view.stride()), int(view.storage_offset())
+    )
 
 
 @lru_cache(maxsize=4096)  # a mixture's experts ask for the same boxes of tensors of the same shape
-def _box_of(whole: tuple[int, ...], shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> Box | None:
+def _box_of(
+    whole: tuple[int, ...], shape: tuple[int, ...], strides: tuple[int, ...], offset: int
+) -> Box | None:
     if len(shape) != len(whole):
         return None
     natural = [math.prod(max(1, size) for size in whole[dim + 1 :]) for dim in range(len(whole))]
-    if any(size > 1 and stride != own for size, stride, own in zip(shape, strides, natural, strict=True)):
+    if any(
+        size > 1 and stride != own
+        for size, stride, own in zip(shape, strides, natural, strict=True)
+    ):
         return None
     box = []
     for size, length, stride in zip(shape, whole, natural, strict=True):

@@ -1,4 +1,5 @@
-"""Slices on their way from one process to another: one flat message a bucket, with the push's version and a checksum a slice.
+"""Slices on their way from one process to another: one flat message a bucket, with the push's
+version and a checksum a slice.
 
 Slices of one size that follow each other are written, and their checksums computed, together.
 """
@@ -24,13 +25,16 @@ def copy_together(target: Tensor, views: list[Tensor]) -> None:
     if len(views) == 1:
         target[0].copy_(views[0])
     elif target.is_contiguous() and target.dim() > 1 and target.dtype == views[0].dtype:
-        torch.cat(views, out=target.flatten(0, 1))  # a fraction of what a copy each costs the processor
+        # a fraction of what a copy each costs the processor
+        torch.cat(views, out=target.flatten(0, 1))
     else:
         torch._foreach_copy_(target.unbind(), views)
 
 
 class Alike(NamedTuple):
-    """Slices `first` to `first + number` of a message have one shape, and lie behind each other from byte `start` on."""
+    """Slices `first` to `first + number` of a message have one shape, and lie behind each other
+    from byte `start` on.
+    """
 
     first: int
     number: int
@@ -95,11 +99,15 @@ def refuse_damaged(message: Tensor, layout: Layout, version: int, source: int) -
     """Raises EngineError where the message is another push's, or a slice is not as it was sent."""
     header = _header(message, layout)
     if header[0] != version:
-        raise EngineError(f"Process {source} sent push {int(header[0])} while this one takes push {version}.")
+        raise EngineError(
+            f"Process {source} sent push {int(header[0])} while this one takes push {version}."
+        )
     wrong = (header[1:] != checksums_of(message, layout)).nonzero()
     if len(wrong):
         move = layout.moves[int(wrong[0])]
-        raise EngineError(f"{move.name}[{move.start}:{move.stop}] of push {version} came damaged from process {source}.")
+        raise EngineError(
+            f"{move.name}[{move.start}:{move.stop}] of push {version} came damaged from process {source}."
+        )
 
 
 def opened(message: Tensor, layout: Layout) -> Iterator[tuple[Move, Tensor]]:

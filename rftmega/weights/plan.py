@@ -1,7 +1,9 @@
-"""Plans which slice of which tensor goes from which rank to which: pure arithmetic, for any layouts, without a process.
+"""Plans which slice of which tensor goes from which rank to which: pure arithmetic, for any
+layouts, without a process.
 
-All is said in Hugging Face's tensors: a shard of Megatron's and what an engine's rank needs are both lists of segments, rows
-(or columns) of those tensors. What a rank needs and does not hold must reach it once: that is the least that can be moved.
+All is said in Hugging Face's tensors: a shard of Megatron's and what an engine's rank needs are
+both lists of segments, rows (or columns) of those tensors. What a rank needs and does not hold must
+reach it once: that is the least that can be moved.
 """
 
 import math
@@ -17,7 +19,9 @@ PIECE_BYTES = 32 * 2**20  # a larger slice is shared by its holders
 
 
 class Slice(NamedTuple):
-    """Rows (columns, by the rule's axis) start to stop of part `part` that `target` needs, and all who hold them."""
+    """Rows (columns, by the rule's axis) start to stop of part `part` that `target` needs, and all
+    who hold them.
+    """
 
     target: int
     part: int
@@ -42,11 +46,13 @@ class Placement(NamedTuple):
 
     rule: Rule
     shards: tuple[tuple[int, ...], ...]  # shard number -> the trainer's ranks that hold it
-    needs: tuple[tuple[int, tuple[Segment, ...]], ...]  # (rank, what its engine needs); a colocated rank's number is its own
+    # (rank, what its engine needs); a colocated rank's number is its own
+    needs: tuple[tuple[int, tuple[Segment, ...]], ...]
 
 
 def slices(placement: Placement) -> list[Slice]:
-    """Returns the slices that must be moved: each rank's needs, less what it holds itself, cut where the holders change.
+    """Returns the slices that must be moved: each rank's needs, less what it holds itself, cut
+    where the holders change.
 
     Raises ValueError where nobody holds what is needed.
     """
@@ -84,7 +90,8 @@ class Balance:
 
     def transfers(self, placement: Placement) -> Iterator[Transfer]:
         """Yields each slice, in pieces, from that of its holders which has sent least so far."""
-        # Layers of one stage share these objects, and are cut alike; what is kept with the answer keeps its id.
+        # Layers of one stage share these objects, and are cut alike; what is kept with the answer
+        # keeps its id.
         key = (id(placement.rule), id(placement.shards), id(placement.needs))
         if key not in self._cut:
             self._cut[key] = placement, slices(placement)
@@ -106,10 +113,12 @@ class Balance:
 
 
 def engine_needs(rule: Rule, rank: int, ranks: int) -> tuple[Segment, ...]:
-    """Returns the segments of a tensor that tensor-parallel rank `rank` of `ranks` of a vLLM engine loads.
+    """Returns the segments of a tensor that tensor-parallel rank `rank` of `ranks` of a vLLM engine
+    loads.
 
-    Query heads in blocks; key-value heads in blocks, or one of them where there are fewer heads than ranks; columns, rows and
-    vocabulary in blocks (of the vocabulary padded to 64); everything else whole.
+    Query heads in blocks; key-value heads in blocks, or one of them where there are fewer heads
+    than ranks; columns, rows and vocabulary in blocks (of the vocabulary padded to 64); everything
+    else whole.
     """
     if isinstance(rule, QKV):
         queries, keys, _ = rule.sizes
@@ -125,7 +134,10 @@ def engine_needs(rule: Rule, rank: int, ranks: int) -> tuple[Segment, ...]:
         start, stop = (min(edge, size) for edge in (rank * block, (rank + 1) * block))
         return (Segment(0, start, stop),) if stop > start else ()
     if isinstance(rule, Column) and not rule.narrow:
-        return tuple(Segment(part, rank * (size // ranks), (rank + 1) * (size // ranks)) for part, size in enumerate(rule.sizes))
+        return tuple(
+            Segment(part, rank * (size // ranks), (rank + 1) * (size // ranks))
+            for part, size in enumerate(rule.sizes)
+        )
     return tuple(Segment(part, 0, size) for part, size in enumerate(rule.sizes))
 
 

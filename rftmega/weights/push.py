@@ -1,9 +1,11 @@
-"""Pushes to the engine of this process what it needs of the policy's weights, and nothing else: a WeightSync.
+"""Pushes to the engine of this process what it needs of the policy's weights, and nothing else: a
+WeightSync.
 
-At the start the engine's own loader is handed tensors that only record what is asked for; from that and from who holds what,
-every process computes the same plan. A push then moves each planned slice once, checks it, and lets the loader copy from the
-slices that came and from the trainer's own shard; or, where the engine has `destinations`, does the copies that its loader was
-seen to do (`replay.py`), once a push by the loader itself has shown that they are all that it does.
+At the start the engine's own loader is handed tensors that only record what is asked for; from that
+and from who holds what, every process computes the same plan. A push then moves each planned slice
+once, checks it, and lets the loader copy from the slices that came and from the trainer's own
+shard; or, where the engine has `destinations`, does the copies that its loader was seen to do
+(`replay.py`), once a push by the loader itself has shown that they are all that it does.
 """
 
 import logging
@@ -24,7 +26,15 @@ from rftmega.parallel.watchdog import mark
 from rftmega.types import Metrics, SliceChecksums
 from rftmega.weights.destinations import Destinations, Part, Recording, recorded
 from rftmega.weights.lazy_tensors import Box, Fetch, LazyTensor
-from rftmega.weights.message import Layout, checksums_of, message_for, opened, refuse_damaged, sums_of, written
+from rftmega.weights.message import (
+    Layout,
+    checksums_of,
+    message_for,
+    opened,
+    refuse_damaged,
+    sums_of,
+    written,
+)
 from rftmega.weights.needs import Needs, everybodys, needs_of, planned_moves, refuse_unread
 from rftmega.weights.replay import Proof, ReceivedFill, moves_in_order
 from rftmega.weights.slice_sums import SliceSums
@@ -41,13 +51,17 @@ class Loader(Protocol):
 
     def trace_load(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None: ...
 
-    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None: ...
+    def load_weights(
+        self, named_tensors: Iterable[tuple[str, Tensor]], *, version: int
+    ) -> None: ...
 
     def invalidate(self) -> None: ...
 
 
 class PushBucket(NamedTuple):
-    """Units that are loaded one after the other, and what travels for them; sender and receiver have it in the same order."""
+    """Units that are loaded one after the other, and what travels for them; sender and receiver
+    have it in the same order.
+    """
 
     units: list[Unit]
     sends: dict[int, Layout]  # by target; those that need the same share one
@@ -58,14 +72,18 @@ class EngineWeights:
     """Brings new weights into all engines. Every process constructs it, and calls it, alike."""
 
     def __init__(self, held: Sequence[HeldShard], engine: Loader, *, bucket_bytes: int):
-        """Rehearses the load and plans it, a collective over all processes; the engine's weights are lost.
+        """Rehearses the load and plans it, a collective over all processes; the engine's weights
+        are lost.
 
-        Raises EngineError for a tensor that no engine reads: the policy's idea of the model would not be the engine's.
+        Raises EngineError for a tensor that no engine reads: the policy's idea of the model would
+        not be the engine's.
         """
         self.engine = engine
         self.shards = Shards(held)
         units = units_of(held)
-        recorder = recorded(units, engine.trace_load, engine.destinations) if engine.destinations else None
+        recorder = (
+            recorded(units, engine.trace_load, engine.destinations) if engine.destinations else None
+        )
         self.needs = needs_of(units, recorder.asked if recorder else self._rehearse(units))
         kinds, kind_of = everybodys(self.needs)
         refuse_unread(units, kinds)
@@ -74,18 +92,23 @@ class EngineWeights:
         missing = torch.tensor(sum(map(self._missing_bytes, units)), device=self.shards.device)
         dist.all_reduce(missing)
         self.least_bytes = int(missing)
-        self.buffer_bytes = 0  # of messages that this process held at once in the last push, at most
+        # of messages that this process held at once in the last push, at most
+        self.buffer_bytes = 0
         self._sums = SliceSums()  # of the last push
 
     def checksums(self) -> list[SliceChecksums]:
-        """Returns the checksums of every slice of the last push; a collective, with the policy's weights on the device."""
+        """Returns the checksums of every slice of the last push; a collective, with the policy's
+        weights on the device.
+        """
         return self._sums.compared(self.shards)
 
     def push(self, *, version: int) -> Metrics:
-        """Afterwards every engine answers under `version`. If anything fails anywhere, none answers until a push was whole.
+        """Afterwards every engine answers under `version`. If anything fails anywhere, none answers
+        until a push was whole.
 
-        Raises what this process's engine raised, or EngineError; a push that failed on a living process may be repeated. What
-        else fails in moving the weights (no memory for a message) is raised as it is, and that process can't go on.
+        Raises what this process's engine raised, or EngineError; a push that failed on a living
+        process may be repeated. What else fails in moving the weights (no memory for a message) is
+        raised as it is, and that process can't go on.
         """
         begin = time.perf_counter()
         self.engine.invalidate()
@@ -117,21 +140,29 @@ class EngineWeights:
                 failure = error
             self.buffer_bytes = passage.buffer_bytes
             passage.drain()  # others wait for what this process sends
-            total = torch.tensor([int(failure is not None), passage.sent_bytes], device=self.shards.device)
+            total = torch.tensor(
+                [int(failure is not None), passage.sent_bytes], device=self.shards.device
+            )
             dist.all_reduce(total)
         except RuntimeError as raised:
             if not _is_of_a_connection(raised):
                 raise
-            raise EngineFault(f"Push {version} broke off: a process is gone ({raised}).") from failure
+            raise EngineFault(
+                f"Push {version} broke off: a process is gone ({raised})."
+            ) from failure
         failed, moved = total.tolist()
         if failure is not None:
             raise failure
         if failed:
-            raise EngineFault(f"Push {version} failed on {failed} other process(es); no engine has weights now.")
+            raise EngineFault(
+                f"Push {version} failed on {failed} other process(es); no engine has weights now."
+            )
         return int(moved)
 
     def _rehearse(self, units: Sequence[Unit]) -> dict[str, list[Box]]:
-        """Returns, by HF name, the boxes that a loader asks for where it can't be watched at its parameters."""
+        """Returns, by HF name, the boxes that a loader asks for where it can't be watched at its
+        parameters.
+        """
         asked: dict[str, list[Box]] = defaultdict(list)
 
         def recorder(name: str) -> Fetch:
@@ -149,13 +180,17 @@ class EngineWeights:
         return asked
 
     def _missing_bytes(self, unit: Unit) -> int:
-        """Returns the bytes of a unit that this process's engine reads and this process does not hold."""
+        """Returns the bytes of a unit that this process's engine reads and this process does not
+        hold.
+        """
         missing = 0
         for part, (name, dtype, shape) in enumerate(unit.planned):
             row = torch.Size(shape).numel() // shape[unit.rule.axis] * dtype.itemsize
             here = self.shards.pieces(unit, part)
             for start, stop in self.needs.get(name, []):
-                present = sum(max(0, min(stop, piece.stop) - max(start, piece.start)) for piece in here)
+                present = sum(
+                    max(0, min(stop, piece.stop) - max(start, piece.start)) for piece in here
+                )
                 missing += (stop - start - present) * row
         return missing
 
@@ -177,8 +212,8 @@ class _Passage:
         self._travelling = self._post()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields (HF name, tensor on demand) of the whole model, but for what is copied without the loader. Raises EngineError
-        where what came is not what was sent.
+        """Yields (HF name, tensor on demand) of the whole model, but for what is copied without the
+        loader. Raises EngineError where what came is not what was sent.
         """
         recording, destinations = self.weights.recording, self.weights.engine.destinations
         if recording and destinations and not recording.proven:
@@ -189,23 +224,38 @@ class _Passage:
         self.over = True
 
     def finish(self) -> None:
-        """Ends the push when the engine has returned. Raises EngineError where it did not take everything."""
+        """Ends the push when the engine has returned.
+
+        Raises EngineError where it did not take everything.
+        """
         if not self.over:
             raise EngineError("The engine stopped reading before the last tensor of the push.")
         for filling in self._fillings:
             if not filling.done:
-                raise EngineError(f"The engine left {filling.fill.parameter} without its weights of push {self.version}.")
+                raise EngineError(
+                    f"The engine left {filling.fill.parameter} without its weights of push {self.version}."
+                )
         if self.proof and self.weights.recording:
             self.weights.recording.prove(self.proof)
 
-    def _opened(self, number: int, bucket: PushBucket, came: dict[int, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yields a bucket's tensors. Its messages go with this generator, before the bucket after the next one sets out."""
+    def _opened(
+        self, number: int, bucket: PushBucket, came: dict[int, Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yields a bucket's tensors.
+
+        Its messages go with this generator, before the bucket after the next one sets out.
+        """
         for source, message in came.items():
             refuse_damaged(message, bucket.receives[source], self.version, source)
         if by_loader := self._copy(number, bucket, came):
             yield from self._on_demand(bucket, came, by_loader)
-        for source, message in came.items():  # after the loader has read it: nothing may have changed it since it came
-            self.sums.received(source, bucket.receives[source].moves, checksums_of(message, bucket.receives[source]))
+        # after the loader has read it: nothing may have changed it since it came
+        for source, message in came.items():
+            self.sums.received(
+                source,
+                bucket.receives[source].moves,
+                checksums_of(message, bucket.receives[source]),
+            )
 
     def _copy(self, number: int, bucket: PushBucket, came: dict[int, Tensor]) -> list[Part]:
         """Does the recorded copies of a bucket. What is left to the loader."""
@@ -222,7 +272,9 @@ class _Passage:
             destinations.fill(filling.fill.parameter, filling)
         return by_loader
 
-    def _on_demand(self, bucket: PushBucket, came: dict[int, Tensor], wanted: Sequence[Part]) -> Iterator[tuple[str, Tensor]]:
+    def _on_demand(
+        self, bucket: PushBucket, came: dict[int, Tensor], wanted: Sequence[Part]
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yields the wanted HF tensors of a bucket."""
         arrived: dict[tuple[int, int], list[LocalRows]] = defaultdict(list)
         for source, message in came.items():
@@ -233,7 +285,12 @@ class _Passage:
             own = self.weights.shards.pieces(unit, part)
             self._record(unit, part, own)
             pieces = own + arrived[id(unit), part]
-            yield name, LazyTensor.of(shape, dtype, _reader(name, unit.rule.axis, pieces), self.weights.shards.device)
+            yield (
+                name,
+                LazyTensor.of(
+                    shape, dtype, _reader(name, unit.rule.axis, pieces), self.weights.shards.device
+                ),
+            )
 
     def _record(self, unit: Unit, part: int, own: Sequence[LocalRows]) -> None:
         """Records the checksums of what the engine reads of this process's own shard."""
@@ -261,7 +318,9 @@ class _Passage:
         for target, layout in bucket.sends.items():
             if id(layout) not in alike:
                 slices = self.weights.shards.slices_of(layout.moves)
-                alike[id(layout)] = written(message_for(layout, device), layout, self.version, slices)
+                alike[id(layout)] = written(
+                    message_for(layout, device), layout, self.version, slices
+                )
             sent[target] = alike[id(layout)]
             self.sums.sent(target, layout.moves, sums_of(sent[target], layout))
         came = {source: message_for(layout, device) for source, layout in bucket.receives.items()}
@@ -269,16 +328,26 @@ class _Passage:
         self._count([*alike.values(), *came.values()])
         operations = [dist.P2POp(dist.isend, message, target) for target, message in sent.items()]
         operations += [dist.P2POp(dist.irecv, message, source) for source, message in came.items()]
-        return number, bucket, came, dist.batch_isend_irecv(operations) if operations else [], list(sent.values())
+        return (
+            number,
+            bucket,
+            came,
+            dist.batch_isend_irecv(operations) if operations else [],
+            list(sent.values()),
+        )
 
     def _count(self, messages: Sequence[Tensor]) -> None:
         """Counts new messages, beside those that somebody still reads."""
         self._alive = [(storage, size) for storage, size in self._alive if not storage.expired()]
-        self._alive += [(StorageWeakRef(message.untyped_storage()), message.nbytes) for message in messages]
+        self._alive += [
+            (StorageWeakRef(message.untyped_storage()), message.nbytes) for message in messages
+        ]
         self.buffer_bytes = max(self.buffer_bytes, sum(size for _, size in self._alive))
 
     def _arrive(self) -> tuple[int, PushBucket, dict[int, Tensor]]:
-        """Waits for the bucket on its way, once the next one has set out: it travels while this one is loaded."""
+        """Waits for the bucket on its way, once the next one has set out: it travels while this one
+        is loaded.
+        """
         mark()
         assert self._travelling is not None
         number, bucket, came, works, _ = self._travelling
@@ -290,11 +359,15 @@ class _Passage:
 
 
 def _is_of_a_connection(error: RuntimeError) -> bool:
-    """Returns whether a connection failed: NCCL's and the store's errors have classes; gloo's name a source file of gloo's."""
+    """Returns whether a connection failed: NCCL's and the store's errors have classes; gloo's name
+    a source file of gloo's.
+    """
     return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
-def _plan(buckets: Sequence[list[Unit]], kinds: Sequence[Needs], kind_of: Sequence[int]) -> list[PushBucket]:
+def _plan(
+    buckets: Sequence[list[Unit]], kinds: Sequence[Needs], kind_of: Sequence[int]
+) -> list[PushBucket]:
     """Plans the push, the same on every process; each keeps what it takes part in."""
     me = dist.get_rank()
     planned = []
@@ -344,6 +417,8 @@ def _reader(name: str, axis: int, pieces: Sequence[LocalRows]) -> Fetch:
             out.narrow(axis, at - start, end - at).copy_(elements)
             at = end
         if at < stop:
-            raise EngineError(f"The engine asks for {name}[{start}:{stop}]; it did not when the push was planned.")
+            raise EngineError(
+                f"The engine asks for {name}[{start}:{stop}]; it did not when the push was planned."
+            )
 
     return fetch

@@ -1,4 +1,6 @@
-"""Records what an engine's own loader copies where, from one load of tensors and parameters that have a shape and no elements."""
+"""Records what an engine's own loader copies where, from one load of tensors and parameters that
+have a shape and no elements.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,10 +30,12 @@ class Copy(NamedTuple):
 
 
 class LoadRecorder(TorchDispatchMode):
-    """Within it, a loader is handed the tensors that `tensor` makes; it fills parameters that are on the meta device.
+    """Within it, a loader is handed the tensors that `tensor` makes; it fills parameters that are
+    on the meta device.
 
-    `asked` has, by HF name, the boxes that it reads; `copies`, by parameter, those that it copies as they are. Whatever else is
-    written to a parameter puts it among the `changed`, and whatever else becomes of a tensor puts that among the `worked_on`.
+    `asked` has, by HF name, the boxes that it reads; `copies`, by parameter, those that it copies
+    as they are. Whatever else is written to a parameter puts it among the `changed`, and whatever
+    else becomes of a tensor puts that among the `worked_on`.
     """
 
     def __init__(self) -> None:
@@ -48,7 +52,9 @@ class LoadRecorder(TorchDispatchMode):
         self._parameters = {_storage(parameter): name for name, parameter in named.items()}
 
     def tensor(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], axis: int) -> Tensor:
-        """Makes a tensor for the loader that is cut along `axis` only: a box that cuts it along another one is no plain copy."""
+        """Makes a tensor for the loader that is cut along `axis` only: a box that cuts it along
+        another one is no plain copy.
+        """
         made = torch.empty(shape, dtype=dtype, device="meta")
         self._tensors[_storage(made)] = name, made, axis
         return made
@@ -60,7 +66,9 @@ class LoadRecorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Skips torch's compiler: nothing here is compiled; torch's guard against it would cost as much again as what is done."""
+        """Skips torch's compiler: nothing here is compiled; torch's guard against it would cost as
+        much again as what is done.
+        """
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -72,33 +80,53 @@ class LoadRecorder(TorchDispatchMode):
             for storage in storages.keys() & self._tensors.keys():
                 self._read(storages[storage])
             if func._schema.is_mutable:
-                self.changed |= {self._parameters[storage] for storage in storages.keys() & self._parameters.keys()}
+                self.changed |= {
+                    self._parameters[storage]
+                    for storage in storages.keys() & self._parameters.keys()
+                }
         return func(*args, **(kwargs or {}))
 
     def _copied(self, target: Tensor, view: Tensor) -> None:
         name, whole, axis = self._tensors[_storage(view)]
         parameter = self._parameters.get(_storage(target))
         box = box_of(whole.shape, view)
-        if parameter is None or target.shape != view.shape or box is None or not _of_rows(box, whole.shape, axis):
+        if (
+            parameter is None
+            or target.shape != view.shape
+            or box is None
+            or not _of_rows(box, whole.shape, axis)
+        ):
             self._read(view)
             self.changed |= {parameter} if parameter else set()
         elif view.numel():
             self.asked[name].append(box)
-            geometry = Geometry(tuple(target.shape), tuple(target.stride()), int(target.storage_offset()))
+            geometry = Geometry(
+                tuple(target.shape), tuple(target.stride()), int(target.storage_offset())
+            )
             self.copies[parameter].append(Copy(name, box, geometry))
 
     def _read(self, tensor: Tensor) -> None:
         """Notes that somebody computes with a tensor: with a box of it, or one can't say with what."""
         name, whole, _ = self._tensors[_storage(tensor)]
         self.worked_on.add(name)
-        self.asked[name].append(box_of(whole.shape, tensor) or tuple((0, size) for size in whole.shape))
+        self.asked[name].append(
+            box_of(whole.shape, tensor) or tuple((0, size) for size in whole.shape)
+        )
 
     def plain(self) -> dict[str, list[Copy]]:
-        """Returns, by parameter, the copies of those that get nothing else, from tensors that go nowhere else."""
+        """Returns, by parameter, the copies of those that get nothing else, from tensors that go
+        nowhere else.
+        """
         changed, worked_on = set(self.changed), set(self.worked_on)
         while True:
-            worked_on |= {copy.name for parameter in changed for copy in self.copies.get(parameter, [])}
-            more = {name for name, copies in self.copies.items() if not worked_on.isdisjoint(copy.name for copy in copies)}
+            worked_on |= {
+                copy.name for parameter in changed for copy in self.copies.get(parameter, [])
+            }
+            more = {
+                name
+                for name, copies in self.copies.items()
+                if not worked_on.isdisjoint(copy.name for copy in copies)
+            }
             if more <= changed:
                 return {name: copies for name, copies in self.copies.items() if name not in changed}
             changed |= more

@@ -1,6 +1,8 @@
-"""Replays the copies of an engine's own loader, recorded once, in as few operations as they can be done with.
+"""Replays the copies of an engine's own loader, recorded once, in as few operations as they can be
+done with.
 
-A mixture has tens of thousands of tensors; copying each by itself costs the processor more than moving it costs the link.
+A mixture has tens of thousands of tensors; copying each by itself costs the processor more than
+moving it costs the link.
 """
 
 import math
@@ -30,7 +32,9 @@ class Run(NamedTuple):
 
     def of(self, tensor: Tensor) -> Tensor:
         """Returns the views as [number, *size], of the tensor's storage."""
-        return tensor.as_strided((self.number, *self.first.size), (self.step, *self.first.stride), self.first.offset)
+        return tensor.as_strided(
+            (self.number, *self.first.size), (self.step, *self.first.stride), self.first.offset
+        )
 
     def followed_by(self, view: Geometry) -> "Run | None":
         """Returns the run with one view more; None where that breaks the pattern."""
@@ -50,7 +54,9 @@ class Received(NamedTuple):
 
 
 class Fill:
-    """Fill holds what a bucket brings to one parameter: from messages, and slices (`moves`) of this process's own shards."""
+    """Fill holds what a bucket brings to one parameter: from messages, and slices (`moves`) of this
+    process's own shards.
+    """
 
     def __init__(self, parameter: str, dtype: torch.dtype):
         self.parameter, self.dtype = parameter, dtype
@@ -74,8 +80,12 @@ class Fill:
 
     def settle(self) -> None:
         """Ends the adding of slices: those that lie evenly on both sides become one copy."""
-        for source, within, target in sorted(self._from_messages, key=lambda each: (each[0], each[1].offset)):
-            last = self.received[-1] if self.received and self.received[-1].source == source else None
+        for source, within, target in sorted(
+            self._from_messages, key=lambda each: (each[0], each[1].offset)
+        ):
+            last = (
+                self.received[-1] if self.received and self.received[-1].source == source else None
+            )
             both = last and (last.within.followed_by(within), last.target.followed_by(target))
             if last and both and both[0] and both[1]:
                 self.received[-1] = Received(source, both[0], both[1])
@@ -85,12 +95,16 @@ class Fill:
         self._sums = runs_of(self.targets)
 
     def own(self, shards: Shards) -> list[tuple[Run, list[Tensor]]]:
-        """Returns the runs that views of this process's shards go to; views adjacent on both sides (gate, up) as one."""
+        """Returns the runs that views of this process's shards go to; views adjacent on both sides
+        (gate, up) as one.
+        """
         if self._generation != shards.generation:
             targets, views = _joined(self.targets, shards.slices_of(self.moves))
             runs = runs_of(targets)
             ends = accumulate(run.number for run in runs)
-            self._own = [(run, views[end - run.number : end]) for run, end in zip(runs, ends, strict=True)]
+            self._own = [
+                (run, views[end - run.number : end]) for run, end in zip(runs, ends, strict=True)
+            ]
             self._generation = shards.generation
         return self._own
 
@@ -100,7 +114,11 @@ class Fill:
         for run in self._sums:
             begin, end = end, end + run.number
             of_another = parameter.dtype != self.dtype
-            slices = torch.stack(shards.slices_of(self.moves)[begin:end]) if of_another else run.of(parameter)
+            slices = (
+                torch.stack(shards.slices_of(self.moves)[begin:end])
+                if of_another
+                else run.of(parameter)
+            )
             sums.used(self.moves[begin:end], checksums(slices))
 
 
@@ -110,12 +128,19 @@ class ReceivedFill:
     def __init__(self, fill: Fill, messages: Mapping[int, Tensor], shards: Shards, sums: SliceSums):
         self.fill, self.shards, self.sums = fill, shards, sums
         self.done = False
-        self._messages = {each.source: messages[each.source].view(fill.dtype) for each in fill.received}
+        self._messages = {
+            each.source: messages[each.source].view(fill.dtype) for each in fill.received
+        }
 
     def into(self, parameter: Tensor) -> None:
-        """Copies everything into a parameter of the shape that was recorded. One on the meta device is only counted."""
+        """Copies everything into a parameter of the shape that was recorded.
+
+        One on the meta device is only counted.
+        """
         if parameter.is_meta:
-            torch.empty(self.fill.elements, device="meta").copy_(torch.empty(self.fill.elements, device="meta"))
+            torch.empty(self.fill.elements, device="meta").copy_(
+                torch.empty(self.fill.elements, device="meta")
+            )
             return
         whole = parameter.detach()
         for source, within, target in self.fill.received:
@@ -128,15 +153,22 @@ class ReceivedFill:
     def equals(self, parameter: Tensor) -> bool:
         """Returns whether the parameter has, bit for bit, what `into` would copy."""
         whole = parameter.detach()
-        pairs = [(target.of(whole), within.of(self._messages[source])) for source, within, target in self.fill.received]
+        pairs = [
+            (target.of(whole), within.of(self._messages[source]))
+            for source, within, target in self.fill.received
+        ]
         for run, views in self.fill.own(self.shards):
             pairs += zip(run.of(whole).unbind(), views, strict=True)
-        same = [(_words(target) == _words(source.to(target.dtype))).all() for target, source in pairs]
+        same = [
+            (_words(target) == _words(source.to(target.dtype))).all() for target, source in pairs
+        ]
         return bool(torch.stack(same).all()) if same else True
 
 
 class Proof:
-    """Compares what the engine's loader leaves in its parameters with what the recorded copies would."""
+    """Compares what the engine's loader leaves in its parameters with what the recorded copies
+    would.
+    """
 
     def __init__(self) -> None:
         self.wrong: set[str] = set()
@@ -157,13 +189,21 @@ class Proof:
 
 
 def fills_of(
-    units: Sequence[Unit], layouts: Mapping[int, Layout], copies: Mapping[str, Sequence[tuple[str, Copy]]], shards: Shards
+    units: Sequence[Unit],
+    layouts: Mapping[int, Layout],
+    copies: Mapping[str, Sequence[tuple[str, Copy]]],
+    shards: Shards,
 ) -> list[Fill]:
-    """Returns the fills of a bucket whose messages have `layouts`, by source. `copies`: by HF name, what goes where."""
+    """Returns the fills of a bucket whose messages have `layouts`, by source.
+
+    `copies`: by HF name, what goes where.
+    """
     arrived: dict[tuple[int, int], list[tuple[int, Move, int]]] = defaultdict(list)
     for source, layout in layouts.items():
         for move, place in zip(layout.moves, layout.places, strict=True):
-            arrived[id(move.unit), move.part].append((source, move, place // move.unit.dtype.itemsize))
+            arrived[id(move.unit), move.part].append(
+                (source, move, place // move.unit.dtype.itemsize)
+            )
     fills: dict[str, Fill] = {}
     for unit in units:
         for part, name in enumerate(unit.rule.hf_names(unit.layer, unit.expert)):
@@ -175,7 +215,14 @@ def fills_of(
     return list(fills.values())
 
 
-def _add(fill: Fill, unit: Unit, part: int, copy: Copy, shards: Shards, arrived: Sequence[tuple[int, Move, int]]) -> None:
+def _add(
+    fill: Fill,
+    unit: Unit,
+    part: int,
+    copy: Copy,
+    shards: Shards,
+    arrived: Sequence[tuple[int, Move, int]],
+) -> None:
     """Adds one recorded copy, cut where its rows come from elsewhere."""
     axis = unit.rule.axis
     start, stop = copy.box[axis]
@@ -211,14 +258,19 @@ def runs_of(views: Sequence[Geometry]) -> list[Run]:
     return found
 
 
-def _joined(targets: Sequence[Geometry], views: Sequence[Tensor]) -> tuple[list[Geometry], list[Tensor]]:
+def _joined(
+    targets: Sequence[Geometry], views: Sequence[Tensor]
+) -> tuple[list[Geometry], list[Tensor]]:
     """Joins copies whose rows go on in the next one."""
     joined: list[tuple[Geometry, Tensor]] = []
     for target, view in zip(targets, views, strict=True):
         if joined and _goes_on(joined[-1][0], target) and _is_next_to(joined[-1][1], view):
             above, elements = joined[-1]
             size = (above.size[0] + target.size[0], *target.size[1:])
-            joined[-1] = above._replace(size=size), elements.as_strided(size, elements.stride(), elements.storage_offset())
+            joined[-1] = (
+                above._replace(size=size),
+                elements.as_strided(size, elements.stride(), elements.storage_offset()),
+            )
         else:
             joined.append((target, view))
     return [target for target, _ in joined], [view for _, view in joined]
@@ -230,7 +282,9 @@ def _is_next_to(above: Tensor, below: Tensor) -> bool:
 
 
 def _goes_on(above: Geometry, below: Geometry) -> bool:
-    alike = above.stride == below.stride and above.size[1:] == below.size[1:] and len(above.size) > 0
+    alike = (
+        above.stride == below.stride and above.size[1:] == below.size[1:] and len(above.size) > 0
+    )
     return alike and below.offset == above.offset + above.size[0] * above.stride[0]
 
 
@@ -261,7 +315,9 @@ def by_name(copies: Mapping[str, Sequence[Copy]]) -> dict[str, list[tuple[str, C
 
 
 def moves_in_order(moves: Sequence[Move]) -> list[Move]:
-    """Orders moves as a message has them: slices of the same tensor of all layers and experts are adjacent, to lie evenly."""
+    """Orders moves as a message has them: slices of the same tensor of all layers and experts are
+    adjacent, to lie evenly.
+    """
     kinds: dict[tuple[str, int], list[Move]] = {}
     for move in moves:
         kinds.setdefault((move.unit.rule.megatron[0], move.part), []).append(move)

@@ -1,7 +1,8 @@
-"""Pushes weights to engines in processes of their own on this host: every process writes its slices into memory that all map.
+"""Pushes weights to engines in processes of their own on this host: every process writes its slices
+into memory that all map.
 
-No process gathers anything: the first byte to leave a shard is written where the engines' loaders copy from, once, however many
-engines there are.
+No process gathers anything: the first byte to leave a shard is written where the engines' loaders
+copy from, once, however many engines there are.
 """
 
 import time
@@ -27,7 +28,10 @@ SEGMENTS = 2  # one is read while the other is written
 
 
 class Receivers(Protocol):
-    """The engines, as far as a push knows them. Only the first process's are asked to do anything."""
+    """The engines, as far as a push knows them.
+
+    Only the first process's are asked to do anything.
+    """
 
     version: int | None
 
@@ -62,11 +66,15 @@ class SharedBucket(NamedTuple):
     places: list[SegmentEntry]
     targets: list[SegmentEntry]  # of what this process writes
     writes: list[Move]  # what of each
-    alike: list[tuple[int, int]]  # (first, number) of places that follow each other and are of one size
+    # (first, number) of places that follow each other and are of one size
+    alike: list[tuple[int, int]]
 
 
 class SharedWeights:
-    """Brings new weights into the engines of this host. Every process constructs it, and calls it, alike."""
+    """Brings new weights into the engines of this host.
+
+    Every process constructs it, and calls it, alike.
+    """
 
     def __init__(self, held: Sequence[HeldShard], engines: Receivers, *, bucket_bytes: int):
         self.engines = engines
@@ -79,11 +87,14 @@ class SharedWeights:
         self._sent: dict[str, int] = {}  # tensor -> its checksum in the last push
         self._failure: Exception | None = None
         self._control = ThreadPoolExecutor(1) if dist.get_rank() == 0 else None
-        self._ask(engines.expect, [place.name for bucket in self.buckets for place in bucket.places])
+        self._ask(
+            engines.expect, [place.name for bucket in self.buckets for place in bucket.places]
+        )
         self._agree("Telling the engines what a push brings")
 
     def push(self, *, version: int) -> Metrics:
-        """Afterwards every engine answers under `version`; if anything fails, none answers until a push was whole.
+        """Afterwards every engine answers under `version`; if anything fails, none answers until a
+        push was whole.
 
         Raises EngineError on every process.
         """
@@ -109,10 +120,12 @@ class SharedWeights:
         }
 
     def checksums(self) -> list[SliceChecksums]:
-        """Returns the checksums of every tensor of the last push; a collective, with the policy's weights on the device.
+        """Returns the checksums of every tensor of the last push; a collective, with the policy's
+        weights on the device.
 
-        What the trainer holds is written once more, into memory that no engine reads now. A worker takes a tensor only if it
-        finds the checksum that it was sent with, so what was received is what was sent.
+        What the trainer holds is written once more, into memory that no engine reads now. A worker
+        takes a tensor only if it finds the checksum that it was sent with, so what was received is
+        what was sent.
         """
         found = []
         self.shards.look_again()
@@ -124,14 +137,19 @@ class SharedWeights:
         return found
 
     def _send(self, version: int, reading: list["Future[None]"]) -> int:
-        """Sends bucket by bucket; `reading` has the engines' progress, on the first process. Bytes that all processes wrote."""
+        """Sends bucket by bucket; `reading` has the engines' progress, on the first process.
+
+        Bytes that all processes wrote.
+        """
         moved = 0
         for number, bucket in enumerate(self.buckets):
             self._settle(reading, number - SEGMENTS)
             self._agree(f"Push {version}")
             memory = self.memory[number % SEGMENTS * self.size :][: self.size]
             *sums, written = self._write(bucket, memory)
-            self._sent |= {place.name: total for place, total in zip(bucket.places, sums, strict=True)}
+            self._sent |= {
+                place.name: total for place, total in zip(bucket.places, sums, strict=True)
+            }
             moved += written
             if self._control:
                 told = self._described(bucket, number % SEGMENTS, sums)
@@ -140,11 +158,15 @@ class SharedWeights:
         for number in range(len(reading)):
             self._settle(reading, number)
         if moved != self.total_bytes:
-            raise EngineError(f"{moved} of {self.total_bytes} bytes were written in push {version}; no engine has weights now.")
+            raise EngineError(
+                f"{moved} of {self.total_bytes} bytes were written in push {version}; no engine has weights now."
+            )
         return moved
 
     def _ask(self, work: Callable[..., None], *arguments: Any) -> None:
-        """Asks the engines, on the first process; nothing more is asked of them once something failed."""
+        """Asks the engines, on the first process; nothing more is asked of them once something
+        failed.
+        """
         if self._control and self._failure is None:
             try:
                 work(*arguments)
@@ -152,7 +174,9 @@ class SharedWeights:
                 self._failure = error
 
     def _settle(self, reading: Sequence["Future[None]"], number: int) -> None:
-        """Waits until the engines have read bucket `number`, so that its segment can be written again."""
+        """Waits until the engines have read bucket `number`, so that its segment can be written
+        again.
+        """
         if 0 <= number < len(reading):
             self._ask(reading[number].result)
 
@@ -168,7 +192,9 @@ class SharedWeights:
 
     @torch.no_grad()
     def _write(self, bucket: SharedBucket, memory: Tensor) -> list[int]:
-        """This process's slices; then the checksums of what all of them wrote, and how many bytes that was."""
+        """This process's slices; then the checksums of what all of them wrote, and how many bytes
+        that was.
+        """
         targets = self._targets(bucket, memory)
         if targets:
             torch._foreach_copy_(targets, self.shards.slices_of(bucket.writes))
@@ -176,11 +202,16 @@ class SharedWeights:
         sums = torch.zeros(len(bucket.places) + 1, dtype=torch.int64)
         sums[-1] = sum(target.nbytes for target in targets)
         for first, number in bucket.alike:  # the reading is shared
-            begin, end = (first + number * rank // dist.get_world_size() for rank in (dist.get_rank(), dist.get_rank() + 1))
+            begin, end = (
+                first + number * rank // dist.get_world_size()
+                for rank in (dist.get_rank(), dist.get_rank() + 1)
+            )
             if begin < end:
                 place = bucket.places[begin]
                 size = blocks(place.bytes)
-                stored = memory[place.start : place.start + (end - begin) * size].view(end - begin, size)
+                stored = memory[place.start : place.start + (end - begin) * size].view(
+                    end - begin, size
+                )
                 stored[:, place.bytes :].zero_()  # the checksum covers it
                 sums[begin:end] = checksums(stored)
         sums = sums.to(self.shards.device)
@@ -199,7 +230,9 @@ class SharedWeights:
         return self._views[key]
 
     def _described(self, bucket: SharedBucket, segment: int, sums: Sequence[int]) -> dict[str, Any]:
-        """Describes a bucket as the worker that reads it is told (`rollout.shared_memory.UpdateInfo`)."""
+        """Describes a bucket as the worker that reads it is told
+        (`rollout.shared_memory.UpdateInfo`).
+        """
         return {
             "memory": self.name,
             "size": self.size * SEGMENTS,
@@ -231,11 +264,15 @@ def _plan(buckets: Sequence[list[Unit]]) -> list[SharedBucket]:
                 start += blocks(torch.Size(shape).numel() * dtype.itemsize)
             whole = tuple(Segment(part, 0, size) for part, size in enumerate(unit.rule.sizes))
             plan = balance.setdefault(unit.dtype, Balance(unit.dtype.itemsize))
-            for source, _, part, begin, stop, _ in plan.transfers(Placement(unit.rule, unit.holders, ((reader, whole),))):
+            for source, _, part, begin, stop, _ in plan.transfers(
+                Placement(unit.rule, unit.holders, ((reader, whole),))
+            ):
                 if source == me:
                     bucket.targets.append(bucket.places[first + part])
                     bucket.writes.append(Move(unit, part, begin, stop))
-        for _, run in groupby(range(len(bucket.places)), key=lambda number: bucket.places[number].bytes):
+        for _, run in groupby(
+            range(len(bucket.places)), key=lambda number: bucket.places[number].bytes
+        ):
             numbers = list(run)
             bucket.alike.append((numbers[0], len(numbers)))
         planned.append(bucket)
@@ -245,13 +282,23 @@ def _plan(buckets: Sequence[list[Unit]]) -> list[SharedBucket]:
 def segment_bytes(units: Sequence[Unit], bucket_bytes: int) -> int:
     """Returns the bytes of memory that hold any one bucket."""
     return max(
-        sum(blocks(torch.Size(shape).numel() * dtype.itemsize) for unit in bucket for _, dtype, shape in unit.planned)
+        sum(
+            blocks(torch.Size(shape).numel() * dtype.itemsize)
+            for unit in bucket
+            for _, dtype, shape in unit.planned
+        )
         for bucket in buckets_of(units, bucket_bytes, for_an_engine=True)
     )
 
 
 def _shared_memory(size: int) -> tuple[str, int, Tensor]:
-    """Returns (name, bytes a segment, [bytes] of all segments), mapped by every process of this host."""
+    """Returns (name, bytes a segment, [bytes] of all segments), mapped by every process of this
+    host.
+    """
     told = [shared.create(size * SEGMENTS) if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(told)
-    return told[0], size, torch.frombuffer(shared.attach(told[0], size * SEGMENTS), dtype=torch.uint8)
+    return (
+        told[0],
+        size,
+        torch.frombuffer(shared.attach(told[0], size * SEGMENTS), dtype=torch.uint8),
+    )

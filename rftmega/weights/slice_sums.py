@@ -1,6 +1,8 @@
-"""Checksums of every slice of the last push: as the trainer holds it now, as it was sent, and as it arrived at the loader.
+"""Checksums of every slice of the last push: as the trainer holds it now, as it was sent, and as it
+arrived at the loader.
 
-They are kept where they were computed, and compared only when somebody asks why engine and trainer differ.
+They are kept where they were computed, and compared only when somebody asks why engine and trainer
+differ.
 """
 
 from collections.abc import Sequence
@@ -38,11 +40,16 @@ class SliceSums:
         self._received.append((source, moves, sums))
 
     def used(self, moves: Sequence[Move], sums: Tensor) -> None:
-        """Records the `sums` [slices] of what this process's engine takes from the trainer's own shard."""
+        """Records the `sums` [slices] of what this process's engine takes from the trainer's own
+        shard.
+        """
         self._own.append((moves, sums))
 
     def compared(self, shards: Shards) -> list[SliceChecksums]:
-        """Compares all processes' slices of the last push; a collective, alike everywhere. Weights must be on the device."""
+        """Compares all processes' slices of the last push; a collective, alike everywhere.
+
+        Weights must be on the device.
+        """
         me = dist.get_rank()
         held: dict[SliceKey, int] = {}
         sent: dict[SliceKey, int] = {}
@@ -63,8 +70,18 @@ class SliceSums:
         return _joined(gather_objects((held, sent, received)))
 
 
-def _joined(told: Sequence[tuple[dict[SliceKey, int], dict[SliceKey, int], dict[SliceKey, int]]]) -> list[SliceChecksums]:
-    """Joins the slices that each process told of. One that was sent and never arrived has None as what was received."""
-    held, sent, received = ({place: total for part in told for place, total in part[i].items()} for i in range(3))
+def _joined(
+    told: Sequence[tuple[dict[SliceKey, int], dict[SliceKey, int], dict[SliceKey, int]]],
+) -> list[SliceChecksums]:
+    """Joins the slices that each process told of.
+
+    One that was sent and never arrived has None as what was received.
+    """
+    held, sent, received = (
+        {place: total for part in told for place, total in part[i].items()} for i in range(3)
+    )
     places = sorted(held.keys() | sent.keys() | received.keys())
-    return [SliceChecksums(*place, held.get(place), sent.get(place), received.get(place)) for place in places]
+    return [
+        SliceChecksums(*place, held.get(place), sent.get(place), received.get(place))
+        for place in places
+    ]

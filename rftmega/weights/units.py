@@ -16,7 +16,9 @@ Key = tuple[str, int | None, int | None]  # a rule's first Megatron name, layer,
 
 
 class HeldShard(Protocol):
-    """HeldShard is shard `rank` of `ranks` of a rule's tensor, at a layer and expert (`megatron.binding.Bound`)."""
+    """HeldShard is shard `rank` of `ranks` of a rule's tensor, at a layer and expert
+    (`megatron.binding.Bound`).
+    """
 
     @property
     def rule(self) -> Rule: ...
@@ -43,23 +45,31 @@ def key_of(item: "HeldShard | Unit") -> Key:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """One Megatron tensor of the whole model: a load unit, since its HF tensors (q, k, v) always travel together."""
+    """One Megatron tensor of the whole model: a load unit, since its HF tensors (q, k, v) always
+    travel together.
+    """
 
     rule: Rule
     layer: int | None
     expert: int | None
     dtype: torch.dtype
-    holders: tuple[tuple[int, ...], ...]  # shard number -> the processes (global ranks) that hold it
+    # shard number -> the processes (global ranks) that hold it
+    holders: tuple[tuple[int, ...], ...]
 
     @property
     def planned(self) -> list[PlannedTensor]:
         """Lists the unit's HF tensors, in the rule's order."""
         names = self.rule.hf_names(self.layer, self.expert)
-        return [PlannedTensor(name, self.dtype, tensor.shape) for name, tensor in zip(names, self.rule.hf, strict=True)]
+        return [
+            PlannedTensor(name, self.dtype, tensor.shape)
+            for name, tensor in zip(names, self.rule.hf, strict=True)
+        ]
 
     @property
     def bytes(self) -> int:
-        return sum(torch.Size(tensor.shape).numel() for tensor in self.rule.hf) * self.dtype.itemsize
+        return (
+            sum(torch.Size(tensor.shape).numel() for tensor in self.rule.hf) * self.dtype.itemsize
+        )
 
 
 class Move(NamedTuple):
@@ -110,7 +120,9 @@ class Shards:
         if item is None:
             return []
         return [
-            LocalRows(start, stop, item.parameter.detach().narrow(unit.rule.axis, offset, stop - start))
+            LocalRows(
+                start, stop, item.parameter.detach().narrow(unit.rule.axis, offset, stop - start)
+            )
             for (each, start, stop), offset in self._segments(item)
             if each == part
         ]
@@ -126,19 +138,25 @@ class Shards:
         """Returns the elements that a move takes from here: they lie within one piece."""
         for start, stop, elements in self.pieces(move.unit, move.part):
             if start <= move.start and move.stop <= stop:
-                return elements.narrow(move.unit.rule.axis, move.start - start, move.stop - move.start)
-        raise AssertionError(f"planned to send {move.name}[{move.start}:{move.stop}], which is not here")
+                return elements.narrow(
+                    move.unit.rule.axis, move.start - start, move.stop - move.start
+                )
+        raise AssertionError(
+            f"planned to send {move.name}[{move.start}:{move.stop}], which is not here"
+        )
 
     def slices_of(self, moves: list[Move]) -> list[Tensor]:
-        """Returns the elements that each move takes: views, kept by the list that asks, until `look_again` finds other memory."""
+        """Returns the elements that each move takes: views, kept by the list that asks, until
+        `look_again` finds other memory.
+        """
         kept = self._kept.get(id(moves))
         if kept is None or kept[0] is not moves:
             kept = self._kept[id(moves)] = moves, [self.slice_of(move) for move in moves]
         return kept[1]
 
     def look_again(self) -> None:
-        """Forgets the kept views if a parameter was given other memory since (`.data = `); a storage that was filled anew, as
-        offloading does, is the same memory.
+        """Forgets the kept views if a parameter was given other memory since (`.data = `); a
+        storage that was filled anew, as offloading does, is the same memory.
         """
         storages = [item.parameter.untyped_storage()._cdata for item in self._held.values()]
         if storages != self._storages:
@@ -148,10 +166,14 @@ class Shards:
 
 
 def units_of(held: Sequence[HeldShard], group: Any = None) -> list[Unit]:
-    """Returns every exported tensor that the group (default: all processes) holds between them, in the order of the model:
-    embedding, layers, norm, head. A collective; everybody gets the same.
+    """Returns every exported tensor that the group (default: all processes) holds between them, in
+    the order of the model: embedding, layers, norm, head. A collective; everybody gets the same.
     """
-    mine = [(item.rule, item.layer, item.expert, item.rank, item.parameter.dtype) for item in held if item.rule.exported]
+    mine = [
+        (item.rule, item.layer, item.expert, item.rank, item.parameter.dtype)
+        for item in held
+        if item.rule.exported
+    ]
     told = gather_objects((dist.get_rank(), mine), group)
     found: dict[Key, tuple[Rule, int | None, int | None, torch.dtype]] = {}
     holders: dict[Key, dict[int, list[int]]] = {}
@@ -160,7 +182,8 @@ def units_of(held: Sequence[HeldShard], group: Any = None) -> list[Unit]:
             key = rule.megatron[0], layer, expert
             found.setdefault(key, (rule, layer, expert, dtype))
             holders.setdefault(key, {}).setdefault(shard, []).append(process)
-    alike: dict[Any, tuple[tuple[int, ...], ...]] = {}  # one object for equal ones, so that what is planned of one holds for all
+    # one object for equal ones, so that what is planned of one holds for all
+    alike: dict[Any, tuple[tuple[int, ...], ...]] = {}
     units = []
     for key, what in found.items():
         theirs = tuple(tuple(ranks) for _, ranks in sorted(holders[key].items()))
@@ -170,20 +193,30 @@ def units_of(held: Sequence[HeldShard], group: Any = None) -> list[Unit]:
 
 def in_order(units: Sequence[Unit]) -> list[Unit]:
     """Orders units: embedding, layers with their experts behind the rest of each, norm, head."""
-    in_layers = sorted((u for u in units if u.layer is not None), key=lambda u: (u.layer, -1 if u.expert is None else u.expert))
+    in_layers = sorted(
+        (u for u in units if u.layer is not None),
+        key=lambda u: (u.layer, -1 if u.expert is None else u.expert),
+    )
     outside = [u for u in units if u.layer is None]
-    return [u for u in outside if u.rule.opens] + in_layers + [u for u in outside if not u.rule.opens]
+    return (
+        [u for u in outside if u.rule.opens] + in_layers + [u for u in outside if not u.rule.opens]
+    )
 
 
-def buckets_of(units: Sequence[Unit], bucket_bytes: int, *, for_an_engine: bool = False) -> list[list[Unit]]:
-    """Groups consecutive units of one dtype up to `bucket_bytes`; what is larger by itself is a bucket of its own.
+def buckets_of(
+    units: Sequence[Unit], bucket_bytes: int, *, for_an_engine: bool = False
+) -> list[list[Unit]]:
+    """Groups consecutive units of one dtype up to `bucket_bytes`; what is larger by itself is a
+    bucket of its own.
 
     An engine loads the experts of a layer as one: for it they stay together.
     """
     groups: list[list[Unit]] = []
     for unit in units:
         last = groups[-1][-1] if groups else unit
-        experts = for_an_engine and None not in (unit.expert, last.expert) and last.layer == unit.layer
+        experts = (
+            for_an_engine and None not in (unit.expert, last.expert) and last.layer == unit.layer
+        )
         if groups and experts and last.dtype == unit.dtype:
             groups[-1].append(unit)
         else:

@@ -29,9 +29,17 @@ ROWS = [
     [9, 8, 7],
 ]
 PROMPTS = [2, 1, 4, 3, 1, 2, 2, 1]  # row 4 has an empty response
-# Adam divides by |g| + epsilon: with the usual 1e-8, an element whose gradient is rounding noise moves by a full step in a
-# random direction, whatever the layout. A larger one keeps this a test of layouts.
-OPTIMIZER = OptimizerConfig(epsilon=1e-4, learning_rate=1e-2, weight_decay=0.1, clip_grad=0.5, schedule="cosine", warmup_steps=2)
+# Adam divides by |g| + epsilon: with the usual 1e-8, an element whose gradient is rounding noise
+# moves by a full step in a random direction, whatever the layout. A larger one keeps this a test of
+# layouts.
+OPTIMIZER = OptimizerConfig(
+    epsilon=1e-4,
+    learning_rate=1e-2,
+    weight_decay=0.1,
+    clip_grad=0.5,
+    schedule="cosine",
+    warmup_steps=2,
+)
 
 
 def experience_of(actor: Any) -> Experience:
@@ -46,12 +54,16 @@ def experience_of(actor: Any) -> Experience:
     )  # fmt: skip
 
 
-def score_body(world: Any, folder: Path, parallel: ParallelConfig, rows: list[list[int]], temperature: float) -> Any:
+def score_body(
+    world: Any, folder: Path, parallel: ParallelConfig, rows: list[list[int]], temperature: float
+) -> Any:
     return build_actor(folder, parallel, temperature=temperature).log_probs(rows_of(rows))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_packed_log_probs_and_entropy_are_those_of_unpacked_rows_in_transformers(temperature: float, tmp_path: Path) -> None:
+def test_packed_log_probs_and_entropy_are_those_of_unpacked_rows_in_transformers(
+    temperature: float, tmp_path: Path
+) -> None:
     folder = save_tiny(tmp_path, "llama")
     stats = run_ranks(2, score_body, folder, ParallelConfig(tensor=2), ROWS, temperature)[1]
     for b, (row, logits) in enumerate(zip(ROWS, transformers_logits(folder, ROWS), strict=True)):
@@ -68,39 +80,69 @@ def test_no_token_sees_another_row(tmp_path: Path) -> None:
     changed = [*ROWS]
     changed[2] = [(x + 1) % 131 for x in ROWS[2]]
     parallel = ParallelConfig(tensor=2, pipeline=2)
-    one, two = (run_ranks(4, score_body, folder, parallel, rows, 1.0)[0].logp for rows in (ROWS, changed))
+    one, two = (
+        run_ranks(4, score_body, folder, parallel, rows, 1.0)[0].logp for rows in (ROWS, changed)
+    )
     others = [0, 1, 3, 4, 5, 6, 7]
     torch.testing.assert_close(one[others], two[others], atol=1e-6, rtol=0)
     assert (one[2] - two[2]).abs().max() > 0.1
 
 
-def poisoned_body(world: Any, folder: Path, parallel: ParallelConfig, optimizer: OptimizerConfig) -> Any:
+def poisoned_body(
+    world: Any, folder: Path, parallel: ParallelConfig, optimizer: OptimizerConfig
+) -> Any:
     actor = build_actor(folder, parallel, optimizer)
     rows = rows_of(ROWS, PROMPTS)
-    experience = replace(experience_of_plain(actor, rows), advantage=torch.full_like(rows.mask, torch.inf, dtype=torch.float32))
-    before = {name: tensor.clone() for name, tensor in Exporter(actor.manager.bound, actor.topology, bucket_bytes=2**20)}
+    experience = replace(
+        experience_of_plain(actor, rows),
+        advantage=torch.full_like(rows.mask, torch.inf, dtype=torch.float32),
+    )
+    before = {
+        name: tensor.clone()
+        for name, tensor in Exporter(actor.manager.bound, actor.topology, bucket_bytes=2**20)
+    }
     metrics = actor.step(experience, policy_loss())
     after = dict(Exporter(actor.manager.bound, actor.topology, bucket_bytes=2**20))
-    return metrics["skipped_steps"], actor.manager.learning_rate, all(torch.equal(before[n], after[n]) for n in before)
+    return (
+        metrics["skipped_steps"],
+        actor.manager.learning_rate,
+        all(torch.equal(before[n], after[n]) for n in before),
+    )
 
 
 def experience_of_plain(actor: Any, rows: Any) -> Experience:
     logp = actor.log_probs(rows).logp
-    return Experience(rows.tokens, rows.prompt_lengths, rows.lengths, rows.mask, logp, logp, None, torch.ones_like(logp))
+    return Experience(
+        rows.tokens,
+        rows.prompt_lengths,
+        rows.lengths,
+        rows.mask,
+        logp,
+        logp,
+        None,
+        torch.ones_like(logp),
+    )
 
 
 @pytest.mark.parametrize(("world", "distributed"), [(1, False), (2, False), (2, True)])
-def test_a_step_with_gradients_that_are_not_finite_changes_nothing(world: int, distributed: bool, tmp_path: Path) -> None:
+def test_a_step_with_gradients_that_are_not_finite_changes_nothing(
+    world: int, distributed: bool, tmp_path: Path
+) -> None:
     folder = save_tiny(tmp_path, "qwen3")
     optimizer = replace(OPTIMIZER, distributed=distributed)
-    for skipped, learning_rate, unchanged in run_ranks(world, poisoned_body, folder, ParallelConfig(), optimizer):
+    for skipped, learning_rate, unchanged in run_ranks(
+        world, poisoned_body, folder, ParallelConfig(), optimizer
+    ):
         assert skipped == 1
-        assert learning_rate == pytest.approx(OPTIMIZER.learning_rate / OPTIMIZER.warmup_steps)  # still the first step's
+        # still the first step's
+        assert learning_rate == pytest.approx(OPTIMIZER.learning_rate / OPTIMIZER.warmup_steps)
         assert unchanged
 
 
 def adam_body(world: Any, folder: Path, parallel: ParallelConfig) -> Any:
-    actor = build_actor(folder, parallel, replace(OPTIMIZER, clip_grad=0.0, warmup_steps=0, schedule="constant"))
+    actor = build_actor(
+        folder, parallel, replace(OPTIMIZER, clip_grad=0.0, warmup_steps=0, schedule="constant")
+    )
     experience = experience_of_plain(actor, rows_of(ROWS, PROMPTS))
     for _ in range(3):
         actor.step(experience, policy_loss())
@@ -108,18 +150,24 @@ def adam_body(world: Any, folder: Path, parallel: ParallelConfig) -> Any:
 
 
 def test_three_updates_equal_a_plain_loop_of_transformers_and_torch(tmp_path: Path) -> None:
-    """Policy gradient with ratio 1, AdamW without decay on norms: written again, without anything of ours."""
+    """Policy gradient with ratio 1, AdamW without decay on norms: written again, without anything
+    of ours.
+    """
     folder = save_tiny(tmp_path, "qwen3")
     found = run_ranks(2, adam_body, folder, ParallelConfig(tensor=2))[0]
     model = trained(folder, ROWS, PROMPTS, updates=3)
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(found[name], parameter.detach(), atol=2e-5, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            found[name], parameter.detach(), atol=2e-5, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 def mini_batch_body(world: Any, folder: Path) -> Any:
     actor = build_actor(folder, ParallelConfig(), OPTIMIZER, updates_per_epoch=3)
     mini_batches = Schedule(3).mini_batches(len(ROWS), 0)
-    metrics = take_steps(actor, experience_of_plain(actor, rows_of(ROWS, PROMPTS)), policy_loss(), mini_batches)
+    metrics = take_steps(
+        actor, experience_of_plain(actor, rows_of(ROWS, PROMPTS)), policy_loss(), mini_batches
+    )
     steps = actor.manager.scheduler.num_steps - 1
     broken = experience_of_plain(actor, rows_of(ROWS, PROMPTS))
     advantage = broken.advantage.clone()
@@ -135,25 +183,42 @@ def mini_batch_body(world: Any, folder: Path) -> Any:
     return metrics, steps, mean, each, actor.manager.scheduler.num_steps - 1
 
 
-def test_as_many_steps_as_asked_for_and_a_skipped_one_leaves_the_others_metrics(tmp_path: Path) -> None:
+def test_as_many_steps_as_asked_for_and_a_skipped_one_leaves_the_others_metrics(
+    tmp_path: Path,
+) -> None:
     """8 rows in 3 mini-batches."""
-    metrics, steps, broken, each, steps_after = run_ranks(1, mini_batch_body, save_tiny(tmp_path, "qwen3"))[0]
+    metrics, steps, broken, each, steps_after = run_ranks(
+        1, mini_batch_body, save_tiny(tmp_path, "qwen3")
+    )[0]
     assert (metrics["skipped_steps"], steps) == (0, 3)
     assert (broken["skipped_steps"], steps_after) == (1, 5)
     assert all(torch.tensor(list(broken.values())).isfinite())
     assert [step["skipped_steps"] for step in each] == [1, 0, 0]
     finite = each[0]["count"], each[0]["learning_rate"]  # which the skipped step has as well
     assert finite != (each[1]["count"], each[1]["learning_rate"])
-    for name in broken.keys() - {"skipped_steps", "optimizer_steps"} - {name for name in broken if name.startswith(COUNT)}:
+    for name in (
+        broken.keys()
+        - {"skipped_steps", "optimizer_steps"}
+        - {name for name in broken if name.startswith(COUNT)}
+    ):
         assert broken[name] == pytest.approx((each[1][name] + each[2][name]) / 2), name
 
 
 def bf16_body(world: Any, folder: Path, parallel: ParallelConfig, dtype: str) -> Any:
-    optimizer = replace(OPTIMIZER, learning_rate=1e-3, distributed=world.size > 1, warmup_steps=0, schedule="constant")
+    optimizer = replace(
+        OPTIMIZER,
+        learning_rate=1e-3,
+        distributed=world.size > 1,
+        warmup_steps=0,
+        schedule="constant",
+    )
     actor = build_actor(folder, parallel, optimizer, dtype=dtype, keep_reference=True)
 
     def weights() -> dict[str, torch.Tensor]:
-        return {name: tensor.clone() for name, tensor in Exporter(actor.manager.bound, actor.topology, bucket_bytes=30_000)}
+        return {
+            name: tensor.clone()
+            for name, tensor in Exporter(actor.manager.bound, actor.topology, bucket_bytes=30_000)
+        }
 
     start = weights()
     rows = rows_of(ROWS, PROMPTS)
@@ -163,12 +228,16 @@ def bf16_body(world: Any, folder: Path, parallel: ParallelConfig, dtype: str) ->
     trained = weights()
     reference = actor.reference_log_probs(rows).logp
     after_swap = weights()
-    assert all(torch.equal(after_swap[name], trained[name]) for name in trained), "the swap did not bring every bit back"
+    assert all(torch.equal(after_swap[name], trained[name]) for name in trained), (
+        "the swap did not bring every bit back"
+    )
     assert torch.equal(reference, before), "the reference is not the policy of the start"
     return start, metrics, trained
 
 
-@pytest.mark.parametrize(("world", "parallel"), [(1, ParallelConfig()), (4, ParallelConfig(tensor=2, pipeline=2))])
+@pytest.mark.parametrize(
+    ("world", "parallel"), [(1, ParallelConfig()), (4, ParallelConfig(tensor=2, pipeline=2))]
+)
 def test_bf16_with_fp32_main_parameters_follows_fp32_within_its_noise(
     world: int, parallel: ParallelConfig, tmp_path: Path
 ) -> None:

@@ -1,5 +1,5 @@
-"""Training goes on from a checkpoint: bit for bit under the same layout, within fp32 noise under another; and what is no
-whole checkpoint is none.
+"""Training goes on from a checkpoint: bit for bit under the same layout, within fp32 noise under
+another; and what is no whole checkpoint is none.
 """
 
 import errno
@@ -43,12 +43,23 @@ from tests.tiny_models import save_tiny
 P = ParallelConfig
 PLAIN = OptimizerConfig(learning_rate=1e-2, epsilon=1e-4, schedule="linear", warmup_steps=2)
 SHARDED = replace(PLAIN, distributed=True)
-TOKENS = [[1, 2, 3, 4], [5, 6], [7, 8, 9, 10, 11], [3, 1, 2], [12, 13, 14], [9, 9], [4, 5, 6, 7], [1, 3]]
+TOKENS = [
+    [1, 2, 3, 4],
+    [5, 6],
+    [7, 8, 9, 10, 11],
+    [3, 1, 2],
+    [12, 13, 14],
+    [9, 9],
+    [4, 5, 6, 7],
+    [1, 3],
+]
 STEPS = 5
 Case = tuple[int, ParallelConfig, OptimizerConfig]
 
 
-def actor_of(folder: Path, parallel: ParallelConfig, optimizer: OptimizerConfig, dtype: str, dropout: float) -> MegatronActor:
+def actor_of(
+    folder: Path, parallel: ParallelConfig, optimizer: OptimizerConfig, dtype: str, dropout: float
+) -> MegatronActor:
     config = config_of(folder, parallel, optimizer, dtype=dtype, dropout=dropout)
     config.algorithm.ema_beta = 0.5
     return MegatronActor(config, Topology.create(parallel, seed=1))
@@ -63,18 +74,23 @@ def learn(actor: MegatronActor, steps: int) -> list[float]:
     return [actor.step(given(rows_of(TOKENS)), cross_entropy_loss())["loss"] for _ in range(steps)]
 
 
-def save_body(world: Any, model: Path, folder: Path, case: tuple[Any, ...], settings: dict[str, Any]) -> list[float]:
+def save_body(
+    world: Any, model: Path, folder: Path, case: tuple[Any, ...], settings: dict[str, Any]
+) -> list[float]:
     """Three steps, a save, and what the next steps' losses are; meanwhile it is written."""
     actor = actor_of(model, *case)
     learn(actor, 3)
     kept = kept_by(actor, folder, **settings)
     kept.save(state_with_tensors(), step=3)
-    losses = learn(actor, STEPS)  # before it is surely written: a snapshot that is no copy would hold what comes of these
+    # before it is surely written: a snapshot that is no copy would hold what comes of these
+    losses = learn(actor, STEPS)
     kept.wait()
     return losses
 
 
-def resume_body(world: Any, model: Path, folder: Path, again: Path, case: tuple[Any, ...]) -> list[float]:
+def resume_body(
+    world: Any, model: Path, folder: Path, again: Path, case: tuple[Any, ...]
+) -> list[float]:
     actor = actor_of(model, *case)
     kept = kept_by(actor, folder)
     found, expected = kept.resume(), state_with_tensors()
@@ -113,14 +129,26 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def resumed(
-    tmp_path: Path, variant: str, saved: Case, others: list[Case], *, dtype: str = "float32", dropout: float = 0.0
+    tmp_path: Path,
+    variant: str,
+    saved: Case,
+    others: list[Case],
+    *,
+    dtype: str = "float32",
+    dropout: float = 0.0,
 ) -> tuple[list[float], list[list[float]]]:
-    """(losses after a save, those of each resume); all that was saved came back, whatever the layout."""
+    """(losses after a save, those of each resume); all that was saved came back, whatever the
+    layout.
+    """
     model, folder = save_tiny(tmp_path / "model", variant), tmp_path / "kept"
-    (expected, *_) = run_ranks(saved[0], save_body, model, folder, (*saved[1:], dtype, dropout), {"asynchronous": True})
+    (expected, *_) = run_ranks(
+        saved[0], save_body, model, folder, (*saved[1:], dtype, dropout), {"asynchronous": True}
+    )
     whole = tensors(folder / "step_000003")
     kinds = {key.split("/")[1] for key in whole}
-    assert kinds == {"weights", "average", "exp_avg", "exp_avg_sq"} | ({"main"} if dtype == "bfloat16" else set())
+    assert kinds == {"weights", "average", "exp_avg", "exp_avg_sq"} | (
+        {"main"} if dtype == "bfloat16" else set()
+    )
     found = []
     for number, (ranks, *case) in enumerate(others):
         again = tmp_path / f"again{number}"
@@ -141,19 +169,30 @@ def test_a_run_goes_on_bit_for_bit_and_its_snapshot_is_a_copy(tmp_path: Path) ->
     assert len(set(expected)) == STEPS
     manifest = json.loads((tmp_path / "kept" / "step_000003" / MANIFEST).read_text())
     assert (manifest["step"], manifest["models"]["policy"]["adam_steps"]) == (3, 3)
-    assert manifest["code"]["rftmega"] == versions()["rftmega"], "of the sources: what is not installed has no version"
-    described = FileSystemReader(tmp_path / "kept" / "step_000003").read_metadata()  # torch's own reader knows it
+    assert manifest["code"]["rftmega"] == versions()["rftmega"], (
+        "of the sources: what is not installed has no version"
+    )
+    # torch's own reader knows it
+    described = FileSystemReader(tmp_path / "kept" / "step_000003").read_metadata()
     assert "policy/weights/decoder.layers.mlp.linear_fc2.weight" in described.state_dict_metadata
 
 
 def test_a_run_saved_by_four_processes_goes_on_in_one(tmp_path: Path) -> None:
-    expected, found = resumed(tmp_path, "qwen3", (4, P(tensor=2, pipeline=2), PLAIN), [(1, P(), SHARDED)])
+    expected, found = resumed(
+        tmp_path, "qwen3", (4, P(tensor=2, pipeline=2), PLAIN), [(1, P(), SHARDED)]
+    )
     assert found[0] == pytest.approx(expected, rel=1e-5)
 
 
 def draws() -> list[float]:
     """Of each of the host's generators."""
-    return [random.random(), random.gauss(0, 1), float(numpy.random.rand()), float(numpy.random.randn()), float(torch.rand(()))]
+    return [
+        random.random(),
+        random.gauss(0, 1),
+        float(numpy.random.rand()),
+        float(numpy.random.randn()),
+        float(torch.rand(())),
+    ]
 
 
 def host_body(world: Any, model: Path, folder: Path) -> None:
@@ -187,7 +226,9 @@ def blind_body(world: Any, model: Path, folder: Path) -> None:
     if world.rank == 0:
         (folder / "step_000001" / MANIFEST).unlink()
     torch.distributed.barrier()
-    with pytest.raises(CheckpointError, match="names 'gone', which is no whole checkpoint. There is no whole one"):
+    with pytest.raises(
+        CheckpointError, match="names 'gone', which is no whole checkpoint. There is no whole one"
+    ):
         blind.resume()
 
 
@@ -208,15 +249,23 @@ def away_body(world: Any, model: Path, folder: Path, optimizer: OptimizerConfig)
     reader = training.TrainingReader(folder / "step_000002")
     for key in [key for key in reader.stored if "/main/" in key]:
         weights = key.replace("/main/", "/weights/")
-        main, own = (torch.empty(reader.manifest["shapes"][key], dtype=reader.dtype_of(k)) for k in (key, weights))
+        main, own = (
+            torch.empty(reader.manifest["shapes"][key], dtype=reader.dtype_of(k))
+            for k in (key, weights)
+        )
         reader.fill(main, key, (0,) * main.dim())
         reader.fill(own, weights, (0,) * own.dim())
         assert torch.equal(main, own.float()), key
-    assert all(torch.equal(item.parameter, before) for item, before in zip(actor.manager.bound, saved, strict=True))
+    assert all(
+        torch.equal(item.parameter, before)
+        for item, before in zip(actor.manager.bound, saved, strict=True)
+    )
 
 
 @pytest.mark.parametrize("optimizer", [PLAIN, SHARDED])
-def test_weights_alone_are_loaded_where_nothing_is_on_the_device(optimizer: OptimizerConfig, tmp_path: Path) -> None:
+def test_weights_alone_are_loaded_where_nothing_is_on_the_device(
+    optimizer: OptimizerConfig, tmp_path: Path
+) -> None:
     run_ranks(1, away_body, save_tiny(tmp_path / "model", "qwen3"), tmp_path / "kept", optimizer)
 
 
@@ -236,10 +285,17 @@ def test_a_run_goes_on_under_every_layout(tmp_path: Path) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("variant", ["qwen3-moe", "deepseek-v3", "qwen2-tied"])
-def test_experts_latent_attention_and_tied_embeddings_come_back_from_a_sharded_optimizer(variant: str, tmp_path: Path) -> None:
+def test_experts_latent_attention_and_tied_embeddings_come_back_from_a_sharded_optimizer(
+    variant: str, tmp_path: Path
+) -> None:
     tied = variant == "qwen2-tied"
     saved = (4, P(pipeline=2) if tied else P(expert=2), SHARDED)
-    expected, found = resumed(tmp_path, variant, saved, [(2, P(), SHARDED), (2, P(tensor=2, sequence=not tied), PLAIN), saved])
+    expected, found = resumed(
+        tmp_path,
+        variant,
+        saved,
+        [(2, P(), SHARDED), (2, P(tensor=2, sequence=not tied), PLAIN), saved],
+    )
     for losses in found[:2]:
         assert losses == pytest.approx(expected, rel=1e-5)
     assert found[2] == expected
@@ -249,7 +305,8 @@ def test_experts_latent_attention_and_tied_embeddings_come_back_from_a_sharded_o
 def test_main_parameters_of_bfloat16_come_back_under_another_layout(tmp_path: Path) -> None:
     saved = (2, P(), SHARDED)
     expected, found = resumed(tmp_path, "qwen3", saved, [(1, P(), PLAIN), saved], dtype="bfloat16")
-    assert found[0] == pytest.approx(expected, rel=2e-2)  # the first losses alone: bfloat16 rounds by 2**-8
+    # the first losses alone: bfloat16 rounds by 2**-8
+    assert found[0] == pytest.approx(expected, rel=2e-2)
     assert found[1] == expected
 
 
@@ -297,7 +354,16 @@ def died_body(world: Any, model: Path, folder: Path) -> None:
     kept = kept_by(actor, folder, keep=2)
     kept.save({"n": 9}, step=2)
     assert kept.load(retention.find(folder, None)) == {"n": 9}
-    assert len([path for path in folder.iterdir() if path.is_dir() and not path.name.endswith(retention.DRAFT)]) == 2
+    assert (
+        len(
+            [
+                path
+                for path in folder.iterdir()
+                if path.is_dir() and not path.name.endswith(retention.DRAFT)
+            ]
+        )
+        == 2
+    )
 
 
 def test_a_save_that_dies_at_any_stage_leaves_the_one_before(tmp_path: Path) -> None:
@@ -323,16 +389,26 @@ def refused_body(world: Any, model: Path, other: Path, folder: Path) -> None:
     damages = {
         piece["file"]: (piece["begin"] + piece["length"] // 2, "has checksum"),
         "rank_1.json": (-9, "its checksum is another"),
-        MANIFEST: ((second / MANIFEST).read_text().index('"step": 2') + 8, "its checksum is another"),
+        MANIFEST: (
+            (second / MANIFEST).read_text().index('"step": 2') + 8,
+            "its checksum is another",
+        ),
         **dict.fromkeys((".metadata", "common.pt", MARK), (-9, "its checksum is another")),
     }
     others = {path.name for path in second.iterdir()} - damages.keys()
-    assert others == {"__0_0.distcp", "__1_0.distcp", "__objects.distcp", "rank_0.json", retention.MARK} - {piece["file"]}
+    assert others == {
+        "__0_0.distcp",
+        "__1_0.distcp",
+        "__objects.distcp",
+        "rank_0.json",
+        retention.MARK,
+    } - {piece["file"]}
     for name, (at, reason) in damages.items():
         if world.rank == 0:
             flip(second / name, at)
         torch.distributed.barrier()
-        with pytest.raises(CheckpointError, match=reason) as raised:  # on both ranks, whoever reads it
+        # on both ranks, whoever reads it
+        with pytest.raises(CheckpointError, match=reason) as raised:
             kept.load(second)
         assert str(second / name) in str(raised.value) and offer in str(raised.value), raised.value
         torch.distributed.barrier()
@@ -341,20 +417,28 @@ def refused_body(world: Any, model: Path, other: Path, folder: Path) -> None:
         torch.distributed.barrier()
     assert kept.load(second) == {"n": 2}
     stranger = actor_of(other, P(tensor=2), PLAIN, "float32", 0.0)
-    with pytest.raises(CheckpointError, match=r"another model: vocab_size is 131 there and 97 in") as raised:
+    with pytest.raises(
+        CheckpointError, match=r"another model: vocab_size is 131 there and 97 in"
+    ) as raised:
         kept_by(stranger, folder).load(second)
     torch.distributed.barrier()
     if world.rank == 0:
         (second / MANIFEST).write_text(json.dumps(manifest | {"format": 99}))
     torch.distributed.barrier()
     with pytest.raises(
-        CheckpointError, match=rf"is of format 99; this version reads 2 and {FORMAT}. Take a newer rftmega. The one before"
+        CheckpointError,
+        match=rf"is of format 99; this version reads 2 and {FORMAT}. Take a newer rftmega. The one before",
     ):
         kept.load(second)
 
 
-def test_what_is_not_as_it_was_written_is_refused_with_the_reason_and_the_one_before_is_offered(tmp_path: Path) -> None:
-    models = [save_tiny(tmp_path / name, "qwen3", vocab_size=words) for name, words in (("model", 131), ("other", 97))]
+def test_what_is_not_as_it_was_written_is_refused_with_the_reason_and_the_one_before_is_offered(
+    tmp_path: Path,
+) -> None:
+    models = [
+        save_tiny(tmp_path / name, "qwen3", vocab_size=words)
+        for name, words in (("model", 131), ("other", 97))
+    ]
     run_ranks(2, refused_body, *models, tmp_path / "kept")
 
 
@@ -362,7 +446,9 @@ def full_disk_body(world: Any, model: Path, folder: Path) -> None:
     actor = actor_of(model, P(tensor=2), PLAIN, "float32", 0.0)
     kept_by(actor, folder).save({"n": 1}, step=1)
 
-    def begin(folder: Path, name: str, original: Callable[[Path, str], Path] = retention.begin) -> None:
+    def begin(
+        folder: Path, name: str, original: Callable[[Path, str], Path] = retention.begin
+    ) -> None:
         draft = original(folder, name)
         (draft / "__1_0.distcp.part").symlink_to("/dev/full")  # the disk of the second rank
 
@@ -371,25 +457,38 @@ def full_disk_body(world: Any, model: Path, folder: Path) -> None:
         kept = kept_by(actor, folder, asynchronous=True)
         kept.save({"n": 2}, step=2)
         learn(actor, 1)
-        with pytest.raises(CheckpointError, match=r"rank 1: .*No space left on device.*latest is still step_000001. Make room"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"rank 1: .*No space left on device.*latest is still step_000001. Make room",
+        ):
             kept.save({"n": 3}, step=3)
         kept_by(actor, folder, warn=True).save({"n": 4}, step=4)  # trains on
     kept = kept_by(actor, folder, warn=True)
     kept.save({"n": 5}, step=5)
     assert kept.load(retention.find(folder, None)) == {"n": 5}
     torch.distributed.barrier()
-    assert sorted(path.name for path in folder.iterdir()) == ["latest", "step_000001", "step_000005"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "latest",
+        "step_000001",
+        "step_000005",
+    ]
     nowhere = Path("/sys/kernel/checkpoints")  # nobody may write there, root neither
-    with pytest.raises(CheckpointError, match=r"can't be written: .*(Permi|permi).*There is none yet"):
+    with pytest.raises(
+        CheckpointError, match=r"can't be written: .*(Permi|permi).*There is none yet"
+    ):
         kept_by(actor, nowhere).save({}, step=1)
 
 
-def test_a_full_disk_and_a_read_only_folder_are_told_and_training_goes_on_where_it_may(tmp_path: Path) -> None:
+def test_a_full_disk_and_a_read_only_folder_are_told_and_training_goes_on_where_it_may(
+    tmp_path: Path,
+) -> None:
     run_ranks(2, full_disk_body, save_tiny(tmp_path / "model", "qwen3"), tmp_path / "kept")
 
 
 def full_while_exporting_body(world: Any, model: Path, folder: Path) -> None:
-    """The disk of the first process is full after two tensors, of which the second process holds halves."""
+    """The disk of the first process is full after two tensors, of which the second process holds
+    halves.
+    """
     actor = actor_of(model, P(tensor=2), PLAIN, "float32", 0.0)
     kept_by(actor, folder).save({"n": 1}, step=1)
     export = partial(export_model, actor, actor.manager.cfg)
@@ -401,7 +500,10 @@ def full_while_exporting_body(world: Any, model: Path, folder: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hf_folder, "write_all", write_all)
-        with pytest.raises(CheckpointError, match=r"can't be exported to .*No space left on device.*latest is still step_000001"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"can't be exported to .*No space left on device.*latest is still step_000001",
+        ):
             kept_by(actor, folder, export=export).save({"n": 2}, step=2)
         kept = kept_by(actor, folder, warn=True, export=export)
         kept.save({"n": 3}, step=3)
@@ -415,11 +517,18 @@ def full_while_exporting_body(world: Any, model: Path, folder: Path) -> None:
     whole = folder / "step_000004"
     assert kept.load(retention.find(folder, None)) == {"n": 4}
     assert {"hf", "hf_ema"} <= {path.name for path in whole.iterdir()}
-    assert load_file(whole / "hf/model-00001-of-00001.safetensors").keys() == load_file(model / "model.safetensors").keys()
+    assert (
+        load_file(whole / "hf/model-00001-of-00001.safetensors").keys()
+        == load_file(model / "model.safetensors").keys()
+    )
 
 
-def test_an_export_beside_a_checkpoint_that_fails_is_told_and_training_goes_on_where_it_may(tmp_path: Path) -> None:
-    run_ranks(2, full_while_exporting_body, save_tiny(tmp_path / "model", "qwen3"), tmp_path / "kept")
+def test_an_export_beside_a_checkpoint_that_fails_is_told_and_training_goes_on_where_it_may(
+    tmp_path: Path,
+) -> None:
+    run_ranks(
+        2, full_while_exporting_body, save_tiny(tmp_path / "model", "qwen3"), tmp_path / "kept"
+    )
 
 
 def otherwise_body(world: Any, model: Path, folder: Path) -> tuple[list[str], dict[str, str]]:
@@ -439,9 +548,13 @@ def otherwise_body(world: Any, model: Path, folder: Path) -> tuple[list[str], di
     return said, again._code
 
 
-def test_what_is_otherwise_than_when_it_was_saved_is_said_by_the_first_process(tmp_path: Path) -> None:
+def test_what_is_otherwise_than_when_it_was_saved_is_said_by_the_first_process(
+    tmp_path: Path,
+) -> None:
     folder = tmp_path / "kept"
-    (said, code), (nothing, _) = run_ranks(2, otherwise_body, save_tiny(tmp_path / "model", "qwen3"), folder)
+    (said, code), (nothing, _) = run_ranks(
+        2, otherwise_body, save_tiny(tmp_path / "model", "qwen3"), folder
+    )
     assert said == [
         f"resumed from {folder / 'step_000001'}",
         "  optimizer.learning_rate: 0.01 -> 0.5",

@@ -1,4 +1,6 @@
-"""Hugging Face folder -> distributed checkpoint -> any layout, and back; broken off, damaged and resumed."""
+"""Hugging Face folder -> distributed checkpoint -> any layout, and back; broken off, damaged and
+resumed.
+"""
 
 import json
 import os
@@ -54,7 +56,9 @@ def megatrons_own_body(world: Any, folder: Path, parallel: ParallelConfig) -> An
     for item in manager.bound:
         item.parameter.data.zero_()
     with manager.topology.active():
-        states = {str(number): chunk.sharded_state_dict() for number, chunk in enumerate(manager.chunks)}
+        states = {
+            str(number): chunk.sharded_state_dict() for number, chunk in enumerate(manager.chunks)
+        }
         loaded = dist_checkpointing.load(states, str(folder))
         for number, chunk in enumerate(manager.chunks):
             chunk.load_state_dict(loaded[str(number)], strict=True)
@@ -79,12 +83,18 @@ def read_body(world: Any, folder: Path, parallel: ParallelConfig) -> int:
 
 @pytest.mark.parametrize("variant", ["qwen2", "qwen3-moe"])
 def test_ranks_together_read_a_checkpoint_once_a_replica(variant: str, tmp_path: Path) -> None:
-    """Whatever layout it was cut for; what every rank of a stage holds (norms, routers) is read by each of them."""
+    """Whatever layout it was cut for; what every rank of a stage holds (norms, routers) is read by
+    each of them.
+    """
     source = save_tiny(tmp_path / "hf", variant)
     run_ranks(1, there_body, source, tmp_path / "megatron", P())
     tensors = load_file(source / "model.safetensors")
     whole = sum(t.nbytes for t in tensors.values())
-    everywhere = sum(t.nbytes for name, t in tensors.items() if t.dim() == 1 and "proj" not in name or "mlp.gate." in name)
+    everywhere = sum(
+        t.nbytes
+        for name, t in tensors.items()
+        if t.dim() == 1 and "proj" not in name or "mlp.gate." in name
+    )
     sequence = variant == "qwen3-moe"
     for world, parallel, replicas in (
         (4, P(tensor=4, sequence=sequence), 1),
@@ -93,37 +103,62 @@ def test_ranks_together_read_a_checkpoint_once_a_replica(variant: str, tmp_path:
     ):
         if sequence:
             experts = sum(t.nbytes for name, t in tensors.items() if ".experts." in name)
-            copies = world // parallel.pipeline  # experts are not split: a copy a process of the stage
-            wanted = (whole - experts - everywhere) * replicas + everywhere * copies + experts * copies
+            # experts are not split: a copy a process of the stage
+            copies = world // parallel.pipeline
+            wanted = (
+                (whole - experts - everywhere) * replicas + everywhere * copies + experts * copies
+            )
         else:
             wanted = (whole - everywhere) * replicas + everywhere * world // parallel.pipeline
         assert sum(run_ranks(world, read_body, tmp_path / "megatron", parallel)) == wanted, parallel
 
 
 FAST = ["qwen2-tied", "deepseek-v3"]
-SLOW = [pytest.param(variant, marks=pytest.mark.ranks) for variant in VARIANTS if variant not in FAST]
+SLOW = [
+    pytest.param(variant, marks=pytest.mark.ranks) for variant in VARIANTS if variant not in FAST
+]
 
 
 @pytest.mark.parametrize("variant", [*FAST, *SLOW])
-def test_there_and_back_gives_every_byte_and_every_layout_reads_it(variant: str, tmp_path: Path) -> None:
+def test_there_and_back_gives_every_byte_and_every_layout_reads_it(
+    variant: str, tmp_path: Path
+) -> None:
     source = save_tiny(tmp_path / "hf", variant)
     disk = load_file(source / "model.safetensors")
     (source / "tokenizer.json").write_text("{}")
-    assert run_ranks(1, there_body, source, tmp_path / "megatron", P(tensor=2, sequence=True)) == [len(disk)]
+    assert run_ranks(1, there_body, source, tmp_path / "megatron", P(tensor=2, sequence=True)) == [
+        len(disk)
+    ]
     assert run_ranks(1, back_body, tmp_path / "megatron", tmp_path / "back") == [len(disk)]
     index = json.loads((tmp_path / "back/model.safetensors.index.json").read_text())
     files = set(index["weight_map"].values())
     assert len(files) > 3
-    back = {name: tensor for file in files for name, tensor in load_file(tmp_path / "back" / file).items()}
+    back = {
+        name: tensor
+        for file in files
+        for name, tensor in load_file(tmp_path / "back" / file).items()
+    }
     assert back.keys() == disk.keys()
     assert all(torch.equal(back[name], disk[name]) for name in disk)
     assert (tmp_path / "back/tokenizer.json").is_file()
     wanted = torch.cat([logits[:-1] for logits in transformers_logits(source, ROWS)])
-    for processes, parallel in ((1, P()), (4, P(tensor=2, pipeline=2, sequence=True)), (2, P(pipeline=2, virtual_pipeline=2))):
-        found = [x for x in run_ranks(processes, logits_body, tmp_path / "megatron", parallel) if x is not None]
+    for processes, parallel in (
+        (1, P()),
+        (4, P(tensor=2, pipeline=2, sequence=True)),
+        (2, P(pipeline=2, virtual_pipeline=2)),
+    ):
+        found = [
+            x
+            for x in run_ranks(processes, logits_body, tmp_path / "megatron", parallel)
+            if x is not None
+        ]
         assert found
         assert all((logits - wanted).abs().max() < 1e-5 for logits in found), parallel
-    found = [x for x in run_ranks(2, megatrons_own_body, tmp_path / "megatron", P(tensor=2, sequence=True)) if x is not None]
+    found = [
+        x
+        for x in run_ranks(2, megatrons_own_body, tmp_path / "megatron", P(tensor=2, sequence=True))
+        if x is not None
+    ]
     assert all((logits - wanted).abs().max() < 1e-5 for logits in found)
 
 
@@ -140,7 +175,9 @@ def test_a_reward_model_keeps_its_head(bias: bool, tmp_path: Path) -> None:
     save_file(tensors | head, source / "model.safetensors")
     run_ranks(1, there_body, source, tmp_path / "megatron", P())
     assert torch.equal(run_ranks(1, critic_body, tmp_path / "megatron")[0], head["score.weight"])
-    assert run_ranks(1, back_body, tmp_path / "megatron", tmp_path / "back") == [len(tensors) + len(head)]
+    assert run_ranks(1, back_body, tmp_path / "megatron", tmp_path / "back") == [
+        len(tensors) + len(head)
+    ]
 
 
 def test_a_critic_starts_from_a_policys_checkpoint(tmp_path: Path) -> None:
@@ -151,7 +188,9 @@ def test_a_critic_starts_from_a_policys_checkpoint(tmp_path: Path) -> None:
 def dying_body(world: Any, direction: str, source: Path, target: Path, after: int) -> None:
     """Dies as a killed process does, after so many bytes."""
     written = 0
-    writer = {"to_megatron": convert.write_pieces, "to_hf": convert.write_shard}[direction].__globals__
+    writer = {"to_megatron": convert.write_pieces, "to_hf": convert.write_shard}[
+        direction
+    ].__globals__
     real = writer["write_all"]
 
     def deadly(stream: Any, tensor: torch.Tensor) -> None:
@@ -169,7 +208,9 @@ def dying_body(world: Any, direction: str, source: Path, target: Path, after: in
 
 
 @pytest.mark.parametrize("direction", ["to_megatron", "to_hf"])
-def test_killed_at_random_points_it_is_unfinished_and_goes_on(direction: str, tmp_path: Path) -> None:
+def test_killed_at_random_points_it_is_unfinished_and_goes_on(
+    direction: str, tmp_path: Path
+) -> None:
     source = save_tiny(tmp_path / "hf", "qwen3")
     total = sum(tensor.nbytes for tensor in load_file(source / "model.safetensors").values())
     if direction == "to_hf":
@@ -187,11 +228,20 @@ def test_killed_at_random_points_it_is_unfinished_and_goes_on(direction: str, tm
     _, *noted = (done / PROGRESS).read_text().splitlines()
     with (done / PROGRESS).open("ab") as stream:
         stream.write(b'{"file": "mo\n\0\0\0\n')  # of a machine that lost its power
-    finished = {path: path.stat().st_mtime_ns for path in (done / json.loads(line)["file"] for line in noted)}
+    finished = {
+        path: path.stat().st_mtime_ns
+        for path in (done / json.loads(line)["file"] for line in noted)
+    }
     assert finished, "nothing was left to go on from"
-    body, more = (there_body, [P(tensor=2, sequence=True)]) if direction == "to_megatron" else (back_body, [])
+    body, more = (
+        (there_body, [P(tensor=2, sequence=True)])
+        if direction == "to_megatron"
+        else (back_body, [])
+    )
     assert run_ranks(1, body, source, done, *more)[0] > 0
-    assert all(path.stat().st_mtime_ns == then for path, then in finished.items()), "a finished file was written again"
+    assert all(path.stat().st_mtime_ns == then for path, then in finished.items()), (
+        "a finished file was written again"
+    )
     assert not (done / PROGRESS).exists()
     if direction == "to_hf":
         told = {path.name: xxhash.xxh3_128_hexdigest(path.read_bytes()) for path in files_of(done)}
@@ -202,7 +252,9 @@ def test_killed_at_random_points_it_is_unfinished_and_goes_on(direction: str, tm
 def damage(folder: Path, what: str) -> None:
     manifest = json.loads((folder / MANIFEST).read_text())
     del manifest["seal"]
-    piece = next(piece for piece in manifest["pieces"] if piece["key"].endswith("linear_fc2.weight"))
+    piece = next(
+        piece for piece in manifest["pieces"] if piece["key"].endswith("linear_fc2.weight")
+    )
     path = folder / piece["file"]
     if what == "a wrong byte":
         content = bytearray(path.read_bytes())
@@ -269,7 +321,8 @@ def test_a_folder_that_holds_something_else_is_left_alone(tmp_path: Path) -> Non
     [
         ("qwen3", "model.layers.1.mlp.up_proj.weight", "gate_proj"),  # fused with it in Megatron
         ("qwen2", "model.layers.0.self_attn.v_proj.bias", "q_proj"),
-        ("qwen3", "model.layers.2.mlp.down_proj.weight", "layers.0.mlp.down_proj"),  # stacked with it
+        # stacked with it
+        ("qwen3", "model.layers.2.mlp.down_proj.weight", "layers.0.mlp.down_proj"),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -278,7 +331,9 @@ def test_parts_of_one_tensor_that_differ_in_dtype_are_refused(
 ) -> None:
     """fp16 beside bf16 would be read bit by bit."""
     source = save_tiny(tmp_path / "hf", variant)
-    tensors = {key: tensor.half() for key, tensor in load_file(source / "model.safetensors").items()}
+    tensors = {
+        key: tensor.half() for key, tensor in load_file(source / "model.safetensors").items()
+    }
     save_file(tensors | {name: tensors[name].to(dtype)}, source / "model.safetensors")
     with pytest.raises(RankFailure, match="CheckpointError") as refusal:
         run_ranks(1, there_body, source, tmp_path / "megatron", P())
@@ -293,22 +348,33 @@ def told_body(world: Any, source: Path, target: Path, back: Path) -> list[Any]:
     return [*changed, *map(convert.told_left_out, (source, back))]
 
 
-def test_layers_that_predict_a_second_token_are_left_out_with_their_field_and_named(tmp_path: Path) -> None:
+def test_layers_that_predict_a_second_token_are_left_out_with_their_field_and_named(
+    tmp_path: Path,
+) -> None:
     source = save_tiny(tmp_path / "hf", "deepseek-v3")
     added = with_predictor(source, 4)
-    there, back, left_out, left_out_again = run_ranks(1, told_body, source, tmp_path / "megatron", tmp_path / "back")[0]
+    there, back, left_out, left_out_again = run_ranks(
+        1, told_body, source, tmp_path / "megatron", tmp_path / "back"
+    )[0]
     assert "num_nextn_predict_layers=0" in there
     assert left_out == f"model.layers.4.* ({len(added)} tensors)"
     assert (back, left_out_again) == (None, None)
     for folder in ("megatron", "back"):
-        assert json.loads((tmp_path / folder / "config.json").read_text())["num_nextn_predict_layers"] == 0
+        assert (
+            json.loads((tmp_path / folder / "config.json").read_text())["num_nextn_predict_layers"]
+            == 0
+        )
 
 
 def small_disk_body(world: Any, direction: str, source: Path, target: Path, most: int) -> str:
-    """With files of at most `most` bytes; what is said, and whether only whole files have their names."""
+    """With files of at most `most` bytes; what is said, and whether only whole files have their
+    names.
+    """
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
     try:
-        there_body(world, source, target, P()) if direction == "to_megatron" else back_body(world, source, target)
+        there_body(world, source, target, P()) if direction == "to_megatron" else back_body(
+            world, source, target
+        )
     except CheckpointError as error:
         return str(error)
     finally:
@@ -317,7 +383,9 @@ def small_disk_body(world: Any, direction: str, source: Path, target: Path, most
 
 
 @pytest.mark.parametrize("direction", ["to_megatron", "to_hf"])
-def test_a_disk_that_takes_no_more_is_said_and_leaves_nothing_half_made(direction: str, tmp_path: Path) -> None:
+def test_a_disk_that_takes_no_more_is_said_and_leaves_nothing_half_made(
+    direction: str, tmp_path: Path
+) -> None:
     source = save_tiny(tmp_path / "hf", "qwen3")
     (source / "tokenizer.json").write_text("x" * 100_000)
     body, more = (there_body, [P()]) if direction == "to_megatron" else (back_body, [])
@@ -336,11 +404,16 @@ def test_a_disk_that_takes_no_more_is_said_and_leaves_nothing_half_made(directio
     assert (done / "tokenizer.json").stat().st_size == 100_000
 
 
-def test_two_conversions_into_one_folder_the_second_is_refused_with_the_first_ones_name(tmp_path: Path) -> None:
+def test_two_conversions_into_one_folder_the_second_is_refused_with_the_first_ones_name(
+    tmp_path: Path,
+) -> None:
     source, target = save_tiny(tmp_path / "hf", "qwen3"), tmp_path / "megatron"
     with written_alone(target), pytest.raises(RankFailure, match="LockedError") as refusal:
         run_ranks(1, there_body, source, target, P())
-    assert f"{target} is in use by another conversion, process {os.getpid()} on {socket.gethostname()}" in str(refusal.value)
+    assert (
+        f"{target} is in use by another conversion, process {os.getpid()} on {socket.gethostname()}"
+        in str(refusal.value)
+    )
     assert run_ranks(1, there_body, source, target, P())[0] > 0
     assert not list(target.glob(".rftmega*"))
 
@@ -357,7 +430,10 @@ def test_a_target_that_is_a_file_or_takes_no_files_is_refused(tmp_path: Path) ->
     (tmp_path / "file").write_text("mine")
     for target in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/nothing/here")):
         with (
-            pytest.raises(LockedError, match=f"{target} can't be used: .*must be a folder that can be written to"),
+            pytest.raises(
+                LockedError,
+                match=f"{target} can't be used: .*must be a folder that can be written to",
+            ),
             written_alone(target),
         ):
             raise AssertionError("it was locked")

@@ -1,4 +1,6 @@
-"""The value model: its numbers are transformers', under every layout, and beside an actor of another layout."""
+"""The value model: its numbers are transformers', under every layout, and beside an actor of
+another layout.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -18,10 +20,18 @@ from tests.layouts import build_actor, build_critic, rows_of
 from tests.ranks import RankFailure, run_ranks
 from tests.tiny_models import save_tiny
 
-ROWS = [[5, 9, 130, 2, 77], [3, 0], [(37 * i) % 131 for i in range(30)], [1, 2, 3, 4, 5, 6], [8], [7, 7, 7]]
+ROWS = [
+    [5, 9, 130, 2, 77],
+    [3, 0],
+    [(37 * i) % 131 for i in range(30)],
+    [1, 2, 3, 4, 5, 6],
+    [8],
+    [7, 7, 7],
+]
 PROMPTS = [2, 1, 4, 3, 1, 2]
 P = ParallelConfig
-# At rate 1e-3 the second update overshoots (gradient norm 11, then 37), which enlarges rounding to 1.2e-5 on some CPUs.
+# At rate 1e-3 the second update overshoots (gradient norm 11, then 37), which enlarges rounding to
+# 1.2e-5 on some CPUs.
 OPTIMIZER = OptimizerConfig(epsilon=1e-4, learning_rate=2e-4, clip_grad=0.5)
 SHARDED = replace(OPTIMIZER, distributed=True)
 LAYOUTS = {
@@ -30,7 +40,11 @@ LAYOUTS = {
     "PP2": (2, P(pipeline=2), OPTIMIZER),
     "PP2 x VPP2": (2, P(pipeline=2, virtual_pipeline=2), OPTIMIZER),
     "CP2": (2, P(context=2), OPTIMIZER),
-    "DP2, distributed optimizer, overlapped": (2, P(), replace(SHARDED, overlap_grad_reduce=True, overlap_param_gather=True)),
+    "DP2, distributed optimizer, overlapped": (
+        2,
+        P(),
+        replace(SHARDED, overlap_grad_reduce=True, overlap_param_gather=True),
+    ),
     "TP2 x PP2, SP": (4, P(tensor=2, pipeline=2, sequence=True), OPTIMIZER),
 }
 
@@ -51,7 +65,9 @@ def square_loss(stats: TokenValues, experience: Experience) -> TokenLoss:
     """Towards the advantage, for want of returns."""
     mask = experience.mask.float()
     value = (stats.value - experience.advantage) ** 2
-    return TokenLoss(value, mask, experience.mask.sum(), averaged({"square": value}, experience.mask))
+    return TokenLoss(
+        value, mask, experience.mask.sum(), averaged({"square": value}, experience.mask)
+    )
 
 
 def experience_of() -> Experience:
@@ -59,7 +75,9 @@ def experience_of() -> Experience:
     torch.manual_seed(4)
     zeros = torch.zeros(rows.mask.shape)
     target = torch.randn(rows.mask.shape) * rows.mask
-    return Experience(rows.tokens, rows.prompt_lengths, rows.lengths, rows.mask, zeros, zeros, None, target)
+    return Experience(
+        rows.tokens, rows.prompt_lengths, rows.lengths, rows.mask, zeros, zeros, None, target
+    )
 
 
 def learn(critic: Any) -> Any:
@@ -67,10 +85,17 @@ def learn(critic: Any) -> Any:
     before = critic.values(experience.rows)
     metrics = [critic.step(experience, square_loss) for _ in range(3)]
     exporter = Exporter(critic.manager.bound, critic.topology, bucket_bytes=20_000)
-    return before, metrics, critic.values(experience.rows), {name: tensor.clone() for name, tensor in exporter}
+    return (
+        before,
+        metrics,
+        critic.values(experience.rows),
+        {name: tensor.clone() for name, tensor in exporter},
+    )
 
 
-def learn_body(world: Any, folder: Path, parallel: ParallelConfig, optimizer: OptimizerConfig) -> Any:
+def learn_body(
+    world: Any, folder: Path, parallel: ParallelConfig, optimizer: OptimizerConfig
+) -> Any:
     return learn(build_critic(folder, parallel, optimizer))
 
 
@@ -79,10 +104,14 @@ def assert_equal(found: Any, wanted: Any, case: str) -> None:
         for name, value in theirs.items():
             assert mine[name] == pytest.approx(value, rel=1e-5), (case, name)
     for place in (0, 2):
-        torch.testing.assert_close(found[place], wanted[place], atol=1e-5, rtol=1e-5, msg=lambda m: f"{case}: {m}")
+        torch.testing.assert_close(
+            found[place], wanted[place], atol=1e-5, rtol=1e-5, msg=lambda m: f"{case}: {m}"
+        )
     assert found[3].keys() == wanted[3].keys()
     for name, tensor in wanted[3].items():
-        torch.testing.assert_close(found[3][name], tensor, atol=1e-5, rtol=1e-5, msg=lambda m, n=name: f"{case}, {n}: {m}")
+        torch.testing.assert_close(
+            found[3][name], tensor, atol=1e-5, rtol=1e-5, msg=lambda m, n=name: f"{case}, {n}: {m}"
+        )
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -90,7 +119,9 @@ def test_values_are_those_of_a_classifier_of_transformers(bias: bool, tmp_path: 
     folder = save_reward_model(tmp_path, "qwen3", bias=bias)
     found = run_ranks(2, learn_body, folder, P(tensor=2), OPTIMIZER)[0][0]
     # As a token classifier: it says a value for every token rather than for the last one.
-    model = AutoModelForTokenClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32)
+    model = AutoModelForTokenClassification.from_pretrained(
+        folder, num_labels=1, dtype=torch.float32
+    )
     if not bias:
         torch.nn.init.zeros_(model.score.bias)
     for b, row in enumerate(ROWS):
@@ -100,7 +131,9 @@ def test_values_are_those_of_a_classifier_of_transformers(bias: bool, tmp_path: 
 
 
 @pytest.mark.parametrize("variant", ["qwen3", "qwen2-tied"])
-def test_three_updates_are_those_of_one_process_under_every_layout(variant: str, tmp_path: Path) -> None:
+def test_three_updates_are_those_of_one_process_under_every_layout(
+    variant: str, tmp_path: Path
+) -> None:
     folder = save_reward_model(tmp_path, variant, bias=True)
     wanted = run_ranks(1, learn_body, folder, P(), OPTIMIZER)[0]
     assert "score.weight" in wanted[3]
@@ -111,7 +144,9 @@ def test_three_updates_are_those_of_one_process_under_every_layout(variant: str,
 
 
 def test_from_a_policy_the_head_starts_at_zero_and_learns(tmp_path: Path) -> None:
-    before, metrics, after, weights = run_ranks(1, learn_body, save_tiny(tmp_path, "qwen3"), P(), OPTIMIZER)[0]
+    before, metrics, after, weights = run_ranks(
+        1, learn_body, save_tiny(tmp_path, "qwen3"), P(), OPTIMIZER
+    )[0]
     assert before.abs().max() == 0
     assert metrics[-1]["loss"] < metrics[0]["loss"]
     assert after.abs().max() > 0
@@ -131,7 +166,9 @@ def both_body(world: Any, policy: Path, reward: Path) -> Any:
     return actor_metrics, learnt, actor.log_probs(experience.rows).logp
 
 
-def test_actor_and_critic_live_in_the_same_processes_in_layouts_of_their_own(tmp_path: Path) -> None:
+def test_actor_and_critic_live_in_the_same_processes_in_layouts_of_their_own(
+    tmp_path: Path,
+) -> None:
     reward = save_reward_model(tmp_path, "qwen3", bias=True)
     alone = run_ranks(1, learn_body, reward, P(), OPTIMIZER)[0]
     ranks = run_ranks(4, both_body, tmp_path / "policy", reward)
@@ -143,7 +180,9 @@ def test_actor_and_critic_live_in_the_same_processes_in_layouts_of_their_own(tmp
 
 def test_a_reward_model_with_two_labels_is_refused(tmp_path: Path) -> None:
     folder = save_reward_model(tmp_path, "qwen3", bias=False, labels=2)
-    with pytest.raises(RankFailure, match=r"score.weight has shape \(2, 64\); config.json asks for \(1, 64\)"):
+    with pytest.raises(
+        RankFailure, match=r"score.weight has shape \(2, 64\); config.json asks for \(1, 64\)"
+    ):
         run_ranks(1, learn_body, folder, P(), OPTIMIZER)
 
 
@@ -152,5 +191,8 @@ def test_its_tensors_are_a_reward_model_that_transformers_loads(tmp_path: Path) 
     weights = run_ranks(2, learn_body, folder, P(pipeline=2), OPTIMIZER)[0][3]
     disk = load_file(folder / "model.safetensors")
     assert weights.keys() == disk.keys()
-    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in weights.items()},
+        folder / "model.safetensors",
+    )
     AutoModelForTokenClassification.from_pretrained(folder, num_labels=1)

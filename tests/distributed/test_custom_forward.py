@@ -37,15 +37,26 @@ def logits_body(world: Any, folder: Path, parallel: ParallelConfig) -> Any:
             for arguments in ({}, {"pack_seqs": False}, {"padding_seqlen": 64}):
                 ids, mask = grid(left=left)
                 logits = MegatronModelManager.custom_forward(
-                    manager.chunks[0], ids, mask, None, parallel.sequence, temperature=0.5, **arguments
+                    manager.chunks[0],
+                    ids,
+                    mask,
+                    None,
+                    parallel.sequence,
+                    temperature=0.5,
+                    **arguments,
                 )
                 assert logits.shape[:2] == ids.shape
-                found[left, *arguments] = gather_from_tensor_model_parallel_region(logits)[..., :131], mask
+                found[left, *arguments] = (
+                    gather_from_tensor_model_parallel_region(logits)[..., :131],
+                    mask,
+                )
     return found
 
 
 @pytest.mark.parametrize("parallel", [P(), P(tensor=2), P(tensor=2, sequence=True), P(context=2)])
-def test_logits_come_back_where_the_tokens_were_packed_or_padded(parallel: ParallelConfig, tmp_path: Path) -> None:
+def test_logits_come_back_where_the_tokens_were_packed_or_padded(
+    parallel: ParallelConfig, tmp_path: Path
+) -> None:
     folder = save_tiny(tmp_path, "qwen3")
     wanted = torch.cat(transformers_logits(folder, ROWS)) / 0.5
     for found in run_ranks(parallel.tensor * parallel.context, logits_body, folder, parallel):
@@ -74,7 +85,9 @@ def processor_body(world: Any, folder: Path, parallel: ParallelConfig) -> Any:
     return found, seen
 
 
-def test_a_processor_sees_packed_logits_and_arguments_and_its_answers_come_back_in_rows(tmp_path: Path) -> None:
+def test_a_processor_sees_packed_logits_and_arguments_and_its_answers_come_back_in_rows(
+    tmp_path: Path,
+) -> None:
     folder = save_tiny(tmp_path, "qwen2")
     found, seen = run_ranks(1, processor_body, folder, P())[0]
     assert seen == [((19, 131), (19,))]
@@ -98,15 +111,23 @@ def row_temperatures_body(world: Any, folder: Path, parallel: ParallelConfig) ->
 
 
 @pytest.mark.parametrize("parallel", [P(), P(tensor=2, context=2, sequence=True)])
-def test_log_probs_without_logits_take_a_temperature_a_row(parallel: ParallelConfig, tmp_path: Path) -> None:
+def test_log_probs_without_logits_take_a_temperature_a_row(
+    parallel: ParallelConfig, tmp_path: Path
+) -> None:
     folder = save_tiny(tmp_path, "qwen3")
-    wanted = [x / t for x, t in zip(transformers_logits(folder, ROWS), [0.5, 1.0, 2.0], strict=True)]
-    for found, targets, mask in run_ranks(parallel.tensor * parallel.context, row_temperatures_body, folder, parallel):
+    wanted = [
+        x / t for x, t in zip(transformers_logits(folder, ROWS), [0.5, 1.0, 2.0], strict=True)
+    ]
+    for found, targets, mask in run_ranks(
+        parallel.tensor * parallel.context, row_temperatures_body, folder, parallel
+    ):
         for b, logits in enumerate(wanted):
             logp = logits.log_softmax(-1)
             picked = logp.gather(-1, targets[b][mask[b]][:, None])[:, 0]
             torch.testing.assert_close(found["logp"][b][mask[b]], picked, atol=2e-5, rtol=1e-5)
-            torch.testing.assert_close(found["entropy"][b][mask[b]], -(logp.exp() * logp).sum(-1), atol=2e-5, rtol=1e-5)
+            torch.testing.assert_close(
+                found["entropy"][b][mask[b]], -(logp.exp() * logp).sum(-1), atol=2e-5, rtol=1e-5
+            )
 
 
 def value_body(world: Any, folder: Path) -> Any:
@@ -114,7 +135,9 @@ def value_body(world: Any, folder: Path) -> Any:
     with torch.no_grad():
         critic.manager.chunks[0].value_head.weight.fill_(0.1)
         ids, mask = grid(left=True)
-        return critic.manager.custom_forward(critic.manager.model[0], ids, mask, None, False, value_model=True), mask
+        return critic.manager.custom_forward(
+            critic.manager.model[0], ids, mask, None, False, value_model=True
+        ), mask
 
 
 def test_a_value_model_gives_one_number_a_token(tmp_path: Path) -> None:
@@ -135,7 +158,9 @@ def refusals_body(world: Any, folder: Path) -> list[str]:
         (torch.arange(14).expand(3, 14) + 1, False, {}),
     ):
         try:
-            manager.custom_forward(manager.chunks[0], ids, mask, positions, sequence_parallel, **arguments)
+            manager.custom_forward(
+                manager.chunks[0], ids, mask, positions, sequence_parallel, **arguments
+            )
         except ValueError as error:
             said.append(str(error))
     return said
@@ -145,14 +170,22 @@ def test_what_it_cannot_do_it_says(tmp_path: Path) -> None:
     said = run_ranks(1, refusals_body, save_tiny(tmp_path, "qwen3"))[0]
     for text, words in zip(
         said,
-        ("model was built with False", "19 tokens are more than max_batch_seqlen=18", "can't be padded to 18", "count from 0"),
+        (
+            "model was built with False",
+            "19 tokens are more than max_batch_seqlen=18",
+            "can't be padded to 18",
+            "count from 0",
+        ),
         strict=True,
     ):
         assert words in text
 
 
 def test_one_iterator_a_chunk_and_padding_to_the_longest() -> None:
-    batches = [{"ids": torch.ones(2, 3), "scale": torch.ones(2)}, {"ids": torch.ones(1, 5), "scale": torch.ones(1)}]
+    batches = [
+        {"ids": torch.ones(2, 3), "scale": torch.ones(2)},
+        {"ids": torch.ones(1, 5), "scale": torch.ones(1)},
+    ]
     one, two = MegatronModelManager.make_data_iterator_list(iter(batches), vpp_size=2)
     assert [b["ids"].shape[1] for b in one] == [b["ids"].shape[1] for b in two] == [3, 5]
     (only,) = MegatronModelManager.make_data_iterator_list(iter(batches), padding=True)

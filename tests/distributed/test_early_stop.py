@@ -35,7 +35,9 @@ class AsLongAsItsSeed(ScriptedEngine):
         assert self.version is not None
         return Completion((3,) * seed, (0.0,) * seed, "stop", self.version)
 
-    def _generate(self, prompts: Any, seeds: Any, temperature: float, finished: Any, stop: Any, more: Any) -> Any:
+    def _generate(
+        self, prompts: Any, seeds: Any, temperature: float, finished: Any, stop: Any, more: Any
+    ) -> Any:
         def slowly() -> bool:
             time.sleep(self.pace())
             return stop()
@@ -62,9 +64,18 @@ def body(world: World, noise: int, per_engine: int, wanted: int, silent: bool) -
     rng = random.Random(f"{noise}/{world.rank}")
     engine = AsLongAsItsSeed(lambda: rng.random() * 0.002 if noise else 0.0)
     engine.load_weights([], version=7)
-    shared = EnginePool(engine, NoTurns({}, offload=False), world, NoPush(), processes_per_engine=per_engine, restarts=0)
+    shared = EnginePool(
+        engine,
+        NoTurns({}, offload=False),
+        world,
+        NoPush(),
+        processes_per_engine=per_engine,
+        restarts=0,
+    )
 
-    def score(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
+    def score(
+        prompts: Sequence[Prompt], completions: Sequence[Completion]
+    ) -> list[dict[str, float]]:
         time.sleep(rng.random() * 0.02 if noise else 0.0)
         return [{"reward": float(prompt.index)} for prompt in prompts]
 
@@ -73,13 +84,19 @@ def body(world: World, noise: int, per_engine: int, wanted: int, silent: bool) -
         return sum(None not in group for group in groups) >= wanted
 
     found = shared.generate_until(
-        REQUESTS, seeds=group_lengths(), temperature=1.0, reward=None if silent else score, enough=enough
+        REQUESTS,
+        seeds=group_lengths(),
+        temperature=1.0,
+        reward=None if silent else score,
+        enough=enough,
     )
     return [None if c is None else (len(c.token_ids), c.scores) for c in found], engine.steps
 
 
 @pytest.mark.parametrize("per_engine", [1, 2])
-def test_engines_stop_after_the_same_step_with_the_same_answers_whatever_the_timing(per_engine: int) -> None:
+def test_engines_stop_after_the_same_step_with_the_same_answers_whatever_the_timing(
+    per_engine: int,
+) -> None:
     quick, slow = (run_ranks(2, body, noise, per_engine, 5, False) for noise in (0, 1))
     answers, steps = quick[0]
     assert all(result[0] == answers for result in (*quick, *slow)), "processes, or runs, disagree"
@@ -88,7 +105,10 @@ def test_engines_stop_after_the_same_step_with_the_same_answers_whatever_the_tim
     lengths = group_lengths()
     for place, answer in enumerate(answers):
         assert answer in (None, (lengths[place], {"reward": float(place // SIZE)}))
-    assert sum(None not in answers[begin : begin + SIZE] for begin in range(0, len(answers), SIZE)) >= 5
+    assert (
+        sum(None not in answers[begin : begin + SIZE] for begin in range(0, len(answers), SIZE))
+        >= 5
+    )
     assert None in answers
 
 
@@ -101,29 +121,49 @@ def vllm_body(world: World, folder: Path, engine_size: int) -> Any:
     from rftmega.rollout.vllm import VLLMEngine
 
     os.environ["LOCAL_WORLD_SIZE"] = str(world.size)
-    config = RolloutConfig(tensor=engine_size, max_prompt_tokens=8, max_response_tokens=120, cpu_cache_gib=0.05, max_batch=8)
+    config = RolloutConfig(
+        tensor=engine_size,
+        max_prompt_tokens=8,
+        max_response_tokens=120,
+        cpu_cache_gib=0.05,
+        max_batch=8,
+    )
     actor = build_actor(folder, ParallelConfig(), temperature=1.0, token_cap=512)
     # One token in 25 ends an answer: most have some dozens, a few go on to the limit.
     engine = VLLMEngine(folder, config, world, dtype="float32", stop_ids=range(0, 120, 25))
     weights = EngineWeights(actor.manager.bound, engine, bucket_bytes=50_000)
     weights.push(version=0)
-    shared = EnginePool(engine, NoTurns({}, offload=False), world, weights, processes_per_engine=engine_size, restarts=0)
+    shared = EnginePool(
+        engine,
+        NoTurns({}, offload=False),
+        world,
+        weights,
+        processes_per_engine=engine_size,
+        restarts=0,
+    )
 
     def enough(completions: Sequence[Completion | None]) -> bool:
         return sum(completion is not None for completion in completions) >= 10
 
     seeds = list(range(len(REQUESTS)))
-    found = [shared.generate_until(REQUESTS, seeds=seeds, temperature=1.0, enough=enough) for _ in range(2)]
+    found = [
+        shared.generate_until(REQUESTS, seeds=seeds, temperature=1.0, enough=enough)
+        for _ in range(2)
+    ]
     left = engine._llm.llm_engine.has_unfinished_requests()
     everything = shared.generate(REQUESTS, seeds=seeds, temperature=1.0)
     dist.barrier()
     engine.close()
-    return [[None if c is None else c.token_ids for c in answers] for answers in (*found, everything)], left
+    return [
+        [None if c is None else c.token_ids for c in answers] for answers in (*found, everything)
+    ], left
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("engine_size", [1, 2])
-def test_vllm_aborts_the_rest_and_what_it_is_asked_next_is_answered_as_ever(engine_size: int, tmp_path: Path) -> None:
+def test_vllm_aborts_the_rest_and_what_it_is_asked_next_is_answered_as_ever(
+    engine_size: int, tmp_path: Path
+) -> None:
     folder = save_tiny(tmp_path, "qwen3", hidden_size=128)
     results = run_ranks(2, vllm_body, folder, engine_size, timeout=300)
     (first, second, whole), left = results[0]

@@ -1,4 +1,6 @@
-"""Engines that die, hang or fail in the middle of a generation: restarted, and asked only for what is left."""
+"""Engines that die, hang or fail in the middle of a generation: restarted, and asked only for what
+is left.
+"""
 
 import os
 import signal
@@ -29,7 +31,8 @@ from tests.tiny_models import save_tiny
 
 PROMPTS = [Prompt((place,)) for place in range(12)]
 SEEDS = [100 + place for place in range(12)]
-SCORED_SERVER = [((place, 100 + place), {"reward": 100.0 + 2 * place}) for place in range(12)]  # what the scripted one says
+# what the scripted one says
+SCORED_SERVER = [((place, 100 + place), {"reward": 100.0 + 2 * place}) for place in range(12)]
 
 
 class Pushes:
@@ -63,7 +66,9 @@ def told(completions: Sequence[Completion | None]) -> list[Any]:
 
 
 class FailsInItsSecond(ServerEngine):
-    """Scripted servers in vLLM's place; the second is struck by `fault` when it has given 3 answers, the first time."""
+    """Scripted servers in vLLM's place; the second is struck by `fault` when it has given 3
+    answers, the first time.
+    """
 
     fault, folder = "", Path()
 
@@ -75,7 +80,8 @@ class FailsInItsSecond(ServerEngine):
 
 def servers_body(world: World, folder: Path, fault: str, wanted: int) -> Any:
     servers_module.PROGRAM = "scripted_server"
-    os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])  # not as tests.scripted_server: the package imports torch
+    # not as tests.scripted_server: the package imports torch
+    os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])
     FailsInItsSecond.fault, FailsInItsSecond.folder = fault, folder
     config = RolloutConfig(servers=2, max_batch=2, deadline_seconds=4.0)
     (folder / "config.json").write_text('{"model_type": "scripted"}')
@@ -92,9 +98,12 @@ def servers_body(world: World, folder: Path, fault: str, wanted: int) -> Any:
             found = shared.generate_until(PROMPTS, enough=partial(at_least, wanted), **asked)
         else:
             found = [*shared.generate(PROMPTS, **asked)]
-        answered = {number: (folder / f"server-{number}.answers").read_text().split() for number in range(2)}
+        answered = {
+            number: (folder / f"server-{number}.answers").read_text().split() for number in range(2)
+        }
         dist.barrier()
-        for server in engine.servers[:1]:  # it dies while nobody asks it anything: the next push finds out
+        # it dies while nobody asks it anything: the next push finds out
+        for server in engine.servers[:1]:
             server._process.kill()
             server._process.wait()
         weights.push(version=5)
@@ -104,10 +113,19 @@ def servers_body(world: World, folder: Path, fault: str, wanted: int) -> Any:
     return told(found), answered, weights.versions, told(later), {c.policy_version for c in later}
 
 
-@pytest.mark.parametrize(("fault", "wanted"), [pytest.param("KILL", 0, marks=pytest.mark.ranks), ("STOP", 0), ("KILL", 12)])
-def test_a_server_that_dies_or_hangs_is_restarted_and_answers_only_what_is_left(fault: str, wanted: int, tmp_path: Path) -> None:
-    for found, answered, versions, later, under in run_ranks(2, servers_body, tmp_path, fault, wanted, timeout=60):
-        assert all(answer in (None, right) for answer, right in zip(found, SCORED_SERVER, strict=True))
+@pytest.mark.parametrize(
+    ("fault", "wanted"),
+    [pytest.param("KILL", 0, marks=pytest.mark.ranks), ("STOP", 0), ("KILL", 12)],
+)
+def test_a_server_that_dies_or_hangs_is_restarted_and_answers_only_what_is_left(
+    fault: str, wanted: int, tmp_path: Path
+) -> None:
+    for found, answered, versions, later, under in run_ranks(
+        2, servers_body, tmp_path, fault, wanted, timeout=60
+    ):
+        assert all(
+            answer in (None, right) for answer, right in zip(found, SCORED_SERVER, strict=True)
+        )
         assert sum(answer is not None for answer in found) >= (wanted or 12)
         assert versions == [4, 4, 5], "the one that was started anew had random weights"
         seeds = [int(seed) for seeds in answered.values() for seed in seeds]
@@ -121,11 +139,19 @@ class Fragile(ScriptedEngine):
     """Breaks down when it has told of two answers, `times` over."""
 
     def __init__(self, times: int, slots: int = 6):
-        super().__init__(RolloutConfig(max_response_tokens=60, max_batch=slots), vocabulary=50, stop_ids=[1])
+        super().__init__(
+            RolloutConfig(max_response_tokens=60, max_batch=slots), vocabulary=50, stop_ids=[1]
+        )
         self.times, self.asked = times, list[list[int]]()
 
     def _generate(
-        self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float, finished: Finished, stop: Stop, more: More
+        self,
+        prompts: Sequence[Prompt],
+        seeds: Sequence[int],
+        temperature: float,
+        finished: Finished,
+        stop: Stop,
+        more: More,
     ) -> list[Completion | None]:
         self.asked.append(list(seeds))
         ended = list[int]()
@@ -146,7 +172,12 @@ def shared_body(world: World, times: int, wanted: int) -> Any:
     weights = Pushes(engine)
     weights.push(version=7)
     shared = EnginePool(
-        engine, DevicePhases({}, engine=engine, offload=False), world, weights, processes_per_engine=1, restarts=2
+        engine,
+        DevicePhases({}, engine=engine, offload=False),
+        world,
+        weights,
+        processes_per_engine=1,
+        restarts=2,
     )
     asked = {"seeds": SEEDS, "temperature": 1.0, "reward": scores}
     try:
@@ -159,7 +190,9 @@ def shared_body(world: World, times: int, wanted: int) -> Any:
     return told(found), engine.asked, weights.versions
 
 
-def test_an_engine_in_the_trainers_process_gets_its_weights_again_and_answers_what_is_left() -> None:
+def test_an_engine_in_the_trainers_process_gets_its_weights_again_and_answers_what_is_left() -> (
+    None
+):
     (undisturbed, (all_of_it,), _), _ = run_ranks(2, shared_body, 0, 0)[::-1]
     for wanted in (0, 12):
         healthy, failing = run_ranks(2, shared_body, 2, wanted)
@@ -188,7 +221,12 @@ def real_body(world: World, folder: Path, logs: Path, fault: int) -> Any:
     """Two vLLM servers; the second is struck when a third of the answers are there."""
     actor = build_actor(folder, ParallelConfig(tensor=2), temperature=0.7, token_cap=512)
     config = RolloutConfig(
-        servers=2, max_prompt_tokens=32, max_response_tokens=200, cpu_cache_gib=0.05, max_batch=2, deadline_seconds=60.0
+        servers=2,
+        max_prompt_tokens=32,
+        max_response_tokens=200,
+        cpu_cache_gib=0.05,
+        max_batch=2,
+        deadline_seconds=60.0,
     )
     engine = ServerEngine(folder, config, world, dtype="float32", stop_ids=[1], logs=logs)
     weights = SharedWeights(actor.manager.bound, engine, bucket_bytes=10**6)
@@ -207,7 +245,9 @@ def real_body(world: World, folder: Path, logs: Path, fault: int) -> Any:
     undisturbed = shared.generate(prompts, seeds=SEEDS, temperature=0.7)
     seen = list[Completion]()
 
-    def judged(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
+    def judged(
+        prompts: Sequence[Prompt], completions: Sequence[Completion]
+    ) -> list[dict[str, float]]:
         seen.extend(completions)
         return [{"reward": 0.0}] * len(completions)
 
@@ -227,9 +267,13 @@ def real_body(world: World, folder: Path, logs: Path, fault: int) -> Any:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_real_server_that_dies_or_hangs_is_restarted_and_its_answers_are_the_same(fault: int, tmp_path: Path) -> None:
+def test_a_real_server_that_dies_or_hangs_is_restarted_and_its_answers_are_the_same(
+    fault: int, tmp_path: Path
+) -> None:
     folder = save_tiny(tmp_path / "model", "qwen2-tied", hidden_size=128)
-    (undisturbed, again, asked), _ = run_ranks(2, real_body, folder, tmp_path / "logs", fault, timeout=600)
+    (undisturbed, again, asked), _ = run_ranks(
+        2, real_body, folder, tmp_path / "logs", fault, timeout=600
+    )
     assert again == undisturbed
     assert len(asked) == 3
     assert 0 < len(asked[2]) <= 8

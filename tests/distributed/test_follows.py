@@ -1,4 +1,6 @@
-"""What leaves the trainer is the present policy: every push and every export, at once after an update, under every schedule."""
+"""What leaves the trainer is the present policy: every push and every export, at once after an
+update, under every schedule.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +32,10 @@ class Keeps(ScriptedEngine):
     loaded: dict[str, Tensor] = {}
 
     def _load_weights(self, named_tensors: Any) -> None:
-        self.loaded = {name: torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor) for name, tensor in named_tensors}
+        self.loaded = {
+            name: torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+            for name, tensor in named_tensors
+        }
 
 
 def experience_of(rows: Any) -> Experience:
@@ -42,7 +47,9 @@ def experience_of(rows: Any) -> Experience:
     )  # fmt: skip
 
 
-def follows_body(world: Any, folder: Path, output: Path, parallel: ParallelConfig, optimizer: OptimizerConfig) -> None:
+def follows_body(
+    world: Any, folder: Path, output: Path, parallel: ParallelConfig, optimizer: OptimizerConfig
+) -> None:
     from rftmega.strategy.megatron import MegatronStrategy
 
     config = config_of(folder, parallel, optimizer)
@@ -51,7 +58,9 @@ def follows_body(world: Any, folder: Path, output: Path, parallel: ParallelConfi
     strategy = MegatronStrategy(config, world, stop_ids=[1])
     manager, engine = strategy.actor.manager, strategy.local_engine
     assert isinstance(engine, Keeps)
-    experience = experience_of(rows_of([[5, 9, 100, 4, 4], [3, 8, 8], [1, 2, 3, 4], [9, 9, 7]], [2, 1, 1, 1]))
+    experience = experience_of(
+        rows_of([[5, 9, 100, 4, 4], [3, 8, 8], [1, 2, 3, 4], [9, 9, 7]], [2, 1, 1, 1])
+    )
 
     def present() -> dict[str, Tensor]:
         """The policy, after its parameters were gathered whatever has been before."""
@@ -70,7 +79,11 @@ def follows_body(world: Any, folder: Path, output: Path, parallel: ParallelConfi
         strategy.weights.push(version=version)
         now = present()
         assert now.keys() == disk.keys()
-        assert all(not torch.equal(tensor, before[name]) for name, tensor in now.items() if tensor.dim() > 1)
+        assert all(
+            not torch.equal(tensor, before[name])
+            for name, tensor in now.items()
+            if tensor.dim() > 1
+        )
         assert_same(engine.loaded, now)
         before = now
     strategy.policy.step(experience, policy_loss())
@@ -87,7 +100,11 @@ def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize(
     ("processes", "parallel", "optimizer"),
-    [(2, P(), OVERLAPPED), (2, P(pipeline=2, virtual_pipeline=2), PLAIN), (4, P(pipeline=2, virtual_pipeline=2), OVERLAPPED)],
+    [
+        (2, P(), OVERLAPPED),
+        (2, P(pipeline=2, virtual_pipeline=2), PLAIN),
+        (4, P(pipeline=2, virtual_pipeline=2), OVERLAPPED),
+    ],
     ids=["DP2, overlapped", "PP2 x VPP2", "PP2 x VPP2 x DP2, overlapped"],
 )
 def test_every_push_and_export_is_of_the_present_policy(

@@ -1,4 +1,6 @@
-"""The gate between engine and trainer on the real path: faults that leave a push whole and the engine wrong, and what it says."""
+"""The gate between engine and trainer on the real path: faults that leave a push whole and the
+engine wrong, and what it says.
+"""
 
 import json
 from collections.abc import Callable, Sequence
@@ -19,7 +21,9 @@ PROMPTS = [Prompt((5, 9, 100)), Prompt((3,)), Prompt((7, 11)), Prompt((2, 2, 2, 
 EMBEDDING = "model.embed_tokens.weight"
 
 
-def likes_long(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
+def likes_long(
+    prompts: Sequence[Prompt], completions: Sequence[Completion]
+) -> list[dict[str, float]]:
     return [{"reward": float(len(completion.token_ids))} for completion in completions]
 
 
@@ -35,7 +39,11 @@ def body(world: Any, folder: Path, output: Path) -> dict[str, str]:
 
     config = config_of(folder, ParallelConfig(tensor=2))
     config.rollout = RolloutConfig(
-        engine="transformers", samples_per_prompt=3, temperature=0.7, max_prompt_tokens=8, max_response_tokens=6
+        engine="transformers",
+        samples_per_prompt=3,
+        temperature=0.7,
+        max_prompt_tokens=8,
+        max_response_tokens=6,
     )
     config.trainer.output = str(output)
     config.optimizer.learning_rate = 1e-2
@@ -53,7 +61,9 @@ def body(world: Any, folder: Path, output: Path) -> dict[str, str]:
         except GapExceeded as error:
             now = [item.parameter for item in made.actor.manager.bound]
             made.phases.push()  # weights may have left the device
-            assert all(torch.equal(x, y) for x, y in zip(before, now, strict=True)), "nothing was learnt"
+            assert all(torch.equal(x, y) for x, y in zip(before, now, strict=True)), (
+                "nothing was learnt"
+            )
             return str(error)
         return ""
 
@@ -99,7 +109,10 @@ def body(world: Any, folder: Path, output: Path) -> dict[str, str]:
 
     with_fault("log-probs of the next token", EnginePool, "generate", shifted)
     with_fault(
-        "no temperature", TransformersEngine, "_answer", lambda plain, self, prompt, seed, _: plain(self, prompt, seed, 1.0)
+        "no temperature",
+        TransformersEngine,
+        "_answer",
+        lambda plain, self, prompt, seed, _: plain(self, prompt, seed, 1.0),
     )
 
     @torch.no_grad()
@@ -144,11 +157,17 @@ CAUSES = {
 
 def test_a_good_engine_passes_also_after_an_update(seen: Any) -> None:
     for rank in seen[0]:
-        assert (rank["nothing"], rank["a second policy"], rank["nothing in the end"]) == ("", "", "")
+        assert (rank["nothing"], rank["a second policy"], rank["nothing in the end"]) == (
+            "",
+            "",
+            "",
+        )
 
 
 @pytest.mark.parametrize("fault", CAUSES)
-def test_a_wrong_engine_stops_every_rank_before_it_learns_and_the_cause_is_named(fault: str, seen: Any) -> None:
+def test_a_wrong_engine_stops_every_rank_before_it_learns_and_the_cause_is_named(
+    fault: str, seen: Any
+) -> None:
     for rank in seen[0]:
         assert CAUSES[fault] in rank[fault]
         assert "(rollout.max_logprob_gap=" in rank[fault]
@@ -180,8 +199,12 @@ def test_a_bundle_tells_the_same_cause_offline(seen: Any) -> None:
     assert json.loads((folders[-1] / "bundle.json").read_text())["format"] == 1
 
 
-def test_the_replay_of_a_bundle_says_which_of_the_two_is_wrong(seen: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of the very first step's bundle: one fault more, made here, in the engine's numbers or in the trainer's."""
+def test_the_replay_of_a_bundle_says_which_of_the_two_is_wrong(
+    seen: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the very first step's bundle: one fault more, made here, in the engine's numbers or in the
+    trainer's.
+    """
     from tests.gap_bundles import bundle_of_the_start
     from tools import replay
 

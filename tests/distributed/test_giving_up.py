@@ -1,4 +1,6 @@
-"""A rollout of which one process is asked to stop: all of them end it, and agree on the answers that are there."""
+"""A rollout of which one process is asked to stop: all of them end it, and agree on the answers
+that are there.
+"""
 
 import os
 import random
@@ -30,13 +32,19 @@ LENGTHS = [random.Random(place).randint(20, 60) for place in range(24)]
 ASKED_AT = 50  # engine steps of about 100
 
 
-def scored_by_index(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
+def scored_by_index(
+    prompts: Sequence[Prompt], completions: Sequence[Completion]
+) -> list[dict[str, float]]:
     return [{"reward": float(prompt.index)} for prompt in prompts]
 
 
-def ask(engine: EnginePool, requests: Sequence[Prompt], until: bool, settings: dict[str, Any]) -> Any:
+def ask(
+    engine: EnginePool, requests: Sequence[Prompt], until: bool, settings: dict[str, Any]
+) -> Any:
     if until:
-        return engine.generate_until(requests, enough=lambda answers: None not in answers, **settings)
+        return engine.generate_until(
+            requests, enough=lambda answers: None not in answers, **settings
+        )
     return engine.generate(requests, **settings)
 
 
@@ -51,10 +59,19 @@ def shared_body(world: World, folder: Path, per_engine: int, until: bool) -> Any
             os.kill(os.getpid(), signal.SIGUSR1)
 
     engine.load_weights([], version=7)
-    shared = EnginePool(engine, NoTurns({}, offload=False), world, NoPush(), processes_per_engine=per_engine, restarts=0)
+    shared = EnginePool(
+        engine,
+        NoTurns({}, offload=False),
+        world,
+        NoPush(),
+        processes_per_engine=per_engine,
+        restarts=0,
+    )
     given_up = Event()
 
-    def score(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
+    def score(
+        prompts: Sequence[Prompt], completions: Sequence[Completion]
+    ) -> list[dict[str, float]]:
         """The first answers' scores come when nobody waits for them any more."""
         if any(prompt.index < 2 for prompt in prompts) and not until:
             given_up.wait()
@@ -73,7 +90,9 @@ def shared_body(world: World, folder: Path, per_engine: int, until: bool) -> Any
 
 
 @pytest.mark.parametrize("per_engine", [1, 2])
-def test_all_engines_end_soon_and_every_process_has_what_was_answered(per_engine: int, tmp_path: Path) -> None:
+def test_all_engines_end_soon_and_every_process_has_what_was_answered(
+    per_engine: int, tmp_path: Path
+) -> None:
     (answers, steps, came, whole), other = run_ranks(2, shared_body, tmp_path, per_engine, False)
     assert (came, other[2]) == (False, True), "one of them heard of it from the other"
     assert answers == other[0]
@@ -103,7 +122,9 @@ class Slow(ServerEngine):
 
 
 def servers_body(world: World, folder: Path, asked: int, until: bool) -> Any:
-    """One process alone speaks to the servers; `asked` is the one that gets a signal when three answers are there."""
+    """One process alone speaks to the servers; `asked` is the one that gets a signal when three
+    answers are there.
+    """
     servers_module.PROGRAM, preemption.LOOK, engine_pool.PATIENCE = "scripted_server", 0.02, 0.2
     os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])
     preemption.meet(dist.FileStore(str(folder / "board"), world.size))
@@ -115,10 +136,19 @@ def servers_body(world: World, folder: Path, asked: int, until: bool) -> Any:
         engine.expect(["one"])
     weights = Pushes(engine)
     weights.push(version=4)
-    shared = ServerPool(engine, NoTurns({}, offload=False), world, weights, processes_per_engine=world.size, restarts=0)
+    shared = ServerPool(
+        engine,
+        NoTurns({}, offload=False),
+        world,
+        weights,
+        processes_per_engine=world.size,
+        restarts=0,
+    )
     seen: list[int] = []
 
-    def score(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
+    def score(
+        prompts: Sequence[Prompt], completions: Sequence[Completion]
+    ) -> list[dict[str, float]]:
         seen.append(len(prompts))
         if sum(seen) == 3:
             (folder / "now").touch()
@@ -146,11 +176,15 @@ def servers_body(world: World, folder: Path, asked: int, until: bool) -> Any:
 
 
 @pytest.mark.parametrize(("asked", "until"), [(0, False), (1, False), (1, True)])
-def test_servers_are_given_up_whichever_process_is_asked(asked: int, until: bool, tmp_path: Path) -> None:
+def test_servers_are_given_up_whichever_process_is_asked(
+    asked: int, until: bool, tmp_path: Path
+) -> None:
     for answers, whole in run_ranks(2, servers_body, tmp_path, asked, until, timeout=60):
         assert whole == SCORED_SERVER
         if until:
             assert answers == []
         else:
-            assert all(answer in (None, right) for answer, right in zip(answers, whole, strict=True))
+            assert all(
+                answer in (None, right) for answer, right in zip(answers, whole, strict=True)
+            )
             assert 3 <= sum(answer is not None for answer in answers) < 12

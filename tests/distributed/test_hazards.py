@@ -23,7 +23,11 @@ P = ParallelConfig
 @pytest.mark.parametrize(
     ("parallel", "change", "complaint"),
     [
-        (P(pipeline=2, virtual_pipeline=2), {"batch_p2p_comm": True, "overlap_p2p_comm": False}, "batch_p2p_comm=True with"),
+        (
+            P(pipeline=2, virtual_pipeline=2),
+            {"batch_p2p_comm": True, "overlap_p2p_comm": False},
+            "batch_p2p_comm=True with",
+        ),
         (P(), {"calculate_per_token_loss": False}, "calculate_per_token_loss=False divides"),
         (P(pipeline=2), {"variable_seq_lengths": False}, "variable_seq_lengths=False with stages"),
     ],
@@ -63,7 +67,11 @@ def roles_body(world: Any, folder: Path) -> Any:
 
 def test_what_an_actor_is_not_it_says(tmp_path: Path) -> None:
     said, optimizer, pushed = run_ranks(1, roles_body, save_tiny(tmp_path, "qwen3"))[0]
-    wanted = ("role='judge' is unknown", "model_type=encoder is not supported", "has no rollout engine")
+    wanted = (
+        "role='judge' is unknown",
+        "model_type=encoder is not supported",
+        "has no rollout engine",
+    )
     assert all(words in text for words, text in zip(wanted, said, strict=True)), said
     assert optimizer is None
     assert pushed == {"version": 3}

@@ -1,4 +1,6 @@
-"""Nothing that is learnt depends on the layout, the micro-batch size or the order of rows; see tests/invariance.py."""
+"""Nothing that is learnt depends on the layout, the micro-batch size or the order of rows; see
+tests/invariance.py.
+"""
 
 from functools import partial
 from pathlib import Path
@@ -37,14 +39,19 @@ TOLERANCE = 1e-5
 
 
 @pytest.fixture(scope="module", params=list(LAYOUTS))
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+def model(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Path]:
     return request.param, save_tiny(tmp_path_factory.mktemp(request.param), request.param)
 
 
 @pytest.fixture(scope="module")
 def alone(model: tuple[str, Path]) -> dict:
     """One process, by setting."""
-    return {setting: found[0] for setting, found in zip(SETTINGS, runs_of(model[1], ALONE, SETTINGS), strict=True)}
+    return {
+        setting: found[0]
+        for setting, found in zip(SETTINGS, runs_of(model[1], ALONE, SETTINGS), strict=True)
+    }
 
 
 def assert_equal(found: list[dict], wanted: dict, case: str) -> None:
@@ -52,24 +59,40 @@ def assert_equal(found: list[dict], wanted: dict, case: str) -> None:
         assert difference < TOLERANCE, (case, quantity, difference)
 
 
-def test_in_one_process_the_micro_batch_size_and_the_order_of_rows_do_not_matter(alone: dict) -> None:
+def test_in_one_process_the_micro_batch_size_and_the_order_of_rows_do_not_matter(
+    alone: dict,
+) -> None:
     for setting, found in alone.items():
         reference = Setting(setting.aggregation)
         assert_equal([found], alone[reference], str(setting))
-    token_mean, sequence_mean = (alone[Setting(aggregation)] for aggregation in ("token_mean", "sequence_mean"))
-    assert differences([token_mean], sequence_mean)["loss"] > 1e-2, "the aggregation changed nothing, so it was not compared"
+    token_mean, sequence_mean = (
+        alone[Setting(aggregation)] for aggregation in ("token_mean", "sequence_mean")
+    )
+    assert differences([token_mean], sequence_mean)["loss"] > 1e-2, (
+        "the aggregation changed nothing, so it was not compared"
+    )
     moved = token_mean["logp"][1] - token_mean["logp"][0]
     assert moved.abs().max() > 0.1, "nothing was learnt, so nothing was compared"
 
 
 # What other layouts of the same model have in them; the whole table has them as well.
 CONTAINED = {
-    "qwen3": {"TP2", "PP2", "DP2", "PP3, last stage of 2 layers", "TP2 x CP2", "PP2 x CP2", "TP2 x PP2, SP"},
+    "qwen3": {
+        "TP2",
+        "PP2",
+        "DP2",
+        "PP3, last stage of 2 layers",
+        "TP2 x CP2",
+        "PP2 x CP2",
+        "TP2 x PP2, SP",
+    },
     "qwen3-moe": {"EP2", "EP2 x PP2", "DP2"},
 }
 
 
-def test_three_updates_are_those_of_one_process_under_every_layout(model: tuple[str, Path], alone: dict) -> None:
+def test_three_updates_are_those_of_one_process_under_every_layout(
+    model: tuple[str, Path], alone: dict
+) -> None:
     variant, folder = model
     contained = CONTAINED.get(variant, set())
     assert contained <= LAYOUTS[variant].keys()
@@ -81,7 +104,9 @@ def test_three_updates_are_those_of_one_process_under_every_layout(model: tuple[
 
 def small_buckets_body(world: Any, folder: Path, layout: Layout) -> Any:
     """Many buckets, as large models have them: each is gathered and reduced at a time of its own."""
-    manager.DistributedDataParallelConfig = partial(manager.DistributedDataParallelConfig, bucket_size=3000)
+    manager.DistributedDataParallelConfig = partial(
+        manager.DistributedDataParallelConfig, bucket_size=3000
+    )
     (found,) = learn_body(world, folder, layout, [Setting()])
     return found
 
@@ -90,25 +115,42 @@ def small_buckets_body(world: Any, folder: Path, layout: Layout) -> Any:
 def test_with_overlap_and_many_buckets_nothing_stale_is_used(variant: str, tmp_path: Path) -> None:
     folder = save_tiny(tmp_path, variant)
     (alone,) = runs_of(folder, ALONE, [Setting()])
-    for layout in (Layout(2, P(), OVERLAPPED), Layout(4, P(pipeline=2, virtual_pipeline=2), OVERLAPPED)):
-        assert_equal(run_ranks(layout.processes, small_buckets_body, folder, layout), alone[0], str(layout))
+    for layout in (
+        Layout(2, P(), OVERLAPPED),
+        Layout(4, P(pipeline=2, virtual_pipeline=2), OVERLAPPED),
+    ):
+        assert_equal(
+            run_ranks(layout.processes, small_buckets_body, folder, layout), alone[0], str(layout)
+        )
 
 
 @pytest.mark.ranks
 def test_every_case_of_the_table(tmp_path: Path) -> None:
-    """Every layout, aggregation, micro-batch size and order in fp32; every layout in bf16. Also writes the table."""
+    """Every layout, aggregation, micro-batch size and order in fp32; every layout in bf16.
+
+    Also writes the table.
+    """
     rows = list(every_case(tmp_path))
     write(rows)
-    # The noise of bf16 is what one process of the same model shows; another order of sums may show a few times that.
-    noise = {case["model"]: case for case in rows if case["dtype"] == "bfloat16" and case["layout"] == "one process"}
+    # The noise of bf16 is what one process of the same model shows; another order of sums may show
+    # a few times that.
+    noise = {
+        case["model"]: case
+        for case in rows
+        if case["dtype"] == "bfloat16" and case["layout"] == "one process"
+    }
     wrong = []
     for case in rows:
         for name in QUANTITIES:
-            bound = TOLERANCE if case["dtype"] == "float32" else 4 * noise[case["model"]][name] + 1e-3
+            bound = (
+                TOLERANCE if case["dtype"] == "float32" else 4 * noise[case["model"]][name] + 1e-3
+            )
             if not case[name] < bound:
                 wrong.append((case, name, bound))
     assert not wrong, wrong
-    assert all(case["loss"] < 0.01 and case["grad_norm"] < 0.02 for case in noise.values()), "that is more than noise"
+    assert all(case["loss"] < 0.01 and case["grad_norm"] < 0.02 for case in noise.values()), (
+        "that is more than noise"
+    )
     assert len(rows) == number_of_layouts() * (len(SETTINGS) + 2)
 
 
@@ -118,22 +160,37 @@ def both_dtypes_body(world: Any, folders: list[Path]) -> list[list[torch.Tensor]
     fed = torch.arange(rows.tokens.shape[1] - 1) < rows.lengths[:, None] - 1
     found = []
     for folder in folders:
-        actors = [build_actor(folder, ParallelConfig(), dtype=dtype, token_cap=512) for dtype in ("float32", "bfloat16")]
+        actors = [
+            build_actor(folder, ParallelConfig(), dtype=dtype, token_cap=512)
+            for dtype in ("float32", "bfloat16")
+        ]
         found.append([actor.log_probs(rows).logp[fed] for actor in actors])
     return found
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("variant", list(LAYOUTS))
-def test_bfloat16_is_as_far_from_float32_as_it_is_in_transformers(variant: str, tmp_path: Path) -> None:
-    """Over eight models. In a mixture a few tokens go to other experts, in some models more of ours, in some of theirs."""
+def test_bfloat16_is_as_far_from_float32_as_it_is_in_transformers(
+    variant: str, tmp_path: Path
+) -> None:
+    """Over eight models.
+
+    In a mixture a few tokens go to other experts, in some models more of ours, in some of theirs.
+    """
     folders = [save_tiny(tmp_path / str(seed), variant, seed=seed) for seed in range(8)]
     (ours,) = run_ranks(1, both_dtypes_body, folders)
     theirs = []
     for folder in folders:
-        models = [AutoModelForCausalLM.from_pretrained(folder, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
+        models = [
+            AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+            for dtype in (torch.float32, torch.bfloat16)
+        ]
         with torch.no_grad():
             theirs.append([torch.cat(log_probs(model, ROWS)).float() for model in models])
-    torch.testing.assert_close([pair[0] for pair in ours], [pair[0] for pair in theirs], atol=1e-5, rtol=0)
-    noise, wanted = (sum(float((rough - fine).abs().mean()) for fine, rough in pairs) for pairs in (ours, theirs))
+    torch.testing.assert_close(
+        [pair[0] for pair in ours], [pair[0] for pair in theirs], atol=1e-5, rtol=0
+    )
+    noise, wanted = (
+        sum(float((rough - fine).abs().mean()) for fine, rough in pairs) for pairs in (ours, theirs)
+    )
     assert noise < 1.25 * wanted

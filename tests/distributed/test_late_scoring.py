@@ -1,4 +1,6 @@
-"""Log-probs before an update that its own forward pass gives, against a scoring pass for them alone."""
+"""Log-probs before an update that its own forward pass gives, against a scoring pass for them
+alone.
+"""
 
 import random
 from collections.abc import Sequence
@@ -35,16 +37,22 @@ class Engine:
         self.version = version
         return {}
 
-    def generate(self, prompts: Sequence[Prompt], *, seeds: Sequence[int], **how: Any) -> list[Completion]:
+    def generate(
+        self, prompts: Sequence[Prompt], *, seeds: Sequence[int], **how: Any
+    ) -> list[Completion]:
         found = []
         for seed in seeds:
             draw = random.Random(seed)
             tokens = tuple(draw.randrange(131) for _ in range(draw.randint(1, 9)))
-            found.append(Completion(tokens, tuple(-4 - draw.random() for _ in tokens), "stop", self.version))
+            found.append(
+                Completion(tokens, tuple(-4 - draw.random() for _ in tokens), "stop", self.version)
+            )
         return found
 
 
-def longer_is_better(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
+def longer_is_better(
+    prompts: Sequence[Prompt], completions: Sequence[Completion]
+) -> list[dict[str, float]]:
     return [{"reward": float(len(completion.token_ids))} for completion in completions]
 
 
@@ -60,16 +68,25 @@ class Refuses:
 
 
 def body(world: Any, folder: Path, parallel: ParallelConfig, late: bool, refuses: bool) -> Any:
-    actor = build_actor(folder, parallel, OPTIMIZER, temperature=0.7, token_cap=40, keep_reference=True)
+    actor = build_actor(
+        folder, parallel, OPTIMIZER, temperature=0.7, token_cap=40, keep_reference=True
+    )
     passes = []
     score = actor.log_probs
     actor.log_probs = lambda rows, **how: passes.append(len(rows)) or score(rows, **how)
 
     def weights() -> dict[str, torch.Tensor]:
-        return {name: x.clone() for name, x in Exporter(actor.manager.bound, actor.topology, bucket_bytes=2**20)}
+        return {
+            name: x.clone()
+            for name, x in Exporter(actor.manager.bound, actor.topology, bucket_bytes=2**20)
+        }
 
     loss = policy_loss(
-        options=GSPO(), correction=TokenImportance(cap=2.0), high_entropy_share=0.5, kl_coef=0.1, entropy_coef=0.05
+        options=GSPO(),
+        correction=TokenImportance(cap=2.0),
+        high_entropy_share=0.5,
+        kl_coef=0.1,
+        entropy_coef=0.05,
     )
     engine, gate = Engine(), Refuses(weights) if refuses else None
     trainer = PPOTrainer(
@@ -82,7 +99,13 @@ def body(world: Any, folder: Path, parallel: ParallelConfig, late: bool, refuses
         parts=StepParts(gate=gate, late_scoring=late),
     )
     experiences, metrics = [], []
-    trainer.callbacks = [type("Keeps", (), {"on_experience": lambda self, t, s, experience: experiences.append(experience)})()]
+    trainer.callbacks = [
+        type(
+            "Keeps",
+            (),
+            {"on_experience": lambda self, t, s, experience: experiences.append(experience)},
+        )()
+    ]
     trainer.phase = lambda name: nullcontext()
     if gate is not None:
         before = weights()
@@ -96,26 +119,37 @@ def body(world: Any, folder: Path, parallel: ParallelConfig, late: bool, refuses
     return metrics, experiences, weights(), passes
 
 
-@pytest.mark.parametrize(("processes", "parallel"), [(1, ParallelConfig()), (4, ParallelConfig(tensor=2, pipeline=2))])
+@pytest.mark.parametrize(
+    ("processes", "parallel"), [(1, ParallelConfig()), (4, ParallelConfig(tensor=2, pipeline=2))]
+)
 def test_three_steps_are_the_same_and_only_the_reference_is_scored(
     processes: int, parallel: ParallelConfig, tmp_path: Path
 ) -> None:
     folder = save_tiny(tmp_path, "qwen3")
-    early, late = (run_ranks(processes, body, folder, parallel, late, False)[-1] for late in (False, True))
+    early, late = (
+        run_ranks(processes, body, folder, parallel, late, False)[-1] for late in (False, True)
+    )
     assert (early[3], late[3]) == ([12] * 6, [12] * 3)
     for step, (wanted, found) in enumerate(zip(early[0], late[0], strict=True)):
         assert found.keys() == wanted.keys()
         assert found == pytest.approx(wanted, rel=2e-6, abs=1e-6), step
     for wanted, found in zip(early[1], late[1], strict=True):
         for name in ("old_logp", "entropy", "advantage", "reference_logp"):
-            torch.testing.assert_close(getattr(found, name), getattr(wanted, name), rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(
+                getattr(found, name), getattr(wanted, name), rtol=1e-6, atol=1e-6
+            )
     for name, weight in early[2].items():
         torch.testing.assert_close(late[2][name], weight, rtol=1e-6, atol=1e-6)
 
 
-def test_a_gap_that_is_too_large_stops_every_process_before_the_optimizer_step(tmp_path: Path) -> None:
+def test_a_gap_that_is_too_large_stops_every_process_before_the_optimizer_step(
+    tmp_path: Path,
+) -> None:
     folder = save_tiny(tmp_path, "qwen3")
-    early, late = (run_ranks(4, body, folder, ParallelConfig(tensor=2, pipeline=2), late, True) for late in (False, True))
+    early, late = (
+        run_ranks(4, body, folder, ParallelConfig(tensor=2, pipeline=2), late, True)
+        for late in (False, True)
+    )
     for (wanted, _), (found, steps) in zip(early, late, strict=True):
         assert steps == 1, "the schedule stands where it begins"
         torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)

@@ -1,4 +1,6 @@
-"""Tests and runs that fail leave nothing behind: no process, no shared memory, no open port, no file."""
+"""Tests and runs that fail leave nothing behind: no process, no shared memory, no open port, no
+file.
+"""
 
 import os
 import subprocess
@@ -79,20 +81,35 @@ def assert_nothing_left(command: list[str], folder: Path) -> str:
     """Runs it in a session and a folder for temporary files of its own; what it said."""
     temporary = folder / "tmp"
     temporary.mkdir()
-    environment = os.environ | {"TMPDIR": str(temporary), "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {
+        "TMPDIR": str(temporary),
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}",
+        "OMP_NUM_THREADS": "1",
+    }
     before = shared_memory(), listening()
     process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, start_new_session=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        command,
+        cwd=ROOT,
+        env=environment,
+        start_new_session=True,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )
     said, _ = process.communicate(timeout=180)
     assert process.returncode not in (0, None), said
-    deadline = time.monotonic() + 20  # the server that ranks were forked from ends by itself, a moment later
+    # the server that ranks were forked from ends by itself, a moment later
+    deadline = time.monotonic() + 20
     while left := (processes_of(process.pid), shared_memory() - before[0], listening() - before[1]):
         if not any(left) or time.monotonic() > deadline:
             break
         time.sleep(0.1)
     assert not any(left), left
-    files = [path for path in temporary.rglob("*") if path.is_file() or path.name.startswith("torchelastic")]
+    files = [
+        path
+        for path in temporary.rglob("*")
+        if path.is_file() or path.name.startswith("torchelastic")
+    ]
     assert not files, files
     return said
 
@@ -101,7 +118,9 @@ def assert_nothing_left(command: list[str], folder: Path) -> str:
 def test_after_tests_whose_rank_raises_and_is_killed(ranks: int, tmp_path: Path) -> None:
     test = tmp_path / "test_failing.py"
     test.write_text(FAILING_TEST.format(ranks=ranks))
-    said = assert_nothing_left([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(test)], tmp_path)
+    said = assert_nothing_left(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(test)], tmp_path
+    )
     assert "2 failed" in said
     assert f"rank {ranks - 1} raised" in said
     assert "ZeroDivisionError" in said

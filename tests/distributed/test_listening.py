@@ -25,7 +25,12 @@ if __name__ == "__main__":
 def test_a_run_on_one_host_listens_on_loopback_only(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     done = subprocess.run(
-        [sys.executable, str(tmp_path / "program.py")], capture_output=True, text=True, check=False, cwd=ROOT, timeout=120
+        [sys.executable, str(tmp_path / "program.py")],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        timeout=120,
     )
     listening = json.loads(done.stdout.splitlines()[-1])
     assert len(listening) >= 2, done  # the launcher's store, and gloo's

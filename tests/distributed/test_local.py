@@ -74,9 +74,13 @@ def program_of(call: str) -> str:
 
 
 def launched(call: str) -> subprocess.CompletedProcess[str]:
-    """In a process of its own: ranks write where the server that they are forked from was started to write."""
+    """In a process of its own: ranks write where the server that they are forked from was started
+    to write.
+    """
     command = [sys.executable, "-c", program_of(call)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=120)
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=120
+    )
 
 
 def test_every_rank_works_and_the_code_is_zero() -> None:
@@ -102,7 +106,9 @@ def test_anything_else_is_a_traceback_with_the_rank_before_it() -> None:
 def test_ranks_start_again_when_one_was_killed() -> None:
     done = launched("launch(2, fails, '1', 'once', preload=[], max_restarts=3)")
     assert done.returncode == 0, done.stderr
-    assert "was killed by SIGKILL; the other ranks were ended, all start again (1 of 3)" in done.stderr
+    assert (
+        "was killed by SIGKILL; the other ranks were ended, all start again (1 of 3)" in done.stderr
+    )
     assert done.stderr.count("start of rank 1") == 2
 
 
@@ -123,9 +129,15 @@ def test_restarts_have_an_end_and_what_the_user_can_mend_has_none() -> None:
     assert done.stderr.count("start of rank 0") == 1
 
 
-@pytest.mark.parametrize(("asked", "whom"), [(signal.SIGTERM, "the launcher"), (signal.SIGUSR1, "all its processes")])
-def test_a_request_to_stop_reaches_ranks_that_end_by_themselves(asked: signal.Signals, whom: str) -> None:
-    """Slurm may signal the first process of a step, or all of them: the server that ranks are forked from too."""
+@pytest.mark.parametrize(
+    ("asked", "whom"), [(signal.SIGTERM, "the launcher"), (signal.SIGUSR1, "all its processes")]
+)
+def test_a_request_to_stop_reaches_ranks_that_end_by_themselves(
+    asked: signal.Signals, whom: str
+) -> None:
+    """Slurm may signal the first process of a step, or all of them: the server that ranks are
+    forked from too.
+    """
     with launching("launch(2, waits_for_a_request, preload=[], stops=True)") as process:
         assert process.stdout is not None
         for _ in range(2):
@@ -134,7 +146,8 @@ def test_a_request_to_stop_reaches_ranks_that_end_by_themselves(asked: signal.Si
             process.send_signal(asked)
         else:
             os.killpg(process.pid, asked)
-        process.send_signal(signal.SIGTERM)  # as Slurm at the end of the time: it must not break off what has begun
+        # as Slurm at the end of the time: it must not break off what has begun
+        process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 85
 
 
@@ -166,7 +179,9 @@ FORKED = "launch(2, stands_still, preload=[], stops=True)"
 SPAWNED = f"(setattr(type(device.current()), 'start_method', 'spawn'), {FORKED})[1]"
 
 
-@pytest.mark.parametrize("call", [FORKED, SPAWNED], ids=["forked, as on a CPU", "spawned, as on CUDA"])
+@pytest.mark.parametrize(
+    "call", [FORKED, SPAWNED], ids=["forked, as on a CPU", "spawned, as on CUDA"]
+)
 def test_ranks_end_with_a_launcher_that_is_killed(call: str) -> None:
     with launching(call) as process:
         assert process.stdout is not None
@@ -180,7 +195,9 @@ def test_a_rank_whose_launcher_was_killed_before_it_began_ends_at_once() -> None
     """The server of its forks may be there a moment longer."""
     gone = subprocess.Popen(["true"])
     gone.wait()
-    child = multiprocessing.get_context("fork").Process(target=_rank, args=((gone.pid, 1), Path(), 0, False, stands_still))
+    child = multiprocessing.get_context("fork").Process(
+        target=_rank, args=((gone.pid, 1), Path(), 0, False, stands_still)
+    )
     child.start()
     child.join(30)
     assert child.exitcode == -signal.SIGKILL
@@ -189,7 +206,9 @@ def test_a_rank_whose_launcher_was_killed_before_it_began_ends_at_once() -> None
 @pytest.mark.parametrize("parent", ["of now", "of before"])
 def test_a_process_that_ends_with_its_parent_looks_whether_it_is_still_there(parent: str) -> None:
     pid = os.getpid() if parent == "of now" else 2**22 + 1
-    child = multiprocessing.get_context("fork").Process(target=end_with_parent, args=(pid, signal.SIGKILL))
+    child = multiprocessing.get_context("fork").Process(
+        target=end_with_parent, args=(pid, signal.SIGKILL)
+    )
     child.start()
     child.join(30)
     assert child.exitcode == (0 if parent == "of now" else -signal.SIGKILL)
@@ -205,7 +224,9 @@ def test_a_rank_of_torchrun_ends_with_it(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", str(script)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+    ) as process:
         assert process.stdout is not None
         rank = psutil.Process(int(process.stdout.readline()))
         process.kill()

@@ -31,7 +31,12 @@ EXPERT_LAYOUTS: dict[str, tuple[int, ParallelConfig]] = {
     "tp2-etp2-pp2-sp": (4, ParallelConfig(tensor=2, expert_tensor=2, pipeline=2, sequence=True)),
     "pp2-ep2": (4, ParallelConfig(pipeline=2, expert=2)),
 }
-ROWS = [[5, 9, 130, 2, 77], [3, 0], [int(x) for x in torch.arange(40) * 37 % 131], [1, 2, 3, 4, 5, 6]]
+ROWS = [
+    [5, 9, 130, 2, 77],
+    [3, 0],
+    [int(x) for x in torch.arange(40) * 37 % 131],
+    [1, 2, 3, 4, 5, 6],
+]
 
 
 def logits_body(world, folder, parallel):
@@ -50,7 +55,11 @@ def assert_equal_to_transformers(
         found = [x for x in run_ranks(processes, logits_body, folder, parallel) if x is not None]
         assert found, name
         for logits in found:
-            assert (logits - wanted).abs().max() < 1e-5, (variant, name, (logits - wanted).abs().max())
+            assert (logits - wanted).abs().max() < 1e-5, (
+                variant,
+                name,
+                (logits - wanted).abs().max(),
+            )
 
 
 @pytest.mark.parametrize("variant", list(VARIANTS))
@@ -60,9 +69,13 @@ def test_logits_equal_those_of_transformers(variant: str, tmp_path: Path) -> Non
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("variant", list(VARIANTS))
-def test_logits_equal_those_of_transformers_under_the_other_layouts(variant: str, tmp_path: Path) -> None:
+def test_logits_equal_those_of_transformers_under_the_other_layouts(
+    variant: str, tmp_path: Path
+) -> None:
     has_experts = "moe" in variant or variant.startswith(("mixtral", "deepseek"))
-    assert_equal_to_transformers(variant, MORE_LAYOUTS | (EXPERT_LAYOUTS if has_experts else {}), tmp_path)
+    assert_equal_to_transformers(
+        variant, MORE_LAYOUTS | (EXPERT_LAYOUTS if has_experts else {}), tmp_path
+    )
 
 
 @pytest.mark.parametrize("variant", ["qwen3-moe", "deepseek-v3"])

@@ -1,4 +1,6 @@
-"""The fused linear -> (log-prob, entropy) against dense autograd in float64: values, gradients, memory."""
+"""The fused linear -> (log-prob, entropy) against dense autograd in float64: values, gradients,
+memory.
+"""
 
 from typing import Any
 
@@ -14,12 +16,24 @@ VOCABULARY, TOKENS, HIDDEN = 11, 6, 5
 
 
 def case(scale: float) -> tuple[torch.Tensor, ...]:
-    """hidden, weight, targets, a temperature a token, and what log-prob and entropy weigh in the loss."""
+    """hidden, weight, targets, a temperature a token, and what log-prob and entropy weigh in the
+    loss.
+    """
     torch.manual_seed(0)
-    hidden, weight = torch.randn(TOKENS, HIDDEN, dtype=torch.float64), torch.randn(VOCABULARY, HIDDEN, dtype=torch.float64)
+    hidden, weight = (
+        torch.randn(TOKENS, HIDDEN, dtype=torch.float64),
+        torch.randn(VOCABULARY, HIDDEN, dtype=torch.float64),
+    )
     targets = torch.tensor([0, 10, 3, 5, 6, 2])
     temperature = torch.tensor([1.0, 0.7, 2.0, 1.0, 0.5, 1.3], dtype=torch.float64)
-    return hidden, scale * weight, targets, temperature, torch.randn(TOKENS).double(), torch.randn(TOKENS).double()
+    return (
+        hidden,
+        scale * weight,
+        targets,
+        temperature,
+        torch.randn(TOKENS).double(),
+        torch.randn(TOKENS).double(),
+    )
 
 
 def dense(scale: float) -> tuple[torch.Tensor, ...]:
@@ -34,9 +48,12 @@ def dense(scale: float) -> tuple[torch.Tensor, ...]:
 
 
 def sharded_body(world: Any, scale: float, chunk: int) -> tuple[torch.Tensor, ...]:
-    hidden, weight, targets, temperature, on_logp, on_entropy = (x if x.dtype == torch.int64 else x.float() for x in case(scale))
+    hidden, weight, targets, temperature, on_logp, on_entropy = (
+        x if x.dtype == torch.int64 else x.float() for x in case(scale)
+    )
     width = -(-VOCABULARY // world.size)
-    padded = torch.full((width * world.size, HIDDEN), 50.0)  # padding rows that would win many a softmax
+    # padding rows that would win many a softmax
+    padded = torch.full((width * world.size, HIDDEN), 50.0)
     padded[:VOCABULARY] = weight
     mine = padded[world.rank * width : (world.rank + 1) * width].clone().requires_grad_()
     hidden.requires_grad_()
@@ -54,7 +71,9 @@ def test_values_and_gradients_equal_dense_autograd(ranks: int, scale: float, chu
     for found_logp, found_entropy, _, _ in results:
         torch.testing.assert_close(found_logp.double(), logp, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(found_entropy.double(), entropy, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(sum(r[2] for r in results).double(), grad_hidden, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        sum(r[2] for r in results).double(), grad_hidden, atol=1e-5, rtol=1e-5
+    )
     found = torch.cat([r[3] for r in results])
     torch.testing.assert_close(found[:VOCABULARY].double(), grad_weight, atol=1e-5, rtol=1e-5)
     assert found[VOCABULARY:].abs().sum() == 0, "padding got a gradient"
@@ -63,7 +82,9 @@ def test_values_and_gradients_equal_dense_autograd(ranks: int, scale: float, chu
 @pytest.mark.parametrize("pick", [0, 1])
 def test_log_prob_alone_and_entropy_alone_have_gradients(pick: int) -> None:
     weight = torch.randn(5, 3, requires_grad=True)
-    linear_stats(torch.randn(4, 3), weight, torch.tensor([0, 1, 2, 4]), 1.0, Shard(0, 5, None))[pick].sum().backward()
+    linear_stats(torch.randn(4, 3), weight, torch.tensor([0, 1, 2, 4]), 1.0, Shard(0, 5, None))[
+        pick
+    ].sum().backward()
     assert weight.grad is not None
     assert weight.grad.abs().sum() > 0
 
@@ -75,16 +96,28 @@ def largest_allocation(tokens: int) -> int:
     class Watch(TorchDispatchMode):
         largest = 0
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             out = func(*args, **(kwargs or {}))
             for x in out if isinstance(out, tuple | list) else [out]:
                 if isinstance(x, torch.Tensor):
                     self.largest = max(self.largest, x.numel())
             return out
 
-    hidden, weight = torch.randn(tokens, 4, requires_grad=True), torch.randn(1000, 4, requires_grad=True)
+    hidden, weight = (
+        torch.randn(tokens, 4, requires_grad=True),
+        torch.randn(1000, 4, requires_grad=True),
+    )
     with Watch() as watch:
-        logp, entropy = linear_stats(hidden, weight, torch.zeros(tokens, dtype=torch.int64), 1.0, Shard(0, 1000, None), chunk=16)
+        logp, entropy = linear_stats(
+            hidden,
+            weight,
+            torch.zeros(tokens, dtype=torch.int64),
+            1.0,
+            Shard(0, 1000, None),
+            chunk=16,
+        )
         (logp + entropy).sum().backward()
     return watch.largest
 

@@ -27,9 +27,12 @@ def test_offsets_of_clocks_are_found_within_the_bound_that_is_given() -> None:
 
 
 def _one_works_more(world: Any) -> dict[str, float]:
-    """Two phases; the second process generates for 3 s, the first for 1 s, and waits for 2 s of its 3.5 s of loading."""
+    """Two phases; the second process generates for 3 s, the first for 1 s, and waits for 2 s of its
+    3.5 s of loading.
+    """
     measures = Throughput(peak_tflops=0.5)
-    trainer = SimpleNamespace(step=0, counts={"tokens": 80, "slots": 100, "bubble": 3, "ideal": 8})  # half of it before a resume
+    # half of it before a resume
+    trainer = SimpleNamespace(step=0, counts={"tokens": 80, "slots": 100, "bubble": 3, "ideal": 8})
     recorder.count("generate", 77.0)  # of an evaluation before the first step
     measures.on_start(trainer, {})
     recorder.count("generate", 1.0 + 2.0 * world.rank)
@@ -58,7 +61,10 @@ def _one_works_more(world: Any) -> dict[str, float]:
 
 def test_the_slowest_process_of_each_phase_is_named_and_all_know_it() -> None:
     one, other = run_ranks(2, _one_works_more)
-    one, other = ({name: value for name, value in found.items() if "mib" not in name} for found in (one, other))
+    one, other = (
+        {name: value for name, value in found.items() if "mib" not in name}
+        for found in (one, other)
+    )
     assert one == pytest.approx(other)
     assert one == pytest.approx(
         {

@@ -1,4 +1,6 @@
-"""Parts of the trainer leave the device and come back, bit for bit, whatever the optimizer is made of."""
+"""Parts of the trainer leave the device and come back, bit for bit, whatever the optimizer is made
+of.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +11,14 @@ import torch
 
 from rftmega.algorithms.losses import policy_loss
 from rftmega.config import OptimizerConfig, ParallelConfig
-from rftmega.megatron.offload import ADAM, GRADIENTS, MAIN_PARAMETERS, PARAMETERS, PARTS, inner_optimizers
+from rftmega.megatron.offload import (
+    ADAM,
+    GRADIENTS,
+    MAIN_PARAMETERS,
+    PARAMETERS,
+    PARTS,
+    inner_optimizers,
+)
 from rftmega.types import Experience
 from rftmega.weights import Exporter
 from tests.layouts import build_actor, rows_of
@@ -35,7 +44,16 @@ def prepared(folder: Path, parallel: ParallelConfig, optimizer: OptimizerConfig,
     actor = build_actor(folder, parallel, optimizer, dtype=dtype)
     rows = rows_of([[1, 2, 3, 4], [5, 6], [7, 8, 9, 10, 11], [3, 1, 2]])
     logp = actor.log_probs(rows).logp
-    return actor, Experience(rows.tokens, rows.prompt_lengths, rows.lengths, rows.mask, logp, logp, None, torch.ones_like(logp))
+    return actor, Experience(
+        rows.tokens,
+        rows.prompt_lengths,
+        rows.lengths,
+        rows.mask,
+        logp,
+        logp,
+        None,
+        torch.ones_like(logp),
+    )
 
 
 def bytes_of(storage: Any) -> torch.Tensor:
@@ -45,7 +63,10 @@ def bytes_of(storage: Any) -> torch.Tensor:
 def contents(residency: Any) -> dict[str, list[torch.Tensor]]:
     """A copy of every part."""
     parts = residency.storages()
-    return {part: [bytes_of(storage) for storage in storages.values()] for part, storages in parts.items()}
+    return {
+        part: [bytes_of(storage) for storage in storages.values()]
+        for part, storages in parts.items()
+    }
 
 
 def offload_body(world: Any, *case: Any) -> Any:
@@ -75,7 +96,9 @@ def offload_body(world: Any, *case: Any) -> Any:
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_every_part_goes_and_comes_back_bit_for_bit(kind: str, tmp_path: Path) -> None:
     processes, variant, parallel, optimizer, dtype, wanted = KINDS[kind]
-    for kinds, full, gone in run_ranks(processes, offload_body, save_tiny(tmp_path, variant), parallel, optimizer, dtype):
+    for kinds, full, gone in run_ranks(
+        processes, offload_body, save_tiny(tmp_path, variant), parallel, optimizer, dtype
+    ):
         assert kinds == wanted
         assert gone == [dict.fromkeys(PARTS, 0)] * 2
         weights = full[PARAMETERS]
@@ -88,13 +111,17 @@ def test_every_part_goes_and_comes_back_bit_for_bit(kind: str, tmp_path: Path) -
 
 
 def phases_body(world: Any, *case: Any) -> Any:
-    """Two updates with everything moved between all phases, as a colocated run does, against two without."""
+    """Two updates with everything moved between all phases, as a colocated run does, against two
+    without.
+    """
     found = []
     for offload in (False, True):
         actor, experience = prepared(*case)
         residency, seen = actor.manager.residency, []
 
-        def hold(*parts: str, move: bool = offload, residency: Any = residency, seen: list[Any] = seen) -> None:
+        def hold(
+            *parts: str, move: bool = offload, residency: Any = residency, seen: list[Any] = seen
+        ) -> None:
             if move:
                 residency.only(*parts)
                 seen.append(residency.bytes())
@@ -107,7 +134,10 @@ def phases_body(world: Any, *case: Any) -> Any:
             hold(*PARTS)
             metrics.append(actor.step(experience, policy_loss()))
             hold(PARAMETERS)
-            weights = {n: t.clone() for n, t in Exporter(actor.manager.bound, actor.topology, bucket_bytes=20_000)}
+            weights = {
+                n: t.clone()
+                for n, t in Exporter(actor.manager.bound, actor.topology, bucket_bytes=20_000)
+            }
         found.append((metrics, score, weights))
     plain, moved = found
     assert plain[0] == moved[0]
@@ -117,9 +147,13 @@ def phases_body(world: Any, *case: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_training_does_not_notice_and_scoring_never_loads_optimizer_state(kind: str, tmp_path: Path) -> None:
+def test_training_does_not_notice_and_scoring_never_loads_optimizer_state(
+    kind: str, tmp_path: Path
+) -> None:
     processes, variant, parallel, optimizer, dtype, _ = KINDS[kind]
-    for seen in run_ranks(processes, phases_body, save_tiny(tmp_path, variant), parallel, optimizer, dtype):
+    for seen in run_ranks(
+        processes, phases_body, save_tiny(tmp_path, variant), parallel, optimizer, dtype
+    ):
         rollout, score, update, push = seen[4:]
         assert set(rollout.values()) == {0}
         for phase in (score, push):
@@ -134,7 +168,11 @@ def copy_params_body(world: Any, *case: Any) -> Any:
     manager = actor.manager
     before = contents(manager.residency)[MAIN_PARAMETERS]
     found = []
-    for optimizers in (manager.optimizer, manager.optimizer.chained_optimizers[0], [manager.optimizer]):
+    for optimizers in (
+        manager.optimizer,
+        manager.optimizer.chained_optimizers[0],
+        [manager.optimizer],
+    ):
         manager.offload_megatron_copy_params(optimizers)
         found.append(manager.residency.bytes())
         manager.load_megatron_copy_params(optimizers)
@@ -148,7 +186,8 @@ def test_copy_params_move_for_a_chain_one_optimizer_or_a_list(tmp_path: Path) ->
     case = (save_tiny(tmp_path, variant), parallel, optimizer, dtype)
     for (chain, dense_only, listed), full in run_ranks(processes, copy_params_body, *case):
         assert chain == listed == full | {MAIN_PARAMETERS: 0}
-        assert 0 < dense_only[MAIN_PARAMETERS] < full[MAIN_PARAMETERS]  # the experts' are still here
+        # the experts' are still here
+        assert 0 < dense_only[MAIN_PARAMETERS] < full[MAIN_PARAMETERS]
 
 
 def host_buffers_body(world: Any, *case: Any) -> Any:
@@ -164,13 +203,17 @@ def host_buffers_body(world: Any, *case: Any) -> Any:
 
 
 def test_host_buffers_are_used_again(tmp_path: Path) -> None:
-    first, second, third = run_ranks(1, host_buffers_body, save_tiny(tmp_path, "qwen3"), P(), PLAIN, "bfloat16")[0]
+    first, second, third = run_ranks(
+        1, host_buffers_body, save_tiny(tmp_path, "qwen3"), P(), PLAIN, "bfloat16"
+    )[0]
     assert first
     assert first == second == third
 
 
 def changed_body(world: Any, *case: Any) -> Any:
-    """Weights written from outside, then a step: from them, or from the main parameters' memory of the old ones?"""
+    """Weights written from outside, then a step: from them, or from the main parameters' memory of
+    the old ones?
+    """
     actor, experience = prepared(*case)
     with torch.no_grad():
         for item in actor.manager.bound:
@@ -181,7 +224,12 @@ def changed_body(world: Any, *case: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["bf16", "distributed, bf16, interleaved"])
-def test_weights_written_from_outside_are_where_the_next_step_starts(kind: str, tmp_path: Path) -> None:
+def test_weights_written_from_outside_are_where_the_next_step_starts(
+    kind: str, tmp_path: Path
+) -> None:
     processes, variant, parallel, optimizer, dtype, _ = KINDS[kind]
-    for moved in run_ranks(processes, changed_body, save_tiny(tmp_path, variant), parallel, optimizer, dtype):
-        assert moved < 0.05  # a step or two of the learning rate, and not the distance to the old weights
+    for moved in run_ranks(
+        processes, changed_body, save_tiny(tmp_path, variant), parallel, optimizer, dtype
+    ):
+        # a step or two of the learning rate, and not the distance to the old weights
+        assert moved < 0.05

@@ -35,8 +35,13 @@ CASES: list[tuple[str, int, int, ParallelConfig]] = [  # (model, layers, process
 def built_body(world: Any, folder: Path, parallel: ParallelConfig) -> Any:
     manager = build_manager(folder, parallel)
     topology = manager.topology
-    layers = [[layer.layer_number - 1 for layer in chunk.decoder.layers] for chunk in manager.chunks]
-    keys = [(item.rule.megatron[0], item.layer, item.expert, item.rank, item.ranks) for item in manager.bound]
+    layers = [
+        [layer.layer_number - 1 for layer in chunk.decoder.layers] for chunk in manager.chunks
+    ]
+    keys = [
+        (item.rule.megatron[0], item.layer, item.expert, item.rank, item.ranks)
+        for item in manager.bound
+    ]
     ranks = dist.get_process_group_ranks(topology.replica_group)
     place = {
         "stage": topology.pipeline_rank,
@@ -60,7 +65,9 @@ def test_layers_parameters_and_replicas(
     for rank, (found, keys, group, place) in enumerate(built):
         assert found == [list(chunk) for chunk in planned[place["stage"]]]
         expected = holdings(rules, model, parallel, **place)
-        assert sorted(map(str, keys)) == sorted(str((item.rule.megatron[0], *item[1:])) for item in expected)
+        assert sorted(map(str, keys)) == sorted(
+            str((item.rule.megatron[0], *item[1:])) for item in expected
+        )
         assert rank in group
     groups = {tuple(group) for _, _, group, _ in built}
     assert groups == {tuple(group) for group in replicas(processes, parallel)}

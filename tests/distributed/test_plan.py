@@ -1,4 +1,6 @@
-"""The bytes that a plan says beforehand are those that Megatron and the push then take, on real ranks."""
+"""The bytes that a plan says beforehand are those that Megatron and the push then take, on real
+ranks.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -53,13 +55,21 @@ CASES = {
     "one process": Case("llama", 1, P()),
     "DP4": Case("qwen2", 4, P(), engine=2),
     "distributed, bf16, DP4": Case("qwen3", 4, P(), SHARDED, "bfloat16", engine=4),
-    "tied, PP2 x VPP2, distributed, bf16": Case("qwen3-tied", 4, P(pipeline=2, virtual_pipeline=2), SHARDED, "bfloat16", 2),
-    "tied, TP2, overlapped": Case("qwen2-tied", 4, P(tensor=2, sequence=True), OVERLAPPED, engine=4),
+    "tied, PP2 x VPP2, distributed, bf16": Case(
+        "qwen3-tied", 4, P(pipeline=2, virtual_pipeline=2), SHARDED, "bfloat16", 2
+    ),
+    "tied, TP2, overlapped": Case(
+        "qwen2-tied", 4, P(tensor=2, sequence=True), OVERLAPPED, engine=4
+    ),
     "uneven stages": Case("llama", 3, P(pipeline=3, first_stage_layers=1, last_stage_layers=1)),
-    "EP2 x TP2, distributed, bf16": Case("qwen3-moe", 4, P(tensor=2, sequence=True, expert=2), SHARDED, "bfloat16", 2),
+    "EP2 x TP2, distributed, bf16": Case(
+        "qwen3-moe", 4, P(tensor=2, sequence=True, expert=2), SHARDED, "bfloat16", 2
+    ),
     "EP4": Case("mixtral", 4, P(expert=4), engine=2),
     "ETP2": Case("qwen2-moe", 4, P(tensor=2, sequence=True, expert_tensor=2), SHARDED, engine=4),
-    "latent, TP2 x PP2 x EP2": Case("deepseek-v3", 4, P(tensor=2, sequence=True, pipeline=2, expert=2), engine=2),
+    "latent, TP2 x PP2 x EP2": Case(
+        "deepseek-v3", 4, P(tensor=2, sequence=True, pipeline=2, expert=2), engine=2
+    ),
     "CP2, distributed": Case("qwen3", 4, P(context=2), SHARDED, engine=2),
     "critic, TP2 x PP2": Case("qwen3", 4, P(tensor=2, pipeline=2), PLAIN, "bfloat16", 0),
     "critic, tied, distributed": Case("qwen2-tied", 2, P(), SHARDED, "bfloat16", 0),
@@ -74,7 +84,16 @@ def measured_body(world: Any, folder: Path, case: Case) -> dict[str, int]:
     rows = rows_of([[1, 2, 3, 4], [5, 6], [7, 8, 9, 10, 11], [3, 1, 2]])
     zero = torch.zeros(rows.mask.shape)
     experience = Experience(
-        rows.tokens, rows.prompt_lengths, rows.lengths, rows.mask, zero, zero, None, zero + 1, old_value=zero, returns=zero + 1
+        rows.tokens,
+        rows.prompt_lengths,
+        rows.lengths,
+        rows.mask,
+        zero,
+        zero,
+        None,
+        zero + 1,
+        old_value=zero,
+        returns=zero + 1,
     )
     model.step(experience, policy_loss() if case.engine else value_loss())
     found = model.manager.residency.bytes()
@@ -90,10 +109,21 @@ def planned_of(folder: Path, case: Case) -> PlannedModel:
     hf_config = read_hf_config(folder)
     rules = table(hf_config, value_head=not case.engine)
     itemsize = 4 if case.dtype == "float32" else 2
-    return PlannedModel(describe(hf_config), rules, case.parallel, case.optimizer, not case.engine, itemsize, narrow_whole=False)
+    return PlannedModel(
+        describe(hf_config),
+        rules,
+        case.parallel,
+        case.optimizer,
+        not case.engine,
+        itemsize,
+        narrow_whole=False,
+    )
 
 
-@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.ranks) for name in CASES])
+@pytest.mark.parametrize(
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.ranks) for name in CASES],
+)
 def test_predicted_bytes_are_within_ten_percent_of_the_measured(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     more = LATENT if case.variant == "deepseek-v3" else HEADS
@@ -101,7 +131,9 @@ def test_predicted_bytes_are_within_ten_percent_of_the_measured(name: str, tmp_p
     planned = planned_of(folder, case)
     push = push_of(planned, case.processes, case.engine, BUCKET).buffers if case.engine else None
     for rank, measured in enumerate(run_ranks(case.processes, measured_body, folder, case)):
-        predicted = states(planned, case.processes, place_of(rank, case.processes, case.parallel).stage)
+        predicted = states(
+            planned, case.processes, place_of(rank, case.processes, case.parallel).stage
+        )
         if push is not None:
             predicted["push_buffers"] = push[rank]
         assert predicted.keys() == measured.keys()
@@ -113,7 +145,9 @@ def test_predicted_bytes_are_within_ten_percent_of_the_measured(name: str, tmp_p
 def kept_body(world: Any, folder: Path, parallel: ParallelConfig) -> int:
     """Bytes that autograd keeps of a micro-batch for the backward pass, weights aside."""
     actor = build_actor(folder, parallel, PLAIN, token_cap=2 * TOKENS)
-    weights = {storage for parts in actor.manager.residency.storages().values() for storage in parts}
+    weights = {
+        storage for parts in actor.manager.residency.storages().values() for storage in parts
+    }
     kept: dict[int, Any] = {}  # the storages, so that none is freed and its place taken by another
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -122,9 +156,13 @@ def kept_body(world: Any, folder: Path, parallel: ParallelConfig) -> int:
             kept[storage._cdata] = storage
         return tensor
 
-    rows = rows_of([[(7 * i + row) % 500 for i in range(LENGTH + 1)] for row in range(TOKENS // LENGTH)])
+    rows = rows_of(
+        [[(7 * i + row) % 500 for i in range(LENGTH + 1)] for row in range(TOKENS // LENGTH)]
+    )
     zero = torch.zeros(rows.mask.shape)
-    experience = Experience(rows.tokens, rows.prompt_lengths, rows.lengths, rows.mask, zero, zero, None, zero + 1)
+    experience = Experience(
+        rows.tokens, rows.prompt_lengths, rows.lengths, rows.mask, zero, zero, None, zero + 1
+    )
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         actor.step(experience, policy_loss())
     return sum(storage.nbytes() for storage in kept.values())
@@ -132,12 +170,16 @@ def kept_body(world: Any, folder: Path, parallel: ParallelConfig) -> int:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("variant", ["llama", "qwen3", "qwen3-moe"])
-def test_activations_are_those_that_autograd_keeps_within_a_factor_of_two(variant: str, tmp_path: Path) -> None:
+def test_activations_are_those_that_autograd_keeps_within_a_factor_of_two(
+    variant: str, tmp_path: Path
+) -> None:
     """Torch's own norms and rotations keep a few more than the fused ones that the tally is of."""
     folder = save_tiny(tmp_path, variant, **SIZES)
     planned = planned_of(folder, Case(variant, 1, P()))
     layers = range(planned.model.layers)
-    predicted = TOKENS * sum(layer_bytes(planned.model, planned.parallel, layer, 4) for layer in layers)
+    predicted = TOKENS * sum(
+        layer_bytes(planned.model, planned.parallel, layer, 4) for layer in layers
+    )
     (measured,) = run_ranks(1, kept_body, folder, planned.parallel)
     print(variant, measured / predicted)  # for docs/planning.md
     assert 0.5 < measured / predicted < 2

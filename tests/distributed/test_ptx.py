@@ -1,4 +1,6 @@
-"""Rewarded and given answers in the same optimizer steps, under two layouts and in a plain loop of transformers and torch."""
+"""Rewarded and given answers in the same optimizer steps, under two layouts and in a plain loop of
+transformers and torch.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +21,10 @@ from tests.layouts import build_actor, rows_of
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 
-ROWS, PROMPTS = [[5, 9, 130, 2, 77], [3, 0], [(37 * i) % 131 for i in range(30)], [8], [1, 2, 3, 4, 5, 6]], [2, 1, 4, 1, 3]
+ROWS, PROMPTS = (
+    [[5, 9, 130, 2, 77], [3, 0], [(37 * i) % 131 for i in range(30)], [8], [1, 2, 3, 4, 5, 6]],
+    [2, 1, 4, 1, 3],
+)
 GIVEN, GIVEN_PROMPTS = [[7, 7, 7], [0, 1, 2, 3], [(11 * i) % 131 for i in range(40)]], [1, 3, 20]
 TEMPERATURE, COEF = 0.7, 0.4
 OPTIMIZER = OptimizerConfig(epsilon=1e-4, learning_rate=1e-2, weight_decay=0.0, clip_grad=0.0)
@@ -32,28 +37,55 @@ def body(world: Any, folder: Path, parallel: ParallelConfig, updates_per_epoch: 
     )  # fmt: skip
     rows = rows_of(ROWS, PROMPTS)
     logp = actor.log_probs(rows).logp
-    experience = Experience(rows.tokens, rows.prompt_lengths, rows.lengths, rows.mask, logp, logp, None, torch.ones_like(logp))
+    experience = Experience(
+        rows.tokens,
+        rows.prompt_lengths,
+        rows.lengths,
+        rows.mask,
+        logp,
+        logp,
+        None,
+        torch.ones_like(logp),
+    )
     auxiliary = Auxiliary("ptx", given(rows_of(GIVEN, GIVEN_PROMPTS)), cross_entropy_loss(), COEF)
     cut = Schedule(updates_per_epoch).mini_batches(len(rows), 0)
-    metrics = [take_steps(actor, experience, policy_loss(), cut, auxiliary=auxiliary) for _ in range(2)]
+    metrics = [
+        take_steps(actor, experience, policy_loss(), cut, auxiliary=auxiliary) for _ in range(2)
+    ]
     steps = actor.manager.scheduler.num_steps - 1
     return metrics, steps, dict(Exporter(actor.manager.bound, actor.topology, bucket_bytes=2**20))
 
 
-def picked(model: Any, rows: list[list[int]], prompts: list[int], temperature: float) -> torch.Tensor:
+def picked(
+    model: Any, rows: list[list[int]], prompts: list[int], temperature: float
+) -> torch.Tensor:
     found = []
     for row, prompt in zip(rows, prompts, strict=True):
         logp = (model(torch.tensor([row])).logits[0] / temperature).log_softmax(-1)
-        found.append(logp[torch.arange(prompt - 1, len(row) - 1), torch.tensor(row[prompt:], dtype=torch.int64)])
+        found.append(
+            logp[
+                torch.arange(prompt - 1, len(row) - 1),
+                torch.tensor(row[prompt:], dtype=torch.int64),
+            ]
+        )
     return torch.cat(found)
 
 
 @pytest.mark.parametrize("updates_per_epoch", [1, 2])
-def test_updates_equal_a_plain_loop_in_one_process_and_in_four(updates_per_epoch: int, tmp_path: Path) -> None:
+def test_updates_equal_a_plain_loop_in_one_process_and_in_four(
+    updates_per_epoch: int, tmp_path: Path
+) -> None:
     folder = save_tiny(tmp_path, "qwen3")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    adam = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-4, weight_decay=0.0)
-    parts = {1: [(slice(0, 5), slice(0, 3))], 2: [(slice(0, 3), slice(0, 2)), (slice(3, 5), slice(2, 3))]}[updates_per_epoch]
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    adam = torch.optim.AdamW(
+        model.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-4, weight_decay=0.0
+    )
+    parts = {
+        1: [(slice(0, 5), slice(0, 3))],
+        2: [(slice(0, 3), slice(0, 2)), (slice(3, 5), slice(2, 3))],
+    }[updates_per_epoch]
     olds = [picked(model, ROWS[mine], PROMPTS[mine], TEMPERATURE).detach() for mine, _ in parts]
     shown = []
     for _ in range(2):
@@ -69,7 +101,17 @@ def test_updates_equal_a_plain_loop_in_one_process_and_in_four(updates_per_epoch
         metrics, steps, weights = run_ranks(world, body, folder, parallel, updates_per_epoch)[0]
         assert steps == 2 * updates_per_epoch, "both losses share an optimizer step"
         for i, found in enumerate(metrics):
-            mean = torch.tensor(shown[i * updates_per_epoch : (i + 1) * updates_per_epoch]).mean(0).tolist()
+            mean = (
+                torch.tensor(shown[i * updates_per_epoch : (i + 1) * updates_per_epoch])
+                .mean(0)
+                .tolist()
+            )
             assert [found["loss"], found["ptx_cross_entropy"]] == pytest.approx(mean, rel=1e-4)
         for name, parameter in model.named_parameters():
-            torch.testing.assert_close(weights[name], parameter.detach(), atol=2e-5, rtol=1e-4, msg=f"{world} processes, {name}")
+            torch.testing.assert_close(
+                weights[name],
+                parameter.detach(),
+                atol=2e-5,
+                rtol=1e-4,
+                msg=f"{world} processes, {name}",
+            )

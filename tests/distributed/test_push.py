@@ -1,4 +1,6 @@
-"""The planned push on real ranks: every engine's rank gets exactly what its loader reads, moved once, or nothing counts."""
+"""The planned push on real ranks: every engine's rank gets exactly what its loader reads, moved
+once, or nothing counts.
+"""
 
 import os
 import signal
@@ -29,7 +31,8 @@ def push_body(world: Any, folder: Path, parallel: ParallelConfig, ranks: int) ->
     for bucket_bytes in (2**30, 10_000):
         engine = BlockEngine(world.rank % ranks, ranks)
         weights = EngineWeights(manager.bound, engine, bucket_bytes=bucket_bytes)
-        for version, factor in ((7, 0.5), (8, 2.0)):  # weights that change between pushes, and are the folder's in the end
+        # weights that change between pushes, and are the folder's in the end
+        for version, factor in ((7, 0.5), (8, 2.0)):
             with torch.no_grad():
                 for item in manager.bound:
                     item.parameter.mul_(factor)
@@ -38,7 +41,9 @@ def push_body(world: Any, folder: Path, parallel: ParallelConfig, ranks: int) ->
             assert engine.version == version
             assert engine.loaded.keys() == disk.keys()
             for name, tensor in disk.items():
-                assert torch.equal(engine.loaded[name], engine.block(name, tensor if factor > 1 else tensor / 2)), name
+                assert torch.equal(
+                    engine.loaded[name], engine.block(name, tensor if factor > 1 else tensor / 2)
+                ), name
     return metrics["push_bytes"], metrics["push_bytes_least"], metrics["push_ratio"]
 
 
@@ -48,11 +53,15 @@ PAIRS = [
     pytest.param("qwen2", 4, P(tensor=4), 1, marks=pytest.mark.ranks),
     ("qwen2", 4, P(tensor=2), 4),
     ("qwen3-tied", 4, P(pipeline=2, virtual_pipeline=2), 2),
-    pytest.param("llama-tied-llama3-rope", 4, P(pipeline=2, first_stage_layers=1), 2, marks=pytest.mark.ranks),
+    pytest.param(
+        "llama-tied-llama3-rope", 4, P(pipeline=2, first_stage_layers=1), 2, marks=pytest.mark.ranks
+    ),
     ("qwen3-moe", 4, P(tensor=2, sequence=True, expert=2), 2),
     ("deepseek-v3", 4, P(tensor=2, sequence=True, expert=4), 1),
     pytest.param("llama", 8, P(tensor=2, pipeline=2), 4, marks=pytest.mark.ranks),
-    pytest.param("qwen3", 8, P(tensor=2, pipeline=2, virtual_pipeline=2), 2, marks=pytest.mark.ranks),
+    pytest.param(
+        "qwen3", 8, P(tensor=2, pipeline=2, virtual_pipeline=2), 2, marks=pytest.mark.ranks
+    ),
 ]
 """(variant, processes, trainer's layout, engine's tensor-parallel size)"""
 
@@ -117,7 +126,9 @@ def plant(fault: str, engine: BlockEngine, weights: EngineWeights) -> Any:
         bucket = weights.buckets[3]
         for source in bucket.receives:
             dropped = bucket.receives[source]
-            bucket.receives[source] = Layout([move._replace(stop=move.stop - 1, start=move.start - 1) for move in dropped.moves])
+            bucket.receives[source] = Layout(
+                [move._replace(stop=move.stop - 1, start=move.start - 1) for move in dropped.moves]
+            )
             return lambda: bucket.receives.update({source: dropped})
     return lambda: setattr(engine, "load_weights", load)
 
@@ -126,11 +137,16 @@ def plant(fault: str, engine: BlockEngine, weights: EngineWeights) -> Any:
     ("fault", "told"),
     [
         ("the loader fails half-way", "no memory left for this tensor"),
-        ("the loader stops early", "The engine stopped reading before the last tensor of the push."),
+        (
+            "the loader stops early",
+            "The engine stopped reading before the last tensor of the push.",
+        ),
         ("another tensor is asked for", "it did not when the push was planned"),
     ],
 )
-def test_where_one_engine_fails_none_answers_and_the_push_can_be_repeated(fault: str, told: str, tmp_path: Path) -> None:
+def test_where_one_engine_fails_none_answers_and_the_push_can_be_repeated(
+    fault: str, told: str, tmp_path: Path
+) -> None:
     saw = run_ranks(4, faulty_body, save_tiny(tmp_path, "llama"), fault)
     assert told in saw[1]
     for rank in (0, 2, 3):
@@ -180,12 +196,16 @@ def damaged_body(world: Any, folder: Path, fault: str) -> Any:
         ("another push", "Process 1 sent push 3 while this one takes push 4"),
     ],
 )
-def test_what_does_not_arrive_as_it_was_sent_is_refused(fault: str, told: str, tmp_path: Path) -> None:
+def test_what_does_not_arrive_as_it_was_sent_is_refused(
+    fault: str, told: str, tmp_path: Path
+) -> None:
     assert told in run_ranks(2, damaged_body, save_tiny(tmp_path, "llama"), fault)[0]
 
 
 def killed_body(world: Any, folder: Path, victim: int, after: int, told: Path) -> None:
-    """A process is gone in the middle of a push: the others see an error, and their engines have no weights."""
+    """A process is gone in the middle of a push: the others see an error, and their engines have no
+    weights.
+    """
     manager = build_manager(folder, P(tensor=2))
     engine = BlockEngine(0, 1)
     weights = EngineWeights(manager.bound, engine, bucket_bytes=10_000)
@@ -210,7 +230,9 @@ def killed_body(world: Any, folder: Path, victim: int, after: int, told: Path) -
 
 
 @pytest.mark.parametrize(("victim", "after"), [(1, -1), (0, 0), (0, 12), (1, 5), (1, 30)])
-def test_a_process_that_dies_before_or_in_a_push_leaves_no_engine_that_answers(victim: int, after: int, tmp_path: Path) -> None:
+def test_a_process_that_dies_before_or_in_a_push_leaves_no_engine_that_answers(
+    victim: int, after: int, tmp_path: Path
+) -> None:
     told = tmp_path / "told"
     with pytest.raises(RankFailure, match=f"rank {victim} died|rank {1 - victim} raised"):
         run_ranks(2, killed_body, save_tiny(tmp_path, "llama"), victim, after, told)
@@ -236,16 +258,22 @@ def short_of_memory_body(world: Any, folder: Path, told: Path) -> None:
         raise
 
 
-def test_a_process_without_memory_for_a_push_says_so_and_not_that_another_is_gone(tmp_path: Path) -> None:
+def test_a_process_without_memory_for_a_push_says_so_and_not_that_another_is_gone(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(RankFailure, match="OutOfMemoryError"):
         run_ranks(2, short_of_memory_body, save_tiny(tmp_path, "llama"), tmp_path / "told")
-    assert (tmp_path / "told1").read_text() == "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
+    assert (
+        tmp_path / "told1"
+    ).read_text() == "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
 
 
 def test_a_tensor_that_no_engine_reads_is_refused_before_the_first_push(tmp_path: Path) -> None:
     with pytest.raises(RankFailure) as caught:
         run_ranks(1, unread_body, save_tiny(tmp_path, "llama"))
-    assert "No engine reads all of model.norm.weight (64,), which the policy has" in str(caught.value)
+    assert "No engine reads all of model.norm.weight (64,), which the policy has" in str(
+        caught.value
+    )
 
 
 def unread_body(world: Any, folder: Path) -> None:

@@ -44,7 +44,9 @@ class LongTailed(ScriptedEngine):
         ids = tokens_of(seed)
         return Completion(ids, tuple(-0.5 for _ in ids), "stop", self.version)
 
-    def _generate(self, prompts: Any, seeds: Any, temperature: float, finished: Any, stop: Any, more: Any) -> Any:
+    def _generate(
+        self, prompts: Any, seeds: Any, temperature: float, finished: Any, stop: Any, more: Any
+    ) -> Any:
         def stepped() -> bool:
             self.then(self)
             return stop()
@@ -53,7 +55,10 @@ class LongTailed(ScriptedEngine):
 
 
 def scores(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
-    return [{"reward": float(prompt.index + sum(c.token_ids))} for prompt, c in zip(prompts, completions, strict=True)]
+    return [
+        {"reward": float(prompt.index + sum(c.token_ids))}
+        for prompt, c in zip(prompts, completions, strict=True)
+    ]
 
 
 @cache
@@ -63,7 +68,10 @@ def by_one_engine() -> list[Any]:
     engine.load_weights([], version=7)
     answers = engine.generate(PROMPTS, seeds=SEEDS, temperature=1.0)
     scored = scores(PROMPTS, answers)
-    return [(answer.token_ids, answer.logprobs, score) for answer, score in zip(answers, scored, strict=True)]
+    return [
+        (answer.token_ids, answer.logprobs, score)
+        for answer, score in zip(answers, scored, strict=True)
+    ]
 
 
 def all_there(completions: Sequence[Completion | None]) -> bool:
@@ -72,7 +80,11 @@ def all_there(completions: Sequence[Completion | None]) -> bool:
 
 def asked_of(shared: EnginePool, until: bool) -> list[Any]:
     settings: dict[str, Any] = {"seeds": SEEDS, "temperature": 1.0, "reward": scores}
-    found: Any = shared.generate_until(PROMPTS, enough=all_there, **settings) if until else shared.generate(PROMPTS, **settings)
+    found: Any = (
+        shared.generate_until(PROMPTS, enough=all_there, **settings)
+        if until
+        else shared.generate(PROMPTS, **settings)
+    )
     return [(answer.token_ids, answer.logprobs, answer.scores) for answer in found]
 
 
@@ -88,16 +100,27 @@ def body(world: World, per_engine: int, until: bool) -> Any:
     rng = random.Random(world.rank)
     engine = LongTailed(lambda engine: time.sleep(0.0005 * rng.random()))
     engine.load_weights([], version=7)
-    shared = EnginePool(engine, NoTurns({}, offload=False), world, NoPush(), processes_per_engine=per_engine, restarts=0)
+    shared = EnginePool(
+        engine,
+        NoTurns({}, offload=False),
+        world,
+        NoPush(),
+        processes_per_engine=per_engine,
+        restarts=0,
+    )
     return asked_of(shared, until), engine.begun, engine.steps
 
 
 @pytest.mark.parametrize(("per_engine", "until"), [(1, False), (2, False), (1, True), (2, True)])
-def test_answers_are_one_engines_and_each_request_is_begun_once_by_all_processes_of_one(per_engine: int, until: bool) -> None:
+def test_answers_are_one_engines_and_each_request_is_begun_once_by_all_processes_of_one(
+    per_engine: int, until: bool
+) -> None:
     results = run_ranks(4, body, per_engine, until, timeout=60)
     assert all(answers == by_one_engine() for answers, *_ in results)
     begun = [seeds for _, seeds, _ in results]
-    assert begun == [begun[rank - rank % per_engine] for rank in range(4)], "processes of one engine took other requests"
+    assert begun == [begun[rank - rank % per_engine] for rank in range(4)], (
+        "processes of one engine took other requests"
+    )
     engines = begun[::per_engine]
     assert sorted(seed for seeds in engines for seed in seeds) == SEEDS
     for seeds, first in zip(engines, first_of(4 // per_engine), strict=True):
@@ -112,7 +135,11 @@ def dealt_once(engines: int) -> int:
     for part in ordered(PROMPTS, Lengths().expected(PROMPTS), engines, len(PROMPTS)).first:
         engine = LongTailed()
         engine.load_weights([], version=7)
-        engine.generate([PROMPTS[place] for place in part], seeds=[SEEDS[place] for place in part], temperature=1.0)
+        engine.generate(
+            [PROMPTS[place] for place in part],
+            seeds=[SEEDS[place] for place in part],
+            temperature=1.0,
+        )
         found.append(engine.steps)
     return max(found)
 
@@ -134,7 +161,9 @@ def one_stands_still(world: World) -> Any:
 
     engine = LongTailed(then)
     engine.load_weights([], version=7)
-    shared = EnginePool(engine, NoTurns({}, offload=False), world, NoPush(), processes_per_engine=1, restarts=0)
+    shared = EnginePool(
+        engine, NoTurns({}, offload=False), world, NoPush(), processes_per_engine=1, restarts=0
+    )
     plain = shared._ask
 
     def ask(asking: Any) -> Any:
@@ -147,7 +176,10 @@ def one_stands_still(world: World) -> Any:
 
 
 def fault_body(world: World, per_engine: int, until: bool, breaks: int) -> Any:
-    """One engine breaks down, its first process a few steps after the others. The other engines go on."""
+    """One engine breaks down, its first process a few steps after the others.
+
+    The other engines go on.
+    """
     number, place = divmod(world.rank, per_engine)
 
     def then(engine: LongTailed) -> None:
@@ -157,12 +189,23 @@ def fault_body(world: World, per_engine: int, until: bool, breaks: int) -> Any:
     engine = LongTailed(then)
     weights = Pushes(engine)
     weights.push(version=7)
-    shared = EnginePool(engine, NoTurns({}, offload=False), world, weights, processes_per_engine=per_engine, restarts=1)
+    shared = EnginePool(
+        engine,
+        NoTurns({}, offload=False),
+        world,
+        weights,
+        processes_per_engine=per_engine,
+        restarts=1,
+    )
     return asked_of(shared, until), weights.versions
 
 
-@pytest.mark.parametrize(("per_engine", "until", "breaks"), [(1, False, 1), (1, True, 1), (2, False, 1), (2, True, 0)])
-def test_an_engine_that_breaks_down_meanwhile_costs_no_answer(per_engine: int, until: bool, breaks: int) -> None:
+@pytest.mark.parametrize(
+    ("per_engine", "until", "breaks"), [(1, False, 1), (1, True, 1), (2, False, 1), (2, True, 0)]
+)
+def test_an_engine_that_breaks_down_meanwhile_costs_no_answer(
+    per_engine: int, until: bool, breaks: int
+) -> None:
     for answers, versions in run_ranks(4, fault_body, per_engine, until, breaks, timeout=60):
         assert answers == by_one_engine()
         assert versions == [7, 7]

@@ -1,4 +1,6 @@
-"""Random streams: everything of a process is seeded, and dropout differs or agrees between processes where it must."""
+"""Random streams: everything of a process is seeded, and dropout differs or agrees between
+processes where it must.
+"""
 
 import random
 from pathlib import Path
@@ -38,13 +40,22 @@ def test_set_seed_covers_python_numpy_and_torch() -> None:
 def streams_body(world: Any, parallel: ParallelConfig) -> Any:
     topology = Topology.create(parallel, seed=1)
     common = float(torch.rand(()))  # what hidden dropout draws from
-    with get_cuda_rng_tracker().fork():  # what attention dropout, and hidden dropout under SP, draw from
+    # what attention dropout, and hidden dropout under SP, draw from
+    with get_cuda_rng_tracker().fork():
         own = float(torch.rand(()))
-    return (topology.data_rank, topology.context_rank, topology.pipeline_rank, topology.tensor_rank), common, own
+    return (
+        (topology.data_rank, topology.context_rank, topology.pipeline_rank, topology.tensor_rank),
+        common,
+        own,
+    )
 
 
-@pytest.mark.parametrize("parallel", [P(), P(tensor=2), P(pipeline=2), P(context=2), P(tensor=2, pipeline=2)])
-def test_streams_agree_within_tensor_parallelism_and_differ_elsewhere(parallel: ParallelConfig) -> None:
+@pytest.mark.parametrize(
+    "parallel", [P(), P(tensor=2), P(pipeline=2), P(context=2), P(tensor=2, pipeline=2)]
+)
+def test_streams_agree_within_tensor_parallelism_and_differ_elsewhere(
+    parallel: ParallelConfig,
+) -> None:
     found = run_ranks(8, streams_body, parallel)
     by_tokens: dict[tuple[int, ...], set[float]] = {}
     for (*tokens, _), common, _ in found:
@@ -55,10 +66,21 @@ def test_streams_agree_within_tensor_parallelism_and_differ_elsewhere(parallel: 
 
 
 def dropout_body(world: Any, folder: Path, parallel: ParallelConfig, dropout: float) -> Any:
-    actor = build_actor(folder, parallel, OptimizerConfig(epsilon=1e-4, learning_rate=1e-2), dropout=dropout)
+    actor = build_actor(
+        folder, parallel, OptimizerConfig(epsilon=1e-4, learning_rate=1e-2), dropout=dropout
+    )
     rows = rows_of([[1, 2, 3, 4, 9, 8], [5, 6, 7], [7, 8, 9, 10, 11], [3, 1, 2]])
     first, second = (actor.log_probs(rows).logp for _ in range(2))
-    experience = Experience(rows.tokens, rows.prompt_lengths, rows.lengths, rows.mask, first, first, None, torch.ones_like(first))
+    experience = Experience(
+        rows.tokens,
+        rows.prompt_lengths,
+        rows.lengths,
+        rows.mask,
+        first,
+        first,
+        None,
+        torch.ones_like(first),
+    )
     metrics = [actor.step(experience, policy_loss()) for _ in range(2)]
     return torch.equal(first, second), [m["grad_norm"] for m in metrics], actor.log_probs(rows).logp
 
@@ -74,13 +96,17 @@ def dropout_body(world: Any, folder: Path, parallel: ParallelConfig, dropout: fl
         (4, P(tensor=2, pipeline=2, sequence=True, recompute="full")),
     ],
 )
-def test_dropout_acts_on_learning_only_and_keeps_replicas_equal(processes: int, parallel: ParallelConfig, tmp_path: Path) -> None:
+def test_dropout_acts_on_learning_only_and_keeps_replicas_equal(
+    processes: int, parallel: ParallelConfig, tmp_path: Path
+) -> None:
     folder = save_tiny(tmp_path, "qwen3")
     without = run_ranks(processes, dropout_body, folder, parallel, 0.0)[0]
     found = run_ranks(processes, dropout_body, folder, parallel, 0.2)
     for scores_repeat, norms, logp in found:
         assert scores_repeat, "scoring drops"
-        assert all(abs(a - b) > 1e-3 for a, b in zip(norms, without[1], strict=True)), "learning does not drop"
+        assert all(abs(a - b) > 1e-3 for a, b in zip(norms, without[1], strict=True)), (
+            "learning does not drop"
+        )
         assert norms == found[0][1]
         assert torch.equal(logp, found[0][2]), "replicated weights drifted apart"
 
@@ -88,7 +114,8 @@ def test_dropout_acts_on_learning_only_and_keeps_replicas_equal(processes: int, 
 def test_a_recomputed_forward_drops_what_the_first_one_dropped(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path, "qwen3")
     plain, full, selective = (
-        run_ranks(1, dropout_body, folder, P(recompute=kind), 0.2)[0] for kind in ("none", "full", "selective")
+        run_ranks(1, dropout_body, folder, P(recompute=kind), 0.2)[0]
+        for kind in ("none", "full", "selective")
     )
     assert full[1] == pytest.approx(plain[1], rel=1e-5)
     assert selective[1] == pytest.approx(plain[1], rel=1e-5)

@@ -1,4 +1,6 @@
-"""A real vLLM server beside the trainer's processes: weights through shared memory, prompts over HTTP, faults on the way."""
+"""A real vLLM server beside the trainer's processes: weights through shared memory, prompts over
+HTTP, faults on the way.
+"""
 
 import contextlib
 import os
@@ -20,15 +22,26 @@ from tests.layouts import build_actor, rows_of
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 
-PROMPTS = [Prompt((5, 9, 100)), Prompt((3,)), Prompt((5, 9, 100, 7, 7, 7, 8, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12))]
+PROMPTS = [
+    Prompt((5, 9, 100)),
+    Prompt((3,)),
+    Prompt((5, 9, 100, 7, 7, 7, 8, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12)),
+]
 TEMPERATURE = 0.7
 
 
 def server_body(world: Any, folder: Path, logs: Path) -> Any:
     from rftmega.rollout.servers import ServerEngine
 
-    actor = build_actor(folder, ParallelConfig(tensor=2, sequence=True, expert=2), temperature=TEMPERATURE, token_cap=512)
-    config = RolloutConfig(max_prompt_tokens=32, max_response_tokens=12, cpu_cache_gib=0.05, max_batch=8)
+    actor = build_actor(
+        folder,
+        ParallelConfig(tensor=2, sequence=True, expert=2),
+        temperature=TEMPERATURE,
+        token_cap=512,
+    )
+    config = RolloutConfig(
+        max_prompt_tokens=32, max_response_tokens=12, cpu_cache_gib=0.05, max_batch=8
+    )
     engine = ServerEngine(folder, config, world, dtype="float32", stop_ids=[1], logs=logs)
     weights = engine.weight_sync(actor.manager.bound, bucket_bytes=20_000)
     assert isinstance(weights, SharedWeights)
@@ -49,18 +62,26 @@ def server_body(world: Any, folder: Path, logs: Path) -> Any:
         torch.distributed.broadcast_object_list(told)
         (answers,) = told
         rows = rows_of(
-            [[*p.token_ids, *a.token_ids] for p, a in zip(PROMPTS, answers, strict=True)], [len(p.token_ids) for p in PROMPTS]
+            [[*p.token_ids, *a.token_ids] for p, a in zip(PROMPTS, answers, strict=True)],
+            [len(p.token_ids) for p in PROMPTS],
         )
         logp = actor.log_probs(rows).logp[rows.mask]
         assert {a.policy_version for a in answers} == {version}
-        return (logp - torch.tensor([x for a in answers for x in a.logprobs])).abs().max().item(), [a.token_ids for a in answers]
+        return (logp - torch.tensor([x for a in answers for x in a.logprobs])).abs().max().item(), [
+            a.token_ids for a in answers
+        ]
 
-    found: dict[str, Any] = {"first": gap(0), "intact": all(each.intact for each in weights.checksums())}
+    found: dict[str, Any] = {
+        "first": gap(0),
+        "intact": all(each.intact for each in weights.checksums()),
+    }
     with torch.no_grad():
         for item in actor.manager.bound:
             item.parameter.mul_(0.9)
     stale = [each.name for each in weights.checksums() if each.held != each.sent]
-    found["stale"] = sorted(stale) == sorted(place.name for bucket in weights.buckets for place in bucket.places)
+    found["stale"] = sorted(stale) == sorted(
+        place.name for bucket in weights.buckets for place in bucket.places
+    )
     found["second"] = gap(1)
     if world.rank == 0:
         found["from outside"] = from_outside(engine, logs)
@@ -71,7 +92,8 @@ def server_body(world: Any, folder: Path, logs: Path) -> Any:
     dropped = weights.buckets.pop()
     found["too few bytes"] = refusal(3)
     whole = weights.total_bytes
-    weights.total_bytes -= sum(torch.Size(place.shape).numel() * 4 for place in dropped.places)  # nor does the trainer notice
+    # nor does the trainer notice
+    weights.total_bytes -= sum(torch.Size(place.shape).numel() * 4 for place in dropped.places)
     found["incomplete"] = refusal(3)
     weights.total_bytes = whole
     weights.buckets.append(dropped)
@@ -89,10 +111,22 @@ def server_body(world: Any, folder: Path, logs: Path) -> Any:
 
 
 def from_outside(engine: Any, logs: Path) -> dict[str, Any]:
-    """What another user of the host comes to, and what a request with the key can make a worker open."""
+    """What another user of the host comes to, and what a request with the key can make a worker
+    open.
+    """
     (server,) = engine.servers
     key = engine._environments[0][door.KEY]
-    paths = ["docs", "openapi.json", "metrics", "v1/models", "collective_rpc", "sleep", "health", "update_weights", "pause"]
+    paths = [
+        "docs",
+        "openapi.json",
+        "metrics",
+        "v1/models",
+        "collective_rpc",
+        "sleep",
+        "health",
+        "update_weights",
+        "pause",
+    ]
     statuses: dict[bool, set[int]] = {False: set(), True: set()}
     for path in paths:
         for method in ("GET", "POST", "OPTIONS"):
@@ -109,14 +143,20 @@ def from_outside(engine: Any, logs: Path) -> dict[str, Any]:
         with pytest.raises(EngineError) as caught:
             server.post("update_weights", {"update_info": bucket})
         refused.append(str(caught.value))
-    tree = [psutil.Process(server._process.pid), *psutil.Process(server._process.pid).children(recursive=True)]
+    tree = [
+        psutil.Process(server._process.pid),
+        *psutil.Process(server._process.pid).children(recursive=True),
+    ]
     held = [held for process in tree for held in process.net_connections("inet")]
     return {
         "statuses": statuses,
         "refused": refused,
         "victim": (victim.read_bytes(), (logs / "missing").exists()),
         "listens": {one.laddr.ip for one in held if one.status == psutil.CONN_LISTEN},
-        "key told": [key in text for text in (server.log.read_text(), *(" ".join(each.cmdline()) for each in tree))],
+        "key told": [
+            key in text
+            for text in (server.log.read_text(), *(" ".join(each.cmdline()) for each in tree))
+        ],
     }
 
 
@@ -133,7 +173,9 @@ def test_a_server_follows_the_trainer_or_refuses(tmp_path: Path) -> None:
     told, elsewhere = results
     outside = told["from outside"]
     assert outside["statuses"] == {False: {401}, True: {404}}  # with the run's key, or without
-    assert all("A push names memory that it may not" in said for said in outside["refused"]), outside["refused"]
+    assert all("A push names memory that it may not" in said for said in outside["refused"]), (
+        outside["refused"]
+    )
     assert outside["victim"] == (b"thesis", False)
     assert outside["listens"] == {"127.0.0.1"}
     assert not any(outside["key told"])
@@ -142,9 +184,16 @@ def test_a_server_follows_the_trainer_or_refuses(tmp_path: Path) -> None:
     assert "bytes were written in push 3" in told["too few bytes"]
     assert "does not answer" in told["killed"]
     for name, version in (("damaged", 2), ("incomplete", 3), ("killed", 5)):
-        assert elsewhere[name] == f"Push {version} failed (see the first process); no engine has weights now."
+        assert (
+            elsewhere[name]
+            == f"Push {version} failed (see the first process); no engine has weights now."
+        )
     mapped = files_of_processes("maps")  # by other programs
-    assert not [name for name in set(os.listdir("/dev/shm")) - shared if not any(name.encode() in maps for maps in mapped)]
+    assert not [
+        name
+        for name in set(os.listdir("/dev/shm")) - shared
+        if not any(name.encode() in maps for maps in mapped)
+    ]
     assert not [line for line in files_of_processes("cmdline") if str(folder).encode() in line]
 
 

@@ -1,4 +1,6 @@
-"""A rank that stands still is named in the log, with the place where it stands; its peers, which wait for it, are not."""
+"""A rank that stands still is named in the log, with the place where it stands; its peers, which
+wait for it, are not.
+"""
 
 import json
 import logging
@@ -33,7 +35,9 @@ def wait_until(true: Callable[[], bool]) -> None:
 
 
 def standing_body(world: World, folder: Path) -> list[str]:
-    """Rank 1 stands still until it is named, and rank 0 waits for it in a collective; then rank 1's process is stopped."""
+    """Rank 1 stands still until it is named, and rank 0 waits for it in a collective; then rank 1's
+    process is stopped.
+    """
     said: list[str] = []
 
     def listen(record: logging.LogRecord) -> None:
@@ -63,14 +67,17 @@ def standing_body(world: World, folder: Path) -> list[str]:
 
 def test_a_rank_that_stands_still_or_is_stopped_is_named(tmp_path: Path) -> None:
     said, nothing = run_ranks(2, standing_body, tmp_path)
-    (still, *_), (stopped, *_) = ([line for line in said if what in line] for what in ("reads_a_slow_disk", "sign of life"))
+    (still, *_), (stopped, *_) = (
+        [line for line in said if what in line] for what in ("reads_a_slow_disk", "sign of life")
+    )
     assert f"rank 1 on {os.uname().nodename} stands still, no progress for" in still
     assert f"in the phase update, at {__file__}:" in still
     assert "rank 1 on" in stopped and "its process or its host is stopped, or gone" in stopped
     assert nothing == [], "the first process speaks for all"
 
 
-WORKS, WAITS, STANDS = (5.0, False), (200.0, True), (190.0, False)  # seconds since a mark; in a collective
+# seconds since a mark; in a collective
+WORKS, WAITS, STANDS = (5.0, False), (200.0, True), (190.0, False)
 
 
 @pytest.mark.parametrize(
@@ -82,13 +89,20 @@ WORKS, WAITS, STANDS = (5.0, False), (200.0, True), (190.0, False)  # seconds si
         ([WAITS, WAITS, WAITS], [0, 1, 2]),  # a collective that hangs
     ],
 )
-def test_only_where_nobody_gets_on_somebody_is_named(signs: list[tuple[float, bool]], named: list[int]) -> None:
+def test_only_where_nobody_gets_on_somebody_is_named(
+    signs: list[tuple[float, bool]], named: list[int]
+) -> None:
     board = dist.HashStore()
     first = Standing(0, len(signs), board)
     for rank, (idle, waits) in enumerate(signs):
-        board.set(standing._key(rank), json.dumps(asdict(Sign(1, idle, "update", "node07", "forward.py:12 (f)", waits))))
+        board.set(
+            standing._key(rank),
+            json.dumps(asdict(Sign(1, idle, "update", "node07", "forward.py:12 (f)", waits))),
+        )
     said = first.look()
-    assert [rank for rank in range(len(signs)) if f"rank {rank} on node07 stands still" in said] == named
+    assert [
+        rank for rank in range(len(signs)) if f"rank {rank} on node07 stands still" in said
+    ] == named
     assert first.look() == "", "once, until it is twice as long"
 
 

@@ -1,4 +1,6 @@
-"""A colocated engine starts on a device that the trainer has left, and a plan says beforehand where it can't."""
+"""A colocated engine starts on a device that the trainer has left, and a plan says beforehand where
+it can't.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -42,7 +44,8 @@ class Case(NamedTuple):
     fits: bool = True
 
 
-# A policy of 4.2 million parameters: 16 MiB of weights, as much of gradients; without offload they stay, a critic's as well.
+# A policy of 4.2 million parameters: 16 MiB of weights, as much of gradients; without offload they
+# stay, a critic's as well.
 CASES = {
     1: {
         "all that it may have": Case(P(), 300, fraction=1.0),
@@ -65,7 +68,11 @@ def run_of(folder: Path, case: Case) -> RunConfig:
     optimizer = OptimizerConfig(learning_rate=1e-3, distributed=case.distributed)
     config = config_of(folder, case.parallel, optimizer)
     config.rollout = RolloutConfig(
-        engine="scripted", max_prompt_tokens=8, max_response_tokens=6, memory_fraction=case.fraction, max_batch=4
+        engine="scripted",
+        max_prompt_tokens=8,
+        max_response_tokens=6,
+        memory_fraction=case.fraction,
+        max_batch=4,
     )
     config.trainer.offload = case.offload
     config.critic.parallel, config.critic.optimizer = config.parallel, config.optimizer
@@ -131,14 +138,20 @@ def starts(world: Any, folder: Path, case: Case) -> bool:
 def planned(folder: Path, case: Case, world: int) -> bool:
     config = run_of(folder, case)
     models = models_of(config, auto="float32", narrow_whole=False)
-    found = [on_device(models, config, world, place, Budget(case.memory * MIB), 0)["start"] for place in stages_of(models, world)]
+    found = [
+        on_device(models, config, world, place, Budget(case.memory * MIB), 0)["start"]
+        for place in stages_of(models, world)
+    ]
     assert all(ADAM not in parts for parts in found)
     return all(sum(parts.values()) <= case.memory * MIB for parts in found)
 
 
 @pytest.mark.parametrize("processes", list(CASES))
-def test_an_engine_starts_where_the_plan_says_so(processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rftmega.planning.engine.BATCHED", 64)  # the models are tiny, so is what an engine works in
+def test_an_engine_starts_where_the_plan_says_so(
+    processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # the models are tiny, so is what an engine works in
+    monkeypatch.setattr("rftmega.planning.engine.BATCHED", 64)
     folder, cases = save_tiny(tmp_path, "qwen3", **SIZES), CASES[processes]
     started = run_ranks(processes, start_body, folder, list(cases.values()))
     for (name, case), found in zip(cases.items(), zip(*started, strict=True), strict=True):
@@ -146,7 +159,9 @@ def test_an_engine_starts_where_the_plan_says_so(processes: int, tmp_path: Path,
 
 
 def cycle_body(world: Any, folder: Path) -> Any:
-    """What is on the device when the engine starts, when it has answered, and when the trainer has learnt."""
+    """What is on the device when the engine starts, when it has answered, and when the trainer has
+    learnt.
+    """
     seen = []
     config = run_of(folder, Case(P(tensor=2), 1.0, critic=True))
     made = MegatronStrategy(replace(config), world, stop_ids=[1])
@@ -155,7 +170,12 @@ def cycle_body(world: Any, folder: Path) -> Any:
     made.weights.push(version=0)
     prompts = [Prompt((5, 9)), Prompt((3,))] * 2
     answers = made.engine.generate(prompts, seeds=[1, 2, 3, 4], temperature=1.0)
-    samples = collect(prompts, answers, lambda p, c: [{"reward": float(len(x.token_ids))} for x in c], samples_per_prompt=2)
+    samples = collect(
+        prompts,
+        answers,
+        lambda p, c: [{"reward": float(len(x.token_ids))} for x in c],
+        samples_per_prompt=2,
+    )
     experience = ExperienceMaker(made.policy).make(samples)
     before = made.policy.log_probs(samples.rows).logp
     made.policy.step(experience, policy_loss())

@@ -42,7 +42,11 @@ def gathered_tensors_stand_in_the_order_of_ranks(made: Plain, world: Any) -> Non
 
 def reductions_keep_the_form_and_the_argument(made: Plain, world: Any) -> None:
     x = torch.tensor([float(world.rank), -float(world.rank)])
-    for op, expected, number in (("mean", [1.0, -1.0], 2.0), ("max", [2.0, 0.0], 3), ("sum", [3.0, -3.0], 6)):
+    for op, expected, number in (
+        ("mean", [1.0, -1.0], 2.0),
+        ("max", [2.0, 0.0], 3),
+        ("sum", [3.0, -3.0], 6),
+    ):
         named = {"x": x, "number": world.rank + 1}
         found = made.all_reduce(named if world.rank else dict(reversed(named.items())), op)
         assert found["x"].tolist() == expected
@@ -53,7 +57,8 @@ def reductions_keep_the_form_and_the_argument(made: Plain, world: Any) -> None:
     assert made.all_reduce(2**53 + world.rank, "max") == 2**53 + 2
     assert made.all_reduce(torch.tensor([world.rank, 1])).tolist() == [1.0, 1.0]
     half = torch.ones(3, dtype=torch.bfloat16)
-    half[world.rank] = 256.0  # in bfloat16 256 + 1 is 256; whichever order they are added in, one of three begins with it
+    # in bfloat16 256 + 1 is 256; whichever order they are added in, one of three begins with it
+    half[world.rank] = 256.0
     half = made.all_reduce(half, "sum")
     assert half.dtype == torch.bfloat16
     assert half.tolist() == [258.0] * 3
@@ -67,7 +72,9 @@ class Recorded(ScriptedEngine):
         self.batches: list[int] = []
         self.load_weights([], version=0)
 
-    def _generate(self, prompts: Any, seeds: Any, temperature: float, finished: Any, stop: Any, more: Any) -> Any:
+    def _generate(
+        self, prompts: Any, seeds: Any, temperature: float, finished: Any, stop: Any, more: Any
+    ) -> Any:
         self.batches.append(len(prompts))
         return super()._generate(prompts, seeds, temperature, finished, stop, more)
 
@@ -88,10 +95,18 @@ def generate(world: Any, engine_processes: int) -> Any:
     assert engine.status is EngineStatus.SLEEPED
     engine.load_weights([], version=1)
     nobody = made.gather_and_generate(SAMPLING, [], sleep_engine=False)
-    with pytest.raises(EngineError, match="reads token ids only"):  # on every process, though one has the picture
-        made.gather_and_generate(SAMPLING, [[1]], all_images=["picture"] if world.rank == 1 else None)
+    # on every process, though one has the picture
+    with pytest.raises(EngineError, match="reads token ids only"):
+        made.gather_and_generate(
+            SAMPLING, [[1]], all_images=["picture"] if world.rank == 1 else None
+        )
     local = made.engine_generate_local(SAMPLING, [[9]] * 4)
-    return answers, nobody, engine.batches[0] if engine.batches else 0, [each.output_token_ids for each in local]
+    return (
+        answers,
+        nobody,
+        engine.batches[0] if engine.batches else 0,
+        [each.output_token_ids for each in local],
+    )
 
 
 def test_every_process_gets_the_answers_to_its_own_prompts_whoever_shares_an_engine() -> None:
@@ -110,7 +125,9 @@ def test_every_process_gets_the_answers_to_its_own_prompts_whoever_shares_an_eng
         assert len(local) == 4 // size, "one engine's processes draw alike, engines differently"
 
 
-def likes_long(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
+def likes_long(
+    prompts: Sequence[Prompt], completions: Sequence[Completion]
+) -> list[dict[str, float]]:
     return [{"reward": float(len(completion.token_ids))} for completion in completions]
 
 
@@ -123,7 +140,9 @@ def megatron_body(world: Any, folder: Path, output: Path) -> Any:
 
     config = config_of(folder, ParallelConfig(tensor=2))
     config.algorithm.ema_beta = 0.5
-    config.rollout = RolloutConfig(engine="scripted", tensor=2, max_prompt_tokens=8, max_response_tokens=6)
+    config.rollout = RolloutConfig(
+        engine="scripted", tensor=2, max_prompt_tokens=8, max_response_tokens=6
+    )
     made = LightRFTStrategy(MegatronStrategy(config, world, stop_ids=[1]))
     assert isinstance(made, StrategyBase)
     assert made.engine_processes == 2
@@ -135,7 +154,9 @@ def megatron_body(world: Any, folder: Path, output: Path) -> Any:
     mine = [[[5, 9, 100], [3]], [[7]]][world.rank]
     answers = made.gather_and_generate({"temperature": 1.0}, mine)
     assert [each.prompt_token_ids for each in answers] == mine
-    (first, *_), critic, *_ = made.prepare_models_and_optimizers(policy, None, [], None, made.args, max_steps=100)
+    (first, *_), critic, *_ = made.prepare_models_and_optimizers(
+        policy, None, [], None, made.args, max_steps=100
+    )
     assert first is policy
     assert critic == (None, None, None)
     for call, why in (
@@ -155,7 +176,9 @@ def megatron_body(world: Any, folder: Path, output: Path) -> Any:
             refused()
     rows = rows_of([[5, 9, 100, 4, 4], [3, 8, 8]])
     before = policy.log_probs(rows).logp
-    made.save_ckpt(policy, str(output), tag="a", client_state={"consumed_samples": 12, "places": {2: 1, 10: 2}})
+    made.save_ckpt(
+        policy, str(output), tag="a", client_state={"consumed_samples": 12, "places": {2: 1, 10: 2}}
+    )
     made.update_engine_weights(actor)
     judged: list[Completion] = []
 
@@ -164,7 +187,9 @@ def megatron_body(world: Any, folder: Path, output: Path) -> Any:
         return likes_long(prompts, completions)
 
     maker = NaiveExperienceMaker(policy, None, watched, None, None, 8, None, made)
-    (experience,) = maker.make_experience_list([Prompt((5, 9)), Prompt((3,))], n_samples_per_prompt=4)
+    (experience,) = maker.make_experience_list(
+        [Prompt((5, 9)), Prompt((3,))], n_samples_per_prompt=4
+    )
     assert experience.sequences.shape[0] == 8
     assert policy.step(to_experience(experience), policy_loss())["skipped_steps"] == 0
     made.maybe_load_optimizer(actor.manager.optimizer)
@@ -176,10 +201,14 @@ def megatron_body(world: Any, folder: Path, output: Path) -> Any:
     manager, average = actor.manager, actor.average
     learnt, averaged = policy.log_probs(rows).logp, [x.clone() for x in average.held]
     made.update_engine_weights(policy)
-    made.gather_and_generate({}, mine, sleep_engine=False)  # and the trainer's weights leave the device
-    found = made.load_ckpt(policy, str(output), load_module_only=True)  # the latest that was made so
+    # and the trainer's weights leave the device
+    made.gather_and_generate({}, mine, sleep_engine=False)
+    # the latest that was made so
+    found = made.load_ckpt(policy, str(output), load_module_only=True)
     assert torch.equal(policy.log_probs(rows).logp, before)
-    assert all(torch.equal(x, item.parameter) for x, item in zip(average.held, manager.bound, strict=True))
+    assert all(
+        torch.equal(x, item.parameter) for x, item in zip(average.held, manager.bound, strict=True)
+    )
     assert (adam_steps(manager), schedule_steps(manager)) == (1, 2), "not of the weights"
     made.load_ckpt(policy, str(output), tag="b", load_optimizer_states=False)
     assert torch.equal(policy.log_probs(rows).logp, learnt)
@@ -196,10 +225,14 @@ def megatron_body(world: Any, folder: Path, output: Path) -> Any:
     return found, sorted(path.name for path in output.iterdir()), len(judged)
 
 
-def test_the_strategy_of_megatron_generates_saves_and_loads_under_the_names_that_users_know(tmp_path: Path) -> None:
+def test_the_strategy_of_megatron_generates_saves_and_loads_under_the_names_that_users_know(
+    tmp_path: Path,
+) -> None:
     folder, output = save_tiny(tmp_path, "qwen3-tied"), tmp_path / "checkpoints"
     ranks = run_ranks(2, megatron_body, folder, output)
-    assert [judged for *_, judged in ranks] == [8, 0], "each of 8 answers is judged once, by the first process of their engine"
+    assert [judged for *_, judged in ranks] == [8, 0], (
+        "each of 8 answers is judged once, by the first process of their engine"
+    )
     for (path, state), files, _ in ranks:
         assert path == str(output / "a")
         assert state == {"consumed_samples": 12, "places": {"2": 1, "10": 2}}

@@ -15,7 +15,12 @@ from tests.layouts import build_actor
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 
-EXAMPLES = [Example((5, 9), (130, 2, 77)), Example((3,), (0,)), Example(tuple(range(20)), (7,) * 9), Example((1, 2), (3, 4))]
+EXAMPLES = [
+    Example((5, 9), (130, 2, 77)),
+    Example((3,), (0,)),
+    Example(tuple(range(20)), (7,) * 9),
+    Example((1, 2), (3, 4)),
+]
 
 
 def learn_body(world: Any, folder: Path) -> Any:

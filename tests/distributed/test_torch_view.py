@@ -48,9 +48,14 @@ def train(folder: Path, *, without: str, model: str, processes: int, layout: Par
     return "\n".join(rank.communicate(timeout=120)[0] for rank in ranks)
 
 
-# The one that would be silent always, the others with the exhaustive half: Megatron's version is pinned.
+# The one that would be silent always, the others with the exhaustive half: Megatron's version is
+# pinned.
 @pytest.mark.parametrize(
-    "patch", [patch if patch == "rng" else pytest.param(patch, marks=pytest.mark.ranks) for patch in PATCHES]
+    "patch",
+    [
+        patch if patch == "rng" else pytest.param(patch, marks=pytest.mark.ranks)
+        for patch in PATCHES
+    ],
 )
 def test_without_a_patch_training_fails(patch: str, tmp_path: Path) -> None:
     model, processes, layout = NEEDED_BY.get(patch, ("qwen2-tied", 1, DENSE))
@@ -59,8 +64,12 @@ def test_without_a_patch_training_fails(patch: str, tmp_path: Path) -> None:
     assert any(words in said for words in SAYS), said
 
 
-@pytest.mark.parametrize("case", [NEEDED_BY["streams"], pytest.param(NEEDED_BY["uneven"], marks=pytest.mark.ranks)])
-def test_with_all_patches_training_works(case: tuple[str, int, ParallelConfig], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "case", [NEEDED_BY["streams"], pytest.param(NEEDED_BY["uneven"], marks=pytest.mark.ranks)]
+)
+def test_with_all_patches_training_works(
+    case: tuple[str, int, ParallelConfig], tmp_path: Path
+) -> None:
     model, processes, layout = case
     said = train(tmp_path, without="", model=model, processes=processes, layout=layout)
     assert said.count("trained") == processes, said
@@ -75,7 +84,9 @@ def uneven_body(world: Any, sizes: list[int]) -> Any:
     group = dist.group.WORLD
     mine = torch.full((sizes[world.rank], 2), float(world.rank + 1), requires_grad=True)
     gathered = gather_from_sequence_parallel_region(mine, group=group, output_split_sizes=sizes)
-    scattered = reduce_scatter_to_sequence_parallel_region(gathered * (world.rank + 1), group=group, input_split_sizes=sizes)
+    scattered = reduce_scatter_to_sequence_parallel_region(
+        gathered * (world.rank + 1), group=group, input_split_sizes=sizes
+    )
     scattered.sum().backward()
     return gathered.detach(), scattered.detach(), mine.grad
 
@@ -85,7 +96,8 @@ def test_uneven_parts_are_gathered_and_reduced_as_nccl_would(sizes: list[int]) -
     wanted = torch.cat([torch.full((size, 2), float(rank + 1)) for rank, size in enumerate(sizes)])
     for rank, (gathered, scattered, grad) in enumerate(run_ranks(3, uneven_body, sizes)):
         assert torch.equal(gathered, wanted)
-        assert torch.equal(scattered, wanted.split(sizes)[rank] * 6)  # the processes' factors: 1 + 2 + 3
+        # the processes' factors: 1 + 2 + 3
+        assert torch.equal(scattered, wanted.split(sizes)[rank] * 6)
         assert torch.equal(grad, torch.full((sizes[rank], 2), 6.0))
 
 
@@ -98,5 +110,7 @@ def test_the_real_torch_is_left_alone() -> None:
 
 def test_it_refuses_to_come_too_late() -> None:
     late = "import megatron.core\nfrom rftmega.device import torch_view\ntorch_view.install()"
-    done = subprocess.run([sys.executable, "-c", late], capture_output=True, text=True, check=False, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", late], capture_output=True, text=True, check=False, cwd=ROOT
+    )
     assert "was imported before rftmega" in done.stderr

@@ -1,4 +1,6 @@
-"""With Transformer Engine's modules (its stub, see tests/stub_te.py) the model is the same model, under other names."""
+"""With Transformer Engine's modules (its stub, see tests/stub_te.py) the model is the same model,
+under other names.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -13,16 +15,39 @@ from rftmega.config import ParallelConfig
 from rftmega.megatron.dist_checkpoint_reader import NORMS
 from rftmega.weights import EngineWeights, Exporter, export_hf_folder
 from tests.block_engine import BlockEngine
-from tests.distributed.test_checkpoints import PLAIN, SHARDED, STEPS, resume_body, save_body, tensors
-from tests.invariance import ALONE, ENGINE, LAYOUTS, Layout, Setting, differences, learn_body, runs_of
+from tests.distributed.test_checkpoints import (
+    PLAIN,
+    SHARDED,
+    STEPS,
+    resume_body,
+    save_body,
+    tensors,
+)
+from tests.invariance import (
+    ALONE,
+    ENGINE,
+    LAYOUTS,
+    Layout,
+    Setting,
+    differences,
+    learn_body,
+    runs_of,
+)
 from tests.layouts import build_manager, packed_logits
 from tests.ranks import LOCAL, TRANSFORMER_ENGINE, run_ranks
 from tests.tiny_models import VARIANTS, save_tiny, transformers_logits
 
 P = ParallelConfig
-ROWS = [[5, 9, 130, 2, 77], [3, 0], [int(x) for x in torch.arange(40) * 37 % 131], [1, 2, 3, 4, 5, 6]]
+ROWS = [
+    [5, 9, 130, 2, 77],
+    [3, 0],
+    [int(x) for x in torch.arange(40) * 37 % 131],
+    [1, 2, 3, 4, 5, 6],
+]
 FAST = ["qwen2-tied", "mistral-window", "qwen2-moe", "deepseek-v3"]
-SLOW = [pytest.param(variant, marks=pytest.mark.ranks) for variant in VARIANTS if variant not in FAST]
+SLOW = [
+    pytest.param(variant, marks=pytest.mark.ranks) for variant in VARIANTS if variant not in FAST
+]
 
 
 def sparse(variant: str) -> bool:
@@ -33,8 +58,12 @@ def model_body(world: Any, folder: Path, exported: Path, parallel: ParallelConfi
     """(names of parameters, logits); what is exported and pushed is what was loaded."""
     manager = build_manager(folder, parallel)
     assert manager.config.gradient_accumulation_fusion and manager.config.bias_activation_fusion
-    assert manager.config.apply_rope_fusion == (not (manager.description.latent or manager.description.rope.yarn))
-    assert not manager.chunks[-1].output_layer.gradient_accumulation_fusion, "Megatron's own layer would need apex"
+    assert manager.config.apply_rope_fusion == (
+        not (manager.description.latent or manager.description.rope.yarn)
+    )
+    assert not manager.chunks[-1].output_layer.gradient_accumulation_fusion, (
+        "Megatron's own layer would need apex"
+    )
     disk = load_file(folder / "model.safetensors")
     exporter = Exporter(manager.bound, manager.topology, bucket_bytes=30_000)
     out = {name: tensor.clone() for name, tensor in exporter}
@@ -45,32 +74,47 @@ def model_body(world: Any, folder: Path, exported: Path, parallel: ParallelConfi
     EngineWeights(manager.bound, engine, bucket_bytes=10_000).push(version=1)
     assert engine.loaded.keys() == disk.keys()
     assert all(torch.equal(engine.loaded[name], engine.block(name, disk[name])) for name in disk)
-    return {name for chunk in manager.chunks for name, _ in chunk.named_parameters()}, packed_logits(manager, ROWS)
+    return {
+        name for chunk in manager.chunks for name, _ in chunk.named_parameters()
+    }, packed_logits(manager, ROWS)
 
 
 @pytest.mark.parametrize("variant", [*FAST, *SLOW])
-def test_every_family_binds_loads_computes_exports_and_pushes_under_the_fused_names(variant: str, tmp_path: Path) -> None:
+def test_every_family_binds_loads_computes_exports_and_pushes_under_the_fused_names(
+    variant: str, tmp_path: Path
+) -> None:
     folder, exported = save_tiny(tmp_path / "model", variant), tmp_path / "exported"
     parallel = P(tensor=2, sequence=sparse(variant))
-    (names, logits), _ = run_ranks(2, model_body, folder, exported, parallel, preloaded=TRANSFORMER_ENGINE)
+    (names, logits), _ = run_ranks(
+        2, model_body, folder, exported, parallel, preloaded=TRANSFORMER_ENGINE
+    )
     wanted = torch.cat([rows[:-1] for rows in transformers_logits(exported, ROWS)])
     assert (logits - wanted).abs().max() < 1e-5
     fused = {name.partition("layers.")[2].partition(".")[2] for name in names}
     latent = variant.startswith("deepseek")
-    assert ("self_attention.linear_kv_up_proj" if latent else "self_attention.linear_qkv") + ".layer_norm_weight" in fused
+    assert (
+        "self_attention.linear_kv_up_proj" if latent else "self_attention.linear_qkv"
+    ) + ".layer_norm_weight" in fused
     assert ("mlp.experts.linear_fc2.weight3" in fused) == sparse(variant)
-    assert ("mlp.linear_fc1.layer_norm_weight" in fused) == (variant not in ("mixtral", "qwen3-moe-plain-weights"))
+    assert ("mlp.linear_fc1.layer_norm_weight" in fused) == (
+        variant not in ("mixtral", "qwen3-moe-plain-weights")
+    )
 
 
 @pytest.fixture(scope="module", params=list(ENGINE))
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+def model(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Path]:
     return request.param, save_tiny(tmp_path_factory.mktemp(request.param), request.param)
 
 
-FEW = {"qwen3": "TP2 x CP2, SP", "qwen3-moe": "EP2 x TP2 x ETP2", "deepseek-v3": "TP2, SP"}  # all of them: tests/invariance.py
+# all of them: tests/invariance.py
+FEW = {"qwen3": "TP2 x CP2, SP", "qwen3-moe": "EP2 x TP2 x ETP2", "deepseek-v3": "TP2, SP"}
 
 
-def test_three_updates_are_those_of_the_local_modules_in_one_process(model: tuple[str, Path]) -> None:
+def test_three_updates_are_those_of_the_local_modules_in_one_process(
+    model: tuple[str, Path],
+) -> None:
     variant, folder = model
     ((alone,),) = runs_of(folder, ALONE, [Setting()])
     (found,) = runs_of(folder, ENGINE[variant][f"{FEW[variant]}, Transformer Engine"], [Setting()])
@@ -83,12 +127,16 @@ def unmended_body(world: Any, folder: Path, layout: Layout) -> Any:
     return learn_body(world, folder, layout, [Setting()])[0]
 
 
-def test_without_our_mending_whole_down_projections_count_once_a_rank_in_the_norm(tmp_path: Path) -> None:
+def test_without_our_mending_whole_down_projections_count_once_a_rank_in_the_norm(
+    tmp_path: Path,
+) -> None:
     """The stub has the fault that Transformer Engine has, so its absence above is our doing."""
     folder = save_tiny(tmp_path, "deepseek-v3")
     ((alone,),) = runs_of(folder, ALONE, [Setting()])
     layout = LAYOUTS["deepseek-v3"]["TP2, SP"]
-    found = run_ranks(2, unmended_body, folder, layout, preloaded=TRANSFORMER_ENGINE)[0]["grad_norm"]
+    found = run_ranks(2, unmended_body, folder, layout, preloaded=TRANSFORMER_ENGINE)[0][
+        "grad_norm"
+    ]
     assert (found / alone["grad_norm"] > 1.005).all(), (found, alone["grad_norm"])
 
 
@@ -102,7 +150,14 @@ SWAPS = [
     ("deepseek-v3", LOCAL, TRANSFORMER_ENGINE, P(tensor=2, sequence=True), P(expert=2), SHARDED),
     ("qwen3-moe", TRANSFORMER_ENGINE, LOCAL, P(expert=2), P(pipeline=2), SHARDED),
     *(
-        pytest.param(variant, *way, P(tensor=2, sequence=True), P(pipeline=2), optimizer, marks=pytest.mark.ranks)
+        pytest.param(
+            variant,
+            *way,
+            P(tensor=2, sequence=True),
+            P(pipeline=2),
+            optimizer,
+            marks=pytest.mark.ranks,
+        )
         for variant in ("qwen3", "qwen3-moe", "deepseek-v3", "deepseek-v3-yarn-plain-queries")
         for way in ((LOCAL, TRANSFORMER_ENGINE), (TRANSFORMER_ENGINE, LOCAL))
         for optimizer in (PLAIN, SHARDED)
@@ -112,15 +167,30 @@ SWAPS = [
 
 @pytest.mark.parametrize(("variant", "first", "second", "before", "after", "optimizer"), SWAPS)
 def test_a_run_saved_with_one_kind_of_modules_goes_on_with_the_other(
-    variant: str, first: str, second: str, before: ParallelConfig, after: ParallelConfig, optimizer: Any, tmp_path: Path
+    variant: str,
+    first: str,
+    second: str,
+    before: ParallelConfig,
+    after: ParallelConfig,
+    optimizer: Any,
+    tmp_path: Path,
 ) -> None:
-    folder, kept, again = save_tiny(tmp_path / "model", variant), tmp_path / "kept", tmp_path / "again"
+    folder, kept, again = (
+        save_tiny(tmp_path / "model", variant),
+        tmp_path / "kept",
+        tmp_path / "again",
+    )
     case = (before, optimizer, "float32", 0.0)
     expected, *_ = run_ranks(2, save_body, folder, kept, case, {}, preloaded=first)
-    found, *_ = run_ranks(2, resume_body, folder, kept, again, (after, optimizer, "float32", 0.0), preloaded=second)
+    found, *_ = run_ranks(
+        2, resume_body, folder, kept, again, (after, optimizer, "float32", 0.0), preloaded=second
+    )
     assert len(found) == STEPS
     assert found == pytest.approx(expected, rel=1e-5)
-    saved, back = ({local_name(key): tensor for key, tensor in tensors(each / "step_000003").items()} for each in (kept, again))
+    saved, back = (
+        {local_name(key): tensor for key, tensor in tensors(each / "step_000003").items()}
+        for each in (kept, again)
+    )
     assert saved.keys() == back.keys()
     assert all(torch.equal(saved[key], back[key]) for key in saved)
 
@@ -131,11 +201,18 @@ def convert_body(world: Any, source: Path, target: Path) -> None:
 
 def loaded_body(world: Any, folder: Path) -> Any:
     manager = build_manager(folder, P())
-    return {name: tensor.clone() for name, tensor in Exporter(manager.bound, manager.topology, bucket_bytes=2**20)}
+    return {
+        name: tensor.clone()
+        for name, tensor in Exporter(manager.bound, manager.topology, bucket_bytes=2**20)
+    }
 
 
-@pytest.mark.parametrize("variant", ["qwen3-moe", pytest.param("deepseek-v3", marks=pytest.mark.ranks)])
-def test_a_distributed_checkpoint_of_either_kind_of_modules_starts_the_other(variant: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "variant", ["qwen3-moe", pytest.param("deepseek-v3", marks=pytest.mark.ranks)]
+)
+def test_a_distributed_checkpoint_of_either_kind_of_modules_starts_the_other(
+    variant: str, tmp_path: Path
+) -> None:
     source = save_tiny(tmp_path / "hf", variant)
     disk = load_file(source / "model.safetensors")
     for one, other in ((LOCAL, TRANSFORMER_ENGINE), (TRANSFORMER_ENGINE, LOCAL)):

@@ -1,4 +1,6 @@
-"""Real vLLM in the trainer's processes: after a push it says what the trainer says, and what transformers says."""
+"""Real vLLM in the trainer's processes: after a push it says what the trainer says, and what
+transformers says.
+"""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -26,7 +28,11 @@ from tests.layouts import build_actor, build_manager, rows_of
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 
-PROMPTS = [Prompt((5, 9, 100)), Prompt((3,)), Prompt((5, 9, 100, 7, 7, 7, 8, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12))]
+PROMPTS = [
+    Prompt((5, 9, 100)),
+    Prompt((3,)),
+    Prompt((5, 9, 100, 7, 7, 7, 8, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12)),
+]
 STOP = 1
 
 
@@ -76,30 +82,43 @@ def agreement_body(world: Any, folder: Path, parallel: ParallelConfig, engine_si
     from rftmega.rollout.vllm import VLLMEngine
 
     os.environ["LOCAL_WORLD_SIZE"] = str(world.size)
-    config = RolloutConfig(tensor=engine_size, max_prompt_tokens=32, max_response_tokens=12, cpu_cache_gib=0.05, max_batch=8)
+    config = RolloutConfig(
+        tensor=engine_size,
+        max_prompt_tokens=32,
+        max_response_tokens=12,
+        cpu_cache_gib=0.05,
+        max_batch=8,
+    )
     actor = build_actor(folder, parallel, temperature=0.7, token_cap=512)
     engine = VLLMEngine(folder, config, world, dtype="float32", stop_ids=[STOP])
     oracle = TransformersEngine(folder, config, stop_ids=[STOP], where=torch.device("cpu"))
     turns = DevicePhases({"policy": actor.manager.residency}, engine=engine, offload=True)
-    weights = ColocatedWeights(EngineWeights(actor.manager.bound, engine, bucket_bytes=50_000), turns)
+    weights = ColocatedWeights(
+        EngineWeights(actor.manager.bound, engine, bucket_bytes=50_000), turns
+    )
     shared = EnginePool(engine, turns, world, weights, processes_per_engine=engine_size, restarts=1)
     policy = ColocatedPolicy(actor, turns)
     exporter = Exporter(actor.manager.bound, actor.topology, bucket_bytes=50_000)
     found = []
     for version in range(2):  # the second time other weights, the same prompts: no stale cache
-        with pytest.raises(EngineError, match="half"):  # the first layer's queries, and no keys and values
+        # the first layer's queries, and no keys and values
+        with pytest.raises(EngineError, match="half"):
             engine.load_weights(broken_off(exporter), version=99)
         weights.push(version=version)
         oracle.load_weights(exporter, version=version)
-        with pytest.raises(KeyboardInterrupt):  # the others are still in the engine then, and must not come back
+        # the others are still in the engine then, and must not come back
+        with pytest.raises(KeyboardInterrupt):
             engine.generate(PROMPTS, seeds=[1, 2, 3], temperature=0.7, finished=interrupt)
         answers = shared.generate(PROMPTS, seeds=[1, 2, 3], temperature=0.7)
-        assert by_loader_itself(weights, shared, version) == answers, "recorded copies are not the loader's"
+        assert by_loader_itself(weights, shared, version) == answers, (
+            "recorded copies are not the loader's"
+        )
         with broken_once(engine):
             mended = shared.generate(PROMPTS, seeds=[1, 2, 3], temperature=0.7)
         again = shared.generate(PROMPTS[::-1], seeds=[3, 2, 1], temperature=0.7)[::-1]
         rows = rows_of(
-            [[*p.token_ids, *a.token_ids] for p, a in zip(PROMPTS, answers, strict=True)], [len(p.token_ids) for p in PROMPTS]
+            [[*p.token_ids, *a.token_ids] for p, a in zip(PROMPTS, answers, strict=True)],
+            [len(p.token_ids) for p in PROMPTS],
         )
         engine_logp = torch.tensor([x for a in answers for x in a.logprobs])
         greedy = [e.generate(PROMPTS, seeds=[0] * 3, temperature=0.0) for e in (shared, oracle)]
@@ -114,18 +133,34 @@ def agreement_body(world: Any, folder: Path, parallel: ParallelConfig, engine_si
             "reasons": [(a.finish_reason, len(a.token_ids), a.token_ids[-1]) for a in answers],
         })  # fmt: skip
         plain = Experience(
-            rows.tokens, rows.prompt_lengths, rows.lengths, rows.mask, stats.logp, stats.logp, None, torch.ones_like(stats.logp)
+            rows.tokens,
+            rows.prompt_lengths,
+            rows.lengths,
+            rows.mask,
+            stats.logp,
+            stats.logp,
+            None,
+            torch.ones_like(stats.logp),
         )
         policy.step(plain, policy_loss())
-    groups = list(PolicySource(exporter).iter_groups())  # vLLM checks the order against the metadata as it goes
-    assert len(groups) == len({name.split("layers.")[1][:2] for name, _ in exporter if "layers." in name}) + 2
-    assert {name: t.shape for names, tensors in groups for name, t in zip(names, tensors, strict=True)} == {
-        meta.name: meta.shape for meta in PolicySource(exporter).metadata()
-    }
+    # vLLM checks the order against the metadata as it goes
+    groups = list(PolicySource(exporter).iter_groups())
+    assert (
+        len(groups)
+        == len({name.split("layers.")[1][:2] for name, _ in exporter if "layers." in name}) + 2
+    )
+    assert {
+        name: t.shape for names, tensors in groups for name, t in zip(names, tensors, strict=True)
+    } == {meta.name: meta.shape for meta in PolicySource(exporter).metadata()}
     engine.sleep()
     weights.push(version=2)  # wakes what it needs
     told: list[int] = []
-    answers = engine.generate(PROMPTS, seeds=[1, 2, 3], temperature=0.7, finished=lambda places, answers: told.extend(places))
+    answers = engine.generate(
+        PROMPTS,
+        seeds=[1, 2, 3],
+        temperature=0.7,
+        finished=lambda places, answers: told.extend(places),
+    )
     assert sorted(told) == [0, 1, 2]
     assert {answer.policy_version for answer in answers} == {2}
     dist.barrier()
@@ -147,15 +182,24 @@ def also(world: int, parallel: ParallelConfig, engine_size: int) -> Any:
         also(8, ParallelConfig(tensor=4, pipeline=2), 2),
         also(8, ParallelConfig(tensor=2, pipeline=2), 4),
         pytest.param("qwen3", 4, ParallelConfig(tensor=2, pipeline=2), 1, marks=pytest.mark.ranks),
-        pytest.param("llama-tied-llama3-rope", 2, ParallelConfig(pipeline=2), 1, marks=pytest.mark.ranks),
+        pytest.param(
+            "llama-tied-llama3-rope", 2, ParallelConfig(pipeline=2), 1, marks=pytest.mark.ranks
+        ),
         ("qwen2", 4, ParallelConfig(tensor=2), 2),
-        pytest.param("qwen3-tied", 2, ParallelConfig(pipeline=2, virtual_pipeline=2), 1, marks=pytest.mark.ranks),
+        pytest.param(
+            "qwen3-tied",
+            2,
+            ParallelConfig(pipeline=2, virtual_pipeline=2),
+            1,
+            marks=pytest.mark.ranks,
+        ),
     ],
 )
 def test_vllm_agrees_with_the_trainer_and_with_transformers(
     variant: str, world: int, parallel: ParallelConfig, engine_size: int, tmp_path: Path
 ) -> None:
-    folder = save_tiny(tmp_path, variant, hidden_size=128)  # vLLM's CPU attention starts at head size 32
+    # vLLM's CPU attention starts at head size 32
+    folder = save_tiny(tmp_path, variant, hidden_size=128)
     shared = Path(f"/dev/shm/-tp:0-[{'-'.join(map(str, range(engine_size)))}]-cpushm_1")
     if engine_size > 1:
         shared.touch()  # as a killed run leaves it
@@ -177,10 +221,14 @@ def test_vllm_agrees_with_the_trainer_and_with_transformers(
 
 def says_the_same(engine: Any, oracle: TransformersEngine) -> None:
     """Greedy answers, and the log-probs of their tokens."""
-    one, other = (each.generate(PROMPTS, seeds=[0] * 3, temperature=0.0) for each in (engine, oracle))
+    one, other = (
+        each.generate(PROMPTS, seeds=[0] * 3, temperature=0.0) for each in (engine, oracle)
+    )
     assert [answer.token_ids for answer in one] == [answer.token_ids for answer in other]
     for answer, wanted in zip(one, other, strict=True):
-        torch.testing.assert_close(torch.tensor(answer.logprobs), torch.tensor(wanted.logprobs), atol=2e-5, rtol=0)
+        torch.testing.assert_close(
+            torch.tensor(answer.logprobs), torch.tensor(wanted.logprobs), atol=2e-5, rtol=0
+        )
 
 
 def mixture_body(world: Any, folder: Path) -> None:
@@ -188,7 +236,9 @@ def mixture_body(world: Any, folder: Path) -> None:
     from rftmega.rollout.vllm import VLLMEngine
 
     os.environ["LOCAL_WORLD_SIZE"] = str(world.size)
-    config = RolloutConfig(tensor=2, max_prompt_tokens=32, max_response_tokens=12, cpu_cache_gib=0.05, max_batch=8)
+    config = RolloutConfig(
+        tensor=2, max_prompt_tokens=32, max_response_tokens=12, cpu_cache_gib=0.05, max_batch=8
+    )
     manager = build_manager(folder, ParallelConfig(tensor=2, sequence=True, expert=2))
     engine = VLLMEngine(folder, config, world, dtype="float32", stop_ids=[STOP])
     oracle = TransformersEngine(folder, config, stop_ids=[STOP], where=torch.device("cpu"))
@@ -202,7 +252,11 @@ def mixture_body(world: Any, folder: Path) -> None:
         weights.push(version=version)
         oracle.load_weights(exporter, version=version)
         says_the_same(engine, oracle)
-        return {name: parameter.clone() for name, parameter in model.named_parameters() if parameter.numel()}
+        return {
+            name: parameter.clone()
+            for name, parameter in model.named_parameters()
+            if parameter.numel()
+        }
 
     before = pushed(0)
     assert {name.rpartition(".")[2] for name in before} >= {"w13_weight", "w2_weight"}
@@ -214,27 +268,44 @@ def mixture_body(world: Any, folder: Path) -> None:
         weights.recording = None
         loaded = pushed(version)
         weights.recording = recording
-        assert all(torch.equal(copied[name].view(torch.int32), loaded[name].view(torch.int32)) for name in loaded)
-        assert not any(torch.equal(copied[name], before[name]) for name in before), "the push changed nothing"
+        assert all(
+            torch.equal(copied[name].view(torch.int32), loaded[name].view(torch.int32))
+            for name in loaded
+        )
+        assert not any(torch.equal(copied[name], before[name]) for name in before), (
+            "the push changed nothing"
+        )
         before = copied
     buckets = enumerate(weights.buckets)
-    left = [part for number, bucket in buckets for part in recording.of_bucket(number, bucket.units, bucket.receives)[1]]
-    assert {unit.planned[part].name for unit, part in left} == {"model.embed_tokens.weight", "lm_head.weight"}, (
-        "vLLM fills their padding; all else is copied"
-    )
+    left = [
+        part
+        for number, bucket in buckets
+        for part in recording.of_bucket(number, bucket.units, bucket.receives)[1]
+    ]
+    assert {unit.planned[part].name for unit, part in left} == {
+        "model.embed_tokens.weight",
+        "lm_head.weight",
+    }, "vLLM fills their padding; all else is copied"
     dist.barrier()
     engine.close()
 
 
 def test_a_mixtures_experts_are_copied_as_vllms_own_loader_would(tmp_path: Path) -> None:
-    run_ranks(2, mixture_body, save_tiny(tmp_path, "qwen3-moe", hidden_size=128, moe_intermediate_size=64), timeout=300)
+    run_ranks(
+        2,
+        mixture_body,
+        save_tiny(tmp_path, "qwen3-moe", hidden_size=128, moe_intermediate_size=64),
+        timeout=300,
+    )
 
 
 def family_body(world: Any, folder: Path) -> None:
     """vLLM's own loader, then again with other weights."""
     from rftmega.rollout.vllm import VLLMEngine
 
-    config = RolloutConfig(max_prompt_tokens=32, max_response_tokens=12, cpu_cache_gib=0.05, max_batch=8)
+    config = RolloutConfig(
+        max_prompt_tokens=32, max_response_tokens=12, cpu_cache_gib=0.05, max_batch=8
+    )
     engine = VLLMEngine(folder, config, world, dtype="float32", stop_ids=[STOP])
     oracle = TransformersEngine(folder, config, stop_ids=[STOP], where=torch.device("cpu"))
     tensors = load_file(folder / "model.safetensors")
@@ -242,7 +313,9 @@ def family_body(world: Any, folder: Path) -> None:
         engine.load_weights(iter(tensors.items()), version=version)
         oracle.load_weights(tensors.items(), version=version)
         says_the_same(engine, oracle)
-        tensors = {name: 1.2 * tensor if tensor.dim() > 1 else tensor for name, tensor in tensors.items()}
+        tensors = {
+            name: 1.2 * tensor if tensor.dim() > 1 else tensor for name, tensor in tensors.items()
+        }
     engine.close()
 
 
@@ -259,5 +332,7 @@ LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "
         pytest.param("qwen2-moe", {}, marks=pytest.mark.ranks),
     ],
 )
-def test_vllm_says_what_transformers_says_of_every_mixture(variant: str, changes: dict[str, int], tmp_path: Path) -> None:
+def test_vllm_says_what_transformers_says_of_every_mixture(
+    variant: str, changes: dict[str, int], tmp_path: Path
+) -> None:
     run_ranks(1, family_body, save_tiny(tmp_path, variant, hidden_size=128, **changes), timeout=300)

@@ -1,4 +1,6 @@
-"""Hangs in a push and in an abort: the watch names rank, phase and the line that hangs, whichever thread that is in."""
+"""Hangs in a push and in an abort: the watch names rank, phase and the line that hangs, whichever
+thread that is in.
+"""
 
 import os
 import sys
@@ -63,7 +65,9 @@ class HangsInALoad(ScriptedEngine):
     def _load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         super()._load_weights(self._until_it_hangs(named_tensors))
 
-    def _until_it_hangs(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def _until_it_hangs(
+        self, named_tensors: Iterable[tuple[str, Tensor]]
+    ) -> Iterator[tuple[str, Tensor]]:
         for number, named in enumerate(named_tensors):
             if self.hangs and number == 2:
                 with watched(SECONDS, self.rank, end=self.give_up):
@@ -113,23 +117,29 @@ class HangsOnce(ServerEngine):
     path = ""
 
     def _started(self, number: int) -> Server:
-        self._arguments = ["--hang", self.path, "--pause", "0.2"]  # so that one is being answered when there are enough
+        # so that one is being answered when there are enough
+        self._arguments = ["--hang", self.path, "--pause", "0.2"]
         return super()._started(number)
 
 
 def server_body(world: World, folder: Path, path: str, said: Path) -> str:
     servers_module.PROGRAM, servers_module.Server = "scripted_server", WatchedServer  # type: ignore[misc]
-    os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])  # not as tests.scripted_server: the package imports torch
+    # not as tests.scripted_server: the package imports torch
+    os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])
     WatchedServer.hung, WatchedServer.rank, HangsOnce.path = path, world.rank, path
     manager = build_manager(folder, ParallelConfig(tensor=2))
-    engine = HangsOnce(folder, RolloutConfig(max_batch=2), world, dtype="float32", stop_ids=[1], logs=said)
+    engine = HangsOnce(
+        folder, RolloutConfig(max_batch=2), world, dtype="float32", stop_ids=[1], logs=said
+    )
     turns = DevicePhases({"policy": manager.residency}, offload=False)
     weights = ColocatedWeights(SharedWeights(manager.bound, engine, bucket_bytes=10_000), turns)
     shared = ServerPool(engine, turns, world, weights, processes_per_engine=world.size, restarts=0)
     try:
         with heard(said / str(world.rank)):
             weights.push(version=4)
-            shared.generate_until(PROMPTS, seeds=SEEDS, temperature=1.0, enough=partial(at_least, 3))
+            shared.generate_until(
+                PROMPTS, seeds=SEEDS, temperature=1.0, enough=partial(at_least, 3)
+            )
     except EngineError as error:
         return str(error)
     finally:
@@ -138,9 +148,12 @@ def server_body(world: World, folder: Path, path: str, said: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("path", "phase", "asked_by"), [("update_weights", "push", "in take"), ("abort_requests", "rollout", "in _ask")]
+    ("path", "phase", "asked_by"),
+    [("update_weights", "push", "in take"), ("abort_requests", "rollout", "in _ask")],
 )
-def test_a_server_that_hangs_in_a_push_or_an_abort_is_named(path: str, phase: str, asked_by: str, tmp_path: Path) -> None:
+def test_a_server_that_hangs_in_a_push_or_an_abort_is_named(
+    path: str, phase: str, asked_by: str, tmp_path: Path
+) -> None:
     """It is asked in a thread of its own."""
     fault, _ = run_ranks(2, server_body, save_tiny(tmp_path / "model", "qwen3"), path, tmp_path)
     assert "does not answer" in fault

@@ -40,7 +40,9 @@ def export_body(world: Any, folder: Path, parallel: ParallelConfig, bucket_bytes
 
 
 FAST = ["llama-tied-llama3-rope", "qwen2"]
-SLOW = [pytest.param(variant, marks=pytest.mark.ranks) for variant in VARIANTS if variant not in FAST]
+SLOW = [
+    pytest.param(variant, marks=pytest.mark.ranks) for variant in VARIANTS if variant not in FAST
+]
 
 
 @pytest.mark.parametrize("variant", [*FAST, *SLOW])
@@ -66,8 +68,12 @@ def test_an_exported_folder_is_one_that_transformers_loads(tmp_path: Path) -> No
     source = save_tiny(tmp_path / "source", "qwen2-tied")
     run_ranks(2, folder_body, source, tmp_path / "target")
     rows = [[1, 2, 3, 4]]
-    assert torch.equal(transformers_logits(tmp_path / "target", rows)[0], transformers_logits(source, rows)[0])
-    assert json.loads((tmp_path / "target/config.json").read_text()) == json.loads((source / "config.json").read_text())
+    assert torch.equal(
+        transformers_logits(tmp_path / "target", rows)[0], transformers_logits(source, rows)[0]
+    )
+    assert json.loads((tmp_path / "target/config.json").read_text()) == json.loads(
+        (source / "config.json").read_text()
+    )
     assert sorted(p.name for p in tmp_path.iterdir()) == ["source", "target"]  # no draft left
 
 
@@ -98,11 +104,23 @@ def damaged(folder: Path, what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "complaint"),
     [
-        ("a tensor too many", "1 tensor(s) that its config.json does not lead to, 'model.layers.0.self_attn.sinks' first"),
-        ("another head", "tie_word_embeddings=true, but lm_head.weight is not model.embed_tokens.weight"),
+        (
+            "a tensor too many",
+            "1 tensor(s) that its config.json does not lead to, 'model.layers.0.self_attn.sinks' first",
+        ),
+        (
+            "another head",
+            "tie_word_embeddings=true, but lm_head.weight is not model.embed_tokens.weight",
+        ),
         ("a tensor missing", "holds no tensor 'model.layers.2.mlp.up_proj.weight'"),
-        ("a wrong shape", "model.layers.2.mlp.up_proj.weight has shape (3, 3); config.json asks for (96, 64)"),
-        ("two shapes swapped", "model.layers.2.mlp.up_proj.weight has shape (64, 96); config.json asks for (96, 64)"),
+        (
+            "a wrong shape",
+            "model.layers.2.mlp.up_proj.weight has shape (3, 3); config.json asks for (96, 64)",
+        ),
+        (
+            "two shapes swapped",
+            "model.layers.2.mlp.up_proj.weight has shape (64, 96); config.json asks for (96, 64)",
+        ),
         ("a file cut off", "model.safetensors can't be read"),
     ],
 )
@@ -122,7 +140,9 @@ def test_damaged_weights_are_refused_by_name(what: str, complaint: str, tmp_path
         ("llama", "model.layers.0.self_attn.rotary_emb.inv_freq", "model.norm.weight"),
     ],
 )
-def test_what_the_family_leaves_out_may_be_in_the_folder(variant: str, name: str, like: str, tmp_path: Path) -> None:
+def test_what_the_family_leaves_out_may_be_in_the_folder(
+    variant: str, name: str, like: str, tmp_path: Path
+) -> None:
     file = save_tiny(tmp_path, variant) / "model.safetensors"
     tensors = load_file(file)
     save_file(tensors | {name: tensors[like].clone()}, file)
@@ -184,11 +204,16 @@ def poisoned(folder: Path, places: dict[str, float]) -> None:
 @pytest.mark.parametrize(
     ("variant", "places", "dtype"),
     [
-        ("qwen2", {"model.layers.3.self_attn.v_proj.bias": math.nan, "model.norm.weight": math.inf}, "float32"),
+        (
+            "qwen2",
+            {"model.layers.3.self_attn.v_proj.bias": math.nan, "model.norm.weight": math.inf},
+            "float32",
+        ),
         ("qwen2-tied", {"model.embed_tokens.weight": math.nan}, "float32"),
         ("deepseek-v3", {"model.layers.2.mlp.gate.e_score_correction_bias": math.nan}, "float32"),
         ("qwen3-moe", {"model.layers.3.mlp.experts.3.up_proj.weight": math.nan}, "float32"),
-        ("qwen2", {"model.layers.0.mlp.down_proj.weight": 3.4e38}, "bfloat16"),  # finite in the folder, not in training
+        # finite in the folder, not in training
+        ("qwen2", {"model.layers.0.mlp.down_proj.weight": 3.4e38}, "bfloat16"),
     ],
 )
 def test_weights_that_are_not_finite_are_refused_by_name_on_all_ranks(
@@ -197,11 +222,16 @@ def test_weights_that_are_not_finite_are_refused_by_name_on_all_ranks(
     folder = save_tiny(tmp_path, variant)
     poisoned(folder, places)
     parallel = (
-        ParallelConfig(pipeline=2, expert=2) if variant == "qwen3-moe" else ParallelConfig(tensor=2, pipeline=2, sequence=True)
+        ParallelConfig(pipeline=2, expert=2)
+        if variant == "qwen3-moe"
+        else ParallelConfig(tensor=2, pipeline=2, sequence=True)
     )
     said = set(run_ranks(4, finite_body, folder, parallel, dtype))
     assert len(said) == 1
-    assert f"in {len(places)} tensor(s): {', '.join(sorted(places))}. Nothing can be learnt" in said.pop()
+    assert (
+        f"in {len(places)} tensor(s): {', '.join(sorted(places))}. Nothing can be learnt"
+        in said.pop()
+    )
 
 
 def distributed_body(world: Any, source: Path, target: Path) -> str:
@@ -212,7 +242,10 @@ def distributed_body(world: Any, source: Path, target: Path) -> str:
 def test_a_distributed_checkpoint_with_nan_is_refused_by_name(tmp_path: Path) -> None:
     source = save_tiny(tmp_path / "hf", "qwen2")
     poisoned(source, {"model.layers.1.mlp.gate_proj.weight": math.nan})
-    assert "1 tensor(s): model.layers.1.mlp.gate_proj.weight." in run_ranks(1, distributed_body, source, tmp_path / "ours")[0]
+    assert (
+        "1 tensor(s): model.layers.1.mlp.gate_proj.weight."
+        in run_ranks(1, distributed_body, source, tmp_path / "ours")[0]
+    )
 
 
 def diverged_body(world: Any, source: Path, target: Path) -> str:
@@ -220,7 +253,11 @@ def diverged_body(world: Any, source: Path, target: Path) -> str:
     exporter = Exporter(manager.bound, manager.topology, bucket_bytes=10_000)
     export_hf_folder(exporter, source, target, write=world.rank == 0)
     if world.rank == 1:
-        fused = next(item for item in manager.bound if item.hf_names[-1] == "model.layers.0.mlp.up_proj.weight")
+        fused = next(
+            item
+            for item in manager.bound
+            if item.hf_names[-1] == "model.layers.0.mlp.up_proj.weight"
+        )
         with torch.no_grad():
             fused.parameter[-1, 0] = math.nan  # gate above up
     try:
@@ -230,12 +267,19 @@ def diverged_body(world: Any, source: Path, target: Path) -> str:
     return ""
 
 
-def test_an_export_refuses_weights_that_are_not_finite_and_keeps_the_earlier_one(tmp_path: Path) -> None:
+def test_an_export_refuses_weights_that_are_not_finite_and_keeps_the_earlier_one(
+    tmp_path: Path,
+) -> None:
     source = save_tiny(tmp_path / "source", "qwen2")
     said = run_ranks(2, diverged_body, source, tmp_path / "target")
     assert said[0] == said[1]
-    assert "where an earlier export stays: model.layers.0.mlp.up_proj.weight holds NaN or infinity" in said[0]
-    kept, before = (load_file(next(folder.glob("*.safetensors"))) for folder in (tmp_path / "target", source))
+    assert (
+        "where an earlier export stays: model.layers.0.mlp.up_proj.weight holds NaN or infinity"
+        in said[0]
+    )
+    kept, before = (
+        load_file(next(folder.glob("*.safetensors"))) for folder in (tmp_path / "target", source)
+    )
     assert all(torch.equal(kept[name], before[name]) for name in before)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["source", "target"]
 
@@ -253,5 +297,8 @@ def test_a_conversion_to_hugging_face_refuses_weights_that_are_not_finite(tmp_pa
     source = save_tiny(tmp_path / "hf", "qwen2")
     poisoned(source, {"model.layers.1.mlp.gate_proj.weight": math.inf})
     said = run_ranks(1, nan_back_body, source, tmp_path / "ours", tmp_path / "back")[0]
-    assert said == f"model.layers.1.mlp.gate_proj.weight holds NaN or infinity, so it is not written to {tmp_path / 'back'}."
+    assert (
+        said
+        == f"model.layers.1.mlp.gate_proj.weight holds NaN or infinity, so it is not written to {tmp_path / 'back'}."
+    )
     assert not list((tmp_path / "back").glob("*.safetensors*"))

@@ -14,19 +14,24 @@ from rftmega.types import Completion, Prompt
 from tests.distributed.test_early_stop import NoPush, NoTurns
 from tests.ranks import run_ranks
 
-PROMPTS = [Prompt(tuple([place] * (1 + place % 4))) for place in range(14) for _ in range(2)]  # of several expected lengths
+# of several expected lengths
+PROMPTS = [Prompt(tuple([place] * (1 + place % 4))) for place in range(14) for _ in range(2)]
 SEEDS = [1000 + place for place in range(len(PROMPTS))]
 
 
 class Repeats(ScriptedEngine):
-    """Answers with the prompt, its seed and who it is; after as many steps as the prompt has tokens."""
+    """Answers with the prompt, its seed and who it is; after as many steps as the prompt has
+    tokens.
+    """
 
     def __init__(self, number: int):
         super().__init__(RolloutConfig(max_batch=3), vocabulary=9, stop_ids=[3])
         self.number = number
         self.load_weights([], version=0)
 
-    def _generate(self, prompts: Any, seeds: Any, temperature: float, finished: Any, stop: Any, more: Any) -> Any:
+    def _generate(
+        self, prompts: Any, seeds: Any, temperature: float, finished: Any, stop: Any, more: Any
+    ) -> Any:
         found: list[Completion | None] = [None] * len(prompts)
         for place in sorted(range(len(prompts)), key=lambda place: len(prompts[place].token_ids)):
             ids = (*prompts[place].token_ids, seeds[place], self.number)
@@ -39,7 +44,10 @@ class Repeats(ScriptedEngine):
 
 def scores(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
     """Of the prompt and its answer together."""
-    return [{"reward": float(sum(p.token_ids) - sum(c.token_ids[:-1]))} for p, c in zip(prompts, completions, strict=True)]
+    return [
+        {"reward": float(sum(p.token_ids) - sum(c.token_ids[:-1]))}
+        for p, c in zip(prompts, completions, strict=True)
+    ]
 
 
 def all_there(completions: Sequence[Completion | None]) -> bool:
@@ -53,8 +61,12 @@ def answers_body(world: World, per_engine: int, until: bool, by_one: bool) -> An
     shared = kind(engine, turns, world, NoPush(), processes_per_engine=per_engine, restarts=0)
     asked: dict[str, Any] = {"seeds": SEEDS, "temperature": 1.0, "reward": scores}
     ask = partial(shared.generate_until, enough=all_there) if until else shared.generate
-    found = [ask(PROMPTS, **asked) for _ in range(2)]  # the second time with the lengths of the first
-    return [[(answer.token_ids, answer.scores) for answer in answers if answer is not None] for answers in found]
+    # the second time with the lengths of the first
+    found = [ask(PROMPTS, **asked) for _ in range(2)]
+    return [
+        [(answer.token_ids, answer.scores) for answer in answers if answer is not None]
+        for answers in found
+    ]
 
 
 @pytest.mark.parametrize("until", [False, True])
@@ -62,6 +74,10 @@ def answers_body(world: World, per_engine: int, until: bool, by_one: bool) -> An
 def test_each_answer_stands_at_its_prompt(per_engine: int, by_one: bool, until: bool) -> None:
     for rounds in run_ranks(4, answers_body, per_engine, until, by_one):
         for answers in rounds:
-            assert [ids[:-1] for ids, _ in answers] == [(*p.token_ids, seed) for p, seed in zip(PROMPTS, SEEDS, strict=True)]
+            assert [ids[:-1] for ids, _ in answers] == [
+                (*p.token_ids, seed) for p, seed in zip(PROMPTS, SEEDS, strict=True)
+            ]
             assert [score for _, score in answers] == [{"reward": -float(seed)} for seed in SEEDS]
-            assert len({ids[-1] for ids, _ in answers}) == (1 if by_one else 4 // per_engine), "an engine has nothing to do"
+            assert len({ids[-1] for ids, _ in answers}) == (1 if by_one else 4 // per_engine), (
+                "an engine has nothing to do"
+            )

@@ -23,8 +23,9 @@ def arithmetic(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_arithmetic(folder: Path) -> None:
-    """model/ (random Qwen3 of 4 layers with the demo's tokenizer), train.jsonl, eval.jsonl, pairs.jsonl (the right sum and the
-    next number); run.yaml learns from rewards, given.yaml from what is given.
+    """model/ (random Qwen3 of 4 layers with the demo's tokenizer), train.jsonl, eval.jsonl,
+    pairs.jsonl (the right sum and the next number); run.yaml learns from rewards, given.yaml from
+    what is given.
     """
     import make_data
     import warm_start
@@ -32,12 +33,22 @@ def write_arithmetic(folder: Path) -> None:
     from tests.tiny_models import save_tiny
 
     make_data.write(folder)
-    (folder / "eval.jsonl").write_text("\n".join((folder / "eval.jsonl").read_text().splitlines()[:8]))
+    (folder / "eval.jsonl").write_text(
+        "\n".join((folder / "eval.jsonl").read_text().splitlines()[:8])
+    )
     encode = warm_start.tokenizer()
-    save_tiny(folder / "model", "qwen3", vocab_size=len(warm_start.SYMBOLS), eos_token_id=encode.eos_token_id)
+    save_tiny(
+        folder / "model",
+        "qwen3",
+        vocab_size=len(warm_start.SYMBOLS),
+        eos_token_id=encode.eos_token_id,
+    )
     encode.save_pretrained(folder / "model")
     records = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
-    pairs = [{"prompt": r["prompt"], "chosen": r["label"], "rejected": str(int(r["label"]) + 1)} for r in records]
+    pairs = [
+        {"prompt": r["prompt"], "chosen": r["label"], "rejected": str(int(r["label"]) + 1)}
+        for r in records
+    ]
     for name, part in (("pairs", pairs[:-16]), ("held_out_pairs", pairs[-16:])):
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, part)))
     (folder / "given.yaml").write_text(f"""
@@ -59,11 +70,26 @@ trainer: {{steps: 3, prompts_per_step: 8, max_tokens_per_micro_batch: 64, export
 """)
 
 
-def train_rl(*arguments: object, timeout: float = 240, planted: str = "") -> subprocess.CompletedProcess[str]:
-    """The program with these arguments, as a user would start it; with a fault of `planted.py` in its ranks."""
+def train_rl(
+    *arguments: object, timeout: float = 240, planted: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """The program with these arguments, as a user would start it; with a fault of `planted.py` in
+    its ranks.
+    """
     program = ["-m", "tests.e2e.planted"] if planted else [str(ROOT / "train_rl.py")]
-    command, environment = [sys.executable, *program, *map(str, arguments)], os.environ | {"PLANTED": planted}
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False, cwd=ROOT, env=environment)
+    command, environment = (
+        [sys.executable, *program, *map(str, arguments)],
+        os.environ | {"PLANTED": planted},
+    )
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+        cwd=ROOT,
+        env=environment,
+    )
 
 
 @pytest.fixture
@@ -82,4 +108,7 @@ UNLIKE = ("time", "seconds", "per_second", "work_", "memory_", "tflops", "mfu", 
 
 def numbers_of(output: Path) -> list[dict[str, Any]]:
     """Metrics that a run which is repeated gives again."""
-    return [{name: x for name, x in line.items() if not any(word in name for word in UNLIKE)} for line in metrics_of(output)]
+    return [
+        {name: x for name, x in line.items() if not any(word in name for word in UNLIKE)}
+        for line in metrics_of(output)
+    ]

@@ -1,4 +1,5 @@
-"""train_rl.py with a fault planted in its ranks: `PLANTED=slow python -m tests.e2e.planted CONFIG option=value ... --processes N`
+"""train_rl.py with a fault planted in its ranks: `PLANTED=slow python -m tests.e2e.planted CONFIG
+option=value ... --processes N`
 
 slow     In each update, which must be one micro-batch, rank 1 waits until rank 0 has computed its own; then ten times as long:
          whatever the machine does, it is the slowest. Standing still for half a second is named.
@@ -68,7 +69,9 @@ def seconds_of(noted: Path, update: int) -> float:
 
 
 def struck(kind: str, note: Path) -> None:
-    """`note` holds the answers of that rollout that were there before the kill, and after the restart of the servers."""
+    """`note` holds the answers of that rollout that were there before the kill, and after the
+    restart of the servers.
+    """
     from rftmega.rollout.servers import ServerEngine
 
     plain, answers = ServerEngine._completion, 0
@@ -89,7 +92,11 @@ def kill(kind: str, server: int) -> None:
     if kind == "server":
         os.killpg(server, signal.SIGKILL)
         return
-    (core,) = (child for child in psutil.Process(server).children() if ENGINE_CORE in " ".join(child.cmdline()))
+    (core,) = (
+        child
+        for child in psutil.Process(server).children()
+        if ENGINE_CORE in " ".join(child.cmdline())
+    )
     core.kill()
 
 

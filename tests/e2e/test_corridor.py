@@ -13,7 +13,9 @@ MOST = 11
 
 
 def calls_body(world: object, config: Path, output: Path) -> list[str]:
-    """The functions of ours on the stack when the optimizer acts, of a run that is started as torchrun starts one."""
+    """The functions of ours on the stack when the optimizer acts, of a run that is started as
+    torchrun starts one.
+    """
     import train_rl
     from rftmega.megatron.manager import MegatronModelManager
     from rftmega.parallel import process_group
@@ -25,7 +27,9 @@ def calls_body(world: object, config: Path, output: Path) -> list[str]:
         real_step = self.optimizer.step_with_ready_grads
 
         def step() -> object:
-            found[:] = [f"{Path(each.filename).name}:{each.name}" for each in traceback.extract_stack()]
+            found[:] = [
+                f"{Path(each.filename).name}:{each.name}" for each in traceback.extract_stack()
+            ]
             return real_step()
 
         self.optimizer.step_with_ready_grads = step

@@ -42,8 +42,15 @@ def running(arithmetic: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]
 
 
 def ranks_of(process: subprocess.Popen[str]) -> dict[int, psutil.Process]:
-    titled = {child: " ".join(child.cmdline()) for child in psutil.Process(process.pid).children(recursive=True)}
-    return {int(title.split()[-1]): child for child, title in titled.items() if title.startswith("rftmega rank")}
+    titled = {
+        child: " ".join(child.cmdline())
+        for child in psutil.Process(process.pid).children(recursive=True)
+    }
+    return {
+        int(title.split()[-1]): child
+        for child, title in titled.items()
+        if title.startswith("rftmega rank")
+    }
 
 
 def assert_gone(ranks: dict[int, psutil.Process]) -> None:
@@ -51,10 +58,13 @@ def assert_gone(ranks: dict[int, psutil.Process]) -> None:
     assert alive == []
 
 
-def test_killing_one_rank_ends_the_others_within_30_seconds_and_names_it(running: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_killing_one_rank_ends_the_others_within_30_seconds_and_names_it(
+    running: subprocess.Popen[str], tmp_path: Path
+) -> None:
     ranks = ranks_of(running)
     assert set(ranks) == {0, 1}
-    assert json.loads((tmp_path / "out" / FILE).read_text())["pid"] == running.pid  # it outlives ranks that start again
+    # it outlives ranks that start again
+    assert json.loads((tmp_path / "out" / FILE).read_text())["pid"] == running.pid
     begin = time.monotonic()
     ranks[1].kill()
     _, errors = running.communicate(timeout=30)
@@ -64,8 +74,12 @@ def test_killing_one_rank_ends_the_others_within_30_seconds_and_names_it(running
     assert_gone(ranks)
 
 
-@pytest.mark.parametrize("stop", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.ranks)])
-def test_ctrl_c_and_terminate_leave_no_process_behind(stop: signal.Signals, running: subprocess.Popen[str]) -> None:
+@pytest.mark.parametrize(
+    "stop", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.ranks)]
+)
+def test_ctrl_c_and_terminate_leave_no_process_behind(
+    stop: signal.Signals, running: subprocess.Popen[str]
+) -> None:
     ranks = ranks_of(running)
     if stop == signal.SIGINT:
         os.killpg(running.pid, stop)  # a terminal sends Ctrl-C to all
@@ -78,24 +92,38 @@ def test_ctrl_c_and_terminate_leave_no_process_behind(stop: signal.Signals, runn
     assert_gone(ranks)
 
 
-def test_a_second_run_in_the_folder_of_a_first_is_refused(arithmetic: Path, tmp_path: Path, train: Run) -> None:
+def test_a_second_run_in_the_folder_of_a_first_is_refused(
+    arithmetic: Path, tmp_path: Path, train: Run
+) -> None:
     output = tmp_path / "out"
     with locked(output, "run"):
-        done = train(arithmetic / "run.yaml", f"trainer.output={output}", "trainer.steps=1", "--processes", 2)
+        done = train(
+            arithmetic / "run.yaml", f"trainer.output={output}", "trainer.steps=1", "--processes", 2
+        )
     assert done.returncode == 2
-    assert f"{output} is in use by another run, process {os.getpid()} on {socket.gethostname()}, since 20" in done.stderr
+    assert (
+        f"{output} is in use by another run, process {os.getpid()} on {socket.gethostname()}, since 20"
+        in done.stderr
+    )
     assert not output.exists()
 
 
 def bad_lines(arithmetic: Path, tmp_path: Path) -> str:
     bad = tmp_path / "bad.jsonl"
-    lines = ['{"prompt": "1+1=", "label": "2"}', '{"prompt": "11111+11111=", "label": "1"}', "{prompt", '{"prompt": "1+1="}']
+    lines = [
+        '{"prompt": "1+1=", "label": "2"}',
+        '{"prompt": "11111+11111=", "label": "1"}',
+        "{prompt",
+        '{"prompt": "1+1="}',
+    ]
     bad.write_text("\n".join(lines) + "\n")
     return f"data.train={bad}"
 
 
 def without_weights(arithmetic: Path, tmp_path: Path) -> str:
-    shutil.copytree(arithmetic / "model", tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    shutil.copytree(
+        arithmetic / "model", tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors")
+    )
     return f"model.path={tmp_path / 'model'}"
 
 
@@ -115,10 +143,18 @@ BAD = {
 
 
 @pytest.mark.parametrize("what", list(BAD))
-def test_bad_input_is_one_clear_error_and_nothing_is_written(what: str, arithmetic: Path, tmp_path: Path, train: Run) -> None:
+def test_bad_input_is_one_clear_error_and_nothing_is_written(
+    what: str, arithmetic: Path, tmp_path: Path, train: Run
+) -> None:
     make, *complaints = BAD[what]
     output = tmp_path / "out"
-    done = train(arithmetic / "run.yaml", make(arithmetic, tmp_path), f"trainer.output={output}", "--processes", 2)
+    done = train(
+        arithmetic / "run.yaml",
+        make(arithmetic, tmp_path),
+        f"trainer.output={output}",
+        "--processes",
+        2,
+    )
     assert done.returncode == 2
     for complaint in complaints:
         assert complaint in done.stderr
@@ -127,21 +163,27 @@ def test_bad_input_is_one_clear_error_and_nothing_is_written(what: str, arithmet
     assert not output.exists()
 
 
-def test_an_error_of_one_rank_alone_reaches_the_user(arithmetic: Path, tmp_path: Path, train: Run) -> None:
+def test_an_error_of_one_rank_alone_reaches_the_user(
+    arithmetic: Path, tmp_path: Path, train: Run
+) -> None:
     """The missing tensor belongs to the second stage: rank 0 never hears of it."""
     model = tmp_path / "model"
     shutil.copytree(arithmetic / "model", model)
     tensors = load_file(model / "model.safetensors")
     del tensors["model.layers.3.mlp.up_proj.weight"]
     save_file(tensors, model / "model.safetensors")
-    done = train(arithmetic / "run.yaml", f"model.path={model}", "parallel.pipeline=2", "--processes", 2)
+    done = train(
+        arithmetic / "run.yaml", f"model.path={model}", "parallel.pipeline=2", "--processes", 2
+    )
     assert done.returncode == 2
     assert done.stderr.count("error: ") == 1
     assert "holds no tensor 'model.layers.3.mlp.up_proj.weight'" in done.stderr
 
 
 @pytest.mark.ranks
-def test_a_rank_that_is_ten_times_as_slow_is_named_and_the_run_goes_on(arithmetic: Path, tmp_path: Path, train: Run) -> None:
+def test_a_rank_that_is_ten_times_as_slow_is_named_and_the_run_goes_on(
+    arithmetic: Path, tmp_path: Path, train: Run
+) -> None:
     options = [
         "--processes",
         2,
@@ -155,10 +197,15 @@ def test_a_rank_that_is_ten_times_as_slow_is_named_and_the_run_goes_on(arithmeti
     steps = metrics_of(tmp_path)[1:]
     assert [step["work_update_slowest"] for step in steps] == [1.0] * 4
     assert all(step["work_update_max"] > 10 * step["work_update_median"] for step in steps)
-    assert done.stdout.count(f"rank 1 on {socket.gethostname()} is slow: in update it worked for") == 1, done.stdout
+    assert (
+        done.stdout.count(f"rank 1 on {socket.gethostname()} is slow: in update it worked for") == 1
+    ), done.stdout
     assert f"rank 0 on {socket.gethostname()} is slow" not in done.stdout
     place = f"{ROOT / 'tests/e2e/planted.py'}:"
-    assert any("rank 1 on" in line and "stands still" in line and place in line for line in done.stdout.splitlines())
+    assert any(
+        "rank 1 on" in line and "stands still" in line and place in line
+        for line in done.stdout.splitlines()
+    )
 
 
 SERVERS = ["--processes", 2, "strategy=separate", "rollout.engine=vllm", "rollout.servers=2", "rollout.max_batch=2",
@@ -179,13 +226,23 @@ def undisturbed(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 def test_a_server_that_is_killed_in_a_generation_costs_the_run_nothing(
     what: str, undisturbed: Path, arithmetic: Path, tmp_path: Path, train: Run
 ) -> None:
-    done = train(arithmetic / "run.yaml", *SERVERS, f"trainer.output={tmp_path}", planted=what, timeout=900)
+    done = train(
+        arithmetic / "run.yaml", *SERVERS, f"trainer.output={tmp_path}", planted=what, timeout=900
+    )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("engines start again (1 of 2), for what is unanswered: The vLLM server at") == 1, done.stdout
+    assert (
+        done.stdout.count(
+            "engines start again (1 of 2), for what is unanswered: The vLLM server at"
+        )
+        == 1
+    ), done.stdout
     assert (tmp_path / "struck").read_text() == "32", "an answer was generated twice, or never"
     for ours, theirs in zip(numbers_of(tmp_path), numbers_of(undisturbed), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5), ours["step"]
-    struck, whole = (load_file(output / "policy/model-00001-of-00001.safetensors") for output in (tmp_path, undisturbed))
+    struck, whole = (
+        load_file(output / "policy/model-00001-of-00001.safetensors")
+        for output in (tmp_path, undisturbed)
+    )
     assert struck.keys() == whole.keys()
     for name, tensor in whole.items():
         torch.testing.assert_close(struck[name], tensor, rtol=1e-3, atol=1e-5, msg=name)

@@ -1,4 +1,6 @@
-"""The demo learns under every layout, and every recipe of examples/arithmetic with every seed: run by `make learning`."""
+"""The demo learns under every layout, and every recipe of examples/arithmetic with every seed: run
+by `make learning`.
+"""
 
 import json
 import os
@@ -11,7 +13,13 @@ import pytest
 from tests import learning
 from tests.e2e.conftest import ROOT
 
-LAYOUTS = {"TP2-PP2": (4, 2, 2), "DP4": (4, 1, 1), "TP4": (4, 4, 1), "PP4": (4, 1, 4), "one-process": (1, 1, 1)}
+LAYOUTS = {
+    "TP2-PP2": (4, 2, 2),
+    "DP4": (4, 1, 1),
+    "TP4": (4, 4, 1),
+    "PP4": (4, 1, 4),
+    "one-process": (1, 1, 1),
+}
 
 
 @pytest.mark.learning
@@ -19,8 +27,18 @@ LAYOUTS = {"TP2-PP2": (4, 2, 2), "DP4": (4, 1, 1), "TP4": (4, 4, 1), "PP4": (4, 
 def test_held_out_accuracy_rises_by_20_points(layout: str) -> None:
     processes, tensor, pipeline = LAYOUTS[layout]
     output = f"runs/learning/{layout}"
-    overrides = [f"parallel.tensor={tensor}", f"parallel.pipeline={pipeline}", f"trainer.output={output}"]
-    demo = [sys.executable, str(ROOT / "examples/arithmetic/demo.py"), "--processes", str(processes), *overrides]
+    overrides = [
+        f"parallel.tensor={tensor}",
+        f"parallel.pipeline={pipeline}",
+        f"trainer.output={output}",
+    ]
+    demo = [
+        sys.executable,
+        str(ROOT / "examples/arithmetic/demo.py"),
+        "--processes",
+        str(processes),
+        *overrides,
+    ]
     subprocess.run(demo, check=True, timeout=900, cwd=ROOT)
     summary = json.loads((ROOT / output / "summary.json").read_text())
     assert summary["accuracy_after"] - summary["accuracy_before"] >= 0.2
@@ -43,7 +61,10 @@ def test_a_run_that_has_ended_is_repeated_only_where_what_it_learnt_from_has_cha
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(learning, "ROOT", tmp_path)
-    weights, run = tmp_path / "runs/demo/model/model.safetensors", tmp_path / "runs/learning/ppo-1/run.json"
+    weights, run = (
+        tmp_path / "runs/demo/model/model.safetensors",
+        tmp_path / "runs/learning/ppo-1/run.json",
+    )
     data = tmp_path / "runs/demo/data/train.jsonl"
     for file in (weights, run, data):
         file.parent.mkdir(parents=True)
@@ -61,7 +82,9 @@ def test_a_run_that_has_ended_is_repeated_only_where_what_it_learnt_from_has_cha
 
 
 def test_every_recipe_of_the_example_is_in_the_table() -> None:
-    assert {file.stem for file in (learning.EXAMPLE / "recipes").glob("*.yaml")} == set(learning.RUNS)
+    assert {file.stem for file in (learning.EXAMPLE / "recipes").glob("*.yaml")} == set(
+        learning.RUNS
+    )
 
 
 def test_what_is_asked_is_a_rise_and_an_end() -> None:
@@ -70,15 +93,24 @@ def test_what_is_asked_is_a_rise_and_an_end() -> None:
     assert not learning.Asked(end=0.9).met(0.0, 0.899)
 
 
-def test_thoughts_are_equal_sums_and_of_no_prompt_that_is_learnt_from_or_held_out(tmp_path: Path) -> None:
+def test_thoughts_are_equal_sums_and_of_no_prompt_that_is_learnt_from_or_held_out(
+    tmp_path: Path,
+) -> None:
     import make_data
 
     make_data.write(tmp_path)
-    given = {name: [json.loads(line) for line in (tmp_path / f"{name}.jsonl").open()] for name in ("thoughts", "train", "eval")}
+    given = {
+        name: [json.loads(line) for line in (tmp_path / f"{name}.jsonl").open()]
+        for name in ("thoughts", "train", "eval")
+    }
     for example in given["thoughts"]:
         thought, answer = example["label"].split("=")
         asked = example["prompt"].removesuffix("=")
         assert sum(map(int, asked.split("+"))) == sum(map(int, thought.split("+"))) == int(answer)
     prompts = {example["prompt"] for example in given["thoughts"]}
-    assert prompts.isdisjoint(example["prompt"] for name in ("train", "eval") for example in given[name])
-    assert len({(example["prompt"], example["label"]) for example in given["thoughts"]}) > 4 * len(prompts)
+    assert prompts.isdisjoint(
+        example["prompt"] for name in ("train", "eval") for example in given[name]
+    )
+    assert len({(example["prompt"], example["label"]) for example in given["thoughts"]}) > 4 * len(
+        prompts
+    )

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from tests.e2e.conftest import ROOT, Run, metrics_of
 
-# The program as often as asked: its imports, and those of the server that ranks are forked from, are most of a start.
+# The program as often as asked: its imports, and those of the server that ranks are forked from,
+# are most of a start.
 SEVERAL_RUNS = """
 import json, sys
 import train_rl
@@ -26,14 +27,29 @@ for arguments in json.load(sys.stdin):
     if code := train_rl.main():
         sys.exit(code)
 """
-LAYOUTS = {"TP2 x PP2": (2, 2, 4), "DP4": (1, 1, 4), "TP4": (4, 1, 4), "PP4": (1, 4, 4), "one process": (1, 1, 1)}
+LAYOUTS = {
+    "TP2 x PP2": (2, 2, 4),
+    "DP4": (1, 1, 4),
+    "TP4": (4, 1, 4),
+    "PP4": (1, 4, 4),
+    "one process": (1, 1, 1),
+}
 
 
-def run_all(config: Path, runs: dict[str, list[str]], folder: Path) -> dict[str, list[dict[str, float]]]:
+def run_all(
+    config: Path, runs: dict[str, list[str]], folder: Path
+) -> dict[str, list[dict[str, float]]]:
     """Metrics of every run's steps, by its name."""
-    given = [[str(config), f"trainer.output={folder / name}", *options] for name, options in runs.items()]
+    given = [
+        [str(config), f"trainer.output={folder / name}", *options] for name, options in runs.items()
+    ]
     done = subprocess.run(
-        [sys.executable, "-c", SEVERAL_RUNS], input=json.dumps(given), capture_output=True, text=True, check=False, cwd=ROOT
+        [sys.executable, "-c", SEVERAL_RUNS],
+        input=json.dumps(given),
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
     )
     assert done.returncode == 0, done.stderr
     return {name: metrics_of(folder / name)[1:] for name in runs}
@@ -41,36 +57,71 @@ def run_all(config: Path, runs: dict[str, list[str]], folder: Path) -> dict[str,
 
 def assert_memory_as_predicted(step: dict[str, float]) -> None:
     """Of every phase and kind, within a tenth."""
-    predicted = {name.removesuffix("_predicted"): value for name, value in step.items() if name.endswith("_predicted")}
-    assert {"memory_score_parameters_mib", "memory_update_adam_mib", "memory_push_parameters_mib"} <= predicted.keys()
+    predicted = {
+        name.removesuffix("_predicted"): value
+        for name, value in step.items()
+        if name.endswith("_predicted")
+    }
+    assert {
+        "memory_score_parameters_mib",
+        "memory_update_adam_mib",
+        "memory_push_parameters_mib",
+    } <= predicted.keys()
     for name, value in predicted.items():
         assert step[name] == pytest.approx(value, rel=0.1), name
 
 
 def undocumented(seen: dict[str, list[dict[str, float]]]) -> set[str]:
     """Metrics that no row of the table in docs/watching.md names; <part> there stands for any word."""
-    rows = [line.split("|")[1] for line in (ROOT / "docs/watching.md").read_text().splitlines() if line.startswith("| `")]
-    patterns = [re.sub("<[a-z]+>", "[a-z0-9_]+", name) for row in rows for name in re.findall("`([^`]+)`", row)]
+    rows = [
+        line.split("|")[1]
+        for line in (ROOT / "docs/watching.md").read_text().splitlines()
+        if line.startswith("| `")
+    ]
+    patterns = [
+        re.sub("<[a-z]+>", "[a-z0-9_]+", name)
+        for row in rows
+        for name in re.findall("`([^`]+)`", row)
+    ]
     known = re.compile(f"(critic_)?({'|'.join(patterns)})")
     return {
-        name for steps in seen.values() for step in steps for name in step.keys() - {"step", "time"} if not known.fullmatch(name)
+        name
+        for steps in seen.values()
+        for step in steps
+        for name in step.keys() - {"step", "time"}
+        if not known.fullmatch(name)
     }
 
 
 def check_timeline(path: Path) -> None:
-    """Two steps of four processes, in two stages: their phases in order, and what they did within them."""
+    """Two steps of four processes, in two stages: their phases in order, and what they did within
+    them.
+    """
     events = json.loads(path.read_text())["traceEvents"]
     assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == [
         f"rank {rank}: tensor {rank % 2}, stage {rank // 2}, data 0" for rank in range(4)
     ]
-    phases = [f"{phase} {step}" for step in (2, 3) for phase in ("rollout", "score", "update", "push")]
+    phases = [
+        f"{phase} {step}" for step in (2, 3) for phase in ("rollout", "score", "update", "push")
+    ]
     for rank in range(4):
-        spans = sorted((e["ts"], e["ts"] + e["dur"], e["name"]) for e in events if e["ph"] == "X" and e["pid"] == rank)
+        spans = sorted(
+            (e["ts"], e["ts"] + e["dur"], e["name"])
+            for e in events
+            if e["ph"] == "X" and e["pid"] == rank
+        )
         names = [name for _, _, name in spans]
         assert [name for name in names if name[-1].isdigit()] == phases
-        assert {"generate", "schedule", "forward", "backward", "offload", "onload", "load weights", "receive weights"} <= set(
-            names
-        )
+        assert {
+            "generate",
+            "schedule",
+            "forward",
+            "backward",
+            "offload",
+            "onload",
+            "load weights",
+            "receive weights",
+        } <= set(names)
         assert ("forward-send" if rank < 2 else "forward-recv") in names
         (begin, end), *_ = [(begin, end) for begin, end, name in spans if name == "update 2"]
         within = [name for ts, until, name in spans if begin - 1000 < ts and until < end + 1000]
@@ -79,16 +130,28 @@ def check_timeline(path: Path) -> None:
 
 
 def test_the_first_steps_agree_between_all_layouts(arithmetic: Path, tmp_path: Path) -> None:
-    """Loss, gradient norm and reward of three steps, to 5 significant digits, with the scripted engine.
+    """Loss, gradient norm and reward of three steps, to 5 significant digits, with the scripted
+    engine.
 
-    The entropy bonus keeps the loss away from 0, where a surrogate's terms cancel and digits mean nothing.
+    The entropy bonus keeps the loss away from 0, where a surrogate's terms cancel and digits mean
+    nothing.
     """
     runs = {
-        name: [f"parallel.tensor={tensor}", f"parallel.pipeline={pipeline}", "--processes", str(processes)]
+        name: [
+            f"parallel.tensor={tensor}",
+            f"parallel.pipeline={pipeline}",
+            "--processes",
+            str(processes),
+        ]
         for name, (tensor, pipeline, processes) in LAYOUTS.items()
     }
     runs["TP2 x PP2"].append("logging.timeline=[2,3]")
-    ppo = ["algorithm.recipe=ppo", "algorithm.ema_beta=0.5", "trainer.export=true", "critic.optimizer.learning_rate=1e-3"]
+    ppo = [
+        "algorithm.recipe=ppo",
+        "algorithm.ema_beta=0.5",
+        "trainer.export=true",
+        "critic.optimizer.learning_rate=1e-3",
+    ]
     runs["PPO, one process"] = [*ppo, "--processes", "1"]
     layouts = [
         "parallel.tensor=2",
@@ -96,7 +159,13 @@ def test_the_first_steps_agree_between_all_layouts(arithmetic: Path, tmp_path: P
         "critic.parallel.pipeline=2",
         "critic.parallel.virtual_pipeline=2",
     ]
-    runs["PPO, TP2 beside PP2 x VPP2"] = [*ppo, *layouts, "critic.optimizer.distributed=true", "--processes", "2"]
+    runs["PPO, TP2 beside PP2 x VPP2"] = [
+        *ppo,
+        *layouts,
+        "critic.optimizer.distributed=true",
+        "--processes",
+        "2",
+    ]
     seen = run_all(arithmetic / "run.yaml", runs, tmp_path)
     assert undocumented(seen) == set()
     check_timeline(tmp_path / "TP2 x PP2" / "timeline" / "steps_000002_000003.json")
@@ -105,10 +174,18 @@ def test_the_first_steps_agree_between_all_layouts(arithmetic: Path, tmp_path: P
         wanted = seen["PPO, one process" if with_critic else "one process"]
         assert len(steps) == 3
         assert len({step["reward"] for step in steps}) > 1, "nothing to compare"
-        more = ("critic_loss", "critic_grad_norm", "critic_value", "reference_kl") if with_critic else ()
+        more = (
+            ("critic_loss", "critic_grad_norm", "critic_value", "reference_kl")
+            if with_critic
+            else ()
+        )
         for step, reference in zip(steps, wanted, strict=True):
             for metric in ("loss", "grad_norm", "reward", "kl", "entropy", *more):
-                assert step[metric] == pytest.approx(reference[metric], rel=5e-6, abs=1e-9), (name, step["step"], metric)
+                assert step[metric] == pytest.approx(reference[metric], rel=5e-6, abs=1e-9), (
+                    name,
+                    step["step"],
+                    metric,
+                )
             assert_memory_as_predicted(step)
     assert "memory_update_critic_adam_mib" in seen["PPO, TP2 beside PP2 x VPP2"][-1]
     assert seen["TP2 x PP2"][-1]["memory_push_push_buffers_mib"] > 0
@@ -122,17 +199,27 @@ def test_the_first_steps_agree_between_all_layouts(arithmetic: Path, tmp_path: P
     assert 0 < (average - end).abs().sum() < (start - end).abs().sum(), "no average of the steps"
 
 
-TWO_LAYOUTS = {"alone": ["--processes", "1"], "TP2 x PP2": ["parallel.tensor=2", "parallel.pipeline=2", "--processes", "4"]}
+TWO_LAYOUTS = {
+    "alone": ["--processes", "1"],
+    "TP2 x PP2": ["parallel.tensor=2", "parallel.pipeline=2", "--processes", "4"],
+}
 
 
-def learnt_alike(config: Path, options: list[str], judged: str, folder: Path) -> dict[str, list[dict[str, float]]]:
+def learnt_alike(
+    config: Path, options: list[str], judged: str, folder: Path
+) -> dict[str, list[dict[str, float]]]:
     """Metrics of a run alone and of one in four processes, which agree."""
-    seen = run_all(config, {layout: [*options, *chosen] for layout, chosen in TWO_LAYOUTS.items()}, folder)
+    seen = run_all(
+        config, {layout: [*options, *chosen] for layout, chosen in TWO_LAYOUTS.items()}, folder
+    )
     assert undocumented(seen) == set()
     alone, together = seen.values()
     for step, reference in zip(together, alone, strict=True):
         for metric in ("loss", "grad_norm"):
-            assert step[metric] == pytest.approx(reference[metric], rel=5e-6), (step["step"], metric)
+            assert step[metric] == pytest.approx(reference[metric], rel=5e-6), (
+                step["step"],
+                metric,
+            )
     assert together[-1][judged] == pytest.approx(alone[-1][judged], rel=1e-4)
     assert alone[-1]["loss"] < alone[0]["loss"]
     return seen
@@ -146,24 +233,48 @@ def test_given_answers_are_learnt_alike_under_two_layouts(arithmetic: Path, tmp_
 
 
 @pytest.mark.ranks
-def test_preferences_are_learnt_alike_under_two_layouts_and_then_judge_a_run(arithmetic: Path, tmp_path: Path) -> None:
-    data = [f"data.train={arithmetic / 'pairs.jsonl'}", f"data.eval={arithmetic / 'held_out_pairs.jsonl'}"]
-    seen = learnt_alike(arithmetic / "given.yaml", ["algorithm.task=reward_model", *data], "eval_margin", tmp_path)
-    judge = AutoModelForSequenceClassification.from_pretrained(tmp_path / "TP2 x PP2" / "reward_model")
+def test_preferences_are_learnt_alike_under_two_layouts_and_then_judge_a_run(
+    arithmetic: Path, tmp_path: Path
+) -> None:
+    data = [
+        f"data.train={arithmetic / 'pairs.jsonl'}",
+        f"data.eval={arithmetic / 'held_out_pairs.jsonl'}",
+    ]
+    seen = learnt_alike(
+        arithmetic / "given.yaml", ["algorithm.task=reward_model", *data], "eval_margin", tmp_path
+    )
+    judge = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "TP2 x PP2" / "reward_model"
+    )
     assert judge.config.num_labels == 1
     encode = AutoTokenizer.from_pretrained(arithmetic / "model")
     margins = []
     for line in (arithmetic / "held_out_pairs.jsonl").read_text().splitlines():
         pair = json.loads(line)
-        ids = [[*encode.encode(pair["prompt"] + pair[side]), encode.eos_token_id] for side in ("chosen", "rejected")]
+        ids = [
+            [*encode.encode(pair["prompt"] + pair[side]), encode.eos_token_id]
+            for side in ("chosen", "rejected")
+        ]
         chosen, rejected = (judge(torch.tensor([row])).logits[0, 0].item() for row in ids)
         margins.append(chosen - rejected)
     assert sum(margins) / len(margins) == pytest.approx(seen["alone"][-1]["eval_margin"], rel=1e-3)
-    rewarded = ["parallel.tensor=2", "reward.exact_match=0", "reward.format=0", "reward.format_pattern=", "reward.model=0.5"]
+    rewarded = [
+        "parallel.tensor=2",
+        "reward.exact_match=0",
+        "reward.format=0",
+        "reward.format_pattern=",
+        "reward.model=0.5",
+    ]
     path = f"reward.model_path={tmp_path / 'alone' / 'reward_model'}"
-    (step, *_) = run_all(arithmetic / "run.yaml", {"rl": [*rewarded, path, "--processes", "2"]}, tmp_path)["rl"]
+    (step, *_) = run_all(
+        arithmetic / "run.yaml", {"rl": [*rewarded, path, "--processes", "2"]}, tmp_path
+    )["rl"]
     judge = AutoModelForSequenceClassification.from_pretrained(tmp_path / "alone" / "reward_model")
-    written = gzip.decompress((tmp_path / "rl" / "trajectories" / "step_000001.jsonl.gz").read_bytes()).decode().splitlines()
+    written = (
+        gzip.decompress((tmp_path / "rl" / "trajectories" / "step_000001.jsonl.gz").read_bytes())
+        .decode()
+        .splitlines()
+    )
     scores = []
     for sample in map(json.loads, written):
         ids = [*encode.encode(sample["prompt"]), *sample["tokens"]["id"]]
@@ -174,7 +285,9 @@ def test_preferences_are_learnt_alike_under_two_layouts_and_then_judge_a_run(ari
     assert step["reward_model"] == pytest.approx(sum(scores) / len(scores), abs=1e-5)
 
 
-def test_with_vllm_the_engine_follows_the_trainer_and_the_export_is_a_model(arithmetic: Path, train: Run, tmp_path: Path) -> None:
+def test_with_vllm_the_engine_follows_the_trainer_and_the_export_is_a_model(
+    arithmetic: Path, train: Run, tmp_path: Path
+) -> None:
     done = train(
         arithmetic / "run.yaml", "rollout.engine=vllm", "rollout.cpu_cache_gib=0.05", "parallel.tensor=2", "--processes", 2,
         f"trainer.output={tmp_path}", "trainer.export=true", "optimizer.learning_rate=1e-2", "algorithm.updates_per_epoch=1",
@@ -192,17 +305,27 @@ def test_with_vllm_the_engine_follows_the_trainer_and_the_export_is_a_model(arit
     assert "eval_exact_match" in steps[0]
     assert "eval_exact_match" in steps[-1]
     assert list((tmp_path / "tensorboard").iterdir())
-    before, after = (AutoModelForCausalLM.from_pretrained(p) for p in (arithmetic / "model", tmp_path / "policy"))
-    moved = [not torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters(), strict=True)]
+    before, after = (
+        AutoModelForCausalLM.from_pretrained(p) for p in (arithmetic / "model", tmp_path / "policy")
+    )
+    moved = [
+        not torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters(), strict=True)
+    ]
     assert all(moved), "a parameter never moved"
     assert AutoTokenizer.from_pretrained(tmp_path / "policy").decode([5, 6]) == "34"
 
 
-def test_dry_run_prints_layout_batch_and_parameters_and_starts_nothing(arithmetic: Path, train: Run, tmp_path: Path) -> None:
+def test_dry_run_prints_layout_batch_and_parameters_and_starts_nothing(
+    arithmetic: Path, train: Run, tmp_path: Path
+) -> None:
     layout = ("parallel.tensor=2", "parallel.pipeline=2", f"trainer.output={tmp_path / 'out'}")
     done = train(arithmetic / "run.yaml", *layout, "--processes", 8, "--dry-run")
     assert done.returncode == 0, done.stderr
-    for part in ("8 = TP2 x PP2 x DP2", "8 prompts x 4 answers = 32 rows", "rank 5: tensor 1, stage 1"):
+    for part in (
+        "8 = TP2 x PP2 x DP2",
+        "8 prompts x 4 answers = 32 rows",
+        "rank 5: tensor 1, stage 1",
+    ):
         assert part in done.stdout
     model = AutoModelForCausalLM.from_pretrained(arithmetic / "model")
     assert f"{sum(p.numel() for p in model.parameters()):,} parameters" in done.stdout
@@ -212,14 +335,36 @@ def test_dry_run_prints_layout_batch_and_parameters_and_starts_nothing(arithmeti
 def test_help_explains_every_section(train: Run) -> None:
     done = train("--help")
     assert done.returncode == 0
-    for part in ("parallel.tensor = 1", "rollout.temperature = 1.0", "--dry-run", "CONFIG [option=value ...]"):
+    for part in (
+        "parallel.tensor = 1",
+        "rollout.temperature = 1.0",
+        "--dry-run",
+        "CONFIG [option=value ...]",
+    ):
         assert part in done.stdout
 
 
-def test_torchrun_starts_it_as_well_and_what_it_learnt_from_is_written_once(arithmetic: Path, tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(ROOT / "train_rl.py")]
-    options = [str(arithmetic / "run.yaml"), "parallel.tensor=2", "trainer.steps=1", f"trainer.output={tmp_path}"]
-    done = subprocess.run([*torchrun, *options], capture_output=True, text=True, check=False, timeout=240, cwd=ROOT)
+def test_torchrun_starts_it_as_well_and_what_it_learnt_from_is_written_once(
+    arithmetic: Path, tmp_path: Path
+) -> None:
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(ROOT / "train_rl.py"),
+    ]
+    options = [
+        str(arithmetic / "run.yaml"),
+        "parallel.tensor=2",
+        "trainer.steps=1",
+        f"trainer.output={tmp_path}",
+    ]
+    done = subprocess.run(
+        [*torchrun, *options], capture_output=True, text=True, check=False, timeout=240, cwd=ROOT
+    )
     assert done.returncode == 0, done.stderr
     assert "TP2 x PP1 x DP1" in done.stdout
     metrics = metrics_of(tmp_path)
@@ -236,16 +381,32 @@ def test_torchrun_starts_it_as_well_and_what_it_learnt_from_is_written_once(arit
     )
 
 
-def test_tasks_of_srun_that_know_nothing_of_each_other_are_refused(arithmetic: Path, tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "train_rl.py"), str(arithmetic / "run.yaml"), f"trainer.output={tmp_path / 'out'}"]
+def test_tasks_of_srun_that_know_nothing_of_each_other_are_refused(
+    arithmetic: Path, tmp_path: Path
+) -> None:
+    command = [
+        sys.executable,
+        str(ROOT / "train_rl.py"),
+        str(arithmetic / "run.yaml"),
+        f"trainer.output={tmp_path / 'out'}",
+    ]
     environment = os.environ | {"SLURM_STEP_NUM_TASKS": "4"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=ROOT)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=environment, cwd=ROOT
+    )
     assert done.returncode == 2
     assert done.stderr.startswith("error: srun started several tasks")
     assert not (tmp_path / "out").exists()
 
 
-SEPARATE = ("strategy=separate", "rollout.engine=vllm", "rollout.cpu_cache_gib=0.05", "parallel.tensor=2", "--processes", 2)
+SEPARATE = (
+    "strategy=separate",
+    "rollout.engine=vllm",
+    "rollout.cpu_cache_gib=0.05",
+    "parallel.tensor=2",
+    "--processes",
+    2,
+)
 
 
 @pytest.mark.ranks
@@ -253,8 +414,16 @@ def test_with_two_servers_the_same_steps_give_the_same_numbers_as_with_engines_i
     arithmetic: Path, train: Run, tmp_path: Path
 ) -> None:
     seen = {}
-    for name, options in {"separate": (*SEPARATE, "rollout.servers=2"), "colocated": SEPARATE[1:]}.items():
-        done = train(arithmetic / "run.yaml", *options, f"trainer.output={tmp_path / name}", "optimizer.learning_rate=1e-2")
+    for name, options in {
+        "separate": (*SEPARATE, "rollout.servers=2"),
+        "colocated": SEPARATE[1:],
+    }.items():
+        done = train(
+            arithmetic / "run.yaml",
+            *options,
+            f"trainer.output={tmp_path / name}",
+            "optimizer.learning_rate=1e-2",
+        )
         assert done.returncode == 0, done.stderr
         seen[name] = metrics_of(tmp_path / name)
     for ours, theirs in zip(seen["separate"][1:], seen["colocated"][1:], strict=True):
@@ -265,14 +434,26 @@ def test_with_two_servers_the_same_steps_give_the_same_numbers_as_with_engines_i
 
 @pytest.mark.ranks
 def test_servers_end_with_the_run_that_is_stopped(arithmetic: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "train_rl.py", str(arithmetic / "run.yaml"), *map(str, SEPARATE), f"trainer.output={tmp_path}"]
+    command = [
+        sys.executable,
+        "train_rl.py",
+        str(arithmetic / "run.yaml"),
+        *map(str, SEPARATE),
+        f"trainer.output={tmp_path}",
+    ]
     run = subprocess.Popen([*command, "trainer.steps=1000"], cwd=ROOT, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
     while not (tmp_path / "metrics.jsonl").exists() and time.monotonic() < deadline:
         time.sleep(0.5)
-    sessions = {session for session, line in processes() if b"api_server" in line and str(arithmetic).encode() in line}
+    sessions = {
+        session
+        for session, line in processes()
+        if b"api_server" in line and str(arithmetic).encode() in line
+    }
     assert len(sessions) == 1
-    assert len([session for session, _ in processes() if session in sessions]) > 2, "a server has processes of its own"
+    assert len([session for session, _ in processes() if session in sessions]) > 2, (
+        "a server has processes of its own"
+    )
     run.send_signal(signal.SIGTERM)
     assert run.wait(60) == 128 + signal.SIGTERM
     deadline = time.monotonic() + 30

@@ -1,4 +1,6 @@
-"""A run that was ended and started again, from its command line: numbers and weights are those of a run that nothing ended."""
+"""A run that was ended and started again, from its command line: numbers and weights are those of a
+run that nothing ended.
+"""
 
 import json
 import subprocess
@@ -27,27 +29,46 @@ KINDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", [kind if kind != REFILLED else pytest.param(kind, marks=pytest.mark.ranks) for kind in KINDS])
+@pytest.mark.parametrize(
+    "kind",
+    [kind if kind != REFILLED else pytest.param(kind, marks=pytest.mark.ranks) for kind in KINDS],
+)
 def test_a_run_that_is_started_again_gives_the_numbers_and_the_weights_of_one_that_was_not_ended(
     kind: str, arithmetic: Path, tmp_path: Path
 ) -> None:
     whole, ended = tmp_path / "whole", tmp_path / "ended"
     runs = [
-        [str(arithmetic / "run.yaml"), f"trainer.output={output}", f"trainer.steps={steps}", *OPTIONS, *KINDS[kind]]
+        [
+            str(arithmetic / "run.yaml"),
+            f"trainer.output={output}",
+            f"trainer.steps={steps}",
+            *OPTIONS,
+            *KINDS[kind],
+        ]
         for output, steps in ((whole, 4), (ended, 2), (ended, 4))
     ]
     done = subprocess.run(
-        [sys.executable, "-c", SEVERAL_RUNS], input=json.dumps(runs), capture_output=True, text=True, check=False, cwd=ROOT
+        [sys.executable, "-c", SEVERAL_RUNS],
+        input=json.dumps(runs),
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
     )
     assert done.returncode == 0, done.stderr
     said = done.stdout.splitlines()
     resumed = said.index(f"resumed from {ended / 'checkpoints/step_000002'}")
-    assert [line for line in said[resumed + 1 :] if line.startswith("  ")] == ["  trainer.steps: 2 -> 4"]
+    assert [line for line in said[resumed + 1 :] if line.startswith("  ")] == [
+        "  trainer.steps: 2 -> 4"
+    ]
     manifest = json.loads((ended / "checkpoints/step_000004/manifest.json").read_text())
     assert manifest["code"] == code_versions()
     assert numbers_of(whole)[-1]["step"] == 4
     assert numbers_of(ended) == numbers_of(whole)
     for folder in ("policy", "checkpoints/step_000004/hf"):
-        weights, others = (load_file(output / folder / "model-00001-of-00001.safetensors") for output in (whole, ended))
+        weights, others = (
+            load_file(output / folder / "model-00001-of-00001.safetensors")
+            for output in (whole, ended)
+        )
         assert weights.keys() == others.keys()
         assert all(tensor.equal(others[name]) for name, tensor in weights.items()), folder

@@ -1,4 +1,6 @@
-"""A reward that never returns ends a run with its limit named, and does not keep a request to stop from saving."""
+"""A reward that never returns ends a run with its limit named, and does not keep a request to stop
+from saving.
+"""
 
 import os
 import signal
@@ -56,16 +58,34 @@ def options(url: str, output: Path) -> list[str]:
     ]
 
 
-def test_a_reward_that_never_returns_is_named_with_its_limit(arithmetic: Path, tmp_path: Path, silent: str, train: Run) -> None:
-    done = train(arithmetic / "run.yaml", *options(silent, tmp_path), "reward.timeout=2", "--processes", "2", timeout=120)
+def test_a_reward_that_never_returns_is_named_with_its_limit(
+    arithmetic: Path, tmp_path: Path, silent: str, train: Run
+) -> None:
+    done = train(
+        arithmetic / "run.yaml",
+        *options(silent, tmp_path),
+        "reward.timeout=2",
+        "--processes",
+        "2",
+        timeout=120,
+    )
     assert done.returncode == 2, done.stderr
     assert "The reward gave no scores within reward.timeout=2 s for" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_a_request_to_stop_is_not_held_up_by_it(arithmetic: Path, tmp_path: Path, silent: str) -> None:
-    command = [sys.executable, str(ROOT / "train_rl.py"), str(arithmetic / "run.yaml"), *options(silent, tmp_path)]
-    process = subprocess.Popen([*command, "checkpoint.every=1", "--processes", "2"], cwd=ROOT, start_new_session=True)
+def test_a_request_to_stop_is_not_held_up_by_it(
+    arithmetic: Path, tmp_path: Path, silent: str
+) -> None:
+    command = [
+        sys.executable,
+        str(ROOT / "train_rl.py"),
+        str(arithmetic / "run.yaml"),
+        *options(silent, tmp_path),
+    ]
+    process = subprocess.Popen(
+        [*command, "checkpoint.every=1", "--processes", "2"], cwd=ROOT, start_new_session=True
+    )
     try:
         assert Silent.asked.wait(120)
         time.sleep(1.0)

@@ -34,7 +34,9 @@ def leaks(folder: Path, *said: str) -> list[str]:
 
 
 def test_a_run_writes_and_says_no_secret(arithmetic: Path, tmp_path: Path) -> None:
-    """Of its environment, and of the address of a reward server: when it saves and tells everybody, and when it goes on."""
+    """Of its environment, and of the address of a reward server: when it saves and tells everybody,
+    and when it goes on.
+    """
     pytest.importorskip("wandb")
     output = tmp_path / "out"
     environment = os.environ | SECRETS | {"WANDB_MODE": "offline"}
@@ -46,13 +48,20 @@ def test_a_run_writes_and_says_no_secret(arithmetic: Path, tmp_path: Path) -> No
                 f"reward.remote_url=http://me:{secret}@{host}?key={secret}", "checkpoint.every=1", "checkpoint.hf=true",
                 "trainer.trajectories=1", f"logging.timeline=[{steps},{steps}]", "logging.wandb=project",
             ]  # fmt: skip
-            command = [sys.executable, str(ROOT / "train_rl.py"), str(arithmetic / "run.yaml"), *options]
+            command = [
+                sys.executable,
+                str(ROOT / "train_rl.py"),
+                str(arithmetic / "run.yaml"),
+                *options,
+            ]
             done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, cwd=ROOT, env=environment,
                                   umask=0o022)  # fmt: skip
             assert done.returncode == 0, done.stderr
             assert leaks(output, done.stdout, done.stderr) == []
             written = [path for path in (output, *output.rglob("*")) if not path.is_symlink()]
-            assert [path for path in written if path.stat().st_mode & 0o007] == [], "others may read it"
+            assert [path for path in written if path.stat().st_mode & 0o007] == [], (
+                "others may read it"
+            )
     assert asked
     assert metrics_of(output)[-1]["step"] == 2
     assert {"checkpoints", "policy", "tensorboard", "timeline", "trajectories", "wandb"} <= {

@@ -1,4 +1,6 @@
-"""Runs that are asked to stop, that hang, or that lose a rank: saved, ended or started again, and gone on with."""
+"""Runs that are asked to stop, that hang, or that lose a rank: saved, ended or started again, and
+gone on with.
+"""
 
 import os
 import random
@@ -31,7 +33,9 @@ runpy.run_path("train_rl.py", run_name="__main__")
 
 
 @contextmanager
-def running(command: list[str], config: Path, output: Path, *options: str, lines: int = 3) -> Iterator[subprocess.Popen[str]]:
+def running(
+    command: list[str], config: Path, output: Path, *options: str, lines: int = 3
+) -> Iterator[subprocess.Popen[str]]:
     """A run of two ranks that saves every step, when `lines` of its metrics are there."""
     process = subprocess.Popen(
         [*command, str(config), "checkpoint.every=1", f"trainer.output={output}", *options],
@@ -56,7 +60,13 @@ def test_a_signal_to_any_rank_saves_and_ends_all_with_the_code_to_start_again(
     arithmetic: Path, tmp_path: Path, train: Run
 ) -> None:
     output = tmp_path / "out"
-    options = ["--processes", "2", "parallel.pipeline=2", "trainer.steps=100000", "faults.requeue_code=77"]
+    options = [
+        "--processes",
+        "2",
+        "parallel.pipeline=2",
+        "trainer.steps=100000",
+        "faults.requeue_code=77",
+    ]
     with running(TRAIN, arithmetic / "run.yaml", output, *options) as process:
         ranks = ranks_of(process)
         ranks[random.randrange(2)].send_signal(random.choice([signal.SIGTERM, signal.SIGUSR1]))
@@ -65,7 +75,11 @@ def test_a_signal_to_any_rank_saves_and_ends_all_with_the_code_to_start_again(
     assert_gone(ranks)
     last = metrics_of(output)[-1]["step"]
     done = train(
-        arithmetic / "run.yaml", f"trainer.output={output}", "checkpoint.every=1", f"trainer.steps={last + 1}", *options[:3]
+        arithmetic / "run.yaml",
+        f"trainer.output={output}",
+        "checkpoint.every=1",
+        f"trainer.steps={last + 1}",
+        *options[:3],
     )
     assert done.returncode == 0, done.stderr
     assert [line["step"] for line in metrics_of(output)] == list(range(last + 2))
@@ -73,7 +87,9 @@ def test_a_signal_to_any_rank_saves_and_ends_all_with_the_code_to_start_again(
 
 @pytest.mark.ranks
 def test_the_launcher_passes_a_signal_on(arithmetic: Path, tmp_path: Path) -> None:
-    with running(TRAIN, arithmetic / "run.yaml", tmp_path / "out", "--processes", "2", "trainer.steps=100000") as process:
+    with running(
+        TRAIN, arithmetic / "run.yaml", tmp_path / "out", "--processes", "2", "trainer.steps=100000"
+    ) as process:
         ranks = ranks_of(process)
         process.send_signal(signal.SIGTERM)
         assert process.wait(120) == 75
@@ -92,9 +108,17 @@ def test_the_launcher_passes_a_signal_on(arithmetic: Path, tmp_path: Path) -> No
 def test_a_signal_that_comes_while_a_run_starts_is_a_request_where_it_saves(
     options: list[str], code: int, arithmetic: Path, tmp_path: Path
 ) -> None:
-    """It comes before anything is imported that takes time. Nothing was done, so nothing is saved."""
+    """It comes before anything is imported that takes time.
+
+    Nothing was done, so nothing is saved.
+    """
     output = tmp_path / "out"
-    arguments = [str(arithmetic / "run.yaml"), f"trainer.output={output}", "trainer.steps=100000", *options]
+    arguments = [
+        str(arithmetic / "run.yaml"),
+        f"trainer.output={output}",
+        "trainer.steps=100000",
+        *options,
+    ]
     process = subprocess.Popen(
         [sys.executable, "-c", WAITS_AT_AN_IMPORT, *arguments],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
@@ -108,10 +132,18 @@ def test_a_signal_that_comes_while_a_run_starts_is_a_request_where_it_saves(
 
 
 @pytest.mark.ranks
-def test_a_rank_that_hangs_is_ended_by_its_peers_watchdog_and_the_run_starts_again(arithmetic: Path, tmp_path: Path) -> None:
+def test_a_rank_that_hangs_is_ended_by_its_peers_watchdog_and_the_run_starts_again(
+    arithmetic: Path, tmp_path: Path
+) -> None:
     """Stopped, it can't watch itself."""
     output = tmp_path / "out"
-    options = ["--processes", "2", "trainer.steps=60", "faults.watchdog_seconds=15", "faults.max_restarts=1"]
+    options = [
+        "--processes",
+        "2",
+        "trainer.steps=60",
+        "faults.watchdog_seconds=15",
+        "faults.max_restarts=1",
+    ]
     with running(TRAIN, arithmetic / "run.yaml", output, *options) as process:
         ranks_of(process)[1].suspend()
         _, errors = process.communicate(timeout=240)
@@ -122,14 +154,20 @@ def test_a_rank_that_hangs_is_ended_by_its_peers_watchdog_and_the_run_starts_aga
 
 
 @pytest.mark.ranks
-def test_torchruns_own_restarts_go_on_from_the_latest_checkpoint(arithmetic: Path, tmp_path: Path) -> None:
+def test_torchruns_own_restarts_go_on_from_the_latest_checkpoint(
+    arithmetic: Path, tmp_path: Path
+) -> None:
     output = tmp_path / "out"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", "--rdzv-backend=c10d",
                 "--rdzv-endpoint=localhost:0", str(ROOT / "train_rl.py")]  # fmt: skip
     with running(torchrun, arithmetic / "run.yaml", output, "trainer.steps=60") as process:
         import psutil
 
-        workers = [p for p in psutil.Process(process.pid).children() if "train_rl.py" in " ".join(p.cmdline())]
+        workers = [
+            p
+            for p in psutil.Process(process.pid).children()
+            if "train_rl.py" in " ".join(p.cmdline())
+        ]
         workers[1].kill()
         _, errors = process.communicate(timeout=240)
     assert process.returncode == 0, errors

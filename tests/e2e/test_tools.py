@@ -17,10 +17,14 @@ from tools import convert, inspect_checkpoint
 
 def tool(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / f"tools/{name}.py"), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=240)
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=240
+    )
 
 
-def test_convert_verify_inspect_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_convert_verify_inspect_and_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source = save_tiny(tmp_path / "hf", "qwen3")
     dead = Holder("conversion", "node07", "another boot", 7, 1, "yesterday", "its own")
     (tmp_path / "megatron").mkdir()
@@ -29,7 +33,11 @@ def test_convert_verify_inspect_and_back(tmp_path: Path, capsys: pytest.CaptureF
     there = tool("convert", "to-megatron", source, tmp_path / "megatron", "--tp", 2, "--verify")
     assert there.returncode == 0, there.stderr
     assert "took over the lock of another conversion, process 7 on node07" in there.stderr
-    others = [line for line in there.stderr.splitlines() if line and "took over" not in line and "to Megatron" not in line]
+    others = [
+        line
+        for line in there.stderr.splitlines()
+        if line and "took over" not in line and "to Megatron" not in line
+    ]
     assert not [line for line in others if "arn" in line], "of libraries"
     assert "tensors are equal, byte by byte" in there.stdout
     assert convert.main(["verify", str(source), str(tmp_path / "megatron"), "--logits"]) == 0
@@ -38,7 +46,9 @@ def test_convert_verify_inspect_and_back(tmp_path: Path, capsys: pytest.CaptureF
     listed = capsys.readouterr().out
     assert "checksums   all as in the manifest" in listed
     assert "decoder.layers.self_attention.linear_qkv.weight" in listed
-    assert convert.main(["to-hf", str(tmp_path / "megatron"), str(tmp_path / "back"), "--verify"]) == 0
+    assert (
+        convert.main(["to-hf", str(tmp_path / "megatron"), str(tmp_path / "back"), "--verify"]) == 0
+    )
 
 
 def test_a_folder_that_is_none_is_one_clear_error(tmp_path: Path) -> None:

@@ -70,12 +70,16 @@ def page(browser: Any, address: str) -> Iterator[Any]:
 
 def column(page: Any, name: str) -> list[str]:
     place = ["step", "reward", "length", "gap", "prompt", "response"].index(name)
-    texts: list[str] = page.eval_on_selector_all("tr.row", f"rows => rows.map(row => row.children[{place}].textContent)")
+    texts: list[str] = page.eval_on_selector_all(
+        "tr.row", f"rows => rows.map(row => row.children[{place}].textContent)"
+    )
     return texts
 
 
 def colours(page: Any) -> list[str]:
-    found: list[str] = page.eval_on_selector_all(".token", "tokens => tokens.map(t => getComputedStyle(t).backgroundColor)")
+    found: list[str] = page.eval_on_selector_all(
+        ".token", "tokens => tokens.map(t => getComputedStyle(t).backgroundColor)"
+    )
     return found
 
 
@@ -84,7 +88,9 @@ def find(page: Any, text: str) -> None:
 
 
 def test_sorting_by_reward_orders_it_both_ways_with_the_unknown_last(page: Any) -> None:
-    ordered = [f"question {i}" for i in sorted(set(range(MANY)) - {3, 5}, key=lambda i: i * 7919 % MANY)]
+    ordered = [
+        f"question {i}" for i in sorted(set(range(MANY)) - {3, 5}, key=lambda i: i * 7919 % MANY)
+    ]
     assert column(page, "prompt")[:3] == ["question 0", "question 1", "question 2"]
     page.get_by_role("button", name="reward").click()
     shown = column(page, "prompt")
@@ -107,9 +113,13 @@ def test_a_click_shows_the_sample(page: Any) -> None:
     assert page.text_content("#response") == ""
 
 
-def test_lines_that_all_prompts_begin_with_are_left_out_of_the_table(browser: Any, tmp_path: Path) -> None:
+def test_lines_that_all_prompts_begin_with_are_left_out_of_the_table(
+    browser: Any, tmp_path: Path
+) -> None:
     prompts = ["system\nuser: one", "system\nuser: two"]
-    (tmp_path / "x.html").write_text(view.page([sample(i) | {"prompt": text} for i, text in enumerate(prompts)], title="x"))
+    (tmp_path / "x.html").write_text(
+        view.page([sample(i) | {"prompt": text} for i, text in enumerate(prompts)], title="x")
+    )
     page = browser.new_page()
     page.goto(f"file://{tmp_path}/x.html")
     assert column(page, "prompt") == ["…user: one", "…user: two"]
@@ -150,7 +160,8 @@ def test_up_and_down_choose_and_a_few_rows_stand_for_thousands(page: Any) -> Non
                         ("End", f"question {MANY - 1}"), ("ArrowUp", f"question {MANY - 2}")):  # fmt: skip
         page.keyboard.press(key)
         assert page.text_content("#prompt") == prompt
-        # Rows are drawn anew when the browser tells of the scrolling, a moment after the key: waited for, looked at in one go.
+        # Rows are drawn anew when the browser tells of the scrolling, a moment after the key:
+        # waited for, looked at in one go.
         page.wait_for_function("""() => {
             const chosen = document.querySelector("tr.row[aria-selected=true]")?.getBoundingClientRect();
             const view = document.querySelector("#scroll").getBoundingClientRect();
@@ -174,10 +185,14 @@ def test_a_filter_that_nothing_passes_says_so_and_shows_no_sample(page: Any) -> 
     find(page, "no such text")
     assert column(page, "prompt") == []
     assert page.is_visible("#none")
-    assert page.text_content("#reason") == "No sample matches text “no such text”, reward from “0.2”."
+    assert (
+        page.text_content("#reason") == "No sample matches text “no such text”, reward from “0.2”."
+    )
     assert page.is_hidden("#sample")
     assert page.is_hidden("#tip")
-    assert [page.text_content(f"#{part}") for part in ("facts", "prompt", "response", "label")] == [""] * 4
+    assert [page.text_content(f"#{part}") for part in ("facts", "prompt", "response", "label")] == [
+        ""
+    ] * 4
     for key in ("ArrowDown", "Escape", "ArrowRight", "End", "]"):
         page.keyboard.press(key)
     assert page.is_hidden("#sample")
@@ -190,11 +205,18 @@ def test_a_filter_that_nothing_passes_says_so_and_shows_no_sample(page: Any) -> 
 
 def test_rewards_are_filtered_from_and_to_with_both_ends_and_without_the_unknown(page: Any) -> None:
     rewards = {i: sample(i)["reward"] for i in range(MANY)}
-    assert (page.get_attribute("#low", "placeholder"), page.get_attribute("#high", "placeholder")) == ("0", "1")
+    assert (
+        page.get_attribute("#low", "placeholder"),
+        page.get_attribute("#high", "placeholder"),
+    ) == ("0", "1")
     for low, high in (("0.25", "0.255"), ("", "0.004"), ("0.9985", "")):
         page.fill("#low", low)
         page.fill("#high", high)
-        inside = [i for i, reward in rewards.items() if reward is not None and float(low or 0) <= reward <= float(high or 1)]
+        inside = [
+            i
+            for i, reward in rewards.items()
+            if reward is not None and float(low or 0) <= reward <= float(high or 1)
+        ]
         assert 2 < len(inside) < 15, "all are in sight"
         assert column(page, "prompt") == [sample(i)["prompt"] for i in inside]
     page.fill("#low", "-1")
@@ -238,7 +260,9 @@ def test_groups_are_jumped_between_and_a_click_shows_the_answers_to_one_prompt(p
 
 
 def inked(browser: Any, picture: bytes) -> tuple[list[int], list[float]]:
-    """The size of a PNG and, of its upper and its lower half, the share of pixels that have not the half's commonest colour."""
+    """The size of a PNG and, of its upper and its lower half, the share of pixels that have not the
+    half's commonest colour.
+    """
     page = browser.new_page()
     size, shares = page.evaluate(
         """async data => {
@@ -259,7 +283,8 @@ def inked(browser: Any, picture: bytes) -> tuple[list[int], list[float]]:
     return size, shares
 
 
-# Of every cell in sight: its text, and how many of its characters are seen: all, or those before the place of an ellipsis.
+# Of every cell in sight: its text, and how many of its characters are seen: all, or those before
+# the place of an ellipsis.
 CELLS = """() => {
     const view = document.querySelector("#scroll").getBoundingClientRect();
     return [...document.querySelectorAll("tr.row td")].filter(cell => {
@@ -286,11 +311,22 @@ OUTSIDE = """() => [...document.querySelectorAll("body *")].filter(element => {
 }).map(element => element.outerHTML.slice(0, 80))"""
 
 
-@pytest.mark.parametrize(("width", "height"), [(1400, 900), (1001, 800), (800, 900), (390, 844), (320, 568)])
-def test_the_page_is_readable_on_a_desk_and_on_a_telephone(width: int, height: int, browser: Any, tmp_path: Path) -> None:
-    long = {"prompt": "What is the sum of these numbers? " * 20, "response": "word" * 300, "step": 12345, "reward": -0.1234567}
+@pytest.mark.parametrize(
+    ("width", "height"), [(1400, 900), (1001, 800), (800, 900), (390, 844), (320, 568)]
+)
+def test_the_page_is_readable_on_a_desk_and_on_a_telephone(
+    width: int, height: int, browser: Any, tmp_path: Path
+) -> None:
+    long = {
+        "prompt": "What is the sum of these numbers? " * 20,
+        "response": "word" * 300,
+        "step": 12345,
+        "reward": -0.1234567,
+    }
     samples = [sample(i) for i in range(40)] + [sample(40) | long]
-    (tmp_path / "x.html").write_text(view.page(samples, title="Trajectories of /" + "a/long/path" * 20))
+    (tmp_path / "x.html").write_text(
+        view.page(samples, title="Trajectories of /" + "a/long/path" * 20)
+    )
     page = browser.new_page(viewport={"width": width, "height": height})
     page.goto(f"file://{tmp_path}/x.html")
     for moment, key in (("first", "Home"), ("last", "End")):
@@ -306,10 +342,14 @@ def test_the_page_is_readable_on_a_desk_and_on_a_telephone(width: int, height: i
         assert len(cells) >= 12
         assert [(text, seen) for text, seen in cells if seen < min(8, len(text))] == []
         list_, detail = (page.locator(part).bounding_box() for part in ("#scroll", "#detail"))
-        assert (detail["y"] >= list_["y"] + list_["height"]) == (width <= 1000), "beside each other where there is room"
+        assert (detail["y"] >= list_["y"] + list_["height"]) == (width <= 1000), (
+            "beside each other where there is room"
+        )
     page.locator("tr.row", has_text="question 39").click()
     assert page.text_content("#prompt") == "question 39"
-    assert page.locator("#detail").bounding_box()["y"] < height / 2, "a chosen sample is in sight beside or below the list"
+    assert page.locator("#detail").bounding_box()["y"] < height / 2, (
+        "a chosen sample is in sight beside or below the list"
+    )
     find(page, "no such text")
     page.screenshot(path=tmp_path / f"{width}_none.png")
     assert page.is_visible("#none")

@@ -1,4 +1,6 @@
-"""A policy's numbers and moves on one device: on a CUDA device with `make gpu`, and the same bodies on a CPU."""
+"""A policy's numbers and moves on one device: on a CUDA device with `make gpu`, and the same bodies
+on a CPU.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -25,9 +27,18 @@ from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 
 ON = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-ROWS = [[5, 9, 130, 2, 77], [3, 0], [(37 * i) % 131 for i in range(30)], [1, 2, 3, 4, 5, 6], [8, 8, 1], [9, 8, 7]]
+ROWS = [
+    [5, 9, 130, 2, 77],
+    [3, 0],
+    [(37 * i) % 131 for i in range(30)],
+    [1, 2, 3, 4, 5, 6],
+    [8, 8, 1],
+    [9, 8, 7],
+]
 PROMPTS = [2, 1, 4, 3, 1, 2]
-OPTIMIZER = OptimizerConfig(epsilon=1e-4, learning_rate=1e-2, weight_decay=0.1, clip_grad=0.0, warmup_steps=0)
+OPTIMIZER = OptimizerConfig(
+    epsilon=1e-4, learning_rate=1e-2, weight_decay=0.1, clip_grad=0.0, warmup_steps=0
+)
 FAMILIES = ("qwen3", "qwen3-moe", "deepseek-v3")
 EXACT, ROUNDED = 1e-4, LIMITS["bfloat16"]  # nats
 
@@ -42,7 +53,9 @@ def _on_the_device(request: pytest.FixtureRequest) -> None:
 
 def score_body(world: Any, folder: Path, dtype: str) -> Any:
     actor = build_actor(folder, ParallelConfig(), dtype=dtype)
-    assert {p.device.type for chunk in actor.manager.chunks for p in chunk.parameters()} == {device.current().type}
+    assert {p.device.type for chunk in actor.manager.chunks for p in chunk.parameters()} == {
+        device.current().type
+    }
     return actor.log_probs(rows_of(ROWS)).logp
 
 
@@ -62,24 +75,45 @@ def test_log_probs_are_those_of_transformers(variant: str, where: str, tmp_path:
     assert gap(found, model).max() < EXACT
     (found,) = run_ranks(1, score_body, folder, "bfloat16")
     difference = gap(found, model)  # what a run may differ from its engine by
-    assert difference.mean() < ROUNDED.mean and difference.max() < ROUNDED.percentile, (difference.mean(), difference.max())
+    assert difference.mean() < ROUNDED.mean and difference.max() < ROUNDED.percentile, (
+        difference.mean(),
+        difference.max(),
+    )
 
 
 def update_body(world: Any, folder: Path, dtype: str, learning_rate: float) -> Any:
-    actor = build_actor(folder, ParallelConfig(), replace(OPTIMIZER, learning_rate=learning_rate), dtype=dtype)
+    actor = build_actor(
+        folder, ParallelConfig(), replace(OPTIMIZER, learning_rate=learning_rate), dtype=dtype
+    )
     rows = rows_of(ROWS, PROMPTS)
     logp = actor.log_probs(rows).logp
-    experience = Experience(rows.tokens, rows.prompt_lengths, rows.lengths, rows.mask, logp, logp, None, torch.ones_like(logp))
+    experience = Experience(
+        rows.tokens,
+        rows.prompt_lengths,
+        rows.lengths,
+        rows.mask,
+        logp,
+        logp,
+        None,
+        torch.ones_like(logp),
+    )
     for _ in range(2):
         actor.step(experience, policy_loss())
-    weights = {name: x.cpu() for name, x in Exporter(actor.manager.bound, actor.topology, bucket_bytes=2**20)}
+    weights = {
+        name: x.cpu()
+        for name, x in Exporter(actor.manager.bound, actor.topology, bucket_bytes=2**20)
+    }
     return weights, actor.log_probs(rows).logp
 
 
 @pytest.mark.parametrize("where", ON)
 @pytest.mark.parametrize("variant", FAMILIES)
-def test_two_updates_are_those_of_a_plain_loop_of_transformers_and_torch(variant: str, where: str, tmp_path: Path) -> None:
-    """Weights by their names; experts, which transformers keeps in one tensor, by the log-probs afterwards."""
+def test_two_updates_are_those_of_a_plain_loop_of_transformers_and_torch(
+    variant: str, where: str, tmp_path: Path
+) -> None:
+    """Weights by their names; experts, which transformers keeps in one tensor, by the log-probs
+    afterwards.
+    """
     folder = save_tiny(tmp_path, variant)
     model = trained(folder, ROWS, PROMPTS, updates=2)
     ((weights, logp),) = run_ranks(1, update_body, folder, "float32", 1e-2)
@@ -87,17 +121,27 @@ def test_two_updates_are_those_of_a_plain_loop_of_transformers_and_torch(variant
     compared = weights.keys() & theirs.keys()
     assert len(compared) > 10
     for name in compared:
-        torch.testing.assert_close(weights[name], theirs[name].detach(), atol=5e-5, rtol=2e-4, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            weights[name],
+            theirs[name].detach(),
+            atol=5e-5,
+            rtol=2e-4,
+            msg=lambda m, n=name: f"{n}: {m}",
+        )
     assert gap(logp, model).max() < EXACT
 
 
 @pytest.mark.parametrize("where", ON)
 @pytest.mark.parametrize("variant", FAMILIES)
-def test_two_updates_in_bfloat16_go_where_those_in_float32_go(variant: str, where: str, tmp_path: Path) -> None:
+def test_two_updates_in_bfloat16_go_where_those_in_float32_go(
+    variant: str, where: str, tmp_path: Path
+) -> None:
     """At a tenth of the rate, since Adam turns what is rounding in a gradient into whole steps."""
     folder = save_tiny(tmp_path, variant)
     ((_, logp),) = run_ranks(1, update_body, folder, "bfloat16", 1e-3)
-    before, after = (trained(folder, ROWS, PROMPTS, updates=updates, learning_rate=1e-3) for updates in (0, 2))
+    before, after = (
+        trained(folder, ROWS, PROMPTS, updates=updates, learning_rate=1e-3) for updates in (0, 2)
+    )
     assert gap(logp, after).mean() < 0.2 * gap(logp, before).mean()
 
 
@@ -109,10 +153,25 @@ def contents(residency: Any, part: str) -> list[torch.Tensor]:
 
 
 def cycles_body(world: Any, folder: Path) -> Any:
-    actor = build_actor(folder, ParallelConfig(), replace(OPTIMIZER, distributed=True), dtype="bfloat16", keep_reference=True)
+    actor = build_actor(
+        folder,
+        ParallelConfig(),
+        replace(OPTIMIZER, distributed=True),
+        dtype="bfloat16",
+        keep_reference=True,
+    )
     rows = rows_of(ROWS, PROMPTS)
     logp = actor.log_probs(rows).logp
-    experience = Experience(rows.tokens, rows.prompt_lengths, rows.lengths, rows.mask, logp, logp, None, torch.ones_like(logp))
+    experience = Experience(
+        rows.tokens,
+        rows.prompt_lengths,
+        rows.lengths,
+        rows.mask,
+        logp,
+        logp,
+        None,
+        torch.ones_like(logp),
+    )
     actor.step(experience, policy_loss())
     residency = actor.manager.residency
     before = {part: contents(residency, part) for part in (PARAMETERS, MAIN_PARAMETERS, ADAM)}
@@ -125,12 +184,16 @@ def cycles_body(world: Any, folder: Path) -> Any:
         assert torch.equal(actor.log_probs(rows).logp, scored)
         residency.on(*PARTS)
         for part, wanted in before.items():
-            assert all(torch.equal(a, b) for a, b in zip(contents(residency, part), wanted, strict=True)), part
+            assert all(
+                torch.equal(a, b) for a, b in zip(contents(residency, part), wanted, strict=True)
+            ), part
         assert not any(x.any() for x in contents(residency, GRADIENTS))
         residency.changed()
     return True
 
 
 @pytest.mark.parametrize("where", ON)
-def test_three_cycles_to_the_host_and_back_leave_every_bit_and_the_reference_beside(where: str, tmp_path: Path) -> None:
+def test_three_cycles_to_the_host_and_back_leave_every_bit_and_the_reference_beside(
+    where: str, tmp_path: Path
+) -> None:
     assert run_ranks(1, cycles_body, save_tiny(tmp_path, "qwen3")) == [True]

@@ -1,4 +1,6 @@
-"""A real Slurm on this machine: slurmctld and one slurmd a node, all of it in one folder, and gone at the end."""
+"""A real Slurm on this machine: slurmctld and one slurmd a node, all of it in one folder, and gone
+at the end.
+"""
 
 import os
 import shutil
@@ -44,11 +46,17 @@ PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
 
 
 def why_not() -> str:
-    """Why a Slurm can't be started here; empty where it can. Installs Debian's packages where it may."""
+    """Why a Slurm can't be started here; empty where it can.
+
+    Installs Debian's packages where it may.
+    """
     if os.geteuid() != 0:
         return "slurmctld and slurmd are started as root, and this is not root"
     if missing() and shutil.which("apt-get"):
-        for command in (["update"], ["install", "-y", "--no-install-recommends", "slurm-wlm", "munge"]):
+        for command in (
+            ["update"],
+            ["install", "-y", "--no-install-recommends", "slurm-wlm", "munge"],
+        ):
             subprocess.run(
                 ["apt-get", "-qq", *command],
                 env=os.environ | {"DEBIAN_FRONTEND": "noninteractive"},
@@ -74,7 +82,12 @@ class Cluster:
     def command(self, *arguments: object, timeout: float = 60) -> str:
         """What it prints. Raises AssertionError with what it complains about."""
         done = subprocess.run(
-            list(map(str, arguments)), env=self.environment, capture_output=True, text=True, check=False, timeout=timeout
+            list(map(str, arguments)),
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=timeout,
         )
         assert done.returncode == 0, (arguments, done.stdout, done.stderr)
         return done.stdout
@@ -101,21 +114,37 @@ def running(folder: Path) -> Iterator[Cluster]:
         (folder / f"spool-{name}").mkdir()
     folder.chmod(0o755)
     config = folder / "slurm.conf"
-    config.write_text(CONFIG.format(folder=folder, host=socket.gethostname().split(".")[0], ports=ports))
+    config.write_text(
+        CONFIG.format(folder=folder, host=socket.gethostname().split(".")[0], ports=ports)
+    )
     (folder / "munge.key").write_bytes(os.urandom(1024))
     (folder / "munge.key").chmod(0o400)
-    outside = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_"))}
+    outside = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("SLURM_", "SBATCH_"))
+    }
     cluster = Cluster(folder, outside | {"SLURM_CONF": str(config)})
     files = {"socket": "munge.socket", "key-file": "munge.key", "pid-file": "munge.pid", "log-file": "munge.log",
              "seed-file": "munge.seed"}  # fmt: skip
-    munge = ["munged", "--foreground", "--force", *(f"--{option}={folder / name}" for option, name in files.items())]
+    munge = [
+        "munged",
+        "--foreground",
+        "--force",
+        *(f"--{option}={folder / name}" for option, name in files.items()),
+    ]
     with ExitStack() as stack:
         stack.enter_context(_process(munge, cluster))
         until((folder / "munge.socket").exists, 20, "munged opens its socket")
         stack.enter_context(_process(["slurmctld", "-D", "-c"], cluster))
         for name in ("n1", "n2"):
             stack.enter_context(_process(["slurmd", "-D", "-N", name], cluster))
-        until(lambda: cluster.states() == ["idle", "idle"], 60, "both nodes are idle", errors=AssertionError)
+        until(
+            lambda: cluster.states() == ["idle", "idle"],
+            60,
+            "both nodes are idle",
+            errors=AssertionError,
+        )
         yield cluster
         cluster.command("scancel", "--user=root")
         until(lambda: not cluster.command("squeue", "--noheader"), 60, "all jobs have ended")
@@ -124,7 +153,9 @@ def running(folder: Path) -> Iterator[Cluster]:
 @contextmanager
 def _process(command: Sequence[str], cluster: Cluster) -> Iterator[None]:
     with (cluster.folder / f"{command[0]}-{command[-1]}.out".replace("/", "_")).open("w") as log:
-        process = subprocess.Popen(command, env=cluster.environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            command, env=cluster.environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL
+        )
         try:
             yield
         finally:
@@ -132,7 +163,9 @@ def _process(command: Sequence[str], cluster: Cluster) -> Iterator[None]:
             process.wait(20)
 
 
-def until(holds: Callable[[], bool], seconds: float, what: str, errors: type[Exception] | tuple[()] = ()) -> None:
+def until(
+    holds: Callable[[], bool], seconds: float, what: str, errors: type[Exception] | tuple[()] = ()
+) -> None:
     """Waits. Raises TimeoutError that says what did not come true."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:

@@ -34,15 +34,24 @@ class Job:
     def learnt(self) -> list[tuple[float, ...]]:
         """What does not depend on time, of every step."""
         return [
-            tuple(record.get(name, 0.0) for name in ("step", "loss", "reward", "grad_norm")) for record in metrics_of(self.output)
+            tuple(record.get(name, 0.0) for name in ("step", "loss", "reward", "grad_norm"))
+            for record in metrics_of(self.output)
         ]
 
     def wait_for_step(self, step: int) -> None:
-        until(lambda: (self.output / "metrics.jsonl").is_file() and max(self.steps()) >= step, START, f"step {step}")
+        until(
+            lambda: (self.output / "metrics.jsonl").is_file() and max(self.steps()) >= step,
+            START,
+            f"step {step}",
+        )
 
     def wait(self) -> None:
         """Until it has finished. Raises AssertionError where it has failed."""
-        until(lambda: self.state() not in ("PENDING", "RUNNING", "COMPLETING"), END, f"job {self.number} has ended")
+        until(
+            lambda: self.state() not in ("PENDING", "RUNNING", "COMPLETING"),
+            END,
+            f"job {self.number} has ended",
+        )
         assert self.state() == "COMPLETED", (self.log(), self.log("-rank-0"), self.log("-rank-1"))
 
     def state(self) -> str:
@@ -50,16 +59,35 @@ class Job:
 
 
 def submit(cluster: Cluster, config: Path, output: Path, *options: str) -> Job:
-    command = [sys.executable, str(ROOT / "tools/launch.py"), "slurm", str(config), f"trainer.output={output}", *options]
+    command = [
+        sys.executable,
+        str(ROOT / "tools/launch.py"),
+        "slurm",
+        str(config),
+        f"trainer.output={output}",
+        *options,
+    ]
     command += ["--nodes", "2", "--processes-per-node", "1", "--cpus-per-process", "1", "--submit"]
-    done = subprocess.run(command, env=cluster.environment, capture_output=True, text=True, check=False, cwd=ROOT, timeout=120)
+    done = subprocess.run(
+        command,
+        env=cluster.environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
     return Job(int(done.stdout.split("submitted   job ")[1].split()[0]), output, cluster)
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(cluster: Cluster, arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
-    job = submit(cluster, arithmetic / "run.yaml", tmp_path_factory.mktemp("uninterrupted") / "out", *LONG)
+def uninterrupted(
+    cluster: Cluster, arithmetic: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Job:
+    job = submit(
+        cluster, arithmetic / "run.yaml", tmp_path_factory.mktemp("uninterrupted") / "out", *LONG
+    )
     job.wait()
     return job
 
@@ -73,7 +101,9 @@ def test_a_run_on_two_nodes_finishes(cluster: Cluster, arithmetic: Path, tmp_pat
     assert cluster.job(job.number)["NodeList"] == "n[1-2]"
 
 
-def test_what_a_restart_cannot_mend_ends_the_job(cluster: Cluster, arithmetic: Path, tmp_path: Path) -> None:
+def test_what_a_restart_cannot_mend_ends_the_job(
+    cluster: Cluster, arithmetic: Path, tmp_path: Path
+) -> None:
     """A config that was right when it was submitted, and is not when the job starts."""
     config = tmp_path / "run.yaml"
     config.write_text((arithmetic / "run.yaml").read_text())
@@ -98,19 +128,35 @@ def put_back(job: Job) -> None:
 
 def killed(job: Job) -> None:
     """Rank 1, as the kernel does when memory is short."""
-    ranks = [process for process in psutil.process_iter(["cmdline"]) if f"trainer.output={job.output}" in process.info["cmdline"]]
-    (second,) = [process for process in ranks if process.name() != "srun" and process.environ().get("RANK") == "1"]
+    ranks = [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if f"trainer.output={job.output}" in process.info["cmdline"]
+    ]
+    (second,) = [
+        process
+        for process in ranks
+        if process.name() != "srun" and process.environ().get("RANK") == "1"
+    ]
     second.kill()
 
 
 @pytest.mark.parametrize("end", [stopped_by_a_signal, put_back, killed])
 def test_a_run_that_is_interrupted_goes_on_and_ends_as_if_nothing_had_been(
-    end: Callable[[Job], None], uninterrupted: Job, cluster: Cluster, arithmetic: Path, tmp_path: Path
+    end: Callable[[Job], None],
+    uninterrupted: Job,
+    cluster: Cluster,
+    arithmetic: Path,
+    tmp_path: Path,
 ) -> None:
     job = submit(cluster, arithmetic / "run.yaml", tmp_path / "out", *LONG)
     job.wait_for_step(2)
     end(job)
-    until(lambda: cluster.job(job.number)["Restarts"] == "1", START, "the job is put back into the queue")
+    until(
+        lambda: cluster.job(job.number)["Restarts"] == "1",
+        START,
+        "the job is put back into the queue",
+    )
     job.wait()
     assert ("failed with 137" in job.log()) == (end is killed)
     assert job.learnt() == uninterrupted.learnt()

@@ -12,7 +12,11 @@ from rftmega.errors import CheckpointError, DataError
 from rftmega.json_files import DEEPEST, NotJSON, parse_json, read_json, read_json_object
 
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**60), 2**60)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
     max_leaves=20,
 )
@@ -20,7 +24,9 @@ VALUES = st.recursive(
 
 @settings(deadline=None, max_examples=200)
 @given(value=VALUES, indent=st.sampled_from([None, 1]), ascii_=st.booleans(), mark=st.booleans())
-def test_whatever_json_writes_comes_back(value: object, indent: int | None, ascii_: bool, mark: bool) -> None:
+def test_whatever_json_writes_comes_back(
+    value: object, indent: int | None, ascii_: bool, mark: bool
+) -> None:
     content = json.dumps(value, indent=indent, ensure_ascii=ascii_).encode()
     assert parse_json((b"\xef\xbb\xbf" if mark else b"") + content) == value
 
@@ -29,7 +35,9 @@ def test_whatever_json_writes_comes_back(value: object, indent: int | None, asci
 @given(
     content=st.binary(max_size=200)
     | st.text(alphabet='{}[]",:\\udDcC089aeE.+-nulltrfs \n', max_size=200).map(str.encode)
-    | VALUES.flatmap(lambda value: st.integers(0, 60).map(lambda end: json.dumps(value).encode()[:end]))
+    | VALUES.flatmap(
+        lambda value: st.integers(0, 60).map(lambda end: json.dumps(value).encode()[:end])
+    )
 )
 def test_any_bytes_are_read_or_refused(content: bytes) -> None:
     line = 1
@@ -60,7 +68,9 @@ def test_any_bytes_are_read_or_refused(content: bytes) -> None:
         (b'{"a":' * 200_000, f"nested more than {DEEPEST} deep"),
     ],
 )  # fmt: skip
-def test_what_is_not_strict_json_is_refused_with_file_and_line(content: bytes, complaint: str, tmp_path: Path) -> None:
+def test_what_is_not_strict_json_is_refused_with_file_and_line(
+    content: bytes, complaint: str, tmp_path: Path
+) -> None:
     path = tmp_path / "config.json"
     path.write_bytes(content)
     with pytest.raises(CheckpointError) as refusal:
@@ -70,14 +80,28 @@ def test_what_is_not_strict_json_is_refused_with_file_and_line(content: bytes, c
 
 
 @pytest.mark.parametrize(
-    "text", ['"\\ud83d\\ude00"', '"\\\\ud83d"', '{"a": [1], "b": {"a": 1}}', "[" * 200 + "]" * 200, '"' + "[" * 999 + '"']
+    "text",
+    [
+        '"\\ud83d\\ude00"',
+        '"\\\\ud83d"',
+        '{"a": [1], "b": {"a": 1}}',
+        "[" * 200 + "]" * 200,
+        '"' + "[" * 999 + '"',
+    ],
 )
 def test_what_only_looks_odd_is_read(text: str) -> None:
     assert parse_json(text) == json.loads(text)
 
 
 @pytest.mark.parametrize(
-    ("content", "kind"), [("[1]", "a list"), ('"x"', "a string"), ("3", "a number"), ("null", "null"), ("true", "true or false")]
+    ("content", "kind"),
+    [
+        ("[1]", "a list"),
+        ('"x"', "a string"),
+        ("3", "a number"),
+        ("null", "null"),
+        ("true", "true or false"),
+    ],
 )
 def test_another_value_than_an_object_is_refused(content: str, kind: str, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(content)

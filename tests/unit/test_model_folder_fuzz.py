@@ -1,4 +1,6 @@
-"""Files of a model folder, damaged in every way: what comes of them is a model or the project's error, nothing else."""
+"""Files of a model folder, damaged in every way: what comes of them is a model or the project's
+error, nothing else.
+"""
 
 import contextlib
 import copy
@@ -24,14 +26,41 @@ from tests.unit.data.test_tokenizer import CHATML, tokenizer
 from tests.unit.test_json_files import VALUES
 
 ODD = st.sampled_from(
-    [None, True, False, 0, 1, -1, 2**63, 10**30, 1e300, -0.5, "", "128", [], [0], {}, {"a": {}}, "\ud800", [[[]]]]
+    [
+        None,
+        True,
+        False,
+        0,
+        1,
+        -1,
+        2**63,
+        10**30,
+        1e300,
+        -0.5,
+        "",
+        "128",
+        [],
+        [0],
+        {},
+        {"a": {}},
+        "\ud800",
+        [[[]]],
+    ]
 )
-CASES = settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+CASES = settings(
+    deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 def places(value: Any) -> Iterator[tuple[Any, Any]]:
     """(container, key) of everything inside a JSON value."""
-    for key in list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+    for key in (
+        list(value)
+        if isinstance(value, dict)
+        else range(len(value))
+        if isinstance(value, list)
+        else ()
+    ):
         yield value, key
         yield from places(value[key])
 
@@ -72,7 +101,9 @@ def quiet() -> Iterator[None]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = save_tiny(tmp_path_factory.mktemp("model"), "qwen3-moe")
     tokenizer(path, CHATML)
-    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2], "temperature": 0.6}))
+    (path / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [1, 2], "temperature": 0.6})
+    )
     return path
 
 
@@ -118,9 +149,13 @@ def load(folder: Path) -> None:
         (INDEX, load),
     ],
 )
-def test_a_damaged_file_is_read_or_refused(name: str, read: Callable[[Path], None], folder: Path) -> None:
+def test_a_damaged_file_is_read_or_refused(
+    name: str, read: Callable[[Path], None], folder: Path
+) -> None:
     names = ["model.norm.weight", "model.embed_tokens.weight"]
-    index = json.dumps({"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(names, "model.safetensors")}).encode()
+    index = json.dumps(
+        {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(names, "model.safetensors")}
+    ).encode()
     whole = index if name == INDEX else (folder / name).read_bytes()
 
     @CASES
@@ -139,7 +174,11 @@ def test_a_damaged_header_of_weights_is_read_or_refused(folder: Path) -> None:
     header, data = whole[8 : 8 + length], whole[8 + length :]
 
     @CASES
-    @given(header=damaged(header), said=st.none() | st.integers(0, 2**64 - 1), end=st.none() | st.integers(0, 2000))
+    @given(
+        header=damaged(header),
+        said=st.none() | st.integers(0, 2**64 - 1),
+        end=st.none() | st.integers(0, 2000),
+    )
     def check(header: bytes, said: int | None, end: int | None) -> None:
         said = len(header) if said is None else said
         with content_of(path, (said.to_bytes(8, "little") + header + data)[:end]):

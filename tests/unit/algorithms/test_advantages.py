@@ -15,7 +15,10 @@ from rftmega.algorithms.advantages import (
 from rftmega.algorithms.groups import varied
 from rftmega.config.algorithms import GAE, GroupNorm, LeaveOneOut, Returns
 
-ESTIMATORS = {part.type: part for part in (GroupNorm(), LeaveOneOut(), Returns(gamma=0.9), GAE(gamma=0.9, lam=0.8))}
+ESTIMATORS = {
+    part.type: part
+    for part in (GroupNorm(), LeaveOneOut(), Returns(gamma=0.9), GAE(gamma=0.9, lam=0.8))
+}
 
 
 def by_hand(rewards: list[float], groups: list[int]) -> list[float]:
@@ -38,7 +41,9 @@ def test_it_equals_the_formula_on_ragged_interleaved_groups() -> None:
     torch.testing.assert_close(found, torch.tensor(by_hand(rewards, groups)), atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize(("reward", "size"), list(itertools.product([0.1, 0.3, 0.9, 1e9], [2, 3, 7])))
+@pytest.mark.parametrize(
+    ("reward", "size"), list(itertools.product([0.1, 0.3, 0.9, 1e9], [2, 3, 7]))
+)
 def test_a_group_that_agrees_teaches_exactly_nothing(reward: float, size: int) -> None:
     found = group_normalised(torch.full((size,), reward), torch.zeros(size, dtype=torch.int64))
     assert found.tolist() == [0.0] * size
@@ -49,18 +54,27 @@ def test_a_group_of_one_teaches_nothing() -> None:
 
 
 def test_without_std_it_is_the_distance_to_the_mean() -> None:
-    found = group_normalised(torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.zeros(4, dtype=torch.int64), scale_by_std=False)
+    found = group_normalised(
+        torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.zeros(4, dtype=torch.int64), scale_by_std=False
+    )
     assert found.tolist() == [0.75, -0.25, -0.25, -0.25]
 
 
 def test_leaving_one_out_compares_with_the_mean_of_the_others() -> None:
-    reward, group = torch.tensor([1.0, 0.0, 0.25, 5.0, 0.1, 0.1, 0.1]), torch.tensor([4, 4, 4, 9, 1, 1, 1])
+    reward, group = (
+        torch.tensor([1.0, 0.0, 0.25, 5.0, 0.1, 0.1, 0.1]),
+        torch.tensor([4, 4, 4, 9, 1, 1, 1]),
+    )
     wanted = [1 - 0.125, -0.625, 0.25 - 0.5, 0.0, 0.0, 0.0, 0.0]
     assert leave_one_out(reward, group).tolist() == pytest.approx(wanted)
-    assert leave_one_out(reward, group)[3:].tolist() == [0.0] * 4, "a group of one, and one that agrees, teach nothing at all"
+    assert leave_one_out(reward, group)[3:].tolist() == [0.0] * 4, (
+        "a group of one, and one that agrees, teach nothing at all"
+    )
 
 
-MASK = torch.tensor([[True, False, True, True, False], [False, True, False, False, False], [False] * 5])
+MASK = torch.tensor(
+    [[True, False, True, True, False], [False, True, False, False, False], [False] * 5]
+)
 
 
 def test_an_answers_reward_is_at_its_last_token_once() -> None:
@@ -73,7 +87,11 @@ def test_an_answers_reward_is_at_its_last_token_once() -> None:
 def test_returns_are_discounted_by_tokens_and_step_over_holes() -> None:
     reward = torch.tensor([[1.0, 7.0, 2.0, 4.0, 9.0], [9.0, 3.0, 9.0, 9.0, 9.0], [9.0] * 5])
     found = discounted_returns(reward, MASK, 0.5)
-    assert found.tolist() == [[1 + 0.5 * (2 + 0.5 * 4), 0, 2 + 0.5 * 4, 4, 0], [0, 3, 0, 0, 0], [0] * 5]
+    assert found.tolist() == [
+        [1 + 0.5 * (2 + 0.5 * 4), 0, 2 + 0.5 * 4, 4, 0],
+        [0, 3, 0, 0, 0],
+        [0] * 5,
+    ]
 
 
 def test_whitening_is_over_the_tokens_of_the_mask_alone() -> None:
@@ -88,7 +106,9 @@ def test_whitening_is_over_the_tokens_of_the_mask_alone() -> None:
 
 
 @pytest.mark.parametrize("name", list(ESTIMATORS))
-def test_no_estimator_says_anything_outside_the_mask_or_depends_on_the_order_of_rows(name: str) -> None:
+def test_no_estimator_says_anything_outside_the_mask_or_depends_on_the_order_of_rows(
+    name: str,
+) -> None:
     torch.manual_seed(1)
     mask = torch.rand(8, 6) < 0.6
     reward, group = torch.randn(8), torch.tensor([0, 0, 0, 1, 1, 2, 2, 2])
@@ -119,7 +139,9 @@ def test_only_groups_whose_answers_differ_are_varied_whatever_the_order() -> Non
 
 
 def test_the_kl_of_an_answer_is_taken_off_its_reward_before_the_others_are_compared() -> None:
-    """RLOO with an answer as one action: R = reward - sum of the tokens' penalties, then R minus the mean of the others' R."""
+    """RLOO with an answer as one action: R = reward - sum of the tokens' penalties, then R minus
+    the mean of the others' R.
+    """
     mask = torch.tensor([[True, True, False], [True, False, False], [True, True, True]])
     penalty = torch.tensor([[0.1, 0.2, 9.0], [0.5, 9.0, float("nan")], [0.0, -0.1, 0.3]])
     reward, group = torch.tensor([1.0, 0.0, 2.0]), torch.zeros(3, dtype=torch.int64)
@@ -128,11 +150,15 @@ def test_the_kl_of_an_answer_is_taken_off_its_reward_before_the_others_are_compa
     for b, own in enumerate(whole):
         others = [x for i, x in enumerate(whole) if i != b]
         wanted = own - sum(others) / 2
-        assert found[b].tolist() == pytest.approx([wanted if kept else 0.0 for kept in mask[b].tolist()])
+        assert found[b].tolist() == pytest.approx(
+            [wanted if kept else 0.0 for kept in mask[b].tolist()]
+        )
 
 
 def test_groups_that_differ_make_up_for_those_that_agree() -> None:
-    """Four groups of two, one of which differs: its advantages are those without, times 4 or the largest weight."""
+    """Four groups of two, one of which differs: its advantages are those without, times 4 or the
+    largest weight.
+    """
     reward = torch.tensor([1.0, 1.0, 0.0, 1.0, 2.0, 2.0, 0.0, 0.0])
     group, mask = torch.arange(8) // 2, torch.ones(8, 1, dtype=torch.bool)
 

@@ -7,9 +7,12 @@ AGREE, DIFFER = [0.1, 0.1, 0.1], [0.1, 0.3, 0.9]
 
 
 @pytest.mark.parametrize(
-    ("agreeing", "others", "agreed"), [(0, 1.0, None), (1, 4 / 3, 0.5), (2, 2.0, 0.5), (3, 3.0, 0.5), (4, None, 1.0)]
+    ("agreeing", "others", "agreed"),
+    [(0, 1.0, None), (1, 4 / 3, 0.5), (2, 2.0, 0.5), (3, 3.0, 0.5), (4, None, 1.0)],
 )
-def test_groups_that_differ_make_up_for_those_that_agree(agreeing: int, others: float | None, agreed: float | None) -> None:
+def test_groups_that_differ_make_up_for_those_that_agree(
+    agreeing: int, others: float | None, agreed: float | None
+) -> None:
     found = weight(torch.tensor([AGREE] * agreeing + [DIFFER] * (4 - agreeing)), lamda=0.5)
     assert found.shape == (4, 3)
     expected = [agreed] * agreeing + [others] * (4 - agreeing)

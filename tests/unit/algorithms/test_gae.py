@@ -10,7 +10,9 @@ from rftmega.algorithms.gae import gae
 
 
 def loop(values: Tensor, rewards: Tensor, mask: Tensor, gamma: float, lambd: float) -> Tensor:
-    """Advantages as sums of TD errors, eq. 16 read literally: one double loop over the tokens of the mask, in float64."""
+    """Advantages as sums of TD errors, eq. 16 read literally: one double loop over the tokens of
+    the mask, in float64.
+    """
     found = torch.zeros_like(values, dtype=torch.float64)
     for row in range(len(values)):
         kept = [t for t in range(values.shape[1]) if mask[row, t]]
@@ -27,7 +29,9 @@ def drawn(batch: int, width: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor
     return values, rewards, torch.rand(batch, width, generator=random) < 0.6
 
 
-@pytest.mark.parametrize(("gamma", "lambd", "expected"), [(1.0, 0.95, [0.95, 1.0]), (0.99, 1.0, [0.99, 1.0])])
+@pytest.mark.parametrize(
+    ("gamma", "lambd", "expected"), [(1.0, 0.95, [0.95, 1.0]), (0.99, 1.0, [0.99, 1.0])]
+)
 @pytest.mark.parametrize("padding", [0, 1, 5])
 @pytest.mark.parametrize("left", [0, 3])
 def test_a_reward_at_the_end_is_discounted_a_token_however_wide_the_row(
@@ -37,15 +41,25 @@ def test_a_reward_at_the_end_is_discounted_a_token_however_wide_the_row(
     values = torch.tensor([[9.0] * left + [0.0, 0.0] + [math.nan] * padding])
     mask = torch.tensor([[0] * left + [1, 1] + [0] * padding])
     advantages, returns = gae(values, rewards, mask, gamma, lambd)
-    torch.testing.assert_close(advantages, torch.tensor([[0.0] * left + expected + [0.0] * padding]))
+    torch.testing.assert_close(
+        advantages, torch.tensor([[0.0] * left + expected + [0.0] * padding])
+    )
     torch.testing.assert_close(returns, advantages)  # where every value is 0
 
 
 def test_the_first_advantage_is_the_published_closed_form() -> None:
     r, v, gamma, lambd = (0.3, -1.0, 2.0), (0.5, 0.25, -0.75), 0.9, 0.8
-    advantages, returns = gae(torch.tensor([v]).double(), torch.tensor([r]).double(), torch.ones(1, 3), gamma, lambd)
+    advantages, returns = gae(
+        torch.tensor([v]).double(), torch.tensor([r]).double(), torch.ones(1, 3), gamma, lambd
+    )
     step = gamma * lambd
-    first = r[0] + step * r[1] + step**2 * r[2] + gamma * (1 - lambd) * v[1] + gamma**2 * lambd * (1 - lambd) * v[2]
+    first = (
+        r[0]
+        + step * r[1]
+        + step**2 * r[2]
+        + gamma * (1 - lambd) * v[1]
+        + gamma**2 * lambd * (1 - lambd) * v[2]
+    )
     assert returns[0, 0] == pytest.approx(first)
     assert advantages[0, 0] == pytest.approx(first - v[0])
 
@@ -87,11 +101,20 @@ def test_a_row_and_a_batch_without_tokens_have_no_advantage() -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(1, 4), st.integers(1, 9), st.floats(0, 1), st.floats(0, 1), st.integers(0, 1000), st.sampled_from((bool, int)))
+@given(
+    st.integers(1, 4),
+    st.integers(1, 9),
+    st.floats(0, 1),
+    st.floats(0, 1),
+    st.integers(0, 1000),
+    st.sampled_from((bool, int)),
+)
 def test_equals_the_double_loop_whatever_the_holes(
     batch: int, width: int, gamma: float, lambd: float, seed: int, kind: type
 ) -> None:
     values, rewards, mask = drawn(batch, width, seed)
-    advantages, returns = gae(values, rewards, mask.to(torch.bool if kind is bool else torch.int64), gamma, lambd)
+    advantages, returns = gae(
+        values, rewards, mask.to(torch.bool if kind is bool else torch.int64), gamma, lambd
+    )
     torch.testing.assert_close(advantages, loop(values, rewards, mask, gamma, lambd))
     torch.testing.assert_close(returns, torch.where(mask, advantages + values, 0.0))

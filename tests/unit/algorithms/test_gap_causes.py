@@ -1,4 +1,6 @@
-"""Causes of a gap that the real path does not show by itself: cut-off distributions, experts' routes, rounding."""
+"""Causes of a gap that the real path does not show by itself: cut-off distributions, experts'
+routes, rounding.
+"""
 
 from dataclasses import replace
 
@@ -41,10 +43,14 @@ def one_in(n: int, size: float) -> torch.Tensor:
     return gap.view(4, 50)
 
 
-def test_a_few_tokens_that_are_off_in_a_model_with_experts_are_routes_and_in_another_numbers() -> None:
+def test_a_few_tokens_that_are_off_in_a_model_with_experts_are_routes_and_in_another_numbers() -> (
+    None
+):
     assert cause_of(evidence(one_in(40, 0.5), has_experts=True), LIMITS).kind == "experts' routes"
     assert cause_of(evidence(one_in(40, 0.5)), LIMITS).kind == "numbers"
-    assert cause_of(evidence(one_in(3, 0.5), has_experts=True), LIMITS).kind == "numbers", "ties are rare"
+    assert cause_of(evidence(one_in(3, 0.5), has_experts=True), LIMITS).kind == "numbers", (
+        "ties are rare"
+    )
 
 
 def test_a_distribution_that_was_cut_off_is_nowhere_lower() -> None:
@@ -67,16 +73,25 @@ def test_small_gaps_are_rounding_and_large_ones_are_not() -> None:
         ((1, 1, None), "did not arrive"),
     ],
 )
-def test_a_slice_that_is_not_as_the_trainer_holds_it_comes_before_all_else(sums: tuple, how: str) -> None:
+def test_a_slice_that_is_not_as_the_trainer_holds_it_comes_before_all_else(
+    sums: tuple, how: str
+) -> None:
     off = evidence(one_in(2, 0.5))
-    slices = [SliceChecksums("a.weight", 0, 8, 0, 1, 5, 5, 5), SliceChecksums("b.weight", 8, 16, 0, 1, *sums)]
-    found = cause_of(replace(off, checksums=slices, other_prompt=torch.zeros(4, dtype=torch.int64)), LIMITS)
+    slices = [
+        SliceChecksums("a.weight", 0, 8, 0, 1, 5, 5, 5),
+        SliceChecksums("b.weight", 8, 16, 0, 1, *sums),
+    ]
+    found = cause_of(
+        replace(off, checksums=slices, other_prompt=torch.zeros(4, dtype=torch.int64)), LIMITS
+    )
     assert found.kind == "weights"
     assert f"1 tensor(s) {how}: b.weight[8:16]" in found.why
 
 
 def test_another_push_mends_weights_that_had_changed_but_not_what_few_tokens_show() -> None:
-    good = log_prob_gap(torch.zeros(1, 9), torch.full((1, 9), 1e-6), torch.ones(1, 9, dtype=torch.bool))
+    good = log_prob_gap(
+        torch.zeros(1, 9), torch.full((1, 9), 1e-6), torch.ones(1, 9, dtype=torch.bool)
+    )
     assert cause_of(replace(evidence(one_in(2, 0.5)), after_push=good), LIMITS).kind == "weights"
     assert cause_of(replace(evidence(one_in(60, 0.5)), after_push=good), LIMITS).kind == "numbers"
 
@@ -86,7 +101,9 @@ def test_the_gap_is_that_of_a_loop_and_what_is_no_number_is_infinite() -> None:
     engine, trainer = torch.randn(40, 60), torch.randn(40, 60)
     mask = torch.rand(40, 60) < 0.7
     found = log_prob_gap(engine, trainer, mask)
-    by_hand = sorted(abs(float(x) - float(y)) for x, y in zip(engine[mask], trainer[mask], strict=True))
+    by_hand = sorted(
+        abs(float(x) - float(y)) for x, y in zip(engine[mask], trainer[mask], strict=True)
+    )
     assert found.tokens == len(by_hand)
     assert found.largest == pytest.approx(by_hand[-1])
     assert found.mean == pytest.approx(sum(by_hand) / len(by_hand))
@@ -100,8 +117,12 @@ def test_the_gap_is_that_of_a_loop_and_what_is_no_number_is_infinite() -> None:
     assert not LIMITS.exceeded_by(log_prob_gap(engine, engine, torch.zeros_like(mask)))
 
 
-def test_the_worst_rows_come_first_by_their_mean_and_what_stands_outside_the_mask_counts_nothing() -> None:
+def test_the_worst_rows_come_first_by_their_mean_and_what_stands_outside_the_mask_counts_nothing() -> (
+    None
+):
     trainer = torch.zeros(3, 4)
     engine = torch.tensor([[9.0, 0.1, 0.1, 0.1], [0.0, 0.5, 0.0, 0.0], [9.0, torch.nan, 0.0, 0.0]])
-    mask = torch.tensor([[False, True, True, True], [False, True, True, False], [False, True, False, False]])
+    mask = torch.tensor(
+        [[False, True, True, True], [False, True, True, False], [False, True, False, False]]
+    )
     assert worst_rows(engine, trainer, mask, 2).tolist() == [2, 1]

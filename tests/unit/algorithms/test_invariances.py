@@ -1,4 +1,6 @@
-"""Padding, the order of rows, the split into micro-batches and ranks, and the dtype change no loss, gradient or advantage."""
+"""Padding, the order of rows, the split into micro-batches and ranks, and the dtype change no loss,
+gradient or advantage.
+"""
 
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -43,8 +45,16 @@ POLICY_LOSSES = (
     CPGD(low=0.1, high=0.3, drift_coef=0.2),
     ScoreFunction(),
 )
-CORRECTIONS = (NoImportance(), TokenImportance(cap=1.3), SequenceImportance(cap=1.3), MaskedImportance(cap=1.3))
-ESTIMATORS = {part.type: part for part in (GroupNorm(), LeaveOneOut(), Returns(gamma=0.9), GAE(gamma=0.9, lam=0.8))}
+CORRECTIONS = (
+    NoImportance(),
+    TokenImportance(cap=1.3),
+    SequenceImportance(cap=1.3),
+    MaskedImportance(cap=1.3),
+)
+ESTIMATORS = {
+    part.type: part
+    for part in (GroupNorm(), LeaveOneOut(), Returns(gamma=0.9), GAE(gamma=0.9, lam=0.8))
+}
 LENGTHS, PROMPTS = [9, 4, 2, 6, 9, 3, 5, 7], [2, 1, 2, 3, 1, 1, 2, 4]  # row 2 has no answer
 
 
@@ -74,7 +84,11 @@ def of_values(name: str) -> bool:
 
 def experience_of(name: str) -> tuple[Experience, Tensor]:
     torch.manual_seed(0)
-    rows = Rows(torch.zeros(len(LENGTHS), max(LENGTHS), dtype=torch.int64), torch.tensor(PROMPTS), torch.tensor(LENGTHS))
+    rows = Rows(
+        torch.zeros(len(LENGTHS), max(LENGTHS), dtype=torch.int64),
+        torch.tensor(PROMPTS),
+        torch.tensor(LENGTHS),
+    )
     if name == "pairwise":
         rows = rows.with_end()
 
@@ -89,7 +103,9 @@ def experience_of(name: str) -> tuple[Experience, Tensor]:
     return found, old + 0.4 * numbers()
 
 
-def learnt(name: str, aggregation: str, experience: Experience, x: Tensor, parts: list[Tensor]) -> tuple[Tensor, Tensor]:
+def learnt(
+    name: str, aggregation: str, experience: Experience, x: Tensor, parts: list[Tensor]
+) -> tuple[Tensor, Tensor]:
     """(loss, gradient by what the model says), summed over parts of the rows and divided once."""
     loss_fn, total, count = LOSSES[name](aggregation), torch.zeros((), dtype=x.dtype), 0
     free = x.clone().requires_grad_()
@@ -122,11 +138,17 @@ def test_a_loss_and_its_gradient_depend_on_nothing_but_the_rows(
 
     wide = replace(
         experience,
-        **{f.name: wider(held) for f in fields(experience) if isinstance(held := getattr(experience, f.name), Tensor)},
+        **{
+            f.name: wider(held)
+            for f in fields(experience)
+            if isinstance(held := getattr(experience, f.name), Tensor)
+        },
     )
     shuffled = torch.tensor([2 * pair + i for pair in order for i in (0, 1)])
     edges = [0, *(2 * cut for cut in sorted(cuts)), len(LENGTHS)]
-    found, moved = learnt(name, aggregation, wide, wider(x), [shuffled[a:b] for a, b in pairwise(edges)])
+    found, moved = learnt(
+        name, aggregation, wide, wider(x), [shuffled[a:b] for a, b in pairwise(edges)]
+    )
     torch.testing.assert_close(found, value, rtol=1e-6, atol=1e-9)
     torch.testing.assert_close(moved[:, : x.shape[1]], gradient, rtol=1e-6, atol=1e-9)
     assert not moved[:, x.shape[1] :].any()
@@ -145,20 +167,41 @@ def test_float32_gives_the_loss_and_gradient_of_float64(name: str, aggregation: 
     torch.testing.assert_close(rounded.double(), gradient, rtol=1e-4, atol=1e-6)
 
 
-def found_by(name: str, index: Tensor, padding: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+def found_by(
+    name: str, index: Tensor, padding: int = 0, dtype: torch.dtype = torch.float64
+) -> Tensor:
     """Of rows `index` of eight answers in three groups of holes and padding."""
     torch.manual_seed(1)
-    reward, group = torch.tensor([0.1, 0.1, 0.1, 1.0, 0.0, 1.0, 0.3, 0.3]), torch.tensor([0, 1, 0, 1, 2, 2, 0, 1])
-    mask = (torch.rand(8, 6) < 0.7) & (torch.arange(6) < torch.tensor([6, 5, 3, 1, 6, 4, 2, 6])[:, None])
-    values, penalty = torch.randn(8, 6, dtype=torch.float64), 0.1 * torch.randn(8, 6, dtype=torch.float64)
-    wide = [pad(x[index], (0, padding), value=7.0 if x.is_floating_point() else 0) for x in (mask, values, penalty)]
-    scored = Scored(reward[index].to(dtype), group[index], wide[0], wide[1].to(dtype), wide[2].to(dtype))
+    reward, group = (
+        torch.tensor([0.1, 0.1, 0.1, 1.0, 0.0, 1.0, 0.3, 0.3]),
+        torch.tensor([0, 1, 0, 1, 2, 2, 0, 1]),
+    )
+    mask = (torch.rand(8, 6) < 0.7) & (
+        torch.arange(6) < torch.tensor([6, 5, 3, 1, 6, 4, 2, 6])[:, None]
+    )
+    values, penalty = (
+        torch.randn(8, 6, dtype=torch.float64),
+        0.1 * torch.randn(8, 6, dtype=torch.float64),
+    )
+    wide = [
+        pad(x[index], (0, padding), value=7.0 if x.is_floating_point() else 0)
+        for x in (mask, values, penalty)
+    ]
+    scored = Scored(
+        reward[index].to(dtype), group[index], wide[0], wide[1].to(dtype), wide[2].to(dtype)
+    )
     return advantages(scored, ESTIMATORS[name])
 
 
 @settings(max_examples=40)
-@drawn(name=st.sampled_from(list(ESTIMATORS)), order=st.permutations(range(8)), padding=st.integers(0, 3))
-def test_an_advantage_depends_on_nothing_but_its_group(name: str, order: list[int], padding: int) -> None:
+@drawn(
+    name=st.sampled_from(list(ESTIMATORS)),
+    order=st.permutations(range(8)),
+    padding=st.integers(0, 3),
+)
+def test_an_advantage_depends_on_nothing_but_its_group(
+    name: str, order: list[int], padding: int
+) -> None:
     """Whole groups in another order, and each by itself, as if each lay on a rank of its own."""
     wanted = found_by(name, torch.arange(8))
     index = torch.tensor(order)
@@ -166,7 +209,12 @@ def test_an_advantage_depends_on_nothing_but_its_group(name: str, order: list[in
     torch.testing.assert_close(found[:, :6], wanted[index], rtol=1e-9, atol=1e-12)
     assert not found[:, 6:].any()
     for group in ([0, 2, 6], [1, 3, 7], [4, 5]):
-        torch.testing.assert_close(found_by(name, torch.tensor(group), padding)[:, :6], wanted[group], rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(
+            found_by(name, torch.tensor(group), padding)[:, :6],
+            wanted[group],
+            rtol=1e-9,
+            atol=1e-12,
+        )
 
 
 @pytest.mark.parametrize("name", list(ESTIMATORS))

@@ -35,8 +35,13 @@ def test_without_a_target_the_weight_stays() -> None:
     assert controller.value == 0.3
 
 
-@pytest.mark.parametrize(("seen", "factor"), [(0.1, 1.0), (0.11, 1 + 0.1 * 0.05), (5.0, 1 + 0.2 * 0.05), (0.0, 1 - 0.2 * 0.05)])
-def test_with_one_it_follows_what_is_seen_by_at_most_a_fifth_of_the_horizon(seen: float, factor: float) -> None:
+@pytest.mark.parametrize(
+    ("seen", "factor"),
+    [(0.1, 1.0), (0.11, 1 + 0.1 * 0.05), (5.0, 1 + 0.2 * 0.05), (0.0, 1 - 0.2 * 0.05)],
+)
+def test_with_one_it_follows_what_is_seen_by_at_most_a_fifth_of_the_horizon(
+    seen: float, factor: float
+) -> None:
     controller = KLController(0.3, target=0.1, horizon=10_000)
     controller.update(seen, 500)
     assert controller.value == pytest.approx(0.3 * factor)

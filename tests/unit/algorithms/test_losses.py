@@ -11,7 +11,9 @@ from rftmega.config.algorithms import Clip
 from rftmega.types import Experience, TokenStats
 
 
-def experience_of(old_logp: list[list[float]], lengths: list[int], advantage: list[list[float]]) -> Experience:
+def experience_of(
+    old_logp: list[list[float]], lengths: list[int], advantage: list[list[float]]
+) -> Experience:
     """Prompts of one token; row b has lengths[b] tokens in all."""
     old = torch.tensor(old_logp)
     size = torch.tensor(lengths)
@@ -35,7 +37,9 @@ def ragged(seed: int = 0) -> tuple[Experience, Tensor]:
     return experience, (old + 0.5 * torch.randn(3, 4)).requires_grad_()
 
 
-def by_hand(experience: Experience, logp: Tensor, low: float, high: float, kl_coef: float, aggregation: str) -> float:
+def by_hand(
+    experience: Experience, logp: Tensor, low: float, high: float, kl_coef: float, aggregation: str
+) -> float:
     """A double loop in float64 straight from the papers."""
     total, things = 0.0, 0
     for b in range(len(experience)):
@@ -45,7 +49,9 @@ def by_hand(experience: Experience, logp: Tensor, low: float, high: float, kl_co
             ratio = math.exp(float(logp[b, t]) - float(experience.old_logp[b, t]))
             a = float(experience.advantage[b, t])
             delta = float(logp[b, t]) - float(experience.reference_logp[b, t])
-            value = -min(ratio * a, min(max(ratio, 1 - low), 1 + high) * a) + kl_coef * (math.exp(-delta) - 1 + delta)
+            value = -min(ratio * a, min(max(ratio, 1 - low), 1 + high) * a) + kl_coef * (
+                math.exp(-delta) - 1 + delta
+            )
             total += value * (1.0 / length if aggregation == "sequence_mean" else 1.0)
     return total / things
 
@@ -60,8 +66,16 @@ def reduced(experience: Experience, logp: Tensor, **settings: object) -> Tensor:
 def test_it_equals_the_formula(aggregation: str, low: float, high: float) -> None:
     for seed in range(5):
         experience, logp = ragged(seed)
-        found = reduced(experience, logp, options=Clip(low=low, high=high), kl_coef=0.1, aggregation=AGGREGATIONS[aggregation])
-        assert found.item() == pytest.approx(by_hand(experience, logp.detach(), low, high, 0.1, aggregation), rel=1e-5)
+        found = reduced(
+            experience,
+            logp,
+            options=Clip(low=low, high=high),
+            kl_coef=0.1,
+            aggregation=AGGREGATIONS[aggregation],
+        )
+        assert found.item() == pytest.approx(
+            by_hand(experience, logp.detach(), low, high, 0.1, aggregation), rel=1e-5
+        )
 
 
 @pytest.mark.parametrize(
@@ -74,7 +88,9 @@ def test_it_equals_the_formula(aggregation: str, low: float, high: float) -> Non
         (1.0, 0.1, True),
     ],
 )
-def test_the_gradient_is_zero_exactly_where_the_clip_bites(advantage: float, log_ratio: float, moves: bool) -> None:
+def test_the_gradient_is_zero_exactly_where_the_clip_bites(
+    advantage: float, log_ratio: float, moves: bool
+) -> None:
     experience = experience_of([[-1.0]], [2], [[advantage]])
     logp = torch.tensor([[-1.0 + log_ratio]], requires_grad=True)
     reduced(experience, logp).backward()
@@ -86,7 +102,9 @@ def test_what_stands_in_padding_changes_neither_loss_nor_gradient(poison: float)
     experience, logp = ragged()
     clean = torch.where(experience.mask, logp.detach(), 0.0).requires_grad_()
     dirty = torch.where(experience.mask, logp.detach(), poison).requires_grad_()
-    bad_advantage = replace(experience, advantage=torch.where(experience.mask, experience.advantage, poison))
+    bad_advantage = replace(
+        experience, advantage=torch.where(experience.mask, experience.advantage, poison)
+    )
     a, b = reduced(experience, clean, kl_coef=0.1), reduced(bad_advantage, dirty, kl_coef=0.1)
     a.backward()
     b.backward()
@@ -94,8 +112,12 @@ def test_what_stands_in_padding_changes_neither_loss_nor_gradient(poison: float)
     assert torch.equal(clean.grad, dirty.grad)
 
 
-@pytest.mark.parametrize(("log_ratio", "advantage"), [(94.0, 1.0), (94.0, -1.0), (-200.0, 1.0), (-200.0, -1.0)])
-def test_extreme_ratios_have_finite_values_and_gradients(log_ratio: float, advantage: float) -> None:
+@pytest.mark.parametrize(
+    ("log_ratio", "advantage"), [(94.0, 1.0), (94.0, -1.0), (-200.0, 1.0), (-200.0, -1.0)]
+)
+def test_extreme_ratios_have_finite_values_and_gradients(
+    log_ratio: float, advantage: float
+) -> None:
     experience = experience_of([[-1.0]], [2], [[advantage]])
     logp = torch.tensor([[-1.0 + log_ratio]], requires_grad=True)
     loss = reduced(experience, logp)

@@ -11,7 +11,9 @@ def test_it_is_the_share_of_all_subsets_that_hold_a_right_answer(samples: int) -
         answers = [True] * right + [False] * (samples - right)
         for k in range(1, samples + 1):
             subsets = [any(subset) for subset in combinations(answers, k)]
-            assert pass_at_k(samples, right, k) == pytest.approx(sum(subsets) / len(subsets), abs=1e-15)
+            assert pass_at_k(samples, right, k) == pytest.approx(
+                sum(subsets) / len(subsets), abs=1e-15
+            )
 
 
 def test_many_samples_lose_no_digits() -> None:

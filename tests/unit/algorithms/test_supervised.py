@@ -15,7 +15,9 @@ LENGTHS, PROMPTS = [6, 3, 4, 7, 2, 2], [2, 2, 3, 3, 1, 1]
 
 def rows(lengths: list[int] = LENGTHS, prompts: list[int] = PROMPTS, *, padding: int = 0) -> Rows:
     return Rows(
-        torch.zeros(len(lengths), max(lengths) + padding, dtype=torch.int64), torch.tensor(prompts), torch.tensor(lengths)
+        torch.zeros(len(lengths), max(lengths) + padding, dtype=torch.int64),
+        torch.tensor(prompts),
+        torch.tensor(lengths),
     )
 
 
@@ -32,7 +34,11 @@ def cross_entropy_by_hand(logp: Tensor, aggregation: str) -> tuple[float, Tensor
     """Value and gradient, token by token."""
     gradient = torch.zeros_like(logp)
     total = 0.0
-    things = sum(n - p for n, p in zip(LENGTHS, PROMPTS, strict=True)) if aggregation == "token_mean" else len(LENGTHS)
+    things = (
+        sum(n - p for n, p in zip(LENGTHS, PROMPTS, strict=True))
+        if aggregation == "token_mean"
+        else len(LENGTHS)
+    )
     for b, (length, prompt) in enumerate(zip(LENGTHS, PROMPTS, strict=True)):
         for place in range(prompt, length):  # of the token that is predicted
             share = 1.0 / (length - prompt) if aggregation == "sequence_mean" else 1.0
@@ -45,7 +51,9 @@ def cross_entropy_by_hand(logp: Tensor, aggregation: str) -> tuple[float, Tensor
 @pytest.mark.parametrize("seed", range(3))
 def test_cross_entropy_is_its_formula(aggregation: str, seed: int) -> None:
     logp = numbers(rows(), seed)
-    found = reduced(cross_entropy_loss(AGGREGATIONS[aggregation])(TokenStats(logp, None), given(rows())))
+    found = reduced(
+        cross_entropy_loss(AGGREGATIONS[aggregation])(TokenStats(logp, None), given(rows()))
+    )
     found.backward()
     value, gradient = cross_entropy_by_hand(logp.detach(), aggregation)
     assert found.item() == pytest.approx(value, rel=1e-6)
@@ -82,7 +90,9 @@ def test_the_pairwise_loss_is_its_formula(seed: int) -> None:
     assert mean["chosen_reward"] == pytest.approx(sum(last[::2]) / 3)
     assert mean["rejected_reward"] == pytest.approx(sum(last[1::2]) / 3)
     assert mean["margin"] == pytest.approx(sum(last[::2]) / 3 - sum(last[1::2]) / 3)
-    assert mean["accuracy"] == pytest.approx(sum(a > b for a, b in zip(last[::2], last[1::2], strict=True)) / 3)
+    assert mean["accuracy"] == pytest.approx(
+        sum(a > b for a, b in zip(last[::2], last[1::2], strict=True)) / 3
+    )
 
 
 def test_pairs_may_come_in_any_order_and_in_any_micro_batch() -> None:
@@ -96,7 +106,10 @@ def test_pairs_may_come_in_any_order_and_in_any_micro_batch() -> None:
             index = torch.tensor(part)
             some = given(ended).select(index)
             losses.append(loss_fn(TokenValues(values[index][:, : some.mask.shape[1]]), some))
-        (sum((loss.value * loss.weight).sum() for loss in losses) / sum(loss.count for loss in losses)).backward()
+        (
+            sum((loss.value * loss.weight).sum() for loss in losses)
+            / sum(loss.count for loss in losses)
+        ).backward()
         return values.grad
 
     whole = gradient([[0, 1, 2, 3, 4, 5]])
@@ -111,8 +124,15 @@ def test_the_worse_answer_first_turns_the_loss_round() -> None:
     turned = pairwise_loss()(TokenValues(values[swapped]), given(ended).select(swapped))
     shown = loss.metrics["margin"]
     margin = (shown.value * shown.weight).sum() / shown.count
-    assert (reduced(turned) - reduced(loss)).item() == pytest.approx(margin.item())  # softplus(m) - softplus(-m) = m
-    accuracy = sum((m.value * m.weight).sum().item() for m in (x.metrics["accuracy"] for x in (loss, turned))) / 3
+    # softplus(m) - softplus(-m) = m
+    assert (reduced(turned) - reduced(loss)).item() == pytest.approx(margin.item())
+    accuracy = (
+        sum(
+            (m.value * m.weight).sum().item()
+            for m in (x.metrics["accuracy"] for x in (loss, turned))
+        )
+        / 3
+    )
     assert accuracy == pytest.approx(1.0)
 
 
@@ -127,11 +147,16 @@ def test_padding_and_its_content_change_nothing(poison: float) -> None:
             tight, wide = tight.with_end(), wide.with_end()
         clean = numbers(tight, 0)
         read = torch.zeros(wide.mask.shape, dtype=torch.bool)
-        read[:, : tight.mask.shape[1]] = torch.arange(tight.mask.shape[1]) < tight.lengths[:, None] - 1
+        read[:, : tight.mask.shape[1]] = (
+            torch.arange(tight.mask.shape[1]) < tight.lengths[:, None] - 1
+        )
         dirty = torch.full(wide.mask.shape, poison, dtype=torch.float64)
         dirty[:, : tight.mask.shape[1]] = clean.detach()
         dirty = dirty.masked_fill(~read, poison).requires_grad_()
-        a, b = reduced(loss_fn(stats(clean), given(tight))), reduced(loss_fn(stats(dirty), given(wide)))
+        a, b = (
+            reduced(loss_fn(stats(clean), given(tight))),
+            reduced(loss_fn(stats(dirty), given(wide))),
+        )
         a.backward()
         b.backward()
         assert a.item() == pytest.approx(b.item(), rel=1e-12)  # sums of another width
@@ -150,7 +175,10 @@ def test_extreme_margins_have_finite_losses_and_gradients(margin: float) -> None
 
 
 def test_a_batch_of_no_rows_has_count_zero_a_graph_and_the_same_metrics() -> None:
-    for loss_fn, stats in ((cross_entropy_loss(), lambda x: TokenStats(x, x)), (pairwise_loss(), lambda x: TokenValues(x))):
+    for loss_fn, stats in (
+        (cross_entropy_loss(), lambda x: TokenStats(x, x)),
+        (pairwise_loss(), lambda x: TokenValues(x)),
+    ):
         whole = given(rows().with_end())
         nothing = whole.select(torch.zeros(0, dtype=torch.int64))
         values = torch.zeros(nothing.mask.shape, requires_grad=True)
@@ -158,7 +186,10 @@ def test_a_batch_of_no_rows_has_count_zero_a_graph_and_the_same_metrics() -> Non
         total = (loss.value * loss.weight).sum()
         total.backward()
         assert (int(loss.count), total.item()) == (0, 0.0)
-        assert loss.metrics.keys() == loss_fn(stats(torch.zeros(whole.mask.shape)), whole).metrics.keys()
+        assert (
+            loss.metrics.keys()
+            == loss_fn(stats(torch.zeros(whole.mask.shape)), whole).metrics.keys()
+        )
         assert all(metric.value.shape == nothing.mask.shape for metric in loss.metrics.values())
 
 
@@ -178,5 +209,7 @@ def test_the_last_value_is_the_one_after_the_last_token() -> None:
 def test_given_rows_keep_their_mask() -> None:
     experience: Experience = given(rows())
     assert torch.equal(experience.mask, rows().mask)
-    assert token_mean(experience.mask)[1] == sum(n - p for n, p in zip(LENGTHS, PROMPTS, strict=True))
+    assert token_mean(experience.mask)[1] == sum(
+        n - p for n, p in zip(LENGTHS, PROMPTS, strict=True)
+    )
     assert replace(experience, reference_logp=None) == experience

@@ -1,4 +1,6 @@
-"""Each member of the family against its formula, written as a double loop over answers and tokens in float64."""
+"""Each member of the family against its formula, written as a double loop over answers and tokens
+in float64.
+"""
 
 import math
 from collections.abc import Callable
@@ -29,7 +31,8 @@ from rftmega.config.algorithms import (
 from rftmega.config.parts import IMPLEMENTATIONS, PolicyLoss
 from rftmega.types import Experience, TokenMetric, TokenStats
 
-Row = tuple[list[Tensor], list[float], list[float]]  # logp, old logp, advantage of an answer's tokens
+# logp, old logp, advantage of an answer's tokens
+Row = tuple[list[Tensor], list[float], list[float]]
 LOW, HIGH, DUAL, DRIFT, DRIFT_CLIP = 0.2, 0.28, 3.0, 0.3, 0.2
 LOSSES: dict[str, Any] = {
     "clip": Clip(low=LOW, high=HIGH, dual=DUAL),
@@ -53,7 +56,9 @@ def per_token(options: PolicyLoss, log_ratio: Tensor, advantage: Tensor, mask: T
 
 def between(x: Tensor, low: float, high: float) -> Tensor:
     value = float(x.detach())
-    return x if low <= value <= high else torch.tensor(min(max(value, low), high), dtype=torch.float64)
+    return (
+        x if low <= value <= high else torch.tensor(min(max(value, low), high), dtype=torch.float64)
+    )
 
 
 def smaller(a: Tensor, b: Tensor) -> Tensor:
@@ -75,7 +80,9 @@ def clip(row: Row, t: int) -> Tensor:
 
 def gspo(row: Row, t: int) -> Tensor:
     logp, old, advantage = row
-    mean = sum((x - y for x, y in zip(logp, old, strict=True)), torch.zeros((), dtype=torch.float64)) / len(logp)
+    mean = sum(
+        (x - y for x, y in zip(logp, old, strict=True)), torch.zeros((), dtype=torch.float64)
+    ) / len(logp)
     return pessimistic(torch.exp(mean), advantage[t])
 
 
@@ -135,19 +142,34 @@ def reduced(experience: Experience, logp: Tensor, **options: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("name", list(LOSSES))
-@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "sequence_sum", "sequence_total"])
+@pytest.mark.parametrize(
+    "aggregation", ["token_mean", "sequence_mean", "sequence_sum", "sequence_total"]
+)
 def test_value_and_gradient_are_the_formulas(name: str, aggregation: str) -> None:
     for seed in range(4):
         experience, logp = ragged(seed)
-        found = reduced(experience, logp, options=LOSSES[name], aggregation=aggregation_of(aggregation, longest=LONGEST))
+        found = reduced(
+            experience,
+            logp,
+            options=LOSSES[name],
+            aggregation=aggregation_of(aggregation, longest=LONGEST),
+        )
         (gradient,) = torch.autograd.grad(found, logp)
         free = logp.detach().clone().requires_grad_()
         total, things = torch.zeros((), dtype=torch.float64), 0
         for b, length in enumerate((experience.lengths - 1).tolist()):
-            row = list(free[b, :length]), experience.old_logp[b, :length].tolist(), experience.advantage[b, :length].tolist()
-            weight = {"sequence_mean": 1 / length, "sequence_sum": 1 / LONGEST}.get(aggregation, 1.0)
+            row = (
+                list(free[b, :length]),
+                experience.old_logp[b, :length].tolist(),
+                experience.advantage[b, :length].tolist(),
+            )
+            weight = {"sequence_mean": 1 / length, "sequence_sum": 1 / LONGEST}.get(
+                aggregation, 1.0
+            )
             things += length if aggregation == "token_mean" else 1
-            total = total + weight * sum((BY_HAND[name](row, t) for t in range(length)), torch.zeros((), dtype=torch.float64))
+            total = total + weight * sum(
+                (BY_HAND[name](row, t) for t in range(length)), torch.zeros((), dtype=torch.float64)
+            )
         (wanted,) = torch.autograd.grad(total / things, free)
         assert found.item() == pytest.approx((total / things).item(), rel=1e-6)
         torch.testing.assert_close(gradient, wanted, rtol=1e-6, atol=1e-9)
@@ -158,7 +180,9 @@ def test_before_anything_has_changed_all_of_them_have_the_same_gradient(name: st
     experience, _ = ragged(0)
     logp = experience.old_logp.clone().requires_grad_()
     aggregation = aggregation_of("sequence_mean", longest=LONGEST)
-    (gradient,) = torch.autograd.grad(reduced(experience, logp, options=LOSSES[name], aggregation=aggregation), logp)
+    (gradient,) = torch.autograd.grad(
+        reduced(experience, logp, options=LOSSES[name], aggregation=aggregation), logp
+    )
     wanted = -experience.advantage * experience.mask / (experience.lengths - 1)[:, None] / 4
     torch.testing.assert_close(gradient, wanted)
 
@@ -187,7 +211,9 @@ def test_what_stands_in_padding_changes_neither_loss_nor_gradient(name: str, poi
 @pytest.mark.parametrize("name", list(LOSSES))
 @pytest.mark.parametrize("log_ratio", [94.0, -200.0])
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
-def test_extreme_ratios_have_finite_values_and_gradients(name: str, log_ratio: float, advantage: float) -> None:
+def test_extreme_ratios_have_finite_values_and_gradients(
+    name: str, log_ratio: float, advantage: float
+) -> None:
     experience, _ = ragged(0, torch.float32)
     sign = experience.mask * advantage
     logp = (experience.old_logp + log_ratio).requires_grad_()
@@ -197,8 +223,15 @@ def test_extreme_ratios_have_finite_values_and_gradients(name: str, log_ratio: f
 
 
 @settings(max_examples=60, deadline=None)
-@given(name=st.sampled_from(list(LOSSES)), order=st.permutations(range(4)), padding=st.integers(0, 3), cut=st.integers(1, 3))
-def test_row_order_padding_and_micro_batches_do_not_matter(name: str, order: list[int], padding: int, cut: int) -> None:
+@given(
+    name=st.sampled_from(list(LOSSES)),
+    order=st.permutations(range(4)),
+    padding=st.integers(0, 3),
+    cut=st.integers(1, 3),
+)
+def test_row_order_padding_and_micro_batches_do_not_matter(
+    name: str, order: list[int], padding: int, cut: int
+) -> None:
     experience, logp = ragged(2)
     options = {"options": LOSSES[name], "correction": TokenImportance(cap=1.5)}
     whole = reduced(experience, logp, **options)
@@ -212,8 +245,12 @@ def test_row_order_padding_and_micro_batches_do_not_matter(name: str, order: lis
     losses = []
     for rows in (torch.tensor(order[:cut]), torch.tensor(order[cut:])):
         part = padded.select(rows)
-        losses.append(policy_loss(**options)(TokenStats(x[rows][:, : part.mask.shape[1]], None), part))
-    found = sum((loss.value * loss.weight).sum() for loss in losses) / sum(loss.count for loss in losses)
+        losses.append(
+            policy_loss(**options)(TokenStats(x[rows][:, : part.mask.shape[1]], None), part)
+        )
+    found = sum((loss.value * loss.weight).sum() for loss in losses) / sum(
+        loss.count for loss in losses
+    )
     assert found.item() == pytest.approx(whole.item(), rel=1e-9)
     torch.testing.assert_close(torch.autograd.grad(found, x)[0][:, :LONGEST], wanted)
 
@@ -230,8 +267,15 @@ def test_a_dual_clip_bounds_the_loss_of_bad_answers_alone() -> None:
 def test_importance_weights_are_bounded_and_carry_no_gradient() -> None:
     mask = torch.tensor([[True, True, False], [True, True, True]])
     old = torch.zeros(2, 3, requires_grad=True)
-    behaviour = -torch.tensor([[math.log(4.0), math.log(0.5), 9.0], [0.0, math.log(1.5), math.log(1.2)]])
-    kinds = (NoImportance(), TokenImportance(cap=2.0), SequenceImportance(cap=2.0), MaskedImportance(cap=2.0))
+    behaviour = -torch.tensor(
+        [[math.log(4.0), math.log(0.5), 9.0], [0.0, math.log(1.5), math.log(1.2)]]
+    )
+    kinds = (
+        NoImportance(),
+        TokenImportance(cap=2.0),
+        SequenceImportance(cap=2.0),
+        MaskedImportance(cap=2.0),
+    )
     weights = {kind.type: importance(old, behaviour, mask, kind) for kind in kinds}
     assert not any(weight.requires_grad for weight in weights.values())
     torch.testing.assert_close(weights["none"], torch.ones(2, 3))
@@ -253,20 +297,37 @@ def test_tokens_of_high_entropy_are_kept_at_least_one_an_answer_never_padding() 
 def gradient_at(options: PolicyLoss, log_ratio: float, advantage: float) -> tuple[float, float]:
     """(value, gradient) of one token."""
     x = torch.tensor([[log_ratio]], dtype=torch.float64, requires_grad=True)
-    value = per_token(options, x, torch.tensor([[advantage]], dtype=torch.float64), torch.ones(1, 1, dtype=torch.bool))
+    value = per_token(
+        options,
+        x,
+        torch.tensor([[advantage]], dtype=torch.float64),
+        torch.ones(1, 1, dtype=torch.bool),
+    )
     (gradient,) = torch.autograd.grad(value.sum(), x)
     return value.item(), gradient.item()
 
 
 @pytest.mark.parametrize("name", ["clip", "gspo", "cpgd"])
-def test_just_beyond_the_clip_nothing_is_learnt_and_clip_higher_moves_the_upper_edge_alone(name: str) -> None:
-    for advantage, low, high in ((1.0, 0.2, 0.2), (-1.0, 0.2, 0.2), (1.0, 0.2, 0.28), (-1.0, 0.2, 0.28)):
-        options, edge = clipping(name, low, high), math.log(1 + high) if advantage > 0 else math.log(1 - low)
+def test_just_beyond_the_clip_nothing_is_learnt_and_clip_higher_moves_the_upper_edge_alone(
+    name: str,
+) -> None:
+    for advantage, low, high in (
+        (1.0, 0.2, 0.2),
+        (-1.0, 0.2, 0.2),
+        (1.0, 0.2, 0.28),
+        (-1.0, 0.2, 0.28),
+    ):
+        options, edge = (
+            clipping(name, low, high),
+            math.log(1 + high) if advantage > 0 else math.log(1 - low),
+        )
         beyond, within = edge + 1e-6 * advantage, edge - 1e-6 * advantage
         assert gradient_at(options, beyond, advantage)[1] == 0.0
         scale = 1.0 if name == "cpgd" else math.exp(within)
         assert gradient_at(options, within, advantage)[1] == pytest.approx(-advantage * scale)
-        assert gradient_at(options, -beyond, advantage)[1] != 0.0, "on the other side it always learns"
+        assert gradient_at(options, -beyond, advantage)[1] != 0.0, (
+            "on the other side it always learns"
+        )
     assert gradient_at(clipping(name, 0.2, 0.28), math.log(1.25), 1.0)[1] != 0.0
     assert gradient_at(clipping(name, 0.2, 0.2), math.log(1.25), 1.0)[1] == 0.0
 
@@ -280,7 +341,9 @@ def test_the_drift_of_cpgd_is_never_negative_and_pulls_back() -> None:
 
 
 @pytest.mark.parametrize("log_ratio", [math.log(1.2), 0.5, 15.0, 21.0, 94.0])
-def test_the_drift_of_cpgd_pulls_no_harder_than_its_clip_however_far_a_token_has_gone(log_ratio: float) -> None:
+def test_the_drift_of_cpgd_pulls_no_harder_than_its_clip_however_far_a_token_has_gone(
+    log_ratio: float,
+) -> None:
     options = CPGD(drift_coef=0.01, drift_clip=0.2)
     value, gradient = gradient_at(options, log_ratio, 0.0)
     assert gradient == pytest.approx(0.01 * 0.2)
@@ -291,8 +354,12 @@ def test_the_drift_of_cpgd_pulls_no_harder_than_its_clip_however_far_a_token_has
 
 @pytest.mark.parametrize("name", ["clip", "gspo"])
 @pytest.mark.parametrize("log_ratio", [19.9, 20.1, 25.0, 94.0])
-def test_a_bad_token_that_became_far_likelier_is_unlearnt_all_the_same(name: str, log_ratio: float) -> None:
-    """Without a dual clip nothing bounds the loss of a negative advantage, so its gradient must not vanish."""
+def test_a_bad_token_that_became_far_likelier_is_unlearnt_all_the_same(
+    name: str, log_ratio: float
+) -> None:
+    """Without a dual clip nothing bounds the loss of a negative advantage, so its gradient must not
+    vanish.
+    """
     _, gradient = gradient_at(clipping(name), log_ratio, -1.0)
     assert math.exp(19.8) < gradient < math.inf
 
@@ -302,7 +369,10 @@ def test_clip_fraction_counts_where_the_clip_cuts_the_gradient_off() -> None:
     torch.manual_seed(3)
     mask = torch.ones(40, 6, dtype=torch.bool)
     advantage = torch.randn(40, 1, dtype=torch.float64).expand(40, 6).contiguous()
-    for options in (*(clipping(name, 0.2, 0.28) for name in ("clip", "gspo", "cpgd")), Clip(low=0.2, high=0.28, dual=1.5)):
+    for options in (
+        *(clipping(name, 0.2, 0.28) for name in ("clip", "gspo", "cpgd")),
+        Clip(low=0.2, high=0.28, dual=1.5),
+    ):
         for _ in range(2):
             x = (0.5 * torch.randn(40, 6, dtype=torch.float64)).requires_grad_()
             (gradient,) = torch.autograd.grad(per_token(options, x, advantage, mask).sum(), x)
@@ -314,21 +384,29 @@ def test_clip_fraction_counts_where_the_clip_cuts_the_gradient_off() -> None:
     ratio = torch.tensor([[0.7, 0.9, 1.2, 1.3]]).log()
     for sign in (1.0, -1.0):
         found = clip_binds(CISPO(low=0.2, high=0.28), ratio, sign * torch.ones(1, 4), mask[:1, :4])
-        assert found.tolist() == [[True, False, False, True]], "its weight is bounded, whatever the advantage"
+        assert found.tolist() == [[True, False, False, True]], (
+            "its weight is bounded, whatever the advantage"
+        )
 
 
 def mean_of(metric: TokenMetric) -> float:
     return float((metric.value * metric.weight).sum() / metric.count)
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "sequence_sum", "sequence_total"])
+@pytest.mark.parametrize(
+    "aggregation", ["token_mean", "sequence_mean", "sequence_sum", "sequence_total"]
+)
 @pytest.mark.parametrize("share", [1.0, 0.4])
-def test_metrics_are_means_over_all_response_tokens_however_the_loss_is_scaled(aggregation: str, share: float) -> None:
+def test_metrics_are_means_over_all_response_tokens_however_the_loss_is_scaled(
+    aggregation: str, share: float
+) -> None:
     experience, logp = ragged(5)
     experience = replace(experience, reference_logp=experience.old_logp - 0.2)
     entropy = torch.rand_like(logp)
     loss_fn = policy_loss(
-        aggregation=aggregation_of(aggregation, longest=1000), options=Clip(low=0.2, high=0.28), high_entropy_share=share
+        aggregation=aggregation_of(aggregation, longest=1000),
+        options=Clip(low=0.2, high=0.28),
+        high_entropy_share=share,
     )
     shown = loss_fn(TokenStats(logp, entropy), experience).metrics
     lengths = (experience.lengths - 1).tolist()
@@ -356,16 +434,25 @@ def test_clip_fraction_of_gspo_is_a_share_of_answers_and_reinforce_has_none() ->
     up = replace(experience, advantage=experience.mask.double())
     shown = policy_loss(options=GSPO())(TokenStats(logp, None), up).metrics
     assert mean_of(shown["clip_fraction"]) == pytest.approx(3 / 4)
-    assert "clip_fraction" not in policy_loss(options=ScoreFunction())(TokenStats(logp, None), up).metrics
+    assert (
+        "clip_fraction"
+        not in policy_loss(options=ScoreFunction())(TokenStats(logp, None), up).metrics
+    )
 
 
 def test_a_sequence_ratio_is_normalised_by_length_and_clips_all_tokens_together() -> None:
-    """Log-ratios that add up to 4 x 3e-4 x 1.01: just beyond 1 + 3e-4, for every token, however they are spread."""
+    """Log-ratios that add up to 4 x 3e-4 x 1.01: just beyond 1 + 3e-4, for every token, however
+    they are spread.
+    """
     mask, options = torch.ones(1, 4, dtype=torch.bool), GSPO(low=2e-4, high=3e-4)
     for spread in ([1.0, 1.0, 1.0, 1.0], [4.0, 0.0, 0.0, 0.0], [9.0, -5.0, 3.0, -3.0]):
         for size, learns in ((1.01, False), (0.99, True)):
-            x = (torch.tensor([spread], dtype=torch.float64) * math.log1p(3e-4) * size).requires_grad_()
-            (gradient,) = torch.autograd.grad(per_token(options, x, torch.ones(1, 4), mask).sum(), x)
+            x = (
+                torch.tensor([spread], dtype=torch.float64) * math.log1p(3e-4) * size
+            ).requires_grad_()
+            (gradient,) = torch.autograd.grad(
+                per_token(options, x, torch.ones(1, 4), mask).sum(), x
+            )
             assert bool(gradient.any()) is learns
 
 

@@ -17,10 +17,14 @@ def experience_of(old: Tensor, returns: Tensor) -> Experience:
     nothing = torch.zeros_like(old)
     tokens = torch.zeros(len(old), old.shape[1] + 1, dtype=torch.int64)
     one = torch.ones_like(size)
-    return Experience(tokens, one, size, mask, nothing, nothing, None, nothing, old_value=old, returns=returns)
+    return Experience(
+        tokens, one, size, mask, nothing, nothing, None, nothing, old_value=old, returns=returns
+    )
 
 
-def by_hand(value: Tensor, old: Tensor, returns: Tensor, clip: float, huber: float, aggregation: str) -> Tensor:
+def by_hand(
+    value: Tensor, old: Tensor, returns: Tensor, clip: float, huber: float, aggregation: str
+) -> Tensor:
     """A double loop, straight from the formula."""
 
     def distance(v: Tensor, target: float) -> Tensor:
@@ -38,7 +42,13 @@ def by_hand(value: Tensor, old: Tensor, returns: Tensor, clip: float, huber: flo
             found = distance(v, target)
             if clip:
                 inside = before - clip < float(v.detach()) < before + clip
-                held = v if inside else torch.tensor(before + math.copysign(clip, float(v.detach()) - before)).double()
+                held = (
+                    v
+                    if inside
+                    else torch.tensor(
+                        before + math.copysign(clip, float(v.detach()) - before)
+                    ).double()
+                )
                 other = distance(held, target)
                 found = other if float(other.detach()) > float(found.detach()) else found
             total = total + found * (1 / tokens if aggregation == "sequence_mean" else 1.0)
@@ -47,14 +57,18 @@ def by_hand(value: Tensor, old: Tensor, returns: Tensor, clip: float, huber: flo
 
 @pytest.mark.parametrize("aggregation", list(AGGREGATIONS))
 @pytest.mark.parametrize(("clip", "huber"), [(0.0, 0.0), (0.2, 0.0), (0.0, 0.3), (0.2, 0.3)])
-def test_value_and_gradient_are_those_of_a_double_loop(clip: float, huber: float, aggregation: str) -> None:
+def test_value_and_gradient_are_those_of_a_double_loop(
+    clip: float, huber: float, aggregation: str
+) -> None:
     torch.manual_seed(0)
     old, returns = torch.randn(4, 5).double(), torch.randn(4, 5).double()
     moved = (old + 0.4 * torch.randn(4, 5)).detach()
     mine, theirs = moved.clone().requires_grad_(), moved.clone().requires_grad_()
     experience = experience_of(old, returns)
     dirty = torch.where(experience.mask, mine, torch.nan)
-    loss = value_loss(clip=clip, huber=huber, aggregation=AGGREGATIONS[aggregation])(TokenValues(dirty), experience)
+    loss = value_loss(clip=clip, huber=huber, aggregation=AGGREGATIONS[aggregation])(
+        TokenValues(dirty), experience
+    )
     found = (loss.value * loss.weight).sum() / loss.count
     wanted = by_hand(theirs, old, returns, clip, huber, aggregation)
     assert found.item() == pytest.approx(wanted.item(), abs=1e-6)

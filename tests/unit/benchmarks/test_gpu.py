@@ -1,4 +1,6 @@
-"""The benchmark of one GPU, at small sizes on a CPU: every part's rows are measured, written at once, and shown in a table."""
+"""The benchmark of one GPU, at small sizes on a CPU: every part's rows are measured, written at
+once, and shown in a table.
+"""
 
 import importlib
 import json
@@ -42,14 +44,19 @@ def found_by(target: Path, names: list[str], **how: Any) -> dict[str, dict[str, 
         assert list(found[name]) == ["machine", "settings", "rows"]
         assert found[name]["machine"]["device"] == "cpu"
         assert sorted(found[name]["rows"]) == sorted(PARTS[name].rows)
-        assert not any("error" in row or "skipped" in row for row in found[name]["rows"].values()), found[name]["rows"]
+        assert not any(
+            "error" in row or "skipped" in row for row in found[name]["rows"].values()
+        ), found[name]["rows"]
     return {name: found[name]["rows"] for name in names}
 
 
 def test_every_part_that_needs_torch_and_megatron_alone_fills_its_rows(tmp_path: Path) -> None:
     rows = found_by(tmp_path, ["log_probs", "offload", "push", "mfu"])
     both = rows["log_probs"]["fused against dense"]
-    assert all(both[f"{what}_difference"] < 1e-5 for what in ("logp", "entropy", "hidden_gradient", "weight_gradient"))
+    assert all(
+        both[f"{what}_difference"] < 1e-5
+        for what in ("logp", "entropy", "hidden_gradient", "weight_gradient")
+    )
     assert both["memory_ratio"] is None, "a CPU keeps no record of its peak"
     cycles = rows["offload"]["three cycles"]
     assert (cycles["cycles"], cycles["equal"]) == (3, 3)
@@ -92,15 +99,22 @@ def imitation_body(world: Any, target: Path, names: list[str]) -> None:
 def test_what_a_cuda_device_knows_is_in_its_rows(tmp_path: Path) -> None:
     """Peaks, shares of the device's peak, and waits, of which an imitation on a CPU has none."""
     run_ranks(1, imitation_body, tmp_path, ["log_probs", "mfu", "offload"])
-    rows = {name: json.loads((tmp_path / f"{name}.json").read_text())["rows"] for name in ("log_probs", "mfu", "offload")}
+    rows = {
+        name: json.loads((tmp_path / f"{name}.json").read_text())["rows"]
+        for name in ("log_probs", "mfu", "offload")
+    }
     assert not any("error" in row for part in rows.values() for row in part.values()), rows
     fused = rows["log_probs"]["fused"]
     assert fused["share_of_peak"] == pytest.approx(fused["tflops"] / 989.5)
     assert fused["peak_gib"] > 0
     both = rows["log_probs"]["fused against dense"]
-    assert both["memory_ratio"] == pytest.approx(fused["peak_gib"] / rows["log_probs"]["dense"]["peak_gib"])
+    assert both["memory_ratio"] == pytest.approx(
+        fused["peak_gib"] / rows["log_probs"]["dense"]["peak_gib"]
+    )
     fit = rows["mfu"]["layers that fit"]
-    assert fit["gib_a_layer"] > 0 and fit["layers"] == 3, "of 50 GB there is room for more than the shape has"
+    assert fit["gib_a_layer"] > 0 and fit["layers"] == 3, (
+        "of 50 GB there is room for more than the shape has"
+    )
     for recompute in ("no recomputation", "full recomputation"):
         speed = rows["mfu"][recompute]
         assert speed["mfu"] == pytest.approx(speed["tflops"] / 989.5)
@@ -141,7 +155,10 @@ def test_rows_are_written_one_by_one_and_one_that_fails_takes_none_with_it(tmp_p
     assert sheet.row("last", before_it_ends) == {"rows": 4.0}
     told = json.loads(sheet.file.read_text())
     assert told["settings"] == {"tokens": 5}
-    rows = {name: {key: x for key, x in row.items() if key != "took_seconds"} for name, row in told["rows"].items()}
+    rows = {
+        name: {key: x for key, x in row.items() if key != "took_seconds"}
+        for name, row in told["rows"].items()
+    }
     assert rows == {
         "good": {"a": 1.0},
         "full": {"out_of_memory": "CUDA out of memory. Tried to allocate 9 GiB."},
@@ -157,20 +174,29 @@ def test_a_part_whose_package_is_missing_or_broken_is_skipped_with_the_reason(
 ) -> None:
     (tmp_path / "broken_library.py").write_text("raise OSError('libcuda.so.1: cannot open\\nmore')")
     monkeypatch.syspath_prepend(tmp_path)
-    reasons = {"no_such_package": "ModuleNotFoundError: No module named", "broken_library": "OSError: libcuda.so.1"}
+    reasons = {
+        "no_such_package": "ModuleNotFoundError: No module named",
+        "broken_library": "OSError: libcuda.so.1",
+    }
     for name, reason in reasons.items():
         monkeypatch.setitem(program.PARTS, "mfu", Part("mfu", ("one", "two"), needs=(name,)))
         assert program.measure("mfu", tmp_path, small=True) == 0
         rows = json.loads((tmp_path / "mfu.json").read_text())["rows"]
         assert list(rows) == ["one", "two"]
-        assert all(row["skipped"].startswith(f"{name}: {reason}") and "more" not in row["skipped"] for row in rows.values())
+        assert all(
+            row["skipped"].startswith(f"{name}: {reason}") and "more" not in row["skipped"]
+            for row in rows.values()
+        )
 
 
-def test_a_part_may_go_without_a_package_that_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_may_go_without_a_package_that_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "installed_package.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "installed_package", raising=False)
-    monkeypatch.setitem(sys.modules, "installed_package", None)  # so that the end of the test takes it away again
+    # so that the end of the test takes it away again
+    monkeypatch.setitem(sys.modules, "installed_package", None)
     monkeypatch.delitem(sys.modules, "installed_package")
     assert missing(Part("mfu", (), needs=(), without="installed_package")) == ""
     with pytest.raises(ImportError):
@@ -189,8 +215,12 @@ def test_parts_run_by_themselves_and_one_without_time_left_is_told(
         return SimpleNamespace(returncode=1 if command[3] == "mfu" else 0)
 
     monkeypatch.setattr(program.subprocess, "run", run)
-    assert program.each_by_itself(["log_probs", "push", "mfu"], tmp_path, small=True, limit=9.0) == 1
-    assert asked == [([name, "--target", str(tmp_path), "--small"], 9.0) for name in ("log_probs", "push", "mfu")]
+    assert (
+        program.each_by_itself(["log_probs", "push", "mfu"], tmp_path, small=True, limit=9.0) == 1
+    )
+    assert asked == [
+        ([name, "--target", str(tmp_path), "--small"], 9.0) for name in ("log_probs", "push", "mfu")
+    ]
     said = capsys.readouterr().out
     assert "push: ended after 9 s" in said
     assert "failed: push, mfu" in said
@@ -210,10 +240,15 @@ def test_weights_of_holes_are_a_folder_that_the_family_reads(tmp_path: Path) -> 
     """The names and shapes that transformers itself writes."""
     for variant, shape in (("qwen3", TINY), ("qwen3-moe", TINY_MOE)):
         changes = {"mlp_only_layers": []} if shape.experts else {}
-        theirs = load_file(save_tiny(tmp_path / variant, variant, num_hidden_layers=2, **changes) / "model.safetensors")
+        theirs = load_file(
+            save_tiny(tmp_path / variant, variant, num_hidden_layers=2, **changes)
+            / "model.safetensors"
+        )
         folder = save_zeros(tmp_path / f"{variant}-zeros", shape, dtype="bfloat16")
         ours = load_file(folder / "model.safetensors")
-        assert {name: x.shape for name, x in ours.items()} == {name: x.shape for name, x in theirs.items()}
+        assert {name: x.shape for name, x in ours.items()} == {
+            name: x.shape for name, x in theirs.items()
+        }
         assert {x.dtype for x in ours.values()} == {torch.bfloat16}
     assert save_zeros(tmp_path / "large", TINY._replace(vocabulary=2**20), dtype="float32").exists()
     file = (tmp_path / "large/model.safetensors").stat()
@@ -221,15 +256,28 @@ def test_weights_of_holes_are_a_folder_that_the_family_reads(tmp_path: Path) -> 
 
 
 def test_answers_are_equal_where_all_tokens_are() -> None:
-    a, b = Completion((5, 6), (-1.0, -2.0), "length", 0), Completion((5, 7), (-1.0, -2.0), "length", 0)
+    a, b = (
+        Completion((5, 6), (-1.0, -2.0), "length", 0),
+        Completion((5, 7), (-1.0, -2.0), "length", 0),
+    )
     near = Completion((5, 6), (-1.0, -2.5), "length", 0)
     assert agreement([a, a], [near, b]) == {"answers": 2, "equal": 1, "logprob_gap_max": 0.5}
 
 
 def test_a_runs_metrics_are_summed_up() -> None:
-    seconds = {f"seconds_{phase}": value for value, phase in enumerate(("rollout", "score", "update", "push"))}
+    seconds = {
+        f"seconds_{phase}": value
+        for value, phase in enumerate(("rollout", "score", "update", "push"))
+    }
     steps = [{"step": n, "logprob_gap_max": n / 10, **seconds} for n in (1, 2)]
-    found = summary([{"time": 130.0, "eval_exact_match": 0.2}, *steps[:-1], steps[-1] | {"eval_exact_match": 0.4}], begin=100.0)
+    found = summary(
+        [
+            {"time": 130.0, "eval_exact_match": 0.2},
+            *steps[:-1],
+            steps[-1] | {"eval_exact_match": 0.4},
+        ],
+        begin=100.0,
+    )
     assert found == {
         "steps": 2, "seconds_to_the_first_step": 30.0, "rollout_seconds": 0, "score_seconds": 1, "update_seconds": 2,
         "push_seconds": 3, "logprob_gap_max": 0.2, "accuracy_before": 0.2, "accuracy_after": 0.4,
@@ -241,7 +289,9 @@ def test_the_table_takes_what_was_measured_and_keeps_what_was_not(tmp_path: Path
     first = table.written(empty, tmp_path)
     assert first.startswith(f"before\n{table.BEGIN}\n") and first.endswith(f"{table.END}\nafter\n")
     wanted = [
-        f"| {name} | {row} | not yet measured: `python -m benchmarks.gpu {name}` |" for name, p in PARTS.items() for row in p.rows
+        f"| {name} | {row} | not yet measured: `python -m benchmarks.gpu {name}` |"
+        for name, p in PARTS.items()
+        for row in p.rows
     ]
     assert [line for line in first.splitlines() if "not yet measured" in line] == wanted
     sheet = Sheet(tmp_path / "log_probs.json", {"tokens": 16384}, told="Transformer Engine 2.20")
@@ -250,7 +300,10 @@ def test_the_table_takes_what_was_measured_and_keeps_what_was_not(tmp_path: Path
     second = table.written(first, tmp_path)
     assert "| log_probs | fused | seconds 0.1235, where a/b |" in second
     assert "| log_probs | dense | skipped: vllm: no |" in second
-    assert "| log_probs | fused against dense | not yet measured: `python -m benchmarks.gpu log_probs` |" in second
+    assert (
+        "| log_probs | fused against dense | not yet measured: `python -m benchmarks.gpu log_probs` |"
+        in second
+    )
     (note,) = [line for line in second.splitlines() if line.startswith("- `log_probs`")]
     assert note.endswith(f"torch {torch.__version__}, Transformer Engine 2.20; tokens 16384")
     sheet.file.unlink()

@@ -6,7 +6,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rftmega.checkpoint.retention import LATEST, MARK, Saved, before, begin, expired, find, newest, point_to, rotate, settle
+from rftmega.checkpoint.retention import (
+    LATEST,
+    MARK,
+    Saved,
+    before,
+    begin,
+    expired,
+    find,
+    newest,
+    point_to,
+    rotate,
+    settle,
+)
 from rftmega.errors import CheckpointError
 
 MB = 10**6
@@ -29,14 +41,20 @@ def saved(*sizes: int) -> list[Saved]:
         ((), 3, 100, []),
     ],
 )
-def test_the_oldest_go_until_number_and_size_fit(sizes: tuple[int, ...], max_num: int, max_mem: float, gone: list[str]) -> None:
+def test_the_oldest_go_until_number_and_size_fit(
+    sizes: tuple[int, ...], max_num: int, max_mem: float, gone: list[str]
+) -> None:
     assert expired(saved(*sizes), max_num=max_num, max_mem=max_mem) == gone
     assert expired(saved(*sizes)[::-1], max_num=max_num, max_mem=max_mem) == gone
 
 
 @settings(max_examples=30)
-@given(st.lists(st.integers(0, 5 * MB), min_size=1, max_size=8), st.integers(1, 9), st.integers(0, 20))
-def test_what_stays_is_the_longest_run_of_the_newest_that_fits(sizes: list[int], max_num: int, max_mem: int) -> None:
+@given(
+    st.lists(st.integers(0, 5 * MB), min_size=1, max_size=8), st.integers(1, 9), st.integers(0, 20)
+)
+def test_what_stays_is_the_longest_run_of_the_newest_that_fits(
+    sizes: list[int], max_num: int, max_mem: int
+) -> None:
     kept = len(sizes) - len(expired(saved(*sizes), max_num=max_num, max_mem=max_mem))
     fits = [n for n in range(1, len(sizes) + 1) if n <= max_num and sum(sizes[-n:]) <= max_mem * MB]
     assert kept == max(fits, default=1)
@@ -53,17 +71,30 @@ def checkpoint(folder: Path, name: str, when: int) -> None:
 def test_nothing_but_checkpoints_and_drafts_of_dead_saves_is_ever_deleted(tmp_path: Path) -> None:
     for name in ("tensorboard", "policy", "converted"):
         (tmp_path / name).mkdir()
-    (tmp_path / "converted" / "manifest.json").write_text("{}")  # a model's, which tools/convert.py made
+    # a model's, which tools/convert.py made
+    (tmp_path / "converted" / "manifest.json").write_text("{}")
     (tmp_path / "download.incomplete").mkdir()
     (tmp_path / "download.incomplete" / "part").write_text("somebody's")
     for when, name in enumerate(["dead.incomplete", "old", "new", "alive.incomplete"]):
         checkpoint(tmp_path, name, when)
     for path in tmp_path.iterdir():
-        if path.name == "download.incomplete" or "." not in path.name and path.name not in ("old", "new"):
+        if (
+            path.name == "download.incomplete"
+            or "." not in path.name
+            and path.name not in ("old", "new")
+        ):
             os.utime(path, (0, 0))
     point_to(tmp_path, "new")
     assert rotate(tmp_path, max_num=1, max_mem=1) == ["old", "dead.incomplete"]
-    left = {"alive.incomplete", "converted", "download.incomplete", "latest", "new", "policy", "tensorboard"}
+    left = {
+        "alive.incomplete",
+        "converted",
+        "download.incomplete",
+        "latest",
+        "new",
+        "policy",
+        "tensorboard",
+    }
     assert {path.name for path in tmp_path.iterdir()} == left
 
 
@@ -121,7 +152,9 @@ def test_a_pointer_to_nothing_whole_gives_the_newest_whole_one_with_a_word(
     (tmp_path / LATEST).write_text(said)
     assert newest(tmp_path) == find(tmp_path, None) == tmp_path / "two"
     assert f"The run goes on from the newest whole one, {tmp_path / 'two'}." in caplog.text
-    with pytest.raises(CheckpointError, match=f"no checkpoint 'gone'. The newest whole one is {tmp_path / 'two'}"):
+    with pytest.raises(
+        CheckpointError, match=f"no checkpoint 'gone'. The newest whole one is {tmp_path / 'two'}"
+    ):
         find(tmp_path, "gone")
     rotate(tmp_path, max_num=1, max_mem=1)
     assert (tmp_path / "two").is_dir()
@@ -129,7 +162,10 @@ def test_a_pointer_to_nothing_whole_gives_the_newest_whole_one_with_a_word(
 
 def test_a_pointer_to_nothing_where_there_is_nothing_whole_says_so(tmp_path: Path) -> None:
     (tmp_path / LATEST).write_text("step_000002")
-    with pytest.raises(CheckpointError, match=r"names 'step_000002', which is no whole checkpoint. There is no whole one"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"names 'step_000002', which is no whole checkpoint. There is no whole one",
+    ):
         find(tmp_path, None)
 
 

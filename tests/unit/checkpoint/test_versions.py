@@ -8,7 +8,9 @@ from rftmega.checkpoint.code_versions import commit
 
 def git(folder: Path, *arguments: str) -> str:
     who = ["-c", "user.name=me", "-c", "user.email=me@host"]
-    return subprocess.run(["git", "-C", str(folder), *who, *arguments], capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        ["git", "-C", str(folder), *who, *arguments], capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 def test_a_commit_is_known_by_its_hash_and_what_was_changed_since_is_said(tmp_path: Path) -> None:

@@ -16,7 +16,13 @@ import torch
 import xxhash
 
 from converters.hf_folder import PlannedTensor, _Summed, write_bytes, write_index, write_shard
-from rftmega.checkpoint.distributed import file_bytes, finish, write_json, write_manifest, write_pieces
+from rftmega.checkpoint.distributed import (
+    file_bytes,
+    finish,
+    write_json,
+    write_manifest,
+    write_pieces,
+)
 from rftmega.checkpoint.retention import LATEST, point_to
 from rftmega.checkpoint.snapshot import Snapshot
 from rftmega.checkpoint.training import write_rank, write_whole
@@ -35,7 +41,11 @@ def pieces(number: int) -> list[tuple[str, tuple[int, ...], torch.Tensor]]:
 
 def shard(folder: Path, number: int) -> None:
     tensor = torch.arange(LONG) + number
-    write_shard(folder / "model.safetensors", [PlannedTensor("weights", tensor.dtype, tensor.shape)], iter([("weights", tensor)]))
+    write_shard(
+        folder / "model.safetensors",
+        [PlannedTensor("weights", tensor.dtype, tensor.shape)],
+        iter([("weights", tensor)]),
+    )
 
 
 def rank(folder: Path, number: int) -> None:
@@ -46,7 +56,9 @@ def rank(folder: Path, number: int) -> None:
 def metrics(folder: Path, number: int) -> None:
     """A resumed run's, which writes down again what it keeps."""
     if not (folder / "metrics.jsonl").exists():
-        (folder / "metrics.jsonl").write_text("".join(json.dumps({"step": step}) + "\n" for step in range(LONG)))
+        (folder / "metrics.jsonl").write_text(
+            "".join(json.dumps({"step": step}) + "\n" for step in range(LONG))
+        )
     writer = JSONLines(folder / "metrics.jsonl")
     writer.on_start(SimpleNamespace(step=LONG, resumed=True), {})
     writer.on_end(None)
@@ -84,12 +96,16 @@ def dies(write: Write, folder: Path, most: int) -> None:
 
 
 @pytest.mark.parametrize("what", WRITES)
-def test_who_dies_half_way_through_a_write_leaves_the_earlier_content(what: str, tmp_path: Path) -> None:
+def test_who_dies_half_way_through_a_write_leaves_the_earlier_content(
+    what: str, tmp_path: Path
+) -> None:
     write, name = WRITES[what]
     write(tmp_path, 1)
     whole = (tmp_path / name).read_bytes()
     for most in (0, len(whole) // 2, len(whole) - 1):
-        child = multiprocessing.get_context("fork").Process(target=dies, args=(write, tmp_path, most))
+        child = multiprocessing.get_context("fork").Process(
+            target=dies, args=(write, tmp_path, most)
+        )
         child.start()
         child.join(60)
         assert child.exitcode == -signal.SIGXFSZ, "it was to die in a write"
@@ -113,7 +129,9 @@ def test_a_manifest_comes_after_all_that_it_speaks_of(tmp_path: Path) -> None:
     names = {path.name for path in whole.iterdir()}
     ends = []
     for most in sorted({path.stat().st_size for path in whole.iterdir()} - {0}):
-        child = multiprocessing.get_context("fork").Process(target=dies, args=(completes, draft, most - 1))
+        child = multiprocessing.get_context("fork").Process(
+            target=dies, args=(completes, draft, most - 1)
+        )
         child.start()
         child.join(60)
         ends.append(child.exitcode)
@@ -138,5 +156,9 @@ def test_a_shards_checksum_is_of_what_was_written_however_much_a_call_takes(tmp_
     assert stream.stream.getvalue() == content
     assert stream.sum.hexdigest() == xxhash.xxh3_128_hexdigest(content)
     tensor = torch.arange(LONG)
-    written = write_shard(tmp_path / "model.safetensors", [PlannedTensor("w", tensor.dtype, tensor.shape)], iter([("w", tensor)]))
+    written = write_shard(
+        tmp_path / "model.safetensors",
+        [PlannedTensor("w", tensor.dtype, tensor.shape)],
+        iter([("w", tensor)]),
+    )
     assert written.file == xxhash.xxh3_128_hexdigest((tmp_path / "model.safetensors").read_bytes())

@@ -10,11 +10,16 @@ from rftmega.checkpoint.background_writer import BackgroundWriter
 from rftmega.parallel.watchdog import watched
 
 
-def test_a_save_that_takes_longer_than_the_watch_allows_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_that_takes_longer_than_the_watch_allows_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(background_writer, "ROUND", 0.05)
     ended: list[int] = []
     with watched(0.5, 0, end=ended.append):
-        assert BackgroundWriter(lambda rest: time.sleep(2), lambda given_up: time.sleep(1)).wait() == []
+        assert (
+            BackgroundWriter(lambda rest: time.sleep(2), lambda given_up: time.sleep(1)).wait()
+            == []
+        )
     assert ended == []
 
 
@@ -45,7 +50,9 @@ def test_a_part_rests_while_the_training_goes_on_and_not_once_somebody_waits() -
 
 
 def test_a_request_to_stop_ends_the_rests_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits yet: the step that is under way is ended first, and then another save is to come."""
+    """Nobody waits yet: the step that is under way is ended first, and then another save is to
+    come.
+    """
     ended = Event()
     monkeypatch.setattr(background_writer.preemption.request, "came", 15)
 

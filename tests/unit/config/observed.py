@@ -1,7 +1,8 @@
 """What a config does, seen without Megatron's kernels and without an engine's model.
 
-`program` is train_rl.py's own run: data, rewards, experience, losses, micro-batches, metrics, files. In place of the model stands
-a table of bigrams, in place of the engine a seeded one. The others look at what the right column is built with.
+`program` is train_rl.py's own run: data, rewards, experience, losses, micro-batches, metrics,
+files. In place of the model stands a table of bigrams, in place of the engine a seeded one. The
+others look at what the right column is built with.
 """
 
 import gzip
@@ -52,7 +53,9 @@ class Letters:
         seen.append(("tokenizer", settings))
 
     def encode(self, prompt: Any, *, chat_template: bool) -> tuple[int, ...]:
-        text = prompt if isinstance(prompt, str) else "".join(message["content"] for message in prompt)
+        text = (
+            prompt if isinstance(prompt, str) else "".join(message["content"] for message in prompt)
+        )
         return ((0, 1) if chat_template else ()) + tuple(ord(letter) % 3 for letter in text)
 
     def encode_answer(self, prompt: Any, answer: str, *, chat_template: bool) -> tuple[int, ...]:
@@ -77,13 +80,20 @@ class Machine:
         self.config, self.learning_rate = SimpleNamespace(sequence_parallel=False), 1.0
         self.description = describe(read_hf_config(Path(cfg.model.path)))
         self.topology = SimpleNamespace(
-            data=data_parallel, data_rank=0, context=1, context_rank=0, pipeline=1, sum_of_speakers=lambda x: x
+            data=data_parallel,
+            data_rank=0,
+            context=1,
+            context_rank=0,
+            pipeline=1,
+            sum_of_speakers=lambda x: x,
         )
 
     def zero_grad(self) -> None:
         self.table.grad = torch.zeros_like(self.table)
 
-    def run_schedule(self, forward_step: Any, batches: Sequence[Any], *, forward_only: bool) -> list[Any]:
+    def run_schedule(
+        self, forward_step: Any, batches: Sequence[Any], *, forward_only: bool
+    ) -> list[Any]:
         source, found, count = iter(batches), [], 0
         self.seen.append(("micro-batches", [batch.rows.lengths.tolist() for batch in batches]))
         for _ in batches:
@@ -108,7 +118,13 @@ class Machine:
 
 
 def bigrams(
-    module: Any, tokens: Tensor, *_: Any, value_model: bool, logits_processor_args: Any, temperature: float, **__: Any
+    module: Any,
+    tokens: Tensor,
+    *_: Any,
+    value_model: bool,
+    logits_processor_args: Any,
+    temperature: float,
+    **__: Any,
 ) -> Any:
     if value_model:
         return module.table[tokens]
@@ -122,7 +138,9 @@ class Model:
 
     def __init__(self, cfg: RunConfig, seen: Seen, data_parallel: int, *, values: bool = False):
         self.machine = Machine(cfg, seen, (WORDS,) if values else (WORDS, WORDS), data_parallel)
-        self.runner = model_runner.ModelRunner(self.machine, TokenValues if values else TokenStats, None if values else object())
+        self.runner = model_runner.ModelRunner(
+            self.machine, TokenValues if values else TokenStats, None if values else object()
+        )
         self.reference = self.machine.table.detach().clone()
 
     def log_probs(self, rows: Rows, *, temperature: float | None = None) -> TokenStats:
@@ -148,11 +166,19 @@ class Strategy:
     def __init__(self, config: RunConfig, seen: Seen, data_parallel: int):
         self.seen = seen
         self.policy = Model(config, seen, data_parallel)
-        self.critic = Model(config, seen, data_parallel, values=True) if config.algorithm.advantage.needs_critic else None
-        self.reward_model = Model(config, seen, data_parallel, values=True) if config.reward.model else None
+        self.critic = (
+            Model(config, seen, data_parallel, values=True)
+            if config.algorithm.advantage.needs_critic
+            else None
+        )
+        self.reward_model = (
+            Model(config, seen, data_parallel, values=True) if config.reward.model else None
+        )
         if self.reward_model:
             self.reward_model.machine.table.data = torch.arange(WORDS, dtype=torch.float32)
-        self.model = Model(config, seen, data_parallel, values=config.algorithm.task == "reward_model")
+        self.model = Model(
+            config, seen, data_parallel, values=config.algorithm.task == "reward_model"
+        )
         self.inner = ScriptedEngine(config.rollout, vocabulary=WORDS, stop_ids=[STOP])
         self.engine = self.weights = self.checkpoints = self
         self.topology = None
@@ -173,16 +199,28 @@ class Strategy:
         return {}
 
     def generate(
-        self, prompts: Sequence[Prompt], *, seeds: Sequence[int], temperature: float, reward: Any = None
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        seeds: Sequence[int],
+        temperature: float,
+        reward: Any = None,
     ) -> list[Completion]:
-        self.seen.append(("asked", [prompt.token_ids for prompt in prompts], list(seeds), temperature))
+        self.seen.append(
+            ("asked", [prompt.token_ids for prompt in prompts], list(seeds), temperature)
+        )
         return self.inner.generate(prompts, seeds=seeds, temperature=temperature)
 
-    def generate_until(self, prompts: Sequence[Prompt], *, enough: Any, reward: Any = None, **settings: Any) -> Any:
+    def generate_until(
+        self, prompts: Sequence[Prompt], *, enough: Any, reward: Any = None, **settings: Any
+    ) -> Any:
         """The first so many, one more each time."""
         answers = self.generate(prompts, **settings)
         if reward is not None:
-            answers = [replace(x, scores=score) for x, score in zip(answers, reward(prompts, answers), strict=True)]
+            answers = [
+                replace(x, scores=score)
+                for x, score in zip(answers, reward(prompts, answers), strict=True)
+            ]
         for number in range(len(answers) + 1):
             found = answers[:number] + [None] * (len(answers) - number)
             if enough(found):
@@ -243,19 +281,34 @@ def program(config: RunConfig, *, data_parallel: int = 1) -> Seen:
         patch.setattr(observers, "Progress", lambda steps, shown: Observer())
         patch.setattr(observers, "Trajectories", Written)
         for name in ("MathPart", "CodePart", "RemotePart"):
-            patch.setattr(importlib.import_module("rftmega.rewards.create"), name, recorded(seen, name))
+            patch.setattr(
+                importlib.import_module("rftmega.rewards.create"), name, recorded(seen, name)
+            )
         try:
             train_rl.train(config)
         except RFTMegaError as error:
             seen.append(("error", str(error)))
     for file in sorted(path for path in output.rglob("*") if path.is_file()):
-        text = gzip.decompress(file.read_bytes()).decode() if file.suffix == ".gz" else file.read_text()
-        seen.append((str(file), text if file.name != "metrics.jsonl" else [timeless(line) for line in text.splitlines()]))
+        text = (
+            gzip.decompress(file.read_bytes()).decode()
+            if file.suffix == ".gz"
+            else file.read_text()
+        )
+        seen.append(
+            (
+                str(file),
+                text
+                if file.name != "metrics.jsonl"
+                else [timeless(line) for line in text.splitlines()],
+            )
+        )
     return seen
 
 
 def timeless(line: str) -> Metrics:
-    return {name: x for name, x in json.loads(line).items() if name != "time" and "second" not in name}
+    return {
+        name: x for name, x in json.loads(line).items() if name != "time" and "second" not in name
+    }
 
 
 class Built(Exception):
@@ -286,7 +339,10 @@ def stepping(config: RunConfig) -> list[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(manager, "get_megatron_optimizer", lambda chosen, *_, **__: chosen)
         patch.setattr(manager, "DistributedDataParallel", lambda _, chosen, *__, **___: chosen)
-        found = [str(asdict(made._build_optimizer())), str(asdict(made._wrap(torch.nn.Module(), 0)))]
+        found = [
+            str(asdict(made._build_optimizer())),
+            str(asdict(made._wrap(torch.nn.Module(), 0))),
+        ]
     group = {"lr": 0.0, "weight_decay": 0.0}
     made.optimizer = SimpleNamespace(param_groups=[group])
     schedule = made._build_scheduler()
@@ -303,18 +359,26 @@ def averaged(config: RunConfig) -> Seen:
         for name in ("MegatronModelManager", "ModelRunner", "LogProbs", "ReferenceWeights"):
             patch.setattr(actor, name, lambda *_, **__: SimpleNamespace(
                 setup_model_and_optimizer=lambda: None, description=SimpleNamespace(vocabulary=WORDS)))  # fmt: skip
-        patch.setattr(actor, "AveragedWeights", lambda _, beta: seen.append(beta) or SimpleNamespace(update=None))
+        patch.setattr(
+            actor,
+            "AveragedWeights",
+            lambda _, beta: seen.append(beta) or SimpleNamespace(update=None),
+        )
         actor.MegatronActor(config, None)
     return seen
 
 
 def built(config: RunConfig) -> Seen:
-    """What the strategy puts together: engines and their kind, turns, weight transfer, value models."""
+    """What the strategy puts together: engines and their kind, turns, weight transfer, value
+    models.
+    """
     seen: Seen = []
 
     def kept(name: str) -> Any:
         def make(*_: Any, **named: Any) -> Any:
-            seen.append((name, {key: x for key, x in named.items() if not isinstance(x, RunConfig)}))
+            seen.append(
+                (name, {key: x for key, x in named.items() if not isinstance(x, RunConfig)})
+            )
             residency = SimpleNamespace(only=lambda: seen.append(("makes room", name)))
             manager = SimpleNamespace(
                 residency=residency,
@@ -341,10 +405,14 @@ def built(config: RunConfig) -> Seen:
         ):
             patch.setattr(megatron, name, kept(name))
         patch.setattr(megatron.rollout, "create", kept("create"))
-        patch.setattr(megatron.Topology, "create", lambda *_, **__: SimpleNamespace(data=1, is_main=True))
+        patch.setattr(
+            megatron.Topology, "create", lambda *_, **__: SimpleNamespace(data=1, is_main=True)
+        )
         real = kept("MegatronCritic")
         patch.setattr(
-            megatron, "MegatronCritic", lambda cfg, *_, **named: seen.append(("value model", cfg)) or real(cfg, **named)
+            megatron,
+            "MegatronCritic",
+            lambda cfg, *_, **named: seen.append(("value model", cfg)) or real(cfg, **named),
         )
         patch.setattr(megatron, "predicted", lambda *_: None)
         megatron.MegatronStrategy(config, ALONE, stop_ids=[STOP])
@@ -361,11 +429,15 @@ def engine(config: RunConfig, *, kind: str = "cpu", processes: int = 1) -> Seen:
     seen: Seen = []
     fake = {name: ModuleType(name) for name in ("vllm", "vllm.model_executor.model_loader.reload", "vllm.sampling_params",
             "vllm.model_executor", "vllm.model_executor.model_loader", "rftmega.rollout.reload")}  # fmt: skip
-    fake["vllm"].LLM = lambda **named: seen.append(named) or SimpleNamespace(apply_model=lambda work: [None])
+    fake["vllm"].LLM = lambda **named: (
+        seen.append(named) or SimpleNamespace(apply_model=lambda work: [None])
+    )
     fake["vllm"].SamplingParams = None
     fake["vllm.model_executor.model_loader.reload"].finalize_layerwise_reload = None
     fake["vllm.sampling_params"].RequestOutputKind = None
-    fake["rftmega.rollout.reload"].pack_output_heads = fake["rftmega.rollout.reload"].forget_expert_kernels = None
+    fake["rftmega.rollout.reload"].pack_output_heads = fake[
+        "rftmega.rollout.reload"
+    ].forget_expert_kernels = None
     fake["rftmega.rollout.reload"].FreshParameters = lambda *_, **__: None
 
     class Server:
@@ -380,12 +452,20 @@ def engine(config: RunConfig, *, kind: str = "cpu", processes: int = 1) -> Seen:
             patch.setenv(name, "ERROR")
         for name, module in fake.items():
             patch.setitem(sys.modules, name, module)
-        patch.setitem(sys.modules, "rftmega.rollout.vllm", ModuleType("vllm"))  # whatever is there, comes back or goes
+        # whatever is there, comes back or goes
+        patch.setitem(sys.modules, "rftmega.rollout.vllm", ModuleType("vllm"))
         del sys.modules["rftmega.rollout.vllm"]
-        patch.setattr(device, "current", lambda: SimpleNamespace(type=kind, train_dtype=torch.float32))
+        patch.setattr(
+            device, "current", lambda: SimpleNamespace(type=kind, train_dtype=torch.float32)
+        )
         patch.setattr(servers, "Server", Server)
         patch.setattr(servers, "_devices", lambda *_: {})
-        made = rollout.create(config, World(0, processes, 0, processes, torch.device("cpu")), vocabulary=WORDS, stop_ids=[STOP])
+        made = rollout.create(
+            config,
+            World(0, processes, 0, processes, torch.device("cpu")),
+            vocabulary=WORDS,
+            stop_ids=[STOP],
+        )
         seen.append(type(made).__name__)
     if hasattr(rollout, "vllm"):
         del rollout.vllm

@@ -12,7 +12,14 @@ from tests.tiny_models import save_tiny
     ("options", "late"),
     [
         ([], True),
-        (["algorithm.kl.coef=0.1", "algorithm.entropy_coef=0.1", "algorithm.importance_sampling=token"], True),
+        (
+            [
+                "algorithm.kl.coef=0.1",
+                "algorithm.entropy_coef=0.1",
+                "algorithm.importance_sampling=token",
+            ],
+            True,
+        ),
         (["algorithm.advantage=gae", "algorithm.dynamic_sampling.max_rounds=2"], True),
         (["algorithm.updates_per_epoch=2"], False),
         (["algorithm.epochs_per_rollout=2"], False),
@@ -25,5 +32,7 @@ def test_it_may_where_one_update_computes_what_a_scoring_pass_would_and_nothing_
     options: list[str], late: bool, tmp_path: Path
 ) -> None:
     (tmp_path / "run.yaml").write_text("data: {train: nowhere}\n")
-    config = load(tmp_path / "run.yaml", [f"model.path={save_tiny(tmp_path / 'model', 'qwen3')}", *options])
+    config = load(
+        tmp_path / "run.yaml", [f"model.path={save_tiny(tmp_path / 'model', 'qwen3')}", *options]
+    )
     assert config.late_scoring is late

@@ -15,7 +15,15 @@ from rftmega.config.plugins import plugin_parts
 from rftmega.config.tree import options, unions, walk
 from rftmega.errors import ConfigError
 from tests.tiny_models import save_tiny
-from tests.unit.config.observed import averaged, built, engine, program, stepping, transformer, value_model
+from tests.unit.config.observed import (
+    averaged,
+    built,
+    engine,
+    program,
+    stepping,
+    transformer,
+    value_model,
+)
 
 ROOT = Path(__file__).parents[3]
 ROLLOUTS = ("rollout.engine=scripted", "rollout.samples_per_prompt=4", "trainer.trajectories=0")
@@ -30,7 +38,12 @@ PIPELINE = ("parallel.pipeline=2",)
 REMOTE = ("reward.remote=1", "reward.remote_url=http://127.0.0.1:9")
 VLLM = ("rollout.engine=vllm",)
 PTX = ("data.ptx={ptx}", "algorithm.ptx_coef=0.5")
-SFT = ("algorithm.task=sft", "rollout.samples_per_prompt=8", "rollout.engine=vllm", "trainer.trajectories=10")
+SFT = (
+    "algorithm.task=sft",
+    "rollout.samples_per_prompt=8",
+    "rollout.engine=vllm",
+    "trainer.trajectories=10",
+)
 PAIRS = ("algorithm.task=reward_model", *SFT[1:])
 KINDS = ("reward.recipe={{a: {{exact_match: 1}}, b: {{exact_match: 3}}}}",)
 MAJORITY = ("reward.majority=true",)
@@ -39,7 +52,9 @@ OVERLAP = ("optimizer.distributed=true", "optimizer.overlap_grad_reduce=true")
 
 @dataclass(frozen=True)
 class Live:
-    """`to` is another value of an option, which `seen` shows under `under` (on `processes`); under `dead` it is refused."""
+    """`to` is another value of an option, which `seen` shows under `under` (on `processes`); under
+    `dead` it is refused.
+    """
 
     to: str
     under: Sequence[str] = ()
@@ -49,8 +64,16 @@ class Live:
 
 
 def of_critic(live: Live) -> Live:
-    under = [*GAE, *(f"critic.{option}" if option.startswith(("parallel", "optimizer")) else option for option in live.under)]
-    return Live(live.to, under, lambda config: live.seen(value_model(config)), live.processes, dead=())
+    under = [
+        *GAE,
+        *(
+            f"critic.{option}" if option.startswith(("parallel", "optimizer")) else option
+            for option in live.under
+        ),
+    ]
+    return Live(
+        live.to, under, lambda config: live.seen(value_model(config)), live.processes, dead=()
+    )
 
 
 def parts_known(config: RunConfig) -> list[str]:
@@ -66,7 +89,9 @@ LAYOUT = {
     "last_stage_layers": Live("1", PIPELINE, transformer, 8, dead=()),
     "context": Live("2", seen=transformer, processes=8),
     "expert": Live("2", ("model.path={moe}",), transformer, 8),
-    "expert_tensor": Live("2", ("model.path={moe}", "parallel.tensor=2", "parallel.sequence=true"), transformer, 8),
+    "expert_tensor": Live(
+        "2", ("model.path={moe}", "parallel.tensor=2", "parallel.sequence=true"), transformer, 8
+    ),
     "recompute": Live("full", seen=transformer),
 }
 ADAM = {
@@ -215,7 +240,9 @@ OPTIONS: dict[str, Live] = {
 
 
 CHECKPOINTS = "distributed/test_checkpoints.py"
-ELSEWHERE = {  # what needs several processes, real checkpoints or sockets: a value, the test that shows what it does, its word
+# what needs several processes, real checkpoints or sockets: a value, the test that shows what it
+# does, its word
+ELSEWHERE = {
     "model.verify": ("true", "unit/launch/test_integrity.py", "verify=True"),
     "checkpoint.folder": ("x", CHECKPOINTS, "folder"),
     "checkpoint.resume": ("auto", "e2e/test_resume.py", "started_again"),
@@ -239,7 +266,8 @@ ELSEWHERE = {  # what needs several processes, real checkpoints or sockets: a va
     "faults.requeue_code": ("77", "e2e/test_stop.py", "faults.requeue_code=77"),
     "faults.watchdog_seconds": ("-1", "unit/parallel/test_progress.py", "watchdog_seconds=0.2"),
 }
-ALWAYS = {"model.verify", "checkpoint.resume", "logging.peak_tflops", "logging.wandb"}  # there is no run that does not read them
+# there is no run that does not read them
+ALWAYS = {"model.verify", "checkpoint.resume", "logging.peak_tflops", "logging.wandb"}
 
 
 PLUGIN = """
@@ -279,7 +307,13 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         files[name] = str(folder / f"{name}.jsonl")
         Path(files[name]).write_text("\n".join(map(json.dumps, records)))
     (folder / "my_parts.py").write_text(PLUGIN)
-    return {**files, "plugin": str(folder / "my_parts.py"), "policy": str(policy), "moe": str(moe), "folder": str(folder)}
+    return {
+        **files,
+        "plugin": str(folder / "my_parts.py"),
+        "policy": str(policy),
+        "moe": str(moe),
+        "folder": str(folder),
+    }
 
 
 def config_of(names: dict[str, str], *overrides: str) -> RunConfig:
@@ -294,7 +328,9 @@ trainer: {{steps: 3, prompts_per_step: 4, max_tokens_per_micro_batch: 48, output
 
 
 def named(key: str) -> tuple[Live, str, tuple[str, ...]]:
-    """An entry of the table, the option's own name, and the overrides under which it is there and read."""
+    """An entry of the table, the option's own name, and the overrides under which it is there and
+    read.
+    """
     name, _, part = key.partition(" of ")
     chosen = (f"{name.rpartition('.')[0]}={part}",) if part else ()
     return OPTIONS[key], name, (*chosen, *OPTIONS[key].under)
@@ -309,9 +345,16 @@ def test_changing_an_option_changes_what_is_seen_of_a_run(name: str, names: dict
     assert live.seen(before) != live.seen(after), f"{name} changes nothing"
 
 
-@pytest.mark.parametrize("seen", [program, partial(program, data_parallel=2), transformer, stepping, averaged, built, engine])
-def test_what_is_seen_does_not_change_by_itself(seen: Callable[[RunConfig], Any], names: dict[str, str]) -> None:
-    config = config_of(names, *GAE, *SAMPLED, *PTX, *STEPS, "algorithm.ema_beta=0.5", "trainer.trajectories=1")
+@pytest.mark.parametrize(
+    "seen",
+    [program, partial(program, data_parallel=2), transformer, stepping, averaged, built, engine],
+)
+def test_what_is_seen_does_not_change_by_itself(
+    seen: Callable[[RunConfig], Any], names: dict[str, str]
+) -> None:
+    config = config_of(
+        names, *GAE, *SAMPLED, *PTX, *STEPS, "algorithm.ema_beta=0.5", "trainer.trajectories=1"
+    )
     assert violations(config, 1) == []
     first, second = ([x for x in seen(config) if "value model" not in str(x)] for _ in range(2))
     assert first == second
@@ -332,11 +375,19 @@ def test_every_option_is_in_the_table() -> None:
 
 
 @pytest.mark.parametrize("key", [key for key in OPTIONS if " of " in key])
-def test_an_option_of_a_part_is_refused_where_another_is_chosen(key: str, names: dict[str, str]) -> None:
+def test_an_option_of_a_part_is_refused_where_another_is_chosen(
+    key: str, names: dict[str, str]
+) -> None:
     live, name, under = named(key)
     section, part = name.rpartition(".")[0], key.partition(" of ")[2]
-    other = next(tag for tag, schema in unions()[section].items() if name.rpartition(".")[2] not in schema.__dataclass_fields__)
-    with pytest.raises(ConfigError, match=rf"{name}=.* needs {section}.type=.*{part}.*, not {other}"):
+    other = next(
+        tag
+        for tag, schema in unions()[section].items()
+        if name.rpartition(".")[2] not in schema.__dataclass_fields__
+    )
+    with pytest.raises(
+        ConfigError, match=rf"{name}=.* needs {section}.type=.*{part}.*, not {other}"
+    ):
         config_of(names, *under[1:], f"{section}={other}", f"{name}={live.to}")
 
 
@@ -353,11 +404,21 @@ def test_what_the_table_can_not_show_is_refused_where_nothing_reads_it_and_used_
 def test_every_option_is_read_outside_the_config() -> None:
     """By its name; that it has an effect is what the table shows."""
     read: set[str] = set()
-    files = [path for unit in ("rftmega", "model_providers") for path in (ROOT / unit).rglob("*.py")]
+    files = [
+        path for unit in ("rftmega", "model_providers") for path in (ROOT / unit).rglob("*.py")
+    ]
     for path in [ROOT / "train_rl.py", *files]:
         if "config" not in path.relative_to(ROOT).parts:
             tree = ast.walk(ast.parse(path.read_text()))
-            read |= {node.attr for node in tree if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
-    by_config = {"algorithm.recipe", "data.evals", "plugins"}  # replaced by what it stands for; a part of `DataConfig.held_out`
-    weights = {f"reward.{part}" for part in RunConfig().reward.parts()}  # read by name, rewards/mix.py
-    assert {name for name in options() if name.rpartition(".")[2] not in read} <= by_config | weights
+            read |= {
+                node.attr
+                for node in tree
+                if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+            }
+    # replaced by what it stands for; a part of `DataConfig.held_out`
+    by_config = {"algorithm.recipe", "data.evals", "plugins"}
+    # read by name, rewards/mix.py
+    weights = {f"reward.{part}" for part in RunConfig().reward.parts()}
+    assert {
+        name for name in options() if name.rpartition(".")[2] not in read
+    } <= by_config | weights

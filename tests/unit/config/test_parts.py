@@ -1,4 +1,6 @@
-"""Parts of an algorithm: tagged unions, former names of options, layers, and recipes from outside the package."""
+"""Parts of an algorithm: tagged unions, former names of options, layers, and recipes from outside
+the package.
+"""
 
 from pathlib import Path
 
@@ -28,8 +30,16 @@ def refusal(path: Path, *overrides: str) -> str:
 def test_an_empty_algorithm_is_grpo(path: Path) -> None:
     path.write_text("model: {path: x}\nalgorithm:\n")
     chosen = load(path).algorithm
-    assert (chosen.advantage, chosen.policy_loss, chosen.importance_sampling.type) == (GroupNorm(), Clip(), "none")
-    assert (chosen.loss_aggregation, chosen.kl.coef, chosen.updates_per_epoch) == ("token_mean", 0.0, 1)
+    assert (chosen.advantage, chosen.policy_loss, chosen.importance_sampling.type) == (
+        GroupNorm(),
+        Clip(),
+        "none",
+    )
+    assert (chosen.loss_aggregation, chosen.kl.coef, chosen.updates_per_epoch) == (
+        "token_mean",
+        0.0,
+        1,
+    )
 
 
 def test_a_part_is_its_name_or_a_mapping_or_dotted_options(path: Path) -> None:
@@ -46,30 +56,56 @@ def test_a_part_is_its_name_or_a_mapping_or_dotted_options(path: Path) -> None:
 
 
 def test_numbers_of_a_part_may_be_those_of_another_option(path: Path) -> None:
-    path.write_text("model: {path: x}\noptimizer: {clip_grad: 0.5}\nalgorithm: {policy_loss: {high: '${optimizer.clip_grad}'}}\n")
+    path.write_text(
+        "model: {path: x}\noptimizer: {clip_grad: 0.5}\nalgorithm: {policy_loss: {high: '${optimizer.clip_grad}'}}\n"
+    )
     assert load(path).algorithm.policy_loss == Clip(high=0.5)
 
 
-def test_a_type_that_there_is_not_is_refused_with_the_nearest_and_all_that_there_are(path: Path) -> None:
-    told = refusal(path, "algorithm.advantage.type=gea", "algorithm.policy_loss=clipp", "trainer.steps=x")
-    assert "algorithm.advantage.type=gea is unknown. Did you mean gae? Choose one of: group_norm, leave_one_out, " in told
+def test_a_type_that_there_is_not_is_refused_with_the_nearest_and_all_that_there_are(
+    path: Path,
+) -> None:
+    told = refusal(
+        path, "algorithm.advantage.type=gea", "algorithm.policy_loss=clipp", "trainer.steps=x"
+    )
+    assert (
+        "algorithm.advantage.type=gea is unknown. Did you mean gae? Choose one of: group_norm, leave_one_out, "
+        in told
+    )
     assert "algorithm.policy_loss.type=clipp is unknown. Did you mean clip?" in told
     assert "trainer.steps='x' must be a whole number." in told, "all problems are in one list"
 
 
 def test_an_option_of_another_part_is_refused_with_the_type_that_has_it(path: Path) -> None:
-    assert "algorithm.advantage.lam=0.9 needs algorithm.advantage.type=gae, not group_norm" in refusal(
-        path, "algorithm.advantage.lam=0.9"
+    assert (
+        "algorithm.advantage.lam=0.9 needs algorithm.advantage.type=gae, not group_norm"
+        in refusal(path, "algorithm.advantage.lam=0.9")
     )
-    told = refusal(path, "algorithm.policy_loss=gspo", "algorithm.policy_loss.dual=3", "algorithm.importance_sampling.cap=3")
+    told = refusal(
+        path,
+        "algorithm.policy_loss=gspo",
+        "algorithm.policy_loss.dual=3",
+        "algorithm.importance_sampling.cap=3",
+    )
     assert "algorithm.policy_loss.dual=3 needs algorithm.policy_loss.type=clip, not gspo" in told
-    assert "algorithm.importance_sampling.cap=3 needs algorithm.importance_sampling.type=token or sequence or mask" in told
-    assert "Did you mean algorithm.advantage.scale_by_std?" in refusal(path, "algorithm.advantage.scale_by_sdt=1")
+    assert (
+        "algorithm.importance_sampling.cap=3 needs algorithm.importance_sampling.type=token or sequence or mask"
+        in told
+    )
+    assert "Did you mean algorithm.advantage.scale_by_std?" in refusal(
+        path, "algorithm.advantage.scale_by_sdt=1"
+    )
 
 
 def test_values_of_a_part_are_checked_as_all_others(path: Path) -> None:
-    assert "algorithm.policy_loss.low='x' must be a number." in refusal(path, "algorithm.policy_loss.low=x")
-    given = ["algorithm.importance_sampling=token", "algorithm.importance_sampling.cap=0.5", "algorithm.policy_loss.low=1"]
+    assert "algorithm.policy_loss.low='x' must be a number." in refusal(
+        path, "algorithm.policy_loss.low=x"
+    )
+    given = [
+        "algorithm.importance_sampling=token",
+        "algorithm.importance_sampling.cap=0.5",
+        "algorithm.policy_loss.low=1",
+    ]
     found = violations(load(path, [*given, "algorithm.kl.estimator=k4"]), 1, data=False)
     assert found == [
         "algorithm.kl.estimator=k4 is unknown. Choose one of: k1, k2, k3.",
@@ -79,10 +115,17 @@ def test_values_of_a_part_are_checked_as_all_others(path: Path) -> None:
 
 
 def test_another_type_begins_a_part_anew_and_the_same_goes_on(path: Path) -> None:
-    assert load(path, ["algorithm.recipe=gspo", "algorithm.policy_loss=clip"]).algorithm.policy_loss == Clip()
-    kept = load(path, ["algorithm.recipe=gspo", "algorithm.policy_loss.low=0.1"]).algorithm.policy_loss
+    assert (
+        load(path, ["algorithm.recipe=gspo", "algorithm.policy_loss=clip"]).algorithm.policy_loss
+        == Clip()
+    )
+    kept = load(
+        path, ["algorithm.recipe=gspo", "algorithm.policy_loss.low=0.1"]
+    ).algorithm.policy_loss
     assert kept == GSPO(low=0.1, high=4e-4)
-    path.write_text("model: {path: x}\nalgorithm: {recipe: cpgd, policy_loss: {type: cpgd, high: 0.5}}\n")
+    path.write_text(
+        "model: {path: x}\nalgorithm: {recipe: cpgd, policy_loss: {type: cpgd, high: 0.5}}\n"
+    )
     assert load(path).algorithm.policy_loss == CPGD(high=0.5, drift_coef=0.01)
 
 
@@ -90,10 +133,15 @@ def test_a_recipe_may_be_a_file_found_from_the_one_that_names_it_or_from_here(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (path.parent / "mine").mkdir()
-    (path.parent / "mine" / "a.yaml").write_text("algorithm: {importance_sampling: {type: token, cap: 3}}\ntrainer: {seed: 4}\n")
+    (path.parent / "mine" / "a.yaml").write_text(
+        "algorithm: {importance_sampling: {type: token, cap: 3}}\ntrainer: {seed: 4}\n"
+    )
     path.write_text("model: {path: x}\nalgorithm: {recipe: mine/a.yaml}\ntrainer: {seed: 5}\n")
     config = load(path)
-    assert (config.algorithm.importance_sampling, config.trainer.seed) == (TokenImportance(cap=3.0), 5)
+    assert (config.algorithm.importance_sampling, config.trainer.seed) == (
+        TokenImportance(cap=3.0),
+        5,
+    )
     monkeypatch.chdir(path.parent)
     path.write_text("model: {path: x}\n")
     assert load(path, ["algorithm.recipe=mine/a.yaml"]).trainer.seed == 4
@@ -116,8 +164,9 @@ def test_every_former_type_is_refused_with_one_that_there_is(path: Path) -> None
     for (name, former), now in RENAMED_TYPES.items():
         assert now in unions()[name.removesuffix(".type")]
         assert f"{name}={former} is now {name}={now}." in refusal(path, f"{name}={former}")
-    assert "algorithm.surrogate is now algorithm.policy_loss.type. Write algorithm.policy_loss.type=clip" in refusal(
-        path, "algorithm.surrogate=ppo"
+    assert (
+        "algorithm.surrogate is now algorithm.policy_loss.type. Write algorithm.policy_loss.type=clip"
+        in refusal(path, "algorithm.surrogate=ppo")
     )
 
 
@@ -133,7 +182,9 @@ def test_the_functions_are_those_of_the_options() -> None:
 def test_a_part_has_one_function_and_a_kind() -> None:
     with pytest.raises(ValueError, match="GroupNorm has a function already: group_norm"):
         implements(GroupNorm)
-    with pytest.raises(TypeError, match="is no part of an algorithm: inherit from one of Advantage, PolicyLoss"):
+    with pytest.raises(
+        TypeError, match="is no part of an algorithm: inherit from one of Advantage, PolicyLoss"
+    ):
         implements(int)
     with pytest.raises(TypeError):
         implements(Advantage)

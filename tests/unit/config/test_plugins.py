@@ -1,4 +1,6 @@
-"""A user's own parts, from a file outside the package, through train_rl.py's own loading, checks and run."""
+"""A user's own parts, from a file outside the package, through train_rl.py's own loading, checks
+and run.
+"""
 
 import json
 import pickle
@@ -66,13 +68,19 @@ class Brevity(RewardPart):
 def brevity(options, decode):
     return lambda answers: [max(0.0, 1 - len(answer.response) / options.longest) for answer in answers]
 '''
-CHOSEN = ("algorithm.advantage={type: scaled, factor: 3}", "algorithm.policy_loss=square", "reward.custom.brevity.weight=0.5")
+CHOSEN = (
+    "algorithm.advantage={type: scaled, factor: 3}",
+    "algorithm.policy_loss=square",
+    "reward.custom.brevity.weight=0.5",
+)
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     (tmp_path / "my_parts.py").write_text(PARTS)
-    (tmp_path / "train.jsonl").write_text("\n".join(json.dumps({"prompt": "abc"[: 1 + i % 3], "label": "1"}) for i in range(6)))
+    (tmp_path / "train.jsonl").write_text(
+        "\n".join(json.dumps({"prompt": "abc"[: 1 + i % 3], "label": "1"}) for i in range(6))
+    )
     path = tmp_path / "run.yaml"
     path.write_text(f"""
 plugins: [my_parts.py]
@@ -92,12 +100,18 @@ def test_a_run_learns_by_parts_of_a_users_own(run: Path) -> None:
     assert not [x for x in seen if x[0] == "error"], seen
     (metrics,) = [x[1] for x in seen if str(x[0]).endswith("metrics.jsonl")]
     assert all("reward_brevity" in step for step in metrics if "reward" in step)
-    for other in ("algorithm.advantage.factor=1", "algorithm.policy_loss.pull=3", "reward.custom.brevity.longest=2"):
+    for other in (
+        "algorithm.advantage.factor=1",
+        "algorithm.policy_loss.pull=3",
+        "reward.custom.brevity.longest=2",
+    ):
         assert program(load(run, [*CHOSEN, other])) != seen, f"{other} changes nothing"
 
 
 def test_their_options_are_checked_as_built_in_ones(run: Path) -> None:
-    found = violations(load(run, [*CHOSEN, "algorithm.advantage.factor=-1", "reward.custom.brevity.longest=0"]), 1)
+    found = violations(
+        load(run, [*CHOSEN, "algorithm.advantage.factor=-1", "reward.custom.brevity.longest=0"]), 1
+    )
     assert "algorithm.advantage.factor=-1.0 must be at least 0." in found
     assert "reward.custom.brevity.longest=0 must be at least 1." in found
     for override, told in (
@@ -119,17 +133,25 @@ def test_a_reward_of_ones_own_may_be_weighed_by_kind(run: Path) -> None:
     assert config.reward.used() == {"brevity", "exact_match"}
 
 
-def test_a_config_with_them_is_stored_shown_and_goes_to_other_processes(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_config_with_them_is_stored_shown_and_goes_to_other_processes(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = load(run, CHOSEN)
     stored = json.loads(json.dumps(without_secrets(config)))
     assert stored["algorithm"]["advantage"] == {"type": "scaled", "factor": 3.0}
-    assert stored["reward"]["custom"] == {"brevity": {"weight": 0.5, "type": "brevity", "longest": 10}}
+    assert stored["reward"]["custom"] == {
+        "brevity": {"weight": 0.5, "type": "brevity", "longest": 10}
+    }
     sent = pickle.dumps(config)
     name = type(config.algorithm.advantage).__module__
     assert name.encode() not in sent, "a process that has not read the file can't import it"
     assert pickle.loads(sent) == config
     told = option_reference(plugins_of(run))
-    for line in ("algorithm.advantage.factor = 2.0", "What rewards are multiplied by.", "reward.custom.brevity.weight = 0.0"):
+    for line in (
+        "algorithm.advantage.factor = 2.0",
+        "What rewards are multiplied by.",
+        "reward.custom.brevity.weight = 0.0",
+    ):
         assert line in told
     monkeypatch.setattr(sys, "argv", ["train_rl.py", "--help", str(run)])
     assert "algorithm.policy_loss.pull = 0.5" in command_line.reference(sys.argv[1:])
@@ -157,7 +179,9 @@ def test_without_the_file_there_are_no_such_parts(run: Path) -> None:
         (PARTS.replace("@implements(Scaled)", "@implements(int)"), "can't be read: TypeError: int is no part"),
     ],
 )  # fmt: skip
-def test_a_file_that_is_missing_or_broken_is_a_clear_error(text: str | None, told: str, run: Path) -> None:
+def test_a_file_that_is_missing_or_broken_is_a_clear_error(
+    text: str | None, told: str, run: Path
+) -> None:
     file = run.with_name("my_parts.py")
     file.unlink()
     if text is not None:

@@ -40,7 +40,10 @@ def test_what_no_export_made_stays_and_the_model_goes_beside_it(
     with caplog.at_level(logging.WARNING):
         assert exported(folder, "model") == tmp_path / "policy.2"
     assert is_anothers(folder) and (tmp_path / "policy.2" / MARK).is_file()
-    assert f"{folder} is no export's, and stays; the model is in {tmp_path / 'policy.2'}" in caplog.text
+    assert (
+        f"{folder} is no export's, and stays; the model is in {tmp_path / 'policy.2'}"
+        in caplog.text
+    )
 
 
 def test_an_empty_folder_is_nobodys_and_a_draft_that_died_goes(tmp_path: Path) -> None:
@@ -58,8 +61,12 @@ def test_a_folder_with_a_drafts_name_that_no_export_made_stays(tmp_path: Path) -
     assert (tmp_path / "policy.incomplete" / "thesis").is_file()
 
 
-def test_the_earlier_export_is_there_until_the_new_one_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever ends the process between: one of the two is on the disk, and the next export goes well."""
+def test_the_earlier_export_is_there_until_the_new_one_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever ends the process between: one of the two is on the disk, and the next export goes
+    well.
+    """
     folder, real = tmp_path / "policy", Path.rename
     exported(folder, "first")
 

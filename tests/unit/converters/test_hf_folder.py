@@ -32,9 +32,13 @@ def change_config(folder: Path, **fields: Any) -> None:
 def test_a_layer_behind_the_last_is_refused(variant: str, tmp_path: Path) -> None:
     folder = save_tiny(tmp_path, variant)
     check(folder)
-    fewer = {"num_hidden_layers": 3} | ({"layer_types": None} if variant == "qwen2-late-window" else {})
+    fewer = {"num_hidden_layers": 3} | (
+        {"layer_types": None} if variant == "qwen2-late-window" else {}
+    )
     change_config(folder, **fewer)
-    with pytest.raises(CheckpointError, match=r"model\.layers\.3\..* Some are of layer 3, and num_hidden_layers=3"):
+    with pytest.raises(
+        CheckpointError, match=r"model\.layers\.3\..* Some are of layer 3, and num_hidden_layers=3"
+    ):
         check(folder)
 
 
@@ -68,7 +72,9 @@ def test_a_tensor_that_a_predicting_layer_does_not_have_is_refused(tmp_path: Pat
     folder = save_tiny(tmp_path, "deepseek-v3")
     with_predictor(folder, 4)
     tensors = load_file(folder / "model.safetensors")
-    save_file(tensors | {"model.layers.4.adapter.weight": torch.ones(2)}, folder / "model.safetensors")
+    save_file(
+        tensors | {"model.layers.4.adapter.weight": torch.ones(2)}, folder / "model.safetensors"
+    )
     with pytest.raises(CheckpointError, match=r"1 tensor.*model\.layers\.4\.adapter\.weight"):
         check(folder)
 
@@ -89,10 +95,15 @@ def test_a_folder_without_those_layers_says_that_it_has_none(tmp_path: Path) -> 
 def test_two_files_that_hold_the_same_tensor_are_refused_without_an_index(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path, "llama")
     save_file({"model.norm.weight": torch.zeros(64)}, folder / "later.safetensors")
-    with pytest.raises(CheckpointError, match=r"later\.safetensors and model\.safetensors both hold 'model\.norm\.weight'"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"later\.safetensors and model\.safetensors both hold 'model\.norm\.weight'",
+    ):
         HFFolder(folder)
     names = load_file(folder / "model.safetensors")
-    (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, "model.safetensors")}))
+    (folder / INDEX).write_text(
+        json.dumps({"weight_map": dict.fromkeys(names, "model.safetensors")})
+    )
     assert HFFolder(folder).whole("model.norm.weight", (64,)).any()
 
 
@@ -101,18 +112,25 @@ def test_two_files_that_hold_the_same_tensor_are_refused_without_an_index(tmp_pa
     [(torch.int8, "I8"), (torch.uint8, "U8"), (torch.bool, "BOOL"), (torch.int64, "I64"), (torch.complex64, "C64"),
      (torch.float8_e4m3fn, "F8_E4M3"), (torch.float8_e5m2, "F8_E5M2")],
 )  # fmt: skip
-def test_weights_that_are_no_floating_point_numbers_are_refused_by_name(dtype: torch.dtype, said: str, tmp_path: Path) -> None:
+def test_weights_that_are_no_floating_point_numbers_are_refused_by_name(
+    dtype: torch.dtype, said: str, tmp_path: Path
+) -> None:
     save_file({"model.norm.weight": torch.ones(64).to(dtype)}, tmp_path / "model.safetensors")
     files = HFFolder(tmp_path)
     for read in (files.slice_of, files.whole):
-        with pytest.raises(CheckpointError, match=rf"model\.norm\.weight is of dtype {said}; weights are F64, F32, F16, BF16"):
+        with pytest.raises(
+            CheckpointError,
+            match=rf"model\.norm\.weight is of dtype {said}; weights are F64, F32, F16, BF16",
+        ):
             read("model.norm.weight", (64,))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 def test_weights_of_other_precisions_are_read(dtype: torch.dtype, tmp_path: Path) -> None:
     save_file({"model.norm.weight": torch.ones(64, dtype=dtype)}, tmp_path / "model.safetensors")
-    assert torch.equal(HFFolder(tmp_path).whole("model.norm.weight", (64,)), torch.ones(64, dtype=dtype))
+    assert torch.equal(
+        HFFolder(tmp_path).whole("model.norm.weight", (64,)), torch.ones(64, dtype=dtype)
+    )
 
 
 @pytest.mark.parametrize(
@@ -123,8 +141,14 @@ def test_weights_of_other_precisions_are_read(dtype: torch.dtype, tmp_path: Path
         (b"[1]", r"index\.json holds a list"),
         (b'{"weight_map": {}}', r"its weight_map is empty"),
         (b'{"weight_map": {"a": 1}}', r"names '1' for 'a', which is no \*\.safetensors file"),
-        (b'{"weight_map": {"a": "../model.safetensors"}}', r"names '\.\./model\.safetensors' for 'a'"),
-        (b'{"weight_map": {"a": "model.safetensors", "a": "b.safetensors"}}', r"the key 'a' is there twice"),
+        (
+            b'{"weight_map": {"a": "../model.safetensors"}}',
+            r"names '\.\./model\.safetensors' for 'a'",
+        ),
+        (
+            b'{"weight_map": {"a": "model.safetensors", "a": "b.safetensors"}}',
+            r"the key 'a' is there twice",
+        ),
     ],
 )
 def test_an_index_that_is_none_is_refused(index: bytes, complaint: str, tmp_path: Path) -> None:
@@ -134,30 +158,43 @@ def test_an_index_that_is_none_is_refused(index: bytes, complaint: str, tmp_path
         HFFolder(folder)
 
 
-def test_an_index_that_names_a_missing_file_or_a_tensor_of_another_is_refused(tmp_path: Path) -> None:
+def test_an_index_that_names_a_missing_file_or_a_tensor_of_another_is_refused(
+    tmp_path: Path,
+) -> None:
     folder = save_tiny(tmp_path, "llama")
-    (folder / INDEX).write_text(json.dumps({"weight_map": {"a": "gone.safetensors", "b": "model.safetensors"}}))
+    (folder / INDEX).write_text(
+        json.dumps({"weight_map": {"a": "gone.safetensors", "b": "model.safetensors"}})
+    )
     files = HFFolder(folder)
     with pytest.raises(CheckpointError, match=r"gone\.safetensors can't be read"):
         files.whole("a", (1,))
-    with pytest.raises(CheckpointError, match=r"names model\.safetensors for 'b', which is not in that file"):
+    with pytest.raises(
+        CheckpointError, match=r"names model\.safetensors for 'b', which is not in that file"
+    ):
         files.whole("b", (1,))
 
 
 @pytest.mark.parametrize(
     ("header", "complaint"),
     [
-        ('{"a": ONE, "a": ONE}', "the header is the key 'a' is there twice"),  # safetensors takes one of them
+        # safetensors takes one of them
+        ('{"a": ONE, "a": ONE}', "the header is the key 'a' is there twice"),
         ('{"a": ONE, "b": TWO}', "can't be read: .*"),  # behind the end of the file
         ('{"a": ONE', "can't be read: .*"),
         ("", "can't be read: .*"),
     ],
 )
-def test_a_header_of_weights_that_is_none_is_refused(header: str, complaint: str, tmp_path: Path) -> None:
+def test_a_header_of_weights_that_is_none_is_refused(
+    header: str, complaint: str, tmp_path: Path
+) -> None:
     places = {"ONE": [0, 8], "TWO": [8, 16]}
     for name, offsets in places.items():
-        header = header.replace(name, json.dumps({"dtype": "F32", "shape": [2], "data_offsets": offsets}))
-    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(8))
+        header = header.replace(
+            name, json.dumps({"dtype": "F32", "shape": [2], "data_offsets": offsets})
+        )
+    (tmp_path / "model.safetensors").write_bytes(
+        len(header).to_bytes(8, "little") + header.encode() + bytes(8)
+    )
     with pytest.raises(CheckpointError, match=rf"model\.safetensors:? {complaint}"):
         HFFolder(tmp_path).whole("a", (2,))
 

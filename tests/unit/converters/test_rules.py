@@ -6,13 +6,33 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from converters import QKV, Column, HFTensor, Replicated, Row, Rule, Vocabulary, assemble, shard, shard_shape, table
+from converters import (
+    QKV,
+    Column,
+    HFTensor,
+    Replicated,
+    Row,
+    Rule,
+    Vocabulary,
+    assemble,
+    shard,
+    shard_shape,
+    table,
+)
 from rftmega.errors import CheckpointError, WeightMismatch
 
 
 def rule_of(kind: str, shapes: list[tuple[int, ...]], **settings: int) -> Rule:
-    kinds = {"replicated": Replicated, "column": Column, "row": Row, "vocabulary": Vocabulary, "qkv": QKV}
-    return kinds[kind](("m",), tuple(HFTensor(f"hf{i}", shape) for i, shape in enumerate(shapes)), **settings)
+    kinds = {
+        "replicated": Replicated,
+        "column": Column,
+        "row": Row,
+        "vocabulary": Vocabulary,
+        "qkv": QKV,
+    }
+    return kinds[kind](
+        ("m",), tuple(HFTensor(f"hf{i}", shape) for i, shape in enumerate(shapes)), **settings
+    )
 
 
 def distinct(rule: Rule) -> list[Tensor]:
@@ -34,7 +54,9 @@ def round_trip(rule: Rule, ranks: int) -> None:
         assert torch.equal(back, part)
     if not isinstance(rule, Replicated):  # nothing is held twice, nothing is lost
         held = torch.cat([x.flatten() for x in shards])
-        assert sorted(held[held > 0].tolist()) == sorted(torch.cat([p.flatten() for p in parts]).tolist())
+        assert sorted(held[held > 0].tolist()) == sorted(
+            torch.cat([p.flatten() for p in parts]).tolist()
+        )
 
 
 @settings(deadline=None, max_examples=300)
@@ -49,7 +71,14 @@ def round_trip(rule: Rule, ranks: int) -> None:
     bias=st.booleans(),
 )
 def test_every_kind_of_rule_comes_back_byte_for_byte(
-    ranks: int, block: int, other: int, vocabulary: int, groups: int, queries: int, head: int, bias: bool
+    ranks: int,
+    block: int,
+    other: int,
+    vocabulary: int,
+    groups: int,
+    queries: int,
+    head: int,
+    bias: bool,
 ) -> None:
     size = ranks * block
     round_trip(rule_of("replicated", [(size, other)]), ranks)
@@ -65,7 +94,9 @@ def test_every_kind_of_rule_comes_back_byte_for_byte(
 
 def test_qkv_is_interleaved_by_query_group_as_megatron_reads_it() -> None:
     rule = rule_of("qkv", [(8, 1), (4, 1), (4, 1)], groups=2)  # 4 heads of 2, 2 groups
-    parts = [torch.arange(start, start + rows)[:, None] for start, rows in ((0, 8), (100, 4), (200, 4))]
+    parts = [
+        torch.arange(start, start + rows)[:, None] for start, rows in ((0, 8), (100, 4), (200, 4))
+    ]
     whole = shard(rule, parts, 0, 1)[:, 0].tolist()
     assert whole == [0, 1, 2, 3, 100, 101, 200, 201, 4, 5, 6, 7, 102, 103, 202, 203]
 
@@ -79,11 +110,21 @@ def test_a_shard_of_gate_and_up_is_a_block_of_each() -> None:
 def test_vocabulary_padding_is_zero_rows_at_the_end() -> None:
     rule = rule_of("vocabulary", [(5, 1)])
     parts = [torch.arange(1.0, 6.0)[:, None]]
-    assert [shard(rule, parts, rank, 4)[:, 0].tolist() for rank in range(4)] == [[1, 2], [3, 4], [5, 0], [0, 0]]
+    assert [shard(rule, parts, rank, 4)[:, 0].tolist() for rank in range(4)] == [
+        [1, 2],
+        [3, 4],
+        [5, 0],
+        [0, 0],
+    ]
 
 
 @pytest.mark.parametrize(
-    "rule", [rule_of("column", [(6, 2)]), rule_of("row", [(2, 6)]), rule_of("qkv", [(2,), (2,), (2,)], groups=1)]
+    "rule",
+    [
+        rule_of("column", [(6, 2)]),
+        rule_of("row", [(2, 6)]),
+        rule_of("qkv", [(2,), (2,), (2,)], groups=1),
+    ],
 )
 def test_what_ranks_cannot_share_equally_is_refused_by_name(rule: Rule) -> None:
     with pytest.raises(WeightMismatch, match="hf0"):

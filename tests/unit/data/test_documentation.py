@@ -26,7 +26,9 @@ def lines(section: str) -> list[str]:
         ("Preferences", load_preferences, {"max_prompt_tokens": 50, "max_response_tokens": 50}),
     ],
 )
-def test_the_records_of_the_documentation_are_read(section: str, loader: Any, limits: dict[str, int], tmp_path: Path) -> None:
+def test_the_records_of_the_documentation_are_read(
+    section: str, loader: Any, limits: dict[str, int], tmp_path: Path
+) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join(line for line in lines(section) if line.startswith("{")))
     assert len(loader(path, Letters(), DataConfig(), **limits)) == 3
@@ -34,7 +36,8 @@ def test_the_records_of_the_documentation_are_read(section: str, loader: Any, li
 
 def test_the_sources_of_the_documentation_are_read(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(
-        f"model: {{path: x}}\n{lines('Several')[0]}\n" + "\n".join(f"  {x}" for x in lines("Several")[1:])
+        f"model: {{path: x}}\n{lines('Several')[0]}\n"
+        + "\n".join(f"  {x}" for x in lines("Several")[1:])
     )
     config = load(tmp_path / "a.yaml").data
     assert config.eval == "held_out.jsonl"

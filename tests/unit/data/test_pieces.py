@@ -4,8 +4,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from rftmega.data.pieces import Pieces
 
-BYTES = Tokenizer(models.BPE({c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[]))
-BYTES.pre_tokenizer, BYTES.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+BYTES = Tokenizer(
+    models.BPE({c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[])
+)
+BYTES.pre_tokenizer, BYTES.decoder = (
+    pre_tokenizers.ByteLevel(add_prefix_space=False),
+    decoders.ByteLevel(),
+)
 BYTES.add_special_tokens(["<eos>"])
 
 

@@ -21,14 +21,19 @@ def load(path: Path, text: str, **settings: object) -> list[Prompt]:
 
 
 def test_prompts_keep_their_label_and_place(tmp_path: Path) -> None:
-    found = load(tmp_path / "a.jsonl", '{"prompt": "ab", "label": "x"}\n\n{"prompt": "c", "label": 7}\n')
+    found = load(
+        tmp_path / "a.jsonl", '{"prompt": "ab", "label": "x"}\n\n{"prompt": "c", "label": 7}\n'
+    )
     assert found == [Prompt((97, 98), "x", 0), Prompt((99,), "7", 1)]
 
 
 def test_a_prompt_may_have_a_kind_under_a_key_of_choice(tmp_path: Path) -> None:
     lines = '{"prompt": "a", "label": "x", "kind": "sum", "task": "word"}\n{"prompt": "a", "label": "x"}\n'
     assert [prompt.kind for prompt in load(tmp_path / "a.jsonl", lines)] == ["sum", ""]
-    assert [prompt.kind for prompt in load(tmp_path / "a.jsonl", lines, kind_key="task")] == ["word", ""]
+    assert [prompt.kind for prompt in load(tmp_path / "a.jsonl", lines, kind_key="task")] == [
+        "word",
+        "",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -41,10 +46,15 @@ def test_a_prompt_may_have_a_kind_under_a_key_of_choice(tmp_path: Path) -> None:
         ('{"prompt": "", "label": "x"}', "not empty"),
         ('{"prompt": "a", "label": null}', "must be a string or a number"),
         ('{"prompt": "a", "label": "x", "kind": 7}', '"kind" must be a string, not int'),
-        ('{"prompt": "abcdef", "label": "x"}', "the prompt has 6 tokens, rollout.max_prompt_tokens is 5"),
+        (
+            '{"prompt": "abcdef", "label": "x"}',
+            "the prompt has 6 tokens, rollout.max_prompt_tokens is 5",
+        ),
     ],
 )
-def test_a_bad_line_is_named_with_file_and_number(line: str, complaint: str, tmp_path: Path) -> None:
+def test_a_bad_line_is_named_with_file_and_number(
+    line: str, complaint: str, tmp_path: Path
+) -> None:
     good = '{"prompt": "a", "label": "x"}'
     with pytest.raises(DataError, match=r"a\.jsonl:2: ") as caught:
         load(tmp_path / "a.jsonl", f"{good}\n{line}\n{good}\n")
@@ -52,7 +62,11 @@ def test_a_bad_line_is_named_with_file_and_number(line: str, complaint: str, tmp
 
 
 def test_line_separators_of_unicode_do_not_end_a_line(tmp_path: Path) -> None:
-    assert load(tmp_path / "a.jsonl", '{"prompt": "a\u2028b", "label": "x"}\n')[0].token_ids == (97, 0x2028, 98)
+    assert load(tmp_path / "a.jsonl", '{"prompt": "a\u2028b", "label": "x"}\n')[0].token_ids == (
+        97,
+        0x2028,
+        98,
+    )
 
 
 def test_a_file_in_another_encoding_is_refused(tmp_path: Path) -> None:

@@ -12,7 +12,9 @@ from rftmega.data.records import records
 from rftmega.errors import DataError
 
 datasets.disable_progress_bars()
-RECORDS = [{"prompt": [{"role": "user", "content": f"{i}+{i}"}], "label": str(2 * i)} for i in range(2500)]
+RECORDS = [
+    {"prompt": [{"role": "user", "content": f"{i}+{i}"}], "label": str(2 * i)} for i in range(2500)
+]
 
 
 def table() -> pa.Table:
@@ -46,16 +48,24 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
 
 
 @pytest.mark.parametrize("kind", list(WRITERS))
-def test_every_format_gives_its_records_in_order_with_their_place(kind: str, tmp_path: Path) -> None:
+def test_every_format_gives_its_records_in_order_with_their_place(
+    kind: str, tmp_path: Path
+) -> None:
     path = WRITERS[kind](tmp_path)
     assert list(records(path)) == [(f"{path} row {i}", record) for i, record in enumerate(RECORDS)]
 
 
 def test_a_split_of_a_folder_is_named_behind_its_path(tmp_path: Path) -> None:
-    both = {"train": datasets.Dataset.from_list([{"a": 1}]), "test": datasets.Dataset.from_list([{"a": 2}])}
+    both = {
+        "train": datasets.Dataset.from_list([{"a": 1}]),
+        "test": datasets.Dataset.from_list([{"a": 2}]),
+    }
     datasets.DatasetDict(both).save_to_disk(str(tmp_path / "saved"))
     assert list(records(f"{tmp_path}/saved#test")) == [(f"{tmp_path}/saved#test row 0", {"a": 2})]
-    for name, complaint in (("", "none was chosen. Give .*saved#train or .*saved#test"), ("#dev", "'dev' was chosen")):
+    for name, complaint in (
+        ("", "none was chosen. Give .*saved#train or .*saved#test"),
+        ("#dev", "'dev' was chosen"),
+    ):
         with pytest.raises(DataError, match=complaint):
             list(records(f"{tmp_path}/saved{name}"))
     with pytest.raises(DataError, match="holds one split, without a name. Leave #train out"):
@@ -87,7 +97,11 @@ def test_only_a_line_feed_ends_a_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "complaint"),
-    [("a.csv", "known: .jsonl, .parquet, .arrow, or a folder"), ("a", "no suffix that is known"), ("b.parquet", "can't be read")],
+    [
+        ("a.csv", "known: .jsonl, .parquet, .arrow, or a folder"),
+        ("a", "no suffix that is known"),
+        ("b.parquet", "can't be read"),
+    ],
 )
 def test_what_is_no_data_is_refused_by_name(name: str, complaint: str, tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("prompt,label\n")
@@ -130,7 +144,9 @@ def test_a_stream_that_was_cut_between_two_batches_is_refused(tmp_path: Path) ->
 
 @pytest.mark.parametrize("kind", ["Parquet", "Arrow file", "Arrow stream"])
 def test_a_damaged_byte_is_refused_or_changes_a_value_at_most(kind: str, tmp_path: Path) -> None:
-    """Arrow has no checksums, so a letter may change; Parquet's pages have one here, and no value changes."""
+    """Arrow has no checksums, so a letter may change; Parquet's pages have one here, and no value
+    changes.
+    """
     path = WRITERS[kind](tmp_path)
     whole = path.read_bytes()
     for place in range(0, len(whole), max(1, len(whole) // 60)):
@@ -138,4 +154,6 @@ def test_a_damaged_byte_is_refused_or_changes_a_value_at_most(kind: str, tmp_pat
         with contextlib.suppress(DataError):
             found = [record for _, record in records(path)]
             assert len(found) == len(RECORDS)
-            assert kind != "Parquet" or [list(r.values()) for r in found] == [list(r.values()) for r in RECORDS]
+            assert kind != "Parquet" or [list(r.values()) for r in found] == [
+                list(r.values()) for r in RECORDS
+            ]

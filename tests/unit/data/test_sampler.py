@@ -16,16 +16,24 @@ FEW = settings(max_examples=40)
 SIZES = st.lists(st.integers(1, 9), min_size=6, max_size=6)
 
 
-def mixed(shares: list[int], sizes: list[int], seed: int, batch_size: int = 1, position: int = 0) -> MixedOrder[tuple[int, int]]:
+def mixed(
+    shares: list[int], sizes: list[int], seed: int, batch_size: int = 1, position: int = 0
+) -> MixedOrder[tuple[int, int]]:
     """Examples (source, row)."""
-    sources = [[(source, row) for row in range(size)] for source, size in enumerate(sizes[: len(shares)])]
+    sources = [
+        [(source, row) for row in range(size)] for source, size in enumerate(sizes[: len(shares)])
+    ]
     order = MixedOrder(sources, shares, batch_size=batch_size, seed=seed)
     order.load_state({"position": position})
     return order
 
 
 def drawn(order: PromptOrder[tuple[int, int]], count: int) -> list[tuple[int, int]]:
-    return [example for batch in itertools.islice(order, -(-count // order.batch_size)) for example in batch][:count]
+    return [
+        example
+        for batch in itertools.islice(order, -(-count // order.batch_size))
+        for example in batch
+    ][:count]
 
 
 @given(SHARES)
@@ -35,17 +43,25 @@ def test_at_every_prefix_a_source_is_within_one_of_its_share(shares: list[int]) 
     taken = [0] * len(shares)
     for n, source in enumerate(order, start=1):
         taken[source] += 1
-        assert all(abs(found - Fraction(n * share, sum(shares))) < 1 for found, share in zip(taken, shares, strict=True))
+        assert all(
+            abs(found - Fraction(n * share, sum(shares))) < 1
+            for found, share in zip(taken, shares, strict=True)
+        )
 
 
 @FEW
 @given(SHARES, SIZES, st.integers(0, 5))
-def test_shares_hold_over_many_cycles_and_epochs_and_no_epoch_repeats(shares: list[int], sizes: list[int], seed: int) -> None:
+def test_shares_hold_over_many_cycles_and_epochs_and_no_epoch_repeats(
+    shares: list[int], sizes: list[int], seed: int
+) -> None:
     examples = drawn(mixed(shares, sizes, seed), 3 * sum(shares) + 1)
     taken = [0] * len(shares)
     for n, (source, _) in enumerate(examples, start=1):
         taken[source] += 1
-        assert all(abs(found - Fraction(n * share, sum(shares))) < 1 for found, share in zip(taken, shares, strict=True))
+        assert all(
+            abs(found - Fraction(n * share, sum(shares))) < 1
+            for found, share in zip(taken, shares, strict=True)
+        )
     for source, size in enumerate(sizes[: len(shares)]):
         rows = [row for of, row in examples if of == source]
         for start in range(0, len(rows), size):
@@ -93,4 +109,7 @@ def test_a_config_of_several_sources_mixes_them_by_weight() -> None:
 
 @pytest.mark.parametrize("shares", [[1], [1, 1], [3, 1], [1, 2, 1]])
 def test_a_cycle_of_small_shares_is_the_even_one(shares: list[int]) -> None:
-    assert cycle(shares) == {(1,): [0], (1, 1): [0, 1], (3, 1): [0, 0, 0, 1], (1, 2, 1): [1, 0, 1, 2]}[tuple(shares)]
+    assert (
+        cycle(shares)
+        == {(1,): [0], (1, 1): [0, 1], (3, 1): [0, 0, 0, 1], (1, 2, 1): [1, 0, 1, 2]}[tuple(shares)]
+    )

@@ -26,7 +26,10 @@ class Letters:
 
 
 def written(path: Path, prompts: Sequence[str]) -> str:
-    records = [{"prompt": p, "label": "x", "response": p.upper(), "chosen": p.upper(), "rejected": p} for p in prompts]
+    records = [
+        {"prompt": p, "label": "x", "response": p.upper(), "chosen": p.upper(), "rejected": p}
+        for p in prompts
+    ]
     path.write_text("\n".join(map(json.dumps, records)))
     return str(path)
 
@@ -35,7 +38,10 @@ def written(path: Path, prompts: Sequence[str]) -> str:
 def config(tmp_path: Path) -> RunConfig:
     data = DataConfig(
         train=written(tmp_path / "train.jsonl", ["aa", "bb", "cc", "dd", "ee"]),
-        evals={"one": written(tmp_path / "one.jsonl", ["ff", "gg"]), "two": written(tmp_path / "two.jsonl", ["hh"])},
+        evals={
+            "one": written(tmp_path / "one.jsonl", ["ff", "gg"]),
+            "two": written(tmp_path / "two.jsonl", ["hh"]),
+        },
         ptx=written(tmp_path / "ptx.jsonl", ["ii", "jj", "kk"]),
     )
     rollout = RolloutConfig(max_prompt_tokens=4, max_response_tokens=4)
@@ -51,23 +57,39 @@ def batches(order: Any, number: int) -> list[Any]:
     return [next(stream) for _ in range(number)]
 
 
-def test_no_held_out_prompt_is_learnt_from_and_none_of_the_training_is_held_out(config: RunConfig) -> None:
+def test_no_held_out_prompt_is_learnt_from_and_none_of_the_training_is_held_out(
+    config: RunConfig,
+) -> None:
     checked: list[list[str]] = []
-    order, held_out = prompts_of(config, Letters(), check=lambda prompts: checked.append(words(prompts)))
+    order, held_out = prompts_of(
+        config, Letters(), check=lambda prompts: checked.append(words(prompts))
+    )
     learnt = {word for batch in batches(order, 20) for word in words(batch)}
     assert learnt == {"aa", "bb", "cc", "dd", "ee"}
-    assert {name: words(prompts) for name, prompts in held_out.items()} == {"one": ["ff", "gg"], "two": ["hh"]}
-    assert checked == [["aa", "bb", "cc", "dd", "ee"], ["ff", "gg"], ["hh"]], "every file is checked"
+    assert {name: words(prompts) for name, prompts in held_out.items()} == {
+        "one": ["ff", "gg"],
+        "two": ["hh"],
+    }
+    assert checked == [["aa", "bb", "cc", "dd", "ee"], ["ff", "gg"], ["hh"]], (
+        "every file is checked"
+    )
 
 
 def test_rows_that_are_given_to_learn_are_not_those_that_are_held_out(config: RunConfig) -> None:
     for task, rows_each in (("sft", 1), ("reward_model", 2)):
         config.algorithm = AlgorithmConfig(task=task)
         order, held_out = given_of(config, Letters())
-        learnt = {chr(int(rows.tokens[b, 0])) for rows in batches(order, 20) for b in range(len(rows))}
+        learnt = {
+            chr(int(rows.tokens[b, 0])) for rows in batches(order, 20) for b in range(len(rows))
+        }
         assert learnt == set("abcde"), task
-        assert {name: len(rows) for name, rows in held_out.items()} == {"one": 2 * rows_each, "two": rows_each}
-        assert {chr(int(token)) for rows in held_out.values() for token in rows.tokens[:, 0]} == set("fgh")
+        assert {name: len(rows) for name, rows in held_out.items()} == {
+            "one": 2 * rows_each,
+            "two": rows_each,
+        }
+        assert {
+            chr(int(token)) for rows in held_out.values() for token in rows.tokens[:, 0]
+        } == set("fgh")
 
 
 def test_given_answers_come_in_an_order_of_their_own(config: RunConfig) -> None:
@@ -80,9 +102,12 @@ def test_given_answers_come_in_an_order_of_their_own(config: RunConfig) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "response", "what"), [("aaaaa", "b", "max_prompt_tokens"), ("a", "bbbbb", "max_response_tokens")]
+    ("prompt", "response", "what"),
+    [("aaaaa", "b", "max_prompt_tokens"), ("a", "bbbbb", "max_response_tokens")],
 )
-def test_limits_are_those_of_the_rollout(prompt: str, response: str, what: str, config: RunConfig, tmp_path: Path) -> None:
+def test_limits_are_those_of_the_rollout(
+    prompt: str, response: str, what: str, config: RunConfig, tmp_path: Path
+) -> None:
     config.algorithm = AlgorithmConfig(task="sft")
     config.data.train = str(tmp_path / "long.jsonl")
     Path(config.data.train).write_text(json.dumps({"prompt": prompt, "response": response}))

@@ -60,7 +60,9 @@ def test_a_strange_line_is_named(line: bytes, told: str, tmp_path: Path) -> None
     assert second.startswith(f"{path}:4: ")
 
 
-def test_a_line_without_end_is_not_read_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_without_end_is_not_read_into_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(reader, "LONGEST_LINE", 100)
     path = tmp_path / "train.jsonl"
     path.write_bytes(GOOD + b'{"prompt": "' + b"a" * 200 + b'"}')
@@ -79,26 +81,34 @@ def test_a_byte_order_mark_is_no_part_of_the_first_record(tmp_path: Path) -> Non
 @pytest.mark.parametrize("label", [float("nan"), float("inf")])
 def test_labels_of_other_formats_are_numbers_too(label: float, tmp_path: Path) -> None:
     path = tmp_path / "train.parquet"
-    parquet.write_table(pa.Table.from_pylist([{"prompt": "a", "label": 1.5}, {"prompt": "b", "label": label}]), path)
+    parquet.write_table(
+        pa.Table.from_pylist([{"prompt": "a", "label": 1.5}, {"prompt": "b", "label": label}]), path
+    )
     with pytest.raises(DataError, match=f'row 1: "label" is {label}: no answer equals it'):
         load(path)
 
 
 values = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8)),
-    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=4), inner, max_size=3)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 lines = st.one_of(
     st.binary(max_size=80),
     st.text('{}[]",:\\\\ud8ptrue01 \t\r', max_size=60).map(str.encode),
-    st.dictionaries(st.sampled_from(["prompt", "label", "kind", "x"]), values).map(lambda record: json.dumps(record).encode()),
+    st.dictionaries(st.sampled_from(["prompt", "label", "kind", "x"]), values).map(
+        lambda record: json.dumps(record).encode()
+    ),
 )
 
 
 @settings(max_examples=200, deadline=None)
 @given(content=st.lists(lines, max_size=4).map(b"\n".join))
-def test_no_data_file_is_answered_with_a_traceback(content: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_no_data_file_is_answered_with_a_traceback(
+    content: bytes, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     path = tmp_path_factory.getbasetemp() / "fuzzed.jsonl"
     path.write_bytes(content)
     with contextlib.suppress(DataError):
@@ -106,7 +116,11 @@ def test_no_data_file_is_answered_with_a_traceback(content: bytes, tmp_path_fact
 
 
 @settings(max_examples=200, deadline=None)
-@given(content=st.binary(max_size=300), name=st.sampled_from(["fuzzed.parquet", "fuzzed.arrow"]), cut=st.integers(0, 400))
+@given(
+    content=st.binary(max_size=300),
+    name=st.sampled_from(["fuzzed.parquet", "fuzzed.arrow"]),
+    cut=st.integers(0, 400),
+)
 def test_no_table_is_answered_with_a_traceback(
     content: bytes, name: str, cut: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -118,6 +132,8 @@ def test_no_table_is_answered_with_a_traceback(
         with pa.ipc.new_file(path, pa.schema([("prompt", pa.string())])) as writer:
             writer.write_table(pa.Table.from_pylist([{"prompt": "a"}]))
     good = path.read_bytes()
-    path.write_bytes(content if cut > len(good) else good[:cut] + content + good[cut + len(content) :])
+    path.write_bytes(
+        content if cut > len(good) else good[:cut] + content + good[cut + len(content) :]
+    )
     with contextlib.suppress(DataError):
         load(path)

@@ -13,10 +13,16 @@ END = 9
 
 
 class Letters:
-    """One token a character; chat messages are their role's letter and their text; an answer ends in END."""
+    """One token a character; chat messages are their role's letter and their text; an answer ends
+    in END.
+    """
 
     def encode(self, prompt: Any, *, chat_template: bool) -> tuple[int, ...]:
-        text = prompt if isinstance(prompt, str) else "".join(m["role"][0] + m["content"] for m in prompt)
+        text = (
+            prompt
+            if isinstance(prompt, str)
+            else "".join(m["role"][0] + m["content"] for m in prompt)
+        )
         return tuple(ord(c) for c in text)
 
     def encode_answer(self, prompt: Any, answer: str, *, chat_template: bool) -> tuple[int, ...]:
@@ -47,7 +53,9 @@ USER, ANSWER = '{"role": "user", "content": "x"}', '{"role": "assistant", "conte
         (f'{{"prompt": [{ANSWER}, {USER}, {ANSWER}]}}', "ayzux", "yz"),
     ],
 )
-def test_the_last_answer_is_learnt_with_its_end(record: str, prompt: str, response: str, tmp_path: Path) -> None:
+def test_the_last_answer_is_learnt_with_its_end(
+    record: str, prompt: str, response: str, tmp_path: Path
+) -> None:
     assert load(tmp_path, record) == [Example(ids(prompt), (*ids(response), END))]
 
 
@@ -56,26 +64,47 @@ def test_the_last_answer_is_learnt_with_its_end(record: str, prompt: str, respon
     [
         ('{"prompt": "ab"}', 'no "response" among the keys'),
         ('{"response": "ab"}', 'no "prompt" among the keys'),
-        ('{"prompt": "ab", "response": ""}', '"response" must be a string or one message of the assistant, and not empty'),
+        (
+            '{"prompt": "ab", "response": ""}',
+            '"response" must be a string or one message of the assistant, and not empty',
+        ),
         (f'{{"prompt": "ab", "response": [{USER}]}}', "one message of the assistant"),
         (f'{{"prompt": "ab", "response": [{ANSWER}, {ANSWER}]}}', "one message of the assistant"),
         ('{"prompt": "ab", "response": 7}', "must be a string"),
-        (f'{{"prompt": [{USER}, {ANSWER}], "response": "b"}}', '"prompt" ends with an answer and "response" is another'),
-        (f'{{"prompt": [{ANSWER}]}}', '"prompt" must be a string or a list of chat messages, and not empty'),
+        (
+            f'{{"prompt": [{USER}, {ANSWER}], "response": "b"}}',
+            '"prompt" ends with an answer and "response" is another',
+        ),
+        (
+            f'{{"prompt": [{ANSWER}]}}',
+            '"prompt" must be a string or a list of chat messages, and not empty',
+        ),
         ('{"prompt": [{"role": "assistant", "content": null}, 3]}', 'no "response" among the keys'),
-        ('{"prompt": "abcdefg", "response": "b"}', "the prompt has 7 tokens, rollout.max_prompt_tokens is 6"),
-        ('{"prompt": "a", "response": "abcd"}', "the answer has 5 tokens, rollout.max_response_tokens is 4"),
+        (
+            '{"prompt": "abcdefg", "response": "b"}',
+            "the prompt has 7 tokens, rollout.max_prompt_tokens is 6",
+        ),
+        (
+            '{"prompt": "a", "response": "abcd"}',
+            "the answer has 5 tokens, rollout.max_response_tokens is 4",
+        ),
     ],
 )
-def test_a_record_without_a_prompt_and_an_answer_is_named(record: str, complaint: str, tmp_path: Path) -> None:
+def test_a_record_without_a_prompt_and_an_answer_is_named(
+    record: str, complaint: str, tmp_path: Path
+) -> None:
     with pytest.raises(DataError, match=r"a\.jsonl:1: ") as caught:
         load(tmp_path, record)
     assert complaint in str(caught.value)
 
 
-def test_long_prompts_and_long_answers_are_dropped_with_a_count(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_long_prompts_and_long_answers_are_dropped_with_a_count(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     lines = [("a", "b"), ("abcdefg", "b"), ("a", "abcd")]
-    text = "\n".join(f'{{"prompt": "{prompt}", "response": "{answer}"}}' for prompt, answer in lines)
+    text = "\n".join(
+        f'{{"prompt": "{prompt}", "response": "{answer}"}}' for prompt, answer in lines
+    )
     assert len(load(tmp_path, text, too_long="drop")) == 1
     assert "dropped 2 of 3 examples" in caplog.text
 
@@ -83,7 +112,14 @@ def test_long_prompts_and_long_answers_are_dropped_with_a_count(tmp_path: Path, 
 def test_keys_are_the_configs(tmp_path: Path) -> None:
     found = load(tmp_path, '{"q": "ab", "a": "cd"}', prompt_key="q", response_key="a")
     assert found == [Example(ids("ab"), (*ids("cd"), END))]
-    (pair,) = load(tmp_path, '{"q": "a", "y": "b", "n": "c"}', load_preferences, prompt_key="q", chosen_key="y", rejected_key="n")
+    (pair,) = load(
+        tmp_path,
+        '{"q": "a", "y": "b", "n": "c"}',
+        load_preferences,
+        prompt_key="q",
+        chosen_key="y",
+        rejected_key="n",
+    )
     assert (pair.chosen.response_ids[0], pair.rejected.response_ids[0]) == (ord("b"), ord("c"))
 
 
@@ -117,7 +153,9 @@ def test_pairs_are_side_by_side_with_a_place_for_the_score_behind_each(tmp_path:
     assert rows.prompt_lengths.tolist() == [2, 2, 1, 1]
     # What Passes feeds of a row: all but its last place, that is the whole answer.
     fed = torch.arange(rows.tokens.shape[1] - 1) < rows.lengths[:, None] - 1
-    assert [rows.tokens[b, :-1][fed[b]].tolist() for b in range(4)] == [[*ids(text), END] for text in texts]
+    assert [rows.tokens[b, :-1][fed[b]].tolist() for b in range(4)] == [
+        [*ids(text), END] for text in texts
+    ]
 
 
 @pytest.mark.parametrize(

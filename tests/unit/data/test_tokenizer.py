@@ -22,8 +22,12 @@ def tokenizer(folder: Path, template: str = "") -> Ours:
     inner = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [("=", "2")]))
     inner.pre_tokenizer = pre_tokenizers.Split(Regex("\n"), "isolated")
     inner.decoder = decoders.Fuse()
-    inner.post_processor = processors.TemplateProcessing(single="<b> $A", special_tokens=[("<b>", 2)])
-    fast = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>", bos_token="<b>", additional_special_tokens=["<s>"])
+    inner.post_processor = processors.TemplateProcessing(
+        single="<b> $A", special_tokens=[("<b>", 2)]
+    )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=inner, eos_token="</s>", bos_token="<b>", additional_special_tokens=["<s>"]
+    )
     fast.chat_template = template or None
     fast.save_pretrained(folder)
     return Ours(folder)
@@ -39,7 +43,9 @@ def test_an_answer_to_plain_text_is_its_tokens_and_the_end(tmp_path: Path) -> No
     assert shown(ours, ours.encode_answer("1+", "12", chat_template=False)) == "12</s>"
 
 
-def test_a_prompt_stays_as_it_is_generated_from_where_a_token_would_cross_the_border(tmp_path: Path) -> None:
+def test_a_prompt_stays_as_it_is_generated_from_where_a_token_would_cross_the_border(
+    tmp_path: Path,
+) -> None:
     ours = tokenizer(tmp_path)
     assert len(ours._inner.encode("=2", add_special_tokens=False)) == 1
     answer = ours.encode_answer("1=", "2", chat_template=False)
@@ -48,13 +54,17 @@ def test_a_prompt_stays_as_it_is_generated_from_where_a_token_would_cross_the_bo
 
 
 @pytest.mark.parametrize("prompt", ["1+1", [{"role": "user", "content": "1+1"}]])
-def test_an_answer_behind_a_template_ends_where_the_template_ends_the_turn(prompt: object, tmp_path: Path) -> None:
+def test_an_answer_behind_a_template_ends_where_the_template_ends_the_turn(
+    prompt: object, tmp_path: Path
+) -> None:
     ours = tokenizer(tmp_path, CHATML)
     assert shown(ours, ours.encode(prompt, chat_template=True)) == "<s>u1+1</s>\n<s>a"
     assert shown(ours, ours.encode_answer(prompt, "2", chat_template=True)) == "2</s>"
 
 
-def test_an_answer_that_a_template_does_not_end_gets_an_end_and_loses_nothing(tmp_path: Path) -> None:
+def test_an_answer_that_a_template_does_not_end_gets_an_end_and_loses_nothing(
+    tmp_path: Path,
+) -> None:
     ours = tokenizer(tmp_path, UNENDED)
     assert shown(ours, ours.encode_answer("1", "2", chat_template=True)) == "2</s>"
     assert shown(ours, ours.encode_answer("1", "2</s>3", chat_template=True)) == "2</s>3</s>"
@@ -71,8 +81,14 @@ def test_a_token_that_the_model_does_not_know_is_refused_with_both_numbers(tmp_p
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 20}))  # all but the merged one
     ours = Ours(tmp_path)
     assert ours.encode("1 ", chat_template=False)[-1] == 19
-    asked = [lambda: ours.encode("1=2", chat_template=False), lambda: ours.encode_answer("1", "=2", chat_template=False)]
-    asked += [lambda: ours.encode("=2", chat_template=True), lambda: ours.encode_answer("1", "=2", chat_template=True)]
+    asked = [
+        lambda: ours.encode("1=2", chat_template=False),
+        lambda: ours.encode_answer("1", "=2", chat_template=False),
+    ]
+    asked += [
+        lambda: ours.encode("=2", chat_template=True),
+        lambda: ours.encode_answer("1", "=2", chat_template=True),
+    ]
     said = r"the tokenizer gives '=2' the id 20, but the model knows 20 tokens \(vocab_size in config.json\)"
     for ask in asked:
         with pytest.raises(DataError, match=said):
@@ -80,11 +96,16 @@ def test_a_token_that_the_model_does_not_know_is_refused_with_both_numbers(tmp_p
 
 
 @pytest.mark.parametrize(("eos", "said"), [([1, 10], "the id 10"), (99, "the id 99")])
-def test_an_end_that_the_model_does_not_know_is_refused_at_the_start(eos: int | list[int], said: str, tmp_path: Path) -> None:
+def test_an_end_that_the_model_does_not_know_is_refused_at_the_start(
+    eos: int | list[int], said: str, tmp_path: Path
+) -> None:
     tokenizer(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 10}))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
-    with pytest.raises(CheckpointError, match=rf"no answer could end as it should: .*{said}, but the model knows 10 tokens"):
+    with pytest.raises(
+        CheckpointError,
+        match=rf"no answer could end as it should: .*{said}, but the model knows 10 tokens",
+    ):
         Ours(tmp_path)
 
 
@@ -92,13 +113,20 @@ def test_an_end_that_the_model_does_not_know_is_refused_at_the_start(eos: int | 
 def test_an_end_that_is_no_id_is_refused(eos: object, tmp_path: Path) -> None:
     tokenizer(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
-    with pytest.raises(CheckpointError, match=r"generation_config\.json: eos_token_id=.* is neither a token's id nor a list"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"generation_config\.json: eos_token_id=.* is neither a token's id nor a list",
+    ):
         Ours(tmp_path)
 
 
-def test_generation_config_with_a_byte_order_mark_is_read_and_its_ends_count(tmp_path: Path) -> None:
+def test_generation_config_with_a_byte_order_mark_is_read_and_its_ends_count(
+    tmp_path: Path,
+) -> None:
     tokenizer(tmp_path)
-    (tmp_path / "generation_config.json").write_bytes(b"\xef\xbb\xbf" + json.dumps({"eos_token_id": [3, 1]}).encode())
+    (tmp_path / "generation_config.json").write_bytes(
+        b"\xef\xbb\xbf" + json.dumps({"eos_token_id": [3, 1]}).encode()
+    )
     assert Ours(tmp_path).stop_ids == [1, 3]
 
 
@@ -107,17 +135,35 @@ def test_generation_config_with_a_byte_order_mark_is_read_and_its_ends_count(tmp
     [
         ("generation_config.json", b"garbage", r"generation_config\.json:1: not JSON"),
         ("generation_config.json", b"[1]", r"generation_config\.json holds a list, not an object"),
-        ("generation_config.json", b'{"eos_token_id": 1,\n"eos_token_id": 2}', r":2: the key 'eos_token_id' is there twice"),
+        (
+            "generation_config.json",
+            b'{"eos_token_id": 1,\n"eos_token_id": 2}',
+            r":2: the key 'eos_token_id' is there twice",
+        ),
         ("tokenizer_config.json", b"[]", r"tokenizer_config\.json holds a list, not an object"),
-        ("tokenizer_config.json", b"\xef\xbb\xbf{}", r"byte-order mark, which transformers can't read"),
-        ("tokenizer_config.json", b'{"model_max_length": []}', r"holds no tokenizer that transformers can read: TypeError"),
+        (
+            "tokenizer_config.json",
+            b"\xef\xbb\xbf{}",
+            r"byte-order mark, which transformers can't read",
+        ),
+        (
+            "tokenizer_config.json",
+            b'{"model_max_length": []}',
+            r"holds no tokenizer that transformers can read: TypeError",
+        ),
         ("tokenizer.json", b"{}", r"holds no tokenizer that transformers can read: KeyError"),
         ("tokenizer.json", b"\x00\xff", r"tokenizer\.json:1: not UTF-8"),
         ("special_tokens_map.json", b"[]", r"special_tokens_map\.json holds a list, not an object"),
-        ("config.json", b'{"vocab_size": "128"}', r"config\.json: vocab_size=128 is no whole number"),
+        (
+            "config.json",
+            b'{"vocab_size": "128"}',
+            r"config\.json: vocab_size=128 is no whole number",
+        ),
     ],
 )
-def test_a_file_that_can_not_be_read_is_named(name: str, content: bytes, said: str, tmp_path: Path) -> None:
+def test_a_file_that_can_not_be_read_is_named(
+    name: str, content: bytes, said: str, tmp_path: Path
+) -> None:
     tokenizer(tmp_path)
     (tmp_path / name).write_bytes(content)
     with pytest.raises(CheckpointError, match=said):

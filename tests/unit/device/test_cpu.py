@@ -19,9 +19,13 @@ print(re.search(r"AnonHugePages: +(\\d+)", open("/proc/self/smaps_rollup").read(
 """
 
 
-@pytest.mark.skipif(not HUGE.exists() or "[never]" in HUGE.read_text(), reason="this kernel gives no huge pages")
+@pytest.mark.skipif(
+    not HUGE.exists() or "[never]" in HUGE.read_text(), reason="this kernel gives no huge pages"
+)
 def test_large_tensors_lie_in_huge_pages_when_the_device_was_imported_first() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True
+    )
     assert int(done.stdout) > 32 << 10, "kB of huge pages behind a tensor of 64 MiB"
 
 

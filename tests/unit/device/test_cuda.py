@@ -19,7 +19,9 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[ImitationCUDA]:
 
 
 @pytest.mark.parametrize("size", [1, 4096, 5_000_001])
-def test_pinned_memory_is_what_was_asked_for_and_goes_with_its_last_tensor(cuda: ImitationCUDA, size: int) -> None:
+def test_pinned_memory_is_what_was_asked_for_and_goes_with_its_last_tensor(
+    cuda: ImitationCUDA, size: int
+) -> None:
     buffer = CUDA(cuda).host_buffer(size, torch.float32)
     assert (buffer.shape, buffer.dtype, cuda.pinned) == ((size,), torch.float32, 4 * size)
     part = buffer[-1:]
@@ -37,13 +39,19 @@ def test_no_bytes_need_no_pinned_memory(cuda: ImitationCUDA) -> None:
     assert cuda.ranges == {}
 
 
-def test_memory_that_the_driver_refuses_is_told_with_its_size(cuda: ImitationCUDA, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_the_driver_refuses_is_told_with_its_size(
+    cuda: ImitationCUDA, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cuda, "cudaHostRegister", lambda *asked: 2)
-    with pytest.raises(MemoryError, match=r"4,096 bytes of host memory can't be pinned: cudaHostRegister says 2"):
+    with pytest.raises(
+        MemoryError, match=r"4,096 bytes of host memory can't be pinned: cudaHostRegister says 2"
+    ):
         CUDA(cuda).host_buffer(4096, torch.uint8)
 
 
-def test_a_copy_aside_takes_what_was_there_when_it_was_asked_for_once_it_is_waited_for(cuda: ImitationCUDA) -> None:
+def test_a_copy_aside_takes_what_was_there_when_it_was_asked_for_once_it_is_waited_for(
+    cuda: ImitationCUDA,
+) -> None:
     accelerator = CUDA(cuda)
     for wait in ("wait", "hold"):
         source, target = torch.ones(5), accelerator.host_buffer(5, torch.float32)
@@ -62,28 +70,37 @@ def test_moments_are_events_of_the_stream(cuda: ImitationCUDA) -> None:
     assert accelerator.seconds(begin, end) == 0.001
 
 
-def test_a_device_is_described_with_its_driver_and_libraries(cuda: ImitationCUDA, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "found", lambda: hardware.Hardware("580.65.06", "13.0", usable=True))
+def test_a_device_is_described_with_its_driver_and_libraries(
+    cuda: ImitationCUDA, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        hardware, "found", lambda: hardware.Hardware("580.65.06", "13.0", usable=True)
+    )
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     said = CUDA(cuda).described()
     assert said == "Imitation H100, 80 GB; driver 580.65.06, CUDA 13.0, NCCL 2.28.3"
 
 
-def test_what_the_device_computes_is_measured_by_its_events_and_recorded_once_it_is_done(cuda: ImitationCUDA) -> None:
+def test_what_the_device_computes_is_measured_by_its_events_and_recorded_once_it_is_done(
+    cuda: ImitationCUDA,
+) -> None:
     recorder = SpanRecorder()
     recorder.measuring = True
     for _ in range(2):
         recorder.start("forward")
         cuda.ticks += 3
         recorder.finish("forward")
-    assert recorder.take() == pytest.approx({"forward": 0.008})  # 1 ms a tick: 3, and one of the second event
+    # 1 ms a tick: 3, and one of the second event
+    assert recorder.take() == pytest.approx({"forward": 0.008})
     assert recorder.take() == {}
     recorder.record()
     recorder.start("backward")
     recorder.finish("backward")
     (span,) = recorder.stop()
     assert span.name == "backward"
-    assert cuda.waited == 2, "a stretch begins and ends when the device has done what it was asked before"
+    assert cuda.waited == 2, (
+        "a stretch begins and ends when the device has done what it was asked before"
+    )
 
 
 def test_a_phases_most_is_of_all_its_stretches(cuda: ImitationCUDA) -> None:
@@ -98,7 +115,9 @@ def test_a_phases_most_is_of_all_its_stretches(cuda: ImitationCUDA) -> None:
     assert accelerator.memory()["most_allocated"] == 200
 
 
-def test_waits_for_the_device_are_counted_with_their_places_and_the_mode_is_as_before(cuda: ImitationCUDA) -> None:
+def test_waits_for_the_device_are_counted_with_their_places_and_the_mode_is_as_before(
+    cuda: ImitationCUDA,
+) -> None:
     accelerator, tensor = CUDA(cuda), torch.ones(())
     cuda.read(tensor)
     with accelerator.waits() as places:
@@ -121,6 +140,8 @@ def test_work_that_fails_leaves_the_mode_as_it_was(cuda: ImitationCUDA) -> None:
     assert cuda.sync_mode == 0
 
 
-def test_room_is_what_the_driver_calls_free_once_the_cache_is_given_back(cuda: ImitationCUDA) -> None:
+def test_room_is_what_the_driver_calls_free_once_the_cache_is_given_back(
+    cuda: ImitationCUDA,
+) -> None:
     assert CUDA(cuda).room() == 50_000_000_000
     assert cuda.emptied == 1

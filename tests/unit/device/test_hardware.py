@@ -30,8 +30,12 @@ def test_what_is_refused(host: Hardware, why: str) -> None:
     assert why in "".join(found)
 
 
-@pytest.mark.parametrize(("visible", "hidden"), [(None, False), ("0,1", False), ("", True), ("-1", True)])
-def test_what_is_found(visible: str | None, hidden: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("visible", "hidden"), [(None, False), ("0,1", False), ("", True), ("-1", True)]
+)
+def test_what_is_found(
+    visible: str | None, hidden: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told = tmp_path / "version"
     told.write_text(
         "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  Sun Jul 27 07:19:51 UTC 2025\nGCC version: 13.3\n"

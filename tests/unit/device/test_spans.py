@@ -14,7 +14,9 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[SpanRecorder]:
     return fresh
 
 
-def test_nothing_is_timed_while_nobody_asks(recorder: SpanRecorder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_timed_while_nobody_asks(
+    recorder: SpanRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(spans, "clock", lambda: pytest.fail("the clock was read"))
     with span("generate"):
         recorder.start("forward")
@@ -24,7 +26,9 @@ def test_nothing_is_timed_while_nobody_asks(recorder: SpanRecorder, monkeypatch:
     assert recorder.stop() == []
 
 
-def test_seconds_and_counts_add_up_until_they_are_taken(recorder: SpanRecorder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seconds_and_counts_add_up_until_they_are_taken(
+    recorder: SpanRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     times = iter([0, 2_000_000_000, 5_000_000_000, 5_500_000_000])
     monkeypatch.setattr(spans, "clock", lambda: next(times))
     recorder.measuring = True
@@ -67,4 +71,7 @@ def test_spans_of_threads_and_of_what_failed_are_kept(recorder: SpanRecorder) ->
     thread.join()
     with pytest.raises(ZeroDivisionError), span("generate"):
         1 / 0  # noqa: B018
-    assert [(kept.name, kept.thread) for kept in recorder.stop()] == [("reward", "judge"), ("generate", "MainThread")]
+    assert [(kept.name, kept.thread) for kept in recorder.stop()] == [
+        ("reward", "judge"),
+        ("generate", "MainThread"),
+    ]

@@ -1,4 +1,6 @@
-"""What ExperienceMaker makes of scored answers, against loops over answers and tokens in float64 straight from the papers."""
+"""What ExperienceMaker makes of scored answers, against loops over answers and tokens in float64
+straight from the papers.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +16,8 @@ from rftmega.config.algorithms import GAE, Returns
 from rftmega.experience import ExperienceMaker
 from rftmega.types import Prompt, Rows, Samples, TokenStats
 
-PROMPTS, LENGTHS = [2, 1, 3, 2], [6, 4, 4, 7]  # tokens of the prompt, and of prompt and answer together
+# tokens of the prompt, and of prompt and answer together
+PROMPTS, LENGTHS = [2, 1, 3, 2], [6, 4, 4, 7]
 WIDTH = max(LENGTHS) - 1
 GAMMA, LAM, COEF = 0.9, 0.7, 0.3
 
@@ -37,17 +40,25 @@ class Models:
 
 
 def samples() -> Samples:
-    rows = Rows(torch.zeros(len(LENGTHS), WIDTH + 1, dtype=torch.int64), torch.tensor(PROMPTS), torch.tensor(LENGTHS))
+    rows = Rows(
+        torch.zeros(len(LENGTHS), WIDTH + 1, dtype=torch.int64),
+        torch.tensor(PROMPTS),
+        torch.tensor(LENGTHS),
+    )
     truncated = torch.tensor([False, True, False, False])
     reward = torch.tensor([1.0, -0.5, 0.25, 2.0])
     prompts = [Prompt((0,) * length) for length in PROMPTS]
-    return Samples(prompts, rows, torch.zeros(len(LENGTHS), WIDTH), reward, torch.arange(4) // 2, truncated, {})
+    return Samples(
+        prompts, rows, torch.zeros(len(LENGTHS), WIDTH), reward, torch.arange(4) // 2, truncated, {}
+    )
 
 
 ESTIMATORS: dict[str, Any] = {"gae": GAE(gamma=GAMMA, lam=LAM), "reinforce": Returns(gamma=GAMMA)}
 
 
-def made(advantage: str, kl: KLConfig | None = None, shape: Shaping | None = None, **settings: Any) -> Any:
+def made(
+    advantage: str, kl: KLConfig | None = None, shape: Shaping | None = None, **settings: Any
+) -> Any:
     models = Models()
     critic = models if advantage == "gae" else None
     chosen = AlgorithmConfig(advantage=ESTIMATORS[advantage], kl=kl or KLConfig(), **settings)
@@ -75,7 +86,10 @@ def rewards_of(b: int, columns: list[int], estimator: str | None) -> list[float]
     rewards[-1] = float(samples().reward[b])
     if estimator is None:
         return rewards
-    return [reward - penalty for reward, penalty in zip(rewards, penalties(b, columns, estimator), strict=True)]
+    return [
+        reward - penalty
+        for reward, penalty in zip(rewards, penalties(b, columns, estimator), strict=True)
+    ]
 
 
 def gae_by_hand(rewards: list[float], values: list[float]) -> list[float]:
@@ -85,7 +99,9 @@ def gae_by_hand(rewards: list[float], values: list[float]) -> list[float]:
         total = 0.0
         for later in range(t, len(rewards)):
             following = values[later + 1] if later + 1 < len(values) else 0.0
-            total += (GAMMA * LAM) ** (later - t) * (rewards[later] + GAMMA * following - values[later])
+            total += (GAMMA * LAM) ** (later - t) * (
+                rewards[later] + GAMMA * following - values[later]
+            )
         found.append(total)
     return found
 
@@ -109,17 +125,24 @@ def test_gae_takes_the_critics_values_and_the_kl_off_each_tokens_reward(estimato
     for b, columns in answers():
         values = [float(numbers(2)[b, t]) for t in columns]
         returns = [advantage + value for advantage, value in zip(wanted[b], values, strict=True)]
-        assert found.returns[b, columns].tolist() == pytest.approx(returns, abs=1e-5), "what the critic should have said"
+        assert found.returns[b, columns].tolist() == pytest.approx(returns, abs=1e-5), (
+            "what the critic should have said"
+        )
     assert torch.equal(found.old_value, numbers(2))
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2"])
 def test_returns_discount_rewards_that_the_kl_was_taken_off(estimator: str) -> None:
-    found = made(advantage="reinforce", kl=KLConfig(placement="reward", estimator=estimator, coef=COEF))
+    found = made(
+        advantage="reinforce", kl=KLConfig(placement="reward", estimator=estimator, coef=COEF)
+    )
     wanted = {}
     for b, columns in answers():
         rewards = rewards_of(b, columns, estimator)
-        wanted[b] = [sum(GAMMA ** (k - t) * rewards[k] for k in range(t, len(rewards))) for t in range(len(rewards))]
+        wanted[b] = [
+            sum(GAMMA ** (k - t) * rewards[k] for k in range(t, len(rewards)))
+            for t in range(len(rewards))
+        ]
     assert_tokens(found.advantage, wanted)
 
 
@@ -143,7 +166,9 @@ def test_the_loss_leaves_a_kl_in_the_reward_alone() -> None:
 
     for place, in_reward in (("reward", True), ("loss", False)):
         config = RunConfig(
-            algorithm=AlgorithmConfig(advantage=Returns(), kl=KLConfig(placement=place, coef=COEF, estimator="k2"))
+            algorithm=AlgorithmConfig(
+                advantage=Returns(), kl=KLConfig(placement=place, coef=COEF, estimator="k2")
+            )
         )
         algorithm = Algorithm(config)
         maker = algorithm.maker(Models())
@@ -181,7 +206,9 @@ def test_truncated_answers_that_are_left_out_are_not_whitened_with_the_others() 
 def test_a_running_weight_of_the_kl_is_the_one_of_now() -> None:
     controller = KLController(COEF)
     models = Models()
-    chosen = AlgorithmConfig(advantage=Returns(gamma=GAMMA), kl=KLConfig(placement="reward", estimator="k1", coef=COEF))
+    chosen = AlgorithmConfig(
+        advantage=Returns(gamma=GAMMA), kl=KLConfig(placement="reward", estimator="k1", coef=COEF)
+    )
     maker = ExperienceMaker(models, chosen, kl_weight=controller)
     before = maker.make(samples()).advantage
     controller.value = 0.0

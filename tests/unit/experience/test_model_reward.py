@@ -24,7 +24,13 @@ def samples() -> Samples:
     rows = Rows(torch.zeros(2, 4, dtype=torch.int64), torch.tensor([1, 1]), torch.tensor([4, 3]))
     nothing = torch.zeros(2)
     return Samples(
-        [Prompt((1,), index=7), Prompt((1,), index=8)], rows, torch.zeros(2, 3), nothing, nothing.long(), nothing.bool(), {}
+        [Prompt((1,), index=7), Prompt((1,), index=8)],
+        rows,
+        torch.zeros(2, 3),
+        nothing,
+        nothing.long(),
+        nothing.bool(),
+        {},
     )
 
 
@@ -36,5 +42,7 @@ def test_a_score_is_weighed_and_kept_as_a_part() -> None:
 
 @pytest.mark.parametrize("score", [float("nan"), float("inf"), -float("inf")])
 def test_a_score_that_is_no_number_is_refused_with_its_prompt(score: float) -> None:
-    with pytest.raises(RewardError, match=f"The reward model gave {score} for an answer to prompt 8, and 1 such"):
+    with pytest.raises(
+        RewardError, match=f"The reward model gave {score} for an answer to prompt 8, and 1 such"
+    ):
         ModelReward(Judge(score), 0.5)(samples())

@@ -23,7 +23,17 @@ def experience_of(*answers: tuple[int, int], version: int = 0) -> Experience:
     rows = Rows(tokens, torch.full((len(answers),), 2), lengths)
     logp = torch.where(rows.mask, -tokens[:, 1:].float(), 0.0)
     versions = torch.where(rows.mask, version, -1)
-    return Experience(tokens, rows.prompt_lengths, lengths, rows.mask, logp, 2 * logp, None, 3 * logp, versions=versions)
+    return Experience(
+        tokens,
+        rows.prompt_lengths,
+        lengths,
+        rows.mask,
+        logp,
+        2 * logp,
+        None,
+        3 * logp,
+        versions=versions,
+    )
 
 
 def first_tokens(buffer: ReplayBuffer) -> list[int]:
@@ -43,7 +53,9 @@ def test_without_a_limit_everything_stays_and_with_one_the_oldest_groups_go_whol
         assert unlimited.append(given, group) == 0
         limited.append(given, group)
     assert first_tokens(unlimited) == [1, 1, 2, 2, 3, 3, 4, 4]
-    assert first_tokens(limited) == [3, 3, 4, 4], "3 rows of the older ones would fit, but no whole group and a half"
+    assert first_tokens(limited) == [3, 3, 4, 4], (
+        "3 rows of the older ones would fit, but no whole group and a half"
+    )
     assert limited.append(experience_of((5, 1)), torch.tensor([0])) == 0
     assert limited.append(experience_of((6, 1)), torch.tensor([0])) == 1
     assert first_tokens(limited) == [4, 4, 5, 6]
@@ -98,9 +110,15 @@ def test_a_state_of_format_2_is_read() -> None:
 
 def test_lightrfts_dataloader_takes_the_buffer() -> None:
     buffer = ReplayBuffer()
-    buffer.append(experience_of(*((token, 1 + token % 3) for token in range(1, 8))), torch.arange(7) // 2)
+    buffer.append(
+        experience_of(*((token, 1 + token % 3) for token in range(1, 8))), torch.arange(7) // 2
+    )
     strategy = SimpleNamespace(seed=0)
-    batches = list(StrategyBase.setup_dataloader(strategy, buffer, 3, shuffle=False, drop_last=False, collate_fn=Experience.join))
+    batches = list(
+        StrategyBase.setup_dataloader(
+            strategy, buffer, 3, shuffle=False, drop_last=False, collate_fn=Experience.join
+        )
+    )
     assert [batch.tokens[:, 0].tolist() for batch in batches] == [[1, 2, 3], [4, 5, 6], [7]]
     shuffled = list(StrategyBase.setup_dataloader(strategy, buffer, 3, collate_fn=Experience.join))
     assert [len(batch) for batch in shuffled] == [3, 3]
@@ -112,7 +130,9 @@ def test_each_token_knows_its_policy_also_where_an_answer_went_on_after_a_push()
         Completion((1, 2, 3), (-0.1, -0.2, -0.3), "stop", 4, versions=(3, 4, 4)),
         Completion((8,), (-0.5,), "length", 4),
     ]
-    samples = collect(prompts, answers, lambda asked, given: [{"reward": 0.0}] * len(given), samples_per_prompt=1)
+    samples = collect(
+        prompts, answers, lambda asked, given: [{"reward": 0.0}] * len(given), samples_per_prompt=1
+    )
     assert samples.versions is not None
     assert samples.versions.tolist() == [[-1, 3, 4, 4], [4, -1, -1, -1]]
     short = samples.select(torch.tensor([1]))

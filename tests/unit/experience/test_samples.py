@@ -10,7 +10,8 @@ from rftmega.types import Completion, Prompt, Rows, TokenStats
 
 PROMPTS = [Prompt((1, 2, 3)), Prompt((1, 2, 3)), Prompt((9,)), Prompt((9,))]
 COMPLETIONS = [
-    Completion((0, 0), (-0.1, -0.2), "stop", 0),  # 0 is a padding id too: masks must not come from tokens
+    # 0 is a padding id too: masks must not come from tokens
+    Completion((0, 0), (-0.1, -0.2), "stop", 0),
     Completion((4, 5, 6), (-0.3, -0.4, -0.5), "length", 0),
     Completion((), (), "length", 0),
     Completion((8,), (-0.6,), "stop", 0),
@@ -27,8 +28,13 @@ class Flat:
         return TokenStats(torch.full(rows.mask.shape, -2.0), None)
 
 
-def by_length(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
-    return [{"reward": float(len(c.token_ids)), **({"long": 1.0} if len(c.token_ids) > 1 else {})} for c in completions]
+def by_length(
+    prompts: Sequence[Prompt], completions: Sequence[Completion]
+) -> list[dict[str, float]]:
+    return [
+        {"reward": float(len(c.token_ids)), **({"long": 1.0} if len(c.token_ids) > 1 else {})}
+        for c in completions
+    ]
 
 
 def samples():
@@ -37,8 +43,18 @@ def samples():
 
 def test_rows_hold_prompt_and_response_and_the_mask_covers_the_response_targets() -> None:
     found = samples()
-    assert found.rows.tokens.tolist() == [[1, 2, 3, 0, 0, 0], [1, 2, 3, 4, 5, 6], [9, 0, 0, 0, 0, 0], [9, 8, 0, 0, 0, 0]]
-    assert found.rows.mask.int().tolist() == [[0, 0, 1, 1, 0], [0, 0, 1, 1, 1], [0] * 5, [1, 0, 0, 0, 0]]
+    assert found.rows.tokens.tolist() == [
+        [1, 2, 3, 0, 0, 0],
+        [1, 2, 3, 4, 5, 6],
+        [9, 0, 0, 0, 0, 0],
+        [9, 8, 0, 0, 0, 0],
+    ]
+    assert found.rows.mask.int().tolist() == [
+        [0, 0, 1, 1, 0],
+        [0, 0, 1, 1, 1],
+        [0] * 5,
+        [1, 0, 0, 0, 0],
+    ]
 
 
 def test_log_probs_stand_at_the_column_before_their_token() -> None:
@@ -53,14 +69,21 @@ def test_siblings_share_a_group_and_truncation_is_kept() -> None:
     assert found.truncated.tolist() == [False, True, True, False]
     assert found.reward.tolist() == [2, 3, 0, 1]
     assert set(found.reward_parts) == {"long"}
-    assert found.reward_parts["long"].isnan().tolist() == [False, False, True, True], "a part that wasn't asked for is no 0"
+    assert found.reward_parts["long"].isnan().tolist() == [False, False, True, True], (
+        "a part that wasn't asked for is no 0"
+    )
 
 
 def test_experience_spreads_the_group_advantage_over_the_response_only() -> None:
-    made = ExperienceMaker(Flat(), AlgorithmConfig(advantage=GroupNorm(scale_by_std=False), kl=KLConfig(coef=0.1))).make(
-        samples()
-    )
-    assert made.advantage.tolist() == [[0, 0, -0.5, -0.5, 0], [0, 0, 0.5, 0.5, 0.5], [0] * 5, [0.5, 0, 0, 0, 0]]
+    made = ExperienceMaker(
+        Flat(), AlgorithmConfig(advantage=GroupNorm(scale_by_std=False), kl=KLConfig(coef=0.1))
+    ).make(samples())
+    assert made.advantage.tolist() == [
+        [0, 0, -0.5, -0.5, 0],
+        [0, 0, 0.5, 0.5, 0.5],
+        [0] * 5,
+        [0.5, 0, 0, 0, 0],
+    ]
     assert made.reference_logp is not None
     assert made.reference_logp.unique().tolist() == [-2.0]
     assert ExperienceMaker(Flat()).make(samples()).reference_logp is None

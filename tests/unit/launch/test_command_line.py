@@ -12,21 +12,34 @@ from rftmega.parallel.folder_lock import FILE
 
 
 def config_of(output: Path, checkpoints: Path | str = "", every: int = 2) -> RunConfig:
-    return RunConfig(trainer=TrainerConfig(output=str(output)), checkpoint=CheckpointConfig(every=every, folder=str(checkpoints)))
+    return RunConfig(
+        trainer=TrainerConfig(output=str(output)),
+        checkpoint=CheckpointConfig(every=every, folder=str(checkpoints)),
+    )
 
 
 def test_a_run_keeps_others_out_of_its_output_and_of_its_checkpoints(tmp_path: Path) -> None:
     output, checkpoints = tmp_path / "out", tmp_path / "elsewhere"
     with folders_locked(config_of(output, checkpoints)):
-        for other in (config_of(output), config_of(tmp_path / "other", checkpoints), config_of(output / ".." / "out")):
-            with pytest.raises(LockedError, match=f"process {os.getpid()} on"), folders_locked(other):
+        for other in (
+            config_of(output),
+            config_of(tmp_path / "other", checkpoints),
+            config_of(output / ".." / "out"),
+        ):
+            with (
+                pytest.raises(LockedError, match=f"process {os.getpid()} on"),
+                folders_locked(other),
+            ):
                 pass
-        with folders_locked(config_of(tmp_path / "other", checkpoints, every=0)):  # it saves nothing there
+        # it saves nothing there
+        with folders_locked(config_of(tmp_path / "other", checkpoints, every=0)):
             pass
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_a_launcher_the_first_rank_holds_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_launcher_the_first_rank_holds_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RANK", "0")
     with folders_locked(config_of(tmp_path)):
         monkeypatch.setenv("RANK", "1")

@@ -27,7 +27,10 @@ def test_exports_and_a_checkpoint_are_counted_where_they_go(tmp_path: Path) -> N
 
 def test_a_critic_is_saved_too_and_float32_has_no_main_parameters(tmp_path: Path) -> None:
     folder = str(save_tiny(tmp_path, "qwen3"))
-    config = RunConfig(model=ModelConfig(path=folder, dtype="float32"), checkpoint=CheckpointConfig(every=5, folder="/scratch"))
+    config = RunConfig(
+        model=ModelConfig(path=folder, dtype="float32"),
+        checkpoint=CheckpointConfig(every=5, folder="/scratch"),
+    )
     alone = needed(config)["/scratch"]
     assert alone == 12 * PARAMETERS
     config.algorithm.advantage = GAE()

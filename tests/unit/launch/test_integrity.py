@@ -45,12 +45,17 @@ def flip(path: Path, at: int = -5) -> None:
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "config.json", "generation_config.json"])
-def test_a_flipped_byte_is_refused_by_file_from_the_second_start_on(file: str, tmp_path: Path) -> None:
+def test_a_flipped_byte_is_refused_by_file_from_the_second_start_on(
+    file: str, tmp_path: Path
+) -> None:
     folder = save_tiny(tmp_path, "llama")
     verify(folder)
     verify(folder)
     flip(folder / file)
-    with pytest.raises(CheckpointError, match=rf"(?s)is not as it was \(model\.verify\).*  - {file} on .* has checksum xxh3:"):
+    with pytest.raises(
+        CheckpointError,
+        match=rf"(?s)is not as it was \(model\.verify\).*  - {file} on .* has checksum xxh3:",
+    ):
         verify(folder)
 
 
@@ -78,12 +83,18 @@ def test_a_file_that_is_gone_or_came_later_is_refused(tmp_path: Path) -> None:
     verify(folder)
     shutil.copy(folder / "model.safetensors", folder / "other.safetensors")
     (folder / "generation_config.json").unlink()
-    with pytest.raises(CheckpointError, match=r"generation_config\.json is missing, other\.safetensors has none"):
+    with pytest.raises(
+        CheckpointError, match=r"generation_config\.json is missing, other\.safetensors has none"
+    ):
         verify(folder)
 
 
-@pytest.mark.parametrize("content", ["{}", '{"format": 1, "files": {"a": "xxh3:0"}, "seal": "x"}', "[", '{"files": [1]}'])
-def test_checksums_that_are_not_as_they_were_written_are_refused(content: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "content", ["{}", '{"format": 1, "files": {"a": "xxh3:0"}, "seal": "x"}', "[", '{"files": [1]}']
+)
+def test_checksums_that_are_not_as_they_were_written_are_refused(
+    content: str, tmp_path: Path
+) -> None:
     folder = save_tiny(tmp_path, "llama")
     (folder / CHECKSUMS).write_text(content)
     with pytest.raises(CheckpointError, match=r"checksums\.json"):
@@ -131,22 +142,33 @@ def test_a_run_looks_before_it_builds_anything(tmp_path: Path) -> None:
 def hub_cache(tmp_path: Path) -> Path:
     """A snapshot in the hub's cache: links to files that are named by their checksum."""
     source = save_tiny(tmp_path / "source", "llama")
-    blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "0123"
+    blobs, snapshot = (
+        tmp_path / "models--a--b" / "blobs",
+        tmp_path / "models--a--b" / "snapshots" / "0123",
+    )
     blobs.mkdir(parents=True)
     snapshot.mkdir(parents=True)
     for path in source.iterdir():
-        digest = git_name(path) if path.suffix == ".json" else hashlib.sha256(path.read_bytes()).hexdigest()
+        digest = (
+            git_name(path)
+            if path.suffix == ".json"
+            else hashlib.sha256(path.read_bytes()).hexdigest()
+        )
         shutil.move(path, blobs / digest)
         (snapshot / path.name).symlink_to(Path("../../blobs") / digest)
     return snapshot
 
 
 def git_name(path: Path) -> str:
-    return subprocess.run(["git", "hash-object", str(path)], check=True, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        ["git", "hash-object", str(path)], check=True, capture_output=True, text=True
+    ).stdout.strip()
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "config.json"])
-def test_a_folder_of_the_hubs_cache_has_its_checksums_in_its_names(file: str, tmp_path: Path) -> None:
+def test_a_folder_of_the_hubs_cache_has_its_checksums_in_its_names(
+    file: str, tmp_path: Path
+) -> None:
     snapshot = hub_cache(tmp_path)
     verify(snapshot)
     assert not (snapshot / CHECKSUMS).exists()
@@ -170,7 +192,10 @@ def test_a_download_to_a_folder_has_them_in_its_notes(tmp_path: Path) -> None:
 
 def test_every_model_of_the_run_is_looked_at(tmp_path: Path) -> None:
     policy, judge = save_tiny(tmp_path / "policy", "llama"), save_tiny(tmp_path / "judge", "qwen3")
-    config = RunConfig(model=ModelConfig(path=str(policy), verify=True), reward=RewardConfig(model=1.0, model_path=str(judge)))
+    config = RunConfig(
+        model=ModelConfig(path=str(policy), verify=True),
+        reward=RewardConfig(model=1.0, model_path=str(judge)),
+    )
     verify_models(ALONE, config)
     flip(judge / "model.safetensors")
     with pytest.raises(CheckpointError, match=str(judge)):
@@ -191,4 +216,7 @@ def test_a_checksum_is_that_of_the_whole_file(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"abc")
     assert sum_of(tmp_path / "a", "sha256") == f"sha256:{hashlib.sha256(b'abc').hexdigest()}"
     assert sum_of(tmp_path / "a", "git") == f"git:{git_name(tmp_path / 'a')}"
-    assert json.loads(json.dumps(sum_of(tmp_path / "a", "xxh3"))) == "xxh3:06b05ab6733a618578af5f94892f3950"
+    assert (
+        json.loads(json.dumps(sum_of(tmp_path / "a", "xxh3")))
+        == "xxh3:06b05ab6733a618578af5f94892f3950"
+    )

@@ -35,7 +35,9 @@ def config_of(folder: Path, variant: str, parallel: ParallelConfig, engine: str)
         ("qwen2-tied", P(pipeline=2, virtual_pipeline=2), 4),
     ],
 )
-def test_what_works_is_let_through(variant: str, parallel: ParallelConfig, processes: int, tmp_path: Path) -> None:
+def test_what_works_is_let_through(
+    variant: str, parallel: ParallelConfig, processes: int, tmp_path: Path
+) -> None:
     preflight(config_of(tmp_path, variant, parallel, "scripted"), processes)
 
 
@@ -54,7 +56,13 @@ def test_a_mixture_has_real_engines_on_a_cpu(engine: str, tmp_path: Path) -> Non
             "scripted",
             ["parallel.tensor x parallel.context = 2 x 2 = 4 does not divide the 6"],
         ),
-        ("qwen3-moe", P(expert=4), 6, "scripted", ["parallel.expert = 4 does not divide the 6 launched processes. Launch 8"]),
+        (
+            "qwen3-moe",
+            P(expert=4),
+            6,
+            "scripted",
+            ["parallel.expert = 4 does not divide the 6 launched processes. Launch 8"],
+        ),
         (
             "qwen3-moe",
             P(tensor=2, expert=3),
@@ -62,14 +70,37 @@ def test_a_mixture_has_real_engines_on_a_cpu(engine: str, tmp_path: Path) -> Non
             "scripted",
             ["number of experts, 4; the nearest", "needs parallel.sequence=true"],
         ),
-        ("qwen3", P(pipeline=3, virtual_pipeline=2), 3, "scripted", ["parallel.pipeline=3 does not divide the model's 4 layers"]),
-        ("qwen3", P(virtual_pipeline=2), 1, "scripted", ["parallel.virtual_pipeline=2 needs parallel.pipeline > 1"]),
-        ("deepseek-v3", P(), 1, "vllm", ["know kv_lora_rank + qk_rope_head_dim = 576 only, not 24"]),
+        (
+            "qwen3",
+            P(pipeline=3, virtual_pipeline=2),
+            3,
+            "scripted",
+            ["parallel.pipeline=3 does not divide the model's 4 layers"],
+        ),
+        (
+            "qwen3",
+            P(virtual_pipeline=2),
+            1,
+            "scripted",
+            ["parallel.virtual_pipeline=2 needs parallel.pipeline > 1"],
+        ),
+        (
+            "deepseek-v3",
+            P(),
+            1,
+            "vllm",
+            ["know kv_lora_rank + qk_rope_head_dim = 576 only, not 24"],
+        ),
         ("qwen2", P(), 1, "vllm", ["don't know head size 16"]),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_reason_and_what_does(
-    variant: str, parallel: ParallelConfig, processes: int, engine: str, complaints: list[str], tmp_path: Path
+    variant: str,
+    parallel: ParallelConfig,
+    processes: int,
+    engine: str,
+    complaints: list[str],
+    tmp_path: Path,
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         preflight(config_of(tmp_path, variant, parallel, engine), processes)
@@ -81,22 +112,32 @@ def test_value_models_fit_the_policys_tokens_and_a_reward_model_has_a_head(tmp_p
     config = config_of(tmp_path, "qwen3", P(), "scripted")
     config.reward.model = 1.0
     config.reward.model_path = config.model.path
-    with pytest.raises(ConfigError, match=r"holds no score.weight: a policy says nothing about answers"):
+    with pytest.raises(
+        ConfigError, match=r"holds no score.weight: a policy says nothing about answers"
+    ):
         preflight(config, 1)
     config.reward.model = 0.0
     config.reward.model_path = ""
     config.algorithm.advantage = GAE()
-    config.critic.path = str(save_tiny(tmp_path / "other", "qwen3", vocab_size=77, max_position_embeddings=16))
+    config.critic.path = str(
+        save_tiny(tmp_path / "other", "qwen3", vocab_size=77, max_position_embeddings=16)
+    )
     with pytest.raises(ConfigError) as caught:
         preflight(config, 1)
-    for complaint in ("knows 77 tokens, the policy 131", "knows 16 positions; it reads rows of up to 32 tokens"):
+    for complaint in (
+        "knows 77 tokens, the policy 131",
+        "knows 16 positions; it reads rows of up to 32 tokens",
+    ):
         assert complaint in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("task", "names"), [("rl", ["policy", "policy_ema"]), ("sft", ["policy"]), ("reward_model", ["reward_model"])]
+    ("task", "names"),
+    [("rl", ["policy", "policy_ema"]), ("sft", ["policy"]), ("reward_model", ["reward_model"])],
 )
-def test_a_folder_that_an_export_could_not_replace_is_refused_at_the_start(task: str, names: list[str], tmp_path: Path) -> None:
+def test_a_folder_that_an_export_could_not_replace_is_refused_at_the_start(
+    task: str, names: list[str], tmp_path: Path
+) -> None:
     config = config_of(tmp_path, "qwen3", P(), "scripted")
     config.trainer.output = str(tmp_path / "out")
     config.algorithm.task = task
@@ -107,7 +148,11 @@ def test_a_folder_that_an_export_could_not_replace_is_refused_at_the_start(task:
     with pytest.raises(ConfigError) as refused:
         preflight(config, 1)
     said = str(refused.value)
-    assert [name for name in ("policy", "policy_ema", "reward_model") if f"{tmp_path / 'out' / name} is there" in said] == names
+    assert [
+        name
+        for name in ("policy", "policy_ema", "reward_model")
+        if f"{tmp_path / 'out' / name} is there" in said
+    ] == names
     for name in names:
         (tmp_path / "out" / name / MARK).write_text("")
     said = ""
@@ -170,7 +215,9 @@ def test_on_cuda_experts_need_transformer_engine_and_the_gpus_that_are_there_are
     missing = Installed(why_not="OSError: libcudnn.so.9")
     monkeypatch.setattr(checks, "installed", lambda: missing)
     monkeypatch.setattr(checks, "uses_transformer_engine", lambda: False)
-    with pytest.raises(ConfigError, match="this run would be without Transformer Engine: OSError: libcudnn.so.9"):
+    with pytest.raises(
+        ConfigError, match="this run would be without Transformer Engine: OSError: libcudnn.so.9"
+    ):
         preflight(config, 1)
     monkeypatch.setattr(checks, "uses_transformer_engine", lambda: True)
     preflight(config, 1)

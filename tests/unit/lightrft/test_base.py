@@ -96,8 +96,13 @@ SIGNATURES = {
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_methods_take_what_users_of_lightrft_give(name: str) -> None:
     signature = inspect.signature(getattr(StrategyBase, name))
-    bare = [each.replace(annotation=inspect.Parameter.empty) for each in signature.parameters.values()]
-    assert str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty)) == SIGNATURES[name]
+    bare = [
+        each.replace(annotation=inspect.Parameter.empty) for each in signature.parameters.values()
+    ]
+    assert (
+        str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
+        == SIGNATURES[name]
+    )
 
 
 def test_there_is_one_engine_status_with_the_numbers_that_users_know() -> None:
@@ -109,7 +114,9 @@ def test_there_is_one_engine_status_with_the_numbers_that_users_know() -> None:
 
 
 @pytest.mark.parametrize("joined", [False, True])
-def test_alone_a_collective_gives_back_what_it_got_in_the_same_form(joined: bool, request: pytest.FixtureRequest) -> None:
+def test_alone_a_collective_gives_back_what_it_got_in_the_same_form(
+    joined: bool, request: pytest.FixtureRequest
+) -> None:
     if joined:
         request.getfixturevalue("alone")
     made = strategy()
@@ -144,7 +151,9 @@ def test_without_a_launcher_nothing_is_joined(monkeypatch: pytest.MonkeyPatch) -
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(RuntimeError, match="WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT must be set"):
+    with pytest.raises(
+        RuntimeError, match="WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT must be set"
+    ):
         strategy(engine_type="scripted").setup_distributed()
     with pytest.raises(ValueError, match="'sglang' is not supported"):
         strategy(engine_type="sglang").setup_distributed()
@@ -158,7 +167,13 @@ def test_a_launched_process_joins_once_and_is_seeded(monkeypatch: pytest.MonkeyP
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    launched = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    launched = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     for name, value in launched.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
@@ -185,7 +200,9 @@ def test_a_seed_covers_python_numpy_and_torch() -> None:
     assert all(a != b for a, b in zip(drawn[0], drawn[1], strict=True))
 
 
-def test_the_device_is_waited_for_then_the_processes_then_memory_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_device_is_waited_for_then_the_processes_then_memory_is_given_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     said: list[str] = []
     monkeypatch.setattr(device.CPU, "synchronize", lambda self: said.append("device"))
     monkeypatch.setattr(device.CPU, "release_unused", lambda self: said.append("memory"))
@@ -218,7 +235,9 @@ def test_prepared_models_keep_their_structure() -> None:
 
 def test_models_come_back_with_their_optimizers_and_a_missing_critic_with_none() -> None:
     model = torch.nn.Linear(1, 1)
-    actor, critic, rewards, initial = strategy().prepare_models_and_optimizers(model, None, ["r"], "i", None, 10)
+    actor, critic, rewards, initial = strategy().prepare_models_and_optimizers(
+        model, None, ["r"], "i", None, 10
+    )
     assert actor[0] is model
     assert actor[1].param_groups[0]["params"] == list(model.parameters())
     assert critic == (None, None, None)
@@ -243,19 +262,29 @@ def test_wrappers_come_off_and_only_policies_are_actors() -> None:
 
 
 @pytest.mark.parametrize(("shuffle", "drop_last"), [(True, True), (True, False), (False, True)])
-def test_a_loader_goes_on_where_another_stopped_whichever_epoch_that_was(shuffle: bool, drop_last: bool) -> None:
+def test_a_loader_goes_on_where_another_stopped_whichever_epoch_that_was(
+    shuffle: bool, drop_last: bool
+) -> None:
     buffer = [10 * i for i in range(11)]
 
     def batches(consumed: int, epochs: int) -> list[list[int]]:
         loader = strategy().setup_dataloader(
-            buffer, 4, shuffle=shuffle, drop_last=drop_last, consumed_samples=consumed, collate_fn=list
+            buffer,
+            4,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            consumed_samples=consumed,
+            collate_fn=list,
         )
         return [batch for _ in range(epochs) for batch in loader]
 
     whole = batches(0, 3)
     a_epoch = 2 if drop_last else 3
     assert [len(batch) for batch in whole] == ([4, 4] if drop_last else [4, 4, 3]) * 3
-    assert all(len(set(sum(whole[i * a_epoch : (i + 1) * a_epoch], []))) == (8 if drop_last else 11) for i in range(3))
+    assert all(
+        len(set(sum(whole[i * a_epoch : (i + 1) * a_epoch], []))) == (8 if drop_last else 11)
+        for i in range(3)
+    )
     assert (whole[:a_epoch] == whole[a_epoch : 2 * a_epoch]) is not shuffle
     for done in range(2 * a_epoch):
         rest = batches(sum(map(len, whole[:done])), 3)
@@ -263,7 +292,9 @@ def test_a_loader_goes_on_where_another_stopped_whichever_epoch_that_was(shuffle
 
 
 def test_a_sampler_of_ones_own_decides_the_order_and_where_it_starts() -> None:
-    loader = strategy().setup_dataloader([5, 6, 7, 8], 2, sampler=[3, 1, 0], drop_last=False, collate_fn=list)
+    loader = strategy().setup_dataloader(
+        [5, 6, 7, 8], 2, sampler=[3, 1, 0], drop_last=False, collate_fn=list
+    )
     assert list(loader) == [[8, 6], [5]]
     with pytest.raises(ValueError, match="consumed_samples=2 with a sampler of your own"):
         strategy().setup_dataloader([5, 6], 1, sampler=[1], consumed_samples=2)
@@ -283,11 +314,17 @@ def test_an_engine_is_built_pushed_to_put_to_sleep_and_woken() -> None:
     assert engine.status is EngineStatus.WAKEUP
 
 
-def test_memory_is_cleared_after_a_sleep_and_before_a_waking(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_cleared_after_a_sleep_and_before_a_waking(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     said: list[str] = []
-    monkeypatch.setattr(Plain, "sync_and_clear_cache", classmethod(lambda cls: said.append("clear")))
+    monkeypatch.setattr(
+        Plain, "sync_and_clear_cache", classmethod(lambda cls: said.append("clear"))
+    )
     made = with_engine()
-    made.inference_engine = SimpleNamespace(sleep=lambda: said.append("sleep"), wake=lambda: said.append("wake"))  # type: ignore[assignment]
+    made.inference_engine = SimpleNamespace(
+        sleep=lambda: said.append("sleep"), wake=lambda: said.append("wake")
+    )  # type: ignore[assignment]
     made.maybe_sleep_inference_engine()
     made.wakeup_inference_engine()
     assert said == ["sleep", "clear", "clear", "wake"]
@@ -337,7 +374,10 @@ def test_prompts_are_given_exactly_once() -> None:
 
 def test_calls_draw_differently_unless_a_seed_is_given() -> None:
     made = with_engine()
-    drawn = [[each.output_token_ids for each in made.engine_generate_local(SAMPLING, [[4]] * 4)] for _ in range(2)]
+    drawn = [
+        [each.output_token_ids for each in made.engine_generate_local(SAMPLING, [[4]] * 4)]
+        for _ in range(2)
+    ]
     assert drawn[0] != drawn[1]
     assert len({str(ids) for ids in drawn[0]}) > 1, "siblings draw differently"
     seeded = [made.engine_generate_local({**SAMPLING, "seed": 5}, [[4]] * 4) for _ in range(2)]
@@ -354,16 +394,22 @@ def test_texts_go_through_the_tokenizer_and_pictures_are_refused_by_an_engine_of
     with pytest.raises(ValueError, match="no tokenizer"):
         made.gather_and_generate(SAMPLING, all_prompts=["a bb"])
     made.tokenizer = Words()
-    found = made.gather_and_generate(SAMPLING, all_prompts=["a bb", "ccc"], all_images=[None, None], sleep_engine=False)
+    found = made.gather_and_generate(
+        SAMPLING, all_prompts=["a bb", "ccc"], all_images=[None, None], sleep_engine=False
+    )
     assert [each.prompt_token_ids for each in found] == [[1, 2], [3]]
     (local,) = made.engine_generate_local(SAMPLING, multi_modal_inputs=[{"prompt": "a bb"}])
     assert local.prompt_token_ids == [1, 2]
     with pytest.raises(EngineError, match="ScriptedEngine reads token ids only"):
-        made.gather_and_generate(SAMPLING, all_prompts=["a", "b"], all_images=["picture"], images_num=[0, 1])
+        made.gather_and_generate(
+            SAMPLING, all_prompts=["a", "b"], all_images=["picture"], images_num=[0, 1]
+        )
     with pytest.raises(EngineError, match="reads token ids only"):
         made.gather_and_generate(SAMPLING, all_prompt_token_ids=[[1]], all_videos=["film"])
     with pytest.raises(EngineError, match="reads token ids only"):
-        made.engine_generate_local(SAMPLING, multi_modal_inputs=[{"prompt": "a", "multi_modal_data": {"image": ["x"]}}])
+        made.engine_generate_local(
+            SAMPLING, multi_modal_inputs=[{"prompt": "a", "multi_modal_data": {"image": ["x"]}}]
+        )
 
 
 def test_generating_needs_an_engine_and_prompts() -> None:
@@ -399,13 +445,21 @@ def test_the_temperature_reaches_the_engine() -> None:
     seen: list[float] = []
 
     class Watched(ScriptedEngine):
-        def _generate(self, prompts: Any, seeds: Any, temperature: float, finished: Any, stop: Any, more: Any) -> Any:
+        def _generate(
+            self, prompts: Any, seeds: Any, temperature: float, finished: Any, stop: Any, more: Any
+        ) -> Any:
             seen.append(temperature)
             return super()._generate(prompts, seeds, temperature, finished, stop, more)
 
     made = with_engine()
-    made.inference_engine = Watched(RolloutConfig(max_response_tokens=6), vocabulary=20, stop_ids=[1])
+    made.inference_engine = Watched(
+        RolloutConfig(max_response_tokens=6), vocabulary=20, stop_ids=[1]
+    )
     made.inference_engine.load_weights([], version=0)
-    for sampling in ({"temperature": 0.5}, SimpleNamespace(temperature=0.0, seed=None, top_p=1.0, top_k=-1), {}):
+    for sampling in (
+        {"temperature": 0.5},
+        SimpleNamespace(temperature=0.0, seed=None, top_p=1.0, top_k=-1),
+        {},
+    ):
         made.engine_generate_local(sampling, [1])
     assert seen == [0.5, 0.0, 1.0]

@@ -46,13 +46,17 @@ class Engines(ScriptedEngine):
 
     judges = False
 
-    def generate(self, prompts: Sequence[Prompt], *, reward: Any = None, **settings: Any) -> list[Completion]:
+    def generate(
+        self, prompts: Sequence[Prompt], *, reward: Any = None, **settings: Any
+    ) -> list[Completion]:
         answers = super().generate(prompts, **settings)
         if not self.judges or reward is None:
             return answers
         halves = [slice(0, 1), slice(1, None)]  # in parts, which may cut a group
         scores = [score for half in halves for score in reward(prompts[half], answers[half])]
-        return [replace(answer, scores=score) for answer, score in zip(answers, scores, strict=True)]
+        return [
+            replace(answer, scores=score) for answer, score in zip(answers, scores, strict=True)
+        ]
 
 
 def engine(*, judges: bool = False) -> Engines:
@@ -62,15 +66,24 @@ def engine(*, judges: bool = False) -> Engines:
     return found
 
 
-def first_token(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
+def first_token(
+    prompts: Sequence[Prompt], completions: Sequence[Completion]
+) -> list[dict[str, float]]:
     pairs = zip(prompts, completions, strict=True)
-    return [{"reward": c.token_ids[0] + (100.0 if prompt.label == "yes" else 0.0)} for prompt, c in pairs]
+    return [
+        {"reward": c.token_ids[0] + (100.0 if prompt.label == "yes" else 0.0)}
+        for prompt, c in pairs
+    ]
 
 
-def maker(critic: Any = None, reward: Any = first_token, controller: Any = CONTROLLER, **settings: Any) -> NaiveExperienceMaker:
+def maker(
+    critic: Any = None, reward: Any = first_token, controller: Any = CONTROLLER, **settings: Any
+) -> NaiveExperienceMaker:
     toy = Toy()
     strategy = SimpleNamespace(engine=engine(), args=SimpleNamespace(**settings.pop("args", {})))
-    return NaiveExperienceMaker(toy, critic, reward, toy, Words(), 3, controller, strategy, **settings)
+    return NaiveExperienceMaker(
+        toy, critic, reward, toy, Words(), 3, controller, strategy, **settings
+    )
 
 
 PROMPTS = ["a bb ccc dddd", "dddd", Prompt((7, 7), label="yes")]
@@ -84,19 +97,25 @@ def test_the_constructor_takes_what_users_of_lightrft_give_in_their_order() -> N
 
 
 def test_answers_come_in_batches_siblings_side_by_side_whatever_the_size_of_a_batch() -> None:
-    found = maker().generate_samples(PROMPTS, n_samples_per_prompt=3, micro_rollout_batch_size=4, labels=["no", "yes", ""])
+    found = maker().generate_samples(
+        PROMPTS, n_samples_per_prompt=3, micro_rollout_batch_size=4, labels=["no", "yes", ""]
+    )
     assert [len(samples.response_length) for samples in found] == [4, 4, 1]
-    assert [group for samples in found for group in (samples.group if samples.group is not None else [])] == [0] * 3 + [1] * 3 + [
-        2
-    ] * 3
+    assert [
+        group for samples in found for group in (samples.group if samples.group is not None else [])
+    ] == [0] * 3 + [1] * 3 + [2] * 3
     assert [label for samples in found for label in samples.labels] == ["no"] * 3 + ["yes"] * 6
     prompts = [prompt.token_ids for samples in found for prompt in samples.prompts]
     assert prompts == [(1, 2, 3)] * 3 + [(4,)] * 3 + [(7, 7)] * 3  # cut off at prompt_max_len
-    (whole,) = maker().generate_samples(PROMPTS, n_samples_per_prompt=3, micro_rollout_batch_size=9, labels=["no", "yes", ""])
+    (whole,) = maker().generate_samples(
+        PROMPTS, n_samples_per_prompt=3, micro_rollout_batch_size=9, labels=["no", "yes", ""]
+    )
     answers = [answer for samples in found for answer in samples.completions or []]
     assert answers == whole.completions
     rows = whole.rows()
-    for ids, begin, end, answer in zip(rows.tokens.tolist(), rows.prompt_lengths, rows.lengths, answers, strict=True):
+    for ids, begin, end, answer in zip(
+        rows.tokens.tolist(), rows.prompt_lengths, rows.lengths, answers, strict=True
+    ):
         assert tuple(ids[begin:end]) == answer.token_ids
 
 
@@ -111,10 +130,16 @@ def test_two_rollouts_draw_differently_and_a_seed_decides_them() -> None:
 def test_options_come_from_the_strategys_args_and_keywords_come_first() -> None:
     made = maker(args={"n_samples_per_prompt": 2, "micro_rollout_batch_size": 3})
     assert [len(samples.prompts) for samples in made.generate_samples(["a", "b", "c"])] == [3, 3]
-    assert [len(samples.prompts) for samples in made.generate_samples(["a", "b", "c"], n_samples_per_prompt=1)] == [3]
+    assert [
+        len(samples.prompts)
+        for samples in made.generate_samples(["a", "b", "c"], n_samples_per_prompt=1)
+    ] == [3]
 
 
-@pytest.mark.parametrize(("option", "why"), [("max_new_tokens", "rollout.max_response_tokens"), ("top_q", "options are labels")])
+@pytest.mark.parametrize(
+    ("option", "why"),
+    [("max_new_tokens", "rollout.max_response_tokens"), ("top_q", "options are labels")],
+)
 def test_an_option_that_nothing_reads_is_refused(option: str, why: str) -> None:
     with pytest.raises(ValueError, match=f"{option}=5 is not read here: {why}"):
         maker().make_experience_list(["a"], **{option: 5})
@@ -125,7 +150,12 @@ def test_an_experience_holds_what_policy_critic_reward_and_engine_say_of_each_to
     (samples,) = made.generate_samples(PROMPTS, n_samples_per_prompt=2)
     for laid_out in (samples, samples.packed()):
         found = made.make_experience(laid_out)
-        assert found.info is not None and found.values is not None and found.kl is not None and found.action_mask is not None
+        assert (
+            found.info is not None
+            and found.values is not None
+            and found.kl is not None
+            and found.action_mask is not None
+        )
         assert found.base_action_log_probs is not None and found.action_entropy is not None
         for row, answer in enumerate(samples.completions or []):
             ids, number = torch.tensor(answer.token_ids), len(answer.token_ids)
@@ -137,9 +167,14 @@ def test_an_experience_holds_what_policy_critic_reward_and_engine_say_of_each_to
             begin = len(samples.prompts[row].token_ids)
             assert found.values[row, :number].tolist() == list(range(begin, begin + number))
             assert found.info[BEHAVIOUR][row, :number].tolist() == pytest.approx(answer.logprobs)
-            assert found.info["reward"][row] == first_token([samples.prompts[row]], [answer])[0]["reward"]
+            assert (
+                found.info["reward"][row]
+                == first_token([samples.prompts[row]], [answer])[0]["reward"]
+            )
             assert bool(found.info["truncated"][row]) is (answer.finish_reason == "length")
-            assert found.action_mask[row].tolist() == [True] * number + [False] * (found.action_mask.shape[1] - number)
+            assert found.action_mask[row].tolist() == [True] * number + [False] * (
+                found.action_mask.shape[1] - number
+            )
             assert not found.kl[row, number:].any()
         assert found.sequences.tolist() == samples.sequences.tolist()
 
@@ -150,13 +185,25 @@ def by_hand(reward: float, number: int) -> Tensor:
 
 
 def test_with_a_critic_advantages_are_gae_of_the_rewards_minus_the_penalty() -> None:
-    found = maker(critic=Toy()).make_experience_list(PROMPTS, gamma=0.9, lambd=0.8, micro_rollout_batch_size=2)
+    found = maker(critic=Toy()).make_experience_list(
+        PROMPTS, gamma=0.9, lambd=0.8, micro_rollout_batch_size=2
+    )
     for experience in found:
-        assert experience.advantages is not None and experience.returns is not None and experience.values is not None
+        assert (
+            experience.advantages is not None
+            and experience.returns is not None
+            and experience.values is not None
+        )
         assert experience.info is not None and experience.action_mask is not None
         for row, number in enumerate(experience.action_mask.sum(-1).tolist()):
             rewards = by_hand(float(experience.info["reward"][row]), number)
-            expected = gae(experience.values[row : row + 1, :number], rewards[None], torch.ones(1, number), 0.9, 0.8)
+            expected = gae(
+                experience.values[row : row + 1, :number],
+                rewards[None],
+                torch.ones(1, number),
+                0.9,
+                0.8,
+            )
             torch.testing.assert_close(experience.advantages[row : row + 1, :number], expected[0])
             torch.testing.assert_close(experience.returns[row : row + 1, :number], expected[1])
             assert experience.info["return"][row] == pytest.approx(float(rewards.sum()), rel=1e-5)
@@ -165,15 +212,27 @@ def test_with_a_critic_advantages_are_gae_of_the_rewards_minus_the_penalty() -> 
 @pytest.mark.parametrize("controller", [CONTROLLER, None])
 def test_groups_are_judged_as_a_whole_although_they_lie_in_two_batches(controller: Any) -> None:
     made = maker(controller=controller, args={"advantage_estimator": "rloo"})
-    found = made.make_experience_list(["a", "b"], n_samples_per_prompt=3, micro_rollout_batch_size=2, gamma=0.5)
-    rewards = [float(reward) for experience in found for reward in (experience.info or {})["reward"]]
+    found = made.make_experience_list(
+        ["a", "b"], n_samples_per_prompt=3, micro_rollout_batch_size=2, gamma=0.5
+    )
+    rewards = [
+        float(reward) for experience in found for reward in (experience.info or {})["reward"]
+    ]
     shaped = [r - (sum(rewards[i - i % 3 : i - i % 3 + 3]) - r) / 2 for i, r in enumerate(rewards)]
     row = 0
     for experience in found:
-        assert experience.returns is not None and experience.advantages is not None and experience.action_mask is not None
-        for returns, number in zip(experience.returns, experience.action_mask.sum(-1).tolist(), strict=True):
+        assert (
+            experience.returns is not None
+            and experience.advantages is not None
+            and experience.action_mask is not None
+        )
+        for returns, number in zip(
+            experience.returns, experience.action_mask.sum(-1).tolist(), strict=True
+        ):
             placed = by_hand(shaped[row], number) + (0.0 if controller else 0.05)
-            expected = [sum(0.5**k * float(placed[t + k]) for k in range(number - t)) for t in range(number)]
+            expected = [
+                sum(0.5**k * float(placed[t + k]) for k in range(number - t)) for t in range(number)
+            ]
             assert returns[:number].tolist() == pytest.approx(expected, abs=1e-4)
             row += 1
         assert experience.advantages.tolist() == experience.returns.tolist()
@@ -220,7 +279,9 @@ def test_several_rewards_are_combined_by_the_function_given() -> None:
     )  # fmt: skip
     (samples,) = made.generate_samples(["a", "b"], labels=["x", "y"])
     info = made.make_experience(samples).info or {}
-    assert info["reward"].tolist() == [answer.token_ids[0] - 0.5 for answer in samples.completions or []]
+    assert info["reward"].tolist() == [
+        answer.token_ids[0] - 0.5 for answer in samples.completions or []
+    ]
     assert seen == {"labels": ["x", "y"], "label_map": {"math": 0}, "recipe": {"math": []}}
 
 
@@ -232,30 +293,51 @@ class Ranked:
     def __init__(self) -> None:
         self.calls = 0
 
-    def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
+    def __call__(
+        self, prompts: Sequence[Prompt], completions: Sequence[Completion]
+    ) -> list[dict[str, float]]:
         self.calls += 1
         pairs = [(prompt, c.token_ids[0]) for prompt, c in zip(prompts, completions, strict=True)]
-        return [{"reward": float(sum(p is prompt and x < first for p, x in pairs))} for prompt, first in pairs]
+        return [
+            {"reward": float(sum(p is prompt and x < first for p, x in pairs))}
+            for prompt, first in pairs
+        ]
 
 
 @pytest.mark.parametrize("judges", [False, True])
-def test_every_reward_is_asked_once_an_answer_by_the_engine_where_it_can_and_of_whole_groups_at_the_end(judges: bool) -> None:
+def test_every_reward_is_asked_once_an_answer_by_the_engine_where_it_can_and_of_whole_groups_at_the_end(
+    judges: bool,
+) -> None:
     asked: list[Completion] = []
 
-    def counted(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
+    def counted(
+        prompts: Sequence[Prompt], completions: Sequence[Completion]
+    ) -> list[dict[str, float]]:
         asked.extend(completions)
         return first_token(prompts, completions)
 
     ranked = Ranked()
-    made = maker(reward=[counted, ranked], reward_fn=lambda parts, **options: 10 * parts[0] + parts[1])
+    made = maker(
+        reward=[counted, ranked], reward_fn=lambda parts, **options: 10 * parts[0] + parts[1]
+    )
     made.strategy.engine = engine(judges=judges)
-    batches = made.generate_samples(["a", "b"], n_samples_per_prompt=4, micro_rollout_batch_size=3)  # cuts both groups
+    # cuts both groups
+    batches = made.generate_samples(["a", "b"], n_samples_per_prompt=4, micro_rollout_batch_size=3)
     answers = [answer for samples in batches for answer in samples.completions or []]
     firsts = [answer.token_ids[0] for answer in answers]
     assert (len(asked), ranked.calls) == (8, 1)
-    found = [float(reward) for samples in batches for reward in (made.make_experience(samples).info or {})["reward"]]
-    others = [[x for x in firsts[i - i % 4 : i - i % 4 + 4] if x < first] for i, first in enumerate(firsts)]
-    assert found == [10.0 * first + len(smaller) for first, smaller in zip(firsts, others, strict=True)]
+    found = [
+        float(reward)
+        for samples in batches
+        for reward in (made.make_experience(samples).info or {})["reward"]
+    ]
+    others = [
+        [x for x in firsts[i - i % 4 : i - i % 4 + 4] if x < first]
+        for i, first in enumerate(firsts)
+    ]
+    assert found == [
+        10.0 * first + len(smaller) for first, smaller in zip(firsts, others, strict=True)
+    ]
     assert any(others), "answers differ, so ranks were compared"
     assert (len(asked), ranked.calls) == (8, 1), "nobody is asked again for the experience"
 
@@ -291,7 +373,8 @@ def test_texts_become_left_padded_tensors_or_lists() -> None:
         "attention_mask": [[1, 1, 1], [0, 0, 1]],
     }
     assert made.tokenize_fn(["a bb ccc dddd", "dddd"], 3, padding=False) == [[1, 2, 3], [4]]
-    made.tokenizer = lambda text, add_special_tokens: {"input_ids": [len(text)]}  # as one of transformers is called
+    # as one of transformers is called
+    made.tokenizer = lambda text, add_special_tokens: {"input_ids": [len(text)]}
     assert made.tokenize_fn("four", 3, padding=False) == [[4]]
 
 

@@ -10,7 +10,13 @@ from torch import Tensor
 
 from rftmega import types
 from rftmega.lightrft import padded_experience
-from rftmega.lightrft.padded_experience import BEHAVIOUR, Experience, Samples, per_action, per_target
+from rftmega.lightrft.padded_experience import (
+    BEHAVIOUR,
+    Experience,
+    Samples,
+    per_action,
+    per_target,
+)
 from rftmega.types import Rows
 
 PAD = 2  # the stop token's id too, and a word inside responses
@@ -69,7 +75,11 @@ def test_prompts_end_and_responses_begin_in_one_column_and_masks_know_a_word_fro
         [PAD, PAD, PAD, 7, 1, 3, 3, 3],
         [PAD, PAD, 8, 9, PAD, PAD, PAD, PAD],
     ]
-    assert found.attention_mask.int().tolist() == [[0, 1, 1, 1, 1, 1, 1, 0], [0, 0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0, 0, 0]]
+    assert found.attention_mask.int().tolist() == [
+        [0, 1, 1, 1, 1, 1, 1, 0],
+        [0, 0, 0, 1, 1, 1, 1, 1],
+        [1, 1, 1, 1, 0, 0, 0, 0],
+    ]
     assert found.action_mask is not None
     assert found.action_mask.int().tolist() == [[1, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0]]
     assert found.num_actions == 4
@@ -80,7 +90,11 @@ def test_prompts_end_and_responses_begin_in_one_column_and_masks_know_a_word_fro
 
 def test_packed_answers_stand_behind_each_other_without_padding_but_at_the_end() -> None:
     found = samples(rows_of(PROMPTS, RESPONSES)).packed(pad_len=2, pad_id=9)
-    tokens = [token for prompt, response in zip(PROMPTS, RESPONSES, strict=True) for token in prompt + response]
+    tokens = [
+        token
+        for prompt, response in zip(PROMPTS, RESPONSES, strict=True)
+        for token in prompt + response
+    ]
     assert found.sequences.tolist() == [[*tokens, 9, 9]]
     assert found.attention_mask.tolist() == [[1] * 6 + [2] * 5 + [3] * 4 + [0] * 2]
     assert found.action_mask is None
@@ -93,7 +107,9 @@ def test_packed_answers_stand_behind_each_other_without_padding_but_at_the_end()
 
 @settings(max_examples=30)
 @given(LENGTHS, st.integers(0, 3), st.integers(0, 100))
-def test_both_layouts_and_rows_lead_back_to_each_other(lengths: list[tuple[int, int]], pad_len: int, seed: int) -> None:
+def test_both_layouts_and_rows_lead_back_to_each_other(
+    lengths: list[tuple[int, int]], pad_len: int, seed: int
+) -> None:
     rows = drawn(lengths, seed)
     batched = samples(rows)
     batched.group = torch.arange(len(rows))
@@ -114,7 +130,9 @@ def test_a_mask_that_leaves_out_tokens_of_a_response_is_refused_rather_than_forg
 
 @settings(max_examples=30)
 @given(LENGTHS)
-def test_per_token_tensors_speak_of_the_same_tokens_in_both_alignments(lengths: list[tuple[int, int]]) -> None:
+def test_per_token_tensors_speak_of_the_same_tokens_in_both_alignments(
+    lengths: list[tuple[int, int]],
+) -> None:
     rows = drawn(lengths)
     targets = rows.tokens[:, 1:].float()  # what a column of rftmega speaks about
     actions = per_action(targets, rows)
@@ -122,7 +140,9 @@ def test_per_token_tensors_speak_of_the_same_tokens_in_both_alignments(lengths: 
     assert isinstance(canvas.num_actions, int)
     prompts = canvas.sequences.shape[1] - canvas.num_actions
     assert canvas.action_mask is not None
-    torch.testing.assert_close(actions, torch.where(canvas.action_mask, canvas.sequences[:, prompts:].float(), 0.0))
+    torch.testing.assert_close(
+        actions, torch.where(canvas.action_mask, canvas.sequences[:, prompts:].float(), 0.0)
+    )
     torch.testing.assert_close(per_target(actions, rows), torch.where(rows.mask, targets, 0.0))
 
 
@@ -142,7 +162,16 @@ def own_experience(rows: Rows, *, reference: bool) -> types.Experience:
         return torch.where(rows.mask, torch.randn(rows.mask.shape, generator=random), 0.0)
 
     logp, optional = [masked(), masked()], [masked() if reference else None for _ in range(4)]
-    return types.Experience(rows.tokens, rows.prompt_lengths, rows.lengths, mask, *logp, optional[0], masked(), *optional[1:])
+    return types.Experience(
+        rows.tokens,
+        rows.prompt_lengths,
+        rows.lengths,
+        mask,
+        *logp,
+        optional[0],
+        masked(),
+        *optional[1:],
+    )
 
 
 @pytest.mark.parametrize("reference", [True, False])
@@ -171,7 +200,10 @@ def test_an_experience_without_advantages_teaches_nothing_and_is_refused() -> No
 
 def full_experience() -> Experience:
     tensors = {f.name: torch.zeros(2, 3) for f in fields(Experience) if f.name != "info"}
-    return Experience(**tensors, info={"reward": torch.ones(2), "parts": [torch.ones(1), torch.ones(1)], "note": "kept"})
+    return Experience(
+        **tensors,
+        info={"reward": torch.ones(2), "parts": [torch.ones(1), torch.ones(1)], "note": "kept"},
+    )
 
 
 def tensors_of(experience: Experience) -> list[Tensor]:
@@ -207,7 +239,9 @@ def test_without_a_device_pinning_changes_nothing(monkeypatch: pytest.MonkeyPatc
 
 
 def test_lists_of_tensors_move_as_tensors_do() -> None:
-    assert [x.device.type for x in padded_experience.to([torch.ones(1), torch.ones(2)], "meta")] == ["meta", "meta"]
+    assert [
+        x.device.type for x in padded_experience.to([torch.ones(1), torch.ones(2)], "meta")
+    ] == ["meta", "meta"]
     assert padded_experience.to(torch.ones(1), "meta").device.type == "meta"
 
 

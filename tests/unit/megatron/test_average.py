@@ -11,12 +11,16 @@ from rftmega.megatron.offload import PARAMETERS, Residency
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_average_is_its_closed_form_in_float32(dtype: torch.dtype) -> None:
-    """beta = .992: after n steps .992^n of the start and .008 x .992^(n - 1 - i) of step i's weights."""
+    """beta = .992: after n steps .992^n of the start and .008 x .992^(n - 1 - i) of step i's
+    weights.
+    """
     parameter = torch.nn.Parameter(torch.full((3,), 2.0, dtype=dtype))
     syncs: list[int] = []
     residency = Residency(lambda: {PARAMETERS: [parameter]})
     bound = [SimpleNamespace(parameter=parameter)]
-    manager = SimpleNamespace(bound=bound, residency=residency, finish_param_sync=lambda: syncs.append(1))
+    manager = SimpleNamespace(
+        bound=bound, residency=residency, finish_param_sync=lambda: syncs.append(1)
+    )
     average = AveragedWeights(manager, 0.992)
     for step in range(50):
         residency.settle()

@@ -7,7 +7,9 @@ from rftmega.megatron.forward import Packing, pack, packed_length
 
 HERE = torch.device("cpu")
 Masks = st.integers(0, 6).flatmap(
-    lambda rows: st.lists(st.lists(st.booleans(), min_size=9, max_size=9), min_size=rows, max_size=rows)
+    lambda rows: st.lists(
+        st.lists(st.booleans(), min_size=9, max_size=9), min_size=rows, max_size=rows
+    )
 )
 
 
@@ -21,10 +23,15 @@ def put_all(parts: list[Packing], values: list[torch.Tensor]) -> torch.Tensor:
 
 
 @given(Masks, st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 3]))
-def test_every_token_is_taken_once_and_comes_back_to_its_place(rows: list[list[bool]], tensor: int, context: int) -> None:
+def test_every_token_is_taken_once_and_comes_back_to_its_place(
+    rows: list[list[bool]], tensor: int, context: int
+) -> None:
     mask = mask_of(rows)
     grid = torch.arange(1.0, mask.numel() + 1).reshape(mask.shape)
-    parts = [pack(mask, tensor_multiple=tensor, context=context, context_rank=rank, where=HERE) for rank in range(context)]
+    parts = [
+        pack(mask, tensor_multiple=tensor, context=context, context_rank=rank, where=HERE)
+        for rank in range(context)
+    ]
     taken = [part.take(grid) for part in parts]
     assert len({len(x) for x in taken}) == 1, "processes of one row have equally many tokens"
     assert len(taken[0]) % tensor == 0
@@ -36,7 +43,9 @@ def test_every_token_is_taken_once_and_comes_back_to_its_place(rows: list[list[b
 
 
 @given(Masks, st.sampled_from([1, 2, 4]))
-def test_without_context_parallelism_nothing_is_padded_but_to_the_multiple(rows: list[list[bool]], tensor: int) -> None:
+def test_without_context_parallelism_nothing_is_padded_but_to_the_multiple(
+    rows: list[list[bool]], tensor: int
+) -> None:
     mask = mask_of(rows)
     packing = pack(mask, tensor_multiple=tensor, where=HERE)
     tokens = int(mask.sum())
@@ -46,12 +55,17 @@ def test_without_context_parallelism_nothing_is_padded_but_to_the_multiple(rows:
 
 
 def test_two_processes_share_a_row_in_zig_zag_chunks() -> None:
-    """12 tokens in chunks of 3: the first process has chunks 0 and 3, the second 1 and 2. A row of 3 is filled up to 4."""
+    """12 tokens in chunks of 3: the first process has chunks 0 and 3, the second 1 and 2.
+
+    A row of 3 is filled up to 4.
+    """
     mask = torch.arange(12) < torch.tensor([12, 3])[:, None]
     first, second = (pack(mask, context=2, context_rank=rank, where=HERE) for rank in (0, 1))
     assert first.positions[0].tolist() == [0, 1, 2, 9, 10, 11, 0, 3]
     assert second.positions[0].tolist() == [3, 4, 5, 6, 7, 8, 1, 2]
-    assert first.sequence.cu_seqlens_q.tolist() == second.sequence.cu_seqlens_q.tolist() == [0, 12, 16]
+    assert (
+        first.sequence.cu_seqlens_q.tolist() == second.sequence.cu_seqlens_q.tolist() == [0, 12, 16]
+    )
 
 
 def test_one_number_a_row_reaches_all_its_tokens_and_filler_gets_1() -> None:
@@ -61,7 +75,9 @@ def test_one_number_a_row_reaches_all_its_tokens_and_filler_gets_1() -> None:
 
 
 def test_gradients_flow_back_to_the_packed_tokens_only_from_real_columns() -> None:
-    packing = pack(torch.tensor([[True, True], [False, False], [True, False]]), tensor_multiple=4, where=HERE)
+    packing = pack(
+        torch.tensor([[True, True], [False, False], [True, False]]), tensor_multiple=4, where=HERE
+    )
     values = torch.ones(4, requires_grad=True)
     packing.put(values).sum().backward()
     assert values.grad.tolist() == [1, 1, 1, 0]  # the last one is filler

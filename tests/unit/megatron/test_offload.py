@@ -1,4 +1,6 @@
-"""A model's parts on an imitation of CUDA: what is copied, what is pinned, and that nothing is lost on the way."""
+"""A model's parts on an imitation of CUDA: what is copied, what is pinned, and that nothing is lost
+on the way.
+"""
 
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -25,8 +27,12 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[ImitationCUDA]:
 
 @pytest.fixture
 def parts() -> dict[str, list[Tensor]]:
-    found: dict[str, list[Tensor]] = {part: [torch.randn(size) for size in SIZES] for part in (GRADIENTS, MAIN_PARAMETERS, ADAM)}
-    return found | {PARAMETERS: [torch.nn.Parameter(torch.randn(size).bfloat16()) for size in SIZES]}
+    found: dict[str, list[Tensor]] = {
+        part: [torch.randn(size) for size in SIZES] for part in (GRADIENTS, MAIN_PARAMETERS, ADAM)
+    }
+    return found | {
+        PARAMETERS: [torch.nn.Parameter(torch.randn(size).bfloat16()) for size in SIZES]
+    }
 
 
 @pytest.fixture
@@ -39,7 +45,10 @@ def size_of(*tensors: Tensor) -> int:
 
 
 def copies(parts: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
-    return {part: Tensors(tensor.detach().clone() for tensor in tensors) for part, tensors in parts.items()}
+    return {
+        part: Tensors(tensor.detach().clone() for tensor in tensors)
+        for part, tensors in parts.items()
+    }
 
 
 class Tensors(list[Tensor]):
@@ -68,7 +77,9 @@ def test_three_cycles_leave_every_bit_and_gradients_come_back_as_zeros(
         residency.changed()
 
 
-def test_gradients_have_no_copy_on_the_host(cuda: ImitationCUDA, parts: dict[str, list[Tensor]], residency: Residency) -> None:
+def test_gradients_have_no_copy_on_the_host(
+    cuda: ImitationCUDA, parts: dict[str, list[Tensor]], residency: Residency
+) -> None:
     residency.only()
     assert residency.bytes() == dict.fromkeys(parts, 0)
     residency.on(*PARTS)
@@ -111,7 +122,9 @@ def test_the_host_shows_what_has_left_and_never_what_was_forgotten(
     before = copies(parts)
     residency.only()
     for part in (PARAMETERS, MAIN_PARAMETERS, ADAM):
-        assert same(Tensors(residency.host(tensor.detach()) for tensor in parts[part]), before[part])
+        assert same(
+            Tensors(residency.host(tensor.detach()) for tensor in parts[part]), before[part]
+        )
     with pytest.raises(AssertionError, match="forgotten"):
         residency.host(parts[GRADIENTS][0])
 
@@ -124,12 +137,19 @@ class Manager(SimpleNamespace):
 
 @pytest.fixture
 def manager(parts: dict[str, list[Tensor]], residency: Residency) -> Any:
-    return Manager(bound=[SimpleNamespace(parameter=parameter) for parameter in parts[PARAMETERS]], residency=residency)
+    return Manager(
+        bound=[SimpleNamespace(parameter=parameter) for parameter in parts[PARAMETERS]],
+        residency=residency,
+    )
 
 
 @pytest.mark.parametrize("offload", [True, False])
 def test_the_reference_comes_and_goes_without_a_copy_to_the_host_where_the_policy_has_one(
-    cuda: ImitationCUDA, parts: dict[str, list[Tensor]], residency: Residency, manager: Any, offload: bool
+    cuda: ImitationCUDA,
+    parts: dict[str, list[Tensor]],
+    residency: Residency,
+    manager: Any,
+    offload: bool,
 ) -> None:
     reference, first = ReferenceWeights(manager), copies(parts)[PARAMETERS]
     for _ in range(2):
@@ -157,14 +177,19 @@ def test_the_reference_comes_and_goes_without_a_copy_to_the_host_where_the_polic
         assert same(parts[PARAMETERS], policy)
 
 
-def test_an_optimizer_step_waits_for_the_copy_of_the_one_before_and_says_that_weights_changed() -> None:
+def test_an_optimizer_step_waits_for_the_copy_of_the_one_before_and_says_that_weights_changed() -> (
+    None
+):
     order: list[str] = []
 
     def named(name: str, result: Any = None) -> Any:
         return lambda *given: order.append(name) or result
 
     optimizer = SimpleNamespace(
-        prepare_grads=lambda: False, get_grad_norm=lambda: 1.0, step_with_ready_grads=named("step"), zero_grad=lambda: None
+        prepare_grads=lambda: False,
+        get_grad_norm=lambda: 1.0,
+        step_with_ready_grads=named("step"),
+        zero_grad=lambda: None,
     )
     manager = SimpleNamespace(
         topology=SimpleNamespace(active=nullcontext),
@@ -181,14 +206,18 @@ def test_the_average_takes_each_steps_weights_though_they_are_copied_while_the_n
     cuda: ImitationCUDA, parts: dict[str, list[Tensor]], residency: Residency, manager: Any
 ) -> None:
     average, wanted = AveragedWeights(manager, 0.75), [x.float() for x in copies(parts)[PARAMETERS]]
-    average._thread = SimpleNamespace(submit=lambda work: SimpleNamespace(result=work))  # as late as it may be
+    # as late as it may be
+    average._thread = SimpleNamespace(submit=lambda work: SimpleNamespace(result=work))
     for step in range(4):
         residency.settle()  # as an optimizer step does before it writes
         for parameter in parts[PARAMETERS]:
             parameter.data.mul_(1.5).add_(step)
         residency.changed()
         average.update()
-        wanted = [0.75 * mean + 0.25 * new.float() for mean, new in zip(wanted, copies(parts)[PARAMETERS], strict=True)]
+        wanted = [
+            0.75 * mean + 0.25 * new.float()
+            for mean, new in zip(wanted, copies(parts)[PARAMETERS], strict=True)
+        ]
     for held, mean in zip(average.held, wanted, strict=True):
         torch.testing.assert_close(held, mean, rtol=1e-6, atol=1e-6)
     policy = copies(parts)[PARAMETERS]

@@ -1,4 +1,6 @@
-"""Attention in plain torch: against scores written out in float64, and without ever holding a row's scores or mask."""
+"""Attention in plain torch: against scores written out in float64, and without ever holding a row's
+scores or mask.
+"""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -23,22 +25,30 @@ from model_providers.attention import LONGEST, PackedAttention, parts_of
 
 
 def dense(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int) -> Tensor:
-    """Softmax over all scores of [b, heads, q, d] and [b, groups, k, d]; the last query sees the last key."""
+    """Softmax over all scores of [b, heads, q, d] and [b, groups, k, d]; the last query sees the
+    last key.
+    """
     repeat = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(repeat, 1) for x in (key, value))
     places = torch.arange(key.shape[2])
     behind = places[-query.shape[2] :, None] - places
-    scores = (scale * query @ key.transpose(2, 3)).masked_fill((behind < 0) | (behind >= window), -torch.inf)
+    scores = (scale * query @ key.transpose(2, 3)).masked_fill(
+        (behind < 0) | (behind >= window), -torch.inf
+    )
     return scores.softmax(-1) @ value
 
 
-def tensors(heads: int, groups: int, queries: int, keys: int, width: int, values: int) -> list[Tensor]:
+def tensors(
+    heads: int, groups: int, queries: int, keys: int, width: int, values: int
+) -> list[Tensor]:
     torch.manual_seed(heads + keys)
     shapes = ((2, heads, queries, width), (2, groups, keys, width), (2, groups, keys, values))
     return [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
 
 
-def attention(window: int | None = None, dropout: float = 0.0, processes: int = 1) -> PackedAttention:
+def attention(
+    window: int | None = None, dropout: float = 0.0, processes: int = 1
+) -> PackedAttention:
     config: Any = SimpleNamespace(
         window_size=(window - 1, 0) if window else None,
         window_attn_skip_freq=None,
@@ -46,7 +56,14 @@ def attention(window: int | None = None, dropout: float = 0.0, processes: int = 
         context_parallel_size=processes,
     )
     group = SimpleNamespace(size=lambda: processes, rank=lambda: 0)
-    made = PackedAttention(config, 1, AttnMaskType.causal, "self", softmax_scale=0.3, pg_collection=SimpleNamespace(cp=group))
+    made = PackedAttention(
+        config,
+        1,
+        AttnMaskType.causal,
+        "self",
+        softmax_scale=0.3,
+        pg_collection=SimpleNamespace(cp=group),
+    )
     made.train()
     return made
 
@@ -57,25 +74,39 @@ def assert_equal_to_dense(attend: Callable[..., Tensor], given: list[Tensor], wi
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
     weights = torch.randn_like(wanted)
     for one, other in zip(
-        torch.autograd.grad((found * weights).sum(), given), torch.autograd.grad((wanted * weights).sum(), given), strict=True
+        torch.autograd.grad((found * weights).sum(), given),
+        torch.autograd.grad((wanted * weights).sum(), given),
+        strict=True,
     ):
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize(
     ("heads", "groups", "queries", "keys", "width", "values"),
-    [(1, 1, 1, 2, 8, 8), (4, 2, 5, 15, 8, 8), (4, 4, 7, 28, 24, 12), (6, 1, 16, 48, 10, 10), (2, 2, 9, 9, 8, 8)],
+    [
+        (1, 1, 1, 2, 8, 8),
+        (4, 2, 5, 15, 8, 8),
+        (4, 4, 7, 28, 24, 12),
+        (6, 1, 16, 48, 10, 10),
+        (2, 2, 9, 9, 8, 8),
+    ],
 )
 def test_a_chunk_attends_to_its_prefix_and_to_itself_as_in_dense_attention(
     heads: int, groups: int, queries: int, keys: int, width: int, values: int
 ) -> None:
-    """Fewer groups than heads, values narrower than keys, widths that the kernel does not know; a whole row."""
-    assert_equal_to_dense(attention()._attend, tensors(heads, groups, queries, keys, width, values), keys)
+    """Fewer groups than heads, values narrower than keys, widths that the kernel does not know; a
+    whole row.
+    """
+    assert_equal_to_dense(
+        attention()._attend, tensors(heads, groups, queries, keys, width, values), keys
+    )
 
 
 @pytest.mark.parametrize("window", [1, 5, 130, 299, 300, 400])
 @pytest.mark.parametrize(("queries", "keys"), [(300, 300), (75, 300), (131, 262)])
-def test_a_window_is_the_same_whatever_blocks_it_is_computed_in(window: int, queries: int, keys: int) -> None:
+def test_a_window_is_the_same_whatever_blocks_it_is_computed_in(
+    window: int, queries: int, keys: int
+) -> None:
     assert_equal_to_dense(attention(window)._attend, tensors(2, 1, queries, keys, 4, 4), window)
 
 
@@ -88,7 +119,9 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        self.elements = max([self.elements, *(x.numel() for x in tree_leaves(found) if isinstance(x, Tensor))])
+        self.elements = max(
+            [self.elements, *(x.numel() for x in tree_leaves(found) if isinstance(x, Tensor))]
+        )
         return found
 
 
@@ -97,7 +130,9 @@ def test_no_tensor_grows_with_the_square_of_the_row(queries: int, window: int | 
     given = tensors(2, 1, queries, 2048, 8, 8)
     with Largest() as largest:
         attention(window)._attend(*given).sum().backward()
-    assert 0 < largest.elements <= 2 * 2 * 2 * 2048 * 8, "more than twice the queries; a block's mask is smaller"
+    assert 0 < largest.elements <= 2 * 2 * 2 * 2048 * 8, (
+        "more than twice the queries; a block's mask is smaller"
+    )
 
 
 @pytest.mark.parametrize(("length", "dropout", "window", "refused"), [
@@ -111,7 +146,10 @@ def test_rows_whose_chunks_need_a_mask_are_refused_where_it_would_not_fit(
     if not refused:
         made._refuse_long_rows(torch.zeros(1, 1, 8), packed)
         return
-    with pytest.raises(ConfigError, match=r"8193 tokens under context parallelism with model.dropout above 0.*model.dropout=0"):
+    with pytest.raises(
+        ConfigError,
+        match=r"8193 tokens under context parallelism with model.dropout above 0.*model.dropout=0",
+    ):
         made._refuse_long_rows(torch.zeros(1, 1, 8), packed)
 
 
@@ -133,9 +171,14 @@ class Called(TorchDispatchMode):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_kernels_of_cuda_are_called_as_they_want_to_be(causal: bool) -> None:
-    """Shapes, devices and arguments: fake tensors are of a device that is not here, and compute nothing."""
+    """Shapes, devices and arguments: fake tensors are of a device that is not here, and compute
+    nothing.
+    """
     with FakeTensorMode(), torch.no_grad(), Called() as called:
-        query, key, value = (torch.empty(2, 4, length, 24, device="cuda", dtype=torch.bfloat16) for length in (16, 64, 64))
+        query, key, value = (
+            torch.empty(2, 4, length, 24, device="cuda", dtype=torch.bfloat16)
+            for length in (16, 64, 64)
+        )
         out, denominator, seeds = prefixes._forward(query, key, value, causal, 0.3)
         grads = prefixes._backward(out, query, key, value, out, denominator, seeds, causal, 0.3)
     assert (out.shape, out.dtype, out.device.type) == (query.shape, torch.bfloat16, "cuda")
@@ -145,7 +188,10 @@ def test_the_kernels_of_cuda_are_called_as_they_want_to_be(causal: bool) -> None
     assert (there["dropout_p"], there["is_causal"], there["scale"]) == (0.0, causal, 0.3)
     assert (back["dropout_p"], back["is_causal"], back["scale"]) == (0.0, causal, 0.3)
     assert (back["max_q"], back["max_k"]) == (16, 64)
-    assert all(back[name] is found for name, found in (("out", out), ("logsumexp", denominator), ("philox_seed", seeds[-2])))
+    assert all(
+        back[name] is found
+        for name, found in (("out", out), ("logsumexp", denominator), ("philox_seed", seeds[-2]))
+    )
 
 
 @pytest.mark.parametrize(
@@ -157,13 +203,17 @@ def test_the_kernels_of_cuda_are_called_as_they_want_to_be(causal: bool) -> None
         ("cpu", torch.float32, 300, True),
     ],
 )
-def test_the_kernels_take_what_they_take(where: str, dtype: torch.dtype, width: int, can: bool) -> None:
+def test_the_kernels_take_what_they_take(
+    where: str, dtype: torch.dtype, width: int, can: bool
+) -> None:
     with FakeTensorMode():
         assert prefixes.has_kernel(torch.empty(1, 1, 1, width, device=where, dtype=dtype)) == can
 
 
 def test_lengths_are_read_on_the_host_once_a_micro_batch() -> None:
-    packing = pack(torch.ones(3, 8, dtype=torch.bool), context=2, context_rank=1, where=torch.device("cpu"))
+    packing = pack(
+        torch.ones(3, 8, dtype=torch.bool), context=2, context_rank=1, where=torch.device("cpu")
+    )
     packing.sequence.cu_seqlens_q = torch.empty(4, device="meta")  # which has nothing to read
     parts = parts_of(packing.sequence, 1, 2)
     assert parts_of(packing.sequence, 1, 2) is parts

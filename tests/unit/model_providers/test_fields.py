@@ -1,6 +1,8 @@
-"""Every field of config.json, absent, null and present: we understand what transformers builds of it, or refuse.
+"""Every field of config.json, absent, null and present: we understand what transformers builds of
+it, or refuse.
 
-transformers' model is built and run; what it is made of is read from its modules, not from its config.
+transformers' model is built and run; what it is made of is read from its modules, not from its
+config.
 """
 
 import copy
@@ -44,13 +46,26 @@ SMALL_OF: dict[str, dict[str, Any]] = {
         "rope_interleave": True, "attention_bias": False, "num_nextn_predict_layers": 1,
     },
 }  # fmt: skip
-EVERYWHERE = ("head_dim", "rope_theta", "rope_scaling", "partial_rotary_factor", "quantization_config")  # read, declared or not
+# read, declared or not
+EVERYWHERE = (
+    "head_dim",
+    "rope_theta",
+    "rope_scaling",
+    "partial_rotary_factor",
+    "quantization_config",
+)
 UNDECLARED = {"mistral": ["layer_types"], "mixtral": ["layer_types", "num_experts"], "qwen2_moe": ["num_local_experts"],
               "qwen3_moe": ["num_local_experts"]}  # fmt: skip
 SIZES_OF_ONE_MODEL = ("moe_intermediate_size", "shared_expert_intermediate_size", "num_experts_per_tok", "num_experts",
                       "num_local_experts", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
                       "n_routed_experts")  # fmt: skip
-NOT_OURS = {"num_mtp_layers", "rope_parameters", "use_cache", "output_router_logits", "router_aux_loss_coef"}
+NOT_OURS = {
+    "num_mtp_layers",
+    "rope_parameters",
+    "use_cache",
+    "output_router_logits",
+    "router_aux_loss_coef",
+}
 OTHER: dict[str, list[Any]] = {  # values to try beside those above
     "hidden_act": ["gelu"], "layer_types": [["full_attention"] * 3, ["sliding_attention"] * 3, ["full_attention"] * 2],
     "mlp_only_layers": [[], [0]], "first_k_dense_replace": [0, 2], "num_key_value_heads": [1, 3, 4], "head_dim": [8, 7],
@@ -89,8 +104,19 @@ def quiet() -> Iterator[None]:
 def cases() -> Iterator[Any]:
     common = {field.name for field in dataclasses.fields(PreTrainedConfig)}
     for family in FAMILIES:
-        own = {field.name for field in dataclasses.fields(CONFIG_MAPPING[family])} - common - NEUTRAL - NOT_OURS
-        for name in sorted(own | set(EVERYWHERE) | set(UNDECLARED.get(family, [])) | SMALL.keys() | SMALL_OF[family].keys()):
+        own = (
+            {field.name for field in dataclasses.fields(CONFIG_MAPPING[family])}
+            - common
+            - NEUTRAL
+            - NOT_OURS
+        )
+        for name in sorted(
+            own
+            | set(EVERYWHERE)
+            | set(UNDECLARED.get(family, []))
+            | SMALL.keys()
+            | SMALL_OF[family].keys()
+        ):
             yield pytest.param(family, name, id=f"{family}-{name}")
 
 
@@ -98,7 +124,13 @@ def values_of(name: str, usual: Any) -> list[Any]:
     """Absent, null, and some that are there."""
     others = OTHER.get(name)
     if others is None:
-        others = [not usual] if isinstance(usual, bool) else [2 * usual] if isinstance(usual, int) else [usual]
+        others = (
+            [not usual]
+            if isinstance(usual, bool)
+            else [2 * usual]
+            if isinstance(usual, int)
+            else [usual]
+        )
     return [ABSENT, None, *others]
 
 
@@ -119,12 +151,19 @@ def compare(ours: ModelDescription, model: Any) -> None:
     assert (ours.layers, ours.hidden) == (len(layers), model.model.embed_tokens.embedding_dim)
     assert ours.vocabulary == model.lm_head.out_features
     assert ours.tied == (model.lm_head.weight is model.model.embed_tokens.weight)
-    assert ours.norm_epsilon == model.model.norm.variance_epsilon == layers[0].input_layernorm.variance_epsilon
+    assert (
+        ours.norm_epsilon
+        == model.model.norm.variance_epsilon
+        == layers[0].input_layernorm.variance_epsilon
+    )
     assert ours.init_std == config.initializer_range
     assert ours.max_positions == config.max_position_embeddings
     assert ours.parameters == sum(parameter.numel() for parameter in model.parameters())
     if ours.latent:
-        assert (ours.latent.query_rank, ours.latent.key_value_rank) == (first.q_lora_rank, first.kv_lora_rank)
+        assert (ours.latent.query_rank, ours.latent.key_value_rank) == (
+            first.q_lora_rank,
+            first.kv_lora_rank,
+        )
         assert ours.heads * ours.latent.value_dim == first.o_proj.in_features
         assert ours.heads * ours.head_dim == (first.q_proj or first.q_b_proj).out_features
         assert ours.latent.rope_dim == 2 * len(model.model.rotary_emb.inv_freq)
@@ -143,7 +182,9 @@ def compare(ours: ModelDescription, model: Any) -> None:
 def compare_windows(ours: ModelDescription, model: Any) -> None:
     everywhere = model.config.model_type in ("mistral", "mixtral")
     windows = [
-        model.config.sliding_window if everywhere else getattr(layer.self_attn, "sliding_window", None)
+        model.config.sliding_window
+        if everywhere
+        else getattr(layer.self_attn, "sliding_window", None)
         for layer in model.model.layers
     ]
     assert [ours.window if n in ours.windowed else None for n in range(ours.layers)] == windows
@@ -158,7 +199,10 @@ def compare_experts(ours: ModelDescription, layers: Any, config: Any) -> None:
     assert (ours.experts.number, ours.experts.active) == (gate.num_experts, gate.top_k)
     assert ours.experts.normalised == getattr(gate, "norm_topk_prob", True)
     if ours.experts.sigmoid:
-        assert (ours.experts.groups, ours.experts.active_groups) == (gate.num_group, gate.topk_group)
+        assert (ours.experts.groups, ours.experts.active_groups) == (
+            gate.num_group,
+            gate.topk_group,
+        )
         assert ours.experts.scale == gate.routed_scaling_factor
 
 
@@ -168,7 +212,11 @@ def frequencies_of(rope: Rope, config: Any, embedding_class: Any) -> tuple[torch
     if rope.kind != "default":
         said["factor"] = rope.factor
     if rope.kind == "llama3":
-        said |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+        said |= {
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
     if rope.yarn:
         yarn = dataclasses.asdict(rope.yarn)
         said |= {"original_max_position_embeddings": yarn.pop("original_positions"), **yarn}
@@ -179,7 +227,9 @@ def frequencies_of(rope: Rope, config: Any, embedding_class: Any) -> tuple[torch
 
 
 def check(fields: dict[str, Any], *, permitted: bool) -> None:
-    """We understand what transformers builds, or refuse what it refuses; `permitted`: or we refuse all the same."""
+    """We understand what transformers builds, or refuse what it refuses; `permitted`: or we refuse
+    all the same.
+    """
     try:
         ours = describe(fields)
     except CheckpointError:
@@ -203,7 +253,12 @@ def test_a_field_is_what_transformers_makes_of_it(family: str, name: str) -> Non
             continue
         twice = {fields.get("num_experts"), fields.get("num_local_experts")} - {None}
         stricter = ("absent" if value is ABSENT else value) in STRICTER.get(name, [])
-        check(fields, permitted=stricter or len(twice) == 2 or (name == "layer_types" and family in UNDECLARED))
+        check(
+            fields,
+            permitted=stricter
+            or len(twice) == 2
+            or (name == "layer_types" and family in UNDECLARED),
+        )
 
 
 ROPES: dict[str, dict[str, Any]] = {
@@ -239,7 +294,9 @@ def test_a_rope_is_what_transformers_makes_of_it(family: str, kind: str) -> None
         try:
             ours = describe(fields)
         except CheckpointError:
-            unsupported = family == "deepseek_v3" and (kind in ("linear", "llama3", "yarn of the paper") or name == "truncate")
+            unsupported = family == "deepseek_v3" and (
+                kind in ("linear", "llama3", "yarn of the paper") or name == "truncate"
+            )
             if (name, value) not in STRICTER_ROPES and not unsupported and kind != "llama3":
                 with pytest.raises(Exception):  # noqa: B017, PT011
                     theirs(fields)

@@ -11,15 +11,23 @@ from model_providers.hf_config import read_hf_config
 from tests.tiny_models import save_tiny
 
 
-@pytest.mark.parametrize("variant", ["qwen3", "qwen2-tied", "mixtral", "qwen2-moe", "qwen3-moe", "deepseek-v3"])
-def test_the_operations_of_a_forward_pass_are_those_that_torch_counts_in_transformers(variant: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "variant", ["qwen3", "qwen2-tied", "mixtral", "qwen2-moe", "qwen3-moe", "deepseek-v3"]
+)
+def test_the_operations_of_a_forward_pass_are_those_that_torch_counts_in_transformers(
+    variant: str, tmp_path: Path
+) -> None:
     folder = save_tiny(tmp_path, variant)
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", experts_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", experts_implementation="eager"
+    )
     description = describe(read_hf_config(folder))
     for tokens in (7, 61):  # where the projections dominate, and where attention's square counts
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             model(torch.randint(0, 131, (2, tokens)))
-        assert forward_flops(description, [tokens] * 2) == pytest.approx(counter.get_total_flops(), rel=0.01)
+        assert forward_flops(description, [tokens] * 2) == pytest.approx(
+            counter.get_total_flops(), rel=0.01
+        )
 
 
 def test_learning_takes_three_forward_passes(tmp_path: Path) -> None:
@@ -27,17 +35,23 @@ def test_learning_takes_three_forward_passes(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     ids = torch.randint(0, 131, (1, 50))
     with FlopCounterMode(display=False) as counter:
-        model(inputs_embeds=model.get_input_embeddings()(ids).requires_grad_()).logits.sum().backward()
+        model(
+            inputs_embeds=model.get_input_embeddings()(ids).requires_grad_()
+        ).logits.sum().backward()
     flops = (1 + BACKWARD) * forward_flops(describe(read_hf_config(folder)), [50])
     assert flops == pytest.approx(counter.get_total_flops(), rel=0.01)
 
 
 def test_a_value_head_takes_the_place_of_the_logits(tmp_path: Path) -> None:
     description = describe(read_hf_config(save_tiny(tmp_path, "llama")))
-    model = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=1, attn_implementation="eager")
+    model = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path, num_labels=1, attn_implementation="eager"
+    )
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.randint(0, 131, (1, 20)))
-    assert forward_flops(description, [20], value_head=True) == pytest.approx(counter.get_total_flops(), rel=0.001)
+    assert forward_flops(description, [20], value_head=True) == pytest.approx(
+        counter.get_total_flops(), rel=0.001
+    )
 
 
 def test_rows_of_a_windowed_layer_grow_no_faster_than_their_tokens(tmp_path: Path) -> None:
@@ -45,5 +59,6 @@ def test_rows_of_a_windowed_layer_grow_no_faster_than_their_tokens(tmp_path: Pat
     assert description.window == 8
     short, long = (forward_flops(description, [n]) for n in (16, 32))
     assert long == 2 * short
-    assert forward_flops(description, [4]) > short / 4 * 0.9  # below the window a row is its own square
+    # below the window a row is its own square
+    assert forward_flops(description, [4]) > short / 4 * 0.9
     assert forward_flops(description, [4]) < short / 4

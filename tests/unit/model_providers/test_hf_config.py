@@ -45,12 +45,15 @@ OLD_QWEN3_MOE = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_t
         ("llama-linear-rope", OLD_LLAMA | {"rope_scaling": {"type": "linear", "factor": 4.0}}),
         (
             "llama-tied-llama3-rope",
-            OLD_LLAMA | {"tie_word_embeddings": True, "rope_theta": 500000.0, "rope_scaling": OLD_SCALING},
+            OLD_LLAMA
+            | {"tie_word_embeddings": True, "rope_theta": 500000.0, "rope_scaling": OLD_SCALING},
         ),
         ("qwen3-moe", OLD_LLAMA | OLD_QWEN3_MOE),
     ],
 )
-def test_both_generations_of_config_give_the_same_model(variant: str, old: dict[str, Any], tmp_path: Path) -> None:
+def test_both_generations_of_config_give_the_same_model(
+    variant: str, old: dict[str, Any], tmp_path: Path
+) -> None:
     assert describe(old) == describe(read_hf_config(save_tiny(tmp_path, variant)))
 
 
@@ -100,7 +103,10 @@ def test_a_missing_size_is_refused_by_name(variant: str, name: str, tmp_path: Pa
 
 @pytest.mark.parametrize("family", ["gemma2", "phi3", "gpt_bigcode", None])
 def test_a_family_that_is_not_there_is_refused_with_those_that_are(family: str | None) -> None:
-    with pytest.raises(CheckpointError, match=r"deepseek_v3, llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"deepseek_v3, llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe",
+    ):
         describe({"model_type": family})
 
 
@@ -124,7 +130,9 @@ def test_mistral_has_a_window_unless_config_json_says_that_it_has_none(tmp_path:
          r"vocab_size is True.*rms_norm_eps is 'x', not a number"),
     ],
 )  # fmt: skip
-def test_a_config_that_is_none_is_refused_with_all_that_is_wrong(content: bytes, said: str, tmp_path: Path) -> None:
+def test_a_config_that_is_none_is_refused_with_all_that_is_wrong(
+    content: bytes, said: str, tmp_path: Path
+) -> None:
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(CheckpointError, match=said):
         describe(read_hf_config(tmp_path))
@@ -132,7 +140,9 @@ def test_a_config_that_is_none_is_refused_with_all_that_is_wrong(content: bytes,
 
 def test_a_config_that_is_a_loop_of_links_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").symlink_to(tmp_path / "config.json")
-    with pytest.raises(CheckpointError, match=r"config\.json can't be read: Too many levels of symbolic links"):
+    with pytest.raises(
+        CheckpointError, match=r"config\.json can't be read: Too many levels of symbolic links"
+    ):
         read_hf_config(tmp_path)
 
 

@@ -22,15 +22,31 @@ from rftmega.config import ParallelConfig
 from tests.tiny_models import SHAPE, VARIANTS, save_tiny
 
 Key = tuple[str, int | None, int | None]
-SMALL = {"hidden_size": 8, "vocab_size": 13, "intermediate_size": 8, "moe_intermediate_size": 8, "num_hidden_layers": 6}
+SMALL = {
+    "hidden_size": 8,
+    "vocab_size": 13,
+    "intermediate_size": 8,
+    "moe_intermediate_size": 8,
+    "num_hidden_layers": 6,
+}
 
 
 def places(parallel: ParallelConfig) -> Iterator[dict[str, int]]:
-    """Every distinct place in a replica; dense tensors have tensor-parallel places, experts their own."""
+    """Every distinct place in a replica; dense tensors have tensor-parallel places, experts their
+    own.
+    """
     for stage, dense, expert, inner in product(
-        range(parallel.pipeline), range(parallel.tensor), range(parallel.expert), range(parallel.expert_tensor)
+        range(parallel.pipeline),
+        range(parallel.tensor),
+        range(parallel.expert),
+        range(parallel.expert_tensor),
     ):
-        yield {"stage": stage, "tensor_rank": dense, "expert_rank": expert, "expert_tensor_rank": inner}
+        yield {
+            "stage": stage,
+            "tensor_rank": dense,
+            "expert_rank": expert,
+            "expert_tensor_rank": inner,
+        }
 
 
 class FakeRanks:
@@ -42,8 +58,12 @@ class FakeRanks:
         self.model: ModelDescription = describe(hf_config)
         self.rules: list[Rule] = table(hf_config)
 
-    def cut(self, disk: dict[str, Tensor], parallel: ParallelConfig) -> dict[Key, dict[int, tuple[Holding, Tensor]]]:
-        """Megatron tensor -> shard number -> what the rank there holds; replicas must agree about the number of shards."""
+    def cut(
+        self, disk: dict[str, Tensor], parallel: ParallelConfig
+    ) -> dict[Key, dict[int, tuple[Holding, Tensor]]]:
+        """Megatron tensor -> shard number -> what the rank there holds; replicas must agree about
+        the number of shards.
+        """
         held: dict[Key, dict[int, tuple[Holding, Tensor]]] = defaultdict(dict)
         for place in places(parallel):
             for item in holdings(self.rules, self.model, parallel, **place):
@@ -61,7 +81,9 @@ class FakeRanks:
                 continue
             assert sorted(shards) == list(range(item.ranks))
             whole = assemble(item.rule, [shards[rank][1] for rank in range(item.ranks)])
-            for name, tensor in zip(item.rule.hf_names(item.layer, item.expert), whole, strict=True):
+            for name, tensor in zip(
+                item.rule.hf_names(item.layer, item.expert), whole, strict=True
+            ):
                 assert name not in found, f"{name} came twice"
                 found[name] = tensor
         return found
@@ -70,7 +92,9 @@ class FakeRanks:
 def layouts(model: ModelDescription) -> list[ParallelConfig]:
     """All that the shape admits."""
     found = [
-        ParallelConfig(tensor=t, sequence=t > 1, pipeline=p, virtual_pipeline=v, expert=e, expert_tensor=x)
+        ParallelConfig(
+            tensor=t, sequence=t > 1, pipeline=p, virtual_pipeline=v, expert=e, expert_tensor=x
+        )
         for t, p, v, e, x in product((1, 2, 4), (1, 2, 3), (1, 2), (1, 2, 4), (1, 2))
         if v == 1 or p > 1
     ]
@@ -78,13 +102,20 @@ def layouts(model: ModelDescription) -> list[ParallelConfig]:
 
 
 def digest(tensors: dict[str, Tensor]) -> dict[str, str]:
-    return {name: hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy()).hexdigest() for name, tensor in tensors.items()}
+    return {
+        name: hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy()).hexdigest()
+        for name, tensor in tensors.items()
+    }
 
 
 def small(folder: Path, variant: str, **changes: Any) -> FakeRanks:
     _, own = VARIANTS[variant]
     layers = changes.get("num_hidden_layers", SMALL["num_hidden_layers"])
-    window = {"max_window_layers": layers} if "max_window_layers" in own or variant.startswith("qwen2") else {}
+    window = (
+        {"max_window_layers": layers}
+        if "max_window_layers" in own or variant.startswith("qwen2")
+        else {}
+    )
     size = {name: value for name, value in SMALL.items() if name in SHAPE or name in own}
     return FakeRanks(save_tiny(folder, variant, **(size | window | changes)))
 
@@ -107,7 +138,11 @@ def test_shards_of_one_layout_become_those_of_another(variant: str, tmp_path: Pa
         direct = ranks.cut(ranks.disk, second)
         through = ranks.cut(ranks.back(ranks.cut(ranks.disk, first)), second)
         assert direct.keys() == through.keys()
-        assert all(torch.equal(direct[key][n][1], through[key][n][1]) for key in direct for n in direct[key]), (first, second)
+        assert all(
+            torch.equal(direct[key][n][1], through[key][n][1])
+            for key in direct
+            for n in direct[key]
+        ), (first, second)
 
 
 @settings(deadline=None, max_examples=15)

@@ -1,4 +1,6 @@
-"""config.json of published models, as their makers wrote it: read without complaint, and of the published size."""
+"""config.json of published models, as their makers wrote it: read without complaint, and of the
+published size.
+"""
 
 from typing import Any
 
@@ -71,14 +73,17 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {  # name -> (parameters, the
 
 
 @pytest.mark.parametrize("name", list(PUBLISHED))
-def test_a_published_config_is_understood_and_gives_the_published_number_of_parameters(name: str) -> None:
+def test_a_published_config_is_understood_and_gives_the_published_number_of_parameters(
+    name: str,
+) -> None:
     parameters, fields = PUBLISHED[name]
     model = describe(COMMON | fields)
     assert model.parameters == parameters
     experts = model.experts.number if model.experts else 0
     by_table = 0
     for rule, _, _ in instances(table(COMMON | fields), layers=model.layers, experts=experts):
-        if rule.exported and not rule.megatron[0].endswith("expert_bias"):  # a buffer in transformers
+        # a buffer in transformers
+        if rule.exported and not rule.megatron[0].endswith("expert_bias"):
             for tensor in rule.hf:
                 rows, columns = (*tensor.shape, 1)[:2]
                 by_table += rows * columns

@@ -44,15 +44,29 @@ class Group(SimpleNamespace):
 
 
 def table() -> RotaryEmbedding:
-    return RotaryEmbedding(WIDTH, 1.0, rotary_base=int(BASE), use_cpu_initialization=True, cp_group=Group(ranks=1, here=0))
+    return RotaryEmbedding(
+        WIDTH,
+        1.0,
+        rotary_base=int(BASE),
+        use_cpu_initialization=True,
+        cp_group=Group(ranks=1, here=0),
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_every_token_is_turned_by_its_own_position(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    config: Any = SimpleNamespace(apply_rope_fusion=False, rotary_interleaved=False, multi_latent_attention=False)
+def test_every_token_is_turned_by_its_own_position(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config: Any = SimpleNamespace(
+        apply_rope_fusion=False, rotary_interleaved=False, multi_latent_attention=False
+    )
     cuts: list[Any] = []
     real = rope_utils._get_thd_freqs_on_this_cp_rank
-    monkeypatch.setattr(rope_utils, "_get_thd_freqs_on_this_cp_rank", lambda *given: cuts.append(given) or real(*given))
+    monkeypatch.setattr(
+        rope_utils,
+        "_get_thd_freqs_on_this_cp_rank",
+        lambda *given: cuts.append(given) or real(*given),
+    )
     mask = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
     rotary = PackedRotary(table())
     for rank in range(ranks):
@@ -65,7 +79,9 @@ def test_every_token_is_turned_by_its_own_position(ranks: int, monkeypatch: pyte
         found = rope_utils.apply_rotary_pos_emb(
             x, angles, config, cu_seqlens=packing.sequence.cu_seqlens_q_padded, cp_group=group
         )
-        torch.testing.assert_close(found.double(), rotated(x, positions.tolist()), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            found.double(), rotated(x, positions.tolist()), atol=1e-5, rtol=1e-5
+        )
     assert len(cuts) == ranks, "one cut a call, not one a row"
 
 

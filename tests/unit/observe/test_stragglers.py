@@ -9,8 +9,12 @@ from rftmega.observe import stragglers as module
 from rftmega.observe.stragglers import AGAIN, Straggler, Stragglers, stragglers
 
 
-def step(*, slowest: float = 40.0, median: float = 4.0, rollout: float = 50.0, rank: int = 2) -> dict[str, float]:
-    """A step whose update took as long as its slowest process, `rank`; score has no work of its own."""
+def step(
+    *, slowest: float = 40.0, median: float = 4.0, rollout: float = 50.0, rank: int = 2
+) -> dict[str, float]:
+    """A step whose update took as long as its slowest process, `rank`; score has no work of its
+    own.
+    """
     return {
         "seconds_rollout": rollout,
         "work_rollout": rollout,
@@ -55,7 +59,9 @@ def test_it_is_said_of_the_third_step_in_a_row_and_then_once_in_a_hundred(
     assert said == [5, 5 + AGAIN]
 
 
-def test_ranks_that_are_slow_in_turn_are_nobodys_fault(watch: Stragglers, caplog: pytest.LogCaptureFixture) -> None:
+def test_ranks_that_are_slow_in_turn_are_nobodys_fault(
+    watch: Stragglers, caplog: pytest.LogCaptureFixture
+) -> None:
     for number in range(1, 20):
         watch.on_step(SimpleNamespace(step=number), step(rank=number % 3))
     assert not caplog.messages

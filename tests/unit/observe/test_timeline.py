@@ -7,7 +7,9 @@ from rftmega.parallel.clocks import Offset
 
 
 def test_events_of_all_processes_are_on_the_first_ones_clock(tmp_path: Path) -> None:
-    """The second process's clock is 7 ms ahead: what it began at 1010 ms of its own was at 1003 of the first's."""
+    """The second process's clock is 7 ms ahead: what it began at 1010 ms of its own was at 1003 of
+    the first's.
+    """
     everybody = [
         Told("rank 0", [Span("forward", "MainThread", 1_000_000_000, 1_002_000_000)], Offset(0, 0)),
         Told(
@@ -32,4 +34,8 @@ def test_events_of_all_processes_are_on_the_first_ones_clock(tmp_path: Path) -> 
     }
     names = {(e["pid"], e["name"], e.get("tid")): e["args"] for e in events if e["ph"] == "M"}
     assert names[1, "process_name", None] == {"name": "rank 1", "clock_error_us": 20.0}
-    assert [names[1, "thread_name", thread]["name"] for thread in range(3)] == ["phases", "MainThread", "judge"]
+    assert [names[1, "thread_name", thread]["name"] for thread in range(3)] == [
+        "phases",
+        "MainThread",
+        "judge",
+    ]

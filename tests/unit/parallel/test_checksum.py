@@ -14,7 +14,13 @@ def by_hand(elements: Tensor) -> int:
     data += bytes(-len(data) % BLOCK)
     words = [int.from_bytes(data[at : at + 8], "little") for at in range(0, len(data), 8)]
     lanes = LANES.tolist()
-    total = sum(word * (lanes[place % 8] + 31 * (2 * (place // 8) + 1)) for place, word in enumerate(words)) % 2**64
+    total = (
+        sum(
+            word * (lanes[place % 8] + 31 * (2 * (place // 8) + 1))
+            for place, word in enumerate(words)
+        )
+        % 2**64
+    )
     return total - 2**64 if total >= 2**63 else total
 
 
@@ -37,11 +43,15 @@ def test_every_slice_has_the_checksum_that_it_has_by_itself(slices) -> None:  # 
     assert checksums(found).tolist() == [by_hand(each) for each in found]
 
 
-def test_large_slices_and_many_of_them_have_the_same_checksums(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_slices_and_many_of_them_have_the_same_checksums(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     slices = torch.randn(7, 64, 16)
     whole = checksums(slices)
     monkeypatch.setattr(module, "SMALL", 0)
     assert torch.equal(checksums(slices), whole)
     monkeypatch.setattr(module, "AT_ONCE", 3 * 4096)  # three, three and one
     assert torch.equal(checksums(slices), whole)
-    assert [int(checksum(each.contiguous().view(torch.uint8).flatten())) for each in slices] == whole.tolist()
+    assert [
+        int(checksum(each.contiguous().view(torch.uint8).flatten())) for each in slices
+    ] == whole.tolist()

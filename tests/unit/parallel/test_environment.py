@@ -29,7 +29,9 @@ def test_a_variable_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) 
 def test_the_program_says_so_and_shows_no_traceback(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("model: {path: x}")
     command = [sys.executable, str(ROOT / "train_rl.py"), str(tmp_path / "run.yaml")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"WORLD_SIZE": "abc"})
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=os.environ | {"WORLD_SIZE": "abc"}
+    )
     assert done.returncode == 2
     assert "error: WORLD_SIZE='abc' must be a whole number" in done.stderr
     assert "Traceback" not in done.stderr

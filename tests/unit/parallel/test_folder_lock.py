@@ -60,13 +60,22 @@ def write_lock(folder: Path, **otherwise: Any) -> Path:
 
 def test_a_live_lock_refuses_and_names_its_holder(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "run"
-    with another_process(folder) as process, pytest.raises(LockedError) as refused, locked(folder, "run"):
+    with (
+        another_process(folder) as process,
+        pytest.raises(LockedError) as refused,
+        locked(folder, "run"),
+    ):
         pass
     said = str(refused.value)
-    assert f"{folder} is in use by another run, process {process.pid} on {os.uname().nodename}, since 20" in said
+    assert (
+        f"{folder} is in use by another run, process {process.pid} on {os.uname().nodename}, since 20"
+        in said
+    )
 
 
-def test_a_lock_of_a_process_that_was_killed_is_taken_over_with_a_word(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lock_of_a_process_that_was_killed_is_taken_over_with_a_word(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with another_process(tmp_path) as process:
         process.send_signal(signal.SIGKILL)
         process.wait()
@@ -84,7 +93,9 @@ def test_a_process_that_nobody_has_waited_for_yet_is_dead(tmp_path: Path) -> Non
             pass
 
 
-def test_another_process_with_the_number_of_a_dead_one_does_not_hold_its_lock(tmp_path: Path) -> None:
+def test_another_process_with_the_number_of_a_dead_one_does_not_hold_its_lock(
+    tmp_path: Path,
+) -> None:
     present = Holder.present("run")
     write_lock(tmp_path, machine=present.machine, pid=os.getpid(), started=present.started - 1)
     with locked(tmp_path, "run"):
@@ -98,11 +109,16 @@ def test_within_a_process_the_lock_is_held_once(tmp_path: Path) -> None:
         pass
 
 
-def test_a_lock_of_another_host_is_stale_after_its_limit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lock_of_another_host_is_stale_after_its_limit(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     file = write_lock(tmp_path)
     os.utime(file, (time.time() - 61, time.time() - 61))
     with caplog.at_level(logging.WARNING), locked(tmp_path, "run"):
-        assert "took over the lock of another run, process 7 on node07, since yesterday, which is dead" in caplog.text
+        assert (
+            "took over the lock of another run, process 7 on node07, since yesterday, which is dead"
+            in caplog.text
+        )
 
 
 def test_a_fresh_lock_of_another_host_is_watched_until_it_beats_or_is_stale(
@@ -128,7 +144,9 @@ def test_a_fresh_lock_of_another_host_is_watched_until_it_beats_or_is_stale(
     assert "waiting at most 1 s to see it" in caplog.text
 
 
-def test_ages_are_told_by_the_file_servers_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ages_are_told_by_the_file_servers_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """This host's own is a day ahead: the other one's lock is fresh all the same."""
     file, real, over = write_lock(tmp_path), time.time, threading.Event()
     monkeypatch.setattr(time, "time", lambda: real() + 86400)
@@ -161,7 +179,9 @@ def _race(folder: Path, begin: Any, won: Any) -> None:
 
 
 @pytest.mark.parametrize("links", [True, False])
-def test_of_many_takers_of_a_stale_lock_one_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool) -> None:
+def test_of_many_takers_of_a_stale_lock_one_wins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool
+) -> None:
     if not links:
         monkeypatch.setattr(os, "link", _no_links)
     fork = multiprocessing.get_context("fork")
@@ -183,10 +203,14 @@ def _no_links(*_: object) -> None:
     raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
 
-def test_a_taker_whose_turn_comes_second_leaves_the_firsts_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_taker_whose_turn_comes_second_leaves_the_firsts_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     here, parent, real = Holder.present("run").machine, os.getppid(), os.link
     write_lock(tmp_path, machine=here, pid=2**22 + 1)
-    first = write_lock(tmp_path / "first", machine=here, pid=parent, started=folder_lock.process_start(parent))
+    first = write_lock(
+        tmp_path / "first", machine=here, pid=parent, started=folder_lock.process_start(parent)
+    )
 
     def link(source: Path, target: Path) -> None:
         if target.suffix == ".turn" and first.exists():
@@ -207,7 +231,9 @@ def test_the_lock_is_touched_while_it_is_held(tmp_path: Path) -> None:
     lock.release()
 
 
-def test_a_holder_that_was_taken_for_dead_learns_of_it_and_leaves_the_others_lock(tmp_path: Path) -> None:
+def test_a_holder_that_was_taken_for_dead_learns_of_it_and_leaves_the_others_lock(
+    tmp_path: Path,
+) -> None:
     said: list[str] = []
     lock = FolderLock(tmp_path, "run", beat=0.05, lost=said.append)
     lock.acquire()
@@ -224,10 +250,15 @@ def test_a_holder_that_was_taken_for_dead_learns_of_it_and_leaves_the_others_loc
 
 def test_a_process_whose_lock_was_taken_over_ends_by_itself(tmp_path: Path) -> None:
     program = HOLD.replace(
-        "with locked", "from rftmega.parallel import folder_lock\nfolder_lock.BEAT_SECONDS = 0.05\nwith locked"
+        "with locked",
+        "from rftmega.parallel import folder_lock\nfolder_lock.BEAT_SECONDS = 0.05\nwith locked",
     )
     with subprocess.Popen(
-        [sys.executable, "-c", program, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", program, str(tmp_path)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stdout is not None and process.stdout.readline() == "held\n"
         os.replace(write_lock(tmp_path / "draft"), tmp_path / FILE)
@@ -254,7 +285,9 @@ def test_a_folder_that_can_not_be_used_is_named(tmp_path: Path) -> None:
             FolderLock(folder, "run").acquire()
 
 
-def test_a_lost_answer_of_the_file_server_is_no_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_answer_of_the_file_server_is_no_refusal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """NFS repeats a request whose answer got lost; the second link() finds the first one's."""
     real = os.link
 

@@ -9,14 +9,27 @@ from rftmega.parallel.micro_batches import fewest_micro_batches, karmarkar_karp,
 LENGTHS = st.lists(st.integers(1, 50), max_size=60)
 
 
-@given(LENGTHS, st.integers(1, 8), st.integers(50, 200), st.sampled_from([None, 2500, 6000]), st.sampled_from([1, 2, 4]))
+@given(
+    LENGTHS,
+    st.integers(1, 8),
+    st.integers(50, 200),
+    st.sampled_from([None, 2500, 6000]),
+    st.sampled_from([1, 2, 4]),
+)
 def test_every_row_is_worked_on_once_under_the_caps_in_equally_many_micro_batches(
     lengths: list[int], ranks: int, cap: int, attention_cap: int | None, multiple_of: int
 ) -> None:
     plan = plan_micro_batches(
-        lengths, data_parallel=ranks, token_cap=cap, attention_cap=attention_cap, attention_weight=0.01, multiple_of=multiple_of
+        lengths,
+        data_parallel=ranks,
+        token_cap=cap,
+        attention_cap=attention_cap,
+        attention_weight=0.01,
+        multiple_of=multiple_of,
     )
-    assert sorted(row for batches in plan for batch in batches for row in batch) == list(range(len(lengths)))
+    assert sorted(row for batches in plan for batch in batches for row in batch) == list(
+        range(len(lengths))
+    )
     assert len(plan) == ranks
     assert len({len(batches) for batches in plan}) == 1
     assert len(plan[0]) >= 1
@@ -31,12 +44,17 @@ def test_a_rank_with_rows_for_it_gets_at_least_so_many_of_about_the_same_size(
     lengths: list[int], ranks: int, at_least: int, cap: int
 ) -> None:
     plan = plan_micro_batches(lengths, data_parallel=ranks, token_cap=cap, at_least=at_least)
-    assert sorted(row for batches in plan for batch in batches for row in batch) == list(range(len(lengths)))
+    assert sorted(row for batches in plan for batch in batches for row in batch) == list(
+        range(len(lengths))
+    )
     for batches in plan:
         tokens = [sum(lengths[row] for row in batch) for batch in batches if batch]
-        if lengths and sum(tokens) >= at_least * max(lengths):  # else a row is longer than an equal share
+        # else a row is longer than an equal share
+        if lengths and sum(tokens) >= at_least * max(lengths):
             assert len(tokens) >= at_least
-        assert max(tokens, default=0) <= min(cap, max(max(lengths, default=0), sum(tokens) // at_least))
+        assert max(tokens, default=0) <= min(
+            cap, max(max(lengths, default=0), sum(tokens) // at_least)
+        )
 
 
 def test_a_pipeline_gets_two_micro_batches_a_stage() -> None:
@@ -44,10 +62,20 @@ def test_a_pipeline_gets_two_micro_batches_a_stage() -> None:
 
 
 @given(
-    LENGTHS, st.integers(1, 4), st.integers(1, 8), st.integers(0, 60), st.sampled_from([None, 0, 6000]), st.sampled_from([1, 2])
+    LENGTHS,
+    st.integers(1, 4),
+    st.integers(1, 8),
+    st.integers(0, 60),
+    st.sampled_from([None, 0, 6000]),
+    st.sampled_from([1, 2]),
 )
 def test_rows_of_a_group_stay_side_by_side_in_their_order(
-    lengths: list[int], group_size: int, ranks: int, room: int, attention_room: int | None, multiple_of: int
+    lengths: list[int],
+    group_size: int,
+    ranks: int,
+    room: int,
+    attention_room: int | None,
+    multiple_of: int,
 ) -> None:
     """Caps as tight as the largest group allows, and with some room."""
     lengths = lengths[: len(lengths) // group_size * group_size]
@@ -56,9 +84,16 @@ def test_rows_of_a_group_stay_side_by_side_in_their_order(
     squares = max((sum(n * n for n in lengths[i : i + group_size]) for i in starts), default=1)
     attention_cap = None if attention_room is None else squares + attention_room
     plan = plan_micro_batches(
-        lengths, data_parallel=ranks, token_cap=cap, attention_cap=attention_cap, multiple_of=multiple_of, group_size=group_size
+        lengths,
+        data_parallel=ranks,
+        token_cap=cap,
+        attention_cap=attention_cap,
+        multiple_of=multiple_of,
+        group_size=group_size,
     )
-    assert sorted(row for batches in plan for batch in batches for row in batch) == list(range(len(lengths)))
+    assert sorted(row for batches in plan for batch in batches for row in batch) == list(
+        range(len(lengths))
+    )
     assert len(plan) == ranks
     assert len({len(batches) for batches in plan}) == 1
     assert len(plan[0]) % multiple_of == 0
@@ -74,7 +109,14 @@ def test_a_plan_without_groups_is_the_one_of_before_there_were_any() -> None:
     """Written down then."""
     rng = random.Random(0)
     lengths = [rng.randint(1, 50) for _ in range(24)]
-    plan = plan_micro_batches(lengths, data_parallel=3, token_cap=100, attention_cap=4000, attention_weight=0.013, multiple_of=2)
+    plan = plan_micro_batches(
+        lengths,
+        data_parallel=3,
+        token_cap=100,
+        attention_cap=4000,
+        attention_weight=0.013,
+        multiple_of=2,
+    )
     assert plan == [
         [[1, 23], [13, 6, 0, 14], [4, 16], []],
         [[22, 11, 18, 3], [5, 2, 7], [8, 20], []],
@@ -83,13 +125,17 @@ def test_a_plan_without_groups_is_the_one_of_before_there_were_any() -> None:
 
 
 @pytest.mark.parametrize(("lengths", "cap"), [([3, 4, 5], 100), ([3, 4], 6)])
-def test_groups_that_are_incomplete_or_over_the_cap_are_refused(lengths: list[int], cap: int) -> None:
+def test_groups_that_are_incomplete_or_over_the_cap_are_refused(
+    lengths: list[int], cap: int
+) -> None:
     with pytest.raises(AssertionError):
         plan_micro_batches(lengths, data_parallel=1, token_cap=cap, group_size=2)
 
 
 @given(LENGTHS, st.integers(1, 8))
-def test_parts_hold_every_item_once_and_differ_by_at_most_the_largest(costs: list[int], parts: int) -> None:
+def test_parts_hold_every_item_once_and_differ_by_at_most_the_largest(
+    costs: list[int], parts: int
+) -> None:
     found = karmarkar_karp(costs, parts)
     assert sorted(item for items in found for item in items) == list(range(len(costs)))
     sums = [sum(costs[item] for item in items) for items in found]
@@ -98,18 +144,29 @@ def test_parts_hold_every_item_once_and_differ_by_at_most_the_largest(costs: lis
 
 def test_it_finds_the_even_split_of_the_textbook() -> None:
     assert sorted(
-        sum(part) for part in ([[8, 7, 6, 5, 4][i] for i in items] for items in karmarkar_karp([8, 7, 6, 5, 4], 2))
+        sum(part)
+        for part in (
+            [[8, 7, 6, 5, 4][i] for i in items] for items in karmarkar_karp([8, 7, 6, 5, 4], 2)
+        )
     ) == [14, 16]
 
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("attention_weight", [0.0, 1e-3])
-def test_long_tailed_rows_are_balanced_within_3_percent_over_8_ranks(seed: int, attention_weight: float) -> None:
+def test_long_tailed_rows_are_balanced_within_3_percent_over_8_ranks(
+    seed: int, attention_weight: float
+) -> None:
     """512 rows of a log-normal over three orders of magnitude."""
     rng = random.Random(seed)
     lengths = [min(20_000, max(20, round(rng.lognormvariate(6.0, 1.0)))) for _ in range(512)]
     cap = 32_768
-    plan = plan_micro_batches(lengths, data_parallel=8, token_cap=cap, attention_weight=attention_weight)
-    costs = [sum(lengths[r] + attention_weight * lengths[r] ** 2 for batch in batches for r in batch) for batches in plan]
-    alone = max(n + attention_weight * n * n for n in lengths)  # no split of rows can do better than its costliest row
+    plan = plan_micro_batches(
+        lengths, data_parallel=8, token_cap=cap, attention_weight=attention_weight
+    )
+    costs = [
+        sum(lengths[r] + attention_weight * lengths[r] ** 2 for batch in batches for r in batch)
+        for batches in plan
+    ]
+    # no split of rows can do better than its costliest row
+    alone = max(n + attention_weight * n * n for n in lengths)
     assert max(costs) <= max(1.03 * sum(costs) / len(costs), alone)

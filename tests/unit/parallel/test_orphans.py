@@ -28,7 +28,9 @@ def alive(pid: int) -> bool:
 
 
 def test_a_program_that_does_not_hear_it_ends_with_its_own_children() -> None:
-    parent = subprocess.Popen([sys.executable, "-c", PARENT, DEAF], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, DEAF], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
     assert parent.stdout is not None
     deaf, child = map(int, parent.stdout.readline().split())
     time.sleep(0.5)

@@ -15,7 +15,9 @@ from rftmega.parallel.watchdog import HUNG, mark, watched
 ROOT = Path(__file__).parents[3]
 
 
-def test_a_process_without_progress_is_named_with_its_phase_and_its_stacks(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_process_without_progress_is_named_with_its_phase_and_its_stacks(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     ended: list[int] = []
     over = threading.Event()
 
@@ -37,7 +39,9 @@ def test_a_process_without_progress_is_named_with_its_phase_and_its_stacks(capfd
 def test_marks_from_any_thread_keep_a_process_alive_and_a_clock_that_jumps_does_not_end_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each read of a clock finds it a day later: the watch takes a round for no longer than it planned it."""
+    """Each read of a clock finds it a day later: the watch takes a round for no longer than it
+    planned it.
+    """
     real, reads = time.monotonic, iter(range(10**6))
     monkeypatch.setattr(watchdog.time, "monotonic", lambda: real() + 86400 * next(reads))
     monkeypatch.setattr(time, "time", lambda: 86400.0 * next(reads))
@@ -50,7 +54,9 @@ def test_marks_from_any_thread_keep_a_process_alive_and_a_clock_that_jumps_does_
 
 
 class Rounds:
-    """An event that never comes: `count` waits of the watch, each a day long by the clock, in which `work` is done."""
+    """An event that never comes: `count` waits of the watch, each a day long by the clock, in which
+    `work` is done.
+    """
 
     def __init__(self, count: int, work: Callable[[], None], monkeypatch: pytest.MonkeyPatch):
         self.left, self.work, self.now = count, work, 0.0
@@ -62,7 +68,9 @@ class Rounds:
         return self.left < 0
 
 
-@pytest.mark.parametrize(("count", "work", "ends"), [(100, mark, []), (4, int, []), (100, int, [HUNG])])
+@pytest.mark.parametrize(
+    ("count", "work", "ends"), [(100, mark, []), (4, int, []), (100, int, [HUNG])]
+)
 def test_rounds_without_a_mark_are_counted_and_a_mark_begins_anew(
     count: int, work: Callable[[], None], ends: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,7 +88,14 @@ from rftmega.parallel.watchdog import watched
 with watched(0.2, 0):
     ctypes.PyDLL(None).sleep(60)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+        cwd=ROOT,
+    )
     assert done.returncode == 1
     assert "Timeout" in done.stderr and "in <module>" in done.stderr
 

@@ -24,7 +24,11 @@ def port(monkeypatch: pytest.MonkeyPatch) -> int:
 
 def test_the_store_listens_at_its_address_alone_and_answers(port: int) -> None:
     served = rendezvous.store(0, 2, SOON)
-    listens = {held.laddr.ip for held in psutil.Process().net_connections("inet") if held.laddr.port == port and not held.raddr}
+    listens = {
+        held.laddr.ip
+        for held in psutil.Process().net_connections("inet")
+        if held.laddr.port == port and not held.raddr
+    }
     assert listens == {"127.0.0.1"}
     asked = rendezvous.store(1, 2, SOON)
     asked.set("a", "b")
@@ -34,20 +38,31 @@ def test_the_store_listens_at_its_address_alone_and_answers(port: int) -> None:
 def test_torchs_own_store_listens_everywhere() -> None:
     """Why there is one of ours."""
     served = dist.TCPStore("127.0.0.1", 0, 1, True, SOON, wait_for_workers=False)
-    held = [held for held in psutil.Process().net_connections("inet") if held.laddr.port == served.port and not held.raddr]
+    held = [
+        held
+        for held in psutil.Process().net_connections("inet")
+        if held.laddr.port == served.port and not held.raddr
+    ]
     assert {one.laddr.ip for one in held} <= {"::", "0.0.0.0"}
 
 
 @pytest.mark.parametrize("address", ["192.0.2.1", "no-such-host.invalid"])
-def test_an_address_of_another_host_is_refused(address: str, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_of_another_host_is_refused(
+    address: str, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MASTER_ADDR", address)
-    with pytest.raises(NodeError, match=f"can't listen at MASTER_ADDR={address}, MASTER_PORT={port}") as caught:
+    with pytest.raises(
+        NodeError, match=f"can't listen at MASTER_ADDR={address}, MASTER_PORT={port}"
+    ) as caught:
         rendezvous.store(0, 1, SOON)
     assert not isinstance(caught.value, NodeFault)
 
 
 def test_a_port_that_another_process_has_may_be_free_at_the_next_start(port: int) -> None:
-    with socket.create_server(("127.0.0.1", port)), pytest.raises(NodeFault, match=f"MASTER_PORT={port}: .*in use"):
+    with (
+        socket.create_server(("127.0.0.1", port)),
+        pytest.raises(NodeFault, match=f"MASTER_PORT={port}: .*in use"),
+    ):
         rendezvous.store(0, 2, SOON)
     assert exit_code_of(ends_by, NodeFault) == 1
     assert exit_code_of(ends_by, NodeError) == 2
@@ -57,7 +72,9 @@ def ends_by(error: type[NodeError]) -> int:
     raise error("...")
 
 
-def test_a_name_that_is_loopback_only_on_its_own_host_is_refused(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_is_loopback_only_on_its_own_host_is_refused(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As Debian writes a host's own name into its hosts file."""
     here = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", port))
     monkeypatch.setattr(rendezvous.socket, "getaddrinfo", lambda *_, **__: [here])
@@ -67,7 +84,9 @@ def test_a_name_that_is_loopback_only_on_its_own_host_is_refused(port: int, monk
         rendezvous.store(0, 4, SOON)
 
 
-def test_collectives_keep_to_the_interface_towards_the_first_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collectives_keep_to_the_interface_towards_the_first_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name in rendezvous.INTERFACE:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)

@@ -37,7 +37,9 @@ def named(descriptor: int, token: str = "0" * 32) -> str:
     return f"rftmega-{os.getpid()}-{descriptor}-{token}"
 
 
-def test_what_is_no_name_of_such_memory_is_refused_and_nothing_is_made_or_enlarged(tmp_path: Path) -> None:
+def test_what_is_no_name_of_such_memory_is_refused_and_nothing_is_made_or_enlarged(
+    tmp_path: Path,
+) -> None:
     victim, missing = tmp_path / "victim", tmp_path / "missing"
     victim.write_bytes(b"thesis")
     name = shared.create(SIZE)
@@ -89,5 +91,8 @@ def test_a_pipe_that_has_the_number_by_now_is_not_opened() -> None:
 def test_the_seals_hold_against_whoever_opens_it() -> None:
     name = shared.create(SIZE)
     descriptor = int(name.split("-")[2])
-    assert fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) == fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+    assert (
+        fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+        == fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+    )
     os.close(descriptor)

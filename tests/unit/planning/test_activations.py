@@ -19,7 +19,9 @@ P = ParallelConfig
 @pytest.mark.parametrize(("stages", "chunks"), [(4, 1), (4, 2), (8, 5)])
 def test_the_first_stage_keeps_what_the_paper_says(stages: int, chunks: int) -> None:
     """All L layers for 1F1B; with m chunks a stage L (1 + (p - 1) / (p m)) (section 4.2.3)."""
-    kept = chunks_in_flight(P(pipeline=stages, virtual_pipeline=chunks), 0, 1000) / (stages * chunks)
+    kept = chunks_in_flight(P(pipeline=stages, virtual_pipeline=chunks), 0, 1000) / (
+        stages * chunks
+    )
     assert kept == pytest.approx(1 + (stages - 1) / (stages * chunks) if chunks > 1 else 1)
 
 
@@ -41,7 +43,10 @@ def test_sequence_parallelism_divides_all_of_a_layer_and_tensor_parallelism_not_
 def test_full_recomputation_keeps_a_layers_input_only() -> None:
     """2 sbh a layer (section 5), and one layer at work: what it kept, and the gradients of that."""
     load = Load(tokens=4096, micro_batches=8)
-    kept, recomputed = (activations.training(planned("llama-3-70b", P(recompute=how)), 0, load) for how in ("none", "full"))
+    kept, recomputed = (
+        activations.training(planned("llama-3-70b", P(recompute=how)), 0, load)
+        for how in ("none", "full")
+    )
     layer = 4096 * layer_bytes(planned("llama-3-70b", P()).model, P(), 0, 2)
     assert recomputed == pytest.approx(80 * 2 * 8192 * 4096 + 2 * layer)
     assert kept == pytest.approx(81 * layer)
@@ -57,10 +62,14 @@ def test_experts_cost_as_many_as_a_token_goes_to() -> None:
 
 def most_bytes(work: Callable[[], None]) -> int:
     """The most that tensors made in `work` hold at once, as torch's allocator tells it."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
         work()
     held = most = 0
-    for event in sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+    for event in sorted(
+        profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()
+    ):
         if event.name() == "[memory]":
             held += event.nbytes()
             most = max(most, held)
@@ -72,23 +81,36 @@ def most_bytes(work: Callable[[], None]) -> int:
 def test_log_probs_hold_what_torch_really_holds(dtype: torch.dtype, learns: bool) -> None:
     tokens, hidden_size, words = 3 * 1024, 64, 8192
     policy = planned("llama-3-70b", P())
-    small = replace(policy, model=replace(policy.model, hidden=hidden_size, vocabulary=words), itemsize=dtype.itemsize)
+    small = replace(
+        policy,
+        model=replace(policy.model, hidden=hidden_size, vocabulary=words),
+        itemsize=dtype.itemsize,
+    )
     hidden = torch.randn(tokens, hidden_size, dtype=dtype)
     weight = torch.randn(words, hidden_size, dtype=dtype, requires_grad=learns)
 
     def work() -> None:
         given = hidden.clone().requires_grad_(learns)
-        found = linear_stats(given, weight, torch.zeros(tokens, dtype=torch.int64), 1.0, VocabularyShard(0, words, None))
+        found = linear_stats(
+            given,
+            weight,
+            torch.zeros(tokens, dtype=torch.int64),
+            1.0,
+            VocabularyShard(0, words, None),
+        )
         if learns:
             sum(found).sum().backward()
 
     predicted = activations.log_probs(small, 0, Load(tokens, 1), learns=learns)
-    turned = 1024 * words * dtype.itemsize if learns else 0  # a CPU's product of a transposed matrix copies it
+    # a CPU's product of a transposed matrix copies it
+    turned = 1024 * words * dtype.itemsize if learns else 0
     assert most_bytes(work) == pytest.approx(predicted + turned, rel=0.03)
 
 
 def test_an_engine_samples_from_logits_and_probabilities_in_float32() -> None:
-    """Llama-3-70B over 8 processes: 8192 tokens in bfloat16 through a layer, and a row of 128256 numbers twice a sequence."""
+    """Llama-3-70B over 8 processes: 8192 tokens in bfloat16 through a layer, and a row of 128256
+    numbers twice a sequence.
+    """
     model = planned("llama-3-70b", P()).model
     layer = 8192 * (4 * 8192 + 3 * 28672 // 8) * 2
     assert engine.working_bytes(model, 8, 256) == layer + 256 * 128256 * (4 + 4)
@@ -103,7 +125,9 @@ def test_an_engine_samples_from_logits_and_probabilities_in_float32() -> None:
         (ParallelConfig(pipeline=4), 64, Load(1_000, 4)),  # there are no more rows
     ],
 )
-def test_a_pipeline_is_planned_with_as_many_micro_batches_as_it_gets(parallel: ParallelConfig, world: int, load: Load) -> None:
+def test_a_pipeline_is_planned_with_as_many_micro_batches_as_it_gets(
+    parallel: ParallelConfig, world: int, load: Load
+) -> None:
     config = RunConfig(
         rollout=RolloutConfig(max_prompt_tokens=400, max_response_tokens=600, samples_per_prompt=8),
         trainer=TrainerConfig(prompts_per_step=8, max_tokens_per_micro_batch=16_384),

@@ -4,7 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from rftmega.config import ModelConfig, OptimizerConfig, ParallelConfig, RolloutConfig, RunConfig, TrainerConfig
+from rftmega.config import (
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RolloutConfig,
+    RunConfig,
+    TrainerConfig,
+)
 from rftmega.planning.fit import Machine, changed, laid_out, misfits, nearest, push_bound, refused
 from rftmega.planning.memory import Budget, on_host
 from rftmega.planning.models import POLICY, models_of
@@ -16,13 +23,17 @@ FOLDER = Path(__file__).parents[3] / "examples/planning/llama-3-70b"
 SPEEDS = Speeds(989e12, 3350 * GB, 450 * GB, 50 * GB, 50 * GB, 8)
 
 
-def config_of(parallel: ParallelConfig, *, offload: bool = True, engine: int = 8, distributed: bool = True) -> RunConfig:
+def config_of(
+    parallel: ParallelConfig, *, offload: bool = True, engine: int = 8, distributed: bool = True
+) -> RunConfig:
     config = RunConfig(
         model=ModelConfig(path=str(FOLDER)),
         parallel=parallel,
         optimizer=OptimizerConfig(distributed=distributed),
         rollout=RolloutConfig(tensor=engine, max_prompt_tokens=1024, max_response_tokens=3072),
-        trainer=TrainerConfig(max_tokens_per_micro_batch=8192, prompts_per_step=128, offload=offload),
+        trainer=TrainerConfig(
+            max_tokens_per_micro_batch=8192, prompts_per_step=128, offload=offload
+        ),
     )
     config.critic.parallel, config.critic.optimizer = config.parallel, config.optimizer
     return config
@@ -43,7 +54,9 @@ def reasons(config: RunConfig, where: Machine) -> dict[str, str]:
 
 
 def test_a_host_holds_what_a_save_writes_from() -> None:
-    """A copy of weights, main parameters and Adam's two moments: with offloading they are there twice, and gradients never."""
+    """A copy of weights, main parameters and Adam's two moments: with offloading they are there
+    twice, and gradients never.
+    """
     config = config_of(FITS)
     models, stages = models_of(config), {POLICY: 1}
     before = on_host(models, config, 64, stages)
@@ -66,10 +79,15 @@ def test_what_fits_has_no_reasons_and_less_memory_has_one_a_phase() -> None:
     [
         (config_of(FITS, engine=1), {"rollout.tensor"}),
         (config_of(ParallelConfig(tensor=8, sequence=True)), {"parallel.pipeline"}),
-        (config_of(ParallelConfig(tensor=8, sequence=True), engine=1), {"parallel.pipeline", "rollout.tensor"}),
+        (
+            config_of(ParallelConfig(tensor=8, sequence=True), engine=1),
+            {"parallel.pipeline", "rollout.tensor"},
+        ),
     ],
 )
-def test_the_nearest_that_fits_changes_no_more_than_it_must(config: RunConfig, changes: set[str]) -> None:
+def test_the_nearest_that_fits_changes_no_more_than_it_must(
+    config: RunConfig, changes: set[str]
+) -> None:
     where = machine()
     assert reasons(config, where)
     proposal, rejected = nearest(models_of(config), config, where)

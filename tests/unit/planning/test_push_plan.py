@@ -40,9 +40,18 @@ SPARSE: dict[str, Any] = DENSE | {
 }
 
 
-def planned(hf_config: dict[str, Any], parallel: ParallelConfig, world: int, engines: Engines, *, colocated: bool) -> Balance:
+def planned(
+    hf_config: dict[str, Any],
+    parallel: ParallelConfig,
+    world: int,
+    engines: Engines,
+    *,
+    colocated: bool,
+) -> Balance:
     plan = Balance(itemsize=2)
-    for placement, _, _ in placements(table(hf_config), describe(hf_config), parallel, world, engines, colocated=colocated):
+    for placement, _, _ in placements(
+        table(hf_config), describe(hf_config), parallel, world, engines, colocated=colocated
+    ):
         for transfer in plan.transfers(placement):
             assert transfer.source != transfer.target
     return plan
@@ -56,12 +65,28 @@ def planned(hf_config: dict[str, Any], parallel: ParallelConfig, world: int, eng
         (DENSE, P(tensor=2), Engines(8, 2), 0.0, 65.5),
         (DENSE, P(tensor=8), Engines(8, 8), 0.0, 16.4),
         (SPARSE, P(tensor=2, sequence=True, pipeline=2, expert=4), Engines(8, 8), 53.3, 61.4),
-        (SPARSE, P(tensor=4, sequence=True, expert=8), Engines(8, 8, spread_experts=True), 2.4, 61.4),
-        (SPARSE, P(tensor=2, sequence=True, pipeline=2, expert=4), Engines(8, 4, spread_experts=True), 62.7, 122.3),
+        (
+            SPARSE,
+            P(tensor=4, sequence=True, expert=8),
+            Engines(8, 8, spread_experts=True),
+            2.4,
+            61.4,
+        ),
+        (
+            SPARSE,
+            P(tensor=2, sequence=True, pipeline=2, expert=4),
+            Engines(8, 4, spread_experts=True),
+            62.7,
+            122.3,
+        ),
     ],
 )
 def test_gigabytes_are_those_of_an_independent_count(
-    hf_config: dict[str, Any], parallel: ParallelConfig, engines: Engines, colocated: float, separate: float
+    hf_config: dict[str, Any],
+    parallel: ParallelConfig,
+    engines: Engines,
+    colocated: float,
+    separate: float,
 ) -> None:
     """A brute-force count of intervals made before this code (the project's converter notes, 4.1)."""
     for together, wanted in ((True, colocated), (False, separate)):
@@ -76,15 +101,25 @@ def test_sources_of_replicas_share_the_sending() -> None:
 
 
 def test_a_model_of_671_billion_parameters_on_1024_and_256_ranks_is_planned() -> None:
-    latent = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "v_head_dim": 128, "qk_nope_head_dim": 128}
+    latent = {
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "qk_nope_head_dim": 128,
+    }
     hf_config = DENSE | latent | {
         "model_type": "deepseek_v3", "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432,
         "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128, "head_dim": 64,
         "n_routed_experts": 256, "n_shared_experts": 1, "moe_intermediate_size": 2048,
         "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3,
     }  # fmt: skip
-    parallel = P(tensor=8, sequence=True, pipeline=16, expert=64, first_stage_layers=4, last_stage_layers=1)
-    plan = planned(hf_config, parallel, 1024, Engines(256, 32, spread_experts=True), colocated=False)
+    parallel = P(
+        tensor=8, sequence=True, pipeline=16, expert=64, first_stage_layers=4, last_stage_layers=1
+    )
+    plan = planned(
+        hf_config, parallel, 1024, Engines(256, 32, spread_experts=True), colocated=False
+    )
     replicas = plan.moved / (2 * describe(hf_config).parameters)
     assert 8.0 < replicas < 8.6  # 8 engines; what is not sharded goes to all 32 ranks of each
     assert len(plan.received) == 256
@@ -135,11 +170,15 @@ def test_what_is_held_and_what_arrives_is_exactly_what_is_needed(
     plan = Balance(itemsize=4)
     engines = Engines(ranks, engine, spread)
     everywhere: dict[tuple[str, int | None, int | None], int] = defaultdict(int)
-    for placement, layer, number in placements(table(hf_config), model, parallel, world, engines, colocated=colocated):
+    for placement, layer, number in placements(
+        table(hf_config), model, parallel, world, engines, colocated=colocated
+    ):
         rule, shards, needs = placement
         truth = [torch.arange(size) for size in rule.sizes]
         buffers = {target: [torch.full((size,), -1) for size in rule.sizes] for target, _ in needs}
-        held: dict[int, list[torch.Tensor]] = defaultdict(lambda: [torch.full((size,), -1) for size in rule.sizes])  # noqa: B023
+        held: dict[int, list[torch.Tensor]] = defaultdict(
+            lambda: [torch.full((size,), -1) for size in rule.sizes]  # noqa: B023
+        )
         for shard, holders in enumerate(shards):
             for part, start, stop in rule.segments(shard, len(shards)):
                 for rank in holders if part >= 0 else ():
@@ -149,7 +188,10 @@ def test_what_is_held_and_what_arrives_is_exactly_what_is_needed(
             assert (held[target][part][start:stop] < 0).all(), "got what it holds"
             assert (buffers[target][part][start:stop] < 0).all(), "got it twice"
             buffers[target][part][start:stop] = held[source][part][start:stop]
-            assert size == (stop - start) * 4 * torch.Size(rule.hf[part].shape).numel() // rule.sizes[part]
+            assert (
+                size
+                == (stop - start) * 4 * torch.Size(rule.hf[part].shape).numel() // rule.sizes[part]
+            )
         for target, needed in needs:
             for part, start, stop in needed:
                 found = torch.maximum(buffers[target][part], held[target][part])[start:stop]

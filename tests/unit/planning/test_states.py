@@ -8,13 +8,22 @@ import pytest
 from rftmega.config import AlgorithmConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
 from rftmega.config.algorithms import GAE, GroupNorm
 from rftmega.planning.models import POLICY, PlannedModel, models_of
-from rftmega.planning.states import ADAM, GRADIENTS, MAIN_PARAMETERS, PARAMETERS, elements_of, states
+from rftmega.planning.states import (
+    ADAM,
+    GRADIENTS,
+    MAIN_PARAMETERS,
+    PARAMETERS,
+    elements_of,
+    states,
+)
 
 PLANNING = Path(__file__).parents[3] / "examples/planning"
 P = ParallelConfig
 
 
-def planned(name: str, parallel: ParallelConfig, *, distributed: bool = False, critic: bool = False) -> PlannedModel:
+def planned(
+    name: str, parallel: ParallelConfig, *, distributed: bool = False, critic: bool = False
+) -> PlannedModel:
     config = RunConfig(
         model=ModelConfig(path=str(PLANNING / name)),
         parallel=parallel,
@@ -36,14 +45,24 @@ def planned(name: str, parallel: ParallelConfig, *, distributed: bool = False, c
 )
 def test_stages_hold_every_parameter_once(name: str, parallel: ParallelConfig) -> None:
     model = planned(name, parallel)
-    assert sum(elements_of(model, stage) for stage in range(parallel.pipeline)) == model.model.parameters
+    assert (
+        sum(elements_of(model, stage) for stage in range(parallel.pipeline))
+        == model.model.parameters
+    )
 
 
 def test_bytes_a_parameter_are_those_of_mixed_precision_training() -> None:
-    """2 for the weight, 4 for its gradient, 4 for the main parameter, 8 for Adam (arXiv:1910.02054, but for the gradient's 4)."""
+    """2 for the weight, 4 for its gradient, 4 for the main parameter, 8 for Adam (arXiv:1910.02054,
+    but for the gradient's 4).
+    """
     model = planned("llama-3-70b", P(tensor=8, sequence=True))
     held, elements = states(model, 64, 0), elements_of(model, 0)
-    assert held == {PARAMETERS: 2 * elements, GRADIENTS: 4 * elements, MAIN_PARAMETERS: 4 * elements, ADAM: 8 * elements}
+    assert held == {
+        PARAMETERS: 2 * elements,
+        GRADIENTS: 4 * elements,
+        MAIN_PARAMETERS: 4 * elements,
+        ADAM: 8 * elements,
+    }
     full = states(replace(model, itemsize=4), 64, 0)
     assert full == held | {PARAMETERS: 4 * elements, MAIN_PARAMETERS: 0}
 
@@ -56,7 +75,9 @@ def test_the_distributed_optimizer_shares_main_parameters_and_adam_only() -> Non
 
 
 def test_experts_are_shared_by_fewer_processes_than_what_is_dense() -> None:
-    """Of DeepSeek-V3 on 512 processes, TP8 x PP16: 4 hold the same dense shard, and with 32 processes an expert's 1."""
+    """Of DeepSeek-V3 on 512 processes, TP8 x PP16: 4 hold the same dense shard, and with 32
+    processes an expert's 1.
+    """
     parallel = P(tensor=8, sequence=True, pipeline=16, last_stage_layers=1, expert=32)
     model = planned("deepseek-v3", parallel, distributed=True)
     held = states(model, 512, 1)
@@ -66,7 +87,9 @@ def test_experts_are_shared_by_fewer_processes_than_what_is_dense() -> None:
 
 
 def test_a_critic_has_a_number_a_token_instead_of_a_vocabulary() -> None:
-    policy, critic = (planned("llama-3-70b", P(pipeline=4), critic=critic) for critic in (False, True))
+    policy, critic = (
+        planned("llama-3-70b", P(pipeline=4), critic=critic) for critic in (False, True)
+    )
     head = 128256 * 8192
     assert elements_of(policy, 0) == elements_of(critic, 0)
     assert elements_of(policy, 3) - elements_of(critic, 3) == head - 8192 - 1

@@ -34,10 +34,15 @@ def said(text: str) -> Completion:
     return Completion(tuple(map(ord, text)), (0.0,) * len(text), "stop", 0)
 
 
-def test_an_exact_match_compares_the_answer_alone_and_a_response_without_one_matches_no_label() -> None:
+def test_an_exact_match_compares_the_answer_alone_and_a_response_without_one_matches_no_label() -> (
+    None
+):
     reward = create(RewardConfig(answer_pattern=r"=(.*)"), decode)
     texts = ["12+30= 42\n", "42+0=43", "42", "12+30="]
-    assert [score["exact_match"] for score in reward([Prompt((1,), "42")] * 4, [said(text) for text in texts])] == [1, 0, 0, 0]
+    assert [
+        score["exact_match"]
+        for score in reward([Prompt((1,), "42")] * 4, [said(text) for text in texts])
+    ] == [1, 0, 0, 0]
     assert reward([Prompt((1,), "")], [said("42")])[0]["exact_match"] == 0
 
 

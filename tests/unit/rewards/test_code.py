@@ -30,15 +30,22 @@ def at_its_end(statement: str) -> str:
 
 @pytest.fixture(params=["namespaces", "without"])
 def part(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[CodePart]:
-    """Leaves nothing behind: no process, no memory. Once as this machine has it, once without namespaces."""
+    """Leaves nothing behind: no process, no memory.
+
+    Once as this machine has it, once without namespaces.
+    """
     mark = uuid.uuid4().hex
-    monkeypatch.setattr(code, "_environment", lambda plain=code._environment: plain() | {"MARK": mark})
+    monkeypatch.setattr(
+        code, "_environment", lambda plain=code._environment: plain() | {"MARK": mark}
+    )
     part = CodePart(workers=2, seconds=PATIENT, memory_mib=512)
     part.namespaces = False if request.param == "without" else None
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     yield part
     assert marked(mark) == []
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10, "KiB of this process"
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10, (
+        "KiB of this process"
+    )
 
 
 def marked(mark: str) -> list[str]:
@@ -50,7 +57,9 @@ def marked(mark: str) -> list[str]:
         except OSError:
             return b""
 
-    return [pid for pid in os.listdir("/proc") if pid.isdigit() and mark.encode() in environment(pid)]
+    return [
+        pid for pid in os.listdir("/proc") if pid.isdigit() and mark.encode() in environment(pid)
+    ]
 
 
 def boxes() -> set[str]:
@@ -64,8 +73,17 @@ def score(part: CodePart, *responses: str, label: str = SQUARES) -> list[float]:
 def test_code_that_passes_all_tests_scores_and_other_code_does_not(part: CodePart) -> None:
     block = f"I think:\n```python\nnonsense(\n```\nno:\n```python\n{RIGHT}```\nDone."
     reads = "a, b = map(int, input().split())\nprint(a + b)"
-    assert score(part, RIGHT, block, RIGHT.replace("*", "+"), "def f(n:", "", "Sorry.") == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
-    assert score(part, reads, f"{reads}\nraise SystemExit", "print(3)", f"{reads}\n1 / 0", label=SUMS) == [1.0, 1.0, 0.0, 0.0]
+    assert score(part, RIGHT, block, RIGHT.replace("*", "+"), "def f(n:", "", "Sorry.") == [
+        1.0,
+        1.0,
+        0.0,
+        0.0,
+        0.0,
+        0.0,
+    ]
+    assert score(
+        part, reads, f"{reads}\nraise SystemExit", "print(3)", f"{reads}\n1 / 0", label=SUMS
+    ) == [1.0, 1.0, 0.0, 0.0]
 
 
 CHEATS = {
@@ -92,7 +110,9 @@ CHEATS = {
 
 
 def test_code_that_gets_round_the_tests_scores_nothing(part: CodePart) -> None:
-    assert dict(zip(CHEATS, score(part, *CHEATS.values()), strict=True)) == dict.fromkeys(CHEATS, 0.0)
+    assert dict(zip(CHEATS, score(part, *CHEATS.values()), strict=True)) == dict.fromkeys(
+        CHEATS, 0.0
+    )
 
 
 GREEDY = {
@@ -136,7 +156,9 @@ def test_a_daemon_dies_with_the_answer_that_left_it(part: CodePart) -> None:
         "if not os.fork():\n    os.setsid()\n    time.sleep(9999)"
     )
     assert score(part, daemon) == [1.0]
-    assert score(part, talking, label=SUMS) == [1.0], "the program ended well; what it left behind didn't hold it up"
+    assert score(part, talking, label=SUMS) == [1.0], (
+        "the program ended well; what it left behind didn't hold it up"
+    )
 
 
 @pytest.mark.parametrize("namespaces", [None, False])
@@ -150,7 +172,8 @@ def test_an_answer_dies_with_the_trainer_that_asked_for_it(namespaces: bool | No
         f"scores([part.Answer({endless!r}, {SQUARES!r})])"
     )
     with subprocess.Popen([sys.executable, "-c", trainer], cwd=code.ROOT) as process:
-        until(lambda: len(marked(mark)) >= 4)  # the supervisor, the one between, the answer and its daemon
+        # the supervisor, the one between, the answer and its daemon
+        until(lambda: len(marked(mark)) >= 4)
         process.kill()
     until(lambda: not marked(mark) and boxes() <= there)
 
@@ -165,10 +188,12 @@ def until(holds: Callable[[], bool]) -> None:
 def test_there_is_no_network(part: CodePart) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.setblocking(False)
-        address = b"\2\0" + server.getsockname()[1].to_bytes(2, "big") + bytes([127, 0, 0, 1]) + bytes(8)
-        connects = (  # through libc: Python's own module may not be readable for the user that an answer is
-            f"import ctypes\nlibc = ctypes.CDLL(None)\nassert libc.connect(libc.socket(2, 1, 0), {address}, 16) == 0\n{RIGHT}"
+        address = (
+            b"\2\0" + server.getsockname()[1].to_bytes(2, "big") + bytes([127, 0, 0, 1]) + bytes(8)
         )
+        # through libc: Python's own module may not be readable for the user that an answer is
+        connected = f"libc.connect(libc.socket(2, 1, 0), {address}, 16) == 0"
+        connects = f"import ctypes\nlibc = ctypes.CDLL(None)\nassert {connected}\n{RIGHT}"
         assert score(part, connects) == [0.0]
         with pytest.raises(BlockingIOError):
             server.accept()
@@ -216,13 +241,17 @@ assert libc.capget((ctypes.c_uint32 * 2)(0x20080522, 0), capabilities) == 0 and 
 
 
 @pytest.mark.parametrize(("who", "pipes"), [("answer", 2), ("checker", 3), ("both in one", 2)])
-def test_an_answer_finds_itself_confined_in_every_way_at_once(part: CodePart, who: str, pipes: int) -> None:
+def test_an_answer_finds_itself_confined_in_every_way_at_once(
+    part: CodePart, who: str, pipes: int
+) -> None:
     """Also in a run that keeps its files to itself."""
     prefixes = [os.path.realpath(each) for each in (sys.prefix, sys.base_prefix)]
     seen = CONFINED.replace("MODULE", repr(code.__file__)).replace("ROOT", repr(os.getuid() == 0))
     seen = seen.replace("PREFIXES", repr(prefixes)).replace("PIPES", str(pipes))
     part.inside = who == "both in one"
-    response, label = (seen + RIGHT, SQUARES) if who == "answer" else (RIGHT, json.dumps({"tests": seen}))
+    response, label = (
+        (seen + RIGHT, SQUARES) if who == "answer" else (RIGHT, json.dumps({"tests": seen}))
+    )
     for umask in (0o022, 0o077):
         before = os.umask(umask)
         try:
@@ -234,7 +263,9 @@ def test_an_answer_finds_itself_confined_in_every_way_at_once(part: CodePart, wh
 def test_the_folder_may_be_deleted_and_whatever_permissions_are_left(part: CodePart) -> None:
     there = boxes()
     deletes = at_its_end("import os, shutil\n    shutil.rmtree(os.getcwd(), ignore_errors=True)")
-    locks = at_its_end("import os\n    os.makedirs('a/b'); open('a/b/c', 'w').close(); os.chmod('a/b', 0); os.chmod('a', 0)")
+    locks = at_its_end(
+        "import os\n    os.makedirs('a/b'); open('a/b/c', 'w').close(); os.chmod('a/b', 0); os.chmod('a', 0)"
+    )
     assert score(part, deletes, locks) == [1.0, 1.0]
     assert boxes() <= there
 
@@ -263,7 +294,9 @@ def test_nothing_is_written_elsewhere(part: CodePart, tmp_path: Path) -> None:
 
 
 def test_other_processes_are_out_of_reach(part: CodePart) -> None:
-    kills = at_its_end(f"import os\n    for pid in ({os.getpid()}, os.getppid() or 1, -1):\n        os.kill(pid, 9)")
+    kills = at_its_end(
+        f"import os\n    for pid in ({os.getpid()}, os.getppid() or 1, -1):\n        os.kill(pid, 9)"
+    )
     assert score(part, kills)[0] in (0.0, 1.0)
     assert score(part, RIGHT) == [1.0]
 

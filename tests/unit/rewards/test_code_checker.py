@@ -1,5 +1,7 @@
 # ruff: noqa: E501
-"""Tests and answer in two processes: honest answers pass as ever, and what an answer does to its own interpreter is no use."""
+"""Tests and answer in two processes: honest answers pass as ever, and what an answer does to its
+own interpreter is no use.
+"""
 
 import json
 
@@ -54,13 +56,19 @@ FORGERIES = {
 LABEL = "import math\nassert f(7) == 49\nassert math.isclose(f(7), 49)\nassert abs(f(7) - 49) < 1\nassert 49 in [f(7)]"
 CLOSE = "import math\nassert math.isclose(f(7), 49)"
 INSIDE = "assert 49 in f(7)"
-LIARS = ("equals everything, with care", "patches a library of the tests", "is a sequence of what is asked")
+LIARS = (
+    "equals everything, with care",
+    "patches a library of the tests",
+    "is a sequence of what is asked",
+)
 CATCHES = "try:\n    f(7)\nexcept Exception:\n    pass\nassert f(7) in (49,)"
 
 
 def test_the_answer_that_reads_frames_does_what_it_says_where_tests_are_inside() -> None:
     inside = CodePart(workers=1, seconds=30.0, memory_mib=512, inside=True)
-    assert inside([Answer(READS_FRAMES, json.dumps({"tests": "assert f(7) == 49"}))]) == [1.0], "or the case proves nothing"
+    assert inside([Answer(READS_FRAMES, json.dumps({"tests": "assert f(7) == 49"}))]) == [1.0], (
+        "or the case proves nothing"
+    )
 
 
 @pytest.mark.parametrize("namespaces", [None, False])
@@ -108,8 +116,14 @@ HONEST = {
         "assert f(['bb', 'a'], len) == ['a', 'bb'] and math.isclose(1, 1.0)\nassert f(['B', 'a'], key=str.lower) == ['a', 'B']\n"
         "assert g('aab') == {'a': 2, 'b': 1}",
     ),
-    "a candidate": ("def f(n):\n    return n + 1", "def check(candidate):\n    assert candidate(1) == 2\ncheck(f)"),
-    "imported by name": ("LIMIT = 3\ndef f(): return LIMIT", "from answer import f, LIMIT\nassert f() == LIMIT == 3"),
+    "a candidate": (
+        "def f(n):\n    return n + 1",
+        "def check(candidate):\n    assert candidate(1) == 2\ncheck(f)",
+    ),
+    "imported by name": (
+        "LIMIT = 3\ndef f(): return LIMIT",
+        "from answer import f, LIMIT\nassert f() == LIMIT == 3",
+    ),
     "numbers of numpy": (
         "import numpy as np\ndef f(x): return np.cumsum(x)\ndef g(x): return np.int64(x)",
         "import numpy\nassert numpy.array_equal(f([1, 2]), numpy.array([1, 3])) and g(3) == 3",
@@ -121,7 +135,12 @@ def test_what_is_right_passes_and_its_negation_does_not() -> None:
     part = CodePart(workers=2, seconds=30.0, memory_mib=1024)
     right = part([Answer(code, json.dumps({"tests": tests})) for code, tests in HONEST.values()])
     assert dict(zip(HONEST, right, strict=True)) == dict.fromkeys(HONEST, 1.0)
-    wrong = part([Answer(code, json.dumps({"tests": f"{tests}\nassert 1 == 2"})) for code, tests in HONEST.values()])
+    wrong = part(
+        [
+            Answer(code, json.dumps({"tests": f"{tests}\nassert 1 == 2"}))
+            for code, tests in HONEST.values()
+        ]
+    )
     assert set(wrong) == {0.0}
 
 
@@ -137,7 +156,9 @@ NOT_FROM_OUTSIDE = {
 
 
 @pytest.mark.parametrize("case", NOT_FROM_OUTSIDE)
-def test_tests_that_need_the_answers_interpreter_are_undecided_and_run_there_by_option(case: str) -> None:
+def test_tests_that_need_the_answers_interpreter_are_undecided_and_run_there_by_option(
+    case: str,
+) -> None:
     code, tests = NOT_FROM_OUTSIDE[case]
     answer = [Answer(code, json.dumps({"tests": tests}))]
     outside = CodePart(workers=1, seconds=30.0, memory_mib=512)
@@ -149,4 +170,6 @@ def test_tests_that_need_the_answers_interpreter_are_undecided_and_run_there_by_
 def test_an_answer_that_is_gone_raises_nothing_that_tests_may_catch() -> None:
     part = CodePart(workers=1, seconds=30.0, memory_mib=512)
     label = json.dumps({"tests": "try:\n    f(7)\nexcept BaseException:\n    pass"})
-    assert part([Answer(FORGERIES["leaves for good"], label), Answer("def f(n): return 1 / 0", label)]) == [0.0, 1.0]
+    assert part(
+        [Answer(FORGERIES["leaves for good"], label), Answer("def f(n): return 1 / 0", label)]
+    ) == [0.0, 1.0]

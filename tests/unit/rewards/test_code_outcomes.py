@@ -34,8 +34,14 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str) -> N
     package = tmp_path / "rftmega"
     package.mkdir()
     (package / "__init__.py").touch()
-    (package / "sandbox.py").write_text(f"import os, signal, sys\nsys.stdin.readline()\n{program}\n")
-    monkeypatch.setattr(code, "_environment", lambda plain=code._environment: plain() | {"PYTHONPATH": str(tmp_path)})
+    (package / "sandbox.py").write_text(
+        f"import os, signal, sys\nsys.stdin.readline()\n{program}\n"
+    )
+    monkeypatch.setattr(
+        code,
+        "_environment",
+        lambda plain=code._environment: plain() | {"PYTHONPATH": str(tmp_path)},
+    )
 
 
 NO_OUTCOME = {
@@ -59,7 +65,9 @@ def test_a_sandbox_without_an_outcome_is_an_error_and_no_score(
     stand_in(monkeypatch, tmp_path, "")
     scored = {}
     for name, program in NO_OUTCOME.items():
-        (tmp_path / "rftmega" / "sandbox.py").write_text(f"import os, signal, sys\nsys.stdin.readline()\n{program}\n")
+        (tmp_path / "rftmega" / "sandbox.py").write_text(
+            f"import os, signal, sys\nsys.stdin.readline()\n{program}\n"
+        )
         with contextlib.suppress(RewardError):
             scored[name] = part([answer])
     assert scored == {}
@@ -67,7 +75,11 @@ def test_a_sandbox_without_an_outcome_is_an_error_and_no_score(
 
 @pytest.mark.parametrize("answer", [TESTS, PROGRAM], ids=["tests", "program"])
 def test_a_sandbox_that_a_signal_ended_decides_nothing(
-    part: CodePart, answer: Answer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    part: CodePart,
+    answer: Answer,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     stand_in(monkeypatch, tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")
     with caplog.at_level(logging.WARNING):
@@ -78,7 +90,11 @@ def test_a_sandbox_that_a_signal_ended_decides_nothing(
 @pytest.mark.parametrize("namespaces", [True, False])
 @pytest.mark.parametrize("answer", [TESTS, PROGRAM], ids=["tests", "program"])
 def test_a_sandbox_that_could_not_be_set_up_decides_nothing(
-    part: CodePart, answer: Answer, namespaces: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    part: CodePart,
+    answer: Answer,
+    namespaces: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     broken = "from rftmega.sandbox import confine, __main__ as box\ndef fails(*_, **__): raise OSError('no')\n"
     broken += "confine.drop_privileges = fails\nbox.main()"
@@ -103,7 +119,9 @@ def test_an_answers_own_end_is_a_plain_zero(part: CodePart) -> None:
         "x = [0] * 10**11",
     )
     for label in (TESTS.label, PROGRAM.label):
-        assert [type(found) for found in part([Answer(end, label) for end in ends])] == [float] * len(ends)
+        assert [type(found) for found in part([Answer(end, label) for end in ends])] == [
+            float
+        ] * len(ends)
 
 
 def test_a_sandbox_that_is_killed_while_an_answer_runs_decides_nothing(part: CodePart) -> None:
@@ -129,6 +147,10 @@ def supervisors() -> list[int]:
             parent = int(Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[1])
         except OSError:
             continue
-        if parent == os.getpid() and b"rftmega.sandbox" in words and words[0] == sys.executable.encode():
+        if (
+            parent == os.getpid()
+            and b"rftmega.sandbox" in words
+            and words[0] == sys.executable.encode()
+        ):
             found.append(int(pid))
     return found

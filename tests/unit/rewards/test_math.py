@@ -55,12 +55,16 @@ def test_a_monstrous_expression_scores_nothing_and_the_next_one_is_answered() ->
     assert worker.equal("7", "7") == 1.0
     process, worker.seconds = worker.process, 0.3
     assert worker.equal(r"$9^{9^{9^{9}}}$", "7") == 0.0
-    assert process is not None and process.returncode == -signal.SIGALRM, "ended by its own alarm, with nobody watching"
+    assert process is not None and process.returncode == -signal.SIGALRM, (
+        "ended by its own alarm, with nobody watching"
+    )
     worker.seconds = 60.0
     assert worker.equal("7", "7") == 1.0
     process = worker.process
     assert process is not None
-    assert worker.equal("7", "7") == 1.0 and worker.process is process, "a process serves many answers"
+    assert worker.equal("7", "7") == 1.0 and worker.process is process, (
+        "a process serves many answers"
+    )
     worker.close()
     assert process.poll() is not None
 
@@ -77,7 +81,9 @@ def test_a_worker_that_died_between_answers_is_replaced(part: MathPart) -> None:
 
 def test_threads_get_their_own_answers(part: MathPart) -> None:
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda n: part([Answer(f"{n}", "3"), Answer("3", f"{n}.0")]), range(6)))
+        found = list(
+            pool.map(lambda n: part([Answer(f"{n}", "3"), Answer("3", f"{n}.0")]), range(6))
+        )
     assert found == [[float(n == 3)] * 2 for n in range(6)]
 
 
@@ -92,7 +98,12 @@ def test_an_answer_that_took_too_long_or_whose_process_died_is_undecided_and_cou
     assert [score["math_undecided"] for score in found] == [0.0, 0.0]
     reward.parts["math"] = lambda answers: [Undecided() for _ in answers]
     (lost,) = reward([Prompt((1,), "7")], answers[:1])
-    assert lost == {"math": 0.0, "math_undecided": 1.0, "exact_match": 1.0, "reward": lost["reward"]}
+    assert lost == {
+        "math": 0.0,
+        "math_undecided": 1.0,
+        "exact_match": 1.0,
+        "reward": lost["reward"],
+    }
 
     class Dead(MathWorker):
         def _line(self, process: object, seconds: float) -> str:  # type: ignore[override]

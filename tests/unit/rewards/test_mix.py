@@ -27,7 +27,9 @@ def score(config: RewardConfig, text: str, label: str = "42") -> dict[str, float
     return create(config, decode)([asked(label)], [said(text)])[0]
 
 
-@pytest.mark.parametrize(("text", "value"), [("42", 1.0), (" 42\n", 1.0), ("421", 0.0), ("", 0.0), ("4 2", 0.0)])
+@pytest.mark.parametrize(
+    ("text", "value"), [("42", 1.0), (" 42\n", 1.0), ("421", 0.0), ("", 0.0), ("4 2", 0.0)]
+)
 def test_an_exact_match_ignores_white_space_around_only(text: str, value: float) -> None:
     assert score(RewardConfig(), text) == {"exact_match": value, "reward": value}
 
@@ -49,12 +51,17 @@ def test_an_exact_match_is_reported_without_a_weight_and_other_parts_are_not() -
     assert score(config, "B", "B") == {"exact_match": 1.0, "multiple_choice": 1.0, "reward": 2.0}
 
 
-RECIPE = {"letter": {"multiple_choice": 2.0, "exact_match": -0.5}, "word": {"exact_match": 1.0, "multiple_choice": 0.0}}
+RECIPE = {
+    "letter": {"multiple_choice": 2.0, "exact_match": -0.5},
+    "word": {"exact_match": 1.0, "multiple_choice": 0.0},
+}
 
 
 def test_every_kind_has_its_own_parts_and_weights_and_the_order_stays() -> None:
     prompts = [asked("B", "letter"), asked("B", "word"), asked("B", "letter")]
-    found = create(RewardConfig(recipe=RECIPE), decode)(prompts, [said("(B)"), said("B"), said("B")])
+    found = create(RewardConfig(recipe=RECIPE), decode)(
+        prompts, [said("(B)"), said("B"), said("B")]
+    )
     assert found == [
         {"exact_match": 0.0, "multiple_choice": 1.0, "reward": 2.0},
         {"exact_match": 1.0, "reward": 1.0},
@@ -62,10 +69,14 @@ def test_every_kind_has_its_own_parts_and_weights_and_the_order_stays() -> None:
     ]
 
 
-def test_a_kind_that_the_recipe_does_not_hold_is_found_before_training_and_refused_while_scoring() -> None:
+def test_a_kind_that_the_recipe_does_not_hold_is_found_before_training_and_refused_while_scoring() -> (
+    None
+):
     config = RewardConfig(recipe=RECIPE)
     prompts = [asked("B", "word"), asked("B", "words"), asked("B", "words")]
-    with pytest.raises(DataError, match=r"no kind 'words', only 'letter', 'word': .*data\.kind_key.*2 prompt"):
+    with pytest.raises(
+        DataError, match=r"no kind 'words', only 'letter', 'word': .*data\.kind_key.*2 prompt"
+    ):
         check_prompts(config, prompts)
     with pytest.raises(RewardError, match="no kind 'words', only 'letter', 'word'"):
         create(config, decode)(prompts, [said("B")] * 3)
@@ -73,16 +84,24 @@ def test_a_kind_that_the_recipe_does_not_hold_is_found_before_training_and_refus
     check_prompts(RewardConfig(), prompts)  # without a recipe, kinds are the data's own business
 
 
-def test_a_label_that_a_part_cannot_read_is_found_before_training_where_the_part_scores_it() -> None:
+def test_a_label_that_a_part_cannot_read_is_found_before_training_where_the_part_scores_it() -> (
+    None
+):
     config = RewardConfig(recipe=RECIPE)
-    with pytest.raises(DataError, match=r"reward\.multiple_choice: the label 'Paris' is not one letter \(prompt 7\)"):
+    with pytest.raises(
+        DataError,
+        match=r"reward\.multiple_choice: the label 'Paris' is not one letter \(prompt 7\)",
+    ):
         check_prompts(config, [asked("Paris", "letter", index=7)])
     check_prompts(config, [asked("Paris", "word")])
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_score_that_is_no_number_is_refused_by_part_and_prompt(value: float) -> None:
-    parts = {"exact_match": lambda answers: [1.0 for _ in answers], "remote": lambda answers: [0.5, value]}
+    parts = {
+        "exact_match": lambda answers: [1.0 for _ in answers],
+        "remote": lambda answers: [0.5, value],
+    }
     reward = MixedReward(RewardConfig(remote=1.0), parts, decode)
     with pytest.raises(RewardError, match=f"remote gave {value} for prompt 9"):
         reward([asked(index=8), asked(index=9)], [said("x")] * 2)
@@ -94,10 +113,16 @@ def test_no_answers_give_no_scores() -> None:
 
 def test_threads_get_the_scores_of_their_own_answers() -> None:
     reward = create(RewardConfig(recipe=RECIPE), decode)
-    calls = [[asked("ABCD"[(i + j) % 4], "letter" if j % 2 else "word") for j in range(i % 5 + 1)] for i in range(40)]
+    calls = [
+        [asked("ABCD"[(i + j) % 4], "letter" if j % 2 else "word") for j in range(i % 5 + 1)]
+        for i in range(40)
+    ]
     alone = [reward(prompts, [said("B")] * len(prompts)) for prompts in calls]
     with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(lambda prompts: reward(prompts, [said("B")] * len(prompts)), calls)) == alone
+        assert (
+            list(pool.map(lambda prompts: reward(prompts, [said("B")] * len(prompts)), calls))
+            == alone
+        )
 
 
 def test_every_weight_is_a_part() -> None:

@@ -34,6 +34,10 @@ from rftmega.rewards.multiple_choice import chosen_letter, multiple_choice
         (r"Answer: A, I thought; \boxed{12}", None),
     ],
 )
-def test_the_last_stated_letter_counts_and_doubt_does_not(response: str, letter: str | None) -> None:
+def test_the_last_stated_letter_counts_and_doubt_does_not(
+    response: str, letter: str | None
+) -> None:
     assert chosen_letter(response) == letter
-    assert [multiple_choice(response, label) for label in ("B", "b ", "C")] == [float(letter == "B")] * 2 + [0.0]
+    assert [multiple_choice(response, label) for label in ("B", "b ", "C")] == [
+        float(letter == "B")
+    ] * 2 + [0.0]

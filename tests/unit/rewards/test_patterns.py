@@ -1,4 +1,6 @@
-"""Regular expressions on answers take bounded time: a policy can find the text that makes one try for ever."""
+"""Regular expressions on answers take bounded time: a policy can find the text that makes one try
+for ever.
+"""
 
 import json
 import logging
@@ -29,7 +31,10 @@ def test_a_pattern_that_tries_for_ever_is_ended_and_told_once(
         other = Pattern("((a|a)+)+b", "reward.format_pattern")
         assert not other.whole(ENDLESS)
         assert len(caplog.records) == 2
-    assert "reward.answer_pattern='((a|a)+)+b' took more than 0.2 s on an answer of 41 characters" in caplog.text
+    assert (
+        "reward.answer_pattern='((a|a)+)+b' took more than 0.2 s on an answer of 41 characters"
+        in caplog.text
+    )
     assert greedy.last("aab") == "aa"
 
 
@@ -41,10 +46,21 @@ def test_the_last_match_and_its_first_group_count() -> None:
 
 
 def test_multiple_choice_is_linear_in_the_length_of_an_answer() -> None:
-    """Minutes of work where it is quadratic, in a process of its own that can be ended; 0.05 s a text where it is linear."""
+    """Minutes of work where it is quadratic, in a process of its own that can be ended; 0.05 s a
+    text where it is linear.
+    """
     texts = [
-        *("answer" + " " * 800_000 + "!", "the answer is" + ": * " * 100_000 + "-", "choice" + " option " * 100_000),
-        *("A," + " " * 800_000, "\\boxed{" * 50_000, ("A. " * 100_000) + "x", "\n" + " " * 800_000 + "12"),
+        *(
+            "answer" + " " * 800_000 + "!",
+            "the answer is" + ": * " * 100_000 + "-",
+            "choice" + " option " * 100_000,
+        ),
+        *(
+            "A," + " " * 800_000,
+            "\\boxed{" * 50_000,
+            ("A. " * 100_000) + "x",
+            "\n" + " " * 800_000 + "12",
+        ),
     ]
     program = (
         "import json, sys; from rftmega.rewards.multiple_choice import chosen_letter\n"

@@ -46,11 +46,15 @@ def server(say: Say) -> Iterator[tuple[str, list[dict[str, Any]]]]:
 
 
 def part(url: str, *, timeout: float = 60.0, retries: int = 2, batch: int = 2) -> RemotePart:
-    return RemotePart(url, lambda ids: f"p{ids[0]}", timeout=timeout, retries=retries, batch=batch, pause=0.01)
+    return RemotePart(
+        url, lambda ids: f"p{ids[0]}", timeout=timeout, retries=retries, batch=batch, pause=0.01
+    )
 
 
 def by_number(handler: BaseHTTPRequestHandler, asked: dict[str, Any]) -> tuple[int, bytes]:
-    return 200, json.dumps({"rewards": [float(text[1:]) / 2 for text in asked["responses"]]}).encode()
+    return 200, json.dumps(
+        {"rewards": [float(text[1:]) / 2 for text in asked["responses"]]}
+    ).encode()
 
 
 def test_answers_travel_in_batches_and_rewards_come_back_in_order() -> None:
@@ -58,19 +62,29 @@ def test_answers_travel_in_batches_and_rewards_come_back_in_order() -> None:
         assert part(url)(ANSWERS) == [0.0, 0.5, 1.0, 1.5, 2.0]
         assert part(url)([]) == []
     assert [len(question["responses"]) for question in asked] == [2, 2, 1]
-    assert asked[1] == {"prompts": ["p2", "p3"], "responses": ["r2", "r3"], "labels": ["l2", "l3"], "kinds": ["k2", "k3"]}
+    assert asked[1] == {
+        "prompts": ["p2", "p3"],
+        "responses": ["r2", "r3"],
+        "labels": ["l2", "l3"],
+        "kinds": ["k2", "k3"],
+    }
 
 
 @pytest.mark.parametrize("status", [500, 503, 429])
 def test_a_server_that_recovers_is_asked_again(status: int) -> None:
     replies = iter([(status, b"busy"), (status, b"busy")])
-    with server(lambda handler, asked: next(replies, None) or by_number(handler, asked)) as (url, asked):
+    with server(lambda handler, asked: next(replies, None) or by_number(handler, asked)) as (
+        url,
+        asked,
+    ):
         assert part(url)(ANSWERS[:2]) == [0.0, 0.5]
     assert len(asked) == 3
 
 
 def test_a_lost_connection_is_tried_again() -> None:
-    def hang_up_once(handler: BaseHTTPRequestHandler, question: dict[str, Any]) -> tuple[int, bytes]:
+    def hang_up_once(
+        handler: BaseHTTPRequestHandler, question: dict[str, Any]
+    ) -> tuple[int, bytes]:
         if len(asked) == 1:
             handler.connection.close()
             raise ConnectionError
@@ -81,10 +95,13 @@ def test_a_lost_connection_is_tried_again() -> None:
     assert len(asked) == 2
 
 
-def test_a_server_that_stays_broken_is_an_error_with_address_attempts_and_reply_and_without_secrets() -> None:
+def test_a_server_that_stays_broken_is_an_error_with_address_attempts_and_reply_and_without_secrets() -> (
+    None
+):
     with server(lambda handler, asked: (500, b"no model here")) as (url, asked):
         with pytest.raises(
-            RewardError, match=r"127\.0\.0\.1:\d+/score gave nothing in 3 attempt.*status 500, 'no model here'"
+            RewardError,
+            match=r"127\.0\.0\.1:\d+/score gave nothing in 3 attempt.*status 500, 'no model here'",
         ) as caught:
             part(url)(ANSWERS)
     assert len(asked) == 3 and "secret" not in str(caught.value)
@@ -93,7 +110,9 @@ def test_a_server_that_stays_broken_is_an_error_with_address_attempts_and_reply_
 @pytest.mark.parametrize("status", [400, 404, 302])
 def test_a_refusal_is_not_repeated(status: int) -> None:
     with server(lambda handler, asked: (status, b"what?")) as (url, asked):
-        with pytest.raises(RewardError, match=f"/score was asked about 2 answers: status {status}, 'what\\?'"):
+        with pytest.raises(
+            RewardError, match=f"/score was asked about 2 answers: status {status}, 'what\\?'"
+        ):
             part(url)(ANSWERS)
     assert len(asked) == 1
 
@@ -106,7 +125,9 @@ def test_a_server_that_does_not_answer_in_time_is_an_error() -> None:
         return by_number(handler, asked)
 
     with server(sleep) as (url, asked):
-        with pytest.raises(RewardError, match=r"2 attempt\(s\) of at most 0.1 s; the last: ReadTimeout"):
+        with pytest.raises(
+            RewardError, match=r"2 attempt\(s\) of at most 0.1 s; the last: ReadTimeout"
+        ):
             part(url, timeout=0.1, retries=1)(ANSWERS)
         over.set()
 
@@ -132,7 +153,9 @@ def test_a_reply_that_trickles_in_is_too_late_as_a_whole() -> None:
 def test_nobody_there_is_an_error() -> None:
     with server(by_number) as (url, _):
         pass
-    with pytest.raises(RewardError, match=r"127\.0\.0\.1:\d+/score gave nothing in 3 attempt.*ConnectError"):
+    with pytest.raises(
+        RewardError, match=r"127\.0\.0\.1:\d+/score gave nothing in 3 attempt.*ConnectError"
+    ):
         part(url)(ANSWERS)
 
 
@@ -161,6 +184,9 @@ def test_garbage_is_an_error_that_quotes_it_and_never_a_reward(reply: str, compl
 
 def test_garbage_is_an_error_that_names_the_address() -> None:
     with server(lambda handler, asked: (200, b"\xff\xfe garbage")) as (url, asked):
-        with pytest.raises(RewardError, match=r"127\.0\.0\.1:\d+/score was asked about 2 answers: the reply is not JSON"):
+        with pytest.raises(
+            RewardError,
+            match=r"127\.0\.0\.1:\d+/score was asked about 2 answers: the reply is not JSON",
+        ):
             part(url)(ANSWERS)
     assert len(asked) == 1

@@ -1,4 +1,6 @@
-"""The door of a vLLM server: without the run's key, and to paths that the trainer does not ask for, nobody comes in."""
+"""The door of a vLLM server: without the run's key, and to paths that the trainer does not ask for,
+nobody comes in.
+"""
 
 import asyncio
 from typing import Any
@@ -39,27 +41,45 @@ WRONG = {
 
 
 @pytest.mark.parametrize("path", sorted(PATHS))
-def test_with_the_key_the_trainers_requests_come_in(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_the_key_the_trainers_requests_come_in(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert asked(monkeypatch, type="http", path=path, headers=RIGHT) == (True, [])
 
 
 @pytest.mark.parametrize("what", WRONG)
 @pytest.mark.parametrize("method", ["GET", "POST", "OPTIONS", "HEAD"])
-def test_without_the_key_nothing_does_whatever_its_method(what: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_key_nothing_does_whatever_its_method(
+    what: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for path in (*sorted(PATHS), "/v1/models", "/collective_rpc"):
-        reached, sent = asked(monkeypatch, type="http", path=path, method=method, headers=WRONG[what])
+        reached, sent = asked(
+            monkeypatch, type="http", path=path, method=method, headers=WRONG[what]
+        )
         assert not reached and sent[0]["status"] == 401
 
 
 @pytest.mark.parametrize(
-    "path", ["/collective_rpc", "/v1/models", "/docs", "/metrics", "/update_weights/", "//health", "/sleep", "/"]
+    "path",
+    [
+        "/collective_rpc",
+        "/v1/models",
+        "/docs",
+        "/metrics",
+        "/update_weights/",
+        "//health",
+        "/sleep",
+        "/",
+    ],
 )
 def test_with_the_key_other_paths_are_not_there(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     reached, sent = asked(monkeypatch, type="http", path=path, headers=RIGHT)
     assert not reached and sent[0]["status"] == 404
 
 
-def test_other_protocols_are_closed_and_a_start_is_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_protocols_are_closed_and_a_start_is_none_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert asked(monkeypatch, type="websocket", path="/v1/realtime", headers=RIGHT) == (
         False,
         [{"type": "websocket.close", "code": 1008}],

@@ -42,13 +42,20 @@ def test_scripted_answers_end_in_the_stop_token_or_at_the_limit() -> None:
 def test_of_every_answer_it_tells_once() -> None:
     told: dict[int, Completion] = {}
     answers = scripted().generate(
-        PROMPTS, seeds=[1, 2], temperature=1.0, finished=lambda at, found: told.update(zip(at, found, strict=True))
+        PROMPTS,
+        seeds=[1, 2],
+        temperature=1.0,
+        finished=lambda at, found: told.update(zip(at, found, strict=True)),
     )
     assert [told[0], told[1]] == answers
 
 
-def asks_for_more(engine: Engine, seeds: list[int], further: list[list[int]]) -> tuple[list[Completion | None], list[int]]:
-    """Answers to the seeds and, when the engine has room, to the `further` ones; and for how many it had, each time."""
+def asks_for_more(
+    engine: Engine, seeds: list[int], further: list[list[int]]
+) -> tuple[list[Completion | None], list[int]]:
+    """Answers to the seeds and, when the engine has room, to the `further` ones; and for how many
+    it had, each time.
+    """
     rooms: list[int] = []
     told: dict[int, Completion] = {}
     left = iter(further)
@@ -70,7 +77,9 @@ def asks_for_more(engine: Engine, seeds: list[int], further: list[list[int]]) ->
 
 
 def test_an_engine_with_room_answers_more_than_it_began_with_and_the_same() -> None:
-    engine = ScriptedEngine(RolloutConfig(max_response_tokens=6, max_batch=2), vocabulary=20, stop_ids=[1])
+    engine = ScriptedEngine(
+        RolloutConfig(max_response_tokens=6, max_batch=2), vocabulary=20, stop_ids=[1]
+    )
     engine.load_weights([], version=4)
     alone = engine.generate([PROMPTS[1]] * 7, seeds=list(range(7)), temperature=1.0)
     found, rooms = asks_for_more(engine, [0, 1], [[2], [3, 4, 5], [6]])
@@ -93,7 +102,8 @@ def test_sleep_drops_the_weights_and_both_ways_are_idempotent() -> None:
     with pytest.raises(EngineError):
         engine.generate(PROMPTS, seeds=[0, 0], temperature=1.0)
     engine.load_weights([], version=5)
-    assert engine.generate(PROMPTS, seeds=[0, 0], temperature=1.0)[0].policy_version == 5  # and it woke by itself
+    # and it woke by itself
+    assert engine.generate(PROMPTS, seeds=[0, 0], temperature=1.0)[0].policy_version == 5
     for _ in range(2):
         engine.wake()
         assert engine.status is EngineStatus.WAKEUP
@@ -137,9 +147,15 @@ def transformers_engine(folder: Path) -> TransformersEngine:
     return engine
 
 
-def test_the_oracle_is_greedy_at_temperature_zero_and_reports_what_the_model_says(tmp_path: Path) -> None:
+def test_the_oracle_is_greedy_at_temperature_zero_and_reports_what_the_model_says(
+    tmp_path: Path,
+) -> None:
     folder = save_tiny(tmp_path, "qwen3-tied")
-    for prompt, answer in zip(PROMPTS, transformers_engine(folder).generate(PROMPTS, seeds=[0, 0], temperature=0.0), strict=True):
+    for prompt, answer in zip(
+        PROMPTS,
+        transformers_engine(folder).generate(PROMPTS, seeds=[0, 0], temperature=0.0),
+        strict=True,
+    ):
         row = [*prompt.token_ids, *answer.token_ids]
         logp = transformers_logits(folder, [row])[0].log_softmax(-1)[len(prompt.token_ids) - 1 : -1]
         assert list(answer.token_ids) == logp.argmax(-1).tolist()
@@ -166,7 +182,9 @@ def test_the_oracle_reports_log_probs_of_the_tempered_distribution(tmp_path: Pat
     torch.testing.assert_close(torch.tensor(answer.logprobs), picked, atol=1e-5, rtol=0)
 
 
-def test_the_oracle_refuses_a_push_with_a_tensor_missing_unknown_or_misshapen(tmp_path: Path) -> None:
+def test_the_oracle_refuses_a_push_with_a_tensor_missing_unknown_or_misshapen(
+    tmp_path: Path,
+) -> None:
     folder = save_tiny(tmp_path, "qwen2")
     tensors = load_file(folder / "model.safetensors")
     engine = transformers_engine(folder)
@@ -186,12 +204,21 @@ def chosen_by_hand(config: Any, gate: Any, hidden: torch.Tensor) -> list[list[in
     chosen = []
     for token in scores:
         if not hasattr(gate, "e_score_correction_bias"):
-            chosen.append(sorted(range(len(token)), key=lambda expert: -token[expert])[: config.num_experts_per_tok])
+            chosen.append(
+                sorted(range(len(token)), key=lambda expert: -token[expert])[
+                    : config.num_experts_per_tok
+                ]
+            )
             continue
-        biased = [1 / (1 + math.exp(-x)) + float(b) for x, b in zip(token, gate.e_score_correction_bias, strict=True)]
+        biased = [
+            1 / (1 + math.exp(-x)) + float(b)
+            for x, b in zip(token, gate.e_score_correction_bias, strict=True)
+        ]
         size = len(token) // config.n_group
         groups = [range(start, start + size) for start in range(0, len(token), size)]
-        groups.sort(key=lambda group: -sum(sorted((biased[expert] for expert in group), reverse=True)[:2]))
+        groups.sort(
+            key=lambda group: -sum(sorted((biased[expert] for expert in group), reverse=True)[:2])
+        )
         allowed = [expert for group in groups[: config.topk_group] for expert in group]
         best = sorted(allowed, key=lambda expert: -biased[expert])[: config.num_experts_per_tok]
         chosen.append(sorted(best, key=lambda expert: -token[expert]))
@@ -199,29 +226,46 @@ def chosen_by_hand(config: Any, gate: Any, hidden: torch.Tensor) -> list[list[in
 
 
 @pytest.mark.parametrize("variant", ["qwen3-moe", "qwen2-moe", "mixtral", "deepseek-v3"])
-def test_the_oracle_takes_experts_one_by_one_and_tells_where_each_token_went(variant: str, tmp_path: Path) -> None:
+def test_the_oracle_takes_experts_one_by_one_and_tells_where_each_token_went(
+    variant: str, tmp_path: Path
+) -> None:
     folder = save_tiny(tmp_path, variant)
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     gates = [module for module in plain.modules() if "topkrouter" in type(module).__name__.lower()]
     fed: list[torch.Tensor] = []
     for gate in gates:
-        gate.register_forward_pre_hook(lambda module, given: fed.append(given[0].reshape(-1, given[0].shape[-1])))
-    for prompt, answer in zip(PROMPTS, transformers_engine(folder).generate(PROMPTS, seeds=[0, 0], temperature=0.0), strict=True):
+        gate.register_forward_pre_hook(
+            lambda module, given: fed.append(given[0].reshape(-1, given[0].shape[-1]))
+        )
+    for prompt, answer in zip(
+        PROMPTS,
+        transformers_engine(folder).generate(PROMPTS, seeds=[0, 0], temperature=0.0),
+        strict=True,
+    ):
         row = [*prompt.token_ids, *answer.token_ids]
         fed.clear()
         with torch.no_grad():
-            logp = plain(torch.tensor([row[:-1]])).logits[0].log_softmax(-1)[len(prompt.token_ids) - 1 :]
+            logp = (
+                plain(torch.tensor([row[:-1]]))
+                .logits[0]
+                .log_softmax(-1)[len(prompt.token_ids) - 1 :]
+            )
         assert list(answer.token_ids) == logp.argmax(-1).tolist()
         picked = logp.gather(-1, torch.tensor(answer.token_ids)[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(answer.logprobs), picked, atol=1e-5, rtol=0)
-        by_layer = [chosen_by_hand(plain.config, gate, hidden) for gate, hidden in zip(gates, fed, strict=True)]
+        by_layer = [
+            chosen_by_hand(plain.config, gate, hidden)
+            for gate, hidden in zip(gates, fed, strict=True)
+        ]
         assert answer.routes is not None
         assert answer.routes.shape == (len(row) - 1, len(gates), plain.config.num_experts_per_tok)
         assert answer.routes.transpose(0, 1).tolist() == by_layer
 
 
 def test_a_dense_model_has_no_routes(tmp_path: Path) -> None:
-    (answer, _) = transformers_engine(save_tiny(tmp_path, "qwen3")).generate(PROMPTS, seeds=[0, 0], temperature=0.0)
+    (answer, _) = transformers_engine(save_tiny(tmp_path, "qwen3")).generate(
+        PROMPTS, seeds=[0, 0], temperature=0.0
+    )
     assert answer.routes is None
 
 

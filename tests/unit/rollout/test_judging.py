@@ -13,7 +13,10 @@ ANSWERS = [Completion((n, n), (0.0, 0.0), "stop", 0) for n in range(4)]
 
 
 def score(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
-    return [{"reward": float(10 * p.index + c.token_ids[0])} for p, c in zip(prompts, completions, strict=True)]
+    return [
+        {"reward": float(10 * p.index + c.token_ids[0])}
+        for p, c in zip(prompts, completions, strict=True)
+    ]
 
 
 def test_every_answer_gets_the_score_of_its_own_prompt_in_whatever_order_they_finish() -> None:
@@ -28,7 +31,9 @@ def test_every_answer_gets_the_score_of_its_own_prompt_in_whatever_order_they_fi
 def test_rewards_are_at_work_while_answers_are_still_to_come() -> None:
     begun, last = threading.Event(), threading.Event()
 
-    def waits(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
+    def waits(
+        prompts: Sequence[Prompt], completions: Sequence[Completion]
+    ) -> list[dict[str, float]]:
         begun.set()
         assert last.wait(10), "it was asked only after the last answer"
         return score(prompts, completions)
@@ -38,11 +43,16 @@ def test_rewards_are_at_work_while_answers_are_still_to_come() -> None:
         assert begun.wait(10)
         judging.finished([1], ANSWERS[1:2])
         last.set()
-        assert [answer.scores for answer in judging.scored().values()] == [{"reward": 0.0}, {"reward": 11.0}]
+        assert [answer.scores for answer in judging.scored().values()] == [
+            {"reward": 0.0},
+            {"reward": 11.0},
+        ]
 
 
 def test_what_a_reward_raises_is_raised_where_its_scores_are_wanted() -> None:
-    def broken(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
+    def broken(
+        prompts: Sequence[Prompt], completions: Sequence[Completion]
+    ) -> list[dict[str, float]]:
         raise ValueError("no such label")
 
     judging = RewardWorkers(broken, PROMPTS)
@@ -51,16 +61,23 @@ def test_what_a_reward_raises_is_raised_where_its_scores_are_wanted() -> None:
         judging.scored()
 
 
-def test_a_reward_that_takes_longer_than_its_limit_is_refused_and_nobody_waits_for_it_any_more() -> None:
+def test_a_reward_that_takes_longer_than_its_limit_is_refused_and_nobody_waits_for_it_any_more() -> (
+    None
+):
     never = threading.Event()
 
-    def hangs(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
+    def hangs(
+        prompts: Sequence[Prompt], completions: Sequence[Completion]
+    ) -> list[dict[str, float]]:
         never.wait(600)
         return []
 
     with RewardWorkers(hangs, PROMPTS, limit=0.1) as judging:
         judging.finished([1, 2], ANSWERS[1:3])
-        with pytest.raises(RewardError, match=r"reward.timeout=0.1 s for 2 answer\(s\), the first of them to prompt 1"):
+        with pytest.raises(
+            RewardError,
+            match=r"reward.timeout=0.1 s for 2 answer\(s\), the first of them to prompt 1",
+        ):
             judging.scored()
     waiting = [thread.daemon for thread in threading.enumerate() if thread.name == "reward"]
     never.set()
@@ -70,7 +87,9 @@ def test_a_reward_that_takes_longer_than_its_limit_is_refused_and_nobody_waits_f
 def test_a_request_to_stop_ends_the_wait_for_scores() -> None:
     never = threading.Event()
 
-    def some(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
+    def some(
+        prompts: Sequence[Prompt], completions: Sequence[Completion]
+    ) -> list[dict[str, float]]:
         if prompts[0].index == 1:
             never.wait(600)
         return score(prompts, completions)
@@ -88,7 +107,9 @@ def test_answers_that_wait_for_a_thread_are_not_late_yet() -> None:
     """The limit is of the reward's own time, not of a queue before it."""
     begun = threading.Semaphore(0)
 
-    def slow(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
+    def slow(
+        prompts: Sequence[Prompt], completions: Sequence[Completion]
+    ) -> list[dict[str, float]]:
         begun.release()
         time.sleep(0.2)
         return score(prompts, completions)

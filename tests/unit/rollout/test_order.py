@@ -19,7 +19,9 @@ class AsLongAsItsSeed(ScriptedEngine):
 
 def prompts_of(*lengths: int) -> list[Prompt]:
     """As long as given, no two alike."""
-    return [Prompt((place, *(7,) * (length - 1)), index=place) for place, length in enumerate(lengths)]
+    return [
+        Prompt((place, *(7,) * (length - 1)), index=place) for place, length in enumerate(lengths)
+    ]
 
 
 def answers_of(lengths: Sequence[int]) -> list[Completion]:
@@ -39,7 +41,9 @@ def steps_of(orders: list[list[int]], lengths: list[int], *, slots: int) -> int:
     for places in orders:
         engine = AsLongAsItsSeed(RolloutConfig(max_batch=slots), vocabulary=9, stop_ids=[3])
         engine.load_weights([], version=0)
-        found = engine.generate([Prompt((1,))] * len(places), seeds=[lengths[p] for p in places], temperature=1.0)
+        found = engine.generate(
+            [Prompt((1,))] * len(places), seeds=[lengths[p] for p in places], temperature=1.0
+        )
         assert [len(answer.token_ids) for answer in found] == [lengths[p] for p in places]
         taken.append(engine.steps)
     return max(taken)
@@ -49,12 +53,17 @@ def test_a_second_rollout_ends_after_fewer_engine_steps_than_one_in_the_order_gi
     lengths = [2, 3, 2, 4, 3, 2, 3, 40, 2, 3, 2, 3, 30, 2, 3, 36]
     prompts, halves = prompts_of(*[5] * 16), [list(range(8)), list(range(8, 16))]
     seen = Lengths()
-    assert shares(prompts, seen.expected(prompts), 1) == [list(range(16))], "nothing tells new prompts of one length apart"
+    assert shares(prompts, seen.expected(prompts), 1) == [list(range(16))], (
+        "nothing tells new prompts of one length apart"
+    )
     seen.learn(prompts, answers_of(lengths))
     as_given = steps_of(halves, lengths, slots=2)
     balanced = steps_of(shares(prompts, seen.expected(prompts), 2), lengths, slots=2)
     assert (as_given, balanced) == (49, 40), "40 is the longest answer: no order is faster"
-    alone = [steps_of(order, lengths, slots=3) for order in ([list(range(16))], shares(prompts, seen.expected(prompts), 1))]
+    alone = [
+        steps_of(order, lengths, slots=3)
+        for order in ([list(range(16))], shares(prompts, seen.expected(prompts), 1))
+    ]
     assert alone == [54, 47], "140 tokens in 3 slots take 47 steps at least"
 
 
@@ -76,20 +85,30 @@ def test_siblings_stay_together_where_there_is_enough_to_balance_and_only_there(
     assert [len(part) for part in shares(few, [4.0] * 4, 4)] == [1, 1, 1, 1]
 
 
-def test_each_engine_begins_as_many_as_it_has_room_for_and_the_rest_is_there_once_in_ever_smaller_pieces() -> None:
+def test_each_engine_begins_as_many_as_it_has_room_for_and_the_rest_is_there_once_in_ever_smaller_pieces() -> (
+    None
+):
     requests = [prompt for prompt in prompts_of(*range(30, 2, -1)) for _ in range(6)]
     expected = Lengths().expected(requests)
     first, rest = ordered(requests, expected, 2, 12)
     assert [len(part) for part in first] == [12, 12]
     assert sorted(place for part in (*first, *rest) for place in part) == list(range(len(requests)))
-    assert max(expected[place] for piece in rest for place in piece) <= min(expected[part[-1]] for part in first)
+    assert max(expected[place] for piece in rest for place in piece) <= min(
+        expected[part[-1]] for part in first
+    )
     sizes = [len(piece) for piece in rest]
-    assert [expected[piece[0]] for piece in rest] == sorted((expected[piece[0]] for piece in rest), reverse=True)
+    assert [expected[piece[0]] for piece in rest] == sorted(
+        (expected[piece[0]] for piece in rest), reverse=True
+    )
     assert sizes[0] == 6 and sizes[-12:] == [1] * 12
-    assert all(len({place // 6 for place in piece}) == 1 for piece in rest), "a piece is of one prompt"
+    assert all(len({place // 6 for place in piece}) == 1 for piece in rest), (
+        "a piece is of one prompt"
+    )
 
 
-def test_an_engine_that_one_process_asks_takes_its_own_then_the_rest_and_then_what_another_cannot_begin() -> None:
+def test_an_engine_that_one_process_asks_takes_its_own_then_the_rest_and_then_what_another_cannot_begin() -> (
+    None
+):
     waiting = Waiting(RequestOrder([[0, 1], [2, 3, 4, 5]], [[6, 7]]))
     assert list(waiting.taken({0: 3, 1: 2})) == [(0, 0), (0, 1), (0, 6), (1, 2), (1, 3)]
     assert list(waiting.taken({0: 2})) == [(0, 7), (0, 4)], "the second has no room"
@@ -97,10 +116,14 @@ def test_an_engine_that_one_process_asks_takes_its_own_then_the_rest_and_then_wh
     assert list(waiting.taken({0: 9, 1: 1})) == [(1, 5)], "it begins its own itself, where it can"
     waiting = Waiting(RequestOrder([[0, 1], [2]], [[6, 7]]))
     assert list(waiting.taken({0: 1})) == [(0, 0)]
-    assert list(waiting.taken({1: 2})) == [(1, 2), (1, 6)], "the first takes no piece while it has its own"
+    assert list(waiting.taken({1: 2})) == [(1, 2), (1, 6)], (
+        "the first takes no piece while it has its own"
+    )
 
 
-def test_new_prompts_are_expected_to_be_answered_in_proportion_and_known_ones_as_last_time() -> None:
+def test_new_prompts_are_expected_to_be_answered_in_proportion_and_known_ones_as_last_time() -> (
+    None
+):
     prompts = prompts_of(2, 4, 6)
     seen = Lengths()
     assert seen.expected(prompts) == [2, 4, 6]
@@ -125,7 +148,8 @@ def test_what_is_expected_comes_back_from_a_state() -> None:
     again.load_state(seen.state())
     assert again.expected(prompts) == seen.expected(prompts)
     assert again.expected(prompts)[0] == 3
-    again.load_state({"answers": {"83e7cb593f452c57": 4.0}, "tokens": [5, 3]})  # as format 2 has the first prompt
+    # as format 2 has the first prompt
+    again.load_state({"answers": {"83e7cb593f452c57": 4.0}, "tokens": [5, 3]})
     assert again.expected(prompts)[0] == 4
 
 

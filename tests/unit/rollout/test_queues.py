@@ -60,7 +60,8 @@ def test_a_process_waits_for_the_first_of_its_engine_and_hears_that_it_broke_dow
     waiting.join(10)
     assert said == ["The first process of this engine broke down."]
     for queue in (leader, follower):
-        queue.begin()  # the engine has started again, and its first process has not broken down since
+        # the engine has started again, and its first process has not broken down since
+        queue.begin()
     assert leader.take(1) == follower.take(1) == [3, 4]
 
 
@@ -73,7 +74,9 @@ def test_a_rollout_leaves_nothing_at_the_board() -> None:
         assert leader.take(room) == follower.take(room)
     leader.broke()
     other.take(1)
-    assert board.num_keys() == empty + 7, "the count, five turns (the last one found nothing) and the fault"
+    assert board.num_keys() == empty + 7, (
+        "the count, five turns (the last one found nothing) and the fault"
+    )
     for queue in (leader, follower, other):
         queue.end()
     assert board.num_keys() == empty
@@ -97,7 +100,9 @@ def test_pieces_are_dealt_alike_everywhere_to_engines_with_room_the_emptiest_fir
     assert [queue.deal([9, 9]) for queue in queues] == [False, False], "nothing is left"
 
 
-def test_what_was_given_before_an_engine_broke_down_is_asked_for_once_more_and_not_dealt_again() -> None:
+def test_what_was_given_before_an_engine_broke_down_is_asked_for_once_more_and_not_dealt_again() -> (
+    None
+):
     queue = Dealt(ORDER, 1, slots=2)
     queue.begin()
     queue.deal([0, 2])

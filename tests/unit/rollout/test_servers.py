@@ -1,4 +1,6 @@
-"""What is asked of vLLM's servers, and in which order; real ones are in tests/distributed/test_servers.py."""
+"""What is asked of vLLM's servers, and in which order; real ones are in
+tests/distributed/test_servers.py.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,9 @@ from rftmega.rollout.servers import ServerEngine
 
 
 class Scripted:
-    """A server's weight updates as vLLM's worker keeps them: one at a time, and a failing one ends itself alone."""
+    """A server's weight updates as vLLM's worker keeps them: one at a time, and a failing one ends
+    itself alone.
+    """
 
     alive = True
 
@@ -45,7 +49,9 @@ class Scripted:
 
 def engine_of(*fakes: Scripted) -> ServerEngine:
     elsewhere = World(1, 2, 1, 2, torch.device("cpu"))  # starts none
-    engine = ServerEngine("model", RolloutConfig(), elsewhere, dtype="float32", stop_ids=[1], logs="logs")
+    engine = ServerEngine(
+        "model", RolloutConfig(), elsewhere, dtype="float32", stop_ids=[1], logs="logs"
+    )
     engine.servers = list(fakes)  # type: ignore[arg-type]
     return engine
 
@@ -90,7 +96,10 @@ def test_an_answer_under_other_weights_than_the_last_pushs_is_an_error() -> None
         "weight_versions": [{"version": "3", "start": 0, "end": 2}],
     }
     assert engine._completion(choice).logprobs == (-0.5, -0.25)
-    choice["weight_versions"] = [{"version": "3", "start": 0, "end": 1}, {"version": "2", "start": 1, "end": 2}]
+    choice["weight_versions"] = [
+        {"version": "3", "start": 0, "end": 1},
+        {"version": "2", "start": 1, "end": 2},
+    ]
     with pytest.raises(EngineError, match="answered under weights"):
         engine._completion(choice)
 
@@ -108,10 +117,23 @@ def test_a_server_that_does_not_start_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("said", "code", "passes"),
     [
-        ("pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig", 1, False),
+        (
+            "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig",
+            1,
+            False,
+        ),
         ("(EngineCore pid=7) ValueError: No available memory for the cache blocks.", 1, False),
-        ("RuntimeError: Failed to infer device type, please set the environment variable", 1, False),  # CUDA's build, no GPU
-        ("(EngineCore pid=7) ValueError: Free memory on device cuda:0 (1.0/80.0 GiB) on startup is less than desired", 1, True),
+        # CUDA's build, no GPU
+        (
+            "RuntimeError: Failed to infer device type, please set the environment variable",
+            1,
+            False,
+        ),
+        (
+            "(EngineCore pid=7) ValueError: Free memory on device cuda:0 (1.0/80.0 GiB) on startup is less than desired",
+            1,
+            True,
+        ),
         ("ValueError: on an earlier line\ntorch.OutOfMemoryError: CUDA out of memory.", 1, True),
         ("OSError: [Errno 98] Address already in use", 1, True),
         ("RuntimeError: CUDA error: an illegal memory access was encountered", 1, True),

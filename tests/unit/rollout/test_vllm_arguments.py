@@ -1,4 +1,6 @@
-"""What vLLM is asked for on CUDA, against the signatures of the version that is installed; and what it must not change."""
+"""What vLLM is asked for on CUDA, against the signatures of the version that is installed; and what
+it must not change.
+"""
 
 import inspect
 from dataclasses import fields
@@ -32,28 +34,47 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setattr(vllm, "LLM", FakeLLM)
     (tmp_path / "config.json").write_text('{"model_type": "deepseek_v3"}')
     with imitated(monkeypatch):
-        config = RolloutConfig(memory_fraction=0.45, max_prompt_tokens=100, max_response_tokens=28, max_batch=7)
-        yield vllm.VLLMEngine(tmp_path, config, World(3, 8, 3, 8, torch.device("cpu")), dtype="auto", stop_ids=[1])
+        config = RolloutConfig(
+            memory_fraction=0.45, max_prompt_tokens=100, max_response_tokens=28, max_batch=7
+        )
+        yield vllm.VLLMEngine(
+            tmp_path, config, World(3, 8, 3, 8, torch.device("cpu")), dtype="auto", stop_ids=[1]
+        )
 
 
-def test_its_arguments_on_cuda_are_known_to_the_engine_and_mean_what_was_configured(engine: Any) -> None:
+def test_its_arguments_on_cuda_are_known_to_the_engine_and_mean_what_was_configured(
+    engine: Any,
+) -> None:
     from vllm import LLM
     from vllm.engine.arg_utils import EngineArgs
 
-    known = {field.name for field in fields(EngineArgs)} | set(inspect.signature(LLM.__init__).parameters)
+    known = {field.name for field in fields(EngineArgs)} | set(
+        inspect.signature(LLM.__init__).parameters
+    )
     assert FakeLLM.given.keys() <= known
     given = FakeLLM.given
     assert (given["gpu_memory_utilization"], given["enable_sleep_mode"]) == (0.45, True)
     assert "kv_cache_memory_bytes" not in given
-    assert given["hf_overrides"] == {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}, "not as its makers wrote it"
+    assert given["hf_overrides"] == {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}, (
+        "not as its makers wrote it"
+    )
     assert "compilation_config" not in given, "its own kernels serve"
-    assert (given["dtype"], given["enforce_eager"], given["load_format"]) == ("bfloat16", False, "dummy")
+    assert (given["dtype"], given["enforce_eager"], given["load_format"]) == (
+        "bfloat16",
+        False,
+        "dummy",
+    )
     assert (given["max_model_len"], given["max_num_seqs"]) == (128, 7)
-    assert (given["tensor_parallel_size"], given["distributed_executor_backend"]) == (1, "external_launcher")
+    assert (given["tensor_parallel_size"], given["distributed_executor_backend"]) == (
+        1,
+        "external_launcher",
+    )
     assert given["seed"] == 3, "engines draw differently"
 
 
-def test_the_host_keeps_its_threads(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+def test_the_host_keeps_its_threads(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -63,7 +84,9 @@ def test_the_host_keeps_its_threads(monkeypatch: pytest.MonkeyPatch, request: py
         torch.set_num_threads(before)
 
 
-def test_every_request_has_parameters_that_the_engine_knows(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_request_has_parameters_that_the_engine_knows(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from vllm import SamplingParams
 
     assert "logprobs" in inspect.signature(SamplingParams).parameters
@@ -81,7 +104,9 @@ def test_every_request_has_parameters_that_the_engine_knows(engine: Any, monkeyp
     engine._llm.llm_engine = Core()
     from rftmega.types import Prompt
 
-    engine._generate([Prompt((1, 2))], [7], 0.7, lambda places, found: None, lambda: True, lambda room: ())
+    engine._generate(
+        [Prompt((1, 2))], [7], 0.7, lambda places, found: None, lambda: True, lambda room: ()
+    )
     (params,) = asked
     assert (params.temperature, params.seed, params.max_tokens, params.logprobs) == (0.7, 7, 28, 0)
     assert (params.stop_token_ids, params.ignore_eos, params.detokenize) == ([1], True, False)

@@ -1,4 +1,6 @@
-"""Each layer of the sandbox by itself, while the others are off: what two layers refuse, either may have forgotten."""
+"""Each layer of the sandbox by itself, while the others are off: what two layers refuse, either may
+have forgotten.
+"""
 
 import socket
 import subprocess
@@ -13,13 +15,24 @@ from rftmega.rewards.code import _environment
 def python(program: str, said: str = "") -> str:
     """What a fresh interpreter writes that runs `program`."""
     command = [sys.executable, "-s", "-P", "-c", program]
-    done = subprocess.run(command, input=said, capture_output=True, text=True, env=_environment(), cwd="/", check=False)
+    done = subprocess.run(
+        command,
+        input=said,
+        capture_output=True,
+        text=True,
+        env=_environment(),
+        cwd="/",
+        check=False,
+    )
     return done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
 def namespaces() -> None:
-    if python("from rftmega.sandbox import confine; confine.enter_namespaces(); print('in')") != "in\n":
+    if (
+        python("from rftmega.sandbox import confine; confine.enter_namespaces(); print('in')")
+        != "in\n"
+    ):
         pytest.skip("this machine gives no namespaces")
 
 
@@ -52,14 +65,21 @@ def test_the_network_namespace_alone_has_nobody_to_talk_to(namespaces: None, lis
 @pytest.mark.parametrize("kind", ["mnt", "net", "ipc", "uts"])
 def test_each_namespace_is_a_new_one(kind: str, namespaces: None) -> None:
     where = f"import os; print(os.readlink('/proc/self/ns/{kind}'))\n"
-    before, after = python(where + "from rftmega.sandbox import confine; confine.enter_namespaces()\n" + where).split()
+    before, after = python(
+        where + "from rftmega.sandbox import confine; confine.enter_namespaces()\n" + where
+    ).split()
     assert before != after
 
 
 def test_the_filter_alone_gives_no_socket_to_the_network(listener: int) -> None:
-    install = "from rftmega.sandbox import confine; assert confine.filter_system_calls(own_pid=None)\n"
+    install = (
+        "from rftmega.sandbox import confine; assert confine.filter_system_calls(own_pid=None)\n"
+    )
     assert python(install + reached(listener)) == "not PermissionError\n"
-    assert python(install + "import socket; socket.socketpair(); print('pairs work')") == "pairs work\n"
+    assert (
+        python(install + "import socket; socket.socketpair(); print('pairs work')")
+        == "pairs work\n"
+    )
 
 
 def test_the_limits_alone_bound_memory_files_and_tasks() -> None:

@@ -21,7 +21,10 @@ class Price:
         return self.cents == (other.cents if isinstance(other, Price) else other)
 
 
-@pytest.mark.parametrize("lie", [Yes(), [1, Yes()], {"a": (Yes(),)}, type("Word", (str,), {"__eq__": lambda *each: True})("x")])
+@pytest.mark.parametrize(
+    "lie",
+    [Yes(), [1, Yes()], {"a": (Yes(),)}, type("Word", (str,), {"__eq__": lambda *each: True})("x")],
+)
 def test_what_equals_everything_is_no_answer(lie: object) -> None:
     with pytest.raises(AssertionError, match="equals everything"):
         honest(lie)
@@ -75,4 +78,6 @@ def test_the_proof_needs_the_token_and_the_tests_end() -> None:
     assert said_after("x = 1", "assert x == 1", token) == proof(token) != proof(os.urandom(32))
     with pytest.raises(AssertionError):
         said_after("x = 2", "assert x == 1", token)
-    assert ast.unparse(honest_comparisons("a < b", "g")) == "a < b", "only what asks for equality is changed"
+    assert ast.unparse(honest_comparisons("a < b", "g")) == "a < b", (
+        "only what asks for equality is changed"
+    )

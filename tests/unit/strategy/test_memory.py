@@ -32,7 +32,9 @@ def counters(monkeypatch: pytest.MonkeyPatch) -> Counters:
     return found
 
 
-def test_the_most_of_a_phase_is_that_of_all_its_holds_and_of_no_other_phases(counters: Counters) -> None:
+def test_the_most_of_a_phase_is_that_of_all_its_holds_and_of_no_other_phases(
+    counters: Counters,
+) -> None:
     memory, told = Memory({}, {}), []
     for step in (1, 2):
         for phase, holds in (("score", (5 * step, 9, 8)), ("update", (7, 2))):
@@ -44,5 +46,8 @@ def test_the_most_of_a_phase_is_that_of_all_its_holds_and_of_no_other_phases(cou
     memory.end()
     assert told == [9, 7, 10, 7]
     found = memory.take()
-    assert (found["memory_score_most_allocated_mib"], found["memory_update_most_allocated_mib"]) == (10, 7)
+    assert (
+        found["memory_score_most_allocated_mib"],
+        found["memory_update_most_allocated_mib"],
+    ) == (10, 7)
     assert memory.take() == {}, "a step tells what it measured, not what one before did"

@@ -1,4 +1,8 @@
-"""The file for sbatch: what it asks Slurm for, what a rank is told, and what happens after each end. On Slurm: tests/slurm."""
+"""The file for sbatch: what it asks Slurm for, what a rank is told, and what happens after each
+end.
+
+On Slurm: tests/slurm.
+"""
 
 import json
 import os
@@ -61,23 +65,43 @@ trainer: {output: out}
 def write(*more: str, code: int = 0) -> str:
     """The file's text."""
     given = ["slurm", "run.yaml", "--nodes", "2", *more]
-    assert launch.main(given if "--gpus-per-node" in more else [*given, "--processes-per-node", "2"]) == code
+    assert (
+        launch.main(given if "--gpus-per-node" in more else [*given, "--processes-per-node", "2"])
+        == code
+    )
     return Path("out/slurm/run.sbatch").read_text() if code == 0 else ""
 
 
 def run(code: int = 0, job: int = 7) -> "subprocess.CompletedProcess[str]":
     slurm = {"SLURM_JOB_ID": str(job), "SLURM_JOB_NODELIST": "n[1-2]", "SRUN_CODE": str(code)}
     return subprocess.run(
-        ["bash", "out/slurm/run.sbatch"], env=os.environ | slurm, capture_output=True, text=True, check=False, timeout=60
+        ["bash", "out/slurm/run.sbatch"],
+        env=os.environ | slurm,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
     )
 
 
 def asked(text: str) -> list[str]:
-    return [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH ")]
+    return [
+        line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH ")
+    ]
 
 
 def test_sbatch_is_asked_for_nodes_a_restart_and_a_signal_in_time(folder: Path) -> None:
-    options = asked(write("--gpus-per-node", "8", "--time", "1-00:00:00", "--partition", "gpu", "--sbatch=--qos=high"))
+    options = asked(
+        write(
+            "--gpus-per-node",
+            "8",
+            "--time",
+            "1-00:00:00",
+            "--partition",
+            "gpu",
+            "--sbatch=--qos=high",
+        )
+    )
     assert options == [
         "--job-name=out", "--nodes=2", "--ntasks-per-node=8", "--gpus-per-node=8", "--exclusive", "--mem=0",
         "--time=1-00:00:00", "--partition=gpu", f"--chdir={folder}", f"--output={folder}/out/slurm/%j.log",
@@ -91,11 +115,16 @@ def test_others_may_not_read_the_environment_in_the_file_nor_the_logs(folder: Pa
         assert "\numask o=" in write().partition("srun")[0]
     finally:
         os.umask(before)
-    assert [oct(path.stat().st_mode & 0o777) for path in map(Path, ("out/slurm/run.sbatch", "out/slurm"))] == ["0o640", "0o750"]
+    assert [
+        oct(path.stat().st_mode & 0o777)
+        for path in map(Path, ("out/slurm/run.sbatch", "out/slurm"))
+    ] == ["0o640", "0o750"]
 
 
 def test_bash_and_shellcheck_find_nothing(folder: Path) -> None:
-    text = write('reward.format_pattern=it\'s $HOME "here"', "reward.format=1", "--container", "image:1")
+    text = write(
+        'reward.format_pattern=it\'s $HOME "here"', "reward.format=1", "--container", "image:1"
+    )
     subprocess.run(["bash", "-n", "out/slurm/run.sbatch"], check=True)
     if shutil.which("shellcheck"):
         subprocess.run(["shellcheck", "out/slurm/run.sbatch"], check=True)
@@ -107,16 +136,34 @@ def test_every_rank_is_told_who_it_is_and_where_all_meet(folder: Path) -> None:
     write(awkward, "reward.format=1", "--python", str(folder / "bin/rank"))
     done = run()
     ranks = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert [(rank["RANK"], rank["LOCAL_RANK"]) for rank in ranks] == [("0", "0"), ("1", "1"), ("2", "0"), ("3", "1")]
+    assert [(rank["RANK"], rank["LOCAL_RANK"]) for rank in ranks] == [
+        ("0", "0"),
+        ("1", "1"),
+        ("2", "0"),
+        ("3", "1"),
+    ]
     for rank in ranks:
-        assert (rank["WORLD_SIZE"], rank["LOCAL_WORLD_SIZE"], rank["MASTER_ADDR"]) == ("4", "2", "10.0.0.1")
-        assert 20000 <= int(rank["MASTER_PORT"]) < 30000  # below the ports that Linux gives out by itself
-        assert rank["arguments"] == ["-u", str(launch.ROOT / "train_rl.py"), "run.yaml", awkward, "reward.format=1"]
+        assert (rank["WORLD_SIZE"], rank["LOCAL_WORLD_SIZE"], rank["MASTER_ADDR"]) == (
+            "4",
+            "2",
+            "10.0.0.1",
+        )
+        # below the ports that Linux gives out by itself
+        assert 20000 <= int(rank["MASTER_PORT"]) < 30000
+        assert rank["arguments"] == [
+            "-u",
+            str(launch.ROOT / "train_rl.py"),
+            "run.yaml",
+            awkward,
+            "reward.format=1",
+        ]
     assert f"--output={folder}/out/slurm/%j-rank-%t.log" in Path("calls").read_text()
     assert done.returncode == 0
 
 
-def test_the_environment_is_written_down_and_secrets_are_not(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_is_written_down_and_secrets_are_not(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hidden = {"HF_TOKEN": "s3cr3t-1", "WANDB_API_KEY": "s3cr3t-2", "VLLM_PASSWORD": "s3cr3t-3", "NCCL_SECRET": "s3cr3t-4",
               "HF_ENDPOINT": "https://me:s3cr3t-5@hub", "HF_URL": "http://h/?api_key=s3cr3t-6", "OTHER": "s3cr3t-7"}  # fmt: skip
     for name, value in hidden.items():
@@ -132,20 +179,34 @@ def test_the_environment_is_written_down_and_secrets_are_not(folder: Path, monke
 
 @pytest.mark.parametrize(
     ("code", "again", "ends_with"),
-    [(0, False, 0), (75, True, 0), (2, False, 2), (76, False, 76), (77, False, 77), (1, True, 0), (137, True, 0)],
+    [
+        (0, False, 0),
+        (75, True, 0),
+        (2, False, 2),
+        (76, False, 76),
+        (77, False, 77),
+        (1, True, 0),
+        (137, True, 0),
+    ],
 )
-def test_what_a_restart_mends_goes_back_into_the_queue(code: int, again: bool, ends_with: int, folder: Path) -> None:
+def test_what_a_restart_mends_goes_back_into_the_queue(
+    code: int, again: bool, ends_with: int, folder: Path
+) -> None:
     write("--python", "true")
     done = run(code)
     assert ("scontrol requeue 7" in Path("calls").read_text()) == again
     assert done.returncode == ends_with
 
 
-def test_a_rank_that_refuses_ends_the_job_also_where_srun_tells_of_those_that_it_killed(folder: Path) -> None:
+def test_a_rank_that_refuses_ends_the_job_also_where_srun_tells_of_those_that_it_killed(
+    folder: Path,
+) -> None:
     """While rank 1 refuses, the others wait for it in a collective."""
     program = folder / "bin/rank"
     train = f"{sys.executable} {launch.ROOT / 'train_rl.py'} {folder / 'broken.yaml'}"
-    program.write_text(f"#!/bin/bash\nif [ $RANK = 1 ]; then WORLD_SIZE=1 PYTHONPATH={launch.ROOT} {train}; exit $?; fi\n")
+    program.write_text(
+        f"#!/bin/bash\nif [ $RANK = 1 ]; then WORLD_SIZE=1 PYTHONPATH={launch.ROOT} {train}; exit $?; fi\n"
+    )
     (folder / "broken.yaml").write_text("model: {}")
     write("--python", str(program))
     done = run(137)
@@ -166,7 +227,9 @@ def test_the_code_of_a_run_that_saved_is_the_configs(folder: Path) -> None:
     assert [run(99).returncode, run(75).returncode] == [0, 75]
 
 
-def test_a_fault_that_comes_again_after_the_same_checkpoint_ends_it_and_being_stopped_does_not(folder: Path) -> None:
+def test_a_fault_that_comes_again_after_the_same_checkpoint_ends_it_and_being_stopped_does_not(
+    folder: Path,
+) -> None:
     write("--python", "true", "--max-failures", "2")
     assert [run(75).returncode for _ in range(3)] == [0, 0, 0]
     assert run(137).returncode == 0
@@ -190,7 +253,10 @@ def test_a_fault_that_comes_again_after_the_same_checkpoint_ends_it_and_being_st
         (["--mounts", "/a:/a"], "--mounts needs --container"),
         (["--sbatch=qos=high"], "--sbatch=qos=high is no option"),
         (["--gpus-per-node", "0"], "--processes-per-node 0 must be at least 1"),
-        (["--gpus-per-node", "2", "--processes-per-node", "4"], "4 ranks a node are more than --gpus-per-node 2"),
+        (
+            ["--gpus-per-node", "2", "--processes-per-node", "4"],
+            "4 ranks a node are more than --gpus-per-node 2",
+        ),
         (["trainer.output=my runs"], "has characters that Slurm reads otherwise"),
         (["reward.remote_url=http://me:s3cr3t@host"], "reward.remote_url holds a secret"),
         (["trainer.step=1"], "Did you mean trainer.steps?"),
@@ -207,14 +273,26 @@ def test_what_cannot_work_is_refused_and_nothing_is_written(
     assert sorted(folder.rglob("*")) == before
 
 
-@pytest.mark.parametrize(("example", "nodes"), [("llama-3-70b", 8), ("qwen3-235b-a22b", 32), ("deepseek-v3", 64)])
+@pytest.mark.parametrize(
+    ("example", "nodes"), [("llama-3-70b", 8), ("qwen3-235b-a22b", 32), ("deepseek-v3", 64)]
+)
 def test_the_examples_lack_nothing_but_weights_and_data(
-    example: str, nodes: int, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    example: str,
+    nodes: int,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Engines of 16 and 32 devices have whole nodes of 8."""
     monkeypatch.chdir(Path(launch.__file__).parents[1])
     config = f"examples/planning/{example}/run.yaml"
-    given = ["slurm", config, f"--nodes={nodes}", "--gpus-per-node=8", f"trainer.output={folder / 'out'}"]
+    given = [
+        "slurm",
+        config,
+        f"--nodes={nodes}",
+        "--gpus-per-node=8",
+        f"trainer.output={folder / 'out'}",
+    ]
     assert launch.main(given) == 2
     said = capsys.readouterr().err.splitlines()[1:]
     assert len(said) == 2, said
@@ -222,14 +300,24 @@ def test_the_examples_lack_nothing_but_weights_and_data(
     assert any("holds no *.safetensors weights" in line for line in said)
 
 
-@pytest.mark.parametrize(("ranks", "node", "nodes"), [(1, 8, 1), (8, 8, 1), (16, 8, 2), (32, 8, 4), (12, 8, 0), (3, 8, 0)])
+@pytest.mark.parametrize(
+    ("ranks", "node", "nodes"),
+    [(1, 8, 1), (8, 8, 1), (16, 8, 2), (32, 8, 4), (12, 8, 0), (3, 8, 0)],
+)
 def test_an_engine_lies_within_a_node_or_has_whole_ones(ranks: int, node: int, nodes: int) -> None:
     assert nodes_of_engine(ranks, node) == nodes
 
 
 @pytest.mark.parametrize(
     ("limit", "seconds"),
-    [("90", 5400), ("1:30", 90), ("2:00:30", 7230), ("1-0", 86400), ("1-01:30", 91800), ("2-00:00:01", 172801)],
+    [
+        ("90", 5400),
+        ("1:30", 90),
+        ("2:00:30", 7230),
+        ("1-0", 86400),
+        ("1-01:30", 91800),
+        ("2-00:00:01", 172801),
+    ],
 )
 def test_slurms_times_are_read_as_slurm_reads_them(limit: str, seconds: int) -> None:
     assert launch.seconds_of(limit) == seconds

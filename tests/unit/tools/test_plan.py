@@ -17,11 +17,20 @@ def _at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def given(name: str, *more: str) -> list[str]:
-    return [f"examples/planning/{name}/run.yaml", "--gpus", str(PLANS[name]), "--gpu-memory", "80", *more]
+    return [
+        f"examples/planning/{name}/run.yaml",
+        "--gpus",
+        str(PLANS[name]),
+        "--gpu-memory",
+        "80",
+        *more,
+    ]
 
 
 @pytest.mark.parametrize("name", list(PLANS))
-def test_large_models_are_planned_and_fit_where_their_example_says_so(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_large_models_are_planned_and_fit_where_their_example_says_so(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert plan.main(given(name)) == 0
     said = capsys.readouterr().out
     assert "All of it fits." in said
@@ -30,7 +39,9 @@ def test_large_models_are_planned_and_fit_where_their_example_says_so(name: str,
         assert f"\n{phase} " in said
 
 
-def test_what_does_not_fit_is_said_with_the_nearest_layout_that_does(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_does_not_fit_is_said_with_the_nearest_layout_that_does(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     wrong = ["parallel.pipeline=1"]
     assert plan.main(given("llama-3-70b", *wrong)) == 1
     said = capsys.readouterr().out
@@ -40,8 +51,13 @@ def test_what_does_not_fit_is_said_with_the_nearest_layout_that_does(capsys: pyt
     found = json.loads(capsys.readouterr().out)
     changes = found["proposal"]["changes"]
     assert changes.keys() == {"parallel.pipeline"}
-    assert {"trainer.max_tokens_per_micro_batch": 4096} in [rejected["changes"] for rejected in found["rejected"]]
-    assert plan.main(given("llama-3-70b", *(f"{name}={value}" for name, value in changes.items()))) == 0
+    assert {"trainer.max_tokens_per_micro_batch": 4096} in [
+        rejected["changes"] for rejected in found["rejected"]
+    ]
+    assert (
+        plan.main(given("llama-3-70b", *(f"{name}={value}" for name, value in changes.items())))
+        == 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -53,6 +69,8 @@ def test_what_does_not_fit_is_said_with_the_nearest_layout_that_does(capsys: pyt
         (["parallel.tensr=2"], "Did you mean parallel.tensor?"),
     ],
 )
-def test_what_cannot_be_planned_is_refused(more: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_planned_is_refused(
+    more: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert plan.main(given("llama-3-70b", *more)) == 2
     assert complaint in capsys.readouterr().err

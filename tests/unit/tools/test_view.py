@@ -51,7 +51,9 @@ class Elements(HTMLParser):
 
 def test_hostile_text_comes_back_as_it_was_and_adds_no_element() -> None:
     harmless = Elements(view.page([sample(text="x")], title="x"))
-    hostile = Elements(view.page([sample(text=HOSTILE, reward_parts={HOSTILE: 1.0})], title=HOSTILE[:90]))
+    hostile = Elements(
+        view.page([sample(text=HOSTILE, reward_parts={HOSTILE: 1.0})], title=HOSTILE[:90])
+    )
     assert hostile.tags == harmless.tags
     table = json.loads(hostile.data["samples"])["samples"][0]
     assert (table["prompt"], table["response"], table["label"]) == (HOSTILE,) * 3
@@ -76,21 +78,39 @@ def test_only_the_pages_own_script_may_run_and_nothing_may_be_loaded() -> None:
 
 def test_the_table_has_lengths_and_gaps_and_colours_end_where_few_tokens_go() -> None:
     odd = sample()
-    odd["tokens"] = {key: [9.0] for key in ("id", "engine_logp", "trainer_logp", "gap", "advantage")} | {"text": ["x"]}
+    odd["tokens"] = {
+        key: [9.0] for key in ("id", "engine_logp", "trainer_logp", "gap", "advantage")
+    } | {"text": ["x"]}
     found = json.loads(Elements(view.page([sample()] * 60 + [odd], title="x")).data["samples"])
-    assert (found["samples"][0]["length"], found["samples"][0]["gap"], found["samples"][0]["gap_max"]) == (2, 0.375, 0.5)
+    assert (
+        found["samples"][0]["length"],
+        found["samples"][0]["gap"],
+        found["samples"][0]["gap_max"],
+    ) == (2, 0.375, 0.5)
     assert found["scale"]["gap"] == 0.5
     small = sample() | {"tokens": sample()["tokens"] | {"gap": [1e-7, None]}}
-    assert json.loads(Elements(view.page([small], title="x")).data["samples"])["scale"]["gap"] == 0.01
+    assert (
+        json.loads(Elements(view.page([small], title="x")).data["samples"])["scale"]["gap"] == 0.01
+    )
 
 
-def test_a_run_is_read_from_its_last_step_back_and_shown_in_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_read_from_its_last_step_back_and_shown_in_order(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for step in (1, 10, 20):
-        write(tmp_path / f"out/trajectories/step_{step:06d}.jsonl.gz", sample(step), sample(step, "second"))
+        write(
+            tmp_path / f"out/trajectories/step_{step:06d}.jsonl.gz",
+            sample(step),
+            sample(step, "second"),
+        )
     assert view.main([str(tmp_path / "out"), "--limit", "3"]) == 0
     page = tmp_path / "out/trajectories.html"
     rows = json.loads(Elements(page.read_text()).data["samples"])["samples"]
-    assert [(row["step"], row["prompt"]) for row in rows] == [(10, "ab"), (20, "ab"), (20, "second")]
+    assert [(row["step"], row["prompt"]) for row in rows] == [
+        (10, "ab"),
+        (20, "ab"),
+        (20, "second"),
+    ]
     assert "3 samples of steps 10 to 20, the last of more (--limit 3)" in capsys.readouterr().out
     assert view.main([str(tmp_path / "out"), "--limit", "6"]) == 0
     assert "6 samples of steps 1 to 20, 0.0 MB" in capsys.readouterr().out
@@ -133,7 +153,9 @@ def plain(path: Path, text: str) -> Path:
 
 
 @pytest.mark.parametrize("what", list(BAD))
-def test_what_cannot_be_shown_is_one_line_and_no_page(what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_shown_is_one_line_and_no_page(
+    what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     make, complaint = BAD[what]
     assert view.main([str(make(tmp_path)), "--output", str(tmp_path / "page.html")]) == 2
     said = capsys.readouterr().err

@@ -9,5 +9,7 @@ from rftmega.trainer import PPOTrainer
 
 
 @pytest.mark.parametrize(("built", "most"), [(ExperienceMaker, 6), (PPOTrainer, 9)])
-def test_a_constructor_takes_no_more_arguments_than_one_can_hold_in_mind(built: type, most: int) -> None:
+def test_a_constructor_takes_no_more_arguments_than_one_can_hold_in_mind(
+    built: type, most: int
+) -> None:
     assert len(inspect.signature(built).parameters) <= most

@@ -42,14 +42,18 @@ class Kept:
 
 
 def written(state: Any) -> str:
-    """As a checkpoint has it, the tensors too: numbers of float64 and less are exact as JSON has them."""
+    """As a checkpoint has it, the tensors too: numbers of float64 and less are exact as JSON has
+    them.
+    """
     said, tensors = taken_apart(state)
     return json.dumps([said, {key: tensor.tolist() for key, tensor in joined(tensors).items()}])
 
 
 def read(text: str) -> Any:
     said, tensors = json.loads(text)
-    return put_together(said, lambda key: torch.tensor(tensors[key], dtype=getattr(torch, key.removeprefix(KEY))))
+    return put_together(
+        said, lambda key: torch.tensor(tensors[key], dtype=getattr(torch, key.removeprefix(KEY)))
+    )
 
 
 class Run:
@@ -90,7 +94,10 @@ class Run:
 
 def lines(folder: Path) -> list[dict[str, Any]]:
     found = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [{name: value for name, value in line.items() if "seconds" not in name and name != "time"} for line in found]
+    return [
+        {name: value for name, value in line.items() if "seconds" not in name and name != "time"}
+        for line in found
+    ]
 
 
 def test_a_resumed_run_equals_one_that_was_never_interrupted(tmp_path: Path) -> None:
@@ -108,7 +115,9 @@ def test_a_resumed_run_equals_one_that_was_never_interrupted(tmp_path: Path) -> 
     again = Run(broken, every=3).go_on(first.kept.saved[3]).fit()
     assert lines(broken) == expected
     left_out = (broken / "metrics.left_out.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in left_out[:-1]] == [4, 5, 6, 7] and left_out[-1] == '{"step": 8, "tim'
+    assert [json.loads(line)["step"] for line in left_out[:-1]] == [4, 5, 6, 7] and left_out[
+        -1
+    ] == '{"step": 8, "tim'
     assert torch.equal(again.policy.table, whole.policy.table)
     assert again.trainer.state() == whole.trainer.state()
 
@@ -146,7 +155,11 @@ BAD = {
 def test_a_bad_line_of_metrics_is_told_and_kept_beside_and_the_run_goes_on(
     what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path, begin, rest = tmp_path / "metrics.jsonl", b'{"step": 0}\n{"step": 1}\n', b'{"step": 2}\n{"step": 3}\n'
+    path, begin, rest = (
+        tmp_path / "metrics.jsonl",
+        b'{"step": 0}\n{"step": 1}\n',
+        b'{"step": 2}\n{"step": 3}\n',
+    )
     path.write_bytes(begin + BAD[what] + (rest if BAD[what].endswith(b"\n") else b""))
     after = [b'{"step": 3}'] if BAD[what].endswith(b"\n") else []
     resumed = SimpleNamespace(step=2, resumed=True)
@@ -163,7 +176,9 @@ def test_a_bad_line_of_metrics_is_told_and_kept_beside_and_the_run_goes_on(
     assert f"{path}:3: is no line of metrics" in caplog.text
 
 
-def test_what_is_left_out_is_on_the_disk_before_the_metrics_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_left_out_is_on_the_disk_before_the_metrics_are_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 0}\n{"st\n{"step": 1}\n')
     monkeypatch.setattr(Path, "rename", dies)
@@ -177,7 +192,9 @@ def dies(*_: object) -> None:
     raise OSError("died")
 
 
-def test_a_run_that_begins_anew_keeps_what_an_earlier_one_wrote(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_that_begins_anew_keeps_what_an_earlier_one_wrote(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     for attempt in range(3):
         writers = (JSONLines(tmp_path / "metrics.jsonl"), TensorBoard(tmp_path / "tensorboard"))
         with caplog.at_level(logging.INFO):
@@ -186,8 +203,14 @@ def test_a_run_that_begins_anew_keeps_what_an_earlier_one_wrote(tmp_path: Path, 
                 writer.on_end(None)
     for file, attempt in (("metrics.1.jsonl", 0), ("metrics.2.jsonl", 1), ("metrics.jsonl", 2)):
         assert json.loads((tmp_path / file).read_text())["attempt"] == attempt
-    assert [len(list((tmp_path / name).iterdir())) for name in ("tensorboard", "tensorboard.1", "tensorboard.2")] == [1, 1, 1]
-    assert f"{tmp_path / 'metrics.jsonl'} is an earlier run's: it is metrics.1.jsonl now." in caplog.text
+    assert [
+        len(list((tmp_path / name).iterdir()))
+        for name in ("tensorboard", "tensorboard.1", "tensorboard.2")
+    ] == [1, 1, 1]
+    assert (
+        f"{tmp_path / 'metrics.jsonl'} is an earlier run's: it is metrics.1.jsonl now."
+        in caplog.text
+    )
 
 
 @pytest.mark.parametrize("saves", ["on_step", "on_given_up"])
@@ -206,7 +229,9 @@ def test_metrics_are_on_the_disk_before_a_checkpoint_is_begun(
     kept, writer = Kept(Bigrams()), JSONLines(tmp_path / "metrics.jsonl")
     kept.save = lambda state, *, step: told.append(("saved", step))  # type: ignore[method-assign]
     journal = SimpleNamespace(state=list, __len__=lambda: 1)
-    trainer = SimpleNamespace(step=1, stopped=False, resumed=False, callbacks=[writer], journal=journal)
+    trainer = SimpleNamespace(
+        step=1, stopped=False, resumed=False, callbacks=[writer], journal=journal
+    )
     saving = Checkpointing(kept, {}, every=1, last=9)
     writer.on_start(trainer, {})
     if saves == "on_step":

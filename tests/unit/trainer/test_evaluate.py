@@ -23,7 +23,9 @@ EASY, HARD = [Prompt((1,), index=0), Prompt((2,), index=1)], [Prompt((3,), index
 
 
 class Answers:
-    """An engine that gives the i-th sample of a prompt the token `script[prompt][i]`, and remembers how it was asked."""
+    """An engine that gives the i-th sample of a prompt the token `script[prompt][i]`, and remembers
+    how it was asked.
+    """
 
     def __init__(self, script: dict[Prompt, Sequence[int]]):
         self.script = {prompt: iter(tokens) for prompt, tokens in script.items()}
@@ -35,9 +37,16 @@ class Answers:
     def load_state(self, state: dict[str, Any]) -> None: ...
 
     def generate(
-        self, prompts: Sequence[Prompt], *, seeds: Sequence[int], temperature: float, reward: Any = None
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        seeds: Sequence[int],
+        temperature: float,
+        reward: Any = None,
     ) -> list[Completion]:
-        self.asked += [(prompt, seed, temperature) for prompt, seed in zip(prompts, seeds, strict=True)]
+        self.asked += [
+            (prompt, seed, temperature) for prompt, seed in zip(prompts, seeds, strict=True)
+        ]
         return [Completion((next(self.script[prompt]),), (0.0,), "stop", 0) for prompt in prompts]
 
 
@@ -61,13 +70,18 @@ def test_one_file_is_answered_greedily_once_and_its_metrics_have_no_name() -> No
     assert {name: value for name, value in found.items() if name != "eval_seconds"} == {
         "eval_exact_match": 0.5, "eval_half": 0.25, "eval_reward": 0.5,
     }  # fmt: skip
-    assert [(prompt, temperature) for prompt, _, temperature in engine.asked] == [(EASY[0], 0.0), (EASY[1], 0.0)]
+    assert [(prompt, temperature) for prompt, _, temperature in engine.asked] == [
+        (EASY[0], 0.0),
+        (EASY[1], 0.0),
+    ]
 
 
 def test_every_named_set_has_its_own_mean_and_pass_at_k() -> None:
     engine = Answers({EASY[0]: [7, 7, 7, 7], EASY[1]: [1, 7, 1, 1], HARD[0]: [1, 1, 7, 7]})
     answering = Answering(samples=4, temperature=0.5, pass_at=(1, 2, 4))
-    found = Evaluate({"easy": EASY, "hard": HARD}, seven, answering, every=0, last=1).evaluate(Trainer(engine))
+    found = Evaluate({"easy": EASY, "hard": HARD}, seven, answering, every=0, last=1).evaluate(
+        Trainer(engine)
+    )
     expected = {
         "eval_easy_exact_match": 5 / 8, "eval_easy_pass_at_1": 5 / 8, "eval_easy_pass_at_2": (1 + 3 / 6) / 2,
         "eval_easy_pass_at_4": 1.0, "eval_hard_exact_match": 0.5, "eval_hard_pass_at_1": 0.5,
@@ -80,12 +94,22 @@ def test_every_named_set_has_its_own_mean_and_pass_at_k() -> None:
 def test_an_answer_passes_by_the_part_that_is_named() -> None:
     engine = Answers({HARD[0]: [7, 1]})
     answering = Answering(samples=2, temperature=1.0, pass_at=(2,), accuracy="half")
-    assert Evaluate({"": HARD}, seven, answering, every=0, last=1).evaluate(Trainer(engine))["eval_pass_at_2"] == 0
+    assert (
+        Evaluate({"": HARD}, seven, answering, every=0, last=1).evaluate(Trainer(engine))[
+            "eval_pass_at_2"
+        ]
+        == 0
+    )
 
 
 def test_a_seed_belongs_to_a_prompt_and_a_sample_whatever_else_is_asked() -> None:
     engine = Answers({prompt: [1] * 12 for prompt in EASY + HARD})
-    for sets, samples in (({"a": EASY, "b": HARD}, 3), ({"a": EASY}, 3), ({"a": EASY}, 2), ({"a": EASY}, 2)):
+    for sets, samples in (
+        ({"a": EASY, "b": HARD}, 3),
+        ({"a": EASY}, 3),
+        ({"a": EASY}, 2),
+        ({"a": EASY}, 2),
+    ):
         Evaluate(sets, seven, Answering(samples, 1.0), every=0, last=1).evaluate(Trainer(engine))
     seeds = [seed for _, seed, _ in engine.asked]
     both, alone, fewer, again = seeds[:9], seeds[9:15], seeds[15:19], seeds[19:]
@@ -96,7 +120,9 @@ def test_a_seed_belongs_to_a_prompt_and_a_sample_whatever_else_is_asked() -> Non
 
 
 class Counter:
-    """Policy and weights of a run whose engine is scripted: what it learns is how often it was asked."""
+    """Policy and weights of a run whose engine is scripted: what it learns is how often it was
+    asked.
+    """
 
     def __init__(self, engine: ScriptedEngine):
         self.engine = engine
@@ -107,7 +133,10 @@ class Counter:
     reference_log_probs = log_probs
 
     def step(self, experience: Experience, loss_fn: Any) -> dict[str, float]:
-        return {"loss": float((experience.advantage * experience.tokens[:, 1:]).sum()), "noise": float(torch.rand(()))}
+        return {
+            "loss": float((experience.advantage * experience.tokens[:, 1:]).sum()),
+            "noise": float(torch.rand(())),
+        }
 
     def push(self, *, version: int) -> dict[str, float]:
         self.engine.load_weights([], version=version)
@@ -117,7 +146,10 @@ class Counter:
 def moody(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
     """Draws from every global generator, as a user's reward may."""
     drawn = random.random() + numpy.random.rand() + float(torch.rand(()))
-    return [{"exact_match": float(sum(c.token_ids) % 2), "reward": drawn + len(c.token_ids)} for c in completions]
+    return [
+        {"exact_match": float(sum(c.token_ids) % 2), "reward": drawn + len(c.token_ids)}
+        for c in completions
+    ]
 
 
 class Notes(Observer):
@@ -142,14 +174,18 @@ class Alone(ScriptedEngine):
 
 
 def training(evaluate: bool) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
-    """Metrics of four steps without those of evaluation and without timings; and those of evaluation."""
+    """Metrics of four steps without those of evaluation and without timings; and those of
+    evaluation.
+    """
     random.seed(1)
     numpy.random.seed(2)
     torch.manual_seed(3)
     engine = Alone(RolloutConfig(max_response_tokens=6), vocabulary=50, stop_ids=[1])
     policy, notes = Counter(engine), Notes()
     answering = Answering(samples=3, temperature=1.0, pass_at=(2,))
-    observers = [Evaluate({"": EASY, "hard": HARD}, moody, answering, every=1, last=4)] if evaluate else []
+    observers = (
+        [Evaluate({"": EASY, "hard": HARD}, moody, answering, every=1, last=4)] if evaluate else []
+    )
     prompts = [Prompt((i,), index=i) for i in range(5)]
     PPOTrainer(
         engine=engine, weights=policy, reward=moody, maker=ExperienceMaker(policy),
@@ -157,7 +193,9 @@ def training(evaluate: bool) -> tuple[list[dict[str, float]], list[dict[str, flo
     ).fit(PromptOrder(prompts, batch_size=3, seed=0), steps=4)  # fmt: skip
     timeless = [{k: v for k, v in step.items() if "seconds" not in k} for step in notes.metrics]
     evaluated = [{k: v for k, v in step.items() if k.startswith("eval_")} for step in timeless]
-    return [{k: v for k, v in step.items() if not k.startswith("eval_")} for step in timeless], evaluated
+    return [
+        {k: v for k, v in step.items() if not k.startswith("eval_")} for step in timeless
+    ], evaluated
 
 
 def test_training_is_the_same_with_and_without_evaluation() -> None:
@@ -188,20 +226,27 @@ def test_lengths_of_held_out_answers_order_no_training_request() -> None:
 
 def test_equal_weights_are_evaluated_equally_at_every_step() -> None:
     _, evaluated = training(evaluate=True)
-    assert len({step["eval_exact_match"] for step in evaluated}) == 1, "the scripted engine answers by the seed alone"
+    assert len({step["eval_exact_match"] for step in evaluated}) == 1, (
+        "the scripted engine answers by the seed alone"
+    )
 
 
 @pytest.mark.parametrize(
     ("accuracy", "shown"),
     [
         ({"": "eval_exact_match"}, "held-out accuracy before training: 25.0%"),
-        ({"a": "eval_a_x", "b": "eval_b_x", "c": "eval_c_x"}, "held-out accuracy before training: a 50.0%, b 75.0%"),
+        (
+            {"a": "eval_a_x", "b": "eval_b_x", "c": "eval_c_x"},
+            "held-out accuracy before training: a 50.0%, b 75.0%",
+        ),
     ],
 )
 def test_progress_shows_the_accuracy_of_each_set(
     accuracy: dict[str, str], shown: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bar = Progress(1, accuracy)
-    bar.on_start(Trainer(Answers({})), {"eval_exact_match": 0.25, "eval_a_x": 0.5, "eval_b_x": 0.75})
+    bar.on_start(
+        Trainer(Answers({})), {"eval_exact_match": 0.25, "eval_a_x": 0.5, "eval_b_x": 0.75}
+    )
     bar.on_end(None)
     assert capsys.readouterr().out.splitlines() == [shown]

@@ -21,12 +21,18 @@ PROMPTS = [Prompt((i, i + 1)) for i in range(20)]
 
 
 class Machinery:
-    """Engine, policy and weights in one: both give every token the log-probability -1; to new answers the engine adds `off`."""
+    """Engine, policy and weights in one: both give every token the log-probability -1; to new
+    answers the engine adds `off`.
+    """
 
     def __init__(self) -> None:
         self.engine = self.weights = self.policy = self
-        self.numerics = SimpleNamespace(dtype="float32", has_experts=False, is_main=True, agreed=lambda exceeded: exceeded)
-        self.scripted = ScriptedEngine(RolloutConfig(max_response_tokens=5), vocabulary=50, stop_ids=[1])
+        self.numerics = SimpleNamespace(
+            dtype="float32", has_experts=False, is_main=True, agreed=lambda exceeded: exceeded
+        )
+        self.scripted = ScriptedEngine(
+            RolloutConfig(max_response_tokens=5), vocabulary=50, stop_ids=[1]
+        )
         self.pushed: list[int] = []
         self.asked: list[list[Prompt]] = []
         self.off = 0.0
@@ -42,7 +48,9 @@ class Machinery:
     def generate(self, prompts: Sequence[Prompt], **how: Any) -> list[Completion]:
         self.asked.append(list(prompts))
         found = self.scripted.generate(prompts, **how)
-        return [replace(each, logprobs=tuple(-1.0 + self.off for _ in each.token_ids)) for each in found]
+        return [
+            replace(each, logprobs=tuple(-1.0 + self.off for _ in each.token_ids)) for each in found
+        ]
 
     def log_probs(self, rows: Rows, *, temperature: float | None = None) -> TokenStats:
         return TokenStats(torch.full(rows.tokens[:, 1:].shape, -1.0), None)
@@ -73,7 +81,9 @@ def test_tokens_of_earlier_policies_are_not_looked_at(tmp_path: Path) -> None:
         gate(machinery, tmp_path).check(samples, old, 3)
 
 
-def test_where_no_token_is_the_present_policys_eight_prompts_are_asked_after_a_push(tmp_path: Path) -> None:
+def test_where_no_token_is_the_present_policys_eight_prompts_are_asked_after_a_push(
+    tmp_path: Path,
+) -> None:
     machinery = Machinery()
     samples = rollout(machinery, version=2)
     old = machinery.log_probs(samples.rows).logp

@@ -25,9 +25,18 @@ from tests.unit.config.observed import STOP, WORDS, Model, bigrams
 from tests.unit.trainer.test_checkpointing import lines, read, written
 
 STEPS = 2
-PLAIN = ("algorithm.updates_per_epoch=3", "algorithm.kl.coef=0.1", "algorithm.kl.target=0.01", "algorithm.kl.horizon=10")
+PLAIN = (
+    "algorithm.updates_per_epoch=3",
+    "algorithm.kl.coef=0.1",
+    "algorithm.kl.target=0.01",
+    "algorithm.kl.horizon=10",
+)
 CRITIC = (*PLAIN, "algorithm.advantage=gae", "reward.shaping.normalise=true")
-REPLAY = ("algorithm.updates_per_epoch=2", "algorithm.replay.max_age=2", "algorithm.importance_sampling=token")
+REPLAY = (
+    "algorithm.updates_per_epoch=2",
+    "algorithm.replay.max_age=2",
+    "algorithm.importance_sampling=token",
+)
 REFILL = ("algorithm.dynamic_sampling.max_rounds=2",)
 EARLY = (*REFILL, "algorithm.dynamic_sampling.oversample=2")
 
@@ -72,7 +81,11 @@ class Machinery:
     def __init__(self, config: RunConfig, clock: Clock):
         self.clock = clock
         self.policy = Ticking(clock, config, [], 1)
-        self.critic = Ticking(clock, config, [], 1, values=True) if config.algorithm.advantage.needs_critic else None
+        self.critic = (
+            Ticking(clock, config, [], 1, values=True)
+            if config.algorithm.advantage.needs_critic
+            else None
+        )
         self.reward_model = None
         self.inner = ScriptedEngine(config.rollout, vocabulary=WORDS, stop_ids=[STOP])
         self.engine = self.weights = self
@@ -83,14 +96,22 @@ class Machinery:
         return {}
 
     def generate(
-        self, prompts: Sequence[Prompt], *, seeds: Sequence[int], reward: Any = None, learns: bool = True, **settings: Any
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        seeds: Sequence[int],
+        reward: Any = None,
+        learns: bool = True,
+        **settings: Any,
     ) -> Any:
         found: list[Completion | None] = [None] * len(prompts)
         for place, prompt in enumerate(prompts):
             if self.clock.over():
                 raise Preempted(found)
             self.clock.tick()
-            found[place] = answer = self.inner.generate([prompt], seeds=[seeds[place]], **settings)[0]
+            found[place] = answer = self.inner.generate([prompt], seeds=[seeds[place]], **settings)[
+                0
+            ]
             if reward is not None:
                 found[place] = replace(answer, scores=reward([prompt], [answer])[0])
         if learns:
@@ -128,7 +149,9 @@ class Kept:
 
     def save(self, state: dict[str, Any], *, step: int) -> None:
         assert state["trainer"]["step"] == step
-        self.saved.append((written(state), [table.detach().clone() for table in self.machinery.tables()]))
+        self.saved.append(
+            (written(state), [table.detach().clone() for table in self.machinery.tables()])
+        )
 
     def wait(self) -> None: ...
 
@@ -136,14 +159,33 @@ class Kept:
 class Run:
     """From the beginning, or from what a run saved last."""
 
-    def __init__(self, folder: Path, model: Path, options: Sequence[str], *, end: float = float("inf"), saved: Any = None):
+    def __init__(
+        self,
+        folder: Path,
+        model: Path,
+        options: Sequence[str],
+        *,
+        end: float = float("inf"),
+        saved: Any = None,
+    ):
         self.clock = Clock(end)
-        chosen = ["rollout.engine=scripted", "rollout.samples_per_prompt=3", "checkpoint.every=100", *options]
-        config = load(folder / "run.yaml", [f"model.path={model}", "rollout.max_response_tokens=4", *chosen])
+        chosen = [
+            "rollout.engine=scripted",
+            "rollout.samples_per_prompt=3",
+            "checkpoint.every=100",
+            *options,
+        ]
+        config = load(
+            folder / "run.yaml", [f"model.path={model}", "rollout.max_response_tokens=4", *chosen]
+        )
         self.machinery = Machinery(config, self.clock)
         self.kept = Kept(self.machinery)
-        self.order = PromptOrder([Prompt((1, i % 3), index=i) for i in range(7)], batch_size=2, seed=0)
-        self.trainer = Algorithm(config).reinforced(self.machinery, likes_long, stop=self.clock.over)
+        self.order = PromptOrder(
+            [Prompt((1, i % 3), index=i) for i in range(7)], batch_size=2, seed=0
+        )
+        self.trainer = Algorithm(config).reinforced(
+            self.machinery, likes_long, stop=self.clock.over
+        )
         parts = {"data": self.order, "trainer": self.trainer}
         self.told: list[int] = []
         self.trainer.callbacks = [
@@ -170,7 +212,9 @@ class Experiences(Observer):
         self.told.append(trainer.step)
 
 
-def likes_long(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
+def likes_long(
+    prompts: Sequence[Prompt], completions: Sequence[Completion]
+) -> list[dict[str, float]]:
     scores = [float(len(completion.token_ids) > 2) for completion in completions]
     return [{"exact_match": score, "reward": score} for score in scores]
 
@@ -189,8 +233,14 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return start
 
 
-@pytest.mark.parametrize("options", [PLAIN, CRITIC, REPLAY, REFILL, EARLY], ids=["plain", "critic", "replay", "refill", "early"])
-def test_stopped_anywhere_and_gone_on_with_is_never_stopped(options: Sequence[str], start: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [PLAIN, CRITIC, REPLAY, REFILL, EARLY],
+    ids=["plain", "critic", "replay", "refill", "early"],
+)
+def test_stopped_anywhere_and_gone_on_with_is_never_stopped(
+    options: Sequence[str], start: Any, tmp_path: Path
+) -> None:
     whole = start("whole", options).fit()
     expected = lines(tmp_path / "whole")
     assert [line["step"] for line in expected] == list(range(STEPS + 1))
@@ -198,24 +248,35 @@ def test_stopped_anywhere_and_gone_on_with_is_never_stopped(options: Sequence[st
     for end in range(2, done):
         first = start(f"{end}", options, end=end).fit()
         assert first.trainer.stopped, end
-        assert first.kept.saved or (options is EARLY and end <= 1 + 12), "only where nothing was done there is nothing to save"
-        again = start(f"{end}", options, saved=first.kept.saved[-1] if first.kept.saved else None).fit()
+        assert first.kept.saved or (options is EARLY and end <= 1 + 12), (
+            "only where nothing was done there is nothing to save"
+        )
+        again = start(
+            f"{end}", options, saved=first.kept.saved[-1] if first.kept.saved else None
+        ).fit()
         assert lines(tmp_path / f"{end}") == expected, end
         for table, other in zip(again.machinery.tables(), whole.machinery.tables(), strict=True):
             assert torch.equal(table, other), end
         assert written(again.trainer.state()) == written(whole.trainer.state()), end
         assert again.order.position == whole.order.position
         if options is not EARLY:  # there a rollout that was broken off begins again
-            assert first.clock.now + again.clock.now == done, "something was done twice, or not at all"
+            assert first.clock.now + again.clock.now == done, (
+                "something was done twice, or not at all"
+            )
 
 
 @pytest.mark.parametrize("every", [1, 2, 3, 7])
-def test_stopped_again_and_again_it_arrives_all_the_same(every: int, start: Any, tmp_path: Path) -> None:
+def test_stopped_again_and_again_it_arrives_all_the_same(
+    every: int, start: Any, tmp_path: Path
+) -> None:
     whole = start("whole", CRITIC).fit()
     run, stops, begin = start("broken", CRITIC, end=every + 1).fit(), 0, 0
     while run.trainer.stopped:
         begin = len(run.kept.saved) - 1
-        run, stops = start("broken", CRITIC, end=every, saved=run.kept.saved[begin]).fit(), stops + 1
+        run, stops = (
+            start("broken", CRITIC, end=every, saved=run.kept.saved[begin]).fit(),
+            stops + 1,
+        )
     assert stops >= (whole.clock.now - 2) // every - 1
     assert lines(tmp_path / "broken") == lines(tmp_path / "whole")
     assert all(map(torch.equal, run.machinery.tables(), whole.machinery.tables()))
@@ -228,24 +289,42 @@ def test_what_was_learnt_from_is_told_once_a_step(start: Any) -> None:
         first = start(f"{end}", PLAIN, end=end).fit()
         again = start(f"{end}", PLAIN, saved=first.kept.saved[-1]).fit()
         assert sorted({*first.told, *again.told}) == [1, 2]
-        assert len(first.told + again.told) <= 3, "only a step whose evaluation was broken off is told again"
+        assert len(first.told + again.told) <= 3, (
+            "only a step whose evaluation was broken off is told again"
+        )
 
 
 def test_a_step_that_goes_on_otherwise_is_refused(start: Any) -> None:
-    """Two of three optimizer steps are done: with two mini-batches there would be nothing left of the right ones."""
+    """Two of three optimizer steps are done: with two mini-batches there would be nothing left of
+    the right ones.
+    """
     whole = start("whole", PLAIN).fit()
     before = next(
         first
         for first in (start(f"{end}", PLAIN, end=end).fit() for end in range(2, whole.clock.now))
-        if sum("optimizer" in name for name, _ in read(first.kept.saved[-1][0]).get("within", [])) == 2
+        if sum("optimizer" in name for name, _ in read(first.kept.saved[-1][0]).get("within", []))
+        == 2
     )
-    with pytest.raises(CheckpointError, match="after an optimizer step of the policy, where this run comes to 1 answers"):
+    with pytest.raises(
+        CheckpointError,
+        match="after an optimizer step of the policy, where this run comes to 1 answers",
+    ):
         start(
-            "other", ["algorithm.updates_per_epoch=1", "algorithm.kl.placement=reward", *PLAIN[1:]], saved=before.kept.saved[-1]
+            "other",
+            ["algorithm.updates_per_epoch=1", "algorithm.kl.placement=reward", *PLAIN[1:]],
+            saved=before.kept.saved[-1],
         ).fit()
-    with pytest.raises(CheckpointError, match="after log-probs of 6 rows, where this run comes to reference log-probs of 6 rows"):
-        start("late", ["algorithm.updates_per_epoch=1", *PLAIN[1:]], saved=before.kept.saved[-1]).fit()
-    with pytest.raises(CheckpointError, match="after 6 answers, where this run comes to 8 answers. Go on with the options"):
+    with pytest.raises(
+        CheckpointError,
+        match="after log-probs of 6 rows, where this run comes to reference log-probs of 6 rows",
+    ):
+        start(
+            "late", ["algorithm.updates_per_epoch=1", *PLAIN[1:]], saved=before.kept.saved[-1]
+        ).fit()
+    with pytest.raises(
+        CheckpointError,
+        match="after 6 answers, where this run comes to 8 answers. Go on with the options",
+    ):
         start("more", [*PLAIN, "rollout.samples_per_prompt=4"], saved=before.kept.saved[-1]).fit()
 
 
@@ -255,7 +334,13 @@ def test_a_journal_is_the_same_when_it_was_written_down() -> None:
     answers = [Completion((), (), "length", 4), None, told]
     stats = TokenStats(torch.rand(2, 3), None)
     journal = Journal()
-    for name, result in (("a", answers), ("b", stats), ("c", {"loss": 0.1}), ("d", torch.rand(2, 3)), ("e", [None])):
+    for name, result in (
+        ("a", answers),
+        ("b", stats),
+        ("c", {"loss": 0.1}),
+        ("d", torch.rand(2, 3)),
+        ("e", [None]),
+    ):
         journal(name, lambda result=result: result)
     again = Journal()
     again.load_state(read(written(journal.state())))
@@ -277,5 +362,7 @@ def test_what_nobody_comes_to_is_no_end_of_a_step() -> None:
     journal.load_state([["answers", [1]], ["more answers", [2]]])
     journal.begin()
     assert journal("answers", list) == [1]
-    with pytest.raises(CheckpointError, match="after more answers, where this run comes to the end of the step"):
+    with pytest.raises(
+        CheckpointError, match="after more answers, where this run comes to the end of the step"
+    ):
         journal.begin()

@@ -26,16 +26,33 @@ class Notes:
         self.rows.append(experience.tokens[:, 2].tolist())
         if "scored" in settings:
             settings["scored"](TokenStats(experience.advantage, None))
-        return {"loss": float(len(self.rows)), "optimizer_steps": 1.0, "skipped_steps": 0.0, COUNT + "tokens": 10.0}
+        return {
+            "loss": float(len(self.rows)),
+            "optimizer_steps": 1.0,
+            "skipped_steps": 0.0,
+            COUNT + "tokens": 10.0,
+        }
 
 
 def test_one_epoch_takes_the_rows_in_the_order_of_the_rollout() -> None:
-    assert [part.tolist() for part in Schedule(3).mini_batches(10, step=4)] == [[0, 1, 2, 3], [4, 5, 6], [7, 8, 9]]
-    assert [part.tolist() for part in Schedule(3).mini_batches(8, step=4, group_size=2)] == [[0, 1, 2, 3], [4, 5], [6, 7]]
-    assert [part.tolist() for part in Schedule(5).mini_batches(2, step=0)] == [[0], [1]], "no mini-batch without a row"
+    assert [part.tolist() for part in Schedule(3).mini_batches(10, step=4)] == [
+        [0, 1, 2, 3],
+        [4, 5, 6],
+        [7, 8, 9],
+    ]
+    assert [part.tolist() for part in Schedule(3).mini_batches(8, step=4, group_size=2)] == [
+        [0, 1, 2, 3],
+        [4, 5],
+        [6, 7],
+    ]
+    assert [part.tolist() for part in Schedule(5).mini_batches(2, step=0)] == [[0], [1]], (
+        "no mini-batch without a row"
+    )
 
 
-def test_further_epochs_learn_every_row_once_more_in_another_order_that_the_seed_and_the_step_decide() -> None:
+def test_further_epochs_learn_every_row_once_more_in_another_order_that_the_seed_and_the_step_decide() -> (
+    None
+):
     def orders(seed: int, step: int) -> list[list[int]]:
         parts = Schedule(2, epochs=3, seed=seed).mini_batches(12, step, group_size=2)
         assert len(parts) == 2 * 3
@@ -46,9 +63,10 @@ def test_further_epochs_learn_every_row_once_more_in_another_order_that_the_seed
     for order in further:
         assert sorted(order) == first
         assert order != first
-        assert all(order[place + 1] == order[place] + 1 and order[place] % 2 == 0 for place in range(0, 12, 2)), (
-            "pairs stay pairs"
-        )
+        assert all(
+            order[place + 1] == order[place] + 1 and order[place] % 2 == 0
+            for place in range(0, 12, 2)
+        ), "pairs stay pairs"
     assert further[0] != further[1]
     assert orders(0, 5) == [first, *further]
     assert orders(0, 6)[1:] != further
@@ -59,10 +77,30 @@ def test_metrics_are_means_over_the_steps_taken_and_counts_are_sums() -> None:
     model = Notes()
     found = take_steps(model, EXPERIENCE, None, Schedule(2, epochs=2).mini_batches(10, 0))  # type: ignore[arg-type]
     assert model.rows[:2] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
-    assert found == {"loss": 2.5, "optimizer_steps": 4.0, "skipped_steps": 0.0, COUNT + "tokens": 40.0}
-    broken = {"loss": torch.nan, "optimizer_steps": 0.0, "skipped_steps": 1.0, "memory_update_adam_mib": 7.0}
-    good = {"loss": 3.0, "optimizer_steps": 1.0, "skipped_steps": 0.0, "memory_update_adam_mib": 5.0}
-    assert merged([broken, good]) == {"loss": 3.0, "optimizer_steps": 1.0, "skipped_steps": 1.0, "memory_update_adam_mib": 7.0}
+    assert found == {
+        "loss": 2.5,
+        "optimizer_steps": 4.0,
+        "skipped_steps": 0.0,
+        COUNT + "tokens": 40.0,
+    }
+    broken = {
+        "loss": torch.nan,
+        "optimizer_steps": 0.0,
+        "skipped_steps": 1.0,
+        "memory_update_adam_mib": 7.0,
+    }
+    good = {
+        "loss": 3.0,
+        "optimizer_steps": 1.0,
+        "skipped_steps": 0.0,
+        "memory_update_adam_mib": 5.0,
+    }
+    assert merged([broken, good]) == {
+        "loss": 3.0,
+        "optimizer_steps": 1.0,
+        "skipped_steps": 1.0,
+        "memory_update_adam_mib": 7.0,
+    }
 
 
 def test_steps_that_were_taken_before_a_resume_are_not_taken_again_but_counted() -> None:
@@ -85,10 +123,19 @@ def test_log_probs_of_the_steps_own_forward_pass_are_told_after_a_resume_too() -
     journal, model = Journal(stop=lambda: True), Notes()
     settings: dict[str, Any] = {"scored": lambda stats: told.append(len(stats.logp))}
     with pytest.raises(Preempted):
-        take_steps(model, EXPERIENCE, None, Schedule().mini_batches(10, 0), journal=journal, **settings)  # type: ignore[arg-type]
+        take_steps(
+            model, EXPERIENCE, None, Schedule().mini_batches(10, 0), journal=journal, **settings
+        )  # type: ignore[arg-type]
     resumed = Journal()
     resumed.load_state(journal.state())
-    take_steps(SimpleNamespace(step=None), EXPERIENCE, None, Schedule().mini_batches(10, 0), journal=resumed, **settings)  # type: ignore[arg-type]
+    take_steps(
+        SimpleNamespace(step=None),
+        EXPERIENCE,
+        None,
+        Schedule().mini_batches(10, 0),
+        journal=resumed,
+        **settings,
+    )  # type: ignore[arg-type]
     assert told == [10, 10]
     with pytest.raises(AssertionError, match="only a single step's forward pass"):
         take_steps(model, EXPERIENCE, None, Schedule(2).mini_batches(10, 0), **settings)  # type: ignore[arg-type]

@@ -16,7 +16,11 @@ EXAMPLES = [Example((1, 2), (first, 3)) for first in range(10, 17)]
 
 
 def ptx() -> PTX:
-    return PTX(PromptOrder(EXAMPLES, batch_size=3, seed="0/ptx", collate=rows_of), cross_entropy_loss(), 0.5)
+    return PTX(
+        PromptOrder(EXAMPLES, batch_size=3, seed="0/ptx", collate=rows_of),
+        cross_entropy_loss(),
+        0.5,
+    )
 
 
 class Remembering:
@@ -42,8 +46,13 @@ def test_each_update_gets_the_next_batch_of_given_answers_and_a_frozen_policy_no
         learner.update(answers, step, answers)
     drawn = [beside["auxiliary"] for beside in policy.seen]
     assert [auxiliary.coef for auxiliary in drawn] == [0.5] * 3
-    assert sorted(sum(map(firsts, drawn), [])[:7]) == list(range(10, 17)), "an epoch has every example once"
-    assert all(torch.equal(auxiliary.experience.mask, auxiliary.experience.rows.mask) for auxiliary in drawn)
+    assert sorted(sum(map(firsts, drawn), [])[:7]) == list(range(10, 17)), (
+        "an epoch has every example once"
+    )
+    assert all(
+        torch.equal(auxiliary.experience.mask, auxiliary.experience.rows.mask)
+        for auxiliary in drawn
+    )
     assert source.state() == {"position": 9}
 
 

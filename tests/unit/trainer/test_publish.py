@@ -36,7 +36,8 @@ def test_a_port_that_is_taken_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(
-            ConfigError, match=f"logging.prometheus_port={port} can't be opened on 127.0.0.1 .Address already in use"
+            ConfigError,
+            match=f"logging.prometheus_port={port} can't be opened on 127.0.0.1 .Address already in use",
         ):
             Prometheus("127.0.0.1", port).on_start(TRAINER, {})
 
@@ -49,7 +50,9 @@ def test_what_may_carry_a_password_is_not_published() -> None:
     assert kept["reward"]["remote"] == 1.0
 
 
-def test_wandb_writes_offline_without_a_network_and_no_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_writes_offline_without_a_network_and_no_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
@@ -70,4 +73,6 @@ def test_wandb_writes_offline_without_a_network_and_no_command_line(tmp_path: Pa
     resumed.on_start(SimpleNamespace(step=1, resumed=True), {})
     resumed.on_end(TRAINER)
     assert resumed.run.id == known, "a resumed run is another one there"
-    assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"s3cr3t" in path.read_bytes()]
+    assert not [
+        path for path in tmp_path.rglob("*") if path.is_file() and b"s3cr3t" in path.read_bytes()
+    ]

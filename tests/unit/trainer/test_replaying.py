@@ -26,7 +26,8 @@ class Watched(Bigrams):
         self.learnt.append(experience)
         table = self.table.detach().clone()
         metrics = super().step(experience, loss_fn, **beside)
-        self.table.data = table + (self.table.data - table) / 20  # a small step: groups go on to differ
+        # a small step: groups go on to differ
+        self.table.data = table + (self.table.data - table) / 20
         return metrics
 
 
@@ -65,14 +66,21 @@ def ages(experience: Experience, step: int) -> list[int]:
 
 def test_a_step_learns_from_answers_up_to_the_staleness_and_scores_them_anew() -> None:
     policy, fresh, said, _ = run("algorithm.replay.max_age=2")
-    assert [ages(learnt, step) for step, learnt in enumerate(policy.learnt)] == [[0], [0, 1], [0, 1, 2], [0, 1, 2]]
+    assert [ages(learnt, step) for step, learnt in enumerate(policy.learnt)] == [
+        [0],
+        [0, 1],
+        [0, 1, 2],
+        [0, 1, 2],
+    ]
     rows = [len(learnt) for learnt in policy.learnt]
     assert rows == [64, 128, 192, 192]
     assert [metrics["replay_rows"] for metrics in said.metrics[1:]] == [0, 64, 128, 128]
     assert [metrics["replay_groups_dropped"] for metrics in said.metrics[1:]] == [0, 0, 0, 2]
     assert [metrics["replay_staleness"] for metrics in said.metrics[1:]] == [0, 1, 1.5, 1.5]
     fresh_ones = [age_of(learnt, step) == 0 for step, learnt in enumerate(policy.learnt)]
-    assert [int(ones[: len(ones) // 2].sum()) for ones in fresh_ones] == [32, 32, 32, 32], "each mini-batch has its share"
+    assert [int(ones[: len(ones) // 2].sum()) for ones in fresh_ones] == [32, 32, 32, 32], (
+        "each mini-batch has its share"
+    )
     second, before = policy.learnt[1].select((~fresh_ones[1]).nonzero()[:, 0]), fresh.seen[0]
     assert torch.equal(second.behaviour_logp, before.behaviour_logp), "what their own engine said"
     assert torch.equal(second.advantage, before.advantage)
@@ -85,13 +93,19 @@ def test_a_step_learns_from_answers_up_to_the_staleness_and_scores_them_anew() -
 
 
 def test_the_gradient_of_earlier_answers_is_that_of_importance_sampling() -> None:
-    """At the start of an update: sum over tokens of (present over sampling probability) x advantage x grad log p."""
+    """At the start of an update: sum over tokens of (present over sampling probability) x advantage
+    x grad log p.
+    """
     policy, _, _, trainer = run(
-        "algorithm.replay.max_age=1", "algorithm.importance_sampling.cap=1000", "algorithm.kl.coef=0", steps=2
+        "algorithm.replay.max_age=1",
+        "algorithm.importance_sampling.cap=1000",
+        "algorithm.kl.coef=0",
+        steps=2,
     )
     given = policy.learnt[1]
     weights = Bigrams()
-    # The policy that step 1 began with: its log-probs were old_logp. Any table with these gives the same gradient at them.
+    # The policy that step 1 began with: its log-probs were old_logp. Any table with these gives the
+    # same gradient at them.
     weights.table = torch.zeros(16, 16, requires_grad=True)
     logp = weights.logp(given.rows)
     shifted = given.old_logp + (logp - logp.detach())  # the value of then, the gradient of a table
@@ -105,7 +119,8 @@ def test_the_gradient_of_earlier_answers_is_that_of_importance_sampling() -> Non
             ratio = (given.old_logp[row, column] - given.behaviour_logp[row, column]).double().exp()
             slope = -torch.full((16,), 1 / 16, dtype=torch.float64)
             slope[target] += 1
-            expected[token] -= ratio * given.advantage[row, column].double() * slope / answers  # answers of one token
+            # answers of one token
+            expected[token] -= ratio * given.advantage[row, column].double() * slope / answers
     assert torch.allclose(gradient.double(), expected, atol=1e-6)
 
 

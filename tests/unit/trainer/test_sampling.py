@@ -18,9 +18,13 @@ def ask(prompts: Sequence[Prompt], number: int, wanted: Wanted | None = None) ->
     """Answers of 1 + number tokens, so that rounds differ in width."""
     size = 2 * len(prompts)
     index = torch.tensor([prompt.index for prompt in prompts for _ in range(2)])
-    reward = torch.tensor([score for prompt in prompts for score in SCORES.get(prompt.index, (0.1, 0.1))])
+    reward = torch.tensor(
+        [score for prompt in prompts for score in SCORES.get(prompt.index, (0.1, 0.1))]
+    )
     lengths = torch.full((size,), 2 + number)
-    rows = Rows(index[:, None].expand(size, 2 + number), torch.ones(size, dtype=torch.int64), lengths)
+    rows = Rows(
+        index[:, None].expand(size, 2 + number), torch.ones(size, dtype=torch.int64), lengths
+    )
     logp = torch.full((size, 1 + number), -1.0)
     flag = torch.zeros(size, dtype=torch.bool)
     asked = [prompt for prompt in prompts for _ in range(2)]
@@ -43,7 +47,9 @@ def test_groups_that_agree_are_replaced_until_the_batch_is_full() -> None:
     assert samples.rows.lengths.tolist() == [2, 2, 3, 3]
     assert samples.behaviour_logp.tolist() == [[-1, 0], [-1, 0], [-1, -1], [-1, -1]]
     assert (seen["refills"], seen["groups_left_out"]) == (1.0, 2.0)
-    assert seen["reward"] == pytest.approx((4 * 0.1 + 2 * 1.0 + 0.0) / 8), "of all answers, kept or not"
+    assert seen["reward"] == pytest.approx((4 * 0.1 + 2 * 1.0 + 0.0) / 8), (
+        "of all answers, kept or not"
+    )
     assert next(more)[0].index == 8, "no prompt is drawn that is not needed"
 
 
@@ -53,7 +59,9 @@ def test_what_is_too_many_is_left_out() -> None:
 
 
 @pytest.mark.parametrize(("rounds", "more"), [(2, (0, 10, 3)), (9, (0, 10))])
-def test_after_the_last_round_it_goes_on_with_what_there_is(rounds: int, more: tuple[int, ...]) -> None:
+def test_after_the_last_round_it_goes_on_with_what_there_is(
+    rounds: int, more: tuple[int, ...]
+) -> None:
     samples, seen = DynamicSampler(rounds)(ask, next(batches(2)), batches(*more))
     assert kept(samples) == [3, 3]
     assert seen["refills"] == 2
@@ -77,7 +85,9 @@ def test_without_rounds_every_group_stays() -> None:
 
 def test_rounds_whose_answers_have_other_parts_are_joined() -> None:
     def by_kind(prompts: Sequence[Prompt], number: int, wanted: Wanted | None = None) -> Samples:
-        return replace(ask(prompts, number), reward_parts={f"part {number}": torch.ones(2 * len(prompts))})
+        return replace(
+            ask(prompts, number), reward_parts={f"part {number}": torch.ones(2 * len(prompts))}
+        )
 
     samples, seen = DynamicSampler(9)(by_kind, next(batches(2)), batches(5))
     assert samples.part("part 0").nan_to_num(-1).tolist() == [1, 1, -1, -1]
@@ -85,14 +95,18 @@ def test_rounds_whose_answers_have_other_parts_are_joined() -> None:
 
 
 def in_part(answered: Sequence[int]) -> tuple[Callable[..., Samples], list[tuple[list[int], int]]]:
-    """Finishes only the groups at these places of a round; and what was asked for, with how many were wanted."""
+    """Finishes only the groups at these places of a round; and what was asked for, with how many
+    were wanted.
+    """
     asked: list[tuple[list[int], int]] = []
 
     def some(prompts: Sequence[Prompt], number: int, wanted: Wanted | None = None) -> Samples:
         assert wanted is not None
         asked.append(([prompt.index for prompt in prompts], wanted.groups))
         samples = ask(prompts, number)
-        places = torch.isin(samples.group, torch.tensor([place for place in answered if place < len(prompts)]))
+        places = torch.isin(
+            samples.group, torch.tensor([place for place in answered if place < len(prompts)])
+        )
         return samples.select(places.nonzero()[:, 0])
 
     return some, asked
@@ -111,12 +125,16 @@ def test_what_was_not_finished_or_too_many_comes_again_first_and_in_order() -> N
     samples, seen = DynamicSampler(9, oversample=2.5)(everything, next(batches(2)), more)
     assert asked == [([2, 3, 5, 6, 3], 2)]
     assert kept(samples) == [3, 3, 5, 5], "the first in the prompts' order"
-    assert [prompt.index for prompt in more.take(3)] == [3, 4, 8], "a good group too many is not lost"
+    assert [prompt.index for prompt in more.take(3)] == [3, 4, 8], (
+        "a good group too many is not lost"
+    )
 
 
 def test_a_later_round_wants_only_what_is_missing() -> None:
     everything, asked = in_part(range(6))
-    samples, seen = DynamicSampler(9, oversample=2.0)(everything, next(batches(2)), batches(0, 10, 12, 5, 8))
+    samples, seen = DynamicSampler(9, oversample=2.0)(
+        everything, next(batches(2)), batches(0, 10, 12, 5, 8)
+    )
     assert asked == [([2, 3, 0, 1], 2), ([10, 11, 12, 13], 1), ([5, 6, 8, 9], 1)]
     assert kept(samples) == [3, 3, 5, 5]
     assert seen["refills"] == 2
@@ -129,7 +147,9 @@ def test_groups_are_good_enough_when_they_are_whole_and_each_is_looked_at_once()
         looked.append(samples.group.tolist())
         return bool(samples.reward.max() > samples.reward.min())
 
-    def score(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
+    def score(
+        prompts: Sequence[Prompt], completions: Sequence[Completion]
+    ) -> list[dict[str, float]]:
         return [{"reward": float(completion.token_ids[0])} for completion in completions]
 
     requests = [Prompt((1,), index=n) for n in range(3) for _ in range(3)]
@@ -163,7 +183,17 @@ def test_of_groups_the_answers_that_are_learnt_from_must_differ_and_metrics_are_
     assert samples.reward.tolist() == [0, 1]
     assert seen["groups_left_out"] == 2
     assert seen["reward"] == pytest.approx(sum(map(sum, rewards.values())) / 9)
-    assert DynamicSampler(1)(ask, prompts, PromptQueue([]))[0].reward.tolist() == [5, 5, 9, 1, 1, 0, 0, 1, 1]
+    assert DynamicSampler(1)(ask, prompts, PromptQueue([]))[0].reward.tolist() == [
+        5,
+        5,
+        9,
+        1,
+        1,
+        0,
+        0,
+        1,
+        1,
+    ]
 
 
 def scored(groups: Sequence[Sequence[float]]) -> Samples:
@@ -172,7 +202,12 @@ def scored(groups: Sequence[Sequence[float]]) -> Samples:
     requests = [Prompt((1,)) for _ in groups for _ in range(size)]
     answers = [Completion((2,), (0.0,), "stop", 0) for _ in requests]
     rewards = iter([reward for group in groups for reward in group])
-    return collect(requests, answers, lambda *_: [{"reward": next(rewards)} for _ in requests], samples_per_prompt=size)
+    return collect(
+        requests,
+        answers,
+        lambda *_: [{"reward": next(rewards)} for _ in requests],
+        samples_per_prompt=size,
+    )
 
 
 def test_a_supply_goes_on_from_its_state_with_what_was_put_back() -> None:

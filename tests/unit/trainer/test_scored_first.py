@@ -1,4 +1,6 @@
-"""A step whose answers are all of earlier policies is scored before its update: its gate asks for new answers."""
+"""A step whose answers are all of earlier policies is scored before its update: its gate asks for
+new answers.
+"""
 
 from contextlib import nullcontext
 from types import SimpleNamespace

@@ -1,4 +1,6 @@
-"""A whole GRPO step in one plain process: a bigram table is policy enough, a seeded generator engine enough."""
+"""A whole GRPO step in one plain process: a bigram table is policy enough, a seeded generator
+engine enough.
+"""
 
 import itertools
 from collections.abc import Sequence
@@ -18,7 +20,16 @@ from rftmega.trainer import Algorithm, DynamicSampler, Learner, PPOTrainer
 from rftmega.trainer.callbacks import Observer
 from rftmega.trainer.evaluate import Evaluate
 from rftmega.trainer.ppo import Sampling, StepParts
-from rftmega.types import COUNT, Completion, Experience, Prompt, Rows, Samples, TokenStats, TokenValues
+from rftmega.types import (
+    COUNT,
+    Completion,
+    Experience,
+    Prompt,
+    Rows,
+    Samples,
+    TokenStats,
+    TokenValues,
+)
 
 WORDS = 16
 ROOT = Path(__file__).parents[3]
@@ -32,14 +43,21 @@ class Bigrams:
         self.versions: list[int] = []
 
     def logp(self, rows: Rows) -> Tensor:
-        return self.table[rows.tokens[:, :-1]].log_softmax(-1).gather(-1, rows.tokens[:, 1:, None])[..., 0]
+        return (
+            self.table[rows.tokens[:, :-1]]
+            .log_softmax(-1)
+            .gather(-1, rows.tokens[:, 1:, None])[..., 0]
+        )
 
     def log_probs(self, rows: Rows) -> TokenStats:
         return TokenStats(self.logp(rows).detach(), None)
 
     def reference_log_probs(self, rows: Rows) -> TokenStats:
         return TokenStats(
-            torch.zeros_like(self.table).log_softmax(-1)[rows.tokens[:, :-1]].gather(-1, rows.tokens[:, 1:, None])[..., 0], None
+            torch.zeros_like(self.table)
+            .log_softmax(-1)[rows.tokens[:, :-1]]
+            .gather(-1, rows.tokens[:, 1:, None])[..., 0],
+            None,
         )
 
     def step(self, experience: Experience, loss_fn: Any) -> dict[str, float]:
@@ -58,12 +76,26 @@ class Bigrams:
     def load_state(self, state: dict[str, Any]) -> None: ...
 
     def generate(
-        self, prompts: Sequence[Prompt], *, seeds: Sequence[int], temperature: float, reward: Any = None
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        seeds: Sequence[int],
+        temperature: float,
+        reward: Any = None,
     ) -> list[Completion]:
-        return [self._answer(prompt, seed, temperature) for prompt, seed in zip(prompts, seeds, strict=True)]
+        return [
+            self._answer(prompt, seed, temperature)
+            for prompt, seed in zip(prompts, seeds, strict=True)
+        ]
 
     def generate_until(
-        self, prompts: Sequence[Prompt], *, seeds: Sequence[int], temperature: float, enough: Any, reward: Any = None
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        seeds: Sequence[int],
+        temperature: float,
+        enough: Any,
+        reward: Any = None,
     ) -> list[Completion | None]:
         """One after another, as the first nobody waited for."""
         found: list[Completion | None] = [None] * len(prompts)
@@ -76,7 +108,11 @@ class Bigrams:
     def _answer(self, prompt: Prompt, seed: int, temperature: float) -> Completion:
         logp = self.table[prompt.token_ids[-1]].detach().log_softmax(-1)
         rng = torch.Generator().manual_seed(seed)
-        token = int(torch.multinomial(logp.exp(), 1, generator=rng)) if temperature else int(logp.argmax())
+        token = (
+            int(torch.multinomial(logp.exp(), 1, generator=rng))
+            if temperature
+            else int(logp.argmax())
+        )
         return Completion((token,), (float(logp[token]),), "length", self.versions[-1])
 
 
@@ -98,7 +134,9 @@ class Values:
         return {"loss": 0.0}
 
 
-def likes_seven(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
+def likes_seven(
+    prompts: Sequence[Prompt], completions: Sequence[Completion]
+) -> list[dict[str, float]]:
     hits = [float(completion.token_ids == (7,)) for completion in completions]
     return [{"exact_match": hit, "reward": hit} for hit in hits]
 
@@ -148,11 +186,17 @@ def test_rewarded_tokens_become_likelier() -> None:
     assert diary.metrics[-1]["reward"] > 0.8
 
 
-@pytest.mark.parametrize("recipe", sorted(path.stem for path in (ROOT / "rftmega/config/recipes").glob("*.yaml")))
+@pytest.mark.parametrize(
+    "recipe", sorted(path.stem for path in (ROOT / "rftmega/config/recipes").glob("*.yaml"))
+)
 def test_every_recipe_learns(recipe: str) -> None:
-    config = load(ROOT / "examples/arithmetic/grpo.yaml", [f"algorithm.recipe={recipe}", "rollout.max_response_tokens=8"])
+    config = load(
+        ROOT / "examples/arithmetic/grpo.yaml",
+        [f"algorithm.recipe={recipe}", "rollout.max_response_tokens=8"],
+    )
     policy, algorithm, critic = Bigrams(), Algorithm(config), Values() if recipe == "ppo" else None
-    # Where only groups that differ are left, one miss among hits is far from their mean, and the table's rate throws it over.
+    # Where only groups that differ are left, one miss among hits is far from their mean, and the
+    # table's rate throws it over.
     steps = 6 if config.algorithm.dynamic_sampling.max_rounds else 40
     PPOTrainer(
         engine=policy, weights=policy, reward=likes_seven, maker=algorithm.maker(policy, critic),
@@ -168,19 +212,34 @@ def test_every_recipe_learns(recipe: str) -> None:
 def test_a_step_is_rollout_score_update_push_and_each_push_has_the_next_version() -> None:
     policy, diary = train(2)
     step = ["rollout", "score", "update", "push"]
-    assert diary.said == ["start", *step, "experience 1", "step 1", *step, "experience 2", "step 2", "end"]
+    assert diary.said == [
+        "start",
+        *step,
+        "experience 1",
+        "step 1",
+        *step,
+        "experience 2",
+        "step 2",
+        "end",
+    ]
     assert policy.versions == [0, 1, 2]
     assert {f"seconds_{phase}" for phase in step} <= diary.metrics[1].keys()
 
 
-def test_a_step_with_more_prompts_than_it_needs_learns_from_whole_groups_and_asks_the_others_next() -> None:
+def test_a_step_with_more_prompts_than_it_needs_learns_from_whole_groups_and_asks_the_others_next() -> (
+    None
+):
     class Odd:
         """The answers to every other prompt differ."""
 
         whole_groups = False
 
-        def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
-            return [{"reward": float(prompt.index % 2 * place)} for place, prompt in enumerate(prompts)]
+        def __call__(
+            self, prompts: Sequence[Prompt], completions: Sequence[Completion]
+        ) -> list[dict[str, float]]:
+            return [
+                {"reward": float(prompt.index % 2 * place)} for place, prompt in enumerate(prompts)
+            ]
 
     seen: list[tuple[list[int], int]] = []
 
@@ -197,9 +256,15 @@ def test_a_step_with_more_prompts_than_it_needs_learns_from_whole_groups_and_ask
         learner=Learner(policy, policy_loss()), sampling=Sampling(4, 1.0, seed=0),
         parts=StepParts(refill=DynamicSampler(1, oversample=3.0)), callbacks=[Watched(), said],
     ).fit([prompts[n : n + 2] for n in range(0, 40, 2)], steps=3)  # fmt: skip
-    assert seen == [([1, 3], 8), ([5, 7], 8), ([9, 11], 8)], "prompts 4 and 5 had been asked for in the first step already"
+    assert seen == [([1, 3], 8), ([5, 7], 8), ([9, 11], 8)], (
+        "prompts 4 and 5 had been asked for in the first step already"
+    )
     for metrics in said.metrics[1:]:
-        assert (metrics["refills"], metrics["groups_left_out"], metrics["groups_put_back"]) == (0, 2, 2)
+        assert (metrics["refills"], metrics["groups_left_out"], metrics["groups_put_back"]) == (
+            0,
+            2,
+            2,
+        )
 
 
 def test_the_engine_and_the_trainer_agree_so_the_gap_is_nothing() -> None:
@@ -222,15 +287,27 @@ def test_evaluation_takes_the_mean_of_a_part_over_the_prompts_that_it_scores() -
 
         def load_state(self, state: dict[str, Any]) -> None: ...
 
-    def by_kind(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
-        return [{"reward": float(c.token_ids[0]), **({"odd": 1.0} if c.token_ids[0] % 2 else {})} for c in completions]
+    def by_kind(
+        prompts: Sequence[Prompt], completions: Sequence[Completion]
+    ) -> list[dict[str, float]]:
+        return [
+            {"reward": float(c.token_ids[0]), **({"odd": 1.0} if c.token_ids[0] % 2 else {})}
+            for c in completions
+        ]
 
-    found = Evaluate({"": [Prompt((1,))] * 4}, by_kind, every=0, last=1).evaluate(SimpleNamespace(engine=Engine()))
-    assert {name: found[name] for name in ("eval_reward", "eval_odd")} == {"eval_reward": 1.5, "eval_odd": 1.0}
+    found = Evaluate({"": [Prompt((1,))] * 4}, by_kind, every=0, last=1).evaluate(
+        SimpleNamespace(engine=Engine())
+    )
+    assert {name: found[name] for name in ("eval_reward", "eval_odd")} == {
+        "eval_reward": 1.5,
+        "eval_odd": 1.0,
+    }
 
 
 def test_evaluation_happens_before_after_and_in_between() -> None:
-    evaluated = [i for i, metrics in enumerate(train(5)[1].metrics) if "eval_exact_match" in metrics]
+    evaluated = [
+        i for i, metrics in enumerate(train(5)[1].metrics) if "eval_exact_match" in metrics
+    ]
     assert evaluated == [0, 2, 4, 5]
 
 
@@ -246,13 +323,18 @@ def learner_of(*overrides: str) -> tuple[Bigrams, Values, Any]:
 
 def test_a_frozen_policy_stays_while_the_critic_learns() -> None:
     policy, critic, trainer = learner_of(
-        "critic.warmup_steps=2", "algorithm.kl.target=1", "algorithm.kl.horizon=10", "algorithm.updates_per_epoch=1"
+        "critic.warmup_steps=2",
+        "algorithm.kl.target=1",
+        "algorithm.kl.horizon=10",
+        "algorithm.updates_per_epoch=1",
     )
     trainer.fit([[Prompt((1, 2))]] * 2, steps=2)
     assert policy.table.abs().sum() == 0
     assert critic.updates == 2
     assert policy.versions == [0, 1, 2], "the engine's version goes on"
-    assert trainer.learner.kl.value == 0.001, "what can not move says nothing about the weight of the KL"
+    assert trainer.learner.kl.value == 0.001, (
+        "what can not move says nothing about the weight of the KL"
+    )
     trainer.fit([[Prompt((1, 2))]], steps=3)
     assert policy.table.abs().sum() > 0
 
@@ -275,18 +357,26 @@ def test_answers_that_were_cut_off_can_be_left_out_of_the_loss_but_not_of_their_
     samples = trainer.rollout([Prompt((1, 2))])
     assert samples.truncated.all()
     config = load(ROOT / "examples/arithmetic/grpo.yaml", ["algorithm.drop_truncated=true"])
-    kept = replace(samples, truncated=torch.tensor([True, False, False, True]), reward=torch.tensor([1.0, 0.0, 0.0, 0.0]))
+    kept = replace(
+        samples,
+        truncated=torch.tensor([True, False, False, True]),
+        reward=torch.tensor([1.0, 0.0, 0.0, 0.0]),
+    )
     experience = Algorithm(config).maker(policy).make(kept)
     assert experience.mask[:, 1].tolist() == [False, True, True, False]
     assert experience.advantage[1, 1] < 0
 
 
-def test_of_each_prompts_answers_the_first_are_learnt_from_and_all_are_there_to_be_compared() -> None:
+def test_of_each_prompts_answers_the_first_are_learnt_from_and_all_are_there_to_be_compared() -> (
+    None
+):
     class AllAtOnce:
         whole_groups = True
         seen = 0
 
-        def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
+        def __call__(
+            self, prompts: Sequence[Prompt], completions: Sequence[Completion]
+        ) -> list[dict[str, float]]:
             self.seen = len(completions)
             return likes_seven(prompts, completions)
 
@@ -303,7 +393,9 @@ def test_of_each_prompts_answers_the_first_are_learnt_from_and_all_are_there_to_
     assert samples.group.tolist() == [0, 0, 1, 1]
     everything = trainer.rollout(prompts)
     assert torch.equal(everything.rows.tokens[[0, 1, 5, 6]], samples.rows.tokens)
-    assert everything.reward.mean() != samples.reward.mean(), "or metrics of the first two would be those of all"
+    assert everything.reward.mean() != samples.reward.mean(), (
+        "or metrics of the first two would be those of all"
+    )
     lengths = [len(answer) for answer in answers_of(everything)]
     assert seen["generated_tokens"] == sum(lengths)
     assert seen["response_length"] == pytest.approx(sum(lengths) / 10)
@@ -313,14 +405,20 @@ def test_of_each_prompts_answers_the_first_are_learnt_from_and_all_are_there_to_
 
 def answers_of(samples: Samples) -> list[list[int]]:
     rows = samples.rows
-    return [rows.tokens[b, rows.prompt_lengths[b] : rows.lengths[b]].tolist() for b in range(len(rows))]
+    return [
+        rows.tokens[b, rows.prompt_lengths[b] : rows.lengths[b]].tolist() for b in range(len(rows))
+    ]
 
 
 def test_counts_of_critic_and_policy_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     _, _, trainer = learner_of("algorithm.updates_per_epoch=1")
     for model, tokens in ((Bigrams, 3.0), (Values, 5.0)):
         plain = model.step
-        monkeypatch.setattr(model, "step", lambda *given, plain=plain, tokens=tokens: plain(*given) | {f"{COUNT}tokens": tokens})
+        monkeypatch.setattr(
+            model,
+            "step",
+            lambda *given, plain=plain, tokens=tokens: plain(*given) | {f"{COUNT}tokens": tokens},
+        )
     diary = Diary()
     trainer.callbacks = [diary]
     trainer.fit([[Prompt((1, 2))]], steps=1)

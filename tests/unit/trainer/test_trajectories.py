@@ -25,7 +25,9 @@ COMPLETIONS = [
 
 
 class Columns:
-    """A policy whose log-prob of the token in column c + 1 is -c and whose entropy is c / 10; padding is not a number."""
+    """A policy whose log-prob of the token in column c + 1 is -c and whose entropy is c / 10;
+    padding is not a number.
+    """
 
     def __init__(self, entropy: bool = True):
         self.entropy = entropy
@@ -54,10 +56,19 @@ def letters(ids: Sequence[int]) -> list[str]:
 def learnt(entropy: bool = True) -> tuple[Samples, Experience]:
     requests = [PROMPTS[0], PROMPTS[0], PROMPTS[1], PROMPTS[1]]
     samples = collect(requests, COMPLETIONS, score, samples_per_prompt=2)
-    return samples, ExperienceMaker(Columns(entropy), AlgorithmConfig(advantage=GroupNorm(scale_by_std=False))).make(samples)
+    return samples, ExperienceMaker(
+        Columns(entropy), AlgorithmConfig(advantage=GroupNorm(scale_by_std=False))
+    ).make(samples)
 
 
-def recorded(folder: Path, *, steps: Sequence[int] = (1,), every: int = 1, most: int = 10**6, entropy: bool = True) -> list[Path]:
+def recorded(
+    folder: Path,
+    *,
+    steps: Sequence[int] = (1,),
+    every: int = 1,
+    most: int = 10**6,
+    entropy: bool = True,
+) -> list[Path]:
     observer = Trajectories(folder, text, letters, every=every, most_bytes=most)
     observer.on_start(SimpleNamespace(step=steps[0] - 1, resumed=steps[0] > 1), {})
     for step in steps:
@@ -66,7 +77,9 @@ def recorded(folder: Path, *, steps: Sequence[int] = (1,), every: int = 1, most:
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in gzip.decompress(path.read_bytes()).decode().split("\n")[:-1]]
+    return [
+        json.loads(line) for line in gzip.decompress(path.read_bytes()).decode().split("\n")[:-1]
+    ]
 
 
 def test_a_line_says_all_about_its_sample(tmp_path: Path) -> None:
@@ -86,14 +99,21 @@ def test_a_line_says_all_about_its_sample(tmp_path: Path) -> None:
         False,
     )
     assert first["tokens"]["advantage"] == [-0.1667] * 2
-    assert (empty["prompt"], empty["response"], empty["label"], empty["tokens"]["id"]) == ("d", "", "y", [])
+    assert (empty["prompt"], empty["response"], empty["label"], empty["tokens"]["id"]) == (
+        "d",
+        "",
+        "y",
+        [],
+    )
     assert last["tokens"]["engine_logp"] == [-0.75, None]
     assert last["tokens"]["gap"] == [-0.75, None]
     assert last["response"] == "\u2028G"
 
 
 def test_entropy_that_the_policy_does_not_give_is_null(tmp_path: Path) -> None:
-    assert {line["tokens"]["entropy"] for line in lines_of(recorded(tmp_path, entropy=False)[0])} == {None}
+    assert {
+        line["tokens"]["entropy"] for line in lines_of(recorded(tmp_path, entropy=False)[0])
+    } == {None}
 
 
 def test_experience_keeps_the_entropy_of_selected_rows() -> None:
@@ -122,7 +142,9 @@ def test_the_oldest_make_room_and_the_newest_stays(tmp_path: Path) -> None:
     size = recorded(tmp_path / "a")[0].stat().st_size
     kept = recorded(tmp_path / "b", steps=range(1, 6), most=2 * size + size // 2)
     assert [path.name[5:11] for path in kept] == ["000004", "000005"]
-    assert [path.name[5:11] for path in recorded(tmp_path / "c", steps=[1, 2], most=1)] == ["000002"]
+    assert [path.name[5:11] for path in recorded(tmp_path / "c", steps=[1, 2], most=1)] == [
+        "000002"
+    ]
 
 
 def test_what_an_earlier_run_left_of_steps_to_come_goes_and_the_rest_stays(tmp_path: Path) -> None:
@@ -136,7 +158,11 @@ def test_a_run_that_begins_anew_keeps_an_earlier_ones(tmp_path: Path) -> None:
     for folder in ("trajectories.1", "trajectories.2", "trajectories"):
         names = [path.name for path in recorded(tmp_path / "trajectories", steps=[1, 2])]
         assert names == ["step_000001.jsonl.gz", "step_000002.jsonl.gz"], folder
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["trajectories", "trajectories.1", "trajectories.2"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "trajectories",
+        "trajectories.1",
+        "trajectories.2",
+    ]
     assert len(list((tmp_path / "trajectories.1").iterdir())) == 2
 
 

@@ -41,7 +41,8 @@ def test_a_view_asks_for_its_own_elements_and_no_others(view, box: Box) -> None:
 @pytest.mark.parametrize(
     "made",
     [
-        lambda t: t.t()[1:3],  # no box of the whole: everything is fetched, and what comes is still right
+        # no box of the whole: everything is fetched, and what comes is still right
+        lambda t: t.t()[1:3],
         lambda t: t.reshape(4, 12)[1:],
         lambda t: t.reshape(1, 48)[:, 7:20],
         lambda t: t[3],
@@ -54,7 +55,9 @@ def test_a_view_asks_for_its_own_elements_and_no_others(view, box: Box) -> None:
 )
 def test_whatever_else_a_loader_does_it_gets_the_right_elements(made) -> None:  # type: ignore[no-untyped-def]
     wanted = made(WHOLE)
-    assert torch.equal(torch.full(wanted.shape, torch.nan, dtype=wanted.dtype).copy_(made(lazy([]))), wanted)
+    assert torch.equal(
+        torch.full(wanted.shape, torch.nan, dtype=wanted.dtype).copy_(made(lazy([]))), wanted
+    )
 
 
 def test_numbers_and_lists_are_read_for_real() -> None:

@@ -1,4 +1,6 @@
-"""What a recorder makes of a loader: plain copies with their places, or work that must stay the loader's."""
+"""What a recorder makes of a loader: plain copies with their places, or work that must stay the
+loader's.
+"""
 
 from collections.abc import Callable
 
@@ -30,11 +32,23 @@ def recorded(loader: Loader, *, axis: int = 0) -> LoadRecorder:
         (lambda p, t: p[:, 6:].copy_(t[4:]), 0, ((4, 8), (0, 6)), Geometry((4, 6), (12, 1), 6)),
         (lambda p, t: p.data.narrow(1, 3, 3).copy_(t.chunk(2)[1].narrow(1, 2, 3)), 1, None, None),
         (lambda p, t: p[2, :6].copy_(t.unsqueeze(0).unbind()[0][3]), 0, None, None),
-        (lambda p, t: p[1:2, :6].copy_(t.unsqueeze(0).unbind()[0][3:4]), 0, ((3, 4), (0, 6)), Geometry((1, 6), (12, 1), 12)),
-        (lambda p, t: p.view(8, 6)[:, 2:4].copy_(t[:, :2]), 1, ((0, 8), (0, 2)), Geometry((8, 2), (6, 1), 2)),
+        (
+            lambda p, t: p[1:2, :6].copy_(t.unsqueeze(0).unbind()[0][3:4]),
+            0,
+            ((3, 4), (0, 6)),
+            Geometry((1, 6), (12, 1), 12),
+        ),
+        (
+            lambda p, t: p.view(8, 6)[:, 2:4].copy_(t[:, :2]),
+            1,
+            ((0, 8), (0, 2)),
+            Geometry((8, 2), (6, 1), 2),
+        ),
     ],
 )
-def test_a_copy_is_plain_where_it_takes_whole_rows(loader: Loader, axis: int, box: object, target: object) -> None:
+def test_a_copy_is_plain_where_it_takes_whole_rows(
+    loader: Loader, axis: int, box: object, target: object
+) -> None:
     recorder = recorded(loader, axis=axis)
     copies = recorder.plain()
     assert copies["other"] == [Copy("plain", ((0, 3),), Geometry((3,), (1,), 0))]
@@ -62,7 +76,9 @@ def test_whatever_else_a_loader_does_stays_its_own(loader: Loader) -> None:
 
 
 def test_a_tensor_that_goes_two_ways_goes_them_both_by_the_loader() -> None:
-    """The parameter that would get plain copies of it gets none without the one that is computed from it."""
+    """The parameter that would get plain copies of it gets none without the one that is computed
+    from it.
+    """
 
     def loader(parameter: Tensor, tensor: Tensor) -> None:
         parameter[:, :6].copy_(tensor[:4])

@@ -18,7 +18,11 @@ def test_runs_are_the_views_that_they_stand_for(seed: int) -> None:
         offset += rng.choice([8, 8, 8, 8, 12, -20, 0])
         views.append(Geometry((2, rng.choice([3, 3, 3, 4])), (4, 1), offset))
     runs = runs_of(views)
-    meant = [run.first._replace(offset=run.first.offset + place * run.step) for run in runs for place in range(run.number)]
+    meant = [
+        run.first._replace(offset=run.first.offset + place * run.step)
+        for run in runs
+        for place in range(run.number)
+    ]
     assert meant == views
     assert len(runs) < len(views)
 
@@ -29,7 +33,13 @@ def test_evenly_spaced_views_are_one_run() -> None:
 
 
 @pytest.mark.parametrize(
-    "target", [torch.zeros(3, 2, 4), torch.zeros(3, 4, 4)[:, :2], torch.zeros(3, 2, 4).double(), torch.zeros(3, 2, 4)[:1]]
+    "target",
+    [
+        torch.zeros(3, 2, 4),
+        torch.zeros(3, 4, 4)[:, :2],
+        torch.zeros(3, 2, 4).double(),
+        torch.zeros(3, 2, 4)[:1],
+    ],
 )
 def test_views_that_are_copied_together_come_to_their_places(target: torch.Tensor) -> None:
     views = [torch.randn(2, 8)[:, ::2] for _ in target]
