@@ -16,8 +16,8 @@ import torch
 from benchmarks.timing import seconds
 from converters import instances, table
 from converters.hf_folder import PlannedTensor, shards_of, write_index, write_shard
-from rftmega.checkpoint import convert
 from rftmega.config import ParallelConfig
+from rftmega.conversion import convert
 from tests.ranks import run_ranks
 
 SHAPE = {

@@ -14,7 +14,7 @@ from benchmarks.models import save_model
 from benchmarks.timing import seconds
 from rftmega import device
 from rftmega.config import OptimizerConfig, ParallelConfig
-from rftmega.megatron.offload import PARTS
+from rftmega.device.residency import PARTS
 from tests.layouts import build_actor
 from tests.ranks import run_ranks
 

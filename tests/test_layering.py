@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 LEARNT = "algorithms rewards data experience trainer"
-RUNS = "device parallel kernels megatron checkpoint rollout weights planning model_providers converters"
-BASICS = "config errors json_files types interfaces"
+RUNS = "device parallel kernels megatron checkpoint conversion rollout weights planning model_providers converters"
+BASICS = "config errors json_files types interfaces shards"
 MAY_IMPORT = {
     "config": "errors json_files",
     "errors": "",
     "json_files": "errors",
     "types": "",
+    "shards": "",
     "interfaces": "types",
     "algorithms": "types config",
     "sandbox": "",
@@ -26,10 +27,11 @@ MAY_IMPORT = {
     "device": "errors",
     "kernels": "",
     "parallel": "config errors device",
-    "megatron": "config types errors json_files device parallel kernels model_providers converters",
-    "checkpoint": "config errors json_files device parallel megatron model_providers converters",
-    "rollout": "config types interfaces errors json_files device parallel weights",
-    "weights": "config types interfaces errors json_files device parallel converters",
+    "megatron": "config types shards errors json_files device parallel kernels checkpoint model_providers converters",
+    "checkpoint": "config shards errors json_files device parallel converters",
+    "conversion": "config errors json_files parallel checkpoint megatron model_providers converters",
+    "rollout": "config types shards interfaces errors json_files device parallel weights",
+    "weights": "config types shards interfaces errors json_files device parallel converters",
     "planning": "config errors parallel weights model_providers converters",
     "strategy": f"{BASICS} {LEARNT} {RUNS}",
     "observe": f"{BASICS} {LEARNT} {RUNS} strategy",

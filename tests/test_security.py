@@ -177,7 +177,7 @@ def test_pickles_in_a_checkpoint_are_not_run(tmp_path: Path) -> None:
 
     # isort: split
     from rftmega.checkpoint.distributed import finish, write_manifest, write_pieces
-    from rftmega.megatron.dist_checkpoint_reader import Reader, read_manifest
+    from rftmega.checkpoint.reader import Reader, read_manifest
 
     folder, sprung = tmp_path / "checkpoint", tmp_path / "sprung"
     folder.mkdir()

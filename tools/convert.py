@@ -93,8 +93,8 @@ def run(chosen: argparse.Namespace) -> int:
     # isort: split
     from tqdm import tqdm
 
-    from rftmega.checkpoint import convert
     from rftmega.config import ParallelConfig
+    from rftmega.conversion import convert
     from rftmega.parallel import process_group
 
     def bar(text: str, copies: int = 1) -> "tqdm[None]":

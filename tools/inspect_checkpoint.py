@@ -30,7 +30,7 @@ def show(chosen: argparse.Namespace) -> int:
     from converters.hf_folder import HFFolder
     from model_providers.description import describe
     from model_providers.hf_config import read_hf_config
-    from rftmega.megatron.dist_checkpoint_reader import Reader, is_distributed
+    from rftmega.checkpoint.reader import Reader, is_distributed
 
     model = describe(read_hf_config(chosen.folder))
     say = sys.stdout.write

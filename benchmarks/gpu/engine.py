@@ -21,7 +21,7 @@ from benchmarks.gpu.sheet import Figures, Sheet
 from benchmarks.timing import seconds
 from rftmega import device
 from rftmega.config import ParallelConfig, RolloutConfig
-from rftmega.megatron.offload import PARAMETERS
+from rftmega.device.residency import PARAMETERS
 from rftmega.types import Prompt
 from rftmega.weights import EngineWeights
 from tests.layouts import build_manager

@@ -1,3 +1,1 @@
-"""Checkpoints on disk: conversion between Hugging Face folders and Megatron's distributed
-checkpoints.
-"""
+"""Checkpoints of a run: all that it resumes from, written beside the training."""

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from converters.hf_folder import checksum, draft_of, land, write_all, write_bytes
 from rftmega.checkpoint.o_direct import DirectFile
-from rftmega.megatron.dist_checkpoint_reader import FORMAT, MANIFEST, MARK, Stored, seal
+from rftmega.checkpoint.reader import FORMAT, MANIFEST, MARK, Stored, seal
 
 OBJECTS = "__objects.distcp"
 Boxed = tuple[str, tuple[int, ...], Tensor]  # key, offset, box

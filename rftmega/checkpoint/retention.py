@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from rftmega.checkpoint.reader import MANIFEST
 from rftmega.checkpoint.training import note_of
 from rftmega.errors import CheckpointError
-from rftmega.megatron.dist_checkpoint_reader import MANIFEST
 
 log = logging.getLogger(__name__)
 LATEST = "latest"  # a file that holds the name of the newest complete checkpoint

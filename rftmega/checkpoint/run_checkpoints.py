@@ -6,43 +6,52 @@ import json
 import logging
 import shutil
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
 from rftmega.checkpoint import retention
 from rftmega.checkpoint.background_writer import BackgroundWriter
 from rftmega.checkpoint.code_versions import code_versions
+from rftmega.checkpoint.reader import read_manifest
 from rftmega.checkpoint.snapshot import HostCopies
 from rftmega.checkpoint.states import put_together, taken_apart
-from rftmega.checkpoint.training import TrainingReader, write_rank, write_whole
+from rftmega.checkpoint.training import StoredModel, TrainingReader, write_rank, write_whole
 from rftmega.config import RunConfig, changes, without_secrets
 from rftmega.errors import CheckpointError
-from rftmega.megatron import MegatronActor, MegatronCritic
-from rftmega.megatron.dist_checkpoint_reader import read_manifest
-from rftmega.megatron.offload import MAIN_PARAMETERS, PARAMETERS
-from rftmega.megatron.training_state import (
-    AVERAGE,
-    WEIGHTS,
-    HeldBox,
-    adam_steps,
-    fill,
-    model_tensors,
-    optimizer_tensors,
-    schedule_steps,
-    set_adam_steps,
-    set_schedule_steps,
-)
 from rftmega.parallel import collectives, seeds
 from rftmega.parallel.watchdog import mark
+from rftmega.shards import ShardBox
 
-Model = MegatronActor | MegatronCritic
-READERS = 4  # threads: some read while others check
 log = logging.getLogger(__name__)
+
+
+class TrainedModel(Protocol):
+    """TrainedModel is all that checkpoints know of a model (`strategy.backend.Trainable`)."""
+
+    def training_tensors(self) -> Iterable[ShardBox]:
+        """Yields this process's boxes of weights, of their average, and of the optimizer's state."""
+
+    def described(self) -> dict[str, Any]:
+        """Returns what tells models apart, as JSON has it.
+
+        That is "hf_config", "dtype" and "layout". A checkpoint of another layout can be resumed.
+        """
+
+    def counters(self) -> dict[str, int]:
+        """Returns the optimizer's progress ("adam_steps", "schedule_steps") as this process sees it."""
+
+    def restore(
+        self, stored: StoredModel, *, strict: bool, optimizer: bool, schedule: bool
+    ) -> None:
+        """Takes back what `training_tensors` and `counters` gave; see `TrainingCheckpoints.load`."""
+
+    def random_state(self) -> dict[str, Any]:
+        """Returns the states of the random streams that depend on the layout."""
+
+    def set_random_state(self, state: dict[str, Any]) -> None: ...
 
 
 class TrainingCheckpoints:
@@ -54,7 +63,7 @@ class TrainingCheckpoints:
     def __init__(
         self,
         folder: Path,
-        models: Mapping[str, Model],
+        models: Mapping[str, TrainedModel],
         config: RunConfig,
         *,
         keep: int = 3,
@@ -97,18 +106,10 @@ class TrainingCheckpoints:
         except CheckpointError as raised:  # on all processes
             self._failed(name, [str(raised)])
             return
-        for model in self.models.values():
-            model.manager.finish_param_sync()
         said, tensors = taken_apart(state)
         about = self._about(said, step)
         snapshot = self._copies.take(
-            (model, held)
-            for model, each in self.models.items()
-            for tensors in (
-                model_tensors(each.manager, average_of(each)),
-                optimizer_tensors(each.manager),
-            )
-            for held in tensors
+            (name, box) for name, model in self.models.items() for box in model.training_tensors()
         )
         part = partial(
             write_rank,
@@ -161,7 +162,8 @@ class TrainingCheckpoints:
             state = put_together(found["state"], reader.whole)
             for name, model in self.models.items():
                 refuse_another(name, model, found, self.config)
-                _load(name, model, reader, strict=strict, optimizer=optimizer, schedule=schedule)
+                stored = StoredModel(reader, name)
+                model.restore(stored, strict=strict, optimizer=optimizer, schedule=schedule)
             if random and self._same_layout(found):
                 self._set_random(reader.random_of(dist.get_rank()))
         except CheckpointError as raised:
@@ -282,35 +284,30 @@ class TrainingCheckpoints:
             "models": {name: self._described(model) for name, model in self.models.items()},
         }
 
-    def _described(self, model: Model) -> dict[str, Any]:
-        manager = model.manager
-        return {
-            "hf_config": manager.hf_config,
-            "dtype": str(manager.config.params_dtype),
-            "layout": asdict(manager.cfg.parallel),
-            "adam_steps": int(collectives.all_reduce(adam_steps(manager), "max")),
-            "schedule_steps": schedule_steps(manager),
-        }
+    def _described(self, model: TrainedModel) -> dict[str, Any]:
+        counters = model.counters()
+        most = {name: int(collectives.all_reduce(counters[name], "max")) for name in counters}
+        return model.described() | most
 
     def _same_layout(self, manifest: dict[str, Any]) -> bool:
-        layouts = {name: asdict(model.manager.cfg.parallel) for name, model in self.models.items()}
+        layouts = {name: model.described()["layout"] for name, model in self.models.items()}
         said = {name: manifest["models"][name]["layout"] for name in layouts}
         return layouts == said and manifest["ranks_written"] == dist.get_world_size()
 
     def _random(self) -> dict[str, Any]:
         return {
             "host": seeds.random_state(),
-            "layouts": {name: model.topology.random_state() for name, model in self.models.items()},
+            "layouts": {name: model.random_state() for name, model in self.models.items()},
         }
 
     def _set_random(self, state: dict[str, Any]) -> None:
         for name, model in self.models.items():
-            model.topology.set_random_state(state["layouts"][name])
+            model.set_random_state(state["layouts"][name])
         seeds.set_random_state(state["host"])
 
 
 def of_run(
-    config: RunConfig, models: Mapping[str, Model], export: Callable[[Path], None]
+    config: RunConfig, models: Mapping[str, TrainedModel], export: Callable[[Path], None]
 ) -> TrainingCheckpoints:
     """Builds the TrainingCheckpoints that a run's config asks for."""
     chosen = config.checkpoint
@@ -326,67 +323,25 @@ def of_run(
     )
 
 
-def average_of(model: Model) -> Any:
-    return model.average if isinstance(model, MegatronActor) else None
-
-
-def refuse_another(name: str, model: Model, manifest: dict[str, Any], config: RunConfig) -> None:
+def refuse_another(
+    name: str, model: TrainedModel, manifest: dict[str, Any], config: RunConfig
+) -> None:
     """Raises CheckpointError where a checkpoint is of another task or model."""
     saved = manifest["models"]
     if name not in saved:
         raise CheckpointError(
             f"It holds {', '.join(saved)}, and this run trains a {name}: it is another algorithm's."
         )
-    hf_config, said = json.loads(json.dumps(model.manager.hf_config)), saved[name]["hf_config"]
+    described = model.described()
+    hf_config, said = json.loads(json.dumps(described["hf_config"])), saved[name]["hf_config"]
     if odd := sorted(
         key for key in hf_config.keys() | said.keys() if hf_config.get(key) != said.get(key)
     ):
         key = odd[0]
         raise CheckpointError(
-            f"It is of another model: {key} is {said.get(key)} there and {hf_config.get(key)} in {model.manager.cfg.model.path}."
+            f"It is of another model: {key} is {said.get(key)} there and {hf_config.get(key)} in {described['path']}."
         )
-    if (dtype := str(model.manager.config.params_dtype)) != saved[name]["dtype"]:
+    if (dtype := described["dtype"]) != saved[name]["dtype"]:
         raise CheckpointError(
             f"It was trained in {saved[name]['dtype']}, this run is in {dtype}: set model.dtype."
         )
-
-
-def _load(
-    name: str,
-    model: Model,
-    reader: TrainingReader,
-    *,
-    strict: bool,
-    optimizer: bool,
-    schedule: bool,
-) -> None:
-    manager, average, said = model.manager, average_of(model), reader.manifest["models"][name]
-    averaged = any(key.startswith(f"{name}/{AVERAGE}/") for key in reader.stored)
-    _fill(
-        (
-            held
-            for held in model_tensors(manager, average)
-            if f"{name}/{held.key}" in reader or (strict and held.key.startswith(f"{WEIGHTS}/"))
-        ),
-        reader,
-        name,
-    )
-    restarts = average is not None and not averaged
-    if restarts or not optimizer:  # what copies the weights finds them on the device alone
-        manager.residency.on(PARAMETERS, MAIN_PARAMETERS)
-    if restarts:
-        average.restart()
-    if optimizer:
-        set_adam_steps(manager, said["adam_steps"])
-        _fill(optimizer_tensors(manager), reader, name)
-        manager.residency.changed()
-    else:
-        manager.weights_changed()
-    if schedule:
-        set_schedule_steps(manager, said["schedule_steps"])
-
-
-def _fill(held: Iterable[HeldBox], reader: TrainingReader, name: str) -> None:
-    with ThreadPoolExecutor(READERS) as pool:
-        for _ in pool.map(partial(fill, reader=reader, prefix=name), held):
-            pass

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rftmega import device
-from rftmega.megatron.training_state import HeldBox
+from rftmega.shards import ShardBox
 
 ALIGNED = 64  # bytes
 # threads: training stands still meanwhile, and one does not fill a host's memory channels
@@ -37,7 +37,7 @@ class HostCopies:
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def take(self, held: Iterable[tuple[str, HeldBox]]) -> Snapshot:
+    def take(self, held: Iterable[tuple[str, ShardBox]]) -> Snapshot:
         """Copies the boxes that this process writes of (prefix of its key, box).
 
         The snapshot before is overwritten.

@@ -10,6 +10,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,15 @@ import torch
 from torch import Tensor
 
 from rftmega.checkpoint.distributed import Boxed, file_bytes, finish, write_json, write_pieces
+from rftmega.checkpoint.reader import Reader, Stored, read_checked
 from rftmega.checkpoint.snapshot import Snapshot
 from rftmega.checkpoint.states import Tensors, joined
 from rftmega.errors import CheckpointError
-from rftmega.megatron.dist_checkpoint_reader import Reader, Stored, read_checked
+from rftmega.shards import ShardBox
 
 KIND = "training"
 POLL = 0.05  # seconds
+READERS = 4  # threads: some read while others check
 BUSY = 0.1  # of its time; the rest is the training's
 
 
@@ -118,3 +121,36 @@ class TrainingReader(Reader):
             read_checked(self.folder / name, self.manifest["ranks"][name])
         )["random"]
         return said
+
+
+class StoredModel:
+    """StoredModel reads one model of a training checkpoint, by the keys of its ShardBoxes."""
+
+    def __init__(self, reader: TrainingReader, name: str):
+        self.reader, self.name = reader, name
+        self.said: dict[str, Any] = reader.manifest["models"][name]  # its description, and counters
+
+    def __contains__(self, key: str) -> bool:
+        return f"{self.name}/{key}" in self.reader
+
+    def holds(self, kind: str) -> bool:
+        """Returns True where it holds any tensor whose key begins with `kind`."""
+        return any(key.startswith(f"{self.name}/{kind}/") for key in self.reader.stored)
+
+    def fill(self, boxes: Iterable[ShardBox]) -> None:
+        """Reads boxes into their tensors.
+
+        Raises CheckpointError where one is missing, has another shape, or is not as it was written.
+        """
+        with ThreadPoolExecutor(READERS) as pool:
+            for _ in pool.map(self._fill, boxes):
+                pass
+
+    @torch.no_grad()
+    def _fill(self, box: ShardBox) -> None:
+        # Not straight into the tensor: what NumPy has looked at can't be resized, and offloading
+        # frees storages by that.
+        read = torch.empty_like(box.tensor, device="cpu")
+        key = f"{self.name}/{box.key}"
+        self.reader.fill_shard(read, key, box.shape, box.offset, padded=box.padded)
+        box.tensor.copy_(read)

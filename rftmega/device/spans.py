@@ -16,6 +16,8 @@ from rftmega.device import current
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 clock = time.perf_counter_ns
+# spans of a training pass, whatever backend records them
+FORWARD, BACKWARD, SCHEDULE, REDUCE = "forward", "backward", "schedule", "all-grads-sync"
 
 
 class Span(NamedTuple):

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from rftmega.checkpoint import retention
-from rftmega.checkpoint.run_checkpoints import Model, TrainingCheckpoints
+from rftmega.checkpoint.run_checkpoints import TrainedModel, TrainingCheckpoints
 from rftmega.data import Tokenizer
+from rftmega.device.residency import ADAM, MAIN_PARAMETERS
 from rftmega.interfaces import Policy, RolloutEngine, ValueModel
 from rftmega.lightrft.arguments import lightrft_arguments, rows_per_micro_batch, rows_per_update
 from rftmega.lightrft.requests import GenerationOutput
 from rftmega.lightrft.strategy import StrategyBase
-from rftmega.megatron.offload import ADAM, MAIN_PARAMETERS
 from rftmega.rollout import Engine
 from rftmega.strategy.colocated import ColocatedPolicy, ColocatedValues
 from rftmega.strategy.megatron import MegatronStrategy
@@ -208,7 +208,7 @@ class LightRFTStrategy(StrategyBase):
             self.strategy.local_engine.invalidate()
         return str(found), state
 
-    def _named(self, model: Any) -> dict[str, Model]:
+    def _named(self, model: Any) -> dict[str, TrainedModel]:
         """A model that is trained here, by its name. Raises ValueError for another one."""
         for name, trained in self.strategy.trained.items():
             if self.unwrap_model(model) is trained:

@@ -8,11 +8,12 @@ from rftmega.megatron.forward import LogProbs
 from rftmega.megatron.held_weights import AveragedWeights, ReferenceWeights
 from rftmega.megatron.manager import MegatronModelManager
 from rftmega.megatron.model_runner import MicroBatch, ModelRunner
+from rftmega.megatron.trainable import MegatronModel
 from rftmega.parallel.topology import Topology
 from rftmega.types import Auxiliary, Experience, LossFn, Metrics, Rows, TokenStats, Told
 
 
-class MegatronActor:
+class MegatronActor(MegatronModel):
     """The policy.
 
     Every process calls its methods with the whole batch and gets the whole result.
@@ -29,8 +30,7 @@ class MegatronActor:
             raise ValueError(
                 f"role={role!r} is unknown. Choose actor or reference; a value model is a MegatronCritic."
             )
-        self.manager = MegatronModelManager(cfg, placement)
-        self.topology = placement
+        super().__init__(MegatronModelManager(cfg, placement), placement)
         if role == "actor":
             self.manager.setup_model_and_optimizer()
         self.runner = ModelRunner(

@@ -5,11 +5,12 @@ from torch import Tensor
 from rftmega.config import RunConfig
 from rftmega.megatron.manager import MegatronModelManager
 from rftmega.megatron.model_runner import ModelRunner
+from rftmega.megatron.trainable import MegatronModel
 from rftmega.parallel.topology import Topology
 from rftmega.types import Experience, LossFn, Metrics, Rows, TokenValues
 
 
-class MegatronCritic:
+class MegatronCritic(MegatronModel):
     """The value model.
 
     Every process calls its methods with the whole batch and gets the whole result.
@@ -25,8 +26,7 @@ class MegatronCritic:
             raise ValueError(
                 f"role={role!r} is unknown. Choose critic or reward; a policy is a MegatronActor."
             )
-        self.manager = MegatronModelManager(cfg, placement, value_model=True)
-        self.topology = placement
+        super().__init__(MegatronModelManager(cfg, placement, value_model=True), placement)
         if role == "critic":
             self.manager.setup_model_and_optimizer()
         self.runner = ModelRunner(self.manager, TokenValues, None)

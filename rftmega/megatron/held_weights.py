@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from rftmega import device
+from rftmega.device.residency import ALIGNMENT
 from rftmega.megatron.binding import Bound
 from rftmega.megatron.manager import MegatronModelManager
-from rftmega.megatron.offload import ALIGNMENT
 
 
 class ReferenceWeights:

@@ -31,12 +31,13 @@ from model_providers.description import describe
 from model_providers.hf_config import read_hf_config
 from model_providers.value_head import ValueHead
 from rftmega import device
+from rftmega.checkpoint.reader import is_distributed, read_manifest
 from rftmega.config import RunConfig
+from rftmega.device.residency import Residency
 from rftmega.device.spans import span
 from rftmega.errors import ConfigError
 from rftmega.megatron import forward, offload
 from rftmega.megatron.binding import Bound, bind
-from rftmega.megatron.dist_checkpoint_reader import is_distributed, read_manifest
 from rftmega.megatron.load import (
     HEAD,
     load_hf,
@@ -125,7 +126,7 @@ class MegatronModelManager:
         self.optimizer: Any = None
         # parameters wait for the next forward pass (optimizer.overlap_param_gather)
         self._gather_is_due = False
-        self.residency = offload.Residency(
+        self.residency = Residency(
             lambda: offload.parts_of(self.model, self.optimizer), finish=self.finish_param_sync
         )
 

@@ -12,8 +12,8 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factories
 from torch import Tensor
 
+from rftmega.checkpoint.reader import Reader
 from rftmega.megatron.binding import Bound
-from rftmega.megatron.dist_checkpoint_reader import Reader
 
 
 @dataclass(frozen=True)

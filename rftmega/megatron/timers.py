@@ -4,9 +4,8 @@ becomes a span.
 
 from typing import NamedTuple
 
-from rftmega.device.spans import recorder
+from rftmega.device.spans import BACKWARD, FORWARD, SCHEDULE, recorder
 
-FORWARD, BACKWARD, SCHEDULE, REDUCE = "forward", "backward", "schedule", "all-grads-sync"
 # Megatron's -> ours
 NAMES = {"forward-compute": FORWARD, "backward-compute": BACKWARD, "forward-backward": SCHEDULE}
 

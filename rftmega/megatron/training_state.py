@@ -3,37 +3,24 @@ under every layout.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rftmega.megatron.dist_checkpoint_reader import Reader
 from rftmega.megatron.held_weights import AveragedWeights
 from rftmega.megatron.manager import MegatronModelManager
 from rftmega.megatron.offload import inner_optimizers
 from rftmega.megatron.shard_boxes import boxes_of
 from rftmega.megatron.sharded import CheckpointBox
+from rftmega.shards import ShardBox
 
 WEIGHTS, AVERAGE, MAIN, FIRST, SECOND = "weights", "average", "main", "exp_avg", "exp_avg_sq"
 
 
-@dataclass(frozen=True)
-class HeldBox:
-    """A box of a tensor that this process holds."""
-
-    key: str  # "weights/decoder.layers...": what it is, and Megatron's name
-    shape: tuple[int, ...]  # of the whole tensor
-    padded: bool  # see CheckpointBox
-    offset: tuple[int, ...]  # of the box in it
-    tensor: Tensor  # the box, a view
-    written: bool  # by this process, not by another that holds the same
-
-
 def model_tensors(
     manager: MegatronModelManager, average: AveragedWeights | None
-) -> Iterator[HeldBox]:
+) -> Iterator[ShardBox]:
     """Weights and, where one is kept, their average."""
     for number, item in enumerate(manager.bound):
         weights = manager.residency.host(item.parameter.detach())
@@ -43,9 +30,9 @@ def model_tensors(
                 yield _held(AVERAGE, piece, average.held[number])
 
 
-def _held(kind: str, piece: CheckpointBox, tensor: Tensor) -> HeldBox:
+def _held(kind: str, piece: CheckpointBox, tensor: Tensor) -> ShardBox:
     written = not any(piece.replica)
-    return HeldBox(
+    return ShardBox(
         f"{kind}/{piece.key}",
         piece.global_shape,
         piece.padded,
@@ -55,7 +42,7 @@ def _held(kind: str, piece: CheckpointBox, tensor: Tensor) -> HeldBox:
     )
 
 
-def optimizer_tensors(manager: MegatronModelManager) -> Iterator[HeldBox]:
+def optimizer_tensors(manager: MegatronModelManager) -> Iterator[ShardBox]:
     """Main parameters, where they are not the weights themselves, and Adam's states, where there
     are any yet.
     """
@@ -104,7 +91,7 @@ def _owned(inner: Any) -> Iterator[tuple[Tensor, Tensor, int]]:
 
 def _ranges(
     kind: str, piece: CheckpointBox, tensor: Tensor, begin: int, *, sharded: bool
-) -> Iterator[HeldBox]:
+) -> Iterator[ShardBox]:
     """The boxes of `piece` within `tensor`, which holds elements `begin` ... of the flattened
     parameter.
     """
@@ -122,7 +109,7 @@ def _ranges(
         ).view(shape)
         at += number
         place = tuple(a + b for a, b in zip(piece.offset, offset, strict=True))
-        yield HeldBox(f"{kind}/{piece.key}", piece.global_shape, piece.padded, place, box, written)
+        yield ShardBox(f"{kind}/{piece.key}", piece.global_shape, piece.padded, place, box, written)
 
 
 def adam_steps(manager: MegatronModelManager) -> int:
@@ -171,17 +158,3 @@ def schedule_steps(manager: MegatronModelManager) -> int:
 def set_schedule_steps(manager: MegatronModelManager, steps: int) -> None:
     manager.scheduler.num_steps = steps
     manager.scheduler.step(0)
-
-
-@torch.no_grad()
-def fill(held: HeldBox, reader: Reader, prefix: str) -> None:
-    """Reads a box.
-
-    Raises CheckpointError where the checkpoint lacks it, has it in another shape, or bytes are
-    wrong.
-    """
-    # Not straight into the tensor: what NumPy has looked at can't be resized, and offloading frees
-    # storages by that.
-    where = torch.empty_like(held.tensor, device="cpu")
-    reader.fill_shard(where, f"{prefix}/{held.key}", held.shape, held.offset, padded=held.padded)
-    held.tensor.copy_(where)

@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rftmega import device
-from rftmega.device.spans import recorder
-from rftmega.megatron.timers import BACKWARD, FORWARD, REDUCE, SCHEDULE
+from rftmega.device.spans import BACKWARD, FORWARD, REDUCE, SCHEDULE, recorder
 from rftmega.parallel.collectives import gathered
 from rftmega.trainer.callbacks import Observer
 from rftmega.types import Metrics

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from rftmega import rollout
-from rftmega.checkpoint.run_checkpoints import Model, TrainingCheckpoints, of_run
+from rftmega.checkpoint.run_checkpoints import TrainedModel, TrainingCheckpoints, of_run
 from rftmega.config import RunConfig
 from rftmega.errors import ConfigError
 from rftmega.interfaces import Numerics, Policy, RolloutEngine, ValueModel, WeightSync
@@ -45,7 +45,7 @@ class MegatronStrategy:
         actor = self.actor = self._built(MegatronActor(config, self.topology))
         manager = actor.manager
         judges = self._build_value_models()
-        self.trained: dict[str, Model] = {
+        self.trained: dict[str, TrainedModel] = {
             name: model for name, model in judges.items() if name == "critic"
         } | {POLICY: actor}
         separate = config.strategy == "separate"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from model_providers.installed import uses_transformer_engine
 from rftmega import device
 from rftmega.config import RunConfig
-from rftmega.megatron.offload import Residency
+from rftmega.device.residency import Residency
 from rftmega.parallel.layout import place_of
 from rftmega.parallel.process_group import World
 from rftmega.planning.memory import resident

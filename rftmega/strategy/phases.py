@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from rftmega import device
-from rftmega.megatron.offload import PARAMETERS, PARTS, Residency
+from rftmega.device.residency import PARAMETERS, PARTS, Residency
 from rftmega.parallel.watchdog import mark
 from rftmega.rollout.base import Engine
 from rftmega.strategy.phase_memory import Memory, Predicted

@@ -24,14 +24,14 @@ from converters import hf_folder
 from rftmega.algorithms.supervised import cross_entropy_loss
 from rftmega.checkpoint import retention, training
 from rftmega.checkpoint import run_checkpoints as saving
+from rftmega.checkpoint.reader import FORMAT, MANIFEST, MARK
 from rftmega.checkpoint.run_checkpoints import TrainingCheckpoints
 from rftmega.checkpoint.states import KEY
 from rftmega.config import OptimizerConfig, ParallelConfig
+from rftmega.device.residency import PARTS
 from rftmega.errors import CheckpointError
 from rftmega.experience import given
 from rftmega.megatron import MegatronActor
-from rftmega.megatron.dist_checkpoint_reader import FORMAT, MANIFEST, MARK
-from rftmega.megatron.offload import PARTS
 from rftmega.parallel import seeds
 from rftmega.parallel.nodes import versions
 from rftmega.parallel.topology import Topology

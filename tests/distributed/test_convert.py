@@ -17,12 +17,12 @@ import xxhash
 from safetensors.torch import load_file, save_file
 
 from converters.checksums import files_of, known_sums
-from rftmega.checkpoint import convert
 from rftmega.checkpoint.distributed import write_manifest
-from rftmega.checkpoint.target import begin, written_alone
+from rftmega.checkpoint.reader import FORMAT, MANIFEST, PROGRESS
 from rftmega.config import ParallelConfig
+from rftmega.conversion import convert
+from rftmega.conversion.target import begin, written_alone
 from rftmega.errors import CheckpointError, LockedError
-from rftmega.megatron.dist_checkpoint_reader import FORMAT, MANIFEST, PROGRESS
 from rftmega.parallel.folder_lock import FILE as LOCK
 from tests.layouts import build_critic, build_manager, packed_logits
 from tests.ranks import RankFailure, run_ranks
@@ -67,7 +67,7 @@ def megatrons_own_body(world: Any, folder: Path, parallel: ParallelConfig) -> An
 
 def read_body(world: Any, folder: Path, parallel: ParallelConfig) -> int:
     """Bytes of tensors that this rank read."""
-    from rftmega.megatron.dist_checkpoint_reader import Reader
+    from rftmega.checkpoint.reader import Reader
 
     read = []
     real = Reader._read

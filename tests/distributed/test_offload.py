@@ -11,14 +11,8 @@ import torch
 
 from rftmega.algorithms.losses import policy_loss
 from rftmega.config import OptimizerConfig, ParallelConfig
-from rftmega.megatron.offload import (
-    ADAM,
-    GRADIENTS,
-    MAIN_PARAMETERS,
-    PARAMETERS,
-    PARTS,
-    inner_optimizers,
-)
+from rftmega.device.residency import ADAM, GRADIENTS, MAIN_PARAMETERS, PARAMETERS, PARTS
+from rftmega.megatron.offload import inner_optimizers
 from rftmega.types import Experience
 from rftmega.weights import Exporter
 from tests.layouts import build_actor, rows_of

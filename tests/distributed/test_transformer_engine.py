@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from model_providers import latent_attention
-from rftmega.checkpoint import convert
+from rftmega.checkpoint.reader import NORMS
 from rftmega.config import ParallelConfig
-from rftmega.megatron.dist_checkpoint_reader import NORMS
+from rftmega.conversion import convert
 from rftmega.weights import EngineWeights, Exporter, export_hf_folder
 from tests.block_engine import BlockEngine
 from tests.distributed.test_checkpoints import (

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rftmega.checkpoint import convert
 from rftmega.config import ParallelConfig
+from rftmega.conversion import convert
 from rftmega.errors import CheckpointError
 from rftmega.parallel.topology import Topology
 from rftmega.weights import Exporter, export_hf_folder

@@ -17,7 +17,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed", ex
 from rftmega import device
 from rftmega.algorithms.losses import policy_loss
 from rftmega.config import OptimizerConfig, ParallelConfig
-from rftmega.megatron.offload import ADAM, GRADIENTS, MAIN_PARAMETERS, PARAMETERS, PARTS
+from rftmega.device.residency import ADAM, GRADIENTS, MAIN_PARAMETERS, PARAMETERS, PARTS
 from rftmega.trainer.gap_gate import LIMITS
 from rftmega.types import Experience
 from rftmega.weights import Exporter

@@ -23,10 +23,10 @@ from rftmega.checkpoint.distributed import (
     write_manifest,
     write_pieces,
 )
+from rftmega.checkpoint.reader import MANIFEST, read_manifest
 from rftmega.checkpoint.retention import LATEST, point_to
 from rftmega.checkpoint.snapshot import Snapshot
 from rftmega.checkpoint.training import write_rank, write_whole
-from rftmega.megatron.dist_checkpoint_reader import MANIFEST, read_manifest
 from rftmega.observe.timeline import write as write_timeline
 from rftmega.trainer.callbacks import JSONLines
 from rftmega.trainer.trajectories import write as write_trajectories

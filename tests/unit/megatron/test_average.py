@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from rftmega.device.residency import PARAMETERS, Residency
 from rftmega.megatron.held_weights import AveragedWeights
-from rftmega.megatron.offload import PARAMETERS, Residency
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from rftmega.device.residency import ADAM, GRADIENTS, MAIN_PARAMETERS, PARAMETERS, PARTS, Residency
 from rftmega.megatron.held_weights import AveragedWeights, ReferenceWeights
 from rftmega.megatron.manager import MegatronModelManager
-from rftmega.megatron.offload import ADAM, GRADIENTS, MAIN_PARAMETERS, PARAMETERS, PARTS, Residency
 from tests.imitation_cuda import ImitationCUDA, imitated
 
 SIZES = (5, 1000, 64)

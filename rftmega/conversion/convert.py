@@ -40,19 +40,19 @@ from model_providers.builder import build_chunk, transformer_config
 from model_providers.description import describe, layout_violations
 from model_providers.hf_config import read_hf_config
 from model_providers.value_head import ValueHead
-from rftmega.checkpoint.at_a_time import SPARE, Room, side_by_side
 from rftmega.checkpoint.distributed import finish, write_manifest, write_pieces
-from rftmega.checkpoint.target import begin, fingerprint, note, written_alone
-from rftmega.config import ParallelConfig
-from rftmega.errors import CheckpointError, ConfigError
-from rftmega.megatron.binding import Bound, bind
-from rftmega.megatron.dist_checkpoint_reader import (
+from rftmega.checkpoint.reader import (
     MANIFEST,
     PROGRESS,
     Reader,
     Stored,
     is_distributed,
 )
+from rftmega.config import ParallelConfig
+from rftmega.conversion.at_a_time import SPARE, Room, side_by_side
+from rftmega.conversion.target import begin, fingerprint, note, written_alone
+from rftmega.errors import CheckpointError, ConfigError
+from rftmega.megatron.binding import Bound, bind
 from rftmega.megatron.load import HEAD, refuse_another_head, refuse_strangers
 from rftmega.megatron.sharded import CheckpointBox, pieces_of
 from rftmega.parallel.topology import Topology

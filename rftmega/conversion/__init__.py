@@ -1,0 +1,1 @@
+"""Conversion between Hugging Face folders and Megatron's distributed checkpoints."""
