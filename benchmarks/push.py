@@ -29,8 +29,10 @@ LAYOUTS = {
 def body(world: Any, folder: Path, parallel: ParallelConfig, ranks: int) -> dict[str, float]:
     manager = build_manager(folder, parallel)
     engine = BlockEngine(world.rank % ranks, ranks, kv_heads=4)
-    planned = EngineWeights(manager.bound, engine, bucket_bytes=BUCKET_BYTES)
-    everything = Exporter(manager.bound, manager.topology, bucket_bytes=BUCKET_BYTES)
+    planned = EngineWeights(manager.shards(), engine, bucket_bytes=BUCKET_BYTES)
+    everything = Exporter(
+        manager.shards(), manager.topology.replica_group, bucket_bytes=BUCKET_BYTES
+    )
     found = compare(
         lambda: planned.push(version=1),
         lambda: engine.load_weights(everything, version=1),

@@ -1,8 +1,64 @@
 """Shards describe what a process holds of a model in Hugging Face's terms, whatever backend built it."""
 
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+Box = tuple[tuple[int, int], ...]  # start and stop along each dimension
+Holding = tuple[tuple[int, Box], ...]  # (number of the HF tensor, what of it), of one shard
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LogicalTensor:
+    """LogicalTensor is HF tensors of the whole model that travel together: q, k and v, or one.
+
+    Two are the same tensor only if they are the same object.
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype
+    layer: int | None = None
+    expert: int | None = None
+    kind: str = ""  # equal for the same tensor of other layers and experts
+    opens: bool = False  # comes before the layers, as the embedding does
+    # what each shard is, and the processes (global ranks) that hold it; (): not known yet
+    holders: tuple[tuple[Holding, tuple[int, ...]], ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        return sum(math.prod(shape) for shape in self.shapes) * self.dtype.itemsize
+
+
+class ShardPart(NamedTuple):
+    """ShardPart is a box of an HF tensor, and where it lies in the shard's own tensor."""
+
+    number: int  # of the HF tensor among those of the LogicalTensor
+    box: Box
+    offset: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Shard is a tensor of this process and the boxes of HF tensors that it holds; the rest of it is
+    padding.
+    """
+
+    logical: LogicalTensor
+    parts: tuple[ShardPart, ...]
+    tensor: Tensor
+
+    def views(self, number: int) -> Iterator[tuple[Box, Tensor]]:
+        """Yields the boxes of one HF tensor that are here, and their elements: views."""
+        for part in self.parts:
+            if part.number == number:
+                ends = zip(part.offset, shape_of(part.box), strict=True)
+                local = tuple((start, start + size) for start, size in ends)
+                yield part.box, narrowed(self.tensor.detach(), local)
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,3 +74,94 @@ class ShardBox:
     offset: tuple[int, ...]  # of the box in it
     tensor: Tensor  # the box, a view
     written: bool  # by this process, not by another that holds the same
+
+
+def whole(shape: Sequence[int]) -> Box:
+    """Returns the box that is a whole tensor."""
+    return tuple((0, size) for size in shape)
+
+
+def shape_of(box: Box) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in box)
+
+
+def volume(box: Box) -> int:
+    """Returns the number of elements of a box."""
+    return math.prod(shape_of(box))
+
+
+def narrowed(tensor: Tensor, box: Box) -> Tensor:
+    """Returns the elements of a tensor within a box: a view."""
+    for dim, (start, stop) in enumerate(box):
+        if (start, stop) != (0, tensor.shape[dim]):
+            tensor = tensor.narrow(dim, start, stop - start)
+    return tensor
+
+
+def within(box: Box, outer: Box) -> Box:
+    """Returns a box as seen from the beginning of another one that contains it."""
+    edges = zip(box, outer, strict=True)
+    return tuple((start - first, stop - first) for (start, stop), (first, _) in edges)
+
+
+def intersection(one: Box, other: Box) -> Box | None:
+    """Returns what two boxes have in common; None where that is nothing."""
+    found = []
+    for (start, stop), (first, last) in zip(one, other, strict=True):
+        low, high = max(start, first), min(stop, last)
+        if low >= high:
+            return None
+        found.append((low, high))
+    return tuple(found)
+
+
+def without(box: Box, other: Box) -> list[Box]:
+    """Returns boxes that are `box` less what `other` has of it."""
+    common = intersection(box, other)
+    if common is None:
+        return [box]
+    found = []
+    for dim, ((start, stop), (low, high)) in enumerate(zip(box, common, strict=True)):
+        for first, last in ((start, low), (high, stop)):
+            if first < last:
+                found.append((*common[:dim], (first, last), *box[dim + 1 :]))
+    return found
+
+
+def disjoint(boxes: Iterable[Box]) -> list[Box]:
+    """Returns boxes of the same elements that do not overlap, neighbours as one."""
+    found: list[Box] = []
+    for box in sorted(set(boxes)):
+        if volume(box):
+            found += remaining(box, found)
+    return _joined(found)
+
+
+def remaining(box: Box, taken: Iterable[Box]) -> list[Box]:
+    """Returns boxes that are `box` less what is in any of the `taken` ones."""
+    left = [box]
+    for other in taken:
+        left = [rest for piece in left for rest in without(piece, other)]
+    return left
+
+
+def _joined(boxes: list[Box]) -> list[Box]:
+    """Joins boxes that go on in each other along one dimension, until none does."""
+    before = len(boxes) + 1
+    while len(boxes) < before:
+        before = len(boxes)
+        for dim in range(len(boxes[0]) if boxes else 0):
+            boxes = _joined_along(boxes, dim)
+    return sorted(boxes)
+
+
+def _joined_along(boxes: list[Box], dim: int) -> list[Box]:
+    found: list[Box] = []
+    for box in sorted(boxes, key=lambda each: (each[:dim], each[dim + 1 :], each[dim])):
+        last = found[-1] if found else None
+        alike = last and last[:dim] == box[:dim] and last[dim + 1 :] == box[dim + 1 :]
+        if last and alike and last[dim][1] == box[dim][0]:
+            found[-1] = (*box[:dim], (last[dim][0], box[dim][1]), *box[dim + 1 :])
+        else:
+            found.append(box)
+    return found

@@ -290,8 +290,7 @@ class SliceChecksums:
     """
 
     name: str  # of the Hugging Face tensor
-    start: int  # rows (or columns, by how the tensor is cut) start to stop
-    stop: int
+    box: tuple[tuple[int, int], ...]  # start and stop along each dimension
     source: int  # trainer's process; -1: several
     target: int  # engine's process; -1: all
     held: int | None  # checksum as the trainer holds it now; None: not known

@@ -211,7 +211,7 @@ def learn(folder: Path, layout: Layout, setting: Setting) -> dict[str, Any]:
     metrics = [actor.step(experience, loss_fn) for _ in range(3)]
     after = actor.log_probs(rows)
     back = order.argsort()
-    exporter = Exporter(actor.manager.bound, actor.topology, bucket_bytes=20_000)
+    exporter = Exporter(actor.manager.shards(), actor.topology.replica_group, bucket_bytes=20_000)
     return {
         "loss": torch.tensor([m["loss"] for m in metrics]),
         "grad_norm": torch.tensor([m["grad_norm"] for m in metrics]),

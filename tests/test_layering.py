@@ -32,13 +32,13 @@ MAY_IMPORT = {
     "conversion": "config errors json_files parallel checkpoint megatron model_providers converters",
     "rollout": "config types shards interfaces errors json_files device parallel weights",
     "weights": "config types shards interfaces errors json_files device parallel converters",
-    "planning": "config errors parallel weights model_providers converters",
+    "planning": "config shards errors parallel weights model_providers converters",
     "strategy": f"{BASICS} {LEARNT} {RUNS}",
     "observe": f"{BASICS} {LEARNT} {RUNS} strategy",
     "launch": f"{BASICS} {LEARNT} {RUNS} strategy observe",
     "lightrft": f"{BASICS} {LEARNT} {RUNS} strategy",
     "model_providers": "config errors json_files device converters",
-    "converters": "errors json_files",
+    "converters": "errors json_files shards",
 }
 ONLY_IN = {
     "megatron": "parallel megatron model_providers",

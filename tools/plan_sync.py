@@ -58,7 +58,9 @@ def main(given: list[str] | None = None) -> int:
         action="store_true",
         help="engines on ranks of their own (default: on the trainer's)",
     )
-    parser.add_argument("--bytes", type=int, default=2, metavar="N", help="bytes a weight (2)")
+    parser.add_argument(
+        "--bytes", type=int, default=2, choices=[1, 2, 4], metavar="N", help="bytes a weight (2)"
+    )
     parser.add_argument("--node", type=int, default=8, metavar="N", help="ranks a node (8)")
     parser.add_argument(
         "--nvlink",
@@ -89,6 +91,7 @@ def show(chosen: argparse.Namespace) -> int:
     from model_providers.hf_config import read_hf_config
     from rftmega.config import ParallelConfig
     from rftmega.errors import ConfigError
+    from rftmega.planning.push_buffers import DTYPES
     from rftmega.planning.push_plan import Engines, placements
     from rftmega.weights.plan import Balance, spread
 
@@ -116,25 +119,31 @@ def show(chosen: argparse.Namespace) -> int:
     if problems:
         raise ConfigError.listing("This can't be planned", problems)
     begin = time.perf_counter()
-    plan = Balance(chosen.bytes)
+    plan = Balance()
     # busiest direction of a rank
     links: dict[str, dict[int, int]] = {"NVLink": defaultdict(int), "NIC": defaultdict(int)}
     messages = 0
     total = len(table(hf_config)) * model.layers
     everything = placements(
-        table(hf_config), model, parallel, world, engines, colocated=not chosen.separate
+        table(hf_config),
+        model,
+        parallel,
+        world,
+        engines,
+        colocated=not chosen.separate,
+        dtype=lambda rule: DTYPES[chosen.bytes],
     )
-    for placement, _, _ in tqdm(
+    for _, tensor, needs in tqdm(
         everything, total=None if model.experts else total, unit="tensor", file=sys.stderr
     ):
-        for transfer in plan.transfers(placement):
+        for transfer in plan.transfers(tensor, needs):
             link = links[
                 "NVLink"
                 if transfer.source // chosen.node == transfer.target // chosen.node
                 else "NIC"
             ]
-            link[2 * transfer.source] += transfer.bytes
-            link[2 * transfer.target + 1] += transfer.bytes
+            link[2 * transfer.source] += transfer.slice.bytes
+            link[2 * transfer.target + 1] += transfer.slice.bytes
             messages += 1
     say = sys.stdout.write
     weights = model.parameters * chosen.bytes

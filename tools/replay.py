@@ -84,8 +84,9 @@ def summary(bundle: GapBundle) -> list[str]:
         f"weights     {len(evidence.checksums)} slices, {len(broken)} not as the trainer holds them"
     )
     for each in broken:
+        box = ", ".join(f"{start}:{stop}" for start, stop in each.box)
         lines.append(
-            f"            {each.name}[{each.start}:{each.stop}] process {each.source} to {each.target}: "
+            f"            {each.name}[{box}] process {each.source} to {each.target}: "
             f"held {shown(each.held)}, sent {shown(each.sent)}, received {shown(each.received)}"
         )
     return lines

@@ -49,7 +49,7 @@ def measure(world: Any, sheet: Sheet, sizes: Sizes) -> None:
         engine = VLLMEngine(folder, config, world, dtype="float32", stop_ids=[1])
         manager = build_manager(folder, ParallelConfig())
         oracle = TransformersEngine(folder, config, stop_ids=[1], where=device.current().here())
-    weights = EngineWeights(manager.bound, engine, bucket_bytes=BUCKET_BYTES)
+    weights = EngineWeights(manager.shards(), engine, bucket_bytes=BUCKET_BYTES)
     torch.manual_seed(3)
     lengths = torch.randint(1, 30, (sizes.prompts,)).tolist()
     prompts = [
@@ -60,7 +60,8 @@ def measure(world: Any, sheet: Sheet, sizes: Sizes) -> None:
     def compared(version: int) -> Figures:
         weights.push(version=version)
         oracle.load_weights(
-            Exporter(manager.bound, manager.topology, bucket_bytes=BUCKET_BYTES), version=version
+            Exporter(manager.shards(), manager.topology.replica_group, bucket_bytes=BUCKET_BYTES),
+            version=version,
         )
         ours, theirs = (
             x.generate(prompts, seeds=range(sizes.prompts), temperature=0.0)

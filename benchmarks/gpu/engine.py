@@ -130,7 +130,9 @@ def with_engine(sheet: Sheet, sizes: Sizes, manager: Any, engine: Any) -> None:
 
     def first() -> Figures:
         plan = seconds(
-            lambda: weights.append(EngineWeights(manager.bound, engine, bucket_bytes=256 * 2**20))
+            lambda: weights.append(
+                EngineWeights(manager.shards(), engine, bucket_bytes=256 * 2**20)
+            )
         )
         return {"plan_seconds": plan, "push_seconds": seconds(push)}
 

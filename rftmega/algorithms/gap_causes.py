@@ -86,13 +86,16 @@ def _weights(evidence: Evidence, limits: Limits) -> Cause | None:
         if stale
         else "arrived changed"
     )
-    listed = ", ".join(f"{name}[{_rows(name, wrong)}]" for name in names[:NAMED])
+    listed = ", ".join(f"{name}[{_bounds(name, wrong)}]" for name in names[:NAMED])
     return Cause("weights", f"{len(names)} tensor(s) {how}: {listed}{more}")
 
 
-def _rows(name: str, wrong: Sequence[SliceChecksums]) -> str:
-    slices = [each for each in wrong if each.name == name]
-    return f"{min(each.start for each in slices)}:{max(each.stop for each in slices)}"
+def _bounds(name: str, wrong: Sequence[SliceChecksums]) -> str:
+    """Returns the smallest box around all that is wrong of a tensor, as Python indexes it."""
+    edges = zip(*(each.box for each in wrong if each.name == name), strict=True)
+    return ", ".join(
+        f"{min(start for start, _ in edge)}:{max(stop for _, stop in edge)}" for edge in edges
+    )
 
 
 def _tokens(evidence: Evidence, limits: Limits) -> Cause | None:

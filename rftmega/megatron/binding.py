@@ -10,8 +10,10 @@ from torch import Tensor
 from torch.nn import Module
 
 from converters import Rule, shard_shape
+from converters.shards import logical_tensor, shard_parts
 from rftmega.errors import WeightMismatch
 from rftmega.parallel.topology import Topology
+from rftmega.shards import Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,11 @@ class Bound:
     parameter: Tensor
     rank: int  # which shard of the tensor this is
     ranks: int
+
+    def shard(self) -> Shard:
+        """Returns the tensor in Hugging Face's terms."""
+        logical = logical_tensor(self.rule, self.layer, self.expert, self.parameter.dtype)
+        return Shard(logical, shard_parts(self.rule, self.rank, self.ranks), self.parameter)
 
     @property
     def hf_names(self) -> tuple[str, ...]:

@@ -48,6 +48,7 @@ from rftmega.megatron.load import (
 from rftmega.megatron.sharded import load_distributed, pieces_of
 from rftmega.megatron.timers import Timers
 from rftmega.parallel.topology import Topology
+from rftmega.shards import Shard
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -129,6 +130,10 @@ class MegatronModelManager:
         self.residency = Residency(
             lambda: offload.parts_of(self.model, self.optimizer), finish=self.finish_param_sync
         )
+
+    def shards(self) -> list[Shard]:
+        """Returns what this process holds of the model, without copies of tensors held elsewhere."""
+        return [item.shard() for item in self.bound if item.rule.exported]
 
     def _load(self, files: HFFolder, rules: Sequence[Rule], experts: int) -> None:
         tied = self.description.tied

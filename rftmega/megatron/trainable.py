@@ -19,7 +19,7 @@ from rftmega.megatron.training_state import (
     set_schedule_steps,
 )
 from rftmega.parallel.topology import Topology
-from rftmega.shards import ShardBox
+from rftmega.shards import Shard, ShardBox
 
 
 class MegatronModel:
@@ -35,6 +35,9 @@ class MegatronModel:
     @property
     def residency(self) -> Residency:
         return self.manager.residency
+
+    def shards(self) -> list[Shard]:
+        return self.manager.shards()
 
     def training_tensors(self) -> Iterator[ShardBox]:
         self.manager.finish_param_sync()

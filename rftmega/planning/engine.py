@@ -7,8 +7,8 @@ from functools import lru_cache
 
 from converters import Rule
 from model_providers.description import ModelDescription
+from rftmega.planning.engine_needs import engine_needs
 from rftmega.planning.models import PlannedModel
-from rftmega.weights.plan import engine_needs
 
 BATCHED = 8192  # tokens that vLLM computes at once
 

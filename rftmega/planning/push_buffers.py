@@ -3,25 +3,25 @@ memory and moves.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
 
 from converters import Rule
-from converters.rules import Column, Segment
 from model_providers.description import ModelDescription
 from rftmega.config import RunConfig
+from rftmega.planning.engine_needs import needed_boxes
 from rftmega.planning.models import PlannedModel
-from rftmega.planning.push_plan import Engines, placements
+from rftmega.planning.push_plan import Engines, Placement, placements
 from rftmega.planning.states import BUFFERS
+from rftmega.shards import LogicalTensor
 from rftmega.weights.message import message_bytes
 from rftmega.weights.needs import Needs, planned_moves
-from rftmega.weights.plan import engine_needs
 from rftmega.weights.shared import SEGMENTS, segment_bytes
-from rftmega.weights.units import Move, Unit, buckets_of, in_order
+from rftmega.weights.slices import TensorSlice, buckets_of, in_order
 
-DTYPES = {4: torch.float32, 2: torch.bfloat16}
+DTYPES = {4: torch.float32, 2: torch.bfloat16, 1: torch.uint8}  # by bytes a weight
 
 
 class Push(NamedTuple):
@@ -42,8 +42,8 @@ def push_buffers(planned: PlannedModel, config: RunConfig, world: int) -> list[i
     bucket_bytes = config.trainer.push_bucket_mib * 2**20
     layers = sampled(planned.model, world)
     if config.strategy == "separate":
-        units = list(units_of_plan(planned, world, 1, layers))
-        return [SEGMENTS * segment_bytes(units, bucket_bytes)] * world
+        tensors = [placed.tensor for placed in tensors_of_plan(planned, world, 1, layers)]
+        return [SEGMENTS * segment_bytes(tensors, bucket_bytes)] * world
     # Other engines than vLLM, which is never split otherwise, read all.
     return push_of(planned, world, config.rollout.tensor, bucket_bytes, layers=layers).buffers
 
@@ -69,14 +69,15 @@ def push_of(
     """Simulates a push into engines of `engine_tensor` of the trainer's own processes, which load
     as vLLM does. `layers`: only these.
     """
-    units = list(units_of_plan(planned, world, engine_tensor, layers))
-    kinds = [_needs(units, rank, engine_tensor) for rank in range(engine_tensor)]
+    placed = tensors_of_plan(planned, world, engine_tensor, layers)
+    tensors = [each.tensor for each in placed]
+    kinds = [_needs(placed, rank, engine_tensor) for rank in range(engine_tensor)]
     kind_of = [rank % engine_tensor for rank in range(world)]
-    return simulated(units, kinds, kind_of, bucket_bytes, planned.model, alone=layers is not None)
+    return simulated(tensors, kinds, kind_of, bucket_bytes, planned.model, alone=layers is not None)
 
 
 def simulated(
-    units: Sequence[Unit],
+    tensors: Sequence[LogicalTensor],
     kinds: Sequence[Needs],
     kind_of: Sequence[int],
     bucket_bytes: int,
@@ -93,12 +94,12 @@ def simulated(
     # A bucket travels while the one before it is loaded, and the loader still holds the last tensor
     # of the one before that.
     before, tail, tail_before = [0] * world, [0] * world, [0] * world
-    buckets = buckets_of(units, bucket_bytes, for_an_engine=True)
+    buckets = buckets_of(tensors, bucket_bytes, for_an_engine=True)
     for bucket, moves in zip(buckets, planned_moves(buckets, kinds, kind_of), strict=True):
-        pairs: dict[tuple[int, int], list[tuple[Move, int]]] = defaultdict(list)
-        for source, target, move, size in moves:
-            pairs[source, target].append((move, size))
-            sent[source, target] += size
+        pairs: dict[tuple[int, int], list[TensorSlice]] = defaultdict(list)
+        for source, target, part in moves:
+            pairs[source, target].append(part)
+            sent[source, target] += part.bytes
         held, last = _messages(pairs, bucket[-1], world)
         most = [
             max(peak, sum(alive))
@@ -109,70 +110,63 @@ def simulated(
                 max(peak, 2 * size + end) for peak, size, end in zip(most, held, last, strict=True)
             ]
         before, tail, tail_before = held, last, tail
-    looked_at = sum(unit.bytes for unit in units)
+    looked_at = sum(tensor.bytes for tensor in tensors)
     return Push(
-        most, dict(sent), min(1.0, looked_at / (model.parameters * units[0].dtype.itemsize))
+        most, dict(sent), min(1.0, looked_at / (model.parameters * tensors[0].dtype.itemsize))
     )
 
 
 def _messages(
-    pairs: dict[tuple[int, int], list[tuple[Move, int]]], unit: Unit, world: int
+    pairs: dict[tuple[int, int], list[TensorSlice]], tensor: LogicalTensor, world: int
 ) -> tuple[list[int], list[int]]:
-    """Returns (bytes of all messages, bytes of received ones that hold the last tensor of `unit`)
-    of each process.
+    """Returns (bytes of all messages, bytes of received ones that hold the last HF tensor of
+    `tensor`) of each process.
     """
     held, last = [0] * world, [0] * world
     # a process sends those that need the same one message
-    alike: set[tuple[int, tuple[tuple[int, int, int, int], ...]]] = set()
-    end = len(unit.rule.hf) - 1
-    for (source, target), moves in pairs.items():
-        size = message_bytes([size for _, size in moves])
+    alike: set[tuple[int, tuple[TensorSlice, ...]]] = set()
+    end = len(tensor.names) - 1
+    for (source, target), slices in pairs.items():
+        size = message_bytes([each.bytes for each in slices])
         held[target] += size
-        if any(move.unit is unit and move.part == end for move, _ in moves):
+        if any(each.tensor is tensor and each.number == end for each in slices):
             last[target] += size
-        key = source, tuple((id(move.unit), move.part, move.start, move.stop) for move, _ in moves)
+        key = source, tuple(slices)
         if key not in alike:
             alike.add(key)
             held[source] += size
     return held, last
 
 
-def units_of_plan(
+def tensors_of_plan(
     planned: PlannedModel, world: int, engine_tensor: int, layers: Collection[int] | None = None
-) -> Iterator[Unit]:
-    """Yields the units that `weights.units.units_of` learns from processes, in the model's order.
+) -> list[Placement]:
+    """Returns the tensors that a push learns from the processes, in the model's order.
 
     `layers`: only these.
     """
-    found = []
-    for placement, layer, expert in placements(
+
+    def dtype(rule: Rule) -> torch.dtype:
+        return torch.float32 if rule.megatron[0].endswith(BUFFERS) else DTYPES[planned.itemsize]
+
+    found = placements(
         planned.rules,
         planned.model,
         planned.parallel,
         world,
         Engines(world, engine_tensor),
         colocated=True,
+        dtype=dtype,
+        narrow_whole=planned.narrow_whole,
         layers=layers,
-    ):
-        shards = placement.shards
-        if planned.narrow_whole and isinstance(placement.rule, Column) and placement.rule.narrow:
-            shards = (tuple(rank for ranks in shards for rank in ranks),)
-        dtype = (
-            torch.float32
-            if placement.rule.megatron[0].endswith(BUFFERS)
-            else DTYPES[planned.itemsize]
-        )
-        found.append(Unit(placement.rule, layer, expert, dtype, shards))
-    return iter(in_order(found))
+    )
+    of_tensor = {placement.tensor: placement for placement in found}
+    return [of_tensor[tensor] for tensor in in_order(list(of_tensor))]
 
 
-def _needs(units: Sequence[Unit], rank: int, ranks: int) -> Needs:
+def _needs(placed: Sequence[Placement], rank: int, ranks: int) -> Needs:
     asked: Needs = defaultdict(list)
-    of_rule: dict[Rule, tuple[Segment, ...]] = {}
-    for unit in units:
-        if unit.rule not in of_rule:
-            of_rule[unit.rule] = engine_needs(unit.rule, rank, ranks)
-        names = unit.rule.hf_names(unit.layer, unit.expert)
-        for part, start, stop in of_rule[unit.rule]:
-            asked[names[part]].append((start, stop))
+    for rule, tensor, _ in placed:
+        for number, box in needed_boxes(rule, rank, ranks):
+            asked[tensor.names[number]].append(box)
     return asked

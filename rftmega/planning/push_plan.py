@@ -2,14 +2,20 @@
 whom.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
 
-from converters import Replicated, Rule, instances
-from converters.rules import Segment
+import torch
+
+from converters import Column, Replicated, Rule, instances
+from converters.shards import holding, logical_tensor
 from model_providers.description import ModelDescription, stage_layers
 from rftmega.config import ParallelConfig
-from rftmega.weights.plan import Placement, engine_needs
+from rftmega.planning.engine_needs import needed_boxes
+from rftmega.shards import Holding, LogicalTensor
+from rftmega.weights.plan import RankNeeds
+
+Holders = tuple[tuple[Holding, tuple[int, ...]], ...]
 
 
 class Engines(NamedTuple):
@@ -22,6 +28,14 @@ class Engines(NamedTuple):
     spread_experts: bool = False
 
 
+class Placement(NamedTuple):
+    """Placement tells which ranks hold a tensor of the model, and which ranks need what of it."""
+
+    rule: Rule
+    tensor: LogicalTensor
+    needs: RankNeeds
+
+
 def placements(
     rules: Sequence[Rule],
     model: ModelDescription,
@@ -30,10 +44,14 @@ def placements(
     engines: Engines,
     *,
     colocated: bool,
+    dtype: Callable[[Rule], torch.dtype] = lambda rule: torch.bfloat16,
+    narrow_whole: bool = False,
     layers: Collection[int] | None = None,
-) -> Iterator[tuple[Placement, int | None, int | None]]:
-    """Yields (placement, layer, expert) of every tensor that is pushed. Engine ranks are the
-    trainer's own where colocated, else they are numbered after them. `layers`: only of these.
+) -> Iterator[Placement]:
+    """Yields every tensor that is pushed, with its holders, and what engines' ranks need of it.
+
+    Engine ranks are the trainer's own where colocated, else they are numbered after them. `layers`:
+    only of these. `narrow_whole`: see PlannedModel.
     """
     experts = model.experts.number if model.experts else 0
     stage_of = {
@@ -53,8 +71,9 @@ def placements(
         )
     mine = experts // parallel.expert
     block = parallel.expert_tensor * parallel.expert
-    needs: dict[tuple[Rule, int | None], tuple[tuple[int, tuple[Segment, ...]], ...]] = {}
+    needs: dict[tuple[Rule, int | None], RankNeeds] = {}
     holders: dict[tuple[int, int], tuple[tuple[int, ...], ...]] = {}
+    held: dict[tuple[Rule, int], tuple[tuple[tuple[int, ...], ...], Holders]] = {}
     for rule, layer, expert in instances(rules, layers=model.layers, experts=experts):
         if not rule.exported or (layer is not None and layers is not None and layer not in layers):
             continue
@@ -78,7 +97,7 @@ def placements(
             needs[rule, place] = tuple(
                 (
                     first + rank,
-                    engine_needs(
+                    needed_boxes(
                         rule,
                         *((0, 1) if place is not None else (rank % engines.tensor, engines.tensor)),
                     ),
@@ -86,4 +105,16 @@ def placements(
                 for rank in range(engines.ranks)
                 if place is None or rank % engines.tensor == place
             )
-        yield Placement(rule, shards, needs[rule, place]), layer, expert
+        if narrow_whole and isinstance(rule, Column) and rule.narrow:
+            shards = (tuple(rank for ranks in shards for rank in ranks),)
+        key = rule, id(shards)
+        if key not in held:
+            held[key] = shards, _holders(rule, shards)
+        tensor = logical_tensor(rule, layer, expert, dtype(rule), held[key][1])
+        yield Placement(rule, tensor, needs[rule, place])
+
+
+def _holders(rule: Rule, shards: Sequence[tuple[int, ...]]) -> Holders:
+    """Returns what each shard is and who holds it; a shard may be padding alone."""
+    found = ((holding(rule, number, len(shards)), ranks) for number, ranks in enumerate(shards))
+    return tuple((parts, ranks) for parts, ranks in found if parts)

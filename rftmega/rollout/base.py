@@ -16,8 +16,8 @@ from rftmega.errors import EngineError
 from rftmega.interfaces import WeightSync
 from rftmega.parallel.watchdog import mark
 from rftmega.rollout.request_order import Lengths
+from rftmega.shards import Shard
 from rftmega.types import Completion, Prompt
-from rftmega.weights.units import HeldShard
 
 # places among the prompts, their answers
 Finished = Callable[[Sequence[int], Sequence[Completion]], None]
@@ -67,13 +67,13 @@ class Engine(ABC):
         self.lengths = Lengths()  # of answers; whoever sends requests asks and tells it
         self._held: set[str] = {"weights", "kv_cache"}  # what is in the device's memory
 
-    def weight_sync(self, held: Sequence[HeldShard], *, bucket_bytes: int) -> WeightSync:
+    def weight_sync(self, shards: Sequence[Shard], *, bucket_bytes: int) -> WeightSync:
         """Returns what brings the policy's shards into the engines of all processes, which call
         this together.
 
         It plans the push; the engine has no weights afterwards, and sleeps.
         """
-        sync = weights.EngineWeights(held, self, bucket_bytes=bucket_bytes)
+        sync = weights.EngineWeights(shards, self, bucket_bytes=bucket_bytes)
         self.sleep()
         return sync
 

@@ -34,8 +34,8 @@ from rftmega.rollout import door
 from rftmega.rollout.base import Engine, Finished, More, Stop
 from rftmega.rollout.request_order import Waiting, ordered
 from rftmega.rollout.vllm_models import model_arguments
+from rftmega.shards import Shard
 from rftmega.types import Completion, Prompt
-from rftmega.weights.units import HeldShard
 
 RANKS_OWN = {  # what tells a process that it is a rank of the trainer
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
@@ -249,8 +249,8 @@ class ServerEngine(Engine):
             self.close()
             raise
 
-    def weight_sync(self, held: Sequence[HeldShard], *, bucket_bytes: int) -> WeightSync:
-        return weights.SharedWeights(held, self, bucket_bytes=bucket_bytes)
+    def weight_sync(self, shards: Sequence[Shard], *, bucket_bytes: int) -> WeightSync:
+        return weights.SharedWeights(shards, self, bucket_bytes=bucket_bytes)
 
     def _started(self, number: int) -> Server:
         return Server(

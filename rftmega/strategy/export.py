@@ -26,7 +26,9 @@ def export_weights(
 ) -> None:
     """The present weights alone."""
     exporter = weights.Exporter(
-        manager.bound, topology, bucket_bytes=config.trainer.push_bucket_mib * 2**20
+        manager.shards(),
+        topology.replica_group,
+        bucket_bytes=config.trainer.push_bucket_mib * 2**20,
     )
     weights.export_hf_folder(
         exporter,

@@ -80,7 +80,7 @@ class MegatronStrategy:
         faces = {name: ColocatedValues(model, self.phases, name) for name, model in judges.items()}
         self.critic: ValueModel | None = faces.get("critic")
         self.reward_model: ValueModel | None = faces.get("reward_model")
-        sync = self.local_engine.weight_sync(manager.bound, bucket_bytes=self._bucket_bytes)
+        sync = self.local_engine.weight_sync(manager.shards(), bucket_bytes=self._bucket_bytes)
         self.weights: WeightSync = ColocatedWeights(sync, self.phases)
         face, self.engine_processes = (
             (ServerPool, world.size) if separate else (EnginePool, config.rollout.tensor)

@@ -96,7 +96,7 @@ def _built(about: dict[str, Any], tensors: dict[str, Tensor]) -> GapBundle:
         untempered_logp=tensors.get("untempered_logp"),
         other_prompt=tensors["other_prompt"],
         after_push=None if after is None else Gap(**after),
-        checksums=[SliceChecksums(**each) for each in about["checksums"]],
+        checksums=[_checksums(each) for each in about["checksums"]],
         has_experts=about["has_experts"],
     )
     return GapBundle(
@@ -133,3 +133,8 @@ def rows_under_other_prompts(rows: Rows) -> tuple[Rows, Tensor]:
     starts = torch.tensor([start for _, start in made], dtype=torch.int64)
     ends = torch.tensor([len(tokens) for tokens, _ in made], dtype=torch.int64)
     return Rows(canvas, starts, ends), torch.tensor(pairs, dtype=torch.int64).view(-1, 2)
+
+
+def _checksums(said: dict[str, Any]) -> SliceChecksums:
+    box = tuple((start, stop) for start, stop in said["box"])
+    return SliceChecksums(**{**said, "box": box})

@@ -8,12 +8,13 @@ from typing import Protocol
 
 from torch import Tensor
 
+from rftmega.shards import LogicalTensor
 from rftmega.weights.message import Layout
 from rftmega.weights.recording import LoadRecorder
 from rftmega.weights.replay import Fill, Proof, ReceivedFill, by_name, fills_of
-from rftmega.weights.units import Shards, Unit
+from rftmega.weights.slices import LocalShards, planned
 
-Part = tuple[Unit, int]  # a unit's HF tensor
+Part = tuple[LogicalTensor, int]  # and the number of one of its HF tensors
 
 log = logging.getLogger(__name__)
 
@@ -44,24 +45,20 @@ class Destinations(Protocol):
 
 
 def recorded(
-    units: Sequence[Unit],
+    tensors: Sequence[LogicalTensor],
     trace_load: Callable[[Iterable[tuple[str, Tensor]]], None],
     destinations: Destinations,
 ) -> LoadRecorder:
-    """Records what the engine's loader does with the tensors of these units."""
+    """Records what the engine's loader does with these tensors."""
     recorder = LoadRecorder()
-    named = [
-        (name, recorder.tensor(name, dtype, shape, unit.rule.axis))
-        for unit in units
-        for name, dtype, shape in unit.planned
-    ]
+    named = [(name, recorder.tensor(name, dtype, shape)) for name, dtype, shape in planned(tensors)]
 
-    def tensors() -> Generator[tuple[str, Tensor]]:
+    def recording() -> Generator[tuple[str, Tensor]]:
         recorder.parameters(destinations.bare())
         with recorder:
             yield from named
 
-    reading = tensors()
+    reading = recording()
     try:
         trace_load(reading)
     finally:
@@ -78,7 +75,7 @@ class Recording:
     whole.
     """
 
-    def __init__(self, recorder: LoadRecorder, shards: Shards):
+    def __init__(self, recorder: LoadRecorder, shards: LocalShards):
         self.proven = False
         self._recorder, self._shards = recorder, shards
         self._settle()
@@ -89,17 +86,20 @@ class Recording:
         return self._copies.keys()
 
     def of_bucket(
-        self, number: int, units: Sequence[Unit], receives: Mapping[int, Layout]
+        self, number: int, tensors: Sequence[LogicalTensor], receives: Mapping[int, Layout]
     ) -> tuple[list[Fill], list[Part]]:
         """Returns the fills of bucket `number`, and the HF tensors of it that the loader takes."""
         if number not in self._fills:
             by_loader = [
-                (unit, part)
-                for unit in units
-                for part, name in enumerate(unit.rule.hf_names(unit.layer, unit.expert))
+                (tensor, number)
+                for tensor in tensors
+                for number, name in enumerate(tensor.names)
                 if name in self._by_loader
             ]
-            self._fills[number] = fills_of(units, receives, self._of_name, self._shards), by_loader
+            self._fills[number] = (
+                fills_of(tensors, receives, self._of_name, self._shards),
+                by_loader,
+            )
         return self._fills[number]
 
     def prove(self, proof: Proof) -> None:

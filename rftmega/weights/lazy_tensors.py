@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Box = tuple[tuple[int, int], ...]  # start and stop along each dimension
+from rftmega.shards import Box
+
 Fetch = Callable[[Box, Tensor], None]
 
 

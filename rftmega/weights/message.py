@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rftmega.errors import EngineError
 from rftmega.parallel.checksum import blocks, checksums
-from rftmega.weights.units import Move
+from rftmega.weights.slices import TensorSlice
 
 
 def message_bytes(sizes: Sequence[int]) -> int:
@@ -60,14 +60,14 @@ class Alike(NamedTuple):
 class Layout:
     """Layout gives the place of each slice in one message; made once, and the same on both sides."""
 
-    def __init__(self, moves: Sequence[Move]):
-        self.moves = list(moves)
+    def __init__(self, slices: Sequence[TensorSlice]):
+        self.slices = list(slices)
         self.alike: list[Alike] = []
         self.places: list[int] = []  # the byte at which each slice begins
         self.payload = 0  # bytes of the slices alone
-        start = blocks(8 * (1 + len(self.moves)))
-        for number, move in enumerate(self.moves):
-            shape, dtype = move.shape, move.unit.dtype
+        start = blocks(8 * (1 + len(self.slices)))
+        for number, each in enumerate(self.slices):
+            shape, dtype = each.shape, each.tensor.dtype
             last = self.alike[-1] if self.alike else None
             if last and (last.shape, last.dtype) == (shape, dtype):
                 self.alike[-1] = last._replace(number=last.number + 1)
@@ -104,16 +104,15 @@ def refuse_damaged(message: Tensor, layout: Layout, version: int, source: int) -
         )
     wrong = (header[1:] != checksums_of(message, layout)).nonzero()
     if len(wrong):
-        move = layout.moves[int(wrong[0])]
         raise EngineError(
-            f"{move.name}[{move.start}:{move.stop}] of push {version} came damaged from process {source}."
+            f"{layout.slices[int(wrong[0])]} of push {version} came damaged from process {source}."
         )
 
 
-def opened(message: Tensor, layout: Layout) -> Iterator[tuple[Move, Tensor]]:
+def opened(message: Tensor, layout: Layout) -> Iterator[tuple[TensorSlice, Tensor]]:
     """Yields each slice."""
     for alike in layout.alike:
-        yield from zip(layout.moves[alike.first :], alike.slices(message).unbind(), strict=False)
+        yield from zip(layout.slices[alike.first :], alike.slices(message).unbind(), strict=False)
 
 
 def sums_of(message: Tensor, layout: Layout) -> Tensor:
@@ -127,4 +126,4 @@ def checksums_of(message: Tensor, layout: Layout) -> Tensor:
 
 
 def _header(message: Tensor, layout: Layout) -> Tensor:
-    return message[: 8 * (1 + len(layout.moves))].view(torch.int64)
+    return message[: 8 * (1 + len(layout.slices))].view(torch.int64)

@@ -23,9 +23,10 @@ from rftmega.device.spans import span
 from rftmega.errors import EngineError, EngineFault
 from rftmega.parallel.checksum import checksums
 from rftmega.parallel.watchdog import mark
+from rftmega.shards import Box, LogicalTensor, Shard, intersection, narrowed, within, without
 from rftmega.types import Metrics, SliceChecksums
 from rftmega.weights.destinations import Destinations, Part, Recording, recorded
-from rftmega.weights.lazy_tensors import Box, Fetch, LazyTensor
+from rftmega.weights.lazy_tensors import Fetch, LazyTensor
 from rftmega.weights.message import (
     Layout,
     checksums_of,
@@ -36,9 +37,16 @@ from rftmega.weights.message import (
     written,
 )
 from rftmega.weights.needs import Needs, everybodys, needs_of, planned_moves, refuse_unread
-from rftmega.weights.replay import Proof, ReceivedFill, moves_in_order
+from rftmega.weights.plan import Transfer
+from rftmega.weights.replay import Proof, ReceivedFill, message_order
 from rftmega.weights.slice_sums import SliceSums
-from rftmega.weights.units import HeldShard, LocalRows, Move, Shards, Unit, buckets_of, units_of
+from rftmega.weights.slices import (
+    LocalShards,
+    TensorSlice,
+    buckets_of,
+    everybodys_tensors,
+    planned,
+)
 
 log = logging.getLogger(__name__)
 
@@ -59,11 +67,11 @@ class Loader(Protocol):
 
 
 class PushBucket(NamedTuple):
-    """Units that are loaded one after the other, and what travels for them; sender and receiver
-    have it in the same order.
+    """PushBucket holds tensors that are loaded one after the other, and what travels for them;
+    sender and receiver have it in the same order.
     """
 
-    units: list[Unit]
+    tensors: list[LogicalTensor]
     sends: dict[int, Layout]  # by target; those that need the same share one
     receives: dict[int, Layout]  # by source
 
@@ -71,7 +79,7 @@ class PushBucket(NamedTuple):
 class EngineWeights:
     """Brings new weights into all engines. Every process constructs it, and calls it, alike."""
 
-    def __init__(self, held: Sequence[HeldShard], engine: Loader, *, bucket_bytes: int):
+    def __init__(self, shards: Sequence[Shard], engine: Loader, *, bucket_bytes: int):
         """Rehearses the load and plans it, a collective over all processes; the engine's weights
         are lost.
 
@@ -79,17 +87,19 @@ class EngineWeights:
         not be the engine's.
         """
         self.engine = engine
-        self.shards = Shards(held)
-        units = units_of(held)
+        self.shards = LocalShards(shards)
+        tensors = everybodys_tensors(shards)
         recorder = (
-            recorded(units, engine.trace_load, engine.destinations) if engine.destinations else None
+            recorded(tensors, engine.trace_load, engine.destinations)
+            if engine.destinations
+            else None
         )
-        self.needs = needs_of(units, recorder.asked if recorder else self._rehearse(units))
+        self.needs = needs_of(recorder.asked if recorder else self._rehearse(tensors))
         kinds, kind_of = everybodys(self.needs)
-        refuse_unread(units, kinds)
-        self.buckets = _plan(buckets_of(units, bucket_bytes, for_an_engine=True), kinds, kind_of)
+        refuse_unread(tensors, kinds)
+        self.buckets = _plan(buckets_of(tensors, bucket_bytes, for_an_engine=True), kinds, kind_of)
         self.recording = Recording(recorder, self.shards) if recorder else None
-        missing = torch.tensor(sum(map(self._missing_bytes, units)), device=self.shards.device)
+        missing = torch.tensor(sum(map(self._missing_bytes, tensors)), device=self.shards.device)
         dist.all_reduce(missing)
         self.least_bytes = int(missing)
         # of messages that this process held at once in the last push, at most
@@ -159,7 +169,7 @@ class EngineWeights:
             )
         return int(moved)
 
-    def _rehearse(self, units: Sequence[Unit]) -> dict[str, list[Box]]:
+    def _rehearse(self, tensors: Sequence[LogicalTensor]) -> dict[str, list[Box]]:
         """Returns, by HF name, the boxes that a loader asks for where it can't be watched at its
         parameters.
         """
@@ -174,25 +184,18 @@ class EngineWeights:
 
         self.engine.trace_load(
             (name, LazyTensor.of(shape, dtype, recorder(name), self.shards.device))
-            for unit in units
-            for name, dtype, shape in unit.planned
+            for name, dtype, shape in planned(tensors)
         )
         return asked
 
-    def _missing_bytes(self, unit: Unit) -> int:
-        """Returns the bytes of a unit that this process's engine reads and this process does not
+    def _missing_bytes(self, tensor: LogicalTensor) -> int:
+        """Returns the bytes of a tensor that this process's engine reads and this process does not
         hold.
         """
-        missing = 0
-        for part, (name, dtype, shape) in enumerate(unit.planned):
-            row = torch.Size(shape).numel() // shape[unit.rule.axis] * dtype.itemsize
-            here = self.shards.pieces(unit, part)
-            for start, stop in self.needs.get(name, []):
-                present = sum(
-                    max(0, min(stop, piece.stop) - max(start, piece.start)) for piece in here
-                )
-                missing += (stop - start - present) * row
-        return missing
+        elements = 0
+        for number, name in enumerate(tensor.names):
+            elements += self.shards.missing(tensor, number, self.needs.get(name, []))
+        return elements * tensor.dtype.itemsize
 
 
 class _Passage:
@@ -253,7 +256,7 @@ class _Passage:
         for source, message in came.items():
             self.sums.received(
                 source,
-                bucket.receives[source].moves,
+                bucket.receives[source].slices,
                 checksums_of(message, bucket.receives[source]),
             )
 
@@ -262,7 +265,7 @@ class _Passage:
         recording, destinations = self.weights.recording, self.weights.engine.destinations
         if recording is None or destinations is None:
             return _everything(bucket)
-        fills, by_loader = recording.of_bucket(number, bucket.units, bucket.receives)
+        fills, by_loader = recording.of_bucket(number, bucket.tensors, bucket.receives)
         fillings = [ReceivedFill(fill, came, self.weights.shards, self.sums) for fill in fills]
         if self.proof:
             self.proof.expect(fillings)
@@ -276,31 +279,27 @@ class _Passage:
         self, bucket: PushBucket, came: dict[int, Tensor], wanted: Sequence[Part]
     ) -> Iterator[tuple[str, Tensor]]:
         """Yields the wanted HF tensors of a bucket."""
-        arrived: dict[tuple[int, int], list[LocalRows]] = defaultdict(list)
+        arrived: dict[str, list[tuple[Box, Tensor]]] = defaultdict(list)
         for source, message in came.items():
-            for move, elements in opened(message, bucket.receives[source]):
-                arrived[id(move.unit), move.part].append(LocalRows(move.start, move.stop, elements))
-        for unit, part in wanted:
-            name, dtype, shape = unit.planned[part]
-            own = self.weights.shards.pieces(unit, part)
-            self._record(unit, part, own)
-            pieces = own + arrived[id(unit), part]
-            yield (
-                name,
-                LazyTensor.of(
-                    shape, dtype, _reader(name, unit.rule.axis, pieces), self.weights.shards.device
-                ),
-            )
+            for part, elements in opened(message, bucket.receives[source]):
+                arrived[part.name].append((part.box, elements))
+        for tensor, number in wanted:
+            name, dtype, shape = planned([tensor])[number]
+            own = self.weights.shards.pieces(tensor, number)
+            self._record(tensor, number, own)
+            fetch = _reader(name, own + arrived[name])
+            yield name, LazyTensor.of(shape, dtype, fetch, self.weights.shards.device)
 
-    def _record(self, unit: Unit, part: int, own: Sequence[LocalRows]) -> None:
+    def _record(
+        self, tensor: LogicalTensor, number: int, own: Sequence[tuple[Box, Tensor]]
+    ) -> None:
         """Records the checksums of what the engine reads of this process's own shard."""
-        needed = self.weights.needs.get(unit.planned[part].name, [])
-        for piece in own:
-            for start, stop in needed:
-                first, last = max(start, piece.start), min(stop, piece.stop)
-                if first < last:
-                    rows = piece.elements.narrow(unit.rule.axis, first - piece.start, last - first)
-                    self.sums.used([Move(unit, part, first, last)], checksums(rows[None]))
+        for box, elements in own:
+            for needed in self.weights.needs.get(tensor.names[number], []):
+                if common := intersection(box, needed):
+                    read = narrowed(elements, within(common, box))
+                    used = TensorSlice(tensor, number, common)
+                    self.sums.used([used], checksums(read[None]))
 
     def drain(self) -> None:
         """Takes part in what is left, for the others' sake."""
@@ -317,12 +316,12 @@ class _Passage:
         sent = {}
         for target, layout in bucket.sends.items():
             if id(layout) not in alike:
-                slices = self.weights.shards.slices_of(layout.moves)
+                slices = self.weights.shards.slices_of(layout.slices)
                 alike[id(layout)] = written(
                     message_for(layout, device), layout, self.version, slices
                 )
             sent[target] = alike[id(layout)]
-            self.sums.sent(target, layout.moves, sums_of(sent[target], layout))
+            self.sums.sent(target, layout.slices, sums_of(sent[target], layout))
         came = {source: message_for(layout, device) for source, layout in bucket.receives.items()}
         self.sent_bytes += sum(layout.payload for layout in bucket.sends.values())
         self._count([*alike.values(), *came.values()])
@@ -366,59 +365,53 @@ def _is_of_a_connection(error: RuntimeError) -> bool:
 
 
 def _plan(
-    buckets: Sequence[list[Unit]], kinds: Sequence[Needs], kind_of: Sequence[int]
+    buckets: Sequence[list[LogicalTensor]], kinds: Sequence[Needs], kind_of: Sequence[int]
 ) -> list[PushBucket]:
     """Plans the push, the same on every process; each keeps what it takes part in."""
+    made = []
+    for tensors, moves in zip(buckets, planned_moves(buckets, kinds, kind_of), strict=True):
+        made.append(_own_part(tensors, moves))
+    return made
+
+
+def _own_part(tensors: list[LogicalTensor], moves: Iterable[Transfer]) -> PushBucket:
+    """Returns what this process takes part in."""
     me = dist.get_rank()
-    planned = []
-    for units, moves in zip(buckets, planned_moves(buckets, kinds, kind_of), strict=True):
-        sends: dict[int, list[Move]] = defaultdict(list)
-        receives: dict[int, list[Move]] = defaultdict(list)
-        for source, target, move, _ in moves:
-            if source == me:
-                sends[target].append(move)
-            if target == me:
-                receives[source].append(move)
-        alike: dict[Any, Layout] = {}
-        for theirs in sends.values():
-            alike.setdefault(_key(theirs), Layout(moves_in_order(theirs)))
-        planned.append(
-            PushBucket(
-                units,
-                {target: alike[_key(theirs)] for target, theirs in sends.items()},
-                {source: Layout(moves_in_order(theirs)) for source, theirs in receives.items()},
-            )
-        )
-    return planned
+    sends: dict[int, list[TensorSlice]] = defaultdict(list)
+    receives: dict[int, list[TensorSlice]] = defaultdict(list)
+    for source, target, part in moves:
+        if source == me:
+            sends[target].append(part)
+        if target == me:
+            receives[source].append(part)
+    alike: dict[Any, Layout] = {}
+    for theirs in sends.values():
+        alike.setdefault(tuple(theirs), Layout(message_order(theirs)))
+    return PushBucket(
+        tensors,
+        {target: alike[tuple(theirs)] for target, theirs in sends.items()},
+        {source: Layout(message_order(theirs)) for source, theirs in receives.items()},
+    )
 
 
 def _everything(bucket: PushBucket) -> list[Part]:
-    return [(unit, part) for unit in bucket.units for part in range(len(unit.rule.hf))]
+    return [(tensor, number) for tensor in bucket.tensors for number in range(len(tensor.names))]
 
 
-def _key(moves: Sequence[Move]) -> Any:
-    return tuple((id(move.unit), *move[1:]) for move in moves)
-
-
-def _reader(name: str, axis: int, pieces: Sequence[LocalRows]) -> Fetch:
-    """Elements of a box, from the pieces of the tensor that are here."""
+def _reader(name: str, pieces: Sequence[tuple[Box, Tensor]]) -> Fetch:
+    """Reads the elements of a box from the pieces of the tensor that are here."""
 
     def fetch(box: Box, out: Tensor) -> None:
-        start, stop = box[axis]
-        at = start
-        for piece in sorted(pieces, key=lambda piece: piece.start):
-            end = min(piece.stop, stop)
-            if piece.start > at or end <= at:
-                continue
-            elements = piece.elements.narrow(axis, at - piece.start, end - at)
-            for dim, (low, high) in enumerate(box):
-                if dim != axis:
-                    elements = elements.narrow(dim, low, high - low)
-            out.narrow(axis, at - start, end - at).copy_(elements)
-            at = end
-        if at < stop:
+        left = [box]
+        for here, elements in pieces:
+            common = intersection(here, box)
+            if common is not None:
+                target = narrowed(out, within(common, box))
+                target.copy_(narrowed(elements, within(common, here)))
+                left = [rest for each in left for rest in without(each, common)]
+        if left:
             raise EngineError(
-                f"The engine asks for {name}[{start}:{stop}]; it did not when the push was planned."
+                f"The engine asks for {name}{list(left[0])}; it did not when the push was planned."
             )
 
     return fetch

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rftmega.weights.lazy_tensors import Box, box_of
+from rftmega.shards import Box
+from rftmega.weights.lazy_tensors import box_of
 
 
 class Geometry(NamedTuple):
@@ -45,18 +46,16 @@ class LoadRecorder(TorchDispatchMode):
         self.changed: set[str] = set()
         self.worked_on: set[str] = set()
         self._parameters: dict[int, str] = {}
-        self._tensors: dict[int, tuple[str, Tensor, int]] = {}
+        self._tensors: dict[int, tuple[str, Tensor]] = {}
 
     def parameters(self, named: Mapping[str, Tensor]) -> None:
         """Registers the parameters that the loader fills."""
         self._parameters = {_storage(parameter): name for name, parameter in named.items()}
 
-    def tensor(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], axis: int) -> Tensor:
-        """Makes a tensor for the loader that is cut along `axis` only: a box that cuts it along
-        another one is no plain copy.
-        """
+    def tensor(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        """Makes a tensor for the loader, of an HF tensor's shape."""
         made = torch.empty(shape, dtype=dtype, device="meta")
-        self._tensors[_storage(made)] = name, made, axis
+        self._tensors[_storage(made)] = name, made
         return made
 
     def forget(self) -> None:
@@ -87,15 +86,10 @@ class LoadRecorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _copied(self, target: Tensor, view: Tensor) -> None:
-        name, whole, axis = self._tensors[_storage(view)]
+        name, whole = self._tensors[_storage(view)]
         parameter = self._parameters.get(_storage(target))
         box = box_of(whole.shape, view)
-        if (
-            parameter is None
-            or target.shape != view.shape
-            or box is None
-            or not _of_rows(box, whole.shape, axis)
-        ):
+        if parameter is None or target.shape != view.shape or box is None:
             self._read(view)
             self.changed |= {parameter} if parameter else set()
         elif view.numel():
@@ -107,7 +101,7 @@ class LoadRecorder(TorchDispatchMode):
 
     def _read(self, tensor: Tensor) -> None:
         """Notes that somebody computes with a tensor: with a box of it, or one can't say with what."""
-        name, whole, _ = self._tensors[_storage(tensor)]
+        name, whole = self._tensors[_storage(tensor)]
         self.worked_on.add(name)
         self.asked[name].append(
             box_of(whole.shape, tensor) or tuple((0, size) for size in whole.shape)
@@ -130,10 +124,6 @@ class LoadRecorder(TorchDispatchMode):
             if more <= changed:
                 return {name: copies for name, copies in self.copies.items() if name not in changed}
             changed |= more
-
-
-def _of_rows(box: Box, whole: torch.Size, axis: int) -> bool:
-    return all(dim == axis or box[dim] == (0, size) for dim, size in enumerate(whole))
 
 
 def _tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:

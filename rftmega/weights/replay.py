@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from rftmega.parallel.checksum import checksums
+from rftmega.shards import Box, LogicalTensor, intersection, volume
+from rftmega.shards import within as seen_from
 from rftmega.weights.message import Layout, copy_together
 from rftmega.weights.recording import Copy, Geometry
 from rftmega.weights.slice_sums import SliceSums
-from rftmega.weights.units import Move, Shards, Unit
+from rftmega.weights.slices import LocalShards, TensorSlice
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -54,7 +56,7 @@ class Received(NamedTuple):
 
 
 class Fill:
-    """Fill holds what a bucket brings to one parameter: from messages, and slices (`moves`) of this
+    """Fill holds what a bucket brings to one parameter: from messages, and `slices` of this
     process's own shards.
     """
 
@@ -62,8 +64,8 @@ class Fill:
         self.parameter, self.dtype = parameter, dtype
         self.elements = 0
         self.received: list[Received] = []
-        self.moves: list[Move] = []
-        self.targets: list[Geometry] = []  # of the moves
+        self.slices: list[TensorSlice] = []
+        self.targets: list[Geometry] = []  # of the slices
         self._from_messages: list[tuple[int, Geometry, Geometry]] = []
         self._own: list[tuple[Run, list[Tensor]]] = []
         self._generation = -1
@@ -73,8 +75,8 @@ class Fill:
         self._from_messages.append((source, within, target))
         self.elements += math.prod(target.size)
 
-    def add_own(self, move: Move, target: Geometry) -> None:
-        self.moves.append(move)
+    def add_own(self, own: TensorSlice, target: Geometry) -> None:
+        self.slices.append(own)
         self.targets.append(target)
         self.elements += math.prod(target.size)
 
@@ -94,12 +96,12 @@ class Fill:
         self._from_messages.clear()
         self._sums = runs_of(self.targets)
 
-    def own(self, shards: Shards) -> list[tuple[Run, list[Tensor]]]:
+    def own(self, shards: LocalShards) -> list[tuple[Run, list[Tensor]]]:
         """Returns the runs that views of this process's shards go to; views adjacent on both sides
         (gate, up) as one.
         """
         if self._generation != shards.generation:
-            targets, views = _joined(self.targets, shards.slices_of(self.moves))
+            targets, views = _joined(self.targets, shards.slices_of(self.slices))
             runs = runs_of(targets)
             ends = accumulate(run.number for run in runs)
             self._own = [
@@ -108,24 +110,26 @@ class Fill:
             self._generation = shards.generation
         return self._own
 
-    def note(self, parameter: Tensor, shards: Shards, sums: SliceSums) -> None:
+    def note(self, parameter: Tensor, shards: LocalShards, sums: SliceSums) -> None:
         """Records the checksums of this process's own slices, as they are in the parameter now."""
         end = 0
         for run in self._sums:
             begin, end = end, end + run.number
             of_another = parameter.dtype != self.dtype
             slices = (
-                torch.stack(shards.slices_of(self.moves)[begin:end])
+                torch.stack(shards.slices_of(self.slices)[begin:end])
                 if of_another
                 else run.of(parameter)
             )
-            sums.used(self.moves[begin:end], checksums(slices))
+            sums.used(self.slices[begin:end], checksums(slices))
 
 
 class ReceivedFill:
     """A Fill with the messages of one push."""
 
-    def __init__(self, fill: Fill, messages: Mapping[int, Tensor], shards: Shards, sums: SliceSums):
+    def __init__(
+        self, fill: Fill, messages: Mapping[int, Tensor], shards: LocalShards, sums: SliceSums
+    ):
         self.fill, self.shards, self.sums = fill, shards, sums
         self.done = False
         self._messages = {
@@ -189,61 +193,69 @@ class Proof:
 
 
 def fills_of(
-    units: Sequence[Unit],
+    tensors: Sequence[LogicalTensor],
     layouts: Mapping[int, Layout],
     copies: Mapping[str, Sequence[tuple[str, Copy]]],
-    shards: Shards,
+    shards: LocalShards,
 ) -> list[Fill]:
     """Returns the fills of a bucket whose messages have `layouts`, by source.
 
     `copies`: by HF name, what goes where.
     """
-    arrived: dict[tuple[int, int], list[tuple[int, Move, int]]] = defaultdict(list)
+    arrived: dict[str, list[Arrived]] = defaultdict(list)
     for source, layout in layouts.items():
-        for move, place in zip(layout.moves, layout.places, strict=True):
-            arrived[id(move.unit), move.part].append(
-                (source, move, place // move.unit.dtype.itemsize)
+        for each, place in zip(layout.slices, layout.places, strict=True):
+            arrived[each.name].append(
+                Arrived(source, each.box, place // each.tensor.dtype.itemsize)
             )
     fills: dict[str, Fill] = {}
-    for unit in units:
-        for part, name in enumerate(unit.rule.hf_names(unit.layer, unit.expert)):
+    for tensor in tensors:
+        for number, name in enumerate(tensor.names):
             for parameter, copy in copies.get(name, []):
-                fill = fills.setdefault(parameter, Fill(parameter, unit.dtype))
-                _add(fill, unit, part, copy, shards, arrived.get((id(unit), part), []))
+                fill = fills.setdefault(parameter, Fill(parameter, tensor.dtype))
+                read = TensorSlice(tensor, number, copy.box)
+                _add(fill, read, copy.target, shards, arrived.get(name, []))
     for fill in fills.values():
         fill.settle()
     return list(fills.values())
 
 
+class Arrived(NamedTuple):
+    """Arrived is a box of an HF tensor in a message."""
+
+    source: int
+    box: Box
+    place: int  # the element of the message at which it begins
+
+
 def _add(
     fill: Fill,
-    unit: Unit,
-    part: int,
-    copy: Copy,
-    shards: Shards,
-    arrived: Sequence[tuple[int, Move, int]],
+    read: TensorSlice,
+    target: Geometry,
+    shards: LocalShards,
+    arrived: Sequence[Arrived],
 ) -> None:
-    """Adds one recorded copy, cut where its rows come from elsewhere."""
-    axis = unit.rule.axis
-    start, stop = copy.box[axis]
-    here: list[tuple[int, int, tuple[int, Move, int] | None]] = [
-        (piece.start, piece.stop, None) for piece in shards.pieces(unit, part)
+    """Adds one recorded copy, cut where its elements come from elsewhere."""
+    here: list[tuple[Box, Arrived | None]] = [
+        (box, None) for box, _ in shards.pieces(read.tensor, read.number)
     ]
-    here += [(each[1].start, each[1].stop, each) for each in arrived]
-    at = start
-    for first, last, came in sorted(here, key=lambda each: each[:2]):
-        end = min(last, stop)
-        if first > at or end <= at:
+    here += [(came.box, came) for came in arrived]
+    left = volume(read.box)
+    for box, came in sorted(here, key=lambda each: each[0]):
+        common = intersection(box, read.box)
+        if common is None:
             continue
-        target = _narrowed(copy.target, axis, at - start, end - at)
+        left -= volume(common)
+        into = _narrowed(target, seen_from(common, read.box))
         if came is None:
-            fill.add_own(Move(unit, part, at, end), target)
+            fill.add_own(read._replace(box=common), into)
         else:
-            source, move, place = came
-            whole = Geometry(tuple(move.shape), _natural(move.shape), place)
-            fill.add(source, _narrowed(whole, axis, at - first, end - at), target)
-        at = end
-    assert at == stop, f"nobody brings {copy.name}[{at}:{stop}], which goes to {fill.parameter}"
+            shape = tuple(stop - start for start, stop in box)
+            message = Geometry(shape, _natural(shape), came.place)
+            fill.add(came.source, _narrowed(message, seen_from(common, box)), into)
+    assert left == 0, (
+        f"{left} elements of {read}, which goes to {fill.parameter}, come from nowhere"
+    )
 
 
 def runs_of(views: Sequence[Geometry]) -> list[Run]:
@@ -292,9 +304,10 @@ def _geometry(view: Tensor) -> Geometry:
     return Geometry(tuple(view.shape), tuple(view.stride()), int(view.storage_offset()))
 
 
-def _narrowed(view: Geometry, axis: int, start: int, length: int) -> Geometry:
-    size = (*view.size[:axis], length, *view.size[axis + 1 :])
-    return Geometry(size, view.stride, view.offset + start * view.stride[axis])
+def _narrowed(view: Geometry, box: Box) -> Geometry:
+    size = tuple(stop - start for start, stop in box)
+    moved = sum(start * step for (start, _), step in zip(box, view.stride, strict=True))
+    return Geometry(size, view.stride, view.offset + moved)
 
 
 def _natural(shape: Sequence[int]) -> tuple[int, ...]:
@@ -314,11 +327,11 @@ def by_name(copies: Mapping[str, Sequence[Copy]]) -> dict[str, list[tuple[str, C
     return found
 
 
-def moves_in_order(moves: Sequence[Move]) -> list[Move]:
-    """Orders moves as a message has them: slices of the same tensor of all layers and experts are
+def message_order(slices: Iterable[TensorSlice]) -> list[TensorSlice]:
+    """Orders slices as a message has them: those of the same tensor of all layers and experts are
     adjacent, to lie evenly.
     """
-    kinds: dict[tuple[str, int], list[Move]] = {}
-    for move in moves:
-        kinds.setdefault((move.unit.rule.megatron[0], move.part), []).append(move)
-    return [move for kind in kinds.values() for move in kind]
+    kinds: dict[tuple[str, int], list[TensorSlice]] = {}
+    for each in slices:
+        kinds.setdefault(each.kind, []).append(each)
+    return [each for kind in kinds.values() for each in kind]

@@ -15,14 +15,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from converters import Segment
 from rftmega.errors import EngineError, EngineFault
 from rftmega.parallel import shared
 from rftmega.parallel.checksum import blocks, checksums
 from rftmega.parallel.watchdog import mark
+from rftmega.shards import LogicalTensor, Shard, narrowed, whole
 from rftmega.types import Metrics, SliceChecksums
-from rftmega.weights.plan import Balance, Placement
-from rftmega.weights.units import HeldShard, Move, Shards, Unit, buckets_of, units_of
+from rftmega.weights.plan import Balance
+from rftmega.weights.slices import (
+    LocalShards,
+    TensorSlice,
+    buckets_of,
+    everybodys_tensors,
+    planned,
+)
 
 SEGMENTS = 2  # one is read while the other is written
 
@@ -65,7 +71,7 @@ class SegmentEntry(NamedTuple):
 class SharedBucket(NamedTuple):
     places: list[SegmentEntry]
     targets: list[SegmentEntry]  # of what this process writes
-    writes: list[Move]  # what of each
+    writes: list[TensorSlice]  # what of each
     # (first, number) of places that follow each other and are of one size
     alike: list[tuple[int, int]]
 
@@ -76,13 +82,13 @@ class SharedWeights:
     Every process constructs it, and calls it, alike.
     """
 
-    def __init__(self, held: Sequence[HeldShard], engines: Receivers, *, bucket_bytes: int):
+    def __init__(self, shards: Sequence[Shard], engines: Receivers, *, bucket_bytes: int):
         self.engines = engines
-        self.shards = Shards(held)
-        units = units_of(held)
-        self.buckets = _plan(buckets_of(units, bucket_bytes, for_an_engine=True))
-        self.total_bytes = sum(unit.bytes for unit in units)
-        self.name, self.size, self.memory = _shared_memory(segment_bytes(units, bucket_bytes))
+        self.shards = LocalShards(shards)
+        tensors = everybodys_tensors(shards)
+        self.buckets = _plan(buckets_of(tensors, bucket_bytes, for_an_engine=True))
+        self.total_bytes = sum(tensor.bytes for tensor in tensors)
+        self.name, self.size, self.memory = _shared_memory(segment_bytes(tensors, bucket_bytes))
         self._views: dict[tuple[int, int], list[Tensor]] = {}
         self._sent: dict[str, int] = {}  # tensor -> its checksum in the last push
         self._failure: Exception | None = None
@@ -133,7 +139,9 @@ class SharedWeights:
             held = self._write(bucket, self.memory[: self.size])
             for place, now in zip(bucket.places, held[:-1], strict=True):
                 sent = self._sent.get(place.name)
-                found.append(SliceChecksums(place.name, 0, place.shape[0], -1, -1, now, sent, sent))
+                found.append(
+                    SliceChecksums(place.name, whole(place.shape), -1, -1, now, sent, sent)
+                )
         return found
 
     def _send(self, version: int, reading: list["Future[None]"]) -> int:
@@ -224,8 +232,8 @@ class SharedWeights:
         key = id(bucket.writes), int(memory.storage_offset())
         if key not in self._views:
             self._views[key] = [
-                place.view(memory).narrow(move.unit.rule.axis, move.start, move.stop - move.start)
-                for place, move in zip(bucket.targets, bucket.writes, strict=True)
+                narrowed(place.view(memory), written.box)
+                for place, written in zip(bucket.targets, bucket.writes, strict=True)
             ]
         return self._views[key]
 
@@ -249,46 +257,40 @@ class SharedWeights:
         }
 
 
-def _plan(buckets: Sequence[list[Unit]]) -> list[SharedBucket]:
+def _plan(buckets: Sequence[list[LogicalTensor]]) -> list[SharedBucket]:
     """Plans which process writes what: every element once, spread evenly over those that hold it."""
     me, reader = dist.get_rank(), -1
-    balance: dict[torch.dtype, Balance] = {}
-    planned = []
-    for units in buckets:
+    balance = Balance()
+    made = []
+    for tensors in buckets:
         bucket = SharedBucket([], [], [], [])
         start = 0
-        for unit in units:
+        for tensor in tensors:
             first = len(bucket.places)
-            for name, dtype, shape in unit.planned:
+            for name, dtype, shape in planned([tensor]):
                 bucket.places.append(SegmentEntry(name, dtype, shape, start))
                 start += blocks(torch.Size(shape).numel() * dtype.itemsize)
-            whole = tuple(Segment(part, 0, size) for part, size in enumerate(unit.rule.sizes))
-            plan = balance.setdefault(unit.dtype, Balance(unit.dtype.itemsize))
-            for source, _, part, begin, stop, _ in plan.transfers(
-                Placement(unit.rule, unit.holders, ((reader, whole),))
-            ):
+            everything = tuple((number, whole(shape)) for number, shape in enumerate(tensor.shapes))
+            for source, _, part in balance.transfers(tensor, ((reader, everything),)):
                 if source == me:
-                    bucket.targets.append(bucket.places[first + part])
-                    bucket.writes.append(Move(unit, part, begin, stop))
+                    bucket.targets.append(bucket.places[first + part.number])
+                    bucket.writes.append(part)
         for _, run in groupby(
             range(len(bucket.places)), key=lambda number: bucket.places[number].bytes
         ):
             numbers = list(run)
             bucket.alike.append((numbers[0], len(numbers)))
-        planned.append(bucket)
-    return planned
+        made.append(bucket)
+    return made
 
 
-def segment_bytes(units: Sequence[Unit], bucket_bytes: int) -> int:
+def segment_bytes(tensors: Sequence[LogicalTensor], bucket_bytes: int) -> int:
     """Returns the bytes of memory that hold any one bucket."""
-    return max(
-        sum(
-            blocks(torch.Size(shape).numel() * dtype.itemsize)
-            for unit in bucket
-            for _, dtype, shape in unit.planned
-        )
-        for bucket in buckets_of(units, bucket_bytes, for_an_engine=True)
-    )
+    most = 0
+    for bucket in buckets_of(tensors, bucket_bytes, for_an_engine=True):
+        sizes = [torch.Size(shape).numel() * dtype.itemsize for _, dtype, shape in planned(bucket)]
+        most = max(most, sum(map(blocks, sizes)))
+    return most
 
 
 def _shared_memory(size: int) -> tuple[str, int, Tensor]:

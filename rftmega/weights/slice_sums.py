@@ -12,10 +12,11 @@ from torch import Tensor
 
 from rftmega.parallel.checksum import checksums
 from rftmega.parallel.collectives import gather_objects
+from rftmega.shards import Box
 from rftmega.types import SliceChecksums
-from rftmega.weights.units import Move, Shards
+from rftmega.weights.slices import LocalShards, TensorSlice
 
-SliceKey = tuple[str, int, int, int, int]  # tensor, first and last row, source, target
+SliceKey = tuple[str, Box, int, int]  # tensor, what of it, source, target
 
 
 def sum_of(elements: Tensor) -> int:
@@ -27,25 +28,25 @@ class SliceSums:
     """SliceSums records what one process sends, receives and uses of its own in one push."""
 
     def __init__(self) -> None:
-        self._sent: list[tuple[int, Sequence[Move], Tensor]] = []
-        self._received: list[tuple[int, Sequence[Move], Tensor]] = []
-        self._own: list[tuple[Sequence[Move], Tensor]] = []
+        self._sent: list[tuple[int, Sequence[TensorSlice], Tensor]] = []
+        self._received: list[tuple[int, Sequence[TensorSlice], Tensor]] = []
+        self._own: list[tuple[Sequence[TensorSlice], Tensor]] = []
 
-    def sent(self, target: int, moves: Sequence[Move], sums: Tensor) -> None:
+    def sent(self, target: int, slices: Sequence[TensorSlice], sums: Tensor) -> None:
         """Records the `sums` [slices] of a message to process `target`."""
-        self._sent.append((target, moves, sums))
+        self._sent.append((target, slices, sums))
 
-    def received(self, source: int, moves: Sequence[Move], sums: Tensor) -> None:
+    def received(self, source: int, slices: Sequence[TensorSlice], sums: Tensor) -> None:
         """Records the `sums` [slices] of a message from process `source`."""
-        self._received.append((source, moves, sums))
+        self._received.append((source, slices, sums))
 
-    def used(self, moves: Sequence[Move], sums: Tensor) -> None:
+    def used(self, slices: Sequence[TensorSlice], sums: Tensor) -> None:
         """Records the `sums` [slices] of what this process's engine takes from the trainer's own
         shard.
         """
-        self._own.append((moves, sums))
+        self._own.append((slices, sums))
 
-    def compared(self, shards: Shards) -> list[SliceChecksums]:
+    def compared(self, shards: LocalShards) -> list[SliceChecksums]:
         """Compares all processes' slices of the last push; a collective, alike everywhere.
 
         Weights must be on the device.
@@ -54,18 +55,18 @@ class SliceSums:
         held: dict[SliceKey, int] = {}
         sent: dict[SliceKey, int] = {}
         received: dict[SliceKey, int] = {}
-        for target, moves, sums in self._sent:
-            for move, total in zip(moves, sums.tolist(), strict=True):
-                place = (move.name, move.start, move.stop, me, target)
-                held[place] = sum_of(shards.slice_of(move))
+        for target, slices, sums in self._sent:
+            for each, total in zip(slices, sums.tolist(), strict=True):
+                place = (each.name, each.box, me, target)
+                held[place] = sum_of(shards.slice_of(each))
                 sent[place] = total
-        for source, moves, sums in self._received:
-            for move, total in zip(moves, sums.tolist(), strict=True):
-                received[move.name, move.start, move.stop, source, me] = total
-        for moves, sums in self._own:
-            for move, total in zip(moves, sums.tolist(), strict=True):
-                place = (move.name, move.start, move.stop, me, me)
-                held[place] = sum_of(shards.slice_of(move))
+        for source, slices, sums in self._received:
+            for each, total in zip(slices, sums.tolist(), strict=True):
+                received[each.name, each.box, source, me] = total
+        for slices, sums in self._own:
+            for each, total in zip(slices, sums.tolist(), strict=True):
+                place = (each.name, each.box, me, me)
+                held[place] = sum_of(shards.slice_of(each))
                 sent[place] = received[place] = total
         return _joined(gather_objects((held, sent, received)))
 

@@ -99,10 +99,12 @@ def poisoned_body(
     )
     before = {
         name: tensor.clone()
-        for name, tensor in Exporter(actor.manager.bound, actor.topology, bucket_bytes=2**20)
+        for name, tensor in Exporter(
+            actor.manager.shards(), actor.topology.replica_group, bucket_bytes=2**20
+        )
     }
     metrics = actor.step(experience, policy_loss())
-    after = dict(Exporter(actor.manager.bound, actor.topology, bucket_bytes=2**20))
+    after = dict(Exporter(actor.manager.shards(), actor.topology.replica_group, bucket_bytes=2**20))
     return (
         metrics["skipped_steps"],
         actor.manager.learning_rate,
@@ -146,7 +148,7 @@ def adam_body(world: Any, folder: Path, parallel: ParallelConfig) -> Any:
     experience = experience_of_plain(actor, rows_of(ROWS, PROMPTS))
     for _ in range(3):
         actor.step(experience, policy_loss())
-    return dict(Exporter(actor.manager.bound, actor.topology, bucket_bytes=2**20))
+    return dict(Exporter(actor.manager.shards(), actor.topology.replica_group, bucket_bytes=2**20))
 
 
 def test_three_updates_equal_a_plain_loop_of_transformers_and_torch(tmp_path: Path) -> None:
@@ -217,7 +219,9 @@ def bf16_body(world: Any, folder: Path, parallel: ParallelConfig, dtype: str) ->
     def weights() -> dict[str, torch.Tensor]:
         return {
             name: tensor.clone()
-            for name, tensor in Exporter(actor.manager.bound, actor.topology, bucket_bytes=30_000)
+            for name, tensor in Exporter(
+                actor.manager.shards(), actor.topology.replica_group, bucket_bytes=30_000
+            )
         }
 
     start = weights()

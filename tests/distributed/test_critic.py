@@ -84,7 +84,7 @@ def learn(critic: Any) -> Any:
     experience = experience_of()
     before = critic.values(experience.rows)
     metrics = [critic.step(experience, square_loss) for _ in range(3)]
-    exporter = Exporter(critic.manager.bound, critic.topology, bucket_bytes=20_000)
+    exporter = Exporter(critic.manager.shards(), critic.topology.replica_group, bucket_bytes=20_000)
     return (
         before,
         metrics,

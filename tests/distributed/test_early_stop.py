@@ -131,7 +131,7 @@ def vllm_body(world: World, folder: Path, engine_size: int) -> Any:
     actor = build_actor(folder, ParallelConfig(), temperature=1.0, token_cap=512)
     # One token in 25 ends an answer: most have some dozens, a few go on to the limit.
     engine = VLLMEngine(folder, config, world, dtype="float32", stop_ids=range(0, 120, 25))
-    weights = EngineWeights(actor.manager.bound, engine, bucket_bytes=50_000)
+    weights = EngineWeights(actor.manager.shards(), engine, bucket_bytes=50_000)
     weights.push(version=0)
     shared = EnginePool(
         engine,

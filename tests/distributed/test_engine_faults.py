@@ -229,7 +229,7 @@ def real_body(world: World, folder: Path, logs: Path, fault: int) -> Any:
         deadline_seconds=60.0,
     )
     engine = ServerEngine(folder, config, world, dtype="float32", stop_ids=[1], logs=logs)
-    weights = SharedWeights(actor.manager.bound, engine, bucket_bytes=10**6)
+    weights = SharedWeights(actor.manager.shards(), engine, bucket_bytes=10**6)
     weights.push(version=0)
     turns = DevicePhases({}, offload=False)
     shared = ServerPool(engine, turns, world, weights, processes_per_engine=world.size, restarts=1)

@@ -67,7 +67,7 @@ def follows_body(
         for chunk in manager.model if optimizer.overlap_param_gather else []:
             chunk.start_param_sync(force_sync=True)
         strategy.phases.push()
-        exporter = Exporter(manager.bound, manager.topology, bucket_bytes=2**20)
+        exporter = Exporter(manager.shards(), manager.topology.replica_group, bucket_bytes=2**20)
         return {name: tensor.clone() for name, tensor in exporter}
 
     disk = load_file(folder / "model.safetensors")

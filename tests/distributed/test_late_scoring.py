@@ -78,7 +78,9 @@ def body(world: Any, folder: Path, parallel: ParallelConfig, late: bool, refuses
     def weights() -> dict[str, torch.Tensor]:
         return {
             name: x.clone()
-            for name, x in Exporter(actor.manager.bound, actor.topology, bucket_bytes=2**20)
+            for name, x in Exporter(
+                actor.manager.shards(), actor.topology.replica_group, bucket_bytes=2**20
+            )
         }
 
     loss = policy_loss(

@@ -130,7 +130,9 @@ def phases_body(world: Any, *case: Any) -> Any:
             hold(PARAMETERS)
             weights = {
                 n: t.clone()
-                for n, t in Exporter(actor.manager.bound, actor.topology, bucket_bytes=20_000)
+                for n, t in Exporter(
+                    actor.manager.shards(), actor.topology.replica_group, bucket_bytes=20_000
+                )
             }
         found.append((metrics, score, weights))
     plain, moved = found

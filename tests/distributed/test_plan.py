@@ -99,7 +99,7 @@ def measured_body(world: Any, folder: Path, case: Case) -> dict[str, int]:
     found = model.manager.residency.bytes()
     if case.engine:
         engine = BlockEngine(world.rank % case.engine, case.engine)
-        weights = EngineWeights(model.manager.bound, engine, bucket_bytes=BUCKET)
+        weights = EngineWeights(model.manager.shards(), engine, bucket_bytes=BUCKET)
         weights.push(version=1)
         found["push_buffers"] = weights.buffer_bytes
     return found

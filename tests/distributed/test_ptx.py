@@ -53,7 +53,11 @@ def body(world: Any, folder: Path, parallel: ParallelConfig, updates_per_epoch: 
         take_steps(actor, experience, policy_loss(), cut, auxiliary=auxiliary) for _ in range(2)
     ]
     steps = actor.manager.scheduler.num_steps - 1
-    return metrics, steps, dict(Exporter(actor.manager.bound, actor.topology, bucket_bytes=2**20))
+    return (
+        metrics,
+        steps,
+        dict(Exporter(actor.manager.shards(), actor.topology.replica_group, bucket_bytes=2**20)),
+    )
 
 
 def picked(

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rftmega.config import ParallelConfig
 from rftmega.errors import EngineError
+from rftmega.shards import Box
 from rftmega.weights import EngineWeights, push
 from rftmega.weights.message import Layout
 from tests.block_engine import BlockEngine
@@ -30,7 +31,7 @@ def push_body(world: Any, folder: Path, parallel: ParallelConfig, ranks: int) ->
     disk = load_file(folder / "model.safetensors")
     for bucket_bytes in (2**30, 10_000):
         engine = BlockEngine(world.rank % ranks, ranks)
-        weights = EngineWeights(manager.bound, engine, bucket_bytes=bucket_bytes)
+        weights = EngineWeights(manager.shards(), engine, bucket_bytes=bucket_bytes)
         # weights that change between pushes, and are the folder's in the end
         for version, factor in ((7, 0.5), (8, 2.0)):
             with torch.no_grad():
@@ -86,7 +87,7 @@ def faulty_body(world: Any, folder: Path, fault: str) -> Any:
     """What each process saw of a push that went wrong, and of the next one."""
     manager = build_manager(folder, P(tensor=2, pipeline=2))
     engine = BlockEngine(0, 1)
-    weights = EngineWeights(manager.bound, engine, bucket_bytes=20_000)
+    weights = EngineWeights(manager.shards(), engine, bucket_bytes=20_000)
     assert len(weights.buckets) > 4
     weights.push(version=0)
     restore = plant(fault, engine, weights) if world.rank == 1 else lambda: None
@@ -99,6 +100,12 @@ def faulty_body(world: Any, folder: Path, fault: str) -> Any:
     disk = load_file(folder / "model.safetensors")
     assert all(torch.equal(engine.loaded[name], tensor) for name, tensor in disk.items())
     return str(caught.value)
+
+
+def shifted(box: Box) -> Box:
+    """One row before."""
+    (start, stop), *rest = box
+    return ((start - 1, stop - 1), *rest)
 
 
 def plant(fault: str, engine: BlockEngine, weights: EngineWeights) -> Any:
@@ -127,7 +134,7 @@ def plant(fault: str, engine: BlockEngine, weights: EngineWeights) -> Any:
         for source in bucket.receives:
             dropped = bucket.receives[source]
             bucket.receives[source] = Layout(
-                [move._replace(stop=move.stop - 1, start=move.start - 1) for move in dropped.moves]
+                [each._replace(box=shifted(each.box)) for each in dropped.slices]
             )
             return lambda: bucket.receives.update({source: dropped})
     return lambda: setattr(engine, "load_weights", load)
@@ -159,7 +166,7 @@ def damaged_body(world: Any, folder: Path, fault: str) -> Any:
 
     manager = build_manager(folder, P(tensor=2))
     engine = BlockEngine(0, 1)
-    weights = EngineWeights(manager.bound, engine, bucket_bytes=20_000)
+    weights = EngineWeights(manager.shards(), engine, bucket_bytes=20_000)
     real = push.written
 
     def damaged(message: Tensor, moves: Any, version: int, slice_of: Any) -> Tensor:
@@ -208,7 +215,7 @@ def killed_body(world: Any, folder: Path, victim: int, after: int, told: Path) -
     """
     manager = build_manager(folder, P(tensor=2))
     engine = BlockEngine(0, 1)
-    weights = EngineWeights(manager.bound, engine, bucket_bytes=10_000)
+    weights = EngineWeights(manager.shards(), engine, bucket_bytes=10_000)
     weights.push(version=0)
     if world.rank == victim:
         if after < 0:
@@ -242,7 +249,7 @@ def test_a_process_that_dies_before_or_in_a_push_leaves_no_engine_that_answers(
 def short_of_memory_body(world: Any, folder: Path, told: Path) -> None:
     manager = build_manager(folder, P(tensor=2))
     engine = BlockEngine(0, 1)
-    weights = EngineWeights(manager.bound, engine, bucket_bytes=10_000)
+    weights = EngineWeights(manager.shards(), engine, bucket_bytes=10_000)
     weights.push(version=0)
     if world.rank == 1:
 
@@ -281,4 +288,4 @@ def unread_body(world: Any, folder: Path) -> None:
         def block(self, name: str, tensor: Tensor) -> Tensor:
             return torch.empty(0) if name == "model.norm.weight" else super().block(name, tensor)
 
-    EngineWeights(build_manager(folder, P()).bound, Forgetful(0, 1), bucket_bytes=2**20)
+    EngineWeights(build_manager(folder, P()).shards(), Forgetful(0, 1), bucket_bytes=2**20)

@@ -37,7 +37,7 @@ def replayed_body(
         engine, plain = (
             FusedEngine(world.rank % ranks, ranks, shapes, dtype=dtype) for _ in range(2)
         )
-        weights = EngineWeights(manager.bound, engine, bucket_bytes=bucket_bytes)
+        weights = EngineWeights(manager.shards(), engine, bucket_bytes=bucket_bytes)
         before = 1.0
         # of the folder's weights: others at every push
         for version, scale in enumerate((0.5, 2.0, 0.25, 1.0)):
@@ -121,7 +121,7 @@ def own_ways_body(world: Any, folder: Path, after: Any) -> None:
     disk = load_file(folder / "model.safetensors")
     engine = FusedEngine(0, 1, {name: tensor.shape for name, tensor in disk.items()})
     engine.after = after
-    weights = EngineWeights(manager.bound, engine, bucket_bytes=2**20)
+    weights = EngineWeights(manager.shards(), engine, bucket_bytes=2**20)
     for version in range(3):
         weights.push(version=version)
         assert torch.equal(engine.parameters[NORM], disk[NORM] * 3.0)
@@ -138,7 +138,7 @@ def broken_body(world: Any, folder: Path, fault: str) -> str:
     manager = build_manager(folder, P(expert=2))
     disk = load_file(folder / "model.safetensors")
     engine = FusedEngine(0, 1, {name: tensor.shape for name, tensor in disk.items()})
-    weights = EngineWeights(manager.bound, engine, bucket_bytes=2**20)
+    weights = EngineWeights(manager.shards(), engine, bucket_bytes=2**20)
     for version in range(2):
         weights.push(version=version)
     real, fill = push.written, engine.fill
@@ -172,7 +172,7 @@ def broken_body(world: Any, folder: Path, fault: str) -> str:
         (
             "damaged",
             0,
-            "block_sparse_moe.experts.3.w1.weight[0:96] of push 2 came damaged from process 1",
+            "block_sparse_moe.experts.3.w1.weight[0:96, 0:64] of push 2 came damaged from process 1",
         ),
         (
             "forgotten",
@@ -196,7 +196,7 @@ def moved_body(world: Any, folder: Path) -> None:
     manager = build_manager(folder, P())
     disk = load_file(folder / "model.safetensors")
     engine = FusedEngine(0, 1, {name: tensor.shape for name, tensor in disk.items()})
-    weights = EngineWeights(manager.bound, engine, bucket_bytes=2**20)
+    weights = EngineWeights(manager.shards(), engine, bucket_bytes=2**20)
     for version in range(2):
         weights.push(version=version)
     for item in manager.bound:

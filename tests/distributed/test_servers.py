@@ -43,7 +43,7 @@ def server_body(world: Any, folder: Path, logs: Path) -> Any:
         max_prompt_tokens=32, max_response_tokens=12, cpu_cache_gib=0.05, max_batch=8
     )
     engine = ServerEngine(folder, config, world, dtype="float32", stop_ids=[1], logs=logs)
-    weights = engine.weight_sync(actor.manager.bound, bucket_bytes=20_000)
+    weights = engine.weight_sync(actor.manager.shards(), bucket_bytes=20_000)
     assert isinstance(weights, SharedWeights)
     assert len(weights.buckets) > 10
 

@@ -65,13 +65,13 @@ def model_body(world: Any, folder: Path, exported: Path, parallel: ParallelConfi
         "Megatron's own layer would need apex"
     )
     disk = load_file(folder / "model.safetensors")
-    exporter = Exporter(manager.bound, manager.topology, bucket_bytes=30_000)
+    exporter = Exporter(manager.shards(), manager.topology.replica_group, bucket_bytes=30_000)
     out = {name: tensor.clone() for name, tensor in exporter}
     assert out.keys() == disk.keys()
     assert all(torch.equal(out[name], disk[name]) for name in disk)
     export_hf_folder(exporter, folder, exported, write=world.rank == 0)
     engine = BlockEngine(world.rank, world.size)
-    EngineWeights(manager.bound, engine, bucket_bytes=10_000).push(version=1)
+    EngineWeights(manager.shards(), engine, bucket_bytes=10_000).push(version=1)
     assert engine.loaded.keys() == disk.keys()
     assert all(torch.equal(engine.loaded[name], engine.block(name, disk[name])) for name in disk)
     return {
@@ -203,7 +203,9 @@ def loaded_body(world: Any, folder: Path) -> Any:
     manager = build_manager(folder, P())
     return {
         name: tensor.clone()
-        for name, tensor in Exporter(manager.bound, manager.topology, bucket_bytes=2**20)
+        for name, tensor in Exporter(
+            manager.shards(), manager.topology.replica_group, bucket_bytes=2**20
+        )
     }
 
 

@@ -94,11 +94,11 @@ def agreement_body(world: Any, folder: Path, parallel: ParallelConfig, engine_si
     oracle = TransformersEngine(folder, config, stop_ids=[STOP], where=torch.device("cpu"))
     turns = DevicePhases({"policy": actor.manager.residency}, engine=engine, offload=True)
     weights = ColocatedWeights(
-        EngineWeights(actor.manager.bound, engine, bucket_bytes=50_000), turns
+        EngineWeights(actor.manager.shards(), engine, bucket_bytes=50_000), turns
     )
     shared = EnginePool(engine, turns, world, weights, processes_per_engine=engine_size, restarts=1)
     policy = ColocatedPolicy(actor, turns)
-    exporter = Exporter(actor.manager.bound, actor.topology, bucket_bytes=50_000)
+    exporter = Exporter(actor.manager.shards(), actor.topology.replica_group, bucket_bytes=50_000)
     found = []
     for version in range(2):  # the second time other weights, the same prompts: no stale cache
         # the first layer's queries, and no keys and values
@@ -242,8 +242,8 @@ def mixture_body(world: Any, folder: Path) -> None:
     manager = build_manager(folder, ParallelConfig(tensor=2, sequence=True, expert=2))
     engine = VLLMEngine(folder, config, world, dtype="float32", stop_ids=[STOP])
     oracle = TransformersEngine(folder, config, stop_ids=[STOP], where=torch.device("cpu"))
-    exporter = Exporter(manager.bound, manager.topology, bucket_bytes=50_000)
-    weights = EngineWeights(manager.bound, engine, bucket_bytes=50_000)
+    exporter = Exporter(manager.shards(), manager.topology.replica_group, bucket_bytes=50_000)
+    weights = EngineWeights(manager.shards(), engine, bucket_bytes=50_000)
     recording = weights.recording
     assert recording is not None
     (model,) = engine._llm.apply_model(lambda model: model)

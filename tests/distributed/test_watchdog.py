@@ -80,7 +80,7 @@ def load_body(world: World, folder: Path, said: Path) -> Any:
     manager = build_manager(folder, ParallelConfig(tensor=2))
     engine = HangsInALoad(world.rank)
     turns = DevicePhases({"policy": manager.residency}, engine=engine, offload=False)
-    weights = ColocatedWeights(EngineWeights(manager.bound, engine, bucket_bytes=10_000), turns)
+    weights = ColocatedWeights(EngineWeights(manager.shards(), engine, bucket_bytes=10_000), turns)
     weights.push(version=0)
     engine.hangs = world.rank == 1
     with heard(said / str(world.rank)):
@@ -132,7 +132,7 @@ def server_body(world: World, folder: Path, path: str, said: Path) -> str:
         folder, RolloutConfig(max_batch=2), world, dtype="float32", stop_ids=[1], logs=said
     )
     turns = DevicePhases({"policy": manager.residency}, offload=False)
-    weights = ColocatedWeights(SharedWeights(manager.bound, engine, bucket_bytes=10_000), turns)
+    weights = ColocatedWeights(SharedWeights(manager.shards(), engine, bucket_bytes=10_000), turns)
     shared = ServerPool(engine, turns, world, weights, processes_per_engine=world.size, restarts=0)
     try:
         with heard(said / str(world.rank)):

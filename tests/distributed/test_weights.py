@@ -30,7 +30,7 @@ LAYOUTS = [
 
 def export_body(world: Any, folder: Path, parallel: ParallelConfig, bucket_bytes: int) -> Any:
     manager = build_manager(folder, parallel)
-    exporter = Exporter(manager.bound, manager.topology, bucket_bytes=bucket_bytes)
+    exporter = Exporter(manager.shards(), manager.topology.replica_group, bucket_bytes=bucket_bytes)
     largest = max(unit.bytes for bucket in exporter.buckets for unit in bucket)
     for bucket in exporter.buckets:
         assert sum(unit.bytes for unit in bucket) <= max(bucket_bytes, largest)
@@ -58,7 +58,7 @@ def test_every_process_gets_every_tensor_as_it_was_on_disk(variant: str, tmp_pat
 
 def folder_body(world: Any, source: Path, target: Path) -> None:
     manager = build_manager(source, ParallelConfig(tensor=2))
-    exporter = Exporter(manager.bound, manager.topology, bucket_bytes=10_000)
+    exporter = Exporter(manager.shards(), manager.topology.replica_group, bucket_bytes=10_000)
     export_hf_folder(exporter, source, target, write=world.rank == 0)
     Topology.destroy()
     export_hf_folder(exporter, source, target, write=world.rank == 0)  # over an older export
@@ -250,7 +250,7 @@ def test_a_distributed_checkpoint_with_nan_is_refused_by_name(tmp_path: Path) ->
 
 def diverged_body(world: Any, source: Path, target: Path) -> str:
     manager = build_manager(source, ParallelConfig(tensor=2))
-    exporter = Exporter(manager.bound, manager.topology, bucket_bytes=10_000)
+    exporter = Exporter(manager.shards(), manager.topology.replica_group, bucket_bytes=10_000)
     export_hf_folder(exporter, source, target, write=world.rank == 0)
     if world.rank == 1:
         fused = next(

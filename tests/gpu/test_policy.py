@@ -101,7 +101,9 @@ def update_body(world: Any, folder: Path, dtype: str, learning_rate: float) -> A
         actor.step(experience, policy_loss())
     weights = {
         name: x.cpu()
-        for name, x in Exporter(actor.manager.bound, actor.topology, bucket_bytes=2**20)
+        for name, x in Exporter(
+            actor.manager.shards(), actor.topology.replica_group, bucket_bytes=2**20
+        )
     }
     return weights, actor.log_probs(rows).logp
 

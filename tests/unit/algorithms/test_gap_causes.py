@@ -78,8 +78,8 @@ def test_a_slice_that_is_not_as_the_trainer_holds_it_comes_before_all_else(
 ) -> None:
     off = evidence(one_in(2, 0.5))
     slices = [
-        SliceChecksums("a.weight", 0, 8, 0, 1, 5, 5, 5),
-        SliceChecksums("b.weight", 8, 16, 0, 1, *sums),
+        SliceChecksums("a.weight", ((0, 8),), 0, 1, 5, 5, 5),
+        SliceChecksums("b.weight", ((8, 16),), 0, 1, *sums),
     ]
     found = cause_of(
         replace(off, checksums=slices, other_prompt=torch.zeros(4, dtype=torch.int64)), LIMITS

@@ -1,6 +1,9 @@
 """The plan of a push: every element that is needed and not held moves once, and nothing else moves."""
 
+import math
 from collections import defaultdict
+from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ from converters import table
 from model_providers.description import describe, layout_violations
 from rftmega.config import ParallelConfig
 from rftmega.planning.push_plan import Engines, placements
+from rftmega.shards import Box
 from rftmega.weights.plan import Balance
 
 P = ParallelConfig
@@ -48,11 +52,11 @@ def planned(
     *,
     colocated: bool,
 ) -> Balance:
-    plan = Balance(itemsize=2)
-    for placement, _, _ in placements(
+    plan = Balance()
+    for _, tensor, needs in placements(
         table(hf_config), describe(hf_config), parallel, world, engines, colocated=colocated
     ):
-        for transfer in plan.transfers(placement):
+        for transfer in plan.transfers(tensor, needs):
             assert transfer.source != transfer.target
     return plan
 
@@ -167,34 +171,35 @@ def test_what_is_held_and_what_arrives_is_exactly_what_is_needed(
     ranks = world if colocated else 2 * engine
     if ranks % engine:
         return
-    plan = Balance(itemsize=4)
+    plan = Balance()
     engines = Engines(ranks, engine, spread)
-    everywhere: dict[tuple[str, int | None, int | None], int] = defaultdict(int)
-    for placement, layer, number in placements(
+    seen = 0
+    for rule, tensor, needs in placements(
         table(hf_config), model, parallel, world, engines, colocated=colocated
     ):
-        rule, shards, needs = placement
-        truth = [torch.arange(size) for size in rule.sizes]
-        buffers = {target: [torch.full((size,), -1) for size in rule.sizes] for target, _ in needs}
-        held: dict[int, list[torch.Tensor]] = defaultdict(
-            lambda: [torch.full((size,), -1) for size in rule.sizes]  # noqa: B023
-        )
-        for shard, holders in enumerate(shards):
-            for part, start, stop in rule.segments(shard, len(shards)):
-                for rank in holders if part >= 0 else ():
-                    held[rank][part][start:stop] = truth[part][start:stop]
-        for source, target, part, start, stop, size in plan.transfers(placement):
-            assert (held[source][part][start:stop] >= 0).all(), "sent what it does not hold"
-            assert (held[target][part][start:stop] < 0).all(), "got what it holds"
-            assert (buffers[target][part][start:stop] < 0).all(), "got it twice"
-            buffers[target][part][start:stop] = held[source][part][start:stop]
-            assert (
-                size
-                == (stop - start) * 4 * torch.Size(rule.hf[part].shape).numel() // rule.sizes[part]
-            )
+        truth = [torch.arange(math.prod(shape)).view(shape) for shape in tensor.shapes]
+        nothing = [torch.full_like(each, -1) for each in truth]
+        held: dict[int, list[torch.Tensor]] = defaultdict(partial(deepcopy, nothing))
+        buffers: dict[int, list[torch.Tensor]] = defaultdict(partial(deepcopy, nothing))
+        for holding, holders in tensor.holders:
+            for number, box in holding:
+                for rank in holders:
+                    cut(held[rank][number], box).copy_(cut(truth[number], box))
+        for source, target, part in plan.transfers(tensor, needs):
+            sent, got = cut(held[source][part.number], part.box), part.number
+            assert (sent >= 0).all(), "sent what it does not hold"
+            assert (cut(held[target][got], part.box) < 0).all(), "got what it holds"
+            assert (cut(buffers[target][got], part.box) < 0).all(), "got it twice"
+            cut(buffers[target][got], part.box).copy_(sent)
+            assert part.bytes == sent.numel() * 2
         for target, needed in needs:
-            for part, start, stop in needed:
-                found = torch.maximum(buffers[target][part], held[target][part])[start:stop]
-                assert torch.equal(found, truth[part][start:stop])
-            everywhere[rule.megatron[0], layer, number] += 1
-    assert all(count > 0 for count in everywhere.values())
+            for number, box in needed:
+                found = torch.maximum(buffers[target][number], held[target][number])
+                assert torch.equal(cut(found, box), cut(truth[number], box))
+        assert needs, rule.megatron
+        seen += 1
+    assert seen > 4
+
+
+def cut(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    return tensor[tuple(slice(start, stop) for start, stop in box)]

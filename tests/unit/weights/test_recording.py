@@ -13,13 +13,13 @@ from rftmega.weights.recording import Copy, Geometry, LoadRecorder
 Loader = Callable[[Tensor, Tensor], object]
 
 
-def recorded(loader: Loader, *, axis: int = 0) -> LoadRecorder:
+def recorded(loader: Loader) -> LoadRecorder:
     """Of a tensor [8, 6] and a parameter [4, 12]; another tensor is copied to another parameter."""
     recorder = LoadRecorder()
     parameter, other = torch.empty(4, 12, device="meta"), torch.empty(3, device="meta")
     recorder.parameters({"parameter": parameter, "other": other})
-    tensor = recorder.tensor("tensor", torch.float32, (8, 6), axis)
-    plain = recorder.tensor("plain", torch.float32, (3,), 0)
+    tensor = recorder.tensor("tensor", torch.float32, (8, 6))
+    plain = recorder.tensor("plain", torch.float32, (3,))
     with recorder:
         loader(parameter, tensor)
         other.data.copy_(plain)
@@ -27,29 +27,29 @@ def recorded(loader: Loader, *, axis: int = 0) -> LoadRecorder:
 
 
 @pytest.mark.parametrize(
-    ("loader", "axis", "box", "target"),
+    ("loader", "box", "target"),
     [
-        (lambda p, t: p[:, 6:].copy_(t[4:]), 0, ((4, 8), (0, 6)), Geometry((4, 6), (12, 1), 6)),
-        (lambda p, t: p.data.narrow(1, 3, 3).copy_(t.chunk(2)[1].narrow(1, 2, 3)), 1, None, None),
-        (lambda p, t: p[2, :6].copy_(t.unsqueeze(0).unbind()[0][3]), 0, None, None),
+        (lambda p, t: p[:, 6:].copy_(t[4:]), ((4, 8), (0, 6)), Geometry((4, 6), (12, 1), 6)),
+        (
+            lambda p, t: p.data.narrow(1, 3, 3).copy_(t.chunk(2)[1].narrow(1, 2, 3)),
+            ((4, 8), (2, 5)),
+            Geometry((4, 3), (12, 1), 3),
+        ),
+        (lambda p, t: p[2, :6].copy_(t.unsqueeze(0).unbind()[0][3]), None, None),
         (
             lambda p, t: p[1:2, :6].copy_(t.unsqueeze(0).unbind()[0][3:4]),
-            0,
             ((3, 4), (0, 6)),
             Geometry((1, 6), (12, 1), 12),
         ),
         (
             lambda p, t: p.view(8, 6)[:, 2:4].copy_(t[:, :2]),
-            1,
             ((0, 8), (0, 2)),
             Geometry((8, 2), (6, 1), 2),
         ),
     ],
 )
-def test_a_copy_is_plain_where_it_takes_whole_rows(
-    loader: Loader, axis: int, box: object, target: object
-) -> None:
-    recorder = recorded(loader, axis=axis)
+def test_a_copy_is_plain_where_it_takes_a_box(loader: Loader, box: object, target: object) -> None:
+    recorder = recorded(loader)
     copies = recorder.plain()
     assert copies["other"] == [Copy("plain", ((0, 3),), Geometry((3,), (1,), 0))]
     assert copies.get("parameter", []) == ([Copy("tensor", box, target)] if box else [])

@@ -1,0 +1,40 @@
+"""Predicts what an engine's loader asks for, without an engine."""
+
+from converters import Rule
+from converters.rules import QKV, Column, Segment, Vocabulary
+from converters.shards import segment_box
+from rftmega.shards import Box
+
+
+def needed_boxes(rule: Rule, rank: int, ranks: int) -> tuple[tuple[int, Box], ...]:
+    """Returns (number of the HF tensor, box) of `engine_needs`."""
+    return tuple((each.part, segment_box(rule, each)) for each in engine_needs(rule, rank, ranks))
+
+
+def engine_needs(rule: Rule, rank: int, ranks: int) -> tuple[Segment, ...]:
+    """Returns the segments of a tensor that tensor-parallel rank `rank` of `ranks` of a vLLM engine
+    loads.
+
+    Query heads in blocks; key-value heads in blocks, or one of them where there are fewer heads
+    than ranks; columns, rows and vocabulary in blocks (of the vocabulary padded to 64); everything
+    else whole.
+    """
+    if isinstance(rule, QKV):
+        queries, keys, _ = rule.sizes
+        group, copies = keys // rule.groups, max(1, ranks // rule.groups)
+        width = keys // ranks if rule.groups >= ranks else group
+        begin = rank // copies * width
+        block = queries // ranks
+        both = (Segment(part, begin, begin + width) for part in (1, 2))
+        return (Segment(0, rank * block, (rank + 1) * block), *both)
+    if isinstance(rule, Vocabulary):
+        size = rule.sizes[0]
+        block = -(-size // 64) * 64 // ranks
+        start, stop = (min(edge, size) for edge in (rank * block, (rank + 1) * block))
+        return (Segment(0, start, stop),) if stop > start else ()
+    if isinstance(rule, Column) and not rule.narrow:
+        return tuple(
+            Segment(part, rank * (size // ranks), (rank + 1) * (size // ranks))
+            for part, size in enumerate(rule.sizes)
+        )
+    return tuple(Segment(part, 0, size) for part, size in enumerate(rule.sizes))

@@ -1,0 +1,176 @@
+"""Learns once, from what each process says, who holds which box of which tensor of the model."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from converters.hf_folder import PlannedTensor
+from rftmega.parallel.collectives import gather_objects
+from rftmega.shards import (
+    Box,
+    Holding,
+    LogicalTensor,
+    Shard,
+    intersection,
+    narrowed,
+    shape_of,
+    volume,
+    within,
+)
+
+
+class TensorSlice(NamedTuple):
+    """TensorSlice is a box of one of a LogicalTensor's HF tensors, that moves or is read."""
+
+    tensor: LogicalTensor
+    number: int  # of the HF tensor
+    box: Box
+
+    @property
+    def name(self) -> str:
+        return self.tensor.names[self.number]
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(shape_of(self.box))
+
+    @property
+    def bytes(self) -> int:
+        return volume(self.box) * self.tensor.dtype.itemsize
+
+    @property
+    def kind(self) -> tuple[str, int]:
+        """Returns what is equal for the same HF tensor of other layers and experts."""
+        return self.tensor.kind, self.number
+
+    def __str__(self) -> str:
+        return f"{self.name}[{', '.join(f'{start}:{stop}' for start, stop in self.box)}]"
+
+
+class LocalShards:
+    """LocalShards finds the elements of HF tensors that this process holds."""
+
+    def __init__(self, shards: Sequence[Shard]):
+        self._held = {shard.logical.names: shard for shard in shards}
+        self.device = shards[0].tensor.device
+        self.generation = 0  # of what is kept
+        self._kept: dict[int, tuple[list[TensorSlice], list[Tensor]]] = {}
+        self._storages: list[int] = []
+
+    def pieces(self, tensor: LogicalTensor, number: int) -> list[tuple[Box, Tensor]]:
+        """Returns the boxes of one HF tensor that are here, and their elements: views."""
+        shard = self._held.get(tensor.names)
+        return [] if shard is None else list(shard.views(number))
+
+    def missing(self, tensor: LogicalTensor, number: int, boxes: Iterable[Box]) -> int:
+        """Returns how many elements of the boxes, which do not overlap, are not here."""
+        boxes = list(boxes)
+        found = sum(map(volume, boxes))
+        for here, _ in self.pieces(tensor, number):
+            common = [intersection(here, box) for box in boxes]
+            found -= sum(volume(each) for each in common if each)
+        return found
+
+    def slice_of(self, wanted: TensorSlice) -> Tensor:
+        """Returns the elements of a slice: they lie within one piece."""
+        for box, elements in self.pieces(wanted.tensor, wanted.number):
+            if intersection(box, wanted.box) == wanted.box:
+                return narrowed(elements, within(wanted.box, box))
+        raise AssertionError(f"planned to send {wanted}, which is not here")
+
+    def slices_of(self, wanted: list[TensorSlice]) -> list[Tensor]:
+        """Returns the elements of each slice: views, kept by the list that asks, until `look_again`
+        finds other memory.
+        """
+        kept = self._kept.get(id(wanted))
+        if kept is None or kept[0] is not wanted:
+            kept = self._kept[id(wanted)] = wanted, [self.slice_of(each) for each in wanted]
+        return kept[1]
+
+    def look_again(self) -> None:
+        """Forgets the kept views if a parameter was given other memory since (`.data = `); a
+        storage that was filled anew, as offloading does, is the same memory.
+        """
+        storages = [shard.tensor.untyped_storage()._cdata for shard in self._held.values()]
+        if storages != self._storages:
+            self._storages = storages
+            self._kept.clear()
+            self.generation += 1
+
+
+def planned(tensors: Iterable[LogicalTensor]) -> list[PlannedTensor]:
+    """Lists the HF tensors of these, in their order."""
+    return [
+        PlannedTensor(name, tensor.dtype, shape)
+        for tensor in tensors
+        for name, shape in zip(tensor.names, tensor.shapes, strict=True)
+    ]
+
+
+def everybodys_tensors(shards: Sequence[Shard], group: Any = None) -> list[LogicalTensor]:
+    """Returns every tensor that the group (default: all processes) holds between them, with its
+    holders, in the order of the model. A collective; everybody gets the same.
+    """
+    mine = [
+        (replace(shard.logical, holders=()), tuple((part[0], part[1]) for part in shard.parts))
+        for shard in shards
+    ]
+    told = gather_objects((dist.get_rank(), mine), group)
+    found: dict[tuple[str, ...], LogicalTensor] = {}
+    holders: dict[tuple[str, ...], dict[Holding, list[int]]] = {}
+    for process, theirs in told:
+        for tensor, parts in theirs:
+            found.setdefault(tensor.names, tensor)
+            everybody = holders.setdefault(tensor.names, {})
+            if parts:  # a shard may be padding alone
+                everybody.setdefault(parts, []).append(process)
+    # one object for equal ones, so that what is planned of one holds for all layers
+    alike: dict[Any, Any] = {}
+    tensors = []
+    for names, tensor in found.items():
+        theirs = tuple((parts, tuple(ranks)) for parts, ranks in sorted(holders[names].items()))
+        shapes = alike.setdefault(tensor.shapes, tensor.shapes)
+        tensors.append(replace(tensor, shapes=shapes, holders=alike.setdefault(theirs, theirs)))
+    return in_order(tensors)
+
+
+def in_order(tensors: Sequence[LogicalTensor]) -> list[LogicalTensor]:
+    """Orders tensors: embedding, layers with their experts behind the rest of each, norm, head."""
+    layers = [each for each in tensors if each.layer is not None]
+    layers.sort(key=lambda each: (each.layer, -1 if each.expert is None else each.expert))
+    outside = [each for each in tensors if each.layer is None]
+    first = [each for each in outside if each.opens]
+    last = [each for each in outside if not each.opens]
+    return first + layers + last
+
+
+def buckets_of(
+    tensors: Sequence[LogicalTensor], bucket_bytes: int, *, for_an_engine: bool = False
+) -> list[list[LogicalTensor]]:
+    """Groups consecutive tensors of one dtype up to `bucket_bytes`; what is larger by itself is a
+    bucket of its own.
+
+    An engine loads the experts of a layer as one: for it they stay together.
+    """
+    groups: list[list[LogicalTensor]] = []
+    for tensor in tensors:
+        last = groups[-1][-1] if groups else tensor
+        experts = None not in (tensor.expert, last.expert) and last.layer == tensor.layer
+        if groups and for_an_engine and experts and last.dtype == tensor.dtype:
+            groups[-1].append(tensor)
+        else:
+            groups.append([tensor])
+    buckets: list[list[LogicalTensor]] = []
+    size = 0
+    for group in groups:
+        more = sum(tensor.bytes for tensor in group)
+        if not buckets or size + more > bucket_bytes or group[0].dtype != buckets[-1][0].dtype:
+            buckets.append([])
+            size = 0
+        buckets[-1] += group
+        size += more
+    return buckets
