@@ -5,7 +5,7 @@ from typing import Any
 
 from rftmega.config.load import flatten
 from rftmega.config.secrets import SECRET
-from rftmega.config.validate_ranges import AS_THE_POLICY
+from rftmega.config.tree import AS_THE_POLICY
 
 NOTHING = "(nothing)"
 

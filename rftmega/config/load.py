@@ -18,6 +18,7 @@ from rftmega.config.renamed import RENAMED_TYPES, renamed
 from rftmega.config.schema import RunConfig
 from rftmega.config.secrets import SECRET
 from rftmega.config.tree import (
+    AS_THE_POLICY,
     Plugins,
     built,
     default_type,
@@ -27,7 +28,6 @@ from rftmega.config.tree import (
     sections,
     unions,
 )
-from rftmega.config.validate_ranges import AS_THE_POLICY
 from rftmega.errors import ConfigError
 
 DEEPEST = 8  # sections within sections

@@ -17,6 +17,8 @@ from rftmega.config.parts import kind_of, type_of
 from rftmega.config.schema import RunConfig
 
 Plugins = tuple[type, ...]
+# sections that the critic has, too, and takes from there what it is not given
+AS_THE_POLICY = ("parallel.", "optimizer.")
 
 
 class Option(NamedTuple):
@@ -133,6 +135,14 @@ def unions(
         elif is_dataclass(hint):
             found |= unions(plugins, hint, f"{prefix}{f.name}.")  # type: ignore[arg-type]
     return found
+
+
+def value_of(config: RunConfig, name: str) -> Any:
+    """Returns the value of a dotted option."""
+    value: Any = config
+    for leaf in name.split("."):
+        value = value[leaf] if isinstance(value, Mapping) else getattr(value, leaf)
+    return value
 
 
 def default_type(name: str) -> str:

@@ -15,10 +15,11 @@ from model_providers.hf_config import read_hf_config
 from model_providers.installed import installed, uses_transformer_engine
 from model_providers.placement import holdings
 from rftmega import device
-from rftmega.config import ParallelConfig, RunConfig, violations
+from rftmega.config import ParallelConfig, RunConfig
 from rftmega.device import hardware
 from rftmega.errors import CheckpointError, ConfigError
 from rftmega.parallel.layout import layout_name, place_of, replicas
+from rftmega.validation import violations
 
 HEAD = "score.weight"  # of a value model
 VLLM_CPU_LATENT_SIZE = 576

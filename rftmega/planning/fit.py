@@ -10,13 +10,14 @@ from itertools import combinations, product
 from typing import Any
 
 from model_providers.description import heads_violations, layout_violations
-from rftmega.config import ParallelConfig, RunConfig, violations
-from rftmega.config.validate_ranges import value_of
+from rftmega.config import ParallelConfig, RunConfig
+from rftmega.config.tree import value_of
 from rftmega.parallel.layout import nodes_of_engine
 from rftmega.planning import engine
 from rftmega.planning.memory import Budget, Bytes, cache_of, on_device, on_host
 from rftmega.planning.models import POLICY, PlannedModel
 from rftmega.planning.times import Speeds, seconds
+from rftmega.validation import violations
 
 GB = 1e9
 MOST = 2_000  # layouts that are looked at

@@ -3,7 +3,7 @@ root.
 """
 
 from rftmega.config.schema import RunConfig
-from rftmega.config.validate_ranges import value_of
+from rftmega.config.tree import value_of
 
 PATHS = {  # option -> whether an empty one means that there is none
     "model.path": False,

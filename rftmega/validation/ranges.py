@@ -11,10 +11,15 @@ from typing import Any
 from rftmega.config.plugins import plugin_parts
 from rftmega.config.schema import RunConfig
 from rftmega.config.secrets import shown
-from rftmega.config.tree import bounded_schema, choices_of, unions, walk
+from rftmega.config.tree import (
+    AS_THE_POLICY,
+    bounded_schema,
+    choices_of,
+    unions,
+    value_of,
+    walk,
+)
 
-# sections that the critic has, too, and takes from there what it is not given
-AS_THE_POLICY = ("parallel.", "optimizer.")
 LARGEST = 2**31
 # error of pydantic -> what the number must be
 BOUNDS: dict[str, Callable[[Mapping[str, float]], str]] = {
@@ -23,14 +28,6 @@ BOUNDS: dict[str, Callable[[Mapping[str, float]], str]] = {
     "less_than_equal": lambda bound: f"at most {bound['le']:g}",
     "less_than": lambda bound: f"below {bound['lt']:g}",
 }
-
-
-def value_of(config: RunConfig, name: str) -> Any:
-    """Returns the value of a dotted option."""
-    value: Any = config
-    for leaf in name.split("."):
-        value = value[leaf] if isinstance(value, Mapping) else getattr(value, leaf)
-    return value
 
 
 def numbers(given: Any, name: str = "") -> Iterator[tuple[str, float]]:
@@ -54,7 +51,7 @@ def not_finite(config: RunConfig) -> list[str]:
     """Numbers that are infinite or NaN: no option means anything by them, and a loss that sees one
     learns nothing.
 
-    The weights of data.sources are looked at with their files (validate_data.py).
+    The weights of data.sources are looked at with their files (data.py).
     """
     found = [(name, value) for name, value in numbers(config) if not math.isfinite(value)]
     return [

@@ -11,7 +11,7 @@ from rftmega.config.schema import (
     RolloutConfig,
     RunConfig,
 )
-from rftmega.config.validate_ranges import value_of
+from rftmega.config.tree import value_of
 
 
 def layout(parallel: ParallelConfig, world_size: int) -> list[str]:

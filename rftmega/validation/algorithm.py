@@ -2,8 +2,7 @@
 
 from rftmega.config.algorithms import CPGD, Clip, NoImportance
 from rftmega.config.schema import RunConfig
-from rftmega.config.tree import unions
-from rftmega.config.validate_ranges import value_of
+from rftmega.config.tree import unions, value_of
 
 SWITCHED = (  # an option, and the one that must be above 0 for it to be read
     ("algorithm.kl.placement", "algorithm.kl.coef"),

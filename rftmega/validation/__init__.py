@@ -1,19 +1,20 @@
-"""Everything about a config that can be wrong without looking at a model; each section's rules have
-a file beside this one.
+"""`violations` lists all that can be wrong with a config without looking at a model.
+
+Each section's rules have a file of their own. Importing this costs nothing: no torch.
 """
 
 from rftmega.config.schema import RunConfig
-from rftmega.config.validate_algorithm import algorithm_options, groups_of_one
-from rftmega.config.validate_checkpoint import checkpoints
-from rftmega.config.validate_data import files, training_data
-from rftmega.config.validate_faults import faults
-from rftmega.config.validate_given import unread_without_rollouts
-from rftmega.config.validate_layout import critic, engine, layout, overlap
-from rftmega.config.validate_logging import logging_options
-from rftmega.config.validate_paths import paths
-from rftmega.config.validate_ranges import choices_and_ranges
-from rftmega.config.validate_reward import reward_parts
-from rftmega.config.validate_trainer import evaluation, held_out_prompts, step_rows
+from rftmega.validation.algorithm import algorithm_options, groups_of_one
+from rftmega.validation.checkpoint import checkpoints
+from rftmega.validation.data import files, training_data
+from rftmega.validation.faults import faults
+from rftmega.validation.layout import critic, engine, layout, overlap
+from rftmega.validation.logging import logging_options
+from rftmega.validation.paths import paths
+from rftmega.validation.ranges import choices_and_ranges
+from rftmega.validation.reward import reward_parts
+from rftmega.validation.trainer import evaluation, held_out_prompts, step_rows
+from rftmega.validation.without_rollouts import unread_without_rollouts
 
 
 def violations(config: RunConfig, world_size: int, *, data: bool = True) -> list[str]:
