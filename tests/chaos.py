@@ -27,13 +27,13 @@ from tqdm import tqdm
 
 import train_rl
 from rftmega import config as configuration
+from rftmega.callbacks.checkpointing import WITHIN
 from rftmega.checkpoint import retention
 from rftmega.checkpoint.reader import read_manifest
 from rftmega.config import RunConfig
 from rftmega.launch import command_line, preflight
 from rftmega.launch.local_launcher import launch
 from rftmega.parallel import watchdog
-from rftmega.trainer.checkpointing import WITHIN
 from tests.e2e.conftest import UNLIKE, numbers_of, write_arithmetic
 
 PHASES = ("rollout", "score", "update", "push", "save")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-LEARNT = "algorithms rewards data experience trainer"
+LEARNT = "algorithms rewards data experience trainer callbacks"
 RUNS = "device parallel kernels megatron checkpoint conversion rollout weights planning model_providers converters"
 BASICS = "config validation errors json_files types interfaces shards"
 MAY_IMPORT = {
@@ -25,6 +25,7 @@ MAY_IMPORT = {
     "validation": "config errors json_files",
     "experience": "errors types interfaces algorithms config",
     "trainer": "errors config types interfaces algorithms experience",
+    "callbacks": "errors config types interfaces algorithms experience",
     "device": "errors",
     "kernels": "",
     "parallel": "config errors device",
@@ -114,6 +115,16 @@ def test_imports_follow_the_map() -> None:
             "rftmega/trainer/bad.py",
             "from rftmega.megatron import MegatronActor",
             "trainer may not import megatron",
+        ),
+        (
+            "rftmega/trainer/bad.py",
+            "from rftmega.callbacks.observer import Observer",
+            "trainer may not import callbacks",
+        ),
+        (
+            "rftmega/callbacks/bad.py",
+            "from rftmega.trainer import PPOTrainer",
+            "callbacks may not import trainer",
         ),
         (
             "rftmega/experience/bad.py",

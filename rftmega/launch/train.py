@@ -29,12 +29,12 @@ def reinforce(config: RunConfig, tokenizer: Any) -> bool:
     ptx = ptx_of(config, tokenizer)
     reward = create(config.reward, tokenizer.decode)
 
+    from rftmega.callbacks.checkpointing import resume
+    from rftmega.callbacks.observers import evaluation_of_prompts
     from rftmega.launch.process import joined
     from rftmega.observe.callbacks import callbacks_of
     from rftmega.strategy.megatron import MegatronStrategy
     from rftmega.trainer import Algorithm
-    from rftmega.trainer.checkpointing import resume
-    from rftmega.trainer.observers import evaluation_of_prompts
 
     with joined(config) as (world, stop):
         strategy = MegatronStrategy(config, world, stop_ids=tokenizer.stop_ids)
@@ -63,12 +63,12 @@ def supervise(config: RunConfig, tokenizer: Any) -> bool:
 
     rows, held_out = given_of(config, tokenizer)
 
+    from rftmega.callbacks.checkpointing import resume
+    from rftmega.callbacks.observers import evaluation_of_rows
     from rftmega.launch.process import joined
     from rftmega.observe.callbacks import callbacks_of
     from rftmega.strategy.supervised import SupervisedStrategy
     from rftmega.trainer import Algorithm
-    from rftmega.trainer.checkpointing import resume
-    from rftmega.trainer.observers import evaluation_of_rows
 
     with joined(config) as (world, stop):
         strategy = SupervisedStrategy(config, world)

@@ -8,16 +8,16 @@ from typing import Any
 import torch.distributed as dist
 
 from rftmega import device
+from rftmega.callbacks.checkpointing import Checkpointing
+from rftmega.callbacks.evaluate import Evaluation
+from rftmega.callbacks.observer import Observer
+from rftmega.callbacks.observers import Text, observers_of
 from rftmega.config import RunConfig
 from rftmega.interfaces import Callback, Resumable
 from rftmega.observe.stragglers import Stragglers
 from rftmega.observe.throughput import Throughput
 from rftmega.observe.timeline import Timeline
 from rftmega.parallel.topology import Topology
-from rftmega.trainer.callbacks import Observer
-from rftmega.trainer.checkpointing import Checkpointing
-from rftmega.trainer.evaluate import Evaluation
-from rftmega.trainer.observers import Text, observers_of
 
 
 def callbacks_of(

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from rftmega.callbacks.observer import Observer
+from rftmega.callbacks.output_files import set_aside
 from rftmega.device.spans import Span, clock, recorder
 from rftmega.parallel.clocks import Offset, clock_offsets
-from rftmega.trainer.callbacks import Observer
-from rftmega.trainer.output_files import set_aside
 from rftmega.types import Metrics
 
 PHASES = "phases"  # a thread of its own in the picture

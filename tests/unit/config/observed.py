@@ -26,6 +26,9 @@ import train_rl
 from model_providers.description import describe
 from model_providers.hf_config import read_hf_config
 from rftmega import data, device, rollout
+from rftmega.callbacks import observers
+from rftmega.callbacks.observer import Observer
+from rftmega.callbacks.trajectories import Trajectories
 from rftmega.config import RunConfig
 from rftmega.errors import RFTMegaError
 from rftmega.megatron import actor, manager, model_runner
@@ -34,9 +37,6 @@ from rftmega.parallel import nodes, process_group
 from rftmega.parallel.process_group import World
 from rftmega.rollout import ScriptedEngine, servers
 from rftmega.strategy import megatron, supervised
-from rftmega.trainer import observers
-from rftmega.trainer.callbacks import Observer
-from rftmega.trainer.trajectories import Trajectories
 from rftmega.types import Completion, Metrics, Prompt, Rows, TokenStats, TokenValues
 
 WORDS, STOP = 4, 3

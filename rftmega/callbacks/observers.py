@@ -6,14 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
+from rftmega.callbacks.evaluate import Answering, Evaluate, Evaluation, metric_of
+from rftmega.callbacks.evaluate_rows import HeldOut, cross_entropy_of, preference_of
+from rftmega.callbacks.health import Divergence, Spread, UndecidedLimit
+from rftmega.callbacks.metric_writers import JSONLines, Progress, TensorBoard
+from rftmega.callbacks.observer import AtEnd, Observer
+from rftmega.callbacks.publish import Prometheus, WandB
+from rftmega.callbacks.trajectories import Trajectories
 from rftmega.config import RunConfig
 from rftmega.interfaces import Reward
-from rftmega.trainer.callbacks import AtEnd, JSONLines, Observer, Progress, TensorBoard
-from rftmega.trainer.evaluate import Answering, Evaluate, Evaluation, metric_of
-from rftmega.trainer.health import Divergence, Spread, UndecidedLimit
-from rftmega.trainer.publish import Prometheus, WandB
-from rftmega.trainer.supervised import HeldOut, cross_entropy_of, preference_of
-from rftmega.trainer.trajectories import Trajectories
 from rftmega.types import Prompt, Rows
 
 

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
+from rftmega.callbacks.publish import Prometheus, WandB
 from rftmega.config import RewardConfig, RunConfig, TrainerConfig, without_secrets
 from rftmega.errors import ConfigError
-from rftmega.trainer.publish import Prometheus, WandB
 
 TRAINER = SimpleNamespace(step=0, resumed=False)
 

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from rftmega.callbacks.checkpointing import Checkpointing, restore
+from rftmega.callbacks.metric_writers import JSONLines, TensorBoard
+from rftmega.callbacks.observer import AtEnd, Observer
 from rftmega.checkpoint.states import KEY, joined, put_together, taken_apart
 from rftmega.config import load
 from rftmega.data import PromptOrder
 from rftmega.trainer import Algorithm, PPOTrainer
-from rftmega.trainer.callbacks import AtEnd, JSONLines, Observer, TensorBoard
-from rftmega.trainer.checkpointing import Checkpointing, restore
 from rftmega.trainer.ppo import Sampling
 from rftmega.types import Prompt
 from tests.unit.trainer.test_step import Bigrams, likes_seven

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from rftmega.algorithms.losses import policy_loss
+from rftmega.callbacks.evaluate import Answering, Evaluate, seed_of
+from rftmega.callbacks.metric_writers import Progress
+from rftmega.callbacks.observer import Observer
 from rftmega.config import RolloutConfig
 from rftmega.data import PromptOrder
 from rftmega.experience import ExperienceMaker
 from rftmega.rollout import ScriptedEngine
 from rftmega.trainer import Learner, PPOTrainer
-from rftmega.trainer.callbacks import Observer, Progress
-from rftmega.trainer.evaluate import Answering, Evaluate, seed_of
 from rftmega.trainer.ppo import Sampling
 from rftmega.types import Completion, Experience, Prompt, Rows, TokenStats
 

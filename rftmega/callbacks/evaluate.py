@@ -12,9 +12,9 @@ import numpy
 import torch
 
 from rftmega.algorithms.pass_at_k import pass_at_k
+from rftmega.callbacks.observer import Observer
 from rftmega.experience import scores_of
 from rftmega.interfaces import Reward, RolloutEngine
-from rftmega.trainer.callbacks import Observer
 from rftmega.types import Metrics, Prompt
 
 

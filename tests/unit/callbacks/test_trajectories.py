@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from rftmega.callbacks.trajectories import Trajectories, write
 from rftmega.config import AlgorithmConfig
 from rftmega.config.algorithms import GroupNorm
 from rftmega.experience import ExperienceMaker, collect
-from rftmega.trainer.trajectories import Trajectories, write
 from rftmega.types import Completion, Experience, Prompt, Rows, Samples, TokenStats
 
 PROMPTS = [Prompt((97, 98, 99), label="x\ud800", index=41), Prompt((100,), label="y", index=7)]

@@ -4,10 +4,10 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from rftmega.callbacks.observer import Observer
 from rftmega.config import CheckpointConfig
 from rftmega.errors import CheckpointError
 from rftmega.interfaces import Checkpoints, Resumable
-from rftmega.trainer.callbacks import Observer
 from rftmega.types import Metrics
 
 WITHIN = "within"  # the name of the journal of a step

@@ -1,42 +1,22 @@
-"""Callbacks show progress, write metrics and export (`evaluate.py`, `trajectories.py` too).
-
-The step knows none of them.
-"""
+"""Progress, JSONLines and TensorBoard show and write the metrics of every step."""
 
 import json
 import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from rftmega.trainer.output_files import set_aside, synchronise
-from rftmega.types import Experience, Metrics, Samples
+from rftmega.callbacks.observer import Observer
+from rftmega.callbacks.output_files import set_aside, synchronise
+from rftmega.types import Metrics
 
 log = logging.getLogger(__name__)
-
-
-class Observer:
-    """Does nothing at every occasion; a callback overrides what it cares for."""
-
-    def on_start(self, trainer: Any, metrics: Metrics) -> None: ...
-
-    def on_phase(self, trainer: Any, name: str, seconds: float) -> None: ...
-
-    def on_experience(self, trainer: Any, samples: Samples, experience: Experience) -> None: ...
-
-    def on_step(self, trainer: Any, metrics: Metrics) -> None: ...
-
-    def on_save(self, trainer: Any) -> None: ...
-
-    def on_given_up(self, trainer: Any) -> None: ...
-
-    def on_end(self, trainer: Any) -> None: ...
 
 
 class Progress(Observer):
@@ -187,14 +167,3 @@ class TensorBoard(Observer):
 
     def on_end(self, trainer: Any) -> None:
         self.writer.close()
-
-
-class AtEnd(Observer):
-    """Runs `work` once, after the last step; not where the run was stopped before."""
-
-    def __init__(self, work: Callable[[], None]):
-        self.work = work
-
-    def on_end(self, trainer: Any) -> None:
-        if not trainer.stopped:
-            self.work()

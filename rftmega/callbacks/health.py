@@ -6,8 +6,8 @@ import logging
 from typing import Any
 
 from rftmega.algorithms.groups import varied
+from rftmega.callbacks.observer import Observer
 from rftmega.errors import Diverged, RewardError
-from rftmega.trainer.callbacks import Observer
 from rftmega.types import Experience, Metrics, Samples
 
 SAME_REWARDS = 3  # steps in a row: one batch may be all right, or all wrong, by chance

@@ -9,10 +9,10 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
+from rftmega.callbacks.observer import Observer
+from rftmega.callbacks.output_files import set_aside
 from rftmega.config import RunConfig, without_secrets
 from rftmega.errors import ConfigError
-from rftmega.trainer.callbacks import Observer
-from rftmega.trainer.output_files import set_aside
 from rftmega.types import Metrics
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from rftmega.trainer.callbacks import Observer
-from rftmega.trainer.output_files import set_aside, synchronise
+from rftmega.callbacks.observer import Observer
+from rftmega.callbacks.output_files import set_aside, synchronise
 from rftmega.types import Experience, Metrics, Samples
 
 log = logging.getLogger(__name__)
