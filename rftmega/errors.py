@@ -94,6 +94,21 @@ class NodeFault(NodeError):
     exit_code = 1
 
 
+class RanksFailed(RFTMegaError):  # noqa: N818  it tells what happened
+    """A run of several ranks that ended because one of them died, or because of a signal; its
+    launcher has written which and why.
+    """
+
+    exit_code = 1
+
+    @classmethod
+    def with_code(cls, code: int) -> Self:
+        """Builds the error for a run that ended with this exit code."""
+        error = cls(f"The run ended with exit code {code}; what was written before says why.")
+        error.exit_code = code
+        return error
+
+
 FAULTS = (EngineFault, NodeFault)
 # starting again would not mend it
 FINAL_CODES = (RFTMegaError.exit_code, Diverged.exit_code, GapExceeded.exit_code)

@@ -100,7 +100,7 @@ def judged(scores: Sequence[Mapping[str, float]], answering: Answering) -> Metri
     found = {part: _mean([score[part] for score in scores if part in score]) for part in parts}
     if answering.pass_at:
         right = [
-            sum(score[answering.accuracy] >= 1 for score in scores[i : i + n])
+            sum(score.get(answering.accuracy, 0) >= 1 for score in scores[i : i + n])
             for i in range(0, len(scores), n)
         ]
         found |= {

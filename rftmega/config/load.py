@@ -13,6 +13,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from rftmega.config.functions import name_of
 from rftmega.config.plugins import plugin_parts
 from rftmega.config.renamed import RENAMED_TYPES, renamed
 from rftmega.config.schema import RunConfig
@@ -39,6 +40,7 @@ MEANT = {
     bool: "true or false",
     str: "text",
     list[str]: "a list of text, as [a,b]",
+    list[float]: "a list of numbers, as [1,0.5]",
     list[int]: "a list of whole numbers, as [1,2]",
     dict[str, float]: "names and numbers, as {a: 1}",
     dict[str, str]: "names and text, as {a: b}",
@@ -105,6 +107,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
             OmegaConf.update(config, f"critic.{name}", OmegaConf.select(config, name))
     if "reward.exact_match" not in given and _judged_otherwise(config):
         config.reward.exact_match = 0.0
+    if config.reward.functions and not _compares_with_labels(config):
+        _judge_by_functions(config, given)
     active = [name for name in known if name.rpartition(".")[0] not in chosen]
     problems += [
         f"{name} must be given." for name in active if OmegaConf.is_missing(*_parent(config, name))
@@ -211,7 +215,34 @@ def _judged_otherwise(config: Any) -> bool:
     same once more.
     """
     read = config.algorithm.task == "rl" and not config.reward.recipe and not config.reward.majority
-    return read and any(OmegaConf.select(config, f"reward.{part}") for part in JUDGES)
+    parts = (*JUDGES, "functions")
+    return read and any(OmegaConf.select(config, f"reward.{part}") for part in parts)
+
+
+def _compares_with_labels(config: Any) -> bool:
+    """Says that some part of the reward is given the label of a prompt."""
+    reward, parts = config.reward, {*JUDGES, "exact_match", "remote"}
+    if config.algorithm.task != "rl" or reward.majority:
+        return True
+    if reward.recipe:
+        return any(parts.intersection(given) for given in reward.recipe.values())
+    return bool(reward.custom) or any(OmegaConf.select(reward, part) for part in parts)
+
+
+def _judge_by_functions(config: Any, given: Mapping[str, Any]) -> None:
+    """Asks for no label, and takes the first function for what says if an answer is right, unless
+    something else is given.
+    """
+    if "data.label_key" not in given:
+        config.data.label_key = ""
+    if "trainer.eval_accuracy" not in given and (config.data.eval or config.data.evals):
+        config.trainer.eval_accuracy = name_of(config.reward.functions[0])
+
+
+def _from_folder(folder: Path, reference: Any) -> Any:
+    """Returns a reward function's reference with its file as a path from where the run is started."""
+    is_file = isinstance(reference, str) and reference.rpartition(":")[0].endswith(".py")
+    return str(folder / reference) if is_file else reference
 
 
 def recipe(name: str) -> list[dict[str, Any]]:
@@ -293,8 +324,8 @@ def flatten(tree: dict[str, Any], prefix: str = "", plugins: Plugins = ()) -> di
 
 def _layers(path: Path, below: tuple[Path, ...] = ()) -> list[dict[str, Any]]:
     """Returns the dotted options of a file, after those of its base, a path from its own folder.
-    `below`: the files that led here. Paths of a recipe and of plugins are from the file's folder as
-    well.
+    `below`: the files that led here. Paths of a recipe, of plugins and of reward functions are from
+    the file's folder as well.
     """
     if path.resolve() in below:
         raise ConfigError(
@@ -307,6 +338,8 @@ def _layers(path: Path, below: tuple[Path, ...] = ()) -> list[dict[str, Any]]:
         flat["algorithm.recipe"] = str(path.parent / named)
     if isinstance(plugins := flat.get("plugins"), list):
         flat["plugins"] = [str(path.parent / file) for file in plugins]
+    if isinstance(functions := flat.get("reward.functions"), list):
+        flat["reward.functions"] = [_from_folder(path.parent, name) for name in functions]
     if base is None:
         return [flat]
     if not isinstance(base, str):

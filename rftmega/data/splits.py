@@ -19,7 +19,11 @@ def prompts_of(
 
     def load(source: str) -> list[Prompt]:
         prompts = load_prompts(
-            source, tokenizer, config.data, max_prompt_tokens=config.rollout.max_prompt_tokens
+            source,
+            tokenizer,
+            config.data,
+            max_prompt_tokens=config.rollout.max_prompt_tokens,
+            columns=config.reward.reads_columns,
         )
         check(prompts)
         return prompts

@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from rftmega import device
+from rftmega import device, errors
 from rftmega.errors import FAULTS, RFTMegaError
 from rftmega.parallel import fork_server, preemption
 from rftmega.parallel.folder_lock import process_start
@@ -77,7 +78,7 @@ def launch(
             start_method=device.current().start_method,
             logs_specs=DefaultLogsSpecs(log_dir=agent_files),
         )
-        with _signals(folder / STOP if stops else None) as came:
+        with _signals(folder / STOP if stops else None) as came, _main_of_ranks():
             for restarts in range(max_restarts + 1):
                 try:
                     # one that has ended stays closed
@@ -104,11 +105,13 @@ def launch(
 
 
 def _told(complaint: Path) -> RFTMegaError:
-    """Reads the error that a rank wrote, one of ours: its exit code on the first line, and the
-    message.
+    """Reads the error that a rank wrote, one of ours: its class and exit code on the first line,
+    and the message.
     """
-    code, _, message = complaint.read_text().partition("\n")
-    error = RFTMegaError(message)
+    head, _, message = complaint.read_text().partition("\n")
+    name, code = head.split()
+    kind = getattr(errors, name, RFTMegaError)  # of a user's own: not there
+    error: RFTMegaError = kind(message)
     error.exit_code = int(code)
     return error
 
@@ -150,6 +153,17 @@ def _start_server(preload: Sequence[str]) -> None:
         del os.environ[fork_server.LAUNCHER]
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def _main_of_ranks() -> Iterator[None]:
+    """Within, processes that multiprocessing starts take rank_main.py for the main module."""
+    main = sys.modules["__main__"]
+    before, main.__spec__ = main.__spec__, find_spec("rftmega.launch.rank_main")
+    try:
+        yield
+    finally:
+        main.__spec__ = before
 
 
 @contextmanager
@@ -226,7 +240,7 @@ def _rank(
         sys.exit(1)
     except RFTMegaError as error:
         draft = folder / rank
-        draft.write_text(f"{error.exit_code}\n{error}")
+        draft.write_text(f"{type(error).__name__} {error.exit_code}\n{error}")
         draft.rename(folder / COMPLAINTS / rank)
         sys.exit(1)
     except Exception:

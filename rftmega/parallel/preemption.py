@@ -39,6 +39,11 @@ def listen() -> None:
         signal.signal(number, _note)
 
 
+def listens() -> bool:
+    """Returns whether `listen` was called last."""
+    return all(signal.getsignal(number) is _note for number in SIGNALS)
+
+
 def unlisten() -> None:
     """Lets the signals end this process at once, one that came already, too: a run that saves
     nothing can't go on later.

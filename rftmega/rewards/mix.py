@@ -8,7 +8,7 @@ from rftmega.errors import RewardError
 from rftmega.rewards.part import Answer, Decode, Part, Undecided
 from rftmega.types import Completion, Prompt
 
-ALWAYS = "exact_match"  # scored whatever its weight: evaluation shows it
+ALWAYS = "exact_match"  # scored whatever its weight where there is a label: evaluation shows it
 MAY_BE_UNDECIDED = ("math", "code")
 
 
@@ -55,13 +55,22 @@ class MixedReward:
         that is not finite.
         """
         pairs = list(zip(prompts, completions, strict=True))
-        answers = [Answer(self.decode(c.token_ids), p.label, p.kind, p.token_ids) for p, c in pairs]
+        answers = [
+            Answer(self.decode(c.token_ids), p.label, p.kind, p.token_ids, c.token_ids, p.record)
+            for p, c in pairs
+        ]
         weights = [weights_of(self.config, prompt.kind) for prompt in prompts]
         scores: list[dict[str, float]] = [{} for _ in answers]
         for name, part in self.parts.items():
-            rows = [row for row, asked in enumerate(weights) if name in asked or name == ALWAYS]
+            rows = [
+                row
+                for row, asked in enumerate(weights)
+                if name in asked or (name == ALWAYS and answers[row].label)
+            ]
             values = part([answers[row] for row in rows]) if rows else []
             for row, value in zip(rows, values, strict=True):
+                if value is None:
+                    continue
                 if not math.isfinite(value):
                     raise RewardError(
                         f"The reward part {name} gave {value} for prompt {prompts[row].index}: not a finite number."
@@ -69,6 +78,12 @@ class MixedReward:
                 scores[row][name] = float(value)
                 if name in MAY_BE_UNDECIDED:
                     scores[row][f"{name}_undecided"] = float(isinstance(value, Undecided))
+        for row, asked in enumerate(weights):
+            if asked and not scores[row].keys() & asked:
+                raise RewardError(
+                    f"No part of the reward applies to prompt {prompts[row].index}: {', '.join(asked)} gave None. "
+                    "One of them must give a number."
+                )
         return [
             score | {"reward": sum(asked.get(name, 0.0) * value for name, value in score.items())}
             for score, asked in zip(scores, weights, strict=True)

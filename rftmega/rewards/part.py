@@ -8,13 +8,16 @@ from dataclasses import dataclass
 class Answer:
     """One completion as text.
 
-    `prompt_ids` are for the remote part, which passes the prompt on; a rule never sees them.
+    The last three are for the remote part and for functions of a user's own; a rule never sees
+    them.
     """
 
     response: str
     label: str
     kind: str = ""
     prompt_ids: tuple[int, ...] = ()
+    completion_ids: tuple[int, ...] = ()
+    record: str = ""  # see Prompt.record
 
 
 class Undecided(float):
@@ -27,8 +30,8 @@ class Undecided(float):
 
 Decode = Callable[[Sequence[int]], str]
 Rule = Callable[[str, str], float]  # (response, label) -> score
-# a score an answer, in their order; called from several threads
-Part = Callable[[Sequence[Answer]], list[float]]
+# a score an answer, in their order, None where the part does not apply; called from several threads
+Part = Callable[[Sequence[Answer]], Sequence[float | None]]
 
 
 def each(rule: Rule) -> Part:

@@ -3,8 +3,10 @@
 from dataclasses import fields
 from urllib.parse import urlsplit
 
+from rftmega.config.functions import function_of
 from rftmega.config.schema import DataConfig, RewardConfig, RunConfig
 from rftmega.config.secrets import shown
+from rftmega.errors import ConfigError
 
 REWARD_OPTIONS = {  # option -> the parts that read it
     "format_pattern": ("format",),
@@ -18,6 +20,8 @@ REWARD_OPTIONS = {  # option -> the parts that read it
     "remote_retries": ("remote",),
     "remote_batch": ("remote",),
 }
+COMPARING = {"exact_match", "math", "multiple_choice", "code"}  # an answer with its label
+NAMES_OF_METRICS = ("reward", "majority", "model")
 
 
 def reward_parts(config: RunConfig) -> list[str]:
@@ -35,10 +39,10 @@ def reward_parts(config: RunConfig) -> list[str]:
             found.append(
                 f"reward.recipe.{kind} gives no part a weight, so nothing could be learnt from it."
             )
-    if not reward.recipe and not reward.model and not any(flat.values()):
+    if not reward.recipe and not reward.model and not any(reward.weights().values()):
         found.append(
             "No reward has a weight, so nothing could be learnt. Set one of: "
-            + ", ".join(flat)
+            + ", ".join([*flat, "reward.functions"])
             + "."
         )
     if reward.recipe:
@@ -52,6 +56,10 @@ def reward_parts(config: RunConfig) -> list[str]:
                 found.append(
                     f"reward.custom.{name}.weight={own_part.weight} beside reward.recipe: nothing reads it. Move it there."
                 )
+    if not reward.functions and reward.function_weights:
+        found.append(
+            f"reward.function_weights={reward.function_weights} needs reward.functions: nothing else reads it."
+        )
     used = reward.used()
     for name, own_part in reward.custom.items():
         found += [
@@ -83,7 +91,33 @@ def reward_parts(config: RunConfig) -> list[str]:
         found.append(
             f"data.kind_key={config.data.kind_key} needs reward.recipe or reward.remote: nothing else reads kinds."
         )
-    return found + _beside_labels(config)
+    return found + _functions(reward) + _beside_labels(config)
+
+
+def _functions(reward: RewardConfig) -> list[str]:
+    """Lists functions that are not there, names that are taken, and weights that fit no function."""
+    found, names = [], reward.function_names()
+    for reference in reward.functions:
+        try:
+            function_of(reference)
+        except ConfigError as error:
+            found.append(str(error))
+    taken = {*reward.built_in(), *reward.custom, *NAMES_OF_METRICS}
+    for name in sorted(set(names)):
+        if name in taken or names.count(name) > 1:
+            found.append(
+                f"reward.functions: {name} is the name of another part. Rename the function."
+            )
+    weights = reward.function_weights
+    if weights and reward.recipe:
+        found.append(
+            f"reward.function_weights={weights} beside reward.recipe: nothing reads it. Move them there."
+        )
+    elif weights and len(weights) != len(names):
+        found.append(
+            f"reward.function_weights={weights} must be one for each of reward.functions ({len(names)})."
+        )
+    return found
 
 
 def _is_address(url: str) -> bool:
@@ -92,6 +126,12 @@ def _is_address(url: str) -> bool:
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:  # a port that is no number
         return False
+
+
+def _reads_labels(config: RunConfig) -> bool:
+    """Says that evaluation compares answers with labels."""
+    judging = COMPARING & config.reward.used()
+    return bool(judging) or config.trainer.eval_accuracy not in config.reward.function_names()
 
 
 def _beside_labels(config: RunConfig) -> list[str]:
@@ -110,7 +150,7 @@ def _beside_labels(config: RunConfig) -> list[str]:
     if reward.majority and not config.data.held_out:
         found += [
             f"reward.{name}={weight} beside reward.majority: without evaluation (data.eval) nothing reads it. Leave it out."
-            for name in (*reward.built_in(), "recipe")
+            for name in (*reward.built_in(), "recipe", "functions")
             if (weight := getattr(reward, name)) != getattr(RewardConfig(), name)
         ]
     if reward.majority and config.rollout.samples_per_prompt < 3:
@@ -118,13 +158,13 @@ def _beside_labels(config: RunConfig) -> list[str]:
             f"reward.majority needs more answers a prompt than rollout.samples_per_prompt={config.rollout.samples_per_prompt}: "
             "two can't outvote each other."
         )
-    needing = sorted({"exact_match", "math", "multiple_choice", "code"} & reward.used())
+    needing = sorted(COMPARING & reward.used())
     if not config.data.label_key and needing and not reward.majority:
         found.append(
             f"data.label_key is empty, but {', '.join(f'reward.{name}' for name in needing)} compares answers with labels. Set "
-            "its weight to 0 (reward.majority, reward.model, format and remote need none)."
+            "its weight to 0 (reward.majority, reward.model, format, remote and functions need none)."
         )
-    if not config.data.label_key and config.data.held_out:
+    if not config.data.label_key and config.data.held_out and _reads_labels(config):
         found.append(
             "data.label_key is empty, but evaluation compares answers with labels. Name the key, or leave data.eval out."
         )
@@ -141,7 +181,8 @@ def _beside_labels(config: RunConfig) -> list[str]:
             f"algorithm.dynamic_sampling.max_rounds={sampled.max_rounds} with reward.model: the engine gives its memory to the "
             "reward model and could not go on. Set it to 0."
         )
-    everywhere = ["majority"] if reward.majority else sorted(reward.in_every_answer())
+    scored = reward.in_every_answer() - (set() if config.data.label_key else {"exact_match"})
+    everywhere = ["majority"] if reward.majority else sorted(scored)
     if sampled.metric and sampled.metric not in everywhere:
         found.append(
             f"algorithm.dynamic_sampling.metric={sampled.metric} is not in every answer's reward. Choose one of: "

@@ -22,7 +22,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import train_rl
 from model_providers.description import describe
 from model_providers.hf_config import read_hf_config
 from rftmega import data, device, rollout
@@ -31,6 +30,7 @@ from rftmega.callbacks.observer import Observer
 from rftmega.callbacks.trajectories import Trajectories
 from rftmega.config import RunConfig
 from rftmega.errors import RFTMegaError
+from rftmega.launch.train import task_of
 from rftmega.megatron import actor, manager, model_runner
 from rftmega.observe import callbacks
 from rftmega.parallel import nodes, process_group
@@ -285,7 +285,7 @@ def program(config: RunConfig, *, data_parallel: int = 1) -> Seen:
                 importlib.import_module("rftmega.rewards.create"), name, recorded(seen, name)
             )
         try:
-            train_rl.train(config)
+            task_of(config)(config)
         except RFTMegaError as error:
             seen.append(("error", str(error)))
     for file in sorted(path for path in output.rglob("*") if path.is_file()):

@@ -161,6 +161,8 @@ OPTIONS: dict[str, Live] = {
     "reward.model": Live("1", ("reward.model_path={moe}",), dead=("algorithm.task=sft",)),
     "reward.model_path": Live("{moe}", ("reward.model=1", "reward.model_path={policy}"), lambda c: value_model(c).model, dead=()),
     "reward.majority": Live("true", dead=("algorithm.task=sft",)),
+    "reward.functions": Live("[{functions}:shorter]", dead=MAJORITY),
+    "reward.function_weights": Live("[2]", ("reward.functions=[{functions}:shorter]",), dead=()),
     "reward.recipe": Live("{{a: {{exact_match: 1}}, b: {{exact_match: 3}}}}", dead=MAJORITY),
     "algorithm.recipe": Live("dr_grpo"),
     "algorithm.task": Live("reward_model", SFT),
@@ -287,6 +289,10 @@ class Plain(Advantage):
 def plain(batch, options):
     return batch.reward[:, None] * batch.mask
 """
+FUNCTIONS = """
+def shorter(prompts, completions, chosen, **columns):
+    return [-len(text) - len(other) for text, other in zip(completions, chosen)]
+"""
 
 
 @pytest.fixture(scope="module")
@@ -308,9 +314,11 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         files[name] = str(folder / f"{name}.jsonl")
         Path(files[name]).write_text("\n".join(map(json.dumps, records)))
     (folder / "my_parts.py").write_text(PLUGIN)
+    (folder / "my_rewards.py").write_text(FUNCTIONS)
     return {
         **files,
         "plugin": str(folder / "my_parts.py"),
+        "functions": str(folder / "my_rewards.py"),
         "policy": str(policy),
         "moe": str(moe),
         "folder": str(folder),

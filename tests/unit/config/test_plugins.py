@@ -66,8 +66,8 @@ class Brevity(RewardPart):
 
 
 @implements(Brevity)
-def brevity(options, decode):
-    return lambda answers: [max(0.0, 1 - len(answer.response) / options.longest) for answer in answers]
+def brevity(completions, options, **columns):
+    return [max(0.0, 1 - len(answer) / options.longest) for answer in completions]
 '''
 CHOSEN = (
     "algorithm.advantage={type: scaled, factor: 3}",
