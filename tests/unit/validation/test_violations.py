@@ -628,3 +628,45 @@ def test_a_path_with_a_nul_is_none(config_file: Path) -> None:
         reason.startswith("trainer.output='runs\\x00' is no path")
         for reason in violations(config, 1)
     )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "complaint"),
+    [
+        (["reward.functions=[{file}:math]"], "math is the name of another part"),
+        (["reward.functions=[{file}:reward]"], "reward is the name of another part"),
+        (["reward.functions=[{file}:f, {file}:f]"], "f is the name of another part"),
+        (["reward.functions=[{file}:h]"], "h of {file} is not there"),
+        (
+            ["reward.functions=[{file}:f]", "reward.function_weights=[1,2]"],
+            "must be one for each of reward.functions (1)",
+        ),
+        (
+            [
+                "reward.functions=[{file}:f]",
+                "reward.function_weights=[1]",
+                "reward.recipe={{a: {{f: 1}}}}",
+            ],
+            "reward.function_weights=[1.0] beside reward.recipe",
+        ),
+        (
+            ["reward.functions=[{file}:f]", "reward.function_weights=[0]"],
+            "No reward has a weight",
+        ),
+        (
+            ["reward.functions=[{file}:f]", "data.eval={file}", "trainer.eval_accuracy=format"],
+            "trainer.eval_accuracy=format needs a weight of that part",
+        ),
+    ],
+)
+def test_reward_functions_that_cannot_be_are_refused(
+    overrides: list[str], complaint: str, config_file: Path
+) -> None:
+    file = config_file.with_name("mine.py")
+    file.write_text("def f(completions):\n    return [0.0]\nmath = reward = f\n")
+    given = [override.format(file=file) for override in overrides]
+    found = violations(load(config_file, given), 1)
+    assert any(complaint.format(file=file) in reason for reason in found), found
+    assert violations(load(config_file, [f"reward.functions=[{file}:f]"]), 1) == []
+    held_out = [f"reward.functions=[{file}:f]", f"data.eval={config_file}"]
+    assert violations(load(config_file, held_out), 1) == []
