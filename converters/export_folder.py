@@ -19,7 +19,10 @@ def is_anothers(folder: Path) -> bool:
 
 
 def begin(folder: Path) -> Path:
-    """An empty folder to export to, which gets its name in `settle`. Raises OSError."""
+    """Makes an empty folder to export to, which gets its name in `settle`.
+
+    Raises OSError.
+    """
     draft = folder.with_name(folder.name + ".incomplete")
     if is_anothers(draft):
         raise FileExistsError(f"{draft} is there, and no export made it")

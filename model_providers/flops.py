@@ -24,8 +24,8 @@ def forward_flops(model: ModelDescription, rows: Iterable[int], *, value_head: b
 
 
 def layer_weights(model: ModelDescription) -> int:
-    """Weights in the matrices of all layers that one token is multiplied with; no norms, biases,
-    embedding or output head.
+    """Returns the weights in the matrices of all layers that one token is multiplied with; no
+    norms, biases, embedding or output head.
     """
     sparse = len(model.experts.layers) if model.experts else 0
     mlps = (model.layers - sparse) * 3 * model.hidden * model.ffn
@@ -40,7 +40,7 @@ def layer_weights(model: ModelDescription) -> int:
 
 
 def _projections(model: ModelDescription) -> int:
-    """Weights of one layer's queries, keys, values and output."""
+    """Returns the weights of one layer's queries, keys, values and output."""
     if latent := model.latent:
         query = model.heads * (latent.plain_dim + latent.rope_dim)
         rank = latent.query_rank

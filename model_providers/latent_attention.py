@@ -17,7 +17,7 @@ from model_providers.norm import LATENT_EPSILON
 
 
 def mend_latent_attention(chunk: nn.Module, config: MLATransformerConfig) -> None:
-    """Every latent attention of a chunk, before anything else looks at its parameters."""
+    """Mends every latent attention of a chunk, before anything else looks at its parameters."""
     for module in chunk.modules():
         if isinstance(module, MLASelfAttention):
             parts = module._modules
@@ -58,8 +58,9 @@ def _sum_gradients_of_the_shared_key(module: MLASelfAttention) -> None:
 
 
 def _whole(_: nn.Module, given: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
-    """[s, b, (latent + key) / TP] -> [s / TP, b, latent + key], as from a linear that every rank
-    has whole: Megatron gathers the key along the sequence then, which sums in the backward pass.
+    """Maps [s, b, (latent + key) / TP] to [s / TP, b, latent + key], as from a linear that every
+    rank has whole: Megatron gathers the key along the sequence then, which sums in the backward
+    pass.
     """
     return scatter_to_sequence_parallel_region(
         gather_from_tensor_model_parallel_region(output[0])

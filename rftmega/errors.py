@@ -29,7 +29,7 @@ class DataError(RFTMegaError):
 
     @classmethod
     def first_of(cls, problems: Sequence[str]) -> Self:
-        """The first ten, a line each, and how many more there are."""
+        """Builds an error of the first ten, a line each, and how many more there are."""
         more = len(problems) - 10
         return cls("\n".join([*problems[:10], *([f"... and {more} more."] if more > 0 else [])]))
 

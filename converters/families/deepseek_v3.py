@@ -117,8 +117,8 @@ def latent_attention(config: Config) -> list[Rule]:
 
 
 def left_out(config: Config, names: Set[str]) -> set[str]:
-    """Tensors of the layers behind the last that predict several tokens at once: as many as
-    config.json says, and no other ones.
+    """Returns the tensors of the layers behind the last that predict several tokens at once: as
+    many as config.json says, and no other ones.
 
     A layer without what only those have is one that num_hidden_layers forgot.
     """

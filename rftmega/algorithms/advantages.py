@@ -33,8 +33,7 @@ def group_normalised(
 
 
 def leave_one_out(reward: Tensor, group: Tensor) -> Tensor:
-    """reward [B], group [B] int -> [B]: reward minus the mean of the group's others, 0 where there
-    are none.
+    """Returns [B]: the reward minus the mean of the group's others, 0 where there are none.
 
     RLOO, arXiv:2402.14740, eq. 8.
     """
@@ -58,7 +57,7 @@ def _centred(reward: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def token_rewards(reward: Tensor, mask: Tensor, penalty: Tensor | None = None) -> Tensor:
-    """[B, T]: the answer's reward [B] at its last token, minus `penalty` [B, T] at every token; 0
+    """Puts the answer's reward [B] at its last token, minus `penalty` [B, T] at every token; 0
     outside the mask.
     """
     columns = torch.arange(mask.shape[1], device=mask.device)
@@ -70,8 +69,8 @@ def token_rewards(reward: Tensor, mask: Tensor, penalty: Tensor | None = None) -
 
 
 def discounted_returns(reward: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """reward [B, T] -> [B, T]: what follows from each token on, discounted a token; holes in the
-    mask take no step.
+    """Sums the reward [B, T] that follows from each token on, discounted a token; holes in the mask
+    take no step.
     """
     found = torch.zeros_like(reward)
     running = torch.zeros_like(reward[:, 0])
@@ -82,8 +81,8 @@ def discounted_returns(reward: Tensor, mask: Tensor, gamma: float) -> Tensor:
 
 
 def whitened(advantage: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
-    """[B, T] with mean 0 and variance 1 over all tokens of the mask, 0 outside; what does not vary
-    becomes 0.
+    """Returns [B, T] with mean 0 and variance 1 over all tokens of the mask, 0 outside; what does
+    not vary becomes 0.
     """
     kept = advantage[mask].double()
     if not len(kept) or kept.min() == kept.max():

@@ -34,7 +34,7 @@ class RunningMoments:
         self.count = together
 
     def normalised(self, reward: Tensor, *, eps: float = 1e-8) -> Tensor:
-        """reward [B] minus the mean, over the deviation."""
+        """Returns the reward [B] minus the mean, over the deviation."""
         deviation = (self.squares / max(self.count - 1, 1)) ** 0.5
         return ((reward.double() - self.mean) / (deviation + eps)).to(reward.dtype)
 
@@ -64,7 +64,7 @@ class Shaping:
         self.clip = clip
 
     def __call__(self, reward: Tensor, length: Tensor) -> Tensor:
-        """reward [B], length [B] of the answers in tokens -> [B]; call it once a rollout."""
+        """Shapes reward [B] of answers of length [B] in tokens; call it once a rollout."""
         if self.buffer:
             reward = reward + overlong_penalty(
                 length, longest=self.longest, buffer=self.buffer, factor=self.factor

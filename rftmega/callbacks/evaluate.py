@@ -94,7 +94,9 @@ class Evaluate(Evaluation):
 
 
 def judged(scores: Sequence[Mapping[str, float]], answering: Answering) -> Metrics:
-    """Mean of every part, and pass@k; `scores` are those of all answers, a prompt's side by side."""
+    """Returns the mean of every part, and pass@k; `scores` are those of all answers, a prompt's
+    side by side.
+    """
     n = answering.samples
     parts = dict.fromkeys(part for score in scores for part in score)
     found = {part: _mean([score[part] for score in scores if part in score]) for part in parts}
@@ -115,7 +117,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def metric_of(name: str, part: str) -> str:
-    """Name of the metric for `part` of the held-out set `name` ("": the only one)."""
+    """Returns the name of the metric for `part` of the held-out set `name` ("": the only one)."""
     return f"eval_{name}_{part}" if name else f"eval_{part}"
 
 
@@ -128,8 +130,8 @@ def seed_of(prompt: Prompt, sample: int) -> int:
 
 @contextmanager
 def forgotten(engine: RolloutEngine) -> Iterator[None]:
-    """The engine expects afterwards what it expected before: lengths of held-out answers would
-    order training requests.
+    """Keeps what the engine expects as it was before: lengths of held-out answers would order
+    training requests.
     """
     before = engine.state()
     try:

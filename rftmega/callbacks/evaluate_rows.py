@@ -32,7 +32,7 @@ class HeldOut(Evaluation):
 
 
 def cross_entropy_of(policy: Policy, rows: Rows) -> Metrics:
-    """-log p of a response token, on average over all."""
+    """Returns -log p of a response token, on average over all."""
     return {"cross_entropy": -policy.log_probs(rows).logp[rows.mask].double().mean().item()}
 
 

@@ -77,7 +77,10 @@ class JSONLines(Observer):
             self.on_step(trainer, metrics)
 
     def _keep_until(self, step: int) -> None:
-        """Those that are left out are written down first: whatever happens, no line is lost."""
+        """Keeps the lines up to a step.
+
+        Those that are left out are written down first: whatever happens, no line is lost.
+        """
         kept, later, bad = sorted_out(self.path.read_bytes(), step)
         for number in bad:
             log.warning(
@@ -112,8 +115,8 @@ class JSONLines(Observer):
 
 
 def sorted_out(content: bytes, step: int) -> tuple[list[bytes], list[bytes], dict[int, bytes]]:
-    """The lines of a metrics file up to that step, those after it, and by its number what is none:
-    a process that was killed leaves half a line, a machine that lost its power zeros.
+    """Returns the lines of a metrics file up to that step, those after it, and by its number what
+    is none: a process that was killed leaves half a line, a machine that lost its power zeros.
     """
     kept, later, bad = [], [], {}
     for number, line in enumerate(content.split(b"\n"), start=1):
@@ -139,7 +142,7 @@ def _write_down(file: BinaryIO, lines: Iterable[bytes]) -> None:
 
 
 def _finite(metrics: Metrics) -> dict[str, float | None]:
-    """JSON knows no NaN."""
+    """Replaces what is not finite by None: JSON knows no NaN."""
     return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
 
 

@@ -41,7 +41,7 @@ def evaluation_of_prompts(
 
 
 def evaluation_of_rows(config: RunConfig, held_out: Mapping[str, Rows], model: Any) -> Evaluation:
-    """By the policy (algorithm.task=sft) or the reward model that learns."""
+    """Builds the evaluation by the policy (algorithm.task=sft) or by the reward model that learns."""
     judge = partial(cross_entropy_of if config.algorithm.task == "sft" else preference_of, model)
     return HeldOut(held_out, judge, every=config.trainer.eval_every, last=config.trainer.steps)
 
@@ -55,7 +55,9 @@ def observers_of(
     is_main: bool,
     measures: Sequence[Observer] = (),
 ) -> list[Observer]:
-    """Only the main process writes; `export` is called on all, with a folder, after the last step;
+    """Builds the observers in their order.
+
+    Only the main process writes; `export` is called on all, with a folder, after the last step;
     `measures` add metrics after the evaluation.
     """
     chosen, task = config.trainer, config.algorithm.task

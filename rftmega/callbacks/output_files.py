@@ -24,7 +24,7 @@ def set_aside(path: Path) -> None:
 
 
 def synchronise(folder: Path) -> None:
-    """The names of the files in a folder reach the disk."""
+    """Writes the names of the files in a folder to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -84,7 +84,7 @@ def name_of(step: int) -> str:
 
 
 def write(path: Path, lines: Iterator[dict[str, Any]]) -> None:
-    """gzip of one JSON object a line; equal lines give equal bytes."""
+    """Writes gzip of one JSON object a line; equal lines give equal bytes."""
     draft = path.with_name(f".{path.name}.draft")
     with draft.open("wb") as raw:
         with gzip.GzipFile(filename="", fileobj=raw, mode="wb", compresslevel=6, mtime=0) as packed:
@@ -106,8 +106,8 @@ def records(
     decode: Callable[[Sequence[int]], str],
     pieces: Callable[[Sequence[int]], list[str]],
 ) -> Iterator[dict[str, Any]]:
-    """One JSON-ready object a row; under "tokens" a list for each quantity, a value for each token
-    of the response.
+    """Yields one JSON-ready object a row; under "tokens" a list for each quantity, a value for each
+    token of the response.
 
     Log-probs are in nats; "gap" is the engine's minus the trainer's; null stands for what is
     unknown or not finite.

@@ -49,7 +49,7 @@ MEANT = {
 
 
 def parse_override(text: str, plugins: Plugins = ()) -> tuple[str, Any]:
-    """ "a.b=value" -> ("a.b", value), the value read as YAML where it is some.
+    """Splits "a.b=value" into ("a.b", value), the value read as YAML where it is some.
 
     Raises ConfigError without "=".
     """
@@ -288,7 +288,7 @@ class StrictLoader(yaml.SafeLoader):
 
 
 def read_yaml(text: str) -> Any:
-    """The one document of a text.
+    """Returns the one document of a text.
 
     Raises a YAML error, and what a date or number that there is not raises.
     """
@@ -300,8 +300,9 @@ def read_yaml(text: str) -> Any:
 
 
 def flatten(tree: dict[str, Any], prefix: str = "", plugins: Plugins = ()) -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}; an option that is a dictionary itself stays whole. A section
-    without options is none.
+    """Flattens {"a": {"b": 1}} to {"a.b": 1}; an option that is a dictionary itself stays whole.
+
+    A section without options is none.
 
     Raises ConfigError for sections that are within one another for ever (an anchor that holds
     itself).

@@ -243,7 +243,7 @@ class DataConfig:
 
     @property
     def held_out(self) -> dict[str, str]:
-        """Name -> file of held-out prompts; the one of data.eval has no name."""
+        """Returns name -> file of held-out prompts; the one of data.eval has no name."""
         return ({"": self.eval} if self.eval else {}) | self.evals
 
 
@@ -398,12 +398,12 @@ class RewardConfig:
         return {name: getattr(self, name) for name in self.built_in()} | dict(functions) | own
 
     def used(self) -> set[str]:
-        """Those that some prompt is scored with."""
+        """Returns those that some prompt is scored with."""
         weights = self.recipe.values() if self.recipe else [self.weights()]
         return {name for given in weights for name, weight in given.items() if weight}
 
     def in_every_answer(self) -> set[str]:
-        """Those that every prompt is scored with, whatever its kind."""
+        """Returns those that every prompt is scored with, whatever its kind."""
         kinds = [
             {name for name, weight in given.items() if weight} for given in self.recipe.values()
         ] or [self.used()]
@@ -611,8 +611,8 @@ class RunConfig:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A user's own parts are of classes that another process can't import: they go as what
-        their file and options say.
+        """Sends a user's own parts as what their file and options say: another process can't import
+        their classes.
         """
         return restored, (asdict(self),)
 

@@ -77,7 +77,7 @@ class Residency:
         self._on(number for part in parts for number in storages[part])
 
     def only(self, *parts: str) -> None:
-        """Exactly these parts are on the device afterwards.
+        """Brings exactly these parts to the device, and takes all others off.
 
         Gradients are forgotten rather than moved.
         """
@@ -97,7 +97,7 @@ class Residency:
                 berth.current = False
 
     def bytes(self) -> dict[str, int]:
-        """Bytes on the device, by part."""
+        """Returns bytes on the device, by part."""
         return {
             part: sum(s.nbytes() for s in storages.values())
             for part, storages in self.storages().items()
@@ -112,7 +112,7 @@ class Residency:
         self._on(storages_of(tensors))
 
     def host(self, tensor: Tensor) -> Tensor:
-        """`tensor`, wherever it is: itself, or the same view of what lies on the host.
+        """Returns `tensor`, wherever it is: itself, or the same view of what lies on the host.
 
         Live either way, so copy it.
         """
@@ -129,9 +129,9 @@ class Residency:
 
     @contextmanager
     def replaced(self, theirs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
-        """Within, tensors of the model, which are on the device, have the contents of others, which
-        are on the host: pairs of both. Afterwards they have their own again, bit for bit, from the
-        host: nothing is copied to it that is there already.
+        """Gives tensors of the model, which are on the device, the contents of others, which are on
+        the host, within a `with` block: pairs of both. Afterwards they have their own again, bit
+        for bit, from the host: nothing is copied to it that is there already.
         """
         pairs = list(theirs)
         self.finish()
@@ -171,7 +171,7 @@ class Residency:
             self._aside = None
 
     def storages(self) -> dict[str, dict[int, Any]]:
-        """Each part's storages; one that two parts share (fp32 main parameters that are the
+        """Returns each part's storages; one that two parts share (fp32 main parameters that are the
         parameters) is the first's.
         """
         seen: set[int] = set()
@@ -251,7 +251,9 @@ class Residency:
             berth.home = buffer[start : start + berth.size]
 
     def _stamps(self) -> Counter[int]:
-        """A number a storage that grows whenever autograd sees a write to one of its tensors."""
+        """Returns a number a storage that grows whenever autograd sees a write to one of its
+        tensors.
+        """
         found: Counter[int] = Counter()
         for tensors in self._parts().values():
             for tensor in tensors:
@@ -260,5 +262,7 @@ class Residency:
 
 
 def storages_of(tensors: Iterable[Tensor]) -> dict[int, Any]:
-    """The memory under `tensors`, each once, by an id that stays the same while it is freed."""
+    """Returns the memory under `tensors`, each once, by an id that stays the same while it is
+    freed.
+    """
     return {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}

@@ -180,8 +180,10 @@ def end_with_torchrun() -> None:
 
 @contextlib.contextmanager
 def folders_locked(config: RunConfig) -> Iterator[None]:
-    """Within, no other run writes where this one does. The launcher holds the locks, which outlives
-    its ranks; without one the first rank. Raises LockedError.
+    """Keeps other runs from writing where this one does, within a `with` block.
+
+    The launcher holds the locks, which outlives its ranks; without one the first rank. Raises
+    LockedError.
     """
     folders = {Path(config.trainer.output).resolve()}
     if config.checkpoint.every and config.checkpoint.folder:

@@ -157,7 +157,9 @@ def _start_server(preload: Sequence[str]) -> None:
 
 @contextmanager
 def _main_of_ranks() -> Iterator[None]:
-    """Within, processes that multiprocessing starts take rank_main.py for the main module."""
+    """Makes processes that multiprocessing starts within a `with` block take rank_main.py for the
+    main module.
+    """
     main = sys.modules["__main__"]
     before, main.__spec__ = main.__spec__, find_spec("rftmega.launch.rank_main")
     try:
@@ -168,8 +170,8 @@ def _main_of_ranks() -> Iterator[None]:
 
 @contextmanager
 def _signals(stop_file: Path | None) -> Iterator[list[signal.Signals]]:
-    """Within, the first Ctrl-C or SIGTERM (gives which) ends the ranks, and further ones don't
-    interrupt that. With a `stop_file`, SIGTERM and SIGUSR1 only make it.
+    """Lets the first Ctrl-C or SIGTERM (gives which) end the ranks within a `with` block, and
+    further ones not interrupt that. With a `stop_file`, SIGTERM and SIGUSR1 only make it.
 
     The agent's own handler raises for each of them, also out of the code that waits for the ranks
     to end.
@@ -210,7 +212,7 @@ def _rank(
     work: Callable[..., int],
     *arguments: Any,
 ) -> int:
-    """One rank: its title names it in `ps`; what is the user's to mend goes to the launcher,
+    """Runs one rank: its title names it in `ps`; what is the user's to mend goes to the launcher,
     anything else is a traceback.
 
     It is killed when the launcher ends: a signal that it can hear would be a request to save, in a

@@ -161,7 +161,7 @@ def _value_model(
 
 
 def dry_run(config: RunConfig, world_size: int) -> str:
-    """The process layout, the batch arithmetic and the parameters a rank, as text."""
+    """Returns the process layout, the batch arithmetic and the parameters a rank, as text."""
     hf_config = read_hf_config(config.model.path)
     model, rules = describe(hf_config), table(hf_config)
     parallel = config.parallel
@@ -206,7 +206,7 @@ def _engines(config: RunConfig, world_size: int) -> str:
 
 
 def engine_modules(config: RunConfig) -> list[str]:
-    """Modules of the chosen engine: those whose import takes long."""
+    """Returns modules of the chosen engine: those whose import takes long."""
     if (
         config.algorithm.task != "rl"
         or config.strategy == "separate"

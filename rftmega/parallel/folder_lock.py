@@ -45,7 +45,7 @@ class Holder:
 
     @classmethod
     def present(cls, what: str) -> "Holder":
-        """This process, now."""
+        """Returns this process, now."""
         started = process_start(os.getpid())
         assert started is not None
         since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
@@ -117,7 +117,10 @@ class FolderLock:
         self._thread.start()
 
     def release(self) -> None:
-        """Others may work in the folder. A copy of the process by fork releases nothing."""
+        """Lets others work in the folder.
+
+        A copy of the process by fork releases nothing.
+        """
         if os.getpid() != self.holder.pid or self._thread is None:
             return
         self._ended.set()

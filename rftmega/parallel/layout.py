@@ -33,7 +33,7 @@ def place_of(rank: int, world_size: int, parallel: ParallelConfig) -> RankCoordi
 
 
 def replicas(world_size: int, parallel: ParallelConfig) -> list[list[int]]:
-    """Processes -> groups that each hold every parameter, as few processes as possible.
+    """Splits processes into groups that each hold every parameter, as few processes as possible.
 
     In Megatron's order of ranks the tensor-parallel ones are neighbours, the stages are farthest
     apart, and the experts are spread over consecutive blocks of expert_tensor x expert processes.

@@ -42,7 +42,7 @@ class Sign:
 
     @classmethod
     def present(cls, number: int) -> "Sign":
-        """This process, now."""
+        """Returns this process, now."""
         frames = list(_frames(sys._current_frames().get(threading.main_thread().ident or 0)))
         at = (
             f"{frames[0].f_code.co_filename}:{frames[0].f_lineno} ({frames[0].f_code.co_name})"

@@ -285,8 +285,8 @@ def refused(models: Mapping[str, PlannedModel], config: RunConfig, machine: Mach
 
 
 def push_bound(policy: PlannedModel, config: RunConfig) -> int:
-    """Bytes of push buffers that are hardly exceeded: two buckets that come, and two that go, of an
-    engine's rank each.
+    """Returns the bytes of push buffers that are hardly exceeded: two buckets that come, and two
+    that go, of an engine's rank each.
     """
     if config.algorithm.task != "rl" or config.strategy == "separate":
         return 0

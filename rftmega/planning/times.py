@@ -108,8 +108,8 @@ def _generating(
 
 
 def _read(policy: PlannedModel, ranks: int, tokens: float) -> float:
-    """Bytes of weights that a step of `tokens` sequences reads: of routed experts, those that one
-    of them goes to.
+    """Returns the bytes of weights that a step of `tokens` sequences reads: of routed experts,
+    those that one of them goes to.
     """
     whole, model = engine.weight_bytes(policy, ranks), policy.model
     if model.experts is None:
@@ -173,7 +173,7 @@ def _learning(
 
 
 def _routed(model: ModelDescription, planned: PlannedModel, tokens: float) -> float:
-    """Bytes that one process sends to experts in one direction."""
+    """Returns the bytes that one process sends to experts in one direction."""
     assert model.experts is not None
     parallel = planned.parallel
     layers = len(model.experts.layers) / parallel.pipeline

@@ -13,7 +13,7 @@ MAY_BE_UNDECIDED = ("math", "code")
 
 
 def weights_of(config: RewardConfig, kind: str) -> dict[str, float]:
-    """Part -> weight for prompts of `kind`, without zeros.
+    """Returns part -> weight for prompts of `kind`, without zeros.
 
     Raises RewardError for a kind that a recipe doesn't hold.
     """
@@ -31,7 +31,7 @@ def unknown_kind(config: RewardConfig, kind: str) -> str:
 
 
 def parts_of(config: RewardConfig) -> set[str]:
-    """The parts that some prompt is scored with."""
+    """Returns the parts that some prompt is scored with."""
     return {ALWAYS}.union(*(weights_of(config, kind) for kind in config.recipe or [""]))
 
 
@@ -48,8 +48,8 @@ class MixedReward:
     def __call__(
         self, prompts: Sequence[Prompt], completions: Sequence[Completion]
     ) -> list[dict[str, float]]:
-        """A dict a completion: the parts that its prompt's kind asks for (and exact_match), and
-        their sum as "reward".
+        """Scores each completion with a dict: the parts that its prompt's kind asks for (and
+        exact_match), and their sum as "reward".
 
         Raises RewardError for a kind that the recipe doesn't hold, a part that fails or a score
         that is not finite.

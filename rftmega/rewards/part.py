@@ -35,5 +35,5 @@ Part = Callable[[Sequence[Answer]], Sequence[float | None]]
 
 
 def each(rule: Rule) -> Part:
-    """A part that scores every answer on its own."""
+    """Returns a part that scores every answer on its own."""
     return lambda answers: [rule(answer.response, answer.label) for answer in answers]

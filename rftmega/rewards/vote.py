@@ -32,7 +32,9 @@ def canonical(answer: str | None) -> str | None:
 
 
 def majority(answers: Sequence[str | None]) -> str | None:
-    """The canonical answer that most gave, of equals the first to appear; None where nobody voted."""
+    """Returns the canonical answer that most gave, of equals the first to appear; None where nobody
+    voted.
+    """
     votes = Counter(vote for answer in answers if (vote := canonical(answer)) is not None)
     # a Counter keeps the order of appearance, and max the first
     return max(votes, key=lambda vote: votes[vote], default=None)
@@ -41,8 +43,8 @@ def majority(answers: Sequence[str | None]) -> str | None:
 def vote_rewards(
     groups: Sequence[Sequence[str | None]], *, train: int | None = None
 ) -> list[list[float]]:
-    """1 for every answer of a group that equals the group's majority, 0 for others, as for those
-    that are None.
+    """Returns 1 for every answer of a group that equals the group's majority, 0 for others, as for
+    those that are None.
 
     All answers of a group vote and are scored. `train`: how many of each, the first ones, the
     caller trains on (the paper votes with 64 answers and trains on 32): selecting them is the

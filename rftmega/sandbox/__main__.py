@@ -109,7 +109,7 @@ def _outcome(job: dict[str, Any], size: int) -> dict[str, Any]:
 
 
 def _line() -> bytes:
-    """A line of standard input and not a byte more: a buffer would hold the tests."""
+    """Reads a line of standard input and not a byte more: a buffer would hold the tests."""
     line = b""
     while not line.endswith(b"\n") and (piece := os.read(0, 1)):
         line += piece
@@ -394,7 +394,7 @@ def _kill_all(boxes: list[Box], *, namespaces: bool) -> None:
 
 
 def _kill_user(user: int) -> None:
-    """The kernel's own loop over processes: nothing is born in between."""
+    """Kills by the kernel's own loop over processes: nothing is born in between."""
     helper = os.fork()
     if helper == 0:
         with contextlib.suppress(BaseException):
@@ -405,7 +405,7 @@ def _kill_user(user: int) -> None:
 
 
 def _children() -> list[int]:
-    """Processes whose parent this is; those whose own parent died are among them
+    """Returns processes whose parent this is; those whose own parent died are among them
     (PR_SET_CHILD_SUBREAPER).
     """
     found = []

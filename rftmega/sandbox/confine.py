@@ -141,7 +141,10 @@ def drop_privileges(user: int) -> None:
 
 
 def filter_system_calls(*, own_pid: int | None) -> bool:
-    """False where this kernel or architecture has no filter."""
+    """Filters system calls.
+
+    Returns False where this kernel or architecture has no filter.
+    """
     try:
         system_calls.install(own_pid=own_pid)
     except (OSError, KeyError):

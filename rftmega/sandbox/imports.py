@@ -35,7 +35,8 @@ print(json.dumps(failed))
 
 
 def open_folders(folders: list[str]) -> dict[str, int]:
-    """Folder -> a descriptor of it, for those below a folder that not every user may pass.
+    """Opens folders: folder -> a descriptor of it, for those below a folder that not every user may
+    pass.
 
     Call it with privileges.
     """

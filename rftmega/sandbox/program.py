@@ -106,7 +106,7 @@ def honest_comparisons(tests: str, name: str) -> ast.Module:
 
 
 def honest(value: object) -> object:
-    """`value`.
+    """Returns `value`.
 
     Raises AssertionError where it, or something in it, claims to equal an object that nothing
     equals.

@@ -45,7 +45,7 @@ class Algorithm:
         ptx: Order | None = None,
         stop: Callable[[], bool] = lambda: False,
     ) -> PPOTrainer:
-        """A trainer that learns from `reward`, and from the rows of `ptx` beside; `stop` as
+        """Builds a trainer that learns from `reward`, and from the rows of `ptx` beside; `stop` as
         PPOTrainer's. Where the run saves, it can also be stopped within a step.
         """
         config = self.config
@@ -79,7 +79,7 @@ class Algorithm:
     def supervised(
         self, model: Learns, *, stop: Callable[[], bool] = lambda: False
     ) -> SupervisedTrainer:
-        """A trainer that learns from answers (algorithm.task=sft) or from pairs of them
+        """Builds a trainer that learns from answers (algorithm.task=sft) or from pairs of them
         (reward_model).
         """
         if self.chosen.task == "sft":

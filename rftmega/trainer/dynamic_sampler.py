@@ -81,7 +81,7 @@ class DynamicSampler:
         return len(self._varied(samples)) > 0
 
     def _learnt(self, samples: Samples) -> Samples:
-        """The first `train_samples` answers of each group, whose rows are neighbours."""
+        """Returns the first `train_samples` answers of each group, whose rows are neighbours."""
         if not self.train_samples:
             return samples
         _, sizes = samples.group.unique_consecutive(return_counts=True)
@@ -101,7 +101,7 @@ def _groups(parts: Sequence[Samples]) -> int:
 
 
 def _first(samples: Samples, groups: int) -> Samples:
-    """The first so many groups."""
+    """Returns the first so many groups."""
     return samples.select(
         torch.isin(samples.group, samples.group.unique()[:groups]).nonzero()[:, 0]
     )

@@ -18,8 +18,8 @@ from rftmega.validation.without_rollouts import unread_without_rollouts
 
 
 def violations(config: RunConfig, world_size: int, *, data: bool = True) -> list[str]:
-    """All reasons why `config` can't run on `world_size` processes, each with what to change; empty
-    when there are none.
+    """Returns all reasons why `config` can't run on `world_size` processes, each with what to
+    change; empty when there are none.
 
     `data=False`: whatever data and weights there are.
     """

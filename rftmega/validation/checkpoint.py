@@ -9,7 +9,7 @@ OF_RESUMES = ("every", "resume")
 
 
 def checkpoints(config: RunConfig) -> list[str]:
-    """Options of saves that are never made; a folder to go on from that there is not."""
+    """Lists options of saves that are never made, and a folder to go on from that there is not."""
     chosen, found = config.checkpoint, []
     if not chosen.every:
         found += [

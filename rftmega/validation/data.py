@@ -17,7 +17,7 @@ READ_FROM = {  # which of data's keys are read, by algorithm.task
 
 
 def training_data(config: RunConfig) -> list[str]:
-    """Training data, and keys of records that the task doesn't read."""
+    """Lists what is wrong with the training data, and keys of records that the task doesn't read."""
     data, task, found = config.data, config.algorithm.task, []
     if data.sources and data.train:
         found.append(
@@ -48,7 +48,9 @@ def training_data(config: RunConfig) -> list[str]:
 
 
 def _beside_rewards(config: RunConfig) -> list[str]:
-    """Given answers need a weight, and an example for each optimizer step."""
+    """Lists what given answers beside rewards lack: a weight, and an example for each optimizer
+    step.
+    """
     algorithm, found = config.algorithm, []
     if bool(algorithm.ptx_coef) != bool(config.data.ptx):
         found.append(
@@ -66,7 +68,7 @@ def _beside_rewards(config: RunConfig) -> list[str]:
 
 
 def files(config: RunConfig) -> list[str]:
-    """Files and folders that are not there."""
+    """Lists files and folders that are not there."""
     found = []
     folder = Path(config.model.path)
     if not folder.is_dir():

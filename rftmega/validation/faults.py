@@ -6,7 +6,7 @@ TAKEN = (1, 2, 86)  # a fault, a refusal, the watchdog's end: see docs/operation
 
 
 def faults(config: RunConfig) -> list[str]:
-    """Options that nothing would come of, and an exit code that says something else already."""
+    """Lists options that nothing would come of, and an exit code that says something else already."""
     chosen, found = config.faults, []
     if not config.checkpoint.every:
         found += [

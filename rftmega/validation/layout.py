@@ -15,7 +15,9 @@ from rftmega.config.tree import value_of
 
 
 def layout(parallel: ParallelConfig, world_size: int) -> list[str]:
-    """Sizes that don't divide `world_size`, and options of stages or slices that there are not."""
+    """Lists sizes that don't divide `world_size`, and options of stages or slices that there are
+    not.
+    """
     found = []
     experts = (
         [("expert_tensor", "expert", "pipeline")]
@@ -68,7 +70,9 @@ def overlap(optimizer: OptimizerConfig) -> list[str]:
 
 
 def critic(config: RunConfig, world_size: int) -> list[str]:
-    """The critic's layout and optimizer; without a critic, what nothing reads."""
+    """Lists what is wrong with the critic's layout and optimizer; without a critic, what nothing
+    reads.
+    """
     critic = config.critic
     if config.algorithm.advantage.needs_critic:
         found = [*layout(critic.parallel, world_size), *overlap(critic.optimizer)]

@@ -19,7 +19,7 @@ PATHS = {  # option -> whether an empty one means that there is none
 
 
 def paths(config: RunConfig) -> list[str]:
-    """Paths that are none."""
+    """Lists paths that are none."""
     given = [(name, value_of(config, name), may_be_empty) for name, may_be_empty in PATHS.items()]
     given += [("data.sources: a source", source, False) for source in config.data.sources]
     given += [(f"data.evals.{name}", source, False) for name, source in config.data.evals.items()]

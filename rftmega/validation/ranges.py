@@ -31,7 +31,7 @@ BOUNDS: dict[str, Callable[[Mapping[str, float]], str]] = {
 
 
 def numbers(given: Any, name: str = "") -> Iterator[tuple[str, float]]:
-    """Dotted name and value of every number of a config, those in lists and dicts included."""
+    """Yields dotted name and value of every number of a config, those in lists and dicts included."""
     named: Iterable[tuple[Any, Any]]
     if is_dataclass(given):
         named = [(field.name, getattr(given, field.name)) for field in fields(given)]
@@ -48,8 +48,8 @@ def numbers(given: Any, name: str = "") -> Iterator[tuple[str, float]]:
 
 
 def not_finite(config: RunConfig) -> list[str]:
-    """Numbers that are infinite or NaN: no option means anything by them, and a loss that sees one
-    learns nothing.
+    """Lists numbers that are infinite or NaN: no option means anything by them, and a loss that
+    sees one learns nothing.
 
     The weights of data.sources are looked at with their files (data.py).
     """
@@ -62,7 +62,7 @@ def not_finite(config: RunConfig) -> list[str]:
 
 
 def too_large(config: RunConfig) -> list[str]:
-    """Whole numbers that no count, size or seed of torch, NumPy and vLLM holds."""
+    """Lists whole numbers that no count, size or seed of torch, NumPy and vLLM holds."""
     return [
         f"{name}={value} must be below 2^31."
         for name, value in numbers(config)

@@ -25,7 +25,7 @@ NAMES_OF_METRICS = ("reward", "majority", "model")
 
 
 def reward_parts(config: RunConfig) -> list[str]:
-    """Weights, what their parts need, and what no part reads."""
+    """Lists what is wrong with weights, what their parts need, and what no part reads."""
     reward, parts = config.reward, config.reward.parts()
     own = {f"reward.custom.{name}.weight": part.weight for name, part in reward.custom.items()}
     flat = {f"reward.{name}": getattr(reward, name) for name in (*reward.built_in(), "model")} | own
@@ -135,7 +135,9 @@ def _reads_labels(config: RunConfig) -> bool:
 
 
 def _beside_labels(config: RunConfig) -> list[str]:
-    """Rewards that compare no answer with a label, and what looks at rewards once all are there."""
+    """Lists what is wrong with rewards that compare no answer with a label, and with what looks at
+    rewards once all are there.
+    """
     reward, found = config.reward, []
     sampled = config.algorithm.dynamic_sampling
     if bool(reward.model) != bool(reward.model_path):

@@ -7,7 +7,7 @@ from rftmega.config.schema import OptimizerConfig, RunConfig, TrainerConfig
 
 
 def step_rows(config: RunConfig) -> list[str]:
-    """A step's rows against micro-batches, optimizer steps and schedules."""
+    """Lists what of a step's rows does not fit micro-batches, optimizer steps and schedules."""
     found = []
     task = config.algorithm.task
     answers = (
@@ -82,7 +82,7 @@ def _schedule(
 
 
 def held_out_prompts(config: RunConfig) -> list[str]:
-    """Options of evaluation without held-out prompts, and these files' names."""
+    """Lists options of evaluation without held-out prompts, and names of these files that can't be."""
     trainer, found = config.trainer, []
     if not config.data.held_out:
         options = [option.name for option in fields(trainer) if option.name.startswith("eval_")]
