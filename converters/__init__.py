@@ -38,8 +38,9 @@ NOT_WEIGHTS = r".*\.rotary_emb\.inv_freq"
 
 
 def table(hf_config: Mapping[str, Any], *, value_head: bool = False) -> list[Rule]:
-    """Returns the rules of the family that config.json names; with `value_head`, of its value model
-    instead.
+    """Returns the rules of the family that config.json names.
+
+    With `value_head`, of its value model instead.
 
     Raises CheckpointError for a family without a table.
     """

@@ -126,8 +126,9 @@ def router(config: Config, experts: int, hf: str = "mlp.gate.weight", **where: A
 def routed_experts(
     config: Config, ffn: int, hf: str = "mlp.experts.{expert}.{projection}.weight", **where: Any
 ) -> list[Rule]:
-    """Returns the rules of one module an expert; Transformer Engine's grouped one numbers its
-    weights.
+    """Returns the rules of one module an expert.
+
+    Transformer Engine's grouped one numbers its weights.
     """
     fc1, fc2 = (
         (

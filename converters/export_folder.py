@@ -34,8 +34,9 @@ def begin(folder: Path) -> Path:
 
 
 def settle(draft: Path, folder: Path) -> Path:
-    """Gives the draft its name, which it has now; one beside it where that is taken by what no
-    export made.
+    """Gives the draft its name, which it has now.
+
+    Gives it one beside where that is taken by what no export made.
 
     Raises OSError.
     """

@@ -128,8 +128,9 @@ class HFFolder:
         return tensor
 
     def fill(self, targets: Sequence[Tensor], name: str, shape: tuple[int, ...]) -> str:
-        """Reads tensor `name` into contiguous tensors, its consecutive rows; the checksum of all of
-        it.
+        """Reads tensor `name` into contiguous tensors, its consecutive rows.
+
+        Returns the checksum of all of it.
 
         Raises CheckpointError as `slice_of`.
         """
@@ -281,8 +282,9 @@ class WrittenFile(NamedTuple):
 def write_shard(
     path: Path, planned: Sequence[PlannedTensor], tensors: Iterator[tuple[str, Tensor]]
 ) -> WrittenFile:
-    """Writes the next tensors of a stream, of which one is in memory at a time; gives their
-    checksums.
+    """Writes the next tensors of a stream, of which one is in memory at a time.
+
+    Gives their checksums.
 
     The file gets its name when it is complete and on the disk. Raises CheckpointError for a tensor
     that is not finite.

@@ -72,8 +72,9 @@ class Rule:
 
     @property
     def opens(self) -> bool:
-        """Says that this is held by the first stage; what speaks of no layer otherwise is the last
-        one's.
+        """Says that this is held by the first stage.
+
+        What speaks of no layer otherwise is the last one's.
         """
         return self.megatron[0].startswith("embedding.")
 

@@ -65,8 +65,9 @@ class PackedAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Packed, with `cu_seqlens_q`: [tokens, heads, d] -> [tokens, heads * d]; else [s, b,
-        heads, d] -> [s, b, heads * d].
+        """Packed, with `cu_seqlens_q`: [tokens, heads, d] -> [tokens, heads * d].
+
+        Else [s, b, heads, d] -> [s, b, heads * d].
 
         Under context parallelism tokens are this process's, and `cu_seqlens_q` speaks of the whole
         rows.
@@ -104,8 +105,9 @@ class PackedAttention(torch.nn.Module):
         return torch.cat(attended)[order.argsort()].flatten(1)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attends [b, heads, q, d] over [b, groups, k, d] to [b, heads, q, d]; the last query sees
-        the last key.
+        """Attends [b, heads, q, d] over [b, groups, k, d] to [b, heads, q, d].
+
+        The last query sees the last key.
         """
         queries, keys = query.shape[2], key.shape[2]
         if self.window is not None and self.window < keys:

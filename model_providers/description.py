@@ -219,8 +219,9 @@ def with_windows(
 
 
 def everywhere(model: ModelDescription, config: HFConfig) -> ModelDescription:
-    """Adds a sliding window of all layers, where config.json has one; transformers' Mistral does
-    not look at `layer_types`.
+    """Adds a sliding window of all layers, where config.json has one.
+
+    transformers' Mistral does not look at `layer_types`.
     """
     found = with_windows(model, config, used=True, listed=lambda layer: True)
     if len(found.windowed) != (model.layers if config.get("sliding_window") else 0):
@@ -238,8 +239,9 @@ def qwen_windows(model: ModelDescription, config: HFConfig) -> ModelDescription:
 
 
 def layout_violations(model: ModelDescription, parallel: ParallelConfig) -> list[str]:
-    """Returns why this model can't be split like that, each with the nearest that can; empty when
-    it can.
+    """Returns why this model can't be split like that, each with the nearest that can.
+
+    Empty when it can.
     """
     found = heads_violations(model, parallel.tensor, "parallel.tensor")
     if latent := model.latent:

@@ -85,8 +85,9 @@ def version_of(text: str) -> tuple[int, ...]:
 def fused_kernels(
     found: Installed, model: ModelDescription, parallel: ParallelConfig, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Returns the fields of Megatron's config that a machine with `found` sets; without any, those
-    of a CPU.
+    """Returns the fields of Megatron's config that a machine with `found` sets.
+
+    Without any, those of a CPU.
     """
     engine = found.transformer_engine or ()
     fields = {

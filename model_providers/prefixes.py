@@ -28,8 +28,9 @@ def has_kernel(query: Tensor) -> bool:
 def attend_to_prefix(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None = None
 ) -> Tensor:
-    """Attends [b, heads, q, d] over [b, groups, k, d], q below k, to [b, heads, q, d of values];
-    the last query sees the last key.
+    """Attends [b, heads, q, d] over [b, groups, k, d], q below k, to [b, heads, q, d of values].
+
+    The last query sees the last key.
     """
     width = value.shape[-1]
     scale = query.shape[-1] ** -0.5 if scale is None else scale

@@ -115,8 +115,10 @@ def _optional(fields: dict[str, Any], name: str, default: float) -> float:
 
 
 def _yarn(fields: dict[str, Any], config: HFConfig) -> tuple[float, Yarn]:
-    """Returns (factor, the rest); a factor that is null follows from the positions, one that is
-    absent is refused, as by transformers.
+    """Returns (factor, the rest).
+
+    A factor that is null follows from the positions, one that is absent is refused, as by
+    transformers.
     """
     original = fields.pop("original_max_position_embeddings")
     if not is_whole(original, 1):

@@ -126,8 +126,9 @@ class Preempted(Exception):  # noqa: N818  nothing went wrong
 
 
 def exit_code_of(work: Callable[..., int], *given: object) -> int:
-    """Returns what `work`(*given) returns; where that raises an error of ours, the error's code,
-    after the message on stderr.
+    """Returns what `work`(*given) returns.
+
+    Where that raises an error of ours, the error's code, after the message on stderr.
     """
     try:
         return work(*given)

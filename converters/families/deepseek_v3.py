@@ -135,7 +135,8 @@ def left_out(config: Config, names: Set[str]) -> set[str]:
 
 
 def written(config: Config) -> dict[str, Any]:
-    """A folder of ours has no such layers; where config.json says nothing, transformers would look
-    for one.
+    """A folder of ours has no such layers.
+
+    Where config.json says nothing, transformers would look for one.
     """
     return {"num_nextn_predict_layers": 0} if config["num_nextn_predict_layers"] != 0 else {}

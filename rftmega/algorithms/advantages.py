@@ -57,8 +57,9 @@ def _centred(reward: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def token_rewards(reward: Tensor, mask: Tensor, penalty: Tensor | None = None) -> Tensor:
-    """Puts the answer's reward [B] at its last token, minus `penalty` [B, T] at every token; 0
-    outside the mask.
+    """Puts the answer's reward [B] at its last token, minus `penalty` [B, T] at every token.
+
+    0 outside the mask.
     """
     columns = torch.arange(mask.shape[1], device=mask.device)
     last = torch.where(mask, columns, -1).amax(-1, keepdim=True)
@@ -69,8 +70,9 @@ def token_rewards(reward: Tensor, mask: Tensor, penalty: Tensor | None = None) -
 
 
 def discounted_returns(reward: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """Sums the reward [B, T] that follows from each token on, discounted a token; holes in the mask
-    take no step.
+    """Sums the reward [B, T] that follows from each token on, discounted a token.
+
+    Holes in the mask take no step.
     """
     found = torch.zeros_like(reward)
     running = torch.zeros_like(reward[:, 0])
@@ -81,8 +83,9 @@ def discounted_returns(reward: Tensor, mask: Tensor, gamma: float) -> Tensor:
 
 
 def whitened(advantage: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
-    """Returns [B, T] with mean 0 and variance 1 over all tokens of the mask, 0 outside; what does
-    not vary becomes 0.
+    """Returns [B, T] with mean 0 and variance 1 over all tokens of the mask, 0 outside.
+
+    What does not vary becomes 0.
     """
     kept = advantage[mask].double()
     if not len(kept) or kept.min() == kept.max():

@@ -179,8 +179,9 @@ def _numbers(evidence: Evidence, limits: Limits) -> Cause:
 
 
 def worst_rows(behaviour_logp: Tensor, old_logp: Tensor, mask: Tensor, most: int) -> Tensor:
-    """Returns [at most `most`] int64: rows in the order of their mean gap, the largest first; rows
-    without tokens last.
+    """Returns [at most `most`] int64: rows in the order of their mean gap, the largest first.
+
+    Rows without tokens last.
     """
     gap = torch.zeros(mask.shape, dtype=torch.float64)
     gap[mask] = gaps_of(behaviour_logp, old_logp, mask).clamp(

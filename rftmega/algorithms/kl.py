@@ -18,8 +18,9 @@ def k1(delta: Tensor) -> Tensor:
 
 
 def k2(delta: Tensor) -> Tensor:
-    """Returns an estimate that is biased and of low variance; its gradient is that of the KL
-    itself.
+    """Returns an estimate that is biased and of low variance.
+
+    Its gradient is that of the KL itself.
     """
     return delta.square() / 2
 

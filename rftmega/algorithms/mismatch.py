@@ -37,16 +37,18 @@ class Gap(NamedTuple):
 
 
 def gaps_of(behaviour_logp: Tensor, old_logp: Tensor, mask: Tensor) -> Tensor:
-    """Returns [tokens of the mask] |engine - trainer|, all [B, T]; infinite where one of them is no
-    number.
+    """Returns [tokens of the mask] |engine - trainer|, all [B, T].
+
+    Infinite where one of them is no number.
     """
     gap = (behaviour_logp.double() - old_logp.double()).abs()[mask]
     return torch.where(gap.isnan(), torch.inf, gap)
 
 
 def log_prob_gap(behaviour_logp: Tensor, old_logp: Tensor, mask: Tensor) -> Gap:
-    """Returns the gap of the response tokens, all [B, T]; all 0, and an error of 1, where there are
-    none.
+    """Returns the gap of the response tokens, all [B, T].
+
+    All 0, and an error of 1, where there are none.
     """
     gap = gaps_of(behaviour_logp, old_logp, mask)
     if not len(gap):

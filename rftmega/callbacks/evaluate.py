@@ -64,7 +64,8 @@ class Evaluate(Evaluation):
         self.reward, self.answering = reward, answering
 
     def evaluate(self, trainer: Any) -> Metrics:
-        """Returns for each set the mean of every reward part over all answers and pass@k;
+        """Returns for each set the mean of every reward part over all answers and pass@k.
+
         "eval_seconds" for all together.
         """
         begin = time.perf_counter()
@@ -94,8 +95,9 @@ class Evaluate(Evaluation):
 
 
 def judged(scores: Sequence[Mapping[str, float]], answering: Answering) -> Metrics:
-    """Returns the mean of every part, and pass@k; `scores` are those of all answers, a prompt's
-    side by side.
+    """Returns the mean of every part, and pass@k.
+
+    `scores` are those of all answers, a prompt's side by side.
     """
     n = answering.samples
     parts = dict.fromkeys(part for score in scores for part in score)

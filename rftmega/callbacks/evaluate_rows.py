@@ -37,8 +37,9 @@ def cross_entropy_of(policy: Policy, rows: Rows) -> Metrics:
 
 
 def preference_of(model: ValueModel, rows: Rows) -> Metrics:
-    """Returns how often (a tie is wrong), and by how much, a pair's chosen one is preferred; `rows`
-    as `pair_rows` gives them.
+    """Returns how often (a tie is wrong), and by how much, a pair's chosen one is preferred.
+
+    `rows` as `pair_rows` gives them.
     """
     reward = last_value(model.values(rows), rows)
     margin = (reward[0::2] - reward[1::2]).double()

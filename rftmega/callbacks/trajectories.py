@@ -106,8 +106,9 @@ def records(
     decode: Callable[[Sequence[int]], str],
     pieces: Callable[[Sequence[int]], list[str]],
 ) -> Iterator[dict[str, Any]]:
-    """Yields one JSON-ready object a row; under "tokens" a list for each quantity, a value for each
-    token of the response.
+    """Yields one JSON-ready object a row.
+
+    Under "tokens" a list for each quantity, a value for each token of the response.
 
     Log-probs are in nats; "gap" is the engine's minus the trainer's; null stands for what is
     unknown or not finite.

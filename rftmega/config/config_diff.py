@@ -11,8 +11,9 @@ NOTHING = "(nothing)"
 
 
 def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Returns "name: old -> new", a line each, of two trees of options; one of them may have gone
-    through JSON.
+    """Returns "name: old -> new", a line each, of two trees of options.
+
+    One of them may have gone through JSON.
 
     An option that only one side knows is (nothing) on the other. What the critic takes from the
     policy is not told twice.

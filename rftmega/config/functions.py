@@ -75,8 +75,9 @@ def _imported(name: str) -> Any:
 
 
 def _own_name(function: RewardFunction) -> str:
-    """Returns a function's name, without what Python writes around that of a lambda; of another
-    callable, the name of its class or of the function inside.
+    """Returns a function's name, without what Python writes around that of a lambda.
+
+    Of another callable, the name of its class or of the function inside.
     """
     inner = getattr(function, "func", function)  # of functools.partial
     name: str = getattr(inner, "__name__", type(inner).__name__)

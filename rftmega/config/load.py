@@ -193,8 +193,9 @@ def _flat_parts(layer: dict[str, Any], plugins: Plugins) -> dict[str, Any]:
 
 
 def _merged(layers: Sequence[dict[str, Any]], plugins: Plugins) -> dict[str, Any]:
-    """Returns the options of all layers, the last first; a layer that names another type of a part
-    begins it anew.
+    """Returns the options of all layers, the last first.
+
+    A layer that names another type of a part begins it anew.
     """
     found: dict[str, Any] = {}
     for layer in layers:

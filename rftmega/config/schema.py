@@ -627,8 +627,9 @@ class RunConfig:
 
 
 def restored(tree: dict[str, Any]) -> RunConfig:
-    """Returns the config of nested dictionaries, as `asdict` gives them; reads the plugins' files
-    again.
+    """Returns the config of nested dictionaries, as `asdict` gives them.
+
+    Reads the plugins' files again.
     """
     from rftmega.config.plugins import plugin_parts
     from rftmega.config.tree import built

@@ -9,8 +9,9 @@ LONGEST_CYCLE = 100_000
 
 
 def split_source(source: str | Path) -> tuple[Path, str]:
-    """Splits "folder#train" into (folder, "train"); without a split, or where there is a file of
-    just that name, (source, "").
+    """Splits "folder#train" into (folder, "train").
+
+    Without a split, or where there is a file of just that name, (source, "").
     """
     path, hash_sign, split = str(source).rpartition("#")
     return (Path(source), "") if not hash_sign or Path(source).exists() else (Path(path), split)

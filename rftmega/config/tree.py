@@ -57,8 +57,9 @@ def choices_of(hint: Any) -> tuple[str, ...]:
 
 
 def members(hint: Any, plugins: Plugins = ()) -> dict[str, type]:
-    """Returns type -> dataclass of a union of parts, a user's own included; empty for other
-    annotations.
+    """Returns type -> dataclass of a union of parts, a user's own included.
+
+    Empty for other annotations.
     """
     inner = plain(hint)
     if get_origin(inner) not in (Union, types.UnionType):
@@ -214,8 +215,9 @@ def bounded_schema(plugins: Plugins) -> type:
 
 
 def built(schema: Any, tree: Mapping[str, Any], plugins: Plugins) -> Any:
-    """Returns `schema` with the values of nested dictionaries; unions take the part that `type`
-    names.
+    """Returns `schema` with the values of nested dictionaries.
+
+    Unions take the part that `type` names.
     """
     values = {}
     for f in fields(schema):

@@ -175,8 +175,9 @@ def refuse_mixed(files: HFFolder, model: Model) -> None:
 
 
 def to_hf(source: Path, target: Path, *, progress: Progress = lambda _: None) -> str | None:
-    """Converts a distributed checkpoint to an HF folder, one tensor at a time; gives what
-    `to_megatron` does.
+    """Converts a distributed checkpoint to an HF folder, one tensor at a time.
+
+    Gives what `to_megatron` does.
 
     Resumes what was broken off.
     """
@@ -353,8 +354,9 @@ def _boxes(
     sums: dict[str, str],
     room: Room,
 ) -> Generator[tuple[str, tuple[int, ...], Tensor], None, None]:
-    """Yields (key, offset, box), each split as the ranks of `parallel` will ask for it; notes the
-    checksums of what is read.
+    """Yields (key, offset, box), each split as the ranks of `parallel` will ask for it.
+
+    Notes the checksums of what is read.
     """
     for item, number in group:
         with room.of(item.parameter.nbytes):

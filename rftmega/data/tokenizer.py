@@ -54,8 +54,9 @@ class Tokenizer:
             raise CheckpointError(f"{folder}: no answer could end as it should: {reason}")
 
     def encode(self, prompt: str | Messages, *, chat_template: bool) -> tuple[int, ...]:
-        """Returns the token ids of a prompt; chat messages always go through the template, strings
-        where `chat_template` says so.
+        """Returns the token ids of a prompt.
+
+        Chat messages always go through the template, strings where `chat_template` says so.
 
         Raises DataError for an id that the model does not know.
         """
@@ -101,8 +102,9 @@ class Tokenizer:
         return tuple(ids)
 
     def _stranger(self, ids: Sequence[int]) -> str | None:
-        """Describes, in a sentence, the first of `ids` that the model has no row for; None where it
-        has all.
+        """Describes, in a sentence, the first of `ids` that the model has no row for.
+
+        None where it has all.
         """
         assert self._vocabulary is not None
         for number in ids:

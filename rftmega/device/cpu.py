@@ -35,8 +35,9 @@ class CPU:
         return None
 
     def select(self, local_rank: int, local_world_size: int) -> torch.device:
-        """Shares the cores between the processes of this host; more threads than cores only wait
-        for each other.
+        """Shares the cores between the processes of this host.
+
+        More threads than cores only wait for each other.
         """
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, cores // local_world_size))

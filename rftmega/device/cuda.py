@@ -154,8 +154,9 @@ class CUDA:
         )
 
     def peak_tflops(self) -> float | None:
-        """TFLOP/s of this device in bfloat16 without sparsity, as its data sheet says; None where
-        its name is not known.
+        """TFLOP/s of this device in bfloat16 without sparsity, as its data sheet says.
+
+        None where its name is not known.
         """
         name = self._cuda.get_device_name()
         return next((peak for part, peak in PEAKS.items() if part in name), None)

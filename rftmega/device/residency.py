@@ -64,8 +64,9 @@ class Residency:
         self._aside: Any = None  # a copy to the host that may still run
 
     def off(self, *parts: str, keep: bool = True) -> None:
-        """Moves parts to the host; with `keep=False` their content is forgotten and comes back as
-        zeros.
+        """Moves parts to the host.
+
+        With `keep=False` their content is forgotten and comes back as zeros.
         """
         self.finish()
         storages = self.storages()
@@ -163,16 +164,18 @@ class Residency:
         return self._aside.wait
 
     def settle(self) -> None:
-        """Lets the device wait for a copy aside before it does what comes now; the host does not
-        wait.
+        """Lets the device wait for a copy aside before it does what comes now.
+
+        The host does not wait.
         """
         if self._aside is not None:
             self._aside.hold()
             self._aside = None
 
     def storages(self) -> dict[str, dict[int, Any]]:
-        """Returns each part's storages; one that two parts share (fp32 main parameters that are the
-        parameters) is the first's.
+        """Returns each part's storages.
+
+        One that two parts share (fp32 main parameters that are the parameters) is the first's.
         """
         seen: set[int] = set()
         found = {}

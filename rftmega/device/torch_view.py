@@ -45,8 +45,9 @@ _installed = False
 
 
 def install(*, without: frozenset[str] = frozenset()) -> bool:
-    """Installs the import hook; False where there is nothing to do (CUDA is present, or it is
-    installed).
+    """Installs the import hook.
+
+    False where there is nothing to do (CUDA is present, or it is installed).
 
     `without` names patches to leave out (tests only). Raises RuntimeError where megatron.core was
     imported before.

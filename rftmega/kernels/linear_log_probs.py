@@ -22,8 +22,9 @@ class VocabularyShard(NamedTuple):
 
     @classmethod
     def of_rank(cls, width: int, *, vocabulary: int, rank: int, group: Any) -> "VocabularyShard":
-        """Returns the place of this rank's `width` columns in `group`; `vocabulary` is the true
-        size.
+        """Returns the place of this rank's `width` columns in `group`.
+
+        `vocabulary` is the true size.
         """
         return cls(rank * width, max(0, min(width, vocabulary - rank * width)), group)
 

@@ -44,9 +44,10 @@ def launch(
     max_restarts: int = 0,
     stops: bool = False,
 ) -> int:
-    """Runs work(*arguments) on `processes` ranks and waits; the exit code for this process, which
-    is what `work` gave where all ranks came to their end. When one fails all are ended, and started
-    again up to `max_restarts` times.
+    """Runs work(*arguments) on `processes` ranks and waits.
+
+    The exit code for this process, which is what `work` gave where all ranks came to their end.
+    When one fails all are ended, and started again up to `max_restarts` times.
 
     With `stops`, SIGTERM and SIGUSR1 are requests that ranks see (`preemption.asked`); without,
     they end the ranks like Ctrl-C. Ranks end with this process, however it ends. Where the device
@@ -212,8 +213,9 @@ def _rank(
     work: Callable[..., int],
     *arguments: Any,
 ) -> int:
-    """Runs one rank: its title names it in `ps`; what is the user's to mend goes to the launcher,
-    anything else is a traceback.
+    """Runs one rank: its title names it in `ps`.
+
+    What is the user's to mend goes to the launcher, anything else is a traceback.
 
     It is killed when the launcher ends: a signal that it can hear would be a request to save, in a
     folder that may be another run's by then.

@@ -93,8 +93,9 @@ class LightRFTStrategy(StrategyBase):
         return self.unwrap_model(model).manager.scheduler
 
     def unwrap_model(self, model: Any) -> Any:
-        """Returns the MegatronActor (MegatronCritic) of this strategy's policy (critic); a bare
-        Megatron module of a wrapped one.
+        """Returns the MegatronActor (MegatronCritic) of this strategy's policy (critic).
+
+        A bare Megatron module of a wrapped one.
         """
         if isinstance(model, ColocatedPolicy):
             return model.actor
@@ -187,10 +188,11 @@ class LightRFTStrategy(StrategyBase):
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
     ) -> tuple[str, dict[str, Any]]:
-        """Takes back what `save_ckpt` wrote, under whatever layout; the engine must be given a
-        policy's weights before its next answer. `load_module_only`: weights alone, as without both
-        of the flags before it; the optimizer's main parameters follow. Without `load_module_strict`
-        weights that the checkpoint lacks stay.
+        """Takes back what `save_ckpt` wrote, under whatever layout.
+
+        The engine must be given a policy's weights before its next answer. `load_module_only`:
+        weights alone, as without both of the flags before it; the optimizer's main parameters
+        follow. Without `load_module_strict` weights that the checkpoint lacks stay.
 
         Raises CheckpointError where there is no such checkpoint, it is another model's, or not as
         it was written.

@@ -77,8 +77,9 @@ class Panel:
     def judged(
         self, prompts: Sequence[Prompt], completions: Sequence[Completion]
     ) -> list[Completion]:
-        """Returns the answers with all scores; those that they have brought along are not asked for
-        again.
+        """Returns the answers with all scores.
+
+        Those that they have brought along are not asked for again.
         """
         known = (
             set.intersection(*(set(answer.scores or {}) for answer in completions))
@@ -199,8 +200,9 @@ class NaiveExperienceMaker:
         return [self._samples(requests[part], completions[part], group[part]) for part in parts]
 
     def make_experience(self, samples: Samples) -> Experience:
-        """Log-probs, values, KL and, in `info`, rewards of one batch; advantages and returns are
-        still to come.
+        """Log-probs, values, KL and, in `info`, rewards of one batch.
+
+        Advantages and returns are still to come.
         """
         rows, answers = samples.rows(), self._answers(samples)
         stats: TokenStats = self.actor.log_probs(rows)
@@ -268,8 +270,9 @@ class NaiveExperienceMaker:
     def process_experiences(
         self, experiences: list[Experience]
     ) -> tuple[list[Experience], list[Tensor]]:
-        """Returns (experiences, their rewards [B]), rewards shaped over all batches at once;
-        override it to filter.
+        """Returns (experiences, their rewards [B]), rewards shaped over all batches at once.
+
+        Override it to filter.
 
         A group may lie in several batches.
         """

@@ -34,8 +34,9 @@ def pin_memory(tensor: Tensor | list[Tensor]) -> Any:
 
 
 def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Returns `value` with `change` done to every tensor in it; what is no tensor, nor a list or
-    dict of some, stays.
+    """Returns `value` with `change` done to every tensor in it.
+
+    What is no tensor, nor a list or dict of some, stays.
     """
     if isinstance(value, dict):
         return {name: _changed(each, change) for name, each in value.items()}
@@ -201,8 +202,9 @@ def _begun(lengths: Tensor, width: int | None = None) -> Tensor:
 
 
 def shifted(x: Tensor, by: Tensor, kept: Tensor, fill: float = 0) -> Tensor:
-    """Returns out[b, c] = x[b, c + by[b]] where kept[b, c], otherwise `fill`; x [B, N], by [B],
-    kept [B, width] bool.
+    """Returns out[b, c] = x[b, c + by[b]] where kept[b, c], otherwise `fill`.
+
+    X [B, N], by [B], kept [B, width] bool.
     """
     if not x.shape[1]:
         return x.new_full(kept.shape, fill)
@@ -223,15 +225,17 @@ def canvas(
 
 
 def flush(sequences: Tensor, by: Tensor, lengths: Tensor) -> Tensor:
-    """Returns [B, longest]: each row of a canvas from its first token, column by[b], on; 0 behind
-    its end.
+    """Returns [B, longest]: each row of a canvas from its first token, column by[b], on.
+
+    0 behind its end.
     """
     return shifted(sequences, by, _begun(lengths))
 
 
 def per_action(x: Tensor, rows: Rows) -> Tensor:
-    """Maps [B, T] aligned with targets to [B, A], the response's tokens only; 0 where a response
-    has ended.
+    """Maps [B, T] aligned with targets to [B, A], the response's tokens only.
+
+    0 where a response has ended.
 
     Raises ValueError for an empty prompt: nothing predicts the first token of its response.
     """
@@ -305,8 +309,9 @@ def to_experience(padded: Experience) -> types.Experience:
 
 
 def of_experience(own: types.Experience, *, pad_id: int = 0) -> Experience:
-    """Returns the canvas of an experience of rftmega; what it does not hold (kl, and whatever is
-    None there) is None.
+    """Returns the canvas of an experience of rftmega.
+
+    What it does not hold (kl, and whatever is None there) is None.
     """
     rows = own.rows
     assert own.old_logp is not None, "only an update that scores for itself goes without"

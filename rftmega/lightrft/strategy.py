@@ -122,8 +122,9 @@ class StrategyBase(ABC):
         seeds.set_seed(seed)
 
     def all_gather(self, data: Any) -> Any:
-        """A tensor of every process, behind each other in the order of ranks; a dict of tensors
-        (the same keys everywhere), key by key. First dimensions may differ. See
+        """A tensor of every process, behind each other in the order of ranks.
+
+        A dict of tensors (the same keys everywhere), key by key. First dimensions may differ. See
         `collectives.all_gather`.
         """
         if isinstance(data, dict):
@@ -366,8 +367,9 @@ class StrategyBase(ABC):
     def engine_generate_local(
         self, sampling_params: Any, prompt_token_ids: Any = None, multi_modal_inputs: Any = None
     ) -> list[GenerationOutput]:
-        """This process's engine answers `prompt_token_ids`, one prompt or a list of them; processes
-        that share it call alike.
+        """This process's engine answers `prompt_token_ids`, one prompt or a list of them.
+
+        Processes that share it call alike.
 
         `sampling_params`: a dict, or an object with such attributes; see `read_sampling`. Raises
         ValueError where both or none of the prompts are given, EngineError for pictures and films:

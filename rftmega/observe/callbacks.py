@@ -29,8 +29,9 @@ def callbacks_of(
     *,
     is_main: bool,
 ) -> list[Callback]:
-    """Builds the callbacks of a run in the order in which they are told; a checkpoint holds the
-    state of `parts`.
+    """Builds the callbacks of a run in the order in which they are told.
+
+    A checkpoint holds the state of `parts`.
     """
     found: list[Callback] = [
         *observers_of(

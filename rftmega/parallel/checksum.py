@@ -42,8 +42,9 @@ def checksums(slices: Tensor) -> Tensor:
 
 
 def _words(flat: Tensor, size: int) -> Tensor:
-    """Maps [n, elements] to [n, blocks, words]; a copy where blocks are not full or words would not
-    lie as a processor likes them.
+    """Maps [n, elements] to [n, blocks, words].
+
+    A copy where blocks are not full or words would not lie as a processor likes them.
     """
     aligned = (
         flat.storage_offset() * flat.itemsize % 8 == 0 and flat.stride(0) * flat.itemsize % 8 == 0

@@ -20,8 +20,9 @@ class RankCoordinates(NamedTuple):
 
 
 def place_of(rank: int, world_size: int, parallel: ParallelConfig) -> RankCoordinates:
-    """Places a rank in Megatron's order: tensor fastest, then context, data, pipeline; among
-    experts tensor, then expert.
+    """Places a rank in Megatron's order: tensor fastest, then context, data, pipeline.
+
+    Among experts tensor, then expert.
     """
     stage, within = divmod(rank, world_size // parallel.pipeline)
     return RankCoordinates(

@@ -73,8 +73,9 @@ def check_nodes(world: World, needed: Mapping[str, int]) -> None:
 def complaints(
     reports: Sequence[NodeReport], needed: Mapping[str, int], clocks: Sequence[float]
 ) -> list[str]:
-    """Lists what is wrong, each with a host and the first rank there; `clocks` are seconds, rank by
-    rank, read at one moment.
+    """Lists what is wrong, each with a host and the first rank there.
+
+    `clocks` are seconds, rank by rank, read at one moment.
     """
     found: dict[tuple[str, str], str] = {}
 
@@ -115,8 +116,9 @@ def complaints(
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of the packages that take part; rftmega's own is a digest of its
-    sources.
+    """Returns the versions of the packages that take part.
+
+    Rftmega's own is a digest of its sources.
     """
     found = {
         name: next(filter(None, map(_version, names)), "(none)") for name, names in PACKAGES.items()
@@ -136,8 +138,9 @@ def _version(package: str) -> str:
 
 
 def _free(folder: Path) -> int | str:
-    """Returns the bytes on the disk of a folder, which may be still to come; or why nothing can be
-    written there.
+    """Returns the bytes on the disk of a folder, which may be still to come.
+
+    Or why nothing can be written there.
     """
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not os.access(there, os.W_OK | os.X_OK):

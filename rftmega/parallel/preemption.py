@@ -73,8 +73,9 @@ def listening() -> Iterator[None]:
 
 
 def meet(board: Any) -> None:
-    """Lets processes tell each other of requests at `board`, a store of torch.distributed; None: no
-    longer.
+    """Lets processes tell each other of requests at `board`, a store of torch.distributed.
+
+    None: no longer.
     """
     request.board, request.known = board, False
 

@@ -73,8 +73,9 @@ class Standing:
             self.board.set(_key(self.rank), json.dumps(asdict(sign)))
 
     def look(self) -> str:
-        """Names the ranks that stand still, for the log; empty where none does, or it was said
-        already.
+        """Names the ranks that stand still, for the log.
+
+        Empty where none does, or it was said already.
 
         On the first process.
         """

@@ -240,8 +240,9 @@ def _combined(options: list[list[dict[str, Any]]], number: int) -> Iterator[dict
 
 
 def changed(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
-    """Returns a copy with other values; where the critic has the policy's layout or optimizer, it
-    goes along.
+    """Returns a copy with other values.
+
+    Where the critic has the policy's layout or optimizer, it goes along.
     """
     found = copy.copy(config)
     for section in ("parallel", "optimizer", "rollout", "trainer", "critic"):

@@ -45,7 +45,8 @@ class Cache:
 def resident(
     models: Mapping[str, PlannedModel], config: RunConfig, world: int, stages: Mapping[str, int]
 ) -> dict[str, Bytes]:
-    """Returns phase -> bytes of weights, gradients, main parameters and Adam on the device;
+    """Returns phase -> bytes of weights, gradients, main parameters and Adam on the device.
+
     `stages`: this process's.
     """
     held = {name: states(planned, world, stages[name]) for name, planned in models.items()}

@@ -107,8 +107,9 @@ def sharers(planned: PlannedModel, world: int) -> tuple[int, int]:
 
 
 def states(planned: PlannedModel, world: int, stage: int) -> dict[str, int]:
-    """Returns bytes by part of each process of a stage; Adam's as they are after the first
-    optimizer step.
+    """Returns bytes by part of each process of a stage.
+
+    Adam's as they are after the first optimizer step.
     """
     optimizer, totals = planned.optimizer, dict.fromkeys(STATES, 0)
     for size, elements, shared_by in _buffers(planned, world, stage):

@@ -83,8 +83,9 @@ def seconds(
 def _generating(
     policy: PlannedModel, config: RunConfig, world: int, cache: Cache, speeds: Speeds
 ) -> dict[str, float]:
-    """Returns the seconds that one engine generates, by kind; it batches answers as far as the
-    cache and max_batch allow.
+    """Returns the seconds that one engine generates, by kind.
+
+    It batches answers as far as the cache and max_batch allow.
     """
     ranks, rollout, model = config.rollout.tensor, config.rollout, policy.model
     engines = rollout.servers if config.strategy == "separate" else world // ranks

@@ -154,8 +154,9 @@ class CodePart:
         return float(len(found) == len(limits) and all(map(same_output, found, tests["outputs"])))
 
     def _run(self, job: dict[str, Any]) -> dict[str, Any] | Undecided:
-        """Returns the outcome; Undecided where the sandbox or the machine failed, or the tests
-        can't be run from outside.
+        """Returns the outcome.
+
+        Undecided where the sandbox or the machine failed, or the tests can't be run from outside.
         """
         outcome = run_sandboxed(job, job.get("seconds", SELF_TEST) + GRACE)
         if "refused" in outcome:
@@ -255,8 +256,9 @@ def _checked(said: bytes, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _ends(process: subprocess.Popen[bytes]) -> bool:
-    """Waits GRACE seconds for a process that has closed its standard output; returns whether it
-    ended.
+    """Waits GRACE seconds for a process that has closed its standard output.
+
+    Returns whether it ended.
     """
     try:
         process.wait(GRACE)

@@ -44,8 +44,9 @@ LABELS: dict[str, Callable[[str], str | None]] = {  # part -> why it can't work 
 
 
 def create(config: RewardConfig, decode: Decode) -> MixedReward:
-    """Creates the reward of `config`, with the parts that have a weight; `decode` turns token ids
-    into text.
+    """Creates the reward of `config`, with the parts that have a weight.
+
+    `decode` turns token ids into text.
 
     Raises ConfigError where reward.format_pattern or reward.answer_pattern is no regular
     expression.

@@ -5,7 +5,8 @@ from rftmega.rewards.patterns import Pattern
 
 
 def format_rule(text: str) -> Rule:
-    """Returns a rule that gives 1 where the whole response matches, surrounding white space aside;
+    """Returns a rule that gives 1 where the whole response matches, surrounding white space aside.
+
     "." matches line ends, too.
 
     Raises ConfigError for what is no regular expression.

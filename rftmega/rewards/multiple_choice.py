@@ -19,8 +19,9 @@ _MORE_BEFORE = re.compile(rf"(?<![A-Za-z0-9])[A-Z][)\]}}*$]*\s*{_JOIN}\s*(?i:opt
 
 
 def chosen_letter(response: str) -> str | None:
-    """Returns the last choice that the response states, as a capital letter; None where there is
-    none or it is ambiguous.
+    """Returns the last choice that the response states, as a capital letter.
+
+    None where there is none or it is ambiguous.
 
     "Answer: B", "the answer is (B)" and a boxed B are statements, and the last of them counts.
     Without any, the last mention does: "(B)" anywhere, "B." or "B)" that begins a line or "B." that

@@ -32,8 +32,9 @@ def canonical(answer: str | None) -> str | None:
 
 
 def majority(answers: Sequence[str | None]) -> str | None:
-    """Returns the canonical answer that most gave, of equals the first to appear; None where nobody
-    voted.
+    """Returns the canonical answer that most gave, of equals the first to appear.
+
+    None where nobody voted.
     """
     votes = Counter(vote for answer in answers if (vote := canonical(answer)) is not None)
     # a Counter keeps the order of appearance, and max the first
@@ -63,8 +64,9 @@ def _group_rewards(group: Sequence[str | None]) -> list[float]:
 
 
 def _boxed(text: str) -> str:
-    """Returns the content of the last closed box, its braces balanced; the text itself where there
-    is none.
+    """Returns the content of the last closed box, its braces balanced.
+
+    The text itself where there is none.
     """
     open_braces: list[re.Match[str]] = []
     begin, found = -1, text

@@ -157,8 +157,9 @@ def passes(job: dict[str, Any], size: int) -> dict[str, Any]:
 
 
 def passes_inside(job: dict[str, Any], tests: str) -> bool:
-    """Returns whether the tests ran to their end in the answer's interpreter; a token that is made
-    after the fork proves it.
+    """Returns whether the tests ran to their end in the answer's interpreter.
+
+    A token that is made after the fork proves it.
     """
     (token_out, token_in), (verdict_out, verdict_in) = os.pipe(), os.pipe()
     token = os.urandom(32)
@@ -405,8 +406,9 @@ def _kill_user(user: int) -> None:
 
 
 def _children() -> list[int]:
-    """Returns processes whose parent this is; those whose own parent died are among them
-    (PR_SET_CHILD_SUBREAPER).
+    """Returns processes whose parent this is.
+
+    Those whose own parent died are among them (PR_SET_CHILD_SUBREAPER).
     """
     found = []
     for pid in filter(str.isdigit, os.listdir("/proc")):

@@ -144,8 +144,9 @@ def origin(name: str) -> str:
 
 
 def python_of(path: str) -> str:
-    """Returns the folder of Python that holds `path`, which a descriptor or a mount leads to; "/"
-    where it is in none.
+    """Returns the folder of Python that holds `path`, which a descriptor or a mount leads to.
+
+    "/" where it is in none.
     """
     real = os.path.realpath(path)
     inside = [

@@ -75,8 +75,9 @@ def _of_library(value: Any, other: Callable[[Any], Any]) -> Any:
 
 
 def decode(held: Any, other: Callable[[str, Any], Any]) -> Any:
-    """Decodes the value that `encode` wrote; `other` is given tag and rest of one that is not
-    plain.
+    """Decodes the value that `encode` wrote.
+
+    `other` is given tag and rest of one that is not plain.
     """
     if not isinstance(held, list):
         if held is None or isinstance(held, bool | int | float | str):

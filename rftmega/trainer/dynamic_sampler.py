@@ -37,8 +37,9 @@ class DynamicSampler:
     def __call__(
         self, ask: Ask, prompts: Sequence[Prompt], more: PromptQueue
     ) -> tuple[Samples, Metrics]:
-        """Returns as many whole groups as there are prompts, the first that vary in their order;
-        fewer where the rounds (or `more` prompts) run out, but one at least. Also returns metrics
+        """Returns as many whole groups as there are prompts, the first that vary in their order.
+
+        Fewer where the rounds (or `more` prompts) run out, but one at least. Also returns metrics
         of all answers, left-out ones included.
 
         Prompts whose groups were not finished, or were good but too many, are put back to the head

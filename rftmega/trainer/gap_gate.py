@@ -141,8 +141,9 @@ class GapGate:
         )
 
     def _other_prompt(self, worst: Samples) -> Tensor:
-        """Returns [B] int64: the row under whose prompt the trainer's numbers are the engine's; -1
-        where there is none.
+        """Returns [B] int64: the row under whose prompt the trainer's numbers are the engine's.
+
+        -1 where there is none.
         """
         found = torch.full((len(worst),), -1)
         rows, pairs = rows_under_other_prompts(worst.rows)

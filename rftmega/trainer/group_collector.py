@@ -42,8 +42,9 @@ class GroupCollector:
         return replace(samples, group=torch.tensor(places).repeat_interleave(self.size))
 
     def until(self, wanted: Wanted) -> Enough:
-        """Returns a test for as many good groups as are wanted; it looks at each group once, when
-        it is whole.
+        """Returns a test for as many good groups as are wanted.
+
+        It looks at each group once, when it is whole.
         """
         verdicts: dict[int, bool] = {}
 

@@ -60,9 +60,10 @@ class Learner:
         learnt: Experience,
         scored: Callable[[Experience], None] = lambda whole: None,
     ) -> Metrics:
-        """Takes one rollout's optimizer steps, after `step` finished ones; the critic's metrics
-        begin with "critic_". `learnt` is what the policy learns from instead of `experience` alone;
-        the KL is measured on that all the same.
+        """Takes one rollout's optimizer steps, after `step` finished ones.
+
+        The critic's metrics begin with "critic_". `learnt` is what the policy learns from instead
+        of `experience` alone; the KL is measured on that all the same.
 
         Where `experience` has no old log-probs, `scored` is told it with those of the policy's
         forward pass, before the optimizer step that it may prevent by raising.

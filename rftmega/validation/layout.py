@@ -70,8 +70,9 @@ def overlap(optimizer: OptimizerConfig) -> list[str]:
 
 
 def critic(config: RunConfig, world_size: int) -> list[str]:
-    """Lists what is wrong with the critic's layout and optimizer; without a critic, what nothing
-    reads.
+    """Lists what is wrong with the critic's layout and optimizer.
+
+    Without a critic, what nothing reads.
     """
     critic = config.critic
     if config.algorithm.advantage.needs_critic:
