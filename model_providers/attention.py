@@ -65,7 +65,7 @@ class PackedAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Packed, with `cu_seqlens_q`: [tokens, heads, d] -> [tokens, heads * d].
+        """Attends, packed with `cu_seqlens_q`: [tokens, heads, d] -> [tokens, heads * d].
 
         Else [s, b, heads, d] -> [s, b, heads * d].
 

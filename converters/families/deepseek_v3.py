@@ -135,7 +135,7 @@ def left_out(config: Config, names: Set[str]) -> set[str]:
 
 
 def written(config: Config) -> dict[str, Any]:
-    """A folder of ours has no such layers.
+    """Says that a folder of ours has no such layers.
 
     Where config.json says nothing, transformers would look for one.
     """

@@ -43,9 +43,11 @@ def leave_one_out(reward: Tensor, group: Tensor) -> Tensor:
 
 
 def _centred(reward: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(reward minus its group's mean [B], number of each row's group [B], sizes of the groups), in
-    float64: in float32 three rewards of 0.1 do not have the mean 0.1, and the residue over eps is a
-    signal.
+    """Returns (reward minus its group's mean [B], number of each row's group [B], sizes of the
+    groups).
+
+    They are in float64: in float32 three rewards of 0.1 do not have the mean 0.1, and the residue
+    over eps is a signal.
     """
     exact = reward.double()
     _, index = group.unique(return_inverse=True)

@@ -4,8 +4,8 @@ from torch import Tensor
 
 
 def overlong_penalty(length: Tensor, *, longest: int, buffer: int, factor: float) -> Tensor:
-    """length [B] int, of answers -> [B]: 0 up to longest - buffer tokens, from there falling in a
-    line to -factor at `longest`, and never below (DAPO, arXiv:2503.14476, eq. 13).
+    """Maps length [B] int, of answers, to [B]: 0 up to longest - buffer tokens, from there falling
+    in a line to -factor at `longest`, and never below (DAPO, arXiv:2503.14476, eq. 13).
     """
     return -factor * ((length - (longest - buffer)) / buffer).clamp(0.0, 1.0)
 

@@ -20,5 +20,5 @@ def without_secrets(config: RunConfig) -> dict[str, Any]:
 
 
 def shown(name: str, value: Any) -> str:
-    """ "name=value", as errors say it; of a secret the name alone."""
+    """Returns "name=value", as errors say it; of a secret the name alone."""
     return name if name in SECRET else f"{name}={value}"

@@ -100,7 +100,8 @@ def token_lists(prompt_token_ids: Sequence[Any]) -> list[list[int]]:
 
 
 def seeds_of(source: str, first: int, count: int) -> list[int]:
-    """A seed for each of the requests first ... first + count - 1 of those that `source` names.
+    """Returns a seed for each of the requests first ... first + count - 1 of those that `source`
+    names.
 
     Others get others.
     """

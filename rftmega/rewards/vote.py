@@ -13,7 +13,7 @@ _LONGEST_NUMBER = 100  # characters; a longer one is compared as text
 
 
 def canonical(answer: str | None) -> str | None:
-    r"""An answer as it is counted; None, which does not vote, for one that says nothing.
+    r"""Returns an answer as it is counted; None, which does not vote, for one that says nothing.
 
     The last \boxed{...} stands for the whole; white space around, dollar signs around and a full
     stop at the end go, runs of white space become one space, and case is ignored. Numbers are
