@@ -13,6 +13,7 @@ from pathlib import Path
 from rftmega import config as configuration
 from rftmega.errors import FINAL_CODES, ConfigError, RanksFailed, RFTMegaError, reported
 from rftmega.launch.api import check, train
+from rftmega.parallel.private import keep_private
 
 FROM_PYTHON = """From Python: rftmega.train(CONFIG, processes=N, overrides=["option=value"], rewards=[my_function]),
 where my_function(prompts, completions, **columns) gives a number for each completion (docs/rewards.md)."""
@@ -25,6 +26,7 @@ def run(description: str | None) -> int:
     Returns the exit code, after a message for what the user can mend.
     """
     given = arguments(description)
+    keep_private()  # to the end of this process: what it closes last writes files, too
     code = 0
     try:
         if given.dry_run:
