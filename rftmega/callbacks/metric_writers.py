@@ -46,12 +46,17 @@ class Progress(Observer):
 
     def _say(self, metrics: Metrics, when: str) -> None:
         found = [
-            f"{name} {metrics[metric]:.1%}".strip()
+            f"{name} {_share(metrics[metric])}".strip()
             for name, metric in self.accuracy.items()
             if metric in metrics
         ]
         if found:
             tqdm.write(f"held-out accuracy {when}: {', '.join(found)}")
+
+
+def _share(value: float) -> str:
+    """Shows a share in percent, and what is none as a number: a reward function may give any."""
+    return f"{value:.1%}" if 0 <= value <= 1 else f"{value:.3g}"
 
 
 class JSONLines(Observer):

@@ -251,3 +251,10 @@ def test_progress_shows_the_accuracy_of_each_set(
     )
     bar.on_end(None)
     assert capsys.readouterr().out.splitlines() == [shown]
+
+
+def test_progress_shows_what_is_no_share_as_a_number(capsys: pytest.CaptureFixture[str]) -> None:
+    bar = Progress(1, {"": "eval_length"})
+    bar.on_start(Trainer(Answers({})), {"eval_length": 12.5})
+    bar.on_end(None)
+    assert capsys.readouterr().out.splitlines() == ["held-out accuracy before training: 12.5"]
