@@ -19,6 +19,7 @@ import torch
 
 import train_rl
 from rftmega.config import RunConfig
+from rftmega.device.spans import REDUCE, recorder
 from rftmega.launch import api
 
 plain_rank = api.rank
@@ -52,10 +53,10 @@ def slow(noted: Path) -> None:
         return plain(self, *arguments)
 
     def start(self: timers.Timer, barrier: bool = False) -> None:
-        if self.name == timers.REDUCE and os.environ["RANK"] == "0":
+        if self.name == REDUCE and os.environ["RANK"] == "0":
             with noted.open("a") as file:
                 file.write(f"{time.monotonic() - begin}\n")
-        timers.recorder.start(self.name)
+        recorder.start(self.name)
 
     ModelRunner.forward_step = forward_step  # type: ignore[method-assign]
     timers.Timer.start = start  # type: ignore[method-assign]
