@@ -6,17 +6,16 @@ import sys
 
 from rftmega.parallel import preemption
 
-if __name__ in ("__main__", "__mp_main__"):  # a rank of --processes on CUDA is the second
+if __name__ == "__main__":
     preemption.listen()  # before anything that takes time
 
-from rftmega.launch import command_line  # noqa: E402
-from rftmega.launch.train import train  # noqa: E402
+from rftmega.launch import api, command_line  # noqa: E402
 
 
 def main() -> int:
-    return command_line.run(train, __doc__)
+    return command_line.run(__doc__)
 
 
 if __name__ == "__main__":
-    command_line.prepare()
+    api.prepare()
     sys.exit(main())

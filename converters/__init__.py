@@ -38,8 +38,9 @@ NOT_WEIGHTS = r".*\.rotary_emb\.inv_freq"
 
 
 def table(hf_config: Mapping[str, Any], *, value_head: bool = False) -> list[Rule]:
-    """The rules of the family that config.json names; with `value_head`, of its value model
-    instead.
+    """Returns the rules of the family that config.json names.
+
+    With `value_head`, of its value model instead.
 
     Raises CheckpointError for a family without a table.
     """
@@ -52,7 +53,7 @@ def table(hf_config: Mapping[str, Any], *, value_head: bool = False) -> list[Rul
 
 
 def completed(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json with the family's defaults of what is absent.
+    """Returns config.json with the family's defaults of what is absent.
 
     Raises CheckpointError for a family without a table, and for fields that are missing, null or of
     another kind.
@@ -62,7 +63,7 @@ def completed(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def default_rope_theta(hf_config: Mapping[str, Any]) -> float:
-    """The base of the rotary embedding where config.json names none."""
+    """Returns the base of the rotary embedding where config.json names none."""
     fields: Fields = _family(hf_config).FIELDS
     return fields.rope_theta
 
@@ -79,8 +80,8 @@ def left_out(hf_config: Mapping[str, Any], names: Iterable[str]) -> set[str]:
 
 
 def written(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of config.json that are another in a folder that we write, since it holds nothing of
-    what is left out.
+    """Returns the fields of config.json that are another in a folder that we write, since it holds
+    nothing of what is left out.
     """
     of_family = getattr(_family(hf_config), "written", None)
     return of_family(completed(hf_config)) if of_family else {}

@@ -22,8 +22,8 @@ KINDS = {"xxh3": r"[0-9a-f]{32}", "sha256": r"[0-9a-f]{64}", "git": r"[0-9a-f]{4
 
 
 def known_sums(folder: Path) -> dict[str, str]:
-    """file -> checksum, from CHECKSUMS, or else from the hub's download where that has one of every
-    file of weights; or nothing.
+    """Returns file -> checksum, from CHECKSUMS, or else from the hub's download where that has one
+    of every file of weights; or nothing.
 
     Raises CheckpointError for a CHECKSUMS that can't be read.
     """
@@ -45,7 +45,7 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def sum_of(path: Path, kind: str, *, step: Callable[[], object] = lambda: None) -> str:
-    """A file's checksum of a kind; `step` is called at every few megabytes.
+    """Returns a file's checksum of a kind; `step` is called at every few megabytes.
 
     Raises CheckpointError where it can't be read.
     """
@@ -108,8 +108,8 @@ def _seal(said: Mapping[str, Any]) -> str:
 
 
 def _hubs(path: Path) -> str | None:
-    """The checksum that the hub gave a file: its cache names files by it, a download to a folder
-    notes it.
+    """Returns the checksum that the hub gave a file: its cache names files by it, a download to a
+    folder notes it.
     """
     if path.is_symlink() and (target := path.resolve()).parent.name == "blobs":
         return _kinded(target.name)

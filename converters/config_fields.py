@@ -42,7 +42,7 @@ class Fields:
     rope_theta: float = 10000.0
 
     def completed(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """`given` with the defaults of what is absent.
+        """Returns `given` with the defaults of what is absent.
 
         Raises CheckpointError that lists what is missing, null or of another kind.
         """

@@ -19,7 +19,9 @@ MLP = MEGATRON_LAYER + "mlp."
 
 
 def decoder(config: Config, attention: list[Rule], mlp: list[Rule]) -> list[Rule]:
-    """A whole model, in its order: the layers' attention and MLP are the caller's."""
+    """Returns the rules of a whole model, in its order: the layers' attention and MLP are the
+    caller's.
+    """
     hidden, vocabulary = config["hidden_size"], config["vocab_size"]
     tied = config["tie_word_embeddings"]
     embedding = HFTensor("model.embed_tokens.weight", (vocabulary, hidden))
@@ -47,14 +49,14 @@ def decoder(config: Config, attention: list[Rule], mlp: list[Rule]) -> list[Rule
 
 
 def in_layer(name: str, *shape: int) -> HFTensor:
-    """A tensor of every layer."""
+    """Returns the rule of a tensor of every layer."""
     return HFTensor(HF_LAYER + name, shape)
 
 
 def grouped_attention(
     config: Config, *, qkv_bias: bool = False, qk_norm: bool = False
 ) -> list[Rule]:
-    """Grouped-query attention."""
+    """Returns the rules of grouped-query attention."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     groups = config.get("num_key_value_heads") or heads
     width = config.get("head_dim") or hidden // heads
@@ -94,8 +96,8 @@ def gated_mlp(
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     **where: Any,
 ) -> list[Rule]:
-    """`hf` with each of `projections` (gate, up, down) in its braces, in Megatron's fc1 (gate above
-    up) and fc2.
+    """Returns the rules of `hf` with each of `projections` (gate, up, down) in its braces, in
+    Megatron's fc1 (gate above up) and fc2.
     """
     gate, up, down = (hf.replace("{projection}", name) for name in projections)
     gate_up = (in_layer(gate, ffn, hidden), in_layer(up, ffn, hidden))
@@ -124,7 +126,10 @@ def router(config: Config, experts: int, hf: str = "mlp.gate.weight", **where: A
 def routed_experts(
     config: Config, ffn: int, hf: str = "mlp.experts.{expert}.{projection}.weight", **where: Any
 ) -> list[Rule]:
-    """One module an expert; Transformer Engine's grouped one numbers its weights."""
+    """Returns the rules of one module an expert.
+
+    Transformer Engine's grouped one numbers its weights.
+    """
     fc1, fc2 = (
         (
             f"{MLP}experts.local_experts.{{expert}}.linear_{name}.weight",
@@ -136,13 +141,15 @@ def routed_experts(
 
 
 def shared_expert(config: Config, ffn: int, hf: str, **where: Any) -> list[Rule]:
-    """The expert that every token goes to: sharded like a dense layer, not like the others."""
+    """Returns the rules of the expert that every token goes to: sharded like a dense layer, not
+    like the others.
+    """
     fc1, fc2 = ((f"{MLP}shared_experts.linear_{name}.weight",) for name in ("fc1", "fc2"))
     return gated_mlp(config["hidden_size"], ffn, hf + ".{projection}.weight", fc1, fc2, **where)
 
 
 def qwen_sparse_layers(config: Config) -> frozenset[int]:
-    """Layers with experts in Qwen's mixtures; the others are dense."""
+    """Returns the layers with experts in Qwen's mixtures; the others are dense."""
     step, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or []
     return frozenset(
         n for n in range(config["num_hidden_layers"]) if n not in dense and (n + 1) % step == 0
@@ -150,8 +157,9 @@ def qwen_sparse_layers(config: Config) -> frozenset[int]:
 
 
 def number_of_experts(config: Config) -> int:
-    """transformers 5 calls it num_local_experts, 4 called it num_experts. Raises CheckpointError
-    where neither is there, or both are and differ.
+    """Reads num_local_experts, as transformers 5 calls it, or num_experts, as 4 called it.
+
+    Raises CheckpointError where neither is there, or both are and differ.
     """
     one, other = config.get("num_experts"), config.get("num_local_experts")
     if one and other and one != other:
@@ -164,8 +172,8 @@ def number_of_experts(config: Config) -> int:
 
 
 def value_head(config: Config) -> list[Rule]:
-    """One number a token, named as in transformers' sequence (no bias) and token classifiers; a
-    policy's folder has none.
+    """Returns the rule of one number a token, named as in transformers' sequence (no bias) and
+    token classifiers; a policy's folder has none.
     """
     hidden = config["hidden_size"]
     return [

@@ -19,7 +19,10 @@ def is_anothers(folder: Path) -> bool:
 
 
 def begin(folder: Path) -> Path:
-    """An empty folder to export to, which gets its name in `settle`. Raises OSError."""
+    """Makes an empty folder to export to, which gets its name in `settle`.
+
+    Raises OSError.
+    """
     draft = folder.with_name(folder.name + ".incomplete")
     if is_anothers(draft):
         raise FileExistsError(f"{draft} is there, and no export made it")
@@ -31,8 +34,9 @@ def begin(folder: Path) -> Path:
 
 
 def settle(draft: Path, folder: Path) -> Path:
-    """Gives the draft its name, which it has now; one beside it where that is taken by what no
-    export made.
+    """Gives the draft its name, which it has now.
+
+    Gives it one beside where that is taken by what no export made.
 
     Raises OSError.
     """

@@ -82,7 +82,7 @@ class HFFolder:
             )
 
     def _names_of(self, files: list[str]) -> dict[str, str]:
-        """tensor -> file of a folder without an index."""
+        """Returns tensor -> file of a folder without an index."""
         if not files:
             raise CheckpointError(f"{self.folder} holds no *.safetensors weights.")
         found: dict[str, str] = {}
@@ -108,7 +108,7 @@ class HFFolder:
         return [self.folder / name for name in sorted(set(self._file_of.values()))]
 
     def slice_of(self, name: str, shape: tuple[int, ...]) -> Any:
-        """A lazy slice of tensor `name`.
+        """Returns a lazy slice of tensor `name`.
 
         Raises CheckpointError where it is missing or of another shape.
         """
@@ -119,7 +119,7 @@ class HFFolder:
         return found
 
     def whole(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Tensor `name` in memory of its own: a mapped file would stay resident.
+        """Reads tensor `name` into memory of its own: a mapped file would stay resident.
 
         Raises CheckpointError as `slice_of`.
         """
@@ -128,8 +128,9 @@ class HFFolder:
         return tensor
 
     def fill(self, targets: Sequence[Tensor], name: str, shape: tuple[int, ...]) -> str:
-        """Reads tensor `name` into contiguous tensors, its consecutive rows; the checksum of all of
-        it.
+        """Reads tensor `name` into contiguous tensors, its consecutive rows.
+
+        Returns the checksum of all of it.
 
         Raises CheckpointError as `slice_of`.
         """
@@ -194,8 +195,8 @@ class HFFolder:
         return self._open[name]
 
     def _header(self, file: str) -> tuple[int, dict[str, Any]]:
-        """(where data begins, the header) of a file, which `safe_open` has checked against its
-        length.
+        """Returns (where data begins, the header) of a file, which `safe_open` has checked against
+        its length.
         """
         if file not in self._headers:
             self._file(file)
@@ -223,7 +224,7 @@ def read_into(stream: Any, tensor: Tensor, what: str) -> None:
 
 
 def bytes_of(tensor: Tensor) -> Any:
-    """A contiguous tensor's memory as a numpy array of bytes."""
+    """Returns a contiguous tensor's memory as a numpy array of bytes."""
     return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
@@ -233,15 +234,15 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def checksum(tensor: Tensor) -> str:
-    """XXH3 (64 bits) of a tensor's bytes: read as fast as memory, where a CRC takes longer than the
-    disk.
+    """Returns XXH3 (64 bits) of a tensor's bytes: read as fast as memory, where a CRC takes longer
+    than the disk.
     """
     return str(xxhash.xxh3_64_hexdigest(bytes_of(tensor.contiguous())))
 
 
 def shards_of(planned: Sequence[PlannedTensor], shard_bytes: int) -> dict[str, list[PlannedTensor]]:
-    """File name -> tensors, in order, up to `shard_bytes` a file (a larger tensor is a file of its
-    own).
+    """Yields file name -> tensors, in order, up to `shard_bytes` a file (a larger tensor is a file
+    of its own).
     """
     shards: list[list[PlannedTensor]] = []
     size = 0
@@ -281,8 +282,9 @@ class WrittenFile(NamedTuple):
 def write_shard(
     path: Path, planned: Sequence[PlannedTensor], tensors: Iterator[tuple[str, Tensor]]
 ) -> WrittenFile:
-    """Writes the next tensors of a stream, of which one is in memory at a time; gives their
-    checksums.
+    """Writes the next tensors of a stream, of which one is in memory at a time.
+
+    Gives their checksums.
 
     The file gets its name when it is complete and on the disk. Raises CheckpointError for a tensor
     that is not finite.
@@ -336,19 +338,19 @@ class _Summed:
 
 
 def write_all(stream: Any, tensor: Tensor) -> None:
-    """All bytes of a contiguous tensor."""
+    """Writes all bytes of a contiguous tensor."""
     write_bytes(stream, bytes_of(tensor))
 
 
 def write_bytes(stream: Any, content: Any) -> None:
-    """All of them: a raw stream takes what it likes at a call, 2 GiB at most."""
+    """Writes all of them: a raw stream takes what it likes at a call, 2 GiB at most."""
     view = memoryview(content)
     while len(view):
         view = view[stream.write(view) :]
 
 
 def write_index(folder: Path, shards: dict[str, list[PlannedTensor]]) -> None:
-    """The index of a complete folder."""
+    """Writes the index of a complete folder."""
     weight_map = {tensor.name: file for file, planned in shards.items() for tensor in planned}
     total = sum(tensor.bytes for planned in shards.values() for tensor in planned)
     draft_of(folder / INDEX).write_text(
@@ -358,7 +360,8 @@ def write_index(folder: Path, shards: dict[str, list[PlannedTensor]]) -> None:
 
 
 def copy_companions(source: Path, target: Path) -> str | None:
-    """Config, tokenizer and generation files: everything but weights and what describes them.
+    """Copies config, tokenizer and generation files: everything but weights and what describes
+    them.
 
     Gives what config.json says otherwise than before, where layers that are left out were counted
     in it, as text.

@@ -72,7 +72,10 @@ class Rule:
 
     @property
     def opens(self) -> bool:
-        """Held by the first stage; what speaks of no layer otherwise is the last one's."""
+        """Says that this is held by the first stage.
+
+        What speaks of no layer otherwise is the last one's.
+        """
         return self.megatron[0].startswith("embedding.")
 
     def speaks_of(self, layer: int) -> bool:
@@ -174,8 +177,8 @@ class QKV(Rule):
 def instances(
     rules: Sequence[Rule], *, layers: int, experts: int
 ) -> Iterator[tuple[Rule, int | None, int | None]]:
-    """(rule, layer, expert) of every Megatron tensor of a model: None where the rule speaks of no
-    layer or expert.
+    """Yields (rule, layer, expert) of every Megatron tensor of a model: None where the rule speaks
+    of no layer or expert.
     """
     for rule in rules:
         for layer in filter(rule.speaks_of, range(layers)) if rule.per_layer else [None]:
@@ -185,15 +188,15 @@ def instances(
 
 
 def padded_vocabulary(size: int, ranks: int) -> int:
-    """Rows of the embedding after padding: the next multiple of the number of tensor-parallel
-    ranks.
+    """Returns the rows of the embedding after padding: the next multiple of the number of
+    tensor-parallel ranks.
     """
     return -(-size // ranks) * ranks
 
 
 def shard(rule: Rule, parts: Sequence[Sliceable], rank: int, ranks: int) -> Tensor:
-    """Rank `rank`'s Megatron tensor from the HF tensors `parts`, reading nothing of them but its
-    segments.
+    """Returns rank `rank`'s Megatron tensor from the HF tensors `parts`, reading nothing of them
+    but its segments.
     """
     pieces: list[Tensor] = []
     padding = 0
@@ -211,7 +214,9 @@ def shard(rule: Rule, parts: Sequence[Sliceable], rank: int, ranks: int) -> Tens
 
 
 def assemble(rule: Rule, shards: Sequence[Tensor], *, alias: bool = False) -> tuple[Tensor, ...]:
-    """The HF tensors from all ranks' shards: the inverse of `shard`. Padding is dropped.
+    """Returns the HF tensors from all ranks' shards: the inverse of `shard`.
+
+    Padding is dropped.
 
     With `alias`, one that lies in a shard in one piece is a view of it.
     """
@@ -230,7 +235,7 @@ def assemble(rule: Rule, shards: Sequence[Tensor], *, alias: bool = False) -> tu
 
 
 def located(rule: Rule, rank: int, ranks: int) -> Iterator[tuple[Segment, int]]:
-    """Shard `rank`'s segments, less padding, and where in it each begins."""
+    """Yields shard `rank`'s segments, less padding, and where in it each begins."""
     offset = 0
     for segment in rule.segments(rank, ranks):
         if segment.part >= 0:
@@ -239,7 +244,7 @@ def located(rule: Rule, rank: int, ranks: int) -> Iterator[tuple[Segment, int]]:
 
 
 def _clip(segments: Sequence[Segment], start: int, stop: int) -> Iterator[Segment]:
-    """The part of a list of segments that lies between positions start and stop."""
+    """Yields the part of a list of segments that lies between positions start and stop."""
     position = 0
     for part, low, high in segments:
         first, last = max(start, position), min(stop, position + high - low)
@@ -249,7 +254,7 @@ def _clip(segments: Sequence[Segment], start: int, stop: int) -> Iterator[Segmen
 
 
 def shard_shape(rule: Rule, rank: int, ranks: int) -> torch.Size:
-    """Shape of rank `rank`'s Megatron tensor."""
+    """Returns the shape of rank `rank`'s Megatron tensor."""
     shape = list(rule.hf[0].shape)
     shape[rule.axis] = sum(stop - start for _, start, stop in rule.segments(rank, ranks))
     return torch.Size(shape)

@@ -65,8 +65,9 @@ class PackedAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Packed, with `cu_seqlens_q`: [tokens, heads, d] -> [tokens, heads * d]; else [s, b,
-        heads, d] -> [s, b, heads * d].
+        """Attends, packed with `cu_seqlens_q`: [tokens, heads, d] -> [tokens, heads * d].
+
+        Else [s, b, heads, d] -> [s, b, heads * d].
 
         Under context parallelism tokens are this process's, and `cu_seqlens_q` speaks of the whole
         rows.
@@ -104,8 +105,9 @@ class PackedAttention(torch.nn.Module):
         return torch.cat(attended)[order.argsort()].flatten(1)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """[b, heads, q, d] over [b, groups, k, d] -> [b, heads, q, d]; the last query sees the last
-        key.
+        """Attends [b, heads, q, d] over [b, groups, k, d] to [b, heads, q, d].
+
+        The last query sees the last key.
         """
         queries, keys = query.shape[2], key.shape[2]
         if self.window is not None and self.window < keys:
@@ -117,8 +119,8 @@ class PackedAttention(torch.nn.Module):
         return attend_to_prefix(query, key, value, self.scale)
 
     def _attend_within(self, window: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """The same, of tokens that see `window` of them: blocks of queries over the keys that their
-        window reaches.
+        """Attends likewise, of tokens that see `window` of them: blocks of queries over the keys
+        that their window reaches.
         """
         queries, keys = query.shape[2], key.shape[2]
         before = keys - queries
@@ -179,7 +181,7 @@ class PackedAttention(torch.nn.Module):
 
 
 def _band(queries: int, keys: int, window: int, where: torch.device) -> Tensor:
-    """True where a query sees a key: up to its own place, and `window` of them.
+    """Returns True where a query sees a key: up to its own place, and `window` of them.
 
     The last query is the last key's.
     """
@@ -197,8 +199,8 @@ class Part(NamedTuple):
 
 
 def parts_of(packed: PackedSeqParams, rank: int, processes: int) -> list[Part]:
-    """All stretches of this context-parallel `rank`: whole rows alone, two chunks a row with
-    others.
+    """Returns all stretches of this context-parallel `rank`: whole rows alone, two chunks a row
+    with others.
 
     Rows of one length are one part: a call a row would cost more than the attention of short rows.
     Kept with the micro-batch, so that its layers share one look at the lengths, which
@@ -221,7 +223,7 @@ def parts_of(packed: PackedSeqParams, rank: int, processes: int) -> list[Part]:
 def _parts_of_length(
     length: int, starts: list[int], total: int, rank: int, processes: int
 ) -> list[Part]:
-    """On the host."""
+    """Returns them on the host."""
     begin = torch.tensor(starts)[:, None] // processes  # of each row among a process's tokens
     if processes == 1:
         index = begin + torch.arange(length)

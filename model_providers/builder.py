@@ -108,7 +108,7 @@ def _windows(model: ModelDescription, window: int) -> dict[str, Any]:
 
 
 def _latent(latent: LatentAttention, rope: Rope) -> dict[str, Any]:
-    """All of them, since Megatron's defaults stretch positions by 40."""
+    """Sets all fields of latent attention, since Megatron's defaults stretch positions by 40."""
     yarn = rope.yarn
     return {
         "q_lora_rank": latent.query_rank,
@@ -169,8 +169,8 @@ def build_chunk(
     chunk: int | None = None,
     head: bool = True,
 ) -> GPTModel:
-    """The layers of this pipeline stage, or of its `chunk` where the schedule is interleaved,
-    randomly initialised.
+    """Builds the layers of this pipeline stage, or of its `chunk` where the schedule is
+    interleaved, randomly initialised.
 
     `head=False` leaves the output head out: a value model has its own.
     """

@@ -86,7 +86,7 @@ class ModelDescription:
 
     @property
     def parameters(self) -> int:
-        """Weights of the whole model; tied embeddings count once."""
+        """Returns the weights of the whole model; tied embeddings count once."""
         norms = 2 * self.hidden + (2 * self.head_dim if self.qk_norm and not self.latent else 0)
         sparse = len(self.experts.layers) if self.experts else 0
         mlps = (self.layers - sparse) * 3 * self.hidden * self.ffn
@@ -219,8 +219,9 @@ def with_windows(
 
 
 def everywhere(model: ModelDescription, config: HFConfig) -> ModelDescription:
-    """Adds a sliding window of all layers, where config.json has one; transformers' Mistral does
-    not look at `layer_types`.
+    """Adds a sliding window of all layers, where config.json has one.
+
+    transformers' Mistral does not look at `layer_types`.
     """
     found = with_windows(model, config, used=True, listed=lambda layer: True)
     if len(found.windowed) != (model.layers if config.get("sliding_window") else 0):
@@ -238,7 +239,10 @@ def qwen_windows(model: ModelDescription, config: HFConfig) -> ModelDescription:
 
 
 def layout_violations(model: ModelDescription, parallel: ParallelConfig) -> list[str]:
-    """Why this model can't be split like that, each with the nearest that can; empty when it can."""
+    """Returns why this model can't be split like that, each with the nearest that can.
+
+    Empty when it can.
+    """
     found = heads_violations(model, parallel.tensor, "parallel.tensor")
     if latent := model.latent:
         for name, size in (
@@ -294,8 +298,9 @@ def _no_divisor(option: str, value: int, of: str, size: int) -> str:
 
 
 def stage_layers(layers: int, parallel: ParallelConfig) -> list[list[range]]:
-    """[stage][chunk] -> the layers it holds. Raises ValueError, with the nearest that works, where
-    they can't be split so.
+    """Returns [stage][chunk] -> the layers it holds.
+
+    Raises ValueError, with the nearest that works, where they can't be split so.
 
     Chunks run in the order stage 0 chunk 0, stage 1 chunk 0, ..., stage 0 chunk 1, ...
     """
@@ -338,7 +343,7 @@ def stage_layers(layers: int, parallel: ParallelConfig) -> list[list[range]]:
 
 
 def heads_violations(model: ModelDescription, processes: int, option: str) -> list[str]:
-    """Why `processes` can't share the attention heads; empty when they can."""
+    """Returns why `processes` can't share the attention heads; empty when they can."""
     found = []
     if model.heads % processes:
         found.append(_no_divisor(option, processes, "number of attention heads,", model.heads))

@@ -15,8 +15,9 @@ BACKWARD = 2  # times the forward pass: gradients of the inputs and of the weigh
 
 
 def forward_flops(model: ModelDescription, rows: Iterable[int], *, value_head: bool = False) -> int:
-    """Counts one forward pass over rows of so many tokens each; with `value_head` one number a
-    token in place of the logits.
+    """Counts one forward pass over rows of so many tokens each.
+
+    With `value_head` one number a token in place of the logits.
     """
     rows = list(rows)
     head = model.hidden * (1 if value_head else model.vocabulary)
@@ -24,8 +25,9 @@ def forward_flops(model: ModelDescription, rows: Iterable[int], *, value_head: b
 
 
 def layer_weights(model: ModelDescription) -> int:
-    """Weights in the matrices of all layers that one token is multiplied with; no norms, biases,
-    embedding or output head.
+    """Returns the weights in the matrices of all layers that one token is multiplied with.
+
+    No norms, biases, embedding or output head.
     """
     sparse = len(model.experts.layers) if model.experts else 0
     mlps = (model.layers - sparse) * 3 * model.hidden * model.ffn
@@ -40,7 +42,7 @@ def layer_weights(model: ModelDescription) -> int:
 
 
 def _projections(model: ModelDescription) -> int:
-    """Weights of one layer's queries, keys, values and output."""
+    """Returns the weights of one layer's queries, keys, values and output."""
     if latent := model.latent:
         query = model.heads * (latent.plain_dim + latent.rope_dim)
         rank = latent.query_rank
@@ -52,8 +54,9 @@ def _projections(model: ModelDescription) -> int:
 
 
 def _attention(model: ModelDescription, tokens: int) -> int:
-    """Counts all layers' scores and their products with the values, for one row; a window bounds
-    what a token sees.
+    """Counts all layers' scores and their products with the values, for one row.
+
+    A window bounds what a token sees.
     """
     latent = model.latent
     width = latent.plain_dim + latent.rope_dim + latent.value_dim if latent else 2 * model.head_dim

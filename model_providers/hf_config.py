@@ -118,7 +118,7 @@ class HFConfig(Mapping[str, Any]):
 
 
 def read_hf_config(folder: str | Path) -> dict[str, Any]:
-    """config.json of a Hugging Face folder.
+    """Reads config.json of a Hugging Face folder.
 
     Raises CheckpointError where it is missing or no strict JSON object.
     """

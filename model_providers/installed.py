@@ -31,7 +31,7 @@ class Installed:
 
     @property
     def told(self) -> str:
-        """Transformer Engine's part of a run's first lines; empty on a CPU."""
+        """Returns Transformer Engine's part of a run's first lines; empty on a CPU."""
         if self.transformer_engine is not None:
             return f"Transformer Engine {'.'.join(map(str, self.transformer_engine))}"
         return f"without Transformer Engine: {self.why_not}" if self.why_not else ""
@@ -64,7 +64,9 @@ def uses_transformer_engine() -> bool:
 
 
 def _imported(name: str) -> tuple[Any, str]:
-    """A module, or why it can't be imported: a library of another build may raise anything."""
+    """Imports a module, or says why it can't be imported: a library of another build may raise
+    anything.
+    """
     try:
         return importlib.import_module(name), ""
     except Exception as error:
@@ -83,7 +85,10 @@ def version_of(text: str) -> tuple[int, ...]:
 def fused_kernels(
     found: Installed, model: ModelDescription, parallel: ParallelConfig, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Fields of Megatron's config that a machine with `found` sets; without any, those of a CPU."""
+    """Returns the fields of Megatron's config that a machine with `found` sets.
+
+    Without any, those of a CPU.
+    """
     engine = found.transformer_engine or ()
     fields = {
         # One kernel turns queries and one keys; Megatron's other way asks the device for the rows'

@@ -17,7 +17,7 @@ from model_providers.norm import LATENT_EPSILON
 
 
 def mend_latent_attention(chunk: nn.Module, config: MLATransformerConfig) -> None:
-    """Every latent attention of a chunk, before anything else looks at its parameters."""
+    """Mends every latent attention of a chunk, before anything else looks at its parameters."""
     for module in chunk.modules():
         if isinstance(module, MLASelfAttention):
             parts = module._modules
@@ -41,7 +41,9 @@ def mend_latent_attention(chunk: nn.Module, config: MLATransformerConfig) -> Non
 
 
 def _count_once(down: Any) -> None:
-    """Transformer Engine marks every weight as a shard. These it holds whole on every rank: their
+    """Marks weights that every rank holds whole as no shards.
+
+    Transformer Engine marks every weight as a shard. These it holds whole on every rank: their
     gradients, equal everywhere, would enter the global norm once a rank.
     """
     if not isinstance(down, ColumnParallelLinear):
@@ -49,7 +51,9 @@ def _count_once(down: Any) -> None:
 
 
 def _sum_gradients_of_the_shared_key(module: MLASelfAttention) -> None:
-    """Every head attends to one rotated key, so its gradient is a sum over all ranks' heads.
+    """Adds up the gradient of the one rotated key over ranks.
+
+    Every head attends to that key, so its gradient is a sum over all ranks' heads.
     Megatron-Core 0.16.1 gathers a column-parallel `linear_kv_down_proj` itself, and its backward
     pass then takes only this rank's heads into account. What is gathered here it leaves alone.
     Without sequence parallelism these models, all of experts, are not trained.
@@ -58,8 +62,9 @@ def _sum_gradients_of_the_shared_key(module: MLASelfAttention) -> None:
 
 
 def _whole(_: nn.Module, given: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
-    """[s, b, (latent + key) / TP] -> [s / TP, b, latent + key], as from a linear that every rank
-    has whole: Megatron gathers the key along the sequence then, which sums in the backward pass.
+    """Maps [s, b, (latent + key) / TP] to [s / TP, b, latent + key], as from a linear that every
+    rank has whole: Megatron gathers the key along the sequence then, which sums in the backward
+    pass.
     """
     return scatter_to_sequence_parallel_region(
         gather_from_tensor_model_parallel_region(output[0])

@@ -30,8 +30,8 @@ def holdings(
     expert_rank: int,
     expert_tensor_rank: int,
 ) -> Iterator[Holding]:
-    """Everything that one process holds, with the modules of Megatron itself (not Transformer
-    Engine's).
+    """Yields everything that one process holds, with the modules of Megatron itself (not
+    Transformer Engine's).
 
     Raises WeightMismatch, on use of a rule, and ValueError where the layout does not fit the model.
     """

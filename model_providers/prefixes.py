@@ -28,8 +28,9 @@ def has_kernel(query: Tensor) -> bool:
 def attend_to_prefix(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None = None
 ) -> Tensor:
-    """[b, heads, q, d] over [b, groups, k, d], q below k -> [b, heads, q, d of values]; the last
-    query sees the last key.
+    """Attends [b, heads, q, d] over [b, groups, k, d], q below k, to [b, heads, q, d of values].
+
+    The last query sees the last key.
     """
     width = value.shape[-1]
     scale = query.shape[-1] ** -0.5 if scale is None else scale
@@ -94,19 +95,19 @@ def _halves(
 
 
 def _behind(x: Tensor, groups: int) -> Tensor:
-    """[b, heads, q, ...] -> [b, groups, heads of a group * q, ...]: without a mask they are so many
-    more queries of one head, and no key need be copied for each.
+    """Maps [b, heads, q, ...] to [b, groups, heads of a group * q, ...]: without a mask they are so
+    many more queries of one head, and no key need be copied for each.
     """
     return x.unflatten(1, (groups, -1)).flatten(2, 3)
 
 
 def _beside(x: Tensor, query: Tensor) -> Tensor:
-    """The way back, to the heads of `query`."""
+    """Goes the way back, to the heads of `query`."""
     return x.unflatten(2, (-1, query.shape[2])).flatten(1, 2)
 
 
 def _wide(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """A key and a value for every head."""
+    """Returns a key and a value for every head."""
     repeat = query.shape[1] // key.shape[1]
     return (
         (key, value)
@@ -118,7 +119,9 @@ def _wide(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 def _forward(
     query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
-    """(output, logarithms of the denominators [b, heads, q], what the backward pass wants besides)."""
+    """Returns (output, logarithms of the denominators [b, heads, q], what the backward pass wants
+    besides).
+    """
     if query.device.type == "cuda":
         out, denominator, *seeds, _ = aten._scaled_dot_product_flash_attention(
             query, key, value, 0.0, causal, scale=scale

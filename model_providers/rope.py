@@ -36,8 +36,8 @@ class Rope:
 
 
 def read_rope(config: HFConfig) -> Rope:
-    """transformers 5 writes `rope_parameters`; 4 wrote `rope_theta` and `rope_scaling` (with `type`
-    or `rope_type`).
+    """Reads `rope_parameters`, as transformers 5 writes, or `rope_theta` and `rope_scaling` (with
+    `type` or `rope_type`), as 4 wrote.
 
     Raises CheckpointError, naming the field, for what Megatron can't represent, and for what
     transformers refuses.
@@ -115,8 +115,10 @@ def _optional(fields: dict[str, Any], name: str, default: float) -> float:
 
 
 def _yarn(fields: dict[str, Any], config: HFConfig) -> tuple[float, Yarn]:
-    """(factor, the rest); a factor that is null follows from the positions, one that is absent is
-    refused, as by transformers.
+    """Returns (factor, the rest).
+
+    A factor that is null follows from the positions, one that is absent is refused, as by
+    transformers.
     """
     original = fields.pop("original_max_position_embeddings")
     if not is_whole(original, 1):

@@ -27,7 +27,7 @@ class PackedRotary(nn.Module):
         self._context = (0, 1)
 
     def next(self, sequence: PackedSeqParams, positions: Tensor, *, rank: int, ranks: int) -> None:
-        """The next forward pass is of tokens at `positions` [N] in their rows: what
+        """Prepares the next forward pass, of tokens at `positions` [N] in their rows: what
         context-parallel rank `rank` of `ranks` has.
 
         Changes the padded edges of `sequence`, which nothing else reads where this is used.
@@ -50,8 +50,8 @@ class PackedRotary(nn.Module):
         return self._of_tokens(found)
 
     def _of_tokens(self, angles: Tensor) -> Tensor:
-        """[N x ranks, 1, 1, D]: this rank's tokens at the places where Megatron looks for its two
-        zig-zag chunks of one row.
+        """Returns [N x ranks, 1, 1, D]: this rank's tokens at the places where Megatron looks for
+        its two zig-zag chunks of one row.
         """
         mine = angles[self._positions]
         rank, ranks = self._context

@@ -16,7 +16,9 @@ from model_providers.norm import LatentNorm, RMSNorm
 
 
 def block_spec(config: TransformerConfig, chunk: int | None) -> TransformerBlockSubmodules:
-    """The layers of this pipeline stage, or of its `chunk` where the schedule is interleaved."""
+    """Returns the spec of the layers of this pipeline stage, or of its `chunk` where the schedule
+    is interleaved.
+    """
     if uses_transformer_engine():
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=chunk)
     # Megatron-Core 0.16.1, where it failed to import Transformer Engine, asks for this name

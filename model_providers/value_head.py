@@ -21,7 +21,7 @@ class ValueHead(torch.nn.Module):
         self.bias = torch.nn.Parameter(torch.zeros(1, dtype=config.params_dtype)) if bias else None
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[N or its part, 1, H] -> [N] float32."""
+        """Maps [N or its part, 1, H] to [N] float32."""
         if self.sequence_parallel:
             # Every process goes on alike, so each keeps its own part of the gradient.
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)

@@ -29,7 +29,7 @@ class DataError(RFTMegaError):
 
     @classmethod
     def first_of(cls, problems: Sequence[str]) -> Self:
-        """The first ten, a line each, and how many more there are."""
+        """Builds an error of the first ten, a line each, and how many more there are."""
         more = len(problems) - 10
         return cls("\n".join([*problems[:10], *([f"... and {more} more."] if more > 0 else [])]))
 
@@ -94,6 +94,21 @@ class NodeFault(NodeError):
     exit_code = 1
 
 
+class RanksFailed(RFTMegaError):  # noqa: N818  it tells what happened
+    """A run of several ranks that ended because one of them died, or because of a signal; its
+    launcher has written which and why.
+    """
+
+    exit_code = 1
+
+    @classmethod
+    def with_code(cls, code: int) -> Self:
+        """Builds the error for a run that ended with this exit code."""
+        error = cls(f"The run ended with exit code {code}; what was written before says why.")
+        error.exit_code = code
+        return error
+
+
 FAULTS = (EngineFault, NodeFault)
 # starting again would not mend it
 FINAL_CODES = (RFTMegaError.exit_code, Diverged.exit_code, GapExceeded.exit_code)
@@ -111,8 +126,9 @@ class Preempted(Exception):  # noqa: N818  nothing went wrong
 
 
 def exit_code_of(work: Callable[..., int], *given: object) -> int:
-    """Returns what `work`(*given) returns; where that raises an error of ours, the error's code,
-    after the message on stderr.
+    """Returns what `work`(*given) returns.
+
+    Where that raises an error of ours, the error's code, after the message on stderr.
     """
     try:
         return work(*given)

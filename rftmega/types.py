@@ -28,6 +28,9 @@ class Prompt:
     label: str = ""
     index: int = 0  # its row in the data set
     kind: str = ""  # of task: decides how answers are scored (reward.recipe)
+    # columns of the data set as JSON, with the prompt's text or messages as "prompt", for rewards
+    # that read them; "" where none does
+    record: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,15 +25,14 @@ from typing import Any
 
 from tqdm import tqdm
 
-import train_rl
 from rftmega import config as configuration
+from rftmega.callbacks.checkpointing import WITHIN
 from rftmega.checkpoint import retention
 from rftmega.checkpoint.reader import read_manifest
 from rftmega.config import RunConfig
-from rftmega.launch import command_line, preflight
+from rftmega.launch import api, preflight
 from rftmega.launch.local_launcher import launch
 from rftmega.parallel import watchdog
-from rftmega.trainer.checkpointing import WITHIN
 from tests.e2e.conftest import UNLIKE, numbers_of, write_arithmetic
 
 PHASES = ("rollout", "score", "update", "push", "save")
@@ -88,7 +87,7 @@ def rank(config: RunConfig, strike: Strike | None, log: str) -> int:
     first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
     if strike is not None and first and int(os.environ["RANK"]) == strike.rank:
         threading.Thread(target=strike_out, args=(strike, f"{log}.strike"), daemon=True).start()
-    return command_line.rank(train_rl.train, config)
+    return api.rank(config, b"")
 
 
 def strike_out(strike: Strike, note: str) -> None:

@@ -40,3 +40,16 @@ def _process_as_it_was() -> Iterator[None]:
     os.environ.update(_TOLD)
     logging.disable(_SILENCED)
     os.umask(_UMASK)
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    """A config that can run: its folder and files exist."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    (model / "model.safetensors").write_bytes(b"")
+    (tmp_path / "train.jsonl").write_text("")
+    path = tmp_path / "run.yaml"
+    path.write_text(f"model: {{path: {model}}}\ndata: {{train: {tmp_path / 'train.jsonl'}}}\n")
+    return path

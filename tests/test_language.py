@@ -1,11 +1,13 @@
-"""The language of the code: one class name says one thing, and a docstring begins with what its
-subject does.
+"""The language of code and documents: one class name says one thing, a docstring begins with what
+its subject does, and documents have short lines and sentences.
 """
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -22,6 +24,8 @@ PLAIN_ROOMS = (
     "examples",
     "train_rl.py",
 )
+LONGEST_LINE = 160  # characters of a document's line, tables and code as well
+LONGEST_SENTENCE = 16  # words, the median of a document
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -59,6 +63,40 @@ def riddles(root: Path, rooms: tuple[str, ...]) -> list[str]:
                 found.append(
                     f"{path.relative_to(root)}:{line}: a docstring begins with {first}: begin with what it does"
                 )
+    return found
+
+
+def documents(root: Path) -> list[Path]:
+    return sorted([*root.glob("*.md"), *root.glob("docs/*.md")])
+
+
+def long_lines(root: Path) -> list[str]:
+    """Lists the lines of the documents that are longer than LONGEST_LINE."""
+    return [
+        f"{path.relative_to(root)}:{number}: {len(line)} characters"
+        for path in documents(root)
+        for number, line in enumerate(path.read_text().splitlines(), start=1)
+        if len(line) > LONGEST_LINE
+    ]
+
+
+def sentences(text: str) -> list[str]:
+    """Returns the sentences of a document's paragraphs and lists; code, tables and titles have
+    none.
+    """
+    prose = [line for line in text.splitlines() if not line.startswith(("    ", "|", "#", "<!--"))]
+    paragraphs = re.split(r"\n\s*\n|\n *(?:- |\d+\. )", "\n".join(prose))
+    found = [sentence for part in paragraphs for sentence in re.split(r"(?<=[.!?])\s+", part)]
+    return [sentence for sentence in found if re.search("[A-Za-z]", sentence)]
+
+
+def wordy(root: Path) -> list[str]:
+    """Lists the documents whose median sentence is longer than LONGEST_SENTENCE."""
+    found = []
+    for path in documents(root):
+        words = [len(sentence.split()) for sentence in sentences(path.read_text())]
+        if words and median(words) > LONGEST_SENTENCE:
+            found.append(f"{path.relative_to(root)}: {median(words)} words in the median sentence")
     return found
 
 
@@ -117,3 +155,17 @@ def test_a_planted_riddle_is_found(code: str, line: int, tmp_path: Path) -> None
 def test_a_plain_sentence_passes(text: str, tmp_path: Path) -> None:
     plant(tmp_path, "rftmega/weights/good.py", f'def f():\n    """{text}"""')
     assert riddles(tmp_path, ("rftmega/weights/good.py",)) == []
+
+
+def test_documents_have_short_lines_and_sentences() -> None:
+    assert long_lines(ROOT) == []
+    assert wordy(ROOT) == []
+
+
+def test_a_planted_long_line_and_long_sentences_are_found(tmp_path: Path) -> None:
+    plant(tmp_path, "docs/a.md", "    " + "x" * 156 + "\n| " + "x" * 159 + "\n")
+    plant(tmp_path, "README.md", f"{'word ' * 17}end. One.\n\n- {'word ' * 9}\n  {'word ' * 9}end.")
+    assert long_lines(tmp_path) == ["docs/a.md:2: 161 characters"]
+    assert wordy(tmp_path) == ["README.md: 18 words in the median sentence"]
+    plant(tmp_path, "README.md", "# Title\n\nOne two. Three.\n\n    code " + "word " * 30)
+    assert wordy(tmp_path) == []

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-LEARNT = "algorithms rewards data experience trainer"
+LEARNT = "algorithms rewards data experience trainer callbacks"
 RUNS = "device parallel kernels megatron checkpoint conversion rollout weights planning model_providers converters"
-BASICS = "config errors json_files types interfaces shards"
+BASICS = "config validation errors json_files types interfaces shards"
 MAY_IMPORT = {
     "config": "errors json_files",
     "errors": "",
@@ -22,8 +22,10 @@ MAY_IMPORT = {
     "sandbox": "",
     "rewards": "types errors json_files config",
     "data": "config types errors json_files",
+    "validation": "config errors json_files",
     "experience": "errors types interfaces algorithms config",
     "trainer": "errors config types interfaces algorithms experience",
+    "callbacks": "errors config types interfaces algorithms experience",
     "device": "errors",
     "kernels": "",
     "parallel": "config errors device",
@@ -32,7 +34,7 @@ MAY_IMPORT = {
     "conversion": "config errors json_files parallel checkpoint megatron model_providers converters",
     "rollout": "config types shards interfaces errors json_files device parallel weights",
     "weights": "config types shards interfaces errors json_files device parallel converters",
-    "planning": "config shards errors parallel weights model_providers converters",
+    "planning": "config validation shards errors parallel weights model_providers converters",
     "strategy": f"{BASICS} {LEARNT} {RUNS}",
     "observe": f"{BASICS} {LEARNT} {RUNS} strategy",
     "launch": f"{BASICS} {LEARNT} {RUNS} strategy observe",
@@ -52,7 +54,8 @@ ONLY_IN = {
 }
 RELATIVE = "a relative import"
 # units whose import must cost nothing
-LIGHT = {"config": ("torch", "transformers", "megatron", "vllm")}
+HEAVY = ("torch", "transformers", "megatron", "vllm")
+LIGHT = {"config": HEAVY, "validation": HEAVY}
 
 
 def names_in(path: Path) -> Iterator[tuple[int, str]]:
@@ -114,6 +117,16 @@ def test_imports_follow_the_map() -> None:
             "trainer may not import megatron",
         ),
         (
+            "rftmega/trainer/bad.py",
+            "from rftmega.callbacks.observer import Observer",
+            "trainer may not import callbacks",
+        ),
+        (
+            "rftmega/callbacks/bad.py",
+            "from rftmega.trainer import PPOTrainer",
+            "callbacks may not import trainer",
+        ),
+        (
             "rftmega/experience/bad.py",
             "import torch\ntorch.cuda.synchronize()",
             "torch.cuda belongs in device, not experience",
@@ -152,6 +165,17 @@ def test_imports_follow_the_map() -> None:
         ("rftmega/trainer/bad.py", "from ..data import load_prompts", "a relative import"),
         ("rftmega/trainer/bad.py", "from .. import megatron", "a relative import"),
         ("rftmega/config/bad.py", "import torch", "config must import nothing heavy"),
+        ("rftmega/validation/bad.py", "import torch", "validation must import nothing heavy"),
+        (
+            "rftmega/config/bad.py",
+            "from rftmega.validation import violations",
+            "config may not import validation",
+        ),
+        (
+            "rftmega/validation/bad.py",
+            "from rftmega.data import load_prompts",
+            "validation may not import data",
+        ),
         (
             "rftmega/strategy/bad.py",
             "from rftmega.lightrft.strategy import StrategyBase",

@@ -20,6 +20,7 @@ IMPORTED = (
         "pyarrow",
         "datasets",
         "pydantic",
+        "cloudpickle",
     ),
     *(
         "matplotlib",

@@ -20,7 +20,7 @@ INVARIANCES, MIX, STEP = (
 SAMPLING, FORWARD, CONFIG = (
     "unit/trainer/test_sampling.py",
     "unit/megatron/test_forward.py",
-    "unit/config/test_config.py",
+    "unit/validation/test_violations.py",
 )
 ACTOR, LAYOUTS, LOGPROBS = (
     f"distributed/test_{name}.py" for name in ("actor", "invariance", "logprobs")
@@ -60,13 +60,13 @@ PROPERTIES: dict[int, list[str]] = {
          "unit/algorithms/test_filters.py::test_the_cap_and_the_weight_of_agreeing_groups_are_settings"],
     14: [f"{SHAPING}::test_running_moments_are_those_of_everything_seen_so_far",
          f"{SHAPING}::test_the_clip_comes_last_and_everything_is_off_by_itself",
-         "unit/trainer/test_evaluate.py::test_training_is_the_same_with_and_without_evaluation"],
+         "unit/callbacks/test_evaluate.py::test_training_is_the_same_with_and_without_evaluation"],
     15: [f"{KL}::test_values_and_gradients_are_those_of_the_formulas",
          f"{KL}::test_k1_and_k3_estimate_the_kl_of_two_distributions", REFUSED],
     16: [f"{ADVANTAGES}::test_an_answers_reward_is_at_its_last_token_once", REFUSED],
     17: [f"{KL}::test_without_a_target_the_weight_stays",
          f"{KL}::test_with_one_it_follows_what_is_seen_by_at_most_a_fifth_of_the_horizon",
-         "unit/trainer/test_checkpointing.py::test_a_resumed_run_equals_one_that_was_never_interrupted"],
+         "unit/callbacks/test_checkpointing.py::test_a_resumed_run_equals_one_that_was_never_interrupted"],
     18: [f"{SHAPING}::test_long_answers_pay_from_the_buffer_on_and_never_more_than_the_factor",
          f"{STEP}::test_answers_that_were_cut_off_can_be_left_out_of_the_loss_but_not_of_their_group"],
     19: [f"{SAMPLING}::test_groups_that_agree_are_replaced_until_the_batch_is_full",

@@ -117,8 +117,8 @@ def latent_attention(config: Config) -> list[Rule]:
 
 
 def left_out(config: Config, names: Set[str]) -> set[str]:
-    """Tensors of the layers behind the last that predict several tokens at once: as many as
-    config.json says, and no other ones.
+    """Returns the tensors of the layers behind the last that predict several tokens at once: as
+    many as config.json says, and no other ones.
 
     A layer without what only those have is one that num_hidden_layers forgot.
     """
@@ -135,7 +135,8 @@ def left_out(config: Config, names: Set[str]) -> set[str]:
 
 
 def written(config: Config) -> dict[str, Any]:
-    """A folder of ours has no such layers; where config.json says nothing, transformers would look
-    for one.
+    """Says that a folder of ours has no such layers.
+
+    Where config.json says nothing, transformers would look for one.
     """
     return {"num_nextn_predict_layers": 0} if config["num_nextn_predict_layers"] != 0 else {}

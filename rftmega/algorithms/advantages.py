@@ -33,8 +33,7 @@ def group_normalised(
 
 
 def leave_one_out(reward: Tensor, group: Tensor) -> Tensor:
-    """reward [B], group [B] int -> [B]: reward minus the mean of the group's others, 0 where there
-    are none.
+    """Returns [B]: the reward minus the mean of the group's others, 0 where there are none.
 
     RLOO, arXiv:2402.14740, eq. 8.
     """
@@ -44,9 +43,11 @@ def leave_one_out(reward: Tensor, group: Tensor) -> Tensor:
 
 
 def _centred(reward: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(reward minus its group's mean [B], number of each row's group [B], sizes of the groups), in
-    float64: in float32 three rewards of 0.1 do not have the mean 0.1, and the residue over eps is a
-    signal.
+    """Returns (reward minus its group's mean [B], number of each row's group [B], sizes of the
+    groups).
+
+    They are in float64: in float32 three rewards of 0.1 do not have the mean 0.1, and the residue
+    over eps is a signal.
     """
     exact = reward.double()
     _, index = group.unique(return_inverse=True)
@@ -58,8 +59,9 @@ def _centred(reward: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def token_rewards(reward: Tensor, mask: Tensor, penalty: Tensor | None = None) -> Tensor:
-    """[B, T]: the answer's reward [B] at its last token, minus `penalty` [B, T] at every token; 0
-    outside the mask.
+    """Puts the answer's reward [B] at its last token, minus `penalty` [B, T] at every token.
+
+    0 outside the mask.
     """
     columns = torch.arange(mask.shape[1], device=mask.device)
     last = torch.where(mask, columns, -1).amax(-1, keepdim=True)
@@ -70,8 +72,9 @@ def token_rewards(reward: Tensor, mask: Tensor, penalty: Tensor | None = None) -
 
 
 def discounted_returns(reward: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """reward [B, T] -> [B, T]: what follows from each token on, discounted a token; holes in the
-    mask take no step.
+    """Sums the reward [B, T] that follows from each token on, discounted a token.
+
+    Holes in the mask take no step.
     """
     found = torch.zeros_like(reward)
     running = torch.zeros_like(reward[:, 0])
@@ -82,8 +85,9 @@ def discounted_returns(reward: Tensor, mask: Tensor, gamma: float) -> Tensor:
 
 
 def whitened(advantage: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
-    """[B, T] with mean 0 and variance 1 over all tokens of the mask, 0 outside; what does not vary
-    becomes 0.
+    """Returns [B, T] with mean 0 and variance 1 over all tokens of the mask, 0 outside.
+
+    What does not vary becomes 0.
     """
     kept = advantage[mask].double()
     if not len(kept) or kept.min() == kept.max():

@@ -15,14 +15,12 @@ Aggregation = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 def token_mean(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Every response token weighs the same (DAPO, arXiv:2503.14476, eq. 8). mask [B, T] -> weight
-    [B, T], count of tokens.
-    """
+    """Weighs every response token the same (DAPO, arXiv:2503.14476, eq. 8)."""
     return mask.float(), mask.sum()
 
 
 def sequence_mean(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Every response weighs the same, however long (GRPO, arXiv:2402.03300, eq. 3).
+    """Weighs every response the same, however long (GRPO, arXiv:2402.03300, eq. 3).
 
     Count: non-empty responses.
     """
@@ -31,8 +29,8 @@ def sequence_mean(mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sequence_sum(constant: int) -> Aggregation:
-    """Every response token weighs 1 / constant in its response's sum, so that no response's length
-    matters (Dr. GRPO, arXiv:2503.20783, section 3.2; the constant is the most tokens that a
+    """Weighs every response token by 1 / constant in its response's sum, so that no response's
+    length matters (Dr. GRPO, arXiv:2503.20783, section 3.2; the constant is the most tokens that a
     response may have). Count: non-empty responses.
     """
 
@@ -43,9 +41,9 @@ def sequence_sum(constant: int) -> Aggregation:
 
 
 def sequence_total(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Every response's tokens are summed, and responses are averaged: a response is one action,
-    whose log-probability is the sum of its tokens' (RLOO, arXiv:2402.14740, section 3). Count:
-    non-empty responses.
+    """Sums every response's tokens, and averages responses: a response is one action, whose
+    log-probability is the sum of its tokens' (RLOO, arXiv:2402.14740, section 3). Count: non-empty
+    responses.
     """
     return mask.float(), mask.any(-1).sum()
 
@@ -58,15 +56,15 @@ AGGREGATIONS: dict[str, Aggregation] = {
 
 
 def aggregation_of(name: str, *, longest: int) -> Aggregation:
-    """The aggregation that an option names; `longest`: tokens that a response may have."""
+    """Returns the aggregation that an option names; `longest`: tokens that a response may have."""
     return sequence_sum(longest) if name == "sequence_sum" else AGGREGATIONS[name]
 
 
 def averaged(
     values: dict[str, Tensor], mask: Tensor, aggregation: Aggregation = token_mean
 ) -> dict[str, TokenMetric]:
-    """Metrics of `values` ([B, T] each), averaged over `mask` [B, T]: by tokens, however the loss
-    is averaged, or as told.
+    """Returns the metrics of `values` ([B, T] each), averaged over `mask` [B, T]: by tokens,
+    however the loss is averaged, or as told.
     """
     weight, count = aggregation(mask)
     return {name: TokenMetric(value.detach(), weight, count) for name, value in values.items()}

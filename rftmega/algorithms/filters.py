@@ -9,8 +9,7 @@ from rftmega.algorithms.groups import varied
 def clip_filter_weight(
     reward: Tensor, group: Tensor, *, most: float, agreeing: float = 1.0
 ) -> Tensor:
-    """reward [B], group [B] int -> [B]: weights that keep the size of a step when groups agree
-    (CPGD, arXiv:2505.12504).
+    """Returns [B]: weights that keep the size of a step when groups agree (CPGD, arXiv:2505.12504).
 
     Answers of a group whose rewards differ weigh all groups over such groups, at most `most`; those
     of one that agrees weigh `agreeing`. Where all agree there is nothing to make up for: all 1.
@@ -30,8 +29,8 @@ def clip_filter_weight(
 def clip_filter_like_weight_func(
     rewards: Tensor, clip_filter_like_weight_clip_eps: float = 3.0, lamda: float = 1.0
 ) -> Tensor:
-    """rewards [B, n], a group a row -> weights [B, n]: `clip_filter_weight` by LightRFT's name and
-    arguments.
+    """Calls `clip_filter_weight` by LightRFT's name and arguments: rewards [B, n], a group a row ->
+    weights [B, n].
     """
     group = torch.arange(len(rewards)).repeat_interleave(rewards.shape[1])
     weight = clip_filter_weight(

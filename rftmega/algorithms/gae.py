@@ -7,7 +7,7 @@ from torch import Tensor
 def gae(
     values: Tensor, rewards: Tensor, mask: Tensor, gamma: float, lambd: float
 ) -> tuple[Tensor, Tensor]:
-    """(advantages, returns), both [B, T] in the dtype of `values`, 0 outside the mask
+    """Returns (advantages, returns), both [B, T] in the dtype of `values`, 0 outside the mask
     (arXiv:1506.02438, eq. 16).
 
     values, rewards [B, T] float, mask [B, T] bool or 0/1. A token outside the mask takes no step:

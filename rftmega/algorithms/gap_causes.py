@@ -56,7 +56,7 @@ class Cause(NamedTuple):
 
 
 def cause_of(evidence: Evidence, limits: Limits) -> Cause:
-    """The first cause that the evidence shows, in the order of what explains most."""
+    """Returns the first cause that the evidence shows, in the order of what explains most."""
     for look in (_weights, _tokens, _transform, _stale, _routes):
         if found := look(evidence, limits):
             return found
@@ -182,8 +182,9 @@ def _numbers(evidence: Evidence, limits: Limits) -> Cause:
 
 
 def worst_rows(behaviour_logp: Tensor, old_logp: Tensor, mask: Tensor, most: int) -> Tensor:
-    """[at most `most`] int64: rows in the order of their mean gap, the largest first; rows without
-    tokens last.
+    """Returns [at most `most`] int64: rows in the order of their mean gap, the largest first.
+
+    Rows without tokens last.
     """
     gap = torch.zeros(mask.shape, dtype=torch.float64)
     gap[mask] = gaps_of(behaviour_logp, old_logp, mask).clamp(

@@ -5,8 +5,8 @@ from torch import Tensor
 
 
 def varied(score: Tensor, group: Tensor) -> Tensor:
-    """score [B], group [B] int -> [B] bool: whether the answers of a row's group differ in score.
-    Those of a group that agrees teach nothing, so dynamic sampling leaves them out (DAPO,
+    """Returns whether the answers of a row's group differ in score: score [B], group [B] int -> [B]
+    bool. Those of a group that agrees teach nothing, so dynamic sampling leaves them out (DAPO,
     arXiv:2503.14476, eq. 11).
     """
     found, index = group.unique(return_inverse=True)

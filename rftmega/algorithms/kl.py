@@ -13,17 +13,20 @@ from torch import Tensor
 
 
 def k1(delta: Tensor) -> Tensor:
-    """Unbiased, may be negative."""
+    """Returns an estimate that is unbiased and may be negative."""
     return delta
 
 
 def k2(delta: Tensor) -> Tensor:
-    """Biased, low variance; its gradient is that of the KL itself."""
+    """Returns an estimate that is biased and of low variance.
+
+    Its gradient is that of the KL itself.
+    """
     return delta.square() / 2
 
 
 def k3(delta: Tensor) -> Tensor:
-    """Unbiased and never negative (GRPO, arXiv:2402.03300, eq. 4)."""
+    """Returns an estimate that is unbiased and never negative (GRPO, arXiv:2402.03300, eq. 4)."""
     return torch.expm1(-delta) + delta
 
 
@@ -42,7 +45,7 @@ class KLController:
         self.value, self.target, self.horizon = value, target, horizon
 
     def update(self, seen: float, answers: int) -> None:
-        """After a rollout of `answers` answers whose mean KL a token was `seen`."""
+        """Moves the weight after a rollout of `answers` answers whose mean KL a token was `seen`."""
         if self.target:
             error = min(max(seen / self.target - 1, -0.2), 0.2)
             self.value *= 1 + error * min(answers / self.horizon, 1.0)

@@ -22,7 +22,7 @@ def policy_loss(
     entropy_coef: float = 0.0,
     aggregation: Aggregation = token_mean,
 ) -> LossFn:
-    """Surrogate + kl_coef x KL to the reference - entropy_coef x entropy, per token.
+    """Adds up the surrogate + kl_coef x KL to the reference - entropy_coef x entropy, per token.
 
     The surrogate is the function of `options`, times the importance of `correction`. Below 1,
     `high_entropy_share` keeps only that share of each answer's tokens, those of highest entropy
@@ -73,8 +73,8 @@ def policy_loss(
 
 
 def highest(entropy: Tensor, mask: Tensor, share: float) -> Tensor:
-    """[B, T] True for the `share` of each answer's tokens (rounded down, at least one) with the
-    highest entropy.
+    """Returns [B, T] True for the `share` of each answer's tokens (rounded down, at least one) with
+    the highest entropy.
 
     Never outside the mask; of equals the first.
     """

@@ -37,14 +37,18 @@ class Gap(NamedTuple):
 
 
 def gaps_of(behaviour_logp: Tensor, old_logp: Tensor, mask: Tensor) -> Tensor:
-    """[tokens of the mask] |engine - trainer|, all [B, T]; infinite where one of them is no number."""
+    """Returns [tokens of the mask] |engine - trainer|, all [B, T].
+
+    Infinite where one of them is no number.
+    """
     gap = (behaviour_logp.double() - old_logp.double()).abs()[mask]
     return torch.where(gap.isnan(), torch.inf, gap)
 
 
 def log_prob_gap(behaviour_logp: Tensor, old_logp: Tensor, mask: Tensor) -> Gap:
-    """Returns the gap of the response tokens, all [B, T]; all 0, and an error of 1, where there are
-    none.
+    """Returns the gap of the response tokens, all [B, T].
+
+    All 0, and an error of 1, where there are none.
     """
     gap = gaps_of(behaviour_logp, old_logp, mask)
     if not len(gap):
@@ -52,7 +56,7 @@ def log_prob_gap(behaviour_logp: Tensor, old_logp: Tensor, mask: Tensor) -> Gap:
     ranked = gap.sort().values
 
     def at(share: float) -> float:
-        """The smallest gap that at least so many of the tokens do not exceed."""
+        """Returns the smallest gap that at least so many of the tokens do not exceed."""
         return ranked[max(math.ceil(share * len(ranked)) - 1, 0)].item()
 
     return Gap(at(1.0), at(0.999), gap.mean().item(), at(0.5), len(gap), gap.exp().mean().item())

@@ -4,8 +4,8 @@ from math import comb
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
-    """Probability that k of the `samples` answers to a prompt, drawn without putting back, hold one
-    of the `right` ones.
+    """Returns the probability that k of the `samples` answers to a prompt, drawn without putting
+    back, hold one of the `right` ones.
 
     The unbiased estimate of "one of k answers is right" (arXiv:2107.03374, eq. 1): 1 - C(samples -
     right, k) / C(samples, k), in whole numbers up to the division. Raises ValueError unless 1 <= k

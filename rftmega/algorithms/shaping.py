@@ -4,8 +4,8 @@ from torch import Tensor
 
 
 def overlong_penalty(length: Tensor, *, longest: int, buffer: int, factor: float) -> Tensor:
-    """length [B] int, of answers -> [B]: 0 up to longest - buffer tokens, from there falling in a
-    line to -factor at `longest`, and never below (DAPO, arXiv:2503.14476, eq. 13).
+    """Maps length [B] int, of answers, to [B]: 0 up to longest - buffer tokens, from there falling
+    in a line to -factor at `longest`, and never below (DAPO, arXiv:2503.14476, eq. 13).
     """
     return -factor * ((length - (longest - buffer)) / buffer).clamp(0.0, 1.0)
 
@@ -34,7 +34,7 @@ class RunningMoments:
         self.count = together
 
     def normalised(self, reward: Tensor, *, eps: float = 1e-8) -> Tensor:
-        """reward [B] minus the mean, over the deviation."""
+        """Returns the reward [B] minus the mean, over the deviation."""
         deviation = (self.squares / max(self.count - 1, 1)) ** 0.5
         return ((reward.double() - self.mean) / (deviation + eps)).to(reward.dtype)
 
@@ -64,7 +64,7 @@ class Shaping:
         self.clip = clip
 
     def __call__(self, reward: Tensor, length: Tensor) -> Tensor:
-        """reward [B], length [B] of the answers in tokens -> [B]; call it once a rollout."""
+        """Shapes reward [B] of answers of length [B] in tokens; call it once a rollout."""
         if self.buffer:
             reward = reward + overlong_penalty(
                 length, longest=self.longest, buffer=self.buffer, factor=self.factor

@@ -11,7 +11,7 @@ from rftmega.types import Experience, LossFn, Rows, TokenLoss, TokenMetric, Toke
 
 
 def cross_entropy_loss(aggregation: Aggregation = token_mean) -> LossFn:
-    """-log p of each response token, the end of sequence included; of the prompt's none."""
+    """Returns -log p of each response token, the end of sequence included; of the prompt's none."""
 
     def loss(stats: TokenStats, experience: Experience) -> TokenLoss:
         value = torch.where(experience.mask, -stats.logp, 0.0)
@@ -25,7 +25,7 @@ def cross_entropy_loss(aggregation: Aggregation = token_mean) -> LossFn:
 
 
 def pairwise_loss() -> LossFn:
-    """-log sigmoid(chosen - rejected) of the rewards of rows 2i and 2i + 1 (Bradley-Terry;
+    """Returns -log sigmoid(chosen - rejected) of the rewards of rows 2i and 2i + 1 (Bradley-Terry;
     arXiv:2203.02155, eq. 1).
 
     Needs `Rows.with_end`, and rows in pairs (`update(..., group_size=2)`). The pair's loss stands
@@ -60,7 +60,7 @@ def pairwise_loss() -> LossFn:
 
 
 def last_value(values: Tensor, rows: Rows) -> Tensor:
-    """[B]: the value after each row's last token.
+    """Returns [B]: the value after each row's last token.
 
     `values` [B, T] are of `rows`, which `Rows.with_end` gave.
     """
@@ -68,7 +68,7 @@ def last_value(values: Tensor, rows: Rows) -> Tensor:
 
 
 def _at_end(values: Tensor, rows: Rows) -> Tensor:
-    """[B, T] 1 where `last_value` reads, 0 elsewhere."""
+    """Returns [B, T] 1 where `last_value` reads, 0 elsewhere."""
     return (
         torch.arange(values.shape[1], device=values.device) == rows.lengths[:, None] - 2
     ).float()

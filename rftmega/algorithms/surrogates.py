@@ -24,7 +24,7 @@ Surrogate = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
 
 
 def ratio_of(log_ratio: Tensor) -> Tensor:
-    """exp, and beyond LARGEST_LOG_RATIO its tangent there.
+    """Returns exp, and beyond LARGEST_LOG_RATIO its tangent there.
 
     inf would have a gradient of NaN even where a clip takes over. A constant would have none, and a
     token of negative advantage that became far more likely would never be unlearnt.
@@ -37,8 +37,9 @@ def ratio_of(log_ratio: Tensor) -> Tensor:
 
 @implements(Clip)
 def clipped(log_ratio: Tensor, advantage: Tensor, mask: Tensor, options: Clip) -> Tensor:
-    """Returns PPO's pessimistic bound (arXiv:1707.06347, eq. 7); its clip range upwards is DAPO's
-    (arXiv:2503.14476, eq. 10).
+    """Returns PPO's pessimistic bound (arXiv:1707.06347, eq. 7).
+
+    Its clip range upwards is DAPO's (arXiv:2503.14476, eq. 10).
 
     With `dual` = c > 1 the loss of a token with negative advantage is at most -c x advantage
     (arXiv:1912.09729, eq. 5).
@@ -68,15 +69,16 @@ def sequence_clipped(log_ratio: Tensor, advantage: Tensor, mask: Tensor, options
 
 
 def mean_log_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
-    """[B, T]: the mean over the answer, at each of its tokens."""
+    """Returns [B, T]: the mean over the answer, at each of its tokens."""
     length = mask.sum(-1, keepdim=True).clamp(min=1)
     return (log_ratio.sum(-1, keepdim=True) / length).expand_as(log_ratio)
 
 
 @implements(CISPO)
 def weighted_score(log_ratio: Tensor, advantage: Tensor, mask: Tensor, options: CISPO) -> Tensor:
-    """CISPO (arXiv:2506.13585, eq. 4): no token's gradient is cut off; its weight, the ratio, is
-    clipped and held constant.
+    """Computes CISPO's loss (arXiv:2506.13585, eq. 4): no token's gradient is cut off.
+
+    Its weight, the ratio, is clipped and held constant.
     """
     weight = ratio_of(log_ratio.detach()).clamp(1 - options.low, 1 + options.high)
     return -weight * advantage * log_ratio
@@ -84,8 +86,9 @@ def weighted_score(log_ratio: Tensor, advantage: Tensor, mask: Tensor, options: 
 
 @implements(CPGD)
 def log_clipped(log_ratio: Tensor, advantage: Tensor, mask: Tensor, options: CPGD) -> Tensor:
-    """CPGD (arXiv:2505.12504, eq. 5 and 7): no ratio multiplies the advantage; the clip is on its
-    logarithm.
+    """Computes CPGD's loss (arXiv:2505.12504, eq. 5 and 7): no ratio multiplies the advantage.
+
+    The clip is on its logarithm.
 
     Plus `drift_coef` x KL(old || present), estimated from the old policy's samples by ratio - 1 -
     log ratio, never negative. Its gradient, ratio - 1, is at most `drift_clip`, as in the authors'
@@ -99,7 +102,7 @@ def log_clipped(log_ratio: Tensor, advantage: Tensor, mask: Tensor, options: CPG
 
 
 def _drift(log_ratio: Tensor, highest: float) -> Tensor:
-    """ratio - 1 - log ratio, and its tangent from a ratio of 1 + `highest` on."""
+    """Returns ratio - 1 - log ratio, and its tangent from a ratio of 1 + `highest` on."""
     edge = math.log1p(highest)
     near = torch.expm1(log_ratio.clamp(max=edge)) - log_ratio.clamp(max=edge)
     return torch.where(log_ratio > edge, highest - edge + highest * (log_ratio - edge), near)
@@ -107,8 +110,9 @@ def _drift(log_ratio: Tensor, highest: float) -> Tensor:
 
 @implements(ScoreFunction)
 def score(log_ratio: Tensor, advantage: Tensor, mask: Tensor, options: ScoreFunction) -> Tensor:
-    """Returns REINFORCE's loss (Williams, 1992): the plain score function; right for one optimizer
-    step a rollout.
+    """Returns REINFORCE's loss (Williams, 1992): the plain score function.
+
+    Right for one optimizer step a rollout.
     """
     return -advantage * log_ratio
 

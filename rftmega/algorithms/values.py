@@ -10,7 +10,7 @@ from rftmega.types import Experience, LossFn, TokenLoss, TokenValues
 def value_loss(
     *, clip: float = 0.0, huber: float = 0.0, aggregation: Aggregation = token_mean
 ) -> LossFn:
-    """Half the squared distance of value [B, T] to the return.
+    """Returns half the squared distance of value [B, T] to the return.
 
     With `clip` above 0, the larger of it and the distance of a value that may move no further than
     `clip` from what it was when the rollout was scored (arXiv:2005.12729, section 3). With `huber`

@@ -1,4 +1,4 @@
-"""The config room reads, checks and explains the options of a run.
+"""The config room reads and explains the options of a run; `validation` checks them.
 
 Importing this costs nothing: no torch, no Megatron.
 """
@@ -23,7 +23,6 @@ from rftmega.config.schema import (
 )
 from rftmega.config.secrets import without_secrets
 from rftmega.config.sources import LONGEST_CYCLE, shares, split_source
-from rftmega.config.validate import violations
 
 __all__ = [
     "LONGEST_CYCLE",
@@ -48,6 +47,5 @@ __all__ = [
     "plugins_of",
     "shares",
     "split_source",
-    "violations",
     "without_secrets",
 ]

@@ -5,14 +5,15 @@ from typing import Any
 
 from rftmega.config.load import flatten
 from rftmega.config.secrets import SECRET
-from rftmega.config.validate_ranges import AS_THE_POLICY
+from rftmega.config.tree import AS_THE_POLICY
 
 NOTHING = "(nothing)"
 
 
 def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """ "name: old -> new", a line each, of two trees of options; one of them may have gone through
-    JSON.
+    """Returns "name: old -> new", a line each, of two trees of options.
+
+    One of them may have gone through JSON.
 
     An option that only one side knows is (nothing) on the other. What the critic takes from the
     policy is not told twice.
@@ -39,6 +40,6 @@ def _leaves(tree: dict[str, Any]) -> dict[str, str]:
 
 
 def _the_policys(name: str) -> str:
-    """The option that is the default of one of the critic's; "" for all others."""
+    """Returns the option that is the default of one of the critic's; "" for all others."""
     own = name.removeprefix("critic.")
     return own if own != name and own.startswith(AS_THE_POLICY) else ""

@@ -13,11 +13,13 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from rftmega.config.functions import name_of
 from rftmega.config.plugins import plugin_parts
 from rftmega.config.renamed import RENAMED_TYPES, renamed
 from rftmega.config.schema import RunConfig
 from rftmega.config.secrets import SECRET
 from rftmega.config.tree import (
+    AS_THE_POLICY,
     Plugins,
     built,
     default_type,
@@ -27,7 +29,6 @@ from rftmega.config.tree import (
     sections,
     unions,
 )
-from rftmega.config.validate_ranges import AS_THE_POLICY
 from rftmega.errors import ConfigError
 
 DEEPEST = 8  # sections within sections
@@ -39,6 +40,7 @@ MEANT = {
     bool: "true or false",
     str: "text",
     list[str]: "a list of text, as [a,b]",
+    list[float]: "a list of numbers, as [1,0.5]",
     list[int]: "a list of whole numbers, as [1,2]",
     dict[str, float]: "names and numbers, as {a: 1}",
     dict[str, str]: "names and text, as {a: b}",
@@ -47,7 +49,7 @@ MEANT = {
 
 
 def parse_override(text: str, plugins: Plugins = ()) -> tuple[str, Any]:
-    """ "a.b=value" -> ("a.b", value), the value read as YAML where it is some.
+    """Splits "a.b=value" into ("a.b", value), the value read as YAML where it is some.
 
     Raises ConfigError without "=".
     """
@@ -105,6 +107,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
             OmegaConf.update(config, f"critic.{name}", OmegaConf.select(config, name))
     if "reward.exact_match" not in given and _judged_otherwise(config):
         config.reward.exact_match = 0.0
+    if config.reward.functions and not _compares_with_labels(config):
+        _judge_by_functions(config, given)
     active = [name for name in known if name.rpartition(".")[0] not in chosen]
     problems += [
         f"{name} must be given." for name in active if OmegaConf.is_missing(*_parent(config, name))
@@ -189,8 +193,9 @@ def _flat_parts(layer: dict[str, Any], plugins: Plugins) -> dict[str, Any]:
 
 
 def _merged(layers: Sequence[dict[str, Any]], plugins: Plugins) -> dict[str, Any]:
-    """Returns the options of all layers, the last first; a layer that names another type of a part
-    begins it anew.
+    """Returns the options of all layers, the last first.
+
+    A layer that names another type of a part begins it anew.
     """
     found: dict[str, Any] = {}
     for layer in layers:
@@ -211,7 +216,34 @@ def _judged_otherwise(config: Any) -> bool:
     same once more.
     """
     read = config.algorithm.task == "rl" and not config.reward.recipe and not config.reward.majority
-    return read and any(OmegaConf.select(config, f"reward.{part}") for part in JUDGES)
+    parts = (*JUDGES, "functions")
+    return read and any(OmegaConf.select(config, f"reward.{part}") for part in parts)
+
+
+def _compares_with_labels(config: Any) -> bool:
+    """Says that some part of the reward is given the label of a prompt."""
+    reward, parts = config.reward, {*JUDGES, "exact_match", "remote"}
+    if config.algorithm.task != "rl" or reward.majority:
+        return True
+    if reward.recipe:
+        return any(parts.intersection(given) for given in reward.recipe.values())
+    return bool(reward.custom) or any(OmegaConf.select(reward, part) for part in parts)
+
+
+def _judge_by_functions(config: Any, given: Mapping[str, Any]) -> None:
+    """Asks for no label, and takes the first function for what says if an answer is right, unless
+    something else is given.
+    """
+    if "data.label_key" not in given:
+        config.data.label_key = ""
+    if "trainer.eval_accuracy" not in given and (config.data.eval or config.data.evals):
+        config.trainer.eval_accuracy = name_of(config.reward.functions[0])
+
+
+def _from_folder(folder: Path, reference: Any) -> Any:
+    """Returns a reward function's reference with its file as a path from where the run is started."""
+    is_file = isinstance(reference, str) and reference.rpartition(":")[0].endswith(".py")
+    return str(folder / reference) if is_file else reference
 
 
 def recipe(name: str) -> list[dict[str, Any]]:
@@ -257,7 +289,7 @@ class StrictLoader(yaml.SafeLoader):
 
 
 def read_yaml(text: str) -> Any:
-    """The one document of a text.
+    """Returns the one document of a text.
 
     Raises a YAML error, and what a date or number that there is not raises.
     """
@@ -269,8 +301,9 @@ def read_yaml(text: str) -> Any:
 
 
 def flatten(tree: dict[str, Any], prefix: str = "", plugins: Plugins = ()) -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}; an option that is a dictionary itself stays whole. A section
-    without options is none.
+    """Flattens {"a": {"b": 1}} to {"a.b": 1}; an option that is a dictionary itself stays whole.
+
+    A section without options is none.
 
     Raises ConfigError for sections that are within one another for ever (an anchor that holds
     itself).
@@ -293,8 +326,8 @@ def flatten(tree: dict[str, Any], prefix: str = "", plugins: Plugins = ()) -> di
 
 def _layers(path: Path, below: tuple[Path, ...] = ()) -> list[dict[str, Any]]:
     """Returns the dotted options of a file, after those of its base, a path from its own folder.
-    `below`: the files that led here. Paths of a recipe and of plugins are from the file's folder as
-    well.
+    `below`: the files that led here. Paths of a recipe, of plugins and of reward functions are from
+    the file's folder as well.
     """
     if path.resolve() in below:
         raise ConfigError(
@@ -307,6 +340,8 @@ def _layers(path: Path, below: tuple[Path, ...] = ()) -> list[dict[str, Any]]:
         flat["algorithm.recipe"] = str(path.parent / named)
     if isinstance(plugins := flat.get("plugins"), list):
         flat["plugins"] = [str(path.parent / file) for file in plugins]
+    if isinstance(functions := flat.get("reward.functions"), list):
+        flat["reward.functions"] = [_from_folder(path.parent, name) for name in functions]
     if base is None:
         return [flat]
     if not isinstance(base, str):

@@ -44,7 +44,8 @@ class ImportanceSampling:
 class RewardPart:
     """Rewards of a user's own inherit from this.
 
-    Their functions take (options, decode) and return a `rewards.part.Part`.
+    Their functions are called as those of reward.functions are, f(prompts, completions,
+    **columns), with `options` among the keywords.
     """
 
     weight: Annotated[float, "any number"] = 0.0

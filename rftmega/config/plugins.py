@@ -1,15 +1,15 @@
 """A user's own parts, from Python files that `plugins` names."""
 
-import importlib.util
 import inspect
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import get_args, get_origin
 
 from rftmega.config.parts import IMPLEMENTATIONS, KINDS, kind_of, type_of
+from rftmega.config.python_files import module_of
 from rftmega.config.tree import hints, members, plain, unions
 from rftmega.errors import ConfigError
 
@@ -22,7 +22,7 @@ def plugin_parts(paths: Sequence[str]) -> tuple[type, ...]:
     """
     found: list[type] = []
     for path in dict.fromkeys(str(Path(path).resolve()) for path in paths):
-        found += _parts_in(path, Path(path).stat().st_mtime_ns if Path(path).is_file() else 0)
+        found += _parts_in(module_of(path, "plugins"), path)
     taken = dict.fromkeys(_built_in(), "built in")
     for part in found:
         kind, file = kind_of(part), inspect.getfile(part)
@@ -41,27 +41,11 @@ def _built_in() -> Iterable[tuple[type | None, str]]:
 
 
 @cache
-def _parts_in(path: str, changed: int) -> tuple[type, ...]:
-    """`changed`: when the file was written, so that another one of that name is read."""
-    if not Path(path).is_file():
-        raise ConfigError(f"plugins: there is no file {path}.")
-    name = f"rftmega_plugin_{Path(path).stem}_{abs(hash((path, changed)))}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"plugins: {path} is no Python file. Give one that ends in .py.")
-    # dataclasses and inspect look it up there
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[name]
-        raise ConfigError(
-            f"plugins: {path} can't be read: {type(error).__name__}: {error}"
-        ) from error
+def _parts_in(module: ModuleType, path: str) -> tuple[type, ...]:
     parts = [
         value
         for value in vars(module).values()
-        if isinstance(value, type) and value.__module__ == name and kind_of(value)
+        if isinstance(value, type) and value.__module__ == module.__name__ and kind_of(value)
     ]
     for part in parts:
         _check(part, path)

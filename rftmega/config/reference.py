@@ -22,8 +22,9 @@ EMPTY = {
 
 
 def option_reference(plugins: Plugins = ()) -> str:
-    """Returns one block a section: name, default, and the docstring under the field; of a union one
-    block a type.
+    """Returns one block a section: name, default, and the docstring under the field.
+
+    Of a union one block a type.
     """
     lines: list[str] = []
     for f in fields(RunConfig):

@@ -44,8 +44,9 @@ RENAMED_TYPES = {  # (option, former value) -> value
 
 
 def renamed(name: str, value: object) -> str:
-    """Returns the refusal of a former name, with what to write instead; "" for a name that never
-    changed.
+    """Returns the refusal of a former name, with what to write instead.
+
+    "" for a name that never changed.
     """
     now = RENAMED.get(name)
     if now is None:

@@ -18,6 +18,7 @@ from rftmega.config.bounds import (
     PositiveBelowOne,
     Share,
 )
+from rftmega.config.functions import name_of
 from rftmega.config.parts import RewardPart
 
 
@@ -242,7 +243,7 @@ class DataConfig:
 
     @property
     def held_out(self) -> dict[str, str]:
-        """Name -> file of held-out prompts; the one of data.eval has no name."""
+        """Returns name -> file of held-out prompts; the one of data.eval has no name."""
         return ({"": self.eval} if self.eval else {}) | self.evals
 
 
@@ -268,7 +269,7 @@ class ShapingConfig:
 class RewardConfig:
     exact_match: float = 1.0
     """Weight of: the answer equals the label (surrounding white space aside). Where it is not given
-    and math, multiple_choice or code, which judge the same, have a weight it is 0.
+    it is 0 beside functions, and beside math, multiple_choice or code, which judge the same.
     """
 
     answer_pattern: str = ""
@@ -356,6 +357,15 @@ class RewardConfig:
 
     shaping: ShapingConfig = field(default_factory=ShapingConfig)
 
+    functions: list[str] = field(default_factory=list)
+    """Reward functions of your own, as TRL's users write them (docs/rewards.md): [my_rewards.py:f],
+    or [my_package.rewards:f]. With one exact_match is 0 unless it is given, and where nothing else
+    compares answers with labels, data needs none.
+    """
+
+    function_weights: list[float] = field(default_factory=list)
+    """Weights of reward.functions, in their order; empty: 1 each."""
+
     custom: dict[str, RewardPart] = field(default_factory=dict)
     """Parts of your own, by type, from `plugins`: {my_part: {weight: 1}}."""
 
@@ -366,20 +376,34 @@ class RewardConfig:
 
     def parts(self) -> tuple[str, ...]:
         """Returns the names of all parts, a user's own last."""
-        return (*self.built_in(), *self.custom)
+        return (*self.built_in(), *self.function_names(), *self.custom)
+
+    def function_names(self) -> list[str]:
+        """Returns the names of reward.functions, under which their scores are reported."""
+        return [name_of(reference) for reference in self.functions]
+
+    @property
+    def reads_columns(self) -> bool:
+        """Says that some part sees the columns of the data set."""
+        return bool(self.functions or self.custom)
 
     def weights(self) -> dict[str, float]:
         """Returns the weight of each part where there is no recipe."""
         own = {name: part.weight for name, part in self.custom.items()}
-        return {name: getattr(self, name) for name in self.built_in()} | own
+        functions = zip(
+            self.function_names(),
+            self.function_weights or [1.0] * len(self.functions),
+            strict=False,
+        )
+        return {name: getattr(self, name) for name in self.built_in()} | dict(functions) | own
 
     def used(self) -> set[str]:
-        """Those that some prompt is scored with."""
+        """Returns those that some prompt is scored with."""
         weights = self.recipe.values() if self.recipe else [self.weights()]
         return {name for given in weights for name, weight in given.items() if weight}
 
     def in_every_answer(self) -> set[str]:
-        """Those that every prompt is scored with, whatever its kind."""
+        """Returns those that every prompt is scored with, whatever its kind."""
         kinds = [
             {name for name, weight in given.items() if weight} for given in self.recipe.values()
         ] or [self.used()]
@@ -587,8 +611,8 @@ class RunConfig:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A user's own parts are of classes that another process can't import: they go as what
-        their file and options say.
+        """Sends a user's own parts as what their file and options say: another process can't import
+        their classes.
         """
         return restored, (asdict(self),)
 
@@ -603,8 +627,9 @@ class RunConfig:
 
 
 def restored(tree: dict[str, Any]) -> RunConfig:
-    """Returns the config of nested dictionaries, as `asdict` gives them; reads the plugins' files
-    again.
+    """Returns the config of nested dictionaries, as `asdict` gives them.
+
+    Reads the plugins' files again.
     """
     from rftmega.config.plugins import plugin_parts
     from rftmega.config.tree import built

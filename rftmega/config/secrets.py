@@ -11,7 +11,7 @@ SECRET = ("reward.remote_url",)  # options that may carry a password
 
 
 def without_secrets(config: RunConfig) -> dict[str, Any]:
-    """The options as nested dictionaries, but for those."""
+    """Returns the options as nested dictionaries, but for those."""
     tree = asdict(config)
     for name in SECRET:
         section, _, leaf = name.rpartition(".")
@@ -20,5 +20,5 @@ def without_secrets(config: RunConfig) -> dict[str, Any]:
 
 
 def shown(name: str, value: Any) -> str:
-    """ "name=value", as errors say it; of a secret the name alone."""
+    """Returns "name=value", as errors say it; of a secret the name alone."""
     return name if name in SECRET else f"{name}={value}"

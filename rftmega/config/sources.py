@@ -9,16 +9,17 @@ LONGEST_CYCLE = 100_000
 
 
 def split_source(source: str | Path) -> tuple[Path, str]:
-    """ "folder#train" -> (folder, "train"); without a split, or where there is a file of just that
-    name, (source, "").
+    """Splits "folder#train" into (folder, "train").
+
+    Without a split, or where there is a file of just that name, (source, "").
     """
     path, hash_sign, split = str(source).rpartition("#")
     return (Path(source), "") if not hash_sign or Path(source).exists() else (Path(path), split)
 
 
 def shares(weights: Sequence[float]) -> list[int]:
-    """The smallest whole numbers in the ratio of `weights` (positive, finite), as they are written:
-    0.7, 0.3 -> 7, 3.
+    """Returns the smallest whole numbers in the ratio of `weights` (positive, finite), as they are
+    written: 0.7, 0.3 -> 7, 3.
     """
     exact = [Fraction(repr(float(weight))) for weight in weights]
     common = math.lcm(*(weight.denominator for weight in exact))

@@ -17,6 +17,8 @@ from rftmega.config.parts import kind_of, type_of
 from rftmega.config.schema import RunConfig
 
 Plugins = tuple[type, ...]
+# sections that the critic has, too, and takes from there what it is not given
+AS_THE_POLICY = ("parallel.", "optimizer.")
 
 
 class Option(NamedTuple):
@@ -55,8 +57,9 @@ def choices_of(hint: Any) -> tuple[str, ...]:
 
 
 def members(hint: Any, plugins: Plugins = ()) -> dict[str, type]:
-    """Returns type -> dataclass of a union of parts, a user's own included; empty for other
-    annotations.
+    """Returns type -> dataclass of a union of parts, a user's own included.
+
+    Empty for other annotations.
     """
     inner = plain(hint)
     if get_origin(inner) not in (Union, types.UnionType):
@@ -135,6 +138,14 @@ def unions(
     return found
 
 
+def value_of(config: RunConfig, name: str) -> Any:
+    """Returns the value of a dotted option."""
+    value: Any = config
+    for leaf in name.split("."):
+        value = value[leaf] if isinstance(value, Mapping) else getattr(value, leaf)
+    return value
+
+
 def default_type(name: str) -> str:
     """Returns the type that a union has where none is given."""
     schema: Any = RunConfig
@@ -204,8 +215,9 @@ def bounded_schema(plugins: Plugins) -> type:
 
 
 def built(schema: Any, tree: Mapping[str, Any], plugins: Plugins) -> Any:
-    """Returns `schema` with the values of nested dictionaries; unions take the part that `type`
-    names.
+    """Returns `schema` with the values of nested dictionaries.
+
+    Unions take the part that `type` names.
     """
     values = {}
     for f in fields(schema):

@@ -48,8 +48,9 @@ class Room:
 
 
 def side_by_side(work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
-    """The results in order; two at a time are made, so that one's disk and the other's processor
-    are busy together.
+    """Yields the results in order.
+
+    Two at a time are made, so that one's disk and the other's processor are busy together.
     """
     pool = ThreadPoolExecutor(2)
     try:

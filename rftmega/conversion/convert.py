@@ -90,8 +90,8 @@ class Model:
 def to_megatron(
     source: Path, target: Path, parallel: ParallelConfig, *, progress: Progress = lambda _: None
 ) -> str | None:
-    """HF folder -> distributed checkpoint, in pieces that ranks of `parallel` read whole. Resumes
-    what was broken off.
+    """Converts an HF folder to a distributed checkpoint, in pieces that ranks of `parallel` read
+    whole. Resumes what was broken off.
 
     Gives what config.json says otherwise than before, as `copy_companions`.
 
@@ -175,7 +175,9 @@ def refuse_mixed(files: HFFolder, model: Model) -> None:
 
 
 def to_hf(source: Path, target: Path, *, progress: Progress = lambda _: None) -> str | None:
-    """Distributed checkpoint -> HF folder, one tensor at a time; gives what `to_megatron` does.
+    """Converts a distributed checkpoint to an HF folder, one tensor at a time.
+
+    Gives what `to_megatron` does.
 
     Resumes what was broken off.
     """
@@ -332,7 +334,7 @@ def tensors_of(folder: Path) -> FolderTensors | CheckpointTensors:
 
 
 def _groups(bound: list[Bound]) -> Iterator[list[tuple[Bound, int]]]:
-    """(tensor, its number) by files of up to FILE_BYTES."""
+    """Yields (tensor, its number) by files of up to FILE_BYTES."""
     group: list[tuple[Bound, int]] = []
     size = 0
     for number, item in enumerate(bound):
@@ -352,8 +354,9 @@ def _boxes(
     sums: dict[str, str],
     room: Room,
 ) -> Generator[tuple[str, tuple[int, ...], Tensor], None, None]:
-    """(key, offset, box), each split as the ranks of `parallel` will ask for it; notes the
-    checksums of what is read.
+    """Yields (key, offset, box), each split as the ranks of `parallel` will ask for it.
+
+    Notes the checksums of what is read.
     """
     for item, number in group:
         with room.of(item.parameter.nbytes):
@@ -370,8 +373,8 @@ def _boxes(
 
 
 def _read(files: HFFolder, item: Bound) -> tuple[Tensor, dict[str, str]]:
-    """The Megatron tensor of all ranks, each HF tensor read straight to where its rows lie in it;
-    their checksums.
+    """Returns the Megatron tensor of all ranks, each HF tensor read straight to where its rows lie
+    in it; their checksums.
     """
     rule = item.rule
     places = list(located(rule, 0, 1))

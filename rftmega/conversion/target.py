@@ -17,9 +17,10 @@ from rftmega.parallel.folder_lock import locked
 
 @contextmanager
 def written_alone(target: Path) -> Iterator[None]:
-    """Within, no other conversion writes to `target`. Raises LockedError where one does or the
-    folder can't be used, and CheckpointError for a disk that is full or broken; drafts are removed
-    then, and finished files stay.
+    """Keeps other conversions from writing to `target` within a `with` block.
+
+    Raises LockedError where one does or the folder can't be used, and CheckpointError for a disk
+    that is full or broken; drafts are removed then, and finished files stay.
     """
     with locked(target, "conversion"):
         try:
@@ -74,7 +75,7 @@ def begin(target: Path, job: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _noted(log: Path) -> list[dict[str, Any]]:
-    """The lines of a log.
+    """Returns the lines of a log.
 
     Half a line, or zeros of a machine that lost its power, note nothing: that file is converted
     again.

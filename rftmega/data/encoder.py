@@ -23,7 +23,7 @@ class Encoder:
     max_response_tokens: int = 0  # read by `answer`
 
     def prompt(self, value: Any) -> tuple[int, ...]:
-        """Token ids of a string or of chat messages."""
+        """Returns the token ids of a string or of chat messages."""
         if not isinstance(value, str | list) or not value:
             raise DataError(
                 f'"{self.config.prompt_key}" must be a string or a list of chat messages, and not empty.'
@@ -35,8 +35,8 @@ class Encoder:
         return ids
 
     def answer(self, prompt: Any, value: Any, key: str) -> tuple[int, ...]:
-        """Token ids of the answer to `prompt`, its end included: of a string, or of one message of
-        the assistant's.
+        """Returns the token ids of the answer to `prompt`, its end included: of a string, or of one
+        message of the assistant's.
         """
         text = (
             value[0].get("content")

@@ -19,7 +19,9 @@ class TooLong(DataError):
 def load_examples(
     source: str | Path, parse: Callable[[Record, int], T], *, too_long: str, noun: str
 ) -> list[T]:
-    """`parse`(record, examples before it) of every record; `noun` says in the plural what is made.
+    """Returns `parse`(record, examples before it) of every record.
+
+    `noun` says in the plural what is made.
 
     Raises DataError that lists where `parse` raised one, or what is no record; TooLong is counted
     where `too_long` is "drop".

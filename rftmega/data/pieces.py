@@ -31,7 +31,7 @@ class Pieces:
         return found
 
     def _piece(self, token: int) -> str:
-        """Decoded after itself: some decoders drop the space before a first token."""
+        """Decodes a token after itself: some decoders drop the space before a first token."""
         if token not in self.known:
             self.known[token] = self.decode([token, token])[len(self.decode([token])) :]
         return self.known[token]

@@ -30,13 +30,16 @@ def load_preferences(
     max_prompt_tokens: int,
     max_response_tokens: int,
 ) -> list[Pair]:
-    """One Pair a record. Raises DataError as `load_prompts` does."""
+    """Reads one Pair a record.
+
+    Raises DataError as `load_prompts` does.
+    """
     parse = partial(_parse, Encoder(tokenizer, config, max_prompt_tokens, max_response_tokens))
     return load_examples(source, parse, too_long=config.too_long, noun="pairs")
 
 
 def pair_rows(pairs: Sequence[Pair]) -> Rows:
-    """Rows 2i (chosen) and 2i + 1 (rejected), with a place for the score behind each (see
+    """Lays out rows 2i (chosen) and 2i + 1 (rejected), with a place for the score behind each (see
     `Rows.with_end`).
     """
     return rows_of(

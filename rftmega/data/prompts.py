@@ -1,8 +1,12 @@
 """Loads Prompts from records of prompts and labels."""
 
+import json
 import math
+from datetime import date, time, timedelta
+from decimal import Decimal
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rftmega.config import DataConfig
 from rftmega.data.encoder import Encoder
@@ -14,18 +18,23 @@ from rftmega.types import Prompt
 
 
 def load_prompts(
-    source: str | Path, tokenizer: Tokenizer, config: DataConfig, *, max_prompt_tokens: int
+    source: str | Path,
+    tokenizer: Tokenizer,
+    config: DataConfig,
+    *,
+    max_prompt_tokens: int,
+    columns: bool = False,
 ) -> list[Prompt]:
-    """One Prompt a record.
+    """Returns one Prompt a record, with the record's columns where `columns` says so.
 
     Raises DataError that lists where a record can't be read, lacks a key, holds the wrong type or
     is too long.
     """
-    parse = partial(_parse, Encoder(tokenizer, config, max_prompt_tokens))
+    parse = partial(_parse, Encoder(tokenizer, config, max_prompt_tokens), columns)
     return load_examples(source, parse, too_long=config.too_long, noun="prompts")
 
 
-def _parse(encoder: Encoder, record: Record, index: int) -> Prompt:
+def _parse(encoder: Encoder, columns: bool, record: Record, index: int) -> Prompt:
     config = encoder.config
     label = required(record, config.label_key, "data.label_key") if config.label_key else ""
     if isinstance(label, bool) or not isinstance(label, str | int | float):
@@ -41,5 +50,21 @@ def _parse(encoder: Encoder, record: Record, index: int) -> Prompt:
         raise DataError(
             f'"{config.kind_key}" must be a string, not {type(kind).__name__} (the key is set by data.kind_key).'
         )
-    ids = encoder.prompt(required(record, config.prompt_key, "data.prompt_key"))
-    return Prompt(ids, label=str(label), index=index, kind=kind)
+    text = required(record, config.prompt_key, "data.prompt_key")
+    ids = encoder.prompt(text)
+    kept = _as_json({**record, "prompt": text}) if columns else ""
+    return Prompt(ids, label=str(label), index=index, kind=kind, record=kept)
+
+
+def _as_json(record: Record) -> str:
+    """Returns a record as JSON; dates, times and decimals become text."""
+
+    def text_of(value: Any) -> str:
+        if isinstance(value, date | time | timedelta | Decimal):  # datetime is a date
+            return str(value)
+        raise DataError(
+            f"a column holds {type(value).__name__}: reward functions are given numbers, text, lists and dictionaries. Leave "
+            "the column out."
+        )
+
+    return json.dumps(record, default=text_of)

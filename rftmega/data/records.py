@@ -25,8 +25,8 @@ END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
 def records(source: str | Path) -> Iterator[tuple[str, Record | DataError]]:
-    """(where, record) of everything in `source`: "file:line" counts from 1, "file row N" from 0, as
-    `datasets` does.
+    """Yields (where, record) of everything in `source`: "file:line" counts from 1, "file row N"
+    from 0, as `datasets` does.
 
     A line that is no JSON object comes as its error, so that all of them can be listed at once.
     Raises DataError for a format that is not known, a split that there is not, and a file that is
@@ -64,7 +64,7 @@ def _reader(path: Path, split: str) -> Callable[[Path], Iterator[tuple[str, Reco
 
 
 def _lines(path: Path) -> Iterator[tuple[str, Record | DataError]]:
-    """One JSON object a line; blank lines are passed over."""
+    """Yields one JSON object a line; blank lines are passed over."""
     with path.open("rb") as file:
         for number in itertools.count(1):
             line = file.readline(LONGEST_LINE + 1)
@@ -122,7 +122,7 @@ def _batches(batches: Iterator[pa.RecordBatch]) -> Iterator[Record]:
 
 
 def _check_end(path: Path) -> None:
-    """Arrow takes a stream that was cut between two messages for a whole one."""
+    """Refuses a stream that was cut between two messages, which Arrow takes for a whole one."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - len(END_OF_STREAM)))
         if file.read() != END_OF_STREAM:

@@ -120,8 +120,9 @@ class Epochs(Generic[T]):
 
 
 def cycle(shares: Sequence[int]) -> list[int]:
-    """Returns the source whose turn it is in each of sum(shares) places; source s has shares[s] of
-    them, spread evenly.
+    """Returns the source whose turn it is in each of sum(shares) places.
+
+    Source s has shares[s] of them, spread evenly.
 
     Item j of a source with share a of A must stand at or after place floor(j A / a) and before
     ceil((j + 1) A / a), or its count would leave n a / A by one or more at some prefix n. Such an

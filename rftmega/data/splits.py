@@ -15,11 +15,15 @@ from rftmega.types import Prompt, Rows
 def prompts_of(
     config: RunConfig, tokenizer: Tokenizer, *, check: Callable[[Sequence[Prompt]], None]
 ) -> tuple[PromptOrder[Prompt], dict[str, list[Prompt]]]:
-    """Prompts, those of each file by `check`, which raises what speaks against them."""
+    """Loads prompts, those of each file checked by `check`, which raises what speaks against them."""
 
     def load(source: str) -> list[Prompt]:
         prompts = load_prompts(
-            source, tokenizer, config.data, max_prompt_tokens=config.rollout.max_prompt_tokens
+            source,
+            tokenizer,
+            config.data,
+            max_prompt_tokens=config.rollout.max_prompt_tokens,
+            columns=config.reward.reads_columns,
         )
         check(prompts)
         return prompts
@@ -31,7 +35,7 @@ def prompts_of(
 
 
 def given_of(config: RunConfig, tokenizer: Tokenizer) -> tuple[PromptOrder[Any], dict[str, Rows]]:
-    """Rows of answers to learn (algorithm.task=sft) or of preferences (reward_model)."""
+    """Loads rows of answers to learn (algorithm.task=sft) or of preferences (reward_model)."""
     read, rows = (
         (load_supervised, rows_of)
         if config.algorithm.task == "sft"
@@ -47,7 +51,9 @@ def given_of(config: RunConfig, tokenizer: Tokenizer) -> tuple[PromptOrder[Any],
 
 
 def ptx_of(config: RunConfig, tokenizer: Tokenizer) -> PromptOrder[Example] | None:
-    """Rows of the answers that are learnt beside those that are rewarded, where data.ptx gives any."""
+    """Loads rows of the answers that are learnt beside those that are rewarded, where data.ptx
+    gives any.
+    """
     if not config.data.ptx:
         return None
     examples = load_supervised(config.data.ptx, tokenizer, config.data, **_limits(config))

@@ -38,13 +38,16 @@ def load_supervised(
     max_prompt_tokens: int,
     max_response_tokens: int,
 ) -> list[Example]:
-    """One Example a record. Raises DataError as `load_prompts` does."""
+    """Reads one Example a record.
+
+    Raises DataError as `load_prompts` does.
+    """
     parse = partial(_parse, Encoder(tokenizer, config, max_prompt_tokens, max_response_tokens))
     return load_examples(source, parse, too_long=config.too_long, noun="examples")
 
 
 def rows_of(examples: Sequence[Example]) -> Rows:
-    """One row an example; 0 behind its end, which nothing reads."""
+    """Lays out one row an example; 0 behind its end, which nothing reads."""
     width = max(len(example.prompt_ids) + len(example.response_ids) for example in examples)
     tokens = torch.zeros(len(examples), width, dtype=torch.int64)
     for row, example in enumerate(examples):

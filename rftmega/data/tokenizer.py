@@ -54,8 +54,9 @@ class Tokenizer:
             raise CheckpointError(f"{folder}: no answer could end as it should: {reason}")
 
     def encode(self, prompt: str | Messages, *, chat_template: bool) -> tuple[int, ...]:
-        """Token ids of a prompt; chat messages always go through the template, strings where
-        `chat_template` says so.
+        """Returns the token ids of a prompt.
+
+        Chat messages always go through the template, strings where `chat_template` says so.
 
         Raises DataError for an id that the model does not know.
         """
@@ -68,8 +69,8 @@ class Tokenizer:
     def encode_answer(
         self, prompt: str | Messages, answer: str, *, chat_template: bool
     ) -> tuple[int, ...]:
-        """Token ids of `answer` behind `encode(prompt)`, as an engine would give them: they end in
-        a token that stops it.
+        """Returns the token ids of `answer` behind `encode(prompt)`, as an engine would give them:
+        they end in a token that stops it.
 
         With a chat template, that is what the template writes for the assistant's turn, up to its
         end. Raises DataError for a template that does not continue the prompt with the answer.
@@ -92,14 +93,18 @@ class Tokenizer:
         return self._known((*ids, self._end))
 
     def _known(self, ids: Sequence[int]) -> tuple[int, ...]:
-        """`ids`, all of which the model knows. Raises DataError."""
+        """Returns `ids`, all of which the model knows.
+
+        Raises DataError.
+        """
         if self._vocabulary is not None and max(ids, default=0) >= self._vocabulary:
             raise DataError(f"{self._stranger(ids)}")
         return tuple(ids)
 
     def _stranger(self, ids: Sequence[int]) -> str | None:
-        """Describes, in a sentence, the first of `ids` that the model has no row for; None where it
-        has all.
+        """Describes, in a sentence, the first of `ids` that the model has no row for.
+
+        None where it has all.
         """
         assert self._vocabulary is not None
         for number in ids:
@@ -111,8 +116,8 @@ class Tokenizer:
         return None
 
     def _behind(self, before: str, after: str, *, special: bool) -> list[int]:
-        """Ids of `after`, cut out of the whole where that begins like the prompt: alone, some
-        tokenizers would add a space.
+        """Returns the ids of `after`, cut out of the whole where that begins like the prompt:
+        alone, some tokenizers would add a space.
         """
         prompt, whole = (
             self._inner.encode(text, add_special_tokens=special)
@@ -123,7 +128,7 @@ class Tokenizer:
         return list(self._inner.encode(after, add_special_tokens=False))
 
     def _text(self, messages: Messages, *, open_: bool) -> str:
-        """Through the chat template; `open_`: up to where the assistant begins."""
+        """Puts messages through the chat template; `open_`: up to where the assistant begins."""
         try:
             text = self._inner.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=open_
@@ -134,13 +139,13 @@ class Tokenizer:
         return text
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of an answer, without special tokens."""
+        """Returns the text of an answer, without special tokens."""
         text = self._inner.decode(list(token_ids), skip_special_tokens=True)
         assert isinstance(text, str)
         return text
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
-        """Text of each token, special ones by their name."""
+        """Returns the text of each token, special ones by their name."""
         return self._pieces(token_ids)
 
 
@@ -149,7 +154,7 @@ def _messages(prompt: str | Messages) -> Messages:
 
 
 def _loaded(folder: Path, trust_remote_code: bool) -> Any:
-    """transformers' tokenizer, which has encoded something.
+    """Returns transformers' tokenizer, which has encoded something.
 
     Raises CheckpointError for whatever makes it stumble.
     """
@@ -173,7 +178,7 @@ def _loaded(folder: Path, trust_remote_code: bool) -> Any:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The fields of a file that transformers will read; none where it is not there.
+    """Returns the fields of a file that transformers will read; none where it is not there.
 
     Raises CheckpointError where it could not.
     """
@@ -193,7 +198,10 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _generation_stops(path: Path) -> list[int]:
-    """Ids that end an answer by generation_config.json. Raises CheckpointError for what is none."""
+    """Returns the ids that end an answer by generation_config.json.
+
+    Raises CheckpointError for what is none.
+    """
     said = read_json_object(path).get("eos_token_id") if os.path.lexists(path) else None
     stops = _listed(said)
     if not all(map(_is_id, stops)):

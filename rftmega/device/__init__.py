@@ -12,7 +12,7 @@ Device = CPU | CUDA
 
 @functools.cache
 def current() -> Device:
-    """The back-end of this process: CUDA where torch sees one, otherwise the CPU."""
+    """Returns the back-end of this process: CUDA where torch sees one, otherwise the CPU."""
     return CUDA() if torch.cuda.is_available() else CPU()
 
 

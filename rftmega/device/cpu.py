@@ -31,19 +31,20 @@ class CPU:
     start_method = "forkserver"
 
     def devices(self) -> int | None:
-        """No limit to the processes of this host."""
+        """Returns None: there is no limit to the processes of this host."""
         return None
 
     def select(self, local_rank: int, local_world_size: int) -> torch.device:
-        """Shares the cores between the processes of this host; more threads than cores only wait
-        for each other.
+        """Shares the cores between the processes of this host.
+
+        More threads than cores only wait for each other.
         """
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, cores // local_world_size))
         return torch.device("cpu")
 
     def here(self) -> torch.device:
-        """The device of this process."""
+        """Returns the device of this process."""
         return torch.device("cpu")
 
     def random_state(self) -> torch.Tensor:
@@ -54,7 +55,7 @@ class CPU:
         torch.set_rng_state(state)
 
     def host_buffer(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """[size] on the host, quick to copy to and from the device."""
+        """Returns [size] on the host, quick to copy to and from the device."""
         return torch.empty(size, dtype=dtype)
 
     def copy_aside(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Done:
@@ -67,21 +68,21 @@ class CPU:
         """Gives freed memory back to others on this device: a CPU's allocator does so by itself."""
 
     def synchronize(self) -> None:
-        """A CPU runs in order."""
+        """Does nothing: a CPU runs in order."""
 
     def finish(self) -> None:
         """Waits until what was queued is computed."""
 
     def moment(self) -> float:
-        """Now, as the computation sees it; see `seconds`."""
+        """Returns now, as the computation sees it; see `seconds`."""
         return time.perf_counter()
 
     def seconds(self, begin: float, end: float) -> float:
-        """Between two moments."""
+        """Returns the seconds between two moments."""
         return end - begin
 
     def described(self) -> str:
-        """The processor and torch, for people."""
+        """Describes the processor and torch, for people."""
         return (
             f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores; torch {torch.__version__}"
         )
@@ -91,11 +92,11 @@ class CPU:
         return None
 
     def peak_bytes(self) -> int:
-        """Bytes in memory now: a CPU keeps no record of the most."""
+        """Returns the bytes in memory now: a CPU keeps no record of the most."""
         return self.memory()["resident"]
 
     def room(self) -> int:
-        """Bytes of memory that the system could give."""
+        """Returns the bytes of memory that the system could give."""
         lines = Path("/proc/meminfo").read_text().splitlines()
         (kib,) = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))
         return int(kib) * 1024
@@ -106,9 +107,9 @@ class CPU:
         yield None
 
     def memory(self) -> dict[str, int]:
-        """Bytes that this process has in memory."""
+        """Returns the bytes that this process has in memory."""
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return {"resident": pages * os.sysconf("SC_PAGE_SIZE")}
 
     def forget_peak(self) -> None:
-        """Nothing: a CPU's memory is measured as it is."""
+        """Does nothing: a CPU's memory is measured as it is."""

@@ -38,7 +38,7 @@ class Aside:
         self._cuda.current_stream().wait_event(self._done)
 
     def wait(self) -> None:
-        """The host waits for the copy."""
+        """Makes the host wait for the copy."""
         self._done.synchronize()
 
 
@@ -63,7 +63,7 @@ class CUDA:
         return self._cuda.device_count()
 
     def select(self, local_rank: int, local_world_size: int) -> torch.device:
-        """Each process of a host takes the device of its local rank, and its share of the cores for
+        """Gives each process of a host the device of its local rank, and its share of the cores for
         work on the host.
         """
         self._cuda.set_device(local_rank)
@@ -71,7 +71,7 @@ class CUDA:
         return torch.device("cuda", local_rank)
 
     def here(self) -> torch.device:
-        """The device of this process."""
+        """Returns the device of this process."""
         return torch.device("cuda", self._cuda.current_device())
 
     def random_state(self) -> torch.Tensor:
@@ -82,7 +82,7 @@ class CUDA:
         self._cuda.set_rng_state(state)
 
     def host_buffer(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """[size] on the host, pinned: quick to copy to and from the device.
+        """Returns [size] on the host, pinned: quick to copy to and from the device.
 
         Torch's own pinned memory comes in powers of two, up to twice what is asked for. This is a
         plain mapping that the driver is told of, until the last tensor over it is gone.
@@ -131,18 +131,21 @@ class CUDA:
         self._cuda.current_stream().synchronize()
 
     def moment(self) -> Any:
-        """Now, as the computation sees it; see `seconds`."""
+        """Returns now, as the computation sees it; see `seconds`."""
         event = self._cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def seconds(self, begin: Any, end: Any) -> float:
-        """Between two moments. Waits for the second."""
+        """Returns the seconds between two moments.
+
+        Waits for the second.
+        """
         end.synchronize()
         return begin.elapsed_time(end) / 1000
 
     def described(self) -> str:
-        """The device, the driver, CUDA and NCCL, for people."""
+        """Describes the device, the driver, CUDA and NCCL, for people."""
         memory = self._cuda.get_device_properties(self._cuda.current_device()).total_memory
         nccl = ".".join(map(str, self._cuda.nccl.version()))
         return (
@@ -151,22 +154,23 @@ class CUDA:
         )
 
     def peak_tflops(self) -> float | None:
-        """TFLOP/s of this device in bfloat16 without sparsity, as its data sheet says; None where
-        its name is not known.
+        """TFLOP/s of this device in bfloat16 without sparsity, as its data sheet says.
+
+        None where its name is not known.
         """
         name = self._cuda.get_device_name()
         return next((peak for part, peak in PEAKS.items() if part in name), None)
 
     def peak_bytes(self) -> int:
-        """Bytes of tensors at most, in all stretches between `forget_peak`s since this was last
-        asked.
+        """Returns the bytes of tensors at most, in all stretches between `forget_peak`s since this
+        was last asked.
         """
         most = max(self._earlier, self._cuda.max_memory_allocated())
         self._earlier, self._told = 0, True
         return most
 
     def room(self) -> int:
-        """Bytes of this device that nobody holds, torch's cache included."""
+        """Returns the bytes of this device that nobody holds, torch's cache included."""
         self._cuda.empty_cache()
         free: int = self._cuda.mem_get_info()[0]
         return free
@@ -192,7 +196,7 @@ class CUDA:
                 ]
 
     def memory(self) -> dict[str, int]:
-        """Bytes of this device: of tensors now and at most, and in torch's cache."""
+        """Returns the bytes of this device: of tensors now and at most, and in torch's cache."""
         now, most, cached = (
             self._cuda.memory_allocated(),
             self._cuda.max_memory_allocated(),
@@ -201,7 +205,7 @@ class CUDA:
         return {"allocated": now, "most_allocated": most, "reserved": cached}
 
     def forget_peak(self) -> None:
-        """`most_allocated` of `memory` counts from here."""
+        """Makes `most_allocated` of `memory` count from here."""
         self._earlier = 0 if self._told else max(self._earlier, self._cuda.max_memory_allocated())
         self._told = False
         self._cuda.reset_peak_memory_stats()

@@ -35,8 +35,9 @@ def found() -> Hardware:
 
 
 def refusals(host: Hardware) -> list[str]:
-    """Lists reasons why a run would not use the GPUs that are there; empty where it does, there are
-    none, or none are wanted.
+    """Lists reasons why a run would not use the GPUs that are there.
+
+    Empty where it does, there are none, or none are wanted.
     """
     if not host.driver or host.hidden:
         return []

@@ -64,8 +64,9 @@ class Residency:
         self._aside: Any = None  # a copy to the host that may still run
 
     def off(self, *parts: str, keep: bool = True) -> None:
-        """Moves parts to the host; with `keep=False` their content is forgotten and comes back as
-        zeros.
+        """Moves parts to the host.
+
+        With `keep=False` their content is forgotten and comes back as zeros.
         """
         self.finish()
         storages = self.storages()
@@ -77,7 +78,7 @@ class Residency:
         self._on(number for part in parts for number in storages[part])
 
     def only(self, *parts: str) -> None:
-        """Exactly these parts are on the device afterwards.
+        """Brings exactly these parts to the device, and takes all others off.
 
         Gradients are forgotten rather than moved.
         """
@@ -97,7 +98,7 @@ class Residency:
                 berth.current = False
 
     def bytes(self) -> dict[str, int]:
-        """Bytes on the device, by part."""
+        """Returns bytes on the device, by part."""
         return {
             part: sum(s.nbytes() for s in storages.values())
             for part, storages in self.storages().items()
@@ -112,7 +113,7 @@ class Residency:
         self._on(storages_of(tensors))
 
     def host(self, tensor: Tensor) -> Tensor:
-        """`tensor`, wherever it is: itself, or the same view of what lies on the host.
+        """Returns `tensor`, wherever it is: itself, or the same view of what lies on the host.
 
         Live either way, so copy it.
         """
@@ -129,9 +130,9 @@ class Residency:
 
     @contextmanager
     def replaced(self, theirs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
-        """Within, tensors of the model, which are on the device, have the contents of others, which
-        are on the host: pairs of both. Afterwards they have their own again, bit for bit, from the
-        host: nothing is copied to it that is there already.
+        """Gives tensors of the model, which are on the device, the contents of others, which are on
+        the host, within a `with` block: pairs of both. Afterwards they have their own again, bit
+        for bit, from the host: nothing is copied to it that is there already.
         """
         pairs = list(theirs)
         self.finish()
@@ -163,16 +164,18 @@ class Residency:
         return self._aside.wait
 
     def settle(self) -> None:
-        """Lets the device wait for a copy aside before it does what comes now; the host does not
-        wait.
+        """Lets the device wait for a copy aside before it does what comes now.
+
+        The host does not wait.
         """
         if self._aside is not None:
             self._aside.hold()
             self._aside = None
 
     def storages(self) -> dict[str, dict[int, Any]]:
-        """Each part's storages; one that two parts share (fp32 main parameters that are the
-        parameters) is the first's.
+        """Returns each part's storages.
+
+        One that two parts share (fp32 main parameters that are the parameters) is the first's.
         """
         seen: set[int] = set()
         found = {}
@@ -251,7 +254,9 @@ class Residency:
             berth.home = buffer[start : start + berth.size]
 
     def _stamps(self) -> Counter[int]:
-        """A number a storage that grows whenever autograd sees a write to one of its tensors."""
+        """Returns a number a storage that grows whenever autograd sees a write to one of its
+        tensors.
+        """
         found: Counter[int] = Counter()
         for tensors in self._parts().values():
             for tensor in tensors:
@@ -260,5 +265,7 @@ class Residency:
 
 
 def storages_of(tensors: Iterable[Tensor]) -> dict[int, Any]:
-    """The memory under `tensors`, each once, by an id that stays the same while it is freed."""
+    """Returns the memory under `tensors`, each once, by an id that stays the same while it is
+    freed.
+    """
     return {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}

@@ -54,7 +54,7 @@ class SpanRecorder:
         return sums
 
     def counted(self, name: str) -> float:
-        """So far, since the last `take`."""
+        """Returns what was counted so far, since the last `take`."""
         with self._lock:
             return self._sums.get(name, 0.0)
 
@@ -64,7 +64,7 @@ class SpanRecorder:
                 self._sums[name] += amount
 
     def record(self) -> None:
-        """From now on every span is kept, and the device's spans wait for it."""
+        """Keeps every span from now on; the device's spans wait for it."""
         self._spans, self.recording = [], True
 
     def stop(self) -> list[Span]:
@@ -73,12 +73,12 @@ class SpanRecorder:
         return self._spans
 
     def keep(self, name: str, begin: int, end: int, thread: str | None = None) -> None:
-        """One span, while recording."""
+        """Keeps one span, while recording."""
         if self.recording:
             self._spans.append(Span(name, thread or threading.current_thread().name, begin, end))
 
     def start(self, name: str) -> None:
-        """Work begins that the device may do later.
+        """Notes that work begins that the device may do later.
 
         Ends with `finish`; spans of one name don't overlap.
         """
@@ -106,7 +106,7 @@ recorder = SpanRecorder()
 
 @contextmanager
 def span(name: str) -> Iterator[None]:
-    """Within, the host does `name`; in any thread."""
+    """Records that the host does `name` within a `with` block, in any thread."""
     if not (recorder.measuring or recorder.recording):
         yield
         return
@@ -120,7 +120,7 @@ def span(name: str) -> Iterator[None]:
 
 
 def spanned(name: str) -> Callable[[Function], Function]:
-    """Decorator: every call is a span."""
+    """Decorates a function so that every call is a span."""
 
     def decorate(function: Function) -> Function:
         @functools.wraps(function)

@@ -45,8 +45,9 @@ _installed = False
 
 
 def install(*, without: frozenset[str] = frozenset()) -> bool:
-    """Installs the import hook; False where there is nothing to do (CUDA is present, or it is
-    installed).
+    """Installs the import hook.
+
+    False where there is nothing to do (CUDA is present, or it is installed).
 
     `without` names patches to leave out (tests only). Raises RuntimeError where megatron.core was
     imported before.
@@ -173,8 +174,8 @@ def _view_of_torch(without: frozenset[str]) -> types.ModuleType:
 
 
 def _patch_rng(module: Any) -> None:
-    """`_set_cuda_rng_state` queues a lazy call that a CPU never runs: forked generators would
-    silently share one stream.
+    """Replaces `_set_cuda_rng_state`, which queues a lazy call that a CPU never runs: forked
+    generators would silently share one stream.
     """
     module._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: (
         torch.get_rng_state()
@@ -235,12 +236,12 @@ def _patch_distributed_optimizer(module: Any) -> None:
 
 
 def _patch_clip(module: Any) -> None:
-    """`clip_grad_by_total_norm_fp32` asserts "torch.cuda.FloatTensor"."""
+    """Replaces `clip_grad_by_total_norm_fp32`, which asserts "torch.cuda.FloatTensor"."""
     _within(module, "clip_grad_by_total_norm_fp32", "type", _claiming_cuda)
 
 
 def _patch_tied_embeddings(module: Any) -> None:
-    """Tied embeddings over two stages are synchronised with `weight.data.cuda()`."""
+    """Lets tied embeddings over two stages be synchronised, which calls `weight.data.cuda()`."""
     _within(
         module.LanguageModule,
         "setup_embeddings_and_output_layer",
@@ -250,14 +251,14 @@ def _patch_tied_embeddings(module: Any) -> None:
 
 
 def _patch_context_slices(module: Any) -> None:
-    """Under context parallelism, positions of rows that are not packed are picked by
+    """Lets context parallelism pick positions of rows that are not packed, by
     `torch.tensor(...).cuda()`.
     """
     _within(module, "get_pos_emb_on_this_cp_rank", "cuda", lambda self, *args, **kwargs: self)
 
 
 def _patch_split_sizes(module: Any) -> None:
-    """Only tensors on CUDA become the numpy array that the all-to-all between experts wants its
+    """Makes tensors of a CPU, too, the numpy array that the all-to-all between experts wants its
     split sizes as.
     """
     real = module.maybe_move_tensor_to_cpu
@@ -271,8 +272,8 @@ def _patch_split_sizes(module: Any) -> None:
 
 
 def _patch_uneven_collectives(module: Any) -> None:
-    """Processes that share an expert's matrices swap parts of unequal size, which NCCL can and gloo
-    can't.
+    """Lets processes that share an expert's matrices swap parts of unequal size, which NCCL can and
+    gloo can't.
     """
     gather, reduce_scatter = module._gather_along_first_dim, module._reduce_scatter_along_first_dim
 

@@ -22,7 +22,10 @@ class VocabularyShard(NamedTuple):
 
     @classmethod
     def of_rank(cls, width: int, *, vocabulary: int, rank: int, group: Any) -> "VocabularyShard":
-        """`width` columns on each rank of `group`; `vocabulary` is the true size."""
+        """Returns the place of this rank's `width` columns in `group`.
+
+        `vocabulary` is the true size.
+        """
         return cls(rank * width, max(0, min(width, vocabulary - rank * width)), group)
 
 
@@ -35,7 +38,7 @@ def linear_stats(
     *,
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
-    """(log-prob of each target, entropy), both [N] float32, of softmax(hidden @ weight.T /
+    """Returns (log-prob of each target, entropy), both [N] float32, of softmax(hidden @ weight.T /
     temperature); differentiable.
 
     `temperature` is one for all tokens or [N]. Padding columns are out of the softmax and get zero
@@ -137,8 +140,8 @@ def _local_sums(
     shard: VocabularyShard,
     chunk: int,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """This rank's largest logit m [N], and [3, N]: sum of exp(x - m), sum of exp(x - m) (x - m),
-    the target's logit or 0.
+    """Returns this rank's largest logit m [N], and [3, N]: sum of exp(x - m), sum of exp(x - m) (x
+    - m), the target's logit or 0.
 
     Third, x - m of the last chunk [c, V]: it costs no more than a chunk does anyway, and backward
     need not compute it again.
@@ -164,14 +167,16 @@ def _local_sums(
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: Tensor, shard: VocabularyShard) -> Tensor:
-    """[c, V] float32, -inf on padding."""
+    """Returns [c, V] float32, -inf on padding."""
     logits = (hidden @ weight.T).float().div_(temperature[:, None])
     logits[:, shard.real :] = -torch.inf
     return logits
 
 
 def _columns(targets: Tensor, shard: VocabularyShard) -> tuple[Tensor, Tensor]:
-    """Each target's column here [c, 1] (0 where another rank has it), and whether it is here [c]."""
+    """Returns each target's column here [c, 1] (0 where another rank has it), and whether it is
+    here [c].
+    """
     local = targets - shard.first
     held = (local >= 0) & (local < shard.real)
     return torch.where(held, local, 0)[:, None], held

@@ -1,47 +1,41 @@
-"""Starts a run and reports its end: arguments, refusals, `--processes`, exit codes.
+"""Reads the command line and reports the end of a run: arguments, refusals, exit codes.
 
 Importing this costs nothing.
 """
 
 import argparse
 import contextlib
-import logging
 import os
-import signal
 import sys
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from rftmega import config as configuration
-from rftmega.config import RunConfig
-from rftmega.errors import FINAL_CODES, ConfigError, RFTMegaError, reported
-from rftmega.parallel.folder_lock import locked
-from rftmega.parallel.orphans import end_with_parent
+from rftmega.errors import FINAL_CODES, ConfigError, RanksFailed, RFTMegaError, reported
+from rftmega.launch.api import check, train
 from rftmega.parallel.private import keep_private
 
-Train = Callable[[RunConfig], int]
-"""Of one process; gives its exit code, and is found by its name in another process."""
+FROM_PYTHON = """From Python: rftmega.train(CONFIG, processes=N, overrides=["option=value"], rewards=[my_function]),
+where my_function(prompts, completions, **columns) gives a number for each completion (docs/rewards.md)."""
 
 
-def run(train: Train, description: str | None) -> int:
+def run(description: str | None) -> int:
     """Checks the config of the command line, then trains: here, or in `--processes` ranks of this
     machine.
 
     Returns the exit code, after a message for what the user can mend.
     """
     given = arguments(description)
+    keep_private()  # to the end of this process: what it closes last writes files, too
     code = 0
     try:
-        config = checked(given)
         if given.dry_run:
-            code = shown(given, config)
-        elif given.processes is not None:
-            code = launched(given.processes, train, config)
+            shown(given)
         else:
-            end_with_torchrun()
-            with folders_locked(config):
-                code = train(config)
+            result = train(given.config, processes=given.processes, overrides=given.overrides)
+            code = result.exit_code
+    except RanksFailed as error:  # the launcher has said why
+        code = error.exit_code
     except RFTMegaError as error:
         code = reported(error)
     except KeyboardInterrupt:
@@ -56,7 +50,8 @@ def arguments(description: str | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=description,
         usage="train_rl.py CONFIG [option=value ...] [--processes N] [--dry-run]",
-        epilog="Options, their defaults and meaning (CONFIG is a YAML file of them):\n"
+        epilog=f"{FROM_PYTHON}\n\n"
+        "Options, their defaults and meaning (CONFIG is a YAML file of them):\n"
         + reference(sys.argv[1:]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -99,78 +94,12 @@ def reference(argv: Sequence[str]) -> str:
         return f"{configuration.option_reference()}\n\n{error}"
 
 
-def checked(given: argparse.Namespace) -> RunConfig:
-    """Reads the config and refuses what can't run. Raises ConfigError, or another error of ours."""
-    from rftmega.launch import preflight
-    from rftmega.parallel import preemption
-    from rftmega.parallel.process_group import check_launcher, launched_size
-
-    keep_private()
-    check_launcher()
-    processes = launched_size() if given.processes is None else given.processes
-    config = configuration.load(given.config, given.overrides)
-    if not config.checkpoint.every:
-        preemption.unlisten()
-    preflight.preflight(config, processes, local=given.processes is not None)
-    return config
-
-
-def shown(given: argparse.Namespace, config: RunConfig) -> int:
+def shown(given: argparse.Namespace) -> None:
     """Prints layout, batch arithmetic and parameters a rank."""
     from rftmega.launch import preflight
     from rftmega.parallel.process_group import launched_size
 
+    config = configuration.load(given.config, given.overrides)
+    check(config, given.processes)
     processes = launched_size() if given.processes is None else given.processes
     sys.stdout.write(preflight.dry_run(config, processes) + "\n")
-    return 0
-
-
-def launched(processes: int, train: Train, config: RunConfig) -> int:
-    """Trains in so many ranks of this machine. Returns the exit code."""
-    from rftmega.launch import preflight
-    from rftmega.launch.local_launcher import launch
-    from rftmega.parallel import preemption
-
-    if preemption.asked():  # ranks would each have to agree on it
-        return config.faults.requeue_code
-    preload = ["rftmega.launch.preloaded", *preflight.engine_modules(config)]
-    restarts, saves = config.faults.max_restarts, config.checkpoint.every > 0
-    with folders_locked(config):
-        return launch(
-            processes, rank, train, config, preload=preload, max_restarts=restarts, stops=saves
-        )
-
-
-def end_with_torchrun() -> None:
-    """Ends this rank with torchrun, where that started it: peers of a rank whose agent was killed
-    would wait for ever.
-    """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with_parent(os.getppid(), signal.SIGKILL)
-
-
-@contextlib.contextmanager
-def folders_locked(config: RunConfig) -> Iterator[None]:
-    """Within, no other run writes where this one does. The launcher holds the locks, which outlives
-    its ranks; without one the first rank. Raises LockedError.
-    """
-    folders = {Path(config.trainer.output).resolve()}
-    if config.checkpoint.every and config.checkpoint.folder:
-        folders.add(Path(config.checkpoint.folder).resolve())
-    with contextlib.ExitStack() as held:
-        if os.environ.get("RANK", "0") == "0":
-            for folder in sorted(folders):
-                held.enter_context(locked(folder, "run"))
-        yield
-
-
-def rank(train: Train, config: RunConfig) -> int:
-    """One process of a run started by `--processes`; its exit code."""
-    prepare()
-    return train(config)
-
-
-def prepare() -> None:
-    warnings.filterwarnings("ignore")
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
-    logging.getLogger("rftmega").setLevel(logging.INFO)

@@ -8,8 +8,8 @@ FLOAT, ADAM = 4, 8  # bytes a parameter: in float32, and its two moments
 
 
 def needed(config: RunConfig) -> dict[str, int]:
-    """Folder -> bytes that must be free there when the run starts: of the models that it exports,
-    and of one checkpoint.
+    """Returns folder -> bytes that must be free there when the run starts: of the models that it
+    exports, and of one checkpoint.
     """
     models = models_of(config, auto=str(device.current().train_dtype).removeprefix("torch."))
     policy, averages = models[POLICY], config.algorithm.ema_beta > 0
@@ -26,5 +26,5 @@ def needed(config: RunConfig) -> dict[str, int]:
 
 
 def kept_of(itemsize: int) -> int:
-    """Bytes of a parameter and, where it is narrow, its main copy."""
+    """Returns the bytes of a parameter and, where it is narrow, its main copy."""
     return itemsize + FLOAT * (itemsize < FLOAT)

@@ -29,8 +29,10 @@ class ChecksumReport(NamedTuple):
 
 
 def verify_models(world: World, config: RunConfig) -> None:
-    """A collective over all processes: those of a host share its files. Raises CheckpointError, the
-    same on every process, where a file is not as it was. A folder without checksums gets them.
+    """Verifies the files of the models, by all processes together: those of a host share its files.
+
+    Raises CheckpointError, the same on every process, where a file is not as it was. A folder
+    without checksums gets them.
     """
     if not config.model.verify:
         return

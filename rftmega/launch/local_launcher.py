@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from rftmega import device
+from rftmega import device, errors
 from rftmega.errors import FAULTS, RFTMegaError
 from rftmega.parallel import fork_server, preemption
 from rftmega.parallel.folder_lock import process_start
@@ -43,9 +44,10 @@ def launch(
     max_restarts: int = 0,
     stops: bool = False,
 ) -> int:
-    """Runs work(*arguments) on `processes` ranks and waits; the exit code for this process, which
-    is what `work` gave where all ranks came to their end. When one fails all are ended, and started
-    again up to `max_restarts` times.
+    """Runs work(*arguments) on `processes` ranks and waits.
+
+    The exit code for this process, which is what `work` gave where all ranks came to their end.
+    When one fails all are ended, and started again up to `max_restarts` times.
 
     With `stops`, SIGTERM and SIGUSR1 are requests that ranks see (`preemption.asked`); without,
     they end the ranks like Ctrl-C. Ranks end with this process, however it ends. Where the device
@@ -77,7 +79,7 @@ def launch(
             start_method=device.current().start_method,
             logs_specs=DefaultLogsSpecs(log_dir=agent_files),
         )
-        with _signals(folder / STOP if stops else None) as came:
+        with _signals(folder / STOP if stops else None) as came, _main_of_ranks():
             for restarts in range(max_restarts + 1):
                 try:
                     # one that has ended stays closed
@@ -104,11 +106,13 @@ def launch(
 
 
 def _told(complaint: Path) -> RFTMegaError:
-    """Reads the error that a rank wrote, one of ours: its exit code on the first line, and the
-    message.
+    """Reads the error that a rank wrote, one of ours: its class and exit code on the first line,
+    and the message.
     """
-    code, _, message = complaint.read_text().partition("\n")
-    error = RFTMegaError(message)
+    head, _, message = complaint.read_text().partition("\n")
+    name, code = head.split()
+    kind = getattr(errors, name, RFTMegaError)  # of a user's own: not there
+    error: RFTMegaError = kind(message)
     error.exit_code = int(code)
     return error
 
@@ -153,9 +157,22 @@ def _start_server(preload: Sequence[str]) -> None:
 
 
 @contextmanager
+def _main_of_ranks() -> Iterator[None]:
+    """Makes processes that multiprocessing starts within a `with` block take rank_main.py for the
+    main module.
+    """
+    main = sys.modules["__main__"]
+    before, main.__spec__ = main.__spec__, find_spec("rftmega.launch.rank_main")
+    try:
+        yield
+    finally:
+        main.__spec__ = before
+
+
+@contextmanager
 def _signals(stop_file: Path | None) -> Iterator[list[signal.Signals]]:
-    """Within, the first Ctrl-C or SIGTERM (gives which) ends the ranks, and further ones don't
-    interrupt that. With a `stop_file`, SIGTERM and SIGUSR1 only make it.
+    """Lets the first Ctrl-C or SIGTERM (gives which) end the ranks within a `with` block, and
+    further ones not interrupt that. With a `stop_file`, SIGTERM and SIGUSR1 only make it.
 
     The agent's own handler raises for each of them, also out of the code that waits for the ranks
     to end.
@@ -196,8 +213,9 @@ def _rank(
     work: Callable[..., int],
     *arguments: Any,
 ) -> int:
-    """One rank: its title names it in `ps`; what is the user's to mend goes to the launcher,
-    anything else is a traceback.
+    """Runs one rank: its title names it in `ps`.
+
+    What is the user's to mend goes to the launcher, anything else is a traceback.
 
     It is killed when the launcher ends: a signal that it can hear would be a request to save, in a
     folder that may be another run's by then.
@@ -226,7 +244,7 @@ def _rank(
         sys.exit(1)
     except RFTMegaError as error:
         draft = folder / rank
-        draft.write_text(f"{error.exit_code}\n{error}")
+        draft.write_text(f"{type(error).__name__} {error.exit_code}\n{error}")
         draft.rename(folder / COMPLAINTS / rank)
         sys.exit(1)
     except Exception:

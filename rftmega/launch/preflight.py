@@ -15,10 +15,11 @@ from model_providers.hf_config import read_hf_config
 from model_providers.installed import installed, uses_transformer_engine
 from model_providers.placement import holdings
 from rftmega import device
-from rftmega.config import ParallelConfig, RunConfig, violations
+from rftmega.config import ParallelConfig, RunConfig
 from rftmega.device import hardware
 from rftmega.errors import CheckpointError, ConfigError
 from rftmega.parallel.layout import layout_name, place_of, replicas
+from rftmega.validation import violations
 
 HEAD = "score.weight"  # of a value model
 VLLM_CPU_LATENT_SIZE = 576
@@ -160,7 +161,7 @@ def _value_model(
 
 
 def dry_run(config: RunConfig, world_size: int) -> str:
-    """The process layout, the batch arithmetic and the parameters a rank, as text."""
+    """Returns the process layout, the batch arithmetic and the parameters a rank, as text."""
     hf_config = read_hf_config(config.model.path)
     model, rules = describe(hf_config), table(hf_config)
     parallel = config.parallel
@@ -205,7 +206,7 @@ def _engines(config: RunConfig, world_size: int) -> str:
 
 
 def engine_modules(config: RunConfig) -> list[str]:
-    """Modules of the chosen engine: those whose import takes long."""
+    """Returns modules of the chosen engine: those whose import takes long."""
     if (
         config.algorithm.task != "rl"
         or config.strategy == "separate"

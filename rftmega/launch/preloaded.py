@@ -5,7 +5,4 @@ import warnings
 warnings.filterwarnings("ignore")  # Megatron names every accelerator that is not installed
 
 # isort: split
-import rftmega.data
-import rftmega.rewards
-import rftmega.strategy.megatron
-import rftmega.trainer.callbacks  # noqa: F401
+import rftmega.callbacks.metric_writers  # noqa: F401

@@ -16,8 +16,8 @@ from rftmega.parallel.watchdog import watched
 
 @contextmanager
 def joined(config: RunConfig) -> Iterator[tuple[World, Callable[[], bool]]]:
-    """Within, gives the processes and what says whether they were asked to stop: for a run that
-    saves, signals ask it.
+    """Gives the processes and what says whether they were asked to stop, within a `with` block: for
+    a run that saves, signals ask it.
 
     Raises NodeError where a host can't serve, CheckpointError where model.verify finds a file that
     is not as it was.

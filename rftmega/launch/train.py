@@ -1,40 +1,37 @@
-"""`train` runs one process of a run, from data to an exported model."""
+"""Runs one process of a run, from data to an exported model."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from rftmega.config import RunConfig
 
-
-def train(config: RunConfig) -> int:
-    """Runs what `algorithm.task` says on this process. Returns the exit code."""
-    from rftmega.data import Tokenizer
-
-    tokenizer = Tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
-    run = reinforce if config.algorithm.task == "rl" else supervise
-    stopped = run(config, tokenizer)
-    return config.faults.requeue_code if stopped else 0
+Task = Callable[[RunConfig], int]
+"""Trains as one process of a run. Returns its exit code."""
 
 
-def reinforce(config: RunConfig, tokenizer: Any) -> bool:
-    """Trains a policy on prompts by rewards.
+def task_of(config: RunConfig) -> Task:
+    """Returns what `algorithm.task` says."""
+    return reinforce if config.algorithm.task == "rl" else supervise
 
-    Returns whether the run was stopped before its last step.
-    """
-    from rftmega.data import prompts_of, ptx_of
+
+def reinforce(config: RunConfig) -> int:
+    """Trains a policy on prompts by rewards. Returns the exit code."""
+    from rftmega.data import Tokenizer, prompts_of, ptx_of
     from rftmega.rewards import MajorityReward, check_prompts, create
 
+    tokenizer = Tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     # Data first: what is wrong with it shows before the heavy imports.
     prompts, held_out = prompts_of(config, tokenizer, check=partial(check_prompts, config.reward))
     ptx = ptx_of(config, tokenizer)
     reward = create(config.reward, tokenizer.decode)
 
+    from rftmega.callbacks.checkpointing import resume
+    from rftmega.callbacks.observers import evaluation_of_prompts
     from rftmega.launch.process import joined
     from rftmega.observe.callbacks import callbacks_of
     from rftmega.strategy.megatron import MegatronStrategy
     from rftmega.trainer import Algorithm
-    from rftmega.trainer.checkpointing import resume
-    from rftmega.trainer.observers import evaluation_of_prompts
 
     with joined(config) as (world, stop):
         strategy = MegatronStrategy(config, world, stop_ids=tokenizer.stop_ids)
@@ -51,24 +48,22 @@ def reinforce(config: RunConfig, tokenizer: Any) -> bool:
         resume(trainer, strategy.checkpoints, parts, config.checkpoint)
         trainer.fit(prompts, steps=config.trainer.steps)
         strategy.close()
-    return trainer.stopped
+    return config.faults.requeue_code if trainer.stopped else 0
 
 
-def supervise(config: RunConfig, tokenizer: Any) -> bool:
-    """Trains a policy on given answers, or a reward model on preferences.
+def supervise(config: RunConfig) -> int:
+    """Trains a policy on given answers, or a reward model on preferences. Returns the exit code."""
+    from rftmega.data import Tokenizer, given_of
 
-    Returns whether the run was stopped early.
-    """
-    from rftmega.data import given_of
-
+    tokenizer = Tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     rows, held_out = given_of(config, tokenizer)
 
+    from rftmega.callbacks.checkpointing import resume
+    from rftmega.callbacks.observers import evaluation_of_rows
     from rftmega.launch.process import joined
     from rftmega.observe.callbacks import callbacks_of
     from rftmega.strategy.supervised import SupervisedStrategy
     from rftmega.trainer import Algorithm
-    from rftmega.trainer.checkpointing import resume
-    from rftmega.trainer.observers import evaluation_of_rows
 
     with joined(config) as (world, stop):
         strategy = SupervisedStrategy(config, world)
@@ -80,4 +75,4 @@ def supervise(config: RunConfig, tokenizer: Any) -> bool:
         )
         resume(trainer, strategy.checkpoints, parts, config.checkpoint)
         trainer.fit(rows, steps=config.trainer.steps)
-    return trainer.stopped
+    return config.faults.requeue_code if trainer.stopped else 0

@@ -43,12 +43,12 @@ def _estimator(algorithm: AlgorithmConfig) -> str:
 
 
 def rows_per_update(config: RunConfig) -> int:
-    """Answers that one optimizer step learns from."""
+    """Returns the answers that one optimizer step learns from."""
     answers = config.rollout.train_samples_per_prompt or config.rollout.samples_per_prompt
     return config.trainer.prompts_per_step * answers // config.algorithm.updates_per_epoch
 
 
 def rows_per_micro_batch(config: RunConfig) -> int:
-    """Answers of full length that fit a micro-batch, which is bounded by tokens here."""
+    """Returns the answers of full length that fit a micro-batch, which is bounded by tokens here."""
     longest = config.rollout.max_row_tokens
     return max(1, config.trainer.max_tokens_per_micro_batch // longest)

@@ -70,7 +70,7 @@ class LightRFTStrategy(StrategyBase):
         raise _the_schedules("optimizer_step")
 
     def create_optimizer(self, model: Any, **kwargs: Any) -> Any:
-        """The optimizer that the model was built with.
+        """Returns the optimizer that the model was built with.
 
         Raises ValueError for settings: they are optimizer.* of the config.
         """
@@ -93,8 +93,9 @@ class LightRFTStrategy(StrategyBase):
         return self.unwrap_model(model).manager.scheduler
 
     def unwrap_model(self, model: Any) -> Any:
-        """The MegatronActor (MegatronCritic) of this strategy's policy (critic); a bare Megatron
-        module of a wrapped one.
+        """Returns the MegatronActor (MegatronCritic) of this strategy's policy (critic).
+
+        A bare Megatron module of a wrapped one.
         """
         if isinstance(model, ColocatedPolicy):
             return model.actor
@@ -115,7 +116,7 @@ class LightRFTStrategy(StrategyBase):
         return optimizer
 
     def _build_engine(self, args: Any, engine_type: str) -> Engine:
-        """The one that this strategy was built with.
+        """Returns the engine that this strategy was built with.
 
         Raises ValueError for another type: rollout.engine decides it.
         """
@@ -163,11 +164,11 @@ class LightRFTStrategy(StrategyBase):
         client_state: dict[str, Any] | None = None,
         save_latest: bool = True,
     ) -> None:
-        """The policy's (or the critic's) weights, optimizer and schedule as a training checkpoint
-        `save_dir`/`tag`, with `client_state`, which must be what JSON has; then at most `max_num`
-        of them of at most `max_mem` MB stay. Every process calls it; it waits for the disk. Raises
-        CheckpointError where the folder can't be written, TypeError for a `client_state` that JSON
-        has not.
+        """Saves the policy's (or the critic's) weights, optimizer and schedule as a training
+        checkpoint `save_dir`/`tag`, with `client_state`, which must be what JSON has; then at most
+        `max_num` of them of at most `max_mem` MB stay. Every process calls it; it waits for the
+        disk. Raises CheckpointError where the folder can't be written, TypeError for a
+        `client_state` that JSON has not.
         """
         # as it will come back: JSON's keys are strings
         state = json.loads(json.dumps(client_state or {}))
@@ -187,10 +188,11 @@ class LightRFTStrategy(StrategyBase):
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
     ) -> tuple[str, dict[str, Any]]:
-        """Takes back what `save_ckpt` wrote, under whatever layout; the engine must be given a
-        policy's weights before its next answer. `load_module_only`: weights alone, as without both
-        of the flags before it; the optimizer's main parameters follow. Without `load_module_strict`
-        weights that the checkpoint lacks stay.
+        """Takes back what `save_ckpt` wrote, under whatever layout.
+
+        The engine must be given a policy's weights before its next answer. `load_module_only`:
+        weights alone, as without both of the flags before it; the optimizer's main parameters
+        follow. Without `load_module_strict` weights that the checkpoint lacks stay.
 
         Raises CheckpointError where there is no such checkpoint, it is another model's, or not as
         it was written.
@@ -209,7 +211,10 @@ class LightRFTStrategy(StrategyBase):
         return str(found), state
 
     def _named(self, model: Any) -> dict[str, TrainedModel]:
-        """A model that is trained here, by its name. Raises ValueError for another one."""
+        """Returns a model that is trained here, by its name.
+
+        Raises ValueError for another one.
+        """
         for name, trained in self.strategy.trained.items():
             if self.unwrap_model(model) is trained:
                 return {name: trained}

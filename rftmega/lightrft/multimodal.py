@@ -11,7 +11,7 @@ def build_inputs(
     videos: Sequence[Any] | None,
     videos_num: Sequence[int] | None,
 ) -> list[dict[str, Any]]:
-    """One dict a prompt: "prompt" and, where it has any, "multi_modal_data" with lists under
+    """Builds one dict a prompt: "prompt" and, where it has any, "multi_modal_data" with lists under
     "image" and "video".
 
     Media are nested (a list, or None, for each prompt) or flat, of which each prompt takes the next

@@ -77,7 +77,10 @@ class Panel:
     def judged(
         self, prompts: Sequence[Prompt], completions: Sequence[Completion]
     ) -> list[Completion]:
-        """The answers with all scores; those that they have brought along are not asked for again."""
+        """Returns the answers with all scores.
+
+        Those that they have brought along are not asked for again.
+        """
         known = (
             set.intersection(*(set(answer.scores or {}) for answer in completions))
             if completions
@@ -170,8 +173,8 @@ class NaiveExperienceMaker:
         self.rollouts = 0  # so that no two of them draw alike
 
     def generate_samples(self, all_prompts: Sequence[str | Prompt], **kw: Any) -> list[Samples]:
-        """Answers in batches of `micro_rollout_batch_size`, `n_samples_per_prompt` of each prompt
-        side by side.
+        """Generates answers in batches of `micro_rollout_batch_size`, `n_samples_per_prompt` of
+        each prompt side by side.
 
         `labels` (a string a prompt) is what a reward compares with; a Prompt brings its own.
         Options are those of DEFAULTS. The engine is asked once for all: an answer depends on its
@@ -197,8 +200,9 @@ class NaiveExperienceMaker:
         return [self._samples(requests[part], completions[part], group[part]) for part in parts]
 
     def make_experience(self, samples: Samples) -> Experience:
-        """Log-probs, values, KL and, in `info`, rewards of one batch; advantages and returns are
-        still to come.
+        """Log-probs, values, KL and, in `info`, rewards of one batch.
+
+        Advantages and returns are still to come.
         """
         rows, answers = samples.rows(), self._answers(samples)
         stats: TokenStats = self.actor.log_probs(rows)
@@ -266,8 +270,9 @@ class NaiveExperienceMaker:
     def process_experiences(
         self, experiences: list[Experience]
     ) -> tuple[list[Experience], list[Tensor]]:
-        """(experiences, their rewards [B]), rewards shaped over all batches at once; override it to
-        filter.
+        """Returns (experiences, their rewards [B]), rewards shaped over all batches at once.
+
+        Override it to filter.
 
         A group may lie in several batches.
         """
@@ -283,18 +288,18 @@ class NaiveExperienceMaker:
     def get_advantages_and_returns(
         self, values: Tensor, rewards: Tensor, action_mask: Tensor, gamma: float, lambd: float
     ) -> tuple[Tensor, Tensor]:
-        """(advantages, returns), [B, A]: see `gae`."""
+        """Returns (advantages, returns), [B, A]: see `gae`."""
         return gae(values, rewards, action_mask, gamma, lambd)
 
     def get_cumulative_returns(self, rewards: Tensor, action_mask: Tensor, gamma: float) -> Tensor:
-        """[B, A]: see `discounted_returns`."""
+        """Returns [B, A]: see `discounted_returns`."""
         return discounted_returns(rewards, action_mask.bool(), gamma)
 
     def tokenize_fn(
         self, texts: str | list[str], max_length: int, padding: bool = True, device: Any = None
     ) -> Any:
-        """Token ids, cut off after `max_length`: a dict of left-padded input_ids and attention_mask
-        [B, S] on `device`, or, without `padding`, a list of ids a text.
+        """Returns token ids, cut off after `max_length`: a dict of left-padded input_ids and
+        attention_mask [B, S] on `device`, or, without `padding`, a list of ids a text.
         """
         ids = [
             self._ids(text)[:max_length] for text in ([texts] if isinstance(texts, str) else texts)
@@ -334,7 +339,7 @@ class NaiveExperienceMaker:
         ]
 
     def _options(self, kw: Mapping[str, Any]) -> dict[str, Any]:
-        """DEFAULTS, overridden by the strategy's args, overridden by `kw`."""
+        """Returns DEFAULTS, overridden by the strategy's args, overridden by `kw`."""
         for name in kw.keys() - DEFAULTS.keys() - {"labels"}:
             why = (
                 f"{REPLACED[name]} decides it"
@@ -363,7 +368,7 @@ class NaiveExperienceMaker:
         return made
 
     def _answers(self, samples: Samples) -> list[Completion]:
-        """The engine's, or what can be told of answers that came from elsewhere."""
+        """Returns the engine's answers, or what can be told of answers that came from elsewhere."""
         if samples.completions is not None:
             return samples.completions
         rows = samples.rows()
@@ -403,7 +408,7 @@ class NaiveExperienceMaker:
 
 
 def _reported(answers: Sequence[Completion], mask: Tensor) -> Tensor:
-    """[B, A]: the engine's log-probs; 0 where an answer has ended."""
+    """Returns [B, A]: the engine's log-probs; 0 where an answer has ended."""
     found = torch.zeros(mask.shape)
     found[mask] = torch.tensor([logprob for answer in answers for logprob in answer.logprobs])
     return found

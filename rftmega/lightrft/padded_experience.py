@@ -20,13 +20,13 @@ from rftmega.types import Completion, Rows
 
 
 def to(tensor: Tensor | list[Tensor], device: torch.device | str) -> Any:
-    """A tensor, or a list of them, on `device`."""
+    """Moves a tensor, or a list of them, to `device`."""
     return [to(each, device) for each in tensor] if isinstance(tensor, list) else tensor.to(device)
 
 
 def pin_memory(tensor: Tensor | list[Tensor]) -> Any:
-    """A tensor, or a list of them, in page-locked memory, from which copies to a device are quick;
-    as it is without a device.
+    """Copies a tensor, or a list of them, to page-locked memory, from which copies to a device are
+    quick; as it is without a device.
     """
     if not torch.accelerator.is_available():
         return tensor
@@ -34,8 +34,9 @@ def pin_memory(tensor: Tensor | list[Tensor]) -> Any:
 
 
 def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
-    """`value` with `change` done to every tensor in it; what is no tensor, nor a list or dict of
-    some, stays.
+    """Returns `value` with `change` done to every tensor in it.
+
+    What is no tensor, nor a list or dict of some, stays.
     """
     if isinstance(value, dict):
         return {name: _changed(each, change) for name, each in value.items()}
@@ -123,7 +124,7 @@ class Samples:
         )
 
     def rows(self) -> Rows:
-        """Returns rows that start at column 0; padding becomes 0.
+        """Returns the rows that start at column 0; padding becomes 0.
 
         Raises ValueError where `action_mask` leaves out tokens of a response: a row of rftmega
         can't say so.
@@ -149,7 +150,9 @@ class Samples:
         return Rows(tokens, self.total_length - self.response_length, self.total_length)
 
     def packed(self, *, pad_len: int = 0, pad_id: int = 0) -> "Samples":
-        """The same answers without padding, in one row, but for `pad_len` tokens at its end."""
+        """Returns the same answers without padding, in one row, but for `pad_len` tokens at its
+        end.
+        """
         rows = self.rows()
         kept = _begun(rows.lengths)
         number = torch.arange(1, len(rows) + 1, device=kept.device)[:, None].expand_as(kept)
@@ -170,7 +173,7 @@ class Samples:
         return found
 
     def batched(self, *, pad_id: int = 0) -> "Samples":
-        """The same answers as a canvas, no wider than they need."""
+        """Returns the same answers as a canvas, no wider than they need."""
         found = Samples.of(self.rows(), prompts=self.prompts, labels=self.labels, pad_id=pad_id)
         found.completions, found.group = self.completions, self.group
         return found
@@ -191,7 +194,7 @@ def _widest(lengths: Tensor) -> int:
 
 
 def _begun(lengths: Tensor, width: int | None = None) -> Tensor:
-    """[B, width], or as wide as the longest: True in the first lengths[b] columns."""
+    """Returns [B, width], or as wide as the longest: True in the first lengths[b] columns."""
     return (
         torch.arange(_widest(lengths) if width is None else width, device=lengths.device)
         < lengths[:, None]
@@ -199,8 +202,9 @@ def _begun(lengths: Tensor, width: int | None = None) -> Tensor:
 
 
 def shifted(x: Tensor, by: Tensor, kept: Tensor, fill: float = 0) -> Tensor:
-    """out[b, c] = x[b, c + by[b]] where kept[b, c], otherwise `fill`; x [B, N], by [B], kept [B,
-    width] bool.
+    """Returns out[b, c] = x[b, c + by[b]] where kept[b, c], otherwise `fill`.
+
+    X [B, N], by [B], kept [B, width] bool.
     """
     if not x.shape[1]:
         return x.new_full(kept.shape, fill)
@@ -211,8 +215,8 @@ def shifted(x: Tensor, by: Tensor, kept: Tensor, fill: float = 0) -> Tensor:
 def canvas(
     rows: Rows, prompt_width: int, actions: int, *, pad_id: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """(sequences, attention mask), both [B, prompt_width + actions], of rows that start at column
-    0.
+    """Returns (sequences, attention mask), both [B, prompt_width + actions], of rows that start at
+    column 0.
     """
     by = rows.prompt_lengths - prompt_width
     column = torch.arange(prompt_width + actions, device=by.device) + by[:, None]
@@ -221,13 +225,17 @@ def canvas(
 
 
 def flush(sequences: Tensor, by: Tensor, lengths: Tensor) -> Tensor:
-    """[B, longest]: each row of a canvas from its first token, column by[b], on; 0 behind its end."""
+    """Returns [B, longest]: each row of a canvas from its first token, column by[b], on.
+
+    0 behind its end.
+    """
     return shifted(sequences, by, _begun(lengths))
 
 
 def per_action(x: Tensor, rows: Rows) -> Tensor:
-    """[B, T] aligned with targets -> [B, A], the response's tokens only; 0 where a response has
-    ended.
+    """Maps [B, T] aligned with targets to [B, A], the response's tokens only.
+
+    0 where a response has ended.
 
     Raises ValueError for an empty prompt: nothing predicts the first token of its response.
     """
@@ -237,7 +245,7 @@ def per_action(x: Tensor, rows: Rows) -> Tensor:
 
 
 def per_target(x: Tensor, rows: Rows) -> Tensor:
-    """[B, A] -> [B, T] aligned with targets; 0 outside the response.
+    """Maps [B, A] to [B, T] aligned with targets; 0 outside the response.
 
     Raises ValueError for an empty prompt.
     """
@@ -301,8 +309,9 @@ def to_experience(padded: Experience) -> types.Experience:
 
 
 def of_experience(own: types.Experience, *, pad_id: int = 0) -> Experience:
-    """The canvas of an experience of rftmega; what it does not hold (kl, and whatever is None
-    there) is None.
+    """Returns the canvas of an experience of rftmega.
+
+    What it does not hold (kl, and whatever is None there) is None.
     """
     rows = own.rows
     assert own.old_logp is not None, "only an update that scores for itself goes without"

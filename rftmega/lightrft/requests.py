@@ -44,7 +44,7 @@ class GenerationOutput(dict[str, Any]):
 def answers(
     prompts: Sequence[Sequence[int]], completions: Sequence[Completion]
 ) -> list[GenerationOutput]:
-    """Prompt and output ids, and what else the engine said, a dict an answer."""
+    """Returns prompt and output ids, and what else the engine said, a dict an answer."""
     return [
         GenerationOutput(
             prompt_token_ids=list(ids),
@@ -58,7 +58,7 @@ def answers(
 
 
 def read_sampling(sampling_params: Any, *, longest: int | None) -> tuple[float, int | None]:
-    """(temperature, seed or None) of a dict, or of an object with such attributes (vLLM's
+    """Returns (temperature, seed or None) of a dict, or of an object with such attributes (vLLM's
     SamplingParams).
 
     Raises ValueError for a setting that would be dropped: an engine samples from the whole
@@ -93,15 +93,17 @@ def read_sampling(sampling_params: Any, *, longest: int | None) -> tuple[float, 
 
 
 def token_lists(prompt_token_ids: Sequence[Any]) -> list[list[int]]:
-    """One prompt (a list of ids) or several (a list of lists), as several."""
+    """Returns one prompt (a list of ids) or several (a list of lists), as several."""
     if prompt_token_ids and isinstance(prompt_token_ids[0], int):
         return [list(prompt_token_ids)]
     return [list(ids) for ids in prompt_token_ids]
 
 
 def seeds_of(source: str, first: int, count: int) -> list[int]:
-    """A seed for each of the requests first ... first + count - 1 of those that `source` names;
-    others get others.
+    """Returns a seed for each of the requests first ... first + count - 1 of those that `source`
+    names.
+
+    Others get others.
     """
     return [
         random.Random(f"{source}/{number}").getrandbits(31)

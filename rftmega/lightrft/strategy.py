@@ -110,7 +110,7 @@ class StrategyBase(ABC):
         self.set_seed(self.seed)
 
     def get_rank(self) -> int:
-        """0 where no processes were joined."""
+        """Returns the rank; 0 where no processes were joined."""
         return dist.get_rank() if dist.is_initialized() else 0
 
     @classmethod
@@ -122,8 +122,9 @@ class StrategyBase(ABC):
         seeds.set_seed(seed)
 
     def all_gather(self, data: Any) -> Any:
-        """A tensor of every process, behind each other in the order of ranks; a dict of tensors
-        (the same keys everywhere), key by key. First dimensions may differ. See
+        """Returns a tensor of every process, behind each other in the order of ranks.
+
+        A dict of tensors (the same keys everywhere), key by key. First dimensions may differ. See
         `collectives.all_gather`.
         """
         if isinstance(data, dict):
@@ -131,9 +132,9 @@ class StrategyBase(ABC):
         return collectives.all_gather(data)
 
     def all_reduce(self, data: Any, op: str = "mean") -> Any:
-        """Mean, max or sum over all processes of a tensor, a number, or a dict of them (the same
-        keys everywhere); in the form it was given. Raises AssertionError for another `op`. See
-        `collectives.all_reduce`.
+        """Returns the mean, max or sum over all processes of a tensor, a number, or a dict of them
+        (the same keys everywhere); in the form it was given. Raises AssertionError for another
+        `op`. See `collectives.all_reduce`.
         """
         assert op in collectives.OPERATIONS, (
             f"op={op!r} is not one of {', '.join(collectives.OPERATIONS)}."
@@ -144,7 +145,7 @@ class StrategyBase(ABC):
 
     @classmethod
     def print(cls, *msg: Any) -> None:
-        """One line with the time, on rank 0."""
+        """Prints one line with the time, on rank 0."""
         if cls.is_rank_0():
             sys.stdout.write(f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] {' '.join(map(str, msg))}\n")
             sys.stdout.flush()
@@ -174,7 +175,9 @@ class StrategyBase(ABC):
         self.report_memory("models built")
 
     def prepare(self, *models_or_pairs: Any, is_rlhf: bool = False) -> Any:
-        """Each model, or (model, optimizer), made ready; in a list, or alone where one was given."""
+        """Returns each model, or (model, optimizer), made ready; in a list, or alone where one was
+        given.
+        """
         self.is_rlhf = is_rlhf
         ready = [
             (self._prepare(item[0]), *item[1:]) if isinstance(item, tuple) else self._prepare(item)
@@ -194,8 +197,8 @@ class StrategyBase(ABC):
         args: Any,
         max_steps: int,
     ) -> tuple[Any, Any, Any, Any]:
-        """((actor, optimizer, scheduler), (critic, optimizer, scheduler), reward models, initial
-        model).
+        """Returns ((actor, optimizer, scheduler), (critic, optimizer, scheduler), reward models,
+        initial model).
 
         Three times None for a critic that is None.
         """
@@ -213,11 +216,13 @@ class StrategyBase(ABC):
         return self._prepare(model), optimizer, self._scheduler(model, optimizer, max_steps)
 
     def _scheduler(self, model: Any, optimizer: Any, max_steps: int) -> Any:
-        """The learning rate's schedule over `max_steps` optimizer steps; None where it is constant."""
+        """Returns the learning rate's schedule over `max_steps` optimizer steps; None where it is
+        constant.
+        """
         return None
 
     def unwrap_model(self, model: Any) -> Any:
-        """`model` without what a strategy wrapped round it."""
+        """Returns `model` without what a strategy wrapped round it."""
         while hasattr(model, "module"):
             model = model.module
         return model
@@ -268,7 +273,7 @@ class StrategyBase(ABC):
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
     ) -> tuple[str, dict[str, Any]]:
-        """(the checkpoint's folder, the `client_state` saved with it)."""
+        """Returns (the checkpoint's folder, the `client_state` saved with it)."""
 
     def setup_dataloader(
         self,
@@ -360,14 +365,15 @@ class StrategyBase(ABC):
     def _build_multimodal_inputs(
         cls, all_prompts: Any, all_images: Any, images_num: Any, all_videos: Any, videos_num: Any
     ) -> list[dict[str, Any]]:
-        """See `build_inputs`."""
+        """Builds inputs, see `build_inputs`."""
         return build_inputs(all_prompts, all_images, images_num, all_videos, videos_num)
 
     def engine_generate_local(
         self, sampling_params: Any, prompt_token_ids: Any = None, multi_modal_inputs: Any = None
     ) -> list[GenerationOutput]:
-        """This process's engine answers `prompt_token_ids`, one prompt or a list of them; processes
-        that share it call alike.
+        """Answers `prompt_token_ids` with this process's engine: one prompt or a list of them.
+
+        Processes that share it call alike.
 
         `sampling_params`: a dict, or an object with such attributes; see `read_sampling`. Raises
         ValueError where both or none of the prompts are given, EngineError for pictures and films:
@@ -398,8 +404,8 @@ class StrategyBase(ABC):
         all_videos: Any = None,
         videos_num: Any = None,
     ) -> list[GenerationOutput]:
-        """Answers to this process's prompts, in their order: those of all processes of an engine
-        are asked in one batch.
+        """Returns answers to this process's prompts, in their order: those of all processes of an
+        engine are asked in one batch.
 
         Every process calls it, with as many prompts as it has, or none. Prompts are ids, or texts
         where no ids are given. An answer depends on its prompt's place among all processes'
@@ -472,7 +478,9 @@ class StrategyBase(ABC):
         return list(self.tokenizer.encode(text, chat_template=False))
 
     def _neighbours(self) -> tuple[Any, int]:
-        """(the group of those that share this process's engine, this one's place among them)."""
+        """Returns (the group of those that share this process's engine, this one's place among
+        them).
+        """
         if self.engine_processes == 1:
             return None, 0
         if not hasattr(self, "_group"):

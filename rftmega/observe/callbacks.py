@@ -8,16 +8,16 @@ from typing import Any
 import torch.distributed as dist
 
 from rftmega import device
+from rftmega.callbacks.checkpointing import Checkpointing
+from rftmega.callbacks.evaluate import Evaluation
+from rftmega.callbacks.observer import Observer
+from rftmega.callbacks.observers import Text, observers_of
 from rftmega.config import RunConfig
 from rftmega.interfaces import Callback, Resumable
 from rftmega.observe.stragglers import Stragglers
 from rftmega.observe.throughput import Throughput
 from rftmega.observe.timeline import Timeline
 from rftmega.parallel.topology import Topology
-from rftmega.trainer.callbacks import Observer
-from rftmega.trainer.checkpointing import Checkpointing
-from rftmega.trainer.evaluate import Evaluation
-from rftmega.trainer.observers import Text, observers_of
 
 
 def callbacks_of(
@@ -29,8 +29,9 @@ def callbacks_of(
     *,
     is_main: bool,
 ) -> list[Callback]:
-    """Builds the callbacks of a run in the order in which they are told; a checkpoint holds the
-    state of `parts`.
+    """Builds the callbacks of a run in the order in which they are told.
+
+    A checkpoint holds the state of `parts`.
     """
     found: list[Callback] = [
         *observers_of(

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from rftmega.callbacks.observer import Observer
 from rftmega.parallel.collectives import gather_objects
-from rftmega.trainer.callbacks import Observer
 from rftmega.types import Metrics
 
 TIMES = 3.0  # the median's work

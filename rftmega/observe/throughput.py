@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rftmega import device
+from rftmega.callbacks.observer import Observer
 from rftmega.device.spans import BACKWARD, FORWARD, REDUCE, SCHEDULE, recorder
 from rftmega.parallel.collectives import gathered
-from rftmega.trainer.callbacks import Observer
 from rftmega.types import Metrics
 
 # spans in which a process is busy itself

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from rftmega.callbacks.observer import Observer
+from rftmega.callbacks.output_files import set_aside
 from rftmega.device.spans import Span, clock, recorder
 from rftmega.parallel.clocks import Offset, clock_offsets
-from rftmega.trainer.callbacks import Observer
-from rftmega.trainer.output_files import set_aside
 from rftmega.types import Metrics
 
 PHASES = "phases"  # a thread of its own in the picture
@@ -75,7 +75,7 @@ class Timeline(Observer):
 
 
 def write(path: Path, everybody: Sequence[Told]) -> None:
-    """One event a line; the file gets its name when it is whole."""
+    """Writes one event a line; the file gets its name when it is whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.draft")
     with draft.open("w") as file:
@@ -86,8 +86,8 @@ def write(path: Path, everybody: Sequence[Told]) -> None:
 
 
 def events(everybody: Sequence[Told]) -> Iterator[dict[str, Any]]:
-    """Processes by rank, threads by name, microseconds of the first process's clock since the first
-    span.
+    """Yields the trace's events: processes by rank, threads by name, microseconds of the first
+    process's clock since the first span.
     """
     begin = min(
         (span.begin - told.offset.ahead for told in everybody for span in told.spans), default=0

@@ -42,8 +42,9 @@ def checksums(slices: Tensor) -> Tensor:
 
 
 def _words(flat: Tensor, size: int) -> Tensor:
-    """[n, blocks, words] of [n, elements]; a copy where blocks are not full or words would not lie
-    as a processor likes them.
+    """Maps [n, elements] to [n, blocks, words].
+
+    A copy where blocks are not full or words would not lie as a processor likes them.
     """
     aligned = (
         flat.storage_offset() * flat.itemsize % 8 == 0 and flat.stride(0) * flat.itemsize % 8 == 0
@@ -56,7 +57,7 @@ def _words(flat: Tensor, size: int) -> Tensor:
 
 
 def _of_words(words: Tensor) -> Tensor:
-    """[n], of [n, blocks, words]."""
+    """Maps [n, blocks, words] to [n]."""
     number, blocks_each = words.shape[:2]
     if number * blocks_each * BLOCK <= SMALL:
         return (words * _weights(words.device, blocks_each)).sum((1, 2))
@@ -71,5 +72,5 @@ def _lanes(where: torch.device) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _weights(where: torch.device, blocks_each: int) -> Tensor:
-    """[blocks, words]: what each word counts."""
+    """Returns [blocks, words]: what each word counts."""
     return _lanes(where) + 31 * (2 * torch.arange(blocks_each, device=where) + 1)[:, None]

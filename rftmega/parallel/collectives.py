@@ -17,8 +17,9 @@ MOST_DIMS = 8
 
 
 def all_gather(tensor: Tensor) -> Tensor:
-    """Gathers [N, ...] of every process -> [sum of N, ...], in the order of ranks; a scalar counts
-    as [1]. N may differ, and be 0.
+    """Gathers [N, ...] of every process -> [sum of N, ...], in the order of ranks.
+
+    A scalar counts as [1]. N may differ, and be 0.
 
     Raises ValueError, on every process, where the other dimensions differ.
     """
@@ -83,8 +84,9 @@ def _reduced(value: Tensor, op: str) -> Tensor:
 
 
 def neighbours(size: int) -> Any:
-    """Returns the group of this process and its neighbours, `size` consecutive ranks each; None
-    stands for all processes.
+    """Returns the group of this process and its neighbours, `size` consecutive ranks each.
+
+    None stands for all processes.
 
     A collective over all processes, to be called once for a size.
     """

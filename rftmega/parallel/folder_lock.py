@@ -45,7 +45,7 @@ class Holder:
 
     @classmethod
     def present(cls, what: str) -> "Holder":
-        """This process, now."""
+        """Returns this process, now."""
         started = process_start(os.getpid())
         assert started is not None
         since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
@@ -59,8 +59,9 @@ class Holder:
 
     @property
     def dead(self) -> bool:
-        """Returns whether the holder's process is known to be gone; another one may have its
-        number.
+        """Returns whether the holder's process is known to be gone.
+
+        Another one may have its number.
         """
         return self.here and process_start(self.pid) != self.started
 
@@ -117,7 +118,10 @@ class FolderLock:
         self._thread.start()
 
     def release(self) -> None:
-        """Others may work in the folder. A copy of the process by fork releases nothing."""
+        """Lets others work in the folder.
+
+        A copy of the process by fork releases nothing.
+        """
         if os.getpid() != self.holder.pid or self._thread is None:
             return
         self._ended.set()
@@ -161,8 +165,9 @@ class FolderLock:
             time.sleep(LOOK_SECONDS)
 
     def _linked(self, file: Path) -> bool:
-        """Creates `file`, all at once with its content; returns whether it is this process's now,
-        and was not there before.
+        """Creates `file`, all at once with its content.
+
+        Returns whether it is this process's now, and was not there before.
         """
         try:
             os.link(self._own, file)
@@ -259,7 +264,8 @@ def locked(folder: str | Path, what: str) -> Iterator[None]:
 
 
 def process_start(pid: int) -> int | None:
-    """Returns the time at which a process of this machine began, in clock ticks since the boot;
+    """Returns the time at which a process of this machine began, in clock ticks since the boot.
+
     None where it has ended.
     """
     try:

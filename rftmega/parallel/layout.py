@@ -20,8 +20,9 @@ class RankCoordinates(NamedTuple):
 
 
 def place_of(rank: int, world_size: int, parallel: ParallelConfig) -> RankCoordinates:
-    """Places a rank in Megatron's order: tensor fastest, then context, data, pipeline; among
-    experts tensor, then expert.
+    """Places a rank in Megatron's order: tensor fastest, then context, data, pipeline.
+
+    Among experts tensor, then expert.
     """
     stage, within = divmod(rank, world_size // parallel.pipeline)
     return RankCoordinates(
@@ -33,7 +34,7 @@ def place_of(rank: int, world_size: int, parallel: ParallelConfig) -> RankCoordi
 
 
 def replicas(world_size: int, parallel: ParallelConfig) -> list[list[int]]:
-    """Processes -> groups that each hold every parameter, as few processes as possible.
+    """Splits processes into groups that each hold every parameter, as few processes as possible.
 
     In Megatron's order of ranks the tensor-parallel ones are neighbours, the stages are farthest
     apart, and the experts are spread over consecutive blocks of expert_tensor x expert processes.

@@ -22,8 +22,9 @@ def plan_micro_batches(
     at_least: int = 1,
     group_size: int = 1,
 ) -> list[list[list[int]]]:
-    """Rows -> [rank][micro-batch] -> row indices. Every rank gets the same number of micro-batches;
-    some may be empty.
+    """Plans rows -> [rank][micro-batch] -> row indices.
+
+    Every rank gets the same number of micro-batches; some may be empty.
 
     A row of n tokens costs n + attention_weight * n^2 (the share of attention in a layer's work
     grows with the row). Ranks get equal cost by Karmarkar-Karp differencing; a rank's micro-batches

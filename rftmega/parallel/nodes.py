@@ -45,8 +45,9 @@ class NodeReport:
 
 
 def check_nodes(world: World, needed: Mapping[str, int]) -> None:
-    """`needed`: folder -> bytes that the run writes there. A collective over all processes; logs
-    what it measured.
+    """Checks all hosts, by all processes together, and logs what it measured.
+
+    `needed`: folder -> bytes that the run writes there.
 
     Raises NodeError, the same on every process, where one finds too little disk, other versions, or
     another time.
@@ -72,8 +73,9 @@ def check_nodes(world: World, needed: Mapping[str, int]) -> None:
 def complaints(
     reports: Sequence[NodeReport], needed: Mapping[str, int], clocks: Sequence[float]
 ) -> list[str]:
-    """Lists what is wrong, each with a host and the first rank there; `clocks` are seconds, rank by
-    rank, read at one moment.
+    """Lists what is wrong, each with a host and the first rank there.
+
+    `clocks` are seconds, rank by rank, read at one moment.
     """
     found: dict[tuple[str, str], str] = {}
 
@@ -114,8 +116,9 @@ def complaints(
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of the packages that take part; rftmega's own is a digest of its
-    sources.
+    """Returns the versions of the packages that take part.
+
+    Rftmega's own is a digest of its sources.
     """
     found = {
         name: next(filter(None, map(_version, names)), "(none)") for name, names in PACKAGES.items()
@@ -135,8 +138,9 @@ def _version(package: str) -> str:
 
 
 def _free(folder: Path) -> int | str:
-    """Bytes on the disk of a folder, which may be still to come; or why nothing can be written
-    there.
+    """Returns the bytes on the disk of a folder, which may be still to come.
+
+    Or why nothing can be written there.
     """
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not os.access(there, os.W_OK | os.X_OK):
@@ -145,8 +149,8 @@ def _free(folder: Path) -> int | str:
 
 
 def _clocks() -> list[float]:
-    """Seconds since the epoch, rank by rank, at about one moment: of the rounds, the one in which
-    they are closest.
+    """Returns seconds since the epoch, rank by rank, at about one moment: of the rounds, the one in
+    which they are closest.
     """
     rounds: list[list[float]] = []
     while len(rounds) < ROUNDS and not any(max(clocks) - min(clocks) < CLOCKS for clocks in rounds):
@@ -156,8 +160,8 @@ def _clocks() -> list[float]:
 
 
 def _bandwidth() -> float:
-    """Bytes a second that each process sends in an all-reduce, 2 (n - 1) / n of the buffer (busbw
-    of nccl-tests); 0: alone.
+    """Returns bytes a second that each process sends in an all-reduce, 2 (n - 1) / n of the buffer
+    (busbw of nccl-tests); 0: alone.
     """
     size = dist.get_world_size()
     if size == 1:

@@ -39,6 +39,11 @@ def listen() -> None:
         signal.signal(number, _note)
 
 
+def listens() -> bool:
+    """Returns whether `listen` was called last."""
+    return all(signal.getsignal(number) is _note for number in SIGNALS)
+
+
 def unlisten() -> None:
     """Lets the signals end this process at once, one that came already, too: a run that saves
     nothing can't go on later.
@@ -68,8 +73,9 @@ def listening() -> Iterator[None]:
 
 
 def meet(board: Any) -> None:
-    """Lets processes tell each other of requests at `board`, a store of torch.distributed; None: no
-    longer.
+    """Lets processes tell each other of requests at `board`, a store of torch.distributed.
+
+    None: no longer.
     """
     request.board, request.known = board, False
 

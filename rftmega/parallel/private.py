@@ -1,6 +1,8 @@
 """Files of a run may hold prompts, paths and an environment: they are nobody else's business."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 def keep_private() -> None:
@@ -8,3 +10,15 @@ def keep_private() -> None:
     group unless the umask let it read before.
     """
     os.umask(os.umask(0o077) | 0o007)
+
+
+@contextmanager
+def private_files() -> Iterator[None]:
+    """Keeps what is written within a `with` block private, see `keep_private`."""
+    before = os.umask(0o077)
+    os.umask(before)
+    keep_private()
+    try:
+        yield
+    finally:
+        os.umask(before)

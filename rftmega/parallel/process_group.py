@@ -36,7 +36,10 @@ class World:
 
 
 def launched_size() -> int:
-    """Processes that the launcher started (1 without one); readable before anything is initialised."""
+    """Returns how many processes the launcher started (1 without one).
+
+    Readable before anything is initialised.
+    """
     return whole_number("WORLD_SIZE", 1)
 
 

@@ -16,9 +16,10 @@ INTERFACE = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def store(rank: int, size: int, timeout: timedelta) -> dist.Store:
-    """Returns the store at MASTER_ADDR:MASTER_PORT; rank 0 serves it, at that address only, unless
-    torchrun's agent does. That one remembers what ranks said before a restart, so each attempt has
-    a part of its own.
+    """Returns the store at MASTER_ADDR:MASTER_PORT.
+
+    Rank 0 serves it, at that address only, unless torchrun's agent does. That one remembers what
+    ranks said before a restart, so each attempt has a part of its own.
 
     Raises NodeError where the address is not rank 0's, or is one that other hosts can't reach;
     NodeFault where another process has the port, for the next start takes another one

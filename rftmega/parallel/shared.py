@@ -17,8 +17,9 @@ SEALS = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 
 
 def create(size: int) -> str:
-    """Creates memory of `size` bytes and returns its name; it lives as long as this process and all
-    that have opened it.
+    """Creates memory of `size` bytes and returns its name.
+
+    It lives as long as this process and all that have opened it.
     """
     token = secrets.token_hex(16)
     descriptor = os.memfd_create(f"rftmega-{token}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

@@ -42,7 +42,7 @@ class Sign:
 
     @classmethod
     def present(cls, number: int) -> "Sign":
-        """This process, now."""
+        """Returns this process, now."""
         frames = list(_frames(sys._current_frames().get(threading.main_thread().ident or 0)))
         at = (
             f"{frames[0].f_code.co_filename}:{frames[0].f_lineno} ({frames[0].f_code.co_name})"
@@ -73,8 +73,9 @@ class Standing:
             self.board.set(_key(self.rank), json.dumps(asdict(sign)))
 
     def look(self) -> str:
-        """Names the ranks that stand still, for the log; empty where none does, or it was said
-        already.
+        """Names the ranks that stand still, for the log.
+
+        Empty where none does, or it was said already.
 
         On the first process.
         """

@@ -99,8 +99,9 @@ class Topology:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Switches Megatron to this layout within a `with` block; before and after, in whatever was
-        active.
+        """Switches Megatron to this layout within a `with` block.
+
+        Before and after, in whatever was active.
         """
         before = _get_globals()
         if before == self._globals:

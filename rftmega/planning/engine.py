@@ -31,8 +31,9 @@ def _elements(rule: Rule, ranks: int) -> int:
 
 
 def cache_bytes(model: ModelDescription, ranks: int, itemsize: int = 2) -> int:
-    """Returns the bytes of a token in the KV cache of one process; latent attention keeps the
-    narrow vector whole on each.
+    """Returns the bytes of a token in the KV cache of one process.
+
+    Latent attention keeps the narrow vector whole on each.
     """
     if model.latent:
         return model.layers * (model.latent.key_value_rank + model.latent.rope_dim) * itemsize

@@ -10,13 +10,14 @@ from itertools import combinations, product
 from typing import Any
 
 from model_providers.description import heads_violations, layout_violations
-from rftmega.config import ParallelConfig, RunConfig, violations
-from rftmega.config.validate_ranges import value_of
+from rftmega.config import ParallelConfig, RunConfig
+from rftmega.config.tree import value_of
 from rftmega.parallel.layout import nodes_of_engine
 from rftmega.planning import engine
 from rftmega.planning.memory import Budget, Bytes, cache_of, on_device, on_host
 from rftmega.planning.models import POLICY, PlannedModel
 from rftmega.planning.times import Speeds, seconds
+from rftmega.validation import violations
 
 GB = 1e9
 MOST = 2_000  # layouts that are looked at
@@ -239,8 +240,9 @@ def _combined(options: list[list[dict[str, Any]]], number: int) -> Iterator[dict
 
 
 def changed(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
-    """Returns a copy with other values; where the critic has the policy's layout or optimizer, it
-    goes along.
+    """Returns a copy with other values.
+
+    Where the critic has the policy's layout or optimizer, it goes along.
     """
     found = copy.copy(config)
     for section in ("parallel", "optimizer", "rollout", "trainer", "critic"):
@@ -284,8 +286,8 @@ def refused(models: Mapping[str, PlannedModel], config: RunConfig, machine: Mach
 
 
 def push_bound(policy: PlannedModel, config: RunConfig) -> int:
-    """Bytes of push buffers that are hardly exceeded: two buckets that come, and two that go, of an
-    engine's rank each.
+    """Returns the bytes of push buffers that are hardly exceeded: two buckets that come, and two
+    that go, of an engine's rank each.
     """
     if config.algorithm.task != "rl" or config.strategy == "separate":
         return 0

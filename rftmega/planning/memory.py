@@ -45,7 +45,8 @@ class Cache:
 def resident(
     models: Mapping[str, PlannedModel], config: RunConfig, world: int, stages: Mapping[str, int]
 ) -> dict[str, Bytes]:
-    """Returns phase -> bytes of weights, gradients, main parameters and Adam on the device;
+    """Returns phase -> bytes of weights, gradients, main parameters and Adam on the device.
+
     `stages`: this process's.
     """
     held = {name: states(planned, world, stages[name]) for name, planned in models.items()}
@@ -84,7 +85,7 @@ def load_of(config: RunConfig, parallel: ParallelConfig, world: int) -> Load:
 
 
 def rows_of(config: RunConfig) -> int:
-    """Rows of a step."""
+    """Returns the rows of a step."""
     answers = {"sft": 1, "reward_model": 2}.get(config.algorithm.task)
     return config.trainer.prompts_per_step * (
         answers or config.rollout.train_samples_per_prompt or config.rollout.samples_per_prompt
@@ -169,8 +170,8 @@ def on_device(
 
 
 def experience_bytes(config: RunConfig) -> int:
-    """Tensors of one row of an Experience and its Samples (rftmega/types.py), if it is as long as
-    it may be.
+    """Returns the tensors of one row of an Experience and its Samples (rftmega/types.py), if it is
+    as long as it may be.
     """
     algorithm = config.algorithm
     floats = (
@@ -184,8 +185,8 @@ def experience_bytes(config: RunConfig) -> int:
 def on_host(
     models: Mapping[str, PlannedModel], config: RunConfig, world: int, stages: Mapping[str, int]
 ) -> Bytes:
-    """Bytes that one process keeps on the host: the whole step's rows, copies of weights, what has
-    left the device, what a save writes from.
+    """Returns the bytes that one process keeps on the host: the whole step's rows, copies of
+    weights, what has left the device, what a save writes from.
     """
     policy, found = models[POLICY], Bytes()
     elements = elements_of(policy, stages[POLICY])

@@ -36,8 +36,9 @@ MOST = 200_000  # moves that are simulated; of a larger push, only some layers a
 
 
 def push_buffers(planned: PlannedModel, config: RunConfig, world: int) -> list[int]:
-    """Bytes of each process at most; of engines beside the trainer, the shared memory that all
-    processes map.
+    """Returns the bytes of each process at most.
+
+    Of engines beside the trainer, the shared memory that all processes map.
     """
     bucket_bytes = config.trainer.push_bucket_mib * 2**20
     layers = sampled(planned.model, world)

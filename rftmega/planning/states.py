@@ -88,7 +88,7 @@ def _experts(model: ModelDescription) -> int:
 
 
 def elements_of(planned: PlannedModel, stage: int) -> int:
-    """Parameters of one process of a stage."""
+    """Returns the parameters of one process of a stage."""
     return sum(
         size * number
         for chunk in chunks_of(planned, stage)
@@ -98,7 +98,7 @@ def elements_of(planned: PlannedModel, stage: int) -> int:
 
 
 def sharers(planned: PlannedModel, world: int) -> tuple[int, int]:
-    """Processes that hold the same dense parameters, and the same experts: the distributed
+    """Returns processes that hold the same dense parameters, and the same experts: the distributed
     optimizer is shared by them.
     """
     parallel = planned.parallel
@@ -107,7 +107,10 @@ def sharers(planned: PlannedModel, world: int) -> tuple[int, int]:
 
 
 def states(planned: PlannedModel, world: int, stage: int) -> dict[str, int]:
-    """Bytes by part of each process of a stage; Adam's as they are after the first optimizer step."""
+    """Returns bytes by part of each process of a stage.
+
+    Adam's as they are after the first optimizer step.
+    """
     optimizer, totals = planned.optimizer, dict.fromkeys(STATES, 0)
     for size, elements, shared_by in _buffers(planned, world, stage):
         sharded = optimizer is not None and optimizer.distributed

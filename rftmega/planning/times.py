@@ -83,8 +83,9 @@ def seconds(
 def _generating(
     policy: PlannedModel, config: RunConfig, world: int, cache: Cache, speeds: Speeds
 ) -> dict[str, float]:
-    """Returns the seconds that one engine generates, by kind; it batches answers as far as the
-    cache and max_batch allow.
+    """Returns the seconds that one engine generates, by kind.
+
+    It batches answers as far as the cache and max_batch allow.
     """
     ranks, rollout, model = config.rollout.tensor, config.rollout, policy.model
     engines = rollout.servers if config.strategy == "separate" else world // ranks
@@ -108,8 +109,8 @@ def _generating(
 
 
 def _read(policy: PlannedModel, ranks: int, tokens: float) -> float:
-    """Bytes of weights that a step of `tokens` sequences reads: of routed experts, those that one
-    of them goes to.
+    """Returns the bytes of weights that a step of `tokens` sequences reads: of routed experts,
+    those that one of them goes to.
     """
     whole, model = engine.weight_bytes(policy, ranks), policy.model
     if model.experts is None:
@@ -173,7 +174,7 @@ def _learning(
 
 
 def _routed(model: ModelDescription, planned: PlannedModel, tokens: float) -> float:
-    """Bytes that one process sends to experts in one direction."""
+    """Returns the bytes that one process sends to experts in one direction."""
     assert model.experts is not None
     parallel = planned.parallel
     layers = len(model.experts.layers) / parallel.pipeline

@@ -40,7 +40,7 @@ def code_of(response: str) -> str:
 
 
 def read_tests(label: str) -> dict[str, Any]:
-    """{"tests": source of asserts} or {"inputs": [...], "outputs": [...]}.
+    """Reads {"tests": source of asserts} or {"inputs": [...], "outputs": [...]}.
 
     Raises ValueError that says what it is instead.
     """
@@ -101,7 +101,7 @@ class CodePart:
         self.tested, self.testing = False, threading.Lock()
 
     def __call__(self, answers: Sequence[Answer]) -> list[float]:
-        """1 where the answer's code passes all tests.
+        """Returns 1 where the answer's code passes all tests.
 
         Raises RewardError where a label holds none, or without any sandbox.
         """
@@ -154,8 +154,9 @@ class CodePart:
         return float(len(found) == len(limits) and all(map(same_output, found, tests["outputs"])))
 
     def _run(self, job: dict[str, Any]) -> dict[str, Any] | Undecided:
-        """The outcome; Undecided where the sandbox or the machine failed, or the tests can't be run
-        from outside.
+        """Returns the outcome.
+
+        Undecided where the sandbox or the machine failed, or the tests can't be run from outside.
         """
         outcome = run_sandboxed(job, job.get("seconds", SELF_TEST) + GRACE)
         if "refused" in outcome:
@@ -230,7 +231,7 @@ def run_sandboxed(job: dict[str, Any], seconds: float) -> dict[str, Any]:
 
 
 def _checked(said: bytes, job: dict[str, Any]) -> dict[str, Any]:
-    """The outcome.
+    """Returns the outcome.
 
     Raises RewardError where it is not one of such a job: a default would be a score that nobody
     gave.
@@ -255,8 +256,9 @@ def _checked(said: bytes, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _ends(process: subprocess.Popen[bytes]) -> bool:
-    """Waits GRACE seconds for a process that has closed its standard output; returns whether it
-    ended.
+    """Waits GRACE seconds for a process that has closed its standard output.
+
+    Returns whether it ended.
     """
     try:
         process.wait(GRACE)
@@ -266,7 +268,7 @@ def _ends(process: subprocess.Popen[bytes]) -> bool:
 
 
 def _until_end(descriptor: int, end: float) -> bytes:
-    """The sandbox bounds what it says by what the job allows."""
+    """Reads to the end: the sandbox bounds what it says by what the job allows."""
     said = b""
     while not said.endswith(b"\n") and (left := end - time.monotonic()) > 0:
         if select.select([descriptor], [], [], left)[0]:

@@ -4,12 +4,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from rftmega.config import RewardConfig
+from rftmega.config.functions import RewardFunction, function_of, name_of
 from rftmega.config.parts import IMPLEMENTATIONS
 from rftmega.errors import DataError
 from rftmega.rewards import code, multiple_choice
 from rftmega.rewards.code import CodePart
 from rftmega.rewards.exact_match import exact_match_rule
 from rftmega.rewards.format import format_rule
+from rftmega.rewards.functions import function_part, missing_columns
 from rftmega.rewards.math import MathPart
 from rftmega.rewards.mix import MixedReward, parts_of, unknown_kind, weights_of
 from rftmega.rewards.part import Decode, Part, each
@@ -42,23 +44,33 @@ LABELS: dict[str, Callable[[str], str | None]] = {  # part -> why it can't work 
 
 
 def create(config: RewardConfig, decode: Decode) -> MixedReward:
-    """The reward of `config`, with the parts that have a weight; `decode` turns token ids into
-    text.
+    """Creates the reward of `config`, with the parts that have a weight.
+
+    `decode` turns token ids into text.
 
     Raises ConfigError where reward.format_pattern or reward.answer_pattern is no regular
     expression.
     """
     used = parts_of(config)
     parts = {name: make(config, decode) for name, make in PARTS.items() if name in used}
+    for name, function in functions_of(config).items():
+        if name in used:
+            parts[name] = function_part(function, f"reward.functions: {name}", decode)
     for name, options in config.custom.items():
         if name in used:
-            parts[name] = IMPLEMENTATIONS[type(options)](options, decode)
+            function, where = IMPLEMENTATIONS[type(options)], f"reward.custom.{name}"
+            parts[name] = function_part(function, where, decode, options=options)
     return MixedReward(config, parts, decode)
+
+
+def functions_of(config: RewardConfig) -> dict[str, RewardFunction]:
+    """Returns name -> function of reward.functions. Raises ConfigError where there is none."""
+    return {name_of(reference): function_of(reference) for reference in config.functions}
 
 
 def check_prompts(config: RewardConfig, prompts: Iterable[Prompt]) -> None:
     """Raises DataError for what would fail once training has begun: kinds without weights, labels
-    that a part can't read.
+    that a part can't read, columns that a function asks for and that are not there.
 
     With reward.majority nothing reads either.
     """
@@ -78,6 +90,13 @@ def check_prompts(config: RewardConfig, prompts: Iterable[Prompt]) -> None:
         for prompt in prompts
         for name in weights_of(config, prompt.kind)
         if name in LABELS and (why := LABELS[name](prompt.label))
+    ]
+    functions = functions_of(config)
+    problems += [
+        f"reward.functions: {name} asks for {missing}, which is no column (prompt {prompt.index})."
+        for prompt in prompts
+        for name in weights_of(config, prompt.kind)
+        if name in functions and (missing := missing_columns(functions[name], prompt))
     ]
     if problems:
         raise DataError.first_of(problems)

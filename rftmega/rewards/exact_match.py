@@ -5,8 +5,8 @@ from rftmega.rewards.part import Rule
 
 
 def exact_match_rule(pattern: str) -> Rule:
-    """1 where the answer (see `answer_of`) is the label, surrounding white space aside; 0 for a
-    response without an answer.
+    """Returns a rule that gives 1 where the answer (see `answer_of`) is the label, surrounding
+    white space aside; 0 for a response without an answer.
 
     Raises ConfigError where `pattern` is no regular expression.
     """

@@ -5,8 +5,9 @@ from rftmega.rewards.patterns import Pattern
 
 
 def format_rule(text: str) -> Rule:
-    """1 where the whole response matches, surrounding white space aside; "." matches line ends,
-    too.
+    """Returns a rule that gives 1 where the whole response matches, surrounding white space aside.
+
+    "." matches line ends, too.
 
     Raises ConfigError for what is no regular expression.
     """

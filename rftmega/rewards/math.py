@@ -29,8 +29,9 @@ class MathWorker:
         self.process: subprocess.Popen[str] | None = None
 
     def equal(self, response: str, label: str) -> float:
-        """1 where the response's last expression equals the label's, 0 otherwise; Undecided where
-        telling takes too long or ends the process.
+        """Returns 1 where the response's last expression equals the label's, 0 otherwise.
+
+        Undecided where telling takes too long or ends the process.
 
         Raises RewardError where the process can't be started.
         """

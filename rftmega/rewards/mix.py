@@ -8,12 +8,12 @@ from rftmega.errors import RewardError
 from rftmega.rewards.part import Answer, Decode, Part, Undecided
 from rftmega.types import Completion, Prompt
 
-ALWAYS = "exact_match"  # scored whatever its weight: evaluation shows it
+ALWAYS = "exact_match"  # scored whatever its weight where there is a label: evaluation shows it
 MAY_BE_UNDECIDED = ("math", "code")
 
 
 def weights_of(config: RewardConfig, kind: str) -> dict[str, float]:
-    """Part -> weight for prompts of `kind`, without zeros.
+    """Returns part -> weight for prompts of `kind`, without zeros.
 
     Raises RewardError for a kind that a recipe doesn't hold.
     """
@@ -31,7 +31,7 @@ def unknown_kind(config: RewardConfig, kind: str) -> str:
 
 
 def parts_of(config: RewardConfig) -> set[str]:
-    """The parts that some prompt is scored with."""
+    """Returns the parts that some prompt is scored with."""
     return {ALWAYS}.union(*(weights_of(config, kind) for kind in config.recipe or [""]))
 
 
@@ -48,20 +48,29 @@ class MixedReward:
     def __call__(
         self, prompts: Sequence[Prompt], completions: Sequence[Completion]
     ) -> list[dict[str, float]]:
-        """A dict a completion: the parts that its prompt's kind asks for (and exact_match), and
-        their sum as "reward".
+        """Scores each completion with a dict: the parts that its prompt's kind asks for (and
+        exact_match), and their sum as "reward".
 
         Raises RewardError for a kind that the recipe doesn't hold, a part that fails or a score
         that is not finite.
         """
         pairs = list(zip(prompts, completions, strict=True))
-        answers = [Answer(self.decode(c.token_ids), p.label, p.kind, p.token_ids) for p, c in pairs]
+        answers = [
+            Answer(self.decode(c.token_ids), p.label, p.kind, p.token_ids, c.token_ids, p.record)
+            for p, c in pairs
+        ]
         weights = [weights_of(self.config, prompt.kind) for prompt in prompts]
         scores: list[dict[str, float]] = [{} for _ in answers]
         for name, part in self.parts.items():
-            rows = [row for row, asked in enumerate(weights) if name in asked or name == ALWAYS]
+            rows = [
+                row
+                for row, asked in enumerate(weights)
+                if name in asked or (name == ALWAYS and answers[row].label)
+            ]
             values = part([answers[row] for row in rows]) if rows else []
             for row, value in zip(rows, values, strict=True):
+                if value is None:
+                    continue
                 if not math.isfinite(value):
                     raise RewardError(
                         f"The reward part {name} gave {value} for prompt {prompts[row].index}: not a finite number."
@@ -69,6 +78,12 @@ class MixedReward:
                 scores[row][name] = float(value)
                 if name in MAY_BE_UNDECIDED:
                     scores[row][f"{name}_undecided"] = float(isinstance(value, Undecided))
+        for row, asked in enumerate(weights):
+            if asked and not scores[row].keys() & asked:
+                raise RewardError(
+                    f"No part of the reward applies to prompt {prompts[row].index}: {', '.join(asked)} gave None. "
+                    "One of them must give a number."
+                )
         return [
             score | {"reward": sum(asked.get(name, 0.0) * value for name, value in score.items())}
             for score, asked in zip(scores, weights, strict=True)

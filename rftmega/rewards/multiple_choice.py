@@ -19,8 +19,9 @@ _MORE_BEFORE = re.compile(rf"(?<![A-Za-z0-9])[A-Z][)\]}}*$]*\s*{_JOIN}\s*(?i:opt
 
 
 def chosen_letter(response: str) -> str | None:
-    """The last choice that the response states, as a capital letter; None where there is none or it
-    is ambiguous.
+    """Returns the last choice that the response states, as a capital letter.
+
+    None where there is none or it is ambiguous.
 
     "Answer: B", "the answer is (B)" and a boxed B are statements, and the last of them counts.
     Without any, the last mention does: "(B)" anywhere, "B." or "B)" that begins a line or "B." that
@@ -43,12 +44,12 @@ def chosen_letter(response: str) -> str | None:
 
 
 def multiple_choice(response: str, label: str) -> float:
-    """1 where the response settles on the label's letter."""
+    """Returns 1 where the response settles on the label's letter."""
     return float(chosen_letter(response) == label.strip().upper())
 
 
 def complaint(label: str) -> str | None:
-    """Why this label can't be one; None where it can."""
+    """Returns why this label can't be one; None where it can."""
     letter = label.strip()
     return (
         None

@@ -8,29 +8,32 @@ from dataclasses import dataclass
 class Answer:
     """One completion as text.
 
-    `prompt_ids` are for the remote part, which passes the prompt on; a rule never sees them.
+    The last three are for the remote part and for functions of a user's own; a rule never sees
+    them.
     """
 
     response: str
     label: str
     kind: str = ""
     prompt_ids: tuple[int, ...] = ()
+    completion_ids: tuple[int, ...] = ()
+    record: str = ""  # see Prompt.record
 
 
 class Undecided(float):
     """Undecided is a score of 0 that says nothing about the answer: whether it is right could not
     be found out.
 
-    Its share is a metric of its own, and a run ends where it is large (trainer/health.py).
+    Its share is a metric of its own, and a run ends where it is large (callbacks/health.py).
     """
 
 
 Decode = Callable[[Sequence[int]], str]
 Rule = Callable[[str, str], float]  # (response, label) -> score
-# a score an answer, in their order; called from several threads
-Part = Callable[[Sequence[Answer]], list[float]]
+# a score an answer, in their order, None where the part does not apply; called from several threads
+Part = Callable[[Sequence[Answer]], Sequence[float | None]]
 
 
 def each(rule: Rule) -> Part:
-    """A part that scores every answer on its own."""
+    """Returns a part that scores every answer on its own."""
     return lambda answers: [rule(answer.response, answer.label) for answer in answers]

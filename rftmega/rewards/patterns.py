@@ -30,8 +30,9 @@ class Pattern:
         self._told = False
 
     def last(self, response: str) -> str | None:
-        """The last match, its first group where it has one; None where nothing matches, or that
-        took too long.
+        """Returns the last match, its first group where it has one.
+
+        None where nothing matches, or that took too long.
         """
         group, found = min(self.compiled.groups, 1), None
         try:

@@ -67,7 +67,7 @@ class RemotePart:
             ) from error
 
     def _post(self, question: bytes) -> str:
-        """The reply.
+        """Returns the reply.
 
         Raises RewardError where there is none after all attempts; ValueError where another would be
         no better.
@@ -92,7 +92,9 @@ class RemotePart:
         )
 
     def _attempt(self, question: bytes) -> tuple[int, str]:
-        """(status, reply) within the time-out as a whole: httpx's own is from one byte to the next."""
+        """Returns (status, reply) within the time-out as a whole: httpx's own is from one byte to
+        the next.
+        """
         end = time.monotonic() + self.timeout
         reply = b""
         with self.client.stream(
@@ -108,7 +110,7 @@ class RemotePart:
 
 
 def read_rewards(reply: str, count: int) -> list[float]:
-    """The rewards of a reply.
+    """Returns the rewards of a reply.
 
     Raises ValueError that says why it holds none, or not `count` finite numbers.
     """

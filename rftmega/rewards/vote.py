@@ -13,7 +13,7 @@ _LONGEST_NUMBER = 100  # characters; a longer one is compared as text
 
 
 def canonical(answer: str | None) -> str | None:
-    r"""An answer as it is counted; None, which does not vote, for one that says nothing.
+    r"""Returns an answer as it is counted; None, which does not vote, for one that says nothing.
 
     The last \boxed{...} stands for the whole; white space around, dollar signs around and a full
     stop at the end go, runs of white space become one space, and case is ignored. Numbers are
@@ -32,7 +32,10 @@ def canonical(answer: str | None) -> str | None:
 
 
 def majority(answers: Sequence[str | None]) -> str | None:
-    """The canonical answer that most gave, of equals the first to appear; None where nobody voted."""
+    """Returns the canonical answer that most gave, of equals the first to appear.
+
+    None where nobody voted.
+    """
     votes = Counter(vote for answer in answers if (vote := canonical(answer)) is not None)
     # a Counter keeps the order of appearance, and max the first
     return max(votes, key=lambda vote: votes[vote], default=None)
@@ -41,8 +44,8 @@ def majority(answers: Sequence[str | None]) -> str | None:
 def vote_rewards(
     groups: Sequence[Sequence[str | None]], *, train: int | None = None
 ) -> list[list[float]]:
-    """1 for every answer of a group that equals the group's majority, 0 for others, as for those
-    that are None.
+    """Returns 1 for every answer of a group that equals the group's majority, 0 for others, as for
+    those that are None.
 
     All answers of a group vote and are scored. `train`: how many of each, the first ones, the
     caller trains on (the paper votes with 64 answers and trains on 32): selecting them is the
@@ -61,8 +64,9 @@ def _group_rewards(group: Sequence[str | None]) -> list[float]:
 
 
 def _boxed(text: str) -> str:
-    """Returns the content of the last closed box, its braces balanced; the text itself where there
-    is none.
+    """Returns the content of the last closed box, its braces balanced.
+
+    The text itself where there is none.
     """
     open_braces: list[re.Match[str]] = []
     begin, found = -1, text

@@ -109,7 +109,7 @@ def _outcome(job: dict[str, Any], size: int) -> dict[str, Any]:
 
 
 def _line() -> bytes:
-    """A line of standard input and not a byte more: a buffer would hold the tests."""
+    """Reads a line of standard input and not a byte more: a buffer would hold the tests."""
     line = b""
     while not line.endswith(b"\n") and (piece := os.read(0, 1)):
         line += piece
@@ -157,8 +157,9 @@ def passes(job: dict[str, Any], size: int) -> dict[str, Any]:
 
 
 def passes_inside(job: dict[str, Any], tests: str) -> bool:
-    """Returns whether the tests ran to their end in the answer's interpreter; a token that is made
-    after the fork proves it.
+    """Returns whether the tests ran to their end in the answer's interpreter.
+
+    A token that is made after the fork proves it.
     """
     (token_out, token_in), (verdict_out, verdict_in) = os.pipe(), os.pipe()
     token = os.urandom(32)
@@ -394,7 +395,7 @@ def _kill_all(boxes: list[Box], *, namespaces: bool) -> None:
 
 
 def _kill_user(user: int) -> None:
-    """The kernel's own loop over processes: nothing is born in between."""
+    """Kills by the kernel's own loop over processes: nothing is born in between."""
     helper = os.fork()
     if helper == 0:
         with contextlib.suppress(BaseException):
@@ -405,8 +406,9 @@ def _kill_user(user: int) -> None:
 
 
 def _children() -> list[int]:
-    """Processes whose parent this is; those whose own parent died are among them
-    (PR_SET_CHILD_SUBREAPER).
+    """Returns processes whose parent this is.
+
+    Those whose own parent died are among them (PR_SET_CHILD_SUBREAPER).
     """
     found = []
     for pid in filter(str.isdigit, os.listdir("/proc")):

@@ -230,7 +230,7 @@ class StandIn:
         return hash(self._handle)
 
     def _both(self, other: Any) -> Any:
-        """No comparison: an object of the answer's would decide on the test's outcome."""
+        """Refuses to compare: an object of the answer's would decide on the test's outcome."""
         if isinstance(other, StandIn):
             self._checker.unsupported("they compare or combine objects of the answer's own classes")
         if vars(self)["_module"] not in ("answer", "builtins"):

@@ -23,8 +23,9 @@ FIRST_USER = 1_900_000_000
 
 
 def enter_namespaces() -> None:
-    """Enters new namespaces for users (unless root), mounts, processes, network, IPC and host name;
-    the next fork is process 1.
+    """Enters new namespaces for users (unless root), mounts, processes, network, IPC and host name.
+
+    The next fork is process 1.
 
     Raises OSError where the kernel, or a container's policy, doesn't allow all of them.
     """
@@ -100,8 +101,9 @@ def python_folders() -> list[str]:
 
 
 def limit(*, seconds: float, memory: int) -> None:
-    """Limits of this process and, one by one, its children; of tasks, for all of its user's (or
-    namespace's) together.
+    """Limits of this process and, one by one, its children.
+
+    Of tasks, for all of its user's (or namespace's) together.
     """
     tasks = TASKS if os.getuid() == 0 else TASKS + _tasks_of(os.getuid())
     for name, value in (
@@ -118,8 +120,9 @@ def limit(*, seconds: float, memory: int) -> None:
 
 
 def _tasks_of(user: int) -> int:
-    """Threads that `user` has already, as the limit counts them; 0 in a namespace of one's own,
-    where /proc is not to be seen.
+    """Threads that `user` has already, as the limit counts them.
+
+    0 in a namespace of one's own, where /proc is not to be seen.
     """
     count = 0
     for pid in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ()):
@@ -141,7 +144,10 @@ def drop_privileges(user: int) -> None:
 
 
 def filter_system_calls(*, own_pid: int | None) -> bool:
-    """False where this kernel or architecture has no filter."""
+    """Filters system calls.
+
+    Returns False where this kernel or architecture has no filter.
+    """
     try:
         system_calls.install(own_pid=own_pid)
     except (OSError, KeyError):

@@ -35,7 +35,8 @@ print(json.dumps(failed))
 
 
 def open_folders(folders: list[str]) -> dict[str, int]:
-    """Folder -> a descriptor of it, for those below a folder that not every user may pass.
+    """Opens folders: folder -> a descriptor of it, for those below a folder that not every user may
+    pass.
 
     Call it with privileges.
     """
@@ -143,8 +144,9 @@ def origin(name: str) -> str:
 
 
 def python_of(path: str) -> str:
-    """Returns the folder of Python that holds `path`, which a descriptor or a mount leads to; "/"
-    where it is in none.
+    """Returns the folder of Python that holds `path`, which a descriptor or a mount leads to.
+
+    "/" where it is in none.
     """
     real = os.path.realpath(path)
     inside = [

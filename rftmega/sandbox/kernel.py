@@ -36,7 +36,7 @@ def _done(result: int, what: str) -> None:
 
 
 def system_call(number: int, *arguments: Any) -> int:
-    """One that libc has no name for; integers are passed as C longs."""
+    """Makes a system call that libc has no name for; integers are passed as C longs."""
     given = [ctypes.c_long(each) if isinstance(each, int) else each for each in arguments]
     result = _libc.syscall(ctypes.c_long(number), *given)
     _done(result, f"system call {number}")

@@ -24,7 +24,7 @@ class _Rule(ctypes.Structure):
 
 
 def restrict_files(*, own: str, readable: Iterable[str], devices: Iterable[str]) -> None:
-    """From here on: anything in the folder `own`, reading `readable`, reading and writing
+    """Allows from here on anything in the folder `own`, reading `readable`, reading and writing
     `devices`, no other file.
 
     Needs no_new_privs. Raises OSError where the kernel has no Landlock.

@@ -17,7 +17,7 @@ AS_ISO = ("datetime", "date", "time")  # in this order: a datetime is a date
 
 
 def encode(value: Any, other: Callable[[Any], Any]) -> Any:
-    """`value` for json.dumps; `other` gives what stands for a value that is not plain.
+    """Encodes `value` for json.dumps; `other` gives what stands for a value that is not plain.
 
     Subclasses become their plain base.
     """
@@ -75,7 +75,10 @@ def _of_library(value: Any, other: Callable[[Any], Any]) -> Any:
 
 
 def decode(held: Any, other: Callable[[str, Any], Any]) -> Any:
-    """The value that `encode` wrote; `other` is given tag and rest of one that is not plain."""
+    """Decodes the value that `encode` wrote.
+
+    `other` is given tag and rest of one that is not plain.
+    """
     if not isinstance(held, list):
         if held is None or isinstance(held, bool | int | float | str):
             return held

@@ -85,8 +85,8 @@ def run_program(answer: str) -> int:
 
 
 def honest_comparisons(tests: str, name: str) -> ast.Module:
-    """The tests with every operand of ==, != and `in` passed through the function `name`, which is
-    `honest`.
+    """Returns the tests with every operand of ==, != and `in` passed through the function `name`,
+    which is `honest`.
     """
 
     class Wrap(ast.NodeTransformer):
@@ -106,7 +106,7 @@ def honest_comparisons(tests: str, name: str) -> ast.Module:
 
 
 def honest(value: object) -> object:
-    """`value`.
+    """Returns `value`.
 
     Raises AssertionError where it, or something in it, claims to equal an object that nothing
     equals.

@@ -33,8 +33,10 @@ Step = tuple[int, int, int, int]  # code, jump if true, jump if false, constant
 
 
 def program(machine: str, *, own_pid: int | None) -> list[Step]:
-    """The filter. `own_pid`: signals may go to this process only, which matters where it shares a
-    user with others.
+    """Returns the filter.
+
+    `own_pid`: signals may go to this process only, which matters where it shares a user with
+    others.
 
     Raises KeyError for an architecture whose numbers are not here.
     """

@@ -45,8 +45,9 @@ class Algorithm:
         ptx: Order | None = None,
         stop: Callable[[], bool] = lambda: False,
     ) -> PPOTrainer:
-        """A trainer that learns from `reward`, and from the rows of `ptx` beside; `stop` as
-        PPOTrainer's. Where the run saves, it can also be stopped within a step.
+        """Builds a trainer that learns from `reward`, and from the rows of `ptx` beside.
+
+        `stop` as PPOTrainer's. Where the run saves, it can also be stopped within a step.
         """
         config = self.config
         journal = Journal(stop) if config.checkpoint.every else None
@@ -79,7 +80,7 @@ class Algorithm:
     def supervised(
         self, model: Learns, *, stop: Callable[[], bool] = lambda: False
     ) -> SupervisedTrainer:
-        """A trainer that learns from answers (algorithm.task=sft) or from pairs of them
+        """Builds a trainer that learns from answers (algorithm.task=sft) or from pairs of them
         (reward_model).
         """
         if self.chosen.task == "sft":
@@ -143,8 +144,9 @@ class Algorithm:
         )
 
     def gate(self, built: Machinery) -> GapGate | None:
-        """Returns what stops a run whose engine and trainer differ; None for an engine without a
-        model.
+        """Returns what stops a run whose engine and trainer differ.
+
+        None for an engine without a model.
         """
         config = self.config
         if config.rollout.engine == "scripted":

@@ -37,8 +37,9 @@ class DynamicSampler:
     def __call__(
         self, ask: Ask, prompts: Sequence[Prompt], more: PromptQueue
     ) -> tuple[Samples, Metrics]:
-        """Returns as many whole groups as there are prompts, the first that vary in their order;
-        fewer where the rounds (or `more` prompts) run out, but one at least. Also returns metrics
+        """Returns as many whole groups as there are prompts, the first that vary in their order.
+
+        Fewer where the rounds (or `more` prompts) run out, but one at least. Also returns metrics
         of all answers, left-out ones included.
 
         Prompts whose groups were not finished, or were good but too many, are put back to the head
@@ -81,7 +82,7 @@ class DynamicSampler:
         return len(self._varied(samples)) > 0
 
     def _learnt(self, samples: Samples) -> Samples:
-        """The first `train_samples` answers of each group, whose rows are neighbours."""
+        """Returns the first `train_samples` answers of each group, whose rows are neighbours."""
         if not self.train_samples:
             return samples
         _, sizes = samples.group.unique_consecutive(return_counts=True)
@@ -101,7 +102,7 @@ def _groups(parts: Sequence[Samples]) -> int:
 
 
 def _first(samples: Samples, groups: int) -> Samples:
-    """The first so many groups."""
+    """Returns the first so many groups."""
     return samples.select(
         torch.isin(samples.group, samples.group.unique()[:groups]).nonzero()[:, 0]
     )

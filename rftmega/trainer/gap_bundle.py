@@ -112,8 +112,8 @@ def _built(about: dict[str, Any], tensors: dict[str, Tensor]) -> GapBundle:
 
 
 def rows_under_other_prompts(rows: Rows) -> tuple[Rows, Tensor]:
-    """Every answer of `rows` under the prompt of every other row that has another one, and [.., 2]:
-    rows of (answer, prompt).
+    """Returns every answer of `rows` under the prompt of every other row that has another one, and
+    [.., 2]: rows of (answer, prompt).
     """
     made: list[tuple[Tensor, int]] = []
     pairs: list[tuple[int, int]] = []

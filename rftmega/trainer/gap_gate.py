@@ -30,13 +30,13 @@ PROBE_ROLLOUT = 1 << 20
 
 
 def chosen_by(samples: Samples, step: int) -> Tensor:
-    """[B, T] True for the response tokens that the policy of `step` chose."""
+    """Returns [B, T] True for the response tokens that the policy of `step` chose."""
     mask = samples.rows.mask
     return mask if samples.versions is None else mask & (samples.versions == step)
 
 
 def limits_of(dtype: str, *, percentile: float = 0.0, mean: float = 0.0) -> Limits:
-    """The limits that were given; those of `dtype` where they are 0."""
+    """Returns the limits that were given; those of `dtype` where they are 0."""
     usual = LIMITS[dtype]
     return Limits(percentile or usual.percentile, mean or usual.mean)
 
@@ -59,8 +59,8 @@ class GapGate:
         self.temperature, self.seed, self.config = temperature, seed, config
 
     def check(self, samples: Samples, old_logp: Tensor, step: int) -> Gap:
-        """The gap over the tokens that the policy of `step` chose, or of new answers where it chose
-        none.
+        """Returns the gap over the tokens that the policy of `step` chose, or of new answers where
+        it chose none.
 
         `old_logp` [B, T] is the trainer's. Raises GapExceeded on every process where one finds the
         gap too large.
@@ -75,7 +75,7 @@ class GapGate:
         return gap
 
     def _ask_again(self, prompts: Sequence[Prompt], step: int) -> tuple[Samples, Tensor]:
-        """New answers to a few of the prompts after another push, and the trainer's
+        """Asks for new answers to a few of the prompts after another push, and for the trainer's
         log-probabilities of them.
         """
         asked = list({prompt.token_ids: prompt for prompt in prompts}.values())[:PROBES]
@@ -141,8 +141,9 @@ class GapGate:
         )
 
     def _other_prompt(self, worst: Samples) -> Tensor:
-        """[B] int64: the row under whose prompt the trainer's numbers are the engine's; -1 where
-        there is none.
+        """Returns [B] int64: the row under whose prompt the trainer's numbers are the engine's.
+
+        -1 where there is none.
         """
         found = torch.full((len(worst),), -1)
         rows, pairs = rows_under_other_prompts(worst.rows)

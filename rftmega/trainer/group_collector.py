@@ -27,7 +27,10 @@ class GroupCollector:
     def collected(
         self, completions: Sequence[Completion | None], places: Sequence[int] | None = None
     ) -> Samples:
-        """Scored rows of the groups at `places`, or of all whole ones. `group` is the place."""
+        """Returns the scored rows of the groups at `places`, or of all whole ones.
+
+        `group` is the place.
+        """
         places = self._whole(completions) if places is None else places
         rows = [
             row for place in places for row in range(place * self.size, (place + 1) * self.size)
@@ -39,8 +42,9 @@ class GroupCollector:
         return replace(samples, group=torch.tensor(places).repeat_interleave(self.size))
 
     def until(self, wanted: Wanted) -> Enough:
-        """Returns a test for as many good groups as are wanted; it looks at each group once, when
-        it is whole.
+        """Returns a test for as many good groups as are wanted.
+
+        It looks at each group once, when it is whole.
         """
         verdicts: dict[int, bool] = {}
 

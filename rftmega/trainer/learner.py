@@ -39,8 +39,8 @@ class Learner:
         self.schedule, self.journal = schedule or Schedule(), journal
 
     def state(self) -> dict[str, Any]:
-        """The KL's weight, which moves, and where in the given answers the next batch begins; as
-        JSON has it.
+        """Returns the KL's weight, which moves, and where in the given answers the next batch
+        begins; as JSON has it.
         """
         return {
             "kl_coef": None if self.kl is None else self.kl.value,
@@ -60,9 +60,10 @@ class Learner:
         learnt: Experience,
         scored: Callable[[Experience], None] = lambda whole: None,
     ) -> Metrics:
-        """One rollout's optimizer steps, after `step` finished ones; the critic's metrics begin
-        with "critic_". `learnt` is what the policy learns from instead of `experience` alone; the
-        KL is measured on that all the same.
+        """Takes one rollout's optimizer steps, after `step` finished ones.
+
+        The critic's metrics begin with "critic_". `learnt` is what the policy learns from instead
+        of `experience` alone; the KL is measured on that all the same.
 
         Where `experience` has no old log-probs, `scored` is told it with those of the policy's
         forward pass, before the optimizer step that it may prevent by raising.

@@ -38,7 +38,7 @@ class Trainer:
         self.counts: Metrics = {}
 
     def train_step(self, batch: Any) -> Metrics:
-        """One step, which it counts."""
+        """Takes one step, which it counts."""
         raise NotImplementedError
 
     def fit(self, batches: Iterable[Any], *, steps: int) -> None:

@@ -59,8 +59,9 @@ def take_steps(
     name: str = "policy",
     **settings: Any,
 ) -> Metrics:
-    """Takes an optimizer step for each of `mini_batches`; the rows of `auxiliary` are split over
-    them.
+    """Takes an optimizer step for each of `mini_batches`.
+
+    The rows of `auxiliary` are split over them.
 
     Returns the mean of each metric over the steps taken (over all where none was), and the sums of
     "optimizer_steps", "skipped_steps" and of counts. Steps that the `journal` has of a run that was

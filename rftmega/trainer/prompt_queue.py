@@ -31,7 +31,7 @@ class PromptQueue(Iterator[list[Prompt]]):
         return batch
 
     def take(self, number: int) -> list[Prompt]:
-        """The next `number` prompts, fewer where the source ends.
+        """Returns the next `number` prompts, fewer where the source ends.
 
         Draws no batch that is not needed.
         """
@@ -40,7 +40,7 @@ class PromptQueue(Iterator[list[Prompt]]):
         return [self._waiting.popleft() for _ in range(min(number, len(self._waiting)))]
 
     def put_back(self, prompts: Sequence[Prompt]) -> None:
-        """These come next, in this order."""
+        """Hands these out next, in this order."""
         self._waiting.extendleft(reversed(prompts))
 
     def state(self) -> dict[str, Any]:

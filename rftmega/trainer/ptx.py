@@ -26,7 +26,7 @@ class PTX:
         return Auxiliary("ptx", given(next(iter(self.order))), self.loss_fn, self.coef)
 
     def state(self) -> Any:
-        """The order's."""
+        """Returns the order's state."""
         return self.order.state()
 
     def load_state(self, state: Any) -> None:

@@ -26,9 +26,10 @@ class ReplayMixer:
         self._crowded_out = 0  # groups that the last `keep` dropped
 
     def beside(self, experience: Experience, step: int) -> tuple[Experience, Metrics]:
-        """`experience` of step `step`, mixed evenly with what is young enough; and of that its
-        rows, the mean age of their tokens in steps, groups dropped since the last step (too old, or
-        too many).
+        """Returns `experience` of step `step`, mixed evenly with what is young enough.
+
+        And of that its rows, the mean age of their tokens in steps, groups dropped since the last
+        step (too old, or too many).
         """
         dropped = self._crowded_out + self.buffer.drop_older(step - self.max_age)
         metrics = {"replay_rows": float(len(self.buffer)), "replay_groups_dropped": float(dropped)}
@@ -46,8 +47,9 @@ class ReplayMixer:
         return Experience.join([experience, earlier]).select(place.argsort(stable=True)), metrics
 
     def keep(self, experience: Experience, group: Tensor) -> None:
-        """For later steps; groups that teach nothing (no advantage in any token that counts) are
-        left out.
+        """Keeps groups for later steps.
+
+        Those that teach nothing (no advantage in any token that counts) are left out.
         """
         teaches = ((experience.advantage != 0) & experience.mask).any(-1)
         rows = [int(row) for row in range(len(group)) if bool(teaches[group == group[row]].any())]

@@ -217,9 +217,9 @@ def test_a_process_that_ends_with_its_parent_looks_whether_it_is_still_there(par
 def test_a_rank_of_torchrun_ends_with_it(tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
     script.write_text(
-        "from rftmega.launch import command_line\n"
+        "from rftmega.launch import api\n"
         "from tests.distributed.test_local import stands_still\n"
-        "command_line.end_with_torchrun()\n"
+        "api.end_with_torchrun()\n"
         "stands_still()\n"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", str(script)]

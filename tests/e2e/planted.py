@@ -19,19 +19,20 @@ import torch
 
 import train_rl
 from rftmega.config import RunConfig
-from rftmega.launch import command_line
+from rftmega.device.spans import REDUCE, recorder
+from rftmega.launch import api
 
-plain_rank = command_line.rank
+plain_rank = api.rank
 LEAST = 1.0  # seconds of a wait, so that a busy machine makes nothing else of a step longer
 ENGINE_CORE = "VLLM::EngineCore"  # as vLLM calls it in `ps`
 
 
-def rank(train: command_line.Train, config: RunConfig) -> int:
-    """`command_line`'s."""
+def rank(config: RunConfig, functions: bytes) -> int:
+    """`api`'s."""
     kind, output = os.environ["PLANTED"], Path(config.trainer.output)
     output.mkdir(parents=True, exist_ok=True)
     slow(output / "rank-0.seconds") if kind == "slow" else struck(kind, output / "struck")
-    return plain_rank(train, config)
+    return plain_rank(config, functions)
 
 
 def slow(noted: Path) -> None:
@@ -52,10 +53,10 @@ def slow(noted: Path) -> None:
         return plain(self, *arguments)
 
     def start(self: timers.Timer, barrier: bool = False) -> None:
-        if self.name == timers.REDUCE and os.environ["RANK"] == "0":
+        if self.name == REDUCE and os.environ["RANK"] == "0":
             with noted.open("a") as file:
                 file.write(f"{time.monotonic() - begin}\n")
-        timers.recorder.start(self.name)
+        recorder.start(self.name)
 
     ModelRunner.forward_step = forward_step  # type: ignore[method-assign]
     timers.Timer.start = start  # type: ignore[method-assign]
@@ -103,6 +104,6 @@ def kill(kind: str, server: int) -> None:
 if __name__ == "__main__":
     from tests.e2e import planted  # ranks import it by this name
 
-    command_line.rank = planted.rank
-    command_line.prepare()
+    api.rank = planted.rank
+    api.prepare()
     sys.exit(train_rl.main())

@@ -72,12 +72,10 @@ def assert_memory_as_predicted(step: dict[str, float]) -> None:
 
 
 def undocumented(seen: dict[str, list[dict[str, float]]]) -> set[str]:
-    """Metrics that no row of the table in docs/watching.md names; <part> there stands for any word."""
-    rows = [
-        line.split("|")[1]
-        for line in (ROOT / "docs/watching.md").read_text().splitlines()
-        if line.startswith("| `")
-    ]
+    """Metrics that no item of the list in docs/watching.md names; <part> there stands for any word."""
+    _, metrics = (ROOT / "docs/watching.md").read_text().split("## Metrics\n")
+    items = metrics.split("\n## ")[0].split("\n- ")
+    rows = [item.partition(": ")[0] for item in items if item.startswith("`")]
     patterns = [
         re.sub("<[a-z]+>", "[a-z0-9_]+", name)
         for row in rows

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rftmega.trainer.trajectories import write
+from rftmega.callbacks.trajectories import write
 from tools import view
 
 CHROMIUM = Path("/usr/bin/chromium")

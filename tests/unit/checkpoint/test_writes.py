@@ -16,6 +16,8 @@ import torch
 import xxhash
 
 from converters.hf_folder import PlannedTensor, _Summed, write_bytes, write_index, write_shard
+from rftmega.callbacks.metric_writers import JSONLines
+from rftmega.callbacks.trajectories import write as write_trajectories
 from rftmega.checkpoint.distributed import (
     file_bytes,
     finish,
@@ -28,8 +30,6 @@ from rftmega.checkpoint.retention import LATEST, point_to
 from rftmega.checkpoint.snapshot import Snapshot
 from rftmega.checkpoint.training import write_rank, write_whole
 from rftmega.observe.timeline import write as write_timeline
-from rftmega.trainer.callbacks import JSONLines
-from rftmega.trainer.trajectories import write as write_trajectories
 
 Write = Callable[[Path, int], object]
 LONG = 5000

@@ -22,21 +22,21 @@ import pytest
 import torch
 from torch import Tensor
 
-import train_rl
 from model_providers.description import describe
 from model_providers.hf_config import read_hf_config
 from rftmega import data, device, rollout
+from rftmega.callbacks import observers
+from rftmega.callbacks.observer import Observer
+from rftmega.callbacks.trajectories import Trajectories
 from rftmega.config import RunConfig
 from rftmega.errors import RFTMegaError
+from rftmega.launch.train import task_of
 from rftmega.megatron import actor, manager, model_runner
 from rftmega.observe import callbacks
 from rftmega.parallel import nodes, process_group
 from rftmega.parallel.process_group import World
 from rftmega.rollout import ScriptedEngine, servers
 from rftmega.strategy import megatron, supervised
-from rftmega.trainer import observers
-from rftmega.trainer.callbacks import Observer
-from rftmega.trainer.trajectories import Trajectories
 from rftmega.types import Completion, Metrics, Prompt, Rows, TokenStats, TokenValues
 
 WORDS, STOP = 4, 3
@@ -285,7 +285,7 @@ def program(config: RunConfig, *, data_parallel: int = 1) -> Seen:
                 importlib.import_module("rftmega.rewards.create"), name, recorded(seen, name)
             )
         try:
-            train_rl.train(config)
+            task_of(config)(config)
         except RFTMegaError as error:
             seen.append(("error", str(error)))
     for file in sorted(path for path in output.rglob("*") if path.is_file()):

@@ -8,8 +8,9 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rftmega.config import RunConfig, load, violations
+from rftmega.config import RunConfig, load
 from rftmega.errors import ConfigError
+from rftmega.validation import violations
 
 START = "model: {path: x}\n"
 

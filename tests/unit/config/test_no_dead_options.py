@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from rftmega.config import RunConfig, load, violations
+from rftmega.config import RunConfig, load
 from rftmega.config.plugins import plugin_parts
 from rftmega.config.tree import options, unions, walk
 from rftmega.errors import ConfigError
+from rftmega.validation import violations
 from tests.tiny_models import save_tiny
 from tests.unit.config.observed import (
     averaged,
@@ -160,6 +161,8 @@ OPTIONS: dict[str, Live] = {
     "reward.model": Live("1", ("reward.model_path={moe}",), dead=("algorithm.task=sft",)),
     "reward.model_path": Live("{moe}", ("reward.model=1", "reward.model_path={policy}"), lambda c: value_model(c).model, dead=()),
     "reward.majority": Live("true", dead=("algorithm.task=sft",)),
+    "reward.functions": Live("[{functions}:shorter]", dead=MAJORITY),
+    "reward.function_weights": Live("[2]", ("reward.functions=[{functions}:shorter]",), dead=()),
     "reward.recipe": Live("{{a: {{exact_match: 1}}, b: {{exact_match: 3}}}}", dead=MAJORITY),
     "algorithm.recipe": Live("dr_grpo"),
     "algorithm.task": Live("reward_model", SFT),
@@ -253,9 +256,9 @@ ELSEWHERE = {
     "checkpoint.on_failure": ("warn", CHECKPOINTS, "warn=True"),
     "logging.timeline": ("[3,9]", "e2e/test_loop.py", "logging.timeline="),
     "logging.peak_tflops": ("0", "distributed/test_measures.py", "peak_tflops"),
-    "logging.wandb": ("", "unit/trainer/test_publish.py", "wandb"),
-    "logging.prometheus_port": ("-1", "unit/trainer/test_publish.py", "127.0.0.1"),
-    "logging.prometheus_host": ("0.0.0.0", "unit/trainer/test_publish.py", "127.0.0.1"),
+    "logging.wandb": ("", "unit/callbacks/test_publish.py", "wandb"),
+    "logging.prometheus_port": ("-1", "unit/callbacks/test_publish.py", "127.0.0.1"),
+    "logging.prometheus_host": ("0.0.0.0", "unit/callbacks/test_publish.py", "127.0.0.1"),
     "reward.timeout": ("0", "e2e/test_reward_hangs.py", "reward.timeout=2"),
     "rollout.deadline_seconds": ("60", "distributed/test_engine_faults.py", "deadline_seconds="),
     "rollout.max_logprob_gap": ("0.5", "distributed/test_gap_gate.py", "max_logprob_gap="),
@@ -286,6 +289,10 @@ class Plain(Advantage):
 def plain(batch, options):
     return batch.reward[:, None] * batch.mask
 """
+FUNCTIONS = """
+def shorter(prompts, completions, chosen, **columns):
+    return [-len(text) - len(other) for text, other in zip(completions, chosen)]
+"""
 
 
 @pytest.fixture(scope="module")
@@ -307,9 +314,11 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         files[name] = str(folder / f"{name}.jsonl")
         Path(files[name]).write_text("\n".join(map(json.dumps, records)))
     (folder / "my_parts.py").write_text(PLUGIN)
+    (folder / "my_rewards.py").write_text(FUNCTIONS)
     return {
         **files,
         "plugin": str(folder / "my_parts.py"),
+        "functions": str(folder / "my_rewards.py"),
         "policy": str(policy),
         "moe": str(moe),
         "folder": str(folder),

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from rftmega.config import load, option_reference, plugins_of, violations, without_secrets
+from rftmega.config import load, option_reference, plugins_of, without_secrets
 from rftmega.errors import ConfigError
 from rftmega.launch import command_line
+from rftmega.validation import violations
 from tests.tiny_models import save_tiny
 from tests.unit.config.observed import program
 
@@ -65,8 +66,8 @@ class Brevity(RewardPart):
 
 
 @implements(Brevity)
-def brevity(options, decode):
-    return lambda answers: [max(0.0, 1 - len(answer.response) / options.longest) for answer in answers]
+def brevity(completions, options, **columns):
+    return [max(0.0, 1 - len(answer) / options.longest) for answer in completions]
 '''
 CHOSEN = (
     "algorithm.advantage={type: scaled, factor: 3}",

@@ -7,7 +7,7 @@ import pytest
 
 from rftmega.config import CheckpointConfig, RunConfig, TrainerConfig
 from rftmega.errors import LockedError
-from rftmega.launch.command_line import folders_locked
+from rftmega.launch.api import folders_locked
 from rftmega.parallel.folder_lock import FILE
 
 

@@ -8,6 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from rftmega.callbacks.checkpointing import Checkpointing, restore
+from rftmega.callbacks.evaluate import Evaluate
+from rftmega.callbacks.metric_writers import JSONLines
+from rftmega.callbacks.observer import Observer
 from rftmega.config import RunConfig, load
 from rftmega.data import PromptOrder
 from rftmega.errors import CheckpointError, Preempted
@@ -15,14 +19,11 @@ from rftmega.megatron import model_runner
 from rftmega.rollout import ScriptedEngine
 from rftmega.rollout.request_order import Lengths
 from rftmega.trainer import Algorithm
-from rftmega.trainer.callbacks import JSONLines, Observer
-from rftmega.trainer.checkpointing import Checkpointing, restore
-from rftmega.trainer.evaluate import Evaluate
 from rftmega.trainer.journal import Journal
 from rftmega.types import Completion, Prompt, TokenStats
 from tests.tiny_models import save_tiny
+from tests.unit.callbacks.test_checkpointing import lines, read, written
 from tests.unit.config.observed import STOP, WORDS, Model, bigrams
-from tests.unit.trainer.test_checkpointing import lines, read, written
 
 STEPS = 2
 PLAIN = (

@@ -4,12 +4,12 @@ from typing import Any
 
 import torch
 
+from rftmega.callbacks.observer import Observer
 from rftmega.config import load
 from rftmega.trainer import Algorithm, PPOTrainer
-from rftmega.trainer.callbacks import Observer
 from rftmega.trainer.ppo import Sampling, StepParts
 from rftmega.types import Experience, Samples, TokenStats
-from tests.unit.trainer.test_checkpointing import read, written
+from tests.unit.callbacks.test_checkpointing import read, written
 from tests.unit.trainer.test_step import ROOT, Bigrams, Diary, Prompt, likes_seven
 
 MILD = ["algorithm.importance_sampling=token", "algorithm.importance_sampling.cap=3"]

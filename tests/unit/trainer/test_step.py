@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from rftmega.algorithms.losses import policy_loss
+from rftmega.callbacks.evaluate import Evaluate
+from rftmega.callbacks.observer import Observer
 from rftmega.config import load
 from rftmega.experience import ExperienceMaker
 from rftmega.trainer import Algorithm, DynamicSampler, Learner, PPOTrainer
-from rftmega.trainer.callbacks import Observer
-from rftmega.trainer.evaluate import Evaluate
 from rftmega.trainer.ppo import Sampling, StepParts
 from rftmega.types import (
     COUNT,

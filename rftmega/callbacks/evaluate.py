@@ -1,0 +1,156 @@
+"""Held-out prompts, answered greedily or by sampling, beside the training and without a trace in
+it.
+"""
+
+import random
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+
+from rftmega.algorithms.pass_at_k import pass_at_k
+from rftmega.callbacks.observer import Observer
+from rftmega.experience import scores_of
+from rftmega.interfaces import Reward, RolloutEngine
+from rftmega.types import Metrics, Prompt
+
+
+class Answering(NamedTuple):
+    """Answering says how held-out prompts are answered and judged."""
+
+    samples: int = 1  # answers a prompt
+    temperature: float = 0.0  # 0: greedy
+    pass_at: tuple[int, ...] = ()  # each k at most `samples`
+    # the part of the reward that is 1 or more where an answer is right
+    accuracy: str = "exact_match"
+
+
+class Evaluation(Observer):
+    """At the start, every `every` steps (0: never between) and after step `last`."""
+
+    def __init__(self, held_out: Mapping[str, Any], *, every: int, last: int):
+        """`held_out`: sets by name; one may have the name "", see `metric_of`."""
+        self.held_out = held_out
+        self.every, self.last = every, last
+
+    def on_start(self, trainer: Any, metrics: Metrics) -> None:
+        if not trainer.resumed:  # it was evaluated before
+            metrics |= self.evaluate(trainer)
+
+    def on_step(self, trainer: Any, metrics: Metrics) -> None:
+        if trainer.step == self.last or (self.every and trainer.step % self.every == 0):
+            metrics |= self.evaluate(trainer)
+
+    def evaluate(self, trainer: Any) -> Metrics:
+        raise NotImplementedError
+
+
+class Evaluate(Evaluation):
+    """Evaluate asks the engine held-out prompts, and scores the answers."""
+
+    def __init__(
+        self,
+        held_out: Mapping[str, Sequence[Prompt]],
+        reward: Reward,
+        answering: Answering = Answering(),  # noqa: B008  it can't be changed
+        *,
+        every: int,
+        last: int,
+    ):
+        super().__init__(held_out, every=every, last=last)
+        self.reward, self.answering = reward, answering
+
+    def evaluate(self, trainer: Any) -> Metrics:
+        """Returns for each set the mean of every reward part over all answers and pass@k.
+
+        "eval_seconds" for all together.
+        """
+        begin = time.perf_counter()
+        samples = self.answering.samples
+        requests = [
+            (prompt, i)
+            for prompts in self.held_out.values()
+            for prompt in prompts
+            for i in range(samples)
+        ]
+        asked, seeds = (
+            [prompt for prompt, _ in requests],
+            [seed_of(*request) for request in requests],
+        )
+        with undisturbed(), forgotten(trainer.engine):
+            completions = trainer.engine.generate(
+                asked, seeds=seeds, temperature=self.answering.temperature, reward=self.reward
+            )
+            scores = scores_of(asked, completions, self.reward)
+        metrics: Metrics = {}
+        for name, prompts in self.held_out.items():
+            own, scores = scores[: len(prompts) * samples], scores[len(prompts) * samples :]
+            metrics |= {
+                metric_of(name, part): value for part, value in judged(own, self.answering).items()
+            }
+        return metrics | {"eval_seconds": time.perf_counter() - begin}
+
+
+def judged(scores: Sequence[Mapping[str, float]], answering: Answering) -> Metrics:
+    """Returns the mean of every part, and pass@k.
+
+    `scores` are those of all answers, a prompt's side by side.
+    """
+    n = answering.samples
+    parts = dict.fromkeys(part for score in scores for part in score)
+    found = {part: _mean([score[part] for score in scores if part in score]) for part in parts}
+    if answering.pass_at:
+        right = [
+            sum(score.get(answering.accuracy, 0) >= 1 for score in scores[i : i + n])
+            for i in range(0, len(scores), n)
+        ]
+        found |= {
+            f"pass_at_{k}": sum(pass_at_k(n, c, k) for c in right) / len(right)
+            for k in answering.pass_at
+        }
+    return found
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def metric_of(name: str, part: str) -> str:
+    """Returns the name of the metric for `part` of the held-out set `name` ("": the only one)."""
+    return f"eval_{name}_{part}" if name else f"eval_{part}"
+
+
+def seed_of(prompt: Prompt, sample: int) -> int:
+    """Returns the seed of one answer: the same at every evaluation, in every run, whatever else is
+    evaluated.
+    """
+    return random.Random(f"evaluation/{prompt.index}/{sample}").getrandbits(31)
+
+
+@contextmanager
+def forgotten(engine: RolloutEngine) -> Iterator[None]:
+    """Keeps what the engine expects as it was before: lengths of held-out answers would order
+    training requests.
+    """
+    before = engine.state()
+    try:
+        yield
+    finally:
+        engine.load_state(before)
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Puts the global random states of Python, NumPy and torch (the host's) back to where they
+    were.
+    """
+    python, arrays = random.getstate(), numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(arrays)

@@ -1,0 +1,35 @@
+"""Observer is the base of all callbacks; the step that it watches knows none of them."""
+
+from collections.abc import Callable
+from typing import Any
+
+from rftmega.types import Experience, Metrics, Samples
+
+
+class Observer:
+    """Does nothing at every occasion; a callback overrides what it cares for."""
+
+    def on_start(self, trainer: Any, metrics: Metrics) -> None: ...
+
+    def on_phase(self, trainer: Any, name: str, seconds: float) -> None: ...
+
+    def on_experience(self, trainer: Any, samples: Samples, experience: Experience) -> None: ...
+
+    def on_step(self, trainer: Any, metrics: Metrics) -> None: ...
+
+    def on_save(self, trainer: Any) -> None: ...
+
+    def on_given_up(self, trainer: Any) -> None: ...
+
+    def on_end(self, trainer: Any) -> None: ...
+
+
+class AtEnd(Observer):
+    """Runs `work` once, after the last step; not where the run was stopped before."""
+
+    def __init__(self, work: Callable[[], None]):
+        self.work = work
+
+    def on_end(self, trainer: Any) -> None:
+        if not trainer.stopped:
+            self.work()

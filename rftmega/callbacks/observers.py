@@ -1,0 +1,100 @@
+"""`observers_of` builds a run's observers in the order in which they are told: writers of metrics
+come last.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+from rftmega.callbacks.evaluate import Answering, Evaluate, Evaluation, metric_of
+from rftmega.callbacks.evaluate_rows import HeldOut, cross_entropy_of, preference_of
+from rftmega.callbacks.health import Divergence, Spread, UndecidedLimit
+from rftmega.callbacks.metric_writers import JSONLines, Progress, TensorBoard
+from rftmega.callbacks.observer import AtEnd, Observer
+from rftmega.callbacks.publish import Prometheus, WandB
+from rftmega.callbacks.trajectories import Trajectories
+from rftmega.config import RunConfig
+from rftmega.interfaces import Reward
+from rftmega.types import Prompt, Rows
+
+
+class Text(Protocol):
+    """Text turns token ids into text; a tokenizer does."""
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+    def pieces(self, ids: Sequence[int]) -> list[str]: ...
+
+
+def evaluation_of_prompts(
+    config: RunConfig, held_out: Mapping[str, Sequence[Prompt]], reward: Reward
+) -> Evaluation:
+    """Builds the evaluation that trainer.eval_* describe."""
+    chosen = config.trainer
+    answering = Answering(
+        chosen.eval_samples,
+        chosen.eval_temperature,
+        tuple(chosen.eval_pass_at),
+        chosen.eval_accuracy,
+    )
+    return Evaluate(held_out, reward, answering, every=chosen.eval_every, last=chosen.steps)
+
+
+def evaluation_of_rows(config: RunConfig, held_out: Mapping[str, Rows], model: Any) -> Evaluation:
+    """Builds the evaluation by the policy (algorithm.task=sft) or by the reward model that learns."""
+    judge = partial(cross_entropy_of if config.algorithm.task == "sft" else preference_of, model)
+    return HeldOut(held_out, judge, every=config.trainer.eval_every, last=config.trainer.steps)
+
+
+def observers_of(
+    config: RunConfig,
+    evaluation: Evaluation,
+    text: Text,
+    export: Callable[[str], None],
+    *,
+    is_main: bool,
+    measures: Sequence[Observer] = (),
+) -> list[Observer]:
+    """Builds the observers in their order.
+
+    Only the main process writes; `export` is called on all, with a folder, after the last step;
+    `measures` add metrics after the evaluation.
+    """
+    chosen, task = config.trainer, config.algorithm.task
+    found: list[Observer] = [*([evaluation] if evaluation.held_out else []), *measures]
+    if is_main:
+        accuracy = {"rl": chosen.eval_accuracy, "reward_model": "accuracy"}.get(task)
+        found += writers(
+            config, {name: metric_of(name, accuracy) for name in evaluation.held_out if accuracy}
+        )
+    if is_main and task == "rl" and chosen.trajectories:
+        folder, most_bytes = f"{chosen.output}/trajectories", chosen.trajectories_mib * 2**20
+        found.append(
+            Trajectories(
+                folder, text.decode, text.pieces, every=chosen.trajectories, most_bytes=most_bytes
+            )
+        )
+    found += [Divergence(config.faults.max_skipped_steps), UndecidedLimit()]
+    if is_main and task == "rl":
+        found.append(Spread(compares_groups=config.algorithm.advantage.compares_group))
+    if chosen.export:
+        model = "reward_model" if task == "reward_model" else "policy"
+        found.append(AtEnd(lambda: export(f"{chosen.output}/{model}")))
+    return found
+
+
+def writers(config: RunConfig, shown: Mapping[str, str]) -> list[Observer]:
+    """Builds what writes metrics, and the progress, which shows of each held-out set the metric
+    that `shown` names.
+    """
+    output, chosen = config.trainer.output, config.logging
+    found: list[Observer] = [
+        JSONLines(f"{output}/metrics.jsonl"),
+        TensorBoard(f"{output}/tensorboard"),
+        Progress(config.trainer.steps, shown),
+    ]
+    if chosen.wandb:
+        found.append(WandB(chosen.wandb, config))
+    if chosen.prometheus_port:
+        found.append(Prometheus(chosen.prometheus_host, chosen.prometheus_port))
+    return found

@@ -1,0 +1,154 @@
+"""Trajectories writes what steps have learnt from, token by token, as files that `zcat` and
+`tools/view.py` read.
+"""
+
+import gzip
+import json
+import logging
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from rftmega.callbacks.observer import Observer
+from rftmega.callbacks.output_files import set_aside, synchronise
+from rftmega.types import Experience, Metrics, Samples
+
+log = logging.getLogger(__name__)
+LOGP_DIGITS, DIGITS = 7, 4  # significant; float32 has 7
+
+
+class Trajectories(Observer):
+    """Writes folder/step_000123.jsonl.gz, one JSON object a sample (see `records`), after the first
+    and every `every`-th step.
+
+    A file gets its name when it is complete. The oldest go when all of them take more than
+    `most_bytes`; the newest stays.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        decode: Callable[[Sequence[int]], str],
+        pieces: Callable[[Sequence[int]], list[str]],
+        *,
+        every: int,
+        most_bytes: int,
+    ):
+        """`decode`: text of token ids; `pieces`: the text of each of them."""
+        self.folder = Path(folder)
+        self.decode, self.pieces = decode, pieces
+        self.every, self.most_bytes = every, most_bytes
+
+    def on_start(self, trainer: Any, metrics: Metrics) -> None:
+        """Removes files of steps to come, which would be taken for this run's."""
+        if not trainer.resumed:
+            set_aside(self.folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if later := [path for path in self._written() if path.name >= name_of(trainer.step + 1)]:
+            log.info(
+                "%s: files of %d step(s) after %d go: these are done again.",
+                self.folder,
+                len(later),
+                trainer.step,
+            )
+        for path in later:
+            path.unlink()
+
+    def on_save(self, trainer: Any) -> None:
+        synchronise(self.folder)
+
+    def on_experience(self, trainer: Any, samples: Samples, experience: Experience) -> None:
+        if trainer.step == 1 or trainer.step % self.every == 0:
+            lines = records(trainer.step, samples, experience, self.decode, self.pieces)
+            write(self.folder / name_of(trainer.step), lines)
+            self._trim()
+
+    def _trim(self) -> None:
+        sizes = {path: path.stat().st_size for path in self._written()}
+        for path in list(sizes)[:-1]:
+            if sum(sizes.values()) <= self.most_bytes:
+                return
+            path.unlink()
+            del sizes[path]
+
+    def _written(self) -> list[Path]:
+        return sorted(self.folder.glob("step_*.jsonl.gz"))
+
+
+def name_of(step: int) -> str:
+    return f"step_{step:06d}.jsonl.gz"
+
+
+def write(path: Path, lines: Iterator[dict[str, Any]]) -> None:
+    """Writes gzip of one JSON object a line; equal lines give equal bytes."""
+    draft = path.with_name(f".{path.name}.draft")
+    with draft.open("wb") as raw:
+        with gzip.GzipFile(filename="", fileobj=raw, mode="wb", compresslevel=6, mtime=0) as packed:
+            for line in lines:
+                packed.write(
+                    (json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n").encode(
+                        "utf-8", "backslashreplace"
+                    )
+                )
+        raw.flush()
+        os.fsync(raw.fileno())
+    draft.rename(path)
+
+
+def records(
+    step: int,
+    samples: Samples,
+    experience: Experience,
+    decode: Callable[[Sequence[int]], str],
+    pieces: Callable[[Sequence[int]], list[str]],
+) -> Iterator[dict[str, Any]]:
+    """Yields one JSON-ready object a row.
+
+    Under "tokens" a list for each quantity, a value for each token of the response.
+
+    Log-probs are in nats; "gap" is the engine's minus the trainer's; null stands for what is
+    unknown or not finite.
+    """
+    assert experience.old_logp is not None, "a rollout that was learnt from has been scored"
+    gap = samples.behaviour_logp - experience.old_logp
+    for row in range(len(samples)):
+        first, end = int(samples.rows.prompt_lengths[row]), int(samples.rows.lengths[row])
+        ids = samples.rows.tokens[row, :end].tolist()
+        targets = slice(first - 1, end - 1)  # columns that speak about the response
+
+        def of(
+            values: Tensor, digits: int = DIGITS, row: int = row, targets: slice = targets
+        ) -> list[float | None]:
+            return [rounded(value, digits) for value in values[row, targets].tolist()]
+
+        yield {
+            "step": step,
+            "group": int(samples.group[row]),
+            "index": samples.prompts[row].index,
+            "prompt": "".join(pieces(ids[:first])),
+            "response": decode(ids[first:]),
+            "label": samples.prompts[row].label,
+            "reward": rounded(samples.reward[row].item(), LOGP_DIGITS),
+            "reward_parts": {
+                k: rounded(part[row].item(), LOGP_DIGITS)
+                for k, part in samples.reward_parts.items()
+            },
+            "truncated": bool(samples.truncated[row]),
+            "tokens": {
+                "id": ids[first:],
+                "text": pieces(ids[first:]),
+                "engine_logp": of(samples.behaviour_logp, LOGP_DIGITS),
+                "trainer_logp": of(experience.old_logp, LOGP_DIGITS),
+                "gap": of(gap),
+                "advantage": of(experience.advantage),
+                "entropy": None if experience.entropy is None else of(experience.entropy),
+            },
+        }
+
+
+def rounded(value: float, digits: int) -> float | None:
+    return float(f"{value:.{digits}g}") if math.isfinite(value) else None

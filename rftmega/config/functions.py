@@ -1,0 +1,84 @@
+"""Reward functions of a user's own: `reward.functions` names them, and `rftmega.train` is given
+them.
+
+A reference is FILE.py:FUNCTION, MODULE:FUNCTION, or python:FUNCTION for one that `rftmega.train`
+was given.
+"""
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rftmega.config.python_files import module_of
+from rftmega.errors import ConfigError
+
+RewardFunction = Callable[..., Any]
+"""f(prompts, completions, **columns) -> a number for each completion, or None where it has none."""
+
+GIVEN = "python"
+_given: dict[str, RewardFunction] = {}
+
+
+def give(functions: Sequence[RewardFunction]) -> list[str]:
+    """Makes functions known to this process, in place of those before. Returns their references.
+
+    Raises ConfigError for what can't be called, and for two functions with one name.
+    """
+    _given.clear()
+    for function in functions:
+        if not callable(function):
+            raise ConfigError(f"rewards: {function!r} is no function.")
+        name = _own_name(function)
+        if name in _given:
+            raise ConfigError(f"rewards: two functions have the name {name}. Rename one.")
+        _given[name] = function
+    return [f"{GIVEN}:{name}" for name in _given]
+
+
+def name_of(reference: str) -> str:
+    """Returns the name under which a function's scores are reported and weighted."""
+    return reference.rpartition(":")[2]
+
+
+def function_of(reference: str) -> RewardFunction:
+    """Returns the function that a reference names.
+
+    Raises ConfigError where there is none, or where its file or module can't be read.
+    """
+    place, _, name = reference.rpartition(":")
+    if not place or not name.isidentifier():
+        raise ConfigError(
+            f"reward.functions: {reference!r} must be FILE.py:FUNCTION or MODULE:FUNCTION."
+        )
+    if place == GIVEN:
+        if name not in _given:
+            raise ConfigError(
+                f"reward.functions: {reference} was given to rftmega.train in Python. Give it again, as rewards=[{name}]."
+            )
+        return _given[name]
+    module = module_of(place, "reward.functions") if place.endswith(".py") else _imported(place)
+    function = getattr(module, name, None)
+    if not callable(function):
+        what = "is no function" if hasattr(module, name) else "is not there"
+        raise ConfigError(f"reward.functions: {name} of {place} {what}.")
+    found: RewardFunction = function
+    return found
+
+
+def _imported(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        raise ConfigError(
+            f"reward.functions: the module {name} can't be imported: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _own_name(function: RewardFunction) -> str:
+    """Returns a function's name, without what Python writes around that of a lambda.
+
+    Of another callable, the name of its class or of the function inside.
+    """
+    inner = getattr(function, "func", function)  # of functools.partial
+    name: str = getattr(inner, "__name__", type(inner).__name__)
+    return name.strip("<>")

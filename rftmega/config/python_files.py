@@ -1,0 +1,39 @@
+"""Imports Python files that an option names."""
+
+import importlib.util
+import sys
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+from rftmega.errors import ConfigError
+
+
+def module_of(path: str, option: str) -> ModuleType:
+    """Returns the module of a Python file, which is read once as long as it does not change.
+
+    `option` names it in errors. Raises ConfigError where the file is missing or broken.
+    """
+    file = Path(path).resolve()
+    if not file.is_file():
+        raise ConfigError(f"{option}: there is no file {file}.")
+    return _module(str(file), file.stat().st_mtime_ns, option)
+
+
+@cache
+def _module(path: str, changed: int, option: str) -> ModuleType:
+    """Reads the file. `changed` is when it was written, so that another one of that name is read."""
+    name = f"rftmega_plugin_{Path(path).stem}_{abs(hash((path, changed)))}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{option}: {path} is no Python file. Give one that ends in .py.")
+    # dataclasses and inspect look it up there
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise ConfigError(
+            f"{option}: {path} can't be read: {type(error).__name__}: {error}"
+        ) from error
+    return module

@@ -1,0 +1,208 @@
+"""`train` runs a training from Python: in a script, a notebook, or for the command line.
+
+Importing this costs nothing.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rftmega import config as configuration
+from rftmega.config import RunConfig
+from rftmega.config.functions import RewardFunction, give
+from rftmega.errors import ConfigError, RanksFailed
+from rftmega.launch.train import task_of
+from rftmega.parallel.folder_lock import locked
+from rftmega.parallel.orphans import end_with_parent
+from rftmega.parallel.private import private_files
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """RunResult tells how a training ended."""
+
+    metrics: dict[str, float | None]  # of the last step, as metrics.jsonl has them
+    output: Path  # the run's folder, trainer.output
+    stopped: bool  # by a signal, before the last step; the same call goes on from there
+    exit_code: int  # of train_rl.py: 0, or faults.requeue_code where it was stopped
+
+
+def train(
+    config: str | Path | RunConfig,
+    *,
+    processes: int | None = None,
+    overrides: Sequence[str] = (),
+    rewards: Sequence[RewardFunction | str] | None = None,
+    environment: Any = None,
+) -> RunResult:
+    """Trains as `train_rl.py CONFIG [option=value ...] --processes N` does, and waits for the end.
+
+    `config` is a YAML file, over which `overrides` go ("trainer.steps=2"), or a whole RunConfig.
+    `processes` ranks of this machine are started; None: this process is a rank itself, alone or
+    beside those that a launcher (torchrun) has started. `rewards` are functions f(prompts,
+    completions, **columns) -> list of numbers, in place of `reward.functions` (docs/rewards.md);
+    those of a notebook, closures and lambdas reach the ranks as well.
+
+    Raises ConfigError that lists all that is wrong, RanksFailed where a rank died (the launcher
+    writes which and why), KeyboardInterrupt after all ranks were ended, and what a rank raises that
+    is the user's to mend.
+    """
+    if environment is not None:
+        raise ConfigError("environment: rollouts have one turn, and there is no other environment.")
+    functions = [function for function in rewards or () if not isinstance(function, str)]
+    named = give(functions)
+    run = _read(config, overrides, _references(rewards, named))
+    with private_files():
+        check(run, processes)
+        if processes is None:
+            end_with_torchrun()
+            with folders_locked(run):
+                code = task_of(run)(run)
+        else:
+            if threading.current_thread() is not threading.main_thread():
+                raise ConfigError("rftmega.train starts ranks from the main thread only.")
+            code = launched(processes, run, sent(functions))
+    if code == 128 + signal.SIGINT:
+        raise KeyboardInterrupt
+    if code not in (0, run.faults.requeue_code):
+        raise RanksFailed.with_code(code)
+    return RunResult(_last_metrics(run), Path(run.trainer.output), code != 0, code)
+
+
+def _read(
+    config: str | Path | RunConfig, overrides: Sequence[str], references: list[str] | None
+) -> RunConfig:
+    """Reads the config, with `references` in place of its reward functions where there are any."""
+    if not isinstance(config, RunConfig):
+        chosen = [] if references is None else [f"reward.functions={json.dumps(references)}"]
+        return configuration.load(config, [*overrides, *chosen])
+    if overrides:
+        raise ConfigError("overrides go over a YAML file; of a RunConfig, change the fields.")
+    if references is None:
+        return config
+    return replace(config, reward=replace(config.reward, functions=references))
+
+
+def _references(
+    rewards: Sequence[RewardFunction | str] | None, named: Sequence[str]
+) -> list[str] | None:
+    """Returns the references of `rewards`, of which `named` are those that are functions."""
+    if rewards is None:
+        return None
+    names = iter(named)
+    return [reward if isinstance(reward, str) else next(names) for reward in rewards]
+
+
+def sent(functions: Sequence[RewardFunction]) -> bytes:
+    """Returns functions as bytes that another process can read, wherever they were defined.
+
+    Raises ConfigError for one that holds what no other process can have.
+    """
+    if not functions:
+        return b""
+    import cloudpickle
+
+    for function in functions:
+        try:
+            cloudpickle.dumps(function)
+        except Exception as error:
+            raise ConfigError(
+                f"rewards: {function!r} can't be sent to the ranks: {error}. Make inside it what it can't take along."
+            ) from error
+    found: bytes = cloudpickle.dumps(list(functions))
+    return found
+
+
+def functions_given(functions: bytes) -> None:
+    """Makes functions known to this rank, as `sent` gives them."""
+    if functions:
+        import cloudpickle
+
+        give(cloudpickle.loads(functions))
+
+
+def _last_metrics(config: RunConfig) -> dict[str, float | None]:
+    """Returns the last line of the run's metrics; {} on a host that has none."""
+    path = Path(config.trainer.output) / "metrics.jsonl"
+    if not path.is_file():
+        return {}
+    found: dict[str, float | None] = json.loads(path.read_text().splitlines()[-1])
+    return found
+
+
+def check(config: RunConfig, processes: int | None) -> None:
+    """Refuses what can't run on so many processes of this machine (None: those that a launcher has
+    started). Raises ConfigError, or another error of ours.
+    """
+    from rftmega.launch import preflight
+    from rftmega.parallel import preemption
+    from rftmega.parallel.process_group import check_launcher, launched_size
+
+    check_launcher()
+    if not config.checkpoint.every and preemption.listens():
+        preemption.unlisten()
+    size = launched_size() if processes is None else processes
+    preflight.preflight(config, size, local=processes is not None)
+
+
+def launched(processes: int, config: RunConfig, functions: bytes) -> int:
+    """Trains in so many ranks of this machine. Returns the exit code."""
+    from rftmega.launch import preflight
+    from rftmega.launch.local_launcher import launch
+    from rftmega.parallel import preemption
+
+    if preemption.asked():  # ranks would each have to agree on it
+        return config.faults.requeue_code
+    preload = ["rftmega.launch.preloaded", *preflight.engine_modules(config)]
+    restarts, saves = config.faults.max_restarts, config.checkpoint.every > 0
+    with folders_locked(config):
+        return launch(
+            processes, rank, config, functions, preload=preload, max_restarts=restarts, stops=saves
+        )
+
+
+def end_with_torchrun() -> None:
+    """Ends this rank with torchrun, where that started it: peers of a rank whose agent was killed
+    would wait for ever.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent(os.getppid(), signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def folders_locked(config: RunConfig) -> Iterator[None]:
+    """Keeps other runs from writing where this one does, within a `with` block.
+
+    The launcher holds the locks, which outlives its ranks; without one the first rank. Raises
+    LockedError.
+    """
+    folders = {Path(config.trainer.output).resolve()}
+    if config.checkpoint.every and config.checkpoint.folder:
+        folders.add(Path(config.checkpoint.folder).resolve())
+    with contextlib.ExitStack() as held:
+        if os.environ.get("RANK", "0") == "0":
+            for folder in sorted(folders):
+                held.enter_context(locked(folder, "run"))
+        yield
+
+
+def rank(config: RunConfig, functions: bytes) -> int:
+    """Runs one process of a run that `processes` started. Returns its exit code."""
+    prepare()
+    functions_given(functions)
+    return task_of(config)(config)
+
+
+def prepare() -> None:
+    warnings.filterwarnings("ignore")
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
+    logging.getLogger("rftmega").setLevel(logging.INFO)

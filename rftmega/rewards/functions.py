@@ -1,0 +1,140 @@
+"""Scores answers by a function of a user's own, with the signature that TRL's users know."""
+
+import asyncio
+import inspect
+import json
+import threading
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rftmega.config.functions import RewardFunction
+from rftmega.errors import RewardError
+from rftmega.rewards.part import Answer, Decode, Part
+from rftmega.types import Prompt
+
+OURS = ("prompts", "completions", "completion_ids")  # keywords that are no columns
+NEVER_COLUMNS = ("prompt", "completion", *OURS)
+NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def function_part(
+    function: RewardFunction, where: str, decode: Decode, *, options: Any = None
+) -> Part:
+    """Returns a part that calls `function` with keywords: prompts, completions, completion_ids,
+    `options` where there are any, and the columns of the data set, a list each.
+
+    Prompts and completions are text, or lists of chat messages where the data holds messages. A
+    column that a record lacks is None there. A function without **keywords gets those that it
+    names. Calls wait for each other, except of an `async def`. The part raises RewardError, which
+    begins with `where`, for what the function raises and for what are no scores.
+    """
+    taken, _ = _parameters(function)
+    one_at_a_time = threading.Lock()
+
+    def part(answers: Sequence[Answer]) -> list[float | None]:
+        keywords = _keywords(answers, decode) | ({} if options is None else {"options": options})
+        if taken is not None:
+            keywords = {name: value for name, value in keywords.items() if name in taken}
+        try:
+            if _is_async(function):
+                given = asyncio.run(function(**keywords))
+            else:
+                with one_at_a_time:
+                    given = function(**keywords)
+        except Exception as error:
+            raise RewardError(f"{where} raised {_told(error, function)}") from error
+        return _scores(given, len(answers), where)
+
+    return part
+
+
+def missing_columns(function: RewardFunction, prompt: Prompt) -> str:
+    """Returns the arguments of `function` that no column of the prompt's record gives; "" for
+    none.
+    """
+    _, needed = _parameters(function)
+    known = {*OURS, *_columns(prompt.record, prompt.label)}
+    return ", ".join(sorted(needed - known))
+
+
+def _parameters(function: RewardFunction) -> tuple[set[str] | None, set[str]]:
+    """Returns the keywords that a function takes (None: any), and those that it needs."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some built-in ones have none
+        return None, set()
+    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
+    named = [each for each in parameters if each.kind in NAMED]
+    needed = {each.name for each in named if each.default is inspect.Parameter.empty}
+    return None if takes_any else {each.name for each in named}, needed
+
+
+def _is_async(function: RewardFunction) -> bool:
+    call = getattr(function, "func", function)  # of functools.partial
+    own = getattr(call, "__call__", call)  # noqa: B004  an object's
+    return inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(own)
+
+
+def _keywords(answers: Sequence[Answer], decode: Decode) -> dict[str, list[Any]]:
+    records = [_columns(answer.record, answer.label) for answer in answers]
+    prompts = [_prompt(answer, decode) for answer in answers]
+    names = dict.fromkeys(name for record in records for name in record)
+    columns = {name: [record.get(name) for record in records] for name in names}
+    return columns | {
+        "prompts": prompts,
+        "completions": [
+            _completion(answer, prompt) for answer, prompt in zip(answers, prompts, strict=True)
+        ],
+        "completion_ids": [list(answer.completion_ids) for answer in answers],
+    }
+
+
+def _columns(record: str, label: str) -> dict[str, Any]:
+    """Returns the columns of a record; of a prompt without one, its label."""
+    if not record:
+        return {"label": label}
+    return {name: value for name, value in json.loads(record).items() if name not in NEVER_COLUMNS}
+
+
+def _prompt(answer: Answer, decode: Decode) -> Any:
+    """Returns the text or the messages as the data has them; decoded where there is no record."""
+    return json.loads(answer.record)["prompt"] if answer.record else decode(answer.prompt_ids)
+
+
+def _completion(answer: Answer, prompt: Any) -> Any:
+    if isinstance(prompt, str):
+        return answer.response
+    return [{"role": "assistant", "content": answer.response}]
+
+
+def _scores(given: Any, count: int, where: str) -> list[float | None]:
+    """Returns the numbers that a function gave.
+
+    Raises RewardError for anything but `count` numbers, each of which may be None.
+    """
+    scores = given.tolist() if hasattr(given, "tolist") else given  # of NumPy or torch
+    if not isinstance(scores, Iterable) or isinstance(scores, str | bytes | Mapping):
+        raise RewardError(
+            f"{where} gave {type(given).__name__} for {count} answer(s): return a list of as many numbers."
+        )
+    scores = list(scores)
+    if len(scores) != count:
+        raise RewardError(
+            f"{where} gave {len(scores)} score(s) for {count} answer(s): return one for each, in their order."
+        )
+    for score in scores:
+        if score is not None and not hasattr(type(score), "__float__"):
+            raise RewardError(
+                f"{where} gave {score!r} as a score: return a number, or None where it does not apply."
+            )
+    return [None if score is None else float(score) for score in scores]
+
+
+def _told(error: Exception, function: RewardFunction) -> str:
+    """Returns the error, and where in the user's file it was raised."""
+    code = getattr(inspect.unwrap(getattr(function, "func", function)), "__code__", None)
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
+    last = (own or list(frames))[-1]
+    return f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"

@@ -1,0 +1,50 @@
+"""`violations` lists all that can be wrong with a config without looking at a model.
+
+Each section's rules have a file of their own. Importing this costs nothing: no torch.
+"""
+
+from rftmega.config.schema import RunConfig
+from rftmega.validation.algorithm import algorithm_options, groups_of_one
+from rftmega.validation.checkpoint import checkpoints
+from rftmega.validation.data import files, training_data
+from rftmega.validation.faults import faults
+from rftmega.validation.layout import critic, engine, layout, overlap
+from rftmega.validation.logging import logging_options
+from rftmega.validation.paths import paths
+from rftmega.validation.ranges import choices_and_ranges
+from rftmega.validation.reward import reward_parts
+from rftmega.validation.trainer import evaluation, held_out_prompts, step_rows
+from rftmega.validation.without_rollouts import unread_without_rollouts
+
+
+def violations(config: RunConfig, world_size: int, *, data: bool = True) -> list[str]:
+    """Returns all reasons why `config` can't run on `world_size` processes, each with what to
+    change; empty when there are none.
+
+    `data=False`: whatever data and weights there are.
+    """
+    unknown, numbers = choices_and_ranges(config)
+    if world_size < 1:
+        numbers.append(f"--processes {world_size} must be at least 1.")
+    if not numbers:  # the arithmetic below needs sizes that make sense
+        numbers = (
+            layout(config.parallel, world_size)
+            + overlap(config.optimizer)
+            + step_rows(config)
+            + held_out_prompts(config)
+        )
+        if config.algorithm.task == "rl":
+            numbers += (
+                engine(config, world_size)
+                + algorithm_options(config)
+                + groups_of_one(config)
+                + reward_parts(config)
+                + evaluation(config)
+            )
+        elif not unknown:
+            numbers += unread_without_rollouts(config)
+        numbers += critic(config, world_size) + logging_options(config)
+        numbers += checkpoints(config) + faults(config)
+    return (
+        unknown + numbers + paths(config) + (training_data(config) + files(config) if data else [])
+    )

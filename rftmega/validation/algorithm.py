@@ -1,0 +1,85 @@
+"""Options of the algorithm that refuse each other, or that nothing reads."""
+
+from rftmega.config.algorithms import CPGD, Clip, NoImportance
+from rftmega.config.schema import RunConfig
+from rftmega.config.tree import unions, value_of
+
+SWITCHED = (  # an option, and the one that must be above 0 for it to be read
+    ("algorithm.kl.placement", "algorithm.kl.coef"),
+    ("algorithm.kl.estimator", "algorithm.kl.coef"),
+    ("algorithm.kl.target", "algorithm.kl.coef"),
+    ("algorithm.kl.horizon", "algorithm.kl.target"),
+    ("reward.shaping.overlong_penalty_factor", "reward.shaping.overlong_buffer_share"),
+    ("algorithm.dynamic_sampling.metric", "algorithm.dynamic_sampling.max_rounds"),
+    ("algorithm.dynamic_sampling.oversample", "algorithm.dynamic_sampling.max_rounds"),
+    ("algorithm.replay.max_rows", "algorithm.replay.max_age"),
+)
+
+
+def algorithm_options(config: RunConfig) -> list[str]:
+    """Returns options that the others leave unread, and those that contradict each other."""
+    algorithm = config.algorithm
+    advantage, loss, kl = algorithm.advantage, algorithm.policy_loss, algorithm.kl
+    found = []
+    if kl.placement == "reward" and not advantage.takes_kl:
+        found.append(
+            f"algorithm.kl.placement=reward needs algorithm.advantage.type={' or '.join(_types('takes_kl'))}, not "
+            f"{advantage.type}: nothing else reads it."
+        )
+    for option, switch in SWITCHED:
+        value = value_of(config, option)
+        already = any(reason.startswith(f"{option}=") for reason in found)
+        if not already and value != value_of(RunConfig(), option) and not value_of(config, switch):
+            found.append(f"{option}={value} needs {switch} above 0: nothing else reads it.")
+    if isinstance(loss, CPGD) and not loss.drift_coef and loss.drift_clip != CPGD.drift_clip:
+        found.append(
+            f"algorithm.policy_loss.drift_clip={loss.drift_clip} needs algorithm.policy_loss.drift_coef above 0: nothing else "
+            "reads it."
+        )
+    max_age = algorithm.replay.max_age
+    if max_age and isinstance(algorithm.importance_sampling, NoImportance):
+        found.append(
+            f"algorithm.replay.max_age={max_age} needs algorithm.importance_sampling.type=token, sequence or mask: answers of "
+            "earlier policies would count as if the present one had given them."
+        )
+    if max_age and advantage.needs_critic:
+        found.append(
+            f"algorithm.replay.max_age={max_age} with algorithm.advantage.type={advantage.type}: advantages of earlier steps are "
+            "those of an earlier critic. Set it to 0."
+        )
+    if isinstance(loss, Clip) and 0 < loss.dual <= 1:
+        found.append(f"algorithm.policy_loss.dual={loss.dual} must be above 1, or 0 for none.")
+    if kl.coef and kl.estimator == "k1" and kl.placement == "loss":
+        found.append(
+            "algorithm.kl.estimator=k1 needs algorithm.kl.placement=reward: as a loss its gradient is zero on average."
+        )
+    return found
+
+
+def _types(trait: str, *, has: bool = True) -> list[str]:
+    """Returns the types of advantage estimators that have a trait (or that don't)."""
+    return [
+        name
+        for name, part in unions()["algorithm.advantage"].items()
+        if getattr(part, trait) is has
+    ]
+
+
+def groups_of_one(config: RunConfig) -> list[str]:
+    """Returns why groups are too small: an answer without siblings has the advantage 0, and only
+    weight decay would act.
+    """
+    advantage, given = (
+        config.algorithm.advantage,
+        ("rollout.samples_per_prompt", config.rollout.samples_per_prompt),
+    )
+    if config.rollout.train_samples_per_prompt:
+        size = min(config.rollout.train_samples_per_prompt, config.rollout.samples_per_prompt)
+        given = ("rollout.train_samples_per_prompt", size)
+    if not advantage.compares_group or given[1] > 1:
+        return []
+    return [
+        f"{given[0]}=1 with algorithm.advantage.type={advantage.type}: an answer is compared with the others to its prompt, and "
+        "there are none, so nothing would be learnt. Take at least 2, or algorithm.advantage.type="
+        f"{' or '.join(_types('compares_group', has=False))}."
+    ]

@@ -1,0 +1,120 @@
+"""Data files and the folders of models."""
+
+import math
+import os
+from pathlib import Path
+
+from rftmega.config.schema import DataConfig, RunConfig
+from rftmega.config.sources import LONGEST_CYCLE, shares, split_source
+from rftmega.errors import CheckpointError
+from rftmega.json_files import read_weight_map
+
+READ_FROM = {  # which of data's keys are read, by algorithm.task
+    "rl": ("label_key", "kind_key"),
+    "sft": ("response_key",),
+    "reward_model": ("chosen_key", "rejected_key"),
+}
+
+
+def training_data(config: RunConfig) -> list[str]:
+    """Lists what is wrong with the training data, and keys of records that the task doesn't read."""
+    data, task, found = config.data, config.algorithm.task, []
+    if data.sources and data.train:
+        found.append(
+            f"data.train={data.train} and data.sources are both given. Leave one out, or name it among the sources."
+        )
+    if not (data.sources or data.train):
+        found.append("data.train must be given, or data.sources.")
+    odd = {source: weight for source, weight in data.sources.items() if not 0 < weight < math.inf}
+    found += [
+        f"data.sources: the weight {weight} of {source} must be positive and finite."
+        for source, weight in odd.items()
+    ]
+    if (
+        data.sources
+        and not odd
+        and (cycle := sum(shares(list(data.sources.values())))) > LONGEST_CYCLE
+    ):
+        found.append(
+            f"data.sources: the weights are exact only after {cycle} examples, more than {LONGEST_CYCLE}. Round them, as to 0.25."
+        )
+    read_here = {*READ_FROM.get(task, ()), *(READ_FROM["sft"] if data.ptx else ())}
+    for option in sorted({option for read in READ_FROM.values() for option in read} - read_here):
+        if (value := getattr(data, option)) != getattr(DataConfig, option):
+            found.append(
+                f"data.{option}={value}: with algorithm.task={task} nothing reads it. Leave it out."
+            )
+    return found + _beside_rewards(config)
+
+
+def _beside_rewards(config: RunConfig) -> list[str]:
+    """Lists what given answers beside rewards lack: a weight, and an example for each optimizer
+    step.
+    """
+    algorithm, found = config.algorithm, []
+    if bool(algorithm.ptx_coef) != bool(config.data.ptx):
+        found.append(
+            f"algorithm.ptx_coef={algorithm.ptx_coef} and data.ptx={config.data.ptx!r} need each other: a weight, and the "
+            "answers that are learnt with it."
+        )
+    elif config.data.ptx and algorithm.steps_per_rollout > config.trainer.prompts_per_step:
+        found.append(
+            f"{algorithm.steps_per_rollout} optimizer steps a rollout (algorithm.updates_per_epoch="
+            f"{algorithm.updates_per_epoch} x algorithm.epochs_per_rollout={algorithm.epochs_per_rollout}) are more than the "
+            "examples of data.ptx a step "
+            f"(trainer.prompts_per_step={config.trainer.prompts_per_step}). Lower it."
+        )
+    return found
+
+
+def files(config: RunConfig) -> list[str]:
+    """Lists files and folders that are not there."""
+    found = []
+    folder = Path(config.model.path)
+    if not folder.is_dir():
+        found.append(f"model.path={folder} is not a folder. Give a Hugging Face folder.")
+    else:
+        if not (folder / "config.json").is_file():
+            found.append(f"model.path={folder} holds no config.json.")
+        found += _weights(folder)
+    if (
+        config.critic.path
+        and config.algorithm.advantage.needs_critic
+        and not (Path(config.critic.path) / "config.json").is_file()
+    ):
+        found.append(
+            f"critic.path={config.critic.path} holds no config.json. Give a Hugging Face folder."
+        )
+    data = config.data
+    named = [
+        ("data.train=", data.train),
+        *(("data.sources: ", source) for source in data.sources),
+        ("data.eval=", data.eval),
+    ]
+    named.append(("data.ptx=", data.ptx))
+    named += [(f"data.evals.{name}=", source or " ") for name, source in data.evals.items()]
+    found += [
+        f"{name}{source} is not a file or folder."
+        for name, source in named
+        if source and not split_source(source)[0].exists()
+    ]
+    return found
+
+
+def _weights(folder: Path) -> list[str]:
+    index = folder / "model.safetensors.index.json"
+    if os.path.lexists(index):
+        try:
+            named = sorted(set(read_weight_map(index).values()))
+        except CheckpointError as error:
+            return [str(error)]
+        return [
+            f"model.path={folder}: {index.name} names {n}, which is missing."
+            for n in named
+            if not (folder / n).is_file()
+        ]
+    if not list(folder.glob("*.safetensors")):
+        return [
+            f"model.path={folder} holds no *.safetensors weights. Convert or download them first."
+        ]
+    return []

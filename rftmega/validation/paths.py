@@ -1,0 +1,35 @@
+"""Options that are paths: an empty one would be the folder that the run was started in, or the
+root.
+"""
+
+from rftmega.config.schema import RunConfig
+from rftmega.config.tree import value_of
+
+PATHS = {  # option -> whether an empty one means that there is none
+    "model.path": False,
+    "critic.path": True,
+    "reward.model_path": True,
+    "data.train": True,
+    "data.eval": True,
+    "data.ptx": True,
+    "trainer.output": False,
+    "checkpoint.folder": True,
+    "checkpoint.resume": False,
+}
+
+
+def paths(config: RunConfig) -> list[str]:
+    """Lists paths that are none."""
+    given = [(name, value_of(config, name), may_be_empty) for name, may_be_empty in PATHS.items()]
+    given += [("data.sources: a source", source, False) for source in config.data.sources]
+    given += [(f"data.evals.{name}", source, False) for name, source in config.data.evals.items()]
+    found = []
+    for name, value, may_be_empty in given:
+        if not value.strip() and not (may_be_empty and not value):
+            found.append(
+                f"{name}={value} is empty. Give a path"
+                + (", or leave it out." if name in PATHS else ".")
+            )
+        elif "\0" in value:
+            found.append(f"{name}={value!r} is no path: it has a NUL.")
+    return found

@@ -1,0 +1,131 @@
+"""Checks of what a step holds, how many there are, and how they are evaluated."""
+
+import re
+from dataclasses import fields
+
+from rftmega.config.schema import OptimizerConfig, RunConfig, TrainerConfig
+
+
+def step_rows(config: RunConfig) -> list[str]:
+    """Lists what of a step's rows does not fit micro-batches, optimizer steps and schedules."""
+    found = []
+    task = config.algorithm.task
+    answers = (
+        (config.rollout.train_samples_per_prompt or config.rollout.samples_per_prompt)
+        if task == "rl"
+        else 1
+    )
+    rows = config.trainer.prompts_per_step * answers
+    if config.rollout.train_samples_per_prompt > config.rollout.samples_per_prompt:
+        found.append(
+            f"rollout.train_samples_per_prompt={config.rollout.train_samples_per_prompt} is more than the answers a prompt gets "
+            f"(rollout.samples_per_prompt={config.rollout.samples_per_prompt}). Lower it, or set it to 0."
+        )
+    if 0 < config.algorithm.replay.max_rows < answers:
+        found.append(
+            f"algorithm.replay.max_rows={config.algorithm.replay.max_rows} can't hold the {answers} answers that are learnt "
+            "from of a prompt. Raise it, or set it to 0."
+        )
+    if config.algorithm.updates_per_epoch > rows:
+        found.append(
+            f"algorithm.updates_per_epoch={config.algorithm.updates_per_epoch} is more than the rows of a step "
+            f"(trainer.prompts_per_step x answers = {config.trainer.prompts_per_step} x {answers} = {rows})."
+        )
+    longest = config.rollout.max_row_tokens
+    together, what = (1, "one row") if task != "reward_model" else (2, "a pair of rows")
+    # a score has a place of its own
+    longest += int(task == "reward_model" or bool(config.reward.model))
+    attention_cap = config.trainer.max_attention_per_micro_batch
+    if attention_cap and attention_cap < together * longest**2:
+        found.append(
+            f"trainer.max_attention_per_micro_batch={attention_cap} can't hold {what} of {longest} tokens, "
+            f"{together * longest**2} squared. Raise it, or set it to 0."
+        )
+    if config.trainer.max_tokens_per_micro_batch < together * longest:
+        found.append(
+            f"trainer.max_tokens_per_micro_batch={config.trainer.max_tokens_per_micro_batch} can't hold {what} of "
+            f"rollout.max_prompt_tokens + rollout.max_response_tokens = {longest}. Raise it, or shorten the rows."
+        )
+    if (
+        not config.trainer.trajectories
+        and config.trainer.trajectories_mib != TrainerConfig.trajectories_mib
+    ):
+        found.append(
+            f"trainer.trajectories_mib={config.trainer.trajectories_mib} needs trainer.trajectories above 0: none are written."
+        )
+    found += _schedule("optimizer", config.optimizer, config, frozen=config.critic.warmup_steps)
+    if config.algorithm.advantage.needs_critic and config.critic.optimizer != config.optimizer:
+        found += _schedule("critic.optimizer", config.critic.optimizer, config, frozen=0)
+    if config.algorithm.ema_beta and not config.trainer.export:
+        found.append("algorithm.ema_beta needs trainer.export: the average is only written down.")
+    return found
+
+
+def _schedule(
+    section: str, optimizer: OptimizerConfig, config: RunConfig, *, frozen: int
+) -> list[str]:
+    found = []
+    steps = (config.trainer.steps - frozen) * config.algorithm.steps_per_rollout
+    if optimizer.warmup_steps >= steps > 0:
+        found.append(
+            f"{section}.warmup_steps={optimizer.warmup_steps} leaves nothing of the {steps} optimizer steps "
+            "(trainer.steps, less critic.warmup_steps for the policy, x algorithm.updates_per_epoch x epochs_per_rollout)."
+        )
+    if optimizer.min_learning_rate and optimizer.schedule == "constant":
+        found.append(
+            f"{section}.min_learning_rate={optimizer.min_learning_rate} needs {section}.schedule=linear or cosine: nothing else "
+            "reads it."
+        )
+    elif optimizer.min_learning_rate > optimizer.learning_rate:
+        found.append(f"{section}.min_learning_rate is above {section}.learning_rate.")
+    return found
+
+
+def held_out_prompts(config: RunConfig) -> list[str]:
+    """Lists options of evaluation without held-out prompts, and names of these files that can't be."""
+    trainer, found = config.trainer, []
+    if not config.data.held_out:
+        options = [option.name for option in fields(trainer) if option.name.startswith("eval_")]
+        return [
+            f"trainer.{option}={value} needs data.eval or data.evals: nothing else reads it."
+            for option in options
+            if (value := getattr(trainer, option)) != getattr(TrainerConfig(), option)
+        ]
+    if config.data.eval and config.data.evals:
+        found.append(
+            "data.eval and data.evals are both given. Give the one file a name in data.evals, too."
+        )
+    for name in config.data.evals:
+        if not re.fullmatch(r"[\w-]+", name):
+            found.append(
+                f"data.evals: {name!r} becomes a part of metrics' names. Use letters, digits, _ and - only."
+            )
+    return found
+
+
+def evaluation(config: RunConfig) -> list[str]:
+    """Samples of an evaluation, and what calls an answer right."""
+    trainer, found = config.trainer, []
+    if not config.data.held_out:
+        return []
+    if trainer.eval_samples > 1 and not trainer.eval_temperature:
+        found.append(
+            f"trainer.eval_samples={trainer.eval_samples} at trainer.eval_temperature=0 is one answer as often. Raise the "
+            "temperature, or take one sample."
+        )
+    for k in trainer.eval_pass_at:
+        if not 1 <= k <= trainer.eval_samples:
+            found.append(
+                f"trainer.eval_pass_at={k} must be from 1 to trainer.eval_samples={trainer.eval_samples}: pass@k needs k answers."
+            )
+    parts = config.reward.parts()
+    if trainer.eval_accuracy not in parts:
+        found.append(
+            f"trainer.eval_accuracy={trainer.eval_accuracy} is no part of the reward. Choose one of: {', '.join(parts)}."
+        )
+    elif trainer.eval_accuracy not in config.reward.in_every_answer():
+        found.append(
+            f"trainer.eval_accuracy={trainer.eval_accuracy} needs a weight of that part, for every kind of prompt: it is not "
+            "computed otherwise."
+        )
+    return found

@@ -1,0 +1,260 @@
+"""Evaluation: what it reports, and that training can't tell whether there was one."""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from rftmega.algorithms.losses import policy_loss
+from rftmega.callbacks.evaluate import Answering, Evaluate, seed_of
+from rftmega.callbacks.metric_writers import Progress
+from rftmega.callbacks.observer import Observer
+from rftmega.config import RolloutConfig
+from rftmega.data import PromptOrder
+from rftmega.experience import ExperienceMaker
+from rftmega.rollout import ScriptedEngine
+from rftmega.trainer import Learner, PPOTrainer
+from rftmega.trainer.ppo import Sampling
+from rftmega.types import Completion, Experience, Prompt, Rows, TokenStats
+
+EASY, HARD = [Prompt((1,), index=0), Prompt((2,), index=1)], [Prompt((3,), index=0)]
+
+
+class Answers:
+    """An engine that gives the i-th sample of a prompt the token `script[prompt][i]`, and remembers
+    how it was asked.
+    """
+
+    def __init__(self, script: dict[Prompt, Sequence[int]]):
+        self.script = {prompt: iter(tokens) for prompt, tokens in script.items()}
+        self.asked: list[tuple[Prompt, int, float]] = []
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None: ...
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        seeds: Sequence[int],
+        temperature: float,
+        reward: Any = None,
+    ) -> list[Completion]:
+        self.asked += [
+            (prompt, seed, temperature) for prompt, seed in zip(prompts, seeds, strict=True)
+        ]
+        return [Completion((next(self.script[prompt]),), (0.0,), "stop", 0) for prompt in prompts]
+
+
+class Trainer:
+    """As much of a trainer as an evaluation looks at."""
+
+    step = 0
+
+    def __init__(self, engine: Answers):
+        self.engine = engine
+
+
+def seven(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
+    right = [float(completion.token_ids == (7,)) for completion in completions]
+    return [{"exact_match": each, "half": each / 2, "reward": each} for each in right]
+
+
+def test_one_file_is_answered_greedily_once_and_its_metrics_have_no_name() -> None:
+    engine = Answers({EASY[0]: [7], EASY[1]: [8]})
+    found = Evaluate({"": EASY}, seven, every=0, last=1).evaluate(Trainer(engine))
+    assert {name: value for name, value in found.items() if name != "eval_seconds"} == {
+        "eval_exact_match": 0.5, "eval_half": 0.25, "eval_reward": 0.5,
+    }  # fmt: skip
+    assert [(prompt, temperature) for prompt, _, temperature in engine.asked] == [
+        (EASY[0], 0.0),
+        (EASY[1], 0.0),
+    ]
+
+
+def test_every_named_set_has_its_own_mean_and_pass_at_k() -> None:
+    engine = Answers({EASY[0]: [7, 7, 7, 7], EASY[1]: [1, 7, 1, 1], HARD[0]: [1, 1, 7, 7]})
+    answering = Answering(samples=4, temperature=0.5, pass_at=(1, 2, 4))
+    found = Evaluate({"easy": EASY, "hard": HARD}, seven, answering, every=0, last=1).evaluate(
+        Trainer(engine)
+    )
+    expected = {
+        "eval_easy_exact_match": 5 / 8, "eval_easy_pass_at_1": 5 / 8, "eval_easy_pass_at_2": (1 + 3 / 6) / 2,
+        "eval_easy_pass_at_4": 1.0, "eval_hard_exact_match": 0.5, "eval_hard_pass_at_1": 0.5,
+        "eval_hard_pass_at_2": 5 / 6, "eval_hard_pass_at_4": 1.0, "eval_hard_half": 0.25,
+    }  # fmt: skip
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
+    assert {temperature for _, _, temperature in engine.asked} == {0.5}
+
+
+def test_an_answer_passes_by_the_part_that_is_named() -> None:
+    engine = Answers({HARD[0]: [7, 1]})
+    answering = Answering(samples=2, temperature=1.0, pass_at=(2,), accuracy="half")
+    assert (
+        Evaluate({"": HARD}, seven, answering, every=0, last=1).evaluate(Trainer(engine))[
+            "eval_pass_at_2"
+        ]
+        == 0
+    )
+
+
+def test_a_seed_belongs_to_a_prompt_and_a_sample_whatever_else_is_asked() -> None:
+    engine = Answers({prompt: [1] * 12 for prompt in EASY + HARD})
+    for sets, samples in (
+        ({"a": EASY, "b": HARD}, 3),
+        ({"a": EASY}, 3),
+        ({"a": EASY}, 2),
+        ({"a": EASY}, 2),
+    ):
+        Evaluate(sets, seven, Answering(samples, 1.0), every=0, last=1).evaluate(Trainer(engine))
+    seeds = [seed for _, seed, _ in engine.asked]
+    both, alone, fewer, again = seeds[:9], seeds[9:15], seeds[15:19], seeds[19:]
+    assert both[:6] == alone
+    assert fewer == again == alone[:2] + alone[3:5]
+    assert len(set(alone)) == 6
+    assert seed_of(EASY[1], 0) in alone
+
+
+class Counter:
+    """Policy and weights of a run whose engine is scripted: what it learns is how often it was
+    asked.
+    """
+
+    def __init__(self, engine: ScriptedEngine):
+        self.engine = engine
+
+    def log_probs(self, rows: Rows) -> TokenStats:
+        return TokenStats(torch.full(rows.mask.shape, -0.5), None)
+
+    reference_log_probs = log_probs
+
+    def step(self, experience: Experience, loss_fn: Any) -> dict[str, float]:
+        return {
+            "loss": float((experience.advantage * experience.tokens[:, 1:]).sum()),
+            "noise": float(torch.rand(())),
+        }
+
+    def push(self, *, version: int) -> dict[str, float]:
+        self.engine.load_weights([], version=version)
+        return {}
+
+
+def moody(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
+    """Draws from every global generator, as a user's reward may."""
+    drawn = random.random() + numpy.random.rand() + float(torch.rand(()))
+    return [
+        {"exact_match": float(sum(c.token_ids) % 2), "reward": drawn + len(c.token_ids)}
+        for c in completions
+    ]
+
+
+class Notes(Observer):
+    def __init__(self) -> None:
+        self.metrics: list[dict[str, float]] = []
+
+    def on_step(self, trainer: Any, metrics: dict[str, float]) -> None:
+        self.metrics.append(metrics)
+
+
+class Alone(ScriptedEngine):
+    """The only engine of a run; scores are left to whoever asks."""
+
+    def generate(self, *args: Any, reward: Any = None, **settings: Any) -> list[Completion]:
+        return super().generate(*args, **settings)
+
+    def state(self) -> dict[str, Any]:
+        return self.lengths.state()
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.lengths.load_state(state)
+
+
+def training(evaluate: bool) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
+    """Metrics of four steps without those of evaluation and without timings; and those of
+    evaluation.
+    """
+    random.seed(1)
+    numpy.random.seed(2)
+    torch.manual_seed(3)
+    engine = Alone(RolloutConfig(max_response_tokens=6), vocabulary=50, stop_ids=[1])
+    policy, notes = Counter(engine), Notes()
+    answering = Answering(samples=3, temperature=1.0, pass_at=(2,))
+    observers = (
+        [Evaluate({"": EASY, "hard": HARD}, moody, answering, every=1, last=4)] if evaluate else []
+    )
+    prompts = [Prompt((i,), index=i) for i in range(5)]
+    PPOTrainer(
+        engine=engine, weights=policy, reward=moody, maker=ExperienceMaker(policy),
+        learner=Learner(policy, policy_loss()), sampling=Sampling(4, 1.0, seed=0), callbacks=[*observers, notes],
+    ).fit(PromptOrder(prompts, batch_size=3, seed=0), steps=4)  # fmt: skip
+    timeless = [{k: v for k, v in step.items() if "seconds" not in k} for step in notes.metrics]
+    evaluated = [{k: v for k, v in step.items() if k.startswith("eval_")} for step in timeless]
+    return [
+        {k: v for k, v in step.items() if not k.startswith("eval_")} for step in timeless
+    ], evaluated
+
+
+def test_training_is_the_same_with_and_without_evaluation() -> None:
+    without, nothing = training(evaluate=False)
+    with_it, evaluated = training(evaluate=True)
+    assert with_it == without
+    assert all("eval_hard_pass_at_2" in step for step in evaluated)
+    assert nothing == [{}] * 4
+
+
+def test_lengths_of_held_out_answers_order_no_training_request() -> None:
+    class Learns(Alone):
+        """It expects of a prompt what its last answer had, as EnginePool does."""
+
+        def generate(self, prompts: Sequence[Prompt], **settings: Any) -> list[Completion]:
+            found = super().generate(prompts, **settings)
+            self.lengths.learn(prompts, found)
+            return found
+
+    engine = Learns(RolloutConfig(max_response_tokens=6), vocabulary=50, stop_ids=[1])
+    engine.load_weights([], version=0)
+    trained = [Prompt((i, i)) for i in range(4)]
+    engine.generate(trained, seeds=[1, 2, 3, 4], temperature=1.0)
+    before = engine.lengths.expected([*trained, *EASY, *HARD])
+    Evaluate({"": EASY, "hard": HARD}, moody, every=1, last=1).evaluate(Trainer(engine))
+    assert engine.lengths.expected([*trained, *EASY, *HARD]) == before
+
+
+def test_equal_weights_are_evaluated_equally_at_every_step() -> None:
+    _, evaluated = training(evaluate=True)
+    assert len({step["eval_exact_match"] for step in evaluated}) == 1, (
+        "the scripted engine answers by the seed alone"
+    )
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "shown"),
+    [
+        ({"": "eval_exact_match"}, "held-out accuracy before training: 25.0%"),
+        (
+            {"a": "eval_a_x", "b": "eval_b_x", "c": "eval_c_x"},
+            "held-out accuracy before training: a 50.0%, b 75.0%",
+        ),
+    ],
+)
+def test_progress_shows_the_accuracy_of_each_set(
+    accuracy: dict[str, str], shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bar = Progress(1, accuracy)
+    bar.on_start(
+        Trainer(Answers({})), {"eval_exact_match": 0.25, "eval_a_x": 0.5, "eval_b_x": 0.75}
+    )
+    bar.on_end(None)
+    assert capsys.readouterr().out.splitlines() == [shown]
+
+
+def test_progress_shows_what_is_no_share_as_a_number(capsys: pytest.CaptureFixture[str]) -> None:
+    bar = Progress(1, {"": "eval_length"})
+    bar.on_start(Trainer(Answers({})), {"eval_length": 12.5})
+    bar.on_end(None)
+    assert capsys.readouterr().out.splitlines() == ["held-out accuracy before training: 12.5"]

@@ -1,0 +1,78 @@
+import socket
+import time
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+
+import httpx
+import pytest
+
+from rftmega.callbacks.publish import Prometheus, WandB
+from rftmega.config import RewardConfig, RunConfig, TrainerConfig, without_secrets
+from rftmega.errors import ConfigError
+
+TRAINER = SimpleNamespace(step=0, resumed=False)
+
+
+def test_prometheus_is_told_the_last_steps_metrics_on_loopback_alone() -> None:
+    watched = Prometheus("127.0.0.1", 0)
+    watched.on_start(TRAINER, {"eval_easy-1_reward": 0.25})
+    watched.on_step(SimpleNamespace(step=1), {"loss": 3.0})
+    watched.on_step(SimpleNamespace(step=2), {"loss": 1.5})
+    assert watched.server.server_address[0] == "127.0.0.1"
+    address = f"http://127.0.0.1:{watched.port}/metrics"
+    lines = httpx.get(address).text.splitlines()
+    assert [line for line in lines if not line.startswith("#")] == [
+        "rftmega_eval_easy_1_reward 0.25",
+        "rftmega_step 2.0",
+        "rftmega_loss 1.5",
+    ]
+    watched.on_end(TRAINER)
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(address)
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            ConfigError,
+            match=f"logging.prometheus_port={port} can't be opened on 127.0.0.1 .Address already in use",
+        ):
+            Prometheus("127.0.0.1", port).on_start(TRAINER, {})
+
+
+def test_what_may_carry_a_password_is_not_published() -> None:
+    config = RunConfig(reward=RewardConfig(remote=1.0, remote_url="http://me:secret@host"))
+    assert "secret" in str(asdict(config))
+    kept = without_secrets(config)
+    assert "secret" not in str(kept)
+    assert kept["reward"]["remote"] == 1.0
+
+
+def test_wandb_writes_offline_without_a_network_and_no_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setattr("sys.argv", ["train_rl.py", "reward.remote_url=http://me:s3cr3t@host"])
+    writer = WandB("a-project", RunConfig(trainer=TrainerConfig(output=str(tmp_path / "run"))))
+    writer.on_start(TRAINER, {"eval_reward": 0.5})
+    writer.on_step(SimpleNamespace(step=1), {"a_loss_of_1": 3.0})
+    writer.on_end(TRAINER)
+    (written,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
+    deadline = time.monotonic() + 60  # another process writes it
+    while b"a_loss_of_1" not in written.read_bytes():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert b"a-project" in written.read_bytes()
+    known = (tmp_path / "run" / "wandb.id").read_text()
+    assert written.name == f"run-{known}.wandb"
+    resumed = WandB("a-project", RunConfig(trainer=TrainerConfig(output=str(tmp_path / "run"))))
+    resumed.on_start(SimpleNamespace(step=1, resumed=True), {})
+    resumed.on_end(TRAINER)
+    assert resumed.run.id == known, "a resumed run is another one there"
+    assert not [
+        path for path in tmp_path.rglob("*") if path.is_file() and b"s3cr3t" in path.read_bytes()
+    ]

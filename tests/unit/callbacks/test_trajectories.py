@@ -1,0 +1,176 @@
+import gzip
+import json
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rftmega.callbacks.trajectories import Trajectories, write
+from rftmega.config import AlgorithmConfig
+from rftmega.config.algorithms import GroupNorm
+from rftmega.experience import ExperienceMaker, collect
+from rftmega.types import Completion, Experience, Prompt, Rows, Samples, TokenStats
+
+PROMPTS = [Prompt((97, 98, 99), label="x\ud800", index=41), Prompt((100,), label="y", index=7)]
+COMPLETIONS = [
+    Completion((65, 66), (-0.125, -0.25), "stop", 0),
+    Completion((67, 68, 69), (-0.5, -1.0, -0.0001234567), "length", 0),
+    Completion((), (), "stop", 0),
+    Completion((0x2028, 71), (-0.75, float("-inf")), "stop", 0),
+]
+
+
+class Columns:
+    """A policy whose log-prob of the token in column c + 1 is -c and whose entropy is c / 10;
+    padding is not a number.
+    """
+
+    def __init__(self, entropy: bool = True):
+        self.entropy = entropy
+
+    def log_probs(self, rows: Rows) -> TokenStats:
+        columns = torch.arange(rows.tokens.shape[1] - 1.0).expand(rows.mask.shape)
+        real = torch.where(columns < rows.lengths[:, None] - 1, columns, torch.nan)
+        return TokenStats(-real, real / 10 if self.entropy else None)
+
+    reference_log_probs = log_probs
+
+
+def score(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
+    sizes = [len(completion.token_ids) for completion in completions]
+    return [{"exact_match": float(size == 2), "reward": size / 3} for size in sizes]
+
+
+def text(ids: Sequence[int]) -> str:
+    return "".join(map(chr, ids))
+
+
+def letters(ids: Sequence[int]) -> list[str]:
+    return [chr(i) for i in ids]
+
+
+def learnt(entropy: bool = True) -> tuple[Samples, Experience]:
+    requests = [PROMPTS[0], PROMPTS[0], PROMPTS[1], PROMPTS[1]]
+    samples = collect(requests, COMPLETIONS, score, samples_per_prompt=2)
+    return samples, ExperienceMaker(
+        Columns(entropy), AlgorithmConfig(advantage=GroupNorm(scale_by_std=False))
+    ).make(samples)
+
+
+def recorded(
+    folder: Path,
+    *,
+    steps: Sequence[int] = (1,),
+    every: int = 1,
+    most: int = 10**6,
+    entropy: bool = True,
+) -> list[Path]:
+    observer = Trajectories(folder, text, letters, every=every, most_bytes=most)
+    observer.on_start(SimpleNamespace(step=steps[0] - 1, resumed=steps[0] > 1), {})
+    for step in steps:
+        observer.on_experience(SimpleNamespace(step=step), *learnt(entropy))
+    return sorted(folder.iterdir())
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [
+        json.loads(line) for line in gzip.decompress(path.read_bytes()).decode().split("\n")[:-1]
+    ]
+
+
+def test_a_line_says_all_about_its_sample(tmp_path: Path) -> None:
+    first, second, empty, last = lines_of(recorded(tmp_path)[0])
+    assert second == {
+        "step": 1, "group": 0, "index": 41, "prompt": "abc", "response": "CDE", "label": "x\ud800", "reward": 1.0,
+        "reward_parts": {"exact_match": 0.0}, "truncated": True,
+        "tokens": {
+            "id": [67, 68, 69], "text": ["C", "D", "E"], "engine_logp": [-0.5, -1.0, -0.0001234567],
+            "trainer_logp": [-2.0, -3.0, -4.0], "gap": [1.5, 2.0, 4.0], "advantage": [0.1667] * 3, "entropy": [0.2, 0.3, 0.4],
+        },
+    }  # fmt: skip
+    assert (first["group"], first["reward"], first["reward_parts"], first["truncated"]) == (
+        0,
+        0.6666667,
+        {"exact_match": 1.0},
+        False,
+    )
+    assert first["tokens"]["advantage"] == [-0.1667] * 2
+    assert (empty["prompt"], empty["response"], empty["label"], empty["tokens"]["id"]) == (
+        "d",
+        "",
+        "y",
+        [],
+    )
+    assert last["tokens"]["engine_logp"] == [-0.75, None]
+    assert last["tokens"]["gap"] == [-0.75, None]
+    assert last["response"] == "\u2028G"
+
+
+def test_entropy_that_the_policy_does_not_give_is_null(tmp_path: Path) -> None:
+    assert {
+        line["tokens"]["entropy"] for line in lines_of(recorded(tmp_path, entropy=False)[0])
+    } == {None}
+
+
+def test_experience_keeps_the_entropy_of_selected_rows() -> None:
+    _, experience = learnt()
+    chosen = experience.select(torch.tensor([3, 2]))
+    assert chosen.entropy is not None
+    assert chosen.entropy.shape == chosen.old_logp.shape == (2, 2)
+    assert chosen.entropy[0].tolist() == pytest.approx([0, 0.1])
+    assert learnt(entropy=False)[1].select(torch.tensor([0])).entropy is None
+
+
+def test_standard_tools_open_it_and_equal_samples_give_equal_bytes(tmp_path: Path) -> None:
+    path, same = recorded(tmp_path / "a")[0], recorded(tmp_path / "b")[0]
+    printed = subprocess.run(["gzip", "-dc", str(path)], capture_output=True, check=True).stdout
+    assert [json.loads(line) for line in printed.split(b"\n")[:-1]] == lines_of(path)
+    assert path.read_bytes() == same.read_bytes()
+    assert path.read_bytes()[4:8] == bytes(4), "no time of writing"
+
+
+def test_the_first_and_every_nth_step_is_written(tmp_path: Path) -> None:
+    names = [path.name for path in recorded(tmp_path, steps=range(1, 8), every=3)]
+    assert names == ["step_000001.jsonl.gz", "step_000003.jsonl.gz", "step_000006.jsonl.gz"]
+
+
+def test_the_oldest_make_room_and_the_newest_stays(tmp_path: Path) -> None:
+    size = recorded(tmp_path / "a")[0].stat().st_size
+    kept = recorded(tmp_path / "b", steps=range(1, 6), most=2 * size + size // 2)
+    assert [path.name[5:11] for path in kept] == ["000004", "000005"]
+    assert [path.name[5:11] for path in recorded(tmp_path / "c", steps=[1, 2], most=1)] == [
+        "000002"
+    ]
+
+
+def test_what_an_earlier_run_left_of_steps_to_come_goes_and_the_rest_stays(tmp_path: Path) -> None:
+    recorded(tmp_path, steps=range(1, 6))
+    (tmp_path / "notes.txt").write_text("mine")
+    names = [path.name for path in recorded(tmp_path, steps=[3])]
+    assert names == ["notes.txt", *(f"step_00000{i}.jsonl.gz" for i in (1, 2, 3))]
+
+
+def test_a_run_that_begins_anew_keeps_an_earlier_ones(tmp_path: Path) -> None:
+    for folder in ("trajectories.1", "trajectories.2", "trajectories"):
+        names = [path.name for path in recorded(tmp_path / "trajectories", steps=[1, 2])]
+        assert names == ["step_000001.jsonl.gz", "step_000002.jsonl.gz"], folder
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "trajectories",
+        "trajectories.1",
+        "trajectories.2",
+    ]
+    assert len(list((tmp_path / "trajectories.1").iterdir())) == 2
+
+
+def test_a_file_that_was_not_finished_has_no_name(tmp_path: Path) -> None:
+    def broken() -> Any:
+        yield {"a": 1}
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        write(tmp_path / "step_000001.jsonl.gz", broken())
+    assert not list(tmp_path.glob("step_*"))
