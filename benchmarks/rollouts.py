@@ -12,11 +12,11 @@ from typing import Any
 import torch.distributed as dist
 
 from rftmega.config import RolloutConfig
+from rftmega.dispatch.pending_requests import PendingRequests
+from rftmega.dispatch.request_queues import Counted
 from rftmega.rollout import ScriptedEngine
 from rftmega.rollout.base import Stop
-from rftmega.rollout.pending_requests import PendingRequests
 from rftmega.rollout.request_order import ordered
-from rftmega.rollout.request_queues import Counted
 from rftmega.types import Completion, Prompt
 
 PROMPTS, SIBLINGS, LIMIT, SLOTS = 128, 8, 1024, 8

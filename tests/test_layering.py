@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 LEARNT = "algorithms rewards data experience trainer callbacks"
-RUNS = "device parallel kernels megatron checkpoint conversion rollout weights planning model_providers converters"
+RUNS = "device parallel kernels megatron checkpoint conversion rollout dispatch weights planning model_providers converters"
 BASICS = "config validation errors json_files types interfaces shards"
 MAY_IMPORT = {
     "config": "errors json_files",
@@ -33,6 +33,7 @@ MAY_IMPORT = {
     "checkpoint": "config shards errors json_files device parallel converters",
     "conversion": "config errors json_files parallel checkpoint megatron model_providers converters",
     "rollout": "config types shards interfaces errors json_files device parallel weights",
+    "dispatch": "types interfaces errors device parallel rollout",
     "weights": "config types shards interfaces errors json_files device parallel converters",
     "planning": "config validation shards errors parallel weights model_providers converters",
     "strategy": f"{BASICS} {LEARNT} {RUNS}",
@@ -45,7 +46,7 @@ MAY_IMPORT = {
 ONLY_IN = {
     "megatron": "parallel megatron model_providers",
     "megatron.core.parallel_state": "parallel",
-    "torch.distributed": "parallel kernels megatron weights strategy checkpoint rollout observe launch lightrft",
+    "torch.distributed": "parallel kernels megatron weights strategy checkpoint rollout dispatch observe launch lightrft",
     "torch.cuda": "device",
     "vllm": "rollout",
     "transformers": "rollout data",
@@ -130,6 +131,21 @@ def test_imports_follow_the_map() -> None:
             "rftmega/experience/bad.py",
             "import torch\ntorch.cuda.synchronize()",
             "torch.cuda belongs in device, not experience",
+        ),
+        (
+            "rftmega/rollout/bad.py",
+            "from rftmega.dispatch.engine_pool import EnginePool",
+            "rollout may not import dispatch",
+        ),
+        (
+            "rftmega/checkpoint/bad.py",
+            "from rftmega.megatron import MegatronActor",
+            "checkpoint may not import megatron",
+        ),
+        (
+            "rftmega/weights/bad.py",
+            "from rftmega.megatron.binding import Bound",
+            "weights may not import megatron",
         ),
         (
             "rftmega/weights/bad.py",

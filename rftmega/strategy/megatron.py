@@ -10,6 +10,7 @@ from typing import TypeVar
 from rftmega import rollout
 from rftmega.checkpoint.run_checkpoints import TrainedModel, TrainingCheckpoints, of_run
 from rftmega.config import RunConfig
+from rftmega.dispatch.engine_pool import EnginePool, ServerPool
 from rftmega.errors import ConfigError
 from rftmega.interfaces import Numerics, Policy, RolloutEngine, ValueModel, WeightSync
 from rftmega.megatron import MegatronActor, MegatronCritic
@@ -17,7 +18,6 @@ from rftmega.parallel.layout import layout_name
 from rftmega.parallel.process_group import World
 from rftmega.parallel.seeds import set_seed
 from rftmega.parallel.topology import Topology
-from rftmega.rollout.engine_pool import EnginePool, ServerPool
 from rftmega.strategy.colocated import ColocatedPolicy, ColocatedValues, ColocatedWeights
 from rftmega.strategy.export import export
 from rftmega.strategy.numerics import EngineNumerics

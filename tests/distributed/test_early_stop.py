@@ -11,10 +11,10 @@ import pytest
 import torch.distributed as dist
 
 from rftmega.config import ParallelConfig, RolloutConfig
+from rftmega.dispatch.engine_pool import EnginePool
+from rftmega.dispatch.stop_consensus import EVERY
 from rftmega.parallel.process_group import World
 from rftmega.rollout import ScriptedEngine
-from rftmega.rollout.engine_pool import EnginePool
-from rftmega.rollout.stop_consensus import EVERY
 from rftmega.strategy.phases import DevicePhases
 from rftmega.types import Completion, Metrics, Prompt
 from rftmega.weights import EngineWeights

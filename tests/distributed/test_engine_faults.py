@@ -15,12 +15,12 @@ import pytest
 import torch.distributed as dist
 
 from rftmega.config import ParallelConfig, RolloutConfig
+from rftmega.dispatch.engine_pool import EnginePool, ServerPool
 from rftmega.errors import EngineFault
 from rftmega.parallel.process_group import World
 from rftmega.rollout import ScriptedEngine
 from rftmega.rollout import servers as servers_module
 from rftmega.rollout.base import Finished, More, Stop
-from rftmega.rollout.engine_pool import EnginePool, ServerPool
 from rftmega.rollout.servers import Server, ServerEngine
 from rftmega.strategy.phases import DevicePhases
 from rftmega.types import Completion, Metrics, Prompt

@@ -31,7 +31,7 @@ def body(world: Any, folder: Path, output: Path) -> dict[str, str]:
     """What a run says of each fault, by its name; every rank."""
     import torch
 
-    from rftmega.rollout.engine_pool import EnginePool
+    from rftmega.dispatch.engine_pool import EnginePool
     from rftmega.rollout.transformers import TransformersEngine
     from rftmega.strategy.megatron import MegatronStrategy
     from rftmega.trainer import Algorithm

@@ -14,14 +14,14 @@ import pytest
 import torch.distributed as dist
 
 from rftmega.config import RolloutConfig
+from rftmega.dispatch import engine_pool
+from rftmega.dispatch.engine_pool import EnginePool, ServerPool
+from rftmega.dispatch.stop_consensus import EVERY
 from rftmega.errors import Preempted
 from rftmega.parallel import preemption
 from rftmega.parallel.process_group import World
-from rftmega.rollout import engine_pool
 from rftmega.rollout import servers as servers_module
-from rftmega.rollout.engine_pool import EnginePool, ServerPool
 from rftmega.rollout.servers import ServerEngine
-from rftmega.rollout.stop_consensus import EVERY
 from rftmega.types import Completion, Prompt
 from tests.distributed.test_early_stop import AsLongAsItsSeed, NoPush, NoTurns
 from tests.distributed.test_engine_faults import PROMPTS, SCORED_SERVER, SEEDS, Pushes, scores, told

@@ -10,10 +10,10 @@ import pytest
 import torch.distributed as dist
 
 from rftmega.config import RolloutConfig
+from rftmega.dispatch.engine_pool import EnginePool
 from rftmega.errors import EngineFault
 from rftmega.parallel.process_group import World
 from rftmega.rollout import ScriptedEngine
-from rftmega.rollout.engine_pool import EnginePool
 from rftmega.rollout.request_order import Lengths, ordered
 from rftmega.types import Completion, Prompt
 from tests.distributed.test_early_stop import NoPush, NoTurns

@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 
 from rftmega.algorithms.losses import policy_loss
 from rftmega.config import ParallelConfig, RolloutConfig
+from rftmega.dispatch.engine_pool import EnginePool
 from rftmega.errors import EngineError
 from rftmega.parallel.collectives import gather_objects
-from rftmega.rollout.engine_pool import EnginePool
 from rftmega.rollout.transformers import TransformersEngine
 from rftmega.strategy.colocated import ColocatedPolicy, ColocatedWeights
 from rftmega.strategy.phases import DevicePhases

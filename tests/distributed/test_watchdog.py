@@ -15,12 +15,12 @@ import pytest
 from torch import Tensor
 
 from rftmega.config import ParallelConfig, RolloutConfig
+from rftmega.dispatch.engine_pool import ServerPool
 from rftmega.errors import EngineError
 from rftmega.parallel.process_group import World
 from rftmega.parallel.watchdog import HUNG, watched
 from rftmega.rollout import ScriptedEngine
 from rftmega.rollout import servers as servers_module
-from rftmega.rollout.engine_pool import ServerPool
 from rftmega.rollout.servers import Server, ServerEngine
 from rftmega.strategy.colocated import ColocatedWeights
 from rftmega.strategy.phases import DevicePhases

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from rftmega.config import RolloutConfig
+from rftmega.dispatch.engine_pool import EnginePool, ServerPool
 from rftmega.parallel.process_group import World
 from rftmega.rollout import ScriptedEngine
-from rftmega.rollout.engine_pool import EnginePool, ServerPool
 from rftmega.types import Completion, Prompt
 from tests.distributed.test_early_stop import NoPush, NoTurns
 from tests.ranks import run_ranks

@@ -15,6 +15,9 @@ import torch
 import torch.distributed as dist
 
 from rftmega import device
+from rftmega.dispatch.pending_requests import PendingRequests
+from rftmega.dispatch.request_queues import Counted, Dealt, Queue
+from rftmega.dispatch.stop_consensus import EVERY, StopConsensus
 from rftmega.errors import EngineFault, Preempted
 from rftmega.interfaces import Enough, Reward, WeightSync
 from rftmega.parallel import preemption
@@ -22,10 +25,7 @@ from rftmega.parallel.collectives import board, gather_objects, neighbours
 from rftmega.parallel.process_group import World
 from rftmega.parallel.watchdog import mark
 from rftmega.rollout.base import Engine, Stop
-from rftmega.rollout.pending_requests import PendingRequests
 from rftmega.rollout.request_order import RequestOrder, ordered
-from rftmega.rollout.request_queues import Counted, Dealt, Queue
-from rftmega.rollout.stop_consensus import EVERY, StopConsensus
 from rftmega.types import (
     Completion,
     Prompt,

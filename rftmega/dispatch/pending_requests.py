@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
+from rftmega.dispatch.request_queues import Queue
+from rftmega.dispatch.reward_workers import RewardWorkers
 from rftmega.errors import EngineFault
 from rftmega.interfaces import Reward
 from rftmega.rollout import Engine
 from rftmega.rollout.base import Stop
-from rftmega.rollout.request_queues import Queue
-from rftmega.rollout.reward_workers import RewardWorkers
 from rftmega.types import Completion, Prompt
 
 # what the first process of an engine says, of what each of them would

@@ -2,11 +2,11 @@
 requests until then.
 """
 
+from rftmega.dispatch.request_queues import Dealt
+from rftmega.dispatch.reward_workers import RewardWorkers
 from rftmega.interfaces import Enough
 from rftmega.parallel import preemption
 from rftmega.parallel.collectives import gather_objects
-from rftmega.rollout.request_queues import Dealt
-from rftmega.rollout.reward_workers import RewardWorkers
 from rftmega.types import Completion
 
 EVERY = 16  # engine steps from one decision to the next

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from rftmega.dispatch.reward_workers import THREADS, RewardWorkers
 from rftmega.errors import RewardError
-from rftmega.rollout.reward_workers import THREADS, RewardWorkers
 from rftmega.types import Completion, Prompt
 
 PROMPTS = [Prompt((n,), index=n) for n in range(4)]
