@@ -89,10 +89,13 @@ class Policy(Scorer, Protocol):
         experience: Experience,
         loss_fn: LossFn,
         *,
+        group_size: int = 1,
         auxiliary: Auxiliary | None = None,
         scored: Told | None = None,
     ) -> Metrics:
         """Takes one optimizer step on the rows of `experience` and of `auxiliary`.
+
+        Each `group_size` consecutive rows come before `loss_fn` together.
 
         The metrics have "optimizer_steps" (1, or 0 where gradients were not finite),
         "skipped_steps" (the opposite), and counts, whose names begin with types.COUNT. An
@@ -113,7 +116,7 @@ class ValueScorer(Protocol):
 class ValueModel(ValueScorer, Protocol):
     """ValueModel is a critic, or a reward model, that is trained."""
 
-    def step(self, experience: Experience, loss_fn: LossFn) -> Metrics:
+    def step(self, experience: Experience, loss_fn: LossFn, *, group_size: int = 1) -> Metrics:
         """Takes one optimizer step; see Policy.step."""
 
 

@@ -2,9 +2,12 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rftmega.config import RunConfig
+
+if TYPE_CHECKING:
+    from rftmega.strategy.backend import Backend
 
 Task = Callable[[RunConfig], int]
 """Trains as one process of a run. Returns its exit code."""
@@ -13,6 +16,13 @@ Task = Callable[[RunConfig], int]
 def task_of(config: RunConfig) -> Task:
     """Returns what `algorithm.task` says."""
     return reinforce if config.algorithm.task == "rl" else supervise
+
+
+def backend_of(config: RunConfig) -> "Backend":
+    """Returns the backend that models are built with; there is one so far."""
+    from rftmega.megatron import MegatronBackend
+
+    return MegatronBackend()
 
 
 def reinforce(config: RunConfig) -> int:
@@ -30,11 +40,13 @@ def reinforce(config: RunConfig) -> int:
     from rftmega.callbacks.observers import evaluation_of_prompts
     from rftmega.launch.process import joined
     from rftmega.observe.callbacks import callbacks_of
-    from rftmega.strategy.megatron import MegatronStrategy
+    from rftmega.strategy.reinforcement import ReinforcementStrategy
     from rftmega.trainer import Algorithm
 
     with joined(config) as (world, stop):
-        strategy = MegatronStrategy(config, world, stop_ids=tokenizer.stop_ids)
+        strategy = ReinforcementStrategy(
+            config, world, backend_of(config), stop_ids=tokenizer.stop_ids
+        )
         size, pattern = config.rollout.samples_per_prompt, config.reward.answer_pattern
         learnt = (
             MajorityReward(tokenizer.decode, size, pattern) if config.reward.majority else reward
@@ -66,7 +78,7 @@ def supervise(config: RunConfig) -> int:
     from rftmega.trainer import Algorithm
 
     with joined(config) as (world, stop):
-        strategy = SupervisedStrategy(config, world)
+        strategy = SupervisedStrategy(config, world, backend_of(config))
         trainer = Algorithm(config).supervised(strategy, stop=stop)
         parts: dict[str, Any] = {"data": rows, "trainer": trainer}
         evaluation = evaluation_of_rows(config, held_out, strategy.model)

@@ -1,4 +1,4 @@
-"""LightRFTStrategy presents a MegatronStrategy under the names that LightRFT's users know."""
+"""LightRFTStrategy presents a ReinforcementStrategy under the names that LightRFT's users know."""
 
 import json
 from functools import cached_property
@@ -16,15 +16,15 @@ from rftmega.lightrft.requests import GenerationOutput
 from rftmega.lightrft.strategy import StrategyBase
 from rftmega.rollout import Engine
 from rftmega.strategy.colocated import ColocatedPolicy, ColocatedValues
-from rftmega.strategy.megatron import MegatronStrategy
 from rftmega.strategy.phases import POLICY
+from rftmega.strategy.reinforcement import ReinforcementStrategy
 from rftmega.types import Completion, Prompt
 
 
 class LightRFTStrategy(StrategyBase):
-    """LightRFTStrategy hands each call on to the parts of the MegatronStrategy that it wraps."""
+    """LightRFTStrategy hands each call on to the parts of the ReinforcementStrategy that it wraps."""
 
-    def __init__(self, strategy: MegatronStrategy):
+    def __init__(self, strategy: ReinforcementStrategy):
         config = strategy.config
         super().__init__(
             seed=config.trainer.seed,
@@ -106,13 +106,13 @@ class LightRFTStrategy(StrategyBase):
 
         They come to the device that they left, whatever `device` is.
         """
-        self.strategy.actor.manager.residency.on(MAIN_PARAMETERS, ADAM)
+        self.strategy.actor.residency.on(MAIN_PARAMETERS, ADAM)
         return optimizer
 
     def maybe_offload_optimizer(self, optimizer: Any) -> Any:
         """Moves Adam's state and the main parameters to the host where trainer.offload says so."""
         if self.config.trainer.offload:
-            self.strategy.actor.manager.residency.off(MAIN_PARAMETERS, ADAM)
+            self.strategy.actor.residency.off(MAIN_PARAMETERS, ADAM)
         return optimizer
 
     def _build_engine(self, args: Any, engine_type: str) -> Engine:

@@ -126,7 +126,7 @@ class NaiveExperienceMaker:
         the weight of each token's KL in its reward; None: none, as where the KL is in the loss.
         strategy: `.engine` is the RolloutEngine; `.args` may hold options (those of DEFAULTS,
         `advantage_estimator`,
-            `kl_estimator`). MegatronStrategy offers both.
+            `kl_estimator`). LightRFTStrategy offers both.
         reward_fn: `(list of rewards [B], one a reward model) -> [B]`. Where given, `label_map` and
         `recipe`, and with either of
             them `labels`, are handed on as keyword arguments.

@@ -334,12 +334,12 @@ class StrategyBase(ABC):
 
     def _build_engine(self, args: Any, engine_type: str) -> Engine:
         raise NotImplementedError(
-            f"{type(self).__name__} builds no engine. Take MegatronStrategy, or set inference_engine."
+            f"{type(self).__name__} builds no engine. Take LightRFTStrategy, or set inference_engine."
         )
 
     def update_engine_weights(self, actor: Any) -> None:
         """Copies the actor's weights into the engine."""
-        raise NotImplementedError(f"{type(self).__name__} moves no weights. Take MegatronStrategy.")
+        raise NotImplementedError(f"{type(self).__name__} moves no weights. Take LightRFTStrategy.")
 
     def maybe_sleep_inference_engine(self) -> None:
         """Gives an engine's memory back, weights too, if `args.enable_engine_sleep` (default: yes):

@@ -7,7 +7,8 @@ import rftmega.device.before_megatron  # noqa: F401
 # isort: split
 
 from rftmega.megatron.actor import MegatronActor
+from rftmega.megatron.backend import MegatronBackend
 from rftmega.megatron.critic import MegatronCritic
 from rftmega.megatron.manager import MegatronModelManager
 
-__all__ = ["MegatronActor", "MegatronCritic", "MegatronModelManager"]
+__all__ = ["MegatronActor", "MegatronBackend", "MegatronCritic", "MegatronModelManager"]

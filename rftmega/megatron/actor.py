@@ -10,7 +10,7 @@ from rftmega.megatron.manager import MegatronModelManager
 from rftmega.megatron.model_runner import MicroBatch, ModelRunner
 from rftmega.megatron.trainable import MegatronModel
 from rftmega.parallel.topology import Topology
-from rftmega.types import Auxiliary, Experience, LossFn, Metrics, Rows, TokenStats, Told
+from rftmega.types import LossFn, Metrics, Rows, TokenStats
 
 
 class MegatronActor(MegatronModel):
@@ -60,20 +60,6 @@ class MegatronActor(MegatronModel):
         )
         with self.reference.swapped_in():
             return self.log_probs(rows)
-
-    def step(
-        self,
-        experience: Experience,
-        loss_fn: LossFn,
-        *,
-        group_size: int = 1,
-        auxiliary: Auxiliary | None = None,
-        scored: Told | None = None,
-    ) -> Metrics:
-        """Takes one optimizer step; see `ModelRunner.step`."""
-        return self.runner.step(
-            experience, loss_fn, group_size=group_size, auxiliary=auxiliary, scored=scored
-        )
 
     def sync_model_to_rollout(self, version: int) -> Metrics:
         """Pushes the weights into the rollout engine, which answers under `version` from then on.

@@ -7,7 +7,7 @@ from rftmega.megatron.manager import MegatronModelManager
 from rftmega.megatron.model_runner import ModelRunner
 from rftmega.megatron.trainable import MegatronModel
 from rftmega.parallel.topology import Topology
-from rftmega.types import Experience, LossFn, Metrics, Rows, TokenValues
+from rftmega.types import Rows, TokenValues
 
 
 class MegatronCritic(MegatronModel):
@@ -37,7 +37,3 @@ class MegatronCritic(MegatronModel):
         Column t is the value of the state in which target t + 1 is chosen.
         """
         return self.runner.score(rows).value
-
-    def step(self, experience: Experience, loss_fn: LossFn, *, group_size: int = 1) -> Metrics:
-        """Takes one optimizer step; see `ModelRunner.step`. `loss_fn` gets TokenValues."""
-        return self.runner.step(experience, loss_fn, group_size=group_size)

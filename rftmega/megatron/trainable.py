@@ -1,13 +1,19 @@
 """MegatronModel is a model on Megatron-Core as strategy, weights and checkpoints know it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
+from model_providers.description import ModelDescription
 from rftmega.checkpoint.training import StoredModel
 from rftmega.device.residency import MAIN_PARAMETERS, PARAMETERS, Residency
 from rftmega.megatron.held_weights import AveragedWeights
 from rftmega.megatron.manager import MegatronModelManager
+from rftmega.megatron.model_runner import ModelRunner
 from rftmega.megatron.training_state import (
     AVERAGE,
     WEIGHTS,
@@ -18,8 +24,10 @@ from rftmega.megatron.training_state import (
     set_adam_steps,
     set_schedule_steps,
 )
+from rftmega.parallel.layout import layout_name
 from rftmega.parallel.topology import Topology
 from rftmega.shards import Shard, ShardBox
+from rftmega.types import Metrics
 
 
 class MegatronModel:
@@ -28,13 +36,55 @@ class MegatronModel:
     """
 
     average: AveragedWeights | None = None
+    runner: ModelRunner
 
     def __init__(self, manager: MegatronModelManager, topology: Topology):
         self.manager, self.topology = manager, topology
 
     @property
+    def path(self) -> str:
+        return self.manager.cfg.model.path
+
+    @property
+    def description(self) -> ModelDescription:
+        return self.manager.description
+
+    @property
+    def dtype(self) -> torch.dtype:
+        found: torch.dtype = self.manager.config.params_dtype
+        return found
+
+    @property
+    def layout(self) -> str:
+        return layout_name(self.manager.cfg.parallel, self.topology.data)
+
+    @property
+    def label(self) -> str:
+        """Labels this process, e.g. "rank 5: tensor 1, stage 1, data 0"."""
+        at = self.topology
+        place = f"tensor {at.tensor_rank}, stage {at.pipeline_rank}, data {at.data_rank}"
+        return f"rank {dist.get_rank()}: {place}"
+
+    @property
     def residency(self) -> Residency:
         return self.manager.residency
+
+    @property
+    def replica_group(self) -> Any:
+        return self.topology.replica_group
+
+    @property
+    def classifier(self) -> bool:
+        return self.manager.value_model
+
+    @property
+    def step(self) -> Callable[..., Metrics]:
+        """Takes one optimizer step: `ModelRunner.step`."""
+        return self.runner.step
+
+    def averaged(self) -> AbstractContextManager[None] | None:
+        """Returns a context in which the model holds its average; None where none is kept."""
+        return None if self.average is None else self.average.swapped_in()
 
     def shards(self) -> list[Shard]:
         return self.manager.shards()

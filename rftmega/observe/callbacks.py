@@ -5,8 +5,6 @@ processes.
 from collections.abc import Mapping
 from typing import Any
 
-import torch.distributed as dist
-
 from rftmega import device
 from rftmega.callbacks.checkpointing import Checkpointing
 from rftmega.callbacks.evaluate import Evaluation
@@ -17,7 +15,6 @@ from rftmega.interfaces import Callback, Resumable
 from rftmega.observe.stragglers import Stragglers
 from rftmega.observe.throughput import Throughput
 from rftmega.observe.timeline import Timeline
-from rftmega.parallel.topology import Topology
 
 
 def callbacks_of(
@@ -47,7 +44,7 @@ def callbacks_of(
                 last=config.trainer.steps,
             )
         )
-    return [*found, *timeline_of(config, strategy.topology)]  # after all that it records
+    return [*found, *timeline_of(config, strategy.label)]  # after all that it records
 
 
 def measures_of(config: RunConfig) -> list[Observer]:
@@ -57,17 +54,9 @@ def measures_of(config: RunConfig) -> list[Observer]:
     return [Throughput(peak_tflops=given or known), Stragglers()]
 
 
-def timeline_of(config: RunConfig, topology: Topology) -> list[Timeline]:
+def timeline_of(config: RunConfig, label: str) -> list[Timeline]:
     """Returns the observers that record steps, where any are chosen."""
     if not config.logging.timeline:
         return []
     first, last = config.logging.timeline
-    return [Timeline(f"{config.trainer.output}/timeline", first, last, label=label_of(topology))]
-
-
-def label_of(topology: Topology) -> str:
-    """Labels this process, e.g. "rank 5: tensor 1, stage 1, data 0"."""
-    place = (
-        f"tensor {topology.tensor_rank}, stage {topology.pipeline_rank}, data {topology.data_rank}"
-    )
-    return f"rank {dist.get_rank()}: {place}"
+    return [Timeline(f"{config.trainer.output}/timeline", first, last, label=label)]

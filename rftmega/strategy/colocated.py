@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from rftmega.interfaces import WeightSync
-from rftmega.megatron import MegatronActor, MegatronCritic
+from rftmega.strategy.backend import TrainablePolicy, TrainableValues
 from rftmega.strategy.phases import DevicePhases
 from rftmega.types import (
     Auxiliary,
@@ -20,7 +20,7 @@ from rftmega.types import (
 class ColocatedPolicy:
     """ColocatedPolicy brings what the policy needs to the device before it computes."""
 
-    def __init__(self, actor: MegatronActor, phases: DevicePhases):
+    def __init__(self, actor: TrainablePolicy, phases: DevicePhases):
         self.actor = actor
         self.phases = phases
 
@@ -37,11 +37,14 @@ class ColocatedPolicy:
         experience: Experience,
         loss_fn: LossFn,
         *,
+        group_size: int = 1,
         auxiliary: Auxiliary | None = None,
         scored: Told | None = None,
     ) -> Metrics:
         self.phases.update()
-        return self.actor.runner.step(experience, loss_fn, auxiliary=auxiliary, scored=scored)
+        return self.actor.step(
+            experience, loss_fn, group_size=group_size, auxiliary=auxiliary, scored=scored
+        )
 
 
 class ColocatedValues:
@@ -49,16 +52,16 @@ class ColocatedValues:
     by `name`.
     """
 
-    def __init__(self, model: MegatronCritic, phases: DevicePhases, name: str):
+    def __init__(self, model: TrainableValues, phases: DevicePhases, name: str):
         self.model, self.phases, self.name = model, phases, name
 
     def values(self, rows: Rows) -> Tensor:
         self.phases.score(self.name)
         return self.model.values(rows)
 
-    def step(self, experience: Experience, loss_fn: LossFn) -> Metrics:
+    def step(self, experience: Experience, loss_fn: LossFn, *, group_size: int = 1) -> Metrics:
         self.phases.update(self.name)
-        return self.model.runner.step(experience, loss_fn)
+        return self.model.step(experience, loss_fn, group_size=group_size)
 
 
 class ColocatedWeights:

@@ -1,39 +1,27 @@
-"""A model of a run, as Hugging Face folders."""
+"""Writes a model of a run as Hugging Face folders."""
 
 from pathlib import Path
 
+import torch.distributed as dist
+
 from rftmega import weights
-from rftmega.config import RunConfig
-from rftmega.megatron import MegatronActor, MegatronCritic, MegatronModelManager
-from rftmega.parallel.topology import Topology
+from rftmega.strategy.backend import Trainable
 
 
-def export(model: MegatronActor | MegatronCritic, config: RunConfig, folder: str | Path) -> None:
+def export(model: Trainable, folder: str | Path, *, bucket_bytes: int) -> None:
     """Writes a policy, and beside it `folder`_ema where an average is kept, or a value model as a
     classifier of one label.
 
     Every process calls it, with the weights on the device.
     """
-    model.manager.finish_param_sync()
-    export_weights(model.manager, model.topology, config, folder)
-    if isinstance(model, MegatronActor) and model.average is not None:
-        with model.average.swapped_in():
-            export_weights(model.manager, model.topology, config, f"{folder}_ema")
+    model.residency.finish()
+    _export_weights(model, folder, bucket_bytes)
+    if (averaged := model.averaged()) is not None:
+        with averaged:
+            _export_weights(model, f"{folder}_ema", bucket_bytes)
 
 
-def export_weights(
-    manager: MegatronModelManager, topology: Topology, config: RunConfig, folder: str | Path
-) -> None:
-    """The present weights alone."""
-    exporter = weights.Exporter(
-        manager.shards(),
-        topology.replica_group,
-        bucket_bytes=config.trainer.push_bucket_mib * 2**20,
-    )
-    weights.export_hf_folder(
-        exporter,
-        manager.cfg.model.path,
-        folder,
-        write=topology.is_main,
-        classifier=manager.value_model,
-    )
+def _export_weights(model: Trainable, folder: str | Path, bucket_bytes: int) -> None:
+    exporter = weights.Exporter(model.shards(), model.replica_group, bucket_bytes=bucket_bytes)
+    write = dist.get_rank() == 0
+    weights.export_hf_folder(exporter, model.path, folder, write=write, classifier=model.classifier)

@@ -2,17 +2,16 @@
 whether they do.
 """
 
-from rftmega.megatron import MegatronActor
 from rftmega.parallel.collectives import all_reduce
+from rftmega.strategy.backend import Trainable
 
 
 class EngineNumerics:
     """See `interfaces.Numerics`."""
 
-    def __init__(self, actor: MegatronActor, *, is_main: bool):
-        manager = actor.manager
-        self.dtype = str(manager.config.params_dtype).removeprefix("torch.")
-        self.has_experts = manager.description.experts is not None
+    def __init__(self, policy: Trainable, *, is_main: bool):
+        self.dtype = str(policy.dtype).removeprefix("torch.")
+        self.has_experts = policy.description.experts is not None
         self.is_main = is_main
 
     def agreed(self, exceeded: bool) -> bool:

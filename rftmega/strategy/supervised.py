@@ -5,29 +5,28 @@ from pathlib import Path
 
 from rftmega.checkpoint.run_checkpoints import TrainingCheckpoints, of_run
 from rftmega.config import RunConfig
-from rftmega.megatron import MegatronActor, MegatronCritic
 from rftmega.parallel.process_group import World
 from rftmega.parallel.seeds import set_seed
-from rftmega.parallel.topology import Topology
 from rftmega.planning.models import POLICY
+from rftmega.strategy.backend import Backend, TrainablePolicy, TrainableValues
 from rftmega.strategy.export import export
 from rftmega.strategy.phase_memory import Memory, predicted
 from rftmega.types import Experience, LossFn, Metrics
 
 
 class SupervisedStrategy:
-    """The policy (algorithm.task=sft) or a value model (reward_model) on Megatron-Core, in `model`."""
+    """SupervisedStrategy holds the policy (algorithm.task=sft) or a value model (reward_model)."""
 
-    def __init__(self, config: RunConfig, world: World):
+    def __init__(self, config: RunConfig, world: World, backend: Backend):
         set_seed(config.trainer.seed)
         self.config = config
-        self.topology = Topology.create(config.parallel, seed=config.trainer.seed)
-        self.model: MegatronActor | MegatronCritic
+        self.model: TrainablePolicy | TrainableValues
         if config.algorithm.task == "sft":
-            self.model = MegatronActor(config, self.topology)
+            self.model = backend.policy(config)
         else:
-            self.model = MegatronCritic(config, self.topology)
-        self._memory = Memory({POLICY: self.model.manager.residency}, predicted(config, world))
+            self.model = backend.value_model(config, role="critic")
+        self.label = self.model.label
+        self._memory = Memory({POLICY: self.model.residency}, predicted(config, world))
 
     def step(self, experience: Experience, loss_fn: LossFn, *, group_size: int = 1) -> Metrics:
         """Takes one optimizer step of the model; its metrics have the bytes that it took."""
@@ -43,4 +42,4 @@ class SupervisedStrategy:
 
     def export(self, folder: str | Path) -> None:
         """Writes the model as a Hugging Face folder; every process calls it."""
-        export(self.model, self.config, folder)
+        export(self.model, folder, bucket_bytes=self.config.trainer.push_bucket_mib * 2**20)

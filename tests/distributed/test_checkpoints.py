@@ -491,7 +491,7 @@ def full_while_exporting_body(world: Any, model: Path, folder: Path) -> None:
     """
     actor = actor_of(model, P(tensor=2), PLAIN, "float32", 0.0)
     kept_by(actor, folder).save({"n": 1}, step=1)
-    export = partial(export_model, actor, actor.manager.cfg)
+    export = partial(export_model, actor, bucket_bytes=2**20)
     written = count()
 
     def write_all(stream: Any, tensor: torch.Tensor) -> None:

@@ -50,12 +50,13 @@ def experience_of(rows: Any) -> Experience:
 def follows_body(
     world: Any, folder: Path, output: Path, parallel: ParallelConfig, optimizer: OptimizerConfig
 ) -> None:
-    from rftmega.strategy.megatron import MegatronStrategy
+    from rftmega.megatron import MegatronBackend
+    from rftmega.strategy.reinforcement import ReinforcementStrategy
 
     config = config_of(folder, parallel, optimizer)
     config.rollout = RolloutConfig(engine="scripted", max_prompt_tokens=8, max_response_tokens=6)
     rollout.create = lambda config, world, **named: Keeps(config.rollout, **named)  # type: ignore[assignment]
-    strategy = MegatronStrategy(config, world, stop_ids=[1])
+    strategy = ReinforcementStrategy(config, world, MegatronBackend(), stop_ids=[1])
     manager, engine = strategy.actor.manager, strategy.local_engine
     assert isinstance(engine, Keeps)
     experience = experience_of(

@@ -32,8 +32,9 @@ def body(world: Any, folder: Path, output: Path) -> dict[str, str]:
     import torch
 
     from rftmega.dispatch.engine_pool import EnginePool
+    from rftmega.megatron import MegatronBackend
     from rftmega.rollout.transformers import TransformersEngine
-    from rftmega.strategy.megatron import MegatronStrategy
+    from rftmega.strategy.reinforcement import ReinforcementStrategy
     from rftmega.trainer import Algorithm
     from rftmega.weights import push
 
@@ -47,7 +48,7 @@ def body(world: Any, folder: Path, output: Path) -> dict[str, str]:
     )
     config.trainer.output = str(output)
     config.optimizer.learning_rate = 1e-2
-    made = MegatronStrategy(config, world, stop_ids=[1])
+    made = ReinforcementStrategy(config, world, MegatronBackend(), stop_ids=[1])
     trainer = Algorithm(config).reinforced(made, likes_long)
     trainer.weights.push(version=0)
     parameter = next(item.parameter for item in made.actor.manager.bound if item.rule.opens)

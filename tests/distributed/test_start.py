@@ -15,12 +15,13 @@ from rftmega.config import OptimizerConfig, ParallelConfig, RolloutConfig, RunCo
 from rftmega.config.algorithms import GAE, GroupNorm
 from rftmega.device.residency import ADAM, PARTS
 from rftmega.experience import ExperienceMaker, collect
+from rftmega.megatron import MegatronBackend
 from rftmega.planning.fit import stages_of
 from rftmega.planning.memory import Budget, on_device
 from rftmega.planning.models import models_of
 from rftmega.rollout import ScriptedEngine
-from rftmega.strategy import megatron
-from rftmega.strategy.megatron import MegatronStrategy
+from rftmega.strategy import reinforcement
+from rftmega.strategy.reinforcement import ReinforcementStrategy
 from rftmega.types import Prompt
 from tests.layouts import config_of
 from tests.ranks import run_ranks
@@ -117,7 +118,7 @@ def starts(world: Any, folder: Path, case: Case) -> bool:
 
     patch = pytest.MonkeyPatch()
     for name in ("MegatronActor", "MegatronCritic"):
-        patch.setattr(megatron, name, watched(getattr(megatron, name)))
+        patch.setattr(reinforcement, name, watched(getattr(reinforcement, name)))
 
     def create(config: RunConfig, world: Any, *, vocabulary: int, stop_ids: Sequence[int]) -> Any:
         if case.memory * MIB - held() < config.rollout.memory_fraction * case.memory * MIB:
@@ -126,7 +127,7 @@ def starts(world: Any, folder: Path, case: Case) -> bool:
 
     patch.setattr(rollout, "create", create)
     try:
-        made = MegatronStrategy(run_of(folder, case), world, stop_ids=[1])
+        made = ReinforcementStrategy(run_of(folder, case), world, MegatronBackend(), stop_ids=[1])
     except NoMemory:
         return False
     finally:
@@ -164,7 +165,7 @@ def cycle_body(world: Any, folder: Path) -> Any:
     """
     seen = []
     config = run_of(folder, Case(P(tensor=2), 1.0, critic=True))
-    made = MegatronStrategy(replace(config), world, stop_ids=[1])
+    made = ReinforcementStrategy(replace(config), world, MegatronBackend(), stop_ids=[1])
     residencies = made.phases.models
     seen.append({name: sum(residency.bytes().values()) for name, residency in residencies.items()})
     made.weights.push(version=0)

@@ -135,15 +135,16 @@ def megatron_body(world: Any, folder: Path, output: Path) -> Any:
     from rftmega.algorithms.losses import policy_loss
     from rftmega.lightrft.megatron_strategy import LightRFTStrategy
     from rftmega.lightrft.strategy import StrategyBase, is_actor
+    from rftmega.megatron import MegatronBackend
     from rftmega.megatron.training_state import adam_steps, schedule_steps
-    from rftmega.strategy.megatron import MegatronStrategy
+    from rftmega.strategy.reinforcement import ReinforcementStrategy
 
     config = config_of(folder, ParallelConfig(tensor=2))
     config.algorithm.ema_beta = 0.5
     config.rollout = RolloutConfig(
         engine="scripted", tensor=2, max_prompt_tokens=8, max_response_tokens=6
     )
-    made = LightRFTStrategy(MegatronStrategy(config, world, stop_ids=[1]))
+    made = LightRFTStrategy(ReinforcementStrategy(config, world, MegatronBackend(), stop_ids=[1]))
     assert isinstance(made, StrategyBase)
     assert made.engine_processes == 2
     assert (made.train_batch_size, made.micro_train_batch_size) == (16 * 8, 64 // 14)

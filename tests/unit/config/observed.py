@@ -36,7 +36,7 @@ from rftmega.observe import callbacks
 from rftmega.parallel import nodes, process_group
 from rftmega.parallel.process_group import World
 from rftmega.rollout import ScriptedEngine, servers
-from rftmega.strategy import megatron, supervised
+from rftmega.strategy import reinforcement, supervised
 from rftmega.types import Completion, Metrics, Prompt, Rows, TokenStats, TokenValues
 
 WORDS, STOP = 4, 3
@@ -181,7 +181,7 @@ class Strategy:
         )
         self.inner = ScriptedEngine(config.rollout, vocabulary=WORDS, stop_ids=[STOP])
         self.engine = self.weights = self.checkpoints = self
-        self.topology = None
+        self.label = ""
 
     def step(self, *given: Any, **named: Any) -> Metrics:
         return self.model.step(*given, **named)
@@ -274,7 +274,7 @@ def program(config: RunConfig, *, data_parallel: int = 1) -> Seen:
         patch.setattr(process_group, "start", start)
         patch.setattr(nodes, "check_nodes", lambda *_: None)
         patch.setattr(callbacks, "measures_of", lambda _: [])
-        patch.setattr(megatron, "MegatronStrategy", strategy)
+        patch.setattr(reinforcement, "ReinforcementStrategy", strategy)
         patch.setattr(supervised, "SupervisedStrategy", strategy)
         patch.setattr(model_runner, "custom_forward", bigrams)
         patch.setattr(observers, "TensorBoard", lambda folder: Observer())
@@ -379,23 +379,23 @@ def built(config: RunConfig) -> Seen:
             seen.append(
                 (name, {key: x for key, x in named.items() if not isinstance(x, RunConfig)})
             )
-            residency = SimpleNamespace(only=lambda: seen.append(("makes room", name)))
-            manager = SimpleNamespace(
-                residency=residency,
-                bound=None,
-                cfg=config,
-                description=SimpleNamespace(family="", parameters=0, vocabulary=WORDS),
-                config=SimpleNamespace(params_dtype=""),
-            )
             still: dict[str, Any] = {which: lambda: None for which in ("start", "push", "sleep")}
             still["weight_sync"] = lambda _, **planned: seen.append(("weight transfer", planned))
-            return SimpleNamespace(manager=manager, topology=SimpleNamespace(data=1), **still)
+            return SimpleNamespace(
+                residency=SimpleNamespace(only=lambda: seen.append(("makes room", name))),
+                description=SimpleNamespace(family="", parameters=0, vocabulary=WORDS),
+                shards=list,
+                dtype="",
+                layout="",
+                label="",
+                path="",
+                **still,
+            )
 
         return make
 
     with pytest.MonkeyPatch.context() as patch:
         for name in (
-            "MegatronActor",
             "EngineNumerics",
             "DevicePhases",
             "EnginePool",
@@ -403,19 +403,15 @@ def built(config: RunConfig) -> Seen:
             "ColocatedPolicy",
             "ColocatedWeights",
         ):
-            patch.setattr(megatron, name, kept(name))
-        patch.setattr(megatron.rollout, "create", kept("create"))
-        patch.setattr(
-            megatron.Topology, "create", lambda *_, **__: SimpleNamespace(data=1, is_main=True)
+            patch.setattr(reinforcement, name, kept(name))
+        patch.setattr(reinforcement.rollout, "create", kept("create"))
+        patch.setattr(reinforcement, "predicted", lambda *_: None)
+        real = kept("value model of a role")
+        backend = SimpleNamespace(
+            policy=kept("policy"),
+            value_model=lambda cfg, **named: seen.append(("value model", cfg)) or real(**named),
         )
-        real = kept("MegatronCritic")
-        patch.setattr(
-            megatron,
-            "MegatronCritic",
-            lambda cfg, *_, **named: seen.append(("value model", cfg)) or real(cfg, **named),
-        )
-        patch.setattr(megatron, "predicted", lambda *_: None)
-        megatron.MegatronStrategy(config, ALONE, stop_ids=[STOP])
+        reinforcement.ReinforcementStrategy(config, ALONE, backend, stop_ids=[STOP])
     return seen
 
 

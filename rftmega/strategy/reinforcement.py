@@ -1,4 +1,4 @@
-"""MegatronStrategy: builds and places policy, engine and weight transfer of a run on Megatron-Core."""
+"""ReinforcementStrategy builds and places policy, engine and weight transfer of a run."""
 
 import logging
 from collections.abc import Sequence
@@ -13,11 +13,9 @@ from rftmega.config import RunConfig
 from rftmega.dispatch.engine_pool import EnginePool, ServerPool
 from rftmega.errors import ConfigError
 from rftmega.interfaces import Numerics, Policy, RolloutEngine, ValueModel, WeightSync
-from rftmega.megatron import MegatronActor, MegatronCritic
-from rftmega.parallel.layout import layout_name
 from rftmega.parallel.process_group import World
 from rftmega.parallel.seeds import set_seed
-from rftmega.parallel.topology import Topology
+from rftmega.strategy.backend import Backend, Trainable, TrainableValues
 from rftmega.strategy.colocated import ColocatedPolicy, ColocatedValues, ColocatedWeights
 from rftmega.strategy.export import export
 from rftmega.strategy.numerics import EngineNumerics
@@ -25,25 +23,27 @@ from rftmega.strategy.phase_memory import predicted
 from rftmega.strategy.phases import POLICY, DevicePhases
 
 log = logging.getLogger(__name__)
-Learnt = TypeVar("Learnt", MegatronActor, MegatronCritic)
+Built = TypeVar("Built", bound=Trainable)
 
 
-class MegatronStrategy:
+class ReinforcementStrategy:
     """Every process holds its shard of the actor. Colocated, it holds an engine too (or its slice
     of one), and they take turns; separate, vLLM servers beside the processes are the engines.
     """
 
-    def __init__(self, config: RunConfig, world: World, *, stop_ids: Sequence[int]):
-        self.config = config
+    def __init__(
+        self, config: RunConfig, world: World, backend: Backend, *, stop_ids: Sequence[int]
+    ):
+        self.config, self.is_main = config, world.is_main
         if config.strategy == "separate" and world.local_size != world.size:
             raise ConfigError(
                 f"strategy=separate shares memory with its servers, so all {world.size} processes must be on one host; this one "
                 f"has {world.local_size} of them. Take strategy=colocated."
             )
         set_seed(config.trainer.seed)
-        self.topology = Topology.create(config.parallel, seed=config.trainer.seed)
-        actor = self.actor = self._built(MegatronActor(config, self.topology))
-        manager = actor.manager
+        self.backend = backend
+        actor = self.actor = self._built(backend.policy(config))
+        self.label = actor.label
         judges = self._build_value_models()
         self.trained: dict[str, TrainedModel] = {
             name: model for name, model in judges.items() if name == "critic"
@@ -52,23 +52,23 @@ class MegatronStrategy:
         if world.is_main:
             log.info(
                 "policy: %s, %s parameters in %s, %s; engines: %d x %s, %s",
-                manager.description.family,
-                f"{manager.description.parameters:,}",
-                str(manager.config.params_dtype).removeprefix("torch."),
-                layout_name(config.parallel, self.topology.data),
+                actor.description.family,
+                f"{actor.description.parameters:,}",
+                str(actor.dtype).removeprefix("torch."),
+                actor.layout,
                 config.rollout.servers if separate else world.size // config.rollout.tensor,
                 config.rollout.engine,
                 config.strategy,
             )
-        models = {POLICY: manager.residency} | {
-            name: model.manager.residency for name, model in judges.items()
+        models = {POLICY: actor.residency} | {
+            name: model.residency for name, model in judges.items()
         }
         self.phases = DevicePhases(
             models, offload=config.trainer.offload, predicted=predicted(config, world)
         )
         self.phases.start()
         self.local_engine = rollout.create(
-            config, world, vocabulary=manager.description.vocabulary, stop_ids=stop_ids
+            config, world, vocabulary=actor.description.vocabulary, stop_ids=stop_ids
         )
         if not separate:
             self.phases.engine = self.local_engine
@@ -80,7 +80,7 @@ class MegatronStrategy:
         faces = {name: ColocatedValues(model, self.phases, name) for name, model in judges.items()}
         self.critic: ValueModel | None = faces.get("critic")
         self.reward_model: ValueModel | None = faces.get("reward_model")
-        sync = self.local_engine.weight_sync(manager.shards(), bucket_bytes=self._bucket_bytes)
+        sync = self.local_engine.weight_sync(actor.shards(), bucket_bytes=self._bucket_bytes)
         self.weights: WeightSync = ColocatedWeights(sync, self.phases)
         face, self.engine_processes = (
             (ServerPool, world.size) if separate else (EnginePool, config.rollout.tensor)
@@ -96,7 +96,7 @@ class MegatronStrategy:
         )
         actor.push_to_rollout = self.weights.push
 
-    def _build_value_models(self) -> dict[str, MegatronCritic]:
+    def _build_value_models(self) -> dict[str, TrainableValues]:
         """Those that the config asks for: the critic, with the layout and the optimizer of its own
         section, and the reward model, with the policy's layout and no optimizer.
         """
@@ -105,28 +105,26 @@ class MegatronStrategy:
             chosen = config.critic
             model = replace(config.model, path=chosen.path or config.model.path)
             own = replace(config, model=model, parallel=chosen.parallel, optimizer=chosen.optimizer)
-            found["critic"] = self._built(
-                MegatronCritic(own, Topology.create(chosen.parallel, seed=config.trainer.seed))
-            )
+            found["critic"] = self._built(self.backend.value_model(own, role="critic"))
         if config.reward.model:
             own = replace(config, model=replace(config.model, path=config.reward.model_path))
-            found["reward_model"] = self._built(MegatronCritic(own, self.topology, role="reward"))
+            found["reward_model"] = self._built(self.backend.value_model(own, role="reward"))
         for name, built in found.items():
-            if self.topology.is_main:
+            if self.is_main:
                 log.info(
                     "%s: %s, %s",
                     name,
-                    built.manager.cfg.model.path,
-                    layout_name(built.manager.cfg.parallel, built.topology.data),
+                    built.path,
+                    built.layout,
                 )
         return found
 
-    def _built(self, model: Learnt) -> Learnt:
+    def _built(self, model: Built) -> Built:
         """Moves a model off the device as soon as it is built, where models take turns: the next
         one needs the memory.
         """
         if self.config.trainer.offload:
-            model.manager.residency.only()
+            model.residency.only()
         return model
 
     def export(self, folder: str | Path) -> None:
@@ -134,7 +132,7 @@ class MegatronStrategy:
         is kept; every process calls it.
         """
         self.phases.push()
-        export(self.actor, self.config, folder)
+        export(self.actor, folder, bucket_bytes=self._bucket_bytes)
 
     @cached_property
     def checkpoints(self) -> TrainingCheckpoints:

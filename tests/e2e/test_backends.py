@@ -1,0 +1,62 @@
+"""A run on another backend than Megatron's: the same strategy, pushes, checkpoints and export."""
+
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.e2e.conftest import metrics_of
+from tests.plain_backend import PlainBackend
+from tests.ranks import run_ranks
+
+COMPARED = ("loss", "reward", "grad_norm", "entropy", "reference_kl", "learning_rate")
+ENGINE = ("rollout.engine=transformers", "trainer.export=true", "trainer.eval_every=0")
+
+
+def run_body(world: object, config: Path, backend: str, *options: str) -> None:
+    import train_rl
+    from rftmega.launch import train
+    from rftmega.parallel import process_group
+
+    with pytest.MonkeyPatch.context() as patch:
+        if backend == "plain":
+            patch.setattr(train, "backend_of", lambda config: PlainBackend())
+        patch.setattr(process_group, "start", lambda **_: nullcontext(world))
+        patch.setattr(sys, "argv", ["train_rl.py", str(config), *ENGINE, *options])
+        assert train_rl.main() == 0
+
+
+def steps_of(output: Path) -> list[dict[str, Any]]:
+    return [line for line in metrics_of(output) if "loss" in line]
+
+
+def test_a_plain_module_trains_pushes_saves_and_resumes_as_megatron_does(
+    arithmetic: Path, tmp_path: Path
+) -> None:
+    config = arithmetic / "run.yaml"
+
+    def run(backend: str, *options: str) -> Path:
+        output = tmp_path / backend
+        given = (f"trainer.output={output}", "checkpoint.every=1", *options)
+        run_ranks(1, run_body, config, backend, *given, timeout=200)
+        return output
+
+    run("plain", "trainer.steps=2")
+    plain = run("plain", "checkpoint.resume=auto", "trainer.steps=3")
+    megatron = run("megatron", "trainer.steps=3")
+    seen, wanted = steps_of(plain), steps_of(megatron)
+    assert [line["step"] for line in seen] == [line["step"] for line in wanted]
+    for ours, theirs in zip(seen, wanted, strict=True):
+        for name in COMPARED:
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name
+    (ours,), (theirs,) = (list(folder.rglob("model*.safetensors")) for folder in (plain, megatron))
+    ours, theirs = load_file(ours), load_file(theirs)
+    assert ours.keys() == theirs.keys()
+    start = load_file(arithmetic / "model" / "model.safetensors")
+    for name, tensor in ours.items():
+        assert torch.allclose(tensor, theirs[name], rtol=1e-4, atol=1e-5), name
+    assert not torch.equal(ours["lm_head.weight"], start["lm_head.weight"]), "nothing was learnt"
