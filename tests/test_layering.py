@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 LEARNT = "algorithms rewards data experience trainer callbacks"
-RUNS = "device parallel kernels megatron checkpoint conversion rollout dispatch weights planning model_providers converters"
+RUNS = "device parallel kernels checkpoint rollout dispatch weights planning model_providers converters"
+BACKENDS = "megatron conversion"  # only what chooses one may name it
 BASICS = "config validation errors json_files types interfaces shards"
 MAY_IMPORT = {
     "config": "errors json_files",
@@ -38,8 +39,8 @@ MAY_IMPORT = {
     "planning": "config validation shards errors parallel weights model_providers converters",
     "strategy": f"{BASICS} {LEARNT} {RUNS}",
     "observe": f"{BASICS} {LEARNT} {RUNS} strategy",
-    "launch": f"{BASICS} {LEARNT} {RUNS} strategy observe",
-    "lightrft": f"{BASICS} {LEARNT} {RUNS} strategy",
+    "launch": f"{BASICS} {LEARNT} {RUNS} {BACKENDS} strategy observe",
+    "lightrft": f"{BASICS} {LEARNT} {RUNS} {BACKENDS} strategy",
     "model_providers": "config errors json_files device converters",
     "converters": "errors json_files shards",
 }
@@ -136,6 +137,11 @@ def test_imports_follow_the_map() -> None:
             "rftmega/rollout/bad.py",
             "from rftmega.dispatch.engine_pool import EnginePool",
             "rollout may not import dispatch",
+        ),
+        (
+            "rftmega/strategy/bad.py",
+            "def f():\n    from rftmega.megatron import MegatronActor",
+            "strategy may not import megatron",
         ),
         (
             "rftmega/checkpoint/bad.py",

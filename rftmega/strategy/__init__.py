@@ -1,4 +1,1 @@
-"""The only place where what is learnt meets where it runs.
-
-`preflight` imports no Megatron, so that a refusal is quick.
-"""
+"""Strategy is the only room where what is learnt meets where it runs."""
