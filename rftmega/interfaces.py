@@ -39,8 +39,8 @@ class RolloutEngine(Protocol):
         temperature: float,
         reward: "Reward | None" = None,
     ) -> list[Completion]:
-        """One completion a prompt, sampled with its own seed, whatever else is in the batch;
-        temperature 0 is greedy.
+        """Generates one completion a prompt, sampled with its own seed, whatever else is in the
+        batch; temperature 0 is greedy.
 
         With a `reward` completions may come back with its scores, found where and while they were
         generated. Raises Preempted.
@@ -55,8 +55,8 @@ class RolloutEngine(Protocol):
         reward: "Reward | None" = None,
         enough: Enough,
     ) -> list[Completion | None]:
-        """The same until `enough` says so of what has been finished and scored; what has not been
-        then is aborted, and None.
+        """Does the same until `enough` says so of what has been finished and scored; what has not
+        been then is aborted, and None.
         """
 
     def state(self) -> dict[str, Any]:
@@ -78,7 +78,7 @@ class Scorer(Protocol):
         """
 
     def reference_log_probs(self, rows: Rows) -> TokenStats:
-        """The same under the frozen reference weights."""
+        """Scores the same under the frozen reference weights."""
 
 
 class Policy(Scorer, Protocol):
@@ -108,8 +108,8 @@ class ValueScorer(Protocol):
     """ValueScorer gives values of rows."""
 
     def values(self, rows: Rows) -> Tensor:
-        """[B, T]: the value of each state in which a target is chosen, under the present weights;
-        no gradient.
+        """Returns [B, T]: the value of each state in which a target is chosen, under the present
+        weights; no gradient.
         """
 
 
@@ -143,7 +143,8 @@ class Reward(Protocol):
     def __call__(
         self, prompts: Sequence[Prompt], completions: Sequence[Completion]
     ) -> list[dict[str, float]]:
-        """A dict a completion: named parts before weighting, and their weighted sum under "reward".
+        """Returns a dict a completion: named parts before weighting, and their weighted sum under
+        "reward".
 
         A prompt's kind decides which parts there are, so dicts of one call may differ in their
         keys.
@@ -224,11 +225,11 @@ class Callback(Protocol):
     def on_step(self, trainer: Any, metrics: Metrics) -> None: ...
 
     def on_save(self, trainer: Any) -> None:
-        """A checkpoint is about to be written: what was written of the steps before is to be on the
-        disk.
+        """Hears that a checkpoint is about to be written: what was written of the steps before is
+        to be on the disk.
         """
 
     def on_given_up(self, trainer: Any) -> None:
-        """The training ends within a step. On all callbacks, before `on_end` on any."""
+        """Hears that the training ends within a step. On all callbacks, before `on_end` on any."""
 
     def on_end(self, trainer: Any) -> None: ...

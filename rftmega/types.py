@@ -68,13 +68,13 @@ class Rows:
         return len(self.tokens)
 
     def select(self, index: Tensor) -> "Rows":
-        """Rows `index` (int64 [b]), trimmed to the longest of them."""
+        """Returns rows `index` (int64 [b]), trimmed to the longest of them."""
         lengths = self.lengths[index]
         width = int(lengths.max()) if len(index) else 1
         return Rows(self.tokens[index, :width], self.prompt_lengths[index], lengths)
 
     def with_end(self) -> "Rows":
-        """The rows with one more place behind each, for scores of whole answers.
+        """Returns the rows with one more place behind each, for scores of whole answers.
 
         A model is fed all tokens of a row but the last, which is a target only. A value model's
         word on the whole answer is its value after the last token: with a target behind that (0,
@@ -86,7 +86,7 @@ class Rows:
 
     @property
     def mask(self) -> Tensor:
-        """[B, T] True where the target is a response token."""
+        """Returns [B, T], True where the target is a response token."""
         target = torch.arange(1, self.tokens.shape[1], device=self.tokens.device)
         return (target >= self.prompt_lengths[:, None]) & (target < self.lengths[:, None])
 
@@ -110,11 +110,11 @@ class Samples:
         return len(self.rows)
 
     def part(self, name: str) -> Tensor:
-        """[B] of the reward's part; NaN where an answer, or all of them, have none."""
+        """Returns [B] of the reward's part; NaN where an answer, or all of them, have none."""
         return self.reward_parts.get(name, torch.full_like(self.reward, torch.nan))
 
     def select(self, index: Tensor) -> "Samples":
-        """Rows `index` (int64 [b]), trimmed to the longest of them."""
+        """Returns rows `index` (int64 [b]), trimmed to the longest of them."""
         rows = self.rows.select(index)
         return Samples(
             [self.prompts[i] for i in index.tolist()],
@@ -129,7 +129,7 @@ class Samples:
 
     @staticmethod
     def join(parts: "Sequence[Samples]") -> "Samples":
-        """Several rollouts as one; their groups stay apart."""
+        """Joins several rollouts into one; their groups stay apart."""
         names = dict.fromkeys(name for part in parts for name in part.reward_parts)
         width = max(part.rows.tokens.shape[1] for part in parts)
         before = [0, *itertools.accumulate(int(part.group.max()) + 1 for part in parts)]
@@ -193,7 +193,7 @@ class Experience:
         return Rows(self.tokens, self.prompt_lengths, self.lengths)
 
     def select(self, index: Tensor) -> "Experience":
-        """Rows `index` (int64 [b]), trimmed to the longest of them."""
+        """Returns rows `index` (int64 [b]), trimmed to the longest of them."""
         width = int(self.lengths[index].max()) if len(index) else 1
         extra = self.tokens.shape[1] - width
 
@@ -208,12 +208,12 @@ class Experience:
         return self.changed(lambda value: value.to(device))
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> "Experience":
-        """With `change` done to every tensor."""
+        """Returns the experience with `change` done to every tensor."""
         return self._map(lambda value: None if value is None else change(value))
 
     @staticmethod
     def join(parts: "Iterable[Experience]") -> "Experience":
-        """Rows of all parts, in their order, as wide as the widest.
+        """Joins the rows of all parts, in their order, as wide as the widest.
 
         What one of them does not have (None) none has.
         """
@@ -321,6 +321,6 @@ class Auxiliary:
     coef: float  # above 0
 
     def split(self, parts: int) -> "list[Auxiliary]":
-        """Consecutive rows in `parts` parts, nearly as many in each."""
+        """Splits consecutive rows into `parts` parts, nearly as many in each."""
         indices = torch.arange(len(self.experience)).tensor_split(parts)
         return [replace(self, experience=self.experience.select(index)) for index in indices]

@@ -53,7 +53,7 @@ class BackgroundWriter:
         self._whole = None if whole is None else Beside(lambda: whole(self._given_up.is_set))
 
     def _rest(self, seconds: float) -> None:
-        """Also a request to stop ends it: another save comes, and waits for this one."""
+        """Rests; a request to stop ends that, too: another save comes, and waits for this one."""
         end = time.monotonic() + seconds
         while (
             (left := end - time.monotonic()) > 0
@@ -78,7 +78,7 @@ class BackgroundWriter:
 
 
 def _join(work: Beside | None) -> None:
-    """Until it has ended on all processes.
+    """Waits until it has ended on all processes.
 
     That they wait together is progress: a disk may take longer than the watch would.
     """

@@ -147,7 +147,7 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """The file gets its name when it is complete and on the disk."""
+    """Writes a JSON file, which gets its name when it is complete and on the disk."""
     _write(path, json.dumps(content, indent=1).encode())
 
 

@@ -83,7 +83,7 @@ class DirectFile:
         return count
 
     def _send(self) -> None:
-        """The memory that was filled goes on its way, in whole blocks; the next one is free when
+        """Sends the memory that was filled on its way, in whole blocks; the next one is free when
         its own write has ended.
         """
         whole = -(-self._filled // BLOCK) * BLOCK
@@ -110,8 +110,8 @@ class DirectFile:
 
 
 def _reserve(fd: int, size: int) -> None:
-    """Room on the disk, where the file system can: libc's posix_fallocate would write to every
-    block where it can't.
+    """Reserves room on the disk, where the file system can: libc's posix_fallocate would write to
+    every block where it can't.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     failed = libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(-(-size // BLOCK) * BLOCK))

@@ -88,7 +88,7 @@ def read_checked(path: Path, sha256: str) -> bytes:
 
 
 def seal(manifest: dict[str, Any]) -> str:
-    """A checksum of the content, however it is laid out."""
+    """Returns a checksum of the content, however it is laid out."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
@@ -185,7 +185,7 @@ class Reader:
         *,
         padded: bool,
     ) -> None:
-        """The same for a shard of a tensor that is of `shape` in the model, too.
+        """Does the same for a shard of a tensor that is of `shape` in the model, too.
 
         Where that is `padded` (the vocabulary is, to what the ranks share equally) rows that are
         not stored are zeros.

@@ -26,8 +26,8 @@ class Saved(NamedTuple):
 
 
 def expired(saved: Sequence[Saved], *, max_num: int, max_mem: float) -> list[str]:
-    """Names to delete, oldest first, until at most `max_num` are left with at most `max_mem` MB
-    (10^6 bytes) together.
+    """Returns the names to delete, oldest first, until at most `max_num` are left with at most
+    `max_mem` MB (10^6 bytes) together.
 
     The newest always stays, however large.
     """
@@ -75,7 +75,7 @@ def rotate(folder: Path, *, max_num: int, max_mem: float) -> list[str]:
 
 
 def begin(folder: Path, name: str) -> Path:
-    """An empty draft of checkpoint `name`; what a save that died left there goes.
+    """Makes an empty draft of checkpoint `name`; what a save that died left there goes.
 
     Raises OSError.
     """
@@ -122,7 +122,7 @@ def settle(draft: Path, wanted: Path) -> Path:
 
 
 def before(checkpoint: Path) -> Path | None:
-    """The newest whole checkpoint beside this one that is older."""
+    """Returns the newest whole checkpoint beside this one that is older."""
     manifests = [
         path
         for path in checkpoint.parent.glob(f"*/{MANIFEST}")
@@ -143,14 +143,14 @@ def pointed(folder: Path) -> str | None:
 
 
 def newest(folder: Path) -> Path | None:
-    """The whole checkpoint of the folder that was written last."""
+    """Returns the whole checkpoint of the folder that was written last."""
     whole = [path for path in folder.iterdir() if is_checkpoint(path)] if folder.is_dir() else []
     return max(whole, key=lambda path: (path / MANIFEST).stat().st_mtime_ns, default=None)
 
 
 def find(folder: Path, tag: str | None) -> Path:
-    """The checkpoint `tag`, or the latest. Where the pointer names none that is whole, the newest
-    whole one, with a word. Raises CheckpointError where there is none.
+    """Finds the checkpoint `tag`, or the latest. Where the pointer names none that is whole, the
+    newest whole one, with a word. Raises CheckpointError where there is none.
     """
     whole = newest(folder)
     there = f" The newest whole one is {whole}." if whole else " There is no whole one."

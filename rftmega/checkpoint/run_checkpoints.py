@@ -41,7 +41,9 @@ class TrainedModel(Protocol):
         """
 
     def counters(self) -> dict[str, int]:
-        """Returns the optimizer's progress ("adam_steps", "schedule_steps") as this process sees it."""
+        """Returns the optimizer's progress ("adam_steps", "schedule_steps") as this process sees
+        it.
+        """
 
     def restore(
         self, stored: StoredModel, *, strict: bool, optimizer: bool, schedule: bool
@@ -72,10 +74,10 @@ class TrainingCheckpoints:
         warn: bool = False,
         export: Callable[[Path], None] | None = None,
     ):
-        """At most `keep` checkpoints of `keep_mb` (10^6 bytes) together stay. What can't be written
-        is a warning with `warn`, else CheckpointError, when the next is saved or waited for.
-        `export` writes a Hugging Face folder beside the state, or raises CheckpointError on all
-        processes.
+        """Keeps at most `keep` checkpoints of `keep_mb` (10^6 bytes) together. What can't be
+        written is a warning with `warn`, else CheckpointError, when the next is saved or waited
+        for. `export` writes a Hugging Face folder beside the state, or raises CheckpointError on
+        all processes.
         """
         self.folder, self.models, self.config = folder, models, config
         self.keep, self.keep_mb = keep, keep_mb
@@ -127,7 +129,7 @@ class TrainingCheckpoints:
             self.wait()
 
     def wait(self) -> None:
-        """Until the last save is on the disk.
+        """Waits until the last save is on the disk.
 
         Raises CheckpointError, or warns, where it can't be.
         """
@@ -220,7 +222,7 @@ class TrainingCheckpoints:
         return retention.find(folder, None) if (folder / retention.LATEST).is_file() else folder
 
     def _say_resumed(self, given: Path) -> None:
-        """And what is otherwise than in the run that saved it."""
+        """Logs it, and what is otherwise than in the run that saved it."""
         log.info("resumed from %s", given)
         before, now = (
             read_manifest(given),

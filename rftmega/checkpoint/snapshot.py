@@ -23,7 +23,7 @@ class Snapshot(NamedTuple):
     shapes: dict[str, tuple[int, ...]]
 
     def beside(self, tensors: Mapping[str, Tensor]) -> "Snapshot":
-        """With whole tensors."""
+        """Returns the snapshot with whole tensors beside its boxes."""
         boxes = [(key, (0,) * tensor.dim(), tensor) for key, tensor in tensors.items()]
         return Snapshot(
             [*self.boxes, *boxes],

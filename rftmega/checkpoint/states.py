@@ -38,7 +38,7 @@ def taken_apart(state: Any) -> tuple[Any, Tensors]:
 
 
 def joined(tensors: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
-    """[n] on the host by key: a copy."""
+    """Returns [n] on the host by key: a copy."""
     return {
         key: torch.cat([each.detach().cpu().flatten() for each in parts])
         for key, parts in tensors.items()
@@ -46,7 +46,7 @@ def joined(tensors: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
 
 
 def put_together(said: Any, read: Callable[[str], Tensor]) -> Any:
-    """The state that was taken apart; `read` gives the joined tensor of a key."""
+    """Returns the state that was taken apart; `read` gives the joined tensor of a key."""
     read = cache(read)
 
     def put(value: Any) -> Any:

@@ -42,8 +42,8 @@ def write_rank(
     beside: Tensors | None,
     rest: Callable[[float], object],
 ) -> None:
-    """This rank's files, with tensors that are `beside` the models'; the note comes last. Between
-    boxes it calls `rest`, with the seconds that are the training's.
+    """Writes this rank's files, with tensors that are `beside` the models'; the note comes last.
+    Between boxes it calls `rest`, with the seconds that are the training's.
     """
     snapshot = snapshot.beside(joined(beside or {}))
     boxes = _with_rests(snapshot.boxes, rest)
@@ -57,7 +57,9 @@ def write_rank(
 
 
 def _with_rests(boxes: Iterable[Boxed], rest: Callable[[float], object]) -> Iterator[Boxed]:
-    """A disk that works, and the copies to it, slow a step: they are spread over several."""
+    """Yields the boxes with rests between: a disk that works slows a step, so it is spread over
+    several.
+    """
     for box in boxes:
         begin = time.perf_counter()
         yield box
@@ -103,7 +105,7 @@ class TrainingReader(Reader):
             )
 
     def whole(self, key: str) -> Tensor:
-        """A tensor that one rank wrote as it is.
+        """Returns a tensor that one rank wrote as it is.
 
         Raises CheckpointError where it is not as it was written.
         """

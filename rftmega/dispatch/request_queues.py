@@ -32,8 +32,8 @@ class Queue(ABC):
 
     @abstractmethod
     def take(self, room: int) -> list[int]:
-        """Places that the engine is to begin now, where it has room for so many answers; a piece
-        may be larger than that.
+        """Returns the places that the engine is to begin now, where it has room for so many
+        answers; a piece may be larger than that.
         """
 
     def begin(self) -> None:  # noqa: B027  most need nothing

@@ -122,7 +122,7 @@ class RewardWorkers:
 
     @property
     def answered(self) -> set[int]:
-        """Places of the answers that are there, scored or not."""
+        """Returns the places of the answers that are there, scored or not."""
         return {place for report in self.reports for place in report.places}
 
     def settled(self, stop: Callable[[], bool], first: int = 0, end: int | None = None) -> bool:

@@ -51,7 +51,7 @@ class StopConsensus:
         return self._steps == EVERY and self._decide(idle=False)
 
     def wait(self, *, broken: bool = False) -> bool:
-        """This process's engine has nothing left to do: the others decide, and this one with them.
+        """Decides with the others, while this process's engine has nothing left to do.
         Whether it was dealt something by then; a `broken` one is not.
         """
         while not self.over and not self.given_up:

@@ -51,8 +51,8 @@ class ExperienceMaker:
             self.shape.moments.state = tuple(state["moments"])
 
     def make(self, samples: Samples, *, old_log_probs: bool = True) -> Experience:
-        """Without `old_log_probs` the experience has none, and the policy is left alone: its
-        update's forward pass gives them. That needs a KL that is not in the reward.
+        """Makes the experience. Without `old_log_probs` it has none, and the policy is left alone:
+        its update's forward pass gives them. That needs a KL that is not in the reward.
         """
         rows, mask = samples.rows, samples.rows.mask
         stats = self.policy.log_probs(rows) if old_log_probs else None

@@ -17,8 +17,8 @@ class ModelReward:
         self.model, self.weight = model, weight
 
     def __call__(self, samples: Samples) -> Samples:
-        """The score is the value after the answer's last token; as a part of the reward its name is
-        "model".
+        """Scores answers: the score is the value after the answer's last token; as a part of the
+        reward its name is "model".
 
         Raises RewardError where one is no finite number.
         """

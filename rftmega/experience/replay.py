@@ -67,7 +67,7 @@ class ReplayBuffer:
         return dropped
 
     def state(self) -> dict[str, Any]:
-        """All groups, as JSON has it but for their tensors, which are not copied."""
+        """Returns all groups, as JSON has it but for their tensors, which are not copied."""
         return {
             "groups": [
                 {f.name: getattr(group, f.name) for f in fields(group)} for group in self.groups
@@ -85,7 +85,7 @@ class ReplayBuffer:
 
 
 def oldest(experience: Experience) -> int:
-    """The first policy version that chose one of the tokens.
+    """Returns the first policy version that chose one of the tokens.
 
     Raises ValueError where versions are not known.
     """

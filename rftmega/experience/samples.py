@@ -9,8 +9,8 @@ from rftmega.types import Completion, Prompt, Rows, Samples
 
 
 def seeds_of(seed: int, step: int, requests: int, *, rollout: int = 0) -> list[int]:
-    """One a request, below 2^31: others in another step, in another `rollout` of the step, and in a
-    run with another seed.
+    """Returns one seed a request, below 2^31: others in another step, in another `rollout` of the
+    step, and in a run with another seed.
     """
     first = (seed * 1_000_003 + step) * requests + rollout * 1_640_531_527
     return [(first + i) % 2**31 for i in range(requests)]

@@ -8,8 +8,8 @@ from rftmega.types import Experience, Rows
 
 
 def given(rows: Rows) -> Experience:
-    """`rows` with log-probs and advantages of 0, for the losses of algorithms/supervised.py, which
-    read neither.
+    """Returns `rows` with log-probs and advantages of 0, for the losses of
+    algorithms/supervised.py, which read neither.
     """
     zeros = torch.zeros(rows.mask.shape)
     return Experience(

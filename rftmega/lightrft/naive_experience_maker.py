@@ -200,7 +200,7 @@ class NaiveExperienceMaker:
         return [self._samples(requests[part], completions[part], group[part]) for part in parts]
 
     def make_experience(self, samples: Samples) -> Experience:
-        """Log-probs, values, KL and, in `info`, rewards of one batch.
+        """Returns log-probs, values, KL and, in `info`, rewards of one batch.
 
         Advantages and returns are still to come.
         """

@@ -47,14 +47,17 @@ class MegatronActor(MegatronModel):
         self.push_to_rollout: Callable[..., Metrics] | None = None
 
     def log_probs(self, rows: Rows, *, temperature: float | None = None) -> TokenStats:
-        """Log-prob and entropy of every target, [B, T] on the host; no gradient.
+        """Returns log-prob and entropy of every target, [B, T] on the host; no gradient.
 
         `temperature`: None for the rollout's.
         """
         return self.runner.score(rows, temperature=temperature)
 
     def reference_log_probs(self, rows: Rows) -> TokenStats:
-        """The same under the reference weights. Raises AssertionError where none are kept."""
+        """Returns the same under the reference weights.
+
+        Raises AssertionError where none are kept.
+        """
         assert self.reference is not None, (
             "algorithm.kl.coef is 0, so no reference weights are kept"
         )

@@ -14,7 +14,7 @@ from rftmega.types import Auxiliary, Experience, LossFn, TokenLoss
 
 
 def beside(first: LossFn, experience: Experience, auxiliary: Auxiliary, stats: Any) -> LossFn:
-    """The auxiliary loss of any part of its rows, to be summed with `first` of parts of
+    """Returns the auxiliary loss of any part of its rows, to be summed with `first` of parts of
     `experience` and divided once.
 
     Where the first loss has nothing to count (all answers left out), the second is counted instead.

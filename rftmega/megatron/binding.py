@@ -40,8 +40,8 @@ class Bound:
 def bind(
     chunks: Sequence[Module], rules: Sequence[Rule], topology: Topology, *, experts: int = 0
 ) -> list[Bound]:
-    """One Bound a tensor of `chunks`, in the table's order within each layer; `experts` is the
-    whole model's number.
+    """Returns one Bound a tensor of `chunks`, in the table's order within each layer; `experts` is
+    the whole model's number.
 
     Raises WeightMismatch for a tensor without a rule, for a rule of a layer without its tensor, and
     for another shape.

@@ -32,7 +32,7 @@ class MegatronCritic(MegatronModel):
         self.runner = ModelRunner(self.manager, TokenValues, None)
 
     def values(self, rows: Rows) -> Tensor:
-        """[B, T] on the host; no gradient.
+        """Returns [B, T] on the host; no gradient.
 
         Column t is the value of the state in which target t + 1 is chosen.
         """

@@ -88,8 +88,8 @@ class Packing:
     context: tuple[int, int] = (0, 1)
 
     def take(self, grid: Tensor) -> Tensor:
-        """[rows, columns] or [rows] -> [N] on the model's device; filler is 0, or 1 where there is
-        one number a row.
+        """Packs [rows, columns] or [rows] into [N] on the model's device; filler is 0, or 1 where
+        there is one number a row.
         """
         if grid.dim() == 1:
             grid = grid[:, None].expand(-1, self.columns)
@@ -102,8 +102,8 @@ class Packing:
         return flat[self.slots_on_host].to(self.slots.device, non_blocking=True)
 
     def put(self, values: Tensor) -> Tensor:
-        """[N, ...] -> [rows, columns, ...], 0 where there is no token; every context-parallel
-        process gets whole rows.
+        """Unpacks [N, ...] into [rows, columns, ...], 0 where there is no token; every
+        context-parallel process gets whole rows.
 
         Differentiable. Whole rows on each of these processes mean that each computes the same loss:
         one of them counts it.
@@ -209,8 +209,8 @@ def pack(
 
 
 def packed_length(counts: Sequence[int], *, tensor_multiple: int = 1, context: int = 1) -> int:
-    """Slots, filler included, that `pack` gives rows of so many tokens, on all context-parallel
-    processes together.
+    """Counts the slots, filler included, that `pack` gives rows of so many tokens, on all
+    context-parallel processes together.
     """
     unit = 2 * context if context > 1 else 1
     multiple = math.lcm(unit, context * tensor_multiple)
@@ -304,7 +304,7 @@ def custom_forward(
 
 
 def unwrap(model: Any) -> Any:
-    """The model inside its data-parallel wrapper."""
+    """Returns the model inside its data-parallel wrapper."""
     while hasattr(model, "module"):
         model = model.module
     return model
@@ -313,7 +313,7 @@ def unwrap(model: Any) -> Any:
 def _run(
     model: Any, chunk: GPTModel, ids: Tensor, packing: Packing, *, hidden_only: bool
 ) -> Tensor:
-    """[N, 1, H], or on a last stage without `hidden_only` the logits [1, N, V / TP]."""
+    """Returns [N, 1, H], or on a last stage without `hidden_only` the logits [1, N, V / TP]."""
     rotary = getattr(chunk, "rotary_pos_emb", None)
     if isinstance(rotary, PackedRotary):
         rank, ranks = packing.context
@@ -327,8 +327,8 @@ def _run(
 
 
 def _for_output_layer(hidden: Tensor, chunk: GPTModel, tensor_group: Any) -> Tensor:
-    """[N, H] as the output layer would see them: the backward adds up the processes' shares of the
-    gradient.
+    """Returns [N, H] as the output layer would see them: the backward adds up the processes' shares
+    of the gradient.
     """
     if chunk.config.sequence_parallel:
         return gather_from_sequence_parallel_region(

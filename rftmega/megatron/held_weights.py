@@ -23,8 +23,8 @@ class ReferenceWeights:
             held.copy_(item.parameter.detach())
 
     def swapped_in(self) -> AbstractContextManager[None]:
-        """Within, the model computes with the reference; afterwards with its own weights, bit for
-        bit.
+        """Makes the model compute with the reference within a `with` block; afterwards with its own
+        weights, bit for bit.
         """
         return self.manager.residency.replaced(
             zip(_tensors(self.manager.bound), self._held, strict=True)
@@ -44,7 +44,7 @@ class AveragedWeights:
 
     @property
     def held(self) -> list[Tensor]:
-        """The average, in the order of the model's bound tensors.
+        """Returns the average, in the order of the model's bound tensors.
 
         Waits for the update that runs.
         """
@@ -62,7 +62,7 @@ class AveragedWeights:
 
     @torch.no_grad()
     def update(self) -> None:
-        """After an optimizer step: the weights are copied, and averaged in a thread, while the
+        """Follows an optimizer step: the weights are copied, and averaged in a thread, while the
         device goes on.
         """
         held = self.held  # what the update before this one made
@@ -78,8 +78,8 @@ class AveragedWeights:
         self._averaging = self._thread.submit(average)
 
     def swapped_in(self) -> AbstractContextManager[None]:
-        """Within, the model holds the average, in its own precision; afterwards its own weights,
-        bit for bit.
+        """Makes the model hold the average within a `with` block, in its own precision; afterwards
+        its own weights, bit for bit.
         """
         return self.manager.residency.replaced(
             zip(_tensors(self.manager.bound), self.held, strict=True)
@@ -91,8 +91,8 @@ def _tensors(bound: Sequence[Bound]) -> list[Tensor]:
 
 
 def _host_buffers(bound: Sequence[Bound]) -> list[Tensor]:
-    """A tensor on the host for each of the model's, all in one buffer that the device copies to and
-    from quickly.
+    """Makes a tensor on the host for each of the model's, all in one buffer that the device copies
+    to and from quickly.
     """
     tensors = _tensors(bound)
     places = []

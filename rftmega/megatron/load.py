@@ -54,7 +54,7 @@ HEAD = "lm_head.weight"
 
 
 def refuse_another_head(files: HFFolder, bound: Sequence[Bound]) -> None:
-    """Some folders of tied models hold the output head nevertheless: raises CheckpointError where
+    """Raises CheckpointError where a tied model's folder holds an output head all the same and
     it is not the embedding.
     """
     for item in bound:
@@ -73,7 +73,7 @@ def refuse_another_head(files: HFFolder, bound: Sequence[Bound]) -> None:
 
 @torch.no_grad()
 def refuse_non_finite(folder: str | Path, bound: Sequence[Bound]) -> None:
-    """A collective over all processes. Raises CheckpointError, the same on every one, that names
+    """Raises CheckpointError, the same on every process (a collective), that names
     tensors with NaN or infinity among what was loaded: they are so on the disk, or too large for
     the dtype of training.
     """

@@ -146,7 +146,7 @@ class MegatronModelManager:
     def model_provider_func(
         self, pre_process: bool, post_process: bool, chunk: int | None = None
     ) -> GPTModel:
-        """One pipeline chunk, randomly initialised; override it to build something else."""
+        """Builds one pipeline chunk, randomly initialised; override it to build something else."""
         built = build_chunk(
             self.description,
             self.config,
@@ -251,8 +251,8 @@ class MegatronModelManager:
         self.optimizer.zero_grad()
 
     def optimizer_step(self) -> tuple[bool, float]:
-        """Clips, steps and advances the schedule; (was a step taken?, global gradient norm before
-        clipping).
+        """Clips, steps and advances the schedule. Returns (was a step taken?, global gradient norm
+        before clipping).
 
         Gradients that are not finite are refused, on all processes alike, since the norm is global:
         weights, optimizer state and schedule stay as they are. (Megatron itself looks for them in
@@ -295,7 +295,7 @@ class MegatronModelManager:
             self.residency.changed()
 
     def weights_changed(self) -> None:
-        """After parameters were written from outside: the optimizer's main parameters follow them."""
+        """Follows a write to parameters from outside: the optimizer's main parameters follow them."""
         self.residency.changed()
         if self.optimizer is not None:
             self.optimizer.reload_model_params()
@@ -309,8 +309,8 @@ class MegatronModelManager:
     def make_data_iterator_list(
         data_iterator: Iterator[Any], padding: bool = False, vpp_size: int = 1
     ) -> list[Iterator[Any]]:
-        """One iterator a model chunk over the same micro-batches: with interleaving, each chunk
-        runs all of them.
+        """Returns one iterator a model chunk over the same micro-batches: with interleaving, each
+        chunk runs all of them.
 
         With `padding`, micro-batches are dicts of tensors, and those of two dimensions are padded
         with zeros to the longest. (A schedule without interleaving wants the one iterator, not the

@@ -71,7 +71,7 @@ class ModelRunner:
 
     @torch.no_grad()
     def score(self, rows: Rows, *, temperature: float | None = None) -> Any:
-        """`stats` of every target, [B, T] on the host; no gradient.
+        """Returns `stats` of every target, [B, T] on the host; no gradient.
 
         `temperature`: None for the rollout's.
         """
@@ -86,8 +86,8 @@ class ModelRunner:
         return self._gathered(rows, indices, found)
 
     def _gathered(self, rows: Rows, indices: Sequence[Tensor], found: Sequence[Any]) -> Any:
-        """Statistics of all rows on every process, on the host, from those of this process's
-        micro-batches.
+        """Gathers statistics of all rows on every process, on the host, from those of this
+        process's micro-batches.
         """
         canvas = torch.zeros(len(self.names), *rows.tokens[:, 1:].shape, device=self.manager.where)
         for index, stats in zip(indices, found, strict=False):  # stages but the last found nothing
@@ -144,8 +144,8 @@ class ModelRunner:
         ]
 
     def _micro_batches(self, lengths: Tensor, group_size: int = 1, *, passes: int) -> list[Tensor]:
-        """This process's rows of each; what they cost, over all processes, is counted as so many
-        `passes` forward.
+        """Returns this process's rows of each; what they cost, over all processes, is counted as so
+        many `passes` forward.
         """
         plan = plan_micro_batches(
             lengths.tolist(),
@@ -166,7 +166,7 @@ class ModelRunner:
         return [torch.tensor(rows, dtype=torch.int64) for rows in plan[self.topology.data_rank]]
 
     def _count(self, fed: Sequence[Sequence[Sequence[int]]], passes: int) -> None:
-        """`fed`: tokens of each row, by data-parallel rank and micro-batch."""
+        """Counts a pass. `fed`: tokens of each row, by data-parallel rank and micro-batch."""
         rows = [tokens for batches in fed for batch in batches for tokens in batch]
         recorder.count("tokens", sum(rows))
         sequence = self.manager.config.sequence_parallel
@@ -184,8 +184,8 @@ class ModelRunner:
         )
 
     def _run(self, batches: Sequence[MicroBatch], *, forward_only: bool) -> list[Any]:
-        """Sums to be collected, or statistics, of each micro-batch on the last stage, [] on the
-        others.
+        """Returns sums to be collected, or statistics, of each micro-batch on the last stage, [] on
+        the others.
         """
         # Narayanan et al. (arXiv:2104.04473, section 2.2): (p - 1) / (v m) of the ideal time, here
         # as two sums.
@@ -252,7 +252,9 @@ class ModelRunner:
     def _mean(
         self, micro_sums: Sequence[dict[str, Tensor]], losses: Sequence[tuple[LossFn, Experience]]
     ) -> Metrics:
-        """Sums of all micro-batches and ranks, divided by the count of all; one collective."""
+        """Returns the sums of all micro-batches and ranks, divided by the count of all; one
+        collective.
+        """
         # Stages that never see the loss learn its metrics' names from a batch of no rows.
         names = list(
             dict.fromkeys(
@@ -280,7 +282,7 @@ class ModelRunner:
 
 
 def sums_of(loss: TokenLoss) -> dict[str, Tensor]:
-    """Name -> [2]: the sum and the count of every metric and of the loss, which add up over
+    """Returns name -> [2]: the sum and the count of every metric and of the loss, which add up over
     micro-batches and ranks.
     """
     whole = TokenMetric(loss.value.detach(), loss.weight, loss.count)

@@ -9,7 +9,9 @@ from rftmega.device.residency import ADAM, GRADIENTS, MAIN_PARAMETERS, PARAMETER
 
 
 def parts_of(model: Iterable[Any], optimizer: Any) -> dict[str, list[Tensor]]:
-    """The parts of a wrapped (or bare) model and its optimizer; None where there is no optimizer."""
+    """Lists the parts of a wrapped (or bare) model and its optimizer; None where there is no
+    optimizer.
+    """
     chunks = list(model)
     wrapped = [chunk for chunk in chunks if hasattr(chunk, "expert_parallel_buffers")]
     buffers = [
@@ -34,8 +36,8 @@ def inner_optimizers(optimizers: Any) -> list[Any]:
 
 
 def main_parameters(optimizers: Any) -> Iterator[Tensor]:
-    """The fp32 copies of half-precision parameters, of any kind of Megatron optimizer; an fp32 one
-    has none.
+    """Yields the fp32 copies of half-precision parameters, of any kind of Megatron optimizer; an
+    fp32 one has none.
     """
     for inner in inner_optimizers(optimizers):
         for name in ("fp32_from_float16_groups", "shard_fp32_from_float16_groups"):

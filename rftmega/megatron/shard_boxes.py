@@ -9,8 +9,9 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset, shape
 
 
 def boxes_of(shape: Sequence[int], begin: int, end: int) -> Iterator[Box]:
-    """(offset, shape) of boxes that are elements begin ... end - 1 of a tensor of `shape`, in that
-    order; for n dimensions at most 2 n - 1 of them. Each is contiguous in the flattened tensor.
+    """Yields (offset, shape) of boxes that are elements begin ... end - 1 of a tensor of `shape`,
+    in that order; for n dimensions at most 2 n - 1 of them. Each is contiguous in the flattened
+    tensor.
     """
     if begin >= end:
         return

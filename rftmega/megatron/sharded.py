@@ -36,7 +36,7 @@ class CheckpointBox:
     replica: tuple[int, int, int] = (0, 0, 0)
 
     def of(self, megatron: Tensor) -> Tensor:
-        """The box of a (contiguous) Megatron tensor, which may be a view of a buffer."""
+        """Returns the box of a (contiguous) Megatron tensor, which may be a view of a buffer."""
         local = self.shape[len(self.shape) - len(self.stride) :]
         return megatron.as_strided(local, self.stride, megatron.storage_offset() + self.begin).view(
             self.shape
@@ -46,8 +46,8 @@ class CheckpointBox:
 def pieces_of(
     chunks: Sequence[Any], bound: Sequence[Bound]
 ) -> tuple[list[list[CheckpointBox]], list[str]]:
-    """(the pieces of each bound tensor, the names of objects that Megatron expects beside them) of
-    this process's chunks.
+    """Returns (the pieces of each bound tensor, the names of objects that Megatron expects beside
+    them) of this process's chunks.
 
     To be called before they are wrapped: each tensor still has memory of its own.
     """

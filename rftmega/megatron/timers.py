@@ -16,7 +16,7 @@ class Timer(NamedTuple):
     name: str
 
     def start(self, barrier: bool = False) -> None:
-        """Never with a barrier: it would be a run of another kind that is timed."""
+        """Starts, and never with a barrier: it would be a run of another kind that is timed."""
         recorder.start(self.name)
 
     def stop(self, barrier: bool = False) -> None:

@@ -21,7 +21,7 @@ WEIGHTS, AVERAGE, MAIN, FIRST, SECOND = "weights", "average", "main", "exp_avg",
 def model_tensors(
     manager: MegatronModelManager, average: AveragedWeights | None
 ) -> Iterator[ShardBox]:
-    """Weights and, where one is kept, their average."""
+    """Yields weights and, where one is kept, their average."""
     for number, item in enumerate(manager.bound):
         weights = manager.residency.host(item.parameter.detach())
         for piece in manager.pieces[number]:
@@ -43,8 +43,8 @@ def _held(kind: str, piece: CheckpointBox, tensor: Tensor) -> ShardBox:
 
 
 def optimizer_tensors(manager: MegatronModelManager) -> Iterator[ShardBox]:
-    """Main parameters, where they are not the weights themselves, and Adam's states, where there
-    are any yet.
+    """Yields main parameters, where they are not the weights themselves, and Adam's states, where
+    there are any yet.
     """
     numbers = {id(item.parameter): number for number, item in enumerate(manager.bound)}
     for inner in inner_optimizers(manager.optimizer):
@@ -65,8 +65,8 @@ def _is_sharded(inner: Any) -> bool:
 
 
 def _owned(inner: Any) -> Iterator[tuple[Tensor, Tensor, int]]:
-    """(parameter, what the optimizer steps in its place, where in the flattened parameter that
-    begins).
+    """Yields (parameter, what the optimizer steps in its place, where in the flattened parameter
+    that begins).
     """
     if inner.optimizer is None:  # a process without trainable parameters
         return
@@ -92,8 +92,8 @@ def _owned(inner: Any) -> Iterator[tuple[Tensor, Tensor, int]]:
 def _ranges(
     kind: str, piece: CheckpointBox, tensor: Tensor, begin: int, *, sharded: bool
 ) -> Iterator[ShardBox]:
-    """The boxes of `piece` within `tensor`, which holds elements `begin` ... of the flattened
-    parameter.
+    """Yields the boxes of `piece` within `tensor`, which holds elements `begin` ... of the
+    flattened parameter.
     """
     written = not any(piece.replica[:2] if sharded else piece.replica)
     size = tensor.numel()
@@ -113,7 +113,7 @@ def _ranges(
 
 
 def adam_steps(manager: MegatronModelManager) -> int:
-    """Optimizer steps that Adam has counted; 0 where it has no states yet."""
+    """Returns the optimizer steps that Adam has counted; 0 where it has no states yet."""
     for inner in inner_optimizers(manager.optimizer):
         if inner.optimizer is not None and inner.optimizer.state:
             state = next(iter(inner.optimizer.state.values()))

@@ -2,13 +2,13 @@
 in.
 """
 
-import math
 from functools import lru_cache
 
 from converters import Rule
 from model_providers.description import ModelDescription
-from rftmega.planning.engine_needs import engine_needs
+from rftmega.planning.engine_needs import needed_boxes
 from rftmega.planning.models import PlannedModel
+from rftmega.shards import volume
 
 BATCHED = 8192  # tokens that vLLM computes at once
 
@@ -26,8 +26,7 @@ def weight_bytes(planned: PlannedModel, ranks: int, itemsize: int = 2) -> int:
 
 @lru_cache(4096)
 def _elements(rule: Rule, ranks: int) -> int:
-    sizes = [math.prod(tensor.shape) // tensor.shape[rule.axis] for tensor in rule.hf]
-    return sum((stop - start) * sizes[part] for part, start, stop in engine_needs(rule, 0, ranks))
+    return sum(volume(box) for _, box in needed_boxes(rule, 0, ranks))
 
 
 def cache_bytes(model: ModelDescription, ranks: int, itemsize: int = 2) -> int:

@@ -15,5 +15,5 @@ class EngineNumerics:
         self.is_main = is_main
 
     def agreed(self, exceeded: bool) -> bool:
-        """A collective over all processes."""
+        """Returns True everywhere where any process passes True; a collective."""
         return bool(all_reduce(int(exceeded), "max"))

@@ -35,28 +35,33 @@ class DevicePhases:
         self.memory = Memory(models, predicted or {})
 
     def start(self) -> None:
-        """The engine starts: vLLM refuses to where less memory is free than it is to have."""
+        """Makes room for the engine to start: vLLM refuses to where less memory is free than it is
+        to have.
+        """
         self._hold("start")
         device.current().release_unused()
 
     def rollout(self) -> None:
-        """The engine works; it wakes by itself."""
+        """Makes room for the engine to work; it wakes by itself."""
         self._hold("rollout")
 
     def score(self, model: str = POLICY) -> None:
-        """A model's weights are read; optimizer state stays where it is."""
+        """Brings a model's weights to be read; optimizer state stays where it is."""
         self._engine_sleeps()
         self._hold("score", model, PARAMETERS)
 
     def update(self, model: str = POLICY) -> None:
-        """A model learns. Calls one after another, a mini-batch each, hold the device once."""
+        """Brings a model to learn.
+
+        Calls one after another, a mini-batch each, hold the device once.
+        """
         self._engine_sleeps()
         if self._updating != model:
             self._hold("update", model, *PARTS)
             self._updating = model
 
     def push(self) -> None:
-        """Weights move from the policy to the engine."""
+        """Brings the weights that move from the policy to the engine."""
         self._hold("push", POLICY, PARAMETERS)
 
     def _engine_sleeps(self) -> None:

@@ -97,8 +97,8 @@ class ReinforcementStrategy:
         actor.push_to_rollout = self.weights.push
 
     def _build_value_models(self) -> dict[str, TrainableValues]:
-        """Those that the config asks for: the critic, with the layout and the optimizer of its own
-        section, and the reward model, with the policy's layout and no optimizer.
+        """Builds those that the config asks for: the critic, with the layout and the optimizer of
+        its own section, and the reward model, with the policy's layout and no optimizer.
         """
         config, found = self.config, {}
         if config.algorithm.advantage.needs_critic:

@@ -51,7 +51,7 @@ class Journal:
         return bool(self._before)
 
     def begin(self) -> None:
-        """A step begins.
+        """Begins a step.
 
         Raises CheckpointError where the one before left something over of what was done before the
         resume.
@@ -172,7 +172,7 @@ class JournaledEngine:
         )
 
     def _learning(self, prompts: Sequence[Prompt], work: Callable[[], Result]) -> Result:
-        """An engine that was asked for nothing, or for some of it, is to expect what it would
+        """Makes an engine that was asked for nothing, or for some of it, expect what it would
         expect after all of it.
         """
         if not self.journal.behind:

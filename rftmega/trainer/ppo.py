@@ -146,7 +146,7 @@ class PPOTrainer(Trainer):
         return metrics | gap.metrics | seen
 
     def _gap(self, samples: Samples, experience: Experience) -> Gap:
-        """Between engine and trainer.
+        """Measures the gap between engine and trainer.
 
         Raises GapExceeded, before anything is learnt, where a gate finds it too large.
         """
@@ -158,9 +158,9 @@ class PPOTrainer(Trainer):
     def rollout(
         self, prompts: Sequence[Prompt], number: int = 0, wanted: Wanted | None = None
     ) -> Samples:
-        """`samples_per_prompt` scored answers a prompt; the same ones whenever this step is run
-        with this seed. `number`: of the step's rollouts, which draw differently. With `wanted` it
-        may end with these groups only.
+        """Returns `samples_per_prompt` scored answers a prompt; the same ones whenever this step is
+        run with this seed. `number`: of the step's rollouts, which draw differently. With `wanted`
+        it may end with these groups only.
         """
         requests = [prompt for prompt in prompts for _ in range(self.samples_per_prompt)]
         seeds = seeds_of(self.seed, self.step, len(requests), rollout=number)

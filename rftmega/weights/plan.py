@@ -93,7 +93,7 @@ class Balance:
 
     @property
     def moved(self) -> int:
-        """Bytes of all transfers so far."""
+        """Returns the bytes of all transfers so far."""
         return sum(self.received.values())
 
 

@@ -137,7 +137,7 @@ class EngineWeights:
 
     @torch.no_grad()
     def _push(self, version: int) -> int:
-        """Bytes that all processes sent."""
+        """Pushes, and returns the bytes that all processes sent."""
         failure: Exception | None = None
         self.shards.look_again()
         try:

@@ -188,7 +188,7 @@ class Proof:
             self.wrong.add(name)
 
     def refuted(self) -> set[str]:
-        """Parameters whose copies are not all that the loader does."""
+        """Returns the parameters whose copies are not all that the loader does."""
         return self.wrong | self._waiting.keys()
 
 
@@ -259,7 +259,7 @@ def _add(
 
 
 def runs_of(views: Sequence[Geometry]) -> list[Run]:
-    """Views in their order, those that are evenly spaced together."""
+    """Groups views in their order, those that are evenly spaced together."""
     found: list[Run] = []
     for view in views:
         longer = found[-1].followed_by(view) if found else None

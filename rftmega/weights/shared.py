@@ -200,8 +200,8 @@ class SharedWeights:
 
     @torch.no_grad()
     def _write(self, bucket: SharedBucket, memory: Tensor) -> list[int]:
-        """This process's slices; then the checksums of what all of them wrote, and how many bytes
-        that was.
+        """Writes this process's slices; returns the checksums of what all of them wrote, and how
+        many bytes that was.
         """
         targets = self._targets(bucket, memory)
         if targets:
@@ -228,7 +228,7 @@ class SharedWeights:
         return found
 
     def _targets(self, bucket: SharedBucket, memory: Tensor) -> list[Tensor]:
-        """Views of one segment, which are the same in every push."""
+        """Returns views of one segment, which are the same in every push."""
         key = id(bucket.writes), int(memory.storage_offset())
         if key not in self._views:
             self._views[key] = [
