@@ -12,12 +12,12 @@ from typing import Any
 import torch.distributed as dist
 
 from rftmega.config import RolloutConfig
-from rftmega.dispatch.pending_requests import PendingRequests
+from rftmega.dispatch.pending_requests import PendingRequests, Stop, Tasks
 from rftmega.dispatch.request_queues import Counted
+from rftmega.environments import SingleTurnEnvironment
 from rftmega.rollout import ScriptedEngine
-from rftmega.rollout.base import Stop
 from rftmega.rollout.request_order import ordered
-from rftmega.types import Completion, Prompt
+from rftmega.types import Completion, Prompt, Rollout
 
 PROMPTS, SIBLINGS, LIMIT, SLOTS = 128, 8, 1024, 8
 # standard deviation of the logarithm of what is expected, around what a prompt's answers have in
@@ -29,7 +29,7 @@ DRAWS = 4
 class AsLongAsItsSeed(ScriptedEngine):
     """The request with seed n has n tokens."""
 
-    def _answer(self, seed: int) -> Completion:
+    def _completion(self, seed: int) -> Completion:
         assert self.version is not None
         return Completion((3,) * seed, (0.0,) * seed, "stop", self.version)
 
@@ -102,15 +102,17 @@ def steps_of(
     queues = [Counted(order, number, board=board, name="rollout") for number in range(engines)]
     clock = Clock(engines)
 
-    def work(number: int, stop: Stop) -> dict[int, Completion]:
+    def work(number: int, stop: Stop) -> dict[int, Rollout]:
         engine = AsLongAsItsSeed(RolloutConfig(max_batch=slots), vocabulary=9, stop_ids=[3])
         engine.load_weights([], version=0)
-        with PendingRequests(engine, prompts, lengths, 1.0, None, queues[number]) as asking:
-            assert asking.go_on(stop)
-            return asking.judging.scored()
+        tasks = Tasks(prompts, lengths, expected, 1.0)
+        environment = SingleTurnEnvironment()
+        with PendingRequests(engine, tasks, queues[number], environment, None) as pending:
+            assert pending.go_on(stop)
+            return pending.judging.scored()
 
     answers = [
-        (place, len(answer.token_ids))
+        (place, answer.chosen_tokens)
         for found in clock.run(work)
         for place, answer in found.items()
     ]

@@ -16,7 +16,7 @@ from rftmega.megatron.forward import LogProbs, custom_forward
 from rftmega.parallel.micro_batches import plan_micro_batches
 from rftmega.trainer.learner import Learner
 from rftmega.trainer.ppo import PPOTrainer, Sampling, StepParts
-from rftmega.types import Completion, Prompt
+from rftmega.types import Completion, Prompt, Rollout, Trajectory
 from tests.layouts import build_actor
 from tests.ranks import run_ranks
 
@@ -118,17 +118,13 @@ class RandomAnswers:
 
     def generate(
         self, prompts: Sequence[Prompt], *, seeds: Sequence[int], **how: Any
-    ) -> list[Completion]:
-        lengths = long_tail(len(prompts)).tolist()
-        return [
-            Completion(
-                tuple(torch.randint(4096, (length,)).tolist()),
-                (-8.0,) * length,
-                "stop",
-                self.version,
-            )
-            for length in lengths
-        ]
+    ) -> list[Rollout | None]:
+        found: list[Rollout | None] = []
+        for prompt, length in zip(prompts, long_tail(len(prompts)).tolist(), strict=True):
+            ids = tuple(torch.randint(4096, (length,)).tolist())
+            completion = Completion(ids, (-8.0,) * length, "stop", self.version)
+            found.append(Rollout((Trajectory.of(prompt.token_ids, completion),)))
+        return found
 
 
 def scoring_body(world: Any, folder: Path) -> dict[str, float]:

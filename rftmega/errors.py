@@ -72,6 +72,12 @@ class RewardError(RFTMegaError):
     """
 
 
+class EnvironmentFailed(RFTMegaError):  # noqa: N818  it tells what happened
+    """A user's environment raised an error in a rollout; names it and the prompt."""
+
+    exit_code = 1
+
+
 class GapExceeded(RFTMegaError):  # noqa: N818  the finding's name
     """Engine and trainer give other probabilities to the same tokens: answers that must not be
     learnt from.

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from rftmega.shards import Shard
 from rftmega.types import (
     Auxiliary,
     Completion,
@@ -16,20 +17,42 @@ from rftmega.types import (
     LossFn,
     Metrics,
     Prompt,
+    Rollout,
     Rows,
     Samples,
     SliceChecksums,
     TokenStats,
     Told,
+    Trajectory,
 )
 
 Enough = Callable[
-    [Sequence[Completion | None]], bool
-]  # of all requests' answers, None where there is none yet; the same everywhere
+    [Sequence[Rollout | None]], bool
+]  # of all tasks' rollouts, None where there is none yet; the same everywhere
+
+
+class Model(Protocol):
+    """Model answers the requests of one rollout with the engine's present weights."""
+
+    async def generate(self, token_ids: Sequence[int]) -> Completion:
+        """Generates what follows `token_ids`, at the run's temperature, with the turn's own seed.
+
+        Turns are counted in the order of the calls.
+        """
+
+
+class Environment(Protocol):
+    """Environment turns a task into trajectories to learn from.
+
+    Many runs share one engine, which generates for the others while one waits.
+    """
+
+    async def run(self, task: Prompt, model: Model) -> Sequence[Trajectory]:
+        """Runs one rollout. What it returns depends on the task and the model's answers alone."""
 
 
 class RolloutEngine(Protocol):
-    """Turns prompts into completions, under the weights that a WeightSync brought."""
+    """RolloutEngine turns tasks into rollouts, under the weights that its WeightSync brought."""
 
     def generate(
         self,
@@ -38,34 +61,27 @@ class RolloutEngine(Protocol):
         seeds: Sequence[int],
         temperature: float,
         reward: "Reward | None" = None,
-    ) -> list[Completion]:
-        """Generates one completion a prompt, sampled with its own seed, whatever else is in the
-        batch; temperature 0 is greedy.
+        enough: Enough | None = None,
+        expected_lengths: Sequence[float] | None = None,
+    ) -> list[Rollout | None]:
+        """Generates one rollout a prompt, sampled with its own seed, whatever else is in the batch;
+        temperature 0 is greedy.
 
-        With a `reward` completions may come back with its scores, found where and while they were
-        generated. Raises Preempted.
+        With a `reward` rollouts may come back with its scores, found where and while they were
+        generated. Generates until `enough` says so of what has been finished and scored; what has
+        not been then is aborted, and None. Without `enough` none is None. `expected_lengths`: tokens
+        that the answers to each prompt may have, for the order in which they are begun; without
+        them as many as the prompt. Raises Preempted.
         """
 
-    def generate_until(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        seeds: Sequence[int],
-        temperature: float,
-        reward: "Reward | None" = None,
-        enough: Enough,
-    ) -> list[Completion | None]:
-        """Does the same until `enough` says so of what has been finished and scored; what has not
-        been then is aborted, and None.
+    def weight_sync(self, shards: Sequence[Shard], *, bucket_bytes: int) -> "WeightSync":
+        """Returns what brings the trainer's shards into the engine, `bucket_bytes` at a time.
+
+        Every process calls it.
         """
 
-    def state(self) -> dict[str, Any]:
-        """Returns the expected lengths, which decide which answers finish first; see Resumable."""
-
-    def load_state(self, state: dict[str, Any]) -> None: ...
-
-    def learn(self, prompts: Sequence[Prompt], completions: Sequence[Completion | None]) -> None:
-        """Changes that as asking for these answers did."""
+    def close(self) -> None:
+        """Ends the engine; it must be gone before the process groups are."""
 
 
 class Scorer(Protocol):
@@ -141,9 +157,9 @@ class Reward(Protocol):
     """
 
     def __call__(
-        self, prompts: Sequence[Prompt], completions: Sequence[Completion]
+        self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]
     ) -> list[dict[str, float]]:
-        """Returns a dict a completion: named parts before weighting, and their weighted sum under
+        """Returns a dict a rollout: named parts before weighting, and their weighted sum under
         "reward".
 
         A prompt's kind decides which parts there are, so dicts of one call may differ in their

@@ -1,9 +1,9 @@
-"""The nouns that flow: Prompt -> Completion -> Samples -> Experience -> TokenLoss.
+"""The nouns that flow: Prompt -> Completion -> Trajectory -> Samples -> Experience -> TokenLoss.
 
 Per-token tensors are [B, T] and aligned with *targets*: column t speaks about token t + 1, so
 `logp[b, t]` is the log-probability of `tokens[b, t + 1]` given `tokens[b, : t + 1]`. Rows start at
-column 0 (prompt, response, padding) and every mask is made from lengths, never from token values: a
-padding id may well be a word.
+column 0 (prompt, response, padding). A mask is stored with its row, or made from lengths, never from
+token values: a padding id may well be a word.
 """
 
 import itertools
@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
@@ -31,11 +33,12 @@ class Prompt:
     # columns of the data set as JSON, with the prompt's text or messages as "prompt", for rewards
     # that read them; "" where none does
     record: str = ""
+    task: int = 0  # its number among the prompts that the run draws; seeds depend on it
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One answer of an engine.
+    """Completion is an engine's answer to one request.
 
     A truncated answer ("length") keeps its last token; a stopped one ends in the stop token.
     """
@@ -45,8 +48,6 @@ class Completion:
     logprobs: tuple[float, ...]
     finish_reason: Literal["stop", "length"]
     policy_version: int
-    # by a reward: its parts and their sum, "reward"; None where it was not asked yet
-    scores: dict[str, float] | None = None
     # of the policy that chose each token, where a push came in between; (): policy_version
     versions: tuple[int, ...] = ()
     routes: Tensor | None = field(default=None, compare=False)
@@ -56,13 +57,121 @@ class Completion:
     """
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Trajectory:
+    """Trajectory is one sequence to learn from.
+
+    Two turns with a tool's reply E between them (prompt P, answer A, reply E, answer B) give
+    token_ids = P + A + E + B, of which `loss_mask` marks A and B. Tokens are the engine's own:
+    nothing is ever tokenised again.
+    """
+
+    token_ids: NDArray[np.int32]  # [T]
+    loss_mask: NDArray[np.bool_]  # [T], True where the policy chose the token
+    # [T] of the distribution that was sampled from; 0 where loss_mask is False
+    logprobs: NDArray[np.float32]
+    # [T] of the policy that chose each token; -1 where loss_mask is False
+    versions: NDArray[np.int32]
+    truncated: bool = False  # the last answer ended at its limit
+    routes: Tensor | None = None  # of the last answer, see Completion
+
+    @staticmethod
+    def of(*segments: "Sequence[int] | Completion") -> "Trajectory":
+        """Joins segments: token ids are context, completions are what the policy chose."""
+        ids: list[int] = []
+        mask: list[bool] = []
+        logprobs: list[float] = []
+        versions: list[int] = []
+        truncated, routes = False, None
+        for segment in segments:
+            if isinstance(segment, Completion):
+                size = len(segment.token_ids)
+                ids += segment.token_ids
+                # an answer that was not sampled here has no log-probs
+                logprobs += segment.logprobs or (0.0,) * size
+                versions += segment.versions or (segment.policy_version,) * size
+                truncated, routes = segment.finish_reason == "length", segment.routes
+            else:
+                size = len(segment)
+                ids += segment
+                logprobs += (0.0,) * size
+                versions += (-1,) * size
+            mask += (isinstance(segment, Completion),) * size
+        return Trajectory(
+            np.array(ids, np.int32),
+            np.array(mask, np.bool_),
+            np.array(logprobs, np.float32),
+            np.array(versions, np.int32),
+            truncated,
+            routes,
+        )
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Trajectory):
+            return NotImplemented
+        names = ("token_ids", "loss_mask", "logprobs", "versions")
+        same = (np.array_equal(getattr(self, name), getattr(other, name)) for name in names)
+        return self.truncated == other.truncated and all(same)
+
+    @property
+    def prompt_length(self) -> int:
+        """Returns how many tokens come before the first answer."""
+        return int(self.loss_mask.argmax()) if self.loss_mask.any() else len(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """Rollout holds what an environment made of one task: one trajectory at least, several where it
+    rewrote the context between turns.
+    """
+
+    trajectories: tuple[Trajectory, ...]
+    # by a reward: its parts and their sum, "reward"; None where it was not asked yet
+    scores: dict[str, float] | None = None
+
+    @property
+    def response_ids(self) -> list[int]:
+        """Returns the last trajectory's tokens behind its prompt: answers, and what the environment
+        put between them.
+        """
+        last = self.trajectories[-1]
+        ids: list[int] = last.token_ids[last.prompt_length :].tolist()
+        return ids
+
+    @property
+    def truncated(self) -> bool:
+        return self.trajectories[-1].truncated
+
+    @property
+    def chosen_tokens(self) -> int:
+        """Counts the tokens that the policy chose."""
+        return sum(int(trajectory.loss_mask.sum()) for trajectory in self.trajectories)
+
+    @property
+    def versions(self) -> set[int]:
+        """Returns the policy versions that chose its tokens."""
+        parts = [own.versions[own.loss_mask] for own in self.trajectories]
+        return set(np.concatenate(parts).tolist())
+
+
 @dataclass(frozen=True, slots=True)
 class Rows:
     """Token rows to score: what a policy needs to know to give log-probabilities."""
 
     tokens: Tensor  # [B, T + 1] int64: prompt, response, padding
-    prompt_lengths: Tensor  # [B] int64
+    prompt_lengths: Tensor  # [B] int64: tokens before the first answer
     lengths: Tensor  # [B] int64: prompt and response together
+    mask: Tensor  # [B, T] bool, True where the target is a token that the policy chose
+
+    @staticmethod
+    def of_answers(tokens: Tensor, prompt_lengths: Tensor, lengths: Tensor) -> "Rows":
+        """Returns rows of which everything behind the prompt is the policy's."""
+        target = torch.arange(1, tokens.shape[1], device=tokens.device)
+        mask = (target >= prompt_lengths[:, None]) & (target < lengths[:, None])
+        return Rows(tokens, prompt_lengths, lengths, mask)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -71,7 +180,8 @@ class Rows:
         """Returns rows `index` (int64 [b]), trimmed to the longest of them."""
         lengths = self.lengths[index]
         width = int(lengths.max()) if len(index) else 1
-        return Rows(self.tokens[index, :width], self.prompt_lengths[index], lengths)
+        tokens, mask = self.tokens[index, :width], self.mask[index, : width - 1]
+        return Rows(tokens, self.prompt_lengths[index], lengths, mask)
 
     def with_end(self) -> "Rows":
         """Returns the rows with one more place behind each, for scores of whole answers.
@@ -81,14 +191,12 @@ class Rows:
         never fed, never predicted) it stands in column lengths - 2 of the longer row.
         `algorithms.supervised.last_value` reads it there.
         """
-        more = self.tokens.new_zeros(len(self.tokens), 1)
-        return Rows(torch.cat([self.tokens, more], dim=1), self.prompt_lengths, self.lengths + 1)
-
-    @property
-    def mask(self) -> Tensor:
-        """Returns [B, T], True where the target is a response token."""
-        target = torch.arange(1, self.tokens.shape[1], device=self.tokens.device)
-        return (target >= self.prompt_lengths[:, None]) & (target < self.lengths[:, None])
+        return Rows(
+            functional.pad(self.tokens, (0, 1)),
+            self.prompt_lengths,
+            self.lengths + 1,
+            functional.pad(self.mask, (0, 1)),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +205,13 @@ class Samples:
 
     prompts: Sequence[Prompt]  # B, one a row
     rows: Rows
-    behaviour_logp: Tensor  # [B, T] as the engine reported it; 0 outside the response
+    behaviour_logp: Tensor  # [B, T] as the engine reported it; 0 outside the mask
     reward: Tensor  # [B] float
     group: Tensor  # [B] int64
     truncated: Tensor  # [B] bool
     # name -> [B], before weighting; NaN where a prompt's kind doesn't ask for it
     reward_parts: dict[str, Tensor]
-    # [B, T] int64: of the policy that chose each token, -1 outside the response; None: not known
+    # [B, T] int64: of the policy that chose each token, -1 outside the mask; None: not known
     versions: Tensor | None = None
 
     def __len__(self) -> int:
@@ -150,6 +258,7 @@ class Samples:
                 side_by_side((part.rows.tokens for part in parts), width),
                 side_by_side(part.rows.prompt_lengths for part in parts),
                 side_by_side(part.rows.lengths for part in parts),
+                side_by_side((part.rows.mask for part in parts), width - 1),
             ),
             side_by_side((part.behaviour_logp for part in parts), width - 1),
             side_by_side(part.reward for part in parts),
@@ -169,7 +278,7 @@ class Experience:
     tokens: Tensor  # [B, T + 1]
     prompt_lengths: Tensor  # [B]
     lengths: Tensor  # [B]
-    mask: Tensor  # [B, T] True where the target is a response token
+    mask: Tensor  # [B, T] True where the target is a token that is learnt from
     behaviour_logp: Tensor  # [B, T] under the engine that sampled it
     # [B, T] under the trainer, before this rollout's first update; None until its forward pass says
     # it
@@ -182,7 +291,7 @@ class Experience:
     returns: Tensor | None = None  # [B, T] what the critic should have said
     # [B, T] of the trainer's distribution at old_logp's time; None where the policy gives none
     entropy: Tensor | None = None
-    # [B, T] int64: of the policy that chose each token, -1 outside the response; None: not known
+    # [B, T] int64: of the policy that chose each token, -1 outside the mask; None: not known
     versions: Tensor | None = None
 
     def __len__(self) -> int:
@@ -190,7 +299,7 @@ class Experience:
 
     @property
     def rows(self) -> Rows:
-        return Rows(self.tokens, self.prompt_lengths, self.lengths)
+        return Rows(self.tokens, self.prompt_lengths, self.lengths, self.mask)
 
     def select(self, index: Tensor) -> "Experience":
         """Returns rows `index` (int64 [b]), trimmed to the longest of them."""

@@ -21,7 +21,7 @@ def bundle_of_the_start(model: Path, folder: Path, *, wrong: str) -> Path:
 
     `wrong`: the engine or the trainer, whose every other token is off by 1.
     """
-    rows = Rows(
+    rows = Rows.of_answers(
         torch.tensor([[5, 9, 100, 4, 4, 7, 8, 3], [3, 8, 8, 9, 1, 6, 2, 5]]),
         torch.tensor([3, 1]),
         torch.tensor([8, 8]),

@@ -190,7 +190,7 @@ def learn(folder: Path, layout: Layout, setting: Setting) -> dict[str, Any]:
         temperature=0.8,
     )
     whole = rows_of(ROWS, PROMPTS)
-    rows = Rows(whole.tokens[order], whole.prompt_lengths[order], whole.lengths[order])
+    rows = Rows.of_answers(whole.tokens[order], whole.prompt_lengths[order], whole.lengths[order])
     before = actor.log_probs(rows)
     experience = Experience(
         tokens=rows.tokens,

@@ -8,24 +8,26 @@ from pathlib import Path
 
 import pytest
 
-LEARNT = "algorithms rewards data experience trainer callbacks"
+LEARNT = "algorithms rewards data environments experience trainer callbacks"
 RUNS = "device parallel kernels checkpoint rollout dispatch weights planning model_providers converters"
 BACKENDS = "megatron conversion"  # only what chooses one may name it
-BASICS = "config validation errors json_files types interfaces shards"
+BASICS = "config validation errors json_files types interfaces shards sampling_seeds"
 MAY_IMPORT = {
     "config": "errors json_files",
     "errors": "",
     "json_files": "errors",
     "types": "",
     "shards": "",
-    "interfaces": "types",
+    "interfaces": "types shards",
+    "sampling_seeds": "",
+    "environments": "config types interfaces",
     "algorithms": "types config",
     "sandbox": "",
     "rewards": "types errors json_files config",
     "data": "config types errors json_files",
     "validation": "config errors json_files",
     "experience": "errors types interfaces algorithms config",
-    "trainer": "errors config types interfaces algorithms experience",
+    "trainer": "errors config types interfaces sampling_seeds algorithms experience",
     "callbacks": "errors config types interfaces algorithms experience",
     "device": "errors",
     "kernels": "",
@@ -34,7 +36,7 @@ MAY_IMPORT = {
     "checkpoint": "config shards errors json_files device parallel converters",
     "conversion": "config errors json_files parallel checkpoint megatron model_providers converters",
     "rollout": "config types shards interfaces errors json_files device parallel weights",
-    "dispatch": "types interfaces errors device parallel rollout",
+    "dispatch": "types interfaces shards sampling_seeds errors device parallel rollout",
     "weights": "config types shards interfaces errors json_files device parallel converters",
     "planning": "config validation shards errors parallel weights model_providers converters",
     "strategy": f"{BASICS} {LEARNT} {RUNS}",
@@ -132,6 +134,16 @@ def test_imports_follow_the_map() -> None:
             "rftmega/experience/bad.py",
             "import torch\ntorch.cuda.synchronize()",
             "torch.cuda belongs in device, not experience",
+        ),
+        (
+            "rftmega/environments/bad.py",
+            "from rftmega.dispatch.running_rollouts import RunningRollouts",
+            "environments may not import dispatch",
+        ),
+        (
+            "rftmega/dispatch/bad.py",
+            "from rftmega.environments import SingleTurnEnvironment",
+            "dispatch may not import environments",
         ),
         (
             "rftmega/rollout/bad.py",

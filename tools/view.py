@@ -141,6 +141,9 @@ def checked(sample: Any) -> dict[str, Any]:
     lengths = {len(tokens[key]) if isinstance(tokens.get(key), list) else -1 for key in given}
     if len(lengths) > 1 or -1 in lengths:
         raise DataError(f'"tokens" must hold lists of one length: {", ".join(given)}.')
+    chosen = tokens.get("chosen", [True] * len(tokens["id"]))  # older files have no such list
+    if not isinstance(chosen, list) or len(chosen) != len(tokens["id"]):
+        raise DataError('"chosen" of "tokens" must be a list as long as the others.')
     numbers = [sample.get("reward"), *sample["reward_parts"].values()]
     numbers += [value for key in given if key != "text" for value in tokens[key]]
     if not all(value is None or isinstance(value, int | float) for value in numbers):

@@ -65,10 +65,10 @@ def pushed(shape: Shape, sizes: Sizes) -> Figures:
         for item in held
         for name, tensor in zip(item.hf_names, item.rule.hf, strict=True)
     }
-    engine = DeviceEngine(shapes)
+    engine, shards = DeviceEngine(shapes), [item.shard() for item in held]
     made: list[EngineWeights] = []
     plan = seconds(
-        lambda: made.append(EngineWeights(held, engine, bucket_bytes=sizes.bucket_bytes))
+        lambda: made.append(EngineWeights(shards, engine, bucket_bytes=sizes.bucket_bytes))
     )
     (weights,) = made
     versions = count()

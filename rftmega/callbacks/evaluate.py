@@ -13,8 +13,8 @@ import torch
 
 from rftmega.algorithms.pass_at_k import pass_at_k
 from rftmega.callbacks.observer import Observer
-from rftmega.experience import scores_of
-from rftmega.interfaces import Reward, RolloutEngine
+from rftmega.experience import complete, scores_of
+from rftmega.interfaces import Reward
 from rftmega.types import Metrics, Prompt
 
 
@@ -80,11 +80,11 @@ class Evaluate(Evaluation):
             [prompt for prompt, _ in requests],
             [seed_of(*request) for request in requests],
         )
-        with undisturbed(), forgotten(trainer.engine):
-            completions = trainer.engine.generate(
+        with undisturbed():
+            found = trainer.engine.generate(
                 asked, seeds=seeds, temperature=self.answering.temperature, reward=self.reward
             )
-            scores = scores_of(asked, completions, self.reward)
+            scores = scores_of(asked, complete(found), self.reward)
         metrics: Metrics = {}
         for name, prompts in self.held_out.items():
             own, scores = scores[: len(prompts) * samples], scores[len(prompts) * samples :]
@@ -128,18 +128,6 @@ def seed_of(prompt: Prompt, sample: int) -> int:
     evaluated.
     """
     return random.Random(f"evaluation/{prompt.index}/{sample}").getrandbits(31)
-
-
-@contextmanager
-def forgotten(engine: RolloutEngine) -> Iterator[None]:
-    """Keeps what the engine expects as it was before: lengths of held-out answers would order
-    training requests.
-    """
-    before = engine.state()
-    try:
-        yield
-    finally:
-        engine.load_state(before)
 
 
 @contextmanager

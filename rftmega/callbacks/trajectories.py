@@ -110,7 +110,8 @@ def records(
 
     Under "tokens" a list for each quantity, a value for each token of the response.
 
-    Log-probs are in nats; "gap" is the engine's minus the trainer's; null stands for what is
+    "chosen" is false where the environment put the token there, and not the policy. Log-probs are
+    in nats; "gap" is the engine's minus the trainer's; null stands for what is
     unknown or not finite.
     """
     assert experience.old_logp is not None, "a rollout that was learnt from has been scored"
@@ -119,11 +120,17 @@ def records(
         first, end = int(samples.rows.prompt_lengths[row]), int(samples.rows.lengths[row])
         ids = samples.rows.tokens[row, :end].tolist()
         targets = slice(first - 1, end - 1)  # columns that speak about the response
+        chosen = samples.rows.mask[row, targets]
 
         def of(
-            values: Tensor, digits: int = DIGITS, row: int = row, targets: slice = targets
+            values: Tensor,
+            digits: int = DIGITS,
+            row: int = row,
+            targets: slice = targets,
+            chosen: Tensor = chosen,
         ) -> list[float | None]:
-            return [rounded(value, digits) for value in values[row, targets].tolist()]
+            known = values[row, targets].double().masked_fill(~chosen, math.nan)
+            return [rounded(value, digits) for value in known.tolist()]
 
         yield {
             "step": step,
@@ -146,6 +153,7 @@ def records(
                 "gap": of(gap),
                 "advantage": of(experience.advantage),
                 "entropy": None if experience.entropy is None else of(experience.entropy),
+                "chosen": chosen.tolist(),
             },
         }
 

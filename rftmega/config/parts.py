@@ -52,7 +52,22 @@ class RewardPart:
     """Weight of this part in the reward; 0: it is not computed."""
 
 
-KINDS: tuple[type, ...] = (Advantage, PolicyLoss, ImportanceSampling, RewardPart)
+@dataclass(frozen=True)
+class EnvironmentPart:
+    """Environments inherit from this.
+
+    A class takes the part of the function: it is called with (options, tokenizer), and has a method
+    `async def run(self, task, model)` that returns trajectories (`interfaces.Environment`).
+    """
+
+
+KINDS: tuple[type, ...] = (
+    Advantage,
+    PolicyLoss,
+    ImportanceSampling,
+    RewardPart,
+    EnvironmentPart,
+)
 IMPLEMENTATIONS: dict[type, Callable[..., Any]] = {}
 
 

@@ -4,9 +4,10 @@
 """
 
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from omegaconf import MISSING
+from pydantic import Discriminator
 
 from rftmega.config.algorithms import AlgorithmConfig
 from rftmega.config.bounds import (
@@ -18,6 +19,7 @@ from rftmega.config.bounds import (
     PositiveBelowOne,
     Share,
 )
+from rftmega.config.environments import SingleTurn
 from rftmega.config.functions import name_of
 from rftmega.config.parts import RewardPart
 
@@ -603,6 +605,10 @@ class RunConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+
+    environment: Annotated[SingleTurn, Discriminator("type")] = field(default_factory=SingleTurn)
+    """What stands between a task and the model: how a rollout goes."""
+
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     faults: FaultsConfig = field(default_factory=FaultsConfig)

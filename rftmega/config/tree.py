@@ -61,10 +61,12 @@ def members(hint: Any, plugins: Plugins = ()) -> dict[str, type]:
 
     Empty for other annotations.
     """
-    inner = plain(hint)
-    if get_origin(inner) not in (Union, types.UnionType):
+    beside = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
+    if not any(isinstance(mark, Discriminator) for mark in beside):
         return {}
-    built_in = get_args(inner)
+    inner = plain(hint)
+    # a union of one part is that part
+    built_in = get_args(inner) if get_origin(inner) in (Union, types.UnionType) else (inner,)
     kind = kind_of(built_in[0])
     own = [part for part in plugins if kind_of(part) is kind]
     return {type_of(part): part for part in (*built_in, *own)}
@@ -209,7 +211,10 @@ def bounded_schema(plugins: Plugins) -> type:
     def hint_of(name: str, hint: Any) -> Any:
         if name not in known:
             return hint
-        return Annotated[Union[tuple(known[name].values())], Discriminator("type")]  # noqa: UP007
+        parts = tuple(known[name].values())
+        if len(parts) == 1:
+            return parts[0]
+        return Annotated[Union[parts], Discriminator("type")]  # noqa: UP007
 
     return rebuilt(RunConfig, hint_of, plugins)
 

@@ -64,7 +64,7 @@ FILE_BYTES = 512 * 2**20
 Progress = Callable[[int], object]  # told the bytes that are done
 
 
-class Model:
+class SourceModel:
     """A family's table and Megatron's names for a model of which no weight is in memory."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, *, value_head: bool, head_bias: bool):
@@ -101,7 +101,7 @@ def to_megatron(
     files = HFFolder(source)
     value_head = "score.weight" in files
     dtype = files.dtype_of("model.embed_tokens.weight")
-    model = Model(source, dtype, value_head=value_head, head_bias="score.bias" in files)
+    model = SourceModel(source, dtype, value_head=value_head, head_bias="score.bias" in files)
     if problems := layout_violations(model.description, parallel):
         raise ConfigError(
             "This layout is impossible:\n" + "\n".join(f"  - {problem}" for problem in problems)
@@ -156,7 +156,7 @@ def to_megatron(
     return changed
 
 
-def refuse_mixed(files: HFFolder, model: Model) -> None:
+def refuse_mixed(files: HFFolder, model: SourceModel) -> None:
     """Raises CheckpointError where parts of one Megatron tensor, or what Megatron stacks into one,
     differ in dtype.
     """
@@ -271,7 +271,7 @@ class CheckpointTensors:
         self.reader = Reader(folder)
         manifest = self.reader.manifest
         dtype = self.reader.dtype_of("embedding.word_embeddings.weight")
-        self.model = Model(
+        self.model = SourceModel(
             folder, dtype, value_head=manifest["value_head"], head_bias=manifest["head_bias"]
         )
         self._exported = [

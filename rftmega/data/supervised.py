@@ -54,7 +54,7 @@ def rows_of(examples: Sequence[Example]) -> Rows:
         ids = example.prompt_ids + example.response_ids
         tokens[row, : len(ids)] = torch.tensor(ids)
     prompt_lengths = torch.tensor([len(example.prompt_ids) for example in examples])
-    return Rows(
+    return Rows.of_answers(
         tokens,
         prompt_lengths,
         prompt_lengths + torch.tensor([len(example.response_ids) for example in examples]),

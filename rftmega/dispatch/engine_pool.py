@@ -9,27 +9,27 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from rftmega import device
-from rftmega.dispatch.pending_requests import PendingRequests
+from rftmega.dispatch.announcements import Announcements
+from rftmega.dispatch.colocated_weights import ColocatedWeights, Phases
+from rftmega.dispatch.pending_requests import PendingRequests, Stop, Tasks
 from rftmega.dispatch.request_queues import Counted, Dealt, Queue
 from rftmega.dispatch.stop_consensus import EVERY, StopConsensus
 from rftmega.errors import EngineFault, Preempted
-from rftmega.interfaces import Enough, Reward, WeightSync
+from rftmega.interfaces import Enough, Environment, Reward, WeightSync
 from rftmega.parallel import preemption
 from rftmega.parallel.collectives import board, gather_objects, neighbours
 from rftmega.parallel.process_group import World
 from rftmega.parallel.watchdog import mark
-from rftmega.rollout.base import Engine, Stop
+from rftmega.rollout.base import Engine
 from rftmega.rollout.request_order import RequestOrder, ordered
-from rftmega.types import (
-    Completion,
-    Prompt,
-)
+from rftmega.shards import Shard
+from rftmega.types import Prompt, Rollout
 
 PATIENCE = 10.0  # seconds
 log = logging.getLogger(__name__)
@@ -37,15 +37,9 @@ _rollouts = itertools.count()  # of this process; all count alike
 Result = TypeVar("Result")
 
 
-class Phases(Protocol):
-    """Phases gives the device to whoever works next (`strategy.phases.DevicePhases`)."""
-
-    def rollout(self) -> None: ...
-
-
 class EnginePool:
-    """All engines of the run as one: splits the prompts over them and gives every process every
-    completion.
+    """EnginePool presents all engines of the run as one: it splits the tasks over them and gives
+    every process every rollout.
     """
 
     def __init__(
@@ -53,23 +47,34 @@ class EnginePool:
         engine: Engine,
         phases: Phases,
         world: World,
-        weights: WeightSync,
+        environment: Environment,
         *,
         processes_per_engine: int,
         restarts: int,
         reward_limit: float = math.inf,
     ):
-        """Engines that break down are restarted, get `weights` again and answer what is left,
-        `restarts` times a generation. `reward_limit`: seconds that a reward may take, see Judging.
+        """Engines that break down are restarted, get the weights again and answer what is left,
+        `restarts` times a generation. `reward_limit`: seconds that a reward may take, see
+        RewardWorkers.
         """
-        self.engine = engine
-        self.phases = phases
-        self.weights, self.restarts, self.reward_limit = weights, restarts, reward_limit
+        self.engine, self.phases, self.environment = engine, phases, environment
+        self.weights: WeightSync | None = None
+        self.restarts, self.reward_limit = restarts, reward_limit
         self.engines = world.size // processes_per_engine
         self.processes, self.alone = processes_per_engine, processes_per_engine == 1
         self.group = None if self.alone else neighbours(processes_per_engine)
         self.mine, place = divmod(world.rank, processes_per_engine)
-        self.speaks = place == 0  # the processes of one engine have the same answers
+        self.speaks = place == 0  # the others do what the engine's first process says
+
+    def weight_sync(self, shards: Sequence[Shard], *, bucket_bytes: int) -> WeightSync:
+        """Returns what brings the policy's shards into all engines; every process calls it."""
+        sync = self.engine.weight_sync(shards, bucket_bytes=bucket_bytes)
+        self.weights = ColocatedWeights(sync, self.phases)
+        return self.weights
+
+    def close(self) -> None:
+        """Ends the engine, which must be gone before the process groups are."""
+        self.engine.close()
 
     def generate(
         self,
@@ -78,92 +83,65 @@ class EnginePool:
         seeds: Sequence[int],
         temperature: float,
         reward: Reward | None = None,
-    ) -> list[Completion]:
-        """Generates on all engines: each begins with requests of about the same expected length,
-        the long ones first, and takes what none has begun when it has room
-        (`request_order.ordered`, `request_queues.Counted`). Each answer is scored once, in the
-        process that has it. Raises on every process EngineFault where restarts did not help,
-        Preempted where the run is asked to stop: no engine begins another step then.
-        """
-        settings: dict[str, Any] = {
-            "name": f"rollout {next(_rollouts)}",
-            "speaks": self.speaks,
-            "alone": self.alone,
-        }
-        queue = Counted(self._ordered(prompts), self.mine, board=board(), **settings)
-        found: list[Completion | None] = [None] * len(prompts)
-        with self._asking(queue, prompts, seeds, temperature, reward) as asking:
-            answers = self._over_faults(lambda: self._ask(asking), asking.judging.ready)
-            for spoken in gather_objects(answers if self.speaks else {}):
-                for place, answer in spoken.items():
-                    found[place] = answer
-            queue.end()
-            if None in found:  # in here nobody waits for scores that are still to come
-                raise Preempted(found)
-        whole = [answer for answer in found if answer is not None]
-        self.learn(prompts, whole)
-        return whole
+        enough: Enough | None = None,
+        expected_lengths: Sequence[float] | None = None,
+    ) -> list[Rollout | None]:
+        """Generates on all engines: each begins with tasks of about the same expected length, the
+        long ones first, and takes what none has begun when it has room (`request_order.ordered`,
+        `request_queues`). Each rollout is scored once, in the process that has it.
 
-    def generate_until(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        seeds: Sequence[int],
-        temperature: float,
-        reward: Reward | None = None,
-        enough: Enough,
-    ) -> list[Completion | None]:
-        """Generates until all engines stop, after the same number of steps, decided from all
-        answers (`stop_consensus.StopConsensus`). Raises Preempted, with no answers, where the run
-        is asked to stop.
+        With `enough` all engines stop after the same number of steps, decided from all rollouts
+        (`stop_consensus.StopConsensus`). Raises on every process EngineFault where restarts did not
+        help, Preempted where the run is asked to stop: no engine begins another step then. Preempted
+        has the rollouts so far, where there is no `enough`.
         """
-        queue = Dealt(self._ordered(prompts), self.mine, slots=self.engine.slots)
-        with self._asking(queue, prompts, seeds, temperature, reward) as asking:
-            found = self._over_faults(lambda: self._ask_until(asking, queue, enough), _give_up)
-        self.learn(prompts, found)
+        lengths = expected_lengths or [float(len(prompt.token_ids)) for prompt in prompts]
+        tasks = Tasks(prompts, seeds, lengths, temperature)
+        name = f"rollout {next(_rollouts)}"
+        announced = self._announcements(f"{name}/{self.mine}")
+        order = self._ordered(tasks)
+        queue: Queue = Dealt(order, self.mine, slots=self.engine.slots)
+        if enough is None:
+            queue = Counted(order, self.mine, board=board(), name=name)
+        pending = PendingRequests(
+            self.engine,
+            tasks,
+            queue,
+            self.environment,
+            reward if self.speaks else None,
+            announced=announced,
+            reward_limit=self.reward_limit,
+        )
+        with pending:
+            found = self._all(pending) if enough is None else self._until(pending, enough)
+            # after a collective: every process is through
+            if announced is not None:
+                announced.end()
+            queue.end()
+            if enough is None and None in found:  # in here nobody waits for scores still to come
+                raise Preempted(found)
         return found
 
-    def state(self) -> dict[str, Any]:
-        """Returns the expected lengths of each prompt's answers, for a resume."""
-        return self.engine.lengths.state()
+    def _announcements(self, name: str) -> Announcements | None:
+        """Returns what the processes of this engine tell each other by; None where it has one."""
+        return None if self.alone else Announcements(board(), name, speaks=self.speaks)
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        self.engine.lengths.load_state(state)
+    def _ordered(self, tasks: Tasks) -> RequestOrder:
+        """Orders the tasks. The only engine begins all of them itself."""
+        slots = self.engine.slots if self.engines > 1 else len(tasks)
+        return ordered(tasks.prompts, tasks.expected_lengths, self.engines, slots)
 
-    def learn(self, prompts: Sequence[Prompt], completions: Sequence[Completion | None]) -> None:
-        self.engine.lengths.learn(prompts, completions)
+    def _all(self, pending: PendingRequests) -> list[Rollout | None]:
+        """Returns all rollouts; where the run is asked to stop, those that have their scores."""
+        own = self._over_faults(lambda: self._ask(pending), pending.judging.ready)
+        found: list[Rollout | None] = [None] * len(pending.tasks)
+        for spoken in gather_objects(own if self.speaks else {}):
+            for place, rollout in spoken.items():
+                found[place] = rollout
+        return found
 
-    def _ordered(self, prompts: Sequence[Prompt]) -> RequestOrder:
-        """Orders the requests. The only engine begins all of them itself."""
-        slots = self.engine.slots if self.engines > 1 else len(prompts)
-        return ordered(prompts, self.engine.lengths.expected(prompts), self.engines, slots)
-
-    def _asking(
-        self,
-        queue: Queue,
-        prompts: Sequence[Prompt],
-        seeds: Sequence[int],
-        temperature: float,
-        reward: Reward | None,
-    ) -> PendingRequests:
-        spoken = reward if self.speaks else None
-        limit = self.reward_limit
-        return PendingRequests(
-            self.engine,
-            prompts,
-            seeds,
-            temperature,
-            spoken,
-            queue,
-            agree=self._agree,
-            reward_limit=limit,
-        )
-
-    def _agree(self, places: list[int]) -> list[int]:
-        """Returns the places of this engine's first process: one that broke down may have got
-        further than another.
-        """
-        return places if self.alone else gather_objects(places, self.group)[0]
+    def _until(self, pending: PendingRequests, enough: Enough) -> list[Rollout | None]:
+        return self._over_faults(lambda: self._ask_until(pending, enough), _give_up)
 
     def _over_faults(self, work: Callable[[], Result], given_up: Callable[[], Result]) -> Result:
         """Returns what comes of `work`, which is called again, everywhere, when an engine broke
@@ -176,6 +154,7 @@ class EnginePool:
                 if again:
                     assert version is not None, "without weights it would not have got so far"
                     _agreed(self.engine.restart)
+                    assert self.weights is not None
                     self.weights.push(version=version)
                 self.phases.rollout()
                 return _agreed(work)
@@ -195,12 +174,12 @@ class EnginePool:
                     )
                 again += 1
 
-    def _ask(self, asking: PendingRequests) -> dict[int, Completion]:
+    def _ask(self, pending: PendingRequests) -> dict[int, Rollout]:
         """Returns place -> answer; where the run is asked to stop, of those that have their scores
         by then.
         """
-        whole = asking.go_on(self._asked_to_stop()) and asking.judging.settled(preemption.asked)
-        return asking.judging.scored() if whole else asking.judging.ready()
+        whole = pending.go_on(self._asked_to_stop()) and pending.judging.settled(preemption.asked)
+        return pending.judging.scored() if whole else pending.judging.ready()
 
     def _asked_to_stop(self) -> Stop:
         """Returns the stop condition of one rollout. The processes of one engine go step by step
@@ -213,19 +192,24 @@ class EnginePool:
             else lambda: next(steps) % EVERY == 0 and preemption.agreed(self.group)
         )
 
-    def _ask_until(
-        self, asking: PendingRequests, queue: Dealt, enough: Enough
-    ) -> list[Completion | None]:
+    def _ask_until(self, pending: PendingRequests, enough: Enough) -> list[Rollout | None]:
         """Returns the answers to all requests, of which this process's engine is to give those that
         the queue gives it.
         """
-        settings: dict[str, Any] = {"speaks": self.speaks, "processes": self.processes}
-        together = StopConsensus(asking.judging, queue, len(asking.prompts), enough, **settings)
+        assert isinstance(pending.queue, Dealt)
+        together = StopConsensus(
+            pending.judging,
+            pending.queue,
+            len(pending.tasks),
+            enough,
+            speaks=self.speaks,
+            processes=self.processes,
+        )
         broken: EngineFault | None = None
         try:
-            asking.go_on(together)
+            pending.go_on(together)
             while together.wait():
-                asking.go_on(together)
+                pending.go_on(together)
         except EngineFault as fault:
             broken = fault
             together.wait(broken=True)  # others' engines go on, and decisions need everybody
@@ -236,7 +220,7 @@ class EnginePool:
         return together.answers
 
 
-def _give_up() -> list[Completion | None]:
+def _give_up() -> list[Rollout | None]:
     raise Preempted
 
 
@@ -260,32 +244,30 @@ class ServerPool(EnginePool):
     engines stop early is decided by time: what has arrived, and was scored.
     """
 
-    def _ask(self, asking: PendingRequests) -> dict[int, Completion]:
-        return self._patiently(lambda: EnginePool._ask(self, asking))
+    def _ask(self, pending: PendingRequests) -> dict[int, Rollout]:
+        return self._patiently(lambda: EnginePool._ask(self, pending))
 
     def _asked_to_stop(self) -> Stop:
         return preemption.asked
 
-    def _agree(self, places: list[int]) -> list[int]:
-        return places  # who asks is alone
+    def _announcements(self, name: str) -> Announcements | None:
+        return None  # the others ask nothing
 
-    def _ask_until(
-        self, asking: PendingRequests, queue: Dealt, enough: Enough
-    ) -> list[Completion | None]:
-        def found_of(arrived: Mapping[int, Completion]) -> list[Completion | None]:
-            return [arrived.get(place) for place in range(len(asking.prompts))]
+    def _ask_until(self, pending: PendingRequests, enough: Enough) -> list[Rollout | None]:
+        def found_of(arrived: Mapping[int, Rollout]) -> list[Rollout | None]:
+            return [arrived.get(place) for place in range(len(pending.tasks))]
 
-        def ask() -> list[Completion | None]:
-            arrived: dict[int, Completion] = {}
+        def ask() -> list[Rollout | None]:
+            arrived: dict[int, Rollout] = {}
 
             def suffices() -> bool:
-                arrived.update(asking.judging.ready())
+                arrived.update(pending.judging.ready())
                 return enough(found_of(arrived))
 
-            whole = asking.go_on(lambda: suffices() or preemption.asked())
-            if whole and not asking.judging.settled(preemption.asked):
-                return found_of(asking.judging.ready())
-            return found_of(asking.judging.scored() if whole else arrived)
+            whole = pending.go_on(lambda: suffices() or preemption.asked())
+            if whole and not pending.judging.settled(preemption.asked):
+                return found_of(pending.judging.ready())
+            return found_of(pending.judging.scored() if whole else arrived)
 
         found = [_agreed(lambda: self._patiently(ask))]
         dist.broadcast_object_list(found, 0)

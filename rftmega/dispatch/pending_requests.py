@@ -1,52 +1,70 @@
-"""Tracks what one engine is asked in one rollout, over its faults: answers that are there are not
-asked for again.
+"""Tracks what one engine is asked in one generation, over its faults: rollouts that are there are
+not run again.
 """
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 
+from rftmega.dispatch.announcements import Announcements
 from rftmega.dispatch.request_queues import Queue
 from rftmega.dispatch.reward_workers import RewardWorkers
+from rftmega.dispatch.running_rollouts import RunningRollouts
 from rftmega.errors import EngineFault
-from rftmega.interfaces import Reward
+from rftmega.interfaces import Environment, Reward
+from rftmega.parallel import preemption
+from rftmega.parallel.watchdog import mark
 from rftmega.rollout import Engine
-from rftmega.rollout.base import Stop
+from rftmega.rollout.base import Request
 from rftmega.types import Completion, Prompt
 
-# what the first process of an engine says, of what each of them would
-Agree = Callable[[list[int]], list[int]]
+# asked after every step of an engine: shall it leave what is not finished?
+Stop = Callable[[], bool]
+TOOLS = 0.1  # seconds between two looks at a run that is to stop, while rollouts wait for tools
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """Tasks holds all prompts of a generation, the seed of each, and what their answers may
+    measure.
+    """
+
+    prompts: Sequence[Prompt]
+    seeds: Sequence[int]
+    expected_lengths: Sequence[float]
+    temperature: float
+
+    def __len__(self) -> int:
+        return len(self.prompts)
 
 
 class PendingRequests:
-    """PendingRequests holds the requests of this process's engine, and its scored answers so far
-    (`judging`): a context.
+    """PendingRequests are the requests of this process's engine (`rollout.base.Requests`), and its
+    scored rollouts so far (`judging`): a context.
+
+    The environment runs in the engine's first process, which announces to the others what is asked.
     """
 
     def __init__(
         self,
         engine: Engine,
-        prompts: Sequence[Prompt],
-        seeds: Sequence[int],
-        temperature: float,
-        reward: Reward | None,
+        tasks: Tasks,
         queue: Queue,
+        environment: Environment,
+        reward: Reward | None,
         *,
-        agree: Agree = lambda places: places,
+        announced: Announcements | None = None,
         reward_limit: float = math.inf,
     ):
-        """Takes all requests of the rollout, of which the `queue` says whose they are.
+        """Takes all tasks of the generation, of which the `queue` says whose they are.
 
-        `reward_limit`: see RewardWorkers.
+        `announced`: None where the engine has one process. `reward_limit`: see RewardWorkers.
         """
-        self.engine, self.prompts, self.seeds, self.temperature = (
-            engine,
-            prompts,
-            seeds,
-            temperature,
-        )
-        self.queue, self.agree = queue, agree
-        self.judging = RewardWorkers(reward, prompts, limit=reward_limit)
+        self.engine, self.tasks, self.queue, self.environment = engine, tasks, queue, environment
+        self.announced = announced
+        self.judging = RewardWorkers(reward, tasks.prompts, limit=reward_limit)
+        self._running: RunningRollouts | None = None  # in the engine's first process
 
     def __enter__(self) -> "PendingRequests":
         self.judging.__enter__()
@@ -61,54 +79,112 @@ class PendingRequests:
         self.judging.__exit__(kind, error, trace)
 
     def go_on(self, stop: Stop = lambda: False) -> bool:
-        """Asks for what is given and not answered, and takes more, until there is none or `stop`
-        says so: whether there is none.
+        """Runs what is given and not there, and takes more, until there is none or `stop` says so:
+        whether there is none.
 
         Raises EngineFault where the engine broke down; called again after its restart, it goes on
         from there.
         """
-        answered = self.judging.answered
-        places = self.agree([place for place in self.queue.given if place not in answered])
+        there = self.judging.answered
+        self._left = [place for place in self.queue.given if place not in there]
         self.queue.begin()
+        self._stop, self._stopped = stop, False
+        # whether the next look may find new requests; whether every look may
+        self._news, self._every = True, False
+        self._in_engine = 0  # requests
+        if self.announced is not None:
+            self.announced.begin()
+        if self.announced is None or self.announced.speaks:
+            self._running = RunningRollouts(self.environment, self.tasks.prompts, self.tasks.seeds)
         try:
-            while places or (places := self.queue.take(self.engine.slots)):
-                if not self._ask(places, stop):
-                    return False
-                places = []
+            self.engine.answer(self, temperature=self.tasks.temperature)
+            whole = not self._running and not self.queue.waiting
+            return whole and (not self._stopped or self.queue.empty)
         except EngineFault:
-            self.queue.broke()
+            if self.announced is not None:
+                self.announced.broke()
             raise
-        return True
+        finally:
+            if self._running is not None:
+                self._running.close()
+                self._running = None
 
-    def _ask(self, places: Sequence[int], stop: Stop) -> bool:
-        """Returns the answers at the places, and whatever else the engine has room for; whether it
-        all came.
+    def take(self, room: int) -> Sequence[Request]:
+        """Returns what rollouts ask for now, and begins others where there is room.
+
+        Nothing is new between two answers, unless a rollout waits for something else or a task was
+        dealt.
         """
-        begun, stopped = list(places), False
+        if not (self._news or self._every or self.queue.waiting):
+            return ()
+        self._news = False
+        if self._running is None:
+            asked = self._heard()
+        else:
+            asked = self._taken(room, self._running)
+            self._announce(asked, self._running)
+        self._in_engine += len(asked)
+        expected = self.tasks.expected_lengths
+        return [Request(ids, seed, place, expected[place]) for place, ids, seed in asked]
 
-        def finished(numbers: Sequence[int], completions: Sequence[Completion]) -> None:
-            self.judging.finished([begun[number] for number in numbers], completions)
+    def finished(self, numbers: Sequence[int], completions: Sequence[Completion]) -> None:
+        """Gives completions to their rollouts."""
+        mark()
+        self._news = True
+        self._in_engine -= len(numbers)
+        if self._running is not None:
+            self._running.answer(numbers, completions)
+            self._collect(self._running)
 
-        def more(room: int) -> list[tuple[Prompt, int]]:
-            further = self.queue.take(room)
-            begun.extend(further)
-            return [(self.prompts[place], self.seeds[place]) for place in further]
+    def stopped(self) -> bool:
+        self._stopped = self._stop()
+        return self._stopped
 
-        def asked() -> bool:
-            nonlocal stopped
-            stopped = stop()
-            return stopped
+    def _taken(self, room: int, running: RunningRollouts) -> list[tuple[int, Sequence[int], int]]:
+        """Begins rollouts until there is no room, and returns their requests.
 
-        prompts, seeds = (
-            [self.prompts[place] for place in places],
-            [self.seeds[place] for place in places],
-        )
-        found = self.engine.generate_until(
-            prompts,
-            seeds=seeds,
-            temperature=self.temperature,
-            finished=finished,
-            stop=asked,
-            more=more,
-        )
-        return None not in found and (not stopped or self.queue.empty)
+        Waits for a request where the engine would have none, and rollouts wait for something else.
+        """
+        asked = running.asked()
+        while True:
+            while self._left or len(asked) < room:
+                places = self._left or self.queue.take(room - len(asked))
+                if not places:
+                    break
+                self._left = []
+                running.begin(places)
+                self._collect(running)
+                asked += running.asked()
+            if asked or self._in_engine or not running or preemption.asked():
+                return asked
+            mark()
+            running.wait(TOOLS)
+            self._collect(running)
+            asked += running.asked()
+
+    def _collect(self, running: RunningRollouts) -> None:
+        """Has rollouts scored that have ended."""
+        if ended := running.ended():
+            self.judging.finished(list(ended), list(ended.values()))
+
+    def _announce(
+        self, asked: Sequence[tuple[int, Sequence[int], int]], running: RunningRollouts
+    ) -> None:
+        self._every = running.waiting
+        if self.announced is not None:
+            prompts = self.tasks.prompts
+            # every process has the prompts
+            short = [
+                (place, None if ids is prompts[place].token_ids else tuple(ids), seed)
+                for place, ids, seed in asked
+            ]
+            self.announced.say((short, self.queue.begun, self._every))
+
+    def _heard(self) -> list[tuple[int, Sequence[int], int]]:
+        assert self.announced is not None
+        short, self.queue.begun, self._every = self.announced.hear()
+        prompts = self.tasks.prompts
+        return [
+            (place, prompts[place].token_ids if ids is None else ids, seed)
+            for place, ids, seed in short
+        ]

@@ -1,34 +1,39 @@
-"""Assigns requests that no engine has begun to whichever has room, so that none runs dry while
-others have requests waiting.
+"""Assigns tasks that no engine has begun to whichever has room, so that none runs dry while others
+have tasks waiting.
 
 Engines begin with what `request_order.ordered` gives each of them, and no process asks another one
 for that. What is left is a list that is the same everywhere; these classes tell who gets its next
 piece. Seeds go by the place, so answers are the same whoever gives them.
 """
 
-import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from rftmega.errors import EngineFault
 from rftmega.rollout.request_order import RequestOrder
-
-LOOK = 0.0005  # seconds between two looks of a process at what the first of its engine has taken
 
 
 class Queue(ABC):
-    """Requests of the engine of number `mine`, as each of its processes holds them."""
+    """Tasks of the engine of number `mine`, as each of its processes holds them.
+
+    The engine's first process takes them; the others set `begun` to what it has by then.
+    """
 
     def __init__(self, order: RequestOrder, mine: int):
         self.mine = mine
         self.given = list(order.first[mine])  # places that are this engine's so far
+        self.begun = 0  # of those given
 
     @property
     @abstractmethod
     def empty(self) -> bool:
         """Returns whether this engine is known to get nothing more."""
+
+    @property
+    @abstractmethod
+    def waiting(self) -> bool:
+        """Returns whether something is given to this engine that it has not begun."""
 
     @abstractmethod
     def take(self, room: int) -> list[int]:
@@ -36,15 +41,11 @@ class Queue(ABC):
         answers; a piece may be larger than that.
         """
 
-    def begin(self) -> None:  # noqa: B027  most need nothing
-        """Notes that the engine is asked for all that is `given` and not answered, at first or once
-        more.
-        """
+    def begin(self) -> None:
+        """Notes that the engine begins all that is `given` and not answered, at first or once more."""
+        self.begun = len(self.given)
 
-    def broke(self) -> None:  # noqa: B027
-        """Notes that the engine has broken down, as this process sees it."""
-
-    def end(self) -> None:  # noqa: B027
+    def end(self) -> None:  # noqa: B027  most need nothing
         """Ends the queue: every process is through with the rollout."""
 
 
@@ -53,81 +54,34 @@ class Counted(Queue):
     another.
     """
 
-    def __init__(
-        self,
-        order: RequestOrder,
-        mine: int,
-        *,
-        board: Any,
-        name: str,
-        speaks: bool = True,
-        alone: bool = True,
-    ):
-        """`board`: a store of torch.distributed, where this rollout alone has the `name`. Processes
-        of one engine, of which one `speaks`, take what that one took, in the same order: they ask
-        after the same steps. `alone`: it is the engine's only one.
-        """
+    waiting = False
+
+    def __init__(self, order: RequestOrder, mine: int, *, board: Any, name: str):
+        """`board`: a store of torch.distributed, where this count alone has the `name`."""
         super().__init__(order, mine)
-        self.board, self.name, self.speaks, self.alone = board, name, speaks, alone
+        self.board, self.name = board, name
         self._rest, self._empty = order.rest, not order.rest
-        self._attempt = self._turn = 0
-        self._said = list[str]()  # keys at the board
 
     @property
     def empty(self) -> bool:
         return self._empty
 
-    def begin(self) -> None:
-        self._attempt, self._turn = self._attempt + 1, 0
-
     def take(self, room: int) -> list[int]:
         found = list[int]()
         while len(found) < room and not self._empty:
-            number = self._next()
+            number = self.board.add(self.name, 1) - 1
             self._empty = number >= len(self._rest)
             found += [] if self._empty else self._rest[number]
         self.given += found
         return found
 
-    def broke(self) -> None:
-        if self.speaks and not self.alone:
-            self._say("broke", 1)
-
     def end(self) -> None:
-        if self.speaks:
-            for key in [*self._said, *([self.name] if self.mine == 0 and self._rest else [])]:
-                self.board.delete_key(key)
-
-    def _next(self) -> int:
-        """Returns the number of a piece that is nobody else's; too high where there is none."""
-        if self.alone:
-            return self._counted()
-        self._turn, turn = self._turn + 1, str(self._turn)
-        if self.speaks:
-            number = self._counted()
-            self._say(turn, number)
-            return number
-        # a collective would wait for a first process that broke down
-        while not self.board.check([self._key(turn)]):
-            if self.board.check([self._key("broke")]):
-                raise EngineFault("The first process of this engine broke down.")
-            time.sleep(LOOK)
-        return int(self.board.get(self._key(turn)))
-
-    def _counted(self) -> int:
-        number: int = self.board.add(self.name, 1)
-        return number - 1
-
-    def _key(self, what: str) -> str:
-        return f"{self.name}/{self.mine}/{self._attempt}/{what}"
-
-    def _say(self, what: str, number: int) -> None:
-        self.board.set(self._key(what), str(number))
-        self._said.append(self._key(what))
+        if self.mine == 0 and self._rest:
+            self.board.delete_key(self.name)
 
 
 class Dealt(Queue):
-    """Pieces are dealt when engines decide together whether they have enough (`early_stop`), so
+    """Pieces are dealt when engines decide together whether they have enough (`stop_consensus`), so
     time plays no part in who gets which: the same requests end with the same answers, run after
     run.
     """
@@ -137,14 +91,10 @@ class Dealt(Queue):
         super().__init__(order, mine)
         self.slots = slots
         self._rest = deque(order.rest)
-        self._begun = 0  # of those given
-
-    def begin(self) -> None:
-        self._begun = len(self.given)
 
     def take(self, room: int) -> list[int]:
-        found = self.given[self._begun : self._begun + room]
-        self._begun += len(found)
+        found = self.given[self.begun : self.begun + room]
+        self.begun += len(found)
         return found
 
     @property
@@ -153,8 +103,7 @@ class Dealt(Queue):
 
     @property
     def waiting(self) -> bool:
-        """Returns whether something was dealt to this engine that it has not begun."""
-        return self._begun < len(self.given)
+        return self.begun < len(self.given)
 
     def room(self, answered: int, lately: int) -> int:
         """Returns for how many requests the engine has room, having `answered` so many: as many as

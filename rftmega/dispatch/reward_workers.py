@@ -14,7 +14,7 @@ from rftmega.device.spans import spanned
 from rftmega.errors import RewardError
 from rftmega.interfaces import Reward
 from rftmega.parallel.watchdog import mark
-from rftmega.types import Completion, Prompt
+from rftmega.types import Prompt, Rollout
 
 # batches that are scored at a time: what takes long waits for a server or a process, not for this
 # one
@@ -30,15 +30,15 @@ class FinishedBatch(NamedTuple):
     """
 
     places: Sequence[int]
-    completions: Sequence[Completion]
+    rollouts: Sequence[Rollout]
     scores: Future[Scores] | None
 
-    def scored(self) -> dict[int, Completion]:
+    def scored(self) -> dict[int, Rollout]:
         """Returns place -> answer. Waits for the scores; raises what the reward raised."""
         if self.scores is None:
-            return dict(zip(self.places, self.completions, strict=True))
-        known = zip(self.places, self.completions, self.scores.result(), strict=True)
-        return {place: replace(completion, scores=scores) for place, completion, scores in known}
+            return dict(zip(self.places, self.rollouts, strict=True))
+        known = zip(self.places, self.rollouts, self.scores.result(), strict=True)
+        return {place: replace(rollout, scores=scores) for place, rollout, scores in known}
 
 
 class Threads:
@@ -105,7 +105,7 @@ class RewardWorkers:
                 report.scores.cancel()
         self._threads.close()
 
-    def finished(self, places: Sequence[int], completions: Sequence[Completion]) -> None:
+    def finished(self, places: Sequence[int], rollouts: Sequence[Rollout]) -> None:
         """Takes the answers to the prompts at `places`."""
         asked = [self.prompts[place] for place in places]
         number, scores = len(self.reports), None
@@ -114,11 +114,11 @@ class RewardWorkers:
 
             def work() -> Scores:
                 self._began[number] = time.monotonic()
-                return reward(asked, list(completions))
+                return reward(asked, list(rollouts))
 
             scores = self._threads.submit(work)
             scores.add_done_callback(lambda _: mark())
-        self.reports.append(FinishedBatch(list(places), list(completions), scores))
+        self.reports.append(FinishedBatch(list(places), list(rollouts), scores))
 
     @property
     def answered(self) -> set[int]:
@@ -138,25 +138,25 @@ class RewardWorkers:
                 return False
         return True
 
-    def ready(self) -> dict[int, Completion]:
+    def ready(self) -> dict[int, Rollout]:
         """Returns place -> answer of those that have their scores by now."""
         done = [
             report.scored()
             for report in self.reports
             if report.scores is None or report.scores.done()
         ]
-        return {place: completion for scored in done for place, completion in scored.items()}
+        return {place: rollout for scored in done for place, rollout in scored.items()}
 
-    def scored(self, first: int = 0, end: int | None = None) -> dict[int, Completion]:
+    def scored(self, first: int = 0, end: int | None = None) -> dict[int, Rollout]:
         """Returns place -> answer of all reports, or of those from `first` to `end`.
 
         Waits for their scores.
         """
         self.settled(lambda: False, first, end)
         return {
-            place: completion
+            place: rollout
             for report in self.reports[first:end]
-            for place, completion in report.scored().items()
+            for place, rollout in report.scored().items()
         }
 
     def _refuse_late(self) -> None:

@@ -7,7 +7,7 @@ from rftmega.dispatch.reward_workers import RewardWorkers
 from rftmega.interfaces import Enough
 from rftmega.parallel import preemption
 from rftmega.parallel.collectives import gather_objects
-from rftmega.types import Completion
+from rftmega.types import Rollout
 
 EVERY = 16  # engine steps from one decision to the next
 
@@ -40,7 +40,7 @@ class StopConsensus:
         """
         self.judging, self.queue, self.enough = judging, queue, enough
         self.speaks, self.processes = speaks, processes
-        self.answers: list[Completion | None] = [None] * requests
+        self.answers: list[Rollout | None] = [None] * requests
         self.over = self.given_up = False
         self._steps = 0  # since the last decision
         self._told = self._finished = 0  # of reports, until the last decision
@@ -63,7 +63,7 @@ class StopConsensus:
     def _decide(self, *, idle: bool, broken: bool = False) -> bool:
         """Decides; a collective."""
         self._steps = 0
-        asked, own = preemption.asked(), dict[int, Completion]()
+        asked, own = preemption.asked(), dict[int, Rollout]()
         if self.speaks and self.judging.settled(preemption.asked, self._told, self._finished):
             own = self.judging.scored(self._told, self._finished)
         elif self.speaks:  # scores were not waited for, so this is the last decision

@@ -3,7 +3,7 @@
 from rftmega.experience.maker import ExperienceMaker
 from rftmega.experience.model_reward import ModelReward
 from rftmega.experience.replay import ReplayBuffer
-from rftmega.experience.samples import collect, scores_of, seeds_of
+from rftmega.experience.samples import collect, complete, scores_of
 from rftmega.experience.supervised import given
 
 __all__ = [
@@ -11,7 +11,7 @@ __all__ = [
     "ModelReward",
     "ReplayBuffer",
     "collect",
+    "complete",
     "given",
     "scores_of",
-    "seeds_of",
 ]

@@ -63,7 +63,7 @@ class ExperienceMaker:
         if self.kl_in_reward is not None and reference is not None:
             assert old is not None, "a KL in the reward needs log-probs before the update"
             penalty = self.kl_in_reward.value * self.kl(old - reference)
-        reward = self.shape(samples.reward, rows.lengths - rows.prompt_lengths)
+        reward = self.shape(samples.reward, mask.sum(-1))
         advantage = advantages(
             Scored(reward, samples.group, mask, value, penalty), self.chosen.advantage
         )

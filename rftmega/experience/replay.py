@@ -93,5 +93,5 @@ def oldest(experience: Experience) -> int:
         raise ValueError(
             "The experience does not say which policy chose its tokens (versions), so its age is not known."
         )
-    chosen = experience.versions[experience.rows.mask]
+    chosen = experience.versions[experience.versions >= 0]
     return int(chosen.min()) if len(chosen) else 0

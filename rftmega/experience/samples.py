@@ -1,63 +1,68 @@
-"""Completions of one rollout, laid out as rows."""
+"""Rollouts of one step, laid out as rows."""
 
 from collections.abc import Sequence
 
 import torch
 
 from rftmega.interfaces import Reward
-from rftmega.types import Completion, Prompt, Rows, Samples
+from rftmega.types import Prompt, Rollout, Rows, Samples, Trajectory
 
 
-def seeds_of(seed: int, step: int, requests: int, *, rollout: int = 0) -> list[int]:
-    """Returns one seed a request, below 2^31: others in another step, in another `rollout` of the
-    step, and in a run with another seed.
-    """
-    first = (seed * 1_000_003 + step) * requests + rollout * 1_640_531_527
-    return [(first + i) % 2**31 for i in range(requests)]
+def complete(rollouts: Sequence[Rollout | None]) -> list[Rollout]:
+    """Returns the rollouts of an engine that was to finish all of them."""
+    found = [rollout for rollout in rollouts if rollout is not None]
+    assert len(found) == len(rollouts), "the engine left rollouts out"
+    return found
 
 
 def scores_of(
-    prompts: Sequence[Prompt], completions: Sequence[Completion], reward: Reward
+    prompts: Sequence[Prompt], rollouts: Sequence[Rollout], reward: Reward
 ) -> list[dict[str, float]]:
-    """Returns the scores that completions carry; where one carries none, asks the reward for all of
+    """Returns the scores that rollouts carry; where one carries none, asks the reward for all of
     them.
     """
-    known = [completion.scores for completion in completions if completion.scores is not None]
-    return known if len(known) == len(completions) else reward(prompts, completions)
+    known = [rollout.scores for rollout in rollouts if rollout.scores is not None]
+    return known if len(known) == len(rollouts) else reward(prompts, rollouts)
 
 
 def collect(
     prompts: Sequence[Prompt],
-    completions: Sequence[Completion],
+    rollouts: Sequence[Rollout],
     reward: Reward,
     *,
     samples_per_prompt: int,
 ) -> Samples:
-    """Lays the rows out as given: one a completion, siblings side by side; scores what has not
-    been.
+    """Lays the rows out as given: one a rollout, siblings side by side; scores what has not been.
+
+    Raises ValueError for a rollout of several trajectories.
     """
-    pairs = list(zip(prompts, completions, strict=True))
-    scores = scores_of(prompts, completions, reward)
+    scores = scores_of(prompts, rollouts, reward)
     parts = list(dict.fromkeys(name for score in scores for name in score if name != "reward"))
-    width = max(len(prompt.token_ids) + len(completion.token_ids) for prompt, completion in pairs)
-    tokens = torch.zeros(len(pairs), width, dtype=torch.int64)
-    behaviour_logp = torch.zeros(len(pairs), width - 1)
-    versions = torch.full((len(pairs), width - 1), -1)
-    for row, (prompt, completion) in enumerate(pairs):
-        ids = prompt.token_ids + completion.token_ids
-        tokens[row, : len(ids)] = torch.tensor(ids)
-        targets = slice(len(prompt.token_ids) - 1, len(ids) - 1)
-        behaviour_logp[row, targets] = torch.tensor(completion.logprobs)
-        versions[row, targets] = torch.tensor(completion.versions or completion.policy_version)
-    prompt_lengths = torch.tensor([len(prompt.token_ids) for prompt, _ in pairs])
-    response_lengths = torch.tensor([len(completion.token_ids) for _, completion in pairs])
+    trajectories = [_only(rollout) for rollout in rollouts]
+    width = max(map(len, trajectories))
+    tokens = torch.zeros(len(trajectories), width, dtype=torch.int64)
+    mask = torch.zeros(len(trajectories), width - 1, dtype=torch.bool)
+    behaviour_logp = torch.zeros(len(trajectories), width - 1)
+    versions = torch.full((len(trajectories), width - 1), -1)
+    for row, own in enumerate(trajectories):
+        end = len(own)
+        tokens[row, :end] = torch.from_numpy(own.token_ids)
+        # column t speaks about token t + 1
+        mask[row, : end - 1] = torch.from_numpy(own.loss_mask[1:])
+        behaviour_logp[row, : end - 1] = torch.from_numpy(own.logprobs[1:])
+        versions[row, : end - 1] = torch.from_numpy(own.versions[1:])
     return Samples(
         prompts=list(prompts),
-        rows=Rows(tokens, prompt_lengths, prompt_lengths + response_lengths),
+        rows=Rows(
+            tokens,
+            torch.tensor([own.prompt_length for own in trajectories]),
+            torch.tensor([len(own) for own in trajectories]),
+            mask,
+        ),
         behaviour_logp=behaviour_logp,
         reward=torch.tensor([score["reward"] for score in scores], dtype=torch.float32),
-        group=torch.arange(len(pairs)) // samples_per_prompt,
-        truncated=torch.tensor([completion.finish_reason == "length" for _, completion in pairs]),
+        group=torch.arange(len(rollouts)) // samples_per_prompt,
+        truncated=torch.tensor([own.truncated for own in trajectories]),
         reward_parts={
             name: torch.tensor(
                 [score.get(name, torch.nan) for score in scores], dtype=torch.float32
@@ -66,3 +71,11 @@ def collect(
         },
         versions=versions,
     )
+
+
+def _only(rollout: Rollout) -> Trajectory:
+    if len(rollout.trajectories) != 1:
+        raise ValueError(
+            f"A rollout has {len(rollout.trajectories)} trajectories. One is learnt from: have the environment return one."
+        )
+    return rollout.trajectories[0]

@@ -36,6 +36,7 @@ def reinforce(config: RunConfig) -> int:
     ptx = ptx_of(config, tokenizer)
     reward = create(config.reward, tokenizer.decode)
 
+    from rftmega import environments
     from rftmega.callbacks.checkpointing import resume
     from rftmega.callbacks.observers import evaluation_of_prompts
     from rftmega.launch.process import joined
@@ -45,7 +46,11 @@ def reinforce(config: RunConfig) -> int:
 
     with joined(config) as (world, stop):
         strategy = ReinforcementStrategy(
-            config, world, backend_of(config), stop_ids=tokenizer.stop_ids
+            config,
+            world,
+            backend_of(config),
+            stop_ids=tokenizer.stop_ids,
+            environment=environments.create(config.environment, tokenizer),
         )
         size, pattern = config.rollout.samples_per_prompt, config.reward.answer_pattern
         learnt = (

@@ -10,9 +10,10 @@ from rftmega.checkpoint import retention
 from rftmega.checkpoint.run_checkpoints import TrainedModel, TrainingCheckpoints
 from rftmega.data import Tokenizer
 from rftmega.device.residency import ADAM, MAIN_PARAMETERS
+from rftmega.experience import complete
 from rftmega.interfaces import Policy, RolloutEngine, ValueModel
 from rftmega.lightrft.arguments import lightrft_arguments, rows_per_micro_batch, rows_per_update
-from rftmega.lightrft.requests import GenerationOutput
+from rftmega.lightrft.requests import GenerationOutput, completion_of
 from rftmega.lightrft.strategy import StrategyBase
 from rftmega.rollout import Engine
 from rftmega.strategy.colocated import ColocatedPolicy, ColocatedValues
@@ -148,9 +149,9 @@ class LightRFTStrategy(StrategyBase):
         self, prompts: list[list[int]], seeds: list[int], temperature: float
     ) -> list[Completion]:
         if self.config.strategy == "separate":
-            return self.strategy.engine.generate(
-                [Prompt(tuple(ids)) for ids in prompts], seeds=seeds, temperature=temperature
-            )
+            asked = [Prompt(tuple(ids)) for ids in prompts]
+            found = self.strategy.engine.generate(asked, seeds=seeds, temperature=temperature)
+            return [completion_of(rollout) for rollout in complete(found)]
         self.strategy.phases.rollout()
         return super()._generate(prompts, seeds, temperature)
 

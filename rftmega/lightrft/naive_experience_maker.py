@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,10 +19,11 @@ from rftmega.algorithms.advantages import (
     token_rewards,
 )
 from rftmega.algorithms.gae import gae
-from rftmega.experience.samples import collect, seeds_of
+from rftmega.experience.samples import collect, complete
 from rftmega.interfaces import Reward
 from rftmega.lightrft.padded_experience import BEHAVIOUR, Experience, Samples, per_action
-from rftmega.types import Completion, Prompt, Rows, TokenStats
+from rftmega.sampling_seeds import sampling_seed
+from rftmega.types import Completion, Prompt, Rollout, Rows, TokenStats, Trajectory
 
 DEFAULTS: dict[str, Any] = {
     "n_samples_per_prompt": 1,
@@ -66,32 +68,30 @@ class Panel:
         )
 
     def __call__(
-        self, prompts: Sequence[Prompt], completions: Sequence[Completion]
+        self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]
     ) -> list[dict[str, float]]:
-        found: list[dict[str, float]] = [{} for _ in completions]
+        found: list[dict[str, float]] = [{} for _ in rollouts]
         for place, reward in self.rewards.items():
-            for scores, score in zip(found, reward(prompts, completions), strict=True):
+            for scores, score in zip(found, reward(prompts, rollouts), strict=True):
                 scores[str(place)] = score["reward"]
         return found
 
-    def judged(
-        self, prompts: Sequence[Prompt], completions: Sequence[Completion]
-    ) -> list[Completion]:
+    def judged(self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[Rollout]:
         """Returns the answers with all scores.
 
         Those that they have brought along are not asked for again.
         """
         known = (
-            set.intersection(*(set(answer.scores or {}) for answer in completions))
-            if completions
+            set.intersection(*(set(rollout.scores or {}) for rollout in rollouts))
+            if rollouts
             else set()
         )
         missing = Panel(
             {place: reward for place, reward in self.rewards.items() if str(place) not in known}
         )
         if not missing.rewards:
-            return list(completions)
-        pairs = zip(completions, missing(prompts, completions), strict=True)
+            return list(rollouts)
+        pairs = zip(rollouts, missing(prompts, rollouts), strict=True)
         return [
             replace(answer, scores={**(answer.scores or {}), **scores}) for answer, scores in pairs
         ]
@@ -119,7 +119,7 @@ class NaiveExperienceMaker:
 
         actor: `log_probs(rows) -> TokenStats` (a Policy); without `strategy` a RolloutEngine as
         well. critic: `values(rows) -> [B, T]`, or None where no value model is used. reward_model:
-        a Reward, `(prompts, completions) -> [{"reward": float, ...}]`, or a list of them with a
+        a Reward, `(prompts, rollouts) -> [{"reward": float, ...}]`, or a list of them with a
         `reward_fn`. initial_model: the reference: a Policy; the actor itself, whose
         `reference_log_probs(rows)` are asked; None: no KL. tokenizer: rftmega.data.Tokenizer, or
         one of transformers. Prompts that are `Prompt`s don't need it. kl_controller: `.value` is
@@ -170,7 +170,7 @@ class NaiveExperienceMaker:
                 "advantage_estimator='gae' needs values: give a critic, or choose another estimator."
             )
         self.kl = kl.ESTIMATORS[getattr(self.args, "kl_estimator", "k1")]
-        self.rollouts = 0  # so that no two of them draw alike
+        self.tasks = 0  # prompts so far, so that no two of them draw alike
 
     def generate_samples(self, all_prompts: Sequence[str | Prompt], **kw: Any) -> list[Samples]:
         """Generates answers in batches of `micro_rollout_batch_size`, `n_samples_per_prompt` of
@@ -184,20 +184,27 @@ class NaiveExperienceMaker:
         """
         option = self._options(kw)
         prompts = self._prompts(all_prompts, kw.get("labels"))
-        requests = [prompt for prompt in prompts for _ in range(option["n_samples_per_prompt"])]
-        seeds = seeds_of(option["seed"], self.rollouts, len(requests))
-        self.rollouts += 1
+        samples = range(option["n_samples_per_prompt"])
+        requests = [prompt for prompt in prompts for _ in samples]
+        seeds = [
+            sampling_seed(option["seed"], self.tasks + place, sample)
+            for place in range(len(prompts))
+            for sample in samples
+        ]
+        self.tasks += len(prompts)
         engine = self.actor if self.strategy is None else self.strategy.engine
         at_once = self.panel.part(whole_groups=False)
         asked = {"reward": at_once} if at_once.rewards else {}
-        completions = self.panel.judged(
+        rollouts = self.panel.judged(
             requests,
-            engine.generate(requests, seeds=seeds, temperature=option["temperature"], **asked),
+            complete(
+                engine.generate(requests, seeds=seeds, temperature=option["temperature"], **asked)
+            ),
         )
         group = torch.arange(len(requests)) // option["n_samples_per_prompt"]
         size = option["micro_rollout_batch_size"]
         parts = [slice(begin, begin + size) for begin in range(0, len(requests), size)]
-        return [self._samples(requests[part], completions[part], group[part]) for part in parts]
+        return [self._samples(requests[part], rollouts[part], group[part]) for part in parts]
 
     def make_experience(self, samples: Samples) -> Experience:
         """Returns log-probs, values, KL and, in `info`, rewards of one batch.
@@ -224,10 +231,10 @@ class NaiveExperienceMaker:
                 "reward": self._judge(samples, rows, answers),
                 "response_length": samples.response_length,
                 "total_length": samples.total_length,
-                "truncated": torch.tensor([answer.finish_reason == "length" for answer in answers]),
+                "truncated": torch.tensor([answer.truncated for answer in answers]),
                 "group": torch.arange(len(rows)) if samples.group is None else samples.group,
             }
-            | ({} if samples.completions is None else {BEHAVIOUR: _reported(answers, mask)}),
+            | ({} if samples.rollouts is None else {BEHAVIOUR: _reported(answers, mask)}),
             kl=penalty,
             action_entropy=None if stats.entropy is None else per_action(stats.entropy, rows),
         )
@@ -352,11 +359,9 @@ class NaiveExperienceMaker:
             for name, default in DEFAULTS.items()
         }
 
-    def _samples(
-        self, prompts: list[Prompt], completions: list[Completion], group: Tensor
-    ) -> Samples:
+    def _samples(self, prompts: list[Prompt], rollouts: list[Rollout], group: Tensor) -> Samples:
         # a panel has no sum: rows only
-        silent = [replace(answer, scores={"reward": 0.0}) for answer in completions]
+        silent = [replace(answer, scores={"reward": 0.0}) for answer in rollouts]
         rows = collect(prompts, silent, self.panel, samples_per_prompt=1).rows
         made = Samples.of(
             rows,
@@ -364,20 +369,20 @@ class NaiveExperienceMaker:
             labels=[prompt.label for prompt in prompts],
             pad_id=self.pad_id,
         )
-        made.completions, made.group = completions, group
+        made.rollouts, made.group = rollouts, group
         return made
 
-    def _answers(self, samples: Samples) -> list[Completion]:
+    def _answers(self, samples: Samples) -> list[Rollout]:
         """Returns the engine's answers, or what can be told of answers that came from elsewhere."""
-        if samples.completions is not None:
-            return samples.completions
+        if samples.rollouts is not None:
+            return samples.rollouts
         rows = samples.rows()
         pairs = zip(
             rows.tokens.tolist(), rows.prompt_lengths.tolist(), rows.lengths.tolist(), strict=True
         )
-        return [Completion(tuple(ids[begin:end]), (), "stop", -1) for ids, begin, end in pairs]
+        return [Rollout((_given(ids[:begin], ids[begin:end]),)) for ids, begin, end in pairs]
 
-    def _judge(self, samples: Samples, rows: Rows, answers: list[Completion]) -> Tensor:
+    def _judge(self, samples: Samples, rows: Rows, answers: list[Rollout]) -> Tensor:
         pairs = zip(
             rows.tokens.tolist(),
             rows.prompt_lengths.tolist(),
@@ -407,8 +412,14 @@ class NaiveExperienceMaker:
         return per_action(stats.logp, rows)
 
 
-def _reported(answers: Sequence[Completion], mask: Tensor) -> Tensor:
+def _reported(answers: Sequence[Rollout], mask: Tensor) -> Tensor:
     """Returns [B, A]: the engine's log-probs; 0 where an answer has ended."""
     found = torch.zeros(mask.shape)
-    found[mask] = torch.tensor([logprob for answer in answers for logprob in answer.logprobs])
+    chosen = (own for answer in answers for own in answer.trajectories)
+    found[mask] = torch.from_numpy(np.concatenate([own.logprobs[own.loss_mask] for own in chosen]))
     return found
+
+
+def _given(prompt: list[int], response: list[int]) -> Trajectory:
+    """Returns a trajectory that no engine sampled here."""
+    return Trajectory.of(prompt, Completion(tuple(response), (), "stop", -1))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rftmega import types
 from rftmega.experience.pinned import pinned
-from rftmega.types import Completion, Rows
+from rftmega.types import Rollout, Rows
 
 
 def to(tensor: Tensor | list[Tensor], device: torch.device | str) -> Any:
@@ -100,7 +100,7 @@ class Samples:
     labels: list[str]
     pad_len: int | None  # packed: padding tokens behind the last sequence
     # the engine's answers, where it made these
-    completions: list[Completion] | None = field(default=None, init=False)
+    rollouts: list[Rollout] | None = field(default=None, init=False)
     # [B] int64; rows with equal numbers answer the same prompt
     group: Tensor | None = field(default=None, init=False)
 
@@ -147,7 +147,8 @@ class Samples:
                 prompts - (self.total_length - self.response_length),
                 self.total_length,
             )
-        return Rows(tokens, self.total_length - self.response_length, self.total_length)
+        prompt_lengths = self.total_length - self.response_length
+        return Rows.of_answers(tokens, prompt_lengths, self.total_length)
 
     def packed(self, *, pad_len: int = 0, pad_id: int = 0) -> "Samples":
         """Returns the same answers without padding, in one row, but for `pad_len` tokens at its
@@ -169,13 +170,13 @@ class Samples:
             labels=self.labels,
             pad_len=pad_len,
         )
-        found.completions, found.group = self.completions, self.group
+        found.rollouts, found.group = self.rollouts, self.group
         return found
 
     def batched(self, *, pad_id: int = 0) -> "Samples":
         """Returns the same answers as a canvas, no wider than they need."""
         found = Samples.of(self.rows(), prompts=self.prompts, labels=self.labels, pad_id=pad_id)
-        found.completions, found.group = self.completions, self.group
+        found.rollouts, found.group = self.rollouts, self.group
         return found
 
     def _refuse_holes(self) -> None:
@@ -287,7 +288,9 @@ def to_experience(padded: Experience) -> types.Experience:
     prompts = padded.sequences.shape[1] - padded.action_mask.shape[1]
     prompt_lengths = padded.attention_mask[:, :prompts].bool().sum(-1)
     lengths = padded.attention_mask.bool().sum(-1)
-    rows = Rows(flush(padded.sequences, prompts - prompt_lengths, lengths), prompt_lengths, lengths)
+    rows = Rows.of_answers(
+        flush(padded.sequences, prompts - prompt_lengths, lengths), prompt_lengths, lengths
+    )
     behaviour = (padded.info or {}).get(BEHAVIOUR, padded.action_log_probs)
 
     def laid_out(values: Tensor | None) -> Tensor | None:

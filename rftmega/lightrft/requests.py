@@ -4,7 +4,7 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rftmega.types import Completion
+from rftmega.types import Completion, Rollout
 
 # settings that change nothing at these values, and are not offered at others
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -39,6 +39,19 @@ class GenerationOutput(dict[str, Any]):
 
     def __setattr__(self, name: str, value: Any) -> None:
         self[name] = value
+
+
+def completion_of(rollout: Rollout) -> Completion:
+    """Returns the only answer of a rollout of one turn."""
+    (trajectory,) = rollout.trajectories
+    (version,) = rollout.versions
+    begin = trajectory.prompt_length
+    return Completion(
+        tuple(rollout.response_ids),
+        tuple(trajectory.logprobs[begin:].tolist()),
+        "length" if trajectory.truncated else "stop",
+        version,
+    )
 
 
 def answers(

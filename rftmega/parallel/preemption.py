@@ -14,8 +14,8 @@ ASKED = "asked to stop"
 LOOK = 1.0  # seconds
 
 
-class Request:
-    """Request records whether this process was asked to stop.
+class StopRequest:
+    """StopRequest records whether this process was asked to stop.
 
     A launcher that tells its ranks creates `file` once asked.
     """
@@ -28,7 +28,7 @@ class Request:
     looked = 0.0  # when
 
 
-request = Request()
+request = StopRequest()
 
 
 def listen() -> None:

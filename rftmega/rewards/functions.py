@@ -13,7 +13,7 @@ from rftmega.errors import RewardError
 from rftmega.rewards.part import Answer, Decode, Part
 from rftmega.types import Prompt
 
-OURS = ("prompts", "completions", "completion_ids")  # keywords that are no columns
+OURS = ("prompts", "completions", "completion_ids", "trajectories")  # keywords that are no columns
 NEVER_COLUMNS = ("prompt", "completion", *OURS)
 NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -21,8 +21,9 @@ NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
 def function_part(
     function: RewardFunction, where: str, decode: Decode, *, options: Any = None
 ) -> Part:
-    """Returns a part that calls `function` with keywords: prompts, completions, completion_ids,
-    `options` where there are any, and the columns of the data set, a list each.
+    """Returns a part that calls `function` with keywords, a list each: prompts, completions,
+    completion_ids, trajectories (a tuple of types.Trajectory a rollout), and the columns of the
+    data set; besides `options` where there are any.
 
     Prompts and completions are text, or lists of chat messages where the data holds messages. A
     column that a record lacks is None there. A function without **keywords gets those that it
@@ -87,6 +88,7 @@ def _keywords(answers: Sequence[Answer], decode: Decode) -> dict[str, list[Any]]
             _completion(answer, prompt) for answer, prompt in zip(answers, prompts, strict=True)
         ],
         "completion_ids": [list(answer.completion_ids) for answer in answers],
+        "trajectories": [answer.trajectories for answer in answers],
     }
 
 

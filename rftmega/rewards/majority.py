@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rftmega.rewards.answer import answer_of
 from rftmega.rewards.part import Decode
 from rftmega.rewards.vote import vote_rewards
-from rftmega.types import Completion, Prompt
+from rftmega.types import Prompt, Rollout
 
 
 class MajorityReward:
@@ -25,16 +25,16 @@ class MajorityReward:
         self.decode, self.size, self.answer_of = decode, size, answer_of(pattern)
 
     def __call__(
-        self, prompts: Sequence[Prompt], completions: Sequence[Completion]
+        self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]
     ) -> list[dict[str, float]]:
         """Scores whole groups: the answers to a prompt side by side.
 
         The part's name is "majority".
         """
-        assert len(completions) % self.size == 0, (
-            f"{len(completions)} answers are no whole groups of {self.size}"
+        assert len(rollouts) % self.size == 0, (
+            f"{len(rollouts)} answers are no whole groups of {self.size}"
         )
-        answers = [self.answer_of(self.decode(completion.token_ids)) for completion in completions]
+        answers = [self.answer_of(self.decode(rollout.response_ids)) for rollout in rollouts]
         groups = [answers[begin : begin + self.size] for begin in range(0, len(answers), self.size)]
         scores = [score for group in vote_rewards(groups) for score in group]
         return [{"majority": score, "reward": score} for score in scores]

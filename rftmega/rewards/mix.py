@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from rftmega.config import RewardConfig
 from rftmega.errors import RewardError
 from rftmega.rewards.part import Answer, Decode, Part, Undecided
-from rftmega.types import Completion, Prompt
+from rftmega.types import Prompt, Rollout
 
 ALWAYS = "exact_match"  # scored whatever its weight where there is a label: evaluation shows it
 MAY_BE_UNDECIDED = ("math", "code")
@@ -46,19 +46,16 @@ class MixedReward:
         self.config, self.parts, self.decode = config, parts, decode
 
     def __call__(
-        self, prompts: Sequence[Prompt], completions: Sequence[Completion]
+        self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]
     ) -> list[dict[str, float]]:
-        """Scores each completion with a dict: the parts that its prompt's kind asks for (and
+        """Scores each rollout with a dict: the parts that its prompt's kind asks for (and
         exact_match), and their sum as "reward".
 
         Raises RewardError for a kind that the recipe doesn't hold, a part that fails or a score
         that is not finite.
         """
-        pairs = list(zip(prompts, completions, strict=True))
-        answers = [
-            Answer(self.decode(c.token_ids), p.label, p.kind, p.token_ids, c.token_ids, p.record)
-            for p, c in pairs
-        ]
+        pairs = zip(prompts, rollouts, strict=True)
+        answers = [self._answer(prompt, rollout) for prompt, rollout in pairs]
         weights = [weights_of(self.config, prompt.kind) for prompt in prompts]
         scores: list[dict[str, float]] = [{} for _ in answers]
         for name, part in self.parts.items():
@@ -88,3 +85,15 @@ class MixedReward:
             score | {"reward": sum(asked.get(name, 0.0) * value for name, value in score.items())}
             for score, asked in zip(scores, weights, strict=True)
         ]
+
+    def _answer(self, prompt: Prompt, rollout: Rollout) -> Answer:
+        ids = rollout.response_ids
+        return Answer(
+            self.decode(ids),
+            prompt.label,
+            prompt.kind,
+            prompt.token_ids,
+            ids,
+            prompt.record,
+            rollout.trajectories,
+        )

@@ -3,21 +3,23 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from rftmega.types import Trajectory
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One completion as text.
+    """Answer is one rollout's response as text.
 
-    The last three are for the remote part and for functions of a user's own; a rule never sees
-    them.
+    The last four are for the remote part and for functions of a user's own; a rule never sees them.
     """
 
     response: str
     label: str
     kind: str = ""
     prompt_ids: tuple[int, ...] = ()
-    completion_ids: tuple[int, ...] = ()
+    completion_ids: Sequence[int] = ()
     record: str = ""  # see Prompt.record
+    trajectories: tuple[Trajectory, ...] = ()
 
 
 class Undecided(float):

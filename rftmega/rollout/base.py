@@ -6,7 +6,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -14,35 +14,71 @@ from rftmega import weights
 from rftmega.device.spans import span, spanned
 from rftmega.errors import EngineError
 from rftmega.interfaces import WeightSync
-from rftmega.parallel.watchdog import mark
-from rftmega.rollout.request_order import Lengths
 from rftmega.shards import Shard
 from rftmega.types import Completion, Prompt
 
-# places among the prompts, their answers
+
+class Request(NamedTuple):
+    """Request asks an engine for one completion."""
+
+    token_ids: Sequence[int]
+    seed: int
+    rollout: int = 0  # requests of one rollout stay on one server
+    expected: float = 0.0  # tokens of the answer; several servers share the work by it
+
+
+class Requests(Protocol):
+    """Requests tells an engine what to answer, also while it answers others.
+
+    Every process of an engine asks after the same steps.
+    """
+
+    def take(self, room: int) -> Sequence[Request]:
+        """Returns further requests for an engine with room for `room` more, at times some more than
+        that; none where there is nothing now.
+
+        Requests are numbered in this order. An engine that has answered all and gets none is done.
+        """
+
+    def finished(self, numbers: Sequence[int], completions: Sequence[Completion]) -> None:
+        """Receives completions as soon as they are there, each once."""
+
+    def stopped(self) -> bool:
+        """Says, after an engine's step, whether it is to leave what is not finished."""
+
+
 Finished = Callable[[Sequence[int], Sequence[Completion]], None]
 
 
-# asked after every step of an engine: shall it leave what is not finished?
-Stop = Callable[[], bool]
+class PromptBatch:
+    """PromptBatch is Requests that are all there at once."""
+
+    def __init__(self, prompts: Sequence[Prompt], seeds: Sequence[int], finished: Finished):
+        pairs = zip(prompts, seeds, strict=True)
+        self._requests = [
+            Request(prompt.token_ids, seed, rollout) for rollout, (prompt, seed) in enumerate(pairs)
+        ]
+        self._told = finished
+        self._completions: dict[int, Completion] = {}
+
+    def take(self, room: int) -> Sequence[Request]:
+        requests, self._requests = self._requests, []
+        return requests
+
+    def finished(self, numbers: Sequence[int], completions: Sequence[Completion]) -> None:
+        self._completions |= zip(numbers, completions, strict=True)
+        self._told(numbers, completions)
+
+    def stopped(self) -> bool:
+        return False
+
+    @property
+    def completions(self) -> list[Completion]:
+        """Returns the completions in the order of the prompts."""
+        return [completion for _, completion in sorted(self._completions.items())]
 
 
-More = Callable[[int], Sequence[tuple[Prompt, int]]]
-"""For so many answers there is room: further prompts and seeds, some more than that at times, whose
-places follow those so far. None: nothing now. Every process of an engine asks after the same steps,
-for as many.
-"""
-
-
-def _nobody(places: Sequence[int], completions: Sequence[Completion]) -> None: ...
-
-
-def _never() -> bool:
-    return False
-
-
-def _nothing(room: int) -> Sequence[tuple[Prompt, int]]:
-    return ()
+def _nobody(numbers: Sequence[int], completions: Sequence[Completion]) -> None: ...
 
 
 class EngineStatus(Enum):
@@ -64,7 +100,6 @@ class Engine(ABC):
 
     def __init__(self) -> None:
         self.version: int | None = None
-        self.lengths = Lengths()  # of answers; whoever sends requests asks and tells it
         self._held: set[str] = {"weights", "kv_cache"}  # what is in the device's memory
 
     def weight_sync(self, shards: Sequence[Shard], *, bucket_bytes: int) -> WeightSync:
@@ -90,45 +125,28 @@ class Engine(ABC):
         finished: Finished = _nobody,
     ) -> list[Completion]:
         """Generates one completion a prompt, sampled with its own seed; temperature 0 is greedy.
-        Wakes a sleeping engine.
 
         `finished` is told of every completion once, as soon as there is news, while the others are
-        still being generated. Raises EngineError where weights never arrived, or were dropped in a
-        sleep and not pushed again; EngineFault where the engine broke down, after which `restart`
-        and a push may help.
+        still being generated. Raises as `answer` does.
         """
-        found = self.generate_until(
-            prompts, seeds=seeds, temperature=temperature, finished=finished, stop=_never
-        )
-        return [completion for completion in found if completion is not None]
+        batch = PromptBatch(prompts, seeds, finished)
+        self.answer(batch, temperature=temperature)
+        return batch.completions
 
     @spanned("generate")
-    def generate_until(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        seeds: Sequence[int],
-        temperature: float,
-        finished: Finished = _nobody,
-        stop: Stop,
-        more: More = _nothing,
-    ) -> list[Completion | None]:
-        """Generates until `stop`, asked after every engine step, says so: what is not finished then
-        is aborted, and None.
+    def answer(self, requests: Requests, *, temperature: float) -> None:
+        """Answers requests until there are none left, or they are stopped: what is not finished
+        then is aborted. Wakes a sleeping engine.
 
-        Whenever the engine has room it asks for `more`, and answers that, too.
+        Raises EngineError where weights never arrived, or were dropped in a sleep and not pushed
+        again; EngineFault where the engine broke down, after which `restart` and a push may help.
         """
         if self.version is None:
             raise EngineError(
                 "The engine holds no weights (none were pushed since it started or slept). Push first."
             )
         self.wake()
-
-        def told(places: Sequence[int], completions: Sequence[Completion]) -> None:
-            mark()
-            finished(places, completions)
-
-        return self._generate(prompts, seeds, temperature, told, stop, more) if prompts else []
+        self._answer(requests, temperature)
 
     @spanned("load weights")
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
@@ -185,15 +203,7 @@ class Engine(ABC):
         """Ends the engine; call it before the process groups go."""
 
     @abstractmethod
-    def _generate(
-        self,
-        prompts: Sequence[Prompt],
-        seeds: Sequence[int],
-        temperature: float,
-        finished: Finished,
-        stop: Stop,
-        more: More,
-    ) -> list[Completion | None]: ...
+    def _answer(self, requests: Requests, temperature: float) -> None: ...
 
     @abstractmethod
     def _load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None: ...

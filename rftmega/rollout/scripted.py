@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from rftmega.config import RolloutConfig
-from rftmega.rollout.base import Engine, Finished, More, Stop
-from rftmega.types import Completion, Prompt
+from rftmega.rollout.base import Engine, Requests
+from rftmega.types import Completion
 
 
 class ScriptedEngine(Engine):
@@ -29,38 +29,28 @@ class ScriptedEngine(Engine):
         self.vocabulary = vocabulary
         self.stop_ids = stop_ids
 
-    def _generate(
-        self,
-        prompts: Sequence[Prompt],
-        seeds: Sequence[int],
-        temperature: float,
-        finished: Finished,
-        stop: Stop,
-        more: More,
-    ) -> list[Completion | None]:
-        answers = [self._answer(seed) for seed in seeds]
-        waiting, running, ended = deque(range(len(answers))), 0, set[int]()
+    def _answer(self, requests: Requests, temperature: float) -> None:
+        answers: list[Completion] = []
+        waiting, running = deque[int](), 0
         due: dict[int, list[int]] = defaultdict(list)  # step -> answers whose last token it gives
         while True:
             if (room := self.slots - running - len(waiting)) > 0:
                 begun = len(answers)
-                answers += [self._answer(seed) for _, seed in more(room)]
+                answers += [self._completion(request.seed) for request in requests.take(room)]
                 waiting.extend(range(begun, len(answers)))
-            if len(ended) == len(answers):
+            if not waiting and not running:
                 break
             while waiting and running < self.slots:
-                place, running = waiting.popleft(), running + 1
-                due[self.steps + len(answers[place].token_ids)].append(place)
+                number, running = waiting.popleft(), running + 1
+                due[self.steps + len(answers[number].token_ids)].append(number)
             self.steps += 1
             if done := due.pop(self.steps, []):
                 running -= len(done)
-                ended |= set(done)
-                finished(done, [answers[place] for place in done])
-            if stop():
+                requests.finished(done, [answers[number] for number in done])
+            if requests.stopped():
                 break
-        return [answer if place in ended else None for place, answer in enumerate(answers)]
 
-    def _answer(self, seed: int) -> Completion:
+    def _completion(self, seed: int) -> Completion:
         rng = torch.Generator().manual_seed(seed)
         length = int(torch.randint(1, self.longest + 1, (), generator=rng))
         ids = torch.randint(0, self.vocabulary, (length,), generator=rng).tolist()

@@ -5,19 +5,11 @@ through shared memory.
 import asyncio
 import json
 import os
-import re
 import secrets
-import signal
-import socket
-import subprocess
-import sys
-import time
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -28,152 +20,20 @@ from rftmega import device, weights
 from rftmega.config import RolloutConfig
 from rftmega.errors import EngineError, EngineFault
 from rftmega.interfaces import WeightSync
-from rftmega.parallel.orphans import end_with_parent
 from rftmega.parallel.process_group import World
 from rftmega.rollout import door
-from rftmega.rollout.base import Engine, Finished, More, Stop
-from rftmega.rollout.request_order import Waiting, ordered
+from rftmega.rollout.base import Engine, Request, Requests
+from rftmega.rollout.conversation import Conversation
+from rftmega.rollout.server import Server
 from rftmega.rollout.vllm_models import model_arguments
 from rftmega.shards import Shard
-from rftmega.types import Completion, Prompt
+from rftmega.types import Completion
 
 RANKS_OWN = {  # what tells a process that it is a rank of the trainer
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     "VLLM_ENABLE_V1_MULTIPROCESSING",
 }
 EXPECT = "init_weight_transfer_engine"
-PROGRAM = "vllm.entrypoints.openai.api_server"
-START_SECONDS = 600.0
-STOP_SECONDS = 20.0
-CONTROL_SECONDS = 600.0
-MISTAKE = re.compile(
-    r"\b(ValidationError|ValueError|NotImplementedError|ImportError|ModuleNotFoundError): |Failed to infer device type"
-)
-PASSING = re.compile(
-    r"Free memory on device|out of memory|Cannot allocate memory|Address already in use",
-    re.IGNORECASE,
-)
-LOOK_SECONDS = 0.2  # between two looks whether what has arrived, and was scored since, is enough
-
-
-class Server:
-    """One `vllm serve`, on loopback. It ends with the process that started it."""
-
-    def __init__(self, arguments: Sequence[str], environment: dict[str, str], log: Path):
-        """Returns at once; `wait` for it.
-
-        The `environment` has the key that it asks everybody for.
-        """
-        self._headers = door.headers(environment[door.KEY])
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        self.address = f"http://127.0.0.1:{port}"
-        self.log = log
-        log.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", PROGRAM, "--host", "127.0.0.1", "--port", str(port)]
-        with log.open("a") as file:
-            self._begin = file.tell()  # in the log
-            self._process = subprocess.Popen(
-                [*command, *arguments],
-                env=environment | {door.PARENT: str(os.getpid())},
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM),
-            )
-        # Where nobody closes it. Ranks are processes of multiprocessing, which ends them without
-        # Python's atexit.
-        self._closing = Finalize(self, _end, (self._process,), exitpriority=1)
-
-    def wait(self) -> None:
-        """Waits until it answers. Where it does not come up, raises EngineError, with the end of
-        its log, for what it refuses (an option, the model), and EngineFault for whatever may be
-        otherwise the next time: killed, too slow, no memory or port.
-        """
-        begin = time.monotonic()
-        while time.monotonic() - begin < START_SECONDS:
-            if self._process.poll() is not None:
-                break
-            with suppress(httpx.TransportError):  # nobody listens yet
-                if httpx.get(
-                    f"{self.address}/health", timeout=5, headers=self._headers, trust_env=False
-                ).is_success:
-                    return
-            time.sleep(0.2)
-        if self._refuses():
-            raise EngineError(
-                f"The vLLM server at {self.address} did not come up. {self._last_words()}"
-            )
-        raise self._fault("did not come up")
-
-    def post(self, path: str, body: dict[str, Any] | None = None) -> None:
-        """Raises EngineError where it answers with an error, EngineFault where it does not answer."""
-        try:
-            response = httpx.post(
-                f"{self.address}/{path}",
-                json=body,
-                timeout=CONTROL_SECONDS,
-                headers=self._headers,
-                trust_env=False,
-            )
-        except httpx.TransportError as error:
-            raise self._fault(f"does not answer ({error!r})") from error
-        if response.is_error:
-            raise EngineError(
-                f"The vLLM server at {self.address} failed in {path}: {response.text[:500]}. {self._last_words()}"
-            )
-
-    async def answer(
-        self, client: httpx.AsyncClient, prompt: Prompt, sampling: dict[str, Any], seconds: float
-    ) -> dict[str, Any]:
-        """Returns one choice, as the server gives it.
-
-        Raises EngineFault where it breaks off, fails or needs over `seconds`.
-        """
-        body = {"token_ids": list(prompt.token_ids), "sampling_params": sampling}
-        try:
-            async with asyncio.timeout(seconds):
-                response = await client.post(
-                    f"{self.address}/inference/v1/generate", json=body, headers=self._headers
-                )
-        except TimeoutError as error:
-            raise self._fault(
-                f"gave no answer in {seconds:g} s (rollout.deadline_seconds)"
-            ) from error
-        except httpx.TransportError as error:
-            raise self._fault(f"broke off ({error!r})") from error
-        if response.is_server_error:
-            raise self._fault(f"failed while generating: {response.text[:500]}")
-        if response.is_error:
-            raise EngineError(
-                f"The vLLM server at {self.address} refused a prompt: {response.text[:500]}"
-            )
-        choice: dict[str, Any] = response.json()["choices"][0]
-        return choice
-
-    def close(self) -> None:
-        """Ends it and whatever it started."""
-        self._closing()
-
-    @property
-    def alive(self) -> bool:
-        return self._process.poll() is None
-
-    def _refuses(self) -> bool:
-        """Returns whether it ended as another start would end: 2 is argparse's code, and vLLM's
-        checks raise these.
-        """
-        said = self.log.read_bytes()[self._begin :].decode(errors="replace")
-        code = self._process.poll()
-        return code == 2 or (code == 1 and bool(MISTAKE.search(said)) and not PASSING.search(said))
-
-    def _fault(self, what: str) -> EngineFault:
-        return EngineFault(f"The vLLM server at {self.address} {what}. {self._last_words()}")
-
-    def _last_words(self) -> str:
-        lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
-        return f"The end of {self.log}:\n" + "\n".join(lines[-5:])
 
 
 class ServerEngine(Engine):
@@ -328,92 +188,37 @@ class ServerEngine(Engine):
                 )
             )
 
-    def _generate(
-        self,
-        prompts: Sequence[Prompt],
-        seeds: Sequence[int],
-        temperature: float,
-        finished: Finished,
-        stop: Stop,
-        more: More,
-    ) -> list[Completion | None]:
-        if not self.servers:
-            return []
-        return asyncio.run(self._ask(prompts, seeds, temperature, finished, stop))
-
-    async def _ask(
-        self,
-        prompts: Sequence[Prompt],
-        seeds: Sequence[int],
-        temperature: float,
-        finished: Finished,
-        stop: Stop,
-    ) -> list[Completion | None]:
+    def _answer(self, requests: Requests, temperature: float) -> None:
         """Servers begin with requests of about the same length in all, siblings together, and take
-        more when they have room (`order.ordered`); one that runs dry takes what another has not
-        begun. One that fails is asked nothing more, while the others give their answers.
+        more when they have room (`request_order.ordered`); one that runs dry takes what another has
+        not begun. Further requests of a rollout go to its server. One that fails is asked nothing
+        more, while the others give their answers.
         """
+        if not self.servers:
+            return
         if self._failed:  # in a generation that had enough answers all the same
             raise EngineFault(f"The servers {sorted(self._failed)} broke down before.")
-        waiting = Waiting(
-            ordered(
-                prompts, self.lengths.expected(prompts), len(self.servers), self.config.max_batch
-            )
-        )
-        faults: dict[int, EngineFault] = {}
-        found: list[Completion | None] = [None] * len(prompts)
-        limits = httpx.Limits(max_connections=None)
-        timeout = httpx.Timeout(None, connect=30.0)
-        # no proxy has the key
-        async with httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False) as client:
-
-            async def one(number: int, place: int) -> None:
-                sampling = self._sampling(seeds[place], temperature)
-                try:
-                    choice = await self.servers[number].answer(
-                        client, prompts[place], sampling, self.config.deadline_seconds
-                    )
-                except EngineFault as fault:
-                    faults.setdefault(number, fault)
-                    return
-                found[place] = completion = self._completion(choice)
-                finished([place], [completion])
-
-            running: dict[asyncio.Task[None], int] = {}  # the server of each
-            stopped = False
+        with asyncio.Runner() as runner:
+            running = Conversation(self.servers, self.config, runner)
             try:
-                while not stopped:
-                    busy = Counter(running.values())
-                    room = {
-                        number: self.config.max_batch - busy[number]
-                        for number in range(len(self.servers))
-                    }
-                    for number, place in waiting.taken(
-                        {number: free for number, free in room.items() if number not in faults}
-                    ):
-                        # a deadline is no time in which one waits
-                        running[asyncio.create_task(one(number, place))] = number
-                    if not running:
-                        break
-                    done, _ = await asyncio.wait(
-                        running, timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED
-                    )
-                    for task in done:
-                        del running[task]
-                        task.result()
-                    stopped = stop()
+                stopped = running.hold(requests, partial(self._asked, temperature=temperature))
             finally:
-                for task in running:
-                    task.cancel()
-                await asyncio.gather(*running, return_exceptions=True)
-        self._failed |= faults.keys()
-        if faults and not stopped:
-            raise next(iter(faults.values()))
+                unfinished = running.close()
+        self._failed |= running.faults.keys()
+        if running.faults and not stopped:
+            raise next(iter(running.faults.values()))
         # a closed connection cancels its request some time; the engine must have none before it is
         # pushed to
-        if running:
+        if unfinished:
             self._all("abort_requests", {})
-        return found
+
+    async def _asked(
+        self, server: Server, client: httpx.AsyncClient, request: Request, *, temperature: float
+    ) -> Completion:
+        sampling = self._sampling(request.seed, temperature)
+        seconds = self.config.deadline_seconds
+        choice = await server.answer(client, request.token_ids, sampling, seconds)
+        return self._completion(choice)
 
     def _sampling(self, seed: int, temperature: float) -> dict[str, Any]:
         return {
@@ -477,22 +282,3 @@ def _devices(world: World, config: RolloutConfig, number: int) -> dict[str, str]
 def _cores(number: int) -> list[str]:
     cores = sorted(os.sched_getaffinity(0))
     return [str(cores[place % len(cores)]) for place in range(number)]
-
-
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Ends a server's whole session, stopped processes too."""
-    process.terminate()
-    with suppress(ProcessLookupError):
-        # after SIGTERM, so that it does nothing else when it goes on
-        os.killpg(process.pid, signal.SIGCONT)
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(STOP_SECONDS)
-    with suppress(ProcessLookupError):  # raised once the session is gone
-        # killed at once, vLLM's processes would leave shared memory behind
-        os.killpg(process.pid, signal.SIGTERM)
-        deadline = time.monotonic() + STOP_SECONDS
-        while time.monotonic() < deadline:
-            os.killpg(process.pid, 0)
-            time.sleep(0.1)
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()

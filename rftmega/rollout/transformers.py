@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rftmega.config import RolloutConfig
 from rftmega.errors import WeightMismatch
-from rftmega.rollout.base import Engine, Finished, More, Stop
-from rftmega.types import Completion, Prompt
+from rftmega.rollout.base import Engine, Request, Requests
+from rftmega.types import Completion
 
 # How a family's folders name the three matrices of an expert, where not gate_proj, up_proj,
 # down_proj; and the layer's block.
@@ -89,30 +89,20 @@ class TransformersEngine(Engine):
         self._chosen.append(experts.gather(-1, order).to("cpu", torch.int16))
 
     @torch.no_grad()
-    def _generate(
-        self,
-        prompts: Sequence[Prompt],
-        seeds: Sequence[int],
-        temperature: float,
-        finished: Finished,
-        stop: Stop,
-        more: More,
-    ) -> list[Completion | None]:
-        waiting = deque(zip(prompts, seeds, strict=True))
-        answers: list[Completion | None] = []
-        while waiting or (waiting := deque(more(1))):
-            prompt, seed = waiting.popleft()
-            answers.append(answer := self._answer(prompt, seed, temperature))
-            finished([len(answers) - 1], [answer])
-            if stop():
+    def _answer(self, requests: Requests, temperature: float) -> None:
+        waiting, answered = deque[Request](), 0
+        while waiting or (waiting := deque(requests.take(1))):
+            completion = self._completion(waiting.popleft(), temperature)
+            requests.finished([answered], [completion])
+            answered += 1
+            if requests.stopped():
                 break
-        return answers + [None] * len(waiting)
 
-    def _answer(self, prompt: Prompt, seed: int, temperature: float) -> Completion:
-        rng = torch.Generator(self.where).manual_seed(seed)
+    def _completion(self, request: Request, temperature: float) -> Completion:
+        rng = torch.Generator(self.where).manual_seed(request.seed)
         ids: list[int] = []
         logprobs: list[float] = []
-        feed = torch.tensor([prompt.token_ids], device=self.where)
+        feed = torch.tensor([list(request.token_ids)], device=self.where)
         cache = None
         routes: list[Tensor] = []
         while len(ids) < self.longest and (not ids or ids[-1] not in self.stop_ids):

@@ -21,8 +21,8 @@ from rftmega.config import RolloutConfig
 from rftmega.errors import EngineFault
 from rftmega.parallel.process_group import World
 from rftmega.parallel.watchdog import mark
-from rftmega.rollout.base import Engine, Finished, More, Stop
-from rftmega.types import Completion, Prompt
+from rftmega.rollout.base import Engine, Requests
+from rftmega.types import Completion
 
 # vLLM reads these when it is imported, and speaks before it has read the second.
 # the engine shares this process with the trainer
@@ -139,41 +139,34 @@ class VLLMEngine(Engine):
         if config.tensor > 1:
             _unlink_shared_memory(world, config.tensor, mine=True)
 
-    def _generate(
-        self,
-        prompts: Sequence[Prompt],
-        seeds: Sequence[int],
-        temperature: float,
-        finished: Finished,
-        stop: Stop,
-        more: More,
-    ) -> list[Completion | None]:
+    def _answer(self, requests: Requests, temperature: float) -> None:
         engine = self._llm.llm_engine
-        begun, answers = 0, dict[int, Completion]()
+        begun, running = 0, set[int]()
         try:
-            further: Sequence[tuple[Prompt, int]] = list(zip(prompts, seeds, strict=True))
-            stopped = False
+            further, stopped = requests.take(self.slots), False
             while not stopped:
-                for prompt, seed in further:
-                    tokens = {"prompt_token_ids": list(prompt.token_ids)}
-                    engine.add_request(str(begun), tokens, self._sampling(seed, temperature))
+                for request in further:
+                    tokens = {"prompt_token_ids": list(request.token_ids)}
+                    sampling = self._sampling(request.seed, temperature)
+                    engine.add_request(str(begun), tokens, sampling)
+                    running.add(begun)
                     begun += 1
-                if begun == len(answers):
+                if not running:
                     break
                 mark()
                 done = {
                     int(output.request_id): self._completion(output.outputs[0])
                     for output in self._step()
                 }
-                answers |= done
+                running -= done.keys()
                 if done:
-                    finished(list(done), list(done.values()))
-                stopped = stop()
-                room = self.slots - (begun - len(answers))
-                further = more(room) if room > 0 and not stopped and not self._waiting() else ()
+                    requests.finished(list(done), list(done.values()))
+                stopped = requests.stopped()
+                room = self.slots - len(running)
+                has_room = room > 0 and not stopped and not self._waiting()
+                further = requests.take(room) if has_room else ()
         finally:  # whoever was stopped or interrupted leaves nothing for the next
-            engine.abort_request([str(place) for place in range(begun) if place not in answers])
-        return [answers.get(place) for place in range(begun)]
+            engine.abort_request([str(number) for number in sorted(running)])
 
     def _sampling(self, seed: int, temperature: float) -> Any:
         return SamplingParams(

@@ -1,8 +1,7 @@
-"""A colocated run's policy, value models and weight transfer take the device before they compute."""
+"""A colocated run's policy and value models take the device before they compute."""
 
 from torch import Tensor
 
-from rftmega.interfaces import WeightSync
 from rftmega.strategy.backend import TrainablePolicy, TrainableValues
 from rftmega.strategy.phases import DevicePhases
 from rftmega.types import (
@@ -11,7 +10,6 @@ from rftmega.types import (
     LossFn,
     Metrics,
     Rows,
-    SliceChecksums,
     TokenStats,
     Told,
 )
@@ -62,21 +60,3 @@ class ColocatedValues:
     def step(self, experience: Experience, loss_fn: LossFn, *, group_size: int = 1) -> Metrics:
         self.phases.update(self.name)
         return self.model.step(experience, loss_fn, group_size=group_size)
-
-
-class ColocatedWeights:
-    """ColocatedWeights brings the policy to the device before its weights move."""
-
-    def __init__(self, weights: WeightSync, phases: DevicePhases):
-        self.weights = weights
-        self.phases = phases
-
-    def push(self, *, version: int) -> Metrics:
-        self.phases.push()
-        metrics = self.weights.push(version=version)
-        self.phases.memory.end(push_buffers=int(metrics["push_buffer_bytes"]))
-        return metrics | self.phases.memory.take()
-
-    def checksums(self) -> list[SliceChecksums]:
-        self.phases.push()
-        return self.weights.checksums()

@@ -7,6 +7,7 @@ from rftmega.device.residency import PARAMETERS, PARTS, Residency
 from rftmega.parallel.watchdog import mark
 from rftmega.rollout.base import Engine
 from rftmega.strategy.phase_memory import Memory, Predicted
+from rftmega.types import Metrics
 
 POLICY = "policy"
 
@@ -63,6 +64,11 @@ class DevicePhases:
     def push(self) -> None:
         """Brings the weights that move from the policy to the engine."""
         self._hold("push", POLICY, PARAMETERS)
+
+    def pushed(self, buffer_bytes: int) -> Metrics:
+        """Ends the push, whose buffers took so many bytes. Returns what was measured of memory."""
+        self.memory.end(push_buffers=buffer_bytes)
+        return self.memory.take()
 
     def _engine_sleeps(self) -> None:
         if self.engine is not None:

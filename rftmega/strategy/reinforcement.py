@@ -11,12 +11,13 @@ from rftmega import rollout
 from rftmega.checkpoint.run_checkpoints import TrainedModel, TrainingCheckpoints, of_run
 from rftmega.config import RunConfig
 from rftmega.dispatch.engine_pool import EnginePool, ServerPool
+from rftmega.environments import SingleTurnEnvironment
 from rftmega.errors import ConfigError
-from rftmega.interfaces import Numerics, Policy, RolloutEngine, ValueModel, WeightSync
+from rftmega.interfaces import Environment, Numerics, Policy, RolloutEngine, ValueModel, WeightSync
 from rftmega.parallel.process_group import World
 from rftmega.parallel.seeds import set_seed
 from rftmega.strategy.backend import Backend, Trainable, TrainableValues
-from rftmega.strategy.colocated import ColocatedPolicy, ColocatedValues, ColocatedWeights
+from rftmega.strategy.colocated import ColocatedPolicy, ColocatedValues
 from rftmega.strategy.export import export
 from rftmega.strategy.numerics import EngineNumerics
 from rftmega.strategy.phase_memory import predicted
@@ -32,8 +33,15 @@ class ReinforcementStrategy:
     """
 
     def __init__(
-        self, config: RunConfig, world: World, backend: Backend, *, stop_ids: Sequence[int]
+        self,
+        config: RunConfig,
+        world: World,
+        backend: Backend,
+        *,
+        stop_ids: Sequence[int],
+        environment: Environment | None = None,
     ):
+        """`environment`: what rollouts go on in; None: a single turn."""
         self.config, self.is_main = config, world.is_main
         if config.strategy == "separate" and world.local_size != world.size:
             raise ConfigError(
@@ -80,8 +88,6 @@ class ReinforcementStrategy:
         faces = {name: ColocatedValues(model, self.phases, name) for name, model in judges.items()}
         self.critic: ValueModel | None = faces.get("critic")
         self.reward_model: ValueModel | None = faces.get("reward_model")
-        sync = self.local_engine.weight_sync(actor.shards(), bucket_bytes=self._bucket_bytes)
-        self.weights: WeightSync = ColocatedWeights(sync, self.phases)
         face, self.engine_processes = (
             (ServerPool, world.size) if separate else (EnginePool, config.rollout.tensor)
         )
@@ -89,10 +95,13 @@ class ReinforcementStrategy:
             self.local_engine,
             self.phases,
             world,
-            self.weights,
+            environment or SingleTurnEnvironment(),
             processes_per_engine=self.engine_processes,
             restarts=config.faults.engine_restarts,
             reward_limit=config.reward.timeout,
+        )
+        self.weights: WeightSync = self.engine.weight_sync(
+            actor.shards(), bucket_bytes=self._bucket_bytes
         )
         actor.push_to_rollout = self.weights.push
 
@@ -141,4 +150,4 @@ class ReinforcementStrategy:
 
     def close(self) -> None:
         """Ends the engine, which must be gone before the process groups are."""
-        self.local_engine.close()
+        self.engine.close()

@@ -10,9 +10,9 @@ from rftmega.trainer.group_collector import Wanted
 from rftmega.trainer.prompt_queue import PromptQueue
 from rftmega.types import Metrics, Prompt, Samples
 
-Ask = Callable[[Sequence[Prompt], int, Wanted | None], Samples]
-"""Prompts, number of the round -> scored answers; `group` is the place of a prompt among those
-asked. Groups may be missing where there are as many as wanted.
+Ask = Callable[[Sequence[Prompt], Wanted | None], Samples]
+"""Prompts -> scored answers; `group` is the place of a prompt among those asked. Groups may be
+missing where there are as many as wanted.
 """
 
 
@@ -46,7 +46,7 @@ class DynamicSampler:
         of `more`.
         """
         if not self.rounds:
-            samples = ask(prompts, 0, None)
+            samples = ask(prompts, None)
             return self._learnt(samples), _described(samples)
         groups, size = len(prompts), math.ceil(self.oversample * len(prompts))
         asked = [*prompts, *more.take(size - groups)]
@@ -54,9 +54,7 @@ class DynamicSampler:
         kept: list[Samples] = []
         left_out, back = 0, list[Prompt]()
         while asked and len(found) <= self.rounds and (missing := groups - _groups(kept)):
-            answered = ask(
-                asked, len(found), Wanted(missing, self._good) if self.oversample > 1 else None
-            )
+            answered = ask(asked, Wanted(missing, self._good) if self.oversample > 1 else None)
             good = self._varied(answered)
             found.append(answered)
             kept.append(_first(good, missing))
@@ -109,7 +107,7 @@ def _first(samples: Samples, groups: int) -> Samples:
 
 
 def _described(samples: Samples) -> Metrics:
-    lengths = (samples.rows.lengths - samples.rows.prompt_lengths).double()
+    lengths = samples.rows.mask.sum(-1).double()
     return {
         "reward": samples.reward.mean().item(),
         "response_length": lengths.mean().item(),

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn import functional
 
 from rftmega.algorithms.gap_causes import Evidence, Limits
 from rftmega.algorithms.mismatch import Gap
@@ -17,7 +18,7 @@ from rftmega.errors import DataError
 from rftmega.types import Rows, SliceChecksums
 
 ABOUT, TENSORS = "bundle.json", "tensors.safetensors"
-FORMAT = 1
+FORMAT = 2  # since 2 it has the mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,7 @@ class GapBundle:
             "tokens": self.rows.tokens,
             "prompt_lengths": self.rows.prompt_lengths,
             "lengths": self.rows.lengths,
+            "mask": self.rows.mask,
             "versions": self.versions,
             "behaviour_logp": evidence.behaviour_logp,
             "old_logp": evidence.old_logp,
@@ -72,7 +74,7 @@ class GapBundle:
         try:
             about = json.loads((folder / ABOUT).read_text())
             tensors = load_file(folder / TENSORS)
-            if about["format"] != FORMAT:
+            if about["format"] not in (1, FORMAT):
                 raise DataError(
                     f"{folder} is a bundle of format {about['format']}; this version reads {FORMAT}."
                 )
@@ -85,7 +87,8 @@ class GapBundle:
 
 
 def _built(about: dict[str, Any], tensors: dict[str, Tensor]) -> GapBundle:
-    rows = Rows(tensors["tokens"], tensors["prompt_lengths"], tensors["lengths"])
+    laid_out = tensors["tokens"], tensors["prompt_lengths"], tensors["lengths"]
+    rows = Rows(*laid_out, tensors["mask"]) if "mask" in tensors else Rows.of_answers(*laid_out)
     after = about["gap_after_another_push"]
     evidence = Evidence(
         whole=Gap(**about["gap"]),
@@ -115,24 +118,26 @@ def rows_under_other_prompts(rows: Rows) -> tuple[Rows, Tensor]:
     """Returns every answer of `rows` under the prompt of every other row that has another one, and
     [.., 2]: rows of (answer, prompt).
     """
-    made: list[tuple[Tensor, int]] = []
+    made: list[tuple[Tensor, Tensor, int]] = []  # tokens, mask of each, length of the prompt
     pairs: list[tuple[int, int]] = []
     for answer in range(len(rows)):
-        response = rows.tokens[answer, rows.prompt_lengths[answer] : rows.lengths[answer]]
+        begin, end = int(rows.prompt_lengths[answer]), int(rows.lengths[answer])
+        response, chosen = rows.tokens[answer, begin:end], rows.mask[answer, begin - 1 : end - 1]
         for other in range(len(rows)):
             prompt = rows.tokens[other, : rows.prompt_lengths[other]]
-            if other != answer and not torch.equal(
-                prompt, rows.tokens[answer, : rows.prompt_lengths[answer]]
-            ):
-                made.append((torch.cat([prompt, response]), len(prompt)))
+            if other != answer and not torch.equal(prompt, rows.tokens[answer, :begin]):
+                mask = functional.pad(chosen, (len(prompt) - 1, 0))
+                made.append((torch.cat([prompt, response]), mask, len(prompt)))
                 pairs.append((answer, other))
-    width = max((len(tokens) for tokens, _ in made), default=1)
+    width = max((len(tokens) for tokens, *_ in made), default=1)
     canvas = torch.zeros(len(made), width, dtype=torch.int64)
-    for row, (tokens, _) in enumerate(made):
+    masks = torch.zeros(len(made), width - 1, dtype=torch.bool)
+    for row, (tokens, mask, _) in enumerate(made):
         canvas[row, : len(tokens)] = tokens
-    starts = torch.tensor([start for _, start in made], dtype=torch.int64)
-    ends = torch.tensor([len(tokens) for tokens, _ in made], dtype=torch.int64)
-    return Rows(canvas, starts, ends), torch.tensor(pairs, dtype=torch.int64).view(-1, 2)
+        masks[row, : len(mask)] = mask
+    starts = torch.tensor([start for *_, start in made], dtype=torch.int64)
+    ends = torch.tensor([len(tokens) for tokens, *_ in made], dtype=torch.int64)
+    return Rows(canvas, starts, ends, masks), torch.tensor(pairs, dtype=torch.int64).view(-1, 2)
 
 
 def _checksums(said: dict[str, Any]) -> SliceChecksums:

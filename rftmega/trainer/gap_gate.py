@@ -16,17 +16,18 @@ from torch import Tensor
 from rftmega.algorithms.gap_causes import Evidence, Limits, cause_of, matches, worst_rows
 from rftmega.algorithms.mismatch import Gap, gaps_of, log_prob_gap
 from rftmega.errors import EngineError, GapExceeded
-from rftmega.experience.samples import collect, seeds_of
+from rftmega.experience.samples import collect, complete
 from rftmega.interfaces import Machinery
+from rftmega.sampling_seeds import sampling_seed
 from rftmega.trainer.gap_bundle import GapBundle, rows_under_other_prompts
-from rftmega.types import Completion, Prompt, Samples
+from rftmega.types import Prompt, Rollout, Samples
 
 # What a good engine stays below, by the dtype of the forward pass; measured in docs/push.md.
 LIMITS = {"float32": Limits(1e-3, 1e-4), "bfloat16": Limits(0.8, 0.03)}
 WORST = 16  # rows that are looked at, and kept
 PROBES = 8  # prompts that are asked after another push
-# no rollout of a step has this number, so that probes draw seeds of their own
-PROBE_ROLLOUT = 1 << 20
+# no answer to a task has this number, so that probes draw seeds of their own
+PROBE_SAMPLE = 1 << 20
 
 
 def chosen_by(samples: Samples, step: int) -> Tensor:
@@ -80,9 +81,9 @@ class GapGate:
         """
         asked = list({prompt.token_ids: prompt for prompt in prompts}.values())[:PROBES]
         self.machinery.weights.push(version=step)
-        seeds = seeds_of(self.seed, step, len(asked), rollout=PROBE_ROLLOUT)
+        seeds = [sampling_seed(self.seed, prompt.task, PROBE_SAMPLE) for prompt in asked]
         found = self.machinery.engine.generate(asked, seeds=seeds, temperature=self.temperature)
-        samples = collect(asked, found, _unscored, samples_per_prompt=1)
+        samples = collect(asked, complete(found), _unscored, samples_per_prompt=1)
         return samples, self.machinery.policy.log_probs(samples.rows).logp
 
     def _explained(
@@ -165,7 +166,5 @@ class GapGate:
         return log_prob_gap(samples.behaviour_logp, logp, samples.rows.mask)
 
 
-def _unscored(
-    prompts: Sequence[Prompt], completions: Sequence[Completion]
-) -> list[dict[str, float]]:
-    return [{"reward": 0.0} for _ in completions]
+def _unscored(prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[dict[str, float]]:
+    return [{"reward": 0.0} for _ in rollouts]

@@ -8,7 +8,7 @@ import torch
 
 from rftmega.experience import collect
 from rftmega.interfaces import Enough, Reward
-from rftmega.types import Completion, Prompt, Samples
+from rftmega.types import Prompt, Rollout, Samples
 
 
 class Wanted(NamedTuple):
@@ -25,17 +25,17 @@ class GroupCollector:
         self.requests, self.reward, self.size = requests, reward, size
 
     def collected(
-        self, completions: Sequence[Completion | None], places: Sequence[int] | None = None
+        self, rollouts: Sequence[Rollout | None], places: Sequence[int] | None = None
     ) -> Samples:
         """Returns the scored rows of the groups at `places`, or of all whole ones.
 
         `group` is the place.
         """
-        places = self._whole(completions) if places is None else places
+        places = self._whole(rollouts) if places is None else places
         rows = [
             row for place in places for row in range(place * self.size, (place + 1) * self.size)
         ]
-        answers = [answer for row in rows if (answer := completions[row]) is not None]
+        answers = [answer for row in rows if (answer := rollouts[row]) is not None]
         samples = collect(
             [self.requests[row] for row in rows], answers, self.reward, samples_per_prompt=self.size
         )
@@ -48,18 +48,18 @@ class GroupCollector:
         """
         verdicts: dict[int, bool] = {}
 
-        def enough(completions: Sequence[Completion | None]) -> bool:
-            for place in self._whole(completions):
+        def enough(rollouts: Sequence[Rollout | None]) -> bool:
+            for place in self._whole(rollouts):
                 if place not in verdicts:
-                    verdicts[place] = wanted.good(self.collected(completions, [place]))
+                    verdicts[place] = wanted.good(self.collected(rollouts, [place]))
             return sum(verdicts.values()) >= wanted.groups
 
         return enough
 
-    def _whole(self, completions: Sequence[Completion | None]) -> list[int]:
-        begins = range(0, len(completions), self.size)
+    def _whole(self, rollouts: Sequence[Rollout | None]) -> list[int]:
+        begins = range(0, len(rollouts), self.size)
         return [
             place
             for place, begin in enumerate(begins)
-            if None not in completions[begin : begin + self.size]
+            if None not in rollouts[begin : begin + self.size]
         ]

@@ -7,27 +7,28 @@ more, and takes from the journal what is there instead of doing it again; the fi
 not there is where the run was stopped.
 """
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rftmega.errors import CheckpointError, Preempted
 from rftmega.interfaces import (
-    Enough,
     Machinery,
-    Reward,
     RolloutEngine,
     Scorer,
     ValueModel,
     ValueScorer,
 )
-from rftmega.types import Completion, Prompt, Rows, TokenStats
+from rftmega.types import Completion, Prompt, Rollout, Rows, TokenStats, Trajectory
 
 Result = TypeVar("Result")
-Answers = Sequence[Completion | None]
+Answers = Sequence[Rollout | None]
+ARRAYS = ("token_ids", "loss_mask", "logprobs", "versions")  # of a trajectory
 SO_FAR = " so far"  # of answers: the rollout was broken off
 
 
@@ -96,8 +97,8 @@ class Journal:
         self._done.append((name, result))
 
     def answers(
-        self, name: str, requests: int, ask: Callable[[Sequence[int]], Sequence[Completion]]
-    ) -> list[Completion]:
+        self, name: str, requests: int, ask: Callable[[Sequence[int]], Answers]
+    ) -> list[Any]:
         """Returns the answers of all `requests`.
 
         `ask` gets the places of those without an answer, and may raise Preempted with some of them.
@@ -111,7 +112,7 @@ class Journal:
             new = dict(zip(left, found, strict=True))
             return [new.get(place, answer) for place, answer in enumerate(known)]
 
-        def work() -> list[Completion]:
+        def work() -> list[Any]:
             try:
                 return with_those(ask(left))
             except Preempted as given_up:
@@ -130,67 +131,32 @@ class Journal:
 
 
 class JournaledEngine:
-    """An engine whose answers are in the journal; those that it had when it was stopped are not
-    asked for again, unless what is enough was to be decided while they came.
+    """JournaledEngine takes rollouts of before a resume from the journal; those that it had when it
+    was stopped are not asked for again, unless what is enough was to be decided while they came.
     """
 
     def __init__(self, engine: RolloutEngine, journal: Journal):
         self.engine, self.journal = engine, journal
+        self.weight_sync, self.close = engine.weight_sync, engine.close
 
     def generate(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        seeds: Sequence[int],
-        temperature: float,
-        reward: Reward | None = None,
-    ) -> list[Completion]:
-        def ask(places: Sequence[int]) -> Sequence[Completion]:
-            asked, own = [prompts[place] for place in places], [seeds[place] for place in places]
-            return self.engine.generate(asked, seeds=own, temperature=temperature, reward=reward)
+        self, prompts: Sequence[Prompt], *, seeds: Sequence[int], **asked: Any
+    ) -> list[Rollout | None]:
+        """Does what RolloutEngine.generate does."""
 
-        return self._learning(
-            prompts, lambda: self.journal.answers(f"{len(prompts)} answers", len(prompts), ask)
-        )
+        def ask(places: Sequence[int]) -> list[Rollout | None]:
+            left, own = [prompts[place] for place in places], [seeds[place] for place in places]
+            given = dict(asked)
+            if (lengths := given.get("expected_lengths")) is not None:
+                given["expected_lengths"] = [lengths[place] for place in places]
+            return self.engine.generate(left, seeds=own, **given)
 
-    def generate_until(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        seeds: Sequence[int],
-        temperature: float,
-        reward: Reward | None = None,
-        enough: Enough,
-    ) -> list[Completion | None]:
-        def ask() -> list[Completion | None]:
-            return self.engine.generate_until(
-                prompts, seeds=seeds, temperature=temperature, reward=reward, enough=enough
-            )
-
-        return self._learning(
-            prompts, lambda: self.journal(f"enough of {len(prompts)} answers", ask)
-        )
-
-    def _learning(self, prompts: Sequence[Prompt], work: Callable[[], Result]) -> Result:
-        """Makes an engine that was asked for nothing, or for some of it, expect what it would
-        expect after all of it.
-        """
-        if not self.journal.behind:
-            return work()
-        before = self.engine.state()
-        found: Any = work()
-        self.engine.load_state(before)
-        self.engine.learn(prompts, found)
-        return found  # type: ignore[no-any-return]
-
-    def state(self) -> dict[str, Any]:
-        return self.engine.state()
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        self.engine.load_state(state)
-
-    def learn(self, prompts: Sequence[Prompt], completions: Sequence[Completion | None]) -> None:
-        self.engine.learn(prompts, completions)
+        if asked.get("enough") is not None:
+            every = range(len(prompts))
+            found = self.journal(f"enough of {len(prompts)} answers", lambda: ask(every))
+        else:
+            found = self.journal.answers(f"{len(prompts)} answers", len(prompts), ask)
+        return [_of_rollout(prompt, answer) for prompt, answer in zip(prompts, found, strict=True)]
 
 
 class JournaledPolicy:
@@ -260,44 +226,71 @@ def _packed(result: Any) -> Any:
 def _unpacked(packed: Any) -> Any:
     if isinstance(packed, dict) and "logp" in packed:
         return TokenStats(**packed)
-    return _answers(packed) if isinstance(packed, dict) and "token_ids" in packed else packed
+    if not isinstance(packed, dict) or "token_ids" not in packed:
+        return packed
+    return _answers_of_format_3(packed) if "answers" in packed else _answers(packed)
 
 
-def _packed_answers(answers: Answers) -> dict[str, Any]:
-    there = [answer for answer in answers if answer is not None]
-    tokens = [token for answer in there for token in answer.token_ids]
-    logprobs = [logp for answer in there for logp in answer.logprobs]
-    return {
-        "token_ids": torch.tensor(tokens, dtype=torch.int64),
-        "logprobs": torch.tensor(logprobs, dtype=torch.float64),
-        "answers": [
-            None
-            if answer is None
-            else [
-                len(answer.token_ids),
-                answer.finish_reason,
-                answer.policy_version,
-                answer.scores,
-                list(answer.versions),
-            ]
-            for answer in answers
+def _packed_answers(rollouts: Answers) -> dict[str, Any]:
+    """Returns rollouts as a few tensors, which hold the trajectories of all behind each other."""
+    there = [rollout for rollout in rollouts if rollout is not None]
+    trajectories = [own for rollout in there for own in rollout.trajectories]
+    joined = {
+        name: torch.from_numpy(np.concatenate([getattr(own, name) for own in trajectories]))
+        if trajectories
+        else torch.zeros(0)
+        for name in ARRAYS
+    }
+    return joined | {
+        "trajectories": [[len(own), own.truncated] for own in trajectories],
+        "routes": [own.routes for own in trajectories],
+        "rollouts": [
+            None if rollout is None else [len(rollout.trajectories), rollout.scores]
+            for rollout in rollouts
         ],
-        "routes": [answer.routes for answer in there],
     }
 
 
-def _answers(packed: dict[str, Any]) -> list[Completion | None]:
+def _answers(packed: dict[str, Any]) -> list[Rollout | None]:
+    sizes = [size for size, _ in packed["trajectories"]]
+    arrays = [[part.numpy() for part in packed[name].split(sizes)] for name in ARRAYS]
+    trajectories = iter(
+        [
+            Trajectory(ids, mask, logprobs, versions, truncated, routes)
+            for ids, mask, logprobs, versions, (_, truncated), routes in zip(
+                *arrays, packed["trajectories"], packed["routes"], strict=True
+            )
+        ]
+    )
+    found: list[Rollout | None] = []
+    for said in packed["rollouts"]:
+        if said is None:
+            found.append(None)
+        else:
+            count, scores = said
+            found.append(Rollout(tuple(itertools.islice(trajectories, count)), scores))
+    return found
+
+
+def _of_rollout(prompt: Prompt, answer: Any) -> Rollout | None:
+    """Returns a rollout; a checkpoint before format 4 has the answer alone, and its scores."""
+    if answer is None or isinstance(answer, Rollout):
+        return answer
+    completion, scores = answer
+    return Rollout((Trajectory.of(prompt.token_ids, completion),), scores)
+
+
+def _answers_of_format_3(packed: dict[str, Any]) -> list[tuple[Completion, Any] | None]:
     sizes = [said[0] for said in packed["answers"] if said is not None]
     tokens, logprobs = (iter(packed[name].split(sizes)) for name in ("token_ids", "logprobs"))
     routes = iter(packed["routes"])
-    found: list[Completion | None] = []
+    found: list[tuple[Completion, Any] | None] = []
     for said in packed["answers"]:
         if said is None:
             found.append(None)
         else:
             _, reason, version, scores, versions = said
             ids, logp = tuple(next(tokens).tolist()), tuple(next(logprobs).tolist())
-            found.append(
-                Completion(ids, logp, reason, version, scores, tuple(versions), next(routes))
-            )
+            completion = Completion(ids, logp, reason, version, tuple(versions), next(routes))
+            found.append((completion, scores))
     return found

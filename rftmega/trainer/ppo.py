@@ -4,13 +4,14 @@ given.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from rftmega.algorithms.mismatch import Gap, log_prob_gap
-from rftmega.experience import ExperienceMaker, ModelReward, seeds_of
+from rftmega.experience import ExperienceMaker, ModelReward
 from rftmega.interfaces import Callback, Resumable, Reward, RolloutEngine, WeightSync
+from rftmega.sampling_seeds import sampling_seed
 from rftmega.trainer.dynamic_sampler import DynamicSampler
+from rftmega.trainer.expected_lengths import ExpectedLengths
 from rftmega.trainer.gap_gate import GapGate, chosen_by
 from rftmega.trainer.group_collector import GroupCollector, Wanted
 from rftmega.trainer.journal import Journal
@@ -18,7 +19,7 @@ from rftmega.trainer.learner import Learner
 from rftmega.trainer.loop import Trainer
 from rftmega.trainer.prompt_queue import PromptQueue
 from rftmega.trainer.replay_mixer import ReplayMixer
-from rftmega.types import Completion, Experience, Metrics, Prompt, Samples
+from rftmega.types import Experience, Metrics, Prompt, Samples
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ class PPOTrainer(Trainer):
             sampling.seed,
         )
         self.supply = PromptQueue()
+        self.lengths = ExpectedLengths()
 
     def prepare(self, batches: Iterable[list[Prompt]]) -> PromptQueue:
         self.weights.push(version=self.step)
@@ -97,6 +99,8 @@ class PPOTrainer(Trainer):
 
     def load_state(self, state: dict[str, Any]) -> None:
         super().load_state(state)
+        if "engine" in state:  # of a checkpoint before format 4
+            state = state | {"lengths": state["engine"]}
         for name, part in self._parts().items():
             if name != "replay" or name in state:  # it may begin with the resumed run
                 part.load_state(state[name])
@@ -106,7 +110,7 @@ class PPOTrainer(Trainer):
             "maker": self.maker,
             "learner": self.learner,
             "supply": self.supply,
-            "engine": self.engine,
+            "lengths": self.lengths,
         }
         return parts if self.replay is None else parts | {"replay": self.replay}
 
@@ -155,37 +159,32 @@ class PPOTrainer(Trainer):
             return log_prob_gap(samples.behaviour_logp, experience.old_logp, samples.rows.mask)
         return self.gate.check(samples, experience.old_logp, self.step)
 
-    def rollout(
-        self, prompts: Sequence[Prompt], number: int = 0, wanted: Wanted | None = None
-    ) -> Samples:
-        """Returns `samples_per_prompt` scored answers a prompt; the same ones whenever this step is
-        run with this seed. `number`: of the step's rollouts, which draw differently. With `wanted`
-        it may end with these groups only.
+    def rollout(self, prompts: Sequence[Prompt], wanted: Wanted | None = None) -> Samples:
+        """Returns `samples_per_prompt` scored answers a prompt; the same ones whenever these tasks
+        are run with this seed and these weights. With `wanted` it may end with these groups only.
         """
-        requests = [prompt for prompt in prompts for _ in range(self.samples_per_prompt)]
-        seeds = seeds_of(self.seed, self.step, len(requests), rollout=number)
+        samples = range(self.samples_per_prompt)
+        requests = [prompt for prompt in prompts for _ in samples]
+        seeds = [
+            sampling_seed(self.seed, prompt.task, sample)
+            for prompt in prompts
+            for sample in samples
+        ]
         # What compares answers with each other can't begin before all are there.
         at_once = None if getattr(self.reward, "whole_groups", False) else self.reward
         groups = GroupCollector(requests, self.reward, self.samples_per_prompt)
-        completions: Sequence[Completion | None]
-        if wanted is None:
-            completions = self.engine.generate(
-                requests, seeds=seeds, temperature=self.temperature, reward=at_once
-            )
-        else:
-            asked = partial(
-                self.engine.generate_until,
-                requests,
-                seeds=seeds,
-                temperature=self.temperature,
-                reward=at_once,
-            )
-            completions = asked(enough=groups.until(wanted))
-        versions = {
-            completion.policy_version for completion in completions if completion is not None
-        }
-        assert versions == {self.step}, (
-            f"answers of policy {versions} at step {self.step}: a push was missed"
+        rollouts = self.engine.generate(
+            requests,
+            seeds=seeds,
+            temperature=self.temperature,
+            reward=at_once,
+            enough=None if wanted is None else groups.until(wanted),
+            expected_lengths=self.lengths.expected(requests),
         )
-        samples = groups.collected(completions)
-        return samples if self.model_reward is None else self.model_reward(samples)
+        self.lengths.learn(requests, rollouts)
+        newest = {max(rollout.versions, default=self.step) for rollout in rollouts if rollout}
+        assert newest <= {self.step}, (
+            f"answers of policy {newest} at step {self.step}: a push was missed"
+        )
+        collected = groups.collected(rollouts)
+        return collected if self.model_reward is None else self.model_reward(collected)

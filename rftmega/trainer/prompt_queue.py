@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from typing import Any
 
 from rftmega.types import Prompt
@@ -11,13 +11,15 @@ from rftmega.types import Prompt
 class PromptQueue(Iterator[list[Prompt]]):
     """Batches of prompts as a source gives them, or any number at a time.
 
-    What was put back is handed out first.
+    Each prompt gets its number in the run (`Prompt.task`). What was put back is handed out first,
+    and keeps its number.
     """
 
     def __init__(self, batches: Iterable[Sequence[Prompt]] = ()):
         self.source(batches)
         self._waiting: deque[Prompt] = deque()  # drawn from the source, or put back
         self._size = 0  # of the source's batches; 0 before the first
+        self._drawn = 0  # prompts so far: the number of the next task
 
     def source(self, batches: Iterable[Sequence[Prompt]]) -> None:
         """Goes on with these once nothing waits."""
@@ -49,14 +51,20 @@ class PromptQueue(Iterator[list[Prompt]]):
 
         The size of a batch is the resumed run's own: the first batch that its source gives says it.
         """
-        return {"waiting": [list(astuple(prompt)) for prompt in self._waiting]}
+        return {
+            "waiting": [list(astuple(prompt)) for prompt in self._waiting],
+            "drawn": self._drawn,
+        }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self._waiting = deque(Prompt(tuple(ids), *rest) for ids, *rest in state["waiting"])
+        self._drawn = state.get("drawn", 0)  # not in a checkpoint before format 4
 
     def _draw(self) -> bool:
         if (batch := next(self._batches, None)) is None:
             return False
         self._size = self._size or len(batch)
-        self._waiting += batch
+        for prompt in batch:
+            self._waiting.append(replace(prompt, task=self._drawn))
+            self._drawn += 1
         return True

@@ -38,7 +38,7 @@ class ReplayMixer:
         earlier = Experience.join(self.buffer.groups)
         assert earlier.versions is not None
         metrics["replay_staleness"] = (
-            (step - earlier.versions[earlier.rows.mask].double()).mean().item()
+            (step - earlier.versions[earlier.versions >= 0].double()).mean().item()
         )
         stats = self.policy.log_probs(earlier.rows)
         earlier = replace(earlier, old_logp=stats.logp, entropy=stats.entropy)

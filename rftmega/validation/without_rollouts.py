@@ -33,7 +33,7 @@ def unread_without_rollouts(config: RunConfig) -> list[str]:
     settings = [
         (name, value, before.get(name))
         for name, value in now.items()
-        if name.startswith(("algorithm.", "rollout.", "reward."))
+        if name.startswith(("algorithm.", "rollout.", "reward.", "environment."))
     ]
     trainer = [
         (f"trainer.{name}", getattr(config.trainer, name), getattr(TrainerConfig(), name))

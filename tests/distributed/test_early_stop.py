@@ -11,15 +11,15 @@ import pytest
 import torch.distributed as dist
 
 from rftmega.config import ParallelConfig, RolloutConfig
-from rftmega.dispatch.engine_pool import EnginePool
 from rftmega.dispatch.stop_consensus import EVERY
 from rftmega.parallel.process_group import World
 from rftmega.rollout import ScriptedEngine
 from rftmega.strategy.phases import DevicePhases
-from rftmega.types import Completion, Metrics, Prompt
+from rftmega.types import Completion, Metrics, Prompt, Rollout
 from rftmega.weights import EngineWeights
 from tests.layouts import build_actor
 from tests.ranks import run_ranks
+from tests.rollouts import Wrapped, pool_of
 from tests.tiny_models import save_tiny
 
 SIZE, GROUPS = 2, 12
@@ -31,18 +31,16 @@ class AsLongAsItsSeed(ScriptedEngine):
         super().__init__(RolloutConfig(max_batch=4), vocabulary=9, stop_ids=[3])
         self.pace = pace
 
-    def _answer(self, seed: int) -> Completion:
+    def _completion(self, seed: int) -> Completion:
         assert self.version is not None
         return Completion((3,) * seed, (0.0,) * seed, "stop", self.version)
 
-    def _generate(
-        self, prompts: Any, seeds: Any, temperature: float, finished: Any, stop: Any, more: Any
-    ) -> Any:
+    def _answer(self, requests: Any, temperature: float) -> None:
         def slowly() -> bool:
             time.sleep(self.pace())
-            return stop()
+            return requests.stopped()
 
-        return super()._generate(prompts, seeds, temperature, finished, slowly, more)
+        super()._answer(Wrapped(requests, stopped=slowly), temperature)
 
 
 class NoTurns(DevicePhases):
@@ -64,7 +62,7 @@ def body(world: World, noise: int, per_engine: int, wanted: int, silent: bool) -
     rng = random.Random(f"{noise}/{world.rank}")
     engine = AsLongAsItsSeed(lambda: rng.random() * 0.002 if noise else 0.0)
     engine.load_weights([], version=7)
-    shared = EnginePool(
+    shared = pool_of(
         engine,
         NoTurns({}, offload=False),
         world,
@@ -73,24 +71,22 @@ def body(world: World, noise: int, per_engine: int, wanted: int, silent: bool) -
         restarts=0,
     )
 
-    def score(
-        prompts: Sequence[Prompt], completions: Sequence[Completion]
-    ) -> list[dict[str, float]]:
+    def score(prompts: Sequence[Prompt], completions: Sequence[Rollout]) -> list[dict[str, float]]:
         time.sleep(rng.random() * 0.02 if noise else 0.0)
         return [{"reward": float(prompt.index)} for prompt in prompts]
 
-    def enough(completions: Sequence[Completion | None]) -> bool:
+    def enough(completions: Sequence[Rollout | None]) -> bool:
         groups = [completions[begin : begin + SIZE] for begin in range(0, len(completions), SIZE)]
         return sum(None not in group for group in groups) >= wanted
 
-    found = shared.generate_until(
+    found = shared.generate(
         REQUESTS,
         seeds=group_lengths(),
         temperature=1.0,
         reward=None if silent else score,
         enough=enough,
     )
-    return [None if c is None else (len(c.token_ids), c.scores) for c in found], engine.steps
+    return [None if c is None else (len(c.response_ids), c.scores) for c in found], engine.steps
 
 
 @pytest.mark.parametrize("per_engine", [1, 2])
@@ -133,7 +129,7 @@ def vllm_body(world: World, folder: Path, engine_size: int) -> Any:
     engine = VLLMEngine(folder, config, world, dtype="float32", stop_ids=range(0, 120, 25))
     weights = EngineWeights(actor.manager.shards(), engine, bucket_bytes=50_000)
     weights.push(version=0)
-    shared = EnginePool(
+    shared = pool_of(
         engine,
         NoTurns({}, offload=False),
         world,
@@ -142,20 +138,19 @@ def vllm_body(world: World, folder: Path, engine_size: int) -> Any:
         restarts=0,
     )
 
-    def enough(completions: Sequence[Completion | None]) -> bool:
+    def enough(completions: Sequence[Rollout | None]) -> bool:
         return sum(completion is not None for completion in completions) >= 10
 
     seeds = list(range(len(REQUESTS)))
     found = [
-        shared.generate_until(REQUESTS, seeds=seeds, temperature=1.0, enough=enough)
-        for _ in range(2)
+        shared.generate(REQUESTS, seeds=seeds, temperature=1.0, enough=enough) for _ in range(2)
     ]
     left = engine._llm.llm_engine.has_unfinished_requests()
     everything = shared.generate(REQUESTS, seeds=seeds, temperature=1.0)
     dist.barrier()
     engine.close()
     return [
-        [None if c is None else c.token_ids for c in answers] for answers in (*found, everything)
+        [None if c is None else c.response_ids for c in answers] for answers in (*found, everything)
     ], left
 
 

@@ -15,18 +15,19 @@ import pytest
 import torch.distributed as dist
 
 from rftmega.config import ParallelConfig, RolloutConfig
-from rftmega.dispatch.engine_pool import EnginePool, ServerPool
+from rftmega.dispatch.engine_pool import ServerPool
 from rftmega.errors import EngineFault
 from rftmega.parallel.process_group import World
 from rftmega.rollout import ScriptedEngine
-from rftmega.rollout import servers as servers_module
-from rftmega.rollout.base import Finished, More, Stop
-from rftmega.rollout.servers import Server, ServerEngine
+from rftmega.rollout import server as server_module
+from rftmega.rollout.server import Server
+from rftmega.rollout.servers import ServerEngine
 from rftmega.strategy.phases import DevicePhases
-from rftmega.types import Completion, Metrics, Prompt
+from rftmega.types import Completion, Metrics, Prompt, Rollout
 from rftmega.weights import SharedWeights
 from tests.layouts import build_actor
 from tests.ranks import run_ranks
+from tests.rollouts import Wrapped, pool_of, response_of
 from tests.tiny_models import save_tiny
 
 PROMPTS = [Prompt((place,)) for place in range(12)]
@@ -53,16 +54,16 @@ class Pushes:
         return {}
 
 
-def scores(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
-    return [{"reward": float(sum(completion.token_ids))} for completion in completions]
+def scores(prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[dict[str, float]]:
+    return [{"reward": float(sum(rollout.response_ids))} for rollout in rollouts]
 
 
-def at_least(number: int, completions: Sequence[Completion | None]) -> bool:
-    return sum(completion is not None for completion in completions) >= number
+def at_least(number: int, rollouts: Sequence[Rollout | None]) -> bool:
+    return sum(rollout is not None for rollout in rollouts) >= number
 
 
-def told(completions: Sequence[Completion | None]) -> list[Any]:
-    return [None if c is None else (c.token_ids, c.scores) for c in completions]
+def told(rollouts: Sequence[Rollout | None]) -> list[Any]:
+    return [None if c is None else (response_of(c), c.scores) for c in rollouts]
 
 
 class FailsInItsSecond(ServerEngine):
@@ -79,7 +80,7 @@ class FailsInItsSecond(ServerEngine):
 
 
 def servers_body(world: World, folder: Path, fault: str, wanted: int) -> Any:
-    servers_module.PROGRAM = "scripted_server"
+    server_module.PROGRAM = "scripted_server"
     # not as tests.scripted_server: the package imports torch
     os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])
     FailsInItsSecond.fault, FailsInItsSecond.folder = fault, folder
@@ -91,11 +92,13 @@ def servers_body(world: World, folder: Path, fault: str, wanted: int) -> Any:
     weights = Pushes(engine)
     weights.push(version=4)
     turns = DevicePhases({}, offload=False)
-    shared = ServerPool(engine, turns, world, weights, processes_per_engine=world.size, restarts=1)
+    shared = pool_of(
+        engine, turns, world, weights, processes_per_engine=world.size, restarts=1, kind=ServerPool
+    )
     asked = {"seeds": SEEDS, "temperature": 1.0, "reward": scores}
     try:
         if wanted:
-            found = shared.generate_until(PROMPTS, enough=partial(at_least, wanted), **asked)
+            found = shared.generate(PROMPTS, enough=partial(at_least, wanted), **asked)
         else:
             found = [*shared.generate(PROMPTS, **asked)]
         answered = {
@@ -110,7 +113,13 @@ def servers_body(world: World, folder: Path, fault: str, wanted: int) -> Any:
         later = shared.generate(PROMPTS, **asked)
     finally:
         engine.close()
-    return told(found), answered, weights.versions, told(later), {c.policy_version for c in later}
+    return (
+        told(found),
+        answered,
+        weights.versions,
+        told(later),
+        set.union(*(c.versions for c in later)),
+    )
 
 
 @pytest.mark.parametrize(
@@ -144,26 +153,27 @@ class Fragile(ScriptedEngine):
         )
         self.times, self.asked = times, list[list[int]]()
 
-    def _generate(
-        self,
-        prompts: Sequence[Prompt],
-        seeds: Sequence[int],
-        temperature: float,
-        finished: Finished,
-        stop: Stop,
-        more: More,
-    ) -> list[Completion | None]:
-        self.asked.append(list(seeds))
+    def _answer(self, requests: Any, temperature: float) -> None:
+        self.asked.append([])
         ended = list[int]()
 
-        def telling(places: Sequence[int], completions: Sequence[Completion]) -> None:
-            finished(places, completions)
-            ended.extend(places)
+        def telling(numbers: Sequence[int], completions: Sequence[Completion]) -> None:
+            requests.finished(numbers, completions)
+            ended.extend(numbers)
             if self.times and len(ended) >= 2:
                 self.times -= 1
                 raise EngineFault("out of pages")
 
-        return super()._generate(prompts, seeds, temperature, telling, stop, more)
+        noted = Wrapped(requests, finished=telling)
+        noted.take = partial(noting, self.asked[-1], requests)
+        super()._answer(noted, temperature)
+
+
+def noting(seeds: list[int], requests: Any, room: int) -> Any:
+    """Takes requests, and notes their seeds."""
+    taken = requests.take(room)
+    seeds.extend(request.seed for request in taken)
+    return taken
 
 
 def shared_body(world: World, times: int, wanted: int) -> Any:
@@ -171,7 +181,7 @@ def shared_body(world: World, times: int, wanted: int) -> Any:
     engine = Fragile(times * world.rank)
     weights = Pushes(engine)
     weights.push(version=7)
-    shared = EnginePool(
+    shared = pool_of(
         engine,
         DevicePhases({}, engine=engine, offload=False),
         world,
@@ -182,7 +192,7 @@ def shared_body(world: World, times: int, wanted: int) -> Any:
     asked = {"seeds": SEEDS, "temperature": 1.0, "reward": scores}
     try:
         if wanted:
-            found = shared.generate_until(PROMPTS, enough=partial(at_least, wanted), **asked)
+            found = shared.generate(PROMPTS, enough=partial(at_least, wanted), **asked)
         else:
             found = [*shared.generate(PROMPTS, **asked)]
     except EngineFault as fault:
@@ -197,7 +207,7 @@ def test_an_engine_in_the_trainers_process_gets_its_weights_again_and_answers_wh
     for wanted in (0, 12):
         healthy, failing = run_ranks(2, shared_body, 2, wanted)
         assert healthy[0] == failing[0] == undisturbed
-        assert len(healthy[1]) == 1, "it had given all of its answers"
+        assert healthy[1][1:] == [[], []], "it had given all of its answers"
         first, second, third = failing[1]
         assert first == all_of_it and len(second) <= 4 and len(third) <= 2
         assert set(third) < set(second) < set(first)
@@ -232,24 +242,26 @@ def real_body(world: World, folder: Path, logs: Path, fault: int) -> Any:
     weights = SharedWeights(actor.manager.shards(), engine, bucket_bytes=10**6)
     weights.push(version=0)
     turns = DevicePhases({}, offload=False)
-    shared = ServerPool(engine, turns, world, weights, processes_per_engine=world.size, restarts=1)
+    shared = pool_of(
+        engine, turns, world, weights, processes_per_engine=world.size, restarts=1, kind=ServerPool
+    )
     prompts = [Prompt((5, 9, 60 + place)) for place in range(12)]
     asked = list[list[int]]()
-    plain = engine._generate
+    plain = engine._answer
 
-    def noted(prompts: Any, seeds: Any, *more: Any) -> Any:
-        asked.append(list(seeds))
-        return plain(prompts, seeds, *more)
+    def noted(requests: Any, temperature: float) -> None:
+        asked.append([])
+        watched = Wrapped(requests)
+        watched.take = partial(noting, asked[-1], requests)
+        plain(watched, temperature)
 
-    engine._generate = noted  # type: ignore[method-assign]
+    engine._answer = noted  # type: ignore[method-assign]
     undisturbed = shared.generate(prompts, seeds=SEEDS, temperature=0.7)
-    seen = list[Completion]()
+    seen = list[Rollout]()
 
-    def judged(
-        prompts: Sequence[Prompt], completions: Sequence[Completion]
-    ) -> list[dict[str, float]]:
-        seen.extend(completions)
-        return [{"reward": 0.0}] * len(completions)
+    def judged(prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[dict[str, float]]:
+        seen.extend(rollouts)
+        return [{"reward": 0.0}] * len(rollouts)
 
     if world.rank == 0:
         victim = engine.servers[1]._process.pid
@@ -262,7 +274,7 @@ def real_body(world: World, folder: Path, logs: Path, fault: int) -> Any:
         threading.Thread(target=strike, daemon=True).start()
     again = shared.generate(prompts, seeds=SEEDS, temperature=0.7, reward=judged)
     engine.close()
-    return [c.token_ids for c in undisturbed], [c.token_ids for c in again], asked
+    return [*map(response_of, undisturbed)], [*map(response_of, again)], asked
 
 
 @pytest.mark.ranks

@@ -12,19 +12,18 @@ import pytest
 
 from rftmega.config import ParallelConfig, RolloutConfig
 from rftmega.errors import GapExceeded
-from rftmega.types import Completion, Prompt
+from rftmega.types import Prompt, Rollout
 from tests.layouts import config_of
 from tests.ranks import run_ranks
+from tests.rollouts import completion_of, rollout_of
 from tests.tiny_models import save_tiny
 
 PROMPTS = [Prompt((5, 9, 100)), Prompt((3,)), Prompt((7, 11)), Prompt((2, 2, 2, 2))]
 EMBEDDING = "model.embed_tokens.weight"
 
 
-def likes_long(
-    prompts: Sequence[Prompt], completions: Sequence[Completion]
-) -> list[dict[str, float]]:
-    return [{"reward": float(len(completion.token_ids))} for completion in completions]
+def likes_long(prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[dict[str, float]]:
+    return [{"reward": float(len(completion.response_ids))} for completion in rollouts]
 
 
 def body(world: Any, folder: Path, output: Path) -> dict[str, str]:
@@ -98,22 +97,25 @@ def body(world: Any, folder: Path, output: Path) -> dict[str, str]:
 
     with_fault("changed on its way", push, "opened", damaged)
 
-    def swapped(plain: Any, *given: Any, **named: Any) -> Any:
-        found = plain(*given, **named)
-        return [*found[3:6], *found[:3], *found[6:]] if len(found) == 12 else found
+    def swapped(plain: Any, self: Any, prompts: Any, **named: Any) -> Any:
+        found = [completion_of(each) for each in plain(self, prompts, **named)]
+        if len(found) == 12:
+            found = [*found[3:6], *found[:3], *found[6:]]
+        return [rollout_of(prompt, each) for prompt, each in zip(prompts, found, strict=True)]
 
     with_fault("answers at other prompts", EnginePool, "generate", swapped)
 
-    def shifted(plain: Any, *given: Any, **named: Any) -> Any:
-        found = plain(*given, **named)
-        return [replace(each, logprobs=(*each.logprobs[1:], each.logprobs[0])) for each in found]
+    def shifted(plain: Any, self: Any, prompts: Any, **named: Any) -> Any:
+        found = [completion_of(each) for each in plain(self, prompts, **named)]
+        off = [replace(each, logprobs=(*each.logprobs[1:], each.logprobs[0])) for each in found]
+        return [rollout_of(prompt, each) for prompt, each in zip(prompts, off, strict=True)]
 
     with_fault("log-probs of the next token", EnginePool, "generate", shifted)
     with_fault(
         "no temperature",
         TransformersEngine,
         "_answer",
-        lambda plain, self, prompt, seed, _: plain(self, prompt, seed, 1.0),
+        lambda plain, self, requests, _: plain(self, requests, 1.0),
     )
 
     @torch.no_grad()
@@ -197,7 +199,7 @@ def test_a_bundle_tells_the_same_cause_offline(seen: Any) -> None:
     prompts = {tuple(rows.tokens[b, : rows.prompt_lengths[b]].tolist()) for b in range(len(rows))}
     assert prompts == {prompt.token_ids for prompt in PROMPTS}
     assert set(bundle.versions[rows.mask].tolist()) == {3}
-    assert json.loads((folders[-1] / "bundle.json").read_text())["format"] == 1
+    assert json.loads((folders[-1] / "bundle.json").read_text())["format"] == 2
 
 
 def test_the_replay_of_a_bundle_says_which_of_the_two_is_wrong(

@@ -20,12 +20,13 @@ from rftmega.dispatch.stop_consensus import EVERY
 from rftmega.errors import Preempted
 from rftmega.parallel import preemption
 from rftmega.parallel.process_group import World
-from rftmega.rollout import servers as servers_module
+from rftmega.rollout import server as server_module
 from rftmega.rollout.servers import ServerEngine
-from rftmega.types import Completion, Prompt
+from rftmega.types import Prompt, Rollout
 from tests.distributed.test_early_stop import AsLongAsItsSeed, NoPush, NoTurns
 from tests.distributed.test_engine_faults import PROMPTS, SCORED_SERVER, SEEDS, Pushes, scores, told
 from tests.ranks import run_ranks
+from tests.rollouts import pool_of
 
 REQUESTS = [Prompt((5, place), index=place) for place in range(24)]
 LENGTHS = [random.Random(place).randint(20, 60) for place in range(24)]
@@ -33,7 +34,7 @@ ASKED_AT = 50  # engine steps of about 100
 
 
 def scored_by_index(
-    prompts: Sequence[Prompt], completions: Sequence[Completion]
+    prompts: Sequence[Prompt], rollouts: Sequence[Rollout]
 ) -> list[dict[str, float]]:
     return [{"reward": float(prompt.index)} for prompt in prompts]
 
@@ -41,11 +42,8 @@ def scored_by_index(
 def ask(
     engine: EnginePool, requests: Sequence[Prompt], until: bool, settings: dict[str, Any]
 ) -> Any:
-    if until:
-        return engine.generate_until(
-            requests, enough=lambda answers: None not in answers, **settings
-        )
-    return engine.generate(requests, **settings)
+    enough = (lambda answers: None not in answers) if until else None
+    return engine.generate(requests, enough=enough, **settings)
 
 
 def shared_body(world: World, folder: Path, per_engine: int, until: bool) -> Any:
@@ -59,7 +57,7 @@ def shared_body(world: World, folder: Path, per_engine: int, until: bool) -> Any
             os.kill(os.getpid(), signal.SIGUSR1)
 
     engine.load_weights([], version=7)
-    shared = EnginePool(
+    shared = pool_of(
         engine,
         NoTurns({}, offload=False),
         world,
@@ -69,13 +67,11 @@ def shared_body(world: World, folder: Path, per_engine: int, until: bool) -> Any
     )
     given_up = Event()
 
-    def score(
-        prompts: Sequence[Prompt], completions: Sequence[Completion]
-    ) -> list[dict[str, float]]:
+    def score(prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[dict[str, float]]:
         """The first answers' scores come when nobody waits for them any more."""
         if any(prompt.index < 2 for prompt in prompts) and not until:
             given_up.wait()
-        return scored_by_index(prompts, completions)
+        return scored_by_index(prompts, rollouts)
 
     settings: dict[str, Any] = {"seeds": LENGTHS, "temperature": 1.0, "reward": score}
     with preemption.listening(), pytest.raises(Preempted) as raised:
@@ -85,8 +81,8 @@ def shared_body(world: World, folder: Path, per_engine: int, until: bool) -> Any
     preemption.request.came = 0
     preemption.meet(None)
     whole = shared.generate(REQUESTS, **settings)
-    answers = [None if c is None else (len(c.token_ids), c.scores) for c in raised.value.answers]
-    return answers, steps, came, [(len(c.token_ids), c.scores) for c in whole]
+    answers = [None if c is None else (len(c.response_ids), c.scores) for c in raised.value.answers]
+    return answers, steps, came, [(len(c.response_ids), c.scores) for c in whole]
 
 
 @pytest.mark.parametrize("per_engine", [1, 2])
@@ -125,7 +121,7 @@ def servers_body(world: World, folder: Path, asked: int, until: bool) -> Any:
     """One process alone speaks to the servers; `asked` is the one that gets a signal when three
     answers are there.
     """
-    servers_module.PROGRAM, preemption.LOOK, engine_pool.PATIENCE = "scripted_server", 0.02, 0.2
+    server_module.PROGRAM, preemption.LOOK, engine_pool.PATIENCE = "scripted_server", 0.02, 0.2
     os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])
     preemption.meet(dist.FileStore(str(folder / "board"), world.size))
     Slow.folder = folder
@@ -136,23 +132,22 @@ def servers_body(world: World, folder: Path, asked: int, until: bool) -> Any:
         engine.expect(["one"])
     weights = Pushes(engine)
     weights.push(version=4)
-    shared = ServerPool(
+    shared = pool_of(
         engine,
         NoTurns({}, offload=False),
         world,
         weights,
         processes_per_engine=world.size,
         restarts=0,
+        kind=ServerPool,
     )
     seen: list[int] = []
 
-    def score(
-        prompts: Sequence[Prompt], completions: Sequence[Completion]
-    ) -> list[dict[str, float]]:
+    def score(prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[dict[str, float]]:
         seen.append(len(prompts))
-        if sum(seen) == 3:
+        if sum(seen) >= 3:
             (folder / "now").touch()
-        return scores(prompts, completions)
+        return scores(prompts, rollouts)
 
     settings: dict[str, Any] = {"seeds": SEEDS, "temperature": 1.0, "reward": score}
     real = preemption.asked

@@ -18,10 +18,11 @@ from rftmega.errors import GapExceeded
 from rftmega.experience import ExperienceMaker
 from rftmega.trainer.learner import Learner
 from rftmega.trainer.ppo import PPOTrainer, Sampling, StepParts
-from rftmega.types import Completion, Prompt
+from rftmega.types import Completion, Prompt, Rollout
 from rftmega.weights import Exporter
 from tests.layouts import build_actor
 from tests.ranks import run_ranks
+from tests.rollouts import rollout_of
 from tests.tiny_models import save_tiny
 
 OPTIMIZER = OptimizerConfig(epsilon=1e-4, learning_rate=1e-2, weight_decay=0.0)
@@ -39,21 +40,21 @@ class Engine:
 
     def generate(
         self, prompts: Sequence[Prompt], *, seeds: Sequence[int], **how: Any
-    ) -> list[Completion]:
+    ) -> list[Rollout]:
         found = []
-        for seed in seeds:
+        for prompt, seed in zip(prompts, seeds, strict=True):
             draw = random.Random(seed)
             tokens = tuple(draw.randrange(131) for _ in range(draw.randint(1, 9)))
-            found.append(
-                Completion(tokens, tuple(-4 - draw.random() for _ in tokens), "stop", self.version)
-            )
+            logprobs = tuple(-4 - draw.random() for _ in tokens)
+            completion = Completion(tokens, logprobs, "stop", self.version)
+            found.append(rollout_of(prompt, completion))
         return found
 
 
 def longer_is_better(
-    prompts: Sequence[Prompt], completions: Sequence[Completion]
+    prompts: Sequence[Prompt], rollouts: Sequence[Rollout]
 ) -> list[dict[str, float]]:
-    return [{"reward": float(len(completion.token_ids))} for completion in completions]
+    return [{"reward": float(len(completion.response_ids))} for completion in rollouts]
 
 
 class Refuses:

@@ -25,6 +25,8 @@ ROWS, PROMPTS = (
     [[5, 9, 130, 2, 77], [3, 0], [(37 * i) % 131 for i in range(30)], [8], [1, 2, 3, 4, 5, 6]],
     [2, 1, 4, 1, 3],
 )
+# of the third row, positions whose tokens a tool said: no part of any loss
+TOOL = slice(10, 17)
 GIVEN, GIVEN_PROMPTS = [[7, 7, 7], [0, 1, 2, 3], [(11 * i) % 131 for i in range(40)]], [1, 3, 20]
 TEMPERATURE, COEF = 0.7, 0.4
 OPTIMIZER = OptimizerConfig(epsilon=1e-4, learning_rate=1e-2, weight_decay=0.0, clip_grad=0.0)
@@ -36,6 +38,7 @@ def body(world: Any, folder: Path, parallel: ParallelConfig, updates_per_epoch: 
         updates_per_epoch=updates_per_epoch, token_cap=40,
     )  # fmt: skip
     rows = rows_of(ROWS, PROMPTS)
+    rows.mask[2, TOOL.start - 1 : TOOL.stop - 1] = False
     logp = actor.log_probs(rows).logp
     experience = Experience(
         rows.tokens,
@@ -66,13 +69,10 @@ def picked(
     found = []
     for row, prompt in zip(rows, prompts, strict=True):
         logp = (model(torch.tensor([row])).logits[0] / temperature).log_softmax(-1)
-        found.append(
-            logp[
-                torch.arange(prompt - 1, len(row) - 1),
-                torch.tensor(row[prompt:], dtype=torch.int64),
-            ]
-        )
-    return torch.cat(found)
+        said = range(*TOOL.indices(len(row))) if row == ROWS[2] else range(0)
+        chosen = [place for place in range(prompt, len(row)) if place not in said]
+        found += [logp[place - 1, row[place]] for place in chosen]
+    return torch.stack(found)
 
 
 @pytest.mark.parametrize("updates_per_epoch", [1, 2])

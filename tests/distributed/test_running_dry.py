@@ -14,11 +14,13 @@ from rftmega.dispatch.engine_pool import EnginePool
 from rftmega.errors import EngineFault
 from rftmega.parallel.process_group import World
 from rftmega.rollout import ScriptedEngine
-from rftmega.rollout.request_order import Lengths, ordered
-from rftmega.types import Completion, Prompt
+from rftmega.rollout.request_order import ordered
+from rftmega.trainer.expected_lengths import ExpectedLengths
+from rftmega.types import Completion, Prompt, Rollout
 from tests.distributed.test_early_stop import NoPush, NoTurns
 from tests.distributed.test_engine_faults import Pushes
 from tests.ranks import run_ranks
+from tests.rollouts import Wrapped, completion_of, pool_of, rollout_of
 
 SIBLINGS, SLOTS = 3, 2
 PROMPTS = [Prompt((5, number), index=number) for number in range(16) for _ in range(SIBLINGS)]
@@ -38,25 +40,23 @@ class LongTailed(ScriptedEngine):
         super().__init__(RolloutConfig(max_batch=SLOTS), vocabulary=50, stop_ids=[3])
         self.then, self.begun = then, list[int]()
 
-    def _answer(self, seed: int) -> Completion:
+    def _completion(self, seed: int) -> Completion:
         assert self.version is not None
         self.begun.append(seed)
         ids = tokens_of(seed)
         return Completion(ids, tuple(-0.5 for _ in ids), "stop", self.version)
 
-    def _generate(
-        self, prompts: Any, seeds: Any, temperature: float, finished: Any, stop: Any, more: Any
-    ) -> Any:
+    def _answer(self, requests: Any, temperature: float) -> None:
         def stepped() -> bool:
             self.then(self)
-            return stop()
+            return requests.stopped()
 
-        return super()._generate(prompts, seeds, temperature, finished, stepped, more)
+        super()._answer(Wrapped(requests, stopped=stepped), temperature)
 
 
-def scores(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
+def scores(prompts: Sequence[Prompt], completions: Sequence[Rollout]) -> list[dict[str, float]]:
     return [
-        {"reward": float(prompt.index + sum(c.token_ids))}
+        {"reward": float(prompt.index + sum(c.response_ids))}
         for prompt, c in zip(prompts, completions, strict=True)
     ]
 
@@ -67,30 +67,31 @@ def by_one_engine() -> list[Any]:
     engine = LongTailed()
     engine.load_weights([], version=7)
     answers = engine.generate(PROMPTS, seeds=SEEDS, temperature=1.0)
-    scored = scores(PROMPTS, answers)
+    rollouts = [rollout_of(prompt, answer) for prompt, answer in zip(PROMPTS, answers, strict=True)]
+    scored = scores(PROMPTS, rollouts)
     return [
         (answer.token_ids, answer.logprobs, score)
         for answer, score in zip(answers, scored, strict=True)
     ]
 
 
-def all_there(completions: Sequence[Completion | None]) -> bool:
+def all_there(completions: Sequence[Rollout | None]) -> bool:
     return None not in completions
 
 
 def asked_of(shared: EnginePool, until: bool) -> list[Any]:
     settings: dict[str, Any] = {"seeds": SEEDS, "temperature": 1.0, "reward": scores}
-    found: Any = (
-        shared.generate_until(PROMPTS, enough=all_there, **settings)
-        if until
-        else shared.generate(PROMPTS, **settings)
-    )
-    return [(answer.token_ids, answer.logprobs, answer.scores) for answer in found]
+    found: Any = shared.generate(PROMPTS, enough=all_there if until else None, **settings)
+    answers = map(completion_of, found)
+    return [
+        (answer.token_ids, answer.logprobs, rollout.scores)
+        for answer, rollout in zip(answers, found, strict=True)
+    ]
 
 
 def first_of(engines: int) -> list[list[int]]:
     """Seeds that each engine begins with."""
-    first, rest = ordered(PROMPTS, Lengths().expected(PROMPTS), engines, SLOTS)
+    first, rest = ordered(PROMPTS, ExpectedLengths().expected(PROMPTS), engines, SLOTS)
     assert len(rest) > engines
     return [[SEEDS[place] for place in places] for places in first]
 
@@ -100,7 +101,7 @@ def body(world: World, per_engine: int, until: bool) -> Any:
     rng = random.Random(world.rank)
     engine = LongTailed(lambda engine: time.sleep(0.0005 * rng.random()))
     engine.load_weights([], version=7)
-    shared = EnginePool(
+    shared = pool_of(
         engine,
         NoTurns({}, offload=False),
         world,
@@ -132,7 +133,7 @@ def test_answers_are_one_engines_and_each_request_is_begun_once_by_all_processes
 def dealt_once(engines: int) -> int:
     """Steps of engines that get all requests at the beginning."""
     found = []
-    for part in ordered(PROMPTS, Lengths().expected(PROMPTS), engines, len(PROMPTS)).first:
+    for part in ordered(PROMPTS, ExpectedLengths().expected(PROMPTS), engines, len(PROMPTS)).first:
         engine = LongTailed()
         engine.load_weights([], version=7)
         engine.generate(
@@ -161,7 +162,7 @@ def one_stands_still(world: World) -> Any:
 
     engine = LongTailed(then)
     engine.load_weights([], version=7)
-    shared = EnginePool(
+    shared = pool_of(
         engine, NoTurns({}, offload=False), world, NoPush(), processes_per_engine=1, restarts=0
     )
     plain = shared._ask
@@ -189,7 +190,7 @@ def fault_body(world: World, per_engine: int, until: bool, breaks: int) -> Any:
     engine = LongTailed(then)
     weights = Pushes(engine)
     weights.push(version=7)
-    shared = EnginePool(
+    shared = pool_of(
         engine,
         NoTurns({}, offload=False),
         world,

@@ -14,13 +14,12 @@ from rftmega.algorithms.losses import policy_loss
 from rftmega.config import OptimizerConfig, ParallelConfig, RolloutConfig, RunConfig
 from rftmega.config.algorithms import GAE, GroupNorm
 from rftmega.device.residency import ADAM, PARTS
-from rftmega.experience import ExperienceMaker, collect
-from rftmega.megatron import MegatronBackend
+from rftmega.experience import ExperienceMaker, collect, complete
+from rftmega.megatron import MegatronBackend, backend
 from rftmega.planning.fit import stages_of
 from rftmega.planning.memory import Budget, on_device
 from rftmega.planning.models import models_of
 from rftmega.rollout import ScriptedEngine
-from rftmega.strategy import reinforcement
 from rftmega.strategy.reinforcement import ReinforcementStrategy
 from rftmega.types import Prompt
 from tests.layouts import config_of
@@ -118,7 +117,7 @@ def starts(world: Any, folder: Path, case: Case) -> bool:
 
     patch = pytest.MonkeyPatch()
     for name in ("MegatronActor", "MegatronCritic"):
-        patch.setattr(reinforcement, name, watched(getattr(reinforcement, name)))
+        patch.setattr(backend, name, watched(getattr(backend, name)))
 
     def create(config: RunConfig, world: Any, *, vocabulary: int, stop_ids: Sequence[int]) -> Any:
         if case.memory * MIB - held() < config.rollout.memory_fraction * case.memory * MIB:
@@ -173,8 +172,8 @@ def cycle_body(world: Any, folder: Path) -> Any:
     answers = made.engine.generate(prompts, seeds=[1, 2, 3, 4], temperature=1.0)
     samples = collect(
         prompts,
-        answers,
-        lambda p, c: [{"reward": float(len(x.token_ids))} for x in c],
+        complete(answers),
+        lambda p, c: [{"reward": float(len(x.response_ids))} for x in c],
         samples_per_prompt=2,
     )
     experience = ExperienceMaker(made.policy).make(samples)

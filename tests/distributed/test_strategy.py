@@ -12,9 +12,10 @@ from rftmega.errors import EngineError
 from rftmega.lightrft.naive_experience_maker import NaiveExperienceMaker
 from rftmega.lightrft.padded_experience import to_experience
 from rftmega.rollout import EngineStatus, ScriptedEngine
-from rftmega.types import Completion, Prompt
+from rftmega.types import Prompt, Rollout
 from tests.layouts import config_of, rows_of
 from tests.ranks import on_ranks, run_ranks
+from tests.rollouts import Wrapped
 from tests.tiny_models import save_tiny
 from tests.unit.lightrft.test_base import Plain
 
@@ -72,11 +73,17 @@ class Recorded(ScriptedEngine):
         self.batches: list[int] = []
         self.load_weights([], version=0)
 
-    def _generate(
-        self, prompts: Any, seeds: Any, temperature: float, finished: Any, stop: Any, more: Any
-    ) -> Any:
-        self.batches.append(len(prompts))
-        return super()._generate(prompts, seeds, temperature, finished, stop, more)
+    def _answer(self, requests: Any, temperature: float) -> None:
+        noted = Wrapped(requests)
+
+        def taken(room: int) -> Any:
+            found = requests.take(room)
+            if found:
+                self.batches.append(len(found))
+            return found
+
+        noted.take = taken
+        super()._answer(noted, temperature)
 
 
 PORTIONS = [[[1], [2, 2], [3]], [], [[4]], [[5], [6, 6]]]
@@ -125,10 +132,8 @@ def test_every_process_gets_the_answers_to_its_own_prompts_whoever_shares_an_eng
         assert len(local) == 4 // size, "one engine's processes draw alike, engines differently"
 
 
-def likes_long(
-    prompts: Sequence[Prompt], completions: Sequence[Completion]
-) -> list[dict[str, float]]:
-    return [{"reward": float(len(completion.token_ids))} for completion in completions]
+def likes_long(prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[dict[str, float]]:
+    return [{"reward": float(len(completion.response_ids))} for completion in rollouts]
 
 
 def megatron_body(world: Any, folder: Path, output: Path) -> Any:
@@ -181,11 +186,11 @@ def megatron_body(world: Any, folder: Path, output: Path) -> Any:
         policy, str(output), tag="a", client_state={"consumed_samples": 12, "places": {2: 1, 10: 2}}
     )
     made.update_engine_weights(actor)
-    judged: list[Completion] = []
+    judged: list[Rollout] = []
 
-    def watched(prompts: Any, completions: Any) -> Any:
-        judged.extend(completions)
-        return likes_long(prompts, completions)
+    def watched(prompts: Any, rollouts: Any) -> Any:
+        judged.extend(rollouts)
+        return likes_long(prompts, rollouts)
 
     maker = NaiveExperienceMaker(policy, None, watched, None, None, 8, None, made)
     (experience,) = maker.make_experience_list(

@@ -16,16 +16,17 @@ from safetensors.torch import load_file
 
 from rftmega.algorithms.losses import policy_loss
 from rftmega.config import ParallelConfig, RolloutConfig
-from rftmega.dispatch.engine_pool import EnginePool
+from rftmega.dispatch.colocated_weights import ColocatedWeights
 from rftmega.errors import EngineError
 from rftmega.parallel.collectives import gather_objects
 from rftmega.rollout.transformers import TransformersEngine
-from rftmega.strategy.colocated import ColocatedPolicy, ColocatedWeights
+from rftmega.strategy.colocated import ColocatedPolicy
 from rftmega.strategy.phases import DevicePhases
 from rftmega.types import Completion, Experience, Prompt
 from rftmega.weights import EngineWeights, Exporter
 from tests.layouts import build_actor, build_manager, rows_of
 from tests.ranks import run_ranks
+from tests.rollouts import completion_of, pool_of, response_of
 from tests.tiny_models import save_tiny
 
 PROMPTS = [
@@ -96,7 +97,7 @@ def agreement_body(world: Any, folder: Path, parallel: ParallelConfig, engine_si
     weights = ColocatedWeights(
         EngineWeights(actor.manager.shards(), engine, bucket_bytes=50_000), turns
     )
-    shared = EnginePool(engine, turns, world, weights, processes_per_engine=engine_size, restarts=1)
+    shared = pool_of(engine, turns, world, weights, processes_per_engine=engine_size, restarts=1)
     policy = ColocatedPolicy(actor, turns)
     exporter = Exporter(actor.manager.shards(), actor.topology.replica_group, bucket_bytes=50_000)
     found = []
@@ -113,6 +114,7 @@ def agreement_body(world: Any, folder: Path, parallel: ParallelConfig, engine_si
         assert by_loader_itself(weights, shared, version) == answers, (
             "recorded copies are not the loader's"
         )
+        answers = [completion_of(a) for a in answers]
         with broken_once(engine):
             mended = shared.generate(PROMPTS, seeds=[1, 2, 3], temperature=0.7)
         again = shared.generate(PROMPTS[::-1], seeds=[3, 2, 1], temperature=0.7)[::-1]
@@ -121,13 +123,16 @@ def agreement_body(world: Any, folder: Path, parallel: ParallelConfig, engine_si
             [len(p.token_ids) for p in PROMPTS],
         )
         engine_logp = torch.tensor([x for a in answers for x in a.logprobs])
-        greedy = [e.generate(PROMPTS, seeds=[0] * 3, temperature=0.0) for e in (shared, oracle)]
+        greedy = [
+            [completion_of(a) for a in shared.generate(PROMPTS, seeds=[0] * 3, temperature=0.0)],
+            oracle.generate(PROMPTS, seeds=[0] * 3, temperature=0.0),
+        ]
         stats = policy.log_probs(rows)
         found.append({
             "gap": (stats.logp[rows.mask] - engine_logp).abs().max().item(),
             "answers": [a.token_ids for a in answers],
-            "mended": [a.token_ids for a in mended],
-            "again": [a.token_ids for a in again],
+            "mended": [response_of(a) for a in mended],
+            "again": [response_of(a) for a in again],
             "versions": {a.policy_version for a in answers},
             "greedy": [[a.token_ids for a in answers] for answers in greedy],
             "reasons": [(a.finish_reason, len(a.token_ids), a.token_ids[-1]) for a in answers],
@@ -278,11 +283,11 @@ def mixture_body(world: Any, folder: Path) -> None:
         before = copied
     buckets = enumerate(weights.buckets)
     left = [
-        part
+        (tensor, part)
         for number, bucket in buckets
-        for part in recording.of_bucket(number, bucket.units, bucket.receives)[1]
+        for tensor, part in recording.of_bucket(number, bucket.tensors, bucket.receives)[1]
     ]
-    assert {unit.planned[part].name for unit, part in left} == {
+    assert {tensor.names[part] for tensor, part in left} == {
         "model.embed_tokens.weight",
         "lm_head.weight",
     }, "vLLM fills their padding; all else is copied"

@@ -15,19 +15,22 @@ import pytest
 from torch import Tensor
 
 from rftmega.config import ParallelConfig, RolloutConfig
+from rftmega.dispatch.colocated_weights import ColocatedWeights
 from rftmega.dispatch.engine_pool import ServerPool
 from rftmega.errors import EngineError
 from rftmega.parallel.process_group import World
 from rftmega.parallel.watchdog import HUNG, watched
 from rftmega.rollout import ScriptedEngine
+from rftmega.rollout import server as server_module
 from rftmega.rollout import servers as servers_module
-from rftmega.rollout.servers import Server, ServerEngine
-from rftmega.strategy.colocated import ColocatedWeights
+from rftmega.rollout.server import Server
+from rftmega.rollout.servers import ServerEngine
 from rftmega.strategy.phases import DevicePhases
 from rftmega.weights import EngineWeights, SharedWeights
 from tests.distributed.test_engine_faults import PROMPTS, SEEDS, at_least
 from tests.layouts import build_manager
 from tests.ranks import run_ranks
+from tests.rollouts import pool_of
 from tests.tiny_models import save_tiny
 
 SECONDS = 1.0  # watched is only what hangs, for the machine may take any time for the rest
@@ -123,7 +126,7 @@ class HangsOnce(ServerEngine):
 
 
 def server_body(world: World, folder: Path, path: str, said: Path) -> str:
-    servers_module.PROGRAM, servers_module.Server = "scripted_server", WatchedServer  # type: ignore[misc]
+    server_module.PROGRAM, servers_module.Server = "scripted_server", WatchedServer  # type: ignore[misc]
     # not as tests.scripted_server: the package imports torch
     os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])
     WatchedServer.hung, WatchedServer.rank, HangsOnce.path = path, world.rank, path
@@ -133,13 +136,13 @@ def server_body(world: World, folder: Path, path: str, said: Path) -> str:
     )
     turns = DevicePhases({"policy": manager.residency}, offload=False)
     weights = ColocatedWeights(SharedWeights(manager.shards(), engine, bucket_bytes=10_000), turns)
-    shared = ServerPool(engine, turns, world, weights, processes_per_engine=world.size, restarts=0)
+    shared = pool_of(
+        engine, turns, world, weights, processes_per_engine=world.size, restarts=0, kind=ServerPool
+    )
     try:
         with heard(said / str(world.rank)):
             weights.push(version=4)
-            shared.generate_until(
-                PROMPTS, seeds=SEEDS, temperature=1.0, enough=partial(at_least, 3)
-            )
+            shared.generate(PROMPTS, seeds=SEEDS, temperature=1.0, enough=partial(at_least, 3))
     except EngineError as error:
         return str(error)
     finally:
@@ -149,7 +152,7 @@ def server_body(world: World, folder: Path, path: str, said: Path) -> str:
 
 @pytest.mark.parametrize(
     ("path", "phase", "asked_by"),
-    [("update_weights", "push", "in take"), ("abort_requests", "rollout", "in _ask")],
+    [("update_weights", "push", "in take"), ("abort_requests", "rollout", "in _answer")],
 )
 def test_a_server_that_hangs_in_a_push_or_an_abort_is_named(
     path: str, phase: str, asked_by: str, tmp_path: Path

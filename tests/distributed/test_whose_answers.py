@@ -10,9 +10,10 @@ from rftmega.config import RolloutConfig
 from rftmega.dispatch.engine_pool import EnginePool, ServerPool
 from rftmega.parallel.process_group import World
 from rftmega.rollout import ScriptedEngine
-from rftmega.types import Completion, Prompt
+from rftmega.types import Completion, Prompt, Rollout
 from tests.distributed.test_early_stop import NoPush, NoTurns
 from tests.ranks import run_ranks
+from tests.rollouts import pool_of, response_of
 
 # of several expected lengths
 PROMPTS = [Prompt(tuple([place] * (1 + place % 4))) for place in range(14) for _ in range(2)]
@@ -29,28 +30,30 @@ class Repeats(ScriptedEngine):
         self.number = number
         self.load_weights([], version=0)
 
-    def _generate(
-        self, prompts: Any, seeds: Any, temperature: float, finished: Any, stop: Any, more: Any
-    ) -> Any:
-        found: list[Completion | None] = [None] * len(prompts)
-        for place in sorted(range(len(prompts)), key=lambda place: len(prompts[place].token_ids)):
-            ids = (*prompts[place].token_ids, seeds[place], self.number)
-            found[place] = Completion(ids, (0.0,) * len(ids), "stop", 0)
-            finished([place], [found[place]])
-            if stop():
+    def _answer(self, requests: Any, temperature: float) -> None:
+        asked = [*requests.take(3)]
+        left = set(range(len(asked)))
+        while left:
+            number = min(left, key=lambda number: len(asked[number].token_ids))
+            left.remove(number)
+            ids = (*asked[number].token_ids, asked[number].seed, self.number)
+            requests.finished([number], [Completion(ids, (0.0,) * len(ids), "stop", 0)])
+            if requests.stopped():
                 break
-        return found
+            further = requests.take(3 - len(left)) if len(left) < 3 else ()
+            left |= set(range(len(asked), len(asked) + len(further)))
+            asked += further
 
 
-def scores(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
+def scores(prompts: Sequence[Prompt], completions: Sequence[Rollout]) -> list[dict[str, float]]:
     """Of the prompt and its answer together."""
     return [
-        {"reward": float(sum(p.token_ids) - sum(c.token_ids[:-1]))}
+        {"reward": float(sum(p.token_ids) - sum(c.response_ids[:-1]))}
         for p, c in zip(prompts, completions, strict=True)
     ]
 
 
-def all_there(completions: Sequence[Completion | None]) -> bool:
+def all_there(completions: Sequence[Rollout | None]) -> bool:
     return None not in completions
 
 
@@ -58,13 +61,21 @@ def answers_body(world: World, per_engine: int, until: bool, by_one: bool) -> An
     engine = Repeats(world.rank // per_engine)
     kind, per_engine = (ServerPool, world.size) if by_one else (EnginePool, per_engine)
     turns = NoTurns({}, offload=False)
-    shared = kind(engine, turns, world, NoPush(), processes_per_engine=per_engine, restarts=0)
+    shared = pool_of(
+        engine,
+        turns,
+        world,
+        NoPush(),
+        kind=kind,
+        processes_per_engine=per_engine,
+        restarts=0,
+    )
     asked: dict[str, Any] = {"seeds": SEEDS, "temperature": 1.0, "reward": scores}
-    ask = partial(shared.generate_until, enough=all_there) if until else shared.generate
-    # the second time with the lengths of the first
-    found = [ask(PROMPTS, **asked) for _ in range(2)]
+    ask = partial(shared.generate, enough=all_there if until else None)
+    lengths = [float(place % 5) for place in range(len(PROMPTS))]
+    found = [ask(PROMPTS, expected_lengths=expected, **asked) for expected in (None, lengths)]
     return [
-        [(answer.token_ids, answer.scores) for answer in answers if answer is not None]
+        [(response_of(answer), answer.scores) for answer in answers if answer is not None]
         for answers in found
     ]
 

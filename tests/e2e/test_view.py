@@ -25,7 +25,7 @@ def sample(i: int) -> dict[str, Any]:
     text = HOSTILE if i == 3 else f"answer {i}"
     pieces = [] if i == 7 else [text, " and", " more"]
     values = {"engine_logp": [-1.5, -0.25, -3.0], "trainer_logp": [-1.0, -0.5, -3.0], "gap": [-0.5, 0.25, 0.0],
-              "advantage": [1.0, 1.0, 1.0], "entropy": [0.1, 2.0, None]}  # fmt: skip
+              "advantage": [1.0, 1.0, 1.0], "entropy": [0.1, 2.0, None], "chosen": [True, True, i != 9]}  # fmt: skip
     return {
         "step": 1 + i // 100, "group": i % 100 // 4, "index": i, "prompt": HOSTILE if i == 3 else f"question {i}",
         "response": "".join(pieces), "label": HOSTILE if i == 3 else f"label {i}",
@@ -152,6 +152,17 @@ def test_hovering_and_the_arrow_keys_show_a_tokens_values(page: Any) -> None:
     assert "token 1 of 3" in page.text_content("#tip")
     page.keyboard.press("Escape")
     assert page.is_hidden("#tip")
+
+
+def test_what_the_environment_said_looks_otherwise_and_says_so(page: Any) -> None:
+    page.fill("#filter", "answer 9 and more")
+    page.click("tr.row >> nth=0")
+    classes = [page.locator(".token").nth(n).get_attribute("class") for n in range(3)]
+    assert ["given" in each.split() for each in classes] == [False, False, True]
+    page.hover(".token >> nth=2")
+    assert "given by the environment, not learnt" in page.text_content("#tip")
+    page.hover(".token >> nth=0")
+    assert "given by the environment" not in page.text_content("#tip")
 
 
 def test_up_and_down_choose_and_a_few_rows_stand_for_thousands(page: Any) -> None:

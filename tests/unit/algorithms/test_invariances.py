@@ -84,7 +84,7 @@ def of_values(name: str) -> bool:
 
 def experience_of(name: str) -> tuple[Experience, Tensor]:
     torch.manual_seed(0)
-    rows = Rows(
+    rows = Rows.of_answers(
         torch.zeros(len(LENGTHS), max(LENGTHS), dtype=torch.int64),
         torch.tensor(PROMPTS),
         torch.tensor(LENGTHS),
@@ -222,3 +222,38 @@ def test_an_advantage_in_float32_is_that_in_float64(name: str) -> None:
     everything = torch.arange(8)
     rounded, wanted = found_by(name, everything, dtype=torch.float32), found_by(name, everything)
     torch.testing.assert_close(rounded.double(), wanted.double(), rtol=1e-4, atol=1e-5)
+
+
+def with_hole(tensor: Tensor, at: int, width: int, fill: float) -> Tensor:
+    """Columns that no policy chose, before column `at` of what is [B, T]."""
+    if tensor.dim() == 1:
+        return tensor
+    hole = torch.full((len(tensor), width), fill).to(tensor.dtype)
+    return torch.cat([tensor[:, :at], hole, tensor[:, at:]], dim=1)
+
+
+@settings(max_examples=80)
+@drawn(
+    name=st.sampled_from(list(LOSSES)), aggregation=st.sampled_from(AGGREGATIONS), at=st.integers(0, 8),
+    width=st.integers(1, 4), poison=st.booleans(),
+)  # fmt: skip
+def test_a_loss_and_its_gradient_are_those_of_rows_without_what_a_tool_said(
+    name: str, aggregation: str, at: int, width: int, poison: bool
+) -> None:
+    experience, x = experience_of(name)
+    everything = torch.arange(len(LENGTHS))
+    value, gradient = learnt(name, aggregation, experience, x, [everything])
+
+    def holed(tensor: Tensor) -> Tensor:
+        filling = (float("nan") if poison else 3.0) if tensor.is_floating_point() else 0
+        return with_hole(tensor, at, width, filling)
+
+    longer = experience.changed(holed)
+    # column t speaks about token t + 1, and rows that end before the hole are as long as ever
+    reaches = experience.lengths > at + 1
+    longer = replace(longer, lengths=experience.lengths + width * reaches)
+    found, slope = learnt(name, aggregation, longer, with_hole(x, at, width, 3.0), [everything])
+    torch.testing.assert_close(found, value, rtol=1e-12, atol=1e-14)
+    assert not slope[:, at : at + width].any(), "what a tool said is learnt from"
+    without = torch.cat([slope[:, :at], slope[:, at + width :]], dim=1)
+    torch.testing.assert_close(without, gradient, rtol=1e-12, atol=1e-14)

@@ -18,7 +18,8 @@ from rftmega.experience import ExperienceMaker
 from rftmega.rollout import ScriptedEngine
 from rftmega.trainer import Learner, PPOTrainer
 from rftmega.trainer.ppo import Sampling
-from rftmega.types import Completion, Experience, Prompt, Rows, TokenStats
+from rftmega.types import Experience, Prompt, Rollout, Rows, TokenStats
+from tests.rollouts import Alone, answered
 
 EASY, HARD = [Prompt((1,), index=0), Prompt((2,), index=1)], [Prompt((3,), index=0)]
 
@@ -32,11 +33,6 @@ class Answers:
         self.script = {prompt: iter(tokens) for prompt, tokens in script.items()}
         self.asked: list[tuple[Prompt, int, float]] = []
 
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def load_state(self, state: dict[str, Any]) -> None: ...
-
     def generate(
         self,
         prompts: Sequence[Prompt],
@@ -44,11 +40,11 @@ class Answers:
         seeds: Sequence[int],
         temperature: float,
         reward: Any = None,
-    ) -> list[Completion]:
+    ) -> list[Rollout]:
         self.asked += [
             (prompt, seed, temperature) for prompt, seed in zip(prompts, seeds, strict=True)
         ]
-        return [Completion((next(self.script[prompt]),), (0.0,), "stop", 0) for prompt in prompts]
+        return [answered((next(self.script[prompt]),)) for prompt in prompts]
 
 
 class Trainer:
@@ -60,8 +56,8 @@ class Trainer:
         self.engine = engine
 
 
-def seven(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
-    right = [float(completion.token_ids == (7,)) for completion in completions]
+def seven(prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[dict[str, float]]:
+    right = [float(completion.response_ids == [7]) for completion in rollouts]
     return [{"exact_match": each, "half": each / 2, "reward": each} for each in right]
 
 
@@ -144,12 +140,12 @@ class Counter:
         return {}
 
 
-def moody(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
+def moody(prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[dict[str, float]]:
     """Draws from every global generator, as a user's reward may."""
     drawn = random.random() + numpy.random.rand() + float(torch.rand(()))
     return [
-        {"exact_match": float(sum(c.token_ids) % 2), "reward": drawn + len(c.token_ids)}
-        for c in completions
+        {"exact_match": float(sum(c.response_ids) % 2), "reward": drawn + len(c.response_ids)}
+        for c in rollouts
     ]
 
 
@@ -159,19 +155,6 @@ class Notes(Observer):
 
     def on_step(self, trainer: Any, metrics: dict[str, float]) -> None:
         self.metrics.append(metrics)
-
-
-class Alone(ScriptedEngine):
-    """The only engine of a run; scores are left to whoever asks."""
-
-    def generate(self, *args: Any, reward: Any = None, **settings: Any) -> list[Completion]:
-        return super().generate(*args, **settings)
-
-    def state(self) -> dict[str, Any]:
-        return self.lengths.state()
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        self.lengths.load_state(state)
 
 
 def training(evaluate: bool) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
@@ -205,24 +188,6 @@ def test_training_is_the_same_with_and_without_evaluation() -> None:
     assert with_it == without
     assert all("eval_hard_pass_at_2" in step for step in evaluated)
     assert nothing == [{}] * 4
-
-
-def test_lengths_of_held_out_answers_order_no_training_request() -> None:
-    class Learns(Alone):
-        """It expects of a prompt what its last answer had, as EnginePool does."""
-
-        def generate(self, prompts: Sequence[Prompt], **settings: Any) -> list[Completion]:
-            found = super().generate(prompts, **settings)
-            self.lengths.learn(prompts, found)
-            return found
-
-    engine = Learns(RolloutConfig(max_response_tokens=6), vocabulary=50, stop_ids=[1])
-    engine.load_weights([], version=0)
-    trained = [Prompt((i, i)) for i in range(4)]
-    engine.generate(trained, seeds=[1, 2, 3, 4], temperature=1.0)
-    before = engine.lengths.expected([*trained, *EASY, *HARD])
-    Evaluate({"": EASY, "hard": HARD}, moody, every=1, last=1).evaluate(Trainer(engine))
-    assert engine.lengths.expected([*trained, *EASY, *HARD]) == before
 
 
 def test_equal_weights_are_evaluated_equally_at_every_step() -> None:

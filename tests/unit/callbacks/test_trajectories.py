@@ -13,7 +13,17 @@ from rftmega.callbacks.trajectories import Trajectories, write
 from rftmega.config import AlgorithmConfig
 from rftmega.config.algorithms import GroupNorm
 from rftmega.experience import ExperienceMaker, collect
-from rftmega.types import Completion, Experience, Prompt, Rows, Samples, TokenStats
+from rftmega.types import (
+    Completion,
+    Experience,
+    Prompt,
+    Rollout,
+    Rows,
+    Samples,
+    TokenStats,
+    Trajectory,
+)
+from tests.rollouts import rollout_of
 
 PROMPTS = [Prompt((97, 98, 99), label="x\ud800", index=41), Prompt((100,), label="y", index=7)]
 COMPLETIONS = [
@@ -40,8 +50,8 @@ class Columns:
     reference_log_probs = log_probs
 
 
-def score(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
-    sizes = [len(completion.token_ids) for completion in completions]
+def score(prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[dict[str, float]]:
+    sizes = [len(completion.response_ids) for completion in rollouts]
     return [{"exact_match": float(size == 2), "reward": size / 3} for size in sizes]
 
 
@@ -55,7 +65,8 @@ def letters(ids: Sequence[int]) -> list[str]:
 
 def learnt(entropy: bool = True) -> tuple[Samples, Experience]:
     requests = [PROMPTS[0], PROMPTS[0], PROMPTS[1], PROMPTS[1]]
-    samples = collect(requests, COMPLETIONS, score, samples_per_prompt=2)
+    rollouts = [rollout_of(asked, said) for asked, said in zip(requests, COMPLETIONS, strict=True)]
+    samples = collect(requests, rollouts, score, samples_per_prompt=2)
     return samples, ExperienceMaker(
         Columns(entropy), AlgorithmConfig(advantage=GroupNorm(scale_by_std=False))
     ).make(samples)
@@ -90,6 +101,7 @@ def test_a_line_says_all_about_its_sample(tmp_path: Path) -> None:
         "tokens": {
             "id": [67, 68, 69], "text": ["C", "D", "E"], "engine_logp": [-0.5, -1.0, -0.0001234567],
             "trainer_logp": [-2.0, -3.0, -4.0], "gap": [1.5, 2.0, 4.0], "advantage": [0.1667] * 3, "entropy": [0.2, 0.3, 0.4],
+            "chosen": [True] * 3,
         },
     }  # fmt: skip
     assert (first["group"], first["reward"], first["reward_parts"], first["truncated"]) == (
@@ -108,6 +120,21 @@ def test_a_line_says_all_about_its_sample(tmp_path: Path) -> None:
     assert last["tokens"]["engine_logp"] == [-0.75, None]
     assert last["tokens"]["gap"] == [-0.75, None]
     assert last["response"] == "\u2028G"
+
+
+def test_tokens_of_the_environment_have_no_numbers(tmp_path: Path) -> None:
+    first, second = Completion((65,), (-0.5,), "stop", 0), Completion((66,), (-1.0,), "stop", 0)
+    turns = Rollout((Trajectory.of((97,), first, (120, 121), second),))
+    samples = collect([PROMPTS[1]] * 2, [turns, turns], score, samples_per_prompt=2)
+    experience = ExperienceMaker(Columns()).make(samples)
+    observer = Trajectories(tmp_path, text, letters, every=1, most_bytes=10**6)
+    observer.on_experience(SimpleNamespace(step=1), samples, experience)
+    tokens = lines_of(next(tmp_path.iterdir()))[0]["tokens"]
+    assert tokens["text"] == ["A", "x", "y", "B"]
+    assert tokens["chosen"] == [True, False, False, True]
+    assert tokens["engine_logp"] == [-0.5, None, None, -1.0]
+    assert tokens["trainer_logp"] == [0.0, None, None, -3.0]
+    assert tokens["gap"] == [-0.5, None, None, 2.0]
 
 
 def test_entropy_that_the_policy_does_not_give_is_null(tmp_path: Path) -> None:

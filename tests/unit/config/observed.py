@@ -35,9 +35,10 @@ from rftmega.megatron import actor, manager, model_runner
 from rftmega.observe import callbacks
 from rftmega.parallel import nodes, process_group
 from rftmega.parallel.process_group import World
-from rftmega.rollout import ScriptedEngine, servers
+from rftmega.rollout import servers
 from rftmega.strategy import reinforcement, supervised
-from rftmega.types import Completion, Metrics, Prompt, Rows, TokenStats, TokenValues
+from rftmega.types import Metrics, Prompt, Rows, TokenStats, TokenValues
+from tests.rollouts import Alone
 
 WORDS, STOP = 4, 3
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
@@ -179,7 +180,7 @@ class Strategy:
         self.model = Model(
             config, seen, data_parallel, values=config.algorithm.task == "reward_model"
         )
-        self.inner = ScriptedEngine(config.rollout, vocabulary=WORDS, stop_ids=[STOP])
+        self.inner = Alone(config.rollout, vocabulary=WORDS, stop_ids=[STOP])
         self.engine = self.weights = self.checkpoints = self
         self.label = ""
 
@@ -190,7 +191,9 @@ class Strategy:
         self.seen.append("asked for a checkpoint")
 
     def save(self, state: dict[str, Any], *, step: int) -> None:
-        self.seen.append(("saved", step, json.loads(json.dumps(state))))
+        self.seen.append(
+            ("saved", step, json.loads(json.dumps(state, default=torch.Tensor.tolist)))
+        )
 
     def wait(self) -> None: ...
 
@@ -205,17 +208,16 @@ class Strategy:
         seeds: Sequence[int],
         temperature: float,
         reward: Any = None,
-    ) -> list[Completion]:
+        enough: Any = None,
+        expected_lengths: Any = None,
+    ) -> Any:
+        """With `enough` the first so many, one more each time."""
         self.seen.append(
             ("asked", [prompt.token_ids for prompt in prompts], list(seeds), temperature)
         )
-        return self.inner.generate(prompts, seeds=seeds, temperature=temperature)
-
-    def generate_until(
-        self, prompts: Sequence[Prompt], *, enough: Any, reward: Any = None, **settings: Any
-    ) -> Any:
-        """The first so many, one more each time."""
-        answers = self.generate(prompts, **settings)
+        answers = self.inner.generate(prompts, seeds=seeds, temperature=temperature)
+        if enough is None:
+            return answers
         if reward is not None:
             answers = [
                 replace(x, scores=score)
@@ -227,10 +229,7 @@ class Strategy:
                 return found
         return answers
 
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def load_state(self, state: dict[str, Any]) -> None: ...
+    def weight_sync(self, shards: Any, *, bucket_bytes: int) -> Any: ...
 
     def export(self, folder: str) -> None:
         self.seen.append(("exported", folder))
@@ -266,7 +265,8 @@ def program(config: RunConfig, *, data_parallel: int = 1) -> Seen:
             super().__init__(*given, **named)
             seen.append(("trajectories", named))
 
-    def strategy(config: RunConfig, *_: Any, **__: Any) -> Strategy:
+    def strategy(config: RunConfig, *_: Any, environment: Any = None, **__: Any) -> Strategy:
+        seen.append(("environment", type(environment).__name__))
         return Strategy(config, seen, data_parallel)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -380,7 +380,12 @@ def built(config: RunConfig) -> Seen:
                 (name, {key: x for key, x in named.items() if not isinstance(x, RunConfig)})
             )
             still: dict[str, Any] = {which: lambda: None for which in ("start", "push", "sleep")}
-            still["weight_sync"] = lambda _, **planned: seen.append(("weight transfer", planned))
+
+            def weight_sync(_: Any, **planned: Any) -> Any:
+                seen.append(("weight transfer", planned))
+                return SimpleNamespace(push=None)
+
+            still["weight_sync"] = weight_sync
             return SimpleNamespace(
                 residency=SimpleNamespace(only=lambda: seen.append(("makes room", name))),
                 description=SimpleNamespace(family="", parameters=0, vocabulary=WORDS),
@@ -401,7 +406,6 @@ def built(config: RunConfig) -> Seen:
             "EnginePool",
             "ServerPool",
             "ColocatedPolicy",
-            "ColocatedWeights",
         ):
             patch.setattr(reinforcement, name, kept(name))
         patch.setattr(reinforcement.rollout, "create", kept("create"))

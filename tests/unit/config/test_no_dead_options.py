@@ -217,6 +217,7 @@ OPTIONS: dict[str, Live] = {
     "critic.value_clip": Live("0.001", (*GAE, *STEPS), dead=()),
     "critic.value_huber": Live("0.01", GAE, dead=()),
     "plugins": Live("[{plugin}]", seen=parts_known),
+    "environment.type": Live("talk", ("plugins=[{plugin}]",), dead=("algorithm.task=sft", "plugins=[{plugin}]")),
     "checkpoint.every": Live("1"),
     "critic.path": Live("{moe}", GAE, lambda config: value_model(config).model, dead=()),
     **{f"critic.parallel.{name}": of_critic(live) for name, live in LAYOUT.items()},
@@ -277,7 +278,7 @@ PLUGIN = """
 from dataclasses import dataclass
 from typing import Literal
 
-from rftmega.config.parts import Advantage, implements
+from rftmega.config.parts import Advantage, EnvironmentPart, implements
 
 
 @dataclass(frozen=True)
@@ -288,6 +289,17 @@ class Plain(Advantage):
 @implements(Plain)
 def plain(batch, options):
     return batch.reward[:, None] * batch.mask
+
+
+@dataclass(frozen=True)
+class Talk(EnvironmentPart):
+    type: Literal["talk"] = "talk"
+
+
+@implements(Talk)
+class TalkEnvironment:
+    def __init__(self, options, tokenizer):
+        pass
 """
 FUNCTIONS = """
 def shorter(prompts, completions, chosen, **columns):

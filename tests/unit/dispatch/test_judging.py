@@ -6,16 +6,17 @@ import pytest
 
 from rftmega.dispatch.reward_workers import THREADS, RewardWorkers
 from rftmega.errors import RewardError
-from rftmega.types import Completion, Prompt
+from rftmega.types import Prompt, Rollout
+from tests.rollouts import answered
 
 PROMPTS = [Prompt((n,), index=n) for n in range(4)]
-ANSWERS = [Completion((n, n), (0.0, 0.0), "stop", 0) for n in range(4)]
+ANSWERS = [answered((n, n), (0.0, 0.0), "stop", 0) for n in range(4)]
 
 
-def score(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[dict[str, float]]:
+def score(prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[dict[str, float]]:
     return [
-        {"reward": float(10 * p.index + c.token_ids[0])}
-        for p, c in zip(prompts, completions, strict=True)
+        {"reward": float(10 * p.index + c.response_ids[0])}
+        for p, c in zip(prompts, rollouts, strict=True)
     ]
 
 
@@ -25,18 +26,16 @@ def test_every_answer_gets_the_score_of_its_own_prompt_in_whatever_order_they_fi
             judging.finished(places, [ANSWERS[place] for place in places])
         found = judging.scored()
     assert [found[n].scores for n in range(4)] == [{"reward": 11.0 * n} for n in range(4)]
-    assert [found[n].token_ids for n in range(4)] == [answer.token_ids for answer in ANSWERS]
+    assert [found[n].response_ids for n in range(4)] == [answer.response_ids for answer in ANSWERS]
 
 
 def test_rewards_are_at_work_while_answers_are_still_to_come() -> None:
     begun, last = threading.Event(), threading.Event()
 
-    def waits(
-        prompts: Sequence[Prompt], completions: Sequence[Completion]
-    ) -> list[dict[str, float]]:
+    def waits(prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[dict[str, float]]:
         begun.set()
         assert last.wait(10), "it was asked only after the last answer"
-        return score(prompts, completions)
+        return score(prompts, rollouts)
 
     with RewardWorkers(waits, PROMPTS[:2]) as judging:
         judging.finished([0], ANSWERS[:1])
@@ -50,9 +49,7 @@ def test_rewards_are_at_work_while_answers_are_still_to_come() -> None:
 
 
 def test_what_a_reward_raises_is_raised_where_its_scores_are_wanted() -> None:
-    def broken(
-        prompts: Sequence[Prompt], completions: Sequence[Completion]
-    ) -> list[dict[str, float]]:
+    def broken(prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[dict[str, float]]:
         raise ValueError("no such label")
 
     judging = RewardWorkers(broken, PROMPTS)
@@ -66,9 +63,7 @@ def test_a_reward_that_takes_longer_than_its_limit_is_refused_and_nobody_waits_f
 ):
     never = threading.Event()
 
-    def hangs(
-        prompts: Sequence[Prompt], completions: Sequence[Completion]
-    ) -> list[dict[str, float]]:
+    def hangs(prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[dict[str, float]]:
         never.wait(600)
         return []
 
@@ -87,12 +82,10 @@ def test_a_reward_that_takes_longer_than_its_limit_is_refused_and_nobody_waits_f
 def test_a_request_to_stop_ends_the_wait_for_scores() -> None:
     never = threading.Event()
 
-    def some(
-        prompts: Sequence[Prompt], completions: Sequence[Completion]
-    ) -> list[dict[str, float]]:
+    def some(prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[dict[str, float]]:
         if prompts[0].index == 1:
             never.wait(600)
-        return score(prompts, completions)
+        return score(prompts, rollouts)
 
     with RewardWorkers(some, PROMPTS) as judging:
         judging.finished([0], ANSWERS[:1])
@@ -107,12 +100,10 @@ def test_answers_that_wait_for_a_thread_are_not_late_yet() -> None:
     """The limit is of the reward's own time, not of a queue before it."""
     begun = threading.Semaphore(0)
 
-    def slow(
-        prompts: Sequence[Prompt], completions: Sequence[Completion]
-    ) -> list[dict[str, float]]:
+    def slow(prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[dict[str, float]]:
         begun.release()
         time.sleep(0.2)
-        return score(prompts, completions)
+        return score(prompts, rollouts)
 
     many = [Prompt((n,), index=n) for n in range(4 * THREADS)]
     with RewardWorkers(slow, many, limit=30.0) as judging:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from rftmega.dispatch.announcements import Announcements
 from rftmega.dispatch.request_queues import Counted, Dealt
 from rftmega.errors import EngineFault
 from rftmega.rollout.request_order import RequestOrder
@@ -13,8 +14,8 @@ from rftmega.rollout.request_order import RequestOrder
 ORDER = RequestOrder([[0, 1], [2]], [[3, 4], [5], [6, 7, 8], [9]])
 
 
-def counted(board: Any, mine: int, **settings: Any) -> Counted:
-    queue = Counted(ORDER, mine, board=board, name="this", **settings)
+def counted(board: Any, mine: int) -> Counted:
+    queue = Counted(ORDER, mine, board=board, name="count")
     queue.begin()
     return queue
 
@@ -31,25 +32,28 @@ def test_each_piece_goes_to_the_engine_that_asks_first_and_to_no_other() -> None
     assert (first.given, second.given) == ([0, 1, 3, 4, 9], [2, 5, 6, 7, 8])
 
 
-def test_a_process_takes_what_the_first_of_its_engine_took_and_nobody_elses() -> None:
+def said_by(board: Any, *, speaks: bool) -> Announcements:
+    found = Announcements(board, "this", speaks=speaks)
+    found.begin()
+    return found
+
+
+def test_a_process_hears_what_the_first_of_its_engine_said_in_its_order() -> None:
     board = dist.HashStore()
-    leader, other = counted(board, 0, alone=False), counted(board, 1)
-    follower = counted(board, 0, alone=False, speaks=False)
-    taken = [leader.take(1), other.take(1), leader.take(4)]
-    assert taken == [[3, 4], [5], [6, 7, 8, 9]]
-    assert [follower.take(1), follower.take(4)] == [taken[0], taken[2]]
-    assert follower.given == leader.given
-    assert leader.take(1) == follower.take(1) == []
+    leader, follower = said_by(board, speaks=True), said_by(board, speaks=False)
+    for thing in ([(3, None, 7)], [], {"every": True}):
+        leader.say(thing)
+    assert [follower.hear() for _ in range(3)] == [[(3, None, 7)], [], {"every": True}]
 
 
 def test_a_process_waits_for_the_first_of_its_engine_and_hears_that_it_broke_down() -> None:
     board = dist.HashStore()
-    leader, follower = counted(board, 0, alone=False), counted(board, 0, alone=False, speaks=False)
+    leader, follower = said_by(board, speaks=True), said_by(board, speaks=False)
     said: list[str] = []
 
     def wait() -> None:
         with pytest.raises(EngineFault) as raised:
-            follower.take(1)
+            follower.hear()
         said.append(str(raised.value))
 
     waiting = threading.Thread(target=wait, daemon=True)
@@ -59,26 +63,24 @@ def test_a_process_waits_for_the_first_of_its_engine_and_hears_that_it_broke_dow
     leader.broke()
     waiting.join(10)
     assert said == ["The first process of this engine broke down."]
-    for queue in (leader, follower):
+    for one in (leader, follower):
         # the engine has started again, and its first process has not broken down since
-        queue.begin()
-    assert leader.take(1) == follower.take(1) == [3, 4]
+        one.begin()
+    leader.say("again")
+    assert follower.hear() == "again"
 
 
-def test_a_rollout_leaves_nothing_at_the_board() -> None:
+def test_a_generation_leaves_nothing_at_the_board() -> None:
     board = dist.HashStore()
-    leader, other = counted(board, 0, alone=False), counted(board, 1)
-    follower = counted(board, 0, alone=False, speaks=False)
     empty = board.num_keys()
-    for room in (1, 9):
-        assert leader.take(room) == follower.take(room)
+    first, second = counted(board, 0), counted(board, 1)
+    leader, follower = said_by(board, speaks=True), said_by(board, speaks=False)
+    first.take(1)
+    leader.say([3, 4])
     leader.broke()
-    other.take(1)
-    assert board.num_keys() == empty + 7, (
-        "the count, five turns (the last one found nothing) and the fault"
-    )
-    for queue in (leader, follower, other):
-        queue.end()
+    assert board.num_keys() == empty + 3, "the count, what was said and the fault"
+    for one in (first, second, leader, follower):
+        one.end()
     assert board.num_keys() == empty
 
 

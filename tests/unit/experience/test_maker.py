@@ -40,7 +40,7 @@ class Models:
 
 
 def samples() -> Samples:
-    rows = Rows(
+    rows = Rows.of_answers(
         torch.zeros(len(LENGTHS), WIDTH + 1, dtype=torch.int64),
         torch.tensor(PROMPTS),
         torch.tensor(LENGTHS),

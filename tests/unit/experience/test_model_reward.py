@@ -21,7 +21,9 @@ class Judge:
 
 
 def samples() -> Samples:
-    rows = Rows(torch.zeros(2, 4, dtype=torch.int64), torch.tensor([1, 1]), torch.tensor([4, 3]))
+    rows = Rows.of_answers(
+        torch.zeros(2, 4, dtype=torch.int64), torch.tensor([1, 1]), torch.tensor([4, 3])
+    )
     nothing = torch.zeros(2)
     return Samples(
         [Prompt((1,), index=7), Prompt((1,), index=8)],

@@ -11,6 +11,7 @@ from rftmega.checkpoint.states import joined, put_together, taken_apart
 from rftmega.experience import ReplayBuffer, collect
 from rftmega.lightrft.strategy import StrategyBase
 from rftmega.types import Completion, Experience, Prompt, Rows, Samples
+from tests.rollouts import rollout_of
 
 
 def experience_of(*answers: tuple[int, int], version: int = 0) -> Experience:
@@ -20,7 +21,7 @@ def experience_of(*answers: tuple[int, int], version: int = 0) -> Experience:
     for row, (token, length) in enumerate(answers):
         tokens[row, : 2 + length] = token
     lengths = torch.tensor([2 + length for _, length in answers])
-    rows = Rows(tokens, torch.full((len(answers),), 2), lengths)
+    rows = Rows.of_answers(tokens, torch.full((len(answers),), 2), lengths)
     logp = torch.where(rows.mask, -tokens[:, 1:].float(), 0.0)
     versions = torch.where(rows.mask, version, -1)
     return Experience(
@@ -130,8 +131,9 @@ def test_each_token_knows_its_policy_also_where_an_answer_went_on_after_a_push()
         Completion((1, 2, 3), (-0.1, -0.2, -0.3), "stop", 4, versions=(3, 4, 4)),
         Completion((8,), (-0.5,), "length", 4),
     ]
+    rollouts = [rollout_of(asked, said) for asked, said in zip(prompts, answers, strict=True)]
     samples = collect(
-        prompts, answers, lambda asked, given: [{"reward": 0.0}] * len(given), samples_per_prompt=1
+        prompts, rollouts, lambda asked, given: [{"reward": 0.0}] * len(given), samples_per_prompt=1
     )
     assert samples.versions is not None
     assert samples.versions.tolist() == [[-1, 3, 4, 4], [4, -1, -1, -1]]

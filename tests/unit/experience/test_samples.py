@@ -6,7 +6,8 @@ import torch
 from rftmega.config import AlgorithmConfig, KLConfig
 from rftmega.config.algorithms import GroupNorm
 from rftmega.experience import ExperienceMaker, collect
-from rftmega.types import Completion, Prompt, Rows, TokenStats
+from rftmega.types import Completion, Prompt, Rollout, Rows, TokenStats
+from tests.rollouts import rollout_of
 
 PROMPTS = [Prompt((1, 2, 3)), Prompt((1, 2, 3)), Prompt((9,)), Prompt((9,))]
 COMPLETIONS = [
@@ -16,6 +17,7 @@ COMPLETIONS = [
     Completion((), (), "length", 0),
     Completion((8,), (-0.6,), "stop", 0),
 ]
+ROLLOUTS = [rollout_of(prompt, said) for prompt, said in zip(PROMPTS, COMPLETIONS, strict=True)]
 
 
 class Flat:
@@ -28,17 +30,15 @@ class Flat:
         return TokenStats(torch.full(rows.mask.shape, -2.0), None)
 
 
-def by_length(
-    prompts: Sequence[Prompt], completions: Sequence[Completion]
-) -> list[dict[str, float]]:
+def by_length(prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[dict[str, float]]:
     return [
-        {"reward": float(len(c.token_ids)), **({"long": 1.0} if len(c.token_ids) > 1 else {})}
-        for c in completions
+        {"reward": float(len(c.response_ids)), **({"long": 1.0} if len(c.response_ids) > 1 else {})}
+        for c in rollouts
     ]
 
 
 def samples():
-    return collect(PROMPTS, COMPLETIONS, by_length, samples_per_prompt=2)
+    return collect(PROMPTS, ROLLOUTS, by_length, samples_per_prompt=2)
 
 
 def test_rows_hold_prompt_and_response_and_the_mask_covers_the_response_targets() -> None:

@@ -445,11 +445,9 @@ def test_the_temperature_reaches_the_engine() -> None:
     seen: list[float] = []
 
     class Watched(ScriptedEngine):
-        def _generate(
-            self, prompts: Any, seeds: Any, temperature: float, finished: Any, stop: Any, more: Any
-        ) -> Any:
+        def _answer(self, requests: Any, temperature: float) -> None:
             seen.append(temperature)
-            return super()._generate(prompts, seeds, temperature, finished, stop, more)
+            super()._answer(requests, temperature)
 
     made = with_engine()
     made.inference_engine = Watched(

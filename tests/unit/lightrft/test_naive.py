@@ -12,8 +12,8 @@ from rftmega.algorithms.gae import gae
 from rftmega.config import RolloutConfig
 from rftmega.lightrft.naive_experience_maker import NaiveExperienceMaker
 from rftmega.lightrft.padded_experience import BEHAVIOUR, Samples
-from rftmega.rollout import ScriptedEngine
-from rftmega.types import Completion, Prompt, Rows, TokenStats
+from rftmega.types import Prompt, Rollout, Rows, TokenStats
+from tests.rollouts import Alone, completion_of
 
 CONTROLLER = SimpleNamespace(value=0.1)
 
@@ -41,17 +41,17 @@ class Toy:
         return torch.arange(1.0, rows.tokens.shape[1]).expand(len(rows), -1)
 
 
-class Engines(ScriptedEngine):
+class Engines(Alone):
     """All engines of a run: where `judges`, answers come back with their scores."""
 
     judges = False
 
     def generate(
         self, prompts: Sequence[Prompt], *, reward: Any = None, **settings: Any
-    ) -> list[Completion]:
+    ) -> list[Rollout]:
         answers = super().generate(prompts, **settings)
         if not self.judges or reward is None:
-            return answers
+            return answers  # type: ignore[no-any-return]
         halves = [slice(0, 1), slice(1, None)]  # in parts, which may cut a group
         scores = [score for half in halves for score in reward(prompts[half], answers[half])]
         return [
@@ -66,12 +66,10 @@ def engine(*, judges: bool = False) -> Engines:
     return found
 
 
-def first_token(
-    prompts: Sequence[Prompt], completions: Sequence[Completion]
-) -> list[dict[str, float]]:
-    pairs = zip(prompts, completions, strict=True)
+def first_token(prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[dict[str, float]]:
+    pairs = zip(prompts, rollouts, strict=True)
     return [
-        {"reward": c.token_ids[0] + (100.0 if prompt.label == "yes" else 0.0)}
+        {"reward": c.response_ids[0] + (100.0 if prompt.label == "yes" else 0.0)}
         for prompt, c in pairs
     ]
 
@@ -110,21 +108,21 @@ def test_answers_come_in_batches_siblings_side_by_side_whatever_the_size_of_a_ba
     (whole,) = maker().generate_samples(
         PROMPTS, n_samples_per_prompt=3, micro_rollout_batch_size=9, labels=["no", "yes", ""]
     )
-    answers = [answer for samples in found for answer in samples.completions or []]
-    assert answers == whole.completions
+    answers = [answer for samples in found for answer in samples.rollouts or []]
+    assert answers == whole.rollouts
     rows = whole.rows()
     for ids, begin, end, answer in zip(
         rows.tokens.tolist(), rows.prompt_lengths, rows.lengths, answers, strict=True
     ):
-        assert tuple(ids[begin:end]) == answer.token_ids
+        assert ids[begin:end] == answer.response_ids
 
 
 def test_two_rollouts_draw_differently_and_a_seed_decides_them() -> None:
     one, other, again = maker(), maker(), maker()
-    drawn = [each.generate_samples(["a"] * 6, seed=3)[0].completions for each in (one, one, other)]
+    drawn = [each.generate_samples(["a"] * 6, seed=3)[0].rollouts for each in (one, one, other)]
     assert drawn[0] == drawn[2]
     assert drawn[0] != drawn[1]
-    assert again.generate_samples(["a"] * 6, seed=4)[0].completions != drawn[0]
+    assert again.generate_samples(["a"] * 6, seed=4)[0].rollouts != drawn[0]
 
 
 def test_options_come_from_the_strategys_args_and_keywords_come_first() -> None:
@@ -157,8 +155,8 @@ def test_an_experience_holds_what_policy_critic_reward_and_engine_say_of_each_to
             and found.action_mask is not None
         )
         assert found.base_action_log_probs is not None and found.action_entropy is not None
-        for row, answer in enumerate(samples.completions or []):
-            ids, number = torch.tensor(answer.token_ids), len(answer.token_ids)
+        for row, answer in enumerate(samples.rollouts or []):
+            ids, number = torch.tensor(answer.response_ids), len(answer.response_ids)
             logp = -ids / 10
             torch.testing.assert_close(found.action_log_probs[row, :number], logp)
             torch.testing.assert_close(found.base_action_log_probs[row, :number], logp - 0.5)
@@ -166,12 +164,14 @@ def test_an_experience_holds_what_policy_critic_reward_and_engine_say_of_each_to
             torch.testing.assert_close(found.kl[row, :number], torch.full((number,), 0.5))
             begin = len(samples.prompts[row].token_ids)
             assert found.values[row, :number].tolist() == list(range(begin, begin + number))
-            assert found.info[BEHAVIOUR][row, :number].tolist() == pytest.approx(answer.logprobs)
+            assert found.info[BEHAVIOUR][row, :number].tolist() == pytest.approx(
+                completion_of(answer).logprobs
+            )
             assert (
                 found.info["reward"][row]
                 == first_token([samples.prompts[row]], [answer])[0]["reward"]
             )
-            assert bool(found.info["truncated"][row]) is (answer.finish_reason == "length")
+            assert bool(found.info["truncated"][row]) is answer.truncated
             assert found.action_mask[row].tolist() == [True] * number + [False] * (
                 found.action_mask.shape[1] - number
             )
@@ -280,7 +280,7 @@ def test_several_rewards_are_combined_by_the_function_given() -> None:
     (samples,) = made.generate_samples(["a", "b"], labels=["x", "y"])
     info = made.make_experience(samples).info or {}
     assert info["reward"].tolist() == [
-        answer.token_ids[0] - 0.5 for answer in samples.completions or []
+        answer.response_ids[0] - 0.5 for answer in samples.rollouts or []
     ]
     assert seen == {"labels": ["x", "y"], "label_map": {"math": 0}, "recipe": {"math": []}}
 
@@ -294,10 +294,10 @@ class Ranked:
         self.calls = 0
 
     def __call__(
-        self, prompts: Sequence[Prompt], completions: Sequence[Completion]
+        self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]
     ) -> list[dict[str, float]]:
         self.calls += 1
-        pairs = [(prompt, c.token_ids[0]) for prompt, c in zip(prompts, completions, strict=True)]
+        pairs = [(prompt, c.response_ids[0]) for prompt, c in zip(prompts, rollouts, strict=True)]
         return [
             {"reward": float(sum(p is prompt and x < first for p, x in pairs))}
             for prompt, first in pairs
@@ -308,13 +308,11 @@ class Ranked:
 def test_every_reward_is_asked_once_an_answer_by_the_engine_where_it_can_and_of_whole_groups_at_the_end(
     judges: bool,
 ) -> None:
-    asked: list[Completion] = []
+    asked: list[Rollout] = []
 
-    def counted(
-        prompts: Sequence[Prompt], completions: Sequence[Completion]
-    ) -> list[dict[str, float]]:
-        asked.extend(completions)
-        return first_token(prompts, completions)
+    def counted(prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[dict[str, float]]:
+        asked.extend(rollouts)
+        return first_token(prompts, rollouts)
 
     ranked = Ranked()
     made = maker(
@@ -323,8 +321,8 @@ def test_every_reward_is_asked_once_an_answer_by_the_engine_where_it_can_and_of_
     made.strategy.engine = engine(judges=judges)
     # cuts both groups
     batches = made.generate_samples(["a", "b"], n_samples_per_prompt=4, micro_rollout_batch_size=3)
-    answers = [answer for samples in batches for answer in samples.completions or []]
-    firsts = [answer.token_ids[0] for answer in answers]
+    answers = [answer for samples in batches for answer in samples.rollouts or []]
+    firsts = [answer.response_ids[0] for answer in answers]
     assert (len(asked), ranked.calls) == (8, 1)
     found = [
         float(reward)
@@ -343,7 +341,7 @@ def test_every_reward_is_asked_once_an_answer_by_the_engine_where_it_can_and_of_
 
 
 def test_answers_from_elsewhere_are_judged_too() -> None:
-    rows = Rows(torch.tensor([[5, 6, 9, 1]]), torch.tensor([2]), torch.tensor([4]))
+    rows = Rows.of_answers(torch.tensor([[5, 6, 9, 1]]), torch.tensor([2]), torch.tensor([4]))
     found = maker().make_experience(Samples.of(rows, prompts=["text"], labels=["yes"]))
     assert found.info is not None
     assert found.info["reward"].tolist() == [109.0]

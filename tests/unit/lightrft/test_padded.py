@@ -28,7 +28,7 @@ LENGTHS = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 5)), min_size=1, 
 def rows_of(prompts: list[list[int]], responses: list[list[int]]) -> Rows:
     both = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
     width = max(map(len, both))
-    return Rows(
+    return Rows.of_answers(
         torch.tensor([ids + [0] * (width - len(ids)) for ids in both]),
         torch.tensor([len(prompt) for prompt in prompts]),
         torch.tensor([len(ids) for ids in both]),

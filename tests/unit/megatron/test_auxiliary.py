@@ -24,7 +24,7 @@ OTHERS, OTHER_LENGTHS = [1, 2, 2], [3, 8, 3]
 
 
 def experience_of(prompts: list[int], lengths: list[int]) -> Experience:
-    rows = Rows(
+    rows = Rows.of_answers(
         torch.zeros(len(lengths), max(lengths), dtype=torch.int64),
         torch.tensor(prompts),
         torch.tensor(lengths),

@@ -4,7 +4,8 @@ from rftmega.config import RewardConfig
 from rftmega.errors import ConfigError
 from rftmega.rewards import MajorityReward, create
 from rftmega.rewards.answer import answer_of
-from rftmega.types import Completion, Prompt
+from rftmega.types import Prompt, Rollout
+from tests.rollouts import answered
 
 
 @pytest.mark.parametrize(
@@ -30,8 +31,8 @@ def decode(ids: tuple[int, ...]) -> str:
     return "".join(map(chr, ids))
 
 
-def said(text: str) -> Completion:
-    return Completion(tuple(map(ord, text)), (0.0,) * len(text), "stop", 0)
+def said(text: str) -> Rollout:
+    return answered(tuple(map(ord, text)), (0.0,) * len(text), "stop", 0)
 
 
 def test_an_exact_match_compares_the_answer_alone_and_a_response_without_one_matches_no_label() -> (

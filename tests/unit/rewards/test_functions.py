@@ -18,11 +18,12 @@ from rftmega.config import RewardConfig
 from rftmega.config.functions import function_of, give
 from rftmega.errors import ConfigError, DataError, RewardError
 from rftmega.rewards import check_prompts, create
-from rftmega.types import Completion, Prompt
+from rftmega.types import Prompt, Rollout
+from tests.rollouts import answered
 
 
-def said(text: str) -> Completion:
-    return Completion(tuple(map(ord, text)), (), "stop", 0)
+def said(text: str) -> Rollout:
+    return answered(tuple(map(ord, text)), (), "stop", 0)
 
 
 def decode(ids: Sequence[int]) -> str:
@@ -65,6 +66,7 @@ def test_a_function_gets_prompts_answers_token_ids_and_the_columns_of_the_data()
         "answer": ["1", "2"],
         "level": [3, None],
         "note": [None, [1, None]],
+        "trajectories": [said("xyz").trajectories, said("x").trajectories],
     }
 
 

@@ -1,9 +1,10 @@
 from rftmega.rewards import MajorityReward
-from rftmega.types import Completion, Prompt
+from rftmega.types import Prompt, Rollout
+from tests.rollouts import answered
 
 
-def said(text: str) -> Completion:
-    return Completion(tuple(map(ord, text)), (0.0,) * len(text), "stop", 0)
+def said(text: str) -> Rollout:
+    return answered(tuple(map(ord, text)), (0.0,) * len(text), "stop", 0)
 
 
 def test_answers_are_scored_by_what_most_answers_to_the_same_prompt_say() -> None:

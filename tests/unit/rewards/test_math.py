@@ -9,7 +9,8 @@ from rftmega.config import RewardConfig
 from rftmega.rewards.create import create
 from rftmega.rewards.math import STARTING, MathPart, MathWorker
 from rftmega.rewards.part import Answer, Undecided
-from rftmega.types import Completion, Prompt
+from rftmega.types import Prompt
+from tests.rollouts import answered
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +93,7 @@ def test_an_answer_that_took_too_long_or_whose_process_died_is_undecided_and_cou
     config = RewardConfig(math=1.0, workers=1)
     reward = create(config, lambda ids: "".join(map(chr, ids)))
     texts = ["7", "8"]
-    answers = [Completion(tuple(map(ord, text)), (0.0,) * len(text), "stop", 0) for text in texts]
+    answers = [answered(tuple(map(ord, text)), (0.0,) * len(text), "stop", 0) for text in texts]
     found = reward([Prompt((1,), "7")] * 2, answers)
     assert [score["math"] for score in found] == [1.0, 0.0]
     assert [score["math_undecided"] for score in found] == [0.0, 0.0]

@@ -7,11 +7,12 @@ from rftmega.errors import ConfigError, DataError, RewardError
 from rftmega.rewards import check_prompts, create
 from rftmega.rewards.create import PARTS
 from rftmega.rewards.mix import MixedReward
-from rftmega.types import Completion, Prompt
+from rftmega.types import Prompt, Rollout
+from tests.rollouts import answered
 
 
-def said(text: str) -> Completion:
-    return Completion(tuple(map(ord, text)), (), "stop", 0)
+def said(text: str) -> Rollout:
+    return answered(tuple(map(ord, text)), (), "stop", 0)
 
 
 def decode(ids: tuple[int, ...]) -> str:

@@ -1,4 +1,5 @@
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from rftmega.config import RolloutConfig
 from rftmega.errors import EngineError, WeightMismatch
 from rftmega.rollout import Engine, EngineStatus, ScriptedEngine
+from rftmega.rollout.base import PromptBatch, Request
 from rftmega.rollout.transformers import TransformersEngine
 from rftmega.types import Completion, Prompt
 from tests.tiny_models import save_tiny, transformers_logits
@@ -50,30 +52,29 @@ def test_of_every_answer_it_tells_once() -> None:
     assert [told[0], told[1]] == answers
 
 
+class Asking(PromptBatch):
+    """Requests with these seeds and, when the engine has room, with the `further` ones."""
+
+    def __init__(self, seeds: list[int], further: list[list[int]]):
+        super().__init__([PROMPTS[1]] * len(seeds), seeds, lambda numbers, found: None)
+        self.further, self.rooms = further, list[int]()
+
+    def take(self, room: int) -> Sequence[Request]:
+        first = super().take(room)
+        if first:
+            return first
+        self.rooms.append(room)
+        seeds = self.further.pop(0) if self.further else []
+        return [Request(PROMPTS[1].token_ids, seed) for seed in seeds]
+
+
 def asks_for_more(
     engine: Engine, seeds: list[int], further: list[list[int]]
-) -> tuple[list[Completion | None], list[int]]:
-    """Answers to the seeds and, when the engine has room, to the `further` ones; and for how many
-    it had, each time.
-    """
-    rooms: list[int] = []
-    told: dict[int, Completion] = {}
-    left = iter(further)
-
-    def more(room: int) -> list[tuple[Prompt, int]]:
-        rooms.append(room)
-        return [(PROMPTS[1], seed) for seed in next(left, [])]
-
-    found = engine.generate_until(
-        [PROMPTS[1]] * len(seeds),
-        seeds=seeds,
-        temperature=1.0,
-        finished=lambda at, answers: told.update(zip(at, answers, strict=True)),
-        stop=lambda: False,
-        more=more,
-    )
-    assert [told[place] for place in range(len(found))] == found
-    return found, rooms
+) -> tuple[list[Completion], list[int]]:
+    """All answers; and for how many the engine had room, each time that it asked again."""
+    asking = Asking(seeds, further)
+    engine.answer(asking, temperature=1.0)
+    return asking.completions, asking.rooms
 
 
 def test_an_engine_with_room_answers_more_than_it_began_with_and_the_same() -> None:

@@ -5,14 +5,16 @@ import pytest
 
 from rftmega.config import RolloutConfig
 from rftmega.rollout import ScriptedEngine
-from rftmega.rollout.request_order import Lengths, RequestOrder, Waiting, ordered
-from rftmega.types import Completion, Prompt
+from rftmega.rollout.request_order import RequestOrder, Waiting, ordered
+from rftmega.trainer.expected_lengths import ExpectedLengths
+from rftmega.types import Completion, Prompt, Rollout
+from tests.rollouts import answered
 
 
 class AsLongAsItsSeed(ScriptedEngine):
     """Request with seed n: n tokens."""
 
-    def _answer(self, seed: int) -> Completion:
+    def _completion(self, seed: int) -> Completion:
         assert self.version is not None
         return Completion((3,) * seed, (0.0,) * seed, "stop", self.version)
 
@@ -24,8 +26,8 @@ def prompts_of(*lengths: int) -> list[Prompt]:
     ]
 
 
-def answers_of(lengths: Sequence[int]) -> list[Completion]:
-    return [Completion((3,) * length, (0.0,) * length, "stop", 0) for length in lengths]
+def answers_of(lengths: Sequence[int]) -> list[Rollout]:
+    return [answered((3,) * length) for length in lengths]
 
 
 def shares(prompts: Sequence[Prompt], expected: Sequence[float], engines: int) -> list[list[int]]:
@@ -52,7 +54,7 @@ def steps_of(orders: list[list[int]], lengths: list[int], *, slots: int) -> int:
 def test_a_second_rollout_ends_after_fewer_engine_steps_than_one_in_the_order_given() -> None:
     lengths = [2, 3, 2, 4, 3, 2, 3, 40, 2, 3, 2, 3, 30, 2, 3, 36]
     prompts, halves = prompts_of(*[5] * 16), [list(range(8)), list(range(8, 16))]
-    seen = Lengths()
+    seen = ExpectedLengths()
     assert shares(prompts, seen.expected(prompts), 1) == [list(range(16))], (
         "nothing tells new prompts of one length apart"
     )
@@ -79,7 +81,7 @@ def test_engines_get_about_as_many_expected_tokens_each_and_every_request_once()
 
 def test_siblings_stay_together_where_there_is_enough_to_balance_and_only_there() -> None:
     requests = [prompt for prompt in prompts_of(4, 9, 6, 2, 5, 8, 3, 7) for _ in range(4)]
-    for part in shares(requests, Lengths().expected(requests), 2):
+    for part in shares(requests, ExpectedLengths().expected(requests), 2):
         assert [place // 4 for place in part[::4]] == [place // 4 for place in part[3::4]]
     few = prompts_of(4)[:1] * 4
     assert [len(part) for part in shares(few, [4.0] * 4, 4)] == [1, 1, 1, 1]
@@ -89,7 +91,7 @@ def test_each_engine_begins_as_many_as_it_has_room_for_and_the_rest_is_there_onc
     None
 ):
     requests = [prompt for prompt in prompts_of(*range(30, 2, -1)) for _ in range(6)]
-    expected = Lengths().expected(requests)
+    expected = ExpectedLengths().expected(requests)
     first, rest = ordered(requests, expected, 2, 12)
     assert [len(part) for part in first] == [12, 12]
     assert sorted(place for part in (*first, *rest) for place in part) == list(range(len(requests)))
@@ -125,7 +127,7 @@ def test_new_prompts_are_expected_to_be_answered_in_proportion_and_known_ones_as
     None
 ):
     prompts = prompts_of(2, 4, 6)
-    seen = Lengths()
+    seen = ExpectedLengths()
     assert seen.expected(prompts) == [2, 4, 6]
     seen.learn(prompts[:2] * 2, answers_of([10, 20, 30, 40]))  # 100 tokens to 12 of prompts
     assert seen.expected(prompts) == pytest.approx([20, 30, 50])
@@ -135,7 +137,7 @@ def test_new_prompts_are_expected_to_be_answered_in_proportion_and_known_ones_as
 
 def test_a_prompt_with_an_answer_that_was_broken_off_stays_as_it_was() -> None:
     prompts = prompts_of(2, 2)
-    seen = Lengths()
+    seen = ExpectedLengths()
     seen.learn([prompts[0]] * 2, answers_of([8, 8]))
     seen.learn([prompts[0], prompts[0], prompts[1]], [answers_of([2])[0], None, None])
     assert seen.expected(prompts) == [8, 8]
@@ -143,7 +145,7 @@ def test_a_prompt_with_an_answer_that_was_broken_off_stays_as_it_was() -> None:
 
 def test_what_is_expected_comes_back_from_a_state() -> None:
     prompts = prompts_of(2, 5, 3)
-    seen, again = Lengths(), Lengths()
+    seen, again = ExpectedLengths(), ExpectedLengths()
     seen.learn(prompts[:2], answers_of([3, 9]))
     again.load_state(seen.state())
     assert again.expected(prompts) == seen.expected(prompts)
@@ -154,8 +156,8 @@ def test_what_is_expected_comes_back_from_a_state() -> None:
 
 
 def test_what_a_run_remembers_has_an_end_and_the_prompts_asked_last_stay() -> None:
-    prompts, again = prompts_of(2, 2, 2, 2), Lengths(2)
-    seen = Lengths(2)
+    prompts, again = prompts_of(2, 2, 2, 2), ExpectedLengths(2)
+    seen = ExpectedLengths(2)
     seen.learn(prompts[:2], answers_of([5, 6]))
     seen.learn([prompts[0], prompts[2]], answers_of([7, 8]))
     scale = 26 / 8

@@ -102,11 +102,14 @@ def test_every_request_has_parameters_that_the_engine_knows(
         def abort_request(self, numbers: list[str]) -> None: ...
 
     engine._llm.llm_engine = Core()
+    from rftmega.rollout.base import PromptBatch
     from rftmega.types import Prompt
 
-    engine._generate(
-        [Prompt((1, 2))], [7], 0.7, lambda places, found: None, lambda: True, lambda room: ()
-    )
+    class Once(PromptBatch):
+        def stopped(self) -> bool:
+            return True
+
+    engine._answer(Once([Prompt((1, 2))], [7], lambda numbers, found: None), 0.7)
     (params,) = asked
     assert (params.temperature, params.seed, params.max_tokens, params.logprobs) == (0.7, 7, 28, 0)
     assert (params.stop_token_ids, params.ignore_eos, params.detokenize) == ([1], True, False)

@@ -140,6 +140,9 @@ BAD = {
     "lists of two lengths": (
         lambda folder: write(folder / "a.gz", sample(), sample(tokens=sample()["tokens"] | {"gap": [1.0]})),
         'a.gz:2: no sample of a trajectory: "tokens" must hold lists of one length'),
+    "a shorter list of what was chosen": (
+        lambda folder: write(folder / "a.gz", sample(tokens=sample()["tokens"] | {"chosen": [True]})),
+        '"chosen" of "tokens" must be a list as long as the others'),
     "a word for a number": (lambda folder: write(folder / "a.gz", sample(reward="much")), "is no number"),
     "a number for a word": (
         lambda folder: write(folder / "a.gz", sample(tokens=sample()["tokens"] | {"text": [1, 2]})), "is no string"),

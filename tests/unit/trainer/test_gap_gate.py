@@ -12,10 +12,11 @@ import torch
 from rftmega.algorithms.gap_causes import Limits
 from rftmega.config import RolloutConfig
 from rftmega.errors import GapExceeded
-from rftmega.experience import collect
+from rftmega.experience import collect, complete
 from rftmega.rollout import ScriptedEngine
 from rftmega.trainer.gap_gate import LIMITS, GapGate, limits_of
-from rftmega.types import Completion, Prompt, Rows, Samples, TokenStats
+from rftmega.types import Prompt, Rollout, Rows, Samples, TokenStats
+from tests.rollouts import rollout_of
 
 PROMPTS = [Prompt((i, i + 1)) for i in range(20)]
 
@@ -45,12 +46,13 @@ class Machinery:
     def checksums(self) -> list[Any]:
         return []
 
-    def generate(self, prompts: Sequence[Prompt], **how: Any) -> list[Completion]:
+    def generate(self, prompts: Sequence[Prompt], **how: Any) -> list[Rollout | None]:
         self.asked.append(list(prompts))
         found = self.scripted.generate(prompts, **how)
-        return [
+        off = [
             replace(each, logprobs=tuple(-1.0 + self.off for _ in each.token_ids)) for each in found
         ]
+        return [rollout_of(prompt, each) for prompt, each in zip(prompts, off, strict=True)]
 
     def log_probs(self, rows: Rows, *, temperature: float | None = None) -> TokenStats:
         return TokenStats(torch.full(rows.tokens[:, 1:].shape, -1.0), None)
@@ -60,7 +62,9 @@ def rollout(machinery: Machinery, *, version: int) -> Samples:
     machinery.scripted.load_weights([], version=version)
     answers = machinery.generate(PROMPTS, seeds=range(20), temperature=1.0)
     machinery.asked.clear()
-    return collect(PROMPTS, answers, lambda *_: [{"reward": 0.0}] * 20, samples_per_prompt=1)
+    return collect(
+        PROMPTS, complete(answers), lambda *_: [{"reward": 0.0}] * 20, samples_per_prompt=1
+    )
 
 
 def gate(machinery: Machinery, folder: Path) -> GapGate:

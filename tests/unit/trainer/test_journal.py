@@ -12,15 +12,14 @@ from rftmega.callbacks.checkpointing import Checkpointing, restore
 from rftmega.callbacks.evaluate import Evaluate
 from rftmega.callbacks.metric_writers import JSONLines
 from rftmega.callbacks.observer import Observer
-from rftmega.config import RunConfig, load
+from rftmega.config import RolloutConfig, RunConfig, load
 from rftmega.data import PromptOrder
 from rftmega.errors import CheckpointError, Preempted
 from rftmega.megatron import model_runner
-from rftmega.rollout import ScriptedEngine
-from rftmega.rollout.request_order import Lengths
 from rftmega.trainer import Algorithm
-from rftmega.trainer.journal import Journal
-from rftmega.types import Completion, Prompt, TokenStats
+from rftmega.trainer.journal import Journal, JournaledEngine
+from rftmega.types import Completion, Prompt, Rollout, TokenStats, Trajectory
+from tests.rollouts import Alone, answered
 from tests.tiny_models import save_tiny
 from tests.unit.callbacks.test_checkpointing import lines, read, written
 from tests.unit.config.observed import STOP, WORDS, Model, bigrams
@@ -88,9 +87,8 @@ class Machinery:
             else None
         )
         self.reward_model = None
-        self.inner = ScriptedEngine(config.rollout, vocabulary=WORDS, stop_ids=[STOP])
+        self.inner = Alone(config.rollout, vocabulary=WORDS, stop_ids=[STOP])
         self.engine = self.weights = self
-        self.lengths = Lengths()
 
     def push(self, *, version: int) -> dict[str, float]:
         self.inner.load_weights([], version=version)
@@ -101,41 +99,27 @@ class Machinery:
         prompts: Sequence[Prompt],
         *,
         seeds: Sequence[int],
+        temperature: float,
         reward: Any = None,
-        learns: bool = True,
-        **settings: Any,
+        enough: Any = None,
+        expected_lengths: Any = None,
     ) -> Any:
-        found: list[Completion | None] = [None] * len(prompts)
+        """With `enough` all but the last."""
+        assert expected_lengths is None or len(expected_lengths) == len(prompts)
+        found: list[Rollout | None] = [None] * len(prompts)
         for place, prompt in enumerate(prompts):
             if self.clock.over():
-                raise Preempted(found)
+                raise Preempted(found if enough is None else None)
             self.clock.tick()
-            found[place] = answer = self.inner.generate([prompt], seeds=[seeds[place]], **settings)[
-                0
-            ]
+            (answer,) = self.inner.generate([prompt], seeds=[seeds[place]], temperature=temperature)
+            found[place] = answer
             if reward is not None:
                 found[place] = replace(answer, scores=reward([prompt], [answer])[0])
-        if learns:
-            self.learn(prompts, found)
-        return found
+        return found if enough is None else [*found[:-1], None]
 
-    def generate_until(self, prompts: Sequence[Prompt], *, enough: Any, **settings: Any) -> Any:
-        """All but the last."""
-        try:
-            found = [*self.generate(prompts, learns=False, **settings)[:-1], None]
-        except Preempted:
-            raise Preempted from None
-        self.learn(prompts, found)
-        return found
+    def weight_sync(self, shards: Any, *, bucket_bytes: int) -> Any: ...
 
-    def state(self) -> dict[str, Any]:
-        return self.lengths.state()
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        self.lengths.load_state(state)
-
-    def learn(self, prompts: Sequence[Prompt], completions: Sequence[Completion | None]) -> None:
-        self.lengths.learn(prompts, completions)
+    def close(self) -> None: ...
 
     def tables(self) -> list[torch.Tensor]:
         return [model.machine.table for model in (self.policy, self.critic) if model is not None]
@@ -213,10 +197,8 @@ class Experiences(Observer):
         self.told.append(trainer.step)
 
 
-def likes_long(
-    prompts: Sequence[Prompt], completions: Sequence[Completion]
-) -> list[dict[str, float]]:
-    scores = [float(len(completion.token_ids) > 2) for completion in completions]
+def likes_long(prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[dict[str, float]]:
+    scores = [float(len(rollout.response_ids) > 2) for rollout in rollouts]
     return [{"exact_match": score, "reward": score} for score in scores]
 
 
@@ -331,8 +313,10 @@ def test_a_step_that_goes_on_otherwise_is_refused(start: Any) -> None:
 
 def test_a_journal_is_the_same_when_it_was_written_down() -> None:
     routes = torch.tensor([[[1, 0]], [[2, 3]], [[0, 1]]], dtype=torch.int16)
-    told = Completion((1, 2), (-0.1, -1 / 3), "stop", 4, {"reward": 0.1}, (3, 4), routes)
-    answers = [Completion((), (), "length", 4), None, told]
+    answer = Completion((1, 2), (-0.1, -1 / 3), "stop", 4, (3, 4), routes)
+    turns = Trajectory.of((5,), Completion((6,), (-2.0,), "length", 4), (7, 8), answer)
+    told = Rollout((Trajectory.of((9,), answer), turns), {"reward": 0.1})
+    answers = [answered((), (), "length", 4), None, told]
     stats = TokenStats(torch.rand(2, 3), None)
     journal = Journal()
     for name, result in (
@@ -348,14 +332,37 @@ def test_a_journal_is_the_same_when_it_was_written_down() -> None:
     assert len(journal) == 5
     same = again("a", list)
     assert same == answers
-    assert same[0].routes is None
-    assert torch.equal(same[2].routes, routes)
-    assert same[2].routes.dtype == torch.int16
+    assert same[0].trajectories[0].routes is None
+    assert torch.equal(same[2].trajectories[1].routes, routes)
+    assert same[2].trajectories[1].routes.dtype == torch.int16
+    assert same[2].trajectories[1].loss_mask.tolist() == [False, True, False, False, True, True]
     assert torch.equal(again("b", lambda: stats).logp, stats.logp)
     assert again("c", dict) == {"loss": 0.1}
     assert again("d", dict).shape == (2, 3)
     assert again("e", list) == [None]
     assert again("f", lambda: 6) == 6, "there it goes on by itself"
+
+
+def test_answers_of_a_checkpoint_before_format_4_are_rollouts_of_one_turn() -> None:
+    packed = {
+        "token_ids": torch.tensor([7, 8, 9]),
+        "logprobs": torch.tensor([-0.5, -0.25, -1.0], dtype=torch.float64),
+        "answers": [[2, "stop", 4, {"reward": 1.0}, []], None, [1, "length", 4, None, [3]]],
+        "routes": [None, None],
+    }
+    journal = Journal()
+    journal.load_state([["3 answers so far", packed]])
+    prompts = [Prompt((1, 2)), Prompt((3,)), Prompt((4,))]
+    inner = Alone(RolloutConfig(max_response_tokens=4), vocabulary=9, stop_ids=[1])
+    inner.load_weights([], version=4)
+    engine = JournaledEngine(inner, journal)  # type: ignore[arg-type]
+    first, asked, last = engine.generate(prompts, seeds=[1, 2, 3], temperature=1.0)
+    assert first is not None and last is not None
+    own = Completion((7, 8), (-0.5, -0.25), "stop", 4)
+    assert first == Rollout((Trajectory.of((1, 2), own),), {"reward": 1.0})
+    cut = Completion((9,), (-1.0,), "length", 4, (3,))
+    assert last == Rollout((Trajectory.of((4,), cut),))
+    assert asked == inner.generate([prompts[1]], seeds=[2], temperature=1.0)[0]
 
 
 def test_what_nobody_comes_to_is_no_end_of_a_step() -> None:

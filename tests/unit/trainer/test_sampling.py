@@ -8,21 +8,32 @@ from rftmega.experience import collect
 from rftmega.trainer import DynamicSampler
 from rftmega.trainer.group_collector import GroupCollector, Wanted
 from rftmega.trainer.prompt_queue import PromptQueue
-from rftmega.types import Completion, Prompt, Rows, Samples
+from rftmega.types import Prompt, Rollout, Rows, Samples
+from tests.rollouts import answered
 
 # What the two answers of a prompt score, by the prompt's number: only those of 3, 5 and 8 differ.
 SCORES = {3: (0.0, 1.0), 5: (1.0, 0.0), 8: (0.5, 0.0)}
 
 
-def ask(prompts: Sequence[Prompt], number: int, wanted: Wanted | None = None) -> Samples:
+class Rounds:
     """Answers of 1 + number tokens, so that rounds differ in width."""
+
+    def __init__(self) -> None:
+        self.number = -1
+
+    def __call__(self, prompts: Sequence[Prompt], wanted: Wanted | None = None) -> Samples:
+        self.number += 1
+        return answered_by(prompts, self.number)
+
+
+def answered_by(prompts: Sequence[Prompt], number: int) -> Samples:
     size = 2 * len(prompts)
     index = torch.tensor([prompt.index for prompt in prompts for _ in range(2)])
     reward = torch.tensor(
         [score for prompt in prompts for score in SCORES.get(prompt.index, (0.1, 0.1))]
     )
     lengths = torch.full((size,), 2 + number)
-    rows = Rows(
+    rows = Rows.of_answers(
         index[:, None].expand(size, 2 + number), torch.ones(size, dtype=torch.int64), lengths
     )
     logp = torch.full((size, 1 + number), -1.0)
@@ -41,7 +52,7 @@ def kept(samples: Samples) -> list[int]:
 
 def test_groups_that_agree_are_replaced_until_the_batch_is_full() -> None:
     more = batches(5, 8)
-    samples, seen = DynamicSampler(9)(ask, next(batches(2)), more)
+    samples, seen = DynamicSampler(9)(Rounds(), next(batches(2)), more)
     assert kept(samples) == [3, 3, 5, 5], "groups stay whole and in order"
     assert samples.group.tolist() == [1, 1, 2, 2]
     assert samples.rows.lengths.tolist() == [2, 2, 3, 3]
@@ -54,7 +65,7 @@ def test_groups_that_agree_are_replaced_until_the_batch_is_full() -> None:
 
 
 def test_what_is_too_many_is_left_out() -> None:
-    samples, _ = DynamicSampler(9)(ask, next(batches(4)), batches(8, 3, 5))
+    samples, _ = DynamicSampler(9)(Rounds(), next(batches(4)), batches(8, 3, 5))
     assert kept(samples) == [5, 5, 8, 8]
 
 
@@ -62,31 +73,34 @@ def test_what_is_too_many_is_left_out() -> None:
 def test_after_the_last_round_it_goes_on_with_what_there_is(
     rounds: int, more: tuple[int, ...]
 ) -> None:
-    samples, seen = DynamicSampler(rounds)(ask, next(batches(2)), batches(*more))
+    samples, seen = DynamicSampler(rounds)(Rounds(), next(batches(2)), batches(*more))
     assert kept(samples) == [3, 3]
     assert seen["refills"] == 2
 
 
 def test_where_no_group_differs_one_stays_so_that_a_step_can_be_made() -> None:
-    samples, _ = DynamicSampler(1)(ask, next(batches(0)), batches(10))
+    samples, _ = DynamicSampler(1)(Rounds(), next(batches(0)), batches(10))
     assert kept(samples) == [0, 0]
 
 
 def test_another_part_of_the_reward_can_decide() -> None:
-    samples, _ = DynamicSampler(1, part="format")(ask, next(batches(2)), batches(10))
+    samples, _ = DynamicSampler(1, part="format")(Rounds(), next(batches(2)), batches(10))
     assert kept(samples) == [3, 3]
 
 
 def test_without_rounds_every_group_stays() -> None:
-    samples, seen = DynamicSampler(0)(ask, next(batches(0)), batches(3))
+    samples, seen = DynamicSampler(0)(Rounds(), next(batches(0)), batches(3))
     assert kept(samples) == [0, 0, 1, 1]
     assert "refills" not in seen
 
 
 def test_rounds_whose_answers_have_other_parts_are_joined() -> None:
-    def by_kind(prompts: Sequence[Prompt], number: int, wanted: Wanted | None = None) -> Samples:
+    rounds = Rounds()
+
+    def by_kind(prompts: Sequence[Prompt], wanted: Wanted | None = None) -> Samples:
+        samples = rounds(prompts)
         return replace(
-            ask(prompts, number), reward_parts={f"part {number}": torch.ones(2 * len(prompts))}
+            samples, reward_parts={f"part {rounds.number}": torch.ones(2 * len(prompts))}
         )
 
     samples, seen = DynamicSampler(9)(by_kind, next(batches(2)), batches(5))
@@ -99,11 +113,12 @@ def in_part(answered: Sequence[int]) -> tuple[Callable[..., Samples], list[tuple
     were wanted.
     """
     asked: list[tuple[list[int], int]] = []
+    rounds = Rounds()
 
-    def some(prompts: Sequence[Prompt], number: int, wanted: Wanted | None = None) -> Samples:
+    def some(prompts: Sequence[Prompt], wanted: Wanted | None = None) -> Samples:
         assert wanted is not None
         asked.append(([prompt.index for prompt in prompts], wanted.groups))
-        samples = ask(prompts, number)
+        samples = rounds(prompts)
         places = torch.isin(
             samples.group, torch.tensor([place for place in answered if place < len(prompts)])
         )
@@ -147,18 +162,16 @@ def test_groups_are_good_enough_when_they_are_whole_and_each_is_looked_at_once()
         looked.append(samples.group.tolist())
         return bool(samples.reward.max() > samples.reward.min())
 
-    def score(
-        prompts: Sequence[Prompt], completions: Sequence[Completion]
-    ) -> list[dict[str, float]]:
-        return [{"reward": float(completion.token_ids[0])} for completion in completions]
+    def score(prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[dict[str, float]]:
+        return [{"reward": float(rollout.response_ids[0])} for rollout in rollouts]
 
     requests = [Prompt((1,), index=n) for n in range(3) for _ in range(3)]
     groups = GroupCollector(requests, score, 3)
-    answers: list[Completion | None] = [None] * 9
+    answers: list[Rollout | None] = [None] * 9
     enough = groups.until(Wanted(1, good))
 
     def arrive(place: int, token: int) -> bool:
-        answers[place] = Completion((token,), (0.0,), "stop", 0)
+        answers[place] = answered((token,), (0.0,), "stop", 0)
         return enough(answers)
 
     assert not any(arrive(place, 5) for place in (3, 4))
@@ -175,7 +188,7 @@ def test_of_groups_the_answers_that_are_learnt_from_must_differ_and_metrics_are_
     """Groups 0 and 1 differ in their third answer only, group 2 in the first two."""
     rewards = {0: [5.0, 5.0, 9.0], 1: [1.0, 1.0, 0.0], 2: [0.0, 1.0, 1.0]}
 
-    def ask(prompts: Sequence[Prompt], number: int, wanted: Wanted | None) -> Samples:
+    def ask(prompts: Sequence[Prompt], wanted: Wanted | None) -> Samples:
         return scored([rewards[prompt.index] for prompt in prompts])
 
     prompts = [Prompt((1,), index=n) for n in range(3)]
@@ -200,7 +213,7 @@ def scored(groups: Sequence[Sequence[float]]) -> Samples:
     """Answers of one token."""
     size = len(groups[0])
     requests = [Prompt((1,)) for _ in groups for _ in range(size)]
-    answers = [Completion((2,), (0.0,), "stop", 0) for _ in requests]
+    answers = [answered((2,)) for _ in requests]
     rewards = iter([reward for group in groups for reward in group])
     return collect(
         requests,

@@ -25,11 +25,13 @@ from rftmega.types import (
     Completion,
     Experience,
     Prompt,
+    Rollout,
     Rows,
     Samples,
     TokenStats,
     TokenValues,
 )
+from tests.rollouts import answered, rollout_of
 
 WORDS = 16
 ROOT = Path(__file__).parents[3]
@@ -70,42 +72,24 @@ class Bigrams:
         self.versions.append(version)
         return {}
 
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def load_state(self, state: dict[str, Any]) -> None: ...
-
     def generate(
         self,
         prompts: Sequence[Prompt],
         *,
         seeds: Sequence[int],
         temperature: float,
-        reward: Any = None,
-    ) -> list[Completion]:
-        return [
-            self._answer(prompt, seed, temperature)
-            for prompt, seed in zip(prompts, seeds, strict=True)
-        ]
-
-    def generate_until(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        seeds: Sequence[int],
-        temperature: float,
-        enough: Any,
-        reward: Any = None,
-    ) -> list[Completion | None]:
+        enough: Any = None,
+        **asked: Any,
+    ) -> list[Rollout | None]:
         """One after another, as the first nobody waited for."""
-        found: list[Completion | None] = [None] * len(prompts)
+        found: list[Rollout | None] = [None] * len(prompts)
         for place, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
-            found[place] = self._answer(prompt, seed, temperature)
-            if enough(found):
+            found[place] = rollout_of(prompt, self._completion(prompt, seed, temperature))
+            if enough is not None and enough(found):
                 break
         return found
 
-    def _answer(self, prompt: Prompt, seed: int, temperature: float) -> Completion:
+    def _completion(self, prompt: Prompt, seed: int, temperature: float) -> Completion:
         logp = self.table[prompt.token_ids[-1]].detach().log_softmax(-1)
         rng = torch.Generator().manual_seed(seed)
         token = (
@@ -134,10 +118,8 @@ class Values:
         return {"loss": 0.0}
 
 
-def likes_seven(
-    prompts: Sequence[Prompt], completions: Sequence[Completion]
-) -> list[dict[str, float]]:
-    hits = [float(completion.token_ids == (7,)) for completion in completions]
+def likes_seven(prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[dict[str, float]]:
+    hits = [float(rollout.response_ids == [7]) for rollout in rollouts]
     return [{"exact_match": hit, "reward": hit} for hit in hits]
 
 
@@ -235,7 +217,7 @@ def test_a_step_with_more_prompts_than_it_needs_learns_from_whole_groups_and_ask
         whole_groups = False
 
         def __call__(
-            self, prompts: Sequence[Prompt], completions: Sequence[Completion]
+            self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]
         ) -> list[dict[str, float]]:
             return [
                 {"reward": float(prompt.index % 2 * place)} for place, prompt in enumerate(prompts)
@@ -271,6 +253,37 @@ def test_the_engine_and_the_trainer_agree_so_the_gap_is_nothing() -> None:
     assert all(metrics["logprob_gap_max"] < 1e-6 for metrics in train(3)[1].metrics[1:])
 
 
+def test_requests_are_ordered_by_the_lengths_of_earlier_answers() -> None:
+    class Notes(Bigrams):
+        def __init__(self) -> None:
+            super().__init__()
+            self.expected: list[list[float]] = []
+
+        def generate(self, prompts: Sequence[Prompt], **asked: Any) -> list[Rollout | None]:
+            self.expected.append(list(asked["expected_lengths"]))
+            return super().generate(prompts, **asked)
+
+    policy = Notes()
+    algorithm = Algorithm(load(ROOT / "examples/arithmetic/grpo.yaml"))
+    trainer = PPOTrainer(
+        engine=policy, weights=policy, reward=likes_seven, maker=algorithm.maker(policy),
+        learner=algorithm.learner(policy), sampling=Sampling(2, 1.0, seed=0),
+    )  # fmt: skip
+    trainer.fit([[Prompt((1, 2, 3)), Prompt((4, 5))]] * 2, steps=2)
+    assert policy.expected == [[3, 3, 2, 2], [1, 1, 1, 1]], "every answer has one token"
+
+
+def test_a_checkpoint_before_format_4_has_the_lengths_as_the_engines() -> None:
+    _, _, first = learner_of()
+    _, _, again = learner_of()
+    prompts = [Prompt((1, 2, 3)), Prompt((4,))]
+    first.lengths.learn(prompts, [answered((5,) * 7), answered((5,) * 3)])
+    state = first.state()
+    state["engine"] = state.pop("lengths")
+    again.load_state(state)
+    assert again.lengths.expected(prompts) == [7, 3]
+
+
 def test_the_seed_decides_everything() -> None:
     tables = [train(3, seed)[0].table for seed in (0, 0, 1)]
     assert torch.equal(tables[0], tables[1])
@@ -279,20 +292,13 @@ def test_the_seed_decides_everything() -> None:
 
 def test_evaluation_takes_the_mean_of_a_part_over_the_prompts_that_it_scores() -> None:
     class Engine:
-        def generate(self, prompts: Sequence[Prompt], **how: Any) -> list[Completion]:
-            return [Completion((n,), (0.0,), "stop", 0) for n in range(len(prompts))]
+        def generate(self, prompts: Sequence[Prompt], **how: Any) -> list[Rollout]:
+            return [answered((n,)) for n in range(len(prompts))]
 
-        def state(self) -> dict[str, Any]:
-            return {}
-
-        def load_state(self, state: dict[str, Any]) -> None: ...
-
-    def by_kind(
-        prompts: Sequence[Prompt], completions: Sequence[Completion]
-    ) -> list[dict[str, float]]:
+    def by_kind(prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[dict[str, float]]:
         return [
-            {"reward": float(c.token_ids[0]), **({"odd": 1.0} if c.token_ids[0] % 2 else {})}
-            for c in completions
+            {"reward": float(c.response_ids[0]), **({"odd": 1.0} if c.response_ids[0] % 2 else {})}
+            for c in rollouts
         ]
 
     found = Evaluate({"": [Prompt((1,))] * 4}, by_kind, every=0, last=1).evaluate(
@@ -335,7 +341,8 @@ def test_a_frozen_policy_stays_while_the_critic_learns() -> None:
     assert trainer.learner.kl.value == 0.001, (
         "what can not move says nothing about the weight of the KL"
     )
-    trainer.fit([[Prompt((1, 2))]], steps=3)
+    # an answer of four is one in sixteen times rewarded
+    trainer.fit([[Prompt((1, 2))]] * 10, steps=12)
     assert policy.table.abs().sum() > 0
 
 
@@ -375,10 +382,10 @@ def test_of_each_prompts_answers_the_first_are_learnt_from_and_all_are_there_to_
         seen = 0
 
         def __call__(
-            self, prompts: Sequence[Prompt], completions: Sequence[Completion]
+            self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]
         ) -> list[dict[str, float]]:
-            self.seen = len(completions)
-            return likes_seven(prompts, completions)
+            self.seen = len(rollouts)
+            return likes_seven(prompts, rollouts)
 
     policy, reward = Bigrams(), AllAtOnce()
     policy.push(version=0)

@@ -1,0 +1,33 @@
+"""ColocatedWeights brings the policy to the device before its weights move."""
+
+from typing import Protocol
+
+from rftmega.interfaces import WeightSync
+from rftmega.types import Metrics, SliceChecksums
+
+
+class Phases(Protocol):
+    """Phases gives the device to whoever works next (`strategy.phases.DevicePhases`)."""
+
+    def rollout(self) -> None: ...
+
+    def push(self) -> None: ...
+
+    def pushed(self, buffer_bytes: int) -> Metrics:
+        """Ends the push, whose buffers took so many bytes. Returns what was measured of memory."""
+
+
+class ColocatedWeights:
+    """ColocatedWeights is a WeightSync that gives the device to the policy first."""
+
+    def __init__(self, weights: WeightSync, phases: Phases):
+        self.weights, self.phases = weights, phases
+
+    def push(self, *, version: int) -> Metrics:
+        self.phases.push()
+        metrics = self.weights.push(version=version)
+        return metrics | self.phases.pushed(int(metrics["push_buffer_bytes"]))
+
+    def checksums(self) -> list[SliceChecksums]:
+        self.phases.push()
+        return self.weights.checksums()

@@ -1,0 +1,131 @@
+"""RunningRollouts runs an environment's coroutines in the thread of the engine that answers them."""
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+
+from rftmega.errors import EnvironmentFailed
+from rftmega.interfaces import Environment
+from rftmega.sampling_seeds import turn_seed
+from rftmega.types import Completion, Prompt, Rollout
+
+
+class RolloutModel:
+    """RolloutModel is the model that one rollout asks."""
+
+    def __init__(self, running: "RunningRollouts", place: int, seed: int):
+        self._running, self._place, self._seed = running, place, seed
+        self._turns = 0
+
+    async def generate(self, token_ids: Sequence[int]) -> Completion:
+        """Generates what follows `token_ids`."""
+        seed = turn_seed(self._seed, self._turns)
+        self._turns += 1
+        return await self._running.completion(self._place, token_ids, seed)
+
+
+class RunningRollouts:
+    """RunningRollouts runs one coroutine a rollout. They go on whenever the engine's thread gives
+    them time, and wait for the engine in between.
+    """
+
+    def __init__(self, environment: Environment, prompts: Sequence[Prompt], seeds: Sequence[int]):
+        """Takes the tasks of all rollouts, and the seed of the first turn of each."""
+        self.environment, self.prompts, self.seeds = environment, prompts, seeds
+        self._loop = asyncio.new_event_loop()
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # of the rollouts that have not ended
+        self._asked: list[tuple[int, Sequence[int], int]] = []  # not yet taken
+        # of requests: not yet taken, and then by number
+        self._new: list[asyncio.Future[Completion]] = []
+        self._answers: dict[int, asyncio.Future[Completion]] = {}
+        self._numbers = 0
+        self._ended: dict[int, Rollout] = {}
+        self._news = asyncio.Event()
+
+    def __len__(self) -> int:
+        """Counts rollouts that have begun and not ended."""
+        return len(self._tasks)
+
+    @property
+    def waiting(self) -> bool:
+        """Says that a rollout waits for something else than the engine."""
+        return len(self._tasks) > len(self._answers) + len(self._new)
+
+    def begin(self, places: Sequence[int]) -> None:
+        """Begins the rollouts of the tasks at `places`."""
+        for place in places:
+            self._tasks[place] = self._loop.create_task(self._run(place))
+        self._advance()
+
+    def asked(self) -> list[tuple[int, Sequence[int], int]]:
+        """Takes the requests since the last call: place of the task, token ids, seed.
+
+        They are numbered in this order.
+        """
+        self._answers |= enumerate(self._new, start=self._numbers)
+        self._numbers += len(self._new)
+        asked, self._asked, self._new = self._asked, [], []
+        return asked
+
+    def answer(self, numbers: Sequence[int], completions: Sequence[Completion]) -> None:
+        """Gives the completions to the rollouts that asked for them, which go on."""
+        for number, completion in zip(numbers, completions, strict=True):
+            self._answers.pop(number).set_result(completion)
+        self._advance()
+
+    def wait(self, seconds: float) -> None:
+        """Waits until a rollout asks for something or ends, at most so long."""
+        self._loop.run_until_complete(self._news_within(seconds))
+        self._advance()
+
+    def ended(self) -> dict[int, Rollout]:
+        """Takes place -> rollout of those that have ended since the last call."""
+        ended, self._ended = self._ended, {}
+        return ended
+
+    def close(self) -> None:
+        """Breaks off what has not ended."""
+        for task in self._tasks.values():
+            task.cancel()
+        self._loop.run_until_complete(self._broken_off())
+        self._loop.close()
+
+    async def completion(self, place: int, token_ids: Sequence[int], seed: int) -> Completion:
+        """Asks the engine, and waits for the answer."""
+        future = self._loop.create_future()
+        self._asked.append((place, token_ids, seed))
+        self._new.append(future)
+        self._news.set()
+        return await future
+
+    async def _run(self, place: int) -> None:
+        model = RolloutModel(self, place, self.seeds[place])
+        trajectories = await self.environment.run(self.prompts[place], model)
+        self._ended[place] = Rollout(tuple(trajectories))
+        self._news.set()
+
+    async def _broken_off(self) -> None:
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    async def _news_within(self, seconds: float) -> None:
+        self._news.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._news.wait()
+
+    def _advance(self) -> None:
+        """Runs what can run now, as long as somebody asks or ends.
+
+        Raises EnvironmentFailed with what an environment raised.
+        """
+        before = -1
+        while before != (before := len(self._new) + len(self._ended)):
+            self._loop.call_soon(self._loop.stop)
+            self._loop.run_forever()
+        for place in [place for place, task in self._tasks.items() if task.done()]:
+            error = self._tasks.pop(place).exception()
+            if error is not None:
+                raise EnvironmentFailed(
+                    f"The environment {type(self.environment).__name__} failed with {error!r} in a rollout of prompt "
+                    f"{self.prompts[place].index}. Mend it, or let it catch what a tool may raise."
+                ) from error

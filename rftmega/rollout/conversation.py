@@ -1,0 +1,104 @@
+"""Conversation spreads the requests of one generation over several servers."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import httpx
+
+from rftmega.config import RolloutConfig
+from rftmega.errors import EngineFault
+from rftmega.rollout.base import Request, Requests
+from rftmega.rollout.request_order import Waiting, ordered
+from rftmega.rollout.server import Server
+from rftmega.types import Completion
+
+LOOK_SECONDS = 0.2  # between two looks whether what has arrived, and was scored since, is enough
+Ask = Callable[[Server, httpx.AsyncClient, Request], Coroutine[Any, Any, Completion]]
+
+
+class Conversation:
+    """Conversation spreads the requests of one generation over the servers.
+
+    `faults`: server -> what it failed with.
+    """
+
+    def __init__(self, servers: Sequence[Server], config: RolloutConfig, runner: asyncio.Runner):
+        self.servers, self.most, self.runner = servers, config.max_batch, runner
+        self.faults: dict[int, EngineFault] = {}
+        limits = httpx.Limits(max_connections=None)
+        timeout = httpx.Timeout(None, connect=30.0)
+        # no proxy has the key
+        self._client = httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False)
+        # server and number of each request that is being answered
+        self._running: dict[asyncio.Task[Completion], tuple[int, int]] = {}
+        self._home: dict[int, int] = {}  # rollout -> the server that has its first turns
+
+    def hold(self, requests: Requests, ask: Ask) -> bool:
+        """Answers until no request is left that a server could answer, or they are stopped: whether
+        they are. The event loop stands still while `requests` is asked or told.
+        """
+        room = self.most * len(self.servers)
+        known = list(requests.take(room))
+        expected = [request.expected for request in known]
+        waiting = Waiting(ordered(known, expected, len(self.servers), self.most))
+        while True:
+            for number, place in waiting.taken(self._room()):
+                self._home[known[place].rollout] = number
+                # a deadline is no time in which one waits
+                task = ask(self.servers[number], self._client, known[place])
+                self._running[self.runner.get_loop().create_task(task)] = number, place
+            if not self._running:
+                return False
+            done = self.runner.run(self._some())
+            found = {
+                place: completion for place, completion in map(self._ended, done) if completion
+            }
+            if found:
+                requests.finished(list(found), list(found.values()))
+            if requests.stopped():
+                return True
+            room = sum(self._room().values())
+            further = requests.take(room) if room else ()
+            for place, request in enumerate(further, start=len(known)):
+                waiting.add(self._home_of(request), place)
+            known += further
+
+    def close(self) -> bool:
+        """Breaks off what is not answered, and says whether there was something."""
+        for task in self._running:
+            task.cancel()
+        self.runner.run(self._closed())
+        return bool(self._running)
+
+    def _room(self) -> dict[int, int]:
+        """Returns server -> how many more it could answer; those that failed have no room."""
+        busy = Counter(number for number, _ in self._running.values())
+        healthy = [number for number in range(len(self.servers)) if number not in self.faults]
+        return {number: self.most - busy[number] for number in healthy}
+
+    def _home_of(self, request: Request) -> int:
+        """Returns the server of the rollout; of a new one that which has most room."""
+        room = self._room()
+        return self._home.get(request.rollout, max(room, key=lambda number: room[number]))
+
+    def _ended(self, task: asyncio.Task[Completion]) -> tuple[int, Completion | None]:
+        """Returns number and completion of a request; None where its server failed."""
+        number, place = self._running.pop(task)
+        try:
+            return place, task.result()
+        except EngineFault as fault:
+            self.faults.setdefault(number, fault)
+            return place, None
+
+    async def _some(self) -> set[asyncio.Task[Completion]]:
+        """Waits for a completion, a while."""
+        done, _ = await asyncio.wait(
+            self._running, timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED
+        )
+        return done
+
+    async def _closed(self) -> None:
+        await asyncio.gather(*self._running, return_exceptions=True)
+        await self._client.aclose()

@@ -1,0 +1,22 @@
+"""Seeds of sampled answers, made in one place.
+
+A seed depends on the run's seed, the task's number in the run, the sample's number among the answers
+to the task, and the turn. So neither step, batch size nor schedule changes an answer.
+"""
+
+import hashlib
+
+
+def sampling_seed(seed: int, task: int, sample: int) -> int:
+    """Returns the seed of a rollout's first turn, below 2^31."""
+    return _hashed(f"{seed}/{task}/{sample}")
+
+
+def turn_seed(first: int, turn: int) -> int:
+    """Returns the seed of a turn, below 2^31. `first` is that of turn 0."""
+    return first if turn == 0 else _hashed(f"{first}/turn {turn}")
+
+
+def _hashed(text: str) -> int:
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest) % 2**31

@@ -1,0 +1,98 @@
+"""Rollouts of one turn, as an engine would give them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rftmega.dispatch.engine_pool import EnginePool
+from rftmega.environments import SingleTurnEnvironment
+from rftmega.parallel.process_group import World
+from rftmega.rollout import Engine, ScriptedEngine
+from rftmega.rollout.base import Requests
+from rftmega.types import Completion, Prompt, Rollout, Trajectory
+
+
+def rollout_of(prompt: Prompt, completion: Completion, scores: Any = None) -> Rollout:
+    return Rollout((Trajectory.of(prompt.token_ids, completion),), scores)
+
+
+def answered(
+    ids: Sequence[int],
+    logprobs: Sequence[float] = (),
+    reason: Any = "stop",
+    version: int = 0,
+    *,
+    scores: Any = None,
+) -> Rollout:
+    """The answer to some prompt."""
+    completion = Completion(tuple(ids), tuple(logprobs), reason, version)
+    return rollout_of(Prompt((1,)), completion, scores)
+
+
+def response_of(rollout: Rollout) -> tuple[int, ...]:
+    return tuple(rollout.response_ids)
+
+
+class ListEngine:
+    """Answers each prompt with the next of its completions."""
+
+    def __init__(self, *completions: Completion):
+        self.left = list(completions)
+
+    def generate(self, prompts: Sequence[Prompt], **asked: Any) -> list[Rollout | None]:
+        return [rollout_of(prompt, self.left.pop(0)) for prompt in prompts]
+
+    def weight_sync(self, shards: Any, *, bucket_bytes: int) -> Any: ...
+
+    def close(self) -> None: ...
+
+
+def completion_of(rollout: Rollout) -> Completion:
+    """The answer of a rollout of one turn, without its scores."""
+    (trajectory,) = rollout.trajectories
+    begin = trajectory.prompt_length
+    versions = trajectory.versions[begin:].tolist()
+    return Completion(
+        response_of(rollout),
+        tuple(trajectory.logprobs[begin:].tolist()),
+        "length" if rollout.truncated else "stop",
+        versions[-1] if versions else -1,
+    )
+
+
+def pool_of(
+    engine: Engine,
+    phases: Any,
+    world: World,
+    weights: Any,
+    *,
+    kind: Any = EnginePool,
+    **settings: Any,
+) -> EnginePool:
+    """A pool whose engines get `weights` after a fault."""
+    pool = kind(engine, phases, world, SingleTurnEnvironment(), **settings)
+    pool.weights = weights
+    return pool  # type: ignore[no-any-return]
+
+
+class Alone(ScriptedEngine):
+    """The only engine of a run, whose scores are left to whoever asks."""
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        seeds: Sequence[int],
+        temperature: float,
+        **asked: Any,
+    ) -> Any:
+        found = super().generate(prompts, seeds=seeds, temperature=temperature)
+        return [rollout_of(prompt, answer) for prompt, answer in zip(prompts, found, strict=True)]
+
+
+class Wrapped:
+    """Requests of others, with something done beside."""
+
+    def __init__(self, requests: Requests, stopped: Any = None, finished: Any = None):
+        self.take = requests.take
+        self.finished = finished or requests.finished
+        self.stopped = stopped or requests.stopped

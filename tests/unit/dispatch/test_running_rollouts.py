@@ -1,0 +1,134 @@
+"""Environments beside one engine: every rollout is what it would be alone, however they interleave."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rftmega.config import RolloutConfig
+from rftmega.dispatch.pending_requests import PendingRequests, Tasks
+from rftmega.dispatch.request_queues import Dealt
+from rftmega.environments import SingleTurnEnvironment
+from rftmega.errors import EnvironmentFailed
+from rftmega.interfaces import Model
+from rftmega.rollout import Engine, ScriptedEngine
+from rftmega.rollout.request_order import RequestOrder
+from rftmega.rollout.transformers import TransformersEngine
+from rftmega.types import Prompt, Rollout, Trajectory
+from tests.tiny_models import save_tiny
+from tests.two_turns import TwoTurns, expected
+
+PROMPTS = [Prompt((5, 9, 2 + place % 3), index=place) for place in range(9)]
+SEEDS = [700 + place for place in range(9)]
+
+
+def scripted(slots: int = 3) -> ScriptedEngine:
+    engine = ScriptedEngine(
+        RolloutConfig(max_response_tokens=12, max_batch=slots), vocabulary=30, stop_ids=[1]
+    )
+    engine.load_weights([], version=4)
+    return engine
+
+
+def rollouts_of(engine: Engine, environment: Any, stop: Any = lambda: False) -> list[Rollout]:
+    tasks = Tasks(PROMPTS, SEEDS, [1.0] * len(PROMPTS), 1.0)
+    queue = Dealt(RequestOrder([list(range(len(PROMPTS)))], []), 0, slots=engine.slots)
+    with PendingRequests(engine, tasks, queue, environment, None) as pending:
+        pending.go_on(stop)
+        found = pending.judging.scored()
+    return [found[place] for place in sorted(found)]
+
+
+def alone(engine: Engine) -> list[Trajectory]:
+    def answer(ids: Sequence[int], seed: int) -> Any:
+        return engine.generate([Prompt(tuple(ids))], seeds=[seed], temperature=1.0)[0]
+
+    return expected(PROMPTS, SEEDS, answer)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.002])
+def test_rollouts_of_two_turns_are_those_of_a_model_asked_one_at_a_time(seconds: float) -> None:
+    engine = scripted()
+    rightly = alone(engine)
+    found = rollouts_of(engine, TwoTurns(seconds))
+    assert [rollout.trajectories for rollout in found] == [(each,) for each in rightly]
+    (one,) = found[0].trajectories
+    first = engine.generate(PROMPTS[:1], seeds=SEEDS[:1], temperature=1.0)[0]
+    begin = 3 + len(first.token_ids)
+    assert one.loss_mask.tolist()[:3] == [False] * 3
+    assert one.loss_mask.tolist()[begin : begin + 2] == [False, False]
+    assert one.loss_mask.sum() == len(one) - 5
+    assert one.logprobs[~one.loss_mask].tolist() == [0.0] * 5
+    assert set(one.versions[one.loss_mask].tolist()) == {4}
+
+
+def test_so_are_those_of_a_model_whose_second_answer_depends_on_the_first(tmp_path: Path) -> None:
+    engine = TransformersEngine(
+        save_tiny(tmp_path, "qwen3"),
+        RolloutConfig(max_response_tokens=5),
+        stop_ids=[1],
+        where=torch.device("cpu"),
+    )
+    engine.version = 4
+    rightly = alone(engine)
+    found = rollouts_of(engine, TwoTurns())
+    assert [rollout.trajectories for rollout in found] == [(each,) for each in rightly]
+
+
+def test_the_engine_works_for_the_others_while_one_waits_for_its_tool() -> None:
+    """With room for one answer at a time, and tools that take a second in all."""
+    engine = scripted(slots=1)
+    begin = time.monotonic()
+    assert len(rollouts_of(engine, TwoTurns(0.2))) == 9
+    assert time.monotonic() - begin < 9 * 0.2, "one tool after another"
+
+
+def test_a_rollout_of_one_turn_takes_no_step_more_than_the_engine_alone() -> None:
+    engine, plain = scripted(), scripted()
+    plain.generate(PROMPTS, seeds=SEEDS, temperature=1.0)
+    found = rollouts_of(engine, SingleTurnEnvironment())
+    assert engine.steps == plain.steps
+    again = plain.generate(PROMPTS, seeds=SEEDS, temperature=1.0)
+    assert [rollout.response_ids for rollout in found] == [list(each.token_ids) for each in again]
+
+
+class Breaks:
+    """Fails in the sixth task, once it has an answer."""
+
+    async def run(self, task: Prompt, model: Model) -> Sequence[Trajectory]:
+        completion = await model.generate(task.token_ids)
+        if task.index == 5:
+            raise KeyError("no such tool")
+        return [Trajectory.of(task.token_ids, completion)]
+
+
+def test_an_environment_that_fails_is_named_with_its_prompt() -> None:
+    with pytest.raises(
+        EnvironmentFailed, match=r"Breaks failed with KeyError\('no such tool'\).* of prompt 5\."
+    ):
+        rollouts_of(scripted(), Breaks())
+
+
+class Unwinds:
+    """Notes what it was told at its end."""
+
+    ended = 0
+
+    async def run(self, task: Prompt, model: Model) -> Sequence[Trajectory]:
+        try:
+            completion = await model.generate(task.token_ids)
+            await asyncio.sleep(60)
+        finally:
+            Unwinds.ended += 1
+        return [Trajectory.of(task.token_ids, completion)]
+
+
+def test_rollouts_that_are_stopped_clean_up_behind_them() -> None:
+    engine = scripted(slots=20)
+    steps = iter(range(100))
+    assert rollouts_of(engine, Unwinds(), stop=lambda: next(steps) == 5) == []
+    assert Unwinds.ended == len(PROMPTS)
