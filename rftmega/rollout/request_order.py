@@ -77,15 +77,17 @@ class Waiting:
 
     def __init__(self, order: RequestOrder):
         self._own = [deque(places) for places in order.first]
+        # further turns: the engine that has the first ones has them in its cache
+        self._further = [deque[int]() for _ in order.first]
         self._rest = deque(order.rest)
 
     def add(self, number: int, place: int) -> None:
-        """Adds a request to those of engine `number`."""
-        self._own[number].append(place)
+        """Adds a further turn, which engine `number` alone begins."""
+        self._further[number].append(place)
 
     def taken(self, room: Mapping[int, int]) -> Iterator[tuple[int, int]]:
         """Returns the number of an engine, and the place, of what begins where there is `room`: an
-        engine's own first, a piece of what is left then, and, when all are served, what another one
+        engine's further turns and its own first, a piece of what is left then, and, when all are served, what another one
         has and can't begin.
         """
         left = dict(room)
@@ -96,6 +98,8 @@ class Waiting:
                     yield number, source.popleft()
 
     def _next(self, number: int) -> deque[int]:
+        if self._further[number]:
+            return self._further[number]
         own = self._own[number]
         if not own and self._rest:
             own.extend(self._rest.popleft())

@@ -123,6 +123,16 @@ def test_an_engine_that_one_process_asks_takes_its_own_then_the_rest_and_then_wh
     )
 
 
+def test_a_further_turn_is_begun_first_and_by_its_own_engine_alone() -> None:
+    waiting = Waiting(RequestOrder([[0, 1], [2]], [[6, 7]]))
+    waiting.add(1, 9)
+    assert list(waiting.taken({0: 9})) == [(0, 0), (0, 1), (0, 6), (0, 7), (0, 2)]
+    assert list(waiting.taken({0: 9})) == []
+    waiting = Waiting(RequestOrder([[0, 1], [2]], []))
+    waiting.add(1, 9)
+    assert list(waiting.taken({1: 1})) == [(1, 9)]
+
+
 def test_new_prompts_are_expected_to_be_answered_in_proportion_and_known_ones_as_last_time() -> (
     None
 ):
