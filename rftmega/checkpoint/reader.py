@@ -67,7 +67,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if (said := manifest.get("format")) not in READ:
         newer = " Take a newer rftmega." if isinstance(said, int) and said > FORMAT else ""
         raise CheckpointError(
-            f"{path} is of format {said}; this version reads {' and '.join(map(str, READ))}.{newer}"
+            f"{path} is of format {said}; this version reads {', '.join(map(str, READ[:-1]))} and {FORMAT}.{newer}"
         )
     if manifest.pop("seal", None) != seal(manifest):
         raise CheckpointError(f"{path} is not as it was written: its checksum is another.")

@@ -19,7 +19,7 @@ from rftmega.config.bounds import (
     PositiveBelowOne,
     Share,
 )
-from rftmega.config.environments import SingleTurn
+from rftmega.config.environments import GivenEnvironment, SingleTurn
 from rftmega.config.functions import name_of
 from rftmega.config.parts import RewardPart
 
@@ -606,7 +606,9 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
 
-    environment: Annotated[SingleTurn, Discriminator("type")] = field(default_factory=SingleTurn)
+    environment: Annotated[SingleTurn | GivenEnvironment, Discriminator("type")] = field(
+        default_factory=SingleTurn
+    )
     """What stands between a task and the model: how a rollout goes."""
 
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)

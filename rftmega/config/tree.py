@@ -61,12 +61,10 @@ def members(hint: Any, plugins: Plugins = ()) -> dict[str, type]:
 
     Empty for other annotations.
     """
-    beside = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
-    if not any(isinstance(mark, Discriminator) for mark in beside):
-        return {}
     inner = plain(hint)
-    # a union of one part is that part
-    built_in = get_args(inner) if get_origin(inner) in (Union, types.UnionType) else (inner,)
+    if get_origin(inner) not in (Union, types.UnionType):
+        return {}
+    built_in = get_args(inner)
     kind = kind_of(built_in[0])
     own = [part for part in plugins if kind_of(part) is kind]
     return {type_of(part): part for part in (*built_in, *own)}
@@ -211,10 +209,7 @@ def bounded_schema(plugins: Plugins) -> type:
     def hint_of(name: str, hint: Any) -> Any:
         if name not in known:
             return hint
-        parts = tuple(known[name].values())
-        if len(parts) == 1:
-            return parts[0]
-        return Annotated[Union[parts], Discriminator("type")]  # noqa: UP007
+        return Annotated[Union[tuple(known[name].values())], Discriminator("type")]  # noqa: UP007
 
     return rebuilt(RunConfig, hint_of, plugins)
 

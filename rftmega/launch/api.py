@@ -18,6 +18,7 @@ from typing import Any
 
 from rftmega import config as configuration
 from rftmega.config import RunConfig
+from rftmega.config.environments import GivenEnvironment, give_environment
 from rftmega.config.functions import RewardFunction, give
 from rftmega.errors import ConfigError, RanksFailed
 from rftmega.launch.train import task_of
@@ -50,17 +51,18 @@ def train(
     `processes` ranks of this machine are started; None: this process is a rank itself, alone or
     beside those that a launcher (torchrun) has started. `rewards` are functions f(prompts,
     completions, **columns) -> list of numbers, in place of `reward.functions` (docs/rewards.md);
-    those of a notebook, closures and lambdas reach the ranks as well.
+    those of a notebook, closures and lambdas reach the ranks as well. So does an `environment`: an
+    object with `async def run(self, task, model)`, or its class, which is called with the tokenizer
+    (docs/environments.md).
 
     Raises ConfigError that lists all that is wrong, RanksFailed where a rank died (the launcher
     writes which and why), KeyboardInterrupt after all ranks were ended, and what a rank raises that
     is the user's to mend.
     """
-    if environment is not None:
-        raise ConfigError("environment: rollouts have one turn, and there is no other environment.")
     functions = [function for function in rewards or () if not isinstance(function, str)]
     named = give(functions)
-    run = _read(config, overrides, _references(rewards, named))
+    talk = None if environment is None else give_environment(environment)
+    run = _read(config, overrides, _references(rewards, named), talk)
     with private_files():
         check(run, processes)
         if processes is None:
@@ -70,7 +72,7 @@ def train(
         else:
             if threading.current_thread() is not threading.main_thread():
                 raise ConfigError("rftmega.train starts ranks from the main thread only.")
-            code = launched(processes, run, sent(functions))
+            code = launched(processes, run, sent(functions, environment))
     if code == 128 + signal.SIGINT:
         raise KeyboardInterrupt
     if code not in (0, run.faults.requeue_code):
@@ -79,17 +81,26 @@ def train(
 
 
 def _read(
-    config: str | Path | RunConfig, overrides: Sequence[str], references: list[str] | None
+    config: str | Path | RunConfig,
+    overrides: Sequence[str],
+    references: list[str] | None,
+    environment: str | None,
 ) -> RunConfig:
-    """Reads the config, with `references` in place of its reward functions where there are any."""
+    """Reads the config, with `references` in place of its reward functions and the environment of
+    this name in place of its own, where there are any.
+    """
     if not isinstance(config, RunConfig):
         chosen = [] if references is None else [f"reward.functions={json.dumps(references)}"]
+        if environment is not None:
+            chosen += ["environment.type=python", f"environment.name={environment}"]
         return configuration.load(config, [*overrides, *chosen])
     if overrides:
         raise ConfigError("overrides go over a YAML file; of a RunConfig, change the fields.")
-    if references is None:
-        return config
-    return replace(config, reward=replace(config.reward, functions=references))
+    if references is not None:
+        config = replace(config, reward=replace(config.reward, functions=references))
+    if environment is not None:
+        config = replace(config, environment=GivenEnvironment(name=environment))
+    return config
 
 
 def _references(
@@ -102,32 +113,38 @@ def _references(
     return [reward if isinstance(reward, str) else next(names) for reward in rewards]
 
 
-def sent(functions: Sequence[RewardFunction]) -> bytes:
-    """Returns functions as bytes that another process can read, wherever they were defined.
+def sent(functions: Sequence[RewardFunction], environment: Any = None) -> bytes:
+    """Returns functions and an environment as bytes that another process can read, wherever they
+    were defined.
 
     Raises ConfigError for one that holds what no other process can have.
     """
-    if not functions:
+    if not functions and environment is None:
         return b""
     import cloudpickle
 
-    for function in functions:
+    named = [("rewards", function) for function in functions]
+    named += [] if environment is None else [("environment", environment)]
+    for name, given in named:
         try:
-            cloudpickle.dumps(function)
+            cloudpickle.dumps(given)
         except Exception as error:
             raise ConfigError(
-                f"rewards: {function!r} can't be sent to the ranks: {error}. Make inside it what it can't take along."
+                f"{name}: {given!r} can't be sent to the ranks: {error}. Make inside it what it can't take along."
             ) from error
-    found: bytes = cloudpickle.dumps(list(functions))
+    found: bytes = cloudpickle.dumps((list(functions), environment))
     return found
 
 
-def functions_given(functions: bytes) -> None:
-    """Makes functions known to this rank, as `sent` gives them."""
-    if functions:
+def functions_given(sent: bytes) -> None:
+    """Makes functions and environment known to this rank, as `sent` gives them."""
+    if sent:
         import cloudpickle
 
-        give(cloudpickle.loads(functions))
+        functions, environment = cloudpickle.loads(sent)
+        give(functions)
+        if environment is not None:
+            give_environment(environment)
 
 
 def _last_metrics(config: RunConfig) -> dict[str, float | None]:

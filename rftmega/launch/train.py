@@ -27,6 +27,7 @@ def backend_of(config: RunConfig) -> "Backend":
 
 def reinforce(config: RunConfig) -> int:
     """Trains a policy on prompts by rewards. Returns the exit code."""
+    from rftmega import environments
     from rftmega.data import Tokenizer, prompts_of, ptx_of
     from rftmega.rewards import MajorityReward, check_prompts, create
 
@@ -35,8 +36,8 @@ def reinforce(config: RunConfig) -> int:
     prompts, held_out = prompts_of(config, tokenizer, check=partial(check_prompts, config.reward))
     ptx = ptx_of(config, tokenizer)
     reward = create(config.reward, tokenizer.decode)
+    environment = environments.create(config.environment, tokenizer)
 
-    from rftmega import environments
     from rftmega.callbacks.checkpointing import resume
     from rftmega.callbacks.observers import evaluation_of_prompts
     from rftmega.launch.process import joined
@@ -50,7 +51,7 @@ def reinforce(config: RunConfig) -> int:
             world,
             backend_of(config),
             stop_ids=tokenizer.stop_ids,
-            environment=environments.create(config.environment, tokenizer),
+            environment=environment,
         )
         size, pattern = config.rollout.samples_per_prompt, config.reward.answer_pattern
         learnt = (

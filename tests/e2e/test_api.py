@@ -1,5 +1,6 @@
 """`rftmega.train` from a script, whose reward functions no other process could import."""
 
+import gzip
 import json
 import os
 import signal
@@ -21,9 +22,23 @@ wanted = {{"4"}}
 
 def ends_well(prompts, completions, answer, completion_ids, **columns):
     assert len(prompts) == len(completions) == len(answer) == len(completion_ids)
-    assert isinstance(prompts[0], str) and set(columns) == {{"sum"}}
+    assert isinstance(prompts[0], str) and set(columns) == {{"sum", "trajectories"}}
     {inside}
     return [float(text.endswith(tuple(wanted))) for text in completions]
+
+
+class Twice:
+    def __init__(self, tokenizer):
+        self.reply = tuple(tokenizer.encode("7", chat_template=False))
+
+    async def run(self, task, model):
+        from rftmega.types import Trajectory
+
+        first = await model.generate(task.token_ids)
+        if not wanted:
+            return [Trajectory.of(task.token_ids, first)]
+        second = await model.generate((*task.token_ids, *first.token_ids, *self.reply))
+        return [Trajectory.of(task.token_ids, first, self.reply, second)]
 
 
 shorter = lambda completions: [-len(text) for text in completions]
@@ -33,9 +48,10 @@ result = rftmega.train(
     overrides=[
         "parallel.tensor=2", "trainer.steps=2", "data.eval=", "data.train=" + output + ".jsonl",
         "trainer.output=" + output, "reward.function_weights=[1,0.5]", "reward.format=0",
-        "reward.format_pattern=",
+        "reward.format_pattern=", "trainer.trajectories=1",
     ],
     rewards=[ends_well, shorter],
+    environment=Twice,
 )
 print(json.dumps([result.metrics, str(result.output), result.stopped, result.exit_code]))
 """
@@ -75,6 +91,11 @@ def test_two_ranks_learn_by_a_closure_and_a_lambda_of_a_script(
         assert abs(step["reward"] - mixed) < 1e-5
         assert step["reward_lambda"] < 0
         assert "reward_exact_match" not in step
+    with gzip.open(tmp_path / "out/trajectories/step_000001.jsonl.gz") as file:
+        masks = [json.loads(line)["tokens"]["chosen"] for line in file]
+    assert all(mask.count(False) == 1 for mask in masks), (
+        "the environment of the script was not run"
+    )
 
 
 def test_what_a_reward_function_raises_in_a_rank_is_raised_where_the_run_was_started(

@@ -270,8 +270,15 @@ ELSEWHERE = {
     "faults.requeue_code": ("77", "e2e/test_stop.py", "faults.requeue_code=77"),
     "faults.watchdog_seconds": ("-1", "unit/parallel/test_progress.py", "watchdog_seconds=0.2"),
 }
+ELSEWHERE["environment.name of python"] = ("talk", "e2e/test_api.py", "environment=")
 # there is no run that does not read them
-ALWAYS = {"model.verify", "checkpoint.resume", "logging.peak_tflops", "logging.wandb"}
+ALWAYS = {
+    "environment.name of python",
+    "model.verify",
+    "checkpoint.resume",
+    "logging.peak_tflops",
+    "logging.wandb",
+}
 
 
 PLUGIN = """

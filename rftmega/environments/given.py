@@ -1,0 +1,15 @@
+"""The environment that rftmega.train was given in Python."""
+
+from typing import Any
+
+from rftmega.config.environments import GivenEnvironment, environment_given
+from rftmega.config.parts import implements
+from rftmega.interfaces import Environment
+
+
+@implements(GivenEnvironment)
+def given_environment(options: GivenEnvironment, tokenizer: Any) -> Environment:
+    """Returns the environment; a class is called with the tokenizer."""
+    given = environment_given(options.name)
+    environment: Environment = given(tokenizer) if isinstance(given, type) else given
+    return environment
