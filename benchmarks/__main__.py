@@ -52,6 +52,11 @@ BENCHMARKS = {
     "training checkpoint against dd": (checkpoints.speeds, "slower_over_dd", "at least 0.5"),
     "training beside a save": (checkpoints.beside, "steps_beside_over_plain", "at most 1.10"),
     "engines that run dry": (rollouts.running_dry, "", ""),
+    "rollouts in an environment": (
+        rollouts.through_an_environment,
+        "4 tokens: environment_over_engine",
+        "at most 1.03",
+    ),
     "offload against copy": (offload.against_copy, "off_over_copy", "at least 0.7"),
 }
 

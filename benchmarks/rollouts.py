@@ -1,8 +1,9 @@
 """How long engines have nothing to do at the end of a rollout, by the clock of the scripted engine:
-all of them step together.
+all of them step together. And what it costs that rollouts run in an environment.
 """
 
 import math
+import os
 import random
 import threading
 from collections.abc import Callable, Sequence
@@ -11,13 +12,20 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rftmega.config import RolloutConfig
+from benchmarks.timing import compare
+from rftmega.config import ParallelConfig, RolloutConfig
+from rftmega.dispatch.engine_pool import EnginePool
 from rftmega.dispatch.pending_requests import PendingRequests, Stop, Tasks
 from rftmega.dispatch.request_queues import Counted
 from rftmega.environments import SingleTurnEnvironment
+from rftmega.parallel.process_group import World
 from rftmega.rollout import ScriptedEngine
 from rftmega.rollout.request_order import ordered
+from rftmega.strategy.phases import DevicePhases
 from rftmega.types import Completion, Prompt, Rollout
+from tests.layouts import build_manager
+from tests.ranks import run_ranks
+from tests.tiny_models import save_tiny
 
 PROMPTS, SIBLINGS, LIMIT, SLOTS = 128, 8, 1024, 8
 # standard deviation of the logarithm of what is expected, around what a prompt's answers have in
@@ -159,3 +167,48 @@ def running_dry(folder: Path) -> dict[str, float]:
                 tokens = sum(math.fsum(lengths) for _, lengths, _ in rollouts)
                 found[name + "idle slots"] = 1 - tokens / (engines * SLOTS * sum(last))
     return found
+
+
+def through_an_environment(folder: Path) -> dict[str, float]:
+    """A rollout of the demo's size, 64 prompts with 8 answers of at most 4 tokens, and one of 200
+    tokens: each through the single-turn environment, over the same engine asked for all at once.
+    """
+    found: dict[str, float] = {}
+    for longest in (4, 200):
+        own = folder / str(longest)
+        (row,) = run_ranks(1, environment_body, own, longest, timeout=600)
+        found |= {f"{longest} tokens: {name}": value for name, value in row.items()}
+    return found
+
+
+def environment_body(world: World, folder: Path, longest: int) -> dict[str, float]:
+    from rftmega.rollout.vllm import VLLMEngine
+
+    os.environ["LOCAL_WORLD_SIZE"] = str(world.size)
+    model = save_tiny(folder, "qwen2", hidden_size=128, vocab_size=64)
+    config = RolloutConfig(
+        max_prompt_tokens=8, max_response_tokens=longest, cpu_cache_gib=0.25, max_batch=256
+    )
+    manager = build_manager(model, ParallelConfig())
+    engine = VLLMEngine(model, config, world, dtype="float32", stop_ids=[1])
+    pool = EnginePool(
+        engine,
+        DevicePhases({"policy": manager.residency}, offload=False),
+        world,
+        SingleTurnEnvironment(),
+        processes_per_engine=1,
+        restarts=0,
+    )
+    pool.weight_sync(manager.shards(), bucket_bytes=2**20).push(version=0)
+    size = 512 if longest < 100 else 64
+    prompts = [Prompt((5, 9 + place // 8 % 50, 3)) for place in range(size)]
+    asked: dict[str, Any] = {"seeds": range(size), "temperature": 1.0}
+    both = compare(
+        lambda: pool.generate(prompts, **asked), lambda: engine.generate(prompts, **asked), rounds=5
+    )
+    engine.close()
+    return {
+        "environment_seconds": both.ours,
+        "engine_seconds": both.theirs,
+        "environment_over_engine": 1 / both.ratio,
+    }

@@ -11,7 +11,7 @@ import pytest
 LEARNT = "algorithms rewards data environments experience trainer callbacks"
 RUNS = "device parallel kernels checkpoint rollout dispatch weights planning model_providers converters"
 BACKENDS = "megatron conversion"  # only what chooses one may name it
-BASICS = "config validation errors json_files types interfaces shards sampling_seeds"
+BASICS = "config validation errors json_files types interfaces shards sampling_seeds rollout_arrays"
 MAY_IMPORT = {
     "config": "errors json_files",
     "errors": "",
@@ -20,6 +20,7 @@ MAY_IMPORT = {
     "shards": "",
     "interfaces": "types shards",
     "sampling_seeds": "",
+    "rollout_arrays": "types",
     "environments": "config types interfaces",
     "algorithms": "types config",
     "sandbox": "",
@@ -27,7 +28,7 @@ MAY_IMPORT = {
     "data": "config types errors json_files",
     "validation": "config errors json_files",
     "experience": "errors types interfaces algorithms config",
-    "trainer": "errors config types interfaces sampling_seeds algorithms experience",
+    "trainer": "errors config types interfaces sampling_seeds rollout_arrays algorithms experience",
     "callbacks": "errors config types interfaces algorithms experience",
     "device": "errors",
     "kernels": "",
@@ -36,7 +37,7 @@ MAY_IMPORT = {
     "checkpoint": "config shards errors json_files device parallel converters",
     "conversion": "config errors json_files parallel checkpoint megatron model_providers converters",
     "rollout": "config types shards interfaces errors json_files device parallel weights",
-    "dispatch": "types interfaces shards sampling_seeds errors device parallel rollout",
+    "dispatch": "types interfaces shards sampling_seeds rollout_arrays errors device parallel rollout",
     "weights": "config types shards interfaces errors json_files device parallel converters",
     "planning": "config validation shards errors parallel weights model_providers converters",
     "strategy": f"{BASICS} {LEARNT} {RUNS}",

@@ -28,6 +28,7 @@ from rftmega.parallel.process_group import World
 from rftmega.parallel.watchdog import mark
 from rftmega.rollout.base import Engine
 from rftmega.rollout.request_order import RequestOrder, ordered
+from rftmega.rollout_arrays import RolloutArrays
 from rftmega.shards import Shard
 from rftmega.types import Prompt, Rollout
 
@@ -135,8 +136,9 @@ class EnginePool:
         """Returns all rollouts; where the run is asked to stop, those that have their scores."""
         own = self._over_faults(lambda: self._ask(pending), pending.judging.ready)
         found: list[Rollout | None] = [None] * len(pending.tasks)
-        for spoken in gather_objects(own if self.speaks else {}):
-            for place, rollout in spoken.items():
+        spoken = own if self.speaks else {}
+        for places, packed in gather_objects((list(spoken), RolloutArrays.of([*spoken.values()]))):
+            for place, rollout in zip(places, packed.unpacked(), strict=True):
                 found[place] = rollout
         return found
 

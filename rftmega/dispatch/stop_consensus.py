@@ -7,6 +7,7 @@ from rftmega.dispatch.reward_workers import RewardWorkers
 from rftmega.interfaces import Enough
 from rftmega.parallel import preemption
 from rftmega.parallel.collectives import gather_objects
+from rftmega.rollout_arrays import RolloutArrays
 from rftmega.types import Rollout
 
 EVERY = 16  # engine steps from one decision to the next
@@ -72,13 +73,14 @@ class StopConsensus:
         done = idle and self._told == self._finished and not asked
         before, self._answered = self._answered, len(self.judging.answered)
         room = 0 if broken else self.queue.room(self._answered, self._answered - before)
-        told = gather_objects((own, done, asked, room))
-        for answers, *_ in told:
-            for place, answer in answers.items():
-                self.answers[place] = answer
+        packed = RolloutArrays.of([*own.values()])
+        told = gather_objects((list(own), packed, done, asked, room))
+        for places, rollouts, *_ in told:
+            for place, rollout in zip(places, rollouts.unpacked(), strict=True):
+                self.answers[place] = rollout
         self.over = self.enough(self.answers)
         self.given_up = not self.over and any(asked for *_, asked, _ in told)
         if not self.over and not self.given_up:
             dealt = self.queue.deal([room for *_, room in told[:: self.processes]])
-            self.over = not dealt and all(done for _, done, *_ in told)
+            self.over = not dealt and all(done for _, _, done, *_ in told)
         return self.over or self.given_up

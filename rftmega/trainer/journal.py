@@ -7,12 +7,10 @@ more, and takes from the journal what is there instead of doing it again; the fi
 not there is where the run was stopped.
 """
 
-import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,11 +22,11 @@ from rftmega.interfaces import (
     ValueModel,
     ValueScorer,
 )
+from rftmega.rollout_arrays import NAMES, RolloutArrays
 from rftmega.types import Completion, Prompt, Rollout, Rows, TokenStats, Trajectory
 
 Result = TypeVar("Result")
 Answers = Sequence[Rollout | None]
-ARRAYS = ("token_ids", "loss_mask", "logprobs", "versions")  # of a trajectory
 SO_FAR = " so far"  # of answers: the rollout was broken off
 
 
@@ -232,44 +230,18 @@ def _unpacked(packed: Any) -> Any:
 
 
 def _packed_answers(rollouts: Answers) -> dict[str, Any]:
-    """Returns rollouts as a few tensors, which hold the trajectories of all behind each other."""
-    there = [rollout for rollout in rollouts if rollout is not None]
-    trajectories = [own for rollout in there for own in rollout.trajectories]
-    joined = {
-        name: torch.from_numpy(np.concatenate([getattr(own, name) for own in trajectories]))
-        if trajectories
-        else torch.zeros(0)
-        for name in ARRAYS
-    }
-    return joined | {
-        "trajectories": [[len(own), own.truncated] for own in trajectories],
-        "routes": [own.routes for own in trajectories],
-        "rollouts": [
-            None if rollout is None else [len(rollout.trajectories), rollout.scores]
-            for rollout in rollouts
-        ],
+    packed = RolloutArrays.of(rollouts)
+    tensors = {name: torch.from_numpy(getattr(packed, name)) for name in NAMES}
+    return tensors | {
+        "trajectories": [list(each) for each in packed.trajectories],
+        "routes": packed.routes,
+        "rollouts": [None if each is None else list(each) for each in packed.rollouts],
     }
 
 
 def _answers(packed: dict[str, Any]) -> list[Rollout | None]:
-    sizes = [size for size, _ in packed["trajectories"]]
-    arrays = [[part.numpy() for part in packed[name].split(sizes)] for name in ARRAYS]
-    trajectories = iter(
-        [
-            Trajectory(ids, mask, logprobs, versions, truncated, routes)
-            for ids, mask, logprobs, versions, (_, truncated), routes in zip(
-                *arrays, packed["trajectories"], packed["routes"], strict=True
-            )
-        ]
-    )
-    found: list[Rollout | None] = []
-    for said in packed["rollouts"]:
-        if said is None:
-            found.append(None)
-        else:
-            count, scores = said
-            found.append(Rollout(tuple(itertools.islice(trajectories, count)), scores))
-    return found
+    arrays = {name: packed[name].numpy() for name in NAMES}
+    return RolloutArrays(**(packed | arrays)).unpacked()
 
 
 def _of_rollout(prompt: Prompt, answer: Any) -> Rollout | None:
