@@ -1,6 +1,6 @@
 """Announcements: what the first process of an engine tells the engine's other processes."""
 
-import pickle
+import json
 import time
 from typing import Any
 
@@ -10,7 +10,7 @@ LOOK = 0.0005  # seconds between two looks of a process at what the first has sa
 
 
 class Announcements:
-    """Announcements passes objects from the first process of an engine to the others, in order.
+    """Announcements passes what JSON has from the first process of an engine to the others, in order.
 
     They go through a store: a collective would wait for a first process that broke down.
     """
@@ -30,7 +30,7 @@ class Announcements:
 
     def say(self, thing: Any) -> None:
         self._turn += 1
-        self._set(str(self._turn), pickle.dumps(thing))
+        self._set(str(self._turn), json.dumps(thing))
 
     def hear(self) -> Any:
         """Waits for what the first process says next. Raises EngineFault where it broke down."""
@@ -39,12 +39,12 @@ class Announcements:
             if self.board.check([self._key("broke")]):
                 raise EngineFault("The first process of this engine broke down.")
             time.sleep(LOOK)
-        return pickle.loads(self.board.get(self._key(str(self._turn))))
+        return json.loads(self.board.get(self._key(str(self._turn))))
 
     def broke(self) -> None:
         """Tells, of the first process, that it broke down."""
         if self.speaks:
-            self._set("broke", b"")
+            self._set("broke", "")
 
     def end(self) -> None:
         """Clears the board; every process has heard all."""
@@ -52,7 +52,7 @@ class Announcements:
             self.board.delete_key(key)
         self._said.clear()
 
-    def _set(self, what: str, content: bytes) -> None:
+    def _set(self, what: str, content: str) -> None:
         self.board.set(self._key(what), content)
         self._said.append(self._key(what))
 

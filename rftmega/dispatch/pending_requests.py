@@ -175,7 +175,7 @@ class PendingRequests:
             prompts = self.tasks.prompts
             # every process has the prompts
             short = [
-                (place, None if ids is prompts[place].token_ids else tuple(ids), seed)
+                (place, None if ids is prompts[place].token_ids else list(ids), seed)
                 for place, ids, seed in asked
             ]
             self.announced.say((short, self.queue.begun, self._every))

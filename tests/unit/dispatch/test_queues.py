@@ -41,9 +41,9 @@ def said_by(board: Any, *, speaks: bool) -> Announcements:
 def test_a_process_hears_what_the_first_of_its_engine_said_in_its_order() -> None:
     board = dist.HashStore()
     leader, follower = said_by(board, speaks=True), said_by(board, speaks=False)
-    for thing in ([(3, None, 7)], [], {"every": True}):
+    for thing in ([[3, None, 7]], [], {"every": True}):
         leader.say(thing)
-    assert [follower.hear() for _ in range(3)] == [[(3, None, 7)], [], {"every": True}]
+    assert [follower.hear() for _ in range(3)] == [[[3, None, 7]], [], {"every": True}]
 
 
 def test_a_process_waits_for_the_first_of_its_engine_and_hears_that_it_broke_down() -> None:

@@ -12,6 +12,7 @@ from rftmega.config import RolloutConfig
 from rftmega.errors import EngineError, EngineFault
 from rftmega.parallel.process_group import World
 from rftmega.rollout import door, servers
+from rftmega.rollout import server as server_module
 from rftmega.rollout.servers import ServerEngine
 
 
@@ -105,7 +106,9 @@ def test_an_answer_under_other_weights_than_the_last_pushs_is_an_error() -> None
 
 
 def test_a_server_that_does_not_start_leaves_nothing(tmp_path: Path) -> None:
-    server = servers.Server(["--no-such-option"], {"PATH": "", door.KEY: "key"}, tmp_path / "log")
+    server = server_module.Server(
+        ["--no-such-option"], {"PATH": "", door.KEY: "key"}, tmp_path / "log"
+    )
     with pytest.raises(EngineError, match="did not come up") as caught:
         server.wait()
     assert f"The end of {tmp_path / 'log'}" in str(caught.value)
@@ -146,9 +149,11 @@ def test_a_server_that_ends_at_its_start_is_a_fault_where_another_start_may_go_w
     (tmp_path / "ends.py").write_text(
         f"import os\nprint({said!r}, flush=True)\nos._exit({code}) if {code} > 0 else os.kill(os.getpid(), {-code})"
     )
-    monkeypatch.setattr(servers, "PROGRAM", "ends")
+    monkeypatch.setattr(server_module, "PROGRAM", "ends")
     (tmp_path / "log").write_text("ValueError: of the start before\n")
-    server = servers.Server([], {"PYTHONPATH": str(tmp_path), door.KEY: "key"}, tmp_path / "log")
+    server = server_module.Server(
+        [], {"PYTHONPATH": str(tmp_path), door.KEY: "key"}, tmp_path / "log"
+    )
     with pytest.raises(EngineError, match="did not come up") as caught:
         server.wait()
     server.close()
