@@ -7,6 +7,7 @@ token values: a padding id may well be a word.
 """
 
 import itertools
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
@@ -78,30 +79,29 @@ class Trajectory:
     @staticmethod
     def of(*segments: "Sequence[int] | Completion") -> "Trajectory":
         """Joins segments: token ids are context, completions are what the policy chose."""
-        ids: list[int] = []
-        mask: list[bool] = []
-        logprobs: list[float] = []
-        versions: list[int] = []
+        # arrays of the standard library grow faster than those of NumPy are made of lists
+        ids, versions, logprobs, mask = array("i"), array("i"), array("f"), bytearray()
         truncated, routes = False, None
         for segment in segments:
             if isinstance(segment, Completion):
                 size = len(segment.token_ids)
-                ids += segment.token_ids
+                ids.extend(segment.token_ids)
                 # an answer that was not sampled here has no log-probs
-                logprobs += segment.logprobs or (0.0,) * size
-                versions += segment.versions or (segment.policy_version,) * size
+                logprobs.extend(segment.logprobs or (0.0,) * size)
+                versions.extend(segment.versions or (segment.policy_version,) * size)
+                mask += b"\1" * size
                 truncated, routes = segment.finish_reason == "length", segment.routes
             else:
                 size = len(segment)
-                ids += segment
-                logprobs += (0.0,) * size
-                versions += (-1,) * size
-            mask += (isinstance(segment, Completion),) * size
+                ids.extend(segment)
+                logprobs.extend((0.0,) * size)
+                versions.extend((-1,) * size)
+                mask += bytes(size)
         return Trajectory(
-            np.array(ids, np.int32),
-            np.array(mask, np.bool_),
-            np.array(logprobs, np.float32),
-            np.array(versions, np.int32),
+            np.frombuffer(ids, np.int32),
+            np.frombuffer(mask, np.bool_),
+            np.frombuffer(logprobs, np.float32),
+            np.frombuffer(versions, np.int32),
             truncated,
             routes,
         )

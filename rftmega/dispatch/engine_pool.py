@@ -64,6 +64,7 @@ class EnginePool:
         self.engines = world.size // processes_per_engine
         self.processes, self.alone = processes_per_engine, processes_per_engine == 1
         self.group = None if self.alone else neighbours(processes_per_engine)
+        self.rank = world.rank
         self.mine, place = divmod(world.rank, processes_per_engine)
         self.speaks = place == 0  # the others do what the engine's first process says
 
@@ -137,8 +138,10 @@ class EnginePool:
         own = self._over_faults(lambda: self._ask(pending), pending.judging.ready)
         found: list[Rollout | None] = [None] * len(pending.tasks)
         spoken = own if self.speaks else {}
-        for places, packed in gather_objects((list(spoken), RolloutArrays.of([*spoken.values()]))):
-            for place, rollout in zip(places, packed.unpacked(), strict=True):
+        told = gather_objects((list(spoken), RolloutArrays.of([*spoken.values()])))
+        for rank, (places, packed) in enumerate(told):
+            rollouts = spoken.values() if rank == self.rank else packed.unpacked()
+            for place, rollout in zip(places, rollouts, strict=True):
                 found[place] = rollout
         return found
 

@@ -95,7 +95,12 @@ class PendingRequests:
         if self.announced is not None:
             self.announced.begin()
         if self.announced is None or self.announced.speaks:
-            self._running = RunningRollouts(self.environment, self.tasks.prompts, self.tasks.seeds)
+            self._running = RunningRollouts(
+                self.environment,
+                self.tasks.prompts,
+                self.tasks.seeds,
+                self.tasks.expected_lengths,
+            )
         try:
             self.engine.answer(self, temperature=self.tasks.temperature)
             whole = not self._running and not self.queue.waiting
@@ -124,8 +129,7 @@ class PendingRequests:
             asked = self._taken(room, self._running)
             self._announce(asked, self._running)
         self._in_engine += len(asked)
-        expected = self.tasks.expected_lengths
-        return [Request(ids, seed, place, expected[place]) for place, ids, seed in asked]
+        return asked
 
     def finished(self, numbers: Sequence[int], completions: Sequence[Completion]) -> None:
         """Gives completions to their rollouts."""
@@ -140,7 +144,7 @@ class PendingRequests:
         self._stopped = self._stop()
         return self._stopped
 
-    def _taken(self, room: int, running: RunningRollouts) -> list[tuple[int, Sequence[int], int]]:
+    def _taken(self, room: int, running: RunningRollouts) -> list[Request]:
         """Begins rollouts until there is no room, and returns their requests.
 
         Waits for a request where the engine would have none, and rollouts wait for something else.
@@ -167,24 +171,22 @@ class PendingRequests:
         if ended := running.ended():
             self.judging.finished(list(ended), list(ended.values()))
 
-    def _announce(
-        self, asked: Sequence[tuple[int, Sequence[int], int]], running: RunningRollouts
-    ) -> None:
+    def _announce(self, asked: Sequence[Request], running: RunningRollouts) -> None:
         self._every = running.waiting
         if self.announced is not None:
             prompts = self.tasks.prompts
             # every process has the prompts
             short = [
                 (place, None if ids is prompts[place].token_ids else list(ids), seed)
-                for place, ids, seed in asked
+                for ids, seed, place, _ in asked
             ]
             self.announced.say((short, self.queue.begun, self._every))
 
-    def _heard(self) -> list[tuple[int, Sequence[int], int]]:
+    def _heard(self) -> list[Request]:
         assert self.announced is not None
         short, self.queue.begun, self._every = self.announced.hear()
-        prompts = self.tasks.prompts
+        prompts, expected = self.tasks.prompts, self.tasks.expected_lengths
         return [
-            (place, prompts[place].token_ids if ids is None else ids, seed)
+            Request(prompts[place].token_ids if ids is None else ids, seed, place, expected[place])
             for place, ids, seed in short
         ]

@@ -6,6 +6,7 @@ from contextlib import suppress
 
 from rftmega.errors import EnvironmentFailed
 from rftmega.interfaces import Environment
+from rftmega.rollout.base import Request
 from rftmega.sampling_seeds import turn_seed
 from rftmega.types import Completion, Prompt, Rollout
 
@@ -29,17 +30,27 @@ class RunningRollouts:
     them time, and wait for the engine in between.
     """
 
-    def __init__(self, environment: Environment, prompts: Sequence[Prompt], seeds: Sequence[int]):
-        """Takes the tasks of all rollouts, and the seed of the first turn of each."""
+    def __init__(
+        self,
+        environment: Environment,
+        prompts: Sequence[Prompt],
+        seeds: Sequence[int],
+        expected_lengths: Sequence[float],
+    ):
+        """Takes the tasks of all rollouts, the seed of the first turn of each, and how many tokens
+        its answer may have.
+        """
         self.environment, self.prompts, self.seeds = environment, prompts, seeds
+        self.expected_lengths = expected_lengths
         self._loop = asyncio.new_event_loop()
         self._tasks: dict[int, asyncio.Task[None]] = {}  # of the rollouts that have not ended
-        self._asked: list[tuple[int, Sequence[int], int]] = []  # not yet taken
+        self._asked: list[Request] = []  # not yet taken
         # of requests: not yet taken, and then by number
         self._new: list[asyncio.Future[Completion]] = []
         self._answers: dict[int, asyncio.Future[Completion]] = {}
         self._numbers = 0
         self._ended: dict[int, Rollout] = {}
+        self._failed: tuple[int, Exception] | None = None
         self._news = asyncio.Event()
 
     def __len__(self) -> int:
@@ -57,11 +68,8 @@ class RunningRollouts:
             self._tasks[place] = self._loop.create_task(self._run(place))
         self._advance()
 
-    def asked(self) -> list[tuple[int, Sequence[int], int]]:
-        """Takes the requests since the last call: place of the task, token ids, seed.
-
-        They are numbered in this order.
-        """
+    def asked(self) -> list[Request]:
+        """Takes the requests since the last call. They are numbered in this order."""
         self._answers |= enumerate(self._new, start=self._numbers)
         self._numbers += len(self._new)
         asked, self._asked, self._new = self._asked, [], []
@@ -93,15 +101,19 @@ class RunningRollouts:
     async def completion(self, place: int, token_ids: Sequence[int], seed: int) -> Completion:
         """Asks the engine, and waits for the answer."""
         future = self._loop.create_future()
-        self._asked.append((place, token_ids, seed))
+        self._asked.append(Request(token_ids, seed, place, self.expected_lengths[place]))
         self._new.append(future)
         self._news.set()
         return await future
 
     async def _run(self, place: int) -> None:
         model = RolloutModel(self, place, self.seeds[place])
-        trajectories = await self.environment.run(self.prompts[place], model)
-        self._ended[place] = Rollout(tuple(trajectories))
+        try:
+            trajectories = await self.environment.run(self.prompts[place], model)
+            self._ended[place] = Rollout(tuple(trajectories))
+        except Exception as error:
+            self._failed = place, error
+        self._tasks.pop(place)
         self._news.set()
 
     async def _broken_off(self) -> None:
@@ -122,10 +134,9 @@ class RunningRollouts:
         while before != (before := len(self._new) + len(self._ended)):
             self._loop.call_soon(self._loop.stop)
             self._loop.run_forever()
-        for place in [place for place, task in self._tasks.items() if task.done()]:
-            error = self._tasks.pop(place).exception()
-            if error is not None:
-                raise EnvironmentFailed(
-                    f"The environment {type(self.environment).__name__} failed with {error!r} in a rollout of prompt "
-                    f"{self.prompts[place].index}. Mend it, or let it catch what a tool may raise."
-                ) from error
+        if self._failed is not None:
+            place, error = self._failed
+            raise EnvironmentFailed(
+                f"The environment {type(self.environment).__name__} failed with {error!r} in a rollout of prompt "
+                f"{self.prompts[place].index}. Mend it, or let it catch what a tool may raise."
+            ) from error
