@@ -72,6 +72,10 @@ class RewardError(RFTMegaError):
     """
 
 
+class ContextTooLong(EngineError):  # noqa: N818  an environment may catch it, and end there
+    """An environment asked for an answer to a context that leaves no room for one."""
+
+
 class EnvironmentFailed(RFTMegaError):  # noqa: N818  it tells what happened
     """A user's environment raised an error in a rollout; names it and the prompt."""
 

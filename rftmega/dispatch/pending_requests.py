@@ -100,6 +100,7 @@ class PendingRequests:
                 self.tasks.prompts,
                 self.tasks.seeds,
                 self.tasks.expected_lengths,
+                row_tokens=self.engine.row_tokens,
             )
         try:
             self.engine.answer(self, temperature=self.tasks.temperature)

@@ -1,10 +1,11 @@
 """RunningRollouts runs an environment's coroutines in the thread of the engine that answers them."""
 
 import asyncio
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
-from rftmega.errors import EnvironmentFailed
+from rftmega.errors import ContextTooLong, EnvironmentFailed
 from rftmega.interfaces import Environment
 from rftmega.rollout.base import Request
 from rftmega.sampling_seeds import turn_seed
@@ -36,10 +37,13 @@ class RunningRollouts:
         prompts: Sequence[Prompt],
         seeds: Sequence[int],
         expected_lengths: Sequence[float],
+        *,
+        row_tokens: int = sys.maxsize,
     ):
         """Takes the tasks of all rollouts, the seed of the first turn of each, and how many tokens
-        its answer may have.
+        its answer may have. `row_tokens`: context and answer together, as the engine takes them.
         """
+        self.row_tokens = row_tokens
         self.environment, self.prompts, self.seeds = environment, prompts, seeds
         self.expected_lengths = expected_lengths
         self._loop = asyncio.new_event_loop()
@@ -99,7 +103,15 @@ class RunningRollouts:
         self._loop.close()
 
     async def completion(self, place: int, token_ids: Sequence[int], seed: int) -> Completion:
-        """Asks the engine, and waits for the answer."""
+        """Asks the engine, and waits for the answer.
+
+        Raises ContextTooLong where the context leaves no room for one.
+        """
+        if len(token_ids) >= self.row_tokens:
+            raise ContextTooLong(
+                f"a context of {len(token_ids)} tokens leaves no room for an answer: rollout.max_prompt_tokens + "
+                f"rollout.max_response_tokens is {self.row_tokens}. End the rollout before, or raise them"
+            )
         future = self._loop.create_future()
         self._asked.append(Request(token_ids, seed, place, self.expected_lengths[place]))
         self._new.append(future)
@@ -109,8 +121,10 @@ class RunningRollouts:
     async def _run(self, place: int) -> None:
         model = RolloutModel(self, place, self.seeds[place])
         try:
-            trajectories = await self.environment.run(self.prompts[place], model)
-            self._ended[place] = Rollout(tuple(trajectories))
+            trajectories = tuple(await self.environment.run(self.prompts[place], model))
+            if not trajectories:
+                raise ValueError("it returned no trajectory")
+            self._ended[place] = Rollout(trajectories)
         except Exception as error:
             self._failed = place, error
         self._tasks.pop(place)

@@ -95,6 +95,7 @@ class Engine(ABC):
     """
 
     slots = sys.maxsize  # answers that it generates side by side
+    row_tokens = sys.maxsize  # context and answer together
     # its parameters while it loads, where a push may fill them itself (`weights.destinations`)
     destinations: Any = None
 

@@ -25,6 +25,7 @@ class ScriptedEngine(Engine):
     def __init__(self, config: RolloutConfig, *, vocabulary: int, stop_ids: Sequence[int]):
         super().__init__()
         self.longest, self.slots = config.max_response_tokens, config.max_batch
+        self.row_tokens = config.max_row_tokens
         self.steps = 0
         self.vocabulary = vocabulary
         self.stop_ids = stop_ids

@@ -55,6 +55,7 @@ class ServerEngine(Engine):
         """Starts with random weights; the first push brings the real ones."""
         super().__init__()
         self.stop_ids, self.config = list(stop_ids), config
+        self.row_tokens = config.max_row_tokens
         self._begun = False  # a push that has not ended
         self._names: dict[str, Any] = {}  # of the tensors that a push brings, as servers are told
         # servers that broke down in a generation, and were not started again yet

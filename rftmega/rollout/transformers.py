@@ -66,7 +66,7 @@ class TransformersEngine(Engine):
         where: torch.device,
     ):
         super().__init__()
-        self.longest = config.max_response_tokens
+        self.longest, self.row_tokens = config.max_response_tokens, config.max_row_tokens
         self.stop_ids = stop_ids
         self.where = where
         config_of = AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -105,7 +105,8 @@ class TransformersEngine(Engine):
         feed = torch.tensor([list(request.token_ids)], device=self.where)
         cache = None
         routes: list[Tensor] = []
-        while len(ids) < self.longest and (not ids or ids[-1] not in self.stop_ids):
+        limit = min(self.longest, self.row_tokens - len(request.token_ids))
+        while len(ids) < limit and (not ids or ids[-1] not in self.stop_ids):
             self._chosen.clear()
             out = self.model(feed, past_key_values=cache, use_cache=True)
             cache = out.past_key_values

@@ -105,6 +105,7 @@ class VLLMEngine(Engine):
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         self.stop_ids = list(stop_ids)
         self.longest, self.slots = config.max_response_tokens, config.max_batch
+        self.row_tokens = config.max_row_tokens
         on_cuda = device.current().type == "cuda"
         precision: Any = (
             dtype if dtype != "auto" else str(device.current().train_dtype).removeprefix("torch.")

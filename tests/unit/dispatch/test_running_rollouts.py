@@ -13,7 +13,7 @@ from rftmega.config import RolloutConfig
 from rftmega.dispatch.pending_requests import PendingRequests, Tasks
 from rftmega.dispatch.request_queues import Dealt
 from rftmega.environments import SingleTurnEnvironment
-from rftmega.errors import EnvironmentFailed
+from rftmega.errors import ContextTooLong, EnvironmentFailed
 from rftmega.interfaces import Model
 from rftmega.rollout import Engine, ScriptedEngine
 from rftmega.rollout.request_order import RequestOrder
@@ -111,6 +111,43 @@ def test_an_environment_that_fails_is_named_with_its_prompt() -> None:
         EnvironmentFailed, match=r"Breaks failed with KeyError\('no such tool'\).* of prompt 5\."
     ):
         rollouts_of(scripted(), Breaks())
+
+
+class Empty:
+    async def run(self, task: Prompt, model: Model) -> Sequence[Trajectory]:
+        return []
+
+
+def test_an_environment_that_returns_nothing_is_named() -> None:
+    with pytest.raises(EnvironmentFailed, match="Empty failed with .*it returned no trajectory"):
+        rollouts_of(scripted(), Empty())
+
+
+class Talks:
+    """Goes on until there is no room."""
+
+    async def run(self, task: Prompt, model: Model) -> Sequence[Trajectory]:
+        said: list[Any] = [task.token_ids]
+        context = [*task.token_ids]
+        with pytest.raises(ContextTooLong, match="no room for an answer: .* is 17"):
+            while True:
+                said.append(await model.generate(context))
+                context += said[-1].token_ids
+        return [Trajectory.of(*said)]
+
+
+def test_a_context_that_is_full_is_told_to_the_environment_and_no_row_is_longer(
+    tmp_path: Path,
+) -> None:
+    engine = TransformersEngine(
+        save_tiny(tmp_path, "qwen3"),
+        RolloutConfig(max_prompt_tokens=5, max_response_tokens=12),
+        stop_ids=range(0, 100, 3),
+        where=torch.device("cpu"),
+    )
+    engine.version = 4
+    lengths = {len(rollout.trajectories[0]) for rollout in rollouts_of(engine, Talks())}
+    assert lengths == {17}
 
 
 class Unwinds:
