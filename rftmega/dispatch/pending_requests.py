@@ -150,6 +150,8 @@ class PendingRequests:
 
         Waits for a request where the engine would have none, and rollouts wait for something else.
         """
+        running.advance()
+        self._collect(running)
         asked = running.asked()
         while True:
             while self._left or len(asked) < room:

@@ -2,8 +2,9 @@
 
 import asyncio
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from typing import Any
 
 from rftmega.errors import ContextTooLong, EnvironmentFailed
 from rftmega.interfaces import Environment
@@ -54,7 +55,8 @@ class RunningRollouts:
         self._answers: dict[int, asyncio.Future[Completion]] = {}
         self._numbers = 0
         self._ended: dict[int, Rollout] = {}
-        self._failed: tuple[int, Exception] | None = None
+        self._failed: tuple[int, BaseException] | None = None
+        self._closing = False
         self._news = asyncio.Event()
 
     def __len__(self) -> int:
@@ -70,7 +72,7 @@ class RunningRollouts:
         """Begins the rollouts of the tasks at `places`."""
         for place in places:
             self._tasks[place] = self._loop.create_task(self._run(place))
-        self._advance()
+        self.advance()
 
     def asked(self) -> list[Request]:
         """Takes the requests since the last call. They are numbered in this order."""
@@ -82,13 +84,31 @@ class RunningRollouts:
     def answer(self, numbers: Sequence[int], completions: Sequence[Completion]) -> None:
         """Gives the completions to the rollouts that asked for them, which go on."""
         for number, completion in zip(numbers, completions, strict=True):
-            self._answers.pop(number).set_result(completion)
-        self._advance()
+            waiting = self._answers.pop(number)
+            if not waiting.done():  # an environment may have given up waiting
+                waiting.set_result(completion)
+        self.advance()
 
     def wait(self, seconds: float) -> None:
         """Waits until a rollout asks for something or ends, at most so long."""
         self._loop.run_until_complete(self._news_within(seconds))
-        self._advance()
+        self.advance()
+
+    def advance(self) -> None:
+        """Runs what can run now, as long as somebody asks or ends.
+
+        Raises EnvironmentFailed with what an environment raised.
+        """
+        before = -1
+        while before != (before := len(self._new) + len(self._ended)):
+            self._loop.call_soon(self._loop.stop)
+            self._loop.run_forever()
+        if self._failed is not None:
+            place, error = self._failed
+            raise EnvironmentFailed(
+                f"The environment {type(self.environment).__name__} failed with {error!r} in a rollout of prompt "
+                f"{self.prompts[place].index}. Mend it, or let it catch what a tool may raise."
+            ) from error
 
     def ended(self) -> dict[int, Rollout]:
         """Takes place -> rollout of those that have ended since the last call."""
@@ -96,10 +116,10 @@ class RunningRollouts:
         return ended
 
     def close(self) -> None:
-        """Breaks off what has not ended."""
-        for task in self._tasks.values():
-            task.cancel()
-        self._loop.run_until_complete(self._broken_off())
+        """Breaks off what has not ended, and what an environment began beside it."""
+        self._closing = True
+        self._loop.run_until_complete(self._broken_off(asyncio.all_tasks(self._loop)))
+        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         self._loop.close()
 
     async def completion(self, place: int, token_ids: Sequence[int], seed: int) -> Completion:
@@ -125,32 +145,20 @@ class RunningRollouts:
             if not trajectories:
                 raise ValueError("it returned no trajectory")
             self._ended[place] = Rollout(trajectories)
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
+            if self._closing:
+                raise
             self._failed = place, error
         self._tasks.pop(place)
         self._news.set()
 
-    async def _broken_off(self) -> None:
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+    async def _broken_off(self, tasks: Iterable[asyncio.Task[Any]]) -> None:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _news_within(self, seconds: float) -> None:
         self._news.clear()
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._news.wait()
-
-    def _advance(self) -> None:
-        """Runs what can run now, as long as somebody asks or ends.
-
-        Raises EnvironmentFailed with what an environment raised.
-        """
-        before = -1
-        while before != (before := len(self._new) + len(self._ended)):
-            self._loop.call_soon(self._loop.stop)
-            self._loop.run_forever()
-        if self._failed is not None:
-            place, error = self._failed
-            raise EnvironmentFailed(
-                f"The environment {type(self.environment).__name__} failed with {error!r} in a rollout of prompt "
-                f"{self.prompts[place].index}. Mend it, or let it catch what a tool may raise."
-            ) from error

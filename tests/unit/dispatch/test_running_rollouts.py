@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from rftmega.interfaces import Model
 from rftmega.rollout import Engine, ScriptedEngine
 from rftmega.rollout.request_order import RequestOrder
 from rftmega.rollout.transformers import TransformersEngine
-from rftmega.types import Prompt, Rollout, Trajectory
+from rftmega.types import Completion, Prompt, Rollout, Trajectory
 from tests.tiny_models import save_tiny
 from tests.two_turns import TwoTurns, expected
 
@@ -94,6 +95,65 @@ def test_a_rollout_of_one_turn_takes_no_step_more_than_the_engine_alone() -> Non
     assert engine.steps == plain.steps
     again = plain.generate(PROMPTS, seeds=SEEDS, temperature=1.0)
     assert [rollout.response_ids for rollout in found] == [list(each.token_ids) for each in again]
+
+
+class Watches:
+    """Task 0 asks once, for what is long; task 1 twice, with a tool between. The others end."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    async def run(self, task: Prompt, model: Model) -> Sequence[Trajectory]:
+        if task.index > 1:
+            return [Trajectory.of(task.token_ids)]
+        first = await model.generate(task.token_ids)
+        self.seen.append(f"{task.index} has an answer")
+        if task.index == 1:
+            await asyncio.sleep(0.001)
+            self.seen.append("1 has asked again")
+            await model.generate(task.token_ids)
+        return [Trajectory.of(task.token_ids, first)]
+
+
+def test_a_tool_that_is_through_is_noticed_while_the_engine_is_busy_with_others() -> None:
+    class Paced(ScriptedEngine):
+        def _completion(self, seed: int) -> Completion:
+            length = 60 if seed == SEEDS[0] else 2
+            return Completion((7,) * length, (-0.5,) * length, "stop", 4)
+
+    engine = Paced(RolloutConfig(max_batch=3), vocabulary=30, stop_ids=[1])
+    engine.load_weights([], version=4)
+    watches = Watches()
+    rollouts_of(engine, watches, stop=lambda: bool(time.sleep(0.001)))
+    assert watches.seen == ["1 has an answer", "1 has asked again", "0 has an answer"]
+
+
+class Impatient:
+    """Asks again where an answer takes too long."""
+
+    async def run(self, task: Prompt, model: Model) -> Sequence[Trajectory]:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(model.generate(task.token_ids), 0.001)
+        return [Trajectory.of(task.token_ids, await model.generate(task.token_ids))]
+
+
+def test_an_answer_that_nobody_waits_for_any_more_is_dropped() -> None:
+    engine = scripted(slots=20)
+    found = rollouts_of(engine, Impatient(), stop=lambda: bool(time.sleep(0.002)))
+    assert len(found) == 9
+
+
+class Cancels:
+    """Is cancelled by a tool of its own."""
+
+    async def run(self, task: Prompt, model: Model) -> Sequence[Trajectory]:
+        await model.generate(task.token_ids)
+        raise asyncio.CancelledError("the tool's own")
+
+
+def test_a_rollout_that_is_cancelled_from_inside_does_not_wait_for_ever() -> None:
+    with pytest.raises(EnvironmentFailed, match="Cancels failed with CancelledError"):
+        rollouts_of(scripted(), Cancels())
 
 
 class Breaks:
