@@ -66,6 +66,13 @@ class Tokenizer:
             self._inner.encode(self._text(_messages(prompt), open_=True), add_special_tokens=False)
         )
 
+    def encode_reply(self, text: str) -> tuple[int, ...]:
+        """Returns the token ids of text within a conversation: no special token is put before it.
+
+        Raises DataError for an id that the model does not know.
+        """
+        return self._known(self._inner.encode(text, add_special_tokens=False))
+
     def encode_answer(
         self, prompt: str | Messages, answer: str, *, chat_template: bool
     ) -> tuple[int, ...]:

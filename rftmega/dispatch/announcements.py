@@ -5,6 +5,7 @@ import time
 from typing import Any
 
 from rftmega.errors import EngineFault
+from rftmega.parallel.watchdog import mark
 
 LOOK = 0.0005  # seconds between two looks of a process at what the first has said
 
@@ -38,6 +39,7 @@ class Announcements:
         while not self.board.check([self._key(str(self._turn))]):
             if self.board.check([self._key("broke")]):
                 raise EngineFault("The first process of this engine broke down.")
+            mark()  # the first process watches itself
             time.sleep(LOOK)
         return json.loads(self.board.get(self._key(str(self._turn))))
 

@@ -4,6 +4,7 @@ It splits requests by expected length, gathers completions to every rank, and re
 broke down.
 """
 
+import asyncio
 import itertools
 import logging
 import math
@@ -60,6 +61,7 @@ class EnginePool:
         """
         self.engine, self.phases, self.environment = engine, phases, environment
         self.weights: WeightSync | None = None
+        self._loop = asyncio.new_event_loop()  # of the environment, as long as the run
         self.restarts, self.reward_limit = restarts, reward_limit
         self.engines = world.size // processes_per_engine
         self.processes, self.alone = processes_per_engine, processes_per_engine == 1
@@ -76,6 +78,7 @@ class EnginePool:
 
     def close(self) -> None:
         """Ends the engine, which must be gone before the process groups are."""
+        self._loop.close()
         self.engine.close()
 
     def generate(
@@ -113,6 +116,7 @@ class EnginePool:
             reward if self.speaks else None,
             announced=announced,
             reward_limit=self.reward_limit,
+            loop=self._loop,
         )
         with pending:
             found = self._all(pending) if enough is None else self._until(pending, enough)

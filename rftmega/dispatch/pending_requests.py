@@ -2,6 +2,7 @@
 not run again.
 """
 
+import asyncio
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -56,13 +57,15 @@ class PendingRequests:
         *,
         announced: Announcements | None = None,
         reward_limit: float = math.inf,
+        loop: asyncio.AbstractEventLoop | None = None,
     ):
         """Takes all tasks of the generation, of which the `queue` says whose they are.
 
         `announced`: None where the engine has one process. `reward_limit`: see RewardWorkers.
+        `loop`: see RunningRollouts.
         """
         self.engine, self.tasks, self.queue, self.environment = engine, tasks, queue, environment
-        self.announced = announced
+        self.announced, self.loop = announced, loop
         self.judging = RewardWorkers(reward, tasks.prompts, limit=reward_limit)
         self._running: RunningRollouts | None = None  # in the engine's first process
 
@@ -101,6 +104,7 @@ class PendingRequests:
                 self.tasks.seeds,
                 self.tasks.expected_lengths,
                 row_tokens=self.engine.row_tokens,
+                loop=self.loop,
             )
         try:
             self.engine.answer(self, temperature=self.tasks.temperature)
@@ -154,7 +158,8 @@ class PendingRequests:
         self._collect(running)
         asked = running.asked()
         while True:
-            while self._left or len(asked) < room:
+            # rollouts that wait for tools take no place of the engine, but something elsewhere
+            while self._left or (len(asked) < room and len(running) < 2 * self.engine.slots):
                 places = self._left or self.queue.take(room - len(asked))
                 if not places:
                     break

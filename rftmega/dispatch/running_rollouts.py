@@ -10,7 +10,9 @@ from rftmega.errors import ContextTooLong, EnvironmentFailed
 from rftmega.interfaces import Environment
 from rftmega.rollout.base import Request
 from rftmega.sampling_seeds import turn_seed
-from rftmega.types import Completion, Prompt, Rollout
+from rftmega.types import Completion, Prompt, Rollout, Trajectory
+
+PASSES = 8  # through the event loop between two steps of an engine, while rollouts wait for tools
 
 
 class RolloutModel:
@@ -40,14 +42,17 @@ class RunningRollouts:
         expected_lengths: Sequence[float],
         *,
         row_tokens: int = sys.maxsize,
+        loop: asyncio.AbstractEventLoop | None = None,
     ):
         """Takes the tasks of all rollouts, the seed of the first turn of each, and how many tokens
         its answer may have. `row_tokens`: context and answer together, as the engine takes them.
+        `loop`: one for the whole run, since what an environment holds may belong to it; None: a new
+        one.
         """
         self.row_tokens = row_tokens
         self.environment, self.prompts, self.seeds = environment, prompts, seeds
         self.expected_lengths = expected_lengths
-        self._loop = asyncio.new_event_loop()
+        self._loop = loop or asyncio.new_event_loop()
         self._tasks: dict[int, asyncio.Task[None]] = {}  # of the rollouts that have not ended
         self._asked: list[Request] = []  # not yet taken
         # of requests: not yet taken, and then by number
@@ -91,8 +96,11 @@ class RunningRollouts:
 
     def wait(self, seconds: float) -> None:
         """Waits until a rollout asks for something or ends, at most so long."""
-        self._loop.run_until_complete(self._news_within(seconds))
+        self._news.clear()
         self.advance()
+        if not self._new and not self._ended:
+            self._loop.run_until_complete(self._news_within(seconds))
+            self.advance()
 
     def advance(self) -> None:
         """Runs what can run now, as long as somebody asks or ends.
@@ -101,8 +109,10 @@ class RunningRollouts:
         """
         before = -1
         while before != (before := len(self._new) + len(self._ended)):
-            self._loop.call_soon(self._loop.stop)
-            self._loop.run_forever()
+            # a tool's reply passes through several callbacks
+            for _ in range(PASSES if self.waiting else 1):
+                self._loop.call_soon(self._loop.stop)
+                self._loop.run_forever()
         if self._failed is not None:
             place, error = self._failed
             raise EnvironmentFailed(
@@ -119,20 +129,22 @@ class RunningRollouts:
         """Breaks off what has not ended, and what an environment began beside it."""
         self._closing = True
         self._loop.run_until_complete(self._broken_off(asyncio.all_tasks(self._loop)))
-        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-        self._loop.close()
 
     async def completion(self, place: int, token_ids: Sequence[int], seed: int) -> Completion:
         """Asks the engine, and waits for the answer.
 
         Raises ContextTooLong where the context leaves no room for one.
         """
+        if not len(token_ids):
+            raise ValueError("the model was asked with no token")
         if len(token_ids) >= self.row_tokens:
             raise ContextTooLong(
                 f"a context of {len(token_ids)} tokens leaves no room for an answer: rollout.max_prompt_tokens + "
                 f"rollout.max_response_tokens is {self.row_tokens}. End the rollout before, or raise them"
             )
         future = self._loop.create_future()
+        if token_ids is not self.prompts[place].token_ids:  # of NumPy, say
+            token_ids = tuple(map(int, token_ids))
         self._asked.append(Request(token_ids, seed, place, self.expected_lengths[place]))
         self._new.append(future)
         self._news.set()
@@ -142,9 +154,7 @@ class RunningRollouts:
         model = RolloutModel(self, place, self.seeds[place])
         try:
             trajectories = tuple(await self.environment.run(self.prompts[place], model))
-            if not trajectories:
-                raise ValueError("it returned no trajectory")
-            self._ended[place] = Rollout(trajectories)
+            self._ended[place] = Rollout((self._only(trajectories),))
         except (Exception, asyncio.CancelledError) as error:
             if self._closing:
                 raise
@@ -152,13 +162,28 @@ class RunningRollouts:
         self._tasks.pop(place)
         self._news.set()
 
+    def _only(self, trajectories: tuple[Any, ...]) -> Trajectory:
+        """Returns the trajectory. Raises ValueError for what can't be learnt from."""
+        if len(trajectories) != 1:
+            raise ValueError(f"it returned {len(trajectories)} trajectories: return one")
+        (one,) = trajectories
+        if not isinstance(one, Trajectory):
+            raise ValueError(f"it returned {type(one).__name__} in place of a Trajectory")
+        if len(one) < 2 or one.loss_mask[0]:
+            raise ValueError("its trajectory begins with no prompt, or has nothing behind it")
+        if len(one) > self.row_tokens:
+            raise ValueError(
+                f"its trajectory has {len(one)} tokens: rollout.max_prompt_tokens + rollout.max_response_tokens is "
+                f"{self.row_tokens}. Leave out what stands behind the last answer"
+            )
+        return one
+
     async def _broken_off(self, tasks: Iterable[asyncio.Task[Any]]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _news_within(self, seconds: float) -> None:
-        self._news.clear()
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._news.wait()

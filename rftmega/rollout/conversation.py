@@ -79,9 +79,12 @@ class Conversation:
         return {number: self.most - busy[number] for number in healthy}
 
     def _home_of(self, request: Request) -> int:
-        """Returns the server of the rollout; of a new one that which has most room."""
-        room = self._room()
-        return self._home.get(request.rollout, max(room, key=lambda number: room[number]))
+        """Returns the server of the rollout; of a new one that which has fewest rollouts."""
+        if request.rollout not in self._home:
+            room = self._room()
+            homes = Counter(self._home.values())
+            self._home[request.rollout] = min(room, key=lambda number: homes[number])
+        return self._home[request.rollout]
 
     def _ended(self, task: asyncio.Task[Completion]) -> tuple[int, Completion | None]:
         """Returns number and completion of a request; None where its server failed."""

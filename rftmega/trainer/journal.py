@@ -120,6 +120,17 @@ class Journal:
 
         return self(name, work)
 
+    def mend(self, prompts: Sequence[Prompt]) -> None:
+        """Turns the answers that come next into rollouts of these prompts, where a checkpoint before
+        format 4 has completions.
+        """
+        if self._before and isinstance(self._before[0][1], list):
+            name, answers = self._before.popleft()
+            if len(answers) == len(prompts):
+                pairs = zip(prompts, answers, strict=True)
+                answers = [_of_rollout(prompt, answer) for prompt, answer in pairs]
+            self._before.appendleft((name, answers))
+
     def state(self) -> list[list[Any]]:
         """Returns what was done, as JSON has it but for tensors."""
         return [[name, _packed(result)] for name, result in self._done]
@@ -149,12 +160,11 @@ class JournaledEngine:
                 given["expected_lengths"] = [lengths[place] for place in places]
             return self.engine.generate(left, seeds=own, **given)
 
+        self.journal.mend(prompts)
         if asked.get("enough") is not None:
             every = range(len(prompts))
-            found = self.journal(f"enough of {len(prompts)} answers", lambda: ask(every))
-        else:
-            found = self.journal.answers(f"{len(prompts)} answers", len(prompts), ask)
-        return [_of_rollout(prompt, answer) for prompt, answer in zip(prompts, found, strict=True)]
+            return self.journal(f"enough of {len(prompts)} answers", lambda: ask(every))
+        return self.journal.answers(f"{len(prompts)} answers", len(prompts), ask)
 
 
 class JournaledPolicy:

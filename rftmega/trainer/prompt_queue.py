@@ -58,7 +58,13 @@ class PromptQueue(Iterator[list[Prompt]]):
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self._waiting = deque(Prompt(tuple(ids), *rest) for ids, *rest in state["waiting"])
-        self._drawn = state.get("drawn", 0)  # not in a checkpoint before format 4
+        if "drawn" in state:
+            self._drawn = state["drawn"]
+        else:  # of a checkpoint before format 4
+            self._waiting = deque(
+                replace(prompt, task=number) for number, prompt in enumerate(self._waiting)
+            )
+            self._drawn = len(self._waiting)
 
     def _draw(self) -> bool:
         if (batch := next(self._batches, None)) is None:

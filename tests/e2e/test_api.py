@@ -29,7 +29,7 @@ def ends_well(prompts, completions, answer, completion_ids, **columns):
 
 class Twice:
     def __init__(self, tokenizer):
-        self.reply = tuple(tokenizer.encode("7", chat_template=False))
+        self.reply = tuple(tokenizer.encode_reply("7"))
 
     async def run(self, task, model):
         from rftmega.types import Trajectory
@@ -48,7 +48,7 @@ result = rftmega.train(
     overrides=[
         "parallel.tensor=2", "trainer.steps=2", "data.eval=", "data.train=" + output + ".jsonl",
         "trainer.output=" + output, "reward.function_weights=[1,0.5]", "reward.format=0",
-        "reward.format_pattern=", "trainer.trajectories=1",
+        "reward.format_pattern=", "trainer.trajectories=1", "rollout.max_prompt_tokens=20",
     ],
     rewards=[ends_well, shorter],
     environment=Twice,

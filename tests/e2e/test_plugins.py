@@ -58,7 +58,7 @@ class Tool(EnvironmentPart):
 @implements(Tool)
 class ToolEnvironment:
     def __init__(self, options, tokenizer):
-        self.reply = tuple(tokenizer.encode(options.word, chat_template=False))
+        self.reply = tuple(tokenizer.encode_reply(options.word))
 
     async def run(self, task, model):
         first = await model.generate(task.token_ids)
@@ -87,7 +87,7 @@ def test_an_environment_and_an_importance_weight_of_a_users_own_are_learnt_from(
         "plugins: [my_tool.py]\n"
         "environment: {type: tool, word: '34'}\n"
         "algorithm: {importance_sampling: {type: halved}, kl: {coef: 0}, entropy_coef: 0, updates_per_epoch: 1}\n"
-        "rollout: {engine: transformers, max_response_tokens: 4}\n"
+        "rollout: {engine: transformers, max_prompt_tokens: 20, max_response_tokens: 4}\n"
         "trainer: {trajectories: 1}\n"
     )
     found = {}

@@ -7,12 +7,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from rftmega.config import RolloutConfig
 from rftmega.dispatch.pending_requests import PendingRequests, Tasks
-from rftmega.dispatch.request_queues import Dealt
+from rftmega.dispatch.request_queues import Counted, Dealt
 from rftmega.environments import SingleTurnEnvironment
 from rftmega.errors import ContextTooLong, EnvironmentFailed
 from rftmega.interfaces import Model
@@ -35,10 +37,12 @@ def scripted(slots: int = 3) -> ScriptedEngine:
     return engine
 
 
-def rollouts_of(engine: Engine, environment: Any, stop: Any = lambda: False) -> list[Rollout]:
+def rollouts_of(
+    engine: Engine, environment: Any, stop: Any = lambda: False, loop: Any = None
+) -> list[Rollout]:
     tasks = Tasks(PROMPTS, SEEDS, [1.0] * len(PROMPTS), 1.0)
     queue = Dealt(RequestOrder([list(range(len(PROMPTS)))], []), 0, slots=engine.slots)
-    with PendingRequests(engine, tasks, queue, environment, None) as pending:
+    with PendingRequests(engine, tasks, queue, environment, None, loop=loop) as pending:
         pending.go_on(stop)
         found = pending.judging.scored()
     return [found[place] for place in sorted(found)]
@@ -179,8 +183,74 @@ class Empty:
 
 
 def test_an_environment_that_returns_nothing_is_named() -> None:
-    with pytest.raises(EnvironmentFailed, match="Empty failed with .*it returned no trajectory"):
+    with pytest.raises(EnvironmentFailed, match="Empty failed with .*it returned 0 trajectories"):
         rollouts_of(scripted(), Empty())
+
+
+class Wrong:
+    """Returns something that can't be learnt from."""
+
+    def __init__(self, found: Any):
+        self.found = found
+
+    async def run(self, task: Prompt, model: Model) -> Sequence[Any]:
+        return [self.found]
+
+
+@pytest.mark.parametrize(
+    ("found", "told"),
+    [
+        (((1, 2), (3,)), "tuple in place of a Trajectory"),
+        (Trajectory.of((), Completion((1, 2), (), "stop", 0)), "begins with no prompt"),
+        (Trajectory.of((1,)), "has nothing behind it"),
+        (Trajectory.of((1,) * 2000), "has 2000 tokens: .* Leave out what stands behind"),
+    ],
+)
+def test_what_can_not_be_learnt_from_is_refused_with_its_prompt(found: Any, told: str) -> None:
+    with pytest.raises(EnvironmentFailed, match=f"{told}.* of prompt"):
+        rollouts_of(scripted(), Wrong(found))
+
+
+class StartsSlowly:
+    """Waits before it asks, and notes how many do so at a time."""
+
+    now = most = 0
+
+    async def run(self, task: Prompt, model: Model) -> Sequence[Trajectory]:
+        StartsSlowly.now += 1
+        StartsSlowly.most = max(StartsSlowly.most, StartsSlowly.now)
+        await asyncio.sleep(0.002)
+        completion = await model.generate([*map(np.int64, task.token_ids)])
+        StartsSlowly.now -= 1
+        return [Trajectory.of(task.token_ids, completion)]
+
+
+def test_rollouts_that_wait_before_they_ask_are_not_all_begun_at_once() -> None:
+    engine = scripted(slots=1)
+    tasks = Tasks(PROMPTS, SEEDS, [1.0] * len(PROMPTS), 1.0)
+    order = RequestOrder([[0]], [[place] for place in range(1, 9)])
+    queue = Counted(order, 0, board=dist.HashStore(), name="count")
+    with PendingRequests(engine, tasks, queue, StartsSlowly(), None) as pending:
+        assert pending.go_on()
+        assert len(pending.judging.scored()) == 9
+    assert StartsSlowly.most == 2
+
+
+class Locked:
+    """Holds something that belongs to an event loop."""
+
+    def __init__(self) -> None:
+        self.lock = asyncio.Semaphore(2)
+
+    async def run(self, task: Prompt, model: Model) -> Sequence[Trajectory]:
+        async with self.lock:
+            return [Trajectory.of(task.token_ids, await model.generate(task.token_ids))]
+
+
+def test_what_an_environment_holds_serves_the_next_generation_as_well() -> None:
+    environment, loop = Locked(), asyncio.new_event_loop()
+    for _ in range(2):
+        assert len(rollouts_of(scripted(), environment, loop=loop)) == 9
 
 
 class Talks:

@@ -363,6 +363,11 @@ def test_answers_of_a_checkpoint_before_format_4_are_rollouts_of_one_turn() -> N
     cut = Completion((9,), (-1.0,), "length", 4, (3,))
     assert last == Rollout((Trajectory.of((4,), cut),))
     assert asked == inner.generate([prompts[1]], seeds=[2], temperature=1.0)[0]
+    again = Journal()
+    again.load_state(read(written(journal.state())))  # it can be saved, and goes on from there
+    assert JournaledEngine(inner, again).generate(  # type: ignore[arg-type]
+        prompts, seeds=[1, 2, 3], temperature=1.0
+    ) == [first, asked, last]
 
 
 def test_what_nobody_comes_to_is_no_end_of_a_step() -> None:
