@@ -22,6 +22,7 @@ from benchmarks import (
     bubble,
     checkpoints,
     conversion,
+    data_plane,
     log_probs,
     mixture,
     offload,
@@ -56,6 +57,11 @@ BENCHMARKS = {
         rollouts.through_an_environment,
         "4 tokens: environment_over_engine",
         "at most 1.03",
+    ),
+    "one copy of a rollout a host": (
+        data_plane.one_copy_a_host,
+        "8k: held_over_a_copy_a_process",
+        "at most 0.2",
     ),
     "offload against copy": (offload.against_copy, "off_over_copy", "at least 0.7"),
 }

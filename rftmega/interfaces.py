@@ -5,13 +5,13 @@ implementation's business.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from torch import Tensor
-
+from rftmega.ragged import Ragged
 from rftmega.shards import Shard
 from rftmega.types import (
     Auxiliary,
+    Column,
     Completion,
     Experience,
     LossFn,
@@ -26,6 +26,7 @@ from rftmega.types import (
     Trajectory,
 )
 
+Result = TypeVar("Result")
 Enough = Callable[
     [Sequence[Rollout | None]], bool
 ]  # of all tasks' rollouts, None where there is none yet; the same everywhere
@@ -63,7 +64,7 @@ class RolloutEngine(Protocol):
         reward: "Reward | None" = None,
         enough: Enough | None = None,
         expected_lengths: Sequence[float] | None = None,
-    ) -> list[Rollout | None]:
+    ) -> Sequence[Rollout | None]:
         """Generates one rollout a prompt, sampled with its own seed, whatever else is in the batch;
         temperature 0 is greedy.
 
@@ -87,13 +88,15 @@ class RolloutEngine(Protocol):
 class Scorer(Protocol):
     """Scorer gives log-probs of rows."""
 
-    def log_probs(self, rows: Rows, *, temperature: float | None = None) -> TokenStats:
-        """Scores every target of `rows` ([B, T]) under the present weights; no gradient.
+    def log_probs(
+        self, rows: Rows[Column], *, temperature: float | None = None
+    ) -> TokenStats[Column]:
+        """Scores every target of `rows` under the present weights; no gradient.
 
-        `temperature` None: the rollout's.
+        `temperature` None: the rollout's. The columns are like those of `rows`, padded or Ragged.
         """
 
-    def reference_log_probs(self, rows: Rows) -> TokenStats:
+    def reference_log_probs(self, rows: Rows[Column]) -> TokenStats[Column]:
         """Scores the same under the frozen reference weights."""
 
 
@@ -102,7 +105,7 @@ class Policy(Scorer, Protocol):
 
     def step(
         self,
-        experience: Experience,
+        experience: Experience[Any],
         loss_fn: LossFn,
         *,
         group_size: int = 1,
@@ -123,16 +126,16 @@ class Policy(Scorer, Protocol):
 class ValueScorer(Protocol):
     """ValueScorer gives values of rows."""
 
-    def values(self, rows: Rows) -> Tensor:
-        """Returns [B, T]: the value of each state in which a target is chosen, under the present
-        weights; no gradient.
+    def values(self, rows: Rows[Column]) -> Column:
+        """Returns the value of each state in which a target is chosen, under the present weights; no
+        gradient.
         """
 
 
 class ValueModel(ValueScorer, Protocol):
     """ValueModel is a critic, or a reward model, that is trained."""
 
-    def step(self, experience: Experience, loss_fn: LossFn, *, group_size: int = 1) -> Metrics:
+    def step(self, experience: Experience[Any], loss_fn: LossFn, *, group_size: int = 1) -> Metrics:
         """Takes one optimizer step; see Policy.step."""
 
 
@@ -178,6 +181,23 @@ class Resumable(Protocol):
     def load_state(self, state: Any) -> None: ...
 
 
+class Host(Protocol):
+    """Host keeps one copy of what is the same in all its processes."""
+
+    def once(self, make: Callable[[], Result]) -> Result:
+        """Returns what `make` gives, which is called once a host. Every process calls it.
+
+        The result is made of tensors, numbers, Ragged columns, dicts and tuples; nobody changes it.
+        """
+
+
+class OneProcess:
+    """OneProcess is a Host of one process, which shares nothing."""
+
+    def once(self, make: Callable[[], Result]) -> Result:
+        return make()
+
+
 class Numerics(Protocol):
     """Numerics tells how exactly an engine and the trainer can agree, and lets all processes agree
     on whether they do.
@@ -195,6 +215,7 @@ class Machinery(Protocol):
     """Machinery holds what a run with rollouts is built of."""
 
     numerics: Numerics
+    host: Host
 
     engine: RolloutEngine
     weights: WeightSync
@@ -232,7 +253,9 @@ class Callback(Protocol):
 
     def on_phase(self, trainer: Any, name: str, seconds: float) -> None: ...
 
-    def on_experience(self, trainer: Any, samples: Samples, experience: Experience) -> None:
+    def on_experience(
+        self, trainer: Any, samples: Samples[Ragged], experience: Experience[Ragged]
+    ) -> None:
         """Receives what step `trainer.step`, just done, has learnt from.
 
         Called before `on_step`.

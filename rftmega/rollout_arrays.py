@@ -1,80 +1,120 @@
-"""Many rollouts as a few arrays, to be sent or saved."""
+"""Many rollouts in a few tensors, to be shared, sent or saved."""
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
-from numpy.typing import NDArray
+import torch
 from torch import Tensor
 
+from rftmega.ragged import Ragged
 from rftmega.types import Rollout, Trajectory
 
-Array = NDArray[Any]
-NAMES = ("token_ids", "loss_mask", "logprobs", "versions")  # of a trajectory's arrays
+# name -> dtype of each of a trajectory's arrays
+COLUMNS = {
+    "token_ids": torch.int32,
+    "loss_mask": torch.bool,
+    "logprobs": torch.float32,
+    "versions": torch.int32,
+}
 
 
 @dataclass(frozen=True, slots=True)
-class RolloutArrays:
-    """RolloutArrays holds the trajectories of many rollouts behind each other.
+class TrajectoryPlace:
+    """TrajectoryPlace says where a trajectory lies in the columns, and what they don't hold of it."""
 
-    A trajectory has five small arrays; pickling each costs more than generating a short answer.
+    start: int
+    length: int
+    truncated: bool
+    routes: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutPlace:
+    """RolloutPlace names a rollout's trajectories, and has its scores."""
+
+    trajectories: tuple[TrajectoryPlace, ...]
+    scores: dict[str, float] | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RolloutArrays(Sequence[Rollout | None]):
+    """RolloutArrays is a sequence of rollouts whose trajectories lie in four columns.
+
+    A trajectory that is taken out of it is a view: nothing is copied.
     """
 
-    token_ids: Array
-    loss_mask: Array
-    logprobs: Array
-    versions: Array
-    trajectories: list[tuple[int, bool]]  # length of each, and whether it is truncated
-    routes: list[Tensor | None]  # of each
-    # of each rollout: how many trajectories it has, and its scores; None where there is none
-    rollouts: list[tuple[int, dict[str, float] | None] | None]
+    columns: dict[str, Tensor]  # as COLUMNS has them, [N] each
+    places: list[RolloutPlace | None]  # of each rollout; None where there is none
 
     @staticmethod
     def of(rollouts: Sequence[Rollout | None]) -> "RolloutArrays":
+        """Returns the rollouts behind each other; as they are if they lie in columns already."""
+        if isinstance(rollouts, RolloutArrays):
+            return rollouts
         there = [rollout for rollout in rollouts if rollout is not None]
         trajectories = [own for rollout in there for own in rollout.trajectories]
         empty = Trajectory.of()
-        joined = [
-            np.concatenate([getattr(own, name) for own in (empty, *trajectories)]) for name in NAMES
-        ]
-        return RolloutArrays(
-            joined[0],
-            joined[1],
-            joined[2],
-            joined[3],
-            [(len(own), own.truncated) for own in trajectories],
-            [own.routes for own in trajectories],
-            [
-                None if rollout is None else (len(rollout.trajectories), rollout.scores)
-                for rollout in rollouts
-            ],
-        )
+        columns = {}
+        for name in COLUMNS:
+            arrays = [getattr(own, name) for own in (empty, *trajectories)]
+            columns[name] = torch.from_numpy(np.concatenate(arrays))
+        places: list[RolloutPlace | None] = []
+        start = 0
+        for rollout in rollouts:
+            if rollout is None:
+                places.append(None)
+                continue
+            own_places = []
+            for own in rollout.trajectories:
+                own_places.append(TrajectoryPlace(start, len(own), own.truncated, own.routes))
+                start += len(own)
+            places.append(RolloutPlace(tuple(own_places), rollout.scores))
+        return RolloutArrays(columns, places)
 
-    def unpacked(self) -> list[Rollout | None]:
-        """Returns the rollouts; their arrays are views of these."""
-        ends = list(itertools.accumulate(size for size, _ in self.trajectories))
-        trajectories = iter(
-            [
-                Trajectory(
-                    self.token_ids[end - size : end],
-                    self.loss_mask[end - size : end],
-                    self.logprobs[end - size : end],
-                    self.versions[end - size : end],
-                    truncated,
-                    routes,
-                )
-                for end, (size, truncated), routes in zip(
-                    ends, self.trajectories, self.routes, strict=True
-                )
-            ]
-        )
-        found: list[Rollout | None] = []
-        for said in self.rollouts:
-            if said is None:
-                found.append(None)
-            else:
-                count, scores = said
-                found.append(Rollout(tuple(itertools.islice(trajectories, count)), scores))
-        return found
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __contains__(self, rollout: object) -> bool:
+        return rollout in self.places if rollout is None else rollout in list(self)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    @overload
+    def __getitem__(self, index: int) -> Rollout | None: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> "RolloutArrays": ...
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return RolloutArrays(self.columns, self.places[index])
+        place = self.places[index]
+        if place is None:
+            return None
+        return Rollout(tuple(map(self._trajectory, place.trajectories)), place.scores)
+
+    def select(self, index: Iterable[int]) -> "RolloutArrays":
+        """Returns these of the rollouts; copies nothing."""
+        return RolloutArrays(self.columns, [self.places[row] for row in index])
+
+    def column(self, name: str) -> Ragged:
+        """Returns a column of COLUMNS, with a row for each rollout: its last trajectory."""
+        last = [place.trajectories[-1] for place in self.places if place is not None]
+        starts = torch.tensor([own.start for own in last], dtype=torch.int64)
+        lengths = torch.tensor([own.length for own in last], dtype=torch.int64)
+        return Ragged(self.columns[name], starts, lengths)
+
+    def _trajectory(self, place: TrajectoryPlace) -> Trajectory:
+        own = slice(place.start, place.start + place.length)
+        arrays: dict[str, Any] = {name: self.columns[name][own].numpy() for name in COLUMNS}
+        return Trajectory(**arrays, truncated=place.truncated, routes=place.routes)
+
+
+def selected(rollouts: Sequence[Rollout | None], index: Sequence[int]) -> RolloutArrays:
+    """Returns these of the rollouts in columns; copies nothing where they lie in some already."""
+    if isinstance(rollouts, RolloutArrays):
+        return rollouts.select(index)
+    return RolloutArrays.of([rollouts[row] for row in index])

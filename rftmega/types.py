@@ -1,26 +1,34 @@
 """The nouns that flow: Prompt -> Completion -> Trajectory -> Samples -> Experience -> TokenLoss.
 
-Per-token tensors are [B, T] and aligned with *targets*: column t speaks about token t + 1, so
-`logp[b, t]` is the log-probability of `tokens[b, t + 1]` given `tokens[b, : t + 1]`. Rows start at
-column 0 (prompt, response, padding). A mask is stored with its row, or made from lengths, never from
-token values: a padding id may well be a word.
+Columns hold a value for each token of each row. What is not the tokens' own is aligned with
+*targets*: place t speaks about token t + 1, so `logp[b, t]` is the log-probability of
+`tokens[b, t + 1]` given `tokens[b, : t + 1]`, and a row of n tokens has n - 1 targets. A whole
+rollout has Ragged columns; a micro-batch, which models are fed and losses see, has padded ones:
+tensors [B, T]. Padded rows start at column 0 (prompt, response, padding). A mask is stored with its
+row, or made from lengths, never from token values: a padding id may well be a word.
 """
 
 import itertools
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Any, Generic, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
+from typing_extensions import TypeVar
+
+from rftmega.ragged import Ragged
 
 Metrics = dict[str, float]
 # begins the names of a step's metrics that add up over optimizer steps, such as tokens
 COUNT = "count of "
+# of a batch: padded, [B, T], or Ragged
+Column = TypeVar("Column", Tensor, Ragged, default=Tensor)
+UNKNOWN = -1  # stands behind the end of a row of versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,20 +50,27 @@ class Completion:
     """Completion is an engine's answer to one request.
 
     A truncated answer ("length") keeps its last token; a stopped one ends in the stop token.
+    Numbers that are given in other sequences become arrays of 4 bytes each.
     """
 
-    token_ids: tuple[int, ...]
+    token_ids: Sequence[int]
     # of each token, under the distribution it was sampled from (temperature included)
-    logprobs: tuple[float, ...]
+    logprobs: Sequence[float]
     finish_reason: Literal["stop", "length"]
     policy_version: int
-    # of the policy that chose each token, where a push came in between; (): policy_version
-    versions: tuple[int, ...] = ()
+    # of the policy that chose each token, where a push came in between; empty: policy_version
+    versions: Sequence[int] = ()
     routes: Tensor | None = field(default=None, compare=False)
     """[prompt + answer - 1, layers with experts, experts a token] int16: the experts that the
     engine's router sent each fed token to, largest weight first; None of a dense model, or where
     the engine does not tell.
     """
+
+    def __post_init__(self) -> None:
+        for name, kind in (("token_ids", "i"), ("logprobs", "f"), ("versions", "i")):
+            given = getattr(self, name)
+            if not isinstance(given, array):
+                object.__setattr__(self, name, array(kind, given))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -158,13 +173,13 @@ class Rollout:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class Rows(Generic[Column]):
     """Token rows to score: what a policy needs to know to give log-probabilities."""
 
-    tokens: Tensor  # [B, T + 1] int64: prompt, response, padding
+    tokens: Column  # integers of each token: prompt, response
     prompt_lengths: Tensor  # [B] int64: tokens before the first answer
     lengths: Tensor  # [B] int64: prompt and response together
-    mask: Tensor  # [B, T] bool, True where the target is a token that the policy chose
+    mask: Column  # bool, True where the target is a token that the policy chose
 
     @staticmethod
     def of_answers(tokens: Tensor, prompt_lengths: Tensor, lengths: Tensor) -> "Rows":
@@ -174,16 +189,32 @@ class Rows:
         return Rows(tokens, prompt_lengths, lengths, mask)
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return len(self.lengths)
 
-    def select(self, index: Tensor) -> "Rows":
-        """Returns rows `index` (int64 [b]), trimmed to the longest of them."""
-        lengths = self.lengths[index]
-        width = int(lengths.max()) if len(index) else 1
-        tokens, mask = self.tokens[index, :width], self.mask[index, : width - 1]
-        return Rows(tokens, self.prompt_lengths[index], lengths, mask)
+    def select(self, index: Tensor) -> "Rows[Column]":
+        """Returns rows `index` (int64 [b]); padded ones are trimmed to the longest of them."""
+        return _selected(self, index)
 
-    def with_end(self) -> "Rows":
+    def padded(self) -> "Rows":
+        """Returns the rows as a model is fed them, tokens in int64."""
+        return _padded(self)
+
+    def ragged(self) -> "Rows[Ragged]":
+        """Returns the rows without their padding."""
+        return _ragged(self)
+
+    def like(self, stats: Any) -> Any:
+        """Returns statistics of these rows (TokenStats, TokenValues) in columns like those of the
+        rows; `stats` may have padded ones.
+        """
+        if not isinstance(self.tokens, Ragged):
+            return stats
+        targets = (self.lengths - 1).clamp(min=0)
+        own = [getattr(stats, each.name) for each in fields(stats)]
+        columns = [Ragged.of_padded(x, targets) if isinstance(x, Tensor) else x for x in own]
+        return type(stats)(*columns)
+
+    def with_end(self) -> "Rows[Column]":
         """Returns the rows with one more place behind each, for scores of whole answers.
 
         A model is fed all tokens of a row but the last, which is a target only. A value model's
@@ -191,179 +222,222 @@ class Rows:
         never fed, never predicted) it stands in column lengths - 2 of the longer row.
         `algorithms.supervised.last_value` reads it there.
         """
-        return Rows(
-            functional.pad(self.tokens, (0, 1)),
-            self.prompt_lengths,
-            self.lengths + 1,
-            functional.pad(self.mask, (0, 1)),
-        )
+
+        def longer(column: Any) -> Any:
+            if isinstance(column, Ragged):
+                return column.extended()
+            return functional.pad(column, (0, 1))
+
+        return Rows(longer(self.tokens), self.prompt_lengths, self.lengths + 1, longer(self.mask))
 
 
 @dataclass(frozen=True, slots=True)
-class Samples:
+class Samples(Generic[Column]):
     """Scored answers of one rollout; rows with equal `group` answer the same prompt."""
 
     prompts: Sequence[Prompt]  # B, one a row
-    rows: Rows
-    behaviour_logp: Tensor  # [B, T] as the engine reported it; 0 outside the mask
+    rows: Rows[Column]
+    behaviour_logp: Column  # as the engine reported it; 0 outside the mask
     reward: Tensor  # [B] float
     group: Tensor  # [B] int64
     truncated: Tensor  # [B] bool
     # name -> [B], before weighting; NaN where a prompt's kind doesn't ask for it
     reward_parts: dict[str, Tensor]
-    # [B, T] int64: of the policy that chose each token, -1 outside the mask; None: not known
-    versions: Tensor | None = None
+    # of the policy that chose each token, -1 outside the mask; None: not known
+    versions: Column | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    @property
+    def lengths(self) -> Tensor:
+        return self.rows.lengths
 
     def part(self, name: str) -> Tensor:
         """Returns [B] of the reward's part; NaN where an answer, or all of them, have none."""
         return self.reward_parts.get(name, torch.full_like(self.reward, torch.nan))
 
-    def select(self, index: Tensor) -> "Samples":
-        """Returns rows `index` (int64 [b]), trimmed to the longest of them."""
-        rows = self.rows.select(index)
-        return Samples(
-            [self.prompts[i] for i in index.tolist()],
-            rows,
-            self.behaviour_logp[index, : rows.tokens.shape[1] - 1],
-            self.reward[index],
-            self.group[index],
-            self.truncated[index],
-            {name: part[index] for name, part in self.reward_parts.items()},
-            None if self.versions is None else self.versions[index, : rows.tokens.shape[1] - 1],
-        )
+    def select(self, index: Tensor) -> "Samples[Column]":
+        """Returns rows `index` (int64 [b]); padded ones are trimmed to the longest of them."""
+        return _selected(self, index)
+
+    def padded(self) -> "Samples":
+        """Returns the same with padded columns."""
+        return _padded(self)
 
     @staticmethod
-    def join(parts: "Sequence[Samples]") -> "Samples":
-        """Joins several rollouts into one; their groups stay apart."""
+    def join(
+        parts: "Sequence[Samples[Ragged]]",
+        once: Callable[[Callable[[], Any]], Any] = lambda make: make(),
+    ) -> "Samples[Ragged]":
+        """Joins several rollouts into one; their groups stay apart.
+
+        `once`: Host.once, where the columns are to lie there.
+        """
+        if len(parts) == 1:
+            return parts[0]
         names = dict.fromkeys(name for part in parts for name in part.reward_parts)
-        width = max(part.rows.tokens.shape[1] for part in parts)
         before = [0, *itertools.accumulate(int(part.group.max()) + 1 for part in parts)]
-
-        def side_by_side(tensors: Iterable[Tensor], columns: int = 0, fill: int = 0) -> Tensor:
-            return torch.cat(
-                [
-                    functional.pad(x, (0, columns - x.shape[1]), value=fill) if columns else x
-                    for x in tensors
-                ]
-            )
-
+        groups = [part.group + first for part, first in zip(parts, before, strict=False)]
+        rows = [part.rows for part in parts]
         versions = [part.versions for part in parts if part.versions is not None]
 
+        def joined() -> tuple[Any, ...]:
+            return (
+                Ragged.join([part.tokens for part in rows]),
+                Ragged.join([part.mask for part in rows]),
+                Ragged.join([part.behaviour_logp for part in parts]),
+                Ragged.join(versions) if len(versions) == len(parts) else None,
+            )
+
+        tokens, mask, behaviour_logp, own_versions = once(joined)
         return Samples(
             [prompt for part in parts for prompt in part.prompts],
-            Rows(
-                side_by_side((part.rows.tokens for part in parts), width),
-                side_by_side(part.rows.prompt_lengths for part in parts),
-                side_by_side(part.rows.lengths for part in parts),
-                side_by_side((part.rows.mask for part in parts), width - 1),
-            ),
-            side_by_side((part.behaviour_logp for part in parts), width - 1),
-            side_by_side(part.reward for part in parts),
-            side_by_side(part.group + first for part, first in zip(parts, before, strict=False)),
-            side_by_side(part.truncated for part in parts),
-            {name: side_by_side(part.part(name) for part in parts) for name in names},
-            side_by_side(versions, width - 1, -1) if len(versions) == len(parts) else None,
+            Rows(tokens, torch.cat([part.prompt_lengths for part in rows]), tokens.lengths, mask),
+            behaviour_logp,
+            torch.cat([part.reward for part in parts]),
+            torch.cat(groups),
+            torch.cat([part.truncated for part in parts]),
+            {name: torch.cat([part.part(name) for part in parts]) for name in names},
+            own_versions,
         )
 
 
 @dataclass(frozen=True, slots=True)
-class Experience:
+class Experience(Generic[Column]):
     """Experience holds everything of one rollout that a loss may look at, besides the present
     policy's log-probs.
     """
 
-    tokens: Tensor  # [B, T + 1]
+    tokens: Column
     prompt_lengths: Tensor  # [B]
     lengths: Tensor  # [B]
-    mask: Tensor  # [B, T] True where the target is a token that is learnt from
-    behaviour_logp: Tensor  # [B, T] under the engine that sampled it
-    # [B, T] under the trainer, before this rollout's first update; None until its forward pass says
-    # it
-    old_logp: Tensor | None
-    # [B, T] under the reference policy; None where no KL is asked for
-    reference_logp: Tensor | None
-    advantage: Tensor  # [B, T]
-    # [B, T] of the critic, before this rollout's first update; None where there is no critic
-    old_value: Tensor | None = None
-    returns: Tensor | None = None  # [B, T] what the critic should have said
-    # [B, T] of the trainer's distribution at old_logp's time; None where the policy gives none
-    entropy: Tensor | None = None
-    # [B, T] int64: of the policy that chose each token, -1 outside the mask; None: not known
-    versions: Tensor | None = None
+    mask: Column  # True where the target is a token that is learnt from
+    behaviour_logp: Column  # under the engine that sampled it
+    # under the trainer, before this rollout's first update; None until its forward pass says it
+    old_logp: Column | None
+    reference_logp: Column | None  # under the reference policy; None where no KL is asked for
+    advantage: Column
+    # of the critic, before this rollout's first update; None where there is no critic
+    old_value: Column | None = None
+    returns: Column | None = None  # what the critic should have said
+    # of the trainer's distribution at old_logp's time; None where the policy gives none
+    entropy: Column | None = None
+    # integers: of the policy that chose each token, -1 outside the mask; None: not known
+    versions: Column | None = None
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return len(self.lengths)
 
     @property
-    def rows(self) -> Rows:
+    def rows(self) -> Rows[Column]:
         return Rows(self.tokens, self.prompt_lengths, self.lengths, self.mask)
 
-    def select(self, index: Tensor) -> "Experience":
-        """Returns rows `index` (int64 [b]), trimmed to the longest of them."""
-        width = int(self.lengths[index].max()) if len(index) else 1
-        extra = self.tokens.shape[1] - width
+    def select(self, index: Tensor) -> "Experience[Column]":
+        """Returns rows `index` (int64 [b]); padded ones are trimmed to the longest of them."""
+        return _selected(self, index)
 
-        def take(value: Tensor | None) -> Tensor | None:
-            if value is None or value.dim() == 1:
-                return None if value is None else value[index]
-            return value[index, : value.shape[1] - extra]
+    def padded(self) -> "Experience":
+        """Returns the experience as a loss sees it."""
+        return _padded(self)
 
-        return self._map(take)
+    def ragged(self) -> "Experience[Ragged]":
+        """Returns the experience without padding."""
+        return _ragged(self)
 
-    def to(self, device: torch.device) -> "Experience":
+    def to(self, device: torch.device) -> "Experience[Column]":
         return self.changed(lambda value: value.to(device))
 
-    def changed(self, change: Callable[[Tensor], Tensor]) -> "Experience":
-        """Returns the experience with `change` done to every tensor."""
-        return self._map(lambda value: None if value is None else change(value))
+    def changed(self, change: Callable[[Any], Any]) -> "Experience[Column]":
+        """Returns the experience with `change` done to every column and tensor."""
+        return _mapped(self, lambda name, value: change(value))
 
     @staticmethod
-    def join(parts: "Iterable[Experience]") -> "Experience":
-        """Joins the rows of all parts, in their order, as wide as the widest.
+    def join(parts: "Iterable[Experience[Ragged]]") -> "Experience[Ragged]":
+        """Joins the rows of all parts, in their order.
 
         What one of them does not have (None) none has.
         """
         parts = list(parts)
-        width = max(part.tokens.shape[1] for part in parts)
 
-        def joined(name: str) -> Tensor | None:
+        def joined(name: str) -> Any:
             values = [getattr(part, name) for part in parts]
             if any(value is None for value in values):
                 return None
-            if values[0].dim() == 1:
-                return torch.cat(values)
-            fill = -1 if name == "versions" else 0
-            missing = [width - part.tokens.shape[1] for part in parts]
-            return torch.cat(
-                [
-                    functional.pad(x, (0, extra), value=fill)
-                    for x, extra in zip(values, missing, strict=True)
-                ]
-            )
+            return Ragged.join(values) if isinstance(values[0], Ragged) else torch.cat(values)
 
-        made: dict[str, Any] = {f.name: joined(f.name) for f in fields(Experience)}
+        made: dict[str, Any] = {each.name: joined(each.name) for each in fields(Experience)}
         return Experience(**made)
 
-    def _map(self, change: Callable[[Any], Any]) -> "Experience":
-        return Experience(**{f.name: change(getattr(self, f.name)) for f in fields(self)})
+
+def _mapped(batch: Any, change: Callable[[str, Any], Any]) -> Any:
+    """Returns the batch with every column and tensor, None aside, replaced by change(name, it)."""
+    found: dict[str, Any] = {}
+    for each in fields(batch):
+        value = getattr(batch, each.name)
+        if isinstance(value, Rows):
+            value = _mapped(value, change)
+        elif isinstance(value, dict):
+            value = {name: change(name, part) for name, part in value.items()}
+        elif value is not None and each.name != "prompts":
+            value = change(each.name, value)
+        found[each.name] = value
+    return type(batch)(**found)
+
+
+def _selected(batch: Any, index: Tensor) -> Any:
+    width = int(batch.lengths[index].max()) if len(index) else 1
+
+    def chosen(name: str, value: Any) -> Any:
+        if isinstance(value, Ragged):
+            return value.select(index)
+        if value.dim() == 1:
+            return value[index]
+        return value[index, : width if name == "tokens" else width - 1]
+
+    found = _mapped(batch, chosen)
+    if isinstance(batch, Samples):
+        found = replace(found, prompts=[batch.prompts[row] for row in index.tolist()])
+    return found
+
+
+def _padded(batch: Any) -> Any:
+    width = int(batch.lengths.max()) if len(batch) else 1
+
+    def padded(name: str, value: Any) -> Any:
+        if not isinstance(value, Ragged):
+            return value
+        if name == "tokens":
+            return value.padded(width=width).long()
+        return value.padded(width=width - 1, fill=UNKNOWN if name == "versions" else 0)
+
+    return _mapped(batch, padded)
+
+
+def _ragged(batch: Any) -> Any:
+    targets = (batch.lengths - 1).clamp(min=0)
+
+    def ragged(name: str, value: Any) -> Any:
+        if isinstance(value, Ragged) or value.dim() == 1:
+            return value
+        return Ragged.of_padded(value, batch.lengths if name == "tokens" else targets)
+
+    return _mapped(batch, ragged)
 
 
 @dataclass(frozen=True, slots=True)
-class TokenStats:
+class TokenStats(Generic[Column]):
     """TokenStats holds the present policy's log-prob and entropy of each target."""
 
-    logp: Tensor  # [B, T]
-    entropy: Tensor | None  # [B, T]; None where nobody asked
+    logp: Column
+    entropy: Column | None  # None where nobody asked
 
 
 @dataclass(frozen=True, slots=True)
-class TokenValues:
+class TokenValues(Generic[Column]):
     """TokenValues holds the value of each state in which a target is chosen."""
 
-    value: Tensor  # [B, T]
+    value: Column
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,7 +466,9 @@ class TokenLoss:
 
 # of TokenStats for a policy, of TokenValues for a value model
 LossFn = Callable[[Any, Experience], TokenLoss]
-Told = Callable[[TokenStats], None]  # of the log-probs before an update, by its own forward pass
+Told = Callable[
+    [TokenStats[Any]], None
+]  # of the log-probs before an update, by its own forward pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -425,7 +501,7 @@ class Auxiliary:
     """
 
     name: str
-    experience: Experience
+    experience: Experience[Any]
     loss_fn: LossFn
     coef: float  # above 0
 

@@ -21,7 +21,9 @@ from rftmega.algorithms.aggregation import AGGREGATIONS
 from rftmega.algorithms.losses import policy_loss
 from rftmega.config import OptimizerConfig, ParallelConfig
 from rftmega.config.algorithms import Clip
-from rftmega.types import Experience, Rows
+from rftmega.parallel import host_memory
+from rftmega.ragged import Ragged
+from rftmega.types import Experience, Rows, TokenStats
 from rftmega.weights import Exporter
 from tests.layouts import build_actor, rows_of
 from tests.ranks import LOCAL, TRANSFORMER_ENGINE, run_ranks
@@ -191,7 +193,8 @@ def learn(folder: Path, layout: Layout, setting: Setting) -> dict[str, Any]:
     )
     whole = rows_of(ROWS, PROMPTS)
     rows = Rows.of_answers(whole.tokens[order], whole.prompt_lengths[order], whole.lengths[order])
-    before = actor.log_probs(rows)
+    given = rows.ragged()  # as a rollout's are
+    before = scored(actor.log_probs(given))
     experience = Experience(
         tokens=rows.tokens,
         prompt_lengths=rows.prompt_lengths,
@@ -199,9 +202,9 @@ def learn(folder: Path, layout: Layout, setting: Setting) -> dict[str, Any]:
         mask=rows.mask,
         behaviour_logp=before.logp,
         old_logp=before.logp + noise[order],
-        reference_logp=actor.reference_log_probs(rows).logp,
+        reference_logp=scored(actor.reference_log_probs(given)).logp,
         advantage=advantage[order] * rows.mask,
-    )
+    ).ragged()
     # Far from 0, where a loss has no digits: the bonus on a few nats.
     clip = 10.0 if setting.smooth else 0.2
     aggregation = AGGREGATIONS[setting.aggregation]
@@ -209,7 +212,7 @@ def learn(folder: Path, layout: Layout, setting: Setting) -> dict[str, Any]:
         options=Clip(low=clip, high=clip), kl_coef=0.1, entropy_coef=0.5, aggregation=aggregation
     )
     metrics = [actor.step(experience, loss_fn) for _ in range(3)]
-    after = actor.log_probs(rows)
+    after = scored(actor.log_probs(given))
     back = order.argsort()
     exporter = Exporter(actor.manager.shards(), actor.topology.replica_group, bucket_bytes=20_000)
     return {
@@ -221,9 +224,16 @@ def learn(folder: Path, layout: Layout, setting: Setting) -> dict[str, Any]:
     }
 
 
+def scored(stats: TokenStats[Ragged]) -> TokenStats:
+    assert stats.entropy is not None
+    return TokenStats(stats.logp.padded(), stats.entropy.padded())
+
+
 def learn_body(
     world: Any, folder: Path, layout: Layout, settings: list[Setting]
 ) -> list[dict[str, Any]]:
+    """Ranks lie on two imagined hosts."""
+    host_memory.this_host = lambda: f"host {world.rank % 2}"
     found = [learn(folder, layout, setting) for setting in settings]
     return found if world.rank == 0 else [{**run, "weights": {}} for run in found]
 

@@ -13,7 +13,7 @@ from rftmega.checkpoint.training import StoredModel
 from rftmega.config import RunConfig
 from rftmega.device.residency import PARTS, Residency
 from rftmega.shards import LogicalTensor, Shard, ShardBox, ShardPart, whole
-from rftmega.types import Experience, LossFn, Metrics, Rows, TokenStats
+from rftmega.types import LossFn, Metrics, Rows, TokenStats
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -55,14 +55,15 @@ class PlainPolicy:
         return TokenStats(chosen, -(logp.exp() * logp).sum(-1))
 
     @torch.no_grad()
-    def log_probs(self, rows: Rows, *, temperature: float | None = None) -> TokenStats:
-        return self._stats(self.module, rows, temperature)
+    def log_probs(self, rows: Any, *, temperature: float | None = None) -> Any:
+        return rows.like(self._stats(self.module, rows.padded(), temperature))
 
     @torch.no_grad()
-    def reference_log_probs(self, rows: Rows) -> TokenStats:
-        return self._stats(self.reference, rows)
+    def reference_log_probs(self, rows: Any) -> Any:
+        return rows.like(self._stats(self.reference, rows.padded()))
 
-    def step(self, experience: Experience, loss_fn: LossFn, **others: Any) -> Metrics:
+    def step(self, experience: Any, loss_fn: LossFn, **others: Any) -> Metrics:
+        experience = experience.padded()
         assert others["auxiliary"] is others["scored"] is None
         loss = loss_fn(self._stats(self.module, experience.rows), experience)
         self.optimizer.zero_grad()

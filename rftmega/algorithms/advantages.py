@@ -1,6 +1,6 @@
 """Rewards in, advantages out.
 
-Every function sees the whole batch, so a group never straddles processes.
+Every estimator sees the whole batch, so a group never straddles processes.
 """
 
 from typing import NamedTuple
@@ -13,6 +13,7 @@ from rftmega.algorithms.gae import gae
 from rftmega.algorithms.groups import varied
 from rftmega.config.algorithms import GAE, GroupNorm, LeaveOneOut, Returns
 from rftmega.config.parts import IMPLEMENTATIONS, Advantage, implements
+from rftmega.ragged import Ragged, by_rows
 
 
 def group_normalised(
@@ -77,7 +78,7 @@ def discounted_returns(reward: Tensor, mask: Tensor, gamma: float) -> Tensor:
     Holes in the mask take no step.
     """
     found = torch.zeros_like(reward)
-    running = torch.zeros_like(reward[:, 0])
+    running = reward.new_zeros(len(reward))
     for t in reversed(range(reward.shape[1])):
         running = torch.where(mask[:, t], reward[:, t] + gamma * running, running)
         found[:, t] = torch.where(mask[:, t], running, 0.0)
@@ -85,7 +86,7 @@ def discounted_returns(reward: Tensor, mask: Tensor, gamma: float) -> Tensor:
 
 
 def whitened(advantage: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
-    """Returns [B, T] with mean 0 and variance 1 over all tokens of the mask, 0 outside.
+    """Returns numbers of any shape with mean 0 and variance 1 over all tokens of the mask, 0 outside.
 
     What does not vary becomes 0.
     """
@@ -101,51 +102,64 @@ class Scored(NamedTuple):
 
     reward: Tensor  # [B]
     group: Tensor  # [B] int64
-    mask: Tensor  # [B, T]
-    value: Tensor | None  # [B, T] of the critic; None where there is none
-    # [B, T], the KL's share of each token's reward; None where it is in the loss
-    penalty: Tensor | None
+    mask: Ragged  # True where the target is a token that the policy chose
+    value: Ragged | None  # of the critic; None where there is none
+    # the KL's share of each token's reward; None where it is in the loss
+    penalty: Ragged | None
 
 
-def advantages(batch: Scored, options: Advantage) -> Tensor:
-    """Returns [B, T]: what the estimator of these options makes of the rewards."""
-    found: Tensor = IMPLEMENTATIONS[type(options)](batch, options)
+def advantages(batch: Scored, options: Advantage) -> Ragged:
+    """Returns the advantage of each token by the estimator of these options.
+
+    An estimator returns that, or [B]: the advantage of all tokens of each answer.
+    """
+    found = IMPLEMENTATIONS[type(options)](batch, options)
+    if isinstance(found, Tensor):
+        return batch.mask.with_values(batch.mask.spread(found) * batch.mask.flat)
+    assert isinstance(found, Ragged), f"{type(options).__name__} gave {type(found).__name__}"
     return found
 
 
 @implements(GroupNorm)
 def group_norm(batch: Scored, options: GroupNorm) -> Tensor:
-    """Returns GRPO's advantages, every token of an answer alike."""
+    """Returns [B], GRPO's advantages."""
     advantage = group_normalised(batch.reward, batch.group, scale_by_std=options.scale_by_std)
     if options.clip_filter_weight:
         advantage = advantage * clip_filter_weight(
             batch.reward, batch.group, most=options.clip_filter_weight
         )
-    return advantage[:, None] * batch.mask
+    return advantage
 
 
 @implements(LeaveOneOut)
 def rloo(batch: Scored, options: LeaveOneOut) -> Tensor:
-    """Returns RLOO's advantages. An answer is one action, so the KL of all its tokens is taken off
+    """Returns [B], RLOO's advantages. An answer is one action, so the KL of all its tokens is taken off
     its reward before the others' mean is.
     """
     reward = batch.reward
     if batch.penalty is not None:
-        reward = reward - torch.where(batch.mask, batch.penalty, 0.0).sum(-1)
-    return leave_one_out(reward, batch.group)[:, None] * batch.mask
+        chosen = torch.where(batch.mask.flat, batch.penalty.flat, 0.0)
+        reward = reward - batch.mask.with_values(chosen).sums()
+    return leave_one_out(reward, batch.group)
 
 
 @implements(Returns)
-def reinforce(batch: Scored, options: Returns) -> Tensor:
+def reinforce(batch: Scored, options: Returns) -> Ragged:
     """Returns the discounted returns of REINFORCE++ (arXiv:2501.03262)."""
-    return discounted_returns(
-        token_rewards(batch.reward, batch.mask, batch.penalty), batch.mask, options.gamma
-    )
+
+    def returns(reward: Tensor, mask: Tensor, penalty: Tensor | None) -> Tensor:
+        return discounted_returns(token_rewards(reward, mask, penalty), mask, options.gamma)
+
+    return by_rows(returns, batch.reward, batch.mask, batch.penalty)
 
 
 @implements(GAE)
-def generalised_advantages(batch: Scored, options: GAE) -> Tensor:
+def generalised_advantages(batch: Scored, options: GAE) -> Ragged:
     """Returns PPO's advantages, from the values of a critic."""
     assert batch.value is not None, "algorithm.advantage.type=gae needs a critic"
-    rewards = token_rewards(batch.reward, batch.mask, batch.penalty)
-    return gae(batch.value, rewards, batch.mask, options.gamma, options.lam)[0]
+
+    def estimate(reward: Tensor, mask: Tensor, value: Tensor, penalty: Tensor | None) -> Tensor:
+        rewards = token_rewards(reward, mask, penalty)
+        return gae(value, rewards, mask, options.gamma, options.lam)[0]
+
+    return by_rows(estimate, batch.reward, batch.mask, batch.value, batch.penalty)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rftmega.algorithms.mismatch import Gap, gaps_of
+from rftmega.ragged import Ragged
 from rftmega.types import SliceChecksums
 
 FEW = 0.05  # of the tokens: a near-tie between experts is rare
@@ -181,14 +182,14 @@ def _numbers(evidence: Evidence, limits: Limits) -> Cause:
     )
 
 
-def worst_rows(behaviour_logp: Tensor, old_logp: Tensor, mask: Tensor, most: int) -> Tensor:
+def worst_rows(behaviour_logp: Ragged, old_logp: Ragged, mask: Ragged, most: int) -> Tensor:
     """Returns [at most `most`] int64: rows in the order of their mean gap, the largest first.
 
     Rows without tokens last.
     """
-    gap = torch.zeros(mask.shape, dtype=torch.float64)
-    gap[mask] = gaps_of(behaviour_logp, old_logp, mask).clamp(
-        max=torch.finfo(torch.float64).max / mask.shape[1]
-    )
-    mean = gap.sum(-1) / mask.sum(-1).clamp(min=1)
+    largest = torch.finfo(torch.float64).max / int(mask.lengths.max())
+    chosen = mask.flat
+    gap = torch.zeros(len(chosen), dtype=torch.float64)
+    gap[chosen] = gaps_of(behaviour_logp.flat, old_logp.flat, chosen).clamp(max=largest)
+    mean = mask.with_values(gap).sums() / mask.sums().clamp(min=1)
     return mean.argsort(descending=True, stable=True)[:most]

@@ -37,29 +37,30 @@ class Gap(NamedTuple):
 
 
 def gaps_of(behaviour_logp: Tensor, old_logp: Tensor, mask: Tensor) -> Tensor:
-    """Returns [tokens of the mask] |engine - trainer|, all [B, T].
+    """Returns [tokens of the mask] |engine - trainer|, all of one shape.
 
     Infinite where one of them is no number.
     """
-    gap = (behaviour_logp.double() - old_logp.double()).abs()[mask]
-    return torch.where(gap.isnan(), torch.inf, gap)
+    gap = (behaviour_logp[mask].double() - old_logp[mask]).abs_()
+    return gap.nan_to_num_(nan=torch.inf, posinf=torch.inf)
 
 
 def log_prob_gap(behaviour_logp: Tensor, old_logp: Tensor, mask: Tensor) -> Gap:
-    """Returns the gap of the response tokens, all [B, T].
+    """Returns the gap of the response tokens, all of one shape.
 
     All 0, and an error of 1, where there are none.
     """
     gap = gaps_of(behaviour_logp, old_logp, mask)
     if not len(gap):
         return Gap(0.0, 0.0, 0.0, 0.0, 0, 1.0)
-    ranked = gap.sort().values
 
     def at(share: float) -> float:
         """Returns the smallest gap that at least so many of the tokens do not exceed."""
-        return ranked[max(math.ceil(share * len(ranked)) - 1, 0)].item()
+        return gap.kthvalue(max(math.ceil(share * len(gap)), 1)).values.item()
 
-    return Gap(at(1.0), at(0.999), gap.mean().item(), at(0.5), len(gap), gap.exp().mean().item())
+    return Gap(
+        gap.max().item(), at(0.999), gap.mean().item(), at(0.5), len(gap), gap.exp().mean().item()
+    )
 
 
 def importance(

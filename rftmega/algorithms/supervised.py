@@ -7,7 +7,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from rftmega.algorithms.aggregation import Aggregation, averaged, token_mean
-from rftmega.types import Experience, LossFn, Rows, TokenLoss, TokenMetric, TokenStats, TokenValues
+from rftmega.ragged import Ragged
+from rftmega.types import (
+    Column,
+    Experience,
+    LossFn,
+    Rows,
+    TokenLoss,
+    TokenMetric,
+    TokenStats,
+    TokenValues,
+)
 
 
 def cross_entropy_loss(aggregation: Aggregation = token_mean) -> LossFn:
@@ -59,11 +69,13 @@ def pairwise_loss() -> LossFn:
     return loss
 
 
-def last_value(values: Tensor, rows: Rows) -> Tensor:
+def last_value(values: Column, rows: Rows[Column]) -> Tensor:
     """Returns [B]: the value after each row's last token.
 
-    `values` [B, T] are of `rows`, which `Rows.with_end` gave.
+    `values` are of `rows`, which `Rows.with_end` gave.
     """
+    if isinstance(values, Ragged):
+        return values.at(rows.lengths - 2)
     return values.gather(1, (rows.lengths - 2)[:, None])[:, 0]
 
 

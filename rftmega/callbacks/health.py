@@ -8,6 +8,7 @@ from typing import Any
 from rftmega.algorithms.groups import varied
 from rftmega.callbacks.observer import Observer
 from rftmega.errors import Diverged, RewardError
+from rftmega.ragged import Ragged
 from rftmega.types import Experience, Metrics, Samples
 
 SAME_REWARDS = 3  # steps in a row: one batch may be all right, or all wrong, by chance
@@ -53,7 +54,9 @@ class Spread(Observer):
         self.compares_groups = compares_groups
         self.streak, self.told = 0, False
 
-    def on_experience(self, trainer: Any, samples: Samples, experience: Experience) -> None:
+    def on_experience(
+        self, trainer: Any, samples: Samples[Ragged], experience: Experience[Ragged]
+    ) -> None:
         group = samples.group if self.compares_groups else samples.group.new_zeros(len(samples))
         self.streak = 0 if bool(varied(samples.reward, group).any()) else self.streak + 1
         if self.streak < SAME_REWARDS or self.told:

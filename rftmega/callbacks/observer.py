@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from rftmega.ragged import Ragged
 from rftmega.types import Experience, Metrics, Samples
 
 
@@ -13,7 +14,9 @@ class Observer:
 
     def on_phase(self, trainer: Any, name: str, seconds: float) -> None: ...
 
-    def on_experience(self, trainer: Any, samples: Samples, experience: Experience) -> None: ...
+    def on_experience(
+        self, trainer: Any, samples: Samples[Ragged], experience: Experience[Ragged]
+    ) -> None: ...
 
     def on_step(self, trainer: Any, metrics: Metrics) -> None: ...
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rftmega.callbacks.observer import Observer
 from rftmega.callbacks.output_files import set_aside, synchronise
+from rftmega.ragged import Ragged
 from rftmega.types import Experience, Metrics, Samples
 
 log = logging.getLogger(__name__)
@@ -61,7 +62,9 @@ class Trajectories(Observer):
     def on_save(self, trainer: Any) -> None:
         synchronise(self.folder)
 
-    def on_experience(self, trainer: Any, samples: Samples, experience: Experience) -> None:
+    def on_experience(
+        self, trainer: Any, samples: Samples[Ragged], experience: Experience[Ragged]
+    ) -> None:
         if trainer.step == 1 or trainer.step % self.every == 0:
             lines = records(trainer.step, samples, experience, self.decode, self.pieces)
             write(self.folder / name_of(trainer.step), lines)
@@ -101,8 +104,8 @@ def write(path: Path, lines: Iterator[dict[str, Any]]) -> None:
 
 def records(
     step: int,
-    samples: Samples,
-    experience: Experience,
+    samples: Samples[Ragged],
+    experience: Experience[Ragged],
     decode: Callable[[Sequence[int]], str],
     pieces: Callable[[Sequence[int]], list[str]],
 ) -> Iterator[dict[str, Any]]:
@@ -115,21 +118,20 @@ def records(
     unknown or not finite.
     """
     assert experience.old_logp is not None, "a rollout that was learnt from has been scored"
-    gap = samples.behaviour_logp - experience.old_logp
     for row in range(len(samples)):
         first, end = int(samples.rows.prompt_lengths[row]), int(samples.rows.lengths[row])
-        ids = samples.rows.tokens[row, :end].tolist()
-        targets = slice(first - 1, end - 1)  # columns that speak about the response
-        chosen = samples.rows.mask[row, targets]
+        ids = samples.rows.tokens[row].tolist()
+        targets = slice(first - 1, end - 1)  # places that speak about the response
+        chosen = samples.rows.mask[row][targets]
+        engine, trainer = samples.behaviour_logp[row], experience.old_logp[row]
 
         def of(
             values: Tensor,
             digits: int = DIGITS,
-            row: int = row,
             targets: slice = targets,
             chosen: Tensor = chosen,
         ) -> list[float | None]:
-            known = values[row, targets].double().masked_fill(~chosen, math.nan)
+            known = values[targets].double().masked_fill(~chosen, math.nan)
             return [rounded(value, digits) for value in known.tolist()]
 
         yield {
@@ -148,11 +150,11 @@ def records(
             "tokens": {
                 "id": ids[first:],
                 "text": pieces(ids[first:]),
-                "engine_logp": of(samples.behaviour_logp, LOGP_DIGITS),
-                "trainer_logp": of(experience.old_logp, LOGP_DIGITS),
-                "gap": of(gap),
-                "advantage": of(experience.advantage),
-                "entropy": None if experience.entropy is None else of(experience.entropy),
+                "engine_logp": of(engine, LOGP_DIGITS),
+                "trainer_logp": of(trainer, LOGP_DIGITS),
+                "gap": of(engine - trainer),
+                "advantage": of(experience.advantage[row]),
+                "entropy": None if experience.entropy is None else of(experience.entropy[row]),
                 "chosen": chosen.tolist(),
             },
         }

@@ -20,9 +20,10 @@ from rftmega.json_files import read_json_object
 MARK = "metadata.json"  # Megatron's own; a folder without it is no checkpoint to it
 MANIFEST = "manifest.json"  # ours: written last
 PROGRESS = "progress.jsonl"  # of a conversion that goes on; gone when it is done
-# since 3 a state's tensors are in the files; since 4 it has expected lengths and numbers of tasks
-FORMAT = 4
-READ = (2, 3, FORMAT)
+# since 3 a state's tensors are in the files; since 4 it has expected lengths and numbers of tasks;
+# since 5 answers in it have no padding
+FORMAT = 5
+READ = (2, 3, 4, FORMAT)
 # of one norm: its name where it is a module of its own, and where Transformer Engine keeps it in
 # the next one
 NORMS = {

@@ -18,12 +18,13 @@ import torch.distributed as dist
 from rftmega import device
 from rftmega.dispatch.announcements import Announcements
 from rftmega.dispatch.colocated_weights import ColocatedWeights, Phases
+from rftmega.dispatch.gathered_rollouts import gathered, in_order, shared
 from rftmega.dispatch.pending_requests import PendingRequests, Stop, Tasks
 from rftmega.dispatch.request_queues import Counted, Dealt, Queue
 from rftmega.dispatch.stop_consensus import EVERY, StopConsensus
 from rftmega.errors import EngineFault, Preempted
 from rftmega.interfaces import Enough, Environment, Reward, WeightSync
-from rftmega.parallel import preemption
+from rftmega.parallel import host_memory, preemption
 from rftmega.parallel.collectives import board, gather_objects, neighbours
 from rftmega.parallel.process_group import World
 from rftmega.parallel.watchdog import mark
@@ -55,7 +56,7 @@ class EnginePool:
         restarts: int,
         reward_limit: float = math.inf,
     ):
-        """Engines that break down are restarted, get the weights again and answer what is left,
+        """Collective. Engines that break down are restarted, get the weights again and answer what is left,
         `restarts` times a generation. `reward_limit`: seconds that a reward may take, see
         RewardWorkers.
         """
@@ -66,9 +67,9 @@ class EnginePool:
         self.engines = world.size // processes_per_engine
         self.processes, self.alone = processes_per_engine, processes_per_engine == 1
         self.group = None if self.alone else neighbours(processes_per_engine)
-        self.rank = world.rank
         self.mine, place = divmod(world.rank, processes_per_engine)
         self.speaks = place == 0  # the others do what the engine's first process says
+        self.host = host_memory.current()
 
     def weight_sync(self, shards: Sequence[Shard], *, bucket_bytes: int) -> WeightSync:
         """Returns what brings the policy's shards into all engines; every process calls it."""
@@ -90,7 +91,7 @@ class EnginePool:
         reward: Reward | None = None,
         enough: Enough | None = None,
         expected_lengths: Sequence[float] | None = None,
-    ) -> list[Rollout | None]:
+    ) -> Sequence[Rollout | None]:
         """Generates on all engines: each begins with tasks of about the same expected length, the
         long ones first, and takes what none has begun when it has room (`request_order.ordered`,
         `request_queues`). Each rollout is scored once, in the process that has it.
@@ -124,7 +125,9 @@ class EnginePool:
             if announced is not None:
                 announced.end()
             queue.end()
-            if enough is None and None in found:  # in here nobody waits for scores still to come
+            if (
+                enough is None and None in found.places
+            ):  # in here nobody waits for scores still to come
                 raise Preempted(found)
         return found
 
@@ -137,20 +140,15 @@ class EnginePool:
         slots = self.engine.slots if self.engines > 1 else len(tasks)
         return ordered(tasks.prompts, tasks.expected_lengths, self.engines, slots)
 
-    def _all(self, pending: PendingRequests) -> list[Rollout | None]:
+    def _all(self, pending: PendingRequests) -> RolloutArrays:
         """Returns all rollouts; where the run is asked to stop, those that have their scores."""
         own = self._over_faults(lambda: self._ask(pending), pending.judging.ready)
-        found: list[Rollout | None] = [None] * len(pending.tasks)
-        spoken = own if self.speaks else {}
-        told = gather_objects((list(spoken), RolloutArrays.of([*spoken.values()])))
-        for rank, (places, packed) in enumerate(told):
-            rollouts = spoken.values() if rank == self.rank else packed.unpacked()
-            for place, rollout in zip(places, rollouts, strict=True):
-                found[place] = rollout
-        return found
+        where, rollouts, _ = gathered(own if self.speaks else {}, self.host)
+        return in_order(where, rollouts, len(pending.tasks))
 
-    def _until(self, pending: PendingRequests, enough: Enough) -> list[Rollout | None]:
-        return self._over_faults(lambda: self._ask_until(pending, enough), _give_up)
+    def _until(self, pending: PendingRequests, enough: Enough) -> RolloutArrays:
+        found = self._over_faults(lambda: self._ask_until(pending, enough), _give_up)
+        return shared(found, self.host)
 
     def _over_faults(self, work: Callable[[], Result], given_up: Callable[[], Result]) -> Result:
         """Returns what comes of `work`, which is called again, everywhere, when an engine broke
@@ -201,7 +199,7 @@ class EnginePool:
             else lambda: next(steps) % EVERY == 0 and preemption.agreed(self.group)
         )
 
-    def _ask_until(self, pending: PendingRequests, enough: Enough) -> list[Rollout | None]:
+    def _ask_until(self, pending: PendingRequests, enough: Enough) -> Sequence[Rollout | None]:
         """Returns the answers to all requests, of which this process's engine is to give those that
         the queue gives it.
         """
@@ -211,6 +209,7 @@ class EnginePool:
             pending.queue,
             len(pending.tasks),
             enough,
+            host=self.host,
             speaks=self.speaks,
             processes=self.processes,
         )
@@ -229,7 +228,7 @@ class EnginePool:
         return together.answers
 
 
-def _give_up() -> list[Rollout | None]:
+def _give_up() -> Sequence[Rollout | None]:
     raise Preempted
 
 
@@ -262,7 +261,7 @@ class ServerPool(EnginePool):
     def _announcements(self, name: str) -> Announcements | None:
         return None  # the others ask nothing
 
-    def _ask_until(self, pending: PendingRequests, enough: Enough) -> list[Rollout | None]:
+    def _ask_until(self, pending: PendingRequests, enough: Enough) -> Sequence[Rollout | None]:
         def found_of(arrived: Mapping[int, Rollout]) -> list[Rollout | None]:
             return [arrived.get(place) for place in range(len(pending.tasks))]
 
@@ -278,11 +277,13 @@ class ServerPool(EnginePool):
                 return found_of(pending.judging.ready())
             return found_of(pending.judging.scored() if whole else arrived)
 
-        found = [_agreed(lambda: self._patiently(ask))]
-        dist.broadcast_object_list(found, 0)
-        if None in found[0] and not enough(found[0]):
+        answers = _agreed(lambda: self._patiently(ask))
+        own = {task: rollout for task, rollout in enumerate(answers) if rollout is not None}
+        where, rollouts, _ = gathered(own if self.speaks else {}, self.host)
+        found = in_order(where, rollouts, len(pending.tasks))
+        if None in found.places and not enough(found):
             raise Preempted
-        return found[0]
+        return found
 
     def _patiently(self, work: Callable[[], Result]) -> Result:
         with ThreadPoolExecutor(1) as pool:

@@ -2,12 +2,12 @@
 requests until then.
 """
 
+from rftmega.dispatch.gathered_rollouts import gathered
 from rftmega.dispatch.request_queues import Dealt
 from rftmega.dispatch.reward_workers import RewardWorkers
 from rftmega.interfaces import Enough
 from rftmega.parallel import preemption
-from rftmega.parallel.collectives import gather_objects
-from rftmega.rollout_arrays import RolloutArrays
+from rftmega.parallel.host_memory import HostMemory
 from rftmega.types import Rollout
 
 EVERY = 16  # engine steps from one decision to the next
@@ -33,6 +33,7 @@ class StopConsensus:
         requests: int,
         enough: Enough,
         *,
+        host: HostMemory,
         speaks: bool,
         processes: int,
     ):
@@ -40,7 +41,7 @@ class StopConsensus:
         engine, one of `processes` that each engine has; one of them `speaks` for it.
         """
         self.judging, self.queue, self.enough = judging, queue, enough
-        self.speaks, self.processes = speaks, processes
+        self.host, self.speaks, self.processes = host, speaks, processes
         self.answers: list[Rollout | None] = [None] * requests
         self.over = self.given_up = False
         self._steps = 0  # since the last decision
@@ -73,14 +74,12 @@ class StopConsensus:
         done = idle and self._told == self._finished and not asked
         before, self._answered = self._answered, len(self.judging.answered)
         room = 0 if broken else self.queue.room(self._answered, self._answered - before)
-        packed = RolloutArrays.of([*own.values()])
-        told = gather_objects((list(own), packed, done, asked, room))
-        for places, rollouts, *_ in told:
-            for place, rollout in zip(places, rollouts.unpacked(), strict=True):
-                self.answers[place] = rollout
+        where, rollouts, told = gathered(own, self.host, done, asked, room)
+        for task, number in where.items():
+            self.answers[task] = rollouts[number]
         self.over = self.enough(self.answers)
-        self.given_up = not self.over and any(asked for *_, asked, _ in told)
+        self.given_up = not self.over and any(asked for _, asked, _ in told)
         if not self.over and not self.given_up:
             dealt = self.queue.deal([room for *_, room in told[:: self.processes]])
-            self.over = not dealt and all(done for _, _, done, *_ in told)
+            self.over = not dealt and all(done for done, *_ in told)
         return self.over or self.given_up

@@ -5,12 +5,15 @@ Asks the models for log-probs and values and turns rewards into advantages.
 
 from typing import Any
 
+from torch import Tensor
+
 from rftmega.algorithms import kl
 from rftmega.algorithms.advantages import Scored, advantages, whitened
 from rftmega.algorithms.kl import KLController
 from rftmega.algorithms.shaping import Shaping
 from rftmega.config import AlgorithmConfig
-from rftmega.interfaces import Scorer, ValueScorer
+from rftmega.interfaces import Host, OneProcess, Scorer, ValueScorer
+from rftmega.ragged import Ragged
 from rftmega.types import Experience, Samples
 
 
@@ -27,12 +30,14 @@ class ExperienceMaker:
         critic: ValueScorer | None = None,
         kl_weight: KLController | None = None,
         shape: Shaping | None = None,
+        host: Host | None = None,
     ):
         """`chosen`: which advantages, whether they are whitened, where a KL goes, and whether
         truncated answers are left out (those still count in their group, but teach nothing); None:
         GRPO without a KL. `kl_weight`: the KL's weight where it moves; None: that of `chosen`.
-        `shape` changes the rewards that advantages are made of.
+        `shape` changes the rewards that advantages are made of. `host`: where experience lies.
         """
+        self.host = host or OneProcess()
         self.policy, self.critic = policy, critic
         self.chosen = chosen or AlgorithmConfig()
         settings = self.chosen.kl
@@ -50,7 +55,7 @@ class ExperienceMaker:
         if self.shape.moments is not None and state["moments"] is not None:
             self.shape.moments.state = tuple(state["moments"])
 
-    def make(self, samples: Samples, *, old_log_probs: bool = True) -> Experience:
+    def make(self, samples: Samples[Ragged], *, old_log_probs: bool = True) -> Experience[Ragged]:
         """Makes the experience. Without `old_log_probs` it has none, and the policy is left alone:
         its update's forward pass gives them. That needs a KL that is not in the reward.
         """
@@ -59,15 +64,25 @@ class ExperienceMaker:
         old = None if stats is None else stats.logp
         reference = self.policy.reference_log_probs(rows).logp if self.use_reference else None
         value = self.critic.values(rows) if self.critic is not None else None
-        penalty = None
-        if self.kl_in_reward is not None and reference is not None:
-            assert old is not None, "a KL in the reward needs log-probs before the update"
-            penalty = self.kl_in_reward.value * self.kl(old - reference)
-        reward = self.shape(samples.reward, mask.sum(-1))
-        advantage = advantages(
-            Scored(reward, samples.group, mask, value, penalty), self.chosen.advantage
-        )
-        taught = mask & ~samples.truncated[:, None] if self.chosen.drop_truncated else mask
+        reward = self.shape(samples.reward, mask.sums())
+
+        def estimated() -> tuple[Ragged, Ragged | None]:
+            penalty = None
+            if self.kl_in_reward is not None and reference is not None:
+                assert old is not None, "a KL in the reward needs log-probs before the update"
+                distance = self.kl(old.flat - reference.flat)
+                penalty = old.with_values(self.kl_in_reward.value * distance)
+            scored = Scored(reward, samples.group, mask, value, penalty)
+            advantage = advantages(scored, self.chosen.advantage)
+            if value is None:
+                return self._finished(advantage, taught), None
+            returns = advantage.with_values(advantage.flat + value.flat)
+            return self._finished(advantage, taught), returns
+
+        taught = mask
+        if self.chosen.drop_truncated:
+            taught = self.host.once(lambda: _without(mask, samples.truncated))
+        advantage, returns = self.host.once(estimated)
         return Experience(
             tokens=rows.tokens,
             prompt_lengths=rows.prompt_lengths,
@@ -76,9 +91,19 @@ class ExperienceMaker:
             behaviour_logp=samples.behaviour_logp,
             old_logp=old,
             reference_logp=reference,
-            advantage=whitened(advantage, taught) if self.chosen.whiten else advantage,
+            advantage=advantage,
             old_value=value,
-            returns=None if value is None else advantage + value,
+            returns=returns,
             entropy=None if stats is None else stats.entropy,
             versions=samples.versions,
         )
+
+    def _finished(self, advantage: Ragged, taught: Ragged) -> Ragged:
+        if not self.chosen.whiten:
+            return advantage
+        return advantage.with_values(whitened(advantage.flat, taught.flat))
+
+
+def _without(mask: Ragged, rows: Tensor) -> Ragged:
+    """Returns the mask, False in `rows` ([B] bool)."""
+    return mask.with_values(mask.flat & mask.spread(~rows))

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 from rftmega.algorithms.supervised import last_value
 from rftmega.errors import RewardError
-from rftmega.interfaces import ValueScorer
+from rftmega.interfaces import Host, OneProcess, ValueScorer
+from rftmega.ragged import Ragged
 from rftmega.types import Samples
 
 
@@ -13,16 +14,17 @@ class ModelReward:
     rollout are there.
     """
 
-    def __init__(self, model: ValueScorer, weight: float):
+    def __init__(self, model: ValueScorer, weight: float, host: Host | None = None):
         self.model, self.weight = model, weight
+        self.host = host or OneProcess()
 
-    def __call__(self, samples: Samples) -> Samples:
+    def __call__(self, samples: Samples[Ragged]) -> Samples[Ragged]:
         """Scores answers: the score is the value after the answer's last token; as a part of the
         reward its name is "model".
 
         Raises RewardError where one is no finite number.
         """
-        rows = samples.rows.with_end()
+        rows = self.host.once(samples.rows.with_end)
         score = last_value(self.model.values(rows), rows)
         if not bool(score.isfinite().all()):
             row = int((~score.isfinite()).nonzero()[0])

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rftmega.experience.pinned import pinned
+from rftmega.interfaces import Host, OneProcess
+from rftmega.ragged import Ragged
 from rftmega.types import Experience
 
 
@@ -20,18 +21,18 @@ class ReplayBuffer:
     collate_fn=Experience.join)`).
     """
 
-    def __init__(self, limit: int = 0, *, cpu_offload: bool = True):
+    def __init__(self, limit: int = 0, *, cpu_offload: bool = True, host: Host | None = None):
         """`limit`: rows; where there would be more, the oldest groups go (0: never). `cpu_offload`:
-        rows wait on the host, where there is a device in page-locked memory; otherwise where they
-        are.
+        rows wait on the host, otherwise where they are. `host`: where they lie.
         """
         self.limit, self.cpu_offload = limit, cpu_offload
-        self.groups: deque[Experience] = deque()
+        self.host = host or OneProcess()
+        self.groups: deque[Experience[Ragged]] = deque()
 
     def __len__(self) -> int:
         return sum(map(len, self.groups))
 
-    def __getitem__(self, row: int) -> Experience:
+    def __getitem__(self, row: int) -> Experience[Ragged]:
         place = row
         for group in self.groups:
             if 0 <= place < len(group):
@@ -39,21 +40,20 @@ class ReplayBuffer:
             place -= len(group)
         raise IndexError(f"Row {row} of {len(self)}.")
 
-    def append(self, experience: Experience, group: Tensor) -> int:
+    def append(self, experience: Experience[Ragged], group: Tensor) -> int:
         """Adds rows; `group` [B] int64 says which belong together. How many groups went to make
         room.
 
         Raises ValueError for a group that is larger than the limit.
         """
         dropped = 0
-        for number in group.unique().tolist():
-            rows = experience.select((group == number).nonzero()[:, 0])
-            if 0 < self.limit < len(rows):
-                raise ValueError(
-                    f"A group of {len(rows)} rows does not fit the buffer's limit of {self.limit}. Raise the limit."
-                )
-            if self.cpu_offload:
-                rows = rows.to(torch.device("cpu")).changed(pinned)
+        indices = [(group == number).nonzero()[:, 0] for number in group.unique().tolist()]
+        largest = max(map(len, indices))
+        if 0 < self.limit < largest:
+            raise ValueError(
+                f"A group of {largest} rows does not fit the buffer's limit of {self.limit}. Raise the limit."
+            )
+        for rows in self.host.once(lambda: [self._kept(experience.select(i)) for i in indices]):
             self.groups.append(rows)
             while self.limit and len(self) > self.limit:
                 self.groups.popleft()
@@ -66,11 +66,23 @@ class ReplayBuffer:
         dropped, self.groups = len(self.groups) - len(fresh), deque(fresh)
         return dropped
 
+    def _kept(self, rows: Experience[Ragged]) -> Experience[Ragged]:
+        """Returns a copy of the rows: what they were chosen from is not to stay."""
+        where = torch.device("cpu") if self.cpu_offload else None
+
+        def copied(value: Any) -> Any:
+            if isinstance(value, Ragged):
+                return value.with_values(value.flat.to(where, copy=True))
+            return value.to(where)
+
+        return rows.changed(copied)
+
     def state(self) -> dict[str, Any]:
         """Returns all groups, as JSON has it but for their tensors, which are not copied."""
         return {
             "groups": [
-                {f.name: getattr(group, f.name) for f in fields(group)} for group in self.groups
+                {each.name: _packed(getattr(group, each.name)) for each in fields(group)}
+                for group in self.groups
             ]
         }
 
@@ -78,13 +90,20 @@ class ReplayBuffer:
         given = state["groups"]
         if isinstance(given, str):  # of a checkpoint of format 2
             given = torch.load(io.BytesIO(base64.b64decode(given)), weights_only=True)
-        groups = [Experience(**group) for group in given]
-        self.groups = deque(
-            [group.changed(pinned) for group in groups] if self.cpu_offload else groups
-        )
+        groups = [{name: _unpacked(value) for name, value in group.items()} for group in given]
+        # those of a checkpoint before format 5 are padded
+        self.groups = deque(Experience(**group).ragged() for group in groups)
 
 
-def oldest(experience: Experience) -> int:
+def _packed(value: Any) -> Any:
+    return {"values": value.flat, "lengths": value.lengths} if isinstance(value, Ragged) else value
+
+
+def _unpacked(value: Any) -> Any:
+    return Ragged.packed(**value) if isinstance(value, dict) else value
+
+
+def oldest(experience: Experience[Ragged]) -> int:
     """Returns the first policy version that chose one of the tokens.
 
     Raises ValueError where versions are not known.
@@ -93,5 +112,6 @@ def oldest(experience: Experience) -> int:
         raise ValueError(
             "The experience does not say which policy chose its tokens (versions), so its age is not known."
         )
-    chosen = experience.versions[experience.versions >= 0]
+    versions = experience.versions.flat
+    chosen = versions[versions >= 0]
     return int(chosen.min()) if len(chosen) else 0

@@ -5,14 +5,15 @@ from collections.abc import Sequence
 import torch
 
 from rftmega.interfaces import Reward
-from rftmega.types import Prompt, Rollout, Rows, Samples, Trajectory
+from rftmega.ragged import Ragged
+from rftmega.rollout_arrays import RolloutArrays
+from rftmega.types import Prompt, Rollout, Rows, Samples
 
 
-def complete(rollouts: Sequence[Rollout | None]) -> list[Rollout]:
+def complete(rollouts: Sequence[Rollout | None]) -> Sequence[Rollout]:
     """Returns the rollouts of an engine that was to finish all of them."""
-    found = [rollout for rollout in rollouts if rollout is not None]
-    assert len(found) == len(rollouts), "the engine left rollouts out"
-    return found
+    assert None not in rollouts, "the engine left rollouts out"
+    return rollouts  # type: ignore[return-value]
 
 
 def scores_of(
@@ -31,51 +32,38 @@ def collect(
     reward: Reward,
     *,
     samples_per_prompt: int,
-) -> Samples:
+) -> Samples[Ragged]:
     """Lays the rows out as given: one a rollout, siblings side by side; scores what has not been.
 
-    Raises ValueError for a rollout of several trajectories.
+    Rows are views of RolloutArrays. Raises ValueError for a rollout of several trajectories.
     """
-    scores = scores_of(prompts, rollouts, reward)
+    own = list(rollouts)
+    for rollout in own:
+        if len(rollout.trajectories) != 1:
+            raise ValueError(
+                f"A rollout has {len(rollout.trajectories)} trajectories. One is learnt from: have the environment return one."
+            )
+    scores = scores_of(prompts, own, reward)
     parts = list(dict.fromkeys(name for score in scores for name in score if name != "reward"))
-    trajectories = [_only(rollout) for rollout in rollouts]
-    width = max(map(len, trajectories))
-    tokens = torch.zeros(len(trajectories), width, dtype=torch.int64)
-    mask = torch.zeros(len(trajectories), width - 1, dtype=torch.bool)
-    behaviour_logp = torch.zeros(len(trajectories), width - 1)
-    versions = torch.full((len(trajectories), width - 1), -1)
-    for row, own in enumerate(trajectories):
-        end = len(own)
-        tokens[row, :end] = torch.from_numpy(own.token_ids)
-        # column t speaks about token t + 1
-        mask[row, : end - 1] = torch.from_numpy(own.loss_mask[1:])
-        behaviour_logp[row, : end - 1] = torch.from_numpy(own.logprobs[1:])
-        versions[row, : end - 1] = torch.from_numpy(own.versions[1:])
+    arrays = RolloutArrays.of(rollouts)
+    tokens = arrays.column("token_ids")
+    reward_parts = {}
+    for name in parts:
+        numbers = [score.get(name, torch.nan) for score in scores]
+        reward_parts[name] = torch.tensor(numbers, dtype=torch.float32)
     return Samples(
         prompts=list(prompts),
         rows=Rows(
             tokens,
-            torch.tensor([own.prompt_length for own in trajectories]),
-            torch.tensor([len(own) for own in trajectories]),
-            mask,
+            torch.tensor([rollout.trajectories[0].prompt_length for rollout in own]),
+            tokens.lengths,
+            # place t speaks about token t + 1
+            arrays.column("loss_mask").shifted(1),
         ),
-        behaviour_logp=behaviour_logp,
+        behaviour_logp=arrays.column("logprobs").shifted(1),
         reward=torch.tensor([score["reward"] for score in scores], dtype=torch.float32),
-        group=torch.arange(len(rollouts)) // samples_per_prompt,
-        truncated=torch.tensor([own.truncated for own in trajectories]),
-        reward_parts={
-            name: torch.tensor(
-                [score.get(name, torch.nan) for score in scores], dtype=torch.float32
-            )
-            for name in parts
-        },
-        versions=versions,
+        group=torch.arange(len(own)) // samples_per_prompt,
+        truncated=torch.tensor([rollout.truncated for rollout in own]),
+        reward_parts=reward_parts,
+        versions=arrays.column("versions").shifted(1),
     )
-
-
-def _only(rollout: Rollout) -> Trajectory:
-    if len(rollout.trajectories) != 1:
-        raise ValueError(
-            f"A rollout has {len(rollout.trajectories)} trajectories. One is learnt from: have the environment return one."
-        )
-    return rollout.trajectories[0]

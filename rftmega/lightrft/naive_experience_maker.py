@@ -362,7 +362,7 @@ class NaiveExperienceMaker:
     def _samples(self, prompts: list[Prompt], rollouts: list[Rollout], group: Tensor) -> Samples:
         # a panel has no sum: rows only
         silent = [replace(answer, scores={"reward": 0.0}) for answer in rollouts]
-        rows = collect(prompts, silent, self.panel, samples_per_prompt=1).rows
+        rows = collect(prompts, silent, self.panel, samples_per_prompt=1).rows.padded()
         made = Samples.of(
             rows,
             prompts=list(prompts),
@@ -422,4 +422,4 @@ def _reported(answers: Sequence[Rollout], mask: Tensor) -> Tensor:
 
 def _given(prompt: list[int], response: list[int]) -> Trajectory:
     """Returns a trajectory that no engine sampled here."""
-    return Trajectory.of(prompt, Completion(tuple(response), (), "stop", -1))
+    return Trajectory.of(prompt, Completion(response, (), "stop", -1))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rftmega import types
-from rftmega.experience.pinned import pinned
+from rftmega.lightrft.pinned import pinned
 from rftmega.types import Rollout, Rows
 
 

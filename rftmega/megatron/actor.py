@@ -10,7 +10,7 @@ from rftmega.megatron.manager import MegatronModelManager
 from rftmega.megatron.model_runner import MicroBatch, ModelRunner
 from rftmega.megatron.trainable import MegatronModel
 from rftmega.parallel.topology import Topology
-from rftmega.types import LossFn, Metrics, Rows, TokenStats
+from rftmega.types import Column, LossFn, Metrics, Rows, TokenStats
 
 
 class MegatronActor(MegatronModel):
@@ -46,14 +46,17 @@ class MegatronActor(MegatronModel):
             self.runner.after_step = self.average.update
         self.push_to_rollout: Callable[..., Metrics] | None = None
 
-    def log_probs(self, rows: Rows, *, temperature: float | None = None) -> TokenStats:
-        """Returns log-prob and entropy of every target, [B, T] on the host; no gradient.
+    def log_probs(
+        self, rows: Rows[Column], *, temperature: float | None = None
+    ) -> TokenStats[Column]:
+        """Returns log-prob and entropy of every target on the host; no gradient.
 
         `temperature`: None for the rollout's.
         """
-        return self.runner.score(rows, temperature=temperature)
+        found: TokenStats[Column] = self.runner.score(rows, temperature=temperature)
+        return found
 
-    def reference_log_probs(self, rows: Rows) -> TokenStats:
+    def reference_log_probs(self, rows: Rows[Column]) -> TokenStats[Column]:
         """Returns the same under the reference weights.
 
         Raises AssertionError where none are kept.

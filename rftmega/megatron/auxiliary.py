@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
+from rftmega.ragged import chunks
 from rftmega.types import Auxiliary, Experience, LossFn, TokenLoss
 
 
-def beside(first: LossFn, experience: Experience, auxiliary: Auxiliary, stats: Any) -> LossFn:
+def beside(first: LossFn, experience: Experience[Any], auxiliary: Auxiliary, stats: Any) -> LossFn:
     """Returns the auxiliary loss of any part of its rows, to be summed with `first` of parts of
     `experience` and divided once.
 
@@ -37,10 +38,15 @@ def beside(first: LossFn, experience: Experience, auxiliary: Auxiliary, stats: A
     return loss
 
 
-def counted(loss_fn: LossFn, experience: Experience, stats: Any) -> int:
+def counted(loss_fn: LossFn, experience: Experience[Any], stats: Any) -> int:
     """Returns what `loss_fn` counts over all of `experience`; it reads `stats` (TokenStats or
     TokenValues) of any numbers.
     """
     names = stats.__dataclass_fields__
-    zeros = torch.zeros_like(experience.advantage)
-    return int(loss_fn(stats(*[zeros] * len(names)), replace(experience, old_logp=zeros)).count)
+    count = 0
+    for index in chunks(experience.lengths):
+        part = experience.select(index).padded()
+        zeros = torch.zeros_like(part.advantage)
+        loss = loss_fn(stats(*[zeros] * len(names)), replace(part, old_logp=zeros))
+        count += int(loss.count)
+    return count

@@ -1,13 +1,11 @@
 """MegatronCritic: a value per token under any layout, its own, next to the actor's."""
 
-from torch import Tensor
-
 from rftmega.config import RunConfig
 from rftmega.megatron.manager import MegatronModelManager
 from rftmega.megatron.model_runner import ModelRunner
 from rftmega.megatron.trainable import MegatronModel
 from rftmega.parallel.topology import Topology
-from rftmega.types import Rows, TokenValues
+from rftmega.types import Column, Rows, TokenValues
 
 
 class MegatronCritic(MegatronModel):
@@ -31,9 +29,7 @@ class MegatronCritic(MegatronModel):
             self.manager.setup_model_and_optimizer()
         self.runner = ModelRunner(self.manager, TokenValues, None)
 
-    def values(self, rows: Rows) -> Tensor:
-        """Returns [B, T] on the host; no gradient.
-
-        Column t is the value of the state in which target t + 1 is chosen.
-        """
-        return self.runner.score(rows).value
+    def values(self, rows: Rows[Column]) -> Column:
+        """Returns the value of the state in which each target is chosen, on the host; no gradient."""
+        found: Column = self.runner.score(rows).value
+        return found

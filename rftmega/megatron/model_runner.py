@@ -19,8 +19,10 @@ from rftmega.device.spans import recorder
 from rftmega.megatron.auxiliary import beside
 from rftmega.megatron.forward import HiddenProcessor, custom_forward, packed_length
 from rftmega.megatron.manager import MegatronModelManager
+from rftmega.parallel import host_memory
 from rftmega.parallel.micro_batches import fewest_micro_batches, plan_micro_batches
 from rftmega.parallel.watchdog import mark
+from rftmega.ragged import Ragged
 from rftmega.types import (
     COUNT,
     Auxiliary,
@@ -70,8 +72,8 @@ class ModelRunner:
         self.after_step: Callable[[], None] = lambda: None
 
     @torch.no_grad()
-    def score(self, rows: Rows, *, temperature: float | None = None) -> Any:
-        """Returns `stats` of every target, [B, T] on the host; no gradient.
+    def score(self, rows: Rows[Any], *, temperature: float | None = None) -> Any:
+        """Returns `stats` of every target on the host, in columns like those of `rows`; no gradient.
 
         `temperature`: None for the rollout's.
         """
@@ -80,24 +82,26 @@ class ModelRunner:
         for chunk in self.manager.model:
             chunk.eval()
         indices = self._micro_batches(rows.lengths, passes=1)
-        found = self._run(
-            [MicroBatch(rows.select(index), chosen) for index in indices], forward_only=True
-        )
-        return self._gathered(rows, indices, found)
+        batches = [MicroBatch(rows.select(index).padded(), chosen) for index in indices]
+        return self._gathered(rows, indices, self._run(batches, forward_only=True))
 
-    def _gathered(self, rows: Rows, indices: Sequence[Tensor], found: Sequence[Any]) -> Any:
-        """Gathers statistics of all rows on every process, on the host, from those of this
-        process's micro-batches.
+    def _gathered(self, rows: Rows[Any], indices: Sequence[Tensor], found: Sequence[Any]) -> Any:
+        """Gathers statistics of all rows, one copy a host, from those of this process's
+        micro-batches.
         """
-        canvas = torch.zeros(len(self.names), *rows.tokens[:, 1:].shape, device=self.manager.where)
-        for index, stats in zip(indices, found, strict=False):  # stages but the last found nothing
-            values = torch.stack([getattr(stats, name) for name in self.names])
-            canvas[:, index, : values.shape[-1]] = values
-        return self.stats(*self.topology.sum_of_speakers(canvas).cpu())
+        own = []
+        if self.topology.speaks:
+            for index, stats in zip(indices, found, strict=False):  # an auxiliary's follow
+                own.append((index, [getattr(stats, name) for name in self.names]))
+        targets = (rows.lengths - 1).clamp(min=0)
+        columns = host_memory.current().of_rows(targets, len(self.names), own)
+        if isinstance(rows.tokens, Ragged):
+            return self.stats(*columns)
+        return self.stats(*[column.padded(width=rows.tokens.shape[1] - 1) for column in columns])
 
     def step(
         self,
-        experience: Experience,
+        experience: Experience[Any],
         loss_fn: LossFn,
         *,
         group_size: int = 1,
@@ -135,9 +139,13 @@ class ModelRunner:
         return metrics | {COUNT + name: recorder.counted(name) - before[name] for name in COUNTED}
 
     def _to_learn(
-        self, experience: Experience, indices: Sequence[Tensor], loss_fn: LossFn, temperature: float
+        self,
+        experience: Experience[Any],
+        indices: Sequence[Tensor],
+        loss_fn: LossFn,
+        temperature: float,
     ) -> list[MicroBatch]:
-        parts = [experience.select(index) for index in indices]
+        parts = [experience.select(index).padded() for index in indices]
         return [
             MicroBatch(part.rows, temperature, part.to(self.manager.where), loss_fn)
             for part in parts
@@ -250,7 +258,9 @@ class ModelRunner:
         return total, counted.int(), (sums_of(loss), seen)
 
     def _mean(
-        self, micro_sums: Sequence[dict[str, Tensor]], losses: Sequence[tuple[LossFn, Experience]]
+        self,
+        micro_sums: Sequence[dict[str, Tensor]],
+        losses: Sequence[tuple[LossFn, Experience[Any]]],
     ) -> Metrics:
         """Returns the sums of all micro-batches and ranks, divided by the count of all; one
         collective.
@@ -271,8 +281,8 @@ class ModelRunner:
             "count": total["loss"][1]
         }
 
-    def _names(self, loss_fn: LossFn, experience: Experience) -> list[str]:
-        nothing = experience.select(torch.zeros(0, dtype=torch.int64))
+    def _names(self, loss_fn: LossFn, experience: Experience[Any]) -> list[str]:
+        nothing = experience.select(torch.zeros(0, dtype=torch.int64)).padded()
         empty = nothing.advantage
         return list(
             sums_of(

@@ -28,8 +28,24 @@ def create(size: int) -> str:
     return f"rftmega-{os.getpid()}-{descriptor}-{token}"
 
 
+def close(name: str) -> None:
+    """Closes memory that this process created; who has attached it keeps it."""
+    found = NAME.fullmatch(name)
+    assert found is not None and int(found[1]) == os.getpid(), name
+    os.close(int(found[2]))
+
+
 def attach(name: str, size: int) -> mmap.mmap:
-    """Maps it.
+    """Maps it. Raises ValueError as `opened` does."""
+    descriptor = opened(name, size)
+    try:
+        return mmap.mmap(descriptor, size)
+    finally:
+        os.close(descriptor)
+
+
+def opened(name: str, size: int) -> int:
+    """Returns a descriptor of it.
 
     Raises ValueError where `name` is not that of such memory, of this user and of `size` bytes.
     """
@@ -52,6 +68,7 @@ def attach(name: str, size: int) -> mmap.mmap:
             raise ValueError(f"{name!r} is not memory of this user, of {size} bytes")
         if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS != SEALS:
             raise ValueError(f"{name!r} is not sealed")
-        return mmap.mmap(descriptor, size)
-    finally:
+    except BaseException:
         os.close(descriptor)
+        raise
+    return descriptor

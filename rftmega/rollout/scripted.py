@@ -60,7 +60,7 @@ class ScriptedEngine(Engine):
             ids[-1] = self.stop_ids[0]
         assert self.version is not None
         reason: Literal["stop", "length"] = "stop" if ids[-1] in self.stop_ids else "length"
-        return Completion(tuple(ids), tuple(logprobs), reason, self.version)
+        return Completion(ids, logprobs, reason, self.version)
 
     def _load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         for _, tensor in named_tensors:

@@ -124,7 +124,7 @@ class TransformersEngine(Engine):
         assert self.version is not None
         reason: Literal["stop", "length"] = "stop" if ids[-1] in self.stop_ids else "length"
         chosen = torch.cat(routes) if routes else None
-        return Completion(tuple(ids), tuple(logprobs), reason, self.version, routes=chosen)
+        return Completion(ids, logprobs, reason, self.version, routes=chosen)
 
     @torch.no_grad()
     def _load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:

@@ -204,10 +204,10 @@ class VLLMEngine(Engine):
         return outputs
 
     def _completion(self, answer: Any) -> Completion:
-        ids = tuple(answer.token_ids)
+        ids = answer.token_ids
         assert self.version is not None
         assert answer.finish_reason in ("stop", "length"), answer.finish_reason
-        logprobs = tuple(at[token].logprob for token, at in zip(ids, answer.logprobs, strict=True))
+        logprobs = [at[token].logprob for token, at in zip(ids, answer.logprobs, strict=True)]
         return Completion(ids, logprobs, answer.finish_reason, self.version)
 
     def _load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:

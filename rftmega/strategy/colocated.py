@@ -1,11 +1,12 @@
 """A colocated run's policy and value models take the device before they compute."""
 
-from torch import Tensor
+from typing import Any
 
 from rftmega.strategy.backend import TrainablePolicy, TrainableValues
 from rftmega.strategy.phases import DevicePhases
 from rftmega.types import (
     Auxiliary,
+    Column,
     Experience,
     LossFn,
     Metrics,
@@ -22,17 +23,19 @@ class ColocatedPolicy:
         self.actor = actor
         self.phases = phases
 
-    def log_probs(self, rows: Rows, *, temperature: float | None = None) -> TokenStats:
+    def log_probs(
+        self, rows: Rows[Column], *, temperature: float | None = None
+    ) -> TokenStats[Column]:
         self.phases.score()
         return self.actor.log_probs(rows, temperature=temperature)
 
-    def reference_log_probs(self, rows: Rows) -> TokenStats:
+    def reference_log_probs(self, rows: Rows[Column]) -> TokenStats[Column]:
         self.phases.score()
         return self.actor.reference_log_probs(rows)
 
     def step(
         self,
-        experience: Experience,
+        experience: Experience[Any],
         loss_fn: LossFn,
         *,
         group_size: int = 1,
@@ -53,10 +56,10 @@ class ColocatedValues:
     def __init__(self, model: TrainableValues, phases: DevicePhases, name: str):
         self.model, self.phases, self.name = model, phases, name
 
-    def values(self, rows: Rows) -> Tensor:
+    def values(self, rows: Rows[Column]) -> Column:
         self.phases.score(self.name)
         return self.model.values(rows)
 
-    def step(self, experience: Experience, loss_fn: LossFn, *, group_size: int = 1) -> Metrics:
+    def step(self, experience: Experience[Any], loss_fn: LossFn, *, group_size: int = 1) -> Metrics:
         self.phases.update(self.name)
         return self.model.step(experience, loss_fn, group_size=group_size)

@@ -13,7 +13,16 @@ from rftmega.config import RunConfig
 from rftmega.dispatch.engine_pool import EnginePool, ServerPool
 from rftmega.environments import SingleTurnEnvironment
 from rftmega.errors import ConfigError
-from rftmega.interfaces import Environment, Numerics, Policy, RolloutEngine, ValueModel, WeightSync
+from rftmega.interfaces import (
+    Environment,
+    Host,
+    Numerics,
+    Policy,
+    RolloutEngine,
+    ValueModel,
+    WeightSync,
+)
+from rftmega.parallel import host_memory
 from rftmega.parallel.process_group import World
 from rftmega.parallel.seeds import set_seed
 from rftmega.strategy.backend import Backend, Trainable, TrainableValues
@@ -82,6 +91,7 @@ class ReinforcementStrategy:
             self.phases.engine = self.local_engine
             self.local_engine.sleep()  # it holds all that it may, and the trainer comes back
         self.phases.push()
+        self.host: Host = host_memory.current()
         self.numerics: Numerics = EngineNumerics(actor, is_main=world.is_main)
         self._bucket_bytes = config.trainer.push_bucket_mib * 2**20
         self.policy: Policy = ColocatedPolicy(actor, self.phases)

@@ -13,7 +13,15 @@ from rftmega.algorithms.supervised import cross_entropy_loss, pairwise_loss
 from rftmega.algorithms.values import value_loss
 from rftmega.config import RunConfig, without_secrets
 from rftmega.experience import ExperienceMaker, ModelReward, ReplayBuffer
-from rftmega.interfaces import Machinery, Policy, Reward, Scorer, ValueModel, ValueScorer
+from rftmega.interfaces import (
+    Host,
+    Machinery,
+    Policy,
+    Reward,
+    Scorer,
+    ValueModel,
+    ValueScorer,
+)
 from rftmega.trainer.dynamic_sampler import DynamicSampler
 from rftmega.trainer.gap_gate import GapGate, limits_of
 from rftmega.trainer.journal import Journal, Journaled
@@ -57,17 +65,17 @@ class Algorithm:
             engine=machinery.engine,
             weights=machinery.weights,
             reward=reward,
-            maker=self.maker(machinery.policy, machinery.critic),
-            learner=self.learner(built.policy, built.critic, given, journal),
+            maker=self.maker(machinery.policy, machinery.critic, built.host),
+            learner=self.learner(built.policy, built.critic, given, journal, built.host),
             sampling=Sampling(
                 config.rollout.samples_per_prompt,
                 config.rollout.temperature,
                 seed=config.trainer.seed,
             ),
             parts=StepParts(
-                refill=self.refill(),
-                replay=self.replay(machinery.policy),
-                model_reward=ModelReward(machinery.reward_model, config.reward.model)
+                refill=self.refill(built.host),
+                replay=self.replay(machinery.policy, built.host),
+                model_reward=ModelReward(machinery.reward_model, config.reward.model, built.host)
                 if machinery.reward_model
                 else None,
                 gate=self.gate(built),
@@ -103,9 +111,14 @@ class Algorithm:
             seed=self.config.trainer.seed,
         )
 
-    def maker(self, policy: Scorer, critic: ValueScorer | None = None) -> ExperienceMaker:
+    def maker(
+        self,
+        policy: Scorer,
+        critic: ValueScorer | None = None,
+        host: Host | None = None,
+    ) -> ExperienceMaker:
         return ExperienceMaker(
-            policy, self.chosen, critic=critic, kl_weight=self.kl, shape=self.shaping()
+            policy, self.chosen, critic=critic, kl_weight=self.kl, shape=self.shaping(), host=host
         )
 
     def shaping(self) -> Shaping:
@@ -130,6 +143,7 @@ class Algorithm:
         critic: ValueModel | None = None,
         ptx: PTX | None = None,
         journal: Journal | None = None,
+        host: Host | None = None,
     ) -> Learner:
         return Learner(
             policy,
@@ -141,6 +155,7 @@ class Algorithm:
             ptx=ptx,
             schedule=self.schedule,
             journal=journal,
+            host=host,
         )
 
     def gate(self, built: Machinery) -> GapGate | None:
@@ -167,7 +182,7 @@ class Algorithm:
             config=described,
         )
 
-    def refill(self) -> DynamicSampler:
+    def refill(self, host: Host | None = None) -> DynamicSampler:
         """Returns what chooses the answers of a rollout that are learnt from."""
         chosen = self.chosen.dynamic_sampling
         return DynamicSampler(
@@ -175,14 +190,16 @@ class Algorithm:
             part=chosen.metric,
             oversample=chosen.oversample,
             train_samples=self.config.rollout.train_samples_per_prompt,
+            host=host,
         )
 
-    def replay(self, policy: Scorer) -> ReplayMixer | None:
+    def replay(self, policy: Scorer, host: Host | None = None) -> ReplayMixer | None:
         """Returns what keeps earlier answers, where they are learnt from."""
         chosen = self.chosen.replay
         if not chosen.max_age:
             return None
-        return ReplayMixer(policy, ReplayBuffer(chosen.max_rows), max_age=chosen.max_age)
+        buffer = ReplayBuffer(chosen.max_rows, host=host)
+        return ReplayMixer(policy, buffer, max_age=chosen.max_age)
 
     @property
     def aggregation(self) -> Aggregation:

@@ -6,11 +6,13 @@ from collections.abc import Callable, Sequence
 import torch
 
 from rftmega.algorithms.groups import varied
+from rftmega.interfaces import Host, OneProcess
+from rftmega.ragged import Ragged
 from rftmega.trainer.group_collector import Wanted
 from rftmega.trainer.prompt_queue import PromptQueue
 from rftmega.types import Metrics, Prompt, Samples
 
-Ask = Callable[[Sequence[Prompt], Wanted | None], Samples]
+Ask = Callable[[Sequence[Prompt], Wanted | None], Samples[Ragged]]
 """Prompts -> scored answers; `group` is the place of a prompt among those asked. Groups may be
 missing where there are as many as wanted.
 """
@@ -22,7 +24,13 @@ class DynamicSampler:
     """
 
     def __init__(
-        self, rounds: int, *, part: str = "", oversample: float = 1.0, train_samples: int = 0
+        self,
+        rounds: int,
+        *,
+        part: str = "",
+        oversample: float = 1.0,
+        train_samples: int = 0,
+        host: Host | None = None,
     ):
         """Asks at most `rounds` times more, 0 never; answers are compared by the reward `part`, or
         by the whole reward.
@@ -33,10 +41,11 @@ class DynamicSampler:
         """
         self.rounds, self.part, self.oversample = rounds, part, oversample
         self.train_samples = train_samples
+        self.host = host or OneProcess()
 
     def __call__(
         self, ask: Ask, prompts: Sequence[Prompt], more: PromptQueue
-    ) -> tuple[Samples, Metrics]:
+    ) -> tuple[Samples[Ragged], Metrics]:
         """Returns as many whole groups as there are prompts, the first that vary in their order.
 
         Fewer where the rounds (or `more` prompts) run out, but one at least. Also returns metrics
@@ -47,11 +56,11 @@ class DynamicSampler:
         """
         if not self.rounds:
             samples = ask(prompts, None)
-            return self._learnt(samples), _described(samples)
+            return self._learnt(samples), _described([samples])
         groups, size = len(prompts), math.ceil(self.oversample * len(prompts))
         asked = [*prompts, *more.take(size - groups)]
-        found: list[Samples] = []
-        kept: list[Samples] = []
+        found: list[Samples[Ragged]] = []
+        kept: list[Samples[Ragged]] = []
         left_out, back = 0, list[Prompt]()
         while asked and len(found) <= self.rounds and (missing := groups - _groups(kept)):
             answered = ask(asked, Wanted(missing, self._good) if self.oversample > 1 else None)
@@ -66,7 +75,7 @@ class DynamicSampler:
             back = [prompt for place, prompt in enumerate(asked) if place not in used]
             asked = more.take(size) if _groups(kept) < groups and len(found) <= self.rounds else []
         more.put_back(back)
-        seen = _described(Samples.join(found)) | {
+        seen = _described(found) | {
             "refills": float(len(found) - 1),
             "groups_left_out": float(left_out),
         }
@@ -74,12 +83,12 @@ class DynamicSampler:
             seen["groups_put_back"] = float(len(back))
         # something must be learnt from
         kept = [part for part in kept if len(part)] or [_first(self._learnt(found[0]), 1)]
-        return Samples.join(kept), seen
+        return Samples.join(kept, self.host.once), seen
 
-    def _good(self, samples: Samples) -> bool:
+    def _good(self, samples: Samples[Ragged]) -> bool:
         return len(self._varied(samples)) > 0
 
-    def _learnt(self, samples: Samples) -> Samples:
+    def _learnt(self, samples: Samples[Ragged]) -> Samples[Ragged]:
         """Returns the first `train_samples` answers of each group, whose rows are neighbours."""
         if not self.train_samples:
             return samples
@@ -89,29 +98,33 @@ class DynamicSampler:
             (torch.arange(len(samples)) - begins < self.train_samples).nonzero()[:, 0]
         )
 
-    def _varied(self, samples: Samples) -> Samples:
+    def _varied(self, samples: Samples[Ragged]) -> Samples[Ragged]:
         samples = self._learnt(samples)
         score = samples.part(self.part) if self.part else samples.reward
         return samples.select(varied(score, samples.group).nonzero()[:, 0])
 
 
-def _groups(parts: Sequence[Samples]) -> int:
+def _groups(parts: Sequence[Samples[Ragged]]) -> int:
     return sum(len(part.group.unique()) for part in parts)
 
 
-def _first(samples: Samples, groups: int) -> Samples:
+def _first(samples: Samples[Ragged], groups: int) -> Samples[Ragged]:
     """Returns the first so many groups."""
     return samples.select(
         torch.isin(samples.group, samples.group.unique()[:groups]).nonzero()[:, 0]
     )
 
 
-def _described(samples: Samples) -> Metrics:
-    lengths = samples.rows.mask.sum(-1).double()
-    return {
-        "reward": samples.reward.mean().item(),
+def _described(found: Sequence[Samples[Ragged]]) -> Metrics:
+    lengths = torch.cat([samples.rows.mask.sums() for samples in found]).double()
+    truncated = torch.cat([samples.truncated for samples in found])
+    metrics = {
+        "reward": torch.cat([samples.reward for samples in found]).mean().item(),
         "response_length": lengths.mean().item(),
         "generated_tokens": lengths.sum().item(),
-        "truncated": samples.truncated.double().mean().item(),
-        **{f"reward_{name}": part.nanmean().item() for name, part in samples.reward_parts.items()},
+        "truncated": truncated.double().mean().item(),
     }
+    for name in dict.fromkeys(name for samples in found for name in samples.reward_parts):
+        part = torch.cat([samples.part(name) for samples in found])
+        metrics[f"reward_{name}"] = part.nanmean().item()
+    return metrics

@@ -6,7 +6,6 @@ importance weight hides it.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from rftmega.algorithms.mismatch import Gap, gaps_of, log_prob_gap
 from rftmega.errors import EngineError, GapExceeded
 from rftmega.experience.samples import collect, complete
 from rftmega.interfaces import Machinery
+from rftmega.ragged import Ragged
 from rftmega.sampling_seeds import sampling_seed
 from rftmega.trainer.gap_bundle import GapBundle, rows_under_other_prompts
 from rftmega.types import Prompt, Rollout, Samples
@@ -30,10 +30,17 @@ PROBES = 8  # prompts that are asked after another push
 PROBE_SAMPLE = 1 << 20
 
 
-def chosen_by(samples: Samples, step: int) -> Tensor:
-    """Returns [B, T] True for the response tokens that the policy of `step` chose."""
+def chosen_by(samples: Samples[Ragged], step: int) -> Ragged:
+    """Returns True for the response tokens that the policy of `step` chose."""
     mask = samples.rows.mask
-    return mask if samples.versions is None else mask & (samples.versions == step)
+    if samples.versions is None:
+        return mask
+    return mask.with_values(mask.flat & (samples.versions.flat == step))
+
+
+def gap_of(samples: Samples[Ragged], old_logp: Ragged, mask: Ragged) -> Gap:
+    """Returns the gap of the samples' tokens in the mask; `old_logp` is the trainer's."""
+    return log_prob_gap(samples.behaviour_logp.flat, old_logp.flat, mask.flat)
 
 
 def limits_of(dtype: str, *, percentile: float = 0.0, mean: float = 0.0) -> Limits:
@@ -59,23 +66,28 @@ class GapGate:
         self.machinery, self.limits, self.folder = machinery, limits, folder
         self.temperature, self.seed, self.config = temperature, seed, config
 
-    def check(self, samples: Samples, old_logp: Tensor, step: int) -> Gap:
+    def check(self, samples: Samples[Ragged], old_logp: Ragged, step: int) -> Gap:
         """Returns the gap over the tokens that the policy of `step` chose, or of new answers where
         it chose none.
 
-        `old_logp` [B, T] is the trainer's. Raises GapExceeded on every process where one finds the
+        `old_logp` is the trainer's. Raises GapExceeded on every process where one finds the
         gap too large.
         """
-        mask = chosen_by(samples, step)
-        if not bool(mask.any()):
-            samples, old_logp = self._ask_again(samples.prompts, step)
-            mask = samples.rows.mask
-        gap = log_prob_gap(samples.behaviour_logp, old_logp, mask)
-        if self.machinery.numerics.agreed(self.limits.exceeded_by(gap)):
-            raise GapExceeded(self._explained(samples, old_logp, mask, gap, step))
+        once = self.machinery.host.once
+        gap = once(lambda: gap_of(samples, old_logp, chosen_by(samples, step)))
+        if gap.tokens:
+            self._judge(samples, old_logp, gap, step)
+        else:
+            asked, logp = self._ask_again(samples.prompts, step)
+            gap = gap_of(asked, logp, asked.rows.mask)
+            self._judge(asked, logp, gap, step)
         return gap
 
-    def _ask_again(self, prompts: Sequence[Prompt], step: int) -> tuple[Samples, Tensor]:
+    def _judge(self, samples: Samples[Ragged], old_logp: Ragged, gap: Gap, step: int) -> None:
+        if self.machinery.numerics.agreed(self.limits.exceeded_by(gap)):
+            raise GapExceeded(self._explained(samples, old_logp, gap, step))
+
+    def _ask_again(self, prompts: Sequence[Prompt], step: int) -> tuple[Samples[Ragged], Ragged]:
         """Asks for new answers to a few of the prompts after another push, and for the trainer's
         log-probabilities of them.
         """
@@ -86,11 +98,9 @@ class GapGate:
         samples = collect(asked, complete(found), _unscored, samples_per_prompt=1)
         return samples, self.machinery.policy.log_probs(samples.rows).logp
 
-    def _explained(
-        self, samples: Samples, old_logp: Tensor, mask: Tensor, gap: Gap, step: int
-    ) -> str:
+    def _explained(self, samples: Samples[Ragged], old_logp: Ragged, gap: Gap, step: int) -> str:
         """Looks for the cause, saves the bundle, and says both."""
-        bundle = self._looked_at(samples, old_logp, mask, gap, step)
+        bundle = self._looked_at(samples, old_logp, gap, step)
         cause = cause_of(bundle.evidence, self.limits)
         folder = self.folder / f"step_{step:06d}"
         if self.machinery.numerics.is_main:
@@ -104,39 +114,36 @@ class GapGate:
         )
 
     def _looked_at(
-        self, samples: Samples, old_logp: Tensor, mask: Tensor, gap: Gap, step: int
+        self, samples: Samples[Ragged], old_logp: Ragged, gap: Gap, step: int
     ) -> GapBundle:
         checksums = self.machinery.weights.checksums()  # before another push makes new ones
-        beyond = gaps_of(samples.behaviour_logp, old_logp, mask) > self.limits.percentile
-        worst = worst_rows(samples.behaviour_logp, old_logp, mask, WORST)
-        rows = samples.rows.select(worst)
-        width = rows.tokens.shape[1] - 1
-        behaviour, old, counted = (
-            x[worst, :width] for x in (samples.behaviour_logp, old_logp, mask)
-        )
+        mask = chosen_by(samples, step)
+        gaps = gaps_of(samples.behaviour_logp.flat, old_logp.flat, mask.flat)
+        index = worst_rows(samples.behaviour_logp, old_logp, mask, WORST)
+        worst = samples.select(index).padded()
+        rows, versions = worst.rows, worst.versions
         score = self.machinery.policy.log_probs
         evidence = Evidence(
             whole=gap,
-            share_beyond=beyond.double().mean().item(),
-            mask=counted,
-            behaviour_logp=behaviour,
-            old_logp=old,
+            share_beyond=(gaps > self.limits.percentile).double().mean().item(),
+            mask=mask.select(index).padded(),
+            behaviour_logp=worst.behaviour_logp,
+            old_logp=old_logp.select(index).padded(),
             untempered_logp=score(rows, temperature=1.0).logp if self.temperature != 1.0 else None,
-            other_prompt=self._other_prompt(
-                replace(samples.select(worst), behaviour_logp=behaviour)
-            ),
+            other_prompt=self._other_prompt(worst),
             after_push=self._gap_after_push(samples.prompts, step),
             checksums=checksums,
             has_experts=self.machinery.numerics.has_experts,
         )
-        versions = samples.select(worst).versions
         return GapBundle(
             step=step,
             temperature=self.temperature,
             dtype=self.machinery.numerics.dtype,
             limits=self.limits,
             rows=rows,
-            versions=torch.full_like(rows.tokens[:, 1:], step) if versions is None else versions,
+            versions=torch.full_like(rows.tokens[:, 1:], step)
+            if versions is None
+            else versions.long(),
             evidence=evidence,
             config=self.config,
         )
@@ -163,7 +170,7 @@ class GapGate:
             samples, logp = self._ask_again(prompts, step)
         except EngineError:  # it is broken in another way as well; what is known is told
             return None
-        return log_prob_gap(samples.behaviour_logp, logp, samples.rows.mask)
+        return gap_of(samples, logp, samples.rows.mask)
 
 
 def _unscored(prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[dict[str, float]]:

@@ -6,8 +6,10 @@ from typing import NamedTuple
 
 import torch
 
-from rftmega.experience import collect
+from rftmega.experience import collect, complete
 from rftmega.interfaces import Enough, Reward
+from rftmega.ragged import Ragged
+from rftmega.rollout_arrays import selected
 from rftmega.types import Prompt, Rollout, Samples
 
 
@@ -15,7 +17,7 @@ class Wanted(NamedTuple):
     """So many groups of which `good` holds."""
 
     groups: int
-    good: Callable[[Samples], bool]
+    good: Callable[[Samples[Ragged]], bool]
 
 
 class GroupCollector:
@@ -26,7 +28,7 @@ class GroupCollector:
 
     def collected(
         self, rollouts: Sequence[Rollout | None], places: Sequence[int] | None = None
-    ) -> Samples:
+    ) -> Samples[Ragged]:
         """Returns the scored rows of the groups at `places`, or of all whole ones.
 
         `group` is the place.
@@ -35,10 +37,9 @@ class GroupCollector:
         rows = [
             row for place in places for row in range(place * self.size, (place + 1) * self.size)
         ]
-        answers = [answer for row in rows if (answer := rollouts[row]) is not None]
-        samples = collect(
-            [self.requests[row] for row in rows], answers, self.reward, samples_per_prompt=self.size
-        )
+        prompts = [self.requests[row] for row in rows]
+        answers = complete(selected(rollouts, rows))
+        samples = collect(prompts, answers, self.reward, samples_per_prompt=self.size)
         return replace(samples, group=torch.tensor(places).repeat_interleave(self.size))
 
     def until(self, wanted: Wanted) -> Enough:

@@ -7,11 +7,11 @@ more, and takes from the journal what is there instead of doing it again; the fi
 not there is where the run was stopped.
 """
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from rftmega.errors import CheckpointError, Preempted
@@ -22,8 +22,18 @@ from rftmega.interfaces import (
     ValueModel,
     ValueScorer,
 )
-from rftmega.rollout_arrays import NAMES, RolloutArrays
-from rftmega.types import Completion, Prompt, Rollout, Rows, TokenStats, Trajectory
+from rftmega.ragged import Ragged
+from rftmega.rollout_arrays import COLUMNS, RolloutArrays, RolloutPlace, TrajectoryPlace
+from rftmega.types import (
+    Column,
+    Completion,
+    Prompt,
+    Rollout,
+    Rows,
+    TokenStats,
+    TokenValues,
+    Trajectory,
+)
 
 Result = TypeVar("Result")
 Answers = Sequence[Rollout | None]
@@ -96,21 +106,23 @@ class Journal:
 
     def answers(
         self, name: str, requests: int, ask: Callable[[Sequence[int]], Answers]
-    ) -> list[Any]:
+    ) -> Sequence[Any]:
         """Returns the answers of all `requests`.
 
         `ask` gets the places of those without an answer, and may raise Preempted with some of them.
         """
-        known: list[Any] = [None] * requests
+        known: Sequence[Any] = [None] * requests
         if self._before and self._before[0][0] == name + SO_FAR:
             known = self._before.popleft()[1]
         left = [place for place, answer in enumerate(known) if answer is None]
 
-        def with_those(found: Answers) -> list[Any]:
+        def with_those(found: Answers) -> Sequence[Any]:
+            if len(left) == requests:
+                return found
             new = dict(zip(left, found, strict=True))
             return [new.get(place, answer) for place, answer in enumerate(known)]
 
-        def work() -> list[Any]:
+        def work() -> Sequence[Any]:
             try:
                 return with_those(ask(left))
             except Preempted as given_up:
@@ -124,7 +136,7 @@ class Journal:
         """Turns the answers that come next into rollouts of these prompts, where a checkpoint before
         format 4 has completions.
         """
-        if self._before and isinstance(self._before[0][1], list):
+        if self._before and isinstance(self._before[0][1], list):  # of completions
             name, answers = self._before.popleft()
             if len(answers) == len(prompts):
                 pairs = zip(prompts, answers, strict=True)
@@ -150,10 +162,10 @@ class JournaledEngine:
 
     def generate(
         self, prompts: Sequence[Prompt], *, seeds: Sequence[int], **asked: Any
-    ) -> list[Rollout | None]:
+    ) -> Sequence[Rollout | None]:
         """Does what RolloutEngine.generate does."""
 
-        def ask(places: Sequence[int]) -> list[Rollout | None]:
+        def ask(places: Sequence[int]) -> Sequence[Rollout | None]:
             left, own = [prompts[place] for place in places], [seeds[place] for place in places]
             given = dict(asked)
             if (lengths := given.get("expected_lengths")) is not None:
@@ -169,23 +181,28 @@ class JournaledEngine:
 
 class JournaledPolicy:
     """JournaledPolicy takes scores of before a resume from the journal
-    (`optimizer_steps.take_steps` does so with steps).
+    (`optimizer_steps.take_steps` does so with steps). Those of a checkpoint before format 5 are
+    padded.
     """
 
     def __init__(self, policy: Scorer, journal: Journal):
         self.policy, self.journal = policy, journal
 
-    def log_probs(self, rows: Rows, *, temperature: float | None = None) -> TokenStats:
-        return self.journal(
+    def log_probs(
+        self, rows: Rows[Column], *, temperature: float | None = None
+    ) -> TokenStats[Column]:
+        found = self.journal(
             f"log-probs of {len(rows)} rows",
             lambda: self.policy.log_probs(rows, temperature=temperature),
         )
+        return rows.like(found)  # type: ignore[no-any-return]
 
-    def reference_log_probs(self, rows: Rows) -> TokenStats:
-        return self.journal(
+    def reference_log_probs(self, rows: Rows[Column]) -> TokenStats[Column]:
+        found = self.journal(
             f"reference log-probs of {len(rows)} rows",
             lambda: self.policy.reference_log_probs(rows),
         )
+        return rows.like(found)  # type: ignore[no-any-return]
 
 
 class JournaledValues:
@@ -194,10 +211,11 @@ class JournaledValues:
     def __init__(self, model: ValueScorer, journal: Journal, name: str):
         self.model, self.journal, self.name = model, journal, name
 
-    def values(self, rows: Rows) -> Tensor:
-        return self.journal(
+    def values(self, rows: Rows[Column]) -> Column:
+        found = self.journal(
             f"values of {len(rows)} rows by the {self.name}", lambda: self.model.values(rows)
         )
+        return rows.like(TokenValues(found)).value  # type: ignore[no-any-return]
 
 
 class Journaled:
@@ -227,31 +245,64 @@ def _otherwise(known: str, now: str) -> CheckpointError:
 
 def _packed(result: Any) -> Any:
     if isinstance(result, TokenStats):
-        return {"logp": result.logp, "entropy": result.entropy}
-    return _packed_answers(result) if isinstance(result, list) else result
+        return {"logp": _packed(result.logp), "entropy": _packed(result.entropy)}
+    if isinstance(result, Ragged):
+        return {"values": result.flat, "lengths": result.lengths}
+    return _packed_answers(result) if isinstance(result, list | RolloutArrays) else result
 
 
 def _unpacked(packed: Any) -> Any:
-    if isinstance(packed, dict) and "logp" in packed:
-        return TokenStats(**packed)
-    if not isinstance(packed, dict) or "token_ids" not in packed:
+    if not isinstance(packed, dict):
+        return packed
+    if "logp" in packed:
+        return TokenStats(_unpacked(packed["logp"]), _unpacked(packed["entropy"]))
+    if "lengths" in packed:
+        return Ragged.packed(packed["values"], packed["lengths"])
+    if "token_ids" not in packed:
         return packed
     return _answers_of_format_3(packed) if "answers" in packed else _answers(packed)
 
 
 def _packed_answers(rollouts: Answers) -> dict[str, Any]:
-    packed = RolloutArrays.of(rollouts)
-    tensors = {name: torch.from_numpy(getattr(packed, name)) for name in NAMES}
-    return tensors | {
-        "trajectories": [list(each) for each in packed.trajectories],
-        "routes": packed.routes,
-        "rollouts": [None if each is None else list(each) for each in packed.rollouts],
+    """Returns the columns; of each rollout its trajectories and its scores; and each trajectory's
+    start, length, whether it is truncated, and routes.
+    """
+    arrays = RolloutArrays.of(rollouts)
+    trajectories: list[list[Any]] = []
+    routes: list[Tensor | None] = []
+    numbered: list[list[Any] | None] = []
+    for place in arrays.places:
+        if place is None:
+            numbered.append(None)
+            continue
+        numbered.append([len(place.trajectories), place.scores])
+        for own in place.trajectories:
+            trajectories.append([own.length, own.truncated, own.start])
+            routes.append(own.routes)
+    return arrays.columns | {
+        "trajectories": trajectories,
+        "routes": routes,
+        "rollouts": numbered,
     }
 
 
-def _answers(packed: dict[str, Any]) -> list[Rollout | None]:
-    arrays = {name: packed[name].numpy() for name in NAMES}
-    return RolloutArrays(**(packed | arrays)).unpacked()
+def _answers(packed: dict[str, Any]) -> RolloutArrays:
+    places, end = [], 0
+    for (length, truncated, *start), routes in zip(
+        packed["trajectories"], packed["routes"], strict=True
+    ):
+        begin = start[0] if start else end  # format 4 has none: they lie behind each other
+        places.append(TrajectoryPlace(begin, length, truncated, routes))
+        end = begin + length
+    left = iter(places)
+    rollouts: list[RolloutPlace | None] = []
+    for said in packed["rollouts"]:
+        if said is None:
+            rollouts.append(None)
+        else:
+            count, scores = said
+            rollouts.append(RolloutPlace(tuple(itertools.islice(left, count)), scores))
+    return RolloutArrays({name: packed[name] for name in COLUMNS}, rollouts)
 
 
 def _of_rollout(prompt: Prompt, answer: Any) -> Rollout | None:

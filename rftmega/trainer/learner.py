@@ -5,7 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 from rftmega.algorithms.kl import ESTIMATORS, KLController
-from rftmega.interfaces import Policy, ValueModel
+from rftmega.interfaces import Host, OneProcess, Policy, ValueModel
+from rftmega.ragged import Ragged
 from rftmega.trainer.journal import Journal
 from rftmega.trainer.optimizer_steps import Schedule, take_steps
 from rftmega.trainer.ptx import PTX
@@ -29,8 +30,12 @@ class Learner:
         ptx: PTX | None = None,
         schedule: Schedule | None = None,
         journal: Journal | None = None,
+        host: Host | None = None,
     ):
-        """`schedule` cuts a rollout into mini-batches; None: one. `journal`: see `take_steps`."""
+        """`schedule` cuts a rollout into mini-batches; None: one. `journal`: see `take_steps`.
+        `host`: where the experience lies.
+        """
+        self.host = host or OneProcess()
         self.policy, self.loss_fn = policy, loss_fn
         self.critic, self.value_loss_fn = critic, value_loss_fn
         self.frozen_steps = frozen_steps
@@ -55,10 +60,10 @@ class Learner:
 
     def update(
         self,
-        experience: Experience,
+        experience: Experience[Ragged],
         step: int,
-        learnt: Experience,
-        scored: Callable[[Experience], None] = lambda whole: None,
+        learnt: Experience[Ragged],
+        scored: Callable[[Experience[Ragged]], None] = lambda whole: None,
     ) -> Metrics:
         """Takes one rollout's optimizer steps, after `step` finished ones.
 
@@ -70,7 +75,7 @@ class Learner:
         """
         metrics: Metrics = {}
 
-        def complete(stats: TokenStats) -> None:
+        def complete(stats: TokenStats[Ragged]) -> None:
             nonlocal experience
             experience = replace(experience, old_logp=stats.logp, entropy=stats.entropy)
             scored(experience)
@@ -90,7 +95,7 @@ class Learner:
                 name if name.startswith(COUNT) else f"critic_{name}": value
                 for name, value in found.items()
             }
-            metrics |= explained(experience)
+            metrics |= self.host.once(lambda: explained(experience))
         if step >= self.frozen_steps:
             beside: dict[str, Any] = {} if self.ptx is None else {"auxiliary": self.ptx()}
             if experience.old_logp is None:
@@ -106,9 +111,7 @@ class Learner:
             }
             metrics |= found | counts
         if experience.reference_logp is not None:
-            assert experience.old_logp is not None
-            delta = (experience.old_logp - experience.reference_logp)[experience.mask]
-            metrics["reference_kl"] = ESTIMATORS["k3"](delta).mean().item() if len(delta) else 0.0
+            metrics["reference_kl"] = self.host.once(lambda: reference_kl(experience))
             if self.kl is not None:
                 metrics["kl_coef"] = self.kl.value
                 # a policy that can't move says nothing about the weight
@@ -117,15 +120,23 @@ class Learner:
         return metrics
 
 
-def explained(experience: Experience) -> Metrics:
+def reference_kl(experience: Experience[Ragged]) -> float:
+    """Returns the KL from the policy before the update to the reference, a token (k3)."""
+    old, reference = experience.old_logp, experience.reference_logp
+    assert old is not None and reference is not None
+    mask = experience.mask.flat
+    delta = old.flat[mask] - reference.flat[mask]
+    return ESTIMATORS["k3"](delta).mean().item() if len(delta) else 0.0
+
+
+def explained(experience: Experience[Ragged]) -> Metrics:
     """Returns the share of the returns' variance that the critic's values foretold: 1 all, 0 as
     much as a constant.
     """
     assert experience.old_value is not None and experience.returns is not None
-    returns, missed = (
-        x[experience.mask].double()
-        for x in (experience.returns, experience.returns - experience.old_value)
-    )
+    mask = experience.mask.flat
+    returns = experience.returns.flat[mask].double()
+    missed = (experience.returns.flat[mask] - experience.old_value.flat[mask]).double()
     if len(returns) < 2 or not returns.var():
         return {"explained_variance": 0.0}
     return {"explained_variance": (1 - missed.var() / returns.var()).item()}

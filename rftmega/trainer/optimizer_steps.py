@@ -49,7 +49,7 @@ class Schedule:
 
 def take_steps(
     model: Steps,
-    experience: Experience,
+    experience: Experience[Any],
     loss_fn: LossFn,
     mini_batches: Sequence[Tensor],
     *,
@@ -83,7 +83,8 @@ def take_steps(
             )
         if journal is not None and journal.behind:
             if scored is not None:  # forward pass and step were done before the resume
-                scored(journal.replay(f"log-probs of {len(rows)} rows in their update"))
+                known = journal.replay(f"log-probs of {len(rows)} rows in their update")
+                scored(experience.rows.like(known))
             steps.append(journal.replay(f"an optimizer step of the {name}"))
             continue
         steps.append(model.step(experience.select(rows), loss_fn, **given))

@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rftmega.algorithms.mismatch import Gap, log_prob_gap
+from rftmega.algorithms.mismatch import Gap
 from rftmega.experience import ExperienceMaker, ModelReward
 from rftmega.interfaces import Callback, Resumable, Reward, RolloutEngine, WeightSync
+from rftmega.ragged import Ragged
 from rftmega.sampling_seeds import sampling_seed
 from rftmega.trainer.dynamic_sampler import DynamicSampler
 from rftmega.trainer.expected_lengths import ExpectedLengths
-from rftmega.trainer.gap_gate import GapGate, chosen_by
+from rftmega.trainer.gap_gate import GapGate, chosen_by, gap_of
 from rftmega.trainer.group_collector import GroupCollector, Wanted
 from rftmega.trainer.journal import Journal
 from rftmega.trainer.learner import Learner
@@ -78,7 +79,7 @@ class PPOTrainer(Trainer):
             reward,
             parts.model_reward,
         )
-        self.maker, self.learner = maker, learner
+        self.maker, self.learner, self.host = maker, learner, maker.host
         self.refill, self.replay, self.gate = parts.refill, parts.replay, parts.gate
         self.late_scoring = parts.late_scoring
         self.samples_per_prompt, self.temperature, self.seed = (
@@ -123,7 +124,7 @@ class PPOTrainer(Trainer):
             samples, seen = self.refill(self.rollout, batch, self.supply)
         # Where no token is the present policy's, the gate asks for new answers, which an update
         # that is under way can't bear.
-        present = bool(chosen_by(samples, self.step).any())
+        present = self.host.once(lambda: bool(chosen_by(samples, self.step).flat.any()))
         late = self.late_scoring and present and self.step >= self.learner.frozen_steps
         with self.phase("score"):
             experience = self.maker.make(samples, old_log_probs=not late)
@@ -133,7 +134,7 @@ class PPOTrainer(Trainer):
             with self.phase("replay"):
                 learnt, replayed = self.replay.beside(experience, self.step)
 
-        def scored(whole: Experience) -> None:
+        def scored(whole: Experience[Ragged]) -> None:
             nonlocal experience, gap
             experience, gap = whole, self._gap(samples, whole)
 
@@ -149,17 +150,18 @@ class PPOTrainer(Trainer):
         assert gap is not None
         return metrics | gap.metrics | seen
 
-    def _gap(self, samples: Samples, experience: Experience) -> Gap:
+    def _gap(self, samples: Samples[Ragged], experience: Experience[Ragged]) -> Gap:
         """Measures the gap between engine and trainer.
 
         Raises GapExceeded, before anything is learnt, where a gate finds it too large.
         """
-        assert experience.old_logp is not None
+        logp = experience.old_logp
+        assert logp is not None
         if self.gate is None:
-            return log_prob_gap(samples.behaviour_logp, experience.old_logp, samples.rows.mask)
-        return self.gate.check(samples, experience.old_logp, self.step)
+            return self.host.once(lambda: gap_of(samples, logp, samples.rows.mask))
+        return self.gate.check(samples, logp, self.step)
 
-    def rollout(self, prompts: Sequence[Prompt], wanted: Wanted | None = None) -> Samples:
+    def rollout(self, prompts: Sequence[Prompt], wanted: Wanted | None = None) -> Samples[Ragged]:
         """Returns `samples_per_prompt` scored answers a prompt; the same ones whenever these tasks
         are run with this seed and these weights. With `wanted` it may end with these groups only.
         """

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from rftmega.experience.replay import ReplayBuffer
 from rftmega.interfaces import Scorer
+from rftmega.ragged import Ragged
 from rftmega.types import Experience, Metrics
 
 
@@ -25,7 +26,9 @@ class ReplayMixer:
         self.policy, self.buffer, self.max_age = policy, buffer, max_age
         self._crowded_out = 0  # groups that the last `keep` dropped
 
-    def beside(self, experience: Experience, step: int) -> tuple[Experience, Metrics]:
+    def beside(
+        self, experience: Experience[Ragged], step: int
+    ) -> tuple[Experience[Ragged], Metrics]:
         """Returns `experience` of step `step`, mixed evenly with what is young enough.
 
         And of that its rows, the mean age of their tokens in steps, groups dropped since the last
@@ -35,23 +38,22 @@ class ReplayMixer:
         metrics = {"replay_rows": float(len(self.buffer)), "replay_groups_dropped": float(dropped)}
         if not self.buffer.groups:
             return experience, metrics | {"replay_staleness": 0.0}
-        earlier = Experience.join(self.buffer.groups)
-        assert earlier.versions is not None
-        metrics["replay_staleness"] = (
-            (step - earlier.versions[earlier.versions >= 0].double()).mean().item()
-        )
+        once = self.buffer.host.once
+        earlier = once(lambda: Experience.join(self.buffer.groups))
+        metrics["replay_staleness"] = once(lambda: _staleness(earlier, step))
         stats = self.policy.log_probs(earlier.rows)
         earlier = replace(earlier, old_logp=stats.logp, entropy=stats.entropy)
         # Mini-batches are consecutive rows: each gets its share of both.
         place = torch.cat([torch.arange(len(part)) / len(part) for part in (experience, earlier)])
-        return Experience.join([experience, earlier]).select(place.argsort(stable=True)), metrics
+        mixed = once(lambda: Experience.join([experience, earlier]))
+        return mixed.select(place.argsort(stable=True)), metrics
 
-    def keep(self, experience: Experience, group: Tensor) -> None:
+    def keep(self, experience: Experience[Ragged], group: Tensor) -> None:
         """Keeps groups for later steps.
 
         Those that teach nothing (no advantage in any token that counts) are left out.
         """
-        teaches = ((experience.advantage != 0) & experience.mask).any(-1)
+        teaches = self.buffer.host.once(lambda: _teaches(experience))
         rows = [int(row) for row in range(len(group)) if bool(teaches[group == group[row]].any())]
         index = group.new_tensor(rows)
         self._crowded_out = (
@@ -64,3 +66,16 @@ class ReplayMixer:
     def load_state(self, state: dict[str, Any]) -> None:
         self.buffer.load_state(state)
         self._crowded_out = state["crowded_out"]
+
+
+def _staleness(experience: Experience[Ragged], step: int) -> float:
+    """Returns the mean age of the tokens that a policy chose, in steps."""
+    assert experience.versions is not None
+    versions = experience.versions.flat
+    return (step - versions[versions >= 0].double()).mean().item()
+
+
+def _teaches(experience: Experience[Ragged]) -> Tensor:
+    """Returns [B] True for rows with an advantage in a token that counts."""
+    counts = (experience.advantage.flat != 0) & experience.mask.flat
+    return experience.mask.with_values(counts).sums() > 0

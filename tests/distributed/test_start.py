@@ -177,11 +177,11 @@ def cycle_body(world: Any, folder: Path) -> Any:
         samples_per_prompt=2,
     )
     experience = ExperienceMaker(made.policy).make(samples)
-    before = made.policy.log_probs(samples.rows).logp
+    before = made.policy.log_probs(samples.rows).logp.flat
     made.policy.step(experience, policy_loss())
     held = residencies["policy"].bytes()
     assert all(held[part] for part in PARTS if part != "main_parameters"), held
-    seen.append((made.policy.log_probs(samples.rows).logp - before).abs().max().item())
+    seen.append((made.policy.log_probs(samples.rows).logp.flat - before).abs().max().item())
     return seen
 
 

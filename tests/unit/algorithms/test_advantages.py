@@ -14,6 +14,7 @@ from rftmega.algorithms.advantages import (
 )
 from rftmega.algorithms.groups import varied
 from rftmega.config.algorithms import GAE, GroupNorm, LeaveOneOut, Returns
+from tests.columns import ragged
 
 ESTIMATORS = {
     part.type: part
@@ -114,19 +115,22 @@ def test_no_estimator_says_anything_outside_the_mask_or_depends_on_the_order_of_
     reward, group = torch.randn(8), torch.tensor([0, 0, 0, 1, 1, 2, 2, 2])
     penalty = torch.where(mask, torch.rand(8, 6), torch.nan)
     value = torch.where(mask, torch.randn(8, 6), torch.nan)
-    found = advantages(Scored(reward, group, mask, value, penalty), ESTIMATORS[name])
+
+    def found_of(rows: torch.Tensor) -> torch.Tensor:
+        columns = [ragged(column[rows]) for column in (mask, value, penalty)]
+        return advantages(Scored(reward[rows], group[rows], *columns), ESTIMATORS[name]).padded()
+
+    found = found_of(torch.arange(8))
     assert found.isfinite().all()
     assert found[~mask].abs().sum() == 0
     order = torch.randperm(8)
-    scored = Scored(reward[order], group[order], mask[order], value[order], penalty[order])
-    again = advantages(scored, ESTIMATORS[name])
-    torch.testing.assert_close(again, found[order])
+    torch.testing.assert_close(found_of(order), found[order])
 
 
 def test_reinforce_with_a_baseline_is_whitened_over_tokens_not_answers() -> None:
     mask = torch.tensor([[True, True, True], [True, False, False]])
-    scored = Scored(torch.tensor([1.0, 0.0]), torch.zeros(2), mask, None, None)
-    found = whitened(advantages(scored, GroupNorm(scale_by_std=False)), mask)
+    scored = Scored(torch.tensor([1.0, 0.0]), torch.zeros(2), ragged(mask), None, None)
+    found = whitened(advantages(scored, GroupNorm(scale_by_std=False)).padded(), mask)
     kept = torch.tensor([0.5, 0.5, 0.5, -0.5])
     wanted = (kept - kept.mean()) / kept.std(correction=0)
     torch.testing.assert_close(found[mask], wanted)
@@ -145,7 +149,8 @@ def test_the_kl_of_an_answer_is_taken_off_its_reward_before_the_others_are_compa
     mask = torch.tensor([[True, True, False], [True, False, False], [True, True, True]])
     penalty = torch.tensor([[0.1, 0.2, 9.0], [0.5, 9.0, float("nan")], [0.0, -0.1, 0.3]])
     reward, group = torch.tensor([1.0, 0.0, 2.0]), torch.zeros(3, dtype=torch.int64)
-    found = advantages(Scored(reward, group, mask, None, penalty), LeaveOneOut())
+    scored = Scored(reward, group, ragged(mask), None, ragged(penalty))
+    found = advantages(scored, LeaveOneOut()).padded()
     whole = [1.0 - 0.3, 0.0 - 0.5, 2.0 - 0.2]
     for b, own in enumerate(whole):
         others = [x for i, x in enumerate(whole) if i != b]
@@ -164,7 +169,8 @@ def test_groups_that_differ_make_up_for_those_that_agree() -> None:
 
     def found(most: float) -> list[float]:
         chosen = GroupNorm(scale_by_std=False, clip_filter_weight=most)
-        return advantages(Scored(reward, group, mask, None, None), chosen)[:, 0].tolist()
+        scored = Scored(reward, group, ragged(mask), None, None)
+        return advantages(scored, chosen).flat.tolist()
 
     assert found(0.0) == [0, 0, -0.5, 0.5, 0, 0, 0, 0]
     assert found(3.0) == [0, 0, -1.5, 1.5, 0, 0, 0, 0]

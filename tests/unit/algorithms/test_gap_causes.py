@@ -10,6 +10,7 @@ import torch
 from rftmega.algorithms.gap_causes import Evidence, Limits, cause_of, worst_rows
 from rftmega.algorithms.mismatch import log_prob_gap
 from rftmega.types import SliceChecksums
+from tests.columns import ragged
 
 LIMITS = Limits(1e-3, 1e-4)
 MASK = torch.ones(4, 50, dtype=torch.bool)
@@ -125,4 +126,4 @@ def test_the_worst_rows_come_first_by_their_mean_and_what_stands_outside_the_mas
     mask = torch.tensor(
         [[False, True, True, True], [False, True, True, False], [False, True, False, False]]
     )
-    assert worst_rows(engine, trainer, mask, 2).tolist() == [2, 1]
+    assert worst_rows(ragged(engine), ragged(trainer), ragged(mask), 2).tolist() == [2, 1]

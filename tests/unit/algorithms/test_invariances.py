@@ -36,6 +36,7 @@ from rftmega.config.algorithms import (
     TokenImportance,
 )
 from rftmega.types import Experience, Rows, TokenStats, TokenValues
+from tests.columns import ragged
 
 AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum")
 POLICY_LOSSES = (
@@ -160,7 +161,7 @@ def test_float32_gives_the_loss_and_gradient_of_float64(name: str, aggregation: 
     experience, x = experience_of(name)
     everything = [torch.arange(len(LENGTHS))]
     value, gradient = learnt(name, aggregation, experience, x, everything)
-    single = experience._map(lambda x: x.float() if x is not None and x.is_floating_point() else x)
+    single = experience.changed(lambda x: x.float() if x.is_floating_point() else x)
     found, rounded = learnt(name, aggregation, single, x.float(), everything)
     assert rounded.dtype == torch.float32
     torch.testing.assert_close(found.double(), value, rtol=1e-5, atol=1e-6)
@@ -187,10 +188,9 @@ def found_by(
         pad(x[index], (0, padding), value=7.0 if x.is_floating_point() else 0)
         for x in (mask, values, penalty)
     ]
-    scored = Scored(
-        reward[index].to(dtype), group[index], wide[0], wide[1].to(dtype), wide[2].to(dtype)
-    )
-    return advantages(scored, ESTIMATORS[name])
+    columns = [ragged(x if x.dtype == torch.bool else x.to(dtype)) for x in wide]
+    scored = Scored(reward[index].to(dtype), group[index], *columns)
+    return advantages(scored, ESTIMATORS[name]).padded()
 
 
 @settings(max_examples=40)

@@ -240,7 +240,7 @@ def test_row_order_padding_and_micro_batches_do_not_matter(
     def wider(x: Tensor) -> Tensor:
         return torch.nn.functional.pad(x, (0, padding)) if x.dim() == 2 else x
 
-    padded = experience._map(lambda x: None if x is None else wider(x))
+    padded = experience.changed(wider)
     x = wider(logp.detach()).requires_grad_()
     losses = []
     for rows in (torch.tensor(order[:cut]), torch.tensor(order[cut:])):

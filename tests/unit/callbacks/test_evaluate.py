@@ -18,7 +18,7 @@ from rftmega.experience import ExperienceMaker
 from rftmega.rollout import ScriptedEngine
 from rftmega.trainer import Learner, PPOTrainer
 from rftmega.trainer.ppo import Sampling
-from rftmega.types import Experience, Prompt, Rollout, Rows, TokenStats
+from rftmega.types import Prompt, Rollout, TokenStats
 from tests.rollouts import Alone, answered
 
 EASY, HARD = [Prompt((1,), index=0), Prompt((2,), index=1)], [Prompt((3,), index=0)]
@@ -124,12 +124,13 @@ class Counter:
     def __init__(self, engine: ScriptedEngine):
         self.engine = engine
 
-    def log_probs(self, rows: Rows) -> TokenStats:
-        return TokenStats(torch.full(rows.mask.shape, -0.5), None)
+    def log_probs(self, rows: Any) -> Any:
+        return rows.like(TokenStats(torch.full(rows.padded().mask.shape, -0.5), None))
 
     reference_log_probs = log_probs
 
-    def step(self, experience: Experience, loss_fn: Any) -> dict[str, float]:
+    def step(self, experience: Any, loss_fn: Any) -> dict[str, float]:
+        experience = experience.padded()
         return {
             "loss": float((experience.advantage * experience.tokens[:, 1:]).sum()),
             "noise": float(torch.rand(())),

@@ -13,12 +13,12 @@ from rftmega.callbacks.trajectories import Trajectories, write
 from rftmega.config import AlgorithmConfig
 from rftmega.config.algorithms import GroupNorm
 from rftmega.experience import ExperienceMaker, collect
+from rftmega.ragged import Ragged
 from rftmega.types import (
     Completion,
     Experience,
     Prompt,
     Rollout,
-    Rows,
     Samples,
     TokenStats,
     Trajectory,
@@ -42,10 +42,10 @@ class Columns:
     def __init__(self, entropy: bool = True):
         self.entropy = entropy
 
-    def log_probs(self, rows: Rows) -> TokenStats:
-        columns = torch.arange(rows.tokens.shape[1] - 1.0).expand(rows.mask.shape)
+    def log_probs(self, rows: Any) -> Any:
+        columns = torch.arange(rows.lengths.max() - 1.0).expand(len(rows), -1)
         real = torch.where(columns < rows.lengths[:, None] - 1, columns, torch.nan)
-        return TokenStats(-real, real / 10 if self.entropy else None)
+        return rows.like(TokenStats(-real, real / 10 if self.entropy else None))
 
     reference_log_probs = log_probs
 
@@ -63,7 +63,7 @@ def letters(ids: Sequence[int]) -> list[str]:
     return [chr(i) for i in ids]
 
 
-def learnt(entropy: bool = True) -> tuple[Samples, Experience]:
+def learnt(entropy: bool = True) -> tuple[Samples[Ragged], Experience[Ragged]]:
     requests = [PROMPTS[0], PROMPTS[0], PROMPTS[1], PROMPTS[1]]
     rollouts = [rollout_of(asked, said) for asked, said in zip(requests, COMPLETIONS, strict=True)]
     samples = collect(requests, rollouts, score, samples_per_prompt=2)
@@ -145,7 +145,7 @@ def test_entropy_that_the_policy_does_not_give_is_null(tmp_path: Path) -> None:
 
 def test_experience_keeps_the_entropy_of_selected_rows() -> None:
     _, experience = learnt()
-    chosen = experience.select(torch.tensor([3, 2]))
+    chosen = experience.select(torch.tensor([3, 2])).padded()
     assert chosen.entropy is not None
     assert chosen.entropy.shape == chosen.old_logp.shape == (2, 2)
     assert chosen.entropy[0].tolist() == pytest.approx([0, 0.1])

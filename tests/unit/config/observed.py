@@ -30,6 +30,7 @@ from rftmega.callbacks.observer import Observer
 from rftmega.callbacks.trajectories import Trajectories
 from rftmega.config import RunConfig
 from rftmega.errors import RFTMegaError
+from rftmega.interfaces import OneProcess
 from rftmega.launch.train import task_of
 from rftmega.megatron import actor, manager, model_runner
 from rftmega.observe import callbacks
@@ -37,7 +38,7 @@ from rftmega.parallel import nodes, process_group
 from rftmega.parallel.process_group import World
 from rftmega.rollout import servers
 from rftmega.strategy import reinforcement, supervised
-from rftmega.types import Metrics, Prompt, Rows, TokenStats, TokenValues
+from rftmega.types import Metrics, Prompt, TokenStats, TokenValues
 from tests.rollouts import Alone
 
 WORDS, STOP = 4, 3
@@ -87,6 +88,7 @@ class Machine:
             context_rank=0,
             pipeline=1,
             sum_of_speakers=lambda x: x,
+            speaks=True,
         )
 
     def zero_grad(self) -> None:
@@ -144,17 +146,17 @@ class Model:
         )
         self.reference = self.machine.table.detach().clone()
 
-    def log_probs(self, rows: Rows, *, temperature: float | None = None) -> TokenStats:
+    def log_probs(self, rows: Any, *, temperature: float | None = None) -> TokenStats[Any]:
         return self.runner.score(rows, temperature=temperature)
 
-    def reference_log_probs(self, rows: Rows) -> TokenStats:
+    def reference_log_probs(self, rows: Any) -> TokenStats[Any]:
         kept = self.machine.table.data.clone()
         self.machine.table.data = self.reference
         found = self.runner.score(rows)
         self.machine.table.data = kept
         return found
 
-    def values(self, rows: Rows) -> Tensor:
+    def values(self, rows: Any) -> Any:
         return self.runner.score(rows).value
 
     def step(self, experience: Any, loss_fn: Any, **settings: Any) -> Metrics:
@@ -166,6 +168,7 @@ class Strategy:
 
     def __init__(self, config: RunConfig, seen: Seen, data_parallel: int):
         self.seen = seen
+        self.host = OneProcess()
         self.policy = Model(config, seen, data_parallel)
         self.critic = (
             Model(config, seen, data_parallel, values=True)

@@ -37,7 +37,7 @@ class Scaled(Advantage):
 
 @implements(Scaled)
 def scaled(batch, options):
-    return options.factor * batch.reward[:, None] * batch.mask
+    return options.factor * batch.reward
 
 
 @dataclass(frozen=True)

@@ -57,13 +57,15 @@ def test_rows_keep_the_hole_when_they_are_laid_out_selected_and_joined() -> None
     rollouts = [Rollout((TWO_TURNS,)), Rollout((short,))]
     samples = collect(prompts, rollouts, scored, samples_per_prompt=1)
     mask = [[0, 0, 1, 1, 0, 0, 1], [1, 1, 0, 0, 0, 0, 0]]
-    assert samples.rows.mask.int().tolist() == mask
+    assert samples.padded().rows.mask.int().tolist() == mask
     assert samples.versions is not None
     assert samples.versions[0].tolist() == [-1, -1, 3, 3, -1, -1, 4]
     assert samples.truncated.tolist() == [True, False]
     joined = type(samples).join([samples.select(samples.group == 1), samples])
-    assert joined.rows.mask.int().tolist() == [mask[1], *mask]
-    assert joined.rows.with_end().mask.int().tolist() == [[*row, 0] for row in [mask[1], *mask]]
+    assert joined.padded().rows.mask.int().tolist() == [mask[1], *mask]
+    assert joined.rows.with_end().padded().mask.int().tolist() == [
+        [*row, 0] for row in [mask[1], *mask]
+    ]
 
 
 def test_several_trajectories_of_one_rollout_are_refused() -> None:

@@ -14,7 +14,8 @@ from rftmega.algorithms.shaping import Shaping
 from rftmega.config import AlgorithmConfig, KLConfig, RunConfig
 from rftmega.config.algorithms import GAE, Returns
 from rftmega.experience import ExperienceMaker
-from rftmega.types import Prompt, Rows, Samples, TokenStats
+from rftmega.ragged import Ragged
+from rftmega.types import Prompt, Rows, Samples, TokenStats, TokenValues
 
 # tokens of the prompt, and of prompt and answer together
 PROMPTS, LENGTHS = [2, 1, 3, 2], [6, 4, 4, 7]
@@ -26,20 +27,26 @@ def numbers(seed: int) -> Tensor:
     return torch.randn(len(LENGTHS), WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
+def of_rows(x: Tensor) -> Tensor:
+    """0 in what no row has."""
+    inside = torch.arange(WIDTH) < torch.tensor(LENGTHS)[:, None] - 1
+    return torch.where(inside, x, 0.0)
+
+
 class Models:
     """Policy and critic that say fixed numbers, the same of padding as of answers."""
 
-    def log_probs(self, rows: Rows, *, temperature: float | None = None) -> TokenStats:
-        return TokenStats(-numbers(0).abs(), None)
+    def log_probs(self, rows: Any, *, temperature: float | None = None) -> Any:
+        return rows.like(TokenStats(-numbers(0).abs(), None))
 
-    def reference_log_probs(self, rows: Rows) -> TokenStats:
-        return TokenStats(-numbers(1).abs(), None)
+    def reference_log_probs(self, rows: Any) -> Any:
+        return rows.like(TokenStats(-numbers(1).abs(), None))
 
-    def values(self, rows: Rows) -> Tensor:
-        return numbers(2)
+    def values(self, rows: Any) -> Any:
+        return rows.like(TokenValues(numbers(2))).value
 
 
-def samples() -> Samples:
+def samples() -> Samples[Ragged]:
     rows = Rows.of_answers(
         torch.zeros(len(LENGTHS), WIDTH + 1, dtype=torch.int64),
         torch.tensor(PROMPTS),
@@ -48,9 +55,9 @@ def samples() -> Samples:
     truncated = torch.tensor([False, True, False, False])
     reward = torch.tensor([1.0, -0.5, 0.25, 2.0])
     prompts = [Prompt((0,) * length) for length in PROMPTS]
-    return Samples(
-        prompts, rows, torch.zeros(len(LENGTHS), WIDTH), reward, torch.arange(4) // 2, truncated, {}
-    )
+    rows = rows.ragged()
+    logp = rows.mask.with_values(torch.zeros(len(rows.mask.flat)))
+    return Samples(prompts, rows, logp, reward, torch.arange(4) // 2, truncated, {})
 
 
 ESTIMATORS: dict[str, Any] = {"gae": GAE(gamma=GAMMA, lam=LAM), "reinforce": Returns(gamma=GAMMA)}
@@ -62,7 +69,7 @@ def made(
     models = Models()
     critic = models if advantage == "gae" else None
     chosen = AlgorithmConfig(advantage=ESTIMATORS[advantage], kl=kl or KLConfig(), **settings)
-    return ExperienceMaker(models, chosen, critic=critic, shape=shape).make(samples())
+    return ExperienceMaker(models, chosen, critic=critic, shape=shape).make(samples()).padded()
 
 
 def answers() -> Iterator[tuple[int, list[int]]]:
@@ -128,7 +135,7 @@ def test_gae_takes_the_critics_values_and_the_kl_off_each_tokens_reward(estimato
         assert found.returns[b, columns].tolist() == pytest.approx(returns, abs=1e-5), (
             "what the critic should have said"
         )
-    assert torch.equal(found.old_value, numbers(2))
+    assert torch.equal(found.old_value, of_rows(numbers(2)))
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2"])
@@ -149,7 +156,7 @@ def test_returns_discount_rewards_that_the_kl_was_taken_off(estimator: str) -> N
 @pytest.mark.parametrize("advantage", ["gae", "reinforce"])
 def test_a_kl_in_the_loss_is_not_in_the_reward_as_well(advantage: str) -> None:
     found = made(advantage=advantage, kl=KLConfig(coef=COEF))
-    assert torch.equal(found.reference_logp, -numbers(1).abs()), "the loss needs it"
+    assert torch.equal(found.reference_logp, of_rows(-numbers(1).abs())), "the loss needs it"
     wanted = {}
     for b, columns in answers():
         rewards = rewards_of(b, columns, None)
@@ -173,7 +180,7 @@ def test_the_loss_leaves_a_kl_in_the_reward_alone() -> None:
         algorithm = Algorithm(config)
         maker = algorithm.maker(Models())
         assert (maker.kl_in_reward is not None) == in_reward
-        experience = maker.make(samples())
+        experience = maker.make(samples()).padded()
         logp = -numbers(0).abs()
         with_kl = algorithm.policy_loss()(TokenStats(logp, None), experience)
         without = Algorithm(RunConfig(algorithm=AlgorithmConfig(advantage=Returns()))).policy_loss()
@@ -210,8 +217,8 @@ def test_a_running_weight_of_the_kl_is_the_one_of_now() -> None:
         advantage=Returns(gamma=GAMMA), kl=KLConfig(placement="reward", estimator="k1", coef=COEF)
     )
     maker = ExperienceMaker(models, chosen, kl_weight=controller)
-    before = maker.make(samples()).advantage
+    before = maker.make(samples()).padded().advantage
     controller.value = 0.0
-    after = maker.make(samples()).advantage
+    after = maker.make(samples()).padded().advantage
     assert torch.equal(after, made(advantage="reinforce").advantage)
     assert not torch.equal(before, after)

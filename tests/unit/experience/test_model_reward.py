@@ -1,11 +1,15 @@
 """What a reward model says of answers, and what it must not say."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from rftmega.errors import RewardError
 from rftmega.experience import ModelReward
-from rftmega.types import Prompt, Rows, Samples
+from rftmega.ragged import Ragged
+from rftmega.types import Prompt, Rows, Samples, TokenValues
+from tests.columns import ragged
 
 
 class Judge:
@@ -14,21 +18,21 @@ class Judge:
     def __init__(self, score: float):
         self.score = score
 
-    def values(self, rows: Rows) -> torch.Tensor:
-        found = torch.zeros(rows.tokens[:, 1:].shape)
+    def values(self, rows: Any) -> Any:
+        found = torch.zeros(rows.padded().mask.shape)
         found[1] = self.score
-        return found
+        return rows.like(TokenValues(found)).value
 
 
-def samples() -> Samples:
+def samples() -> Samples[Ragged]:
     rows = Rows.of_answers(
         torch.zeros(2, 4, dtype=torch.int64), torch.tensor([1, 1]), torch.tensor([4, 3])
     )
     nothing = torch.zeros(2)
     return Samples(
         [Prompt((1,), index=7), Prompt((1,), index=8)],
-        rows,
-        torch.zeros(2, 3),
+        rows.ragged(),
+        ragged(torch.zeros(2, 3)),
         nothing,
         nothing.long(),
         nothing.bool(),

@@ -3,6 +3,7 @@ import io
 import json
 from dataclasses import asdict, fields, replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,11 +11,12 @@ import torch
 from rftmega.checkpoint.states import joined, put_together, taken_apart
 from rftmega.experience import ReplayBuffer, collect
 from rftmega.lightrft.strategy import StrategyBase
+from rftmega.ragged import Ragged
 from rftmega.types import Completion, Experience, Prompt, Rows, Samples
 from tests.rollouts import rollout_of
 
 
-def experience_of(*answers: tuple[int, int], version: int = 0) -> Experience:
+def experience_of(*answers: tuple[int, int], version: int = 0) -> Experience[Ragged]:
     """Rows of (token, length of the answer) after a prompt of two."""
     longest = max(length for _, length in answers)
     tokens = torch.zeros(len(answers), 2 + longest, dtype=torch.int64)
@@ -34,14 +36,15 @@ def experience_of(*answers: tuple[int, int], version: int = 0) -> Experience:
         None,
         3 * logp,
         versions=versions,
-    )
+    ).ragged()
 
 
 def first_tokens(buffer: ReplayBuffer) -> list[int]:
-    return [int(buffer[row].tokens[0, 0]) for row in range(len(buffer))]
+    return [int(buffer[row].tokens[0][0]) for row in range(len(buffer))]
 
 
-def same(one: Experience, other: Experience) -> bool:
+def same(one: Any, other: Any) -> bool:
+    one, other = one.padded(), other.padded()
     pairs = [(getattr(one, f.name), getattr(other, f.name)) for f in fields(Experience)]
     return all(torch.equal(a, b) if a is not None and b is not None else a is b for a, b in pairs)
 
@@ -68,7 +71,7 @@ def test_rows_come_back_as_they_were_without_the_padding_of_others() -> None:
     given = experience_of((1, 4), (2, 2), (3, 1))
     buffer = ReplayBuffer(cpu_offload=False)
     buffer.append(given, torch.tensor([0, 1, 1]))
-    assert buffer.groups[1].tokens.shape == (2, 4)
+    assert len(buffer.groups[1].tokens.values) == 4 + 3, "what was not chosen does not stay"
     assert same(buffer[2], given.select(torch.tensor([2])))
     assert same(Experience.join(buffer[row] for row in range(3)), given)
     with pytest.raises(IndexError):
@@ -79,7 +82,7 @@ def test_a_group_is_as_old_as_its_oldest_token() -> None:
     buffer = ReplayBuffer()
     given = experience_of((1, 3), (2, 3), version=5)
     assert given.versions is not None
-    given.versions[1, 2] = 3  # its second token; the group's others are of version 5
+    given.versions[1][2] = 3  # its second token; the group's others are of version 5
     buffer.append(given, torch.tensor([0, 0]))
     buffer.append(experience_of((3, 2), version=4), torch.tensor([0]))
     assert buffer.drop_older(3) == 0
@@ -103,7 +106,7 @@ def test_a_state_of_format_2_is_read() -> None:
     buffer, again = ReplayBuffer(), ReplayBuffer()
     buffer.append(experience_of((1, 4), (2, 2), version=7), torch.tensor([3, 9]))
     file = io.BytesIO()
-    torch.save([asdict(group) for group in buffer.groups], file)
+    torch.save([asdict(group.padded()) for group in buffer.groups], file)
     again.load_state({"groups": base64.b64encode(file.getvalue()).decode()})
     assert len(again.groups) == 2
     assert all(same(one, other) for one, other in zip(buffer.groups, again.groups, strict=True))
@@ -120,7 +123,8 @@ def test_lightrfts_dataloader_takes_the_buffer() -> None:
             strategy, buffer, 3, shuffle=False, drop_last=False, collate_fn=Experience.join
         )
     )
-    assert [batch.tokens[:, 0].tolist() for batch in batches] == [[1, 2, 3], [4, 5, 6], [7]]
+    firsts = [batch.padded().tokens[:, 0].tolist() for batch in batches]
+    assert firsts == [[1, 2, 3], [4, 5, 6], [7]]
     shuffled = list(StrategyBase.setup_dataloader(strategy, buffer, 3, collate_fn=Experience.join))
     assert [len(batch) for batch in shuffled] == [3, 3]
 
@@ -136,9 +140,9 @@ def test_each_token_knows_its_policy_also_where_an_answer_went_on_after_a_push()
         prompts, rollouts, lambda asked, given: [{"reward": 0.0}] * len(given), samples_per_prompt=1
     )
     assert samples.versions is not None
-    assert samples.versions.tolist() == [[-1, 3, 4, 4], [4, -1, -1, -1]]
+    assert samples.padded().versions.tolist() == [[-1, 3, 4, 4], [4, -1, -1, -1]]
     short = samples.select(torch.tensor([1]))
     joined = Samples.join([short, samples])
     assert joined.versions is not None
-    assert joined.versions.tolist() == [[4, -1, -1, -1], [-1, 3, 4, 4], [4, -1, -1, -1]]
+    assert joined.padded().versions.tolist() == [[4, -1, -1, -1], [-1, 3, 4, 4], [4, -1, -1, -1]]
     assert Samples.join([replace(short, versions=None), samples]).versions is None

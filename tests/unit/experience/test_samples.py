@@ -1,4 +1,5 @@
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -6,7 +7,7 @@ import torch
 from rftmega.config import AlgorithmConfig, KLConfig
 from rftmega.config.algorithms import GroupNorm
 from rftmega.experience import ExperienceMaker, collect
-from rftmega.types import Completion, Prompt, Rollout, Rows, TokenStats
+from rftmega.types import Completion, Prompt, Rollout, TokenStats
 from tests.rollouts import rollout_of
 
 PROMPTS = [Prompt((1, 2, 3)), Prompt((1, 2, 3)), Prompt((9,)), Prompt((9,))]
@@ -23,11 +24,11 @@ ROLLOUTS = [rollout_of(prompt, said) for prompt, said in zip(PROMPTS, COMPLETION
 class Flat:
     """A policy that finds everything equally likely."""
 
-    def log_probs(self, rows: Rows) -> TokenStats:
-        return TokenStats(torch.full(rows.mask.shape, -1.0), None)
+    def log_probs(self, rows: Any) -> Any:
+        return rows.like(TokenStats(torch.full(rows.padded().mask.shape, -1.0), None))
 
-    def reference_log_probs(self, rows: Rows) -> TokenStats:
-        return TokenStats(torch.full(rows.mask.shape, -2.0), None)
+    def reference_log_probs(self, rows: Any) -> Any:
+        return rows.like(TokenStats(torch.full(rows.padded().mask.shape, -2.0), None))
 
 
 def by_length(prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[dict[str, float]]:
@@ -42,7 +43,7 @@ def samples():
 
 
 def test_rows_hold_prompt_and_response_and_the_mask_covers_the_response_targets() -> None:
-    found = samples()
+    found = samples().padded()
     assert found.rows.tokens.tolist() == [
         [1, 2, 3, 0, 0, 0],
         [1, 2, 3, 4, 5, 6],
@@ -58,7 +59,7 @@ def test_rows_hold_prompt_and_response_and_the_mask_covers_the_response_targets(
 
 
 def test_log_probs_stand_at_the_column_before_their_token() -> None:
-    logp = samples().behaviour_logp
+    logp = samples().padded().behaviour_logp
     assert logp[1].tolist() == pytest.approx([0, 0, -0.3, -0.4, -0.5])
     assert logp[3].tolist() == pytest.approx([-0.6, 0, 0, 0, 0])
 
@@ -78,6 +79,7 @@ def test_experience_spreads_the_group_advantage_over_the_response_only() -> None
     made = ExperienceMaker(
         Flat(), AlgorithmConfig(advantage=GroupNorm(scale_by_std=False), kl=KLConfig(coef=0.1))
     ).make(samples())
+    made = made.padded()
     assert made.advantage.tolist() == [
         [0, 0, -0.5, -0.5, 0],
         [0, 0, 0.5, 0.5, 0.5],
@@ -85,14 +87,19 @@ def test_experience_spreads_the_group_advantage_over_the_response_only() -> None
         [0.5, 0, 0, 0, 0],
     ]
     assert made.reference_logp is not None
-    assert made.reference_logp.unique().tolist() == [-2.0]
+    assert made.reference_logp.unique().tolist() == [-2.0, 0.0]
+    assert made.reference_logp[0].tolist() == [-2.0] * 4 + [0.0]
     assert ExperienceMaker(Flat()).make(samples()).reference_logp is None
 
 
 def test_selected_rows_are_trimmed_to_the_longest_of_them() -> None:
     made = ExperienceMaker(Flat(), AlgorithmConfig(kl=KLConfig(coef=0.1))).make(samples())
-    part = made.select(torch.tensor([3, 0]))
+    part = made.select(torch.tensor([3, 0])).padded()
     assert part.tokens.tolist() == [[9, 8, 0, 0, 0], [1, 2, 3, 0, 0]]
     assert part.mask.shape == part.old_logp.shape == part.advantage.shape == (2, 4)
     assert part.lengths.tolist() == [2, 5]
-    assert len(made.select(torch.zeros(0, dtype=torch.int64))) == 0
+    nothing = made.select(torch.zeros(0, dtype=torch.int64))
+    assert len(nothing) == len(nothing.padded()) == 0
+    whole = made.padded().select(torch.tensor([3, 0]))
+    assert torch.equal(whole.tokens, part.tokens)
+    assert torch.equal(whole.advantage, part.advantage)

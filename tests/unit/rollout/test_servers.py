@@ -96,7 +96,7 @@ def test_an_answer_under_other_weights_than_the_last_pushs_is_an_error() -> None
         "logprobs": {"content": [{"logprob": -0.5}, {"logprob": -0.25}]},
         "weight_versions": [{"version": "3", "start": 0, "end": 2}],
     }
-    assert engine._completion(choice).logprobs == (-0.5, -0.25)
+    assert list(engine._completion(choice).logprobs) == [-0.5, -0.25]
     choice["weight_versions"] = [
         {"version": "3", "start": 0, "end": 1},
         {"version": "2", "start": 1, "end": 2},

@@ -13,9 +13,10 @@ from rftmega.algorithms.gap_causes import Limits
 from rftmega.config import RolloutConfig
 from rftmega.errors import GapExceeded
 from rftmega.experience import collect, complete
+from rftmega.interfaces import OneProcess
 from rftmega.rollout import ScriptedEngine
 from rftmega.trainer.gap_gate import LIMITS, GapGate, limits_of
-from rftmega.types import Prompt, Rollout, Rows, Samples, TokenStats
+from rftmega.types import Prompt, Rollout, Samples, TokenStats
 from tests.rollouts import rollout_of
 
 PROMPTS = [Prompt((i, i + 1)) for i in range(20)]
@@ -28,6 +29,7 @@ class Machinery:
 
     def __init__(self) -> None:
         self.engine = self.weights = self.policy = self
+        self.host = OneProcess()
         self.numerics = SimpleNamespace(
             dtype="float32", has_experts=False, is_main=True, agreed=lambda exceeded: exceeded
         )
@@ -54,8 +56,9 @@ class Machinery:
         ]
         return [rollout_of(prompt, each) for prompt, each in zip(prompts, off, strict=True)]
 
-    def log_probs(self, rows: Rows, *, temperature: float | None = None) -> TokenStats:
-        return TokenStats(torch.full(rows.tokens[:, 1:].shape, -1.0), None)
+    def log_probs(self, rows: Any, *, temperature: float | None = None) -> Any:
+        tokens = rows.padded().tokens
+        return rows.like(TokenStats(torch.full(tokens[:, 1:].shape, -1.0), None))
 
 
 def rollout(machinery: Machinery, *, version: int) -> Samples:
@@ -75,12 +78,13 @@ def test_tokens_of_earlier_policies_are_not_looked_at(tmp_path: Path) -> None:
     machinery = Machinery()
     samples = rollout(machinery, version=3)
     assert samples.versions is not None
-    samples.versions[::2] = torch.where(samples.rows.mask[::2], 2, -1)
-    samples.behaviour_logp[::2] -= 5.0
+    for row in range(0, len(samples), 2):
+        samples.versions[row].copy_(torch.where(samples.rows.mask[row], 2, -1))
+        samples.behaviour_logp[row].sub_(5.0)
     old = machinery.log_probs(samples.rows).logp
     assert gate(machinery, tmp_path).check(samples, old, 3).largest == 0
     assert machinery.asked == [], "there were enough of the present policy's"
-    samples.behaviour_logp[1] -= 5.0
+    samples.behaviour_logp[1].sub_(5.0)
     with pytest.raises(GapExceeded):
         gate(machinery, tmp_path).check(samples, old, 3)
 

@@ -15,10 +15,11 @@ from rftmega.callbacks.observer import Observer
 from rftmega.config import RolloutConfig, RunConfig, load
 from rftmega.data import PromptOrder
 from rftmega.errors import CheckpointError, Preempted
+from rftmega.interfaces import OneProcess
 from rftmega.megatron import model_runner
 from rftmega.trainer import Algorithm
-from rftmega.trainer.journal import Journal, JournaledEngine
-from rftmega.types import Completion, Prompt, Rollout, TokenStats, Trajectory
+from rftmega.trainer.journal import Journal, JournaledEngine, JournaledPolicy
+from rftmega.types import Completion, Prompt, Rollout, Rows, TokenStats, Trajectory
 from tests.rollouts import Alone, answered
 from tests.tiny_models import save_tiny
 from tests.unit.callbacks.test_checkpointing import lines, read, written
@@ -80,6 +81,7 @@ class Machinery:
 
     def __init__(self, config: RunConfig, clock: Clock):
         self.clock = clock
+        self.host = OneProcess()
         self.policy = Ticking(clock, config, [], 1)
         self.critic = (
             Ticking(clock, config, [], 1, values=True)
@@ -368,6 +370,33 @@ def test_answers_of_a_checkpoint_before_format_4_are_rollouts_of_one_turn() -> N
     assert JournaledEngine(inner, again).generate(  # type: ignore[arg-type]
         prompts, seeds=[1, 2, 3], temperature=1.0
     ) == [first, asked, last]
+
+
+def test_a_journal_of_format_4_goes_on() -> None:
+    """Trajectories lay behind each other, and log-probs were padded."""
+    answers = {
+        "token_ids": torch.tensor([1, 2, 7, 3, 8, 9], dtype=torch.int32),
+        "loss_mask": torch.tensor([False, False, True, False, True, True]),
+        "logprobs": torch.tensor([0.0, 0.0, -0.5, 0.0, -0.25, -1.0]),
+        "versions": torch.tensor([-1, -1, 4, -1, 4, 4], dtype=torch.int32),
+        "trajectories": [[3, False], [3, True]],
+        "routes": [None, None],
+        "rollouts": [[1, {"reward": 1.0}], None, [1, None]],
+    }
+    padded = {"logp": torch.tensor([[-1.0, -2.0], [-3.0, 0.0]]), "entropy": None}
+    journal = Journal()
+    journal.load_state([["answers", answers], ["log-probs of 2 rows", padded]])
+    first, none, last = journal("answers", list)
+    assert first == Rollout(
+        (Trajectory.of((1, 2), Completion((7,), (-0.5,), "stop", 4)),), {"reward": 1.0}
+    )
+    assert none is None
+    cut = Completion((8, 9), (-0.25, -1.0), "length", 4)
+    assert last == Rollout((Trajectory.of((3,), cut),))
+    lengths = torch.tensor([3, 2])
+    rows = Rows.of_answers(torch.zeros(2, 3, dtype=torch.int64), torch.tensor([1, 1]), lengths)
+    policy = JournaledPolicy(None, journal)  # type: ignore[arg-type]
+    assert [row.tolist() for row in policy.log_probs(rows.ragged()).logp] == [[-1.0, -2.0], [-3.0]]
 
 
 def test_what_nobody_comes_to_is_no_end_of_a_step() -> None:

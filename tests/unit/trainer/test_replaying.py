@@ -8,7 +8,7 @@ from rftmega.callbacks.observer import Observer
 from rftmega.config import load
 from rftmega.trainer import Algorithm, PPOTrainer
 from rftmega.trainer.ppo import Sampling, StepParts
-from rftmega.types import Experience, Samples, TokenStats
+from rftmega.types import Experience, TokenStats
 from tests.unit.callbacks.test_checkpointing import read, written
 from tests.unit.trainer.test_step import ROOT, Bigrams, Diary, Prompt, likes_seven
 
@@ -22,8 +22,8 @@ class Watched(Bigrams):
         super().__init__()
         self.learnt: list[Experience] = []
 
-    def step(self, experience: Experience, loss_fn: Any, **beside: Any) -> dict[str, float]:
-        self.learnt.append(experience)
+    def step(self, experience: Any, loss_fn: Any, **beside: Any) -> dict[str, float]:
+        self.learnt.append(experience.padded())
         table = self.table.detach().clone()
         metrics = super().step(experience, loss_fn, **beside)
         # a small step: groups go on to differ
@@ -35,9 +35,9 @@ class Fresh(Observer):
     def __init__(self) -> None:
         self.seen: list[Experience] = []
 
-    def on_experience(self, trainer: Any, samples: Samples, experience: Experience) -> None:
+    def on_experience(self, trainer: Any, samples: Any, experience: Any) -> None:
         assert len(samples) == len(experience)
-        self.seen.append(experience)
+        self.seen.append(experience.padded())
 
 
 def run(*overrides: str, steps: int = 4) -> tuple[Watched, Fresh, Diary, PPOTrainer]:
@@ -131,10 +131,11 @@ def test_groups_that_teach_nothing_are_not_kept_and_a_limit_keeps_the_youngest()
     assert trainer.replay is not None
     fresh = trainer.rollout([Prompt((1, 2)), Prompt((3,))])
     experience = trainer.maker.make(fresh)
-    experience.advantage[fresh.group == 0] = 0.0
+    for row in (fresh.group == 0).nonzero()[:, 0].tolist():
+        experience.advantage[row].zero_()
     trainer.replay.buffer.groups.clear()
     trainer.replay.keep(experience, fresh.group)
-    assert [int(group.tokens[0, 0]) for group in trainer.replay.buffer.groups] == [3]
+    assert [int(group.tokens[0][0]) for group in trainer.replay.buffer.groups] == [3]
 
 
 def test_a_resumed_run_learns_from_the_same_earlier_answers() -> None:

@@ -5,10 +5,12 @@ import pytest
 import torch
 
 from rftmega.experience import collect
+from rftmega.ragged import Ragged
 from rftmega.trainer import DynamicSampler
 from rftmega.trainer.group_collector import GroupCollector, Wanted
 from rftmega.trainer.prompt_queue import PromptQueue
 from rftmega.types import Prompt, Rollout, Rows, Samples
+from tests.columns import ragged
 from tests.rollouts import answered
 
 # What the two answers of a prompt score, by the prompt's number: only those of 3, 5 and 8 differ.
@@ -21,12 +23,12 @@ class Rounds:
     def __init__(self) -> None:
         self.number = -1
 
-    def __call__(self, prompts: Sequence[Prompt], wanted: Wanted | None = None) -> Samples:
+    def __call__(self, prompts: Sequence[Prompt], wanted: Wanted | None = None) -> Samples[Ragged]:
         self.number += 1
         return answered_by(prompts, self.number)
 
 
-def answered_by(prompts: Sequence[Prompt], number: int) -> Samples:
+def answered_by(prompts: Sequence[Prompt], number: int) -> Samples[Ragged]:
     size = 2 * len(prompts)
     index = torch.tensor([prompt.index for prompt in prompts for _ in range(2)])
     reward = torch.tensor(
@@ -39,15 +41,16 @@ def answered_by(prompts: Sequence[Prompt], number: int) -> Samples:
     logp = torch.full((size, 1 + number), -1.0)
     flag = torch.zeros(size, dtype=torch.bool)
     asked = [prompt for prompt in prompts for _ in range(2)]
-    return Samples(asked, rows, logp, reward, torch.arange(size) // 2, flag, {"format": 1 - reward})
+    group = torch.arange(size) // 2
+    return Samples(asked, rows.ragged(), ragged(logp), reward, group, flag, {"format": 1 - reward})
 
 
 def batches(*numbers: int) -> PromptQueue:
     return PromptQueue([[Prompt((1,), index=n), Prompt((1,), index=n + 1)] for n in numbers])
 
 
-def kept(samples: Samples) -> list[int]:
-    return samples.rows.tokens[:, 0].tolist()
+def kept(samples: Samples[Ragged]) -> list[int]:
+    return [int(row[0]) for row in samples.rows.tokens]
 
 
 def test_groups_that_agree_are_replaced_until_the_batch_is_full() -> None:
@@ -56,7 +59,7 @@ def test_groups_that_agree_are_replaced_until_the_batch_is_full() -> None:
     assert kept(samples) == [3, 3, 5, 5], "groups stay whole and in order"
     assert samples.group.tolist() == [1, 1, 2, 2]
     assert samples.rows.lengths.tolist() == [2, 2, 3, 3]
-    assert samples.behaviour_logp.tolist() == [[-1, 0], [-1, 0], [-1, -1], [-1, -1]]
+    assert [row.tolist() for row in samples.behaviour_logp] == [[-1], [-1], [-1, -1], [-1, -1]]
     assert (seen["refills"], seen["groups_left_out"]) == (1.0, 2.0)
     assert seen["reward"] == pytest.approx((4 * 0.1 + 2 * 1.0 + 0.0) / 8), (
         "of all answers, kept or not"
@@ -97,7 +100,7 @@ def test_without_rounds_every_group_stays() -> None:
 def test_rounds_whose_answers_have_other_parts_are_joined() -> None:
     rounds = Rounds()
 
-    def by_kind(prompts: Sequence[Prompt], wanted: Wanted | None = None) -> Samples:
+    def by_kind(prompts: Sequence[Prompt], wanted: Wanted | None = None) -> Samples[Ragged]:
         samples = rounds(prompts)
         return replace(
             samples, reward_parts={f"part {rounds.number}": torch.ones(2 * len(prompts))}
@@ -115,7 +118,7 @@ def in_part(answered: Sequence[int]) -> tuple[Callable[..., Samples], list[tuple
     asked: list[tuple[list[int], int]] = []
     rounds = Rounds()
 
-    def some(prompts: Sequence[Prompt], wanted: Wanted | None = None) -> Samples:
+    def some(prompts: Sequence[Prompt], wanted: Wanted | None = None) -> Samples[Ragged]:
         assert wanted is not None
         asked.append(([prompt.index for prompt in prompts], wanted.groups))
         samples = rounds(prompts)
@@ -188,7 +191,7 @@ def test_of_groups_the_answers_that_are_learnt_from_must_differ_and_metrics_are_
     """Groups 0 and 1 differ in their third answer only, group 2 in the first two."""
     rewards = {0: [5.0, 5.0, 9.0], 1: [1.0, 1.0, 0.0], 2: [0.0, 1.0, 1.0]}
 
-    def ask(prompts: Sequence[Prompt], wanted: Wanted | None) -> Samples:
+    def ask(prompts: Sequence[Prompt], wanted: Wanted | None) -> Samples[Ragged]:
         return scored([rewards[prompt.index] for prompt in prompts])
 
     prompts = [Prompt((1,), index=n) for n in range(3)]
@@ -209,7 +212,7 @@ def test_of_groups_the_answers_that_are_learnt_from_must_differ_and_metrics_are_
     ]
 
 
-def scored(groups: Sequence[Sequence[float]]) -> Samples:
+def scored(groups: Sequence[Sequence[float]]) -> Samples[Ragged]:
     """Answers of one token."""
     size = len(groups[0])
     requests = [Prompt((1,)) for _ in groups for _ in range(size)]

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from rftmega.interfaces import OneProcess
 from rftmega.trainer.ppo import PPOTrainer
+from tests.columns import ragged
 
 
 class Scored(Exception):
@@ -23,13 +25,15 @@ class Maker:
 
 @pytest.mark.parametrize(("version", "first"), [(0, False), (-1, True)])
 def test_the_update_scores_only_answers_of_the_present_policy(version: int, first: bool) -> None:
-    mask = torch.ones(2, 3, dtype=torch.bool)
-    samples = SimpleNamespace(rows=SimpleNamespace(mask=mask), versions=torch.full((2, 3), version))
+    mask = ragged(torch.ones(2, 3, dtype=torch.bool))
+    versions = ragged(torch.full((2, 3), version))
+    samples = SimpleNamespace(rows=SimpleNamespace(mask=mask), versions=versions)
     trainer: Any = object.__new__(PPOTrainer)
     vars(trainer).update(
         late_scoring=True,
         step=0,
         maker=Maker(),
+        host=OneProcess(),
         learner=SimpleNamespace(frozen_steps=0),
         refill=lambda *given: (samples, {}),
         supply=None,

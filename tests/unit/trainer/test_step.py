@@ -23,11 +23,9 @@ from rftmega.trainer.ppo import Sampling, StepParts
 from rftmega.types import (
     COUNT,
     Completion,
-    Experience,
     Prompt,
     Rollout,
     Rows,
-    Samples,
     TokenStats,
     TokenValues,
 )
@@ -51,18 +49,16 @@ class Bigrams:
             .gather(-1, rows.tokens[:, 1:, None])[..., 0]
         )
 
-    def log_probs(self, rows: Rows) -> TokenStats:
-        return TokenStats(self.logp(rows).detach(), None)
+    def log_probs(self, rows: Any) -> Any:
+        return rows.like(TokenStats(self.logp(rows.padded()).detach(), None))
 
-    def reference_log_probs(self, rows: Rows) -> TokenStats:
-        return TokenStats(
-            torch.zeros_like(self.table)
-            .log_softmax(-1)[rows.tokens[:, :-1]]
-            .gather(-1, rows.tokens[:, 1:, None])[..., 0],
-            None,
-        )
+    def reference_log_probs(self, rows: Any) -> Any:
+        tokens = rows.padded().tokens
+        every = torch.zeros_like(self.table).log_softmax(-1)[tokens[:, :-1]]
+        return rows.like(TokenStats(every.gather(-1, tokens[:, 1:, None])[..., 0], None))
 
-    def step(self, experience: Experience, loss_fn: Any) -> dict[str, float]:
+    def step(self, experience: Any, loss_fn: Any) -> dict[str, float]:
+        experience = experience.padded()
         loss = loss_fn(TokenStats(self.logp(experience.rows), None), experience)
         (gradient,) = torch.autograd.grad((loss.value * loss.weight).sum() / loss.count, self.table)
         self.table.data -= 20 * gradient
@@ -107,11 +103,12 @@ class Values:
         self.table = torch.zeros(WORDS, requires_grad=True)
         self.updates = 0
 
-    def values(self, rows: Rows) -> Tensor:
-        return self.table.detach()[rows.tokens[:, :-1]]
+    def values(self, rows: Any) -> Any:
+        return rows.like(TokenValues(self.table.detach()[rows.padded().tokens[:, :-1]])).value
 
-    def step(self, experience: Experience, loss_fn: Any) -> dict[str, float]:
+    def step(self, experience: Any, loss_fn: Any) -> dict[str, float]:
         self.updates += 1
+        experience = experience.padded()
         loss = loss_fn(TokenValues(self.table[experience.tokens[:, :-1]]), experience)
         (gradient,) = torch.autograd.grad((loss.value * loss.weight).sum() / loss.count, self.table)
         self.table.data -= gradient
@@ -135,10 +132,9 @@ class Diary(Observer):
     def on_phase(self, trainer: Any, name: str, seconds: float) -> None:
         self.said.append(name)
 
-    def on_experience(self, trainer: Any, samples: Samples, experience: Experience) -> None:
-        assert [prompt.token_ids[-1] for prompt in samples.prompts] == experience.tokens[
-            torch.arange(len(experience)), experience.prompt_lengths - 1
-        ].tolist()
+    def on_experience(self, trainer: Any, samples: Any, experience: Any) -> None:
+        last = experience.tokens.at(experience.prompt_lengths - 1)
+        assert [prompt.token_ids[-1] for prompt in samples.prompts] == last.tolist()
         self.said.append(f"experience {trainer.step}")
 
     def on_step(self, trainer: Any, metrics: dict[str, float]) -> None:
@@ -226,8 +222,8 @@ def test_a_step_with_more_prompts_than_it_needs_learns_from_whole_groups_and_ask
     seen: list[tuple[list[int], int]] = []
 
     class Watched(Observer):
-        def on_experience(self, trainer: Any, samples: Samples, experience: Experience) -> None:
-            assert bool(experience.mask.any(-1).all()), "a row without tokens reached the loss"
+        def on_experience(self, trainer: Any, samples: Any, experience: Any) -> None:
+            assert bool((experience.mask.sums() > 0).all()), "a row without tokens reached the loss"
             assert samples.group.unique(return_counts=True)[1].tolist() == [4, 4]
             seen.append(([prompt.index for prompt in samples.prompts[::4]], len(samples)))
 
@@ -369,7 +365,7 @@ def test_answers_that_were_cut_off_can_be_left_out_of_the_loss_but_not_of_their_
         truncated=torch.tensor([True, False, False, True]),
         reward=torch.tensor([1.0, 0.0, 0.0, 0.0]),
     )
-    experience = Algorithm(config).maker(policy).make(kept)
+    experience = Algorithm(config).maker(policy).make(kept).padded()
     assert experience.mask[:, 1].tolist() == [False, True, True, False]
     assert experience.advantage[1, 1] < 0
 
@@ -399,7 +395,7 @@ def test_of_each_prompts_answers_the_first_are_learnt_from_and_all_are_there_to_
     assert reward.seen == 10
     assert samples.group.tolist() == [0, 0, 1, 1]
     everything = trainer.rollout(prompts)
-    assert torch.equal(everything.rows.tokens[[0, 1, 5, 6]], samples.rows.tokens)
+    assert torch.equal(everything.rows.tokens.padded()[[0, 1, 5, 6]], samples.rows.tokens.padded())
     assert everything.reward.mean() != samples.reward.mean(), (
         "or metrics of the first two would be those of all"
     )
@@ -410,11 +406,10 @@ def test_of_each_prompts_answers_the_first_are_learnt_from_and_all_are_there_to_
     assert seen["truncated"] == pytest.approx(everything.truncated.float().mean().item())
 
 
-def answers_of(samples: Samples) -> list[list[int]]:
+def answers_of(samples: Any) -> list[list[int]]:
     rows = samples.rows
-    return [
-        rows.tokens[b, rows.prompt_lengths[b] : rows.lengths[b]].tolist() for b in range(len(rows))
-    ]
+    begins = rows.prompt_lengths.tolist()
+    return [row[begin:].tolist() for row, begin in zip(rows.tokens, begins, strict=True)]
 
 
 def test_counts_of_critic_and_policy_add_up(monkeypatch: pytest.MonkeyPatch) -> None:

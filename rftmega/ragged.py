@@ -1,0 +1,148 @@
+"""Ragged holds rows of different lengths without padding."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+CHUNK = 1 << 24  # elements that are padded at a time
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ragged:
+    """Ragged holds B rows of values, each with a length of its own.
+
+    Rows lie anywhere in `values`, so that a choice of rows, or of another order, copies nothing.
+    """
+
+    values: Tensor  # [N]
+    starts: Tensor  # [B] int64, of each row in `values`
+    lengths: Tensor  # [B] int64
+
+    @staticmethod
+    def packed(values: Tensor, lengths: Tensor) -> "Ragged":
+        """Returns rows of these lengths ([B] int64) that lie behind each other in `values`."""
+        return Ragged(values, lengths.cumsum(0) - lengths, lengths)
+
+    @staticmethod
+    def of(rows: Sequence[Tensor]) -> "Ragged":
+        """Joins rows, one tensor [n] each; there must be one at least."""
+        return Ragged.packed(torch.cat(list(rows)), torch.tensor([len(row) for row in rows]))
+
+    @staticmethod
+    def of_padded(padded: Tensor, lengths: Tensor) -> "Ragged":
+        """Takes the first `lengths` [B] values of each row of `padded` [B, T]."""
+        inside = torch.arange(padded.shape[1], device=padded.device) < lengths[:, None]
+        return Ragged.packed(padded[inside], lengths)
+
+    @staticmethod
+    def join(parts: "Sequence[Ragged]") -> "Ragged":
+        """Joins the rows of all parts, in their order."""
+        values = torch.cat([part.flat for part in parts])
+        return Ragged.packed(values, torch.cat([part.lengths for part in parts]))
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, row: int) -> Tensor:
+        """Returns [n], a view."""
+        start = int(self.starts[row])
+        return self.values[start : start + int(self.lengths[row])]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for start, length in zip(self.starts.tolist(), self.lengths.tolist(), strict=True):
+            yield self.values[start : start + length]
+
+    @property
+    def flat(self) -> Tensor:
+        """Returns [sum of lengths]: the rows behind each other. A view where they lie so."""
+        ends = self.lengths.cumsum(0)
+        if not len(ends):
+            return self.values[:0]
+        first = int(self.starts[0])
+        if torch.equal(self.starts - first, ends - self.lengths):
+            return self.values[first : first + int(ends[-1])]
+        return torch.cat(list(self))
+
+    def with_values(self, flat: Tensor) -> "Ragged":
+        """Returns rows of the same lengths with other values, [sum of lengths] as `flat` is."""
+        return Ragged.packed(flat, self.lengths)
+
+    def select(self, index: Tensor) -> "Ragged":
+        """Returns rows `index` (int64 [b]); copies nothing."""
+        return Ragged(self.values, self.starts[index], self.lengths[index])
+
+    def shifted(self, by: int) -> "Ragged":
+        """Returns the rows without their first `by` values; copies nothing."""
+        return Ragged(self.values, self.starts + by, (self.lengths - by).clamp(min=0))
+
+    def padded(self, *, width: int | None = None, fill: float = 0) -> Tensor:
+        """Returns [B, width], `fill` behind the end of each row; None: as wide as the longest."""
+        if width is None:
+            width = int(self.lengths.max()) if len(self) else 0
+        found = self.values.new_full((len(self), width), fill)
+        for row, values in enumerate(self):
+            found[row, : len(values)] = values
+        return found
+
+    def assign(self, padded: Tensor) -> None:
+        """Writes the values of `padded` [B, at least the longest] into the rows."""
+        for row, values in zip(self, padded, strict=True):
+            row.copy_(values[: len(row)])
+
+    def extended(self, fill: float = 0) -> "Ragged":
+        """Returns the rows with one more value behind each."""
+        return Ragged.of([functional.pad(row, (0, 1), value=fill) for row in self])
+
+    def at(self, column: Tensor) -> Tensor:
+        """Returns [B]: of each row the value in its `column` ([B] int64)."""
+        return self.values[self.starts + column]
+
+    def spread(self, of_row: Tensor) -> Tensor:
+        """Returns [sum of lengths]: the number of its row ([B]) for each value."""
+        return of_row.repeat_interleave(self.lengths)
+
+    def sums(self) -> Tensor:
+        """Returns [B]: the sum of each row; of booleans how many are True."""
+        whole = self.values.dtype in (torch.bool, torch.int32)
+        kind = torch.int64 if whole else self.values.dtype
+        return torch.stack([row.sum(dtype=kind) for row in self]) if len(self) else self.lengths
+
+    def to(self, device: torch.device) -> "Ragged":
+        return self.with_values(self.flat.to(device))
+
+
+def by_rows(function: Callable[..., Tensor], *given: Any) -> Ragged:
+    """Calls `function`, which treats each row for itself, with padded chunks of the rows.
+
+    given: Ragged of the same rows (the function gets [b, T] of each), tensors [B] (it gets [b]) or
+    anything else, passed on. The function returns [b, T]. At most CHUNK elements are padded at a time, one row at least.
+    """
+    like = next(one for one in given if isinstance(one, Ragged))
+    found: list[Tensor] = []
+    for index in chunks(like.lengths):
+        own = [_of_rows(one, index) for one in given]
+        lengths = like.lengths[index]
+        found.append(Ragged.of_padded(function(*own), lengths).values)
+    return like.with_values(torch.cat(found) if found else like.values[:0])
+
+
+def _of_rows(given: Any, index: Tensor) -> Any:
+    if isinstance(given, Ragged):
+        return given.select(index).padded()
+    return given[index] if isinstance(given, Tensor) else given
+
+
+def chunks(lengths: Tensor) -> Iterator[Tensor]:
+    """Yields consecutive rows of which no more than CHUNK elements are padded, one at least."""
+    begin, widest = 0, 0
+    for row, length in enumerate(lengths.tolist()):
+        widest = max(widest, length)
+        if row > begin and (row + 1 - begin) * widest > CHUNK:
+            yield torch.arange(begin, row)
+            begin, widest = row, length
+    if begin < len(lengths):
+        yield torch.arange(begin, len(lengths))
