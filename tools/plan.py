@@ -8,8 +8,9 @@ CONFIG is the file that train_rl.py gets; of the folder model.path it needs a co
 GPU, no weights, no data and no process are needed. GB are 10^9 bytes.
 
 Phases are those of a run's metrics: rollout (engines generate), score (log-probs, no gradient),
-update (training), push (weights into the engines). Rows are as long as the config allows, routing
-to experts is even: the worst case of memory but for a skewed router. Kinds:
+update (training), push (weights into the engines); and data (rollouts on their way from the engines
+to the micro-batches). Rows are as long as the config allows, routing to
+experts is even: the worst case of memory but for a skewed router. Kinds:
   parameters, gradients, main_parameters, adam    as Megatron's buffers hold them, padding included
   activations    kept for the backward pass and one layer at work, after arXiv:2205.05198; batches on the device
   log_probs      hidden states and logits of 1024 tokens at a time, on the last stage; gradient of the output weight
@@ -17,7 +18,8 @@ to experts is even: the worst case of memory but for a skewed router. Kinds:
   push_buffers   messages of two buckets (trainer.push_bucket_mib), simulated
   reserved       --reserved-gb: CUDA's context, NCCL, what the allocator can't use
 Host copies of a process: reference (algorithm.kl.coef), average (ema_beta), checkpoint (what a save
-writes from), offload, experience (all rows of a step).
+writes from), offload. All processes of a host have in common: rollout (tokens of a step and what
+is known of them), at_work (while advantages are made of it), replay.
 
 Seconds are a roofline, a bound from below: work over speed, with answers of full length and all
 devices in step.
@@ -56,6 +58,7 @@ FLAGS = (
     ("--nvlink-gbs", 450.0, "GB/s of a device within a node, one way"),
     ("--nic-gbs", 50.0, "GB/s of a device between nodes, one way"),
     ("--pcie-gbs", 50.0, "GB/s between a device and its host, one way"),
+    ("--token-ns", 250.0, "ns of a core for each token of a step's rollouts (docs/results.md)"),
 )
 
 
@@ -110,7 +113,15 @@ def show(chosen: argparse.Namespace) -> int:
     machine = Machine(
         chosen.gpus,
         Budget(chosen.gpu_memory * GB, chosen.reserved_gb * GB),
-        Speeds(chosen.tflops * 1e12, hbm, nvlink, nic, pcie, chosen.gpus_per_node),
+        Speeds(
+            chosen.tflops * 1e12,
+            hbm,
+            nvlink,
+            nic,
+            pcie,
+            chosen.gpus_per_node,
+            chosen.token_ns * 1e-9,
+        ),
         chosen.host_memory * GB,
     )
     config = configuration.load(chosen.config, chosen.overrides)
@@ -144,6 +155,7 @@ def figures(
 ) -> dict[str, Any]:
     """All numbers of a plan."""
     from rftmega.parallel.layout import layout_name, nodes_of_engine
+    from rftmega.planning.data_plane import on_each_host
     from rftmega.planning.fit import stages_of
     from rftmega.planning.memory import cache_of, load_of, on_device, on_host
     from rftmega.planning.models import POLICY
@@ -185,6 +197,7 @@ def figures(
             on_device(models, config, world, place, machine.budget, buffers) for place in stages
         ],
         "host": [on_host(models, config, world, place) for place in stages],
+        "each_host": on_each_host(config),
         "push_buffers": buffers,
         "seconds_at_least": seconds(models, config, world, cache, push, machine.speeds),
     }
@@ -232,7 +245,11 @@ def table(found: dict[str, Any]) -> list[str]:
             said.append(_row(f"  {number}", [_gb(totals[phase][number]) for phase in phases]))
     host = max(found["host"], key=lambda kinds: sum(kinds.values()))
     named = ", ".join(f"{kind} {size / GB:.1f}" for kind, size in host.items())
-    said += ["", f"host     {sum(host.values()) / GB:.1f} GB a process: {named or 'nothing'}", ""]
+    said += ["", f"host     {sum(host.values()) / GB:.1f} GB a process: {named or 'nothing'}"]
+    if common := found["each_host"]:
+        named = ", ".join(f"{kind} {size / GB:.1f}" for kind, size in common.items())
+        said.append(f"         {sum(common.values()) / GB:.1f} GB for all of them: {named}")
+    said.append("")
     seconds = found["seconds_at_least"]
     for phase, parts in seconds.items():
         what = ", ".join(f"{name} {_s(value)}" for name, value in parts.items())

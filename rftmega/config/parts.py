@@ -16,7 +16,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 class Advantage:
     """Advantage estimators inherit from this.
 
-    Their functions take (batch: Scored, options) and return [B, T].
+    Their functions take (batch: Scored, options) and return a number an answer ([B]) or a token (Ragged).
     """
 
     needs_critic: ClassVar[bool] = False

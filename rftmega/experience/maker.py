@@ -65,6 +65,9 @@ class ExperienceMaker:
         reference = self.policy.reference_log_probs(rows).logp if self.use_reference else None
         value = self.critic.values(rows) if self.critic is not None else None
         reward = self.shape(samples.reward, mask.sums())
+        taught = mask
+        if self.chosen.drop_truncated:
+            taught = self.host.once(lambda: _without(mask, samples.truncated))
 
         def estimated() -> tuple[Ragged, Ragged | None]:
             penalty = None
@@ -79,9 +82,6 @@ class ExperienceMaker:
             returns = advantage.with_values(advantage.flat + value.flat)
             return self._finished(advantage, taught), returns
 
-        taught = mask
-        if self.chosen.drop_truncated:
-            taught = self.host.once(lambda: _without(mask, samples.truncated))
         advantage, returns = self.host.once(estimated)
         return Experience(
             tokens=rows.tokens,

@@ -311,11 +311,12 @@ def to_experience(padded: Experience) -> types.Experience:
     )
 
 
-def of_experience(own: types.Experience, *, pad_id: int = 0) -> Experience:
-    """Returns the canvas of an experience of rftmega.
+def of_experience(own: types.Experience[Any], *, pad_id: int = 0) -> Experience:
+    """Returns the canvas of an experience of rftmega, padded or not.
 
     What it does not hold (kl, and whatever is None there) is None.
     """
+    own = own.padded()
     rows = own.rows
     assert own.old_logp is not None, "only an update that scores for itself goes without"
     actions = _widest(rows.lengths - rows.prompt_lengths)

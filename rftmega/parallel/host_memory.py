@@ -3,10 +3,12 @@
 Processes of one host map the same memory (`parallel.shared`); hosts exchange what each has.
 """
 
+import logging
 import os
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +20,7 @@ from rftmega.parallel import shared
 from rftmega.parallel.collectives import gather_objects
 from rftmega.ragged import Ragged
 
+log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 Spec = tuple[torch.dtype, int]  # of a tensor: its dtype, and how many elements it has
 SMALL = 1 << 16  # bytes of a tensor that is sent instead of shared
@@ -35,7 +38,7 @@ class HostMemory:
         if not dist.is_initialized():
             return
         rank = dist.get_rank()
-        names = gather_objects(host or this_host())
+        names = _tried(gather_objects(host or this_host()))
         ranks = [[i for i, name in enumerate(names) if name == own] for own in dict.fromkeys(names)]
         mine = next(own for own in ranks if rank in own)
         self.hosts, self.first, self.alone = len(ranks), rank == mine[0], len(mine) == 1
@@ -134,12 +137,12 @@ class HostMemory:
         self, specs: Sequence[Spec], write: Callable[[Sequence[Tensor]], None]
     ) -> list[Tensor]:
         """Returns tensors to which all processes of this host have written."""
-        found = [
-            memory.view(dtype)
-            for memory, (dtype, _) in zip(
-                self._memory([size * dtype.itemsize for dtype, size in specs]), specs, strict=True
-            )
-        ]
+        sizes = [size * dtype.itemsize for dtype, size in specs]
+        if not any(sizes):
+            return [torch.zeros(0, dtype=dtype) for dtype, _ in specs]
+        found = []
+        for memory, (dtype, _) in zip(self._memory(sizes), specs, strict=True):
+            found.append(memory.view(dtype))
         write(found)
         self._meet()
         return found
@@ -179,7 +182,35 @@ _current: list[tuple[Any, HostMemory]] = []  # with the group that it was made f
 
 def this_host() -> str:
     """Names the host, or the part of it whose processes can open each other's memory."""
-    return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
+
+
+def _tried(names: Sequence[str]) -> list[str]:
+    """Returns the host of each process; one of its own for each where one of them can't open the
+    first's memory.
+    """
+    rank = dist.get_rank()
+    first = names.index(names[rank])
+    made = shared.create(1) if first == rank else ""
+    offered = gather_objects(made)
+    failed = ""
+    try:
+        os.close(shared.opened(offered[first], 1))
+    except ValueError as error:
+        failed = str(error)
+    told = gather_objects(failed)
+    if made:
+        shared.close(made)
+    broken = {name: why for name, why in zip(names, told, strict=True) if why}
+    if rank == 0:
+        for name, why in broken.items():
+            log.warning(
+                "Processes of %s can't share memory (%s): each keeps its own copy of a rollout.",
+                name.split()[0],
+                why,
+            )
+    return [f"{name} {i}" if name in broken else name for i, name in enumerate(names)]
 
 
 def _add_up(memory: Tensor, group: Any) -> None:

@@ -14,6 +14,7 @@ from rftmega.config import ParallelConfig, RunConfig
 from rftmega.config.tree import value_of
 from rftmega.parallel.layout import nodes_of_engine
 from rftmega.planning import engine
+from rftmega.planning.data_plane import on_each_host
 from rftmega.planning.memory import Budget, Bytes, cache_of, on_device, on_host
 from rftmega.planning.models import POLICY, PlannedModel
 from rftmega.planning.times import Speeds, seconds
@@ -94,6 +95,7 @@ def misfits(
             hosts,
             sum(on_host(models, config, world, place).values()) * min(world, machine.speeds.node),
         )
+    hosts += sum(on_each_host(config).values())
     if machine.host and hosts > machine.host:
         found.append(
             Misfit(

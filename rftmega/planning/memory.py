@@ -18,8 +18,6 @@ from rftmega.planning.models import POLICY, PlannedModel
 from rftmega.planning.states import ADAM, MAIN_PARAMETERS, PARAMETERS, elements_of, states
 
 Bytes = dict[str, int]  # by kind
-# bytes of a sampled token as Python holds it: an int, a float, and a pointer to each
-TOKEN_ON_HOST = 72
 
 
 @dataclass(frozen=True)
@@ -133,8 +131,8 @@ def on_device(
         rows = max(
             1, rows_of(config) * parallel.tensor * parallel.pipeline * parallel.context // world
         )
-        # two float32 tables of two numbers a token, of the whole batch
-        scored = 2 * 4 * 2 * rows_of(config) * longest
+        # of its own rows two numbers a token
+        scored = 2 * 4 * rows * longest
         phases[f"score{suffix}"] |= {
             "activations": activations.scoring(planned, load) + scored,
             "log_probs": activations.log_probs(planned, stage, load, learns=False),
@@ -185,8 +183,8 @@ def experience_bytes(config: RunConfig) -> int:
 def on_host(
     models: Mapping[str, PlannedModel], config: RunConfig, world: int, stages: Mapping[str, int]
 ) -> Bytes:
-    """Returns the bytes that one process keeps on the host: the whole step's rows, copies of
-    weights, what has left the device, what a save writes from.
+    """Returns the bytes that one process keeps on the host: copies of weights, what has left the
+    device, what a save writes from (`data_plane.on_each_host`: what all processes have in common).
     """
     policy, found = models[POLICY], Bytes()
     elements = elements_of(policy, stages[POLICY])
@@ -213,10 +211,5 @@ def on_host(
         moved = [states(planned, world, stages[name]) for name, planned in models.items()]
         found["offload"] = sum(
             held[kind] for held in moved for kind in (PARAMETERS, MAIN_PARAMETERS, ADAM)
-        )
-    if config.algorithm.task == "rl":
-        answers = config.trainer.prompts_per_step * config.rollout.samples_per_prompt
-        found["experience"] = answers * (
-            experience_bytes(config) + TOKEN_ON_HOST * config.rollout.max_response_tokens
         )
     return found

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from model_providers.description import ModelDescription
 from model_providers.flops import BACKWARD, forward_flops
 from rftmega.config import RunConfig
-from rftmega.planning import engine
+from rftmega.planning import data_plane, engine
 from rftmega.planning.memory import Cache, load_of, rows_of
 from rftmega.planning.models import POLICY, PlannedModel
 from rftmega.planning.push_buffers import Push
@@ -30,6 +30,7 @@ class Speeds:
     nic: float
     host: float
     node: int
+    token: float = 250e-9  # seconds of a core for a token between engines and micro-batches
 
     def link(self, neighbours: int) -> float:
         """Returns the rate between processes of which the farthest are so many ranks apart."""
@@ -71,6 +72,9 @@ def seconds(
         held = states(models[POLICY], world, 0)
         both_ways = held[PARAMETERS] + held[MAIN_PARAMETERS] + held[ADAM]
         found["update"]["offload"] = 2 * both_ways / speeds.host
+    if config.algorithm.task == "rl":
+        hosts = -(-world // speeds.node)
+        found["data"] = data_plane.seconds(config, hosts, nic=speeds.nic, token=speeds.token)
     if push is not None:
         moved = {True: 0, False: 0}
         for (source, target), size in push.sent.items():

@@ -427,7 +427,7 @@ def refused_body(world: Any, model: Path, other: Path, folder: Path) -> None:
     torch.distributed.barrier()
     with pytest.raises(
         CheckpointError,
-        match=rf"is of format 99; this version reads 2, 3 and {FORMAT}. Take a newer rftmega. The one before",
+        match=rf"is of format 99; this version reads 2, 3, 4 and {FORMAT}. Take a newer rftmega. The one before",
     ):
         kept.load(second)
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from rftmega.dispatch.gathered_rollouts import gathered, in_order, shared
+from rftmega.parallel import shared as shared_memory
 from rftmega.parallel.host_memory import HostMemory, current
 from rftmega.parallel.process_group import World
 from rftmega.ragged import Ragged
@@ -105,6 +106,32 @@ def test_every_process_sees_all_columns_to_the_last_bit_in_the_order_of_ranks(ho
         wanted = torch.cat([columns[number] for columns, _ in told])
         for _, found in told:
             assert torch.equal(found[number], wanted)
+
+
+def _refused(world: World) -> Any:
+    opened = shared_memory.opened
+
+    def denied(name: str, size: int) -> int:
+        raise ValueError(f"{name!r} can't be opened: Permission denied")
+
+    shared_memory.opened = denied if world.rank == 3 else opened
+    host = HostMemory("aabb"[world.rank])
+    return *_sees(host, world.rank), host.alone
+
+
+def _sees(host: HostMemory, rank: int) -> tuple[int, list[int]]:
+    calls: list[int] = []
+    found = host.once(lambda: calls.append(rank) or torch.full((LARGE,), 7))
+    assert bool((found == 7).all())
+    (column,) = host.gathered([torch.tensor([rank])], [1, 1, 1, 1])
+    return len(calls), column.tolist()
+
+
+def test_processes_that_cannot_open_each_others_memory_keep_copies_of_their_own() -> None:
+    found = run_ranks(4, _refused)
+    assert [calls for calls, *_ in found] == [1, 0, 1, 1]
+    assert [column for _, column, _ in found] == [[0, 1, 2, 3]] * 4
+    assert [alone for *_, alone in found] == [False, False, True, True]
 
 
 PROMPTS = [Prompt((task, 7), index=task) for task in range(6)]

@@ -177,7 +177,7 @@ def own_experience(rows: Rows, *, reference: bool) -> types.Experience:
 @pytest.mark.parametrize("reference", [True, False])
 def test_an_experience_and_its_canvas_lead_back_to_each_other(reference: bool) -> None:
     own = own_experience(drawn([(3, 4), (1, 5), (5, 0)]), reference=reference)
-    canvas = padded_experience.of_experience(own, pad_id=PAD)
+    canvas = padded_experience.of_experience(own.ragged(), pad_id=PAD)
     assert canvas.attention_mask is not None
     assert canvas.sequences.shape == canvas.attention_mask.shape == (3, 10)
     assert canvas.action_log_probs.shape == (3, 5)

@@ -39,6 +39,33 @@ def test_large_models_are_planned_and_fit_where_their_example_says_so(
         assert f"\n{phase} " in said
 
 
+def test_half_a_billion_tokens_a_step_fit_beside_the_offload(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """4096 rollouts of 128k tokens on 1024 ranks: hosts of 1 TB hold them beside weights, gradients'
+    masters and moments that have left the devices.
+    """
+    more = (
+        "--host-memory", "1000", "--json", "parallel.context=16", "trainer.prompts_per_step=256",
+        "rollout.samples_per_prompt=16", "rollout.max_prompt_tokens=2048",
+        "rollout.max_response_tokens=129024", "trainer.max_tokens_per_micro_batch=131072",
+    )  # fmt: skip
+    asked = given("llama-3-70b", *more)
+    asked[asked.index("64")] = "1024"
+    assert plan.main(asked) == 0, "it does not fit"
+    found = json.loads(capsys.readouterr().out)
+    tokens = 4096 * 131072
+    assert found["offload"]
+    assert all(host["offload"] > 0 for host in found["host"])
+    # id, mask, log-prob, version; three log-probs and entropies, advantage
+    assert found["each_host"]["rollout"] == tokens * (13 + 3 * 4 + 4)
+    data, whole = found["seconds_at_least"].pop("data"), found["seconds_at_least"]
+    assert data["one core"] == pytest.approx(tokens * 250e-9)
+    # two passes of two numbers, and the answers, over 128 hosts in a ring
+    assert data["NIC"] == pytest.approx(2 * 127 / 128 * tokens * (13 + 16) / 50e9)
+    assert sum(data.values()) < 0.02 * sum(sum(parts.values()) for parts in whole.values())
+
+
 def test_what_does_not_fit_is_said_with_the_nearest_layout_that_does(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
