@@ -1,5 +1,5 @@
-"""What a host holds of a step's rollouts, whichever process made them, and how long their way takes
-from the engines to the micro-batches: on paper.
+"""Foretells what a host holds of a step's rollouts, whichever process made them, and how long their
+way takes from the engines to the micro-batches.
 """
 
 from rftmega.config import RunConfig
