@@ -135,14 +135,12 @@ def scoring_body(world: Any, folder: Path) -> dict[str, float]:
     )
 
     def trainer(late: bool) -> PPOTrainer:
-        made = PPOTrainer(
-            engine=engine, weights=engine, reward=lambda p, found: [{"reward": float(len(x.token_ids))} for x in found],
+        return PPOTrainer(
+            engine=engine, weights=engine, reward=lambda p, found: [{"reward": float(len(x.response_ids))} for x in found],
             maker=ExperienceMaker(actor, AlgorithmConfig(kl=KLConfig(coef=0.1))),
             learner=Learner(actor, policy_loss(kl_coef=0.1)),
             sampling=Sampling(4, 1.0, seed=0), parts=StepParts(late_scoring=late),
         )  # fmt: skip
-        made.phase = lambda name, work, *given, **named: work(*given, **named)  # type: ignore[method-assign]
-        return made
 
     prompts = [Prompt(tuple(range(1, 9)), index=number) for number in range(8)]
 

@@ -130,7 +130,7 @@ def agreement_body(world: Any, folder: Path, parallel: ParallelConfig, engine_si
         stats = policy.log_probs(rows)
         found.append({
             "gap": (stats.logp[rows.mask] - engine_logp).abs().max().item(),
-            "answers": [a.token_ids for a in answers],
+            "answers": [tuple(a.token_ids) for a in answers],
             "mended": [response_of(a) for a in mended],
             "again": [response_of(a) for a in again],
             "versions": {a.policy_version for a in answers},
