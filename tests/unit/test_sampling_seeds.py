@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from rftmega.config import RolloutConfig
+from rftmega.experience import ExperienceMaker
 from rftmega.sampling_seeds import sampling_seed, turn_seed
 from rftmega.trainer import DynamicSampler, PPOTrainer
 from rftmega.trainer.ppo import Sampling, StepParts
@@ -59,7 +60,7 @@ def answers_of(batch_size: int, refill: DynamicSampler) -> dict[int, list[list[i
         engine=engine,
         weights=None,  # type: ignore[arg-type]
         reward=lambda prompts, rollouts: [{"reward": 0.0}] * len(rollouts),
-        maker=None,  # type: ignore[arg-type]
+        maker=ExperienceMaker(None),  # type: ignore[arg-type]
         learner=None,  # type: ignore[arg-type]
         sampling=Sampling(4, 1.0, seed=3),
         parts=StepParts(refill=refill),
