@@ -17,6 +17,18 @@ def turn_seed(first: int, turn: int) -> int:
     return first if turn == 0 else _hashed(f"{first}/turn {turn}")
 
 
+def evaluation_seed(index: int, sample: int) -> int:
+    """Returns the seed of an answer to held-out prompt `index`, below 2^31: the same at every
+    evaluation, in every run, whatever else is evaluated.
+    """
+    return _hashed(f"evaluation/{index}/{sample}")
+
+
+def request_seed(source: str, number: int) -> int:
+    """Returns the seed of request `number` of those that `source` names, below 2^31."""
+    return _hashed(f"{source}/{number}")
+
+
 def _hashed(text: str) -> int:
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest) % 2**31

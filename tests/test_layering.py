@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "validation": "config errors json_files",
     "experience": "errors types interfaces ragged rollout_arrays algorithms config",
     "trainer": "errors config types interfaces sampling_seeds ragged rollout_arrays algorithms experience",
-    "callbacks": "errors config types interfaces ragged algorithms experience",
+    "callbacks": "errors config types interfaces ragged sampling_seeds algorithms experience",
     "device": "errors",
     "kernels": "",
     "parallel": "config ragged errors device",

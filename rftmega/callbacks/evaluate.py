@@ -15,6 +15,7 @@ from rftmega.algorithms.pass_at_k import pass_at_k
 from rftmega.callbacks.observer import Observer
 from rftmega.experience import complete, scores_of
 from rftmega.interfaces import Reward
+from rftmega.sampling_seeds import evaluation_seed
 from rftmega.types import Metrics, Prompt
 
 
@@ -78,7 +79,7 @@ class Evaluate(Evaluation):
         ]
         asked, seeds = (
             [prompt for prompt, _ in requests],
-            [seed_of(*request) for request in requests],
+            [evaluation_seed(prompt.index, sample) for prompt, sample in requests],
         )
         with undisturbed():
             found = trainer.engine.generate(
@@ -121,13 +122,6 @@ def _mean(values: Sequence[float]) -> float:
 def metric_of(name: str, part: str) -> str:
     """Returns the name of the metric for `part` of the held-out set `name` ("": the only one)."""
     return f"eval_{name}_{part}" if name else f"eval_{part}"
-
-
-def seed_of(prompt: Prompt, sample: int) -> int:
-    """Returns the seed of one answer: the same at every evaluation, in every run, whatever else is
-    evaluated.
-    """
-    return random.Random(f"evaluation/{prompt.index}/{sample}").getrandbits(31)
 
 
 @contextmanager

@@ -1,9 +1,9 @@
 """Translates LightRFT's requests into those of rftmega's engines: ids, a seed each, a temperature."""
 
-import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rftmega.sampling_seeds import request_seed
 from rftmega.types import Completion, Rollout
 
 # settings that change nothing at these values, and are not offered at others
@@ -118,7 +118,4 @@ def seeds_of(source: str, first: int, count: int) -> list[int]:
 
     Others get others.
     """
-    return [
-        random.Random(f"{source}/{number}").getrandbits(31)
-        for number in range(first, first + count)
-    ]
+    return [request_seed(source, number) for number in range(first, first + count)]

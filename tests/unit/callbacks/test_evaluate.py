@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from rftmega.algorithms.losses import policy_loss
-from rftmega.callbacks.evaluate import Answering, Evaluate, seed_of
+from rftmega.callbacks.evaluate import Answering, Evaluate
 from rftmega.callbacks.metric_writers import Progress
 from rftmega.callbacks.observer import Observer
 from rftmega.config import RolloutConfig
 from rftmega.data import PromptOrder
 from rftmega.experience import ExperienceMaker
 from rftmega.rollout import ScriptedEngine
+from rftmega.sampling_seeds import evaluation_seed
 from rftmega.trainer import Learner, PPOTrainer
 from rftmega.trainer.ppo import Sampling
 from rftmega.types import Prompt, Rollout, TokenStats
@@ -113,7 +114,7 @@ def test_a_seed_belongs_to_a_prompt_and_a_sample_whatever_else_is_asked() -> Non
     assert both[:6] == alone
     assert fewer == again == alone[:2] + alone[3:5]
     assert len(set(alone)) == 6
-    assert seed_of(EASY[1], 0) in alone
+    assert evaluation_seed(EASY[1].index, 0) in alone
 
 
 class Counter:
