@@ -21,7 +21,6 @@ from rftmega.algorithms.aggregation import AGGREGATIONS
 from rftmega.algorithms.losses import policy_loss
 from rftmega.config import OptimizerConfig, ParallelConfig
 from rftmega.config.algorithms import Clip
-from rftmega.parallel import host_memory
 from rftmega.ragged import Ragged
 from rftmega.types import Experience, Rows, TokenStats
 from rftmega.weights import Exporter
@@ -232,8 +231,6 @@ def scored(stats: TokenStats[Ragged]) -> TokenStats:
 def learn_body(
     world: Any, folder: Path, layout: Layout, settings: list[Setting]
 ) -> list[dict[str, Any]]:
-    """Ranks lie on two imagined hosts."""
-    host_memory.this_host = lambda: f"host {world.rank % 2}"
     found = [learn(folder, layout, setting) for setting in settings]
     return found if world.rank == 0 else [{**run, "weights": {}} for run in found]
 

@@ -34,10 +34,10 @@ class HostMemory:
         """`host`: the name of this process's; None: found out. A collective."""
         self._host_group: Any = None
         self._hosts_group: Any = None  # of the first processes of all hosts
-        self.hosts, self.first, self.alone = 1, True, True
+        self.hosts, self.processes, self.first, self.alone = 1, 1, True, True
         if not dist.is_initialized():
             return
-        rank = dist.get_rank()
+        rank, self.processes = dist.get_rank(), dist.get_world_size()
         names = _tried(gather_objects(host or this_host()))
         ranks = [[i for i, name in enumerate(names) if name == own] for own in dict.fromkeys(names)]
         mine = next(own for own in ranks if rank in own)
@@ -89,8 +89,15 @@ class HostMemory:
         """Returns tensors of these `specs`, the same on every process, to which all have written.
 
         `write` gets them full of zeros, and writes what this process has; no two processes write to
-        the same element, nor to the same byte of it.
+        the same element, nor to the same byte of it. Small ones are not shared: that takes longer.
         """
+        if sum(size * dtype.itemsize for dtype, size in specs) <= SMALL:
+            found = [torch.zeros(size, dtype=dtype) for dtype, size in specs]
+            write(found)
+            for tensor in found:
+                if self.processes > 1:
+                    _add_up(tensor.view(torch.uint8), None)
+            return found
         found = self._written(specs, write)
         if self.hosts > 1:
             if self.first:
@@ -140,25 +147,19 @@ class HostMemory:
         sizes = [size * dtype.itemsize for dtype, size in specs]
         if not any(sizes):
             return [torch.zeros(0, dtype=dtype) for dtype, _ in specs]
-        found = []
-        for memory, (dtype, _) in zip(self._memory(sizes), specs, strict=True):
-            found.append(memory.view(dtype))
-        write(found)
-        self._meet()
-        return found
-
-    def _memory(self, sizes: Sequence[int]) -> list[Tensor]:
-        """Returns bytes full of zeros that all processes of this host have in common, each of
-        `sizes` in memory of its own: it goes with its last tensor.
-        """
         if self.alone:
-            return [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+            found = [torch.zeros(size, dtype=dtype) for dtype, size in specs]
+            write(found)
+            return found
+        # each in memory of its own, which goes with the last of its tensors
         made = [shared.create(size) if self.first and size else "" for size in sizes]
         told = [made]
         dist.broadcast_object_list(told, self._leader, group=self._host_group)
         found = []
-        for name, size in zip(told[0], sizes, strict=True):
-            found.append(_mapped(name, size) if name else torch.zeros(0, dtype=torch.uint8))
+        for name, size, (dtype, _) in zip(told[0], sizes, specs, strict=True):
+            memory = _mapped(name, size) if name else torch.zeros(0, dtype=torch.uint8)
+            found.append(memory.view(dtype))
+        write(found)
         self._meet()
         for name in filter(None, made):
             shared.close(name)  # who has it mapped keeps it
@@ -166,7 +167,7 @@ class HostMemory:
 
     def _meet(self) -> None:
         if not self.alone:
-            gather_objects(None, self._host_group)
+            dist.barrier(self._host_group)
 
 
 def current() -> HostMemory:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from rftmega.dispatch.gathered_rollouts import gathered, in_order, shared
+from rftmega.parallel import host_memory
 from rftmega.parallel import shared as shared_memory
 from rftmega.parallel.host_memory import HostMemory, current
 from rftmega.parallel.process_group import World
@@ -83,14 +84,13 @@ def test_one_process_of_each_host_computes_and_the_others_map_what_it_made(hosts
     )
 
 
-def _gathered(world: World, hosts: str) -> Any:
+def _gathered(world: World, hosts: str, sizes: list[int]) -> Any:
     host = HostMemory(hosts[world.rank])
     generator = torch.Generator().manual_seed(world.rank)
-    size = [3, 0, 70_000, 5][world.rank]
+    size = sizes[world.rank]
     numbers = torch.randn(size, generator=generator)
     numbers[:2] = torch.tensor([-0.0, float("nan")])[:size]
     columns = [numbers, torch.rand(size, generator=generator) < 0.5, numbers.mul(9).int()]
-    sizes = [3, 0, 70_000, 5]
     found = host.gathered(columns, sizes)
     nothing = host.gathered([torch.zeros(0)], [0, 0, 0, 0])
     assert [len(column) for column in nothing] == [0]
@@ -99,13 +99,35 @@ def _gathered(world: World, hosts: str) -> Any:
     ]
 
 
+@pytest.mark.parametrize("sizes", [[3, 0, 70_000, 5], [3, 0, 7, 5]], ids=["shared", "small"])
 @pytest.mark.parametrize("hosts", HOSTS.values(), ids=HOSTS)
-def test_every_process_sees_all_columns_to_the_last_bit_in_the_order_of_ranks(hosts: str) -> None:
-    told = run_ranks(4, _gathered, hosts)
+def test_every_process_sees_all_columns_to_the_last_bit_in_the_order_of_ranks(
+    hosts: str, sizes: list[int]
+) -> None:
+    told = run_ranks(4, _gathered, hosts, sizes)
     for number in range(3):
         wanted = torch.cat([columns[number] for columns, _ in told])
         for _, found in told:
             assert torch.equal(found[number], wanted)
+
+
+def _of_rows(world: World, hosts: str, small: int) -> list[list[list[float]]]:
+    """Rows 0 to 6 of 0 to 6 numbers, of which process r has r and r + 4."""
+    host_memory.SMALL = small
+    host = HostMemory(hosts[world.rank])
+    index = torch.arange(world.rank, 7, 4)
+    padded = (10 * index[:, None] + torch.arange(6)).float()
+    found = host.of_rows(torch.arange(7), 2, [(index, [padded, -padded])])
+    return [[row.tolist() for row in column] for column in found]
+
+
+@pytest.mark.parametrize("small", [0, 10**6], ids=["shared", "small"])
+@pytest.mark.parametrize("hosts", HOSTS.values(), ids=HOSTS)
+def test_each_process_brings_its_rows_and_gets_all(hosts: str, small: int) -> None:
+    wanted = [[10.0 * row + place for place in range(row)] for row in range(7)]
+    for one, other in run_ranks(4, _of_rows, hosts, small):
+        assert one == wanted
+        assert other == [[-number for number in row] for row in wanted]
 
 
 def _refused(world: World) -> Any:
@@ -147,6 +169,7 @@ def answer_of(task: int) -> Rollout:
 
 
 def _rollouts(world: World, hosts: str) -> Any:
+    host_memory.SMALL = 0
     host = HostMemory(hosts[world.rank])
     own = {task: answer_of(task) for task in OWN[world.rank]}
     where, rollouts, said = gathered(own, host, world.rank, "said")
