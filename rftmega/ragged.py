@@ -133,7 +133,7 @@ def by_rows(function: Callable[..., Tensor], *given: Any) -> Ragged:
 def _of_rows(given: Any, index: Tensor) -> Any:
     if isinstance(given, Ragged):
         return given.select(index).padded()
-    return given[index] if isinstance(given, Tensor) else given
+    return given[index] if isinstance(given, Tensor) and given.dim() else given
 
 
 def chunks(lengths: Tensor) -> Iterator[Tensor]:

@@ -139,8 +139,8 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """Rollout holds what an environment made of one task: one trajectory at least, several where it
-    rewrote the context between turns.
+    """Rollout holds what an environment made of one task: one trajectory. (Several, where it rewrote
+    the context between turns, can be held, and are refused where rows are made of them.)
     """
 
     trajectories: tuple[Trajectory, ...]

@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "interfaces": "types shards ragged",
     "sampling_seeds": "",
     "rollout_arrays": "types ragged",
-    "environments": "config types interfaces",
+    "environments": "config errors types interfaces",
     "algorithms": "types config ragged",
     "sandbox": "",
     "rewards": "types errors json_files config",

@@ -20,7 +20,8 @@ class StopConsensus:
     Decisions fall after the same steps of every engine, whatever time these took, and know what was
     finished one decision earlier, scores included: those are waited for. So the same requests end
     with the same answers, run after run, and rewards have EVERY steps of time before an engine
-    waits for them. A request to stop the run ends it, too: `given_up`.
+    waits for them. (A tool whose time varies changes what is finished at a decision.) A request to
+    stop the run ends it, too: `given_up`.
 
     With each decision, engines that have room are dealt what none has begun
     (`request_queues.Dealt`).

@@ -1,7 +1,7 @@
 """Bytes of one process in each phase of a run, by kind: what is on the device together, and what is
 on the host.
 
-Phases are those of `strategy.engine_pool.DevicePhases`: start (a colocated engine starts), rollout
+Phases are those of `strategy.phases.DevicePhases`: start (a colocated engine starts), rollout
 (it generates), score, update (training) and push, of another model than the policy with its name
 behind: update_critic.
 """

@@ -39,9 +39,8 @@ class StepParts:
     refill: decides which of the answers to a prompt are learnt from; all are scored. gate: stops
     the run where engine and trainer differ; without it any gap is learnt from. late_scoring:
     log-probs before the update are those of the update's own forward pass, instead of a pass for
-    them alone; right
-        for one optimizer step a rollout, without dropout, replay, or a KL in the reward.
-    journal: that of the trainer's engine, maker and learner.
+    them alone; right for one optimizer step a rollout, without dropout, replay, or a KL in the
+    reward. journal: that of the trainer's engine, maker and learner.
     """
 
     refill: DynamicSampler = field(default_factory=lambda: DynamicSampler(0))

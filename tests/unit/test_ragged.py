@@ -73,11 +73,18 @@ def test_chunks_of_rows_give_what_all_of_them_give(
     monkeypatch.setattr(ragged, "CHUNK", most)
     shapes = []
 
-    def function(reward: torch.Tensor, mask: torch.Tensor, gamma: float) -> torch.Tensor:
+    def function(
+        reward: torch.Tensor,
+        mask: torch.Tensor,
+        gamma: float,
+        more: torch.Tensor,
+        row: torch.Tensor,
+    ) -> torch.Tensor:
         shapes.append(reward.shape)
-        return discounted_returns(reward, mask, gamma)
+        assert row.shape == (len(reward),)
+        return discounted_returns(reward, mask, gamma) + more
 
-    found = by_rows(function, reward, mask, 0.9)
+    found = by_rows(function, reward, mask, 0.9, torch.tensor(0.0), torch.arange(8))
     assert torch.equal(found.padded(), wanted)
     assert all(rows == 1 or rows * width <= most for rows, width in shapes)
     assert sum(rows for rows, _ in shapes) == len(lengths)
