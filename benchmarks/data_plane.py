@@ -134,7 +134,7 @@ def one_copy_a_host(folder: Path) -> dict[str, float]:
     """One copy a host against one a process, of 512 rollouts of 8192 tokens, and of as many of 1024
     to 8192.
     """
-    found = {}
+    found: dict[str, float] = {}
     for name, ragged in (("8k", False), ("1k to 8k", True)):
         shared, theirs, most = run_ranks(PROCESSES, measure, "a host", ragged, timeout=600.0)[0]
         alone = run_ranks(PROCESSES, measure, "a process", ragged, timeout=600.0)[0]

@@ -14,9 +14,10 @@ from rftmega.config import AlgorithmConfig, KLConfig, OptimizerConfig, ParallelC
 from rftmega.experience import ExperienceMaker
 from rftmega.megatron.forward import LogProbs, custom_forward
 from rftmega.parallel.micro_batches import plan_micro_batches
+from rftmega.shards import Shard
 from rftmega.trainer.learner import Learner
 from rftmega.trainer.ppo import PPOTrainer, Sampling, StepParts
-from rftmega.types import Completion, Prompt, Rollout, Trajectory
+from rftmega.types import Completion, Prompt, Rollout, SliceChecksums, Trajectory
 from tests.layouts import build_actor
 from tests.ranks import run_ranks
 
@@ -115,6 +116,14 @@ class RandomAnswers:
     def push(self, *, version: int) -> dict[str, float]:
         self.version = version
         return {}
+
+    def weight_sync(self, shards: Sequence[Shard], *, bucket_bytes: int) -> "RandomAnswers":
+        return self
+
+    def checksums(self) -> list[SliceChecksums]:
+        return []
+
+    def close(self) -> None: ...
 
     def generate(
         self, prompts: Sequence[Prompt], *, seeds: Sequence[int], **how: Any

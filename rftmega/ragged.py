@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 CHUNK = 1 << 24  # elements that are padded at a time
+SHORT = 256  # mean length below which one gather beats a copy a row
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,7 +66,7 @@ class Ragged:
         first = int(self.starts[0])
         if torch.equal(self.starts - first, ends - self.lengths):
             return self.values[first : first + int(ends[-1])]
-        return torch.cat(list(self))
+        return self.values[self._places()] if self._short else torch.cat(list(self))
 
     def with_values(self, flat: Tensor) -> "Ragged":
         """Returns rows of the same lengths with other values, [sum of lengths] as `flat` is."""
@@ -83,6 +84,10 @@ class Ragged:
         """Returns [B, width], `fill` behind the end of each row; None: as wide as the longest."""
         if width is None:
             width = int(self.lengths.max()) if len(self) else 0
+        if self._short and len(self.values):
+            places = self.starts[:, None] + torch.arange(width)
+            values = self.values[places.clamp(max=len(self.values) - 1)]
+            return values.masked_fill_(~self._inside(width).to(values.device), fill)
         found = self.values.new_full((len(self), width), fill)
         for row, values in enumerate(self):
             found[row, : len(values)] = values
@@ -90,6 +95,9 @@ class Ragged:
 
     def assign(self, padded: Tensor) -> None:
         """Writes the values of `padded` [B, at least the longest] into the rows."""
+        if self._short:
+            self.values[self._places()] = padded[self._inside(padded.shape[1])]
+            return
         for row, values in zip(self, padded, strict=True):
             row.copy_(values[: len(row)])
 
@@ -109,10 +117,30 @@ class Ragged:
         """Returns [B]: the sum of each row; of booleans how many are True."""
         whole = self.values.dtype in (torch.bool, torch.int32)
         kind = torch.int64 if whole else self.values.dtype
+        if whole and self._short:
+            return self.lengths.new_zeros(len(self)).index_add(
+                0, self.spread(torch.arange(len(self))), self.flat.to(kind)
+            )
         return torch.stack([row.sum(dtype=kind) for row in self]) if len(self) else self.lengths
 
     def to(self, device: torch.device) -> "Ragged":
         return self.with_values(self.flat.to(device))
+
+    @property
+    def _short(self) -> bool:
+        """Says that rows are so short that handling each of them would take longer than its
+        values.
+        """
+        return int(self.lengths.sum()) < SHORT * len(self)
+
+    def _places(self) -> Tensor:
+        """Returns [sum of lengths]: where in `values` each value lies, row by row."""
+        before = self.lengths.cumsum(0) - self.lengths
+        return torch.arange(int(self.lengths.sum())) + self.spread(self.starts - before)
+
+    def _inside(self, width: int) -> Tensor:
+        """Returns [B, width] bool: the places that rows of these lengths take."""
+        return torch.arange(width) < self.lengths[:, None]
 
 
 def by_rows(function: Callable[..., Tensor], *given: Any) -> Ragged:

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from functools import cached_property
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 import torch
@@ -20,8 +21,7 @@ COLUMNS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class TrajectoryPlace:
+class TrajectoryPlace(NamedTuple):
     """TrajectoryPlace says where a trajectory lies in the columns, and what they don't hold of it."""
 
     start: int
@@ -30,15 +30,14 @@ class TrajectoryPlace:
     routes: Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class RolloutPlace:
+class RolloutPlace(NamedTuple):
     """RolloutPlace names a rollout's trajectories, and has its scores."""
 
     trajectories: tuple[TrajectoryPlace, ...]
     scores: dict[str, float] | None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class RolloutArrays(Sequence[Rollout | None]):
     """RolloutArrays is a sequence of rollouts whose trajectories lie in four columns.
 
@@ -47,6 +46,16 @@ class RolloutArrays(Sequence[Rollout | None]):
 
     columns: dict[str, Tensor]  # as COLUMNS has them, [N] each
     places: list[RolloutPlace | None]  # of each rollout; None where there is none
+
+    @cached_property
+    def _arrays(self) -> dict[str, Any]:
+        """Returns the columns as NumPy has them, whose views are made faster."""
+        return {name: self.columns[name].numpy() for name in COLUMNS}
+
+    @cached_property
+    def _taken(self) -> list[Rollout | None]:
+        """Returns the rollouts that were asked for; None for the others."""
+        return [None] * len(self.places)
 
     @staticmethod
     def of(rollouts: Sequence[Rollout | None]) -> "RolloutArrays":
@@ -90,15 +99,19 @@ class RolloutArrays(Sequence[Rollout | None]):
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
-            return RolloutArrays(self.columns, self.places[index])
+            return self.select(range(len(self))[index])
         place = self.places[index]
-        if place is None:
-            return None
-        return Rollout(tuple(map(self._trajectory, place.trajectories)), place.scores)
+        if place is not None and self._taken[index] is None:
+            trajectories = tuple(map(self._trajectory, place.trajectories))
+            self._taken[index] = Rollout(trajectories, place.scores)
+        return self._taken[index]
 
     def select(self, index: Iterable[int]) -> "RolloutArrays":
         """Returns these of the rollouts; copies nothing."""
-        return RolloutArrays(self.columns, [self.places[row] for row in index])
+        rows = list(index)
+        found = RolloutArrays(self.columns, [self.places[row] for row in rows])
+        vars(found)["_taken"] = [self._taken[row] for row in rows]
+        return found
 
     def column(self, name: str) -> Ragged:
         """Returns a column of COLUMNS, with a row for each rollout: its last trajectory."""
@@ -109,8 +122,8 @@ class RolloutArrays(Sequence[Rollout | None]):
 
     def _trajectory(self, place: TrajectoryPlace) -> Trajectory:
         own = slice(place.start, place.start + place.length)
-        arrays: dict[str, Any] = {name: self.columns[name][own].numpy() for name in COLUMNS}
-        return Trajectory(**arrays, truncated=place.truncated, routes=place.routes)
+        ids, mask, logprobs, versions = (self._arrays[name][own] for name in COLUMNS)
+        return Trajectory(ids, mask, logprobs, versions, place.truncated, place.routes)
 
 
 def selected(rollouts: Sequence[Rollout | None], index: Sequence[int]) -> RolloutArrays:

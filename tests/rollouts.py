@@ -1,6 +1,7 @@
 """Rollouts of one turn, as an engine would give them."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rftmega.dispatch.engine_pool import EnginePool
@@ -9,6 +10,11 @@ from rftmega.parallel.process_group import World
 from rftmega.rollout import Engine, ScriptedEngine
 from rftmega.rollout.base import Requests
 from rftmega.types import Completion, Prompt, Rollout, Trajectory
+
+
+def save_scripted(folder: Path) -> None:
+    """Writes the config.json of a scripted server's model; all ranks read it, so none writes it."""
+    (folder / "config.json").write_text('{"model_type": "scripted"}')
 
 
 def rollout_of(prompt: Prompt, completion: Completion, scores: Any = None) -> Rollout:

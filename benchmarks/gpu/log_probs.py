@@ -3,6 +3,7 @@ TFLOP/s, forward and backward.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +38,7 @@ def measure(world: Any, sheet: Sheet, sizes: Sizes) -> None:
     ).requires_grad_()
     targets = torch.randint(sizes.vocabulary, (sizes.tokens,), device=where)
     for name, way in (("fused", fused), ("dense", dense)):
-        sheet.row(name, lambda way=way: speed(way, hidden, weight, targets, sizes.rounds))
+        sheet.row(name, partial(speed, way, hidden, weight, targets, sizes.rounds))
     sheet.row("fused against dense", lambda: differences(hidden, weight, targets, sheet))
 
 

@@ -102,7 +102,7 @@ def fitting(probed: tuple[int, int], peaks: tuple[int, int], room: int, *, most:
     }
 
 
-def built(sizes: Sizes, layers: int, recompute: str) -> Any:
+def built(sizes: Sizes, layers: int, recompute: Any) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         save_zeros(Path(folder), sizes.shape._replace(layers=layers), dtype=sizes.dtype)
         actor = build_actor(

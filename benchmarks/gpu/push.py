@@ -6,7 +6,7 @@ one, a layer's experts in one). What vLLM's reload does besides is measured in t
 
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -40,7 +40,7 @@ SMALL = Sizes(TINY, TINY_MOE, bucket_bytes=30_000, rounds=2, copied_bytes=2**16)
 class DeviceEngine(FusedEngine):
     """Keeps its parameters, and what a load brings is written over them."""
 
-    def __init__(self, shapes: dict[str, Iterable[int]]):
+    def __init__(self, shapes: Mapping[str, Iterable[int]]):
         super().__init__(0, 1, shapes, dtype=torch.bfloat16)
         where = device.current().here()
         self.kept = {

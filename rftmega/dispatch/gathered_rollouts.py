@@ -1,7 +1,6 @@
 """Rollouts of all processes, one copy of them a host."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from rftmega.parallel.collectives import gather_objects
@@ -43,7 +42,7 @@ def in_order(where: Mapping[int, int], rollouts: RolloutArrays, tasks: int) -> R
 
 
 def _moved(place: RolloutPlace, by: int) -> RolloutPlace:
-    own = tuple(replace(each, start=each.start + by) for each in place.trajectories)
+    own = tuple(each._replace(start=each.start + by) for each in place.trajectories)
     return RolloutPlace(own, place.scores)
 
 

@@ -27,7 +27,7 @@ from rftmega.types import Completion, Metrics, Prompt, Rollout
 from rftmega.weights import SharedWeights
 from tests.layouts import build_actor
 from tests.ranks import run_ranks
-from tests.rollouts import Wrapped, pool_of, response_of
+from tests.rollouts import Wrapped, pool_of, response_of, save_scripted
 from tests.tiny_models import save_tiny
 
 PROMPTS = [Prompt((place,)) for place in range(12)]
@@ -85,7 +85,6 @@ def servers_body(world: World, folder: Path, fault: str, wanted: int) -> Any:
     os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])
     FailsInItsSecond.fault, FailsInItsSecond.folder = fault, folder
     config = RolloutConfig(servers=2, max_batch=2, deadline_seconds=4.0)
-    (folder / "config.json").write_text('{"model_type": "scripted"}')
     engine = FailsInItsSecond(folder, config, world, dtype="float32", stop_ids=[1], logs=folder)
     if engine.servers:
         engine.expect(["one"])
@@ -129,6 +128,7 @@ def servers_body(world: World, folder: Path, fault: str, wanted: int) -> Any:
 def test_a_server_that_dies_or_hangs_is_restarted_and_answers_only_what_is_left(
     fault: str, wanted: int, tmp_path: Path
 ) -> None:
+    save_scripted(tmp_path)
     for found, answered, versions, later, under in run_ranks(
         2, servers_body, tmp_path, fault, wanted, timeout=60
     ):

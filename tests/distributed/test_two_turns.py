@@ -24,7 +24,7 @@ from rftmega.types import Completion, Prompt, Rollout
 from tests.distributed.test_early_stop import NoTurns
 from tests.distributed.test_engine_faults import Pushes
 from tests.ranks import run_ranks
-from tests.rollouts import Wrapped
+from tests.rollouts import Wrapped, save_scripted
 from tests.two_turns import TwoTurns, expected
 
 PROMPTS = [Prompt((5, 9 + place % 4), index=place) for place in range(20)]
@@ -151,7 +151,6 @@ def servers_body(world: World, folder: Path) -> Any:
     os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])
     NotingServers.folder = folder
     config = RolloutConfig(servers=2, max_batch=2, deadline_seconds=20.0)
-    (folder / "config.json").write_text('{"model_type": "scripted"}')
     engine = NotingServers(folder, config, world, dtype="float32", stop_ids=[1], logs=folder)
     if engine.servers:
         engine.expect(["one"])
@@ -177,6 +176,7 @@ def test_both_turns_of_a_rollout_are_answered_by_one_server(tmp_path: Path) -> N
         return Completion((*ids, seed), (-0.5,) * (len(ids) + 1), "length", 4)
 
     trajectories = expected(PROMPTS, SEEDS, echoed)
+    save_scripted(tmp_path)
     for found in run_ranks(2, servers_body, tmp_path, timeout=60):
         assert [rollout.trajectories for rollout in found] == [(each,) for each in trajectories]
     asked = [

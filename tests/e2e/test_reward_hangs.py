@@ -84,7 +84,10 @@ def test_a_request_to_stop_is_not_held_up_by_it(
         *options(silent, tmp_path),
     ]
     process = subprocess.Popen(
-        [*command, "checkpoint.every=1", "--processes", "2"], cwd=ROOT, start_new_session=True
+        # one answer is finished at a time, so that those of the first few requests have their scores
+        [*command, "rollout.max_batch=1", "checkpoint.every=1", "--processes", "2"],
+        cwd=ROOT,
+        start_new_session=True,
     )
     try:
         assert Silent.asked.wait(120)

@@ -26,8 +26,17 @@ def lists(rows: Ragged) -> list[list[int]]:
     return [row.tolist() for row in rows]
 
 
+@pytest.mark.parametrize("short", [0, ragged.SHORT])
 @drawn(rows=ROWS, data=st.data())
-def test_rows_are_what_a_list_of_them_is(rows: list[list[int]], data: st.DataObject) -> None:
+def test_rows_are_what_a_list_of_them_is(
+    short: int, rows: list[list[int]], data: st.DataObject
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ragged, "SHORT", short)
+        check_rows(rows, data)
+
+
+def check_rows(rows: list[list[int]], data: st.DataObject) -> None:
     found = of(rows)
     assert lists(found) == rows
     assert found.flat.tolist() == [x for row in rows for x in row]
@@ -41,6 +50,12 @@ def test_rows_are_what_a_list_of_them_is(rows: list[list[int]], data: st.DataObj
     assert found.spread(torch.arange(len(rows))).tolist() == [
         number for number, row in enumerate(rows) for _ in row
     ]
+    whole = Ragged.packed(found.flat.int(), found.lengths)
+    assert whole.sums().tolist() == [sum(row) for row in rows]
+    found.assign(found.padded(width=width + 2) + 1)
+    assert lists(found) == [[x + 1 for x in row] for row in rows]
+    assert found.values[0] == 77, "what lies between the rows stays as it is"
+    found.assign(found.padded() - 1)
     assert lists(found.extended(3)) == [[*row, 3] for row in rows]
     assert lists(found.shifted(1)) == [row[1:] for row in rows]
     assert lists(Ragged.join([found, found.shifted(1)])) == [*rows, *(row[1:] for row in rows)]
