@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 from typing_extensions import TypeVar
 
+from rftmega.media.placed import PlacedPicture
 from rftmega.ragged import Ragged
 
 Metrics = dict[str, float]
@@ -43,6 +44,8 @@ class Prompt:
     # that read them; "" where none does
     record: str = ""
     task: int = 0  # its number among the prompts that the run draws; seeds depend on it
+    # in the order of their places; `token_ids` has as many placeholders as they have features
+    pictures: tuple[PlacedPicture, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
