@@ -7,11 +7,14 @@ READY := $(VENV)/.ready-$(HARDWARE)
 
 .PHONY: demo test check ranks gpu gpu-bench invariance chaos mutations bench learning slurm clean
 
-$(READY): requirements/torch.txt requirements/$(HARDWARE).txt requirements/dev.txt setup.py
+TORCHVISION := $(wildcard requirements/torchvision_cpu/*.p*)
+
+$(READY): requirements/torch.txt requirements/$(HARDWARE).txt requirements/dev.txt setup.py $(TORCHVISION)
 	$(PYTHON) -m venv $(VENV)
 ifeq ($(HARDWARE),cpu)
 	$(BIN)/pip install --quiet -r requirements/torch.txt
 	$(BIN)/pip install --quiet --no-deps -r requirements/cpu.txt
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation ./requirements/torchvision_cpu
 else
 	$(BIN)/pip install --quiet --no-deps -r requirements/cuda.txt
 endif

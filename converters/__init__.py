@@ -14,6 +14,7 @@ from typing import Any
 
 from converters import decoder, families
 from converters.config_fields import Fields
+from converters.nested_fields import VisionFields, flattened
 from converters.rules import (
     QKV,
     Column,
@@ -58,13 +59,13 @@ def completed(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     Raises CheckpointError for a family without a table, and for fields that are missing, null or of
     another kind.
     """
-    fields: Fields = _family(hf_config).FIELDS
+    fields: Fields | VisionFields = _family(hf_config).FIELDS
     return fields.completed(hf_config)
 
 
 def default_rope_theta(hf_config: Mapping[str, Any]) -> float:
     """Returns the base of the rotary embedding where config.json names none."""
-    fields: Fields = _family(hf_config).FIELDS
+    fields: Fields | VisionFields = _family(hf_config).FIELDS
     return fields.rope_theta
 
 
@@ -108,6 +109,7 @@ __all__ = [
     "assemble",
     "completed",
     "default_rope_theta",
+    "flattened",
     "instances",
     "left_out",
     "located",

@@ -76,7 +76,7 @@ class Rule:
 
         What speaks of no layer otherwise is the last one's.
         """
-        return self.megatron[0].startswith("embedding.")
+        return self.megatron[0].startswith(("embedding.", "visual."))
 
     def speaks_of(self, layer: int) -> bool:
         return self.layers is None or layer in self.layers

@@ -22,7 +22,8 @@ from model_providers.description import Experts, LatentAttention, ModelDescripti
 from model_providers.installed import fused_kernels, installed, uses_transformer_engine
 from model_providers.latent_attention import mend_latent_attention
 from model_providers.rope import Rope
-from model_providers.rotary import PackedRotary
+from model_providers.rotary import MultimodalRotary, PackedRotary
+from model_providers.vision import DeepstackLayer, VisionLanguageModel, build_tower
 from rftmega.config import ParallelConfig
 
 
@@ -168,11 +169,13 @@ def build_chunk(
     post_process: bool,
     chunk: int | None = None,
     head: bool = True,
+    freeze_vision: bool = False,
 ) -> GPTModel:
     """Builds the layers of this pipeline stage, or of its `chunk` where the schedule is
     interleaved, randomly initialised.
 
-    `head=False` leaves the output head out: a value model has its own.
+    `head=False` leaves the output head out: a value model has its own. `freeze_vision`: the vision
+    tower has no gradient.
     """
     rope = model.rope
     if config.gradient_accumulation_fusion and not installed().weight_gradients:
@@ -181,9 +184,18 @@ def build_chunk(
         vars(layers)["_grad_accum_fusion_available"] = True
     if config.moe_token_dispatcher_type == "flex":
         logging.getLogger(token_dispatcher.__name__).addFilter(_not_about_probabilities)
-    built = GPTModel(
+    layers_spec = spec.block_spec(config, chunk)
+    kind: Any = GPTModel
+    more: dict[str, Any] = {}
+    if model.tower:
+        kind = VisionLanguageModel
+        tower = build_tower(model, config.params_dtype) if pre_process else None
+        more = {"tower": tower, "frozen": freeze_vision}
+    if model.tower and model.tower.deepstack:
+        spec.replace_layers(layers_spec, DeepstackLayer)
+    built: GPTModel = kind(
         config,
-        spec.block_spec(config, chunk),
+        layers_spec,
         vocab_size=padded_vocabulary(model.vocabulary, config.tensor_model_parallel_size),
         max_sequence_length=model.max_positions,
         pre_process=pre_process,
@@ -196,12 +208,21 @@ def build_chunk(
         rope_scaling=rope.kind == "llama3",
         rope_scaling_factor=rope.factor,
         vp_stage=chunk,
+        **more,
     )
     if post_process:
         built.output_layer.gradient_accumulation_fusion &= installed().weight_gradients
     if post_process and not head:
         del built.output_layer
-    if not model.latent and not uses_transformer_engine():
+    if model.tower:
+        built.rotary_pos_emb = MultimodalRotary(
+            model.head_dim,
+            rope.base,
+            rope.sections,
+            interleaved=rope.interleaved,
+            by_rows=uses_transformer_engine(),
+        )
+    elif not model.latent and not uses_transformer_engine():
         built.rotary_pos_emb = PackedRotary(built.rotary_pos_emb)
     if model.latent:
         mend_latent_attention(built, config)

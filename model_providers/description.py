@@ -11,6 +11,7 @@ from typing import Any
 from model_providers import families
 from model_providers.hf_config import HFConfig
 from model_providers.rope import Rope, read_rope
+from model_providers.tower import VisionTower
 from rftmega.config import ParallelConfig
 from rftmega.errors import CheckpointError
 
@@ -83,6 +84,7 @@ class ModelDescription:
     windowed: frozenset[int] = frozenset()
     latent: LatentAttention | None = None
     experts: Experts | None = None
+    tower: VisionTower | None = None  # on the first stage
 
     @property
     def parameters(self) -> int:
@@ -95,7 +97,8 @@ class ModelDescription:
             routed = experts.number * (3 * experts.ffn + 1)  # 1: the router's row
             mlps += sparse * self.hidden * (routed + shared)
         outside = self.hidden + self.vocabulary * self.hidden * (1 if self.tied else 2)
-        return self.layers * (self._attention_parameters + norms) + mlps + outside
+        tower = self.tower.parameters if self.tower else 0
+        return self.layers * (self._attention_parameters + norms) + mlps + outside + tower
 
     @property
     def _attention_parameters(self) -> int:
@@ -156,6 +159,11 @@ def decoder(
         raise CheckpointError(
             f"num_attention_heads={heads} is no multiple of num_key_value_heads={groups}."
         )
+    rope = read_rope(config)
+    if rope.sections and sum(rope.sections) != head_dim // 2:
+        raise CheckpointError(
+            f"rope mrope_section={list(rope.sections)} does not add up to half of a head, {head_dim // 2}."
+        )
     return ModelDescription(
         family=config["model_type"],
         layers=config["num_hidden_layers"],
@@ -167,7 +175,7 @@ def decoder(
         vocabulary=config["vocab_size"],
         max_positions=config["max_position_embeddings"],
         norm_epsilon=config["rms_norm_eps"],
-        rope=read_rope(config),
+        rope=rope,
         tied=config["tie_word_embeddings"],
         qkv_bias=qkv_bias,
         qk_norm=qk_norm,
@@ -256,9 +264,16 @@ def layout_violations(model: ModelDescription, parallel: ParallelConfig) -> list
             _no_divisor("parallel.tensor", parallel.tensor, "intermediate_size", model.ffn)
         )
     try:
-        stage_layers(model.layers, parallel)
+        first = len(stage_layers(model.layers, parallel)[0][0])
     except ValueError as reason:
         found.append(str(reason))
+    else:
+        if model.tower and model.tower.deepstack > first:
+            found.append(
+                f"The first pipeline stage begins with {first} layers, and the vision tower feeds the first "
+                f"{model.tower.deepstack}, which have to be together. Set parallel.first_stage_layers, or lower "
+                "parallel.pipeline or parallel.virtual_pipeline."
+            )
     return found + _expert_violations(model.experts, parallel)
 
 

@@ -10,6 +10,7 @@ N + 4 L H Q T a token forward). The backward pass takes twice as much as the for
 from collections.abc import Iterable
 
 from model_providers.description import ModelDescription
+from model_providers.tower import VisionTower
 
 BACKWARD = 2  # times the forward pass: gradients of the inputs and of the weights
 
@@ -63,3 +64,36 @@ def _attention(model: ModelDescription, tokens: int) -> int:
     windowed = len(model.windowed)
     seen = (model.layers - windowed) * tokens + windowed * min(tokens, model.window or tokens)
     return 2 * model.heads * width * tokens * seen
+
+
+def tower_flops(tower: VisionTower, grids: Iterable[tuple[int, int, int]]) -> int:
+    """Counts one forward pass of the vision tower over pictures of so many patches along time,
+    height and width.
+
+    Attention is within windows, but for `full_layers`; of a window at the edge what is there is
+    counted.
+    """
+    block = 4 * tower.width**2 + (3 if tower.gated else 2) * tower.width * tower.ffn
+    merged = tower.width * tower.merge**2
+    out = tower.fields.get("out_hidden_size", tower.fields["hidden_size"])
+    mergers = (1 + tower.deepstack) * (merged * merged + merged * out)
+    total = 0
+    for time, height, width in grids:
+        patches = time * height * width
+        features = patches // tower.merge**2
+        total += 2 * patches * (tower.depth * block + tower.width * tower.patch_width)
+        total += 2 * features * mergers
+        windowed = (tower.depth - tower.full_layers) * _windowed(tower, height, width)
+        seen = tower.full_layers * (height * width) ** 2 + windowed
+        total += 4 * tower.width * time * seen
+    return total
+
+
+def _windowed(tower: VisionTower, height: int, width: int) -> int:
+    """Returns pairs of patches that attend to each other within the windows of one picture."""
+    if not tower.window:
+        return (height * width) ** 2
+    side = tower.window // tower.patch_size
+    rows = [min(side, height - first) for first in range(0, height, side)]
+    columns = [min(side, width - first) for first in range(0, width, side)]
+    return sum((row * column) ** 2 for row in rows for column in columns)

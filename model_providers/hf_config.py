@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from converters import completed
+from converters import completed, flattened
 from rftmega.errors import CheckpointError
 from rftmega.json_files import read_json_object
 
@@ -67,6 +67,7 @@ class HFConfig(Mapping[str, Any]):
         """Raises CheckpointError for fields that are missing, null where they must not be, or of
         another kind.
         """
+        fields = flattened(fields)
         self._fields = {
             name: value for name, value in completed(fields).items() if value is not None
         }

@@ -92,9 +92,12 @@ def fused_kernels(
     engine = found.transformer_engine or ()
     fields = {
         # One kernel turns queries and one keys; Megatron's other way asks the device for the rows'
-        # lengths, twice each. The fused one forgets YaRN's factor on packed rows, and that of
-        # latent attention is experimental in Megatron-Core 0.16.
-        "apply_rope_fusion": engine >= (1, 12) and not model.latent and not model.rope.yarn,
+        # lengths, twice each. The fused one forgets YaRN's factor on packed rows, that of latent
+        # attention is experimental in Megatron-Core 0.16, and a picture's positions are no count.
+        "apply_rope_fusion": engine >= (1, 12)
+        and not model.latent
+        and not model.rope.yarn
+        and not model.tower,
         "bias_activation_fusion": found.triton,
         # Weights' gradients are added to the fp32 sums by the kernel that computes them.
         "gradient_accumulation_fusion": bool(engine) or found.weight_gradients,

@@ -33,6 +33,10 @@ class Rope:
     kind: str = "default"
     factor: float = 1.0
     yarn: Yarn | None = None
+    # frequencies that turn with time, height and width of a picture's features (Qwen2-VL,
+    # arXiv:2409.12191); empty: positions are one number
+    sections: tuple[int, ...] = ()
+    interleaved: bool = False  # the three take turns, instead of one after the other
 
 
 def read_rope(config: HFConfig) -> Rope:
@@ -44,6 +48,13 @@ def read_rope(config: HFConfig) -> Rope:
     """
     fields = _fields(config)
     kind = fields.pop("rope_type")
+    sections: tuple[int, ...] = ()
+    interleaved = False
+    if "vision_config" in config:
+        sections, interleaved = _sections(fields)
+        kind = "default" if kind == "mrope" else kind
+        if kind != "default":
+            raise CheckpointError(f"rope_type={kind!r} is not supported with pictures; default is.")
     if kind not in ("default", "linear", "llama3", "yarn"):
         raise CheckpointError(
             f"rope_type={kind!r} is not supported; default, linear, llama3 and yarn are."
@@ -78,7 +89,7 @@ def read_rope(config: HFConfig) -> Rope:
         raise CheckpointError(
             f"rope parameters of type {kind} have {said}, which is not honoured here."
         )
-    return Rope(base, kind, factor, yarn)
+    return Rope(base, kind, factor, yarn, sections, interleaved)
 
 
 def _fields(config: HFConfig) -> dict[str, Any]:
@@ -91,6 +102,18 @@ def _fields(config: HFConfig) -> dict[str, Any]:
         raise CheckpointError("rope_parameters differ between layer types, which is not supported.")
     older = fields.pop("type", "default")
     return {"rope_type": older, "rope_theta": theta} | fields
+
+
+def _sections(fields: dict[str, Any]) -> tuple[tuple[int, ...], bool]:
+    """Takes the shares of time, height and width out of `fields`, and whether they take turns."""
+    sections = fields.pop("mrope_section", None)
+    interleaved = fields.pop("mrope_interleaved", False)
+    fits = isinstance(sections, list) and len(sections) == 3
+    if not fits or not all(is_whole(part, 0) for part in sections):
+        raise CheckpointError(f"rope mrope_section={sections!r}: it must list three whole numbers.")
+    if interleaved not in (True, False):
+        raise CheckpointError(f"rope mrope_interleaved={interleaved!r}: it must be true or false.")
+    return tuple(sections), bool(interleaved)
 
 
 def _number(fields: dict[str, Any], name: str) -> float:

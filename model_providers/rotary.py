@@ -1,5 +1,6 @@
 """Rotary embeddings of packed rows, all at once."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -50,10 +51,12 @@ class PackedRotary(nn.Module):
         return self._of_tokens(found)
 
     def _of_tokens(self, angles: Tensor) -> Tensor:
+        return self._placed(angles[self._positions])
+
+    def _placed(self, mine: Tensor) -> Tensor:
         """Returns [N x ranks, 1, 1, D]: this rank's tokens at the places where Megatron looks for
         its two zig-zag chunks of one row.
         """
-        mine = angles[self._positions]
         rank, ranks = self._context
         if ranks == 1:
             return mine
@@ -63,3 +66,60 @@ class PackedRotary(nn.Module):
         whole[rank * half : (rank + 1) * half] = first
         whole[len(whole) - (rank + 1) * half : len(whole) - rank * half] = second
         return whole
+
+
+class MultimodalRotary(PackedRotary):
+    """MultimodalRotary gives the angles of tokens whose positions are three numbers: time, height
+    and width (Qwen2-VL, arXiv:2409.12191).
+
+    Megatron-Core 0.16's own module does not interleave the three, and cuts packed rows as if they
+    were one under context parallelism.
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        base: float,
+        sections: Sequence[int],
+        *,
+        interleaved: bool,
+        by_rows: bool,
+    ):
+        """`sections`: how many frequencies turn with each of the three, blocks of them, or
+        `interleaved`. `by_rows`: attention reads the edges of padded rows, so that each row has to
+        be cut for itself.
+        """
+        super().__init__(nn.Identity())
+        self.by_rows = by_rows
+        powers = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        self._frequencies = 1.0 / base**powers
+        self._axis = _axis_of(sections, interleaved=interleaved)  # of each frequency
+
+    def next(self, sequence: PackedSeqParams, positions: Tensor, *, rank: int, ranks: int) -> None:
+        """Prepares the next forward pass, of tokens at `positions` [N, 3]: what context-parallel
+        rank `rank` of `ranks` has, or with `by_rows` what all of them have.
+        """
+        if self.by_rows:
+            self._positions, self._context = positions, (0, 1)
+        else:
+            super().next(sequence, positions, rank=rank, ranks=ranks)
+
+    def get_rotary_seq_len(self, *given: Any, **named: Any) -> int:
+        return 0
+
+    def forward(self, *given: Any, packed_seq: bool = False, **named: Any) -> Tensor:
+        """Returns [N, 1, 1, D], where Megatron looks for them."""
+        where = self._positions.device
+        positions = self._positions[:, self._axis.to(where)].float()
+        angles = positions * self._frequencies.to(where)
+        return self._placed(torch.cat([angles, angles], dim=-1)[:, None, None])
+
+
+def _axis_of(sections: Sequence[int], *, interleaved: bool) -> Tensor:
+    """Returns [D / 2] int64: which of the three positions turns each frequency."""
+    axis = torch.arange(3).repeat_interleave(torch.tensor(sections))
+    if interleaved:  # t h w t h w ... t t
+        axis = torch.zeros_like(axis)
+        for each in (1, 2):
+            axis[each : 3 * sections[each] : 3] = each
+    return axis

@@ -34,6 +34,12 @@ def block_spec(config: TransformerConfig, chunk: int | None) -> TransformerBlock
     return block
 
 
+def replace_layers(block: TransformerBlockSubmodules, kind: type) -> None:
+    """Lets the block be built of layers of this class."""
+    for layer in block.layer_specs:
+        layer.module = kind
+
+
 def _use_ours(parts: TransformerLayerSubmodules) -> None:
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention = parts.self_attention.submodules

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 from typing_extensions import TypeVar
 
-from rftmega.media.placed import PlacedPicture
+from rftmega.media.placed import PlacedPicture, RowPictures
 from rftmega.ragged import Ragged
 
 Metrics = dict[str, float]
@@ -183,6 +183,7 @@ class Rows(Generic[Column]):
     prompt_lengths: Tensor  # [B] int64: tokens before the first answer
     lengths: Tensor  # [B] int64: prompt and response together
     mask: Column  # bool, True where the target is a token that the policy chose
+    pictures: RowPictures | None = None  # of the rows; None where none has one
 
     @staticmethod
     def of_answers(tokens: Tensor, prompt_lengths: Tensor, lengths: Tensor) -> "Rows":
@@ -231,7 +232,13 @@ class Rows(Generic[Column]):
                 return column.extended()
             return functional.pad(column, (0, 1))
 
-        return Rows(longer(self.tokens), self.prompt_lengths, self.lengths + 1, longer(self.mask))
+        return Rows(
+            longer(self.tokens),
+            self.prompt_lengths,
+            self.lengths + 1,
+            longer(self.mask),
+            self.pictures,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +303,13 @@ class Samples(Generic[Column]):
         tokens, mask, behaviour_logp, own_versions = once(joined)
         return Samples(
             [prompt for part in parts for prompt in part.prompts],
-            Rows(tokens, torch.cat([part.prompt_lengths for part in rows]), tokens.lengths, mask),
+            Rows(
+                tokens,
+                torch.cat([part.prompt_lengths for part in rows]),
+                tokens.lengths,
+                mask,
+                RowPictures.join([part.pictures for part in rows], [len(part) for part in rows]),
+            ),
             behaviour_logp,
             torch.cat([part.reward for part in parts]),
             torch.cat(groups),
@@ -328,13 +341,14 @@ class Experience(Generic[Column]):
     entropy: Column | None = None
     # integers: of the policy that chose each token, -1 outside the mask; None: not known
     versions: Column | None = None
+    pictures: RowPictures | None = None  # of the rows; None where none has one
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     @property
     def rows(self) -> Rows[Column]:
-        return Rows(self.tokens, self.prompt_lengths, self.lengths, self.mask)
+        return Rows(self.tokens, self.prompt_lengths, self.lengths, self.mask, self.pictures)
 
     def select(self, index: Tensor) -> "Experience[Column]":
         """Returns rows `index` (int64 [b]); padded ones are trimmed to the longest of them."""
@@ -365,6 +379,8 @@ class Experience(Generic[Column]):
 
         def joined(name: str) -> Any:
             values = [getattr(part, name) for part in parts]
+            if name == "pictures":
+                return RowPictures.join(values, [len(part) for part in parts])
             if any(value is None for value in values):
                 return None
             return Ragged.join(values) if isinstance(values[0], Ragged) else torch.cat(values)
@@ -380,6 +396,8 @@ def _mapped(batch: Any, change: Callable[[str, Any], Any]) -> Any:
         value = getattr(batch, each.name)
         if isinstance(value, Rows):
             value = _mapped(value, change)
+        elif isinstance(value, RowPictures):
+            pass  # the same, however columns lie
         elif isinstance(value, dict):
             value = {name: change(name, part) for name, part in value.items()}
         elif value is not None and each.name != "prompts":
@@ -400,8 +418,17 @@ def _selected(batch: Any, index: Tensor) -> Any:
 
     found = _mapped(batch, chosen)
     if isinstance(batch, Samples):
-        found = replace(found, prompts=[batch.prompts[row] for row in index.tolist()])
-    return found
+        rows = _with_pictures(found.rows, batch.rows.pictures, index)
+        own = [batch.prompts[row] for row in index.tolist()]
+        return replace(found, rows=rows, prompts=own)
+    return _with_pictures(found, batch.pictures, index)
+
+
+def _with_pictures(batch: Any, pictures: RowPictures | None, index: Tensor) -> Any:
+    """Returns the batch with those pictures that its rows had."""
+    if pictures is None:
+        return batch
+    return replace(batch, pictures=RowPictures.of(pictures.select(index.tolist()).rows))
 
 
 def _padded(batch: Any) -> Any:

@@ -35,7 +35,8 @@ MAY_IMPORT = {
     "device": "errors",
     "kernels": "",
     "parallel": "config ragged errors device",
-    "megatron": "media config types shards ragged errors json_files device parallel kernels checkpoint model_providers converters",
+    "megatron": "config types media shards ragged errors json_files device parallel kernels checkpoint model_providers "
+    "converters",
     "checkpoint": "config shards errors json_files device parallel converters",
     "conversion": "config errors json_files parallel checkpoint megatron model_providers converters",
     "rollout": "media config types shards interfaces errors json_files device parallel weights",
@@ -55,7 +56,7 @@ ONLY_IN = {
     "torch.distributed": "parallel kernels megatron weights strategy checkpoint rollout dispatch observe launch lightrft",
     "torch.cuda": "device",
     "vllm": "rollout",
-    "transformers": "rollout data media",
+    "transformers": "rollout data media model_providers",
     "pyarrow": "data",
     "datasets": "data",
 }

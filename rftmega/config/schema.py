@@ -35,6 +35,9 @@ class ModelConfig:
     dropout: BelowOne = 0.0
     """Dropout of hidden states and attention while learning; scoring never drops."""
 
+    freeze_vision: bool = False
+    """The vision tower of a model that sees stays as it is; only its decoder learns."""
+
     trust_remote_code: bool = False
     """The tokenizer may be Python code in model.path, which then runs here."""
 
@@ -162,6 +165,9 @@ class RolloutConfig:
     max_response_tokens: Count = 1024
     """An answer is cut off here."""
 
+    max_pictures: NotNegativeInt = 8
+    """Pictures that a prompt may have, of a model with a vision tower."""
+
     max_logprob_gap: NotNegative = 0.0
     """The run stops before it learns where the 99.9th percentile of |engine - trainer|
     log-probability is above this; 0: by dtype (docs/push.md).
@@ -223,6 +229,16 @@ class DataConfig:
 
     kind_key: str = "kind"
     """Key of the kind of task, which reward.recipe speaks about; a record may go without."""
+
+    images_key: str = "images"
+    """Key of a prompt's pictures, for a model with a vision tower: one or a list of paths, bytes, or
+    base64 (data:image/...); a record may go without. Their places are <image> in the prompt.
+    """
+
+    pictures_folder: str = ""
+    """Folder that the paths of pictures begin in, and that none leads out of; empty: the data
+    file's.
+    """
 
     response_key: str = "response"
     """Supervised data (data.ptx, too): key of the answer to learn (none where the prompt's chat
@@ -481,10 +497,18 @@ class TrainerConfig:
     """And of at most this sum of squared row lengths, which bounds attention's work; 0: no bound.
     """
 
+    max_patches_per_micro_batch: NotNegativeInt = 0
+    """And of at most this many patches of pictures, which the vision tower holds at once; 0: no
+    bound.
+    """
+
     attention_weight: NotNegative = 0.0
     """Cost of a row of n tokens is n + this x n^2 when work is balanced over data-parallel
     processes.
     """
+
+    patch_weight: NotNegative = 1.0
+    """Cost of a patch of a picture, in tokens, in the same balance."""
 
     offload: bool = True
     """Between phases, what the trainer doesn't need (weights, gradients, main parameters, Adam)

@@ -20,6 +20,7 @@ from converters import (
     Rule,
     Vocabulary,
     assemble,
+    flattened,
     left_out,
     located,
     padded_vocabulary,
@@ -36,6 +37,7 @@ from converters.hf_folder import (
     write_index,
     write_shard,
 )
+from converters.vision import embedding_name
 from model_providers.builder import build_chunk, transformer_config
 from model_providers.description import describe, layout_violations
 from model_providers.hf_config import read_hf_config
@@ -100,7 +102,7 @@ def to_megatron(
     """
     files = HFFolder(source)
     value_head = "score.weight" in files
-    dtype = files.dtype_of("model.embed_tokens.weight")
+    dtype = files.dtype_of(embedding_name(table(read_hf_config(source))))
     model = SourceModel(source, dtype, value_head=value_head, head_bias="score.bias" in files)
     if problems := layout_violations(model.description, parallel):
         raise ConfigError(
@@ -248,7 +250,7 @@ class FolderTensors:
         self.files = HFFolder(folder)
         hf_config = read_hf_config(folder)
         self.left_out = left_out(hf_config, self.files.names)
-        if hf_config.get("tie_word_embeddings") and HEAD in self.files:
+        if flattened(hf_config).get("tie_word_embeddings") and HEAD in self.files:
             self.left_out.add(HEAD)
         self.planned = [
             PlannedTensor(name, self.files.dtype_of(name), self.files.shape_of(name))

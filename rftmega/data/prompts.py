@@ -11,9 +11,11 @@ from typing import Any
 from rftmega.config import DataConfig
 from rftmega.data.encoder import Encoder
 from rftmega.data.examples import load_examples, required
+from rftmega.data.pictures import PictureReader, expanded_within, without_pictures
 from rftmega.data.records import Record
 from rftmega.data.tokenizer import Tokenizer
 from rftmega.errors import DataError
+from rftmega.media.processor import PictureProcessor
 from rftmega.types import Prompt
 
 
@@ -24,17 +26,24 @@ def load_prompts(
     *,
     max_prompt_tokens: int,
     columns: bool = False,
+    processor: PictureProcessor | None = None,
+    max_pictures: int = 0,
 ) -> list[Prompt]:
     """Returns one Prompt a record, with the record's columns where `columns` says so.
+
+    `processor`: of a model that sees, whose prompts may have `max_pictures` pictures.
 
     Raises DataError that lists where a record can't be read, lacks a key, holds the wrong type or
     is too long.
     """
-    parse = partial(_parse, Encoder(tokenizer, config, max_prompt_tokens), columns)
+    reader = PictureReader(processor, config, source, max_pictures)
+    parse = partial(_parse, Encoder(tokenizer, config, max_prompt_tokens), columns, reader)
     return load_examples(source, parse, too_long=config.too_long, noun="prompts")
 
 
-def _parse(encoder: Encoder, columns: bool, record: Record, index: int) -> Prompt:
+def _parse(
+    encoder: Encoder, columns: bool, reader: PictureReader, record: Record, index: int
+) -> Prompt:
     config = encoder.config
     label = required(record, config.label_key, "data.label_key") if config.label_key else ""
     if isinstance(label, bool) or not isinstance(label, str | int | float):
@@ -51,9 +60,13 @@ def _parse(encoder: Encoder, columns: bool, record: Record, index: int) -> Promp
             f'"{config.kind_key}" must be a string, not {type(kind).__name__} (the key is set by data.kind_key).'
         )
     text = required(record, config.prompt_key, "data.prompt_key")
-    ids = encoder.prompt(text)
-    kept = _as_json({**record, "prompt": text}) if columns else ""
-    return Prompt(ids, label=str(label), index=index, kind=kind, record=kept)
+    sources = reader.sources(record)
+    ids = encoder.prompt(reader.marked(text))
+    ids, pictures = reader.placed(ids, sources)
+    expanded_within(ids, encoder.max_prompt_tokens, len(pictures))
+    seen = without_pictures(record, config)
+    kept = _as_json({**seen, "prompt": text}) if columns else ""
+    return Prompt(ids, label=str(label), index=index, kind=kind, record=kept, pictures=pictures)
 
 
 def _as_json(record: Record) -> str:

@@ -4,18 +4,29 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rftmega.config import RunConfig
+from rftmega.data.pictures import check_pictures
 from rftmega.data.preference import load_preferences, pair_rows
 from rftmega.data.prompts import load_prompts
 from rftmega.data.sampler import PromptOrder, order_of
 from rftmega.data.supervised import Example, load_supervised, rows_of
 from rftmega.data.tokenizer import Tokenizer
+from rftmega.media.processor import processor_of
 from rftmega.types import Prompt, Rows
 
 
 def prompts_of(
-    config: RunConfig, tokenizer: Tokenizer, *, check: Callable[[Sequence[Prompt]], None]
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    *,
+    check: Callable[[Sequence[Prompt]], None],
+    rank: int = 0,
+    ranks: int = 1,
 ) -> tuple[PromptOrder[Prompt], dict[str, list[Prompt]]]:
-    """Loads prompts, those of each file checked by `check`, which raises what speaks against them."""
+    """Loads prompts, those of each file checked by `check`, which raises what speaks against them.
+
+    Each of the `ranks` processes that load the same decodes its share of the pictures.
+    """
+    processor = processor_of(config.model.path)
 
     def load(source: str) -> list[Prompt]:
         prompts = load_prompts(
@@ -24,8 +35,11 @@ def prompts_of(
             config.data,
             max_prompt_tokens=config.rollout.max_prompt_tokens,
             columns=config.reward.reads_columns,
+            processor=processor,
+            max_pictures=config.rollout.max_pictures,
         )
         check(prompts)
+        check_pictures(prompts, rank=rank, ranks=ranks)
         return prompts
 
     order = order_of(

@@ -186,7 +186,7 @@ class PendingRequests:
             # every process has the prompts
             short = [
                 (place, None if ids is prompts[place].token_ids else list(ids), seed)
-                for ids, seed, place, _ in asked
+                for ids, seed, place, _, _ in asked
             ]
             self.announced.say((short, self.queue.begun, self._every))
 
@@ -195,6 +195,12 @@ class PendingRequests:
         short, self.queue.begun, self._every = self.announced.hear()
         prompts, expected = self.tasks.prompts, self.tasks.expected_lengths
         return [
-            Request(prompts[place].token_ids if ids is None else ids, seed, place, expected[place])
+            Request(
+                prompts[place].token_ids if ids is None else ids,
+                seed,
+                place,
+                expected[place],
+                prompts[place].pictures,
+            )
             for place, ids, seed in short
         ]

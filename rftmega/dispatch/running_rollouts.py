@@ -145,7 +145,8 @@ class RunningRollouts:
         future = self._loop.create_future()
         if token_ids is not self.prompts[place].token_ids:  # of NumPy, say
             token_ids = tuple(map(int, token_ids))
-        self._asked.append(Request(token_ids, seed, place, self.expected_lengths[place]))
+        expected, pictures = self.expected_lengths[place], self.prompts[place].pictures
+        self._asked.append(Request(token_ids, seed, place, expected, pictures))
         self._new.append(future)
         self._news.set()
         return await future

@@ -96,6 +96,7 @@ class ExperienceMaker:
             returns=returns,
             entropy=None if stats is None else stats.entropy,
             versions=samples.versions,
+            pictures=rows.pictures,
         )
 
     def _finished(self, advantage: Ragged, taught: Ragged) -> Ragged:

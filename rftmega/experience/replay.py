@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rftmega.interfaces import Host, OneProcess
+from rftmega.media.placed import RowPictures
 from rftmega.ragged import Ragged
 from rftmega.types import Experience
 
@@ -96,10 +97,14 @@ class ReplayBuffer:
 
 
 def _packed(value: Any) -> Any:
+    if isinstance(value, RowPictures):
+        return {"pictures": value.state()}
     return {"values": value.flat, "lengths": value.lengths} if isinstance(value, Ragged) else value
 
 
 def _unpacked(value: Any) -> Any:
+    if isinstance(value, dict) and "pictures" in value:
+        return RowPictures.from_state(value["pictures"])
     return Ragged.packed(**value) if isinstance(value, dict) else value
 
 

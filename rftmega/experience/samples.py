@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from rftmega.interfaces import Reward
+from rftmega.media.placed import RowPictures
 from rftmega.ragged import Ragged
 from rftmega.rollout_arrays import RolloutArrays
 from rftmega.types import Prompt, Rollout, Rows, Samples
@@ -59,6 +60,7 @@ def collect(
             tokens.lengths,
             # place t speaks about token t + 1
             arrays.column("loss_mask").shifted(1),
+            RowPictures.of(prompt.pictures for prompt in prompts),
         ),
         behaviour_logp=arrays.column("logprobs").shifted(1),
         reward=torch.tensor([score["reward"] for score in scores], dtype=torch.float32),

@@ -29,11 +29,18 @@ def reinforce(config: RunConfig) -> int:
     """Trains a policy on prompts by rewards. Returns the exit code."""
     from rftmega import environments
     from rftmega.data import Tokenizer, prompts_of, ptx_of
+    from rftmega.parallel.environment import whole_number
     from rftmega.rewards import MajorityReward, check_prompts, create
 
     tokenizer = Tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     # Data first: what is wrong with it shows before the heavy imports.
-    prompts, held_out = prompts_of(config, tokenizer, check=partial(check_prompts, config.reward))
+    prompts, held_out = prompts_of(
+        config,
+        tokenizer,
+        check=partial(check_prompts, config.reward),
+        rank=whole_number("RANK", 0),
+        ranks=whole_number("WORLD_SIZE", 1),
+    )
     ptx = ptx_of(config, tokenizer)
     reward = create(config.reward, tokenizer.decode)
     environment = environments.create(config.environment, tokenizer)

@@ -1,8 +1,10 @@
 """Pictures among the tokens of a prompt."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -28,6 +30,72 @@ class PlacedPicture:
     @property
     def end(self) -> int:
         return self.start + self.tokens
+
+    def state(self) -> list[object]:
+        """Returns the picture as JSON has it, but for contents that are in no file: a tensor."""
+        source: object = self.source
+        if isinstance(source, bytes):
+            source = torch.frombuffer(bytearray(source), dtype=torch.uint8)
+        return [source, self.digest, list(self.grid), self.start, self.tokens]
+
+    @staticmethod
+    def from_state(state: Sequence[object]) -> "PlacedPicture":
+        """Returns what `state` gave."""
+        source, digest, grid, start, tokens = state
+        found: Any = source
+        if isinstance(source, Tensor) and source.dtype == torch.uint8:
+            found = source.numpy().tobytes()
+        return PlacedPicture(found, str(digest), tuple(grid), start, tokens)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class RowPictures:
+    """RowPictures tells which pictures each row of a batch has."""
+
+    rows: tuple[tuple[PlacedPicture, ...], ...]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def select(self, index: Iterable[int]) -> "RowPictures":
+        return RowPictures(tuple(self.rows[row] for row in index))
+
+    @property
+    def patches(self) -> list[int]:
+        """Returns how many patches each row has."""
+        return [sum(picture.patches for picture in row) for row in self.rows]
+
+    @property
+    def distinct(self) -> dict[str, PlacedPicture]:
+        """Returns digest -> a picture, in the order of their first places."""
+        found: dict[str, PlacedPicture] = {}
+        for row in self.rows:
+            for picture in row:
+                found.setdefault(picture.digest, picture)
+        return found
+
+    @staticmethod
+    def of(rows: Iterable[Sequence[PlacedPicture]]) -> "RowPictures | None":
+        """Returns the pictures of rows; None where no row has one."""
+        held = tuple(tuple(row) for row in rows)
+        return RowPictures(held) if any(held) else None
+
+    @staticmethod
+    def join(parts: "Sequence[RowPictures | None]", sizes: Sequence[int]) -> "RowPictures | None":
+        """Joins the rows of several batches, each of so many rows."""
+        rows: list[tuple[PlacedPicture, ...]] = []
+        for part, size in zip(parts, sizes, strict=True):
+            rows += [()] * size if part is None else part.rows
+        return RowPictures.of(rows)
+
+    def state(self) -> list[list[list[object]]]:
+        """Returns the rows as JSON has them, contents that are in no file as tensors."""
+        return [[picture.state() for picture in row] for row in self.rows]
+
+    @staticmethod
+    def from_state(state: Sequence[Sequence[Sequence[object]]]) -> "RowPictures":
+        """Returns what `state` gave."""
+        return RowPictures(tuple(tuple(map(PlacedPicture.from_state, row)) for row in state))
 
 
 def unexpanded(token_ids: Sequence[int], pictures: Sequence[PlacedPicture]) -> list[int]:

@@ -19,8 +19,9 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor
 
-from model_providers.rotary import PackedRotary
+from model_providers.rotary import MultimodalRotary, PackedRotary
 from rftmega.kernels.linear_log_probs import VocabularyShard, linear_stats
+from rftmega.media.fed import FedPictures, fed_pictures
 from rftmega.parallel.topology import tensor_and_context
 
 LogitsProcessor = Callable[..., dict[str, Tensor]]
@@ -80,6 +81,7 @@ class Packing:
     slots: Tensor  # [N] index into the flat [rows * columns] grid; rows * columns for filler
     slots_on_host: Tensor  # the same: what is taken from the host is not asked of the device
     positions: Tensor  # [1, N], starting at 0 in every row
+    whole: Tensor  # slots of all context-parallel processes, row behind row, on the host
     sequence: PackedSeqParams
     rows: int
     columns: int
@@ -100,6 +102,14 @@ class Packing:
         if flat.device == self.slots.device:
             return flat[self.slots]
         return flat[self.slots_on_host].to(self.slots.device, non_blocking=True)
+
+    def take_vectors(self, grid: Tensor, *, whole: bool = False) -> Tensor:
+        """Packs [rows, columns, D], on the host, into [N, D]; filler is 0. `whole`: what all
+        context-parallel processes have.
+        """
+        flat = torch.cat([grid.flatten(0, 1), grid.new_zeros(1, grid.shape[2])])
+        slots = self.whole if whole else self.slots_on_host
+        return flat[slots].to(self.slots.device, non_blocking=True)
 
     def put(self, values: Tensor) -> Tensor:
         """Unpacks [N, ...] into [rows, columns, ...], 0 where there is no token; every
@@ -182,6 +192,7 @@ def pack(
     first = counts.cumsum(0) - counts  # of each row among all tokens
     row = source // max(columns, 1)
     slots[begin[row] + torch.arange(len(source)) - first[row]] = source
+    whole = slots
     if context > 1:
         chunk = position * (2 * context) // length_of
         mine = (chunk == context_rank) | (chunk == 2 * context - 1 - context_rank)
@@ -200,6 +211,7 @@ def pack(
         slots=slots.to(where, non_blocking=True),
         slots_on_host=slots,
         positions=position[None].to(where, non_blocking=True),
+        whole=whole,
         sequence=sequence,
         rows=rows,
         columns=columns,
@@ -230,6 +242,7 @@ def custom_forward(
     temperature: float | Tensor = 1.0,
     max_batch_seqlen: int | None = 4096,
     padding_seqlen: int | None = None,
+    pictures: FedPictures | None = None,
 ) -> Any:
     """Runs one pipeline chunk over the tokens of `input_ids` [B, S] that `attention_mask` [B, S]
     marks, wherever they are.
@@ -244,6 +257,7 @@ def custom_forward(
     and the output weight instead, and no logits exist. `pack_seqs=False` pads every row to the
     longest, as unpacked models do. `padding_seqlen` pads the packed tokens to a fixed number.
     Tensors may live on the host. `position_ids` may only say what is so anyway: rows count from 0.
+    `pictures` are those of a model with a vision tower, whose rows begin at column 0.
 
     Raises ValueError for more than `max_batch_seqlen` tokens, for other positions, and for a
     `sequence_parallel` that the model was not built with.
@@ -278,7 +292,7 @@ def custom_forward(
     )
     ids = packing.take(input_ids)[None]
     no_logits = value_model or isinstance(logits_processor, HiddenProcessor)
-    output = _run(model, chunk, ids, packing, hidden_only=no_logits)
+    output = _run(model, chunk, ids, packing, pictures, hidden_only=no_logits)
     if not chunk.post_process:
         return output
     if value_model:
@@ -311,17 +325,34 @@ def unwrap(model: Any) -> Any:
 
 
 def _run(
-    model: Any, chunk: GPTModel, ids: Tensor, packing: Packing, *, hidden_only: bool
+    model: Any,
+    chunk: GPTModel,
+    ids: Tensor,
+    packing: Packing,
+    pictures: FedPictures | None,
+    *,
+    hidden_only: bool,
 ) -> Tensor:
     """Returns [N, 1, H], or on a last stage without `hidden_only` the logits [1, N, V / TP]."""
     rotary = getattr(chunk, "rotary_pos_emb", None)
-    if isinstance(rotary, PackedRotary):
-        rank, ranks = packing.context
+    rank, ranks = packing.context
+    seen: dict[str, Tensor] = {}
+    if isinstance(rotary, MultimodalRotary):
+        if pictures is None:
+            pictures = fed_pictures(None, packing.rows, packing.columns, merge=1, load=None)
+        positions = packing.take_vectors(pictures.positions, whole=rotary.by_rows)
+        rotary.next(packing.sequence, positions, rank=rank, ranks=ranks)
+        if chunk.pre_process and pictures.pixels is not None and pictures.grids is not None:
+            where = packing.slots.device
+            seen["features"] = packing.take(pictures.features)
+            seen["pixels"] = pictures.pixels.to(where, non_blocking=True)
+            seen["grids"] = pictures.grids.to(where, non_blocking=True)
+    elif isinstance(rotary, PackedRotary):
         rotary.next(packing.sequence, packing.positions[0], rank=rank, ranks=ranks)
     kept = chunk.post_process
     chunk.post_process = kept and not hidden_only
     try:
-        return model(ids, packing.positions, None, packed_seq_params=packing.sequence)
+        return model(ids, packing.positions, None, packed_seq_params=packing.sequence, **seen)
     finally:
         chunk.post_process = kept
 

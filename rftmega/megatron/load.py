@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from converters import Rule, Vocabulary, instances, left_out, located, shard
+from converters import Rule, Vocabulary, completed, instances, left_out, located, shard
 from converters.hf_folder import HFFolder, is_finite
 from rftmega.errors import CheckpointError
 from rftmega.megatron.binding import Bound
@@ -27,17 +27,17 @@ def refuse_strangers(
 
     `allowed` are read nowhere either.
     """
+    layers = completed(hf_config)["num_hidden_layers"]
     known = {
         name
-        for rule, layer, expert in instances(
-            rules, layers=hf_config["num_hidden_layers"], experts=experts
-        )
+        for rule, layer, expert in instances(rules, layers=layers, experts=experts)
         for name in rule.hf_names(layer, expert)
     }
     strangers = sorted(set(files.names) - known - allowed - left_out(hf_config, files.names))
     if strangers:
-        layers = hf_config["num_hidden_layers"]
-        numbers = (re.match(r"model\.layers\.(\d+)\.", name) for name in strangers)
+        numbers = (
+            re.match(r"model\.(?:language_model\.)?layers\.(\d+)\.", name) for name in strangers
+        )
         behind = max((int(number[1]) for number in numbers if number), default=0)
         too_few = (
             f" Some are of layer {behind}, and num_hidden_layers={layers}."

@@ -4,6 +4,7 @@ schedule.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 from itertools import tee
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
+from torch import Tensor
 from torch.nn import functional as F
 
 from converters import Rule, table
@@ -36,6 +38,8 @@ from rftmega.config import RunConfig
 from rftmega.device.residency import Residency
 from rftmega.device.spans import span
 from rftmega.errors import ConfigError
+from rftmega.media.placed import PlacedPicture
+from rftmega.media.processor import PictureProcessor
 from rftmega.megatron import forward, offload
 from rftmega.megatron.binding import Bound, bind
 from rftmega.megatron.load import (
@@ -131,6 +135,19 @@ class MegatronModelManager:
             lambda: offload.parts_of(self.model, self.optimizer), finish=self.finish_param_sync
         )
 
+    @cached_property
+    def _processor(self) -> PictureProcessor:
+        return PictureProcessor(self.cfg.model.path)
+
+    def pixels(self, picture: PlacedPicture) -> Tensor:
+        """Returns the patches [P, C] of a picture, as the vision tower is fed them.
+
+        Raises DataError where it can't be read any more.
+        """
+        if isinstance(picture.source, Tensor):
+            return picture.source
+        return self._processor.pixels(picture.source)
+
     def shards(self) -> list[Shard]:
         """Returns what this process holds of the model, without copies of tensors held elsewhere."""
         return [item.shard() for item in self.bound if item.rule.exported]
@@ -154,6 +171,7 @@ class MegatronModelManager:
             post_process=post_process,
             chunk=chunk,
             head=not self.value_model,
+            freeze_vision=self.cfg.model.freeze_vision,
         )
         if post_process and self.value_model:
             built.value_head = ValueHead(self.config, bias=self._head_bias)

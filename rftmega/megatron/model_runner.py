@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model_providers.flops import BACKWARD, forward_flops
+from model_providers.flops import BACKWARD, forward_flops, tower_flops
 from rftmega.device.spans import recorder
+from rftmega.media.fed import FedPictures, fed_pictures
 from rftmega.megatron.auxiliary import beside
-from rftmega.megatron.forward import HiddenProcessor, custom_forward, packed_length
+from rftmega.megatron.forward import HiddenProcessor, custom_forward, packed_length, unwrap
 from rftmega.megatron.manager import MegatronModelManager
 from rftmega.parallel import host_memory
 from rftmega.parallel.micro_batches import fewest_micro_batches, plan_micro_batches
@@ -81,7 +82,7 @@ class ModelRunner:
         chosen = self.temperature if temperature is None else temperature
         for chunk in self.manager.model:
             chunk.eval()
-        indices = self._micro_batches(rows.lengths, passes=1)
+        indices = self._micro_batches(rows, passes=1)
         batches = [MicroBatch(rows.select(index).padded(), chosen) for index in indices]
         return self._gathered(rows, indices, self._run(batches, forward_only=True))
 
@@ -119,12 +120,12 @@ class ModelRunner:
         for chunk in self.manager.model:
             chunk.train()
         self.manager.zero_grad()
-        indices = self._micro_batches(experience.lengths, group_size, passes=1 + BACKWARD)
+        indices = self._micro_batches(experience, group_size, passes=1 + BACKWARD)
         batches = self._to_learn(experience, indices, loss_fn, self.temperature)
         losses = [(loss_fn, experience)]
         if auxiliary is not None:
             second = beside(loss_fn, experience, auxiliary, self.stats)
-            beside_indices = self._micro_batches(auxiliary.experience.lengths, passes=1 + BACKWARD)
+            beside_indices = self._micro_batches(auxiliary.experience, passes=1 + BACKWARD)
             batches += self._to_learn(auxiliary.experience, beside_indices, second, temperature=1.0)
             losses.append((second, auxiliary.experience))
         found = self._run(batches, forward_only=False)
@@ -151,10 +152,13 @@ class ModelRunner:
             for part in parts
         ]
 
-    def _micro_batches(self, lengths: Tensor, group_size: int = 1, *, passes: int) -> list[Tensor]:
+    def _micro_batches(
+        self, batch: Rows[Any] | Experience[Any], group_size: int = 1, *, passes: int
+    ) -> list[Tensor]:
         """Returns this process's rows of each; what they cost, over all processes, is counted as so
         many `passes` forward.
         """
+        lengths, pictures = batch.lengths, batch.pictures
         plan = plan_micro_batches(
             lengths.tolist(),
             data_parallel=self.topology.data,
@@ -166,11 +170,18 @@ class ModelRunner:
             multiple_of=self.topology.pipeline if len(self.manager.model) > 1 else 1,
             at_least=fewest_micro_batches(self.topology.pipeline),
             group_size=group_size,
+            patches=None if pictures is None else pictures.patches,
+            patch_cap=self.cfg.trainer.max_patches_per_micro_batch or None,
+            patch_weight=self.cfg.trainer.patch_weight,
         )
         self._count(
             [[[int(lengths[row]) - 1 for row in rows] for rows in batches] for batches in plan],
             passes,
         )
+        if pictures is not None and (tower := self.manager.description.tower) is not None:
+            held = [picture for row in pictures.rows for picture in row]
+            grids = [picture.grid for picture in held]
+            recorder.count("flops", passes * tower_flops(tower, grids))
         return [torch.tensor(rows, dtype=torch.int64) for rows in plan[self.topology.data_rank]]
 
     def _count(self, fed: Sequence[Sequence[Sequence[int]]], passes: int) -> None:
@@ -224,11 +235,23 @@ class ModelRunner:
             logits_processor_args={"targets": rows.tokens[:, 1:]} if self.processor else None,
             temperature=batch.temperature,
             max_batch_seqlen=None,  # the plan has a cap of its own
+            pictures=self._pictures(rows, model),
         )
         # the schedule wants to see a tensor; all of them go to `finish`
         if isinstance(output, dict):
             return next(iter(output.values())), partial(finish, batch.experience, output)
         return output, partial(finish, batch.experience, output)
+
+    def _pictures(self, rows: Rows, model: Any) -> FedPictures | None:
+        """Returns what the pictures of the rows feed the chunk with; None for a model without a
+        tower.
+        """
+        tower = self.manager.description.tower
+        if tower is None:
+            return None
+        size, width = rows.tokens.shape
+        load = self.manager.pixels if unwrap(model).pre_process else None
+        return fed_pictures(rows.pictures, size, width - 1, merge=tower.merge, load=load)
 
     def _stats(
         self,

@@ -21,15 +21,19 @@ def plan_micro_batches(
     multiple_of: int = 1,
     at_least: int = 1,
     group_size: int = 1,
+    patches: Sequence[int] | None = None,
+    patch_cap: int | None = None,
+    patch_weight: float = 0.0,
 ) -> list[list[list[int]]]:
     """Plans rows -> [rank][micro-batch] -> row indices.
 
     Every rank gets the same number of micro-batches; some may be empty.
 
-    A row of n tokens costs n + attention_weight * n^2 (the share of attention in a layer's work
-    grows with the row). Ranks get equal cost by Karmarkar-Karp differencing; a rank's micro-batches
-    hold at most `token_cap` tokens and `attention_cap` squared tokens. Their number is a multiple
-    of `multiple_of`, which the interleaved pipeline schedule asks for, and `at_least` so many where
+    A row of n tokens and p `patches` of pictures costs n + attention_weight * n^2 + patch_weight *
+    p (the share of attention in a layer's work grows with the row). Ranks get equal cost by
+    Karmarkar-Karp differencing; a rank's micro-batches hold at most `token_cap` tokens,
+    `attention_cap` squared tokens and `patch_cap` patches. Their number is a multiple of
+    `multiple_of`, which the interleaved pipeline schedule asks for, and `at_least` so many where
     the rank has the rows for it. Each `group_size` consecutive rows stay together, side by side in
     their order: a loss over pairs needs both. Raises AssertionError for a group over a cap (the
     config check refuses it before), and for a last one that is incomplete.
@@ -40,18 +44,21 @@ def plan_micro_batches(
     ]
     tokens = [sum(lengths[row] for row in rows) for rows in groups]
     squares = [sum(lengths[row] ** 2 for row in rows) for rows in groups]
+    seen = [0] * len(groups)
+    if patches is not None:
+        seen = [sum(patches[row] for row in rows) for rows in groups]
     longest, largest = max(tokens, default=0), max(squares, default=0)
     assert longest <= token_cap, (longest, token_cap)
     assert attention_cap is None or largest <= attention_cap, (largest, attention_cap)
-    costs = [
-        sum(lengths[row] + attention_weight * lengths[row] * lengths[row] for row in rows)
-        for rows in groups
-    ]
+    assert patch_cap is None or max(seen, default=0) <= patch_cap, (max(seen), patch_cap)
+    weighed = zip(tokens, squares, seen, strict=True)
+    costs = [n + attention_weight * square + patch_weight * own for n, square, own in weighed]
+    caps = [attention_cap, patch_cap]
     found = []
     for items in karmarkar_karp(costs, data_parallel):
         share = sum(tokens[item] for item in items) // at_least
         found.append(
-            _first_fit(items, tokens, squares, min(token_cap, max(share, longest)), attention_cap)
+            _first_fit(items, [tokens, squares, seen], [min(token_cap, max(share, longest)), *caps])
         )
     plan = [
         [[row for group in batch for row in groups[group]] for batch in batches]
@@ -86,23 +93,23 @@ def karmarkar_karp(costs: Sequence[float], parts: int) -> list[list[int]]:
 
 
 def _first_fit(
-    items: Sequence[int],
-    tokens: Sequence[int],
-    squares: Sequence[int],
-    token_cap: int,
-    attention_cap: int | None,
+    items: Sequence[int], sizes: Sequence[Sequence[int]], caps: Sequence[int | None]
 ) -> list[list[int]]:
-    """Assigns the longest items first, each to the first micro-batch that has room."""
+    """Assigns the longest items first, each to the first micro-batch that has room.
+
+    `sizes` has a list of all items for each of `caps`, of which None bounds nothing.
+    """
     batches: list[list[int]] = []
-    held: list[tuple[int, int]] = []  # tokens and squared tokens of each
-    for item in sorted(items, key=lambda item: (-tokens[item], item)):
-        n, square = tokens[item], squares[item]
-        for i, (some, more) in enumerate(held):
-            if some + n <= token_cap and (attention_cap is None or more + square <= attention_cap):
-                batches[i].append(item)
-                held[i] = (some + n, more + square)
+    held: list[list[int]] = []  # sums of each size
+    for item in sorted(items, key=lambda item: (-sizes[0][item], item)):
+        own = [size[item] for size in sizes]
+        for batch, sums in zip(batches, held, strict=True):
+            together = [some + more for some, more in zip(sums, own, strict=True)]
+            if all(cap is None or size <= cap for size, cap in zip(together, caps, strict=True)):
+                batch.append(item)
+                sums[:] = together
                 break
         else:
             batches.append([item])
-            held.append((n, square))
+            held.append(own)
     return batches

@@ -14,6 +14,7 @@ from rftmega import weights
 from rftmega.device.spans import span, spanned
 from rftmega.errors import EngineError
 from rftmega.interfaces import WeightSync
+from rftmega.media.placed import PlacedPicture
 from rftmega.shards import Shard
 from rftmega.types import Completion, Prompt
 
@@ -25,6 +26,8 @@ class Request(NamedTuple):
     seed: int
     rollout: int = 0  # requests of one rollout stay on one server
     expected: float = 0.0  # tokens of the answer; several servers share the work by it
+    # of the tokens, which have a placeholder for each feature
+    pictures: tuple[PlacedPicture, ...] = ()
 
 
 class Requests(Protocol):
@@ -56,7 +59,8 @@ class PromptBatch:
     def __init__(self, prompts: Sequence[Prompt], seeds: Sequence[int], finished: Finished):
         pairs = zip(prompts, seeds, strict=True)
         self._requests = [
-            Request(prompt.token_ids, seed, rollout) for rollout, (prompt, seed) in enumerate(pairs)
+            Request(prompt.token_ids, seed, rollout, pictures=prompt.pictures)
+            for rollout, (prompt, seed) in enumerate(pairs)
         ]
         self._told = finished
         self._completions: dict[int, Completion] = {}

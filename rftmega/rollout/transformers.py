@@ -11,10 +11,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.nn import Module
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+)
 
 from rftmega.config import RolloutConfig
 from rftmega.errors import WeightMismatch
+from rftmega.media.placed import PlacedPicture
+from rftmega.media.processor import PictureProcessor
 from rftmega.rollout.base import Engine, Request, Requests
 from rftmega.types import Completion
 
@@ -22,6 +29,11 @@ from rftmega.types import Completion
 # down_proj; and the layer's block.
 EXPERT_NAMES = {"mixtral": ("w1", "w3", "w2")}
 BLOCKS = {"mixtral": ".block_sparse_moe."}
+# How a family's folders name what transformers has under these names.
+PREFIXES = {
+    family: {"model.language_model.": "model.", "model.visual.": "visual."}
+    for family in ("qwen2_vl", "qwen2_5_vl")
+}
 
 
 def named_as_in_a_folder(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -37,7 +49,11 @@ def named_as_in_a_folder(model: PreTrainedModel) -> dict[str, Tensor]:
     kept = model.state_dict().keys()
     buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in kept]
     found: dict[str, Tensor] = {}
-    for name, tensor in [*model.named_parameters(), *buffers]:
+    for module_name, tensor in [*model.named_parameters(), *buffers]:
+        name = module_name
+        for prefix, folders in PREFIXES.get(family, {}).items():
+            if name.startswith(prefix):
+                name = folders + name.removeprefix(prefix)
         stem, _, kind = name.replace(".mlp.", BLOCKS.get(family, ".mlp.")).rpartition(".")
         if kind == "gate_up_proj" and tensor.dim() == 3:
             for expert, both in enumerate(tensor.detach()):
@@ -70,7 +86,10 @@ class TransformersEngine(Engine):
         self.stop_ids = stop_ids
         self.where = where
         config_of = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        model = AutoModelForCausalLM.from_config(
+        sees = hasattr(config_of, "vision_config")
+        kind: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+        self.processor = PictureProcessor(folder) if sees else None
+        model = kind.from_config(
             config_of, dtype=torch.float32, trust_remote_code=False, experts_implementation="eager"
         )
         self.model = model.eval().to(where)
@@ -98,17 +117,39 @@ class TransformersEngine(Engine):
             if requests.stopped():
                 break
 
+    def _media(self, request: Request) -> dict[str, Tensor]:
+        """Returns what the model is given of the prompt's pictures, besides tokens."""
+        if self.processor is None:
+            return {}
+        row = torch.tensor([list(request.token_ids)], device=self.where)
+        self.model.model.rope_deltas = None  # of the row before
+        given = {"mm_token_type_ids": (row == self.processor.placeholder).int()}
+        if request.pictures:
+            pixels = [self._pixels(picture) for picture in request.pictures]
+            grids = [picture.grid for picture in request.pictures]
+            given["pixel_values"] = torch.cat(pixels).to(self.where)
+            given["image_grid_thw"] = torch.tensor(grids, device=self.where)
+        return given
+
+    def _pixels(self, picture: PlacedPicture) -> Tensor:
+        assert self.processor is not None
+        if isinstance(picture.source, Tensor):
+            return picture.source
+        return self.processor.pixels(picture.source)
+
     def _completion(self, request: Request, temperature: float) -> Completion:
         rng = torch.Generator(self.where).manual_seed(request.seed)
         ids: list[int] = []
         logprobs: list[float] = []
         feed = torch.tensor([list(request.token_ids)], device=self.where)
         cache = None
+        media = self._media(request)
         routes: list[Tensor] = []
         limit = min(self.longest, self.row_tokens - len(request.token_ids))
         while len(ids) < limit and (not ids or ids[-1] not in self.stop_ids):
             self._chosen.clear()
-            out = self.model(feed, past_key_values=cache, use_cache=True)
+            out = self.model(feed, past_key_values=cache, use_cache=True, **media)
+            media = {}  # the cache has it from now on
             cache = out.past_key_values
             if self._chosen:
                 routes.append(torch.stack(self._chosen, dim=1))

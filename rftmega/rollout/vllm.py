@@ -19,9 +19,10 @@ from torch import Tensor
 from rftmega import device
 from rftmega.config import RolloutConfig
 from rftmega.errors import EngineFault
+from rftmega.media.processor import PictureProcessor
 from rftmega.parallel.process_group import World
 from rftmega.parallel.watchdog import mark
-from rftmega.rollout.base import Engine, Requests
+from rftmega.rollout.base import Engine, Request, Requests
 from rftmega.types import Completion
 
 # vLLM reads these when it is imported, and speaks before it has read the second.
@@ -39,8 +40,9 @@ from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
 
+from rftmega.rollout.pictures import check_expanded, check_pixels, prompt_of  # noqa: E402
 from rftmega.rollout.reload import FreshParameters, forget_expert_kernels, pack_output_heads  # noqa: E402
-from rftmega.rollout.vllm_models import model_arguments  # noqa: E402
+from rftmega.rollout.vllm_models import model_arguments, sees  # noqa: E402
 
 
 def _share_cores(world: World) -> None:
@@ -115,11 +117,15 @@ class VLLMEngine(Engine):
             if on_cuda
             else {"kv_cache_memory_bytes": int(config.cpu_cache_gib * 2**30)}
         )
+        pictures = sees(folder)
+        media: dict[str, Any] = {}
+        if pictures:
+            media["limit_mm_per_prompt"] = {"image": max(1, config.max_pictures), "video": 0}
         threads = torch.get_num_threads()
         self._llm: Any = LLM(
             model=str(folder),
             load_format="dummy",
-            skip_tokenizer_init=True,
+            skip_tokenizer_init=not pictures,  # its processors of pictures want one
             dtype=precision,
             tensor_parallel_size=config.tensor,
             distributed_executor_backend="external_launcher",
@@ -131,11 +137,14 @@ class VLLMEngine(Engine):
             seed=world.rank // config.tensor,  # ranks of one engine must draw alike
             disable_log_stats=True,
             **memory,
+            **media,
             **model_arguments(folder, on_cuda=on_cuda),
         )
         # vLLM's worker leaves this process one thread, too few for the trainer's work on the host
         if on_cuda:
             torch.set_num_threads(threads)
+        if pictures:
+            check_pixels(self._llm.llm_engine, PictureProcessor(folder))
         self.destinations = FreshParameters(self._llm.apply_model(_itself)[0])
         if config.tensor > 1:
             _unlink_shared_memory(world, config.tensor, mine=True)
@@ -143,22 +152,26 @@ class VLLMEngine(Engine):
     def _answer(self, requests: Requests, temperature: float) -> None:
         engine = self._llm.llm_engine
         begun, running = 0, set[int]()
+        unchecked: dict[int, Request] = {}  # with pictures
         try:
             further, stopped = requests.take(self.slots), False
             while not stopped:
                 for request in further:
-                    tokens = {"prompt_token_ids": list(request.token_ids)}
                     sampling = self._sampling(request.seed, temperature)
-                    engine.add_request(str(begun), tokens, sampling)
+                    engine.add_request(str(begun), prompt_of(request), sampling)
+                    if request.pictures:
+                        unchecked[begun] = request
                     running.add(begun)
                     begun += 1
                 if not running:
                     break
                 mark()
-                done = {
-                    int(output.request_id): self._completion(output.outputs[0])
-                    for output in self._step()
-                }
+                done: dict[int, Completion] = {}
+                for output in self._step():
+                    number = int(output.request_id)
+                    if number in unchecked:
+                        check_expanded(unchecked.pop(number), output.prompt_token_ids)
+                    done[number] = self._completion(output.outputs[0])
                 running -= done.keys()
                 if done:
                     requests.finished(list(done), list(done.values()))
@@ -226,6 +239,8 @@ class VLLMEngine(Engine):
             self.destinations.release()
         self._llm.apply_model(pack_output_heads)
         self._llm.reset_prefix_cache()
+        # of pictures under the weights before; the scheduler would still count on them
+        self._llm.llm_engine.reset_encoder_cache()
 
     def _sleep(self) -> None:
         self._llm.sleep(level=2)

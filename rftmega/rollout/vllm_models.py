@@ -21,9 +21,18 @@ def model_arguments(folder: str | Path, *, on_cuda: bool) -> dict[str, Any]:
     of several heads, so its own operations in torch serve.
     """
     config = read_json_object(Path(folder) / "config.json")
+    if config.get("vision_config"):
+        # The trainer's own normalisation. vLLM would keep it in buffers of the tower, which are
+        # noise in an engine that starts without weights, and which no push mends.
+        return {"mm_device_do_normalize": False}
     if config["model_type"] != "deepseek_v3":
         return {}
     arguments: dict[str, Any] = {"hf_overrides": DEEPSEEK_V3}
     if not on_cuda:
         arguments["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
     return arguments
+
+
+def sees(folder: str | Path) -> bool:
+    """Returns whether the model has a vision tower."""
+    return bool(read_json_object(Path(folder) / "config.json").get("vision_config"))

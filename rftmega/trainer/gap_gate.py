@@ -155,7 +155,7 @@ class GapGate:
         """
         found = torch.full((len(worst),), -1)
         rows, pairs = rows_under_other_prompts(worst.rows)
-        if not len(rows):
+        if not len(rows) or worst.rows.pictures is not None:  # each belongs to its prompt
             return found
         logp = self.machinery.policy.log_probs(rows).logp
         for number, (answer, prompt) in enumerate(pairs.tolist()):

@@ -1,4 +1,4 @@
-"""`violations` lists all that can be wrong with a config without looking at a model.
+"""`violations` lists all that can be wrong with a config; of a model it reads config.json alone.
 
 Each section's rules have a file of their own. Importing this costs nothing: no torch.
 """
@@ -14,6 +14,7 @@ from rftmega.validation.paths import paths
 from rftmega.validation.ranges import choices_and_ranges
 from rftmega.validation.reward import reward_parts
 from rftmega.validation.trainer import evaluation, held_out_prompts, step_rows
+from rftmega.validation.vision import vision
 from rftmega.validation.without_rollouts import unread_without_rollouts
 
 
@@ -44,7 +45,7 @@ def violations(config: RunConfig, world_size: int, *, data: bool = True) -> list
         elif not unknown:
             numbers += unread_without_rollouts(config)
         numbers += critic(config, world_size) + logging_options(config)
-        numbers += checkpoints(config) + faults(config)
+        numbers += checkpoints(config) + faults(config) + vision(config)
     return (
         unknown + numbers + paths(config) + (training_data(config) + files(config) if data else [])
     )

@@ -247,6 +247,16 @@ CHECKPOINTS = "distributed/test_checkpoints.py"
 # what needs several processes, real checkpoints or sockets: a value, the test that shows what it
 # does, its word
 ELSEWHERE = {
+    "model.freeze_vision": ("true", "distributed/test_vision.py", "freeze_vision"),
+    "rollout.max_pictures": ("3", "unit/data/test_pictures.py", "max_pictures=2"),
+    "data.images_key": ("x", "unit/data/test_pictures.py", "images_key="),
+    "data.pictures_folder": ("x", "unit/data/test_pictures.py", "pictures_folder="),
+    "trainer.max_patches_per_micro_batch": (
+        "3",
+        "distributed/test_vision.py",
+        "max_patches_per_micro_batch",
+    ),
+    "trainer.patch_weight": ("3", "unit/parallel/test_micro_batches.py", "patch_weight"),
     "model.verify": ("true", "unit/launch/test_integrity.py", "verify=True"),
     "checkpoint.folder": ("x", CHECKPOINTS, "folder"),
     "checkpoint.resume": ("auto", "e2e/test_resume.py", "started_again"),
@@ -273,6 +283,7 @@ ELSEWHERE = {
 ELSEWHERE["environment.name of python"] = ("talk", "e2e/test_api.py", "environment=")
 # there is no run that does not read them
 ALWAYS = {
+    "data.images_key",
     "environment.name of python",
     "model.verify",
     "checkpoint.resume",

@@ -1,0 +1,88 @@
+"""The rules of vision towers: one replicated tensor each, under transformers' own names.
+
+Every tensor-parallel process of the first stage holds the whole tower.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from converters.rules import HFTensor, Replicated, Rule, Vocabulary
+from rftmega.errors import CheckpointError
+
+Tower = Mapping[str, Any]  # vision_config, completed
+Shapes = Iterator[tuple[str, tuple[int, ...]]]
+MODULE = "visual."  # in our model
+
+
+def renamed(rules: list[Rule], prefix: str) -> list[Rule]:
+    """Returns the decoder's rules with `prefix` in place of "model."."""
+    return [_renamed(rule, prefix) for rule in rules]
+
+
+def _renamed(rule: Rule, prefix: str) -> Rule:
+    tensors = []
+    for tensor in rule.hf:
+        inside = tensor.name.startswith("model.")
+        name = prefix + tensor.name.removeprefix("model.") if inside else tensor.name
+        tensors.append(tensor._replace(name=name))
+    return replace(rule, hf=tuple(tensors))
+
+
+def tower_rules(shapes: Shapes, prefix: str) -> list[Rule]:
+    """Returns the rules of tensors of these names and shapes, which Hugging Face has under
+    `prefix`.
+    """
+    return [
+        Replicated((MODULE + name,), (HFTensor(prefix + name, shape),)) for name, shape in shapes
+    ]
+
+
+def is_of_tower(rule: Rule) -> bool:
+    return rule.megatron[0].startswith(MODULE)
+
+
+def embedding_name(rules: list[Rule]) -> str:
+    """Returns Hugging Face's name of the embedding."""
+    first = next(rule for rule in rules if isinstance(rule, Vocabulary))
+    return first.hf[0].name
+
+
+def count_of(shapes: Shapes) -> int:
+    """Counts the weights of tensors of these shapes."""
+    return sum(math.prod(shape) for _, shape in shapes)
+
+
+def linear(name: str, out: int, inputs: int) -> Shapes:
+    """Yields a layer with a bias."""
+    yield f"{name}.weight", (out, inputs)
+    yield f"{name}.bias", (out,)
+
+
+def layer_norm(name: str, width: int) -> Shapes:
+    yield f"{name}.weight", (width,)
+    yield f"{name}.bias", (width,)
+
+
+def patches(tower: Tower, width: int) -> tuple[int, ...]:
+    """Returns the shape of the convolution that reads patches."""
+    side = tower["patch_size"]
+    return width, tower["in_channels"], tower["temporal_patch_size"], side, side
+
+
+def check(tower: Tower, width: int, out: int, hidden: int) -> None:
+    """Raises CheckpointError for a tower that does not fit itself or the decoder."""
+    if width % tower["num_heads"] or width // tower["num_heads"] % 4:
+        raise CheckpointError(
+            f"vision_config: {tower['num_heads']} heads can't share a width of {width}: a head's must be a multiple of 4."
+        )
+    if out != hidden:
+        raise CheckpointError(
+            f"vision_config gives features of width {out}, and the decoder's hidden_size is {hidden}."
+        )
+    for name in ("fullatt_block_indexes", "deepstack_visual_indexes"):
+        if any(layer >= tower["depth"] for layer in tower.get(name, ())):
+            raise CheckpointError(
+                f"vision_config: {name}={tower[name]} names a layer beyond depth={tower['depth']}."
+            )

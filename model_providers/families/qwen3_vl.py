@@ -1,0 +1,16 @@
+"""Qwen3-VL: Qwen3 and a vision tower that feeds the decoder's first layers as well."""
+
+from dataclasses import replace
+
+from converters.families import qwen3_vl
+from converters.vision import count_of
+from model_providers.description import ModelDescription, decoder
+from model_providers.hf_config import HFConfig
+from model_providers.tower import read_tower
+
+
+def describe(config: HFConfig) -> ModelDescription:
+    model = decoder(config, qk_norm=True)
+    parameters = count_of(qwen3_vl.shapes(config["vision_config"]))
+    tower = read_tower(config, width="hidden_size", ffn=None, gated=False, parameters=parameters)
+    return replace(model, tower=tower)

@@ -1,0 +1,62 @@
+"""VisionTower describes the half of a model that turns pictures into features."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from model_providers.hf_config import HFConfig
+
+TOKENS = ("video_token_id", "vision_start_token_id", "vision_end_token_id", "vision_token_id")
+
+
+@dataclass(frozen=True)
+class VisionTower:
+    """Sizes of a vision tower; `fields` is vision_config, completed."""
+
+    depth: int
+    width: int
+    ffn: int
+    heads: int
+    gated: bool  # its MLPs
+    patch_size: int
+    temporal_patch_size: int
+    merge: int  # patches along each side that become one feature
+    channels: int
+    image_token: int  # stands for one feature
+    window: int  # pixels along each side that a layer attends to; 0: all
+    full_layers: int  # that attend to all of a picture
+    deepstack: int  # decoder layers that get features of their own
+    parameters: int
+    fields: Mapping[str, Any]
+
+    @property
+    def patch_width(self) -> int:
+        """Returns the numbers of a patch."""
+        return self.channels * self.temporal_patch_size * self.patch_size**2
+
+
+def read_tower(
+    config: HFConfig, *, width: str, ffn: int | None, gated: bool, parameters: int
+) -> VisionTower:
+    """Reads vision_config; `width` names its field, `ffn` is None where it has one of its own."""
+    fields = config["vision_config"]
+    for name in TOKENS:  # nothing here looks for them
+        config.get(name)
+    full = fields.get("fullatt_block_indexes")
+    return VisionTower(
+        depth=fields["depth"],
+        width=fields[width],
+        ffn=fields["intermediate_size"] if ffn is None else ffn,
+        heads=fields["num_heads"],
+        gated=gated,
+        patch_size=fields["patch_size"],
+        temporal_patch_size=fields["temporal_patch_size"],
+        merge=fields["spatial_merge_size"],
+        channels=fields["in_channels"],
+        image_token=config["image_token_id"],
+        window=fields.get("window_size", 0),
+        full_layers=fields["depth"] if full is None else len(set(full)),
+        deepstack=len(fields.get("deepstack_visual_indexes", ())),
+        parameters=parameters,
+        fields=fields,
+    )

@@ -1,0 +1,67 @@
+"""Checks of options about pictures, against a model that sees or does not."""
+
+from pathlib import Path
+
+from rftmega.config.schema import DataConfig, ModelConfig, RolloutConfig, RunConfig, TrainerConfig
+from rftmega.errors import RFTMegaError
+from rftmega.json_files import read_json_object
+
+
+def vision(config: RunConfig) -> list[str]:
+    """Lists what can't be; nothing where the model's config.json can't be read, which others tell."""
+    try:
+        fields = read_json_object(Path(config.model.path) / "config.json")
+    except (OSError, RFTMegaError):
+        return []
+    tower = fields.get("vision_config")
+    if not isinstance(tower, dict):
+        return _without_tower(config)
+    merge = tower.get("spatial_merge_size", 2)
+    return _with_tower(config, merge if isinstance(merge, int) else 2)
+
+
+def _without_tower(config: RunConfig) -> list[str]:
+    found = []
+    options = (
+        ("model", config.model, ModelConfig, ("freeze_vision",)),
+        ("rollout", config.rollout, RolloutConfig, ("max_pictures",)),
+        ("data", config.data, DataConfig, ("pictures_folder",)),
+        (
+            "trainer",
+            config.trainer,
+            TrainerConfig,
+            ("max_patches_per_micro_batch", "patch_weight"),
+        ),
+    )
+    for section, chosen, defaults, names in options:
+        for name in names:
+            if (value := getattr(chosen, name)) != getattr(defaults, name):
+                found.append(
+                    f"{section}.{name}={value} needs a model with a vision tower; {config.model.path} has none. Leave it out."
+                )
+    return found
+
+
+def _with_tower(config: RunConfig, merge: int) -> list[str]:
+    found = []
+    if config.algorithm.task != "rl":
+        found.append(
+            f"algorithm.task={config.algorithm.task}: given answers can't have pictures yet, and {config.model.path} is a model "
+            "that sees. Take algorithm.task=rl, or a model without a vision tower."
+        )
+    if config.model.dropout:
+        found.append(
+            f"model.dropout={config.model.dropout}: a vision tower has no dropout. Set it to 0."
+        )
+    if config.strategy == "separate" and config.rollout.max_pictures:
+        found.append(
+            "strategy=separate: servers are asked in tokens alone. Set rollout.max_pictures=0 for prompts without pictures, or "
+            "strategy=colocated."
+        )
+    most = config.rollout.max_prompt_tokens * merge**2
+    if 0 < (cap := config.trainer.max_patches_per_micro_batch) < most:
+        found.append(
+            f"trainer.max_patches_per_micro_batch={cap} may not hold a prompt of rollout.max_prompt_tokens="
+            f"{config.rollout.max_prompt_tokens} tokens, up to {most} patches. Raise it, or set it to 0."
+        )
+    return found

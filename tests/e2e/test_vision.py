@@ -1,0 +1,94 @@
+"""Runs on pictures, from the command line."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from safetensors.torch import load_file
+
+from tests.e2e.conftest import ROOT, Run, numbers_of
+from tests.e2e.test_loop import SEVERAL_RUNS
+from tests.tiny_vision import save_tiny_vision
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen2.5-VL, ten prompts of 0, 1 and 2 pictures, and run.yaml."""
+    folder = tmp_path_factory.mktemp("vision")
+    save_tiny_vision(folder / "model", "qwen2_5_vl")
+    drawn = np.random.default_rng(3)
+    (folder / "pictures").mkdir()
+    records = []
+    for number in range(10):
+        names = [f"pictures/{number}-{place}.png" for place in range(number % 3)]
+        for place, name in enumerate(names):
+            noise = drawn.integers(0, 256, (40 + 20 * place, 60, 3), dtype=np.uint8)
+            Image.fromarray(noise).save(folder / name)
+        question = "<image>" * len(names) + f"how many {number}?"
+        records.append({"prompt": question, "label": str(number), "images": names})
+    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, records)))
+    (folder / "run.yaml").write_text(f"""
+model: {{path: {folder / "model"}}}
+data: {{train: {folder / "train.jsonl"}}}
+rollout: {{engine: transformers, samples_per_prompt: 2, max_prompt_tokens: 48, max_response_tokens: 4}}
+optimizer: {{learning_rate: 1.0e-3, epsilon: 1.0e-4}}
+reward: {{exact_match: 0, format: 1, format_pattern: ".*[aeiou0-4].*"}}
+trainer: {{steps: 3, prompts_per_step: 4, max_tokens_per_micro_batch: 120, output: {folder / "out"}}}
+""")
+    return folder
+
+
+def test_a_resumed_run_on_pictures_gives_the_numbers_and_weights_of_one_that_was_not_ended(
+    world: Path, tmp_path: Path
+) -> None:
+    whole, ended = tmp_path / "whole", tmp_path / "ended"
+    runs = [
+        [
+            str(world / "run.yaml"), f"trainer.output={output}", f"trainer.steps={steps}", "--processes", "2",
+            "parallel.pipeline=2", "checkpoint.every=1", "trainer.export=true", "algorithm.replay.max_age=2",
+            "algorithm.importance_sampling=token",
+        ]
+        for output, steps in ((whole, 4), (ended, 2), (ended, 4))
+    ]  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", SEVERAL_RUNS],
+        input=json.dumps(runs),
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr
+    assert numbers_of(ended) == numbers_of(whole)
+    assert max(step["logprob_gap_max"] for step in numbers_of(whole)) < 1e-4
+    weights, others = (load_file(next(run.glob("policy/*.safetensors"))) for run in (whole, ended))
+    assert all(tensor.equal(others[name]) for name, tensor in weights.items())
+    before = load_file(world / "model/model.safetensors")
+    moved = [name for name, tensor in weights.items() if not tensor.equal(before[name])]
+    assert any(name.startswith("visual.") for name in moved)
+    assert any(name.startswith("model.layers.") for name in moved)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["strategy=separate", "rollout.engine=vllm"], "servers are asked in tokens alone"),
+        (["model.dropout=0.1"], "a vision tower has no dropout"),
+        (["rollout.max_pictures=1"], "a prompt with 2 pictures: rollout.max_pictures is 1"),
+        (["rollout.max_prompt_tokens=20"], "tokens with its 2 picture(s)"),
+        (["data.images_key=other"], 'place(s) for pictures and "other" names 0'),
+        (["data.pictures_folder=/nowhere"], "/nowhere/pictures/1-0.png can't be read"),
+        (["trainer.max_patches_per_micro_batch=10"], "up to 192 patches"),
+    ],
+)
+def test_what_can_t_be_is_one_clear_error(
+    options: list[str], said: str, world: Path, tmp_path: Path, train: Run
+) -> None:
+    done = train(world / "run.yaml", *options, f"trainer.output={tmp_path}", timeout=120)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
