@@ -1,0 +1,172 @@
+"""Tiny random Qwen2-VL, Qwen2.5-VL and Qwen3-VL folders, with a tokenizer and what an image
+processor reads.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
+from transformers.utils import logging
+
+VOCABULARY = 131  # prime: every tensor-parallel size needs padding rows
+SPECIAL = (
+    "<pad>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
+PAD, IM_START, IM_END, VISION_START, VISION_END, IMAGE, VIDEO = range(len(SPECIAL))
+PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"  # one, as a prompt's text has it
+PROCESSORS = {
+    "qwen2_vl": "Qwen2VLProcessor",
+    "qwen2_5_vl": "Qwen2_5_VLProcessor",
+    "qwen3_vl": "Qwen3VLProcessor",
+}
+KINDS = tuple(PROCESSORS)
+PATCH = {"qwen2_vl": 14, "qwen2_5_vl": 14, "qwen3_vl": 16}
+MERGE = 2  # one token each MERGE x MERGE patches
+SIZES = ((64, 96), (100, 50), (56, 56))  # height and width of `pictures`
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "<|im_start|>{{ message['role'] }}\n"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}"
+    f"{{% if part['type'] == 'image' or 'image' in part or 'image_url' in part %}}{PICTURE}"
+    "{% elif part['type'] == 'video' or 'video' in part %}"
+    "<|vision_start|><|video_pad|><|vision_end|>"
+    "{% elif 'text' in part %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TEXT: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "eos_token_id": IM_END,
+    "pad_token_id": PAD,
+}
+# 32 elements a head (vLLM takes no fewer on a CPU): 16 angles of time, height and width
+ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
+TOWER = {
+    "depth": 2,
+    "num_heads": 2,
+    "in_channels": 3,
+    "spatial_merge_size": MERGE,
+    "temporal_patch_size": 2,
+}
+OWN_TEXT: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {"bos_token_id": None, "rope_parameters": ROPE},
+    "qwen2_5_vl": {"bos_token_id": None, "rope_parameters": ROPE},
+    "qwen3_vl": {"head_dim": 32, "rope_parameters": ROPE | {"mrope_interleaved": True}},
+}
+OWN_TOWER: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {"embed_dim": 32, "mlp_ratio": 2},
+    "qwen2_5_vl": {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "window_size": 56,  # 2 x 2 tokens see each other in block 0, all of a picture in block 1
+        "fullatt_block_indexes": [1],
+    },
+    "qwen3_vl": {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_position_embeddings": 64,
+        "deepstack_visual_indexes": [0, 1],
+    },
+}
+
+
+def save_tiny_vision(folder: Path, kind: str, *, seed: int = 0, **text_changes: Any) -> Path:
+    """Writes config.json, weights, a tokenizer and preprocessor_config.json; `text_changes` are
+    fields of text_config.
+
+    Norms and biases are random too, and all is so large that each tensor shows in the logits.
+    """
+    torch.manual_seed(seed)
+    model = AutoModelForImageTextToText.from_config(
+        vision_config(kind, **text_changes), dtype=torch.float32
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+            else:
+                parameter.mul_(4.0)
+    logging.disable_progress_bar()
+    model.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(preprocessor(kind), indent=2))
+    return folder
+
+
+def vision_config(kind: str, **text_changes: Any) -> Any:
+    text = TEXT | OWN_TEXT[kind] | text_changes
+    tower = TOWER | OWN_TOWER[kind] | {"patch_size": PATCH[kind]}
+    # Qwen2-VL calls the width of what leaves the tower by the name that the others have for its own
+    leaves = "hidden_size" if kind == "qwen2_vl" else "out_hidden_size"
+    return AutoConfig.for_model(
+        kind,
+        text_config=text,
+        vision_config=tower | {leaves: text["hidden_size"]},
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        vision_start_token_id=VISION_START,
+        vision_end_token_id=VISION_END,
+        tie_word_embeddings=text["tie_word_embeddings"],
+    )
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Returns one with a token a character of ASCII, and words that no text has up to VOCABULARY."""
+    symbols = [*SPECIAL, "\n", *map(chr, range(32, 127))]
+    symbols += [f"w{n}" for n in range(len(symbols), VOCABULARY)]
+    vocabulary = {symbol: n for n, symbol in enumerate(symbols)}
+    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    inner.decoder = decoders.Fuse()
+    inner.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in SPECIAL])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        pad_token="<pad>",
+        eos_token="<|im_end|>",
+        extra_special_tokens={"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"},
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def preprocessor(kind: str) -> dict[str, Any]:
+    """Returns what preprocessor_config.json says: pictures of 1 to 16 tokens."""
+    patch = PATCH[kind]
+    return {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "processor_class": PROCESSORS[kind],
+        "patch_size": patch,
+        "temporal_patch_size": 2,
+        "merge_size": MERGE,
+        "size": {"shortest_edge": (2 * patch) ** 2, "longest_edge": (8 * patch) ** 2},
+        "image_mean": [0.5, 0.4, 0.6],
+        "image_std": [0.5, 0.25, 0.4],
+    }
+
+
+def pictures() -> list[Image.Image]:
+    """Returns pictures of noise, one of each of SIZES."""
+    drawn = np.random.default_rng(0)
+    return [
+        Image.fromarray(drawn.integers(0, 256, (height, width, 3), dtype=np.uint8))
+        for height, width in SIZES
+    ]
