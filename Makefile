@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 HARDWARE := $(if $(shell command -v nvidia-smi 2>/dev/null),cuda,cpu)
 READY := $(VENV)/.ready-$(HARDWARE)
 
-.PHONY: demo test check ranks gpu gpu-bench invariance chaos mutations bench learning slurm clean
+.PHONY: demo demo-vl test check ranks gpu gpu-bench invariance chaos mutations bench learning slurm clean
 
 TORCHVISION := $(wildcard requirements/torchvision_cpu/*.p*)
 
@@ -23,6 +23,9 @@ endif
 
 demo: $(READY)  ## a small Qwen3 learns arithmetic on 4 processes (TP2 x PP2), one vLLM engine each
 	$(BIN)/python examples/arithmetic/demo.py
+
+demo-vl: $(READY)  ## a small Qwen2.5-VL learns to count shapes in pictures, on 4 processes as well
+	$(BIN)/python examples/shapes/demo.py
 
 test: check  ## what CI runs
 	$(BIN)/python -m pytest -q -m "not ranks and not learning and not slurm and not gpu"

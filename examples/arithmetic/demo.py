@@ -15,8 +15,7 @@ from pathlib import Path
 from rftmega.config import RunConfig, load
 from rftmega.errors import ConfigError
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
+ROOT = Path(__file__).parents[2]
 PHASES = ("rollout", "score", "update", "push")
 
 
@@ -53,7 +52,7 @@ def summary(
     }
 
 
-def draw(records: list[dict[str, float]], target: Path) -> None:
+def draw(records: list[dict[str, float]], title: str, target: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -71,31 +70,32 @@ def draw(records: list[dict[str, float]], target: Path) -> None:
         "o-",
         label="held-out accuracy (greedy)",
     )
-    axes.set(xlabel="step", ylim=(0, 1), title="GRPO on sums of two numbers")
+    axes.set(xlabel="step", ylim=(0, 1), title=title)
     axes.legend(loc="lower right")
     figure.savefig(target, dpi=120, bbox_inches="tight")
 
 
-def main() -> None:
+def main(example: Path, title: str, description: str | None) -> None:
+    """Runs make_data.py, warm_start.py and grpo.yaml of an example's folder."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("overrides", nargs="*", metavar="option=value")
     parser.add_argument("--processes", type=int, default=4)
     given = parser.parse_args()
     try:
-        config = load(HERE / "grpo.yaml", given.overrides)
+        config = load(example / "grpo.yaml", given.overrides)
     except ConfigError as error:  # before the warm start
         sys.exit(f"error: {error}")
     output = ROOT / config.trainer.output
-    run(HERE / "make_data.py")
-    run(HERE / "warm_start.py")
+    run(example / "make_data.py")
+    run(example / "warm_start.py")
     launched = time.time()
-    run("train_rl.py", HERE / "grpo.yaml", *given.overrides, "--processes", given.processes)
+    run("train_rl.py", example / "grpo.yaml", *given.overrides, "--processes", given.processes)
     records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     result = summary(records, config, given.processes, launched, time.time())
     (output / "summary.json").write_text(json.dumps(result, indent=2) + "\n")
-    draw(records, output / "reward.png")
+    draw(records, title, output / "reward.png")
     print(json.dumps(result, indent=2))
     print(
         f"held-out accuracy: {result['accuracy_before']:.1%} before, {result['accuracy_after']:.1%} after"
@@ -106,4 +106,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(__file__).parent, "GRPO on sums of two numbers", __doc__)

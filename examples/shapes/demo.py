@@ -1,0 +1,16 @@
+"""The whole loop with pictures on a laptop: data, a warm start of a small Qwen2.5-VL, GRPO on 4
+processes; then a plot and a summary in runs/shapes.
+
+Arguments are overrides of grpo.yaml, e.g. parallel.tensor=4 parallel.pipeline=1; --processes N
+starts another number.
+"""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    here = Path(__file__).parent
+    sys.path.insert(0, str(here.parents[1]))
+    from examples.arithmetic.demo import main
+
+    main(here, "GRPO on pictures of coloured shapes", __doc__)

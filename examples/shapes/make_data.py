@@ -1,0 +1,78 @@
+"""Writes pictures of coloured squares and discs, and train.jsonl, eval.jsonl and warm_start.jsonl: how
+many are red?
+
+A picture has 48 x 48 pixels, in 3 x 3 cells, each empty or with a shape of one of three colours. A
+question names one of them; 0 to 4 shapes have it, each as often as the others. No picture is in
+more than one line.
+"""
+
+import argparse
+import json
+import random
+from pathlib import Path
+
+from PIL import Image, ImageDraw
+
+COLOURS = {"red": (255, 0, 0), "green": (0, 160, 0), "blue": (0, 0, 255)}
+SHAPES = ("square", "disc")
+CELL, CELLS = 16, 3
+MOST = 4  # shapes of the colour that is asked for
+SIZES = {"eval": 200, "warm_start": 1000, "train": 2000}
+Shape = tuple[str, str]  # what it is, and its colour
+Cells = tuple[Shape | None, ...]  # row by row
+
+
+def write(folder: Path, *, seed: int = 0, sizes: dict[str, int] = SIZES) -> None:
+    drawn = random.Random(seed)
+    seen: set[Cells] = set()
+    for name, size in sizes.items():
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        lines = []
+        for number in range(size):
+            colour = drawn.choice(list(COLOURS))
+            cells = cells_with(number % (MOST + 1), colour, drawn)
+            while cells in seen:
+                cells = cells_with(number % (MOST + 1), colour, drawn)
+            seen.add(cells)
+            path = f"{name}/{number:04}.png"
+            picture(cells).save(folder / path)
+            lines.append(
+                {
+                    "prompt": f"<image>how many {colour}?",
+                    "label": str(number % (MOST + 1)),
+                    "images": [path],
+                }
+            )
+        drawn.shuffle(lines)
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+
+
+def cells_with(count: int, colour: str, drawn: random.Random) -> Cells:
+    """Returns cells of which `count` have the colour; the others are empty or have another."""
+    others = [None, *(other for other in COLOURS if other != colour)]
+    colours = [colour] * count
+    colours += [drawn.choice(others) for _ in range(CELLS**2 - count)]
+    drawn.shuffle(colours)
+    return tuple(each and (drawn.choice(SHAPES), each) for each in colours)
+
+
+def picture(cells: Cells) -> Image.Image:
+    drawing = Image.new("RGB", (CELL * CELLS, CELL * CELLS), "white")
+    pen = ImageDraw.Draw(drawing)
+    for number, cell in enumerate(cells):
+        if cell is None:
+            continue
+        shape, colour = cell
+        row, column = divmod(number, CELLS)
+        left, top = column * CELL + 2, row * CELL + 2
+        draw = pen.rectangle if shape == "square" else pen.ellipse
+        draw((left, top, left + CELL - 5, top + CELL - 5), fill=COLOURS[colour])
+    return drawing
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, nargs="?", default=Path("runs/shapes/data"))
+    write(parser.parse_args().folder)
