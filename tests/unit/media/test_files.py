@@ -1,0 +1,129 @@
+"""Files that anybody may have made: what is read of them, and what is refused."""
+
+import io
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from rftmega.errors import DataError
+from rftmega.media import files
+from rftmega.media.files import read_picture, size_of
+
+COLOURS = np.arange(5 * 7 * 3, dtype=np.uint8).reshape(5, 7, 3)
+
+
+def as_bytes(picture: Image.Image, kind: str = "PNG", **how: Any) -> bytes:
+    file = io.BytesIO()
+    picture.save(file, format=kind, **how)
+    return file.getvalue()
+
+
+def values(content: bytes) -> np.ndarray:
+    picture = read_picture(content)
+    assert picture.mode == "RGB"
+    assert size_of(content) == picture.size
+    return np.asarray(picture)
+
+
+def test_a_file_and_its_bytes_are_the_same_picture(tmp_path: Path) -> None:
+    content = as_bytes(Image.fromarray(COLOURS))
+    (tmp_path / "a.png").write_bytes(content)
+    assert np.array_equal(values(content), COLOURS)
+    assert np.array_equal(np.asarray(read_picture(str(tmp_path / "a.png"))), COLOURS)
+
+
+@pytest.mark.parametrize("turn", range(1, 9))
+def test_a_picture_that_a_camera_turned_is_upright(turn: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = turn
+    upright = {
+        1: COLOURS,
+        2: COLOURS[:, ::-1],
+        3: COLOURS[::-1, ::-1],
+        4: COLOURS[::-1],
+        5: COLOURS.transpose(1, 0, 2),
+        6: np.rot90(COLOURS, -1),
+        7: COLOURS[::-1, ::-1].transpose(1, 0, 2),
+        8: np.rot90(COLOURS, 1),
+    }
+    assert np.array_equal(values(as_bytes(Image.fromarray(COLOURS), exif=exif)), upright[turn])
+
+
+def test_shades_of_16_bits_are_scaled_not_cut_off() -> None:
+    shades = np.array([[0, 128, 257 * 10], [257 * 200, 65534, 65535]], dtype=np.uint16)
+    found = values(as_bytes(Image.fromarray(shades)))
+    assert found[..., 0].tolist() == [[0, 0, 10], [200, 255, 255]]
+
+
+def test_what_is_transparent_is_white_and_half_of_it_half() -> None:
+    colours = np.array([[[200, 0, 0, 0], [200, 0, 0, 255]]], dtype=np.uint8)
+    assert values(as_bytes(Image.fromarray(colours))).tolist() == [[[255, 255, 255], [200, 0, 0]]]
+    grey = np.array([[[0, 0], [0, 255]]], dtype=np.uint8)
+    assert values(as_bytes(Image.fromarray(grey, "LA"))).tolist() == [[[255] * 3, [0] * 3]]
+    palette = Image.new("P", (1, 1), 0)
+    palette.putpalette([9, 8, 7])
+    assert values(as_bytes(palette)).tolist() == [[[9, 8, 7]]]
+    assert values(as_bytes(palette, transparency=0)).tolist() == [[[255] * 3]]
+
+
+def test_inks_become_lights() -> None:
+    inks = np.array([[[0, 255, 255, 0], [0, 0, 0, 255]]], dtype=np.uint8)
+    assert values(as_bytes(Image.fromarray(inks, "CMYK"), "TIFF")).tolist() == [
+        [[255, 0, 0], [0] * 3]
+    ]
+
+
+def png_head(width: int, height: int) -> bytes:
+    """A PNG of so many pixels that has none of them."""
+    head = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    chunks = [head, b"IDAT" + zlib.compress(b"")]
+    sums = [struct.pack(">I", zlib.crc32(chunk)) for chunk in chunks]
+    sizes = [struct.pack(">I", len(chunk) - 4) for chunk in chunks]
+    parts = zip(sizes, chunks, sums, strict=True)
+    return b"\x89PNG\r\n\x1a\n" + b"".join(b"".join(part) for part in parts)
+
+
+def test_a_bomb_is_refused_before_it_is_decoded() -> None:
+    for width in (20_000, 200_000):
+        with pytest.raises(DataError, match="pixels"):
+            read_picture(png_head(width, 20_000))
+
+
+def test_an_animation_is_refused() -> None:
+    frames = [Image.fromarray(COLOURS), Image.fromarray(255 - COLOURS)]
+    for kind in ("GIF", "PNG", "WEBP"):
+        content = as_bytes(frames[0], kind, save_all=True, append_images=frames[1:])
+        with pytest.raises(DataError, match=r"animated \(2 frames\)"):
+            read_picture(content)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "is empty"),
+        (b"<svg></svg>", "no picture, or of a format other"),
+        (as_bytes(Image.fromarray(COLOURS.repeat(40, 0)))[:-60], "broken"),
+        (as_bytes(Image.fromarray(COLOURS.repeat(40, 0)), "JPEG")[:-60], "broken"),
+        (as_bytes(Image.fromarray(COLOURS), "PPM"), "no picture, or of a format other"),
+        (png_head(0, 5), "can't be read as a picture|no picture"),
+    ],
+)
+def test_what_is_no_whole_picture_is_refused(content: bytes, said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        read_picture(content)
+
+
+def test_a_missing_and_a_huge_file_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(DataError, match=r"missing.png can't be read: No such file"):
+        read_picture(str(tmp_path / "missing.png"))
+    monkeypatch.setattr(files, "MOST_BYTES", 10)
+    (tmp_path / "huge.png").write_bytes(as_bytes(Image.fromarray(COLOURS)))
+    with pytest.raises(DataError, match=r"huge.png has \d+ bytes"):
+        read_picture(str(tmp_path / "huge.png"))

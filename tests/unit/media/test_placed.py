@@ -1,0 +1,82 @@
+"""Pictures among tokens: positions are transformers', and a shared picture is fed once."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText
+
+from rftmega.media.fed import fed_pictures
+from rftmega.media.placed import RowPictures, unexpanded
+from tests.tiny_vision import IMAGE, KINDS, MERGE, save_tiny_vision
+from tests.vision_rows import rows_with_pictures, vision_rows
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_positions_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
+    save_tiny_vision(tmp_path, kind)
+    model: Any = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32)
+    tokens, placed = vision_rows(tmp_path)
+    longest = max(map(len, tokens))
+    fed = fed_pictures(RowPictures.of(placed), len(tokens), longest, merge=MERGE, load=None)
+    for row, (ids, own) in enumerate(zip(tokens, placed, strict=True)):
+        ids_of = torch.tensor([ids])
+        grids = torch.tensor([picture.grid for picture in own]) if own else None
+        wanted, _ = model.model.get_rope_index(
+            ids_of, mm_token_type_ids=(ids_of == IMAGE).int(), image_grid_thw=grids
+        )
+        assert torch.equal(fed.positions[row, : len(ids)].T, wanted[:, 0])
+
+
+def test_a_picture_of_several_rows_is_loaded_once_and_stands_in_all_of_them(tmp_path: Path) -> None:
+    save_tiny_vision(tmp_path, "qwen2_vl")
+    rows = rows_with_pictures(tmp_path)
+    assert rows.pictures is not None
+    loaded = []
+
+    def load(picture: Any) -> torch.Tensor:
+        loaded.append(picture.digest)
+        return picture.source  # type: ignore[no-any-return]
+
+    fed = fed_pictures(rows.pictures, len(rows), rows.tokens.shape[1], merge=MERGE, load=load)
+    assert len(loaded) == len(set(loaded)) == 3
+    assert fed.pixels is not None
+    assert fed.grids is not None
+    assert len(fed.pixels) == int(fed.grids.prod(1).sum())
+    sizes = (fed.grids.prod(1) // MERGE**2).tolist()
+    starts = dict(zip(loaded, [1, 1 + sizes[0], 1 + sizes[0] + sizes[1]], strict=True))
+    for row, own in enumerate(rows.pictures.rows):
+        assert torch.equal(fed.features[row] > 0, rows.tokens[row] == IMAGE)
+        for picture in own:
+            begin = starts[picture.digest]
+            wanted = torch.arange(begin, begin + picture.tokens)
+            assert torch.equal(fed.features[row, picture.start : picture.end], wanted)
+
+
+def test_one_placeholder_is_left_of_each_picture(tmp_path: Path) -> None:
+    save_tiny_vision(tmp_path, "qwen2_vl")
+    tokens, placed = vision_rows(tmp_path)
+    for ids, own in zip(tokens, placed, strict=True):
+        short = unexpanded(ids, own)
+        assert short.count(IMAGE) == len(own)
+        assert [token for token in short if token != IMAGE] == [t for t in ids if t != IMAGE]
+
+
+def test_pictures_go_with_their_rows(tmp_path: Path) -> None:
+    save_tiny_vision(tmp_path, "qwen2_vl")
+    rows = rows_with_pictures(tmp_path)
+    assert rows.pictures is not None
+    index = torch.tensor([3, 1])
+    for batch in (rows, rows.ragged()):
+        chosen = batch.select(index)
+        assert chosen.pictures is not None
+        assert chosen.pictures.rows == (rows.pictures.rows[3], ())
+        assert batch.select(torch.tensor([1])).pictures is None, "it has none"
+    joined = RowPictures.join([chosen.pictures, None], [2, 1])
+    assert joined is not None
+    assert joined.rows == (*chosen.pictures.rows, ())
+    assert RowPictures.join([None, None], [2, 1]) is None
+    again = RowPictures.from_state(rows.pictures.state())
+    assert again == rows.pictures
+    assert torch.equal(again.rows[0][0].source, rows.pictures.rows[0][0].source)  # type: ignore[arg-type]
