@@ -27,6 +27,8 @@ from rftmega.weights import Exporter
 from tests.layouts import build_actor, rows_of
 from tests.ranks import LOCAL, TRANSFORMER_ENGINE, run_ranks
 from tests.tiny_models import save_tiny
+from tests.tiny_vision import KINDS, save_tiny_vision
+from tests.vision_rows import rows_with_pictures
 
 P = ParallelConfig
 QUANTITIES = ("loss", "logp", "entropy", "grad_norm", "weights")
@@ -34,6 +36,7 @@ LENGTHS = (30, 29, 2, 28, 27, 1, 26, 25, 3, 30, 23, 4)  # row 5 is a prompt with
 ROWS = [[(37 * i + 11 * b) % 131 for i in range(length)] for b, length in enumerate(LENGTHS)]
 PROMPTS = [4, 10, 1, 3, 1, 1, 20, 7, 2, 5, 22, 1]
 CAPS = {1: 1000, 3: 80, 8: 30}  # micro-batches of one process -> tokens in each
+CAPS_WITH_PICTURES = {1: 1000, 3: 52, 8: 35}  # of the last there are five
 # Adam divides by |g| + epsilon: with the usual 1e-8, an element whose gradient is rounding noise
 # moves by a full step in a random direction, whatever the layout. A larger one keeps this a test of
 # layouts.
@@ -137,6 +140,42 @@ LAYOUTS: dict[str, dict[str, Layout]] = {
         "EP2 x DP4, distributed optimizer": Layout(4, P(expert=2), SHARDED),
     },
 }
+# Models that see, on rows with pictures.
+WITH_PICTURES: dict[str, Layout] = {
+    **{
+        name: LAYOUTS["qwen3"][name]
+        for name in (
+            "TP2",
+            "TP4 (2 key-value heads)",
+            "TP2, SP",
+            "PP2",
+            "DP2",
+            "DP4, distributed optimizer",
+            "DP2, distributed optimizer, overlapped",
+            "CP2",
+            "CP4",
+            "TP2 x CP2, SP",
+            "PP2 x CP2",
+            "TP2 x PP2, SP",
+            "TP2 x PP2 x DP2, SP, distributed optimizer, overlapped",
+            "one process, full recompute",
+        )
+    },
+    "TP2 x PP2, SP, full recompute": Layout(
+        4, P(tensor=2, pipeline=2, sequence=True, recompute="full")
+    ),
+}
+INTERLEAVED = {
+    name: LAYOUTS["qwen3"][name]
+    for name in ("PP2 x VPP2", "PP2 x VPP2 x DP2, distributed optimizer, overlapped")
+}
+LAYOUTS |= {
+    "qwen2_vl": WITH_PICTURES | INTERLEAVED,
+    "qwen2_5_vl": WITH_PICTURES | INTERLEAVED,
+    # its tower feeds the first two layers, which have to be together
+    "qwen3_vl": WITH_PICTURES
+    | {"PP2, first stage of 3 layers": Layout(2, P(pipeline=2, first_stage_layers=3))},
+}
 ALONE = Layout(1, P())
 # With the modules of Transformer Engine (its stub), against one process without.
 ENGINE: dict[str, dict[str, Layout]] = {
@@ -179,19 +218,20 @@ ROUGH = Setting(smooth=True, dtype="bfloat16")
 def learn(folder: Path, layout: Layout, setting: Setting) -> dict[str, Any]:
     """Three updates in a rank: what was learnt, in the unshuffled order of rows."""
     torch.manual_seed(3)
-    noise, advantage = 0.3 * torch.randn(len(ROWS), max(LENGTHS) - 1), torch.randn(len(ROWS), 1)
-    order = torch.randperm(len(ROWS)) if setting.shuffled else torch.arange(len(ROWS))
+    whole, caps = given_rows(folder)
+    count = len(whole)
+    noise, advantage = 0.3 * torch.randn(whole.mask.shape), torch.randn(count, 1)
+    order = torch.randperm(count) if setting.shuffled else torch.arange(count)
     actor = build_actor(
         folder,
         layout.parallel,
         replace(layout.optimizer, learning_rate=1e-3) if setting.smooth else layout.optimizer,
         dtype=setting.dtype,
         keep_reference=True,
-        token_cap=CAPS[setting.micro_batches],
+        token_cap=caps[setting.micro_batches],
         temperature=0.8,
     )
-    whole = rows_of(ROWS, PROMPTS)
-    rows = Rows.of_answers(whole.tokens[order], whole.prompt_lengths[order], whole.lengths[order])
+    rows = whole.select(order)
     given = rows.ragged()  # as a rollout's are
     before = scored(actor.log_probs(given))
     experience = Experience(
@@ -203,6 +243,7 @@ def learn(folder: Path, layout: Layout, setting: Setting) -> dict[str, Any]:
         old_logp=before.logp + noise[order],
         reference_logp=scored(actor.reference_log_probs(given)).logp,
         advantage=advantage[order] * rows.mask,
+        pictures=rows.pictures,
     ).ragged()
     # Far from 0, where a loss has no digits: the bonus on a few nats.
     clip = 10.0 if setting.smooth else 0.2
@@ -221,6 +262,15 @@ def learn(folder: Path, layout: Layout, setting: Setting) -> dict[str, Any]:
         "entropy": torch.stack([before.entropy[back], after.entropy[back]]),
         "weights": {name: tensor.clone() for name, tensor in exporter},
     }
+
+
+def given_rows(folder: Path) -> tuple[Rows, dict[int, int]]:
+    """Rows of words, or with pictures for a model that sees; micro-batches of one process -> tokens
+    in each.
+    """
+    if (folder / "preprocessor_config.json").exists():
+        return rows_with_pictures(folder), CAPS_WITH_PICTURES
+    return rows_of(ROWS, PROMPTS), CAPS
 
 
 def scored(stats: TokenStats[Ragged]) -> TokenStats:
@@ -263,6 +313,10 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).abs().max() / b.abs().max())
 
 
+def saved(folder: Path, variant: str) -> Path:
+    return (save_tiny_vision if variant in KINDS else save_tiny)(folder, variant)
+
+
 def number_of_layouts() -> int:
     """Of the table; every variant has one process, too."""
     return len(LAYOUTS) + sum(
@@ -274,7 +328,7 @@ def every_case(folder: Path) -> Iterator[dict[str, Any]]:
     """One row a case, as it is done."""
     with tqdm(total=number_of_layouts(), unit="layout", file=sys.stderr) as bar:
         for variant, layouts in LAYOUTS.items():
-            model = save_tiny(folder / variant, variant)
+            model = saved(folder / variant, variant)
             settings = [*SETTINGS, SMOOTH, ROUGH]
             wanted: dict[tuple[str, bool], dict[str, Any]] = {}
             for name, layout in (

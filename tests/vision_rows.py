@@ -25,7 +25,7 @@ ROWS: tuple[tuple[str | int, ...], ...] = (
     ("A",),
     (0, 1, 2, "!BCDEFG"),
 )
-PROMPTS = (22, 3, 7, 11, 1, 30)
+PROMPTS = (22, 3, 7, 11, 1, 26)
 
 
 def vision_rows(folder: Path) -> tuple[list[list[int]], list[tuple[PlacedPicture, ...]]]:
@@ -103,11 +103,17 @@ def transformers_log_probs(
     """Returns [length - 1] of each row, one row at a time."""
     found = []
     for ids, own in zip(tokens, placed, strict=True):
-        row = torch.tensor([ids])
-        given: dict[str, Any] = {"mm_token_type_ids": (row == IMAGE).int()}
-        if own:
-            given["pixel_values"] = torch.cat([picture.source for picture in own])
-            given["image_grid_thw"] = torch.tensor([picture.grid for picture in own])
-        logp = model(row, **given).logits[0].log_softmax(-1)
-        found.append(logp[:-1].gather(-1, row[0, 1:, None])[:, 0])
+        logp = model(**inputs_of(ids, own)).logits[0].log_softmax(-1)
+        targets = torch.tensor(ids[1:], dtype=torch.int64)
+        found.append(logp[:-1].gather(-1, targets[:, None])[:, 0])
     return found
+
+
+def inputs_of(ids: list[int], own: tuple[PlacedPicture, ...]) -> dict[str, Any]:
+    """Returns what transformers' models are given of one row."""
+    row = torch.tensor([ids])
+    given: dict[str, Any] = {"input_ids": row, "mm_token_type_ids": (row == IMAGE).int()}
+    if own:
+        given["pixel_values"] = torch.cat([picture.source for picture in own])
+        given["image_grid_thw"] = torch.tensor([picture.grid for picture in own])
+    return given

@@ -160,6 +160,15 @@ def expanded_within(ids: Sequence[int], limit: int, pictures: int) -> None:
         )
 
 
+def refuse_pictures(record: Record, config: DataConfig) -> None:
+    """Raises DataError for a record of given answers that names pictures."""
+    if record.get(config.images_key):
+        raise DataError(
+            f'"{config.images_key}" names pictures, and given answers are learnt from words alone so far. Leave the record '
+            "out, or set data.images_key to a key that no record has."
+        )
+
+
 def without_pictures(record: Record, config: DataConfig) -> Record:
     """Returns a record without what is inside its pictures; their paths stay."""
     given = record.get(config.images_key)

@@ -16,6 +16,7 @@ import torch
 from rftmega.config import DataConfig
 from rftmega.data.encoder import Encoder, by_assistant
 from rftmega.data.examples import load_examples, required
+from rftmega.data.pictures import refuse_pictures
 from rftmega.data.records import Record
 from rftmega.data.tokenizer import Tokenizer
 from rftmega.errors import DataError
@@ -63,6 +64,7 @@ def rows_of(examples: Sequence[Example]) -> Rows:
 
 def _parse(encoder: Encoder, record: Record, index: int) -> Example:
     config = encoder.config
+    refuse_pictures(record, config)
     prompt = required(record, config.prompt_key, "data.prompt_key")
     key = config.response_key
     if by_assistant(prompt):

@@ -44,11 +44,6 @@ def _without_tower(config: RunConfig) -> list[str]:
 
 def _with_tower(config: RunConfig, merge: int) -> list[str]:
     found = []
-    if config.algorithm.task != "rl":
-        found.append(
-            f"algorithm.task={config.algorithm.task}: given answers can't have pictures yet, and {config.model.path} is a model "
-            "that sees. Take algorithm.task=rl, or a model without a vision tower."
-        )
     if config.model.dropout:
         found.append(
             f"model.dropout={config.model.dropout}: a vision tower has no dropout. Set it to 0."

@@ -22,6 +22,7 @@ from tests.block_engine import BlockEngine
 from tests.layouts import build_manager
 from tests.ranks import RankFailure, run_ranks
 from tests.tiny_models import save_tiny
+from tests.tiny_vision import KINDS, save_tiny_vision
 
 P = ParallelConfig
 
@@ -59,6 +60,7 @@ PAIRS = [
     ),
     ("qwen3-moe", 4, P(tensor=2, sequence=True, expert=2), 2),
     ("deepseek-v3", 4, P(tensor=2, sequence=True, expert=4), 1),
+    ("qwen3_vl", 4, P(tensor=2, pipeline=2), 2),  # its tower is on the first stage, whole
     pytest.param("llama", 8, P(tensor=2, pipeline=2), 4, marks=pytest.mark.ranks),
     pytest.param(
         "qwen3", 8, P(tensor=2, pipeline=2, virtual_pipeline=2), 2, marks=pytest.mark.ranks
@@ -71,7 +73,7 @@ PAIRS = [
 def test_engines_get_what_they_read_and_no_byte_more_is_moved(
     variant: str, world: int, parallel: ParallelConfig, ranks: int, tmp_path: Path
 ) -> None:
-    folder = save_tiny(tmp_path, variant)
+    folder = (save_tiny_vision if variant in KINDS else save_tiny)(tmp_path, variant)
     for moved, least, ratio in run_ranks(world, push_body, folder, parallel, ranks):
         assert moved == least > 0
         assert ratio == 1

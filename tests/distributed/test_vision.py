@@ -9,14 +9,17 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from rftmega.config import OptimizerConfig, ParallelConfig
+from rftmega.megatron import MegatronActor
+from rftmega.parallel.topology import Topology
 from rftmega.types import Experience, TokenLoss
 from rftmega.weights import Exporter
-from tests.layouts import build_actor
+from tests.layouts import build_critic, config_of
 from tests.ranks import LOCAL, TRANSFORMER_ENGINE, run_ranks
 from tests.tiny_vision import KINDS, save_tiny_vision
 from tests.vision_rows import (
     PROMPTS,
     experience_of,
+    inputs_of,
     rows_with_pictures,
     transformers_log_probs,
     vision_rows,
@@ -70,9 +73,11 @@ def body(
     optimizer: OptimizerConfig,
     settings: dict[str, Any],
 ) -> dict[str, Any]:
-    actor = build_actor(folder, parallel, optimizer, token_cap=90)
-    for name, value in settings.items():
-        setattr(actor.manager.cfg.trainer, name, value)
+    config = config_of(folder, parallel, optimizer, token_cap=90)
+    for section, options in settings.items():
+        for name, value in options.items():
+            setattr(getattr(config, section), name, value)
+    actor = MegatronActor(config, Topology.create(parallel, seed=1))
     rows = rows_with_pictures(folder).ragged()
     before = actor.log_probs(rows).logp.padded()
     experience = experience_of(rows_with_pictures(folder))
@@ -120,10 +125,11 @@ def assert_learns_alike(
     folder: Path,
     *,
     preloaded: str = LOCAL,
+    frozen: bool = False,
     **settings: Any,
 ) -> None:
     save_tiny_vision(folder, kind)
-    before, after, model, norms = learnt(folder)
+    before, after, model, norms = learnt(folder, frozen=frozen)
     model.save_pretrained(folder / "after")
     wanted = tensors_of(folder / "after")
     started = tensors_of(folder)
@@ -144,7 +150,10 @@ def assert_learns_alike(
             difference = (value - wanted[tensor]).abs().max()
             # of the largest value, and of what was learnt
             assert difference < 1e-5 * wanted[tensor].abs().max(), (name, tensor)
-            assert moved > 0, (tensor, "nothing was learnt, so nothing was compared")
+            if frozen and "visual." in tensor:
+                assert torch.equal(value, started[tensor])
+            else:
+                assert moved > 0, (tensor, "nothing was learnt, so nothing was compared")
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -167,6 +176,72 @@ def test_two_updates_are_those_of_transformers_under_the_other_layouts(
     assert_learns_alike(kind, MORE | more, tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["qwen3_vl"])
+def test_a_frozen_tower_stays_as_it_is_and_the_decoder_learns_all_the_same(
+    kind: str, tmp_path: Path
+) -> None:
+    layouts = {
+        "one process, full recompute": MORE["one process, full recompute"],
+        "TP2 x PP2, SP": LAYOUTS["TP2 x PP2, SP"],
+    }
+    assert_learns_alike(kind, layouts, tmp_path, frozen=True, model={"freeze_vision": True})
+
+
+def test_micro_batches_of_few_patches_learn_the_same(tmp_path: Path) -> None:
+    layouts = {"DP2, overlapped": LAYOUTS["DP2, overlapped"]}
+    few = {"max_patches_per_micro_batch": 72, "max_tokens_per_micro_batch": 200}
+    assert_learns_alike("qwen2_vl", layouts, tmp_path, trainer=few)
+
+
+def values_body(world: Any, folder: Path, parallel: ParallelConfig) -> Any:
+    critic = build_critic(folder, parallel)
+    head = [
+        item.parameter for item in critic.manager.bound if "value_head" in item.rule.megatron[0]
+    ]
+    with torch.no_grad():
+        for parameter in head:
+            parameter.copy_(torch.linspace(-0.1, 0.1, parameter.numel()).view(parameter.shape))
+    rows = rows_with_pictures(folder)
+    values = critic.values(rows.ragged()).padded()
+    experience = replace(experience_of(rows), returns=experience_of(rows).advantage)
+    critic.manager.weights_changed()
+    metrics = critic.step(experience, towards_one)
+    return values, metrics["loss"], len(head)
+
+
+def towards_one(stats: Any, experience: Experience) -> TokenLoss:
+    weight = experience.mask.to(stats.value.dtype)
+    return TokenLoss((stats.value - 1.0) ** 2, weight, experience.mask.sum(), {})
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.ranks)])
+def test_a_critic_s_values_of_pictures_are_those_of_transformers_hidden_states(
+    kind: str, tmp_path: Path
+) -> None:
+    save_tiny_vision(tmp_path, kind)
+    tokens, placed = vision_rows(tmp_path)
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32)
+    weight = torch.linspace(-0.1, 0.1, 128)
+    wanted = [
+        hidden_states(model, ids, own) @ weight for ids, own in zip(tokens, placed, strict=True)
+    ]
+    pairs = zip(wanted, PROMPTS, strict=True)
+    squares = torch.cat([(row[prompt - 1 : -1] - 1.0) ** 2 for row, prompt in pairs])
+    found = run_ranks(4, values_body, tmp_path, P(tensor=2, pipeline=2, sequence=True))
+    for values, loss, _ in found:
+        for ours, theirs in zip(values, wanted, strict=True):
+            length = len(theirs) - 1
+            torch.testing.assert_close(ours[:length], theirs[:-1], atol=1e-5, rtol=1e-5)
+        assert loss == pytest.approx(float(squares.mean()), rel=1e-5)
+    assert sum(heads for _, _, heads in found) == 2, "the last stage's processes have the head"
+
+
+@torch.no_grad()
+def hidden_states(model: Any, ids: list[int], own: Any) -> torch.Tensor:
+    """Returns [length, H] of transformers."""
+    return model.model(**inputs_of(ids, own)).last_hidden_state[0]  # type: ignore[no-any-return]
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("kind", KINDS)
 def test_with_transformer_engine_s_modules_too(kind: str, tmp_path: Path) -> None:
@@ -174,3 +249,43 @@ def test_with_transformer_engine_s_modules_too(kind: str, tmp_path: Path) -> Non
         "TP2 x PP2, SP": LAYOUTS["TP2 x PP2, SP"]
     }
     assert_learns_alike(kind, layouts, tmp_path, preloaded=TRANSFORMER_ENGINE)
+
+
+def both_dtypes_body(world: Any, folders: list[Path]) -> list[list[torch.Tensor]]:
+    """Log-probs of every token in float32 and in bfloat16, of each model."""
+    found = []
+    for folder in folders:
+        rows = rows_with_pictures(folder)
+        fed = torch.arange(rows.tokens.shape[1] - 1) < rows.lengths[:, None] - 1
+        configs = [config_of(folder, P(), dtype=kind, token_cap=512) for kind in ROUGH]
+        actors = [MegatronActor(config, Topology.create(P(), seed=1)) for config in configs]
+        found.append([actor.log_probs(rows.ragged()).logp.padded()[fed] for actor in actors])
+    return found
+
+
+ROUGH = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind", KINDS)
+def test_bfloat16_is_as_far_from_float32_as_it_is_in_transformers(
+    kind: str, tmp_path: Path
+) -> None:
+    """Over eight models."""
+    folders = [save_tiny_vision(tmp_path / str(seed), kind, seed=seed) for seed in range(8)]
+    (ours,) = run_ranks(1, both_dtypes_body, folders)
+    theirs = []
+    for folder in folders:
+        pair = []
+        for dtype in ROUGH.values():
+            model = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype)
+            with torch.no_grad():
+                pair.append(torch.cat(transformers_log_probs(model, *vision_rows(folder))).float())
+        theirs.append(pair)
+    torch.testing.assert_close(
+        [pair[0] for pair in ours], [pair[0] for pair in theirs], atol=1e-5, rtol=0
+    )
+    noise, wanted = (
+        sum(float((rough - fine).abs().mean()) for fine, rough in pairs) for pairs in (ours, theirs)
+    )
+    assert noise < 1.25 * wanted

@@ -71,7 +71,8 @@ def body(world: Any, folder: Path, parallel: ParallelConfig, engine_size: int) -
     prompts = prompts_of(folder)
     found = []
     for version in range(2):  # the second time other weights, the same pictures: no stale cache
-        weights.push(version=version)
+        pushed = weights.push(version=version)
+        assert pushed["push_bytes"] == pushed["push_bytes_least"]
         oracle.load_weights(exporter, version=version)
         rollouts = shared.generate(prompts, seeds=SEEDS, temperature=0.7)
         answers = [completion_of(rollout) for rollout in rollouts]

@@ -170,3 +170,45 @@ def test_long_tailed_rows_are_balanced_within_3_percent_over_8_ranks(
     # no split of rows can do better than its costliest row
     alone = max(n + attention_weight * n * n for n in lengths)
     assert max(costs) <= max(1.03 * sum(costs) / len(costs), alone)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 50), st.integers(0, 30)), max_size=40),
+    st.integers(1, 4),
+    st.integers(30, 90),
+)
+def test_no_micro_batch_has_more_patches_than_the_cap(
+    rows: list[tuple[int, int]], ranks: int, patch_cap: int
+) -> None:
+    lengths, patches = [n for n, _ in rows], [p for _, p in rows]
+    plan = plan_micro_batches(
+        lengths,
+        data_parallel=ranks,
+        token_cap=100,
+        patches=patches,
+        patch_cap=patch_cap,
+        patch_weight=2.0,
+    )
+    assert sorted(row for batches in plan for batch in batches for row in batch) == list(
+        range(len(rows))
+    )
+    for batch in (batch for batches in plan for batch in batches):
+        assert sum(patches[row] for row in batch) <= patch_cap
+        assert sum(lengths[row] for row in batch) <= 100
+
+
+def test_processes_share_patches_by_their_weight() -> None:
+    patches = [40, 0, 0, 0, 0, 40]
+    for patch_weight, wanted in ((0.0, 3), (1.0, 3), (10.0, 3)):
+        plan = plan_micro_batches(
+            [10] * 6, data_parallel=2, token_cap=100, patches=patches, patch_weight=patch_weight
+        )
+        rows = [sorted(row for batch in batches for row in batch) for batches in plan]
+        assert [len(own) for own in rows] == [wanted, wanted]
+        shared = sorted(sum(patches[row] for row in own) for own in rows)
+        assert patch_weight == 0.0 or shared == [40, 40]
+    heavy = plan_micro_batches(
+        [10] * 6, data_parallel=2, token_cap=100, patches=[90, 0, 0, 0, 0, 0], patch_weight=1.0
+    )
+    sizes = sorted(sum(map(len, batches)) for batches in heavy)
+    assert sizes == [1, 5], "one picture of 90 patches outweighs five rows of words"
