@@ -1,4 +1,4 @@
-"""The learning table: what examples/arithmetic/recipes learn, three seeds each, against what is
+"""The learning table: what the recipes of examples/ learn, three seeds each, against what is
 asked of them.
 
 `make learning` runs them, a core each, and writes runs/learning.json and a picture of the curves
@@ -27,13 +27,15 @@ from typing import Any
 from rftmega.config import RunConfig, load
 
 ROOT = Path(__file__).parents[1]
-EXAMPLE = ROOT / "examples/arithmetic"
-DEMO, OUT = Path("runs/demo"), Path("runs/learning")  # from ROOT, where train_rl.py runs
-STARTS = {  # folder in DEMO -> examples and steps of its warm start
-    "model": ("warm_start", 100),
-    "able": ("warm_start", 160),
-    "scratch": ("warm_start", 0),
-    "thinking": ("thoughts", 160),
+EXAMPLES = ROOT / "examples"
+OUT = Path("runs/learning")  # from ROOT, where train_rl.py runs
+DATA = {"arithmetic": "runs/demo/data", "shapes": "runs/shapes/data"}
+STARTS = {  # folder of a warm start -> its example, data, and arguments
+    "runs/demo/model": ("arithmetic", "runs/demo/data/warm_start.jsonl", "--steps", "100"),
+    "runs/demo/able": ("arithmetic", "runs/demo/data/warm_start.jsonl", "--steps", "160"),
+    "runs/demo/scratch": ("arithmetic", "runs/demo/data/warm_start.jsonl", "--steps", "0"),
+    "runs/demo/thinking": ("arithmetic", "runs/demo/data/thoughts.jsonl", "--steps", "160"),
+    "runs/shapes/model": ("shapes", "runs/shapes/data"),
 }
 SEEDS = (0, 1, 2)
 Record = dict[str, Any]
@@ -52,13 +54,20 @@ class Asked:
     metric: str = "eval_exact_match"
     by_answers: bool = False
     needs: str = ""  # another run of the same seed, which comes first
+    example: str = "arithmetic"
+    # and with the pictures of other questions, at the end
+    at_most_swapped: float | None = None
 
-    def met(self, before: float, after: float) -> bool:
-        """Whether it did both."""
-        return after - before >= self.rise - 1e-9 and after >= self.end
+    def met(self, before: float, after: float, swapped: float = 0.0) -> bool:
+        """Whether it did all."""
+        by_chance = self.at_most_swapped is None or swapped <= self.at_most_swapped
+        return after - before >= self.rise - 1e-9 and after >= self.end and by_chance
 
     def __str__(self) -> str:
-        return f"+{100 * self.rise:.0f} points" if self.rise else f"{100 * self.end:.0f} %"
+        said = f"+{100 * self.rise:.0f} points" if self.rise else f"{100 * self.end:.0f} %"
+        if self.at_most_swapped is not None:
+            said += f", swapped at most {100 * self.at_most_swapped:.0f} %"
+        return said
 
 
 FAMILY = ("grpo", "rloo", "reinforce_pp", "dapo", "gspo", "cispo", "cpgd", "ppo")
@@ -67,6 +76,9 @@ RUNS = dict.fromkeys(FAMILY, Asked(rise=0.2)) | {
     "sft": Asked(end=0.9, by_answers=True),
     "reward_model": Asked(end=0.9, metric="eval_accuracy"),
     "grpo_on_reward_model": Asked(rise=0.03, needs="reward_model"),
+    # on pictures; chance is 20 %
+    "shapes": Asked(rise=0.2, example="shapes", at_most_swapped=0.3),
+    "shapes_ppo": Asked(rise=0.2, example="shapes", at_most_swapped=0.3),
 }
 
 
@@ -119,14 +131,22 @@ def overrides_of(name: str, seed: int) -> list[str]:
     return given
 
 
+def recipe_of(name: str) -> Path:
+    return EXAMPLES / RUNS[name].example / f"recipes/{name}.yaml"
+
+
+def config_of(name: str, seed: int) -> RunConfig:
+    return load(recipe_of(name), overrides_of(name, seed))
+
+
 def settings_of(name: str, seed: int) -> Record:
     """What a run learns by: every option that is not at its default, and what is in the files that
     they name.
     """
-    config = load(EXAMPLE / f"recipes/{name}.yaml", overrides_of(name, seed))
+    config = config_of(name, seed)
     named = [
         config.data.train,
-        config.data.eval,
+        *config.data.held_out.values(),
         config.model.path,
         config.reward.model_path,
         config.critic.path,
@@ -165,7 +185,7 @@ def learn(name: str, seed: int) -> Record:
     folder.mkdir(parents=True, exist_ok=True)
     command = [
         "train_rl.py",
-        f"examples/arithmetic/recipes/{name}.yaml",
+        str(recipe_of(name).relative_to(ROOT)),
         *overrides_of(name, seed),
         "--processes",
         "1",
@@ -183,18 +203,20 @@ def learn(name: str, seed: int) -> Record:
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     curve = [(m["step"], m[asked.metric]) for m in metrics if asked.metric in m]
     if asked.by_answers:
-        config = load(EXAMPLE / f"recipes/{name}.yaml", overrides_of(name, seed))
+        config = config_of(name, seed)
         curve = [
             (0, accuracy(config.model.path, config.data.eval)),
             (len(metrics) - 1, accuracy(folder / "policy", config.data.eval)),
         ]
+    swapped = metrics[-1].get("eval_swapped_exact_match")
     record = {
         "name": name,
         "seed": seed,
         "before": curve[0][1],
         "after": curve[-1][1],
         "asked": str(asked),
-        "met": asked.met(curve[0][1], curve[-1][1]),
+        "met": asked.met(curve[0][1], curve[-1][1], swapped or 0.0),
+        "swapped": swapped,
         "curve": curve,
         "learnt_from": [(m["step"], m["reward"]) for m in metrics if "reward" in m],
         "logprob_gap_max": max(
@@ -241,18 +263,12 @@ def accuracy(model: str | Path, file: str) -> float:
 
 
 def prepare() -> None:
-    """Data and warm starts in runs/demo, once; they are the same whenever they are made."""
-    made = [[EXAMPLE / "make_data.py"]]
+    """Data and warm starts, once; they are the same whenever they are made."""
+    made = [[EXAMPLES / example / "make_data.py", folder] for example, folder in DATA.items()]
     made += [
-        [
-            EXAMPLE / "warm_start.py",
-            DEMO / f"data/{examples}.jsonl",
-            DEMO / name,
-            "--steps",
-            str(steps),
-        ]
-        for name, (examples, steps) in STARTS.items()
-        if not (ROOT / DEMO / name / "model.safetensors").is_file()
+        [EXAMPLES / example / "warm_start.py", data, folder, *arguments]
+        for folder, (example, data, *arguments) in STARTS.items()
+        if not (ROOT / folder / "model.safetensors").is_file()
     ]
     for command in made:
         subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, check=True)
@@ -318,12 +334,20 @@ def report(records: Sequence[Record]) -> str:
             continue
         draw(name, list(found.values()), ROOT / OUT / f"{name}.png")
         cells = [
-            f"{100 * r['before']:.1f} to {100 * r['after']:.1f}" if (r := found.get(s)) else ""
+            f"{100 * r['before']:.1f} to {100 * r['after']:.1f}{swapped_of(r)}"
+            if (r := found.get(s))
+            else ""
             for s in SEEDS
         ]
         met = sum(record["met"] for record in found.values())
         lines.append(f"| `{name}` | {' | '.join(cells)} | {RUNS[name]} | {met} of {len(found)} |")
     return "\n".join(lines) + "\n"
+
+
+def swapped_of(record: Record) -> str:
+    """What the table says of a run with the pictures of other questions."""
+    found = record.get("swapped")
+    return "" if found is None else f" (swapped {100 * found:.1f})"
 
 
 def ended() -> list[Record]:

@@ -42,6 +42,11 @@ def summary(
         "steps": len(steps),
         "accuracy_before": start["eval_exact_match"],
         "accuracy_after": steps[-1]["eval_exact_match"],
+        **{
+            name.removesuffix("_exact_match"): value
+            for name, value in steps[-1].items()
+            if name.startswith("eval_") and name.endswith("_exact_match")
+        },
         "logprob_gap_max": max(step["logprob_gap_max"] for step in steps),
         "seconds": round(finished - launched, 1),
         "startup_seconds": round(start["time"] - start["eval_seconds"] - launched, 1),

@@ -1,5 +1,5 @@
-"""Writes pictures of coloured squares and discs, and train.jsonl, eval.jsonl and warm_start.jsonl: how
-many are red?
+"""Writes pictures of coloured squares and discs, and train.jsonl, eval.jsonl, warm_start.jsonl: how many
+are red? In swapped.jsonl the questions of eval.jsonl have each other's pictures.
 
 A picture has 48 x 48 pixels, in 3 x 3 cells, each empty or with a shape of one of three colours. A
 question names one of them; 0 to 4 shapes have it, each as often as the others. No picture is in
@@ -20,6 +20,7 @@ MOST = 4  # shapes of the colour that is asked for
 SIZES = {"eval": 200, "warm_start": 1000, "train": 2000}
 Shape = tuple[str, str]  # what it is, and its colour
 Cells = tuple[Shape | None, ...]  # row by row
+Line = dict[str, str | list[str]]
 
 
 def write(folder: Path, *, seed: int = 0, sizes: dict[str, int] = SIZES) -> None:
@@ -27,7 +28,7 @@ def write(folder: Path, *, seed: int = 0, sizes: dict[str, int] = SIZES) -> None
     seen: set[Cells] = set()
     for name, size in sizes.items():
         (folder / name).mkdir(parents=True, exist_ok=True)
-        lines = []
+        lines: list[Line] = []
         for number in range(size):
             colour = drawn.choice(list(COLOURS))
             cells = cells_with(number % (MOST + 1), colour, drawn)
@@ -44,7 +45,20 @@ def write(folder: Path, *, seed: int = 0, sizes: dict[str, int] = SIZES) -> None
                 }
             )
         drawn.shuffle(lines)
-        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+        save(folder / f"{name}.jsonl", lines)
+        if name == "eval":
+            save(folder / "swapped.jsonl", swapped(lines))
+
+
+def save(file: Path, lines: list[Line]) -> None:
+    file.write_text("\n".join(map(json.dumps, lines)) + "\n")
+
+
+def swapped(lines: list[Line]) -> list[Line]:
+    """Returns each question with the next one's picture: who looks at it answers it by chance."""
+    following = lines[1:] + lines[:1]
+    pairs = zip(lines, following, strict=True)
+    return [{**line, "images": after["images"]} for line, after in pairs]
 
 
 def cells_with(count: int, colour: str, drawn: random.Random) -> Cells:

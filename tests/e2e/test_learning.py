@@ -54,6 +54,7 @@ def test_a_recipe_learns_what_is_asked_of_it_with_every_seed(name: str) -> None:
     for record in records:
         assert record["after"] - record["before"] >= asked.rise - 1e-9, record["command"]
         assert record["after"] >= asked.end, record["command"]
+        assert asked.met(record["before"], record["after"], record["swapped"] or 0.0)
         assert (record["logprob_gap_max"] or 0.0) < 1e-4
 
 
@@ -81,16 +82,19 @@ def test_a_run_that_has_ended_is_repeated_only_where_what_it_learnt_from_has_cha
     assert learning.done("ppo", 1) is None
 
 
-def test_every_recipe_of_the_example_is_in_the_table() -> None:
-    assert {file.stem for file in (learning.EXAMPLE / "recipes").glob("*.yaml")} == set(
-        learning.RUNS
-    )
+def test_every_recipe_of_the_examples_is_in_the_table() -> None:
+    files = learning.EXAMPLES.glob("*/recipes/*.yaml")
+    assert {(file.parents[1].name, file.stem) for file in files} == {
+        (asked.example, name) for name, asked in learning.RUNS.items()
+    }
 
 
 def test_what_is_asked_is_a_rise_and_an_end() -> None:
     assert learning.Asked(rise=0.2).met(0.445, 0.645)
     assert not learning.Asked(rise=0.2).met(0.445, 0.64)
     assert not learning.Asked(end=0.9).met(0.0, 0.899)
+    assert learning.Asked(end=0.5, at_most_swapped=0.3).met(0.0, 0.5, 0.3)
+    assert not learning.Asked(end=0.5, at_most_swapped=0.3).met(0.0, 0.5, 0.31)
 
 
 def test_thoughts_are_equal_sums_and_of_no_prompt_that_is_learnt_from_or_held_out(

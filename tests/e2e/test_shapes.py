@@ -57,6 +57,14 @@ def test_a_label_is_the_number_of_patches_of_the_colour_in_the_picture(
         assert int(record["label"]) == patches_of(colour, folder / path), path
 
 
+def test_a_swapped_question_has_another_s_picture_and_its_own_answer(folder: Path) -> None:
+    asked, astray = records(folder, "eval"), records(folder, "swapped")
+    assert [line["label"] for line in astray] == [line["label"] for line in asked]
+    assert [line["prompt"] for line in astray] == [line["prompt"] for line in asked]
+    pictures = [line["images"] for line in asked]
+    assert [line["images"] for line in astray] == pictures[1:] + pictures[:1]
+
+
 def test_answers_are_equally_frequent_and_no_picture_comes_twice(folder: Path) -> None:
     seen = set()
     for name, size in SIZES.items():
