@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from rftmega.config import OptimizerConfig, ParallelConfig
+from rftmega.conversion import convert
 from rftmega.megatron import MegatronActor
 from rftmega.parallel.topology import Topology
 from rftmega.types import Experience, TokenLoss
@@ -157,8 +159,6 @@ def assert_learns_alike(
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
     return load_file(folder / "model.safetensors")
 
 
@@ -289,3 +289,36 @@ def test_bfloat16_is_as_far_from_float32_as_it_is_in_transformers(
         sum(float((rough - fine).abs().mean()) for fine, rough in pairs) for pairs in (ours, theirs)
     )
     assert noise < 1.25 * wanted
+
+
+def convert_body(world: Any, source: Path, target: Path, back: Path) -> None:
+    convert.to_megatron(source, target, P(tensor=2, pipeline=2))
+    convert.verify(source, target)
+    convert.to_hf(target, back)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", pytest.param("qwen2_vl", marks=pytest.mark.ranks)])
+def test_a_converted_checkpoint_is_the_same_model_and_goes_back_byte_by_byte(
+    kind: str, tmp_path: Path
+) -> None:
+    source, target, back = (tmp_path / name for name in ("source", "target", "back"))
+    save_tiny_vision(source, kind)
+    run_ranks(1, convert_body, source, target, back)
+    again = load_file(next(back.glob("*.safetensors")))
+    before = tensors_of(source)
+    assert again.keys() == before.keys()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in again.items())
+    assert (back / "preprocessor_config.json").read_bytes() == (
+        source / "preprocessor_config.json"
+    ).read_bytes()
+    processes, parallel, optimizer = LAYOUTS["TP2 x PP2, SP"]
+    found = run_ranks(processes, body, target, parallel, optimizer, {})
+    first, last, model, _ = learnt(source)
+    model.save_pretrained(tmp_path / "after")
+    for ours, theirs in zip(found[0]["logp"], (first, last), strict=True):
+        pairs = zip(ours, theirs, strict=True)
+        found_rows = torch.cat([row[: len(own)] for row, own in pairs])
+        assert (found_rows - torch.cat(theirs)).abs().max() < 1e-5
+    wanted = tensors_of(tmp_path / "after")
+    for name, tensor in found[0]["weights"].items():
+        assert (tensor - wanted[name]).abs().max() < 1e-5 * wanted[name].abs().max(), name
