@@ -218,14 +218,14 @@ ROUGH = Setting(smooth=True, dtype="bfloat16")
 def learn(folder: Path, layout: Layout, setting: Setting) -> dict[str, Any]:
     """Three updates in a rank: what was learnt, in the unshuffled order of rows."""
     torch.manual_seed(3)
-    whole, caps = given_rows(folder)
+    whole, caps, rate = given_rows(folder)
     count = len(whole)
     noise, advantage = 0.3 * torch.randn(whole.mask.shape), torch.randn(count, 1)
     order = torch.randperm(count) if setting.shuffled else torch.arange(count)
     actor = build_actor(
         folder,
         layout.parallel,
-        replace(layout.optimizer, learning_rate=1e-3) if setting.smooth else layout.optimizer,
+        replace(layout.optimizer, learning_rate=1e-3 if setting.smooth else rate),
         dtype=setting.dtype,
         keep_reference=True,
         token_cap=caps[setting.micro_batches],
@@ -264,13 +264,15 @@ def learn(folder: Path, layout: Layout, setting: Setting) -> dict[str, Any]:
     }
 
 
-def given_rows(folder: Path) -> tuple[Rows, dict[int, int]]:
+def given_rows(folder: Path) -> tuple[Rows, dict[int, int], float]:
     """Rows of words, or with pictures for a model that sees; micro-batches of one process -> tokens
-    in each.
+    in each; and a learning rate.
+
+    At 1e-2 models that see overshoot: their loss comes out near 0, where it has no digits.
     """
     if (folder / "preprocessor_config.json").exists():
-        return rows_with_pictures(folder), CAPS_WITH_PICTURES
-    return rows_of(ROWS, PROMPTS), CAPS
+        return rows_with_pictures(folder), CAPS_WITH_PICTURES, 2e-3
+    return rows_of(ROWS, PROMPTS), CAPS, OPTIMIZER.learning_rate
 
 
 def scored(stats: TokenStats[Ragged]) -> TokenStats:

@@ -95,9 +95,10 @@ class PictureProcessor:
 
 
 def processor_of(folder: str | Path) -> PictureProcessor | None:
-    """Returns the processor of a model that sees; None for another.
+    """Returns the processor of a model that sees; None for another, and where there is no model.
 
     Raises CheckpointError where its folder says nothing of pictures.
     """
-    config = read_json_object(Path(folder) / "config.json")
-    return PictureProcessor(folder) if config.get("vision_config") else None
+    file = Path(folder) / "config.json"
+    sees = file.is_file() and read_json_object(file).get("vision_config")
+    return PictureProcessor(folder) if sees else None

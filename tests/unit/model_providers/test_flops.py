@@ -3,12 +3,17 @@ from pathlib import Path
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+)
 
 from model_providers.description import describe
-from model_providers.flops import BACKWARD, forward_flops
+from model_providers.flops import BACKWARD, forward_flops, tower_flops
 from model_providers.hf_config import read_hf_config
 from tests.tiny_models import save_tiny
+from tests.tiny_vision import KINDS, save_tiny_vision
 
 
 @pytest.mark.parametrize(
@@ -62,3 +67,17 @@ def test_rows_of_a_windowed_layer_grow_no_faster_than_their_tokens(tmp_path: Pat
     # below the window a row is its own square
     assert forward_flops(description, [4]) > short / 4 * 0.9
     assert forward_flops(description, [4]) < short / 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tower_s_operations_are_those_that_torch_counts(kind: str, tmp_path: Path) -> None:
+    """Of pictures whose windows are cut off at their edges, too."""
+    folder = save_tiny_vision(tmp_path, kind)
+    model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager")
+    tower = describe(read_hf_config(folder)).tower
+    assert tower is not None
+    for grids in ([(1, 4, 4)], [(1, 6, 10), (1, 14, 2)]):
+        patches = torch.randn(sum(h * w for _, h, w in grids), tower.patch_width)
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model.model.visual(patches, grid_thw=torch.tensor(grids))
+        assert tower_flops(tower, grids) == pytest.approx(counter.get_total_flops(), rel=0.01)
