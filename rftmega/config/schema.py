@@ -97,6 +97,9 @@ class OptimizerConfig:
     learning_rate: NotNegative = 1e-6
     """Peak learning rate of Adam."""
 
+    vision_learning_rate: NotNegative = 0.0
+    """That of a vision tower, on the same schedule; 0: as the rest."""
+
     min_learning_rate: NotNegative = 0.0
     """Learning rate at which linear and cosine schedules end."""
 

@@ -18,7 +18,11 @@ from megatron.core.distributed import (
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer import (
+    ParamKey,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -240,8 +244,24 @@ class MegatronModelManager:
                 overlap_param_gather=optimizer.overlap_param_gather,
             ),
             self.model,
+            config_overrides=self._tower_s_rate(),
             use_gloo_process_groups=False,
         )
+
+    def _tower_s_rate(self) -> dict[ParamKey, Any] | None:
+        """Returns Megatron's exceptions from the learning rate and from weight decay; None: its own
+        alone.
+        """
+        optimizer = self.cfg.optimizer
+        if not optimizer.vision_learning_rate:
+            return None
+        share = optimizer.vision_learning_rate / optimizer.learning_rate
+        rates: Any = {
+            "max_lr": optimizer.vision_learning_rate,
+            "min_lr": optimizer.min_learning_rate * share,
+        }
+        usual = get_standard_config_overrides(MegatronOptimizerConfig())
+        return {**usual, ParamKey(name="*visual.*"): rates}
 
     def _build_scheduler(self) -> OptimizerParamScheduler:
         optimizer = self.cfg.optimizer
@@ -321,7 +341,9 @@ class MegatronModelManager:
     @property
     def learning_rate(self) -> float:
         """Returns the learning rate of the next optimizer step."""
-        return self.optimizer.param_groups[0]["lr"]
+        groups = self.optimizer.param_groups
+        rate: float = next(group["lr"] for group in groups if group["default_config"])
+        return rate
 
     @staticmethod
     def make_data_iterator_list(

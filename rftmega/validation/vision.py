@@ -2,7 +2,14 @@
 
 from pathlib import Path
 
-from rftmega.config.schema import DataConfig, ModelConfig, RolloutConfig, RunConfig, TrainerConfig
+from rftmega.config.schema import (
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RolloutConfig,
+    RunConfig,
+    TrainerConfig,
+)
 from rftmega.errors import RFTMegaError
 from rftmega.json_files import read_json_object
 
@@ -24,6 +31,8 @@ def _without_tower(config: RunConfig) -> list[str]:
     found = []
     options = (
         ("model", config.model, ModelConfig, ("freeze_vision",)),
+        ("optimizer", config.optimizer, OptimizerConfig, ("vision_learning_rate",)),
+        ("critic.optimizer", config.critic.optimizer, OptimizerConfig, ("vision_learning_rate",)),
         ("rollout", config.rollout, RolloutConfig, ("max_pictures",)),
         ("data", config.data, DataConfig, ("pictures_folder",)),
         (
@@ -47,6 +56,15 @@ def _with_tower(config: RunConfig, merge: int) -> list[str]:
     if config.model.dropout:
         found.append(
             f"model.dropout={config.model.dropout}: a vision tower has no dropout. Set it to 0."
+        )
+    rate = config.optimizer.vision_learning_rate
+    if rate and config.model.freeze_vision:
+        found.append(
+            f"optimizer.vision_learning_rate={rate}: with model.freeze_vision=true the tower does not learn. Leave one out."
+        )
+    if rate and not config.optimizer.learning_rate:
+        found.append(
+            f"optimizer.vision_learning_rate={rate} needs optimizer.learning_rate above 0, of whose schedule it is a share."
         )
     if config.strategy == "separate" and config.rollout.max_pictures:
         found.append(

@@ -77,8 +77,7 @@ def body(
 ) -> dict[str, Any]:
     config = config_of(folder, parallel, optimizer, token_cap=90)
     for section, options in settings.items():
-        for name, value in options.items():
-            setattr(getattr(config, section), name, value)
+        setattr(config, section, replace(getattr(config, section), **options))
     actor = MegatronActor(config, Topology.create(parallel, seed=1))
     rows = rows_with_pictures(folder).ragged()
     before = actor.log_probs(rows).logp.padded()
@@ -95,7 +94,7 @@ def body(
 
 
 def learnt(
-    folder: Path, *, frozen: bool = False
+    folder: Path, *, frozen: bool = False, rate: float = 1e-2
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], Any, list[float]]:
     """Log-probs before and after UPDATES steps of a plain loop, the model, gradient norms."""
     tokens, placed = vision_rows(folder)
@@ -104,7 +103,15 @@ def learnt(
     )
     model.model.visual.requires_grad_(not frozen)
     learning = [p for p in model.parameters() if p.requires_grad]
-    adam = torch.optim.AdamW(learning, lr=1e-2, betas=(0.9, 0.95), eps=1.0, weight_decay=0.0)
+    groups = [
+        {"params": list(part.parameters()), "lr": each}
+        for part, each in (
+            (model.model.visual, rate),
+            (model.model.language_model, 1e-2),
+            (model.lm_head, 1e-2),
+        )
+    ]
+    adam = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1.0, weight_decay=0.0)
     norms = []
     first: list[torch.Tensor] = []
     for _ in range(UPDATES):
@@ -128,10 +135,12 @@ def assert_learns_alike(
     *,
     preloaded: str = LOCAL,
     frozen: bool = False,
+    rate: float = 1e-2,
     **settings: Any,
 ) -> None:
+    """`rate`: the tower's."""
     save_tiny_vision(folder, kind)
-    before, after, model, norms = learnt(folder, frozen=frozen)
+    before, after, model, norms = learnt(folder, frozen=frozen, rate=rate)
     model.save_pretrained(folder / "after")
     wanted = tensors_of(folder / "after")
     started = tensors_of(folder)
@@ -185,6 +194,12 @@ def test_a_frozen_tower_stays_as_it_is_and_the_decoder_learns_all_the_same(
         "TP2 x PP2, SP": LAYOUTS["TP2 x PP2, SP"],
     }
     assert_learns_alike(kind, layouts, tmp_path, frozen=True, model={"freeze_vision": True})
+
+
+@pytest.mark.parametrize("layout", ["TP2 x PP2, SP", "DP2, overlapped"])
+def test_a_tower_learns_at_a_rate_of_its_own(layout: str, tmp_path: Path) -> None:
+    own = {"vision_learning_rate": 1e-1}
+    assert_learns_alike("qwen2_5_vl", {layout: LAYOUTS[layout]}, tmp_path, rate=1e-1, optimizer=own)
 
 
 def test_micro_batches_of_few_patches_learn_the_same(tmp_path: Path) -> None:

@@ -248,6 +248,12 @@ CHECKPOINTS = "distributed/test_checkpoints.py"
 # does, its word
 ELSEWHERE = {
     "model.freeze_vision": ("true", "distributed/test_vision.py", "freeze_vision"),
+    "optimizer.vision_learning_rate": ("1", "distributed/test_vision.py", "vision_learning_rate"),
+    "critic.optimizer.vision_learning_rate": (
+        "1",
+        "distributed/test_vision.py",
+        "vision_learning_rate",
+    ),
     "rollout.max_pictures": ("3", "unit/data/test_pictures.py", "max_pictures=2"),
     "data.images_key": ("x", "unit/data/test_pictures.py", "images_key="),
     "data.pictures_folder": ("x", "unit/data/test_pictures.py", "pictures_folder="),
