@@ -27,6 +27,7 @@ class PlannedModel:
     # every tensor-parallel rank holds all of latent attention's narrow layers, as in Transformer
     # Engine
     narrow_whole: bool
+    frozen_tower: bool = False  # the vision tower does not learn
 
     def with_layout(
         self, parallel: ParallelConfig, optimizer: OptimizerConfig | None
@@ -50,7 +51,14 @@ def models_of(
         hf_config = read_hf_config(path)
         rules = table(hf_config, value_head=value)
         return PlannedModel(
-            describe(hf_config), rules, parallel, optimizer, value, itemsize, narrow_whole
+            describe(hf_config),
+            rules,
+            parallel,
+            optimizer,
+            value,
+            itemsize,
+            narrow_whole,
+            config.model.freeze_vision,
         )
 
     policy = config.model.path

@@ -10,11 +10,13 @@ these an equal part of main parameters and Adam's two moments.
 import math
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
 from converters import Rule, shard_shape
 from converters.rules import Column
+from converters.vision import is_of_tower
 from model_providers.description import ModelDescription, stage_layers
 from rftmega.planning.models import PlannedModel
 
@@ -121,12 +123,23 @@ def states(planned: PlannedModel, world: int, stage: int) -> dict[str, int]:
         own = math.ceil(elements / shared_by) if sharded else elements
         totals[MAIN_PARAMETERS] += 4 * own if planned.itemsize < 4 else 0
         totals[ADAM] += 8 * own
+    totals[PARAMETERS] += planned.itemsize * _outside_buffers(planned, stage)
     return totals
+
+
+def _outside_buffers(planned: PlannedModel, stage: int) -> int:
+    """Returns the elements of a process that have no gradient in a model that learns."""
+    if stage or not planned.frozen_tower or planned.optimizer is None or not planned.model.tower:
+        return 0
+    return planned.model.tower.parameters
 
 
 def _buffers(planned: PlannedModel, world: int, stage: int) -> Iterator[tuple[int, int, int]]:
     """Yields (elements with padding, elements, processes that share them) of each buffer."""
     shared_by = sharers(planned, world)
+    if _outside_buffers(planned, stage):
+        learning = [rule for rule in planned.rules if not is_of_tower(rule)]
+        planned = replace(planned, rules=learning)
     for chunk in chunks_of(planned, stage):
         for sizes, processes in zip(chunk, shared_by, strict=True):
             if sizes:

@@ -15,7 +15,9 @@ from model_providers.hf_config import read_hf_config
 from rftmega.algorithms.losses import policy_loss
 from rftmega.algorithms.values import value_loss
 from rftmega.config import OptimizerConfig, ParallelConfig
+from rftmega.megatron import MegatronActor, MegatronCritic
 from rftmega.parallel.layout import place_of
+from rftmega.parallel.topology import Topology
 from rftmega.planning.activations import layer_bytes
 from rftmega.planning.models import PlannedModel
 from rftmega.planning.push_buffers import push_of
@@ -23,9 +25,10 @@ from rftmega.planning.states import states
 from rftmega.types import Experience
 from rftmega.weights import EngineWeights
 from tests.block_engine import BlockEngine
-from tests.layouts import build_actor, build_critic, rows_of
+from tests.layouts import build_actor, config_of, rows_of
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
+from tests.tiny_vision import KINDS, save_tiny_vision
 
 P = ParallelConfig
 PLAIN = OptimizerConfig(learning_rate=1e-2, epsilon=1e-4)
@@ -48,6 +51,7 @@ class Case(NamedTuple):
     optimizer: OptimizerConfig = PLAIN
     dtype: str = "float32"
     engine: int = 1
+    frozen: bool = False  # the vision tower
 
 
 CASES = {
@@ -73,14 +77,26 @@ CASES = {
     "CP2, distributed": Case("qwen3", 4, P(context=2), SHARDED, engine=2),
     "critic, TP2 x PP2": Case("qwen3", 4, P(tensor=2, pipeline=2), PLAIN, "bfloat16", 0),
     "critic, tied, distributed": Case("qwen2-tied", 2, P(), SHARDED, "bfloat16", 0),
+    "a tower, TP2 x PP2": Case("qwen3_vl", 4, P(tensor=2, pipeline=2)),
+    "a frozen tower, distributed, bf16": Case(
+        "qwen2_vl", 2, P(), SHARDED, "bfloat16", 2, frozen=True
+    ),
 }
-QUICK = ("TP2 x PP2", "EP4", "EP2 x TP2, distributed, bf16", "critic, tied, distributed")
+QUICK = (
+    "TP2 x PP2",
+    "EP4",
+    "EP2 x TP2, distributed, bf16",
+    "critic, tied, distributed",
+    "a frozen tower, distributed, bf16",
+)
 
 
 def measured_body(world: Any, folder: Path, case: Case) -> dict[str, int]:
     """Bytes of this process after an optimizer step and a push, by kind."""
-    build = build_actor if case.engine else build_critic
-    model = build(folder, case.parallel, case.optimizer, dtype=case.dtype)
+    config = config_of(folder, case.parallel, case.optimizer, dtype=case.dtype)
+    config.model.freeze_vision = case.frozen
+    kind = MegatronActor if case.engine else MegatronCritic
+    model: Any = kind(config, Topology.create(case.parallel, seed=1))
     rows = rows_of([[1, 2, 3, 4], [5, 6], [7, 8, 9, 10, 11], [3, 1, 2]])
     zero = torch.zeros(rows.mask.shape)
     experience = Experience(
@@ -117,6 +133,7 @@ def planned_of(folder: Path, case: Case) -> PlannedModel:
         not case.engine,
         itemsize,
         narrow_whole=False,
+        frozen_tower=case.frozen,
     )
 
 
@@ -127,7 +144,10 @@ def planned_of(folder: Path, case: Case) -> PlannedModel:
 def test_predicted_bytes_are_within_ten_percent_of_the_measured(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     more = LATENT if case.variant == "deepseek-v3" else HEADS
-    folder = save_tiny(tmp_path, case.variant, **SIZES, **more)
+    if case.variant in KINDS:
+        folder = save_tiny_vision(tmp_path, case.variant, vocab_size=4096, intermediate_size=512)
+    else:
+        folder = save_tiny(tmp_path, case.variant, **SIZES, **more)
     planned = planned_of(folder, case)
     push = push_of(planned, case.processes, case.engine, BUCKET).buffers if case.engine else None
     for rank, measured in enumerate(run_ranks(case.processes, measured_body, folder, case)):
