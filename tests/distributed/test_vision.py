@@ -30,7 +30,7 @@ from tests.vision_rows import (
 P = ParallelConfig
 # plain gradient descent would show gradients; Adam with a large epsilon is as good, and is what runs
 OPTIMIZER = OptimizerConfig(
-    learning_rate=1e-2, epsilon=1.0, clip_grad=0.0, schedule="constant", weight_decay=0.0
+    learning_rate=1e-2, epsilon=1.0, clip_grad=0.0, schedule="constant", weight_decay=0.1
 )
 SHARDED = replace(OPTIMIZER, distributed=True)
 OVERLAPPED = replace(SHARDED, overlap_grad_reduce=True, overlap_param_gather=True)
@@ -103,15 +103,13 @@ def learnt(
     )
     model.model.visual.requires_grad_(not frozen)
     learning = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": list(part.parameters()), "lr": each}
-        for part, each in (
-            (model.model.visual, rate),
-            (model.model.language_model, 1e-2),
-            (model.lm_head, 1e-2),
-        )
-    ]
-    adam = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1.0, weight_decay=0.0)
+    parts = (model.model.visual, rate), (model.model.language_model, 1e-2), (model.lm_head, 1e-2)
+    groups = []
+    for part, each in parts:
+        for decay in (0.0, 0.1):  # norms and biases do not decay
+            chosen = [p for p in part.parameters() if (p.dim() > 1) == bool(decay)]
+            groups.append({"params": chosen, "lr": each, "weight_decay": decay})
+    adam = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1.0)
     norms = []
     first: list[torch.Tensor] = []
     for _ in range(UPDATES):
