@@ -16,6 +16,7 @@ import gzip
 import hashlib
 import html
 import json
+import re
 import sys
 import zlib
 from collections.abc import Iterator, Sequence
@@ -150,7 +151,19 @@ def checked(sample: Any) -> dict[str, Any]:
         raise DataError("a reward or a token's value is no number.")
     if not all(isinstance(text, str) for text in tokens["text"]):
         raise DataError("a token's text is no string.")
+    check_pictures(sample.get("pictures", []))
     return sample
+
+
+def check_pictures(pictures: Any) -> None:
+    """Raises DataError for pictures that the page could not show."""
+    if not isinstance(pictures, list) or not all(isinstance(each, dict) for each in pictures):
+        raise DataError('"pictures" is no list of objects.')
+    for picture in pictures:
+        if not isinstance(picture.get("digest"), str):
+            raise DataError("a picture has no digest.")
+        if not re.fullmatch(r"[A-Za-z0-9+/]*=*", picture.get("thumbnail") or ""):
+            raise DataError("a thumbnail is no base64.")
 
 
 def page(samples: Sequence[dict[str, Any]], *, title: str) -> str:
@@ -158,15 +171,21 @@ def page(samples: Sequence[dict[str, Any]], *, title: str) -> str:
 
     Tokens have an element each sample, so that the browser parses what is looked at only.
     """
-    rows = [
-        {key: value for key, value in sample.items() if key != "tokens"} | summary(sample["tokens"])
-        for sample in samples
-    ]
+    rows = []
+    thumbnails: dict[str, str] = {}  # by digest
+    for sample in samples:
+        row = {key: value for key, value in sample.items() if key not in ("tokens", "pictures")}
+        for picture in sample.get("pictures", []):
+            thumbnails.setdefault(picture["digest"], picture.get("thumbnail") or "")
+            title = f"{picture.get('path') or 'bytes'}, patches {picture.get('grid')}"
+            row.setdefault("pictures", []).append([picture["digest"], title])
+        rows.append(row | summary(sample["tokens"]))
     scale = {
         measure: scale_of([sample["tokens"] for sample in samples], measure)
         for measure in SMALLEST_SCALE
     }
-    blocks = [block("samples", {"samples": rows, "scale": scale})]
+    held = {"samples": rows, "scale": scale, "thumbnails": thumbnails}
+    blocks = [block("samples", held)]
     blocks += [block(f"tokens-{i}", sample["tokens"]) for i, sample in enumerate(samples)]
     template = TEMPLATE.read_text(encoding="utf-8")
     script = template.split("<script>")[1].split("</script>")[0]

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from rftmega.callbacks.observer import Observer
 from rftmega.callbacks.output_files import set_aside, synchronise
+from rftmega.media.placed import PlacedPicture, unexpanded
+from rftmega.media.thumbnails import thumbnail_of
 from rftmega.ragged import Ragged
 from rftmega.types import Experience, Metrics, Samples
 
@@ -116,8 +118,12 @@ def records(
     "chosen" is false where the environment put the token there, and not the policy. Log-probs are
     in nats; "gap" is the engine's minus the trainer's; null stands for what is
     unknown or not finite.
+
+    "pictures" lists those of the prompt, in which each has one placeholder: digest, path (none for
+    bytes), grid, and a thumbnail in the first object of a file that has it.
     """
     assert experience.old_logp is not None, "a rollout that was learnt from has been scored"
+    shown: set[str] = set()
     for row in range(len(samples)):
         first, end = int(samples.rows.prompt_lengths[row]), int(samples.rows.lengths[row])
         ids = samples.rows.tokens[row].tolist()
@@ -134,11 +140,12 @@ def records(
             known = values[targets].double().masked_fill(~chosen, math.nan)
             return [rounded(value, digits) for value in known.tolist()]
 
+        pictures = samples.prompts[row].pictures
         yield {
             "step": step,
             "group": int(samples.group[row]),
             "index": samples.prompts[row].index,
-            "prompt": "".join(pieces(ids[:first])),
+            "prompt": "".join(pieces(unexpanded(ids[:first], pictures))),
             "response": decode(ids[first:]),
             "label": samples.prompts[row].label,
             "reward": rounded(samples.reward[row].item(), LOGP_DIGITS),
@@ -147,6 +154,7 @@ def records(
                 for k, part in samples.reward_parts.items()
             },
             "truncated": bool(samples.truncated[row]),
+            **({"pictures": [described(each, shown) for each in pictures]} if pictures else {}),
             "tokens": {
                 "id": ids[first:],
                 "text": pieces(ids[first:]),
@@ -158,6 +166,19 @@ def records(
                 "chosen": chosen.tolist(),
             },
         }
+
+
+def described(picture: PlacedPicture, shown: set[str]) -> dict[str, Any]:
+    """Returns what is written of a picture, with a thumbnail unless it is `shown` already."""
+    found: dict[str, Any] = {
+        "digest": picture.digest,
+        "path": picture.source if isinstance(picture.source, str) else None,
+        "grid": list(picture.grid),
+    }
+    if picture.digest not in shown:
+        shown.add(picture.digest)
+        found["thumbnail"] = thumbnail_of(picture)
+    return found
 
 
 def rounded(value: float, digits: int) -> float | None:

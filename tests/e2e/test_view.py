@@ -1,11 +1,13 @@
 """The page of tools/view.py in a real browser."""
 
 import base64
+import io
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from rftmega.callbacks.trajectories import write
 from tools import view
@@ -124,6 +126,35 @@ def test_lines_that_all_prompts_begin_with_are_left_out_of_the_table(
     page.goto(f"file://{tmp_path}/x.html")
     assert column(page, "prompt") == ["…user: one", "…user: two"]
     assert page.text_content("#prompt") == prompts[0]
+    page.close()
+
+
+def test_pictures_stand_below_the_prompt_and_nothing_else_is_loaded(
+    browser: Any, tmp_path: Path
+) -> None:
+    file = io.BytesIO()
+    Image.new("RGB", (40, 20), "red").save(file, format="JPEG")
+    drawn = {"digest": "a", "path": HOSTILE, "grid": [1, 2, 2]}
+    first = drawn | {"thumbnail": base64.b64encode(file.getvalue()).decode()}
+    gone = {"digest": "b", "path": "gone.png", "grid": [1, 4, 4], "thumbnail": None}
+    samples = [
+        sample(0) | {"pictures": [first, gone]},
+        sample(1) | {"pictures": [drawn]},
+        sample(2),
+    ]
+    (tmp_path / "x.html").write_text(view.page(list(map(view.checked, samples)), title="x"))
+    page = browser.new_page()
+    page.goto(f"file://{tmp_path}/x.html")
+    widths = "pictures => [...pictures.querySelectorAll('img')].map(p => p.naturalWidth)"
+    assert page.eval_on_selector("#pictures", widths) == [40]
+    assert page.text_content("#pictures") == "gone.png, patches [1, 4, 4]"
+    page.keyboard.press("ArrowDown")
+    page.wait_for_function("document.getElementById('prompt').textContent === 'question 1'")
+    assert page.eval_on_selector("#pictures", widths) == [40]
+    assert HOSTILE in page.get_attribute("#pictures img", "title")
+    page.keyboard.press("ArrowDown")
+    page.wait_for_function("document.getElementById('prompt').textContent === 'question 2'")
+    assert page.eval_on_selector("#pictures", widths) == []
     page.close()
 
 

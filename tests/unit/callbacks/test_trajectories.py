@@ -1,4 +1,6 @@
+import base64
 import gzip
+import io
 import json
 import subprocess
 from collections.abc import Sequence
@@ -6,13 +8,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
-from rftmega.callbacks.trajectories import Trajectories, write
+from rftmega.callbacks.trajectories import Trajectories, described, write
 from rftmega.config import AlgorithmConfig
 from rftmega.config.algorithms import GroupNorm
 from rftmega.experience import ExperienceMaker, collect
+from rftmega.media.placed import PlacedPicture, RowPictures
 from rftmega.ragged import Ragged
 from rftmega.types import (
     Completion,
@@ -201,3 +206,37 @@ def test_a_file_that_was_not_finished_has_no_name(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="disk full"):
         write(tmp_path / "step_000001.jsonl.gz", broken())
     assert not list(tmp_path.glob("step_*"))
+
+
+def test_pictures_of_a_prompt_are_named_and_shown_once_a_file(tmp_path: Path) -> None:
+    drawn = Image.new("RGB", (400, 100), (200, 10, 10))
+    drawn.save(tmp_path / "a.png")
+    seen = PlacedPicture(str(tmp_path / "a.png"), "a" * 64, (1, 2, 4), 1, 2)
+    gone = PlacedPicture(str(tmp_path / "gone.png"), "b" * 64, (1, 2, 2), 4, 1)
+    inside = PlacedPicture((tmp_path / "a.png").read_bytes(), "c" * 64, (1, 2, 4), 1, 2)
+    prompts = [
+        Prompt(tuple(map(ord, "x__y_z")), pictures=(seen, gone)),
+        Prompt(tuple(map(ord, "x__y")), pictures=(inside,)),
+    ]
+    rollouts = [rollout_of(prompt, COMPLETIONS[0]) for prompt in prompts]
+    samples = collect(prompts, rollouts, score, samples_per_prompt=1)
+    experience = ExperienceMaker(Columns()).make(samples)
+    observer = Trajectories(tmp_path / "out", text, letters, every=1, most_bytes=10**6)
+    observer.on_start(SimpleNamespace(step=0, resumed=False), {})
+    for step in (1, 2):
+        observer.on_experience(SimpleNamespace(step=step), samples, experience)
+    for file in sorted((tmp_path / "out").iterdir()):
+        first, second = lines_of(file)
+        assert (first["prompt"], second["prompt"]) == ("x_y_z", "x_y"), "a placeholder a picture"
+        one, other = first["pictures"]
+        small = Image.open(io.BytesIO(base64.b64decode(one["thumbnail"])))
+        assert small.size == (96, 24)
+        assert np.abs(np.asarray(small).astype(int) - (200, 10, 10)).max() < 9
+        assert (one["path"], one["grid"]) == (str(tmp_path / "a.png"), [1, 2, 4])
+        assert (other["digest"], other["thumbnail"]) == ("b" * 64, None)
+        assert second["pictures"][0]["path"] is None
+    again = RowPictures.of([(seen,), (seen,)])
+    assert again is not None
+    shown: set[str] = set()
+    written = [described(picture, shown) for row in again.rows for picture in row]
+    assert ["thumbnail" in each for each in written] == [True, False]

@@ -146,6 +146,10 @@ BAD = {
     "a word for a number": (lambda folder: write(folder / "a.gz", sample(reward="much")), "is no number"),
     "a number for a word": (
         lambda folder: write(folder / "a.gz", sample(tokens=sample()["tokens"] | {"text": [1, 2]})), "is no string"),
+    "a thumbnail that is none": (
+        lambda folder: write(folder / "a.gz", sample(pictures=[{"digest": "a", "thumbnail": '"><script>'}])),
+        "a thumbnail is no base64"),
+    "a picture without a digest": (lambda folder: write(folder / "a.gz", sample(pictures=[{}])), "has no digest"),
     "no line": (lambda folder: write(folder / "a.gz"), "holds no sample"),
 }  # fmt: skip
 
