@@ -17,6 +17,7 @@ from torch import Tensor
 from model_providers.flops import BACKWARD, forward_flops, tower_flops
 from rftmega.device.spans import recorder
 from rftmega.media.fed import FedPictures, fed_pictures
+from rftmega.media.placed import RowPictures
 from rftmega.megatron.auxiliary import beside
 from rftmega.megatron.forward import HiddenProcessor, custom_forward, packed_length, unwrap
 from rftmega.megatron.manager import MegatronModelManager
@@ -178,10 +179,8 @@ class ModelRunner:
             [[[int(lengths[row]) - 1 for row in rows] for rows in batches] for batches in plan],
             passes,
         )
-        if pictures is not None and (tower := self.manager.description.tower) is not None:
-            held = [picture for row in pictures.rows for picture in row]
-            grids = [picture.grid for picture in held]
-            recorder.count("flops", passes * tower_flops(tower, grids))
+        if pictures is not None:
+            self._count_pictures([pictures.select(rows) for own in plan for rows in own], passes)
         return [torch.tensor(rows, dtype=torch.int64) for rows in plan[self.topology.data_rank]]
 
     def _count(self, fed: Sequence[Sequence[Sequence[int]]], passes: int) -> None:
@@ -201,6 +200,16 @@ class ModelRunner:
             passes
             * forward_flops(self.manager.description, rows, value_head=self.processor is None),
         )
+
+    def _count_pictures(self, fed: Sequence[RowPictures], passes: int) -> None:
+        """Counts the tower's part of a pass. `fed`: the pictures of each micro-batch, in which a
+        picture of several rows is one.
+        """
+        tower = self.manager.description.tower
+        assert tower is not None, "a model without a vision tower has no pictures"
+        grids = [picture.grid for batch in fed for picture in batch.distinct.values()]
+        learns = not self.cfg.model.freeze_vision
+        recorder.count("flops", (passes if learns else 1) * tower_flops(tower, grids))
 
     def _run(self, batches: Sequence[MicroBatch], *, forward_only: bool) -> list[Any]:
         """Returns sums to be collected, or statistics, of each micro-batch on the last stage, [] on

@@ -1,5 +1,6 @@
 """Requests with pictures, as vLLM takes them."""
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from rftmega.media.placed import unexpanded
 from rftmega.media.processor import PictureProcessor
 from rftmega.rollout.base import Request
 
+decoded = lru_cache(maxsize=16)(read_picture)  # siblings are asked side by side
 SAMPLE = (70, 110)  # width and height of the picture that is compared at the start
 
 
@@ -27,7 +29,7 @@ def prompt_of(request: Request) -> dict[str, Any]:
             raise EngineError(
                 "vLLM reads pictures, and a prompt has one as patches. Give the file, or its bytes."
             )
-        images.append(read_picture(picture.source))
+        images.append(decoded(picture.source))
     return {
         "prompt_token_ids": unexpanded(request.token_ids, request.pictures),
         "multi_modal_data": {"image": images},
