@@ -20,8 +20,8 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 from torch.nn import functional as F
 
-from model_providers.prefixes import attend_to_prefix, has_kernel
 from rftmega.errors import ConfigError
+from rftmega.kernels.prefix_attention import attend_to_prefix, has_kernel
 
 BLOCK = 128  # queries at least that share a mask of their window
 LONGEST = 8192  # tokens of a row whose chunks may have a mask each

@@ -57,9 +57,7 @@ class ParallelConfig:
     """Processes that share the stack of layers (PP)."""
 
     sequence: bool = False
-    """Split activations between the tensor-parallel processes along the sequence (Megatron's
-    sequence parallelism).
-    """
+    """Split activations of tensor-parallel processes along the sequence (sequence parallelism)."""
 
     virtual_pipeline: Count = 1
     """Chunks of layers that each stage holds; above 1 the interleaved schedule runs, with a smaller
@@ -234,14 +232,10 @@ class DataConfig:
     """Key of the kind of task, which reward.recipe speaks about; a record may go without."""
 
     images_key: str = "images"
-    """Key of a prompt's pictures, for a model with a vision tower: one or a list of paths, bytes, or
-    base64 (data:image/...); a record may go without. Their places are <image> in the prompt.
-    """
+    """Key of a prompt's pictures (docs/multimodal.md): one, or a list; <image> is a place of one."""
 
     pictures_folder: str = ""
-    """Folder that the paths of pictures begin in, and that none leads out of; empty: the data
-    file's.
-    """
+    """Folder of the pictures' paths, which none leads out of; empty: the data file's."""
 
     response_key: str = "response"
     """Supervised data (data.ptx, too): key of the answer to learn (none where the prompt's chat
@@ -271,8 +265,7 @@ class DataConfig:
 @dataclass
 class ShapingConfig:
     normalise: bool = False
-    """Take the mean of all rewards of the run so far off a reward, and divide by their deviation.
-    """
+    """Take the mean of all the run's rewards off a reward, and divide by their deviation."""
 
     clip: NotNegative = 0.0
     """Clip rewards to +- this, after all else; 0: not."""
@@ -501,14 +494,10 @@ class TrainerConfig:
     """
 
     max_patches_per_micro_batch: NotNegativeInt = 0
-    """And of at most this many patches of pictures, which the vision tower holds at once; 0: no
-    bound.
-    """
+    """And of at most this many patches of pictures, which a vision tower holds; 0: no bound."""
 
     attention_weight: NotNegative = 0.0
-    """Cost of a row of n tokens is n + this x n^2 when work is balanced over data-parallel
-    processes.
-    """
+    """Cost of a row of n tokens is n + this x n^2 where data-parallel work is balanced."""
 
     patch_weight: NotNegative = 1.0
     """Cost of a patch of a picture, in tokens, in the same balance."""

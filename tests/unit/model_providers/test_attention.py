@@ -20,8 +20,8 @@ from rftmega.megatron.forward import pack
 
 from megatron.core.transformer.enums import AttnMaskType
 
-from model_providers import prefixes
 from model_providers.attention import LONGEST, PackedAttention, parts_of
+from rftmega.kernels import prefix_attention
 
 
 def dense(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int) -> Tensor:
@@ -179,8 +179,10 @@ def test_the_kernels_of_cuda_are_called_as_they_want_to_be(causal: bool) -> None
             torch.empty(2, 4, length, 24, device="cuda", dtype=torch.bfloat16)
             for length in (16, 64, 64)
         )
-        out, denominator, seeds = prefixes._forward(query, key, value, causal, 0.3)
-        grads = prefixes._backward(out, query, key, value, out, denominator, seeds, causal, 0.3)
+        out, denominator, seeds = prefix_attention._forward(query, key, value, causal, 0.3)
+        grads = prefix_attention._backward(
+            out, query, key, value, out, denominator, seeds, causal, 0.3
+        )
     assert (out.shape, out.dtype, out.device.type) == (query.shape, torch.bfloat16, "cuda")
     assert (denominator.shape, denominator.dtype) == ((2, 4, 16), torch.float32)
     assert [grad.shape for grad in grads] == [query.shape, key.shape, value.shape]
@@ -207,7 +209,10 @@ def test_the_kernels_take_what_they_take(
     where: str, dtype: torch.dtype, width: int, can: bool
 ) -> None:
     with FakeTensorMode():
-        assert prefixes.has_kernel(torch.empty(1, 1, 1, width, device=where, dtype=dtype)) == can
+        assert (
+            prefix_attention.has_kernel(torch.empty(1, 1, 1, width, device=where, dtype=dtype))
+            == can
+        )
 
 
 def test_lengths_are_read_on_the_host_once_a_micro_batch() -> None:
