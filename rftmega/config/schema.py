@@ -60,9 +60,7 @@ class ParallelConfig:
     """Split activations of tensor-parallel processes along the sequence (sequence parallelism)."""
 
     virtual_pipeline: Count = 1
-    """Chunks of layers that each stage holds; above 1 the interleaved schedule runs, with a smaller
-    bubble (VPP).
-    """
+    """Chunks of layers that each stage holds; above 1 the schedule is interleaved (VPP)."""
 
     first_stage_layers: NotNegativeInt = 0
     """Layers of the first pipeline stage; 0: the others' share.
