@@ -76,22 +76,9 @@ def test_a_resumed_run_on_pictures_gives_the_numbers_and_weights_of_one_that_was
     assert any(name.startswith("model.layers.") for name in moved)
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["strategy=separate", "rollout.engine=vllm"], "servers are asked in tokens alone"),
-        (["model.dropout=0.1"], "a vision tower has no dropout"),
-        (["rollout.max_pictures=1"], "a prompt with 2 pictures: rollout.max_pictures is 1"),
-        (["rollout.max_prompt_tokens=20"], "tokens with its 2 picture(s)"),
-        (["data.images_key=other"], 'place(s) for pictures and "other" names 0'),
-        (["data.pictures_folder=/nowhere"], "/nowhere/pictures/1-0.png can't be read"),
-        (["trainer.max_patches_per_micro_batch=10"], "up to 192 patches"),
-    ],
-)
-def test_what_can_t_be_is_one_clear_error(
-    options: list[str], said: str, world: Path, tmp_path: Path, train: Run
-) -> None:
-    done = train(world / "run.yaml", *options, f"trainer.output={tmp_path}", timeout=120)
+def test_a_picture_too_many_is_one_clear_error(world: Path, tmp_path: Path, train: Run) -> None:
+    given = ["rollout.max_pictures=1", f"trainer.output={tmp_path}"]
+    done = train(world / "run.yaml", *given, timeout=120)
     assert done.returncode == 2
-    assert said in done.stderr
+    assert "a prompt with 2 pictures: rollout.max_pictures is 1" in done.stderr
     assert "Traceback" not in done.stderr
