@@ -12,9 +12,11 @@ from rftmega.data import Tokenizer
 from rftmega.device.residency import ADAM, MAIN_PARAMETERS
 from rftmega.experience import complete
 from rftmega.interfaces import Policy, RolloutEngine, ValueModel
+from rftmega.lightrft.actor_vl import ActorVL
 from rftmega.lightrft.arguments import lightrft_arguments, rows_per_micro_batch, rows_per_update
 from rftmega.lightrft.requests import GenerationOutput, completion_of
 from rftmega.lightrft.strategy import StrategyBase
+from rftmega.media.processor import PictureProcessor, processor_of
 from rftmega.rollout import Engine
 from rftmega.strategy.colocated import ColocatedPolicy, ColocatedValues
 from rftmega.strategy.phases import POLICY
@@ -37,6 +39,7 @@ class LightRFTStrategy(StrategyBase):
         self.strategy = strategy
         self.config = config
         self.engine_processes = strategy.engine_processes
+        self.max_pictures = config.rollout.max_pictures
         self.inference_engine, self.inference_engine_type = (
             strategy.local_engine,
             config.rollout.engine,
@@ -57,6 +60,13 @@ class LightRFTStrategy(StrategyBase):
         return Tokenizer(
             self.config.model.path, trust_remote_code=self.config.model.trust_remote_code
         )
+
+    @cached_property
+    def processor(self) -> PictureProcessor | None:  # type: ignore[override]
+        """Returns what makes patches of pictures, as the model's folder says; None for a model that
+        sees nothing.
+        """
+        return processor_of(self.config.model.path)
 
     def backward(self, loss: Any, model: Any, optimizer: Any, **kwargs: Any) -> None:
         """Raises NotImplementedError: a loss that was computed elsewhere can't go backward through
@@ -98,6 +108,8 @@ class LightRFTStrategy(StrategyBase):
 
         A bare Megatron module of a wrapped one.
         """
+        if isinstance(model, ActorVL):
+            model = model.module
         if isinstance(model, ColocatedPolicy):
             return model.actor
         return model.model if isinstance(model, ColocatedValues) else super().unwrap_model(model)
@@ -146,11 +158,10 @@ class LightRFTStrategy(StrategyBase):
         return super().engine_generate_local(sampling_params, prompt_token_ids, multi_modal_inputs)
 
     def _generate(
-        self, prompts: list[list[int]], seeds: list[int], temperature: float
+        self, prompts: list[Prompt], seeds: list[int], temperature: float
     ) -> list[Completion]:
         if self.config.strategy == "separate":
-            asked = [Prompt(tuple(ids)) for ids in prompts]
-            found = self.strategy.engine.generate(asked, seeds=seeds, temperature=temperature)
+            found = self.strategy.engine.generate(prompts, seeds=seeds, temperature=temperature)
             return [completion_of(rollout) for rollout in complete(found)]
         self.strategy.phases.rollout()
         return super()._generate(prompts, seeds, temperature)

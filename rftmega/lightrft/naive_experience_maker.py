@@ -3,6 +3,7 @@
 It delegates; it has no formula.
 """
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,7 +22,17 @@ from rftmega.algorithms.advantages import (
 from rftmega.algorithms.gae import gae
 from rftmega.experience.samples import collect, complete
 from rftmega.interfaces import Reward
-from rftmega.lightrft.padded_experience import BEHAVIOUR, Experience, Samples, per_action
+from rftmega.lightrft.multimodal import build_inputs
+from rftmega.lightrft.padded_experience import (
+    BEHAVIOUR,
+    Experience,
+    Samples,
+    per_action,
+    with_patches,
+)
+from rftmega.lightrft.pictures import PictureInputs, patches_of
+from rftmega.media.placed import PlacedPicture
+from rftmega.media.processor import PictureProcessor
 from rftmega.sampling_seeds import sampling_seed
 from rftmega.types import Completion, Prompt, Rollout, Rows, TokenStats, Trajectory
 
@@ -32,6 +43,16 @@ DEFAULTS: dict[str, Any] = {
     "seed": 0,
     "gamma": 1.0,
     "lambd": 0.95,
+}
+# what a call may give besides
+BESIDE = {
+    "labels",
+    "all_images",
+    "images_num",
+    "all_videos",
+    "videos_num",
+    "pixel_values",
+    "image_grid_thw",
 }
 REPLACED = {  # keyword of a rollout there -> what decides it here
     "max_new_tokens": "rollout.max_response_tokens of the engine",
@@ -114,6 +135,7 @@ class NaiveExperienceMaker:
         reward_fn: Callable[..., Tensor] | None = None,
         reward_fn_label_map: dict[str, Any] | None = None,
         reward_recipe: dict[str, Any] | None = None,
+        processor: PictureProcessor | None = None,
     ):
         """Takes its parts, which must offer:
 
@@ -130,6 +152,7 @@ class NaiveExperienceMaker:
         reward_fn: `(list of rewards [B], one a reward model) -> [B]`. Where given, `label_map` and
         `recipe`, and with either of
             them `labels`, are handed on as keyword arguments.
+        processor: of a model that sees; None: the strategy's, where it has one.
 
         Raises ValueError where rewards can't be combined, or for `remote_rm_url`: a remote reward
         is a Reward as well.
@@ -158,6 +181,7 @@ class NaiveExperienceMaker:
         self.reward_options = {name: value for name, value in given.items() if value is not None}
         self.pad_id: int = getattr(tokenizer, "pad_token_id", None) or 0
         self.args = getattr(strategy, "args", None)
+        self.processor = processor or getattr(strategy, "processor", None)
         self.advantage_estimator: str = getattr(
             self.args, "advantage_estimator", "gae" if critic is not None else "group_norm"
         )
@@ -178,12 +202,14 @@ class NaiveExperienceMaker:
 
         `labels` (a string a prompt) is what a reward compares with; a Prompt brings its own.
         Options are those of DEFAULTS. The engine is asked once for all: an answer depends on its
-        own seed, not on its batch. It may judge answers where and while it gives them; a reward
+        own seed, not on its batch. `all_images` and `images_num` are pictures as
+        `gather_and_generate` takes them; `pixel_values` and `image_grid_thw` are there instead
+        where somebody has cut them into patches. It may judge answers where and while it gives them; a reward
         that compares the answers to a prompt is asked once all are there. Raises ValueError for an
         option that nothing here reads.
         """
         option = self._options(kw)
-        prompts = self._prompts(all_prompts, kw.get("labels"))
+        prompts = self._prompts(all_prompts, kw)
         samples = range(option["n_samples_per_prompt"])
         requests = [prompt for prompt in prompts for _ in samples]
         seeds = [
@@ -211,7 +237,11 @@ class NaiveExperienceMaker:
 
         Advantages and returns are still to come.
         """
-        rows, answers = samples.rows(), self._answers(samples)
+        pixel_values, image_grid_thw = samples.pixel_values, samples.image_grid_thw
+        rows = with_patches(samples.rows(), pixel_values, image_grid_thw, self.processor)
+        answers = self._answers(samples)
+        if pixel_values is None:
+            pixel_values, image_grid_thw = patches_of(rows.pictures, self.processor)
         stats: TokenStats = self.actor.log_probs(rows)
         own = per_action(stats.logp, rows)
         base = self._reference(rows)
@@ -237,6 +267,9 @@ class NaiveExperienceMaker:
             | ({} if samples.rollouts is None else {BEHAVIOUR: _reported(answers, mask)}),
             kl=penalty,
             action_entropy=None if stats.entropy is None else per_action(stats.entropy, rows),
+            pixel_values=pixel_values,
+            image_grid_thw=image_grid_thw,
+            pictures=rows.pictures,
         )
 
     def make_experience_list(
@@ -328,30 +361,74 @@ class NaiveExperienceMaker:
             return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         return list(self.tokenizer.encode(text, chat_template=False))
 
-    def _prompts(
-        self, all_prompts: Sequence[str | Prompt], labels: Sequence[str] | None
-    ) -> list[Prompt]:
+    def _prompts(self, all_prompts: Sequence[str | Prompt], kw: Mapping[str, Any]) -> list[Prompt]:
+        labels = kw.get("labels")
         given = [""] * len(all_prompts) if labels is None else list(labels)
         if len(given) != len(all_prompts):
             raise ValueError(f"{len(given)} labels for {len(all_prompts)} prompts: give one each.")
-        return [
-            prompt
-            if isinstance(prompt, Prompt)
-            else Prompt(
-                tuple(self.tokenize_fn(prompt, self.prompt_max_len, padding=False)[0]),
-                label=label,
-                index=index,
+        prompts: list[Prompt] = []
+        for index, (prompt, label) in enumerate(zip(all_prompts, given, strict=True)):
+            made = prompt if isinstance(prompt, Prompt) else Prompt((), label=label, index=index)
+            prompts.append(made)
+        if any(kw.get(name) is not None for name in ("all_videos", "videos_num")):
+            raise ValueError(
+                "all_videos is not read yet. Give frames as pictures, or leave films out."
             )
-            for index, (prompt, label) in enumerate(zip(all_prompts, given, strict=True))
-        ]
+        images = self._images(len(prompts), kw)
+        found: list[Prompt] = []
+        for text, prompt, own in zip(all_prompts, prompts, images, strict=True):
+            if own:
+                ids, placed = self._placed(text, own)
+                found.append(replace(prompt, token_ids=ids, pictures=placed))
+            elif isinstance(text, str):
+                ids = tuple(self.tokenize_fn(text, self.prompt_max_len, padding=False)[0])
+                found.append(replace(prompt, token_ids=ids))
+            else:
+                found.append(prompt)
+        return found
+
+    def _images(self, prompts: int, kw: Mapping[str, Any]) -> list[list[Any]]:
+        """Returns the pictures of each prompt."""
+        images, patches, grids = (
+            kw.get(name) for name in ("all_images", "pixel_values", "image_grid_thw")
+        )
+        if (patches is None) != (grids is None) or (images is not None and patches is not None):
+            raise ValueError(
+                "Give pictures as all_images, or as pixel_values and image_grid_thw, both of them."
+            )
+        if patches is not None and grids is not None:
+            images = self._pictures().cut(patches, grids)
+        built = build_inputs([""] * prompts, images, kw.get("images_num"), None, None)
+        return [each.get("multi_modal_data", {}).get("image", []) for each in built]
+
+    def _placed(
+        self, text: str | Prompt, images: list[Any]
+    ) -> tuple[tuple[int, ...], tuple[PlacedPicture, ...]]:
+        given = text if isinstance(text, str) else text.token_ids
+        ids, placed = self._pictures().prompt(given, images, self._ids)
+        if len(ids) > self.prompt_max_len:
+            raise ValueError(
+                f"A prompt has {len(ids)} tokens with its {len(placed)} picture(s), and prompt_max_len is {self.prompt_max_len}. "
+                "Raise it: a prompt with pictures is not cut off."
+            )
+        return ids, placed
+
+    def _pictures(self) -> PictureInputs:
+        if self.processor is None:
+            raise ValueError(
+                "There are pictures, and neither a `processor` nor a strategy with one. Give that of a model that sees."
+            )
+        return PictureInputs(
+            self.processor, most=getattr(self.strategy, "max_pictures", sys.maxsize)
+        )
 
     def _options(self, kw: Mapping[str, Any]) -> dict[str, Any]:
         """Returns DEFAULTS, overridden by the strategy's args, overridden by `kw`."""
-        for name in kw.keys() - DEFAULTS.keys() - {"labels"}:
+        for name in kw.keys() - DEFAULTS.keys() - BESIDE:
             why = (
                 f"{REPLACED[name]} decides it"
                 if name in REPLACED
-                else f"options are labels, {', '.join(DEFAULTS)}"
+                else f"options are {', '.join([*sorted(BESIDE), *DEFAULTS])}"
             )
             raise ValueError(f"{name}={kw[name]!r} is not read here: {why}.")
         return {
@@ -370,6 +447,7 @@ class NaiveExperienceMaker:
             pad_id=self.pad_id,
         )
         made.rollouts, made.group = rollouts, group
+        made.pixel_values, made.image_grid_thw = patches_of(made.pictures, self.processor)
         return made
 
     def _answers(self, samples: Samples) -> list[Rollout]:

@@ -8,14 +8,17 @@ lengths, never from token values.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rftmega import types
+from rftmega.lightrft.pictures import PictureInputs, patches_of
 from rftmega.lightrft.pinned import pinned
+from rftmega.media.placed import RowPictures
+from rftmega.media.processor import PictureProcessor
 from rftmega.types import Rollout, Rows
 
 
@@ -64,6 +67,12 @@ class Experience:
     kl: Tensor | None = None  # [B, A]
     # [B, A], for learning from tokens of high entropy only (arXiv:2506.01939)
     action_entropy: Tensor | None = None
+    # [P, C] float: patches of the pictures of all rows, row by row; None where there are none
+    pixel_values: Tensor | None = None
+    # [I, 3] int64: patches of each along time, height and width
+    image_grid_thw: Tensor | None = None
+    # what rftmega knows of them, of an experience that it made
+    pictures: RowPictures | None = None
 
     def to_device(self, device: torch.device | str) -> "Experience":
         """Moves every tensor, those of `info` too; returns itself."""
@@ -103,6 +112,9 @@ class Samples:
     rollouts: list[Rollout] | None = field(default=None, init=False)
     # [B] int64; rows with equal numbers answer the same prompt
     group: Tensor | None = field(default=None, init=False)
+    pixel_values: Tensor | None = None  # as of Experience
+    image_grid_thw: Tensor | None = None
+    pictures: RowPictures | None = None
 
     @classmethod
     def of(cls, rows: Rows, *, prompts: list[Any], labels: list[str], pad_id: int = 0) -> "Samples":
@@ -121,6 +133,7 @@ class Samples:
             prompts=prompts,
             labels=labels,
             pad_len=None,
+            pictures=rows.pictures,
         )
 
     def rows(self) -> Rows:
@@ -148,7 +161,8 @@ class Samples:
                 self.total_length,
             )
         prompt_lengths = self.total_length - self.response_length
-        return Rows.of_answers(tokens, prompt_lengths, self.total_length)
+        rows = Rows.of_answers(tokens, prompt_lengths, self.total_length)
+        return replace(rows, pictures=self.pictures)
 
     def packed(self, *, pad_len: int = 0, pad_id: int = 0) -> "Samples":
         """Returns the same answers without padding, in one row, but for `pad_len` tokens at its
@@ -170,13 +184,18 @@ class Samples:
             labels=self.labels,
             pad_len=pad_len,
         )
-        found.rollouts, found.group = self.rollouts, self.group
-        return found
+        return self._beside(found)
 
     def batched(self, *, pad_id: int = 0) -> "Samples":
         """Returns the same answers as a canvas, no wider than they need."""
         found = Samples.of(self.rows(), prompts=self.prompts, labels=self.labels, pad_id=pad_id)
+        return self._beside(found)
+
+    def _beside(self, found: "Samples") -> "Samples":
+        """Gives what no layout changes to other samples of the same rows; returns them."""
         found.rollouts, found.group = self.rollouts, self.group
+        found.pixel_values, found.image_grid_thw = self.pixel_values, self.image_grid_thw
+        found.pictures = self.pictures
         return found
 
     def _refuse_holes(self) -> None:
@@ -265,11 +284,45 @@ def _refuse_empty(prompt_lengths: Tensor) -> None:
 BEHAVIOUR = "behaviour_log_probs"  # of `info`: [B, A] as the engine reported them
 
 
-def to_experience(padded: Experience) -> types.Experience:
+def with_patches(
+    rows: Rows,
+    pixel_values: Tensor | None,
+    image_grid_thw: Tensor | None,
+    processor: PictureProcessor | None,
+) -> Rows:
+    """Returns the rows with the pictures that were given as patches; unchanged where they have
+    theirs, or none were given.
+
+    Raises ValueError for patches without a `processor`, and where rows and patches don't add up.
+    """
+    if rows.pictures is not None or pixel_values is None:
+        return rows
+    if processor is None or image_grid_thw is None:
+        raise ValueError(
+            "pixel_values needs image_grid_thw, and the model's processor, which knows the tokens that stand for pictures. "
+            "Give both."
+        )
+    found = PictureInputs(processor).of_rows(rows, pixel_values, image_grid_thw)
+    return replace(rows, pictures=found)
+
+
+def rows_of_canvas(sequences: Tensor, attention_mask: Tensor, actions: int) -> Rows:
+    """Returns the rows of a canvas whose last `actions` columns are the responses'."""
+    prompts = sequences.shape[1] - actions
+    prompt_lengths = attention_mask[:, :prompts].bool().sum(-1)
+    lengths = attention_mask.bool().sum(-1)
+    tokens = flush(sequences, prompts - prompt_lengths, lengths)
+    return Rows.of_answers(tokens, prompt_lengths, lengths)
+
+
+def to_experience(
+    padded: Experience, processor: PictureProcessor | None = None
+) -> types.Experience:
     """Converts to the Experience of rftmega. Without info["behaviour_log_probs"] the trainer's
     log-probs stand in for the engine's.
 
-    Raises ValueError where masks or advantages are missing, or a prompt is empty.
+    `processor`: of a model that sees, for pixel_values that rftmega did not make. Raises ValueError
+    where masks or advantages are missing, or a prompt is empty, or as `with_patches`.
     """
     missing = [
         name
@@ -285,12 +338,9 @@ def to_experience(padded: Experience) -> types.Experience:
         and padded.action_mask is not None
         and padded.advantages is not None
     )
-    prompts = padded.sequences.shape[1] - padded.action_mask.shape[1]
-    prompt_lengths = padded.attention_mask[:, :prompts].bool().sum(-1)
-    lengths = padded.attention_mask.bool().sum(-1)
-    rows = Rows.of_answers(
-        flush(padded.sequences, prompts - prompt_lengths, lengths), prompt_lengths, lengths
-    )
+    rows = rows_of_canvas(padded.sequences, padded.attention_mask, padded.action_mask.shape[1])
+    rows = replace(rows, pictures=padded.pictures)
+    rows = with_patches(rows, padded.pixel_values, padded.image_grid_thw, processor)
     behaviour = (padded.info or {}).get(BEHAVIOUR, padded.action_log_probs)
 
     def laid_out(values: Tensor | None) -> Tensor | None:
@@ -298,8 +348,8 @@ def to_experience(padded: Experience) -> types.Experience:
 
     return types.Experience(
         tokens=rows.tokens,
-        prompt_lengths=prompt_lengths,
-        lengths=lengths,
+        prompt_lengths=rows.prompt_lengths,
+        lengths=rows.lengths,
         mask=per_target(padded.action_mask.bool(), rows),
         behaviour_logp=per_target(behaviour, rows),
         old_logp=per_target(padded.action_log_probs, rows),
@@ -308,19 +358,25 @@ def to_experience(padded: Experience) -> types.Experience:
         old_value=laid_out(padded.values),
         returns=laid_out(padded.returns),
         entropy=laid_out(padded.action_entropy),
+        pictures=rows.pictures,
     )
 
 
-def of_experience(own: types.Experience[Any], *, pad_id: int = 0) -> Experience:
+def of_experience(
+    own: types.Experience[Any], *, pad_id: int = 0, processor: PictureProcessor | None = None
+) -> Experience:
     """Returns the canvas of an experience of rftmega, padded or not.
 
-    What it does not hold (kl, and whatever is None there) is None.
+    What it does not hold (kl, and whatever is None there) is None; so is pixel_values where pictures
+    are files and no `processor` is given.
     """
     own = own.padded()
     rows = own.rows
     assert own.old_logp is not None, "only an update that scores for itself goes without"
     actions = _widest(rows.lengths - rows.prompt_lengths)
     sequences, attention_mask = canvas(rows, _widest(rows.prompt_lengths), actions, pad_id=pad_id)
+
+    pixel_values, image_grid_thw = patches_of(rows.pictures, processor)
 
     def laid_out(values: Tensor | None) -> Tensor | None:
         return None if values is None else per_action(values, rows)
@@ -340,4 +396,7 @@ def of_experience(own: types.Experience[Any], *, pad_id: int = 0) -> Experience:
             "total_length": rows.lengths,
         },
         action_entropy=laid_out(own.entropy),
+        pixel_values=pixel_values,
+        image_grid_thw=image_grid_thw,
+        pictures=rows.pictures,
     )

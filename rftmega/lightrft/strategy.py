@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch.distributed as dist
@@ -19,8 +20,9 @@ from torch.utils.data import DataLoader
 
 from rftmega import device
 from rftmega.data.sampler import ResumableSampler
-from rftmega.errors import EngineError
+from rftmega.errors import EngineError, RFTMegaError
 from rftmega.lightrft.multimodal import build_inputs
+from rftmega.lightrft.pictures import PictureInputs
 from rftmega.lightrft.requests import (
     GenerationOutput,
     answers,
@@ -28,6 +30,7 @@ from rftmega.lightrft.requests import (
     seeds_of,
     token_lists,
 )
+from rftmega.media.processor import PictureProcessor
 from rftmega.parallel import collectives, process_group, seeds
 from rftmega.rollout import Engine, EngineStatus
 from rftmega.types import Completion, Prompt
@@ -60,6 +63,9 @@ class StrategyBase(ABC):
 
     # makes ids of prompts that are texts: `encode(text, chat_template=False)`
     tokenizer: Any = None
+    # of a model that sees
+    processor: PictureProcessor | None = None
+    max_pictures = sys.maxsize  # of a prompt
     engine_processes = 1  # consecutive ranks that share an engine
 
     def __init__(
@@ -375,23 +381,21 @@ class StrategyBase(ABC):
 
         Processes that share it call alike.
 
+        `multi_modal_inputs`: what `_build_multimodal_inputs` builds; "prompt" is a text or ids.
         `sampling_params`: a dict, or an object with such attributes; see `read_sampling`. Raises
-        ValueError where both or none of the prompts are given, EngineError for pictures and films:
-        the engines here read token ids only.
+        ValueError where both or none of the prompts are given, EngineError for films, and for
+        pictures where the model sees nothing, DataError for pictures that can't be used.
         """
         if (prompt_token_ids is None) == (multi_modal_inputs is None):
             raise ValueError("Give prompt_token_ids or multi_modal_inputs: exactly one of them.")
         engine = self._the_engine()
-        if prompt_token_ids is None:
-            if any(given.get("multi_modal_data") for given in multi_modal_inputs):
-                raise _text_only(engine)
-            prompt_token_ids = [self._encode(given["prompt"]) for given in multi_modal_inputs]
-        prompts = token_lists(prompt_token_ids)
+        if multi_modal_inputs is None:
+            multi_modal_inputs = [{"prompt": ids} for ids in token_lists(prompt_token_ids)]
+        prompts = [self._prompt(given) for given in multi_modal_inputs]
         temperature, seed = read_sampling(sampling_params, longest=getattr(engine, "longest", None))
         source = f"{self._source(seed)}/engine {self.get_rank() // self.engine_processes}"
-        return answers(
-            prompts, self._generate(prompts, seeds_of(source, 0, len(prompts)), temperature)
-        )
+        found = self._generate(prompts, seeds_of(source, 0, len(prompts)), temperature)
+        return answers([prompt.token_ids for prompt in prompts], found)
 
     def gather_and_generate(
         self,
@@ -409,45 +413,48 @@ class StrategyBase(ABC):
 
         Every process calls it, with as many prompts as it has, or none. Prompts are ids, or texts
         where no ids are given. An answer depends on its prompt's place among all processes'
-        prompts, not on who shares an engine. Raises NotImplementedError without an engine,
-        ValueError without prompts, and EngineError, on every process, where one has pictures or
-        films: the engines here read token ids only.
+        prompts, not on who shares an engine.
+
+        `all_images` are PIL's, paths, bytes or base64, nested or flat (`images_num`); a prompt has
+        <image>, or the model's own placeholder, for each, and comes back with as many placeholders
+        as features. Raises NotImplementedError without an engine, ValueError without prompts, and,
+        on every process, EngineError for films, and for pictures where the model sees nothing,
+        DataError for pictures that can't be used (EngineError where they are another process's).
         """
         engine = self._the_engine()
         if all_prompt_token_ids is None and all_prompts is None:
             raise ValueError(
                 "Give all_prompt_token_ids or all_prompts; an empty list where this process has none."
             )
-        media = False
-        if all_images is not None or all_videos is not None:
-            texts = (
-                [""] * len(token_lists(all_prompt_token_ids))
-                if all_prompts is None
-                else all_prompts
-            )
-            inputs = self._build_multimodal_inputs(
-                texts, all_images, images_num, all_videos, videos_num
-            )
-            media = any("multi_modal_data" in given for given in inputs)
-        if all_prompt_token_ids is not None:
-            prompts = token_lists(all_prompt_token_ids)
-        else:
-            prompts = [self._encode(text) for text in all_prompts or ()]
+        given = all_prompts if all_prompt_token_ids is None else token_lists(all_prompt_token_ids)
         temperature, seed = read_sampling(sampling_params, longest=getattr(engine, "longest", None))
-        counts = collectives.gather_objects((len(prompts), media))
-        if any(has_media for _, has_media in counts):
-            raise _text_only(engine)
+        prompts: list[Prompt] = []
+        problem: Exception | None = None
+        try:
+            inputs = self._build_multimodal_inputs(
+                given, all_images, images_num, all_videos, videos_num
+            )
+            prompts = [self._prompt(each) for each in inputs]
+        except (RFTMegaError, ValueError) as error:
+            problem = error
+        said = None if problem is None else str(problem)
+        counts = collectives.gather_objects((len(prompts), said))
+        if problem is not None:
+            raise problem
+        if others := [why for _, why in counts if why is not None]:
+            raise EngineError(f"Another process's prompts can't be answered: {others[0]}")
         group, place = self._neighbours()
         parts = (
             collectives.gather_objects(prompts, group) if self.engine_processes > 1 else [prompts]
         )
         before = sum(number for number, _ in counts[: self.get_rank() - place])
-        whole = [ids for part in parts for ids in part]
+        whole = [prompt for part in parts for prompt in part]
         found = self._generate(whole, seeds_of(self._source(seed), before, len(whole)), temperature)
         begin = sum(len(part) for part in parts[:place])
         if sleep_engine:
             self.maybe_sleep_inference_engine()
-        return answers(prompts, found[begin : begin + len(prompts)])
+        own = found[begin : begin + len(prompts)]
+        return answers([prompt.token_ids for prompt in prompts], own)
 
     def _the_engine(self) -> Engine:
         if self.inference_engine is None:
@@ -457,11 +464,43 @@ class StrategyBase(ABC):
         return self.inference_engine
 
     def _generate(
-        self, prompts: list[list[int]], seeds: list[int], temperature: float
+        self, prompts: list[Prompt], seeds: list[int], temperature: float
     ) -> list[Completion]:
-        return self._the_engine().generate(
-            [Prompt(tuple(ids)) for ids in prompts], seeds=seeds, temperature=temperature
-        )
+        return self._the_engine().generate(prompts, seeds=seeds, temperature=temperature)
+
+    @cached_property
+    def _pictures(self) -> PictureInputs | None:
+        if self.processor is None:
+            return None
+        return PictureInputs(self.processor, most=self.max_pictures)
+
+    def _prompt(self, given: dict[str, Any]) -> Prompt:
+        """Returns the prompt that a dict of `_build_multimodal_inputs` describes."""
+        data = given.get("multi_modal_data") or {}
+        engine = self._the_engine()
+        if data.get("video"):
+            raise EngineError(
+                "There are films among the prompts (all_videos, or video of multi_modal_data), which are not read yet. "
+                "Give frames as pictures."
+            )
+        images = data.get("image") or []
+        images = images if isinstance(images, list | tuple) else [images]
+        if self._pictures is None:
+            if images:
+                raise EngineError(
+                    f"{type(engine).__name__} reads token ids only, and there are pictures among the prompts: this strategy "
+                    "has no `processor`, its model no vision tower. Leave them out."
+                )
+            ids = given["prompt"]
+            return Prompt(tuple(self._encode(ids) if isinstance(ids, str) else ids))
+        ids, placed = self._pictures.prompt(given["prompt"], images, self._encode)
+        room = engine.row_tokens - getattr(engine, "longest", 0)
+        if len(ids) > room:
+            raise ValueError(
+                f"A prompt has {len(ids)} tokens with its {len(placed)} picture(s), and the engine takes {room}: "
+                "rollout.max_prompt_tokens. Raise it, or make the pictures smaller."
+            )
+        return Prompt(ids, pictures=placed)
 
     def _source(self, seed: int | None) -> str:
         """Returns the source of a call's seeds: the seed it was given, otherwise the strategy's and
@@ -499,9 +538,3 @@ def _check_engine_type(engine_type: Any) -> None:
         raise ValueError(
             f"Engine type {engine_type!r} is not supported. Choose one of {', '.join(ENGINE_TYPES)}."
         )
-
-
-def _text_only(engine: Any) -> EngineError:
-    return EngineError(
-        f"{type(engine).__name__} reads token ids only, and there are pictures or films among the prompts. Leave them out."
-    )

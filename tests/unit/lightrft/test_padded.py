@@ -61,10 +61,11 @@ def assert_same(found: Any, expected: Any) -> None:
 def test_constructors_take_what_users_of_lightrft_give_in_their_order() -> None:
     assert " ".join(inspect.signature(Experience).parameters) == (
         "sequences action_log_probs base_action_log_probs values returns advantages attention_mask action_mask info "
-        "kl action_entropy"
+        "kl action_entropy pixel_values image_grid_thw pictures"
     )
     assert " ".join(inspect.signature(Samples).parameters) == (
-        "sequences attention_mask action_mask num_actions packed_seq_lens response_length total_length prompts labels pad_len"
+        "sequences attention_mask action_mask num_actions packed_seq_lens response_length total_length prompts labels pad_len "
+        "pixel_values image_grid_thw pictures"
     )
 
 
@@ -198,8 +199,11 @@ def test_an_experience_without_advantages_teaches_nothing_and_is_refused() -> No
         padded_experience.to_experience(canvas)
 
 
+NO_TENSORS = ("info", "pictures")
+
+
 def full_experience() -> Experience:
-    tensors = {f.name: torch.zeros(2, 3) for f in fields(Experience) if f.name != "info"}
+    tensors = {f.name: torch.zeros(2, 3) for f in fields(Experience) if f.name not in NO_TENSORS}
     return Experience(
         **tensors,
         info={"reward": torch.ones(2), "parts": [torch.ones(1), torch.ones(1)], "note": "kept"},
@@ -208,14 +212,14 @@ def full_experience() -> Experience:
 
 def tensors_of(experience: Experience) -> list[Tensor]:
     assert experience.info is not None
-    own = [getattr(experience, f.name) for f in fields(experience) if f.name != "info"]
+    own = [getattr(experience, f.name) for f in fields(experience) if f.name not in NO_TENSORS]
     return [*own, experience.info["reward"], *experience.info["parts"]]
 
 
 def test_every_tensor_moves_to_a_device() -> None:
     experience = full_experience()
     assert experience.to_device("meta") is experience
-    assert [x.device.type for x in tensors_of(experience)] == ["meta"] * 13
+    assert [x.device.type for x in tensors_of(experience)] == ["meta"] * 15
     assert experience.info is not None
     assert experience.info["note"] == "kept"
 
@@ -228,7 +232,7 @@ def test_every_tensor_is_pinned_and_nothing_else(monkeypatch: pytest.MonkeyPatch
     experience.kl = None
     assert experience.pin_memory() is experience
     assert sorted(pinned) == sorted(id(x) for x in tensors_of(experience) if x is not None)
-    assert len(pinned) == 12
+    assert len(pinned) == 14
 
 
 def test_without_a_device_pinning_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,199 @@
+"""LightRFT's names with pictures, end to end, beside plain transformers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoImageProcessor, AutoModelForImageTextToText
+
+from rftmega.config import ParallelConfig, RolloutConfig
+from rftmega.errors import EngineError
+from rftmega.lightrft.actor_vl import ActorVL
+from rftmega.lightrft.padded_experience import (
+    Experience,
+    Samples,
+    per_action,
+    to_experience,
+)
+from rftmega.lightrft.ppo_trainer_vl import PPOTrainerVL
+from tests.layouts import config_of
+from tests.ranks import run_ranks
+from tests.tiny_vision import IM_END, IMAGE, PICTURE, pictures, save_tiny_vision
+from tests.vision_rows import (
+    PROMPTS,
+    rows_with_pictures,
+    transformers_log_probs,
+    vision_rows,
+)
+
+TEXTS = ["what<image>?", "nothing", f"two{PICTURE}and<image>"]
+NUMBERS = [1, 0, 2]
+GREEDY = {"temperature": 0.0}
+
+
+def strategy_of(world: Any, folder: Path, parallel: ParallelConfig) -> Any:
+    from rftmega.lightrft.megatron_strategy import LightRFTStrategy
+    from rftmega.megatron import MegatronBackend
+    from rftmega.strategy.reinforcement import ReinforcementStrategy
+
+    config = config_of(folder, parallel, token_cap=120)
+    config.rollout = RolloutConfig(
+        engine="transformers", max_prompt_tokens=70, max_response_tokens=5, max_pictures=3
+    )
+    config.trainer.prompts_per_step, config.rollout.samples_per_prompt = 3, 2
+    built = ReinforcementStrategy(config, world, MegatronBackend(), stop_ids=[IM_END])
+    return LightRFTStrategy(built)
+
+
+def likes_words(prompts: Any, rollouts: Any) -> Any:
+    return [{"reward": float(sum(i % 7 for i in each.response_ids))} for each in rollouts]
+
+
+def tensors(folder: Path, drawn: list[Any]) -> dict[str, torch.Tensor]:
+    """What transformers' own processor makes of pictures."""
+    processor: Any = AutoImageProcessor.from_pretrained(folder, backend="torchvision")
+    made = processor(images=drawn, return_tensors="pt")
+    return {name: made[name] for name in ("pixel_values", "image_grid_thw")}
+
+
+def body(world: Any, folder: Path, output: Path, parallel: ParallelConfig) -> dict[str, Any]:
+    made = strategy_of(world, folder, parallel)
+    drawn = pictures()
+    files = []
+    for number, picture in enumerate(drawn):
+        files.append(str(output / f"{world.rank}-{number}.png"))
+        picture.save(files[-1])
+    actor = ActorVL(made.policy, processor=made.processor)
+    made.update_engine_weights(actor)
+    flat = made.gather_and_generate(
+        GREEDY, all_prompts=TEXTS, all_images=drawn, images_num=NUMBERS, sleep_engine=False
+    )
+    nested = made.gather_and_generate(
+        GREEDY,
+        all_prompt_token_ids=[each.prompt_token_ids for each in flat],
+        all_images=[[files[0]], None, [Path(name).read_bytes() for name in files[1:]]],
+        sleep_engine=False,
+    )
+    inputs = made._build_multimodal_inputs(TEXTS, drawn, NUMBERS, None, None)
+    local = made.engine_generate_local(GREEDY, multi_modal_inputs=inputs)
+    for given, why in (
+        ({"all_videos": ["film"], "videos_num": [1, 0, 0]}, "not read yet"),
+        ({"all_images": drawn[:1], "images_num": [0, 1, 0]}, "placeholder"),
+    ):
+        here = given if world.rank == 0 else {}
+        texts = TEXTS if world.rank == 0 else ["fine"]
+        with pytest.raises(Exception, match=why) as caught:
+            made.gather_and_generate(GREEDY, all_prompts=texts, **here)
+        assert world.rank == 0 or isinstance(caught.value, EngineError)
+    rows = rows_with_pictures(folder)
+    canvas = Samples.of(rows, prompts=[], labels=[""] * len(rows))
+    shown = [drawn[part] for part in (0, 1, 2, 1, 0, 1, 2)]
+    patches = tensors(folder, shown)
+    logp = actor(canvas.sequences, canvas.num_actions, canvas.attention_mask, **patches)
+    with pytest.raises(ValueError, match="not read yet"):
+        actor(canvas.sequences, canvas.num_actions, pixel_values_videos=patches["pixel_values"])
+    packed_actor = ActorVL(made.policy, packing_samples=True, processor=made.processor)
+    packed = canvas.packed()
+    behind = packed_actor(
+        packed.sequences, packed.num_actions, packed_seq_lens=packed.packed_seq_lens, **patches
+    )
+    trainer = PPOTrainerVL(
+        made, actor, None, likes_words, None, None, None, None, None, None,
+        tokenizer=made.tokenizer, prompt_max_len=70, n_samples_per_prompt=2, micro_rollout_batch_size=4,
+    )  # fmt: skip
+    maker = trainer.experience_maker
+    made.update_engine_weights(actor)
+    experiences = maker.make_experience_list(
+        TEXTS, **tensors(folder, drawn), images_num=NUMBERS, n_samples_per_prompt=2
+    )
+    batch = {"prompts": TEXTS, "images": [[drawn[0]], None, drawn[1:]], "labels": ["", "", ""]}
+    made.update_engine_weights(actor)
+    rolled = trainer.rollout(batch)
+    learnt = trainer.ppo_train(1)
+    after = actor(canvas.sequences, canvas.num_actions, canvas.attention_mask, **patches)
+    return {
+        "flat": flat,
+        "nested": nested,
+        "local": local,
+        "logp": (logp, behind, after),
+        "mask": canvas.action_mask,
+        "experiences": experiences,
+        "trainer": (rolled, learnt),
+        "back": [to_experience(each, made.processor).pictures for each in experiences],
+    }
+
+
+@torch.no_grad()
+def continued(model: Any, ids: list[int], given: dict[str, torch.Tensor]) -> list[int]:
+    """The greedy answer of plain transformers."""
+    row, answer = list(ids), list[int]()
+    while len(answer) < 5 and IM_END not in answer:
+        fed = torch.tensor([row])
+        model.model.rope_deltas = None
+        logits = model(fed, mm_token_type_ids=(fed == IMAGE).int(), **given).logits
+        answer.append(int(logits[0, -1].argmax()))
+        row.append(answer[-1])
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("kind", "processes", "parallel"),
+    [("qwen2_5_vl", 1, ParallelConfig()), ("qwen3_vl", 2, ParallelConfig(tensor=2))],
+)
+def test_answers_log_probs_and_experience_are_those_of_transformers(
+    kind: str, processes: int, parallel: ParallelConfig, tmp_path: Path
+) -> None:
+    folder = save_tiny_vision(tmp_path / "model", kind)
+    ranks = run_ranks(processes, body, folder, tmp_path, parallel)
+    model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager")
+    model.eval()
+    drawn = pictures()
+    seen = [tensors(folder, drawn[:1]), {}, tensors(folder, drawn[1:])]
+    tokens, placed = vision_rows(folder)
+    with torch.no_grad():
+        told = transformers_log_probs(model, tokens, placed)
+    wanted = torch.cat([row[prompt - 1 :] for row, prompt in zip(told, PROMPTS, strict=True)])
+    for found in ranks:
+        for answer, given in zip(found["flat"], seen, strict=True):
+            expected = continued(model, answer.prompt_token_ids, given)
+            assert answer.output_token_ids == expected
+        features = [len(each.prompt_token_ids) for each in found["flat"]]
+        assert features[0] > len("what?") + 2
+        for other in ("nested", "local"):
+            assert [each.output_token_ids for each in found[other]] == [
+                each.output_token_ids for each in found["flat"]
+            ]
+        logp, behind, after = found["logp"]
+        assert (logp[found["mask"]] - wanted).abs().max() < 1e-5
+        assert torch.equal(behind[0], logp[found["mask"]])
+        assert (after - logp).abs().max() > 1e-4, "nothing was learnt"
+        rolled, learnt = found["trainer"]
+        assert rolled.keys() == {"rollout_reward", "rollout_response_length"}
+        assert learnt["skipped_steps"] == 0
+        assert "policy_loss" in learnt
+        check_experiences(found["experiences"], found["back"], seen, model)
+
+
+def check_experiences(
+    experiences: list[Experience],
+    back: list[Any],
+    seen: list[dict[str, torch.Tensor]],
+    model: Any,
+) -> None:
+    """Two answers to each prompt, side by side: their patches, and log-probs of transformers."""
+    (whole,) = experiences
+    twice = [given for given in seen for _ in range(2) if given]
+    assert whole.pixel_values is not None
+    assert whole.image_grid_thw is not None
+    assert torch.equal(whole.pixel_values, torch.cat([each["pixel_values"] for each in twice]))
+    assert torch.equal(whole.image_grid_thw, torch.cat([each["image_grid_thw"] for each in twice]))
+    rows = to_experience(whole).rows
+    for number in range(6):
+        ids = rows.tokens[number, : rows.lengths[number]].tolist()
+        own = back[0].rows[number]
+        with torch.no_grad():
+            (logp,) = transformers_log_probs(model, [ids], [own])
+        mine = per_action(to_experience(whole).old_logp, rows)[number]
+        prompt = int(rows.prompt_lengths[number])
+        assert (mine[: len(ids) - prompt] - logp[prompt - 1 :]).abs().max() < 1e-5
