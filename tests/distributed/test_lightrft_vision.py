@@ -111,6 +111,9 @@ def body(world: Any, folder: Path, output: Path, parallel: ParallelConfig) -> di
     made.update_engine_weights(actor)
     rolled = trainer.rollout(batch)
     learnt = trainer.ppo_train(1)
+    made.update_engine_weights(actor)
+    told = trainer.evaluate([batch], 1)
+    assert told.keys() == {"eval_reward", "eval_response_length"}
     after = actor(canvas.sequences, canvas.num_actions, canvas.attention_mask, **patches)
     return {
         "flat": flat,
