@@ -2,7 +2,10 @@
 in both.
 """
 
+import importlib.util
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,6 +24,8 @@ IMPORTED = (
         "datasets",
         "pydantic",
         "cloudpickle",
+        "pillow",
+        "torchvision",
     ),
     *(
         "matplotlib",
@@ -69,3 +74,42 @@ def test_what_is_imported_is_of_one_version_on_a_cpu_and_on_gpus() -> None:
 
 def test_transformer_engine_adds_and_changes_nothing() -> None:
     assert not pins("transformer_engine").keys() & pins("cuda").keys()
+
+
+def said(code: str) -> str:
+    """What a Python of its own prints."""
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+def test_torchvision_is_imported_in_any_process_and_its_transforms_work() -> None:
+    code = (
+        "from torchvision.transforms import v2; import torch; "
+        "print(v2.functional.resize(torch.ones(3, 4, 4), [2, 6]).shape)"
+    )
+    assert said(code) == "torch.Size([3, 2, 6])"
+
+
+def test_a_process_that_wants_no_torchvision_does_not_import_torch_for_it() -> None:
+    assert said("import sys; print('torch' in sys.modules)") == "False"
+
+
+@pytest.mark.parametrize(("version", "defines"), [("0.28.0+cu130", True), ("0.28.0+cpu", False)])
+def test_only_a_build_for_cuda_is_given_operators(
+    version: str, defines: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    file = FOLDER / "torchvision_cpu/torchvision_operators.py"
+    spec = importlib.util.spec_from_file_location("operators", file)
+    assert spec is not None and spec.loader is not None
+    operators = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(operators)
+    (tmp_path / "torchvision").mkdir()
+    (tmp_path / "torchvision/__init__.py").touch()
+    (tmp_path / "torchvision/version.py").write_text(f"__version__ = '{version}'\n")
+    called: list[bool] = []
+    monkeypatch.setattr(operators, "define", lambda: called.append(True))
+    found = sys.meta_path[0].find_spec("torchvision", [str(tmp_path)])
+    assert found is not None and found.origin == str(tmp_path / "torchvision/__init__.py")
+    assert bool(called) == defines
