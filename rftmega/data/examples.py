@@ -17,11 +17,17 @@ class TooLong(DataError):
 
 
 def load_examples(
-    source: str | Path, parse: Callable[[Record, int], T], *, too_long: str, noun: str
+    source: str | Path,
+    parse: Callable[[Record, int], T],
+    *,
+    too_long: str,
+    noun: str,
+    places: list[str] | None = None,
 ) -> list[T]:
     """Returns `parse`(record, examples before it) of every record.
 
-    `noun` says in the plural what is made.
+    `noun` says in the plural what is made. To `places` is added where each example stands, as
+    `records` tells it.
 
     Raises DataError that lists where `parse` raised one, or what is no record; TooLong is counted
     where `too_long` is "drop".
@@ -34,6 +40,8 @@ def load_examples(
             if isinstance(record, DataError):
                 raise record
             examples.append(parse(record, len(examples)))
+            if places is not None:
+                places.append(where)
         except TooLong as error:
             if too_long == "drop":
                 dropped += 1

@@ -2,20 +2,20 @@
 
 import base64
 import binascii
-import io
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from tqdm import tqdm
 
 from rftmega.config import DataConfig, split_source
 from rftmega.data.examples import TooLong
 from rftmega.data.records import Record
 from rftmega.errors import DataError
-from rftmega.media.files import content_of, digest_of, read_picture, size_of
+from rftmega.media.files import content_of, digest_of, picture_of, png_of, size_of
 from rftmega.media.placed import PlacedPicture
 from rftmega.media.processor import PictureProcessor
 from rftmega.types import Prompt
@@ -23,6 +23,7 @@ from rftmega.types import Prompt
 MARK = "<image>"  # in a text, stands for a picture
 SHOWN = 80  # characters of a value that an error quotes
 FEW = 1000  # pictures that are checked without a bar
+MOST_THREADS = 8  # that decode side by side; a large picture takes a gigabyte
 
 
 class PictureReader:
@@ -79,6 +80,10 @@ class PictureReader:
         if self.processor is None:
             return tuple(ids), ()
         placeholder = self.processor.placeholder
+        if self.processor.of_video in ids:
+            raise DataError(
+                "the prompt has a place for a video, and only pictures are learnt from so far. Leave the record out."
+            )
         found = list(ids).count(placeholder)
         if found != len(sources):
             raise DataError(
@@ -113,7 +118,7 @@ class PictureReader:
         if isinstance(value, bytes | bytearray):
             return bytes(value)
         if hasattr(value, "save") and hasattr(value, "convert"):  # PIL's, as `datasets` decodes it
-            return _as_png(value)
+            return png_of(value)
         if not isinstance(value, str) or not value:
             raise DataError(
                 f'"{self.config.images_key}" holds {_shown(value)}: a picture is a path, bytes, or base64 as data:image/...'
@@ -124,7 +129,10 @@ class PictureReader:
             raise DataError(
                 f"{_shown(value)} is not fetched: nothing is downloaded while a run goes on. Download it, and give the path."
             )
-        path = (self.folder / value).resolve()
+        try:
+            path = (self.folder / value).resolve()
+        except (OSError, ValueError, RuntimeError) as error:  # a zero byte, links in a circle
+            raise DataError(f"{_shown(value)} can't be a picture's path: {error}.") from error
         if not path.is_relative_to(self.folder):
             raise DataError(
                 f"{value} leads out of {self.folder}, where the pictures are. Set data.pictures_folder to a folder that has "
@@ -133,20 +141,24 @@ class PictureReader:
         return str(path)
 
 
-def check_pictures(prompts: Iterable[Prompt], *, rank: int, ranks: int) -> None:
+def check_pictures(
+    prompts: Sequence[Prompt], places: Sequence[str], *, rank: int, ranks: int
+) -> None:
     """Decodes this process's share of all distinct pictures once, so that a broken one is found at
     the start.
 
-    Raises DataError that lists the broken ones.
+    `places`: where each prompt stands in its file. Raises DataError that lists the broken ones.
     """
-    distinct = {picture.digest: picture for prompt in prompts for picture in prompt.pictures}
-    mine = [picture.source for _, picture in sorted(distinct.items())][rank::ranks]
-    quiet = rank > 0 or len(mine) < FEW
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        checks = pool.map(_problem, mine)
-        problems = [
-            said for said in tqdm(checks, "pictures", len(mine), disable=quiet) if said is not None
-        ]
+    distinct: dict[str, tuple[str, PlacedPicture]] = {}
+    for prompt, place in zip(prompts, places, strict=True):
+        for picture in prompt.pictures:
+            distinct.setdefault(picture.digest, (place, picture))
+    mine = [found for _, found in sorted(distinct.items())][rank::ranks]
+    threads = min(MOST_THREADS, max((os.cpu_count() or 1) // ranks, 1))
+    with ThreadPoolExecutor(threads) as pool:
+        checks = pool.map(lambda found: _problem(*found), mine)
+        seen = tqdm(checks, "pictures", len(mine), disable=rank > 0 or len(mine) < FEW)
+        problems = [said for said in seen if said is not None]
     if problems:
         raise DataError.first_of(problems)
 
@@ -183,11 +195,17 @@ def without_pictures(record: Record, config: DataConfig) -> Record:
     return {**record, config.images_key: names}
 
 
-def _problem(source: Any) -> str | None:
+def _problem(place: str, picture: PlacedPicture) -> str | None:
+    source = picture.source
+    assert not isinstance(source, Tensor)
+    name = source if isinstance(source, str) else "a picture in the data"
     try:
-        read_picture(source)
+        content = content_of(source, picture.digest)
+        told, found = size_of(content, name), picture_of(content, name).size
     except DataError as error:
-        return str(error)
+        return f"{place}: {error}"
+    if told != found:
+        return f"{place}: {name} has {found} pixels, and {told} by its head. Save it anew."
     return None
 
 
@@ -203,12 +221,6 @@ def _in_parts(message: Any) -> Any:
         if text:
             parts.append({"type": "text", "text": text})
     return {**message, "content": parts}
-
-
-def _as_png(picture: Any) -> bytes:
-    file = io.BytesIO()
-    picture.save(file, format="PNG")
-    return file.getvalue()
 
 
 def _decoded(text: str) -> bytes:

@@ -28,17 +28,19 @@ def load_prompts(
     columns: bool = False,
     processor: PictureProcessor | None = None,
     max_pictures: int = 0,
+    places: list[str] | None = None,
 ) -> list[Prompt]:
     """Returns one Prompt a record, with the record's columns where `columns` says so.
 
-    `processor`: of a model that sees, whose prompts may have `max_pictures` pictures.
+    `processor`: of a model that sees, whose prompts may have `max_pictures` pictures. To `places`
+    is added where each prompt stands in the file.
 
     Raises DataError that lists where a record can't be read, lacks a key, holds the wrong type or
     is too long.
     """
     reader = PictureReader(processor, config, source, max_pictures)
     parse = partial(_parse, Encoder(tokenizer, config, max_prompt_tokens), columns, reader)
-    return load_examples(source, parse, too_long=config.too_long, noun="prompts")
+    return load_examples(source, parse, too_long=config.too_long, noun="prompts", places=places)
 
 
 def _parse(

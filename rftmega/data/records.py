@@ -130,7 +130,7 @@ def _check_end(path: Path) -> None:
 
 
 def _dataset(folder: Path, split: str) -> Iterator[Record]:
-    from datasets import load_from_disk  # a second of imports, for these folders alone
+    from datasets import Image, load_from_disk  # a second of imports, for these folders alone
 
     index = folder / "dataset_dict.json"
     if index.is_file():
@@ -148,7 +148,20 @@ def _dataset(folder: Path, split: str) -> Iterator[Record]:
         )
     for file in json.loads((folder / "state.json").read_text())["_data_files"]:
         _check_end(folder / file["filename"])
-    yield from load_from_disk(str(folder)).with_format(None)
+    dataset = load_from_disk(str(folder)).with_format(None)
+    for feature in _nested(dataset.features):
+        if isinstance(feature, Image):
+            feature.decode = False  # the file's own bytes are wanted
+    yield from dataset
+
+
+def _nested(feature: Any) -> Iterator[Any]:
+    """Yields a feature of `datasets` and all inside it."""
+    yield feature
+    inner = feature.values() if isinstance(feature, dict) else [getattr(feature, "feature", None)]
+    for each in inner:
+        if each is not None:
+            yield from _nested(each)
 
 
 READERS: dict[str, Callable[[Path], Iterator[Record]]] = {".parquet": _parquet, ".arrow": _arrow}

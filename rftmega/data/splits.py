@@ -29,6 +29,7 @@ def prompts_of(
     processor = processor_of(config.model.path)
 
     def load(source: str) -> list[Prompt]:
+        places: list[str] = []
         prompts = load_prompts(
             source,
             tokenizer,
@@ -37,9 +38,10 @@ def prompts_of(
             columns=config.reward.reads_columns,
             processor=processor,
             max_pictures=config.rollout.max_pictures,
+            places=places,
         )
         check(prompts)
-        check_pictures(prompts, rank=rank, ranks=ranks)
+        check_pictures(prompts, places, rank=rank, ranks=ranks)
         return prompts
 
     order = order_of(

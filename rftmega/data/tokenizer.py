@@ -12,7 +12,7 @@ from rftmega.data.pieces import Pieces
 from rftmega.errors import CheckpointError, DataError
 from rftmega.json_files import BYTE_ORDER_MARK, read_json_object
 
-Messages = list[dict[str, str]]
+Messages = list[dict[str, Any]]  # content: a string, or a list of parts
 FILES = (
     "config.json",
     "tokenizer_config.json",
@@ -49,7 +49,7 @@ class Tokenizer:
                 f"The tokenizer in {folder} names no eos_token, so no answer could ever stop."
             )
         self._end = stops[0]
-        self._vocabulary: int | None = fields[0].get("vocab_size")
+        self._vocabulary: int | None = _vocabulary(fields[0])
         if self._vocabulary is not None and (reason := self._stranger(self.stop_ids)):
             raise CheckpointError(f"{folder}: no answer could end as it should: {reason}")
 
@@ -197,11 +197,16 @@ def _read(path: Path) -> dict[str, Any]:
             raise CheckpointError(
                 f"{path} begins with a byte-order mark, which transformers can't read. Save it as plain UTF-8."
             )
-    if path.name == "config.json" and not _is_id(fields.get("vocab_size", 0)):
-        raise CheckpointError(
-            f"{path}: vocab_size={str(fields['vocab_size'])[:40]} is no whole number."
-        )
+    if path.name == "config.json" and not _is_id(size := _vocabulary(fields, 0)):
+        raise CheckpointError(f"{path}: vocab_size={str(size)[:40]} is no whole number.")
     return fields
+
+
+def _vocabulary(config: dict[str, Any], otherwise: Any = None) -> Any:
+    """Returns vocab_size of config.json, which a model that sees has in its text_config."""
+    text = config.get("text_config")
+    nested = text if isinstance(text, dict) else {}
+    return config.get("vocab_size", nested.get("vocab_size", otherwise))
 
 
 def _generation_stops(path: Path) -> list[int]:

@@ -13,6 +13,12 @@ from rftmega.media.files import content_of, digest_of, read_picture
 
 FILE = "preprocessor_config.json"
 KEPT = 256 * 2**20  # bytes of patches that wait to be used again
+# fields of vision_config, and those of FILE that must say the same
+ALIKE = {
+    "patch_size": "patch_size",
+    "spatial_merge_size": "merge_size",
+    "temporal_patch_size": "temporal_patch_size",
+}
 
 
 class PictureProcessor:
@@ -22,21 +28,17 @@ class PictureProcessor:
     """
 
     def __init__(self, folder: str | Path):
-        """Raises CheckpointError where the folder says nothing of pictures."""
-        from transformers import AutoImageProcessor
+        """Raises CheckpointError where the folder says nothing of pictures, or nothing that its model
+        can be fed.
+        """
         from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
         folder = Path(folder)
         config = read_json_object(folder / "config.json")
-        if not (folder / FILE).is_file():
-            raise CheckpointError(
-                f"{folder} holds no {FILE}, which says how its model is fed pictures. Copy it from where the model is from."
-            )
-        self._inner: Any = AutoImageProcessor.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False, backend="torchvision"
-        )
+        self._inner = _loaded(folder, config.get("vision_config") or {})
         self._smart_resize = smart_resize
-        self.placeholder: int = config["image_token_id"]
+        self.placeholder = _token(folder, config, "image_token_id")
+        self.of_video = _token(folder, config, "video_token_id")
         # as a text has it, with what stands around it
         self.text = "<|vision_start|><|image_pad|><|vision_end|>"
         self.merge: int = self._inner.merge_size
@@ -69,13 +71,19 @@ class PictureProcessor:
         time, height, width = grid
         return time * height * width // self.merge**2
 
-    def pixels(self, source: str | bytes) -> Tensor:
-        """Returns the patches [h * w, C] of a picture's file, or of its bytes; the last ones are kept.
+    def pixels(self, source: str | bytes | Tensor, digest: str = "") -> Tensor:
+        """Returns the patches [h * w, C] of a picture's file, or of its bytes, in float32; a tensor
+        is returned as it is.
 
-        Raises DataError where it can't be read.
+        The last ones are kept: with its `digest`, a picture that is among them is not read again.
+        Raises DataError where the file can't be read, or holds something else than it did.
         """
-        content = content_of(source)
-        digest = digest_of(content)
+        if isinstance(source, Tensor):
+            return source
+        content = b""
+        if digest not in self._kept:
+            content = content_of(source, digest)
+            digest = digest or digest_of(content)
         if digest in self._kept:
             self._kept.move_to_end(digest)
             return self._kept[digest]
@@ -102,3 +110,43 @@ def processor_of(folder: str | Path) -> PictureProcessor | None:
     file = Path(folder) / "config.json"
     sees = file.is_file() and read_json_object(file).get("vision_config")
     return PictureProcessor(folder) if sees else None
+
+
+def _loaded(folder: Path, tower: dict[str, Any]) -> Any:
+    """Returns transformers' image processor, which cuts pictures as the tower expects."""
+    from transformers import AutoImageProcessor
+    from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
+
+    file = folder / FILE
+    if not file.is_file():
+        raise CheckpointError(
+            f"{folder} holds no {FILE}, which says how its model is fed pictures. Copy it from where the model is from."
+        )
+    read_json_object(file)
+    try:
+        found: Any = AutoImageProcessor.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False, backend="torchvision"
+        )
+    except Exception as error:  # whatever a strange field makes it stumble over
+        raise CheckpointError(
+            f"{file} can't be used: {type(error).__name__}: {error}. Copy it from where the model is from."
+        ) from error
+    if not isinstance(found, Qwen2VLImageProcessor) or not found.do_resize:
+        raise CheckpointError(
+            f"{file}: {type(found).__name__} with do_resize={found.do_resize} is not known here, only a Qwen2VLImageProcessor "
+            "that scales pictures is."
+        )
+    for name, own in ALIKE.items():
+        if name in tower and tower[name] != getattr(found, own):
+            raise CheckpointError(
+                f"{file}: {own}={getattr(found, own)}, but config.json says vision_config.{name}={tower[name]}. They must be of "
+                "one model."
+            )
+    return found
+
+
+def _token(folder: Path, config: dict[str, Any], name: str) -> int:
+    token = config.get(name)
+    if not isinstance(token, int) or isinstance(token, bool):
+        raise CheckpointError(f"{folder}/config.json: {name}={token!r} is no token's id.")
+    return token

@@ -146,11 +146,9 @@ class MegatronModelManager:
     def pixels(self, picture: PlacedPicture) -> Tensor:
         """Returns the patches [P, C] of a picture, as the vision tower is fed them.
 
-        Raises DataError where it can't be read any more.
+        Raises DataError where it can't be read any more, or has changed.
         """
-        if isinstance(picture.source, Tensor):
-            return picture.source
-        return self._processor.pixels(picture.source)
+        return self._processor.pixels(picture.source, picture.digest)
 
     def shards(self) -> list[Shard]:
         """Returns what this process holds of the model, without copies of tensors held elsewhere."""

@@ -29,7 +29,7 @@ def prompt_of(request: Request) -> dict[str, Any]:
             raise EngineError(
                 "vLLM reads pictures, and a prompt has one as patches. Give the file, or its bytes."
             )
-        images.append(decoded(picture.source))
+        images.append(decoded(picture.source, picture.digest))
     return {
         "prompt_token_ids": unexpanded(request.token_ids, request.pictures),
         "multi_modal_data": {"image": images},

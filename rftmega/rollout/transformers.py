@@ -133,9 +133,7 @@ class TransformersEngine(Engine):
 
     def _pixels(self, picture: PlacedPicture) -> Tensor:
         assert self.processor is not None
-        if isinstance(picture.source, Tensor):
-            return picture.source
-        return self.processor.pixels(picture.source)
+        return self.processor.pixels(picture.source, picture.digest)
 
     def _completion(self, request: Request, temperature: float) -> Completion:
         rng = torch.Generator(self.where).manual_seed(request.seed)

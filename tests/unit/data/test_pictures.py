@@ -50,6 +50,7 @@ def load(
 def load_from(folder: Path, source: Path, *, max_pictures: int, **how: Any) -> list[Prompt]:
     limit = how.pop("limit", 40)
     columns = how.pop("columns", False)
+    places = how.pop("places", None)
     return load_prompts(
         source,
         Tokenizer(folder / "model"),
@@ -58,6 +59,7 @@ def load_from(folder: Path, source: Path, *, max_pictures: int, **how: Any) -> l
         columns=columns,
         processor=processor_of(folder / "model"),
         max_pictures=max_pictures,
+        places=places,
     )
 
 
@@ -184,22 +186,25 @@ def test_a_model_without_a_tower_is_given_no_picture(folder: Path) -> None:
 def test_each_process_decodes_its_share_and_names_what_is_broken(folder: Path) -> None:
     file = io.BytesIO()
     drawn = np.random.default_rng(1)
-    records = []
+    records: list[dict[str, Any]] = [{"prompt": "no picture", "label": "1"}]
+    places: list[str] = []
     for number in range(6):
         file = io.BytesIO()
         noise = drawn.integers(0, 256, (60, 60, 3), dtype=np.uint8)
         Image.fromarray(noise).save(file, format="PNG")
         (folder / f"data/inside/cut{number}.png").write_bytes(file.getvalue()[:-200])
         records.append({"prompt": "<image>", "label": "1", "images": f"inside/cut{number}.png"})
-    prompts = load(folder, records)
+    prompts = load(folder, records, places=places)
     named = []
     for rank in range(4):
         with pytest.raises(DataError) as error:
-            check_pictures(prompts, rank=rank, ranks=4)
-        named += [n for n in range(6) if f"cut{n}.png is broken" in str(error.value)]
+            check_pictures(prompts, places, rank=rank, ranks=4)
+        lines = str(error.value).splitlines()
+        named += [
+            n
+            for n in range(6)
+            if any(f"records.jsonl:{n + 2}: " in x and f"cut{n}.png is broken" in x for x in lines)
+        ]
     assert sorted(named) == list(range(6))
-    check_pictures(
-        load(folder, [{"prompt": "<image>", "label": "", "images": "inside/a.png"}]),
-        rank=0,
-        ranks=1,
-    )
+    good = load(folder, [{"prompt": "<image>", "label": "", "images": "inside/a.png"}])
+    check_pictures(good, ["a"], rank=0, ranks=1)
