@@ -12,6 +12,7 @@ PATHS = {  # option -> whether an empty one means that there is none
     "data.train": True,
     "data.eval": True,
     "data.ptx": True,
+    "data.pictures_folder": True,
     "trainer.output": False,
     "checkpoint.folder": True,
     "checkpoint.resume": False,

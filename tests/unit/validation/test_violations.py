@@ -577,7 +577,10 @@ def test_an_address_that_is_complained_about_is_not_shown(kind: str, config_file
 
 TEXTS = (  # options that are texts and neither paths nor choices
     "environment.name",
-    *(f"data.{name}_key" for name in ("prompt", "label", "kind", "response", "chosen", "rejected")),
+    *(
+        f"data.{name}_key"
+        for name in ("prompt", "label", "kind", "response", "chosen", "rejected", "images")
+    ),
     *(
         "reward.answer_pattern",
         "reward.format_pattern",
