@@ -149,7 +149,7 @@ def _dataset(folder: Path, split: str) -> Iterator[Record]:
     for file in json.loads((folder / "state.json").read_text())["_data_files"]:
         _check_end(folder / file["filename"])
     dataset = load_from_disk(str(folder)).with_format(None)
-    for feature in _nested(dataset.features):
+    for feature in _nested(dataset.info.features):
         if isinstance(feature, Image):
             feature.decode = False  # the file's own bytes are wanted
     yield from dataset

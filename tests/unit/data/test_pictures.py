@@ -12,9 +12,15 @@ import pytest
 from PIL import Image
 from pyarrow import parquet
 
-from rftmega.config import DataConfig
-from rftmega.data import Tokenizer, load_prompts
-from rftmega.data.pictures import check_pictures
+from rftmega.config import DataConfig, ModelConfig, RolloutConfig, RunConfig
+from rftmega.data import (
+    Tokenizer,
+    load_preferences,
+    load_prompts,
+    load_supervised,
+    prompts_of,
+)
+from rftmega.data.pictures import PictureReader, check_pictures
 from rftmega.errors import DataError
 from rftmega.media.processor import processor_of
 from rftmega.types import Prompt
@@ -33,6 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, (height, width) in SIZES.items():
         noise = drawn.integers(0, 256, (height, width, 3), dtype=np.uint8)
         Image.fromarray(noise).save(folder / "data/inside" / name)
+    Image.new("RGB", (2100, 3)).save(folder / "data/inside/strip.png")
     return folder
 
 
@@ -149,6 +156,13 @@ def test_other_keys_and_folders_are_options(folder: Path) -> None:
         ({"prompt": "<image>", "images": "data:image/png;base64,%"}, "is no base64"),
         ({"prompt": "<image>", "images": "data:text/plain,abc"}, "is no picture"),
         ({"prompt": "<image>", "images": 7}, "holds 7: a picture is a path"),
+        ({"prompt": "<image>", "images": [None]}, "holds None: a picture is a path"),
+        ({"prompt": "<image>", "images": "a\0b.png"}, "can't be a picture's path: .*null"),
+        ({"prompt": "<image>", "images": "x" * 5000}, "can't be read"),
+        ({"prompt": "<image>", "images": "inside"}, "is no file"),
+        ({"prompt": "<image>", "images": "inside/strip.png"}, "2100 x 3 pixels can't be used"),
+        ({"prompt": PICTURE.replace("image", "video")}, "a place for a video"),
+        ({"prompt": PICTURE}, "1 place.s. for pictures"),
         (
             {"prompt": "<image>" + "x" * 35, "images": "inside/a.png"},
             "with its 1 picture.s., rollout",
@@ -208,3 +222,60 @@ def test_each_process_decodes_its_share_and_names_what_is_broken(folder: Path) -
     assert sorted(named) == list(range(6))
     good = load(folder, [{"prompt": "<image>", "label": "", "images": "inside/a.png"}])
     check_pictures(good, ["a"], rank=0, ranks=1)
+
+
+def test_pictures_of_pil_are_taken_and_a_circle_of_links_is_not(folder: Path) -> None:
+    reader = PictureReader(
+        processor_of(folder / "model"), DataConfig(), folder / "data/records.jsonl", 2
+    )
+    with Image.open(folder / "data/inside/a.png") as picture:
+        (source,) = reader.sources({"images": picture})
+    _, (placed,) = reader.placed([IMAGE], [source])
+    assert placed.tokens == TOKENS["a.png"]
+    circle = folder / "data/circle.png"
+    circle.symlink_to(circle)
+    with pytest.raises(DataError, match="can't be a picture's path"):
+        reader.sources({"images": "circle.png"})
+
+
+def test_a_link_leads_out_of_the_folder_no_more_than_a_path_does(folder: Path) -> None:
+    (folder / "data/out.png").symlink_to(folder / "model/config.json")
+    with pytest.raises(DataError, match="leads out of"):
+        load(folder, [{"prompt": "<image>", "label": "1", "images": "out.png"}])
+
+
+@pytest.mark.parametrize("load_given", [load_supervised, load_preferences])
+def test_given_answers_have_no_pictures_yet(folder: Path, load_given: Any) -> None:
+    record = {"prompt": "?", "response": "1", "chosen": "1", "rejected": "2", "images": []}
+    path = folder / "data/given.jsonl"
+    limits = {"max_prompt_tokens": 9, "max_response_tokens": 9}
+    path.write_text(json.dumps(record))
+    assert len(load_given(path, Tokenizer(folder / "model"), DataConfig(), **limits)) == 1
+    path.write_text(json.dumps(record | {"images": ["inside/a.png"]}))
+    with pytest.raises(DataError, match='given.jsonl:1: "images" names pictures'):
+        load_given(path, Tokenizer(folder / "model"), DataConfig(), **limits)
+
+
+@pytest.mark.parametrize("broken", ["train", "eval"])
+def test_a_run_decodes_the_pictures_of_all_its_files_before_it_starts(
+    folder: Path, broken: str
+) -> None:
+    (folder / "data/inside/cut.png").write_bytes(content(folder, "a.png")[:-200])
+    files = {}
+    for name in ("train", "eval"):
+        files[name] = str(folder / f"data/{name}.jsonl")
+        picture = "inside/cut.png" if name == broken else "inside/b.png"
+        lines = [
+            {"prompt": "x" * 50, "label": "1"},
+            {"prompt": "<image>", "label": "1", "images": picture},
+        ]
+        Path(files[name]).write_text("\n".join(map(json.dumps, lines)))
+    config = RunConfig(
+        model=ModelConfig(path=str(folder / "model")),
+        data=DataConfig(
+            sources={files["train"]: 1.0}, eval=files["eval"], label_key="label", too_long="drop"
+        ),
+        rollout=RolloutConfig(max_prompt_tokens=20),
+    )
+    with pytest.raises(DataError, match=rf"{broken}.jsonl:2: .*cut.png is broken"):
+        prompts_of(config, Tokenizer(folder / "model"), check=lambda _: None)

@@ -157,3 +157,20 @@ def test_a_damaged_byte_is_refused_or_changes_a_value_at_most(kind: str, tmp_pat
             assert kind != "Parquet" or [list(r.values()) for r in found] == [
                 list(r.values()) for r in RECORDS
             ]
+
+
+def test_pictures_inside_a_folder_come_as_their_files_bytes_and_are_not_decoded(
+    tmp_path: Path,
+) -> None:
+    broken = {"bytes": b"no picture", "path": None}
+    rows = [{"one": broken, "many": [broken, broken], "deep": {"inside": [{"it": broken}]}}]
+    picture = datasets.Image()
+    features = datasets.Features(
+        {
+            "one": picture,
+            "many": datasets.List(datasets.Image()),
+            "deep": {"inside": datasets.List({"it": datasets.Image()})},
+        }
+    )
+    datasets.Dataset.from_list(rows, features=features).save_to_disk(str(tmp_path / "saved"))
+    assert [record for _, record in records(tmp_path / "saved")] == rows

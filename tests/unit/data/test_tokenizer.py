@@ -75,10 +75,13 @@ def test_a_template_that_rewrites_the_prompt_is_refused(tmp_path: Path) -> None:
         tokenizer(tmp_path, REWRITES).encode_answer("1", "2", chat_template=True)
 
 
-def test_a_token_that_the_model_does_not_know_is_refused_with_both_numbers(tmp_path: Path) -> None:
-    """A token was added, and the embedding was not enlarged."""
+@pytest.mark.parametrize("config", [{"vocab_size": 20}, {"text_config": {"vocab_size": 20}}])
+def test_a_token_that_the_model_does_not_know_is_refused_with_both_numbers(
+    config: dict[str, object], tmp_path: Path
+) -> None:
+    """A token was added, and the embedding was not enlarged; all but the merged one are known."""
     tokenizer(tmp_path, CHATML)
-    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 20}))  # all but the merged one
+    (tmp_path / "config.json").write_text(json.dumps(config))
     ours = Ours(tmp_path)
     assert ours.encode("1 ", chat_template=False)[-1] == 19
     asked = [
@@ -157,6 +160,11 @@ def test_generation_config_with_a_byte_order_mark_is_read_and_its_ends_count(
         (
             "config.json",
             b'{"vocab_size": "128"}',
+            r"config\.json: vocab_size=128 is no whole number",
+        ),
+        (
+            "config.json",
+            b'{"text_config": {"vocab_size": "128"}}',
             r"config\.json: vocab_size=128 is no whole number",
         ),
     ],

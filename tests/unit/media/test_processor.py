@@ -1,6 +1,7 @@
 """The grid, which is known without decoding, and the patches are those of transformers."""
 
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoProcessor
+from transformers import AutoImageProcessor, AutoProcessor
 
 from rftmega.errors import CheckpointError, DataError
+from rftmega.media.files import digest_of
 from rftmega.media.processor import PictureProcessor, processor_of
 from tests.tiny_models import save_tiny
 from tests.tiny_vision import IMAGE, KINDS, PICTURE, save_tiny_vision
@@ -64,6 +66,75 @@ def test_patches_are_kept_up_to_a_bound(folder: Path, monkeypatch: pytest.Monkey
     ours.pixels(contents[2])
     assert ours.pixels(contents[0]) is not first
     assert torch.equal(ours.pixels(contents[0]), first)
+
+
+def test_a_picture_with_its_digest_is_read_once_and_must_not_have_changed(
+    folder: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.png"
+    drawn(40, 50).save(path)
+    digest = digest_of(path.read_bytes())
+    ours = PictureProcessor(folder)
+    first = ours.pixels(str(path), digest)
+    path.unlink()
+    assert ours.pixels(str(path), digest) is first
+    drawn(41, 50).save(path)
+    with pytest.raises(DataError, match="has changed"):
+        PictureProcessor(folder).pixels(str(path), digest)
+
+
+def test_patches_are_returned_as_they_are(folder: Path) -> None:
+    patches = torch.zeros(4, 7)
+    assert PictureProcessor(folder).pixels(patches) is patches
+
+
+def with_fields(folder: Path, target: Path, name: str, **fields: Any) -> Path:
+    """The files that a processor reads, one of them with other fields; None: without."""
+    for file in ("config.json", "preprocessor_config.json"):
+        content = json.loads((folder / file).read_text())
+        if file == name:
+            content = {key: x for key, x in (content | fields).items() if x is not None}
+        (target / file).write_text(json.dumps(content))
+    return target
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"size": None, "min_pixels": 3136, "max_pixels": 50176},  # Qwen2-VL, Qwen2.5-VL
+        {"image_processor_type": "Qwen2VLImageProcessorFast"},  # Qwen3-VL
+    ],
+)
+def test_a_file_as_it_was_published_is_read_as_transformers_does(
+    folder: Path, tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    with_fields(folder, tmp_path, "preprocessor_config.json", **fields)
+    theirs = AutoImageProcessor.from_pretrained(tmp_path, backend="torchvision")
+    made = theirs(images=[drawn(400, 300)], return_tensors="pt")
+    assert [list(PictureProcessor(tmp_path).grid_of(400, 300))] == made["image_grid_thw"].tolist()
+
+
+@pytest.mark.parametrize(
+    ("file", "fields", "said"),
+    [
+        ("preprocessor_config.json", {"patch_size": 8}, "patch_size=8, but config.json says"),
+        ("preprocessor_config.json", {"merge_size": 1}, "merge_size=1, but config.json says"),
+        ("preprocessor_config.json", {"do_resize": False}, "with do_resize=False is not known"),
+        (
+            "preprocessor_config.json",
+            {"image_processor_type": "ViTImageProcessor", "size": {"height": 8, "width": 8}},
+            "ViTImageProcessor.* is not known",
+        ),
+        ("preprocessor_config.json", {"size": "large"}, "can't be used"),
+        ("config.json", {"image_token_id": None}, "image_token_id=None is no token's id"),
+    ],
+)
+def test_a_folder_whose_pictures_its_model_can_t_be_fed_is_refused(
+    folder: Path, tmp_path: Path, file: str, fields: dict[str, Any], said: str
+) -> None:
+    with_fields(folder, tmp_path, file, **fields)
+    with pytest.raises(CheckpointError, match=said):
+        PictureProcessor(tmp_path)
 
 
 def test_a_model_of_words_has_no_processor_and_a_folder_must_say_how_pictures_are_fed(
