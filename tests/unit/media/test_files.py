@@ -80,7 +80,7 @@ def test_notes_behind_the_pixels_of_a_png_turn_it_too() -> None:
 def test_the_size_of_a_png_is_told_without_decoding_it(monkeypatch: pytest.MonkeyPatch) -> None:
     content = as_bytes(Image.fromarray(COLOURS))
     decoded: list[Any] = []
-    monkeypatch.setattr(PngImageFile, "load", decoded.append)
+    monkeypatch.setattr(PngImageFile, "load", lambda self: decoded.append(self))
     assert size_of(content) == (7, 5)
     assert decoded == []
 
