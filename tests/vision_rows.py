@@ -1,6 +1,7 @@
 """Rows with pictures, laid out by transformers' own processor, for tests of models that see."""
 
 import hashlib
+import io
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -87,14 +88,21 @@ def with_files(folder: Path, placed: tuple[PlacedPicture, ...]) -> tuple[PlacedP
         path = folder / f"{picture.digest}.png"
         if not path.is_file():
             draft = folder / f"{picture.digest}.{os.getpid()}"
-            drawn.save(draft, format="png")
+            draft.write_bytes(as_png(drawn))
             draft.rename(path)
         found.append(replace(picture, source=str(path)))
     return tuple(found)
 
 
 def digest_of(picture: Any) -> str:
-    return hashlib.sha256(picture.tobytes()).hexdigest()
+    """The digest of the picture's file, see `with_files`."""
+    return hashlib.sha256(as_png(picture)).hexdigest()
+
+
+def as_png(picture: Any) -> bytes:
+    file = io.BytesIO()
+    picture.save(file, format="png")
+    return file.getvalue()
 
 
 def transformers_log_probs(
