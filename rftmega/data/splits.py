@@ -37,6 +37,7 @@ def prompts_of(
             columns=config.reward.reads_columns,
             processor=processor,
             max_pictures=config.rollout.max_pictures,
+            max_videos=config.rollout.max_videos,
         )
         check(prompts)
         check_pictures(prompts, rank=rank, ranks=ranks)

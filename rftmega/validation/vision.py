@@ -24,8 +24,8 @@ def _without_tower(config: RunConfig) -> list[str]:
     found = []
     options = (
         ("model", config.model, ModelConfig, ("freeze_vision",)),
-        ("rollout", config.rollout, RolloutConfig, ("max_pictures",)),
-        ("data", config.data, DataConfig, ("pictures_folder",)),
+        ("rollout", config.rollout, RolloutConfig, ("max_pictures", "max_videos")),
+        ("data", config.data, DataConfig, ("pictures_folder", "video_fps", "video_frames")),
         (
             "trainer",
             config.trainer,
@@ -44,6 +44,12 @@ def _without_tower(config: RunConfig) -> list[str]:
 
 def _with_tower(config: RunConfig, merge: int) -> list[str]:
     found = []
+    if not config.rollout.max_videos:
+        for name in ("video_fps", "video_frames"):
+            if (value := getattr(config.data, name)) != getattr(DataConfig, name):
+                found.append(
+                    f"data.{name}={value} is read where prompts may have videos. Set rollout.max_videos, or leave it out."
+                )
     if config.algorithm.task != "rl":
         found.append(
             f"algorithm.task={config.algorithm.task}: given answers can't have pictures yet, and {config.model.path} is a model "
@@ -53,10 +59,10 @@ def _with_tower(config: RunConfig, merge: int) -> list[str]:
         found.append(
             f"model.dropout={config.model.dropout}: a vision tower has no dropout. Set it to 0."
         )
-    if config.strategy == "separate" and config.rollout.max_pictures:
+    if config.strategy == "separate" and (config.rollout.max_pictures or config.rollout.max_videos):
         found.append(
-            "strategy=separate: servers are asked in tokens alone. Set rollout.max_pictures=0 for prompts without pictures, or "
-            "strategy=colocated."
+            "strategy=separate: servers are asked in tokens alone. Set rollout.max_pictures=0 and rollout.max_videos=0 for "
+            "prompts without pictures, or strategy=colocated."
         )
     most = config.rollout.max_prompt_tokens * merge**2
     if 0 < (cap := config.trainer.max_patches_per_micro_batch) < most:
