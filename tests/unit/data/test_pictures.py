@@ -149,7 +149,7 @@ def test_other_keys_and_folders_are_options(folder: Path) -> None:
         ({"prompt": "<image>", "images": 7}, "holds 7: a picture is a path"),
         (
             {"prompt": "<image>" + "x" * 35, "images": "inside/a.png"},
-            "with its 1 picture.s., rollout",
+            "with its 1 picture.s. or video.s., rollout",
         ),
     ],
 )
