@@ -70,6 +70,7 @@ class Asked:
         return said
 
 
+SHAPES = Asked(rise=0.2, example="shapes", metric="eval_held_out_exact_match", at_most_swapped=0.3)
 FAMILY = ("grpo", "rloo", "reinforce_pp", "dapo", "gspo", "cispo", "cpgd", "ppo")
 RUNS = dict.fromkeys(FAMILY, Asked(rise=0.2)) | {
     "ttrl": Asked(rise=0.08),
@@ -77,8 +78,8 @@ RUNS = dict.fromkeys(FAMILY, Asked(rise=0.2)) | {
     "reward_model": Asked(end=0.9, metric="eval_accuracy"),
     "grpo_on_reward_model": Asked(rise=0.03, needs="reward_model"),
     # on pictures; chance is 20 %
-    "shapes": Asked(rise=0.2, example="shapes", at_most_swapped=0.3),
-    "shapes_ppo": Asked(rise=0.2, example="shapes", at_most_swapped=0.3),
+    "shapes": SHAPES,
+    "shapes_ppo": SHAPES,
 }
 
 

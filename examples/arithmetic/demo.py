@@ -37,11 +37,12 @@ def summary(
 ) -> dict:
     start, *steps = records
     tensor, pipeline = config.parallel.tensor, config.parallel.pipeline
+    accuracy = accuracy_of(start)
     return {
         "layout": f"TP{tensor} x PP{pipeline} x DP{processes // (tensor * pipeline)}",
         "steps": len(steps),
-        "accuracy_before": start["eval_exact_match"],
-        "accuracy_after": steps[-1]["eval_exact_match"],
+        "accuracy_before": start[accuracy],
+        "accuracy_after": steps[-1][accuracy],
         **{
             name.removesuffix("_exact_match"): value
             for name, value in steps[-1].items()
@@ -57,6 +58,11 @@ def summary(
     }
 
 
+def accuracy_of(record: dict[str, float]) -> str:
+    """Returns the name of the held-out accuracy: of one file, or of the one called held_out."""
+    return "eval_exact_match" if "eval_exact_match" in record else "eval_held_out_exact_match"
+
+
 def draw(records: list[dict[str, float]], title: str, target: Path) -> None:
     import matplotlib
 
@@ -68,10 +74,11 @@ def draw(records: list[dict[str, float]], title: str, target: Path) -> None:
     axes.plot(
         [s["step"] for s in steps], [s["reward"] for s in steps], label="reward of the rollouts"
     )
-    evaluated = [r for r in records if "eval_exact_match" in r]
+    accuracy = accuracy_of(records[0])
+    evaluated = [r for r in records if accuracy in r]
     axes.plot(
         [r["step"] for r in evaluated],
-        [r["eval_exact_match"] for r in evaluated],
+        [r[accuracy] for r in evaluated],
         "o-",
         label="held-out accuracy (greedy)",
     )

@@ -10,6 +10,7 @@ from PIL import Image
 
 from examples.shapes import make_data, warm_start
 from rftmega.config import load
+from rftmega.validation import violations
 from tests.e2e.conftest import ROOT
 
 SIZES = {"eval": 200, "warm_start": 1000, "train": 2000}
@@ -81,6 +82,15 @@ def test_the_same_seed_gives_the_same_files_and_another_does_not(tmp_path: Path)
         files = sorted((tmp_path / name).rglob("*.*"))
         made.append([file.read_bytes() for file in files])
     assert made[0] == made[1] != made[2]
+
+
+@pytest.mark.parametrize("name", ["grpo", "recipes/shapes", "recipes/shapes_ppo"])
+def test_its_runs_can_start(name: str) -> None:
+    config = load(ROOT / f"examples/shapes/{name}.yaml")
+    assert violations(config, 4, data=False) == []
+    assert list(config.data.held_out) == ["held_out", "swapped"], (
+        "demo.py and the table ask for these"
+    )
 
 
 def test_a_question_fits_the_model_and_a_swapped_one_has_the_next_picture(folder: Path) -> None:
