@@ -46,7 +46,7 @@ def summary(
         **{
             name.removesuffix("_exact_match"): value
             for name, value in steps[-1].items()
-            if name.startswith("eval_") and name.endswith("_exact_match")
+            if name.startswith("eval_") and name.endswith("_exact_match") and name != accuracy
         },
         "logprob_gap_max": max(step["logprob_gap_max"] for step in steps),
         "seconds": round(finished - launched, 1),
