@@ -25,6 +25,7 @@ SPECIAL = (
 )
 PAD, IM_START, IM_END, VISION_START, VISION_END, IMAGE, VIDEO = range(len(SPECIAL))
 PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"  # one, as a prompt's text has it
+FILM = "<|vision_start|><|video_pad|><|vision_end|>"
 PROCESSORS = {
     "qwen2_vl": "Qwen2VLProcessor",
     "qwen2_5_vl": "Qwen2_5_VLProcessor",
@@ -41,7 +42,7 @@ CHAT_TEMPLATE = (
     "{% for part in message['content'] %}"
     f"{{% if part['type'] == 'image' or 'image' in part or 'image_url' in part %}}{PICTURE}"
     "{% elif part['type'] == 'video' or 'video' in part %}"
-    "<|vision_start|><|video_pad|><|vision_end|>"
+    f"{FILM}"
     "{% elif 'text' in part %}{{ part['text'] }}{% endif %}"
     "{% endfor %}{% endif %}<|im_end|>\n"
     "{% endfor %}"
@@ -110,6 +111,10 @@ def save_tiny_vision(folder: Path, kind: str, *, seed: int = 0, **text_changes: 
     model.save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(preprocessor(kind), indent=2))
+    if kind == "qwen3_vl":  # which bounds all frames together; the others' is that of pictures
+        fields = preprocessor(kind) | {"video_processor_type": "Qwen3VLVideoProcessor"}
+        fields.pop("image_processor_type")
+        (folder / "video_preprocessor_config.json").write_text(json.dumps(fields, indent=2))
     return folder
 
 

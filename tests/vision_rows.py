@@ -14,7 +14,7 @@ from rftmega.media.placed import PlacedPicture, RowPictures
 from rftmega.ragged import Ragged
 from rftmega.types import Experience, Rows
 from tests.layouts import rows_of
-from tests.tiny_vision import IMAGE, MERGE, VISION_END, VISION_START, pictures
+from tests.tiny_vision import IMAGE, MERGE, VIDEO, VISION_END, VISION_START, pictures
 
 # words, and pictures by their number: two, none, one at the very beginning, one that another row
 # has, and a prompt of the same again
@@ -105,6 +105,24 @@ def as_png(picture: Any) -> bytes:
     return file.getvalue()
 
 
+def inputs_of(ids: list[int], placed: tuple[PlacedPicture, ...]) -> dict[str, Any]:
+    """Returns what transformers' models are given of one row."""
+    row = torch.tensor([ids])
+    given: dict[str, Any] = {"input_ids": row}
+    given["mm_token_type_ids"] = (row == IMAGE).int() + 2 * (row == VIDEO).int()
+    drawn = [picture for picture in placed if picture.frames is None]
+    films = [picture for picture in placed if picture.frames is not None]
+    if drawn:
+        given["pixel_values"] = torch.cat([picture.source for picture in drawn])
+        given["image_grid_thw"] = torch.tensor([picture.grid for picture in drawn])
+    if films:
+        given["pixel_values_videos"] = torch.cat([film.source for film in films])
+        given["video_grid_thw"] = torch.tensor([film.grid for film in films])
+        seconds = [2 * f.total / (len(f.chosen) * f.rate) for film in films if (f := film.frames)]
+        given["second_per_grid_ts"] = torch.tensor(seconds)
+    return given
+
+
 def transformers_log_probs(
     model: Any, tokens: list[list[int]], placed: list[tuple[PlacedPicture, ...]]
 ) -> list[torch.Tensor]:
@@ -115,13 +133,3 @@ def transformers_log_probs(
         targets = torch.tensor(ids[1:], dtype=torch.int64)
         found.append(logp[:-1].gather(-1, targets[:, None])[:, 0])
     return found
-
-
-def inputs_of(ids: list[int], own: tuple[PlacedPicture, ...]) -> dict[str, Any]:
-    """Returns what transformers' models are given of one row."""
-    row = torch.tensor([ids])
-    given: dict[str, Any] = {"input_ids": row, "mm_token_type_ids": (row == IMAGE).int()}
-    if own:
-        given["pixel_values"] = torch.cat([picture.source for picture in own])
-        given["image_grid_thw"] = torch.tensor([picture.grid for picture in own])
-    return given

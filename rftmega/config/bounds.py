@@ -7,6 +7,7 @@ from typing import Annotated
 from annotated_types import Ge, Gt, Le, Lt
 
 Count = Annotated[int, Ge(1)]
+AtLeastTwo = Annotated[int, Ge(2)]
 NotNegativeInt = Annotated[int, Ge(0)]
 Positive = Annotated[float, Gt(0)]
 NotNegative = Annotated[float, Ge(0)]

@@ -11,6 +11,7 @@ from pydantic import Discriminator
 
 from rftmega.config.algorithms import AlgorithmConfig
 from rftmega.config.bounds import (
+    AtLeastTwo,
     BelowOne,
     Count,
     NotNegative,
@@ -167,6 +168,9 @@ class RolloutConfig:
     max_pictures: NotNegativeInt = 8
     """Pictures that a prompt may have, of a model with a vision tower."""
 
+    max_videos: NotNegativeInt = 0
+    """Videos that a prompt may have, of a model with a vision tower."""
+
     max_logprob_gap: NotNegative = 0.0
     """The run stops before it learns where the 99.9th percentile of |engine - trainer|
     log-probability is above this; 0: by dtype (docs/push.md).
@@ -232,8 +236,22 @@ class DataConfig:
     images_key: str = "images"
     """Key of a prompt's pictures (docs/multimodal.md): one, or a list; <image> is a place of one."""
 
+    videos_key: str = "videos"
+    """Key of a prompt's videos, for a model with a vision tower: one or a list of paths, of files
+    (mp4, avi, mkv, ...) or of folders that have the frames as pictures. Their places are <video> in
+    the prompt.
+    """
+
+    video_fps: Positive = 2.0
+    """Frames that are shown of a second of a video; the frames of a folder are so many a second."""
+
+    video_frames: AtLeastTwo = 32
+    """At most so many frames of a video are shown, evenly spread."""
+
     pictures_folder: str = ""
-    """Folder of the pictures' paths, which none leads out of; empty: the data file's."""
+    """Folder that the paths of pictures and videos begin in, and that none leads out of; empty: the data
+    file's.
+    """
 
     response_key: str = "response"
     """Supervised data (data.ptx, too): key of the answer to learn (none where the prompt's chat

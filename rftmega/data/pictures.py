@@ -1,10 +1,12 @@
-"""Pictures of records: what a column may hold, and where they stand among a prompt's tokens."""
+"""Pictures and videos of records: what a column may hold, and where they stand among a prompt's tokens."""
 
 import base64
 import binascii
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,89 +20,148 @@ from rftmega.errors import DataError
 from rftmega.media.files import content_of, digest_of, picture_of, png_of, size_of
 from rftmega.media.placed import PlacedPicture
 from rftmega.media.processor import PictureProcessor
+from rftmega.media.videos import (
+    Video,
+    check_size,
+    chosen_frames,
+    digest_of_video,
+    probed,
+    read_video,
+)
 from rftmega.types import Prompt
 
 MARK = "<image>"  # in a text, stands for a picture
+VIDEO_MARK = "<video>"
+MARKS = {MARK: "image", VIDEO_MARK: "video"}  # and the types of parts of chat messages
 SHOWN = 80  # characters of a value that an error quotes
 FEW = 1000  # pictures that are checked without a bar
 MOST_THREADS = 8  # that decode side by side; a large picture takes a gigabyte
 
 
+@dataclass(frozen=True, slots=True)
+class Most:
+    """How many a prompt may have."""
+
+    pictures: int
+    videos: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Files, or their bytes, of a record's pictures, and files or folders of its videos."""
+
+    pictures: list[str | bytes]
+    videos: list[str]
+
+
 class PictureReader:
-    """PictureReader finds the pictures of records, and puts them among their prompts' tokens.
+    """PictureReader finds the pictures and videos of records, and puts them among their prompts'
+    tokens.
 
     Its methods raise DataError that says what is wrong with a record.
     """
 
     def __init__(
-        self, processor: PictureProcessor | None, config: DataConfig, source: str | Path, most: int
+        self,
+        processor: PictureProcessor | None,
+        config: DataConfig,
+        source: str | Path,
+        most: Most,
+        encode: Callable[[str], Sequence[int]],
     ):
         """`processor`: None for a model that sees nothing. `source`: the data's file, beside which
-        pictures lie unless data.pictures_folder says where. `most`: pictures a prompt may have.
+        pictures lie unless data.pictures_folder says where. `encode`: of words between frames.
         """
-        self.processor, self.config, self.most = processor, config, most
+        self.processor, self.config, self.most, self.encode = processor, config, most, encode
         path, _ = split_source(source)
         beside = path if path.is_dir() else path.parent
         self.folder = Path(config.pictures_folder or beside).resolve()
         self._sizes: dict[str, tuple[int, int]] = {}  # by digest
+        self._videos: dict[str, tuple[Video, tuple[int, ...], str]] = {}  # by path
 
-    def sources(self, record: Record) -> list[str | bytes]:
-        """Returns the files, or their bytes, that a record names."""
-        given = record.get(self.config.images_key)
+    def sources(self, record: Record) -> Sources:
+        """Returns what a record names."""
+        pictures = self._named(record, "images_key", "picture", self.most.pictures)
+        videos = self._named(record, "videos_key", "video", self.most.videos)
+        return Sources([self._source(value) for value in pictures], [*map(self._video, videos)])
+
+    def _named(self, record: Record, option: str, noun: str, most: int) -> list[Any]:
+        key = getattr(self.config, option)
+        given = record.get(key)
         if given is None:
             return []
-        values = given if isinstance(given, list | tuple) else [given]
+        values = list(given) if isinstance(given, list | tuple) else [given]
         if values and self.processor is None:
             raise DataError(
-                f'"{self.config.images_key}" names {len(values)} picture(s), and the model has no vision tower. Take a '
-                "model that sees, or set data.images_key to a key that no record has."
+                f'"{key}" names {len(values)} {noun}(s), and the model has no vision tower. Take a model that sees, or set '
+                f"data.{option} to a key that no record has."
             )
-        if len(values) > self.most:
+        if len(values) > most:
             raise DataError(
-                f"a prompt with {len(values)} pictures: rollout.max_pictures is {self.most}. Raise it, or leave some out."
+                f"a prompt with {len(values)} {noun}s: rollout.max_{noun}s is {most}. Raise it, or leave some out."
             )
-        return [self._source(value) for value in values]
+        return values
 
     def marked(self, text: Any) -> Any:
         """Returns a prompt with the model's own placeholder, or a part of its own in chat messages,
-        for each MARK.
+        for each mark.
+
+        VIDEO_MARK, a word of HTML, is one where prompts may have videos.
         """
-        if isinstance(text, str):
-            return text.replace(MARK, self.processor.text) if self.processor else text
-        if not isinstance(text, list) or self.processor is None:
+        if self.processor is None:
             return text
-        return [_in_parts(message) for message in text]
+        placeholders = {MARK: self.processor.text}
+        if self.most.videos:
+            placeholders[VIDEO_MARK] = self.processor.video_text
+        if isinstance(text, str):
+            for mark, placeholder in placeholders.items():
+                text = text.replace(mark, placeholder)
+            return text
+        if not isinstance(text, list):
+            return text
+        return [_in_parts(message, [*placeholders]) for message in text]
 
     def placed(
-        self, ids: Sequence[int], sources: Sequence[str | bytes]
+        self, ids: Sequence[int], sources: Sources
     ) -> tuple[tuple[int, ...], tuple[PlacedPicture, ...]]:
-        """Returns the token ids with as many placeholders as pictures have features, and the
-        pictures.
+        """Returns the token ids with as many placeholders as pictures and videos have features, and
+        these.
         """
         if self.processor is None:
             return tuple(ids), ()
-        placeholder = self.processor.placeholder
-        if self.processor.of_video in ids:
-            raise DataError(
-                "the prompt has a place for a video, and only pictures are learnt from so far. Leave the record out."
-            )
-        found = list(ids).count(placeholder)
-        if found != len(sources):
-            raise DataError(
-                f'the prompt has {found} place(s) for pictures and "{self.config.images_key}" names {len(sources)}. A place '
-                f"is {MARK}, a part of a chat message of type image, or the model's own {self.processor.text}."
-            )
-        left = iter(sources)
+        places = (
+            (self.processor.placeholder, "images_key", "picture", len(sources.pictures), MARK),
+            (
+                self.processor.video_placeholder,
+                "videos_key",
+                "video",
+                len(sources.videos),
+                VIDEO_MARK,
+            ),
+        )
+        for placeholder, option, noun, given, mark in places:
+            found = list(ids).count(placeholder)
+            if found != given:
+                text = self.processor.text if mark == MARK else self.processor.video_text
+                raise DataError(
+                    f'the prompt has {found} place(s) for {noun}s and "{getattr(self.config, option)}" names {given}. A place '
+                    f"is {mark}, a part of a chat message of type {MARKS[mark]}, or the model's own {text}."
+                )
+        pictures, videos = iter(sources.pictures), iter(sources.videos)
         expanded: list[int] = []
-        pictures: list[PlacedPicture] = []
+        placed: list[PlacedPicture] = []
         for token in ids:
-            if token != placeholder:
+            if token == self.processor.placeholder:
+                picture = self._picture(next(pictures), len(expanded))
+                placed.append(picture)
+                expanded += [token] * picture.tokens
+            elif token == self.processor.video_placeholder:
+                tokens, video = self._placed_video(next(videos), len(expanded))
+                placed.append(video)
+                expanded += tokens
+            else:
                 expanded.append(token)
-                continue
-            picture = self._picture(next(left), len(expanded))
-            pictures.append(picture)
-            expanded += [placeholder] * picture.tokens
-        return tuple(expanded), tuple(pictures)
+        return tuple(expanded), tuple(placed)
 
     def _picture(self, source: str | bytes, start: int) -> PlacedPicture:
         assert self.processor is not None
@@ -111,6 +172,28 @@ class PictureReader:
             self._sizes[digest] = size_of(content, name)
         grid = self.processor.grid_of(*self._sizes[digest])
         return PlacedPicture(source, digest, grid, start, self.processor.tokens_of(grid))
+
+    def _placed_video(self, path: str, start: int) -> tuple[list[int], PlacedPicture]:
+        assert self.processor is not None
+        if path not in self._videos:
+            video = probed(path, self.config.video_fps)
+            chosen = chosen_frames(video, self.config.video_fps, self.config.video_frames)
+            check_size(path, video, chosen)
+            self._videos[path] = video, chosen, digest_of_video(path, video.total, video.rate, chosen)
+        video, chosen, digest = self._videos[path]
+        grid = self.processor.video_grid_of(video, len(chosen))
+        tokens, frames = self.processor.placed_video(grid, video, chosen, self.encode)
+        return tokens, PlacedPicture(path, digest, grid, start, len(tokens), frames)
+
+    def _video(self, value: Any) -> str:
+        if isinstance(value, dict) and isinstance(value.get("path"), str):  # as `datasets` has it
+            value = value["path"]
+        if not isinstance(value, str) or not value:
+            raise DataError(
+                f'"{self.config.videos_key}" holds {_shown(value)}: a video is the path of a file, or of a folder that has its '
+                "frames as pictures."
+            )
+        return self._path(value)
 
     def _source(self, value: Any) -> str | bytes:
         if isinstance(value, dict) and {"bytes", "path"} & value.keys():  # as `datasets` has it
@@ -125,6 +208,9 @@ class PictureReader:
             )
         if value.startswith("data:"):
             return _decoded(value)
+        return self._path(value)
+
+    def _path(self, value: str) -> str:
         if "://" in value:
             raise DataError(
                 f"{_shown(value)} is not fetched: nothing is downloaded while a run goes on. Download it, and give the path."
@@ -144,8 +230,8 @@ class PictureReader:
 def check_pictures(
     prompts: Sequence[Prompt], places: Sequence[str], *, rank: int, ranks: int
 ) -> None:
-    """Decodes this process's share of all distinct pictures once, so that a broken one is found at
-    the start.
+    """Decodes this process's share of all distinct pictures and videos once, so that a broken one is
+    found at the start.
 
     `places`: where each prompt stands in its file. Raises DataError that lists the broken ones.
     """
@@ -167,8 +253,8 @@ def expanded_within(ids: Sequence[int], limit: int, pictures: int) -> None:
     """Raises TooLong where the prompt is over the limit."""
     if len(ids) > limit:
         raise TooLong(
-            f"the prompt has {len(ids)} tokens with its {pictures} picture(s), rollout.max_prompt_tokens is {limit}. Raise it, "
-            "make the pictures smaller, or set data.too_long=drop."
+            f"the prompt has {len(ids)} tokens with its {pictures} picture(s) or video(s), rollout.max_prompt_tokens is {limit}. "
+            "Raise it, make them smaller, lower data.video_frames, or set data.too_long=drop."
         )
 
 
@@ -200,6 +286,9 @@ def _problem(place: str, picture: PlacedPicture) -> str | None:
     assert not isinstance(source, Tensor)
     name = source if isinstance(source, str) else "a picture in the data"
     try:
+        if picture.frames is not None:
+            read_video(name, picture.frames, picture.digest)
+            return None
         content = content_of(source, picture.digest)
         told, found = size_of(content, name), picture_of(content, name).size
     except DataError as error:
@@ -209,17 +298,20 @@ def _problem(place: str, picture: PlacedPicture) -> str | None:
     return None
 
 
-def _in_parts(message: Any) -> Any:
-    """Returns a chat message with a part for each MARK in its text."""
+def _in_parts(message: Any, marks: Sequence[str]) -> Any:
+    """Returns a chat message with a part for each mark in its text."""
     content = message.get("content") if isinstance(message, dict) else None
-    if not isinstance(content, str) or MARK not in content:
+    if not isinstance(content, str):
+        return message
+    pieces = re.split(f"({'|'.join(marks)})", content)
+    if len(pieces) == 1:
         return message
     parts: list[dict[str, str]] = []
-    for place, text in enumerate(content.split(MARK)):
-        if place:
-            parts.append({"type": "image"})
-        if text:
-            parts.append({"type": "text", "text": text})
+    for piece in pieces:
+        if piece in MARKS:
+            parts.append({"type": MARKS[piece]})
+        elif piece:
+            parts.append({"type": "text", "text": piece})
     return {**message, "content": parts}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from rftmega.config import DataConfig
 from rftmega.data.encoder import Encoder
 from rftmega.data.examples import load_examples, required
-from rftmega.data.pictures import PictureReader, expanded_within, without_pictures
+from rftmega.data.pictures import Most, PictureReader, expanded_within, without_pictures
 from rftmega.data.records import Record
 from rftmega.data.tokenizer import Tokenizer
 from rftmega.errors import DataError
@@ -28,17 +28,19 @@ def load_prompts(
     columns: bool = False,
     processor: PictureProcessor | None = None,
     max_pictures: int = 0,
+    max_videos: int = 0,
     places: list[str] | None = None,
 ) -> list[Prompt]:
     """Returns one Prompt a record, with the record's columns where `columns` says so.
 
-    `processor`: of a model that sees, whose prompts may have `max_pictures` pictures. To `places`
-    is added where each prompt stands in the file.
+    `processor`: of a model that sees, whose prompts may have `max_pictures` pictures and
+    `max_videos` videos. To `places` is added where each prompt stands in the file.
 
     Raises DataError that lists where a record can't be read, lacks a key, holds the wrong type or
     is too long.
     """
-    reader = PictureReader(processor, config, source, max_pictures)
+    most = Most(max_pictures, max_videos)
+    reader = PictureReader(processor, config, source, most, tokenizer.encode_reply)
     parse = partial(_parse, Encoder(tokenizer, config, max_prompt_tokens), columns, reader)
     return load_examples(source, parse, too_long=config.too_long, noun="prompts", places=places)
 

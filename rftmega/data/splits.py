@@ -38,6 +38,7 @@ def prompts_of(
             columns=config.reward.reads_columns,
             processor=processor,
             max_pictures=config.rollout.max_pictures,
+            max_videos=config.rollout.max_videos,
             places=places,
         )
         check(prompts)

@@ -41,14 +41,14 @@ def fed_pictures(
     first, total = {}, 1
     for digest, picture in distinct.items():
         first[digest] = total
-        total += picture.tokens
+        total += picture.features
     for number, row in enumerate(pictures.rows):
         positions[number] = picture_positions(row, columns, merge=merge)
         for picture in row:
-            begin = first[picture.digest]
-            features[number, picture.start : picture.end] = torch.arange(
-                begin, begin + picture.tokens
-            )
+            number_of = first[picture.digest]
+            for begin, end in picture.runs:
+                features[number, begin:end] = torch.arange(number_of, number_of + end - begin)
+                number_of += end - begin
     if load is None or not distinct:
         return FedPictures(positions, features)
     pixels = torch.cat([load(picture) for picture in distinct.values()])
@@ -60,20 +60,31 @@ def picture_positions(pictures: tuple[PlacedPicture, ...], columns: int, *, merg
     """Returns [columns, 3] positions of a row (Qwen2-VL, arXiv:2409.12191, section 2.1).
 
     A word's three are alike and go on by one. A picture's features begin where the words stood;
-    height and width count its rows and columns. What follows goes on behind the largest of them.
+    height and width count its rows and columns, and a video's time goes on by its step. What
+    follows goes on behind the largest of them, as in vLLM: transformers 5.19 leaves time out there,
+    so that the words behind a long video would stand amid it.
     """
     parts: list[Tensor] = []
     at = end = 0
     for picture in pictures:
-        parts.append(_words(at, picture.start - end))
-        at += picture.start - end
-        time, height, width = picture.grid[0], picture.grid[1] // merge, picture.grid[2] // merge
-        axes = [torch.arange(size) for size in (time, height, width)]
-        parts.append(at + torch.cartesian_prod(*axes))
-        at += max(time, height, width)
-        end = picture.end
+        block = _block(picture, merge)
+        for first, behind in picture.runs:
+            parts.append(_words(at, first - end))
+            at += first - end
+            parts.append(at + block)
+            at += int(block.max()) + 1
+            end = behind
     parts.append(_words(at, max(columns - end, 0)))
     return torch.cat(parts)[:columns]
+
+
+def _block(picture: PlacedPicture, merge: int) -> Tensor:
+    """Returns [features, 3] positions of one run, from 0."""
+    time, height, width = picture.grid[0], picture.grid[1] // merge, picture.grid[2] // merge
+    times = torch.arange(time // len(picture.runs), dtype=torch.float64)
+    if picture.frames is not None:
+        times *= picture.frames.step
+    return torch.cartesian_prod(times.long(), torch.arange(height), torch.arange(width))
 
 
 def _words(first: int, number: int) -> Tensor:

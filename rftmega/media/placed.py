@@ -1,7 +1,7 @@
-"""Pictures among the tokens of a prompt."""
+"""Pictures and videos among the tokens of a prompt."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import torch
@@ -9,18 +9,35 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
+class Frames:
+    """Frames tells what a video shows of its file, and where the features of that stand.
+
+    They are one run of tokens, or one for each time of the grid with words between them.
+    """
+
+    chosen: tuple[int, ...]  # of the file's, in their order
+    total: int  # that the file has
+    rate: float  # frames of the file a second
+    step: float  # positions from one time of a run to the next
+    starts: tuple[int, ...]  # of each run, counted from the video's first token
+    length: int  # of a run: how many features stand there
+
+
+@dataclass(frozen=True, slots=True)
 class PlacedPicture:
-    """PlacedPicture is a picture of a prompt, and says where its features stand among the tokens.
+    """PlacedPicture is a picture or a video of a prompt, and says where its features stand among the
+    tokens.
 
     Two are equal where their contents and places are.
     """
 
-    # a file's path, a file's bytes, or the patches [h * w, channels * patch * patch * 2] themselves
+    # a file's path, a file's bytes, or the patches [t * h * w, channels * patch * patch * 2]
     source: str | bytes | Tensor = field(compare=False, repr=False)
-    digest: str  # SHA-256 of the file's bytes, in hexadecimal
+    digest: str  # SHA-256, in hexadecimal, of the file's bytes, or of those of the frames shown
     grid: tuple[int, int, int]  # patches: of time (1), along the height and along the width
     start: int  # its first token among those of the prompt
-    tokens: int  # how many it has: one each merge x merge patches
+    tokens: int  # how many it has: one each merge x merge patches, and words between a video's runs
+    frames: Frames | None = None  # of a video
 
     @property
     def patches(self) -> int:
@@ -31,21 +48,38 @@ class PlacedPicture:
     def end(self) -> int:
         return self.start + self.tokens
 
+    @property
+    def runs(self) -> list[tuple[int, int]]:
+        """Returns where features stand: first token and the one behind the last, of each run."""
+        if self.frames is None:
+            return [(self.start, self.end)]
+        begins = [self.start + start for start in self.frames.starts]
+        return [(begin, begin + self.frames.length) for begin in begins]
+
+    @property
+    def features(self) -> int:
+        return sum(end - begin for begin, end in self.runs)
+
     def state(self) -> list[object]:
         """Returns the picture as JSON has it, but for contents that are in no file: a tensor."""
         source: object = self.source
         if isinstance(source, bytes):
             source = torch.frombuffer(bytearray(source), dtype=torch.uint8)
-        return [source, self.digest, list(self.grid), self.start, self.tokens]
+        frames = [] if self.frames is None else [list(astuple(self.frames))]
+        return [source, self.digest, list(self.grid), self.start, self.tokens, *frames]
 
     @staticmethod
     def from_state(state: Sequence[object]) -> "PlacedPicture":
         """Returns what `state` gave."""
-        source, digest, grid, start, tokens = state
-        found: Any = source
+        given: list[Any] = list(state)
+        source, digest, grid, start, tokens = given[:5]
         if isinstance(source, Tensor) and source.dtype == torch.uint8:
-            found = source.numpy().tobytes()
-        return PlacedPicture(found, str(digest), tuple(grid), start, tokens)  # type: ignore[arg-type]
+            source = source.numpy().tobytes()
+        frames = None
+        if given[5:]:
+            chosen, total, rate, step, starts, length = given[5]
+            frames = Frames(tuple(chosen), total, rate, step, tuple(starts), length)
+        return PlacedPicture(source, digest, tuple(grid), start, tokens, frames)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +133,15 @@ class RowPictures:
 
 
 def unexpanded(token_ids: Sequence[int], pictures: Sequence[PlacedPicture]) -> list[int]:
-    """Returns the tokens with one placeholder a picture, as an engine's own processor takes them: it
+    """Returns the tokens with one placeholder a picture or video, as an engine's own processor takes them: it
     would expand what is expanded once more.
     """
     kept: list[int] = []
     before = 0
     for picture in pictures:
-        kept += token_ids[before : picture.start + 1]
+        kept += token_ids[before : picture.start]
+        first, _ = picture.runs[0]
+        kept.append(token_ids[first])
         before = picture.end
     kept += token_ids[before:]
     return kept

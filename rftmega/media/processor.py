@@ -1,17 +1,23 @@
-"""PictureProcessor turns pictures into what a vision tower is fed."""
+"""PictureProcessor turns pictures and videos into what a vision tower is fed."""
 
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rftmega.errors import CheckpointError, DataError
 from rftmega.json_files import read_json_object
-from rftmega.media.files import content_of, digest_of, read_picture
+from rftmega.media.files import read_picture
+from rftmega.media.placed import Frames, PlacedPicture
+from rftmega.media.videos import Video, read_video
 
 FILE = "preprocessor_config.json"
+Encode = Callable[[str], Sequence[int]]
 KEPT = 256 * 2**20  # bytes of patches that wait to be used again
 # fields of vision_config, and those of FILE that must say the same
 ALIKE = {
@@ -22,7 +28,8 @@ ALIKE = {
 
 
 class PictureProcessor:
-    """PictureProcessor scales pictures and cuts them into patches, as the model's folder says.
+    """PictureProcessor scales pictures and videos and cuts them into patches, as the model's folder
+    says.
 
     torchvision does it, as in vLLM: another back-end gives other numbers.
     """
@@ -38,9 +45,12 @@ class PictureProcessor:
         self._inner = _loaded(folder, config.get("vision_config") or {})
         self._smart_resize = smart_resize
         self.placeholder = _token(folder, config, "image_token_id")
-        self.of_video = _token(folder, config, "video_token_id")
+        self.video_placeholder = _token(folder, config, "video_token_id")
+        self._folder, self._config = folder, config
+        self._tells_times = str(config.get("model_type")).startswith("qwen3_vl")
         # as a text has it, with what stands around it
         self.text = "<|vision_start|><|image_pad|><|vision_end|>"
+        self.video_text = "<|vision_start|><|video_pad|><|vision_end|>"
         self.merge: int = self._inner.merge_size
         self._kept: OrderedDict[str, Tensor] = OrderedDict()
         self._bytes = 0
@@ -66,28 +76,104 @@ class PictureProcessor:
             ) from None
         return 1, high // patch, wide // patch
 
+    def video_grid_of(self, video: Video, frames: int) -> tuple[int, int, int]:
+        """Returns how many patches along time, height and width so many frames of a video have.
+
+        Raises DataError for one that is too narrow.
+        """
+        from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
+
+        size = self._videos.size
+        patch, deep = self._videos.patch_size, self._videos.temporal_patch_size
+        limits = {
+            "factor": patch * self._videos.merge_size,
+            "min_pixels": size["shortest_edge"],
+            "max_pixels": size["longest_edge"],
+        }
+        try:
+            if type(self._videos).__name__ == "Qwen3VLVideoProcessor":  # bounds all frames together
+                high, wide = smart_resize(
+                    frames, video.height, video.width, temporal_factor=deep, **limits
+                )
+            else:
+                high, wide = self._smart_resize(video.height, video.width, **limits)
+        except ValueError as error:
+            raise DataError(
+                f"a video of {video.width} x {video.height} pixels can't be used: {error}."
+            ) from None
+        return -(-frames // deep), high // patch, wide // patch
+
+    def placed_video(
+        self, grid: tuple[int, int, int], video: Video, chosen: Sequence[int], encode: Encode
+    ) -> tuple[list[int], Frames]:
+        """Returns the tokens that stand in a video's place, and its frames; `encode` gives the
+        tokens of a time, which Qwen3-VL is told in words before each run.
+        """
+        length = self.tokens_of(grid)
+        deep: int = self._videos.temporal_patch_size
+        if not self._tells_times:
+            step = 1.0
+            if self._config["model_type"] == "qwen2_5_vl":
+                seconds = deep * video.total / (len(chosen) * video.rate)
+                # rounded as transformers' tensor is
+                step = float(np.float32(seconds))
+                step *= self._config["vision_config"].get("tokens_per_second", 4)
+            frames = Frames(tuple(chosen), video.total, video.rate, step, (0,), length)
+            return [self.video_placeholder] * length, frames
+        before, behind = (
+            _token(self._folder, self._config, f"vision_{side}_token_id") for side in ("start", "end")
+        )
+        ids: list[int] = []
+        starts: list[int] = []
+        each = length // grid[0]
+        for time in range(grid[0]):
+            first = chosen[time * deep] / video.rate
+            last = chosen[min(time * deep + deep, len(chosen)) - 1] / video.rate
+            ids += encode(f"<{(first + last) / 2:.1f} seconds>")
+            ids.append(before)
+            starts.append(len(ids))
+            ids += [self.video_placeholder] * each + [behind]
+        return ids, Frames(tuple(chosen), video.total, video.rate, 1.0, tuple(starts), each)
+
+    @cached_property
+    def _videos(self) -> Any:
+        """Returns what scales videos.
+
+        Raises CheckpointError where it would scale them as `video_grid_of` does not know.
+        """
+        from transformers import AutoVideoProcessor
+
+        found = AutoVideoProcessor.from_pretrained(
+            self._folder, local_files_only=True, trust_remote_code=False
+        )
+        if found.cap_pixels_per_frame:
+            raise CheckpointError(
+                f"{self._folder} says cap_pixels_per_frame of videos, which is not honoured here. Set it to false."
+            )
+        return found
+
     def tokens_of(self, grid: tuple[int, int, int]) -> int:
-        """Returns how many features a picture of these patches has."""
+        """Returns how many features a picture or video of these patches has."""
         time, height, width = grid
         return time * height * width // self.merge**2
 
-    def pixels(self, source: str | bytes | Tensor, digest: str = "") -> Tensor:
-        """Returns the patches [h * w, C] of a picture's file, or of its bytes, in float32; a tensor
-        is returned as it is.
+    def pixels(self, picture: PlacedPicture) -> Tensor:
+        """Returns the patches [t * h * w, C] of a picture or video, in float32; those that are there
+        as a tensor are returned as they are.
 
-        The last ones are kept: with its `digest`, a picture that is among them is not read again.
+        The last ones are kept, and not read again.
         Raises DataError where the file can't be read, or holds something else than it did.
         """
+        source, digest = picture.source, picture.digest
         if isinstance(source, Tensor):
             return source
-        content = b""
-        if digest not in self._kept:
-            content = content_of(source, digest)
-            digest = digest or digest_of(content)
         if digest in self._kept:
             self._kept.move_to_end(digest)
             return self._kept[digest]
-        found = self.patches_of(read_picture(content))
+        if picture.frames is None:
+            found = self.patches_of(read_picture(source, digest))
+        else:
+            found = self.video_patches_of(read_video(str(source), picture.frames, digest))
         self._kept[digest] = found
         self._bytes += found.nbytes
         while self._bytes > KEPT and len(self._kept) > 1:
@@ -99,6 +185,12 @@ class PictureProcessor:
         """Returns the patches [h * w, C] of a picture of PIL's, in float32."""
         made = self._inner(images=[picture], return_tensors="pt")
         patches: Tensor = made["pixel_values"].to(torch.float32)
+        return patches
+
+    def video_patches_of(self, frames: np.ndarray) -> Tensor:
+        """Returns the patches [t * h * w, C] of frames [T, height, width, 3], in float32."""
+        made = self._videos(videos=[frames], do_sample_frames=False, return_tensors="pt")
+        patches: Tensor = made["pixel_values_videos"].to(torch.float32)
         return patches
 
 

@@ -144,11 +144,11 @@ class MegatronModelManager:
         return PictureProcessor(self.cfg.model.path)
 
     def pixels(self, picture: PlacedPicture) -> Tensor:
-        """Returns the patches [P, C] of a picture, as the vision tower is fed them.
+        """Returns the patches [P, C] of a picture or video, as the vision tower is fed them.
 
         Raises DataError where it can't be read any more, or has changed.
         """
-        return self._processor.pixels(picture.source, picture.digest)
+        return self._processor.pixels(picture)
 
     def shards(self) -> list[Shard]:
         """Returns what this process holds of the model, without copies of tensors held elsewhere."""

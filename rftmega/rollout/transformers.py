@@ -20,7 +20,7 @@ from transformers import (
 
 from rftmega.config import RolloutConfig
 from rftmega.errors import WeightMismatch
-from rftmega.media.placed import PlacedPicture
+from rftmega.media.fed import picture_positions
 from rftmega.media.processor import PictureProcessor
 from rftmega.rollout.base import Engine, Request, Requests
 from rftmega.types import Completion
@@ -34,6 +34,12 @@ PREFIXES = {
     family: {"model.language_model.": "model.", "model.visual.": "visual."}
     for family in ("qwen2_vl", "qwen2_5_vl")
 }
+
+# what a model is given of pictures and of videos
+KINDS_OF_MEDIA = (
+    ("image", "pixel_values", "image_grid_thw"),
+    ("video", "pixel_values_videos", "video_grid_thw"),
+)
 
 
 def named_as_in_a_folder(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -118,22 +124,28 @@ class TransformersEngine(Engine):
                 break
 
     def _media(self, request: Request) -> dict[str, Tensor]:
-        """Returns what the model is given of the prompt's pictures, besides tokens."""
+        """Returns what the model is given of the prompt's pictures and videos, besides tokens."""
         if self.processor is None:
             return {}
-        row = torch.tensor([list(request.token_ids)], device=self.where)
-        self.model.model.rope_deltas = None  # of the row before
-        given = {"mm_token_type_ids": (row == self.processor.placeholder).int()}
-        if request.pictures:
-            pixels = [self._pixels(picture) for picture in request.pictures]
-            grids = [picture.grid for picture in request.pictures]
-            given["pixel_values"] = torch.cat(pixels).to(self.where)
-            given["image_grid_thw"] = torch.tensor(grids, device=self.where)
+        given: dict[str, Tensor] = {}
+        for kind, pixels, grids in KINDS_OF_MEDIA:
+            own = [each for each in request.pictures if (each.frames is None) == (kind == "image")]
+            if own:
+                patches = [self.processor.pixels(each) for each in own]
+                given[pixels] = torch.cat(patches).to(self.where)
+                given[grids] = torch.tensor([each.grid for each in own], device=self.where)
         return given
 
-    def _pixels(self, picture: PlacedPicture) -> Tensor:
-        assert self.processor is not None
-        return self.processor.pixels(picture.source, picture.digest)
+    def _positions(self, request: Request) -> Tensor | None:
+        """Returns [3, 1, tokens] of the prompt and of the longest answer; None for a model of words.
+
+        They are given, since transformers' own are other ones behind a long video.
+        """
+        if self.processor is None:
+            return None
+        longest = len(request.token_ids) + self.longest
+        found = picture_positions(request.pictures, longest, merge=self.processor.merge)
+        return found.T[:, None].to(self.where)
 
     def _completion(self, request: Request, temperature: float) -> Completion:
         rng = torch.Generator(self.where).manual_seed(request.seed)
@@ -142,12 +154,17 @@ class TransformersEngine(Engine):
         feed = torch.tensor([list(request.token_ids)], device=self.where)
         cache = None
         media = self._media(request)
+        positions = self._positions(request)
+        seen = 0
         routes: list[Tensor] = []
         limit = min(self.longest, self.row_tokens - len(request.token_ids))
         while len(ids) < limit and (not ids or ids[-1] not in self.stop_ids):
             self._chosen.clear()
+            if positions is not None:
+                media["position_ids"] = positions[:, :, seen : seen + feed.shape[1]]
             out = self.model(feed, past_key_values=cache, use_cache=True, **media)
             media = {}  # the cache has it from now on
+            seen += feed.shape[1]
             cache = out.past_key_values
             if self._chosen:
                 routes.append(torch.stack(self._chosen, dim=1))

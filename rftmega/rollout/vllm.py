@@ -120,7 +120,10 @@ class VLLMEngine(Engine):
         pictures = sees(folder)
         media: dict[str, Any] = {}
         if pictures:
-            media["limit_mm_per_prompt"] = {"image": max(1, config.max_pictures), "video": 0}
+            media["limit_mm_per_prompt"] = {
+                "image": max(1, config.max_pictures),
+                "video": config.max_videos,
+            }
         threads = torch.get_num_threads()
         self._llm: Any = LLM(
             model=str(folder),
@@ -144,7 +147,9 @@ class VLLMEngine(Engine):
         if on_cuda:
             torch.set_num_threads(threads)
         if pictures:
-            check_pixels(self._llm.llm_engine, PictureProcessor(folder))
+            check_pixels(
+                self._llm.llm_engine, PictureProcessor(folder), videos=config.max_videos > 0
+            )
         self.destinations = FreshParameters(self._llm.apply_model(_itself)[0])
         if config.tensor > 1:
             _unlink_shared_memory(world, config.tensor, mine=True)

@@ -33,8 +33,8 @@ def _without_tower(config: RunConfig) -> list[str]:
         ("model", config.model, ModelConfig, ("freeze_vision",)),
         ("optimizer", config.optimizer, OptimizerConfig, ("vision_learning_rate",)),
         ("critic.optimizer", config.critic.optimizer, OptimizerConfig, ("vision_learning_rate",)),
-        ("rollout", config.rollout, RolloutConfig, ("max_pictures",)),
-        ("data", config.data, DataConfig, ("pictures_folder",)),
+        ("rollout", config.rollout, RolloutConfig, ("max_pictures", "max_videos")),
+        ("data", config.data, DataConfig, ("pictures_folder", "video_fps", "video_frames")),
         (
             "trainer",
             config.trainer,
@@ -53,6 +53,12 @@ def _without_tower(config: RunConfig) -> list[str]:
 
 def _with_tower(config: RunConfig, merge: int) -> list[str]:
     found = []
+    if not config.rollout.max_videos:
+        for name in ("video_fps", "video_frames"):
+            if (value := getattr(config.data, name)) != getattr(DataConfig, name):
+                found.append(
+                    f"data.{name}={value} is read where prompts may have videos. Set rollout.max_videos, or leave it out."
+                )
     if config.model.dropout:
         found.append(
             f"model.dropout={config.model.dropout}: a vision tower has no dropout. Set it to 0."
@@ -66,10 +72,10 @@ def _with_tower(config: RunConfig, merge: int) -> list[str]:
         found.append(
             f"optimizer.vision_learning_rate={rate} needs optimizer.learning_rate above 0, of whose schedule it is a share."
         )
-    if config.strategy == "separate" and config.rollout.max_pictures:
+    if config.strategy == "separate" and (config.rollout.max_pictures or config.rollout.max_videos):
         found.append(
-            "strategy=separate: servers are asked in tokens alone. Set rollout.max_pictures=0 for prompts without pictures, or "
-            "strategy=colocated."
+            "strategy=separate: servers are asked in tokens alone. Set rollout.max_pictures=0 and rollout.max_videos=0 for "
+            "prompts without pictures, or strategy=colocated."
         )
     most = config.rollout.max_prompt_tokens * merge**2
     if 0 < (cap := config.trainer.max_patches_per_micro_batch) < most:

@@ -1,5 +1,6 @@
 """The model that sees, as Megatron computes it, is that of transformers, under every layout."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,12 @@ from rftmega.config import OptimizerConfig, ParallelConfig
 from rftmega.conversion import convert
 from rftmega.megatron import MegatronActor
 from rftmega.parallel.topology import Topology
-from rftmega.types import Experience, TokenLoss
+from rftmega.types import Experience, Rows, TokenLoss
 from rftmega.weights import Exporter
 from tests.layouts import build_critic, config_of
 from tests.ranks import LOCAL, TRANSFORMER_ENGINE, run_ranks
 from tests.tiny_vision import KINDS, save_tiny_vision
+from tests.video_rows import rows_with_videos
 from tests.vision_rows import (
     PROMPTS,
     experience_of,
@@ -58,6 +60,11 @@ MORE: dict[str, tuple[int, ParallelConfig, OptimizerConfig]] = {
     "DP4, distributed optimizer": (4, P(), SHARDED),
     "TP2 x PP2 x DP2, SP, overlapped": (8, P(tensor=2, pipeline=2, sequence=True), OVERLAPPED),
 }
+WITH_VIDEOS = {
+    "one process": MORE["one process"],
+    "TP2 x PP2, SP": LAYOUTS["TP2 x PP2, SP"],
+    "CP2": MORE["CP2"],
+}
 INTERLEAVED = {"PP2 x VPP2": (2, P(pipeline=2, virtual_pipeline=2), OPTIMIZER)}
 UPDATES = 2
 
@@ -74,14 +81,16 @@ def body(
     parallel: ParallelConfig,
     optimizer: OptimizerConfig,
     settings: dict[str, Any],
+    laid_out: Callable[[Path], Rows] = rows_with_pictures,
+    token_cap: int = 90,
 ) -> dict[str, Any]:
-    config = config_of(folder, parallel, optimizer, token_cap=90)
+    config = config_of(folder, parallel, optimizer, token_cap=token_cap)
     for section, options in settings.items():
         setattr(config, section, replace(getattr(config, section), **options))
     actor = MegatronActor(config, Topology.create(parallel, seed=1))
-    rows = rows_with_pictures(folder).ragged()
+    rows = laid_out(folder).ragged()
     before = actor.log_probs(rows).logp.padded()
-    experience = experience_of(rows_with_pictures(folder))
+    experience = experience_of(laid_out(folder))
     steps = [actor.step(experience, likelihood) for _ in range(UPDATES)]
     after = actor.log_probs(rows).logp.padded()  # waits for weights that are still gathered
     exporter = Exporter(actor.manager.shards(), actor.topology.replica_group, bucket_bytes=20_000)
@@ -94,10 +103,16 @@ def body(
 
 
 def learnt(
-    folder: Path, *, frozen: bool = False, rate: float = 1e-2
+    folder: Path,
+    laid_out: Callable[[Path], Rows] = rows_with_pictures,
+    *,
+    frozen: bool = False,
+    rate: float = 1e-2,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], Any, list[float]]:
     """Log-probs before and after UPDATES steps of a plain loop, the model, gradient norms."""
-    tokens, placed = vision_rows(folder)
+    rows = laid_out(folder)
+    tokens = [ids[:end].tolist() for ids, end in zip(rows.tokens, rows.lengths, strict=True)]
+    placed = [*rows.pictures.rows] if rows.pictures is not None else []
     model = AutoModelForImageTextToText.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     )
@@ -115,7 +130,7 @@ def learnt(
     for _ in range(UPDATES):
         logp = transformers_log_probs(model, tokens, placed)
         first = first or [row.detach() for row in logp]
-        answers = [row[prompt - 1 :] for row, prompt in zip(logp, PROMPTS, strict=True)]
+        answers = [row[prompt - 1 :] for row, prompt in zip(logp, rows.prompt_lengths, strict=True)]
         adam.zero_grad()
         (-torch.cat(answers).mean()).backward()
         squares = [float(p.grad.double().square().sum()) for p in learning if p.grad is not None]
@@ -134,18 +149,21 @@ def assert_learns_alike(
     preloaded: str = LOCAL,
     frozen: bool = False,
     rate: float = 1e-2,
+    laid_out: Callable[[Path], Rows] = rows_with_pictures,
+    token_cap: int = 90,
     **settings: Any,
 ) -> None:
     """`rate`: the tower's."""
     save_tiny_vision(folder, kind)
-    before, after, model, norms = learnt(folder, frozen=frozen, rate=rate)
+    before, after, model, norms = learnt(folder, laid_out, frozen=frozen, rate=rate)
     model.save_pretrained(folder / "after")
     wanted = tensors_of(folder / "after")
     started = tensors_of(folder)
     for name, (processes, parallel, optimizer) in layouts.items():
         found = run_ranks(
-            processes, body, folder, parallel, optimizer, settings, preloaded=preloaded
-        )
+            processes, body, folder, parallel, optimizer, settings, laid_out, token_cap,
+            preloaded=preloaded,
+        )  # fmt: skip
         for run in found:
             for ours, theirs in zip(run["logp"], (before, after), strict=True):
                 pairs = zip(ours, theirs, strict=True)
@@ -335,3 +353,10 @@ def test_a_converted_checkpoint_is_the_same_model_and_goes_back_byte_by_byte(
     wanted = tensors_of(tmp_path / "after")
     for name, tensor in found[0]["weights"].items():
         assert (tensor - wanted[name]).abs().max() < 1e-5 * wanted[name].abs().max(), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_updates_on_videos_and_pictures_are_those_of_transformers(
+    kind: str, tmp_path: Path
+) -> None:
+    assert_learns_alike(kind, WITH_VIDEOS, tmp_path, laid_out=rows_with_videos, token_cap=130)
