@@ -3,6 +3,7 @@ transformers says.
 """
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,15 @@ from tests.layouts import build_actor, rows_of
 from tests.ranks import run_ranks
 from tests.rollouts import completion_of, pool_of
 from tests.tiny_vision import IM_END, save_tiny_vision
-from tests.vision_rows import experience_of, rows_with_pictures, vision_rows, with_files
+from tests.video_rows import LONG_ROWS, rows_with_videos, video_rows, with_files
+from tests.vision_rows import experience_of, rows_with_pictures, vision_rows
 
 SEEDS = [1, 2, 3, 4, 5, 6]
 
 
-def prompts_of(folder: Path) -> list[Prompt]:
-    """The rows of vision_rows, to be gone on with; pictures are files."""
-    tokens, placed = vision_rows(folder)
+def prompts_of(folder: Path, *, videos: bool) -> list[Prompt]:
+    """The rows of vision_rows or video_rows, to be gone on with; pictures are files."""
+    tokens, placed = video_rows(folder, LONG_ROWS) if videos else vision_rows(folder)
     return [
         Prompt(tuple(ids), pictures=with_files(folder, own))
         for ids, own in zip(tokens, placed, strict=True)
@@ -46,19 +48,22 @@ def scored(policy: Any, prompts: list[Prompt], answers: list[Completion]) -> lis
     return [own[mask] for own, mask in zip(logp, rows.mask, strict=True)]
 
 
-def body(world: Any, folder: Path, parallel: ParallelConfig, engine_size: int) -> Any:
+def body(
+    world: Any, folder: Path, parallel: ParallelConfig, engine_size: int, *, videos: bool = False
+) -> Any:
     from rftmega.rollout.vllm import VLLMEngine
 
     os.environ["LOCAL_WORLD_SIZE"] = str(world.size)
     config = RolloutConfig(
         tensor=engine_size,
-        max_prompt_tokens=80,
+        max_prompt_tokens=140 if videos else 80,
         max_response_tokens=6,
         cpu_cache_gib=0.05,
         max_batch=4,
         max_pictures=3,
+        max_videos=2 if videos else 0,
     )
-    actor = build_actor(folder, parallel, temperature=0.7, token_cap=120)
+    actor = build_actor(folder, parallel, temperature=0.7, token_cap=180)
     engine = VLLMEngine(folder, config, world, dtype="float32", stop_ids=[IM_END])
     oracle = TransformersEngine(folder, config, stop_ids=[IM_END], where=torch.device("cpu"))
     turns = DevicePhases({"policy": actor.manager.residency}, engine=engine, offload=True)
@@ -68,7 +73,7 @@ def body(world: Any, folder: Path, parallel: ParallelConfig, engine_size: int) -
     shared = pool_of(engine, turns, world, weights, processes_per_engine=engine_size, restarts=1)
     policy = ColocatedPolicy(actor, turns)
     exporter = Exporter(actor.manager.shards(), actor.topology.replica_group, bucket_bytes=50_000)
-    prompts = prompts_of(folder)
+    prompts = prompts_of(folder, videos=videos)
     found = []
     for version in range(2):  # the second time other weights, the same pictures: no stale cache
         pushed = weights.push(version=version)
@@ -94,7 +99,9 @@ def body(world: Any, folder: Path, parallel: ParallelConfig, engine_size: int) -
                 "oracle": [list(a.token_ids) for a in told],
             }
         )
-        experience = experience_of(rows_with_pictures(folder))
+        experience = experience_of(
+            rows_with_videos(folder) if videos else rows_with_pictures(folder)
+        )
         policy.step(experience, likelihood)
     engine.close()
     return found
@@ -116,7 +123,28 @@ def test_after_every_push_the_engine_says_of_pictures_what_the_trainer_says(
     kind: str, processes: int, parallel: ParallelConfig, engine_size: int, tmp_path: Path
 ) -> None:
     save_tiny_vision(tmp_path, kind)
-    for found in run_ranks(processes, body, tmp_path, parallel, engine_size, timeout=300):
+    assert_alike(run_ranks(processes, body, tmp_path, parallel, engine_size, timeout=300))
+
+
+@pytest.mark.parametrize(
+    ("kind", "processes", "parallel", "engine_size"),
+    [
+        ("qwen2_5_vl", 1, ParallelConfig(), 1),
+        pytest.param("qwen2_vl", 1, ParallelConfig(), 1, marks=pytest.mark.ranks),
+        pytest.param("qwen3_vl", 1, ParallelConfig(), 1, marks=pytest.mark.ranks),
+        pytest.param("qwen3_vl", 2, ParallelConfig(tensor=2), 2, marks=pytest.mark.ranks),
+    ],
+)
+def test_after_every_push_the_engine_says_of_videos_what_the_trainer_says(
+    kind: str, processes: int, parallel: ParallelConfig, engine_size: int, tmp_path: Path
+) -> None:
+    save_tiny_vision(tmp_path, kind)
+    shown = partial(body, videos=True)
+    assert_alike(run_ranks(processes, shown, tmp_path, parallel, engine_size, timeout=300))
+
+
+def assert_alike(runs: list[Any]) -> None:
+    for found in runs:
         for version in found:
             for engines, trainers in zip(version["engine"], version["trainer"], strict=True):
                 assert (engines - trainers).abs().max() < 1e-5
