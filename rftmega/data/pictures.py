@@ -4,7 +4,7 @@ import base64
 import binascii
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from tqdm import tqdm
 from rftmega.config import DataConfig, split_source
 from rftmega.data.examples import TooLong
 from rftmega.data.records import Record
+from rftmega.data.tokenizer import Tokenizer
 from rftmega.errors import DataError
 from rftmega.media.files import content_of, digest_of, picture_of, png_of, size_of
 from rftmega.media.placed import PlacedPicture
@@ -67,12 +68,13 @@ class PictureReader:
         config: DataConfig,
         source: str | Path,
         most: Most,
-        encode: Callable[[str], Sequence[int]],
+        tokenizer: Tokenizer,
     ):
         """`processor`: None for a model that sees nothing. `source`: the data's file, beside which
-        pictures lie unless data.pictures_folder says where. `encode`: of words between frames.
+        pictures lie unless data.pictures_folder says where. `tokenizer`: of words between frames.
         """
-        self.processor, self.config, self.most, self.encode = processor, config, most, encode
+        self.processor, self.config, self.most = processor, config, most
+        self.tokenizer = tokenizer
         path, _ = split_source(source)
         beside = path if path.is_dir() else path.parent
         self.folder = Path(config.pictures_folder or beside).resolve()
@@ -182,7 +184,9 @@ class PictureReader:
             self._videos[path] = video, chosen, digest_of_video(path, video.total, video.rate, chosen)
         video, chosen, digest = self._videos[path]
         grid = self.processor.video_grid_of(video, len(chosen))
-        tokens, frames = self.processor.placed_video(grid, video, chosen, self.encode)
+        tokens, frames = self.processor.placed_video(
+            grid, video, chosen, self.tokenizer.encode_reply
+        )
         return tokens, PlacedPicture(path, digest, grid, start, len(tokens), frames)
 
     def _video(self, value: Any) -> str:

@@ -40,7 +40,7 @@ def load_prompts(
     is too long.
     """
     most = Most(max_pictures, max_videos)
-    reader = PictureReader(processor, config, source, most, tokenizer.encode_reply)
+    reader = PictureReader(processor, config, source, most, tokenizer)
     parse = partial(_parse, Encoder(tokenizer, config, max_prompt_tokens), columns, reader)
     return load_examples(source, parse, too_long=config.too_long, noun="prompts", places=places)
 

@@ -1,4 +1,4 @@
-"""Makes what a model is fed of the pictures of a micro-batch."""
+"""Lays out what a model is fed of the pictures and videos of a micro-batch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -255,7 +255,11 @@ ELSEWHERE = {
         "vision_learning_rate",
     ),
     "rollout.max_pictures": ("3", "unit/data/test_pictures.py", "max_pictures=2"),
+    "rollout.max_videos": ("3", "unit/data/test_videos.py", "max_videos=1"),
     "data.images_key": ("x", "unit/data/test_pictures.py", "images_key="),
+    "data.videos_key": ("x", "unit/data/test_videos.py", "videos_key="),
+    "data.video_fps": ("3", "unit/data/test_videos.py", "video_fps="),
+    "data.video_frames": ("3", "unit/data/test_videos.py", "video_frames="),
     "data.pictures_folder": ("x", "unit/data/test_pictures.py", "pictures_folder="),
     "trainer.max_patches_per_micro_batch": (
         "3",
@@ -290,6 +294,7 @@ ELSEWHERE["environment.name of python"] = ("talk", "e2e/test_api.py", "environme
 # there is no run that does not read them
 ALWAYS = {
     "data.images_key",
+    "data.videos_key",
     "environment.name of python",
     "model.verify",
     "checkpoint.resume",

@@ -1,4 +1,4 @@
-"""Pictures among tokens: positions are transformers', and a shared picture is fed once."""
+"""Pictures and videos among tokens: positions are transformers', and a shared picture is fed once."""
 
 from pathlib import Path
 from typing import Any
@@ -7,10 +7,11 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
-from rftmega.media.fed import fed_pictures
-from rftmega.media.placed import RowPictures, unexpanded
-from tests.tiny_vision import IMAGE, KINDS, MERGE, save_tiny_vision
-from tests.vision_rows import rows_with_pictures, vision_rows
+from rftmega.media.fed import fed_pictures, picture_positions
+from rftmega.media.placed import Frames, PlacedPicture, RowPictures, unexpanded
+from tests.tiny_vision import IMAGE, KINDS, MERGE, VIDEO, save_tiny_vision
+from tests.video_rows import LONG_ROWS, rows_with_videos, video_rows
+from tests.vision_rows import inputs_of, rows_with_pictures, vision_rows
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -80,3 +81,61 @@ def test_pictures_go_with_their_rows(tmp_path: Path) -> None:
     again = RowPictures.from_state(rows.pictures.state())
     assert again == rows.pictures
     assert torch.equal(again.rows[0][0].source, rows.pictures.rows[0][0].source)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_positions_of_rows_with_videos_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
+    save_tiny_vision(tmp_path, kind)
+    model: Any = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32)
+    tokens, placed = video_rows(tmp_path)
+    for ids, own in zip(tokens, placed, strict=True):
+        given = inputs_of(ids, own)
+        for name in ("pixel_values", "pixel_values_videos"):
+            given.pop(name, None)
+        wanted, _ = model.model.get_rope_index(**given)
+        assert torch.equal(picture_positions(own, len(ids), merge=MERGE).T, wanted[:, 0])
+
+
+def test_words_behind_a_long_video_go_on_behind_its_last_time() -> None:
+    # 3 times of 1 x 2 features, 1.5 apart, behind one word, and two words behind them. As in vLLM
+    # and in Qwen2-VL's paper; transformers 5.19 would give these 3 and 4.
+    frames = Frames((0, 1, 2, 3, 4), 5, 2.0, 1.5, (0,), 6)
+    video = PlacedPicture("", "a", (3, 2, 4), 1, 6, frames)
+    found = picture_positions((video,), 9, merge=2)
+    assert found[:, 0].tolist() == [0, 1, 1, 2, 2, 4, 4, 5, 6]
+    assert found[:, 1].tolist() == [0, 1, 1, 1, 1, 1, 1, 5, 6]
+    assert found[:, 2].tolist() == [0, 1, 2, 1, 2, 1, 2, 5, 6]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_features_stand_where_a_video_s_placeholders_do(kind: str, tmp_path: Path) -> None:
+    save_tiny_vision(tmp_path, kind)
+    rows = rows_with_videos(tmp_path)
+    assert rows.pictures is not None
+    fed = fed_pictures(
+        rows.pictures, len(rows), rows.tokens.shape[1], merge=MERGE, load=lambda each: each.source
+    )
+    here = (rows.tokens == IMAGE) | (rows.tokens == VIDEO)
+    assert torch.equal(fed.features > 0, here)
+    assert fed.pixels is not None
+    assert fed.features.max() == len(fed.pixels) // MERGE**2, "every feature stands somewhere"
+    for row, own in enumerate(rows.pictures.rows):
+        for each in own:
+            places = fed.features[row, each.start : each.end]
+            places = places[places > 0]
+            assert torch.equal(places, torch.arange(len(places)) + places[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_video_is_left_one_placeholder_and_kept_as_it_was(kind: str, tmp_path: Path) -> None:
+    save_tiny_vision(tmp_path, kind)
+    tokens, placed = video_rows(tmp_path, LONG_ROWS)
+    for ids, own in zip(tokens, placed, strict=True):
+        plain = unexpanded(ids, own)
+        films = [each for each in own if each.frames is not None]
+        assert plain.count(VIDEO) == len(films)
+        assert len(plain) == len(ids) - sum(each.tokens - 1 for each in own)
+        assert ord("<") - 24 not in plain, "times in words go, too"
+    held = RowPictures.of(placed)
+    assert held is not None
+    assert RowPictures.from_state(held.state()) == held

@@ -14,8 +14,9 @@ from transformers import AutoImageProcessor, AutoProcessor
 from rftmega.errors import CheckpointError, DataError
 from rftmega.media.files import digest_of
 from rftmega.media.processor import PictureProcessor, processor_of
+from rftmega.media.videos import Video, chosen_frames
 from tests.tiny_models import save_tiny
-from tests.tiny_vision import IMAGE, KINDS, PICTURE, save_tiny_vision
+from tests.tiny_vision import FILM, IMAGE, KINDS, PICTURE, save_tiny_vision
 
 SIZES = ((1, 1), (30, 30), (31, 29), (200, 1), (640, 480), (97, 1013), (2000, 500))
 
@@ -45,6 +46,54 @@ def test_grid_tokens_and_patches_are_those_of_transformers(
     assert ours.tokens_of(grid) == int((made["input_ids"] == IMAGE).sum())
     assert torch.equal(ours.pixels(file.getvalue()), made["pixel_values"])
     assert ours.placeholder == IMAGE
+
+
+@pytest.mark.parametrize("frames", [2, 5, 8])
+@pytest.mark.parametrize(("width", "height"), [(96, 64), (31, 29), (640, 480), (97, 500)])
+def test_grid_tokens_and_patches_of_a_video_are_those_of_transformers(
+    folder: Path, width: int, height: int, frames: int
+) -> None:
+    theirs: Any = AutoProcessor.from_pretrained(folder, backend="torchvision")
+    film = np.random.default_rng(frames).integers(
+        0, 256, (frames, height, width, 3), dtype=np.uint8
+    )
+    video = Video(29, 7.5, width, height)
+    chosen = chosen_frames(video, 99.0, frames)
+    about = {"total_num_frames": 29, "fps": 7.5, "frames_indices": list(chosen)}
+    made = theirs(
+        text=f"a{FILM}b",
+        videos=[film],
+        video_metadata=[about],
+        do_sample_frames=False,
+        return_tensors="pt",
+    )
+    ours = PictureProcessor(folder)
+    grid = ours.video_grid_of(video, frames)
+    assert list(grid) == made["video_grid_thw"][0].tolist()
+    tokens, placed = ours.placed_video(
+        grid, video, chosen, lambda text: theirs.tokenizer.encode(text)
+    )
+    assert [*made["input_ids"][0].tolist()[2:-2]] == tokens
+    assert torch.equal(ours.video_patches_of(film), made["pixel_values_videos"])
+    if "second_per_grid_ts" in made:
+        assert placed.step == 4 * float(made["second_per_grid_ts"][0])
+    runs = [tokens[start : start + placed.length] for start in placed.starts]
+    assert sum(map(len, runs)) == tokens.count(ours.video_placeholder)
+    assert all(set(run) == {ours.video_placeholder} for run in runs)
+
+
+def test_a_strip_of_a_video_is_refused_and_so_is_a_scaling_that_is_unknown(
+    folder: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match="a video of 2000 x 3 pixels can't be used"):
+        PictureProcessor(folder).video_grid_of(Video(9, 1.0, 2000, 3), 4)
+    for name in ("config.json", "preprocessor_config.json"):
+        (tmp_path / name).write_text((folder / name).read_text())
+    fields = json.loads((folder / "preprocessor_config.json").read_text())
+    fields["cap_pixels_per_frame"] = True
+    (tmp_path / "video_preprocessor_config.json").write_text(json.dumps(fields))
+    with pytest.raises(CheckpointError, match="cap_pixels_per_frame"):
+        PictureProcessor(tmp_path).video_grid_of(Video(9, 1.0, 64, 64), 4)
 
 
 def test_a_strip_is_refused(folder: Path) -> None:
