@@ -6,7 +6,6 @@ Importing this costs nothing: no torch, no Megatron.
 from rftmega.config.algorithms import AlgorithmConfig, KLConfig
 from rftmega.config.config_diff import changes
 from rftmega.config.load import load, parse_override, plugins_of
-from rftmega.config.reference import option_reference
 from rftmega.config.schema import (
     CheckpointConfig,
     CriticConfig,
@@ -42,7 +41,6 @@ __all__ = [
     "TrainerConfig",
     "changes",
     "load",
-    "option_reference",
     "parse_override",
     "plugins_of",
     "shares",

@@ -68,7 +68,7 @@ class PictureReader:
         config: DataConfig,
         source: str | Path,
         most: Most,
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizer | None = None,
     ):
         """`processor`: None for a model that sees nothing. `source`: the data's file, beside which
         pictures lie unless data.pictures_folder says where. `tokenizer`: of words between frames.
@@ -176,12 +176,16 @@ class PictureReader:
         return PlacedPicture(source, digest, grid, start, self.processor.tokens_of(grid))
 
     def _placed_video(self, path: str, start: int) -> tuple[list[int], PlacedPicture]:
-        assert self.processor is not None
+        assert self.processor is not None and self.tokenizer is not None
         if path not in self._videos:
             video = probed(path, self.config.video_fps)
             chosen = chosen_frames(video, self.config.video_fps, self.config.video_frames)
             check_size(path, video, chosen)
-            self._videos[path] = video, chosen, digest_of_video(path, video.total, video.rate, chosen)
+            self._videos[path] = (
+                video,
+                chosen,
+                digest_of_video(path, video.total, video.rate, chosen),
+            )
         video, chosen, digest = self._videos[path]
         grid = self.processor.video_grid_of(video, len(chosen))
         tokens, frames = self.processor.placed_video(
@@ -263,12 +267,13 @@ def expanded_within(ids: Sequence[int], limit: int, pictures: int) -> None:
 
 
 def refuse_pictures(record: Record, config: DataConfig) -> None:
-    """Raises DataError for a record of given answers that names pictures."""
-    if record.get(config.images_key):
-        raise DataError(
-            f'"{config.images_key}" names pictures, and given answers are learnt from words alone so far. Leave the record '
-            "out, or set data.images_key to a key that no record has."
-        )
+    """Raises DataError for a record of given answers that names pictures or videos."""
+    for option in ("images_key", "videos_key"):
+        if record.get(key := getattr(config, option)):
+            raise DataError(
+                f'"{key}" names pictures or videos, and given answers are learnt from words alone so far. Leave the record '
+                f"out, or set data.{option} to a key that no record has."
+            )
 
 
 def without_pictures(record: Record, config: DataConfig) -> Record:

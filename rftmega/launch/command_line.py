@@ -13,6 +13,7 @@ from pathlib import Path
 from rftmega import config as configuration
 from rftmega.errors import FINAL_CODES, ConfigError, RanksFailed, RFTMegaError, reported
 from rftmega.launch.api import check, train
+from rftmega.launch.option_reference import option_reference
 from rftmega.parallel.private import keep_private
 
 FROM_PYTHON = """From Python: rftmega.train(CONFIG, processes=N, overrides=["option=value"], rewards=[my_function]),
@@ -87,11 +88,11 @@ def reference(argv: Sequence[str]) -> str:
     ]
     overrides = [word for word in argv if not word.startswith("-") and "=" in word]
     if not {"-h", "--help"}.intersection(argv) or not files:
-        return configuration.option_reference()
+        return option_reference()
     try:
-        return configuration.option_reference(configuration.plugins_of(files[0], overrides))
+        return option_reference(configuration.plugins_of(files[0], overrides))
     except ConfigError as error:
-        return f"{configuration.option_reference()}\n\n{error}"
+        return f"{option_reference()}\n\n{error}"
 
 
 def shown(given: argparse.Namespace) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rftmega.config import DataConfig
-from rftmega.data.pictures import PictureReader
+from rftmega.data.pictures import Most, PictureReader
 from rftmega.errors import DataError
 from rftmega.media.files import content_of, digest_of, size_of
 from rftmega.media.placed import PlacedPicture, RowPictures
@@ -38,7 +38,8 @@ class PictureInputs:
         """`most`: pictures that a prompt may have."""
         self.processor = processor
         options = DataConfig(images_key="all_images", pictures_folder="/")
-        self.reader = PictureReader(processor, options, "/", most)
+        self.most = most
+        self.reader = PictureReader(processor, options, "/", Most(most, 0))
 
     def read(self, images: Sequence[Any]) -> list[GivenPicture]:
         """Returns pictures given as PIL's, paths, bytes, base64 (data:image/...) or GivenPicture.
@@ -51,9 +52,8 @@ class PictureInputs:
                 found.append(image)
                 continue
             local = isinstance(image, str) and "://" not in image and not image.startswith("data:")
-            (source,) = self.reader.sources(
-                {"all_images": os.path.abspath(image) if local else image}
-            )
+            given = self.reader.sources({"all_images": os.path.abspath(image) if local else image})
+            (source,) = given.pictures
             content = content_of(source)
             grid = self.processor.grid_of(*size_of(content))
             found.append(GivenPicture(source, digest_of(content), grid))
@@ -86,9 +86,9 @@ class PictureInputs:
 
         Raises DataError where places and pictures don't add up, or there are too many pictures.
         """
-        if len(images) > self.reader.most:
+        if len(images) > self.most:
             raise DataError(
-                f"a prompt with {len(images)} pictures: rollout.max_pictures is {self.reader.most}. Raise it, or leave some out."
+                f"a prompt with {len(images)} pictures: rollout.max_pictures is {self.most}. Raise it, or leave some out."
             )
         ids = encode(self.reader.marked(given)) if isinstance(given, str) else given
         return self.placed(ids, self.read(images))
@@ -172,5 +172,5 @@ def patches_of(
         if isinstance(picture.source, Tensor):
             parts.append(picture.source)
         elif processor is not None:
-            parts.append(processor.pixels(picture.source))
+            parts.append(processor.pixels(picture))
     return (torch.cat(parts) if len(parts) == len(held) else None), grids

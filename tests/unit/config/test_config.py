@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rftmega.config import RunConfig, load, option_reference, parse_override, shares
+from rftmega.config import RunConfig, load, parse_override, shares
 from rftmega.config.load import recipe
 from rftmega.config.tree import choices_of, options, unions, value_of, walk
 from rftmega.errors import ConfigError
+from rftmega.launch.option_reference import option_reference
 from rftmega.validation import violations
 
 ROOT = Path(__file__).parents[3]

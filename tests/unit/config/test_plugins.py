@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from rftmega.config import load, option_reference, plugins_of, without_secrets
+from rftmega.config import load, plugins_of, without_secrets
 from rftmega.errors import ConfigError
 from rftmega.launch import command_line
+from rftmega.launch.option_reference import option_reference
 from rftmega.validation import violations
 from tests.tiny_models import save_tiny
 from tests.unit.config.observed import program

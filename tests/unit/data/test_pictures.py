@@ -20,7 +20,7 @@ from rftmega.data import (
     load_supervised,
     prompts_of,
 )
-from rftmega.data.pictures import PictureReader, check_pictures
+from rftmega.data.pictures import Most, PictureReader, check_pictures
 from rftmega.errors import DataError
 from rftmega.media.processor import processor_of
 from rftmega.types import Prompt
@@ -87,7 +87,7 @@ def test_placeholders_are_expanded_where_the_pictures_are(folder: Path) -> None:
     assert list(prompt.token_ids) == wanted
     assert (first.start, second.start) == (2, 2 + first.tokens + 3)
     assert first.source == str(folder / "data" / names[0])
-    patches = processor_of(folder / "model").pixels(content(folder, "a.png"))  # type: ignore[union-attr]
+    patches = processor_of(folder / "model").pixels(first)  # type: ignore[union-attr]
     assert first.patches == len(patches) == 4 * first.tokens
 
 
@@ -161,7 +161,7 @@ def test_other_keys_and_folders_are_options(folder: Path) -> None:
         ({"prompt": "<image>", "images": "x" * 5000}, "can't be read"),
         ({"prompt": "<image>", "images": "inside"}, "is no file"),
         ({"prompt": "<image>", "images": "inside/strip.png"}, "2100 x 3 pixels can't be used"),
-        ({"prompt": PICTURE.replace("image", "video")}, "a place for a video"),
+        ({"prompt": PICTURE.replace("image", "video")}, "1 place.s. for videos"),
         ({"prompt": PICTURE}, "1 place.s. for pictures"),
         (
             {"prompt": "<image>" + "x" * 35, "images": "inside/a.png"},
@@ -226,11 +226,11 @@ def test_each_process_decodes_its_share_and_names_what_is_broken(folder: Path) -
 
 def test_pictures_of_pil_are_taken_and_a_circle_of_links_is_not(folder: Path) -> None:
     reader = PictureReader(
-        processor_of(folder / "model"), DataConfig(), folder / "data/records.jsonl", 2
+        processor_of(folder / "model"), DataConfig(), folder / "data/records.jsonl", Most(2, 0)
     )
     with Image.open(folder / "data/inside/a.png") as picture:
-        (source,) = reader.sources({"images": picture})
-    _, (placed,) = reader.placed([IMAGE], [source])
+        sources = reader.sources({"images": picture})
+    _, (placed,) = reader.placed([IMAGE], sources)
     assert placed.tokens == TOKENS["a.png"]
     circle = folder / "data/circle.png"
     circle.symlink_to(circle)

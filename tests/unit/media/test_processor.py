@@ -13,6 +13,7 @@ from transformers import AutoImageProcessor, AutoProcessor
 
 from rftmega.errors import CheckpointError, DataError
 from rftmega.media.files import digest_of
+from rftmega.media.placed import PlacedPicture
 from rftmega.media.processor import PictureProcessor, processor_of
 from rftmega.media.videos import Video, chosen_frames
 from tests.tiny_models import save_tiny
@@ -44,8 +45,15 @@ def test_grid_tokens_and_patches_are_those_of_transformers(
     grid = ours.grid_of(width, height)
     assert list(grid) == made["image_grid_thw"][0].tolist()
     assert ours.tokens_of(grid) == int((made["input_ids"] == IMAGE).sum())
-    assert torch.equal(ours.pixels(file.getvalue()), made["pixel_values"])
+    assert torch.equal(ours.pixels(placed(file.getvalue())), made["pixel_values"])
     assert ours.placeholder == IMAGE
+
+
+def placed(source: str | bytes | torch.Tensor, digest: str = "") -> PlacedPicture:
+    """A picture of which only the file counts."""
+    if isinstance(source, bytes):
+        digest = digest_of(source)
+    return PlacedPicture(source, digest, (1, 2, 2), 0, 1)
 
 
 @pytest.mark.parametrize("frames", [2, 5, 8])
@@ -70,14 +78,14 @@ def test_grid_tokens_and_patches_of_a_video_are_those_of_transformers(
     ours = PictureProcessor(folder)
     grid = ours.video_grid_of(video, frames)
     assert list(grid) == made["video_grid_thw"][0].tolist()
-    tokens, placed = ours.placed_video(
+    tokens, shown = ours.placed_video(
         grid, video, chosen, lambda text: theirs.tokenizer.encode(text)
     )
     assert [*made["input_ids"][0].tolist()[2:-2]] == tokens
     assert torch.equal(ours.video_patches_of(film), made["pixel_values_videos"])
     if "second_per_grid_ts" in made:
-        assert placed.step == 4 * float(made["second_per_grid_ts"][0])
-    runs = [tokens[start : start + placed.length] for start in placed.starts]
+        assert shown.step == 4 * float(made["second_per_grid_ts"][0])
+    runs = [tokens[start : start + shown.length] for start in shown.starts]
     assert sum(map(len, runs)) == tokens.count(ours.video_placeholder)
     assert all(set(run) == {ours.video_placeholder} for run in runs)
 
@@ -108,13 +116,13 @@ def test_patches_are_kept_up_to_a_bound(folder: Path, monkeypatch: pytest.Monkey
         file = io.BytesIO()
         drawn(width, 50).save(file, format="PNG")
         contents.append(file.getvalue())
-    first = ours.pixels(contents[0])
-    assert ours.pixels(contents[0]) is first
+    first = ours.pixels(placed(contents[0]))
+    assert ours.pixels(placed(contents[0])) is first
     monkeypatch.setattr("rftmega.media.processor.KEPT", first.nbytes)
-    ours.pixels(contents[1])
-    ours.pixels(contents[2])
-    assert ours.pixels(contents[0]) is not first
-    assert torch.equal(ours.pixels(contents[0]), first)
+    ours.pixels(placed(contents[1]))
+    ours.pixels(placed(contents[2]))
+    assert ours.pixels(placed(contents[0])) is not first
+    assert torch.equal(ours.pixels(placed(contents[0])), first)
 
 
 def test_a_picture_with_its_digest_is_read_once_and_must_not_have_changed(
@@ -124,17 +132,17 @@ def test_a_picture_with_its_digest_is_read_once_and_must_not_have_changed(
     drawn(40, 50).save(path)
     digest = digest_of(path.read_bytes())
     ours = PictureProcessor(folder)
-    first = ours.pixels(str(path), digest)
+    first = ours.pixels(placed(str(path), digest))
     path.unlink()
-    assert ours.pixels(str(path), digest) is first
+    assert ours.pixels(placed(str(path), digest)) is first
     drawn(41, 50).save(path)
     with pytest.raises(DataError, match="has changed"):
-        PictureProcessor(folder).pixels(str(path), digest)
+        PictureProcessor(folder).pixels(placed(str(path), digest))
 
 
 def test_patches_are_returned_as_they_are(folder: Path) -> None:
     patches = torch.zeros(4, 7)
-    assert PictureProcessor(folder).pixels(patches) is patches
+    assert PictureProcessor(folder).pixels(placed(patches)) is patches
 
 
 def with_fields(folder: Path, target: Path, name: str, **fields: Any) -> Path:

@@ -94,7 +94,9 @@ def test_a_digest_tells_what_is_shown_and_when(tmp_path: Path) -> None:
 def test_a_digest_of_a_file_is_of_its_bytes(tmp_path: Path) -> None:
     path = written(tmp_path / "a.avi", drawn())
     other = written(tmp_path / "b.avi", drawn()[::-1])
-    assert digest_of_video(path, FRAMES, RATE, (0, 4)) != digest_of_video(other, FRAMES, RATE, (0, 4))
+    assert digest_of_video(path, FRAMES, RATE, (0, 4)) != digest_of_video(
+        other, FRAMES, RATE, (0, 4)
+    )
 
 
 def picture(size: tuple[int, int]) -> bytes:

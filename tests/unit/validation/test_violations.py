@@ -579,7 +579,16 @@ TEXTS = (  # options that are texts and neither paths nor choices
     "environment.name",
     *(
         f"data.{name}_key"
-        for name in ("prompt", "label", "kind", "response", "chosen", "rejected", "images")
+        for name in (
+            "prompt",
+            "label",
+            "kind",
+            "response",
+            "chosen",
+            "rejected",
+            "images",
+            "videos",
+        )
     ),
     *(
         "reward.answer_pattern",
