@@ -47,6 +47,7 @@ MAY_IMPORT = {
     "observe": f"{BASICS} {LEARNT} {RUNS} strategy",
     "launch": f"{BASICS} {LEARNT} {RUNS} {BACKENDS} strategy observe",
     "lightrft": f"{BASICS} {LEARNT} {RUNS} {BACKENDS} strategy",
+    "lightrft_multimodal": f"{BASICS} {LEARNT} {RUNS} lightrft",
     "model_providers": "config errors json_files device kernels converters",
     "converters": "errors json_files shards",
 }

@@ -9,10 +9,10 @@ from typing import Any
 from rftmega.checkpoint import retention
 from rftmega.checkpoint.run_checkpoints import TrainedModel, TrainingCheckpoints
 from rftmega.data import Tokenizer
+from rftmega.data.pictures import Most
 from rftmega.device.residency import ADAM, MAIN_PARAMETERS
 from rftmega.experience import complete
 from rftmega.interfaces import Policy, RolloutEngine, ValueModel
-from rftmega.lightrft.actor_vl import ActorVL
 from rftmega.lightrft.arguments import lightrft_arguments, rows_per_micro_batch, rows_per_update
 from rftmega.lightrft.requests import GenerationOutput, completion_of
 from rftmega.lightrft.strategy import StrategyBase
@@ -39,7 +39,8 @@ class LightRFTStrategy(StrategyBase):
         self.strategy = strategy
         self.config = config
         self.engine_processes = strategy.engine_processes
-        self.max_pictures = config.rollout.max_pictures
+        self.most_pictures = Most(config.rollout.max_pictures, config.rollout.max_videos)
+        self.data_options = config.data
         self.inference_engine, self.inference_engine_type = (
             strategy.local_engine,
             config.rollout.engine,
@@ -108,7 +109,7 @@ class LightRFTStrategy(StrategyBase):
 
         A bare Megatron module of a wrapped one.
         """
-        if isinstance(model, ActorVL):
+        if isinstance(getattr(model, "module", None), ColocatedPolicy):  # as ActorVL has it
             model = model.module
         if isinstance(model, ColocatedPolicy):
             return model.actor

@@ -3,7 +3,6 @@
 It delegates; it has no formula.
 """
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,6 +19,7 @@ from rftmega.algorithms.advantages import (
     token_rewards,
 )
 from rftmega.algorithms.gae import gae
+from rftmega.data.given_pictures import ANY_NUMBER, PATCHES, Patches, PictureInputs
 from rftmega.experience.samples import collect, complete
 from rftmega.interfaces import Reward
 from rftmega.lightrft.multimodal import build_inputs
@@ -30,7 +30,6 @@ from rftmega.lightrft.padded_experience import (
     per_action,
     with_patches,
 )
-from rftmega.lightrft.pictures import PictureInputs, patches_of
 from rftmega.media.placed import PlacedPicture
 from rftmega.media.processor import PictureProcessor
 from rftmega.sampling_seeds import sampling_seed
@@ -51,8 +50,7 @@ BESIDE = {
     "images_num",
     "all_videos",
     "videos_num",
-    "pixel_values",
-    "image_grid_thw",
+    *PATCHES,
 }
 REPLACED = {  # keyword of a rollout there -> what decides it here
     "max_new_tokens": "rollout.max_response_tokens of the engine",
@@ -202,9 +200,10 @@ class NaiveExperienceMaker:
 
         `labels` (a string a prompt) is what a reward compares with; a Prompt brings its own.
         Options are those of DEFAULTS. The engine is asked once for all: an answer depends on its
-        own seed, not on its batch. `all_images` and `images_num` are pictures as
-        `gather_and_generate` takes them; `pixel_values` and `image_grid_thw` are there instead
-        where somebody has cut them into patches. It may judge answers where and while it gives them; a reward
+        own seed, not on its batch. `all_images` and `images_num`, `all_videos` and `videos_num` are
+        pictures and videos as `gather_and_generate` takes them; `pixel_values` and `image_grid_thw`,
+        `pixel_values_videos` and `video_grid_thw`, are there instead where somebody has cut them
+        into patches: a pair of frames of these lasts a second. It may judge answers where and while it gives them; a reward
         that compares the answers to a prompt is asked once all are there. Raises ValueError for an
         option that nothing here reads.
         """
@@ -237,11 +236,11 @@ class NaiveExperienceMaker:
 
         Advantages and returns are still to come.
         """
-        pixel_values, image_grid_thw = samples.pixel_values, samples.image_grid_thw
-        rows = with_patches(samples.rows(), pixel_values, image_grid_thw, self.processor)
+        patches = Patches.held_by(samples)
+        rows = with_patches(samples.rows(), patches, self.processor)
         answers = self._answers(samples)
-        if pixel_values is None:
-            pixel_values, image_grid_thw = patches_of(rows.pictures, self.processor)
+        if not patches:
+            patches = Patches.of(rows.pictures, self.processor)
         stats: TokenStats = self.actor.log_probs(rows)
         own = per_action(stats.logp, rows)
         base = self._reference(rows)
@@ -267,8 +266,10 @@ class NaiveExperienceMaker:
             | ({} if samples.rollouts is None else {BEHAVIOUR: _reported(answers, mask)}),
             kl=penalty,
             action_entropy=None if stats.entropy is None else per_action(stats.entropy, rows),
-            pixel_values=pixel_values,
-            image_grid_thw=image_grid_thw,
+            pixel_values=patches.pixel_values,
+            image_grid_thw=patches.image_grid_thw,
+            pixel_values_videos=patches.pixel_values_videos,
+            video_grid_thw=patches.video_grid_thw,
             pictures=rows.pictures,
         )
 
@@ -370,15 +371,11 @@ class NaiveExperienceMaker:
         for index, (prompt, label) in enumerate(zip(all_prompts, given, strict=True)):
             made = prompt if isinstance(prompt, Prompt) else Prompt((), label=label, index=index)
             prompts.append(made)
-        if any(kw.get(name) is not None for name in ("all_videos", "videos_num")):
-            raise ValueError(
-                "all_videos is not read yet. Give frames as pictures, or leave films out."
-            )
-        images = self._images(len(prompts), kw)
         found: list[Prompt] = []
-        for text, prompt, own in zip(all_prompts, prompts, images, strict=True):
-            if own:
-                ids, placed = self._placed(text, own)
+        media = self._media(len(prompts), kw)
+        for text, prompt, (images, videos) in zip(all_prompts, prompts, media, strict=True):
+            if images or videos:
+                ids, placed = self._placed(text, images, videos)
                 found.append(replace(prompt, token_ids=ids, pictures=placed))
             elif isinstance(text, str):
                 ids = tuple(self.tokenize_fn(text, self.prompt_max_len, padding=False)[0])
@@ -387,29 +384,37 @@ class NaiveExperienceMaker:
                 found.append(prompt)
         return found
 
-    def _images(self, prompts: int, kw: Mapping[str, Any]) -> list[list[Any]]:
-        """Returns the pictures of each prompt."""
-        images, patches, grids = (
-            kw.get(name) for name in ("all_images", "pixel_values", "image_grid_thw")
+    def _media(self, prompts: int, kw: Mapping[str, Any]) -> list[tuple[list[Any], list[Any]]]:
+        """Returns the pictures and the videos of each prompt."""
+        given = Patches(**{name: kw.get(name) for name in PATCHES})
+        media = []
+        for files, values, grids in (
+            ("all_images", "pixel_values", "image_grid_thw"),
+            ("all_videos", "pixel_values_videos", "video_grid_thw"),
+        ):
+            patches, grid, own = getattr(given, values), getattr(given, grids), kw.get(files)
+            if (patches is None) != (grid is None) or (own is not None and patches is not None):
+                raise ValueError(f"Give {files}, or {values} and {grids}, both of them.")
+            if patches is not None:
+                cut = self._pictures()
+                own = (cut.cut if files == "all_images" else cut.cut_videos)(patches, grid)
+            media.append(own)
+        images, videos = media
+        built = build_inputs(
+            [""] * prompts, images, kw.get("images_num"), videos, kw.get("videos_num")
         )
-        if (patches is None) != (grids is None) or (images is not None and patches is not None):
-            raise ValueError(
-                "Give pictures as all_images, or as pixel_values and image_grid_thw, both of them."
-            )
-        if patches is not None and grids is not None:
-            images = self._pictures().cut(patches, grids)
-        built = build_inputs([""] * prompts, images, kw.get("images_num"), None, None)
-        return [each.get("multi_modal_data", {}).get("image", []) for each in built]
+        data = [each.get("multi_modal_data", {}) for each in built]
+        return [(each.get("image", []), each.get("video", [])) for each in data]
 
     def _placed(
-        self, text: str | Prompt, images: list[Any]
+        self, text: str | Prompt, images: list[Any], videos: list[Any]
     ) -> tuple[tuple[int, ...], tuple[PlacedPicture, ...]]:
         given = text if isinstance(text, str) else text.token_ids
-        ids, placed = self._pictures().prompt(given, images, self._ids)
+        ids, placed = self._pictures().prompt(given, images, videos)
         if len(ids) > self.prompt_max_len:
             raise ValueError(
-                f"A prompt has {len(ids)} tokens with its {len(placed)} picture(s), and prompt_max_len is {self.prompt_max_len}. "
-                "Raise it: a prompt with pictures is not cut off."
+                f"A prompt has {len(ids)} tokens with its {len(placed)} pictures or videos, and prompt_max_len is "
+                f"{self.prompt_max_len}. Raise it: a prompt with pictures is not cut off."
             )
         return ids, placed
 
@@ -419,7 +424,10 @@ class NaiveExperienceMaker:
                 "There are pictures, and neither a `processor` nor a strategy with one. Give that of a model that sees."
             )
         return PictureInputs(
-            self.processor, most=getattr(self.strategy, "max_pictures", sys.maxsize)
+            self.processor,
+            self._ids,
+            most=getattr(self.strategy, "most_pictures", ANY_NUMBER),
+            options=getattr(self.strategy, "data_options", None),
         )
 
     def _options(self, kw: Mapping[str, Any]) -> dict[str, Any]:
@@ -447,7 +455,9 @@ class NaiveExperienceMaker:
             pad_id=self.pad_id,
         )
         made.rollouts, made.group = rollouts, group
-        made.pixel_values, made.image_grid_thw = patches_of(made.pictures, self.processor)
+        patches = Patches.of(made.pictures, self.processor)
+        for name in PATCHES:
+            setattr(made, name, getattr(patches, name))
         return made
 
     def _answers(self, samples: Samples) -> list[Rollout]:

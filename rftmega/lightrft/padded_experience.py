@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rftmega import types
-from rftmega.lightrft.pictures import PictureInputs, patches_of
+from rftmega.data.given_pictures import PATCHES, Patches, PictureInputs
 from rftmega.lightrft.pinned import pinned
 from rftmega.media.placed import RowPictures
 from rftmega.media.processor import PictureProcessor
@@ -71,6 +71,8 @@ class Experience:
     pixel_values: Tensor | None = None
     # [I, 3] int64: patches of each along time, height and width
     image_grid_thw: Tensor | None = None
+    pixel_values_videos: Tensor | None = None  # the same of videos
+    video_grid_thw: Tensor | None = None
     # what rftmega knows of them, of an experience that it made
     pictures: RowPictures | None = None
 
@@ -114,6 +116,8 @@ class Samples:
     group: Tensor | None = field(default=None, init=False)
     pixel_values: Tensor | None = None  # as of Experience
     image_grid_thw: Tensor | None = None
+    pixel_values_videos: Tensor | None = None
+    video_grid_thw: Tensor | None = None
     pictures: RowPictures | None = None
 
     @classmethod
@@ -194,7 +198,8 @@ class Samples:
     def _beside(self, found: "Samples") -> "Samples":
         """Gives what no layout changes to other samples of the same rows; returns them."""
         found.rollouts, found.group = self.rollouts, self.group
-        found.pixel_values, found.image_grid_thw = self.pixel_values, self.image_grid_thw
+        for name in PATCHES:
+            setattr(found, name, getattr(self, name))
         found.pictures = self.pictures
         return found
 
@@ -286,24 +291,21 @@ BEHAVIOUR = "behaviour_log_probs"  # of `info`: [B, A] as the engine reported th
 
 def with_patches(
     rows: Rows,
-    pixel_values: Tensor | None,
-    image_grid_thw: Tensor | None,
+    patches: Patches,
     processor: PictureProcessor | None,
 ) -> Rows:
-    """Returns the rows with the pictures that were given as patches; unchanged where they have
-    theirs, or none were given.
+    """Returns the rows with the pictures and videos that were given as patches; unchanged where they
+    have theirs, or none were given.
 
     Raises ValueError for patches without a `processor`, and where rows and patches don't add up.
     """
-    if rows.pictures is not None or pixel_values is None:
+    if rows.pictures is not None or not patches:
         return rows
-    if processor is None or image_grid_thw is None:
+    if processor is None:
         raise ValueError(
-            "pixel_values needs image_grid_thw, and the model's processor, which knows the tokens that stand for pictures. "
-            "Give both."
+            "pixel_values needs the model's processor, which knows the tokens that stand for pictures. Give both."
         )
-    found = PictureInputs(processor).of_rows(rows, pixel_values, image_grid_thw)
-    return replace(rows, pictures=found)
+    return replace(rows, pictures=PictureInputs(processor).of_rows(rows, patches))
 
 
 def rows_of_canvas(sequences: Tensor, attention_mask: Tensor, actions: int) -> Rows:
@@ -340,7 +342,7 @@ def to_experience(
     )
     rows = rows_of_canvas(padded.sequences, padded.attention_mask, padded.action_mask.shape[1])
     rows = replace(rows, pictures=padded.pictures)
-    rows = with_patches(rows, padded.pixel_values, padded.image_grid_thw, processor)
+    rows = with_patches(rows, Patches.held_by(padded), processor)
     behaviour = (padded.info or {}).get(BEHAVIOUR, padded.action_log_probs)
 
     def laid_out(values: Tensor | None) -> Tensor | None:
@@ -376,7 +378,7 @@ def of_experience(
     actions = _widest(rows.lengths - rows.prompt_lengths)
     sequences, attention_mask = canvas(rows, _widest(rows.prompt_lengths), actions, pad_id=pad_id)
 
-    pixel_values, image_grid_thw = patches_of(rows.pictures, processor)
+    patches = Patches.of(rows.pictures, processor)
 
     def laid_out(values: Tensor | None) -> Tensor | None:
         return None if values is None else per_action(values, rows)
@@ -396,7 +398,9 @@ def of_experience(
             "total_length": rows.lengths,
         },
         action_entropy=laid_out(own.entropy),
-        pixel_values=pixel_values,
-        image_grid_thw=image_grid_thw,
+        pixel_values=patches.pixel_values,
+        image_grid_thw=patches.image_grid_thw,
+        pixel_values_videos=patches.pixel_values_videos,
+        video_grid_thw=patches.video_grid_thw,
         pictures=rows.pictures,
     )

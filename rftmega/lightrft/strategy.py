@@ -19,10 +19,11 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from rftmega import device
+from rftmega.config import DataConfig
+from rftmega.data.given_pictures import ANY_NUMBER, PictureInputs
 from rftmega.data.sampler import ResumableSampler
 from rftmega.errors import EngineError, RFTMegaError
 from rftmega.lightrft.multimodal import build_inputs
-from rftmega.lightrft.pictures import PictureInputs
 from rftmega.lightrft.requests import (
     GenerationOutput,
     answers,
@@ -49,6 +50,13 @@ def is_actor(model: Any) -> bool:
     return callable(getattr(_unwrapped(model), "log_probs", None))
 
 
+def _as_list(given: Any) -> Sequence[Any]:
+    """Returns the pictures or videos of a prompt, of which one may stand alone."""
+    if given is None:
+        return []
+    return given if isinstance(given, list | tuple) else [given]
+
+
 def _unwrapped(model: Any) -> Any:
     while not callable(getattr(model, "log_probs", None)) and hasattr(model, "module"):
         model = model.module
@@ -65,7 +73,8 @@ class StrategyBase(ABC):
     tokenizer: Any = None
     # of a model that sees
     processor: PictureProcessor | None = None
-    max_pictures = sys.maxsize  # of a prompt
+    most_pictures = ANY_NUMBER  # that a prompt may have
+    data_options: DataConfig | None = None  # which say what is shown of a video
     engine_processes = 1  # consecutive ranks that share an engine
 
     def __init__(
@@ -383,8 +392,8 @@ class StrategyBase(ABC):
 
         `multi_modal_inputs`: what `_build_multimodal_inputs` builds; "prompt" is a text or ids.
         `sampling_params`: a dict, or an object with such attributes; see `read_sampling`. Raises
-        ValueError where both or none of the prompts are given, EngineError for films, and for
-        pictures where the model sees nothing, DataError for pictures that can't be used.
+        ValueError where both or none of the prompts are given, EngineError for pictures and videos
+        where the model sees nothing, DataError for those that can't be used.
         """
         if (prompt_token_ids is None) == (multi_modal_inputs is None):
             raise ValueError("Give prompt_token_ids or multi_modal_inputs: exactly one of them.")
@@ -417,9 +426,10 @@ class StrategyBase(ABC):
 
         `all_images` are PIL's, paths, bytes or base64, nested or flat (`images_num`); a prompt has
         <image>, or the model's own placeholder, for each, and comes back with as many placeholders
-        as features. Raises NotImplementedError without an engine, ValueError without prompts, and,
-        on every process, EngineError for films, and for pictures where the model sees nothing,
-        DataError for pictures that can't be used (EngineError where they are another process's).
+        as features. `all_videos` are paths, or frames (`PictureInputs.read_videos`), in the places of
+        <video>. Raises NotImplementedError without an engine, ValueError without prompts, and, on
+        every process, EngineError for pictures and videos where the model sees nothing, DataError
+        for those that can't be used (EngineError where they are another process's).
         """
         engine = self._the_engine()
         if all_prompt_token_ids is None and all_prompts is None:
@@ -472,33 +482,29 @@ class StrategyBase(ABC):
     def _pictures(self) -> PictureInputs | None:
         if self.processor is None:
             return None
-        return PictureInputs(self.processor, most=self.max_pictures)
+        return PictureInputs(
+            self.processor, self._encode, most=self.most_pictures, options=self.data_options
+        )
 
     def _prompt(self, given: dict[str, Any]) -> Prompt:
         """Returns the prompt that a dict of `_build_multimodal_inputs` describes."""
         data = given.get("multi_modal_data") or {}
         engine = self._the_engine()
-        if data.get("video"):
-            raise EngineError(
-                "There are films among the prompts (all_videos, or video of multi_modal_data), which are not read yet. "
-                "Give frames as pictures."
-            )
-        images = data.get("image") or []
-        images = images if isinstance(images, list | tuple) else [images]
+        images, videos = (_as_list(data.get(kind)) for kind in ("image", "video"))
         if self._pictures is None:
-            if images:
+            if images or videos:
                 raise EngineError(
-                    f"{type(engine).__name__} reads token ids only, and there are pictures among the prompts: this strategy "
-                    "has no `processor`, its model no vision tower. Leave them out."
+                    f"{type(engine).__name__} reads token ids only, and there are pictures or videos among the prompts: this "
+                    "strategy has no `processor`, its model no vision tower. Leave them out."
                 )
             ids = given["prompt"]
             return Prompt(tuple(self._encode(ids) if isinstance(ids, str) else ids))
-        ids, placed = self._pictures.prompt(given["prompt"], images, self._encode)
+        ids, placed = self._pictures.prompt(given["prompt"], images, videos)
         room = engine.row_tokens - getattr(engine, "longest", 0)
         if len(ids) > room:
             raise ValueError(
-                f"A prompt has {len(ids)} tokens with its {len(placed)} picture(s), and the engine takes {room}: "
-                "rollout.max_prompt_tokens. Raise it, or make the pictures smaller."
+                f"A prompt has {len(ids)} tokens with its {len(placed)} picture(s) or video(s), and the engine takes {room}: "
+                "rollout.max_prompt_tokens. Raise it, or make them smaller."
             )
         return Prompt(ids, pictures=placed)
 

@@ -47,7 +47,7 @@ class PictureProcessor:
         self.placeholder = _token(folder, config, "image_token_id")
         self.video_placeholder = _token(folder, config, "video_token_id")
         self._folder, self._config = folder, config
-        self._tells_times = str(config.get("model_type")).startswith("qwen3_vl")
+        self.tells_times = str(config.get("model_type")).startswith("qwen3_vl")
         # as a text has it, with what stands around it
         self.text = "<|vision_start|><|image_pad|><|vision_end|>"
         self.video_text = "<|vision_start|><|video_pad|><|vision_end|>"
@@ -111,13 +111,8 @@ class PictureProcessor:
         """
         length = self.tokens_of(grid)
         deep: int = self._videos.temporal_patch_size
-        if not self._tells_times:
-            step = 1.0
-            if self._config["model_type"] == "qwen2_5_vl":
-                seconds = deep * video.total / (len(chosen) * video.rate)
-                # rounded as transformers' tensor is
-                step = float(np.float32(seconds))
-                step *= self._config["vision_config"].get("tokens_per_second", 4)
+        if not self.tells_times:
+            step = self.step_of(len(chosen), video.total, video.rate)
             frames = Frames(tuple(chosen), video.total, video.rate, step, (0,), length)
             return [self.video_placeholder] * length, frames
         before, behind = (
@@ -135,6 +130,17 @@ class PictureProcessor:
             starts.append(len(ids))
             ids += [self.video_placeholder] * each + [behind]
         return ids, Frames(tuple(chosen), video.total, video.rate, 1.0, tuple(starts), each)
+
+    def step_of(self, shown: int, total: int, rate: float) -> float:
+        """Returns how many positions lie between two times of a run of a video of `total` frames,
+        `rate` a second, of which so many are shown.
+        """
+        if self._config["model_type"] != "qwen2_5_vl":
+            return 1.0
+        seconds = self._videos.temporal_patch_size * total / (shown * rate)
+        # rounded as transformers' tensor is
+        a_second: int = self._config["vision_config"].get("tokens_per_second", 4)
+        return float(np.float32(seconds)) * a_second
 
     @cached_property
     def _videos(self) -> Any:

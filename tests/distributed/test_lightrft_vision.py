@@ -3,23 +3,26 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from transformers import AutoImageProcessor, AutoModelForImageTextToText
+from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoProcessor
 
 from rftmega.config import ParallelConfig, RolloutConfig
+from rftmega.data.given_pictures import PATCHES
 from rftmega.errors import EngineError
-from rftmega.lightrft.actor_vl import ActorVL
 from rftmega.lightrft.padded_experience import (
     Experience,
     Samples,
     per_action,
     to_experience,
 )
-from rftmega.lightrft.ppo_trainer_vl import PPOTrainerVL
+from rftmega.lightrft_multimodal.actor_vl import ActorVL
+from rftmega.lightrft_multimodal.ppo_trainer_vl import PPOTrainerVL
 from tests.layouts import config_of
 from tests.ranks import run_ranks
-from tests.tiny_vision import IM_END, IMAGE, PICTURE, pictures, save_tiny_vision
+from tests.tiny_vision import FILM, IM_END, IMAGE, PICTURE, VIDEO, pictures, save_tiny_vision
+from tests.unit.media.test_videos import saved
 from tests.vision_rows import (
     PROMPTS,
     rows_with_pictures,
@@ -32,14 +35,18 @@ NUMBERS = [1, 0, 2]
 GREEDY = {"temperature": 0.0}
 
 
-def strategy_of(world: Any, folder: Path, parallel: ParallelConfig) -> Any:
+def strategy_of(world: Any, folder: Path, parallel: ParallelConfig, *, most_videos: int = 0) -> Any:
     from rftmega.lightrft.megatron_strategy import LightRFTStrategy
     from rftmega.megatron import MegatronBackend
     from rftmega.strategy.reinforcement import ReinforcementStrategy
 
     config = config_of(folder, parallel, token_cap=120)
     config.rollout = RolloutConfig(
-        engine="transformers", max_prompt_tokens=70, max_response_tokens=5, max_pictures=3
+        engine="transformers",
+        max_prompt_tokens=110,
+        max_response_tokens=5,
+        max_pictures=3,
+        max_videos=most_videos,
     )
     config.trainer.prompts_per_step, config.rollout.samples_per_prompt = 3, 2
     built = ReinforcementStrategy(config, world, MegatronBackend(), stop_ids=[IM_END])
@@ -78,7 +85,7 @@ def body(world: Any, folder: Path, output: Path, parallel: ParallelConfig) -> di
     inputs = made._build_multimodal_inputs(TEXTS, drawn, NUMBERS, None, None)
     local = made.engine_generate_local(GREEDY, multi_modal_inputs=inputs)
     for given, why in (
-        ({"all_videos": ["film"], "videos_num": [1, 0, 0]}, "not read yet"),
+        ({"all_videos": ["film"], "videos_num": [1, 0, 0]}, "rollout.max_videos is 0"),
         ({"all_images": drawn[:1], "images_num": [0, 1, 0]}, "placeholder"),
     ):
         here = given if world.rank == 0 else {}
@@ -91,8 +98,6 @@ def body(world: Any, folder: Path, output: Path, parallel: ParallelConfig) -> di
     shown = [drawn[part] for part in (0, 1, 2, 1, 0, 1, 2)]
     patches = tensors(folder, shown)
     logp = actor(canvas.sequences, canvas.num_actions, canvas.attention_mask, **patches)
-    with pytest.raises(ValueError, match="not read yet"):
-        actor(canvas.sequences, canvas.num_actions, pixel_values_videos=patches["pixel_values"])
     packed_actor = ActorVL(made.policy, packing_samples=True, processor=made.processor)
     packed = canvas.packed()
     behind = packed_actor(
@@ -200,3 +205,130 @@ def check_experiences(
         mine = per_action(to_experience(whole).old_logp, rows)[number]
         prompt = int(rows.prompt_lengths[number])
         assert (mine[: len(ids) - prompt] - logp[prompt - 1 :]).abs().max() < 1e-5
+
+
+FILM_TEXTS = [f"see{FILM}now", "no", f"{PICTURE}or{FILM}"]
+
+
+def films() -> list[Any]:
+    """Two of 4 frames each, so wide that transformers puts the words behind them where they belong."""
+    drawn = np.random.default_rng(5)
+    return [list(drawn.integers(0, 256, (4, 56, width, 3), dtype=np.uint8)) for width in (192, 256)]
+
+
+def films_body(world: Any, folder: Path, output: Path, parallel: ParallelConfig) -> dict[str, Any]:
+    made = strategy_of(world, folder, parallel, most_videos=1)
+    actor = ActorVL(made.policy, processor=made.processor)
+    made.update_engine_weights(actor)
+    first, second = films()
+    kept = saved(output / f"film of {world.rank}", np.stack(first))  # a folder of frames
+    given = {"all_images": [None, None, pictures()[:1]], "all_videos": [[first], None, [second]]}
+    marks = [text.replace(FILM, "<video>").replace(PICTURE, "<image>") for text in FILM_TEXTS]
+    answers = [
+        made.gather_and_generate(GREEDY, all_prompts=FILM_TEXTS, sleep_engine=False, **given),
+        made.gather_and_generate(
+            GREEDY,
+            all_prompts=marks,
+            sleep_engine=False,
+            **given | {"all_videos": [str(kept), second], "videos_num": [1, 0, 1]},
+        ),
+    ]
+    answers.append(
+        made.gather_and_generate(
+            GREEDY,
+            all_prompt_token_ids=[each.prompt_token_ids for each in answers[0]],
+            sleep_engine=False,
+            **given,
+        )
+    )
+    trainer = PPOTrainerVL(
+        made, actor, None, likes_words, None, None, None, None, None, None,
+        tokenizer=made.tokenizer, prompt_max_len=110, n_samples_per_prompt=2, micro_rollout_batch_size=6,
+    )  # fmt: skip
+    (experience,) = trainer.experience_maker.make_experience_list(
+        FILM_TEXTS, n_samples_per_prompt=2, **given
+    )
+    canvas = experience.sequences, experience.action_mask.shape[1], experience.attention_mask
+    patches = {name: getattr(experience, name) for name in PATCHES}
+    again = actor(*canvas, **patches)
+    batch = {"prompts": FILM_TEXTS, "images": given["all_images"], "videos": given["all_videos"]}
+    made.update_engine_weights(actor)
+    trainer.rollout(batch | {"labels": ["", "", ""]})
+    learnt = trainer.ppo_train(1)
+    return {
+        "answers": answers,
+        "experience": experience,
+        "again": again,
+        "learnt": learnt,
+        "after": actor(*canvas, **patches),
+    }
+
+
+def seen_by_transformers(folder: Path) -> list[dict[str, Any]]:
+    """What transformers' own processor makes of FILM_TEXTS; a pair of frames lasts a second."""
+    processor: Any = AutoProcessor.from_pretrained(folder, backend="torchvision")
+    first, second = films()
+    media: list[dict[str, Any]] = [
+        {"videos": [np.stack(first)]},
+        {},
+        {"videos": [np.stack(second)], "images": pictures()[:1]},
+    ]
+    found = []
+    for text, given in zip(FILM_TEXTS, media, strict=True):
+        about = [
+            {"total_num_frames": len(film), "fps": 2.0, "frames_indices": [*range(len(film))]}
+            for film in given.get("videos", [])
+        ]
+        more = {"video_metadata": about, "do_sample_frames": False} if about else {}
+        found.append(dict(processor(text=[text], return_tensors="pt", **given, **more)))
+    return found
+
+
+@torch.no_grad()
+def logits_of(model: Any, ids: list[int], given: dict[str, Any]) -> torch.Tensor:
+    row = torch.tensor([ids])
+    model.model.rope_deltas = None
+    kinds = (row == IMAGE).int() + 2 * (row == VIDEO).int()
+    media = {name: given[name] for name in given if "pixel" in name or "grid" in name}
+    return model(row, mm_token_type_ids=kinds, **media).logits[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "processes", "parallel"),
+    [("qwen2_5_vl", 1, ParallelConfig()), ("qwen3_vl", 2, ParallelConfig(tensor=2))],
+)
+def test_with_videos_too_answers_log_probs_and_patches_are_those_of_transformers(
+    kind: str, processes: int, parallel: ParallelConfig, tmp_path: Path
+) -> None:
+    folder = save_tiny_vision(tmp_path / "model", kind)
+    ranks = run_ranks(processes, films_body, folder, tmp_path, parallel)
+    model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").eval()
+    seen = seen_by_transformers(folder)
+    for found in ranks:
+        for answers in found["answers"]:
+            for answer, given in zip(answers, seen, strict=True):
+                ids = given["input_ids"][0].tolist()
+                assert answer.prompt_token_ids == ids
+                for token in answer.output_token_ids:
+                    assert token == int(logits_of(model, ids, given)[-1].argmax())
+                    ids.append(token)
+        check_films(found["experience"], found["again"], seen, model)
+        assert found["learnt"]["skipped_steps"] == 0
+        assert (found["after"] - found["again"]).abs().max() > 1e-4, "nothing was learnt"
+
+
+def check_films(
+    experience: Experience, again: torch.Tensor, seen: list[dict[str, Any]], model: Any
+) -> None:
+    """Two answers to each prompt: patches, and log-probs of transformers."""
+    for values in ("pixel_values", "pixel_values_videos"):
+        wanted = torch.cat([each[values] for each in seen for _ in range(2) if values in each])
+        assert torch.equal(getattr(experience, values), wanted)
+    own = to_experience(experience)
+    for number in range(6):
+        ids = own.rows.tokens[number, : own.rows.lengths[number]].tolist()
+        logp = logits_of(model, ids, seen[number // 2]).log_softmax(-1)
+        prompt = int(own.rows.prompt_lengths[number])
+        wanted = logp[prompt - 1 : -1].gather(-1, torch.tensor(ids[prompt:])[:, None])[:, 0]
+        for mine in (per_action(own.old_logp, own.rows)[number], again[number]):
+            assert (mine[: len(wanted)] - wanted).abs().max() < 1e-5

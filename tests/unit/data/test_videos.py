@@ -12,6 +12,7 @@ from rftmega.data import Tokenizer, load_prompts
 from rftmega.data.pictures import check_pictures
 from rftmega.errors import DataError
 from rftmega.media.processor import processor_of
+from rftmega.media.videos import read_video
 from rftmega.types import Prompt
 from tests.tiny_vision import (
     FILM,
@@ -165,3 +166,17 @@ def test_a_broken_video_is_found_at_the_start(folder: Path) -> None:
     check_pictures(
         [load(folder, {"prompt": "<video>", "videos": "a.avi"})], ["here"], rank=0, ranks=1
     )
+
+
+def test_a_video_that_was_changed_is_refused(folder: Path) -> None:
+    frames = saved(folder / "data/changing", drawn())
+    (video,) = load(folder, {"prompt": "<video>", "videos": "changing"}).pictures
+    assert video.frames is not None
+    read_video(str(frames), video.frames, video.digest)
+    picture_of_another = (frames / "frame1.png").read_bytes()
+    (frames / f"frame{video.frames.chosen[0]}.png").write_bytes(picture_of_another)
+    with pytest.raises(DataError, match="changing has changed"):
+        read_video(str(frames), video.frames, video.digest)
+    (frames / "frame0.png").unlink()
+    with pytest.raises(DataError, match="changing has changed"):
+        read_video(str(frames), video.frames, video.digest)

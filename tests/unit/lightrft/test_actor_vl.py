@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from rftmega.lightrft.actor_vl import ActorVL
 from rftmega.lightrft.padded_experience import Experience, of_experience
-from rftmega.lightrft.ppo_trainer_vl import PPOTrainerVL
 from rftmega.lightrft.strategy import is_actor
+from rftmega.lightrft_multimodal.actor_vl import ActorVL
+from rftmega.lightrft_multimodal.ppo_trainer_vl import PPOTrainerVL
 from rftmega.types import COUNT, Metrics, Rows, TokenStats
 from tests.layouts import rows_of
 from tests.vision_rows import experience_of
@@ -197,8 +197,8 @@ def test_a_fit_pushes_rolls_out_learns_and_saves_and_goes_on_where_it_was() -> N
     assert made.replay_buffer == []
     with pytest.raises(ValueError, match="pretrain_dataloader is not read"):
         made.fit(args, batches, object())
-    with pytest.raises(ValueError, match="videos of a batch are not read yet"):
-        made.rollout({"prompts": ["a"], "videos": ["film"]})
+    made.rollout({"prompts": ["a"], "videos": ["film"]})
+    assert asked[-1][1]["all_videos"] == ["film"]
 
 
 def test_the_oldest_rows_leave_a_buffer_with_a_limit_and_checkpoints_can_be_left_out() -> None:
@@ -228,8 +228,8 @@ def test_an_actor_is_a_policy_and_gives_the_log_probs_of_responses() -> None:
 @pytest.mark.parametrize(
     ("given", "error", "why"),
     [
-        ({"pixel_values_videos": torch.zeros(1)}, ValueError, "not read yet"),
-        ({"video_grid_thw": torch.ones(1, 3)}, ValueError, "not read yet"),
+        ({"pixel_values_videos": torch.zeros(1)}, ValueError, "processor"),
+        ({"video_grid_thw": torch.ones(1, 3)}, ValueError, "processor"),
         ({"num_actions": None}, ValueError, "asks for logits"),
         (
             {"pixel_values": torch.zeros(4, 2), "image_grid_thw": torch.ones(1, 3)},

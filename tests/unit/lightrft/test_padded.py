@@ -61,11 +61,11 @@ def assert_same(found: Any, expected: Any) -> None:
 def test_constructors_take_what_users_of_lightrft_give_in_their_order() -> None:
     assert " ".join(inspect.signature(Experience).parameters) == (
         "sequences action_log_probs base_action_log_probs values returns advantages attention_mask action_mask info "
-        "kl action_entropy pixel_values image_grid_thw pictures"
+        "kl action_entropy pixel_values image_grid_thw pixel_values_videos video_grid_thw pictures"
     )
     assert " ".join(inspect.signature(Samples).parameters) == (
         "sequences attention_mask action_mask num_actions packed_seq_lens response_length total_length prompts labels pad_len "
-        "pixel_values image_grid_thw pictures"
+        "pixel_values image_grid_thw pixel_values_videos video_grid_thw pictures"
     )
 
 
@@ -219,7 +219,7 @@ def tensors_of(experience: Experience) -> list[Tensor]:
 def test_every_tensor_moves_to_a_device() -> None:
     experience = full_experience()
     assert experience.to_device("meta") is experience
-    assert [x.device.type for x in tensors_of(experience)] == ["meta"] * 15
+    assert [x.device.type for x in tensors_of(experience)] == ["meta"] * 17
     assert experience.info is not None
     assert experience.info["note"] == "kept"
 
@@ -232,7 +232,7 @@ def test_every_tensor_is_pinned_and_nothing_else(monkeypatch: pytest.MonkeyPatch
     experience.kl = None
     assert experience.pin_memory() is experience
     assert sorted(pinned) == sorted(id(x) for x in tensors_of(experience) if x is not None)
-    assert len(pinned) == 14
+    assert len(pinned) == 16
 
 
 def test_without_a_device_pinning_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
+from rftmega.config import DataConfig
+from rftmega.data.given_pictures import Patches, PictureInputs
+from rftmega.data.pictures import Most
 from rftmega.errors import DataError
 from rftmega.lightrft.padded_experience import (
     Samples,
@@ -16,10 +20,20 @@ from rftmega.lightrft.padded_experience import (
     to_experience,
     with_patches,
 )
-from rftmega.lightrft.pictures import PictureInputs, patches_of
 from rftmega.media.placed import RowPictures
 from rftmega.media.processor import PictureProcessor
-from tests.tiny_vision import IMAGE, pictures, preprocessor, tokenizer, vision_config
+from tests.tiny_vision import (
+    IMAGE,
+    KINDS,
+    VIDEO,
+    pictures,
+    preprocessor,
+    save_tiny_vision,
+    tokenizer,
+    vision_config,
+)
+from tests.unit.media.test_videos import drawn, saved
+from tests.video_rows import rows_with_videos
 from tests.vision_rows import experience_of, rows_with_pictures
 
 KIND = "qwen2_5_vl"
@@ -36,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def inputs(folder: Path) -> PictureInputs:
-    return PictureInputs(PictureProcessor(folder), most=3)
+    return PictureInputs(PictureProcessor(folder), encode, most=Most(3, 1))
 
 
 def encode(text: str) -> list[int]:
@@ -62,8 +76,8 @@ def test_pil_s_paths_bytes_and_base64_say_the_same(
 
 def test_one_placeholder_and_one_a_feature_become_the_same_prompt(inputs: PictureInputs) -> None:
     drawn = pictures()
-    ids, placed = inputs.prompt("a<image>b<image>", drawn[:2], encode)
-    assert inputs.prompt(ids, drawn[:2], encode) == (ids, placed)
+    ids, placed = inputs.prompt("a<image>b<image>", drawn[:2])
+    assert inputs.prompt(ids, drawn[:2]) == (ids, placed)
     assert [ids[each.start : each.end] for each in placed] == [
         (IMAGE,) * each.tokens for each in placed
     ]
@@ -73,32 +87,32 @@ def test_one_placeholder_and_one_a_feature_become_the_same_prompt(inputs: Pictur
 def test_places_and_pictures_that_don_t_add_up_are_refused(inputs: PictureInputs) -> None:
     drawn = pictures()
     with pytest.raises(DataError, match=r"1 placeholder\(s\) .* for 2 picture\(s\)"):
-        inputs.prompt("a<image>", drawn[:2], encode)
+        inputs.prompt("a<image>", drawn[:2])
     with pytest.raises(DataError, match=r"1 placeholder\(s\) .* for 0 picture\(s\)"):
-        inputs.prompt("a<image>", [], encode)
+        inputs.prompt("a<image>", [])
     with pytest.raises(DataError, match=r"with 4 pictures: rollout.max_pictures is 3"):
-        inputs.prompt("<image>" * 4, drawn[:1] * 4, encode)
-    ids, placed = inputs.prompt("a<image>b", drawn[:1], encode)
+        inputs.prompt("<image>" * 4, drawn[:1] * 4)
+    ids, placed = inputs.prompt("a<image>b", drawn[:1])
     torn = list(ids)
     torn.insert(placed[0].start + 1, 50)
     with pytest.raises(DataError, match="torn apart at token 2"):
-        inputs.prompt(torn, drawn[:1], encode)
+        inputs.prompt(torn, drawn[:1])
 
 
 def of_all(folder: Path) -> tuple[Any, torch.Tensor, torch.Tensor]:
     """Rows with their pictures, and the patches of these."""
     rows = rows_with_pictures(folder)
-    pixel_values, grids = patches_of(rows.pictures, None)
-    assert pixel_values is not None
-    assert grids is not None
-    return rows, pixel_values, grids
+    patches = Patches.of(rows.pictures, None)
+    assert patches.pixel_values is not None
+    assert patches.image_grid_thw is not None
+    return rows, patches.pixel_values, patches.image_grid_thw
 
 
 def test_patches_find_the_rows_and_places_that_they_were_taken_from(
     inputs: PictureInputs, folder: Path
 ) -> None:
     rows, pixel_values, grids = of_all(folder)
-    found = inputs.of_rows(rows, pixel_values, grids)
+    found = inputs.of_rows(rows, Patches(pixel_values, grids))
     assert found is not None
     for row, wanted in zip(found.rows, rows.pictures.rows, strict=True):
         assert [(p.grid, p.start, p.tokens) for p in row] == [
@@ -114,16 +128,16 @@ def test_patches_that_rows_have_no_places_for_are_refused(
 ) -> None:
     rows, pixel_values, grids = of_all(folder)
     with pytest.raises(ValueError, match="image_grid_thw asks for"):
-        inputs.of_rows(rows, pixel_values[1:], grids)
+        inputs.of_rows(rows, Patches(pixel_values[1:], grids))
     size = int(grids[-1].prod())
     with pytest.raises(ValueError, match="row 5 has .* don't fill"):
-        inputs.of_rows(rows, pixel_values[:-size], grids[:-1])
+        inputs.of_rows(rows, Patches(pixel_values[:-size], grids[:-1]))
     more = torch.cat([pixel_values, pixel_values[-size:]]), torch.cat([grids, grids[-1:]])
     with pytest.raises(ValueError, match=r"1 picture\(s\) more than the rows have places for"):
-        inputs.of_rows(rows, *more)
+        inputs.of_rows(rows, Patches(*more))
     blind = replace(rows, pictures=None)
     with pytest.raises(ValueError, match="the model's processor"):
-        with_patches(blind, pixel_values, grids, None)
+        with_patches(blind, Patches(pixel_values, grids), None)
 
 
 def test_an_experience_goes_there_and_back_with_its_patches(
@@ -149,3 +163,90 @@ def test_samples_keep_their_pictures_packed_and_batched(folder: Path) -> None:
     assert samples.rows().pictures == rows.pictures
     assert samples.packed().rows().pictures == rows.pictures
     assert samples.packed().batched().pictures == rows.pictures
+
+
+def films(folder: Path) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """Rows with their pictures and videos, and the patches of the videos."""
+    rows = rows_with_videos(folder)
+    patches = Patches.of(rows.pictures, None)
+    assert patches.pixel_values_videos is not None
+    assert patches.video_grid_thw is not None
+    return rows, patches.pixel_values_videos, patches.video_grid_thw
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_patches_of_videos_find_the_places_that_they_were_taken_from(
+    kind: str, tmp_path: Path
+) -> None:
+    save_tiny_vision(tmp_path, kind)
+    own = PictureInputs(PictureProcessor(tmp_path))
+    rows = rows_with_videos(tmp_path)
+    patches = Patches.of(rows.pictures, None)
+    found = own.of_rows(rows, patches)
+    assert found is not None
+    for row, wanted in zip(found.rows, rows.pictures.rows, strict=True):
+        for mine, theirs in zip(row, wanted, strict=True):
+            assert (mine.grid, mine.runs) == (theirs.grid, theirs.runs)
+            assert torch.equal(mine.source, theirs.source)
+
+
+def test_patches_of_videos_that_don_t_add_up_are_refused(tmp_path: Path) -> None:
+    save_tiny_vision(tmp_path, KIND)
+    own = PictureInputs(PictureProcessor(tmp_path))
+    rows, values, grids = films(tmp_path)
+    drawn = Patches.of(rows.pictures, None)
+    both = drawn.pixel_values, drawn.image_grid_thw
+    with pytest.raises(ValueError, match="pixel_values_videos needs video_grid_thw"):
+        own.of_rows(rows, Patches(*both, values))
+    size = int(grids[-1].prod())
+    with pytest.raises(ValueError, match="row 4 has .* don't fill"):
+        own.of_rows(rows, Patches(*both, values[:-size], grids[:-1]))
+    torn = replace(rows, tokens=rows.tokens.clone())
+    first = int((rows.tokens[0] == VIDEO).nonzero()[1])
+    torn.tokens[0, [first, first - 2]] = torn.tokens[0, [first - 2, first]]
+    with pytest.raises(ValueError, match="torn apart"):
+        own.of_rows(torn, Patches(*both, values, grids))
+
+
+def test_paths_frames_and_tensors_of_a_video_say_the_same(
+    inputs: PictureInputs, tmp_path: Path
+) -> None:
+    shown = drawn()
+    frames = [Image.fromarray(frame) for frame in shown]
+    tensor = torch.from_numpy(shown).permute(0, 3, 1, 2)
+    saved(tmp_path / "a", shown)
+    options = DataConfig(video_fps=2.0, video_frames=len(shown))
+    own = PictureInputs(inputs.processor, encode, options=options)
+    found = own.read_videos([str(tmp_path / "a"), frames, tensor, shown])
+    assert {each.frames for each in found} == {found[0].frames}
+    assert {each.tokens for each in found} == {found[0].tokens}
+    patches = [own.processor.pixels(each.at(0)) for each in found]
+    assert all(torch.equal(each, patches[0]) for each in patches)
+    for wrong, why in (
+        ([1, 2], "frames"),
+        (frames[:1], "at least 2"),
+        (torch.zeros(3, 8, 8), "is one"),
+        (str(tmp_path / "none.mp4"), "can't be read"),
+        ([shown[0], shown[1, 1:]], "one size"),
+    ):
+        with pytest.raises(DataError, match=why):
+            own.read_videos([wrong])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_placeholder_and_what_stands_in_a_video_s_place_become_the_same_prompt(
+    kind: str, tmp_path: Path
+) -> None:
+    save_tiny_vision(tmp_path, kind)
+    own = PictureInputs(PictureProcessor(tmp_path), encode, most=Most(1, 2))
+    given = "a<image>b<video>c<video>", pictures()[:1], [drawn(4), drawn(6)]
+    ids, placed = own.prompt(*given)
+    assert own.prompt(ids, *given[1:]) == (ids, placed)
+    assert [each.frames is None for each in placed] == [True, False, False]
+    for each in placed[1:]:
+        assert all(ids[begin] == VIDEO for begin, _ in each.runs)
+    assert ids.count(VIDEO) == sum(each.features for each in placed[1:])
+    with pytest.raises(DataError, match="rollout.max_videos is 2"):
+        own.prompt("<video>" * 3, [], [drawn(4)] * 3)
+    with pytest.raises(DataError, match=r"2 placeholder\(s\) .* for 1 video\(s\)"):
+        own.prompt("<video><video>", [], [drawn(4)])

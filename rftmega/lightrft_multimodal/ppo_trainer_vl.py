@@ -292,9 +292,8 @@ def _asked(batch: Any) -> tuple[Sequence[Any], dict[str, Any]]:
     if not isinstance(batch, Mapping):
         names = ("prompts", "images", "references", "labels")
         batch = dict(zip(names, batch, strict=False))
-    if batch.get("videos") is not None:
-        raise ValueError("videos of a batch are not read yet. Give frames as pictures.")
-    given = {"all_images": batch.get("images"), "labels": batch.get("labels")}
+    keys = {"all_images": "images", "all_videos": "videos", "labels": "labels"}
+    given = {name: batch.get(key) for name, key in keys.items()}
     return batch["prompts"], {name: value for name, value in given.items() if value is not None}
 
 

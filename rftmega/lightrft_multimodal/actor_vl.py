@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rftmega.data.given_pictures import Patches
 from rftmega.interfaces import Policy
 from rftmega.lightrft.padded_experience import Samples, per_action, rows_of_canvas, with_patches
 from rftmega.media.processor import PictureProcessor
@@ -25,7 +26,9 @@ REPLACED = {
 
 
 class ActorVL:
-    """ActorVL gives log-probs of responses to prompts with pictures; `module` is the policy itself."""
+    """ActorVL gives log-probs of responses to prompts with pictures and videos; `module` is the policy
+    itself.
+    """
 
     def __init__(
         self,
@@ -86,13 +89,10 @@ class ActorVL:
         """Returns log-probs of the responses [B, A], 0 where one has ended; packed [1, all of them].
 
         Every process calls it with the whole batch; there is no gradient (a loss is learnt in
-        `step`). With `return_output` (log-probs, TokenStats of all targets). Raises ValueError for
-        videos, which are not read yet, and where rows and pictures don't add up.
+        `step`). With `return_output` (log-probs, TokenStats of all targets). A pair of frames lasts
+        a second, as it does in transformers where nobody says how long. Raises ValueError where rows
+        and pictures don't add up.
         """
-        if pixel_values_videos is not None or video_grid_thw is not None:
-            raise ValueError(
-                "pixel_values_videos and video_grid_thw are not read yet. Give frames as pictures."
-            )
         if num_actions is None:
             raise ValueError(
                 "num_actions=None asks for logits, which stay where they are computed. Give the number of the response's columns."
@@ -104,7 +104,8 @@ class ActorVL:
         else:
             mask = torch.ones_like(sequences) if attention_mask is None else attention_mask
             rows = rows_of_canvas(sequences, mask, int(num_actions))  # type: ignore[arg-type]
-        rows = with_patches(rows, pixel_values, image_grid_thw, self.processor)
+        patches = Patches(pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw)
+        rows = with_patches(rows, patches, self.processor)
         stats = self.log_probs(rows)
         found = per_action(stats.logp, rows)
         if self.packing_samples:

@@ -1,0 +1,411 @@
+"""Puts pictures and videos, as callers give them, among the tokens of their prompts."""
+
+import hashlib
+import os
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rftmega.config import DataConfig
+from rftmega.data.pictures import Most, PictureReader
+from rftmega.errors import DataError
+from rftmega.media.files import content_of, digest_of, size_of
+from rftmega.media.placed import Frames, PlacedPicture, RowPictures
+from rftmega.media.processor import PictureProcessor
+from rftmega.media.videos import (
+    FEWEST,
+    Video,
+    check_size,
+    chosen_frames,
+    digest_of_video,
+    probed,
+)
+from rftmega.types import Rows
+
+Encode = Callable[[str], Sequence[int]]
+ANY_NUMBER = Most(sys.maxsize, sys.maxsize)  # of a prompt
+UNTOLD_RATE = 2.0  # frames a second of patches: transformers takes a second for each pair of frames
+
+
+@dataclass(frozen=True)
+class GivenPicture:
+    """GivenPicture is a picture or a video that stands nowhere yet."""
+
+    source: str | bytes | Tensor  # see PlacedPicture
+    digest: str
+    grid: tuple[int, int, int]
+    tokens: tuple[int, ...]  # that stand in its place
+    frames: Frames | None = None  # of a video
+
+    def at(self, start: int) -> PlacedPicture:
+        return PlacedPicture(
+            self.source, self.digest, self.grid, start, len(self.tokens), self.frames
+        )
+
+
+@dataclass(frozen=True)
+class Patches:
+    """Patches are those of the pictures and videos of rows, row by row, by transformers' names."""
+
+    pixel_values: Tensor | None = None  # [P, C] float, of pictures
+    image_grid_thw: Tensor | None = None  # [I, 3] int64
+    pixel_values_videos: Tensor | None = None  # [Q, C] float
+    video_grid_thw: Tensor | None = None  # [V, 3] int64
+
+    @staticmethod
+    def of(pictures: RowPictures | None, processor: PictureProcessor | None) -> "Patches":
+        """Returns those of all rows; no values where they are files and no `processor` is there to
+        read them.
+        """
+        held = [] if pictures is None else [each for row in pictures.rows for each in row]
+        drawn = [each for each in held if each.frames is None]
+        films = [each for each in held if each.frames is not None]
+        return Patches(*_joined(drawn, processor), *_joined(films, processor))
+
+    @staticmethod
+    def held_by(given: Any) -> "Patches":
+        """Returns those that are attributes of `given`."""
+        return Patches(**{name: getattr(given, name) for name in PATCHES})
+
+    def __bool__(self) -> bool:
+        return any(getattr(self, name) is not None for name in PATCHES)
+
+
+PATCHES = tuple(Patches.__dataclass_fields__)
+
+
+class PictureInputs:
+    """PictureInputs knows which tokens stand for a picture or a video of the model that `processor`
+    is of.
+    """
+
+    def __init__(
+        self,
+        processor: PictureProcessor,
+        encode: Encode | None = None,
+        *,
+        most: Most = ANY_NUMBER,
+        options: DataConfig | None = None,
+    ):
+        """`encode` gives a text's tokens, for prompts that are texts and words between frames.
+        `options` say which frames are shown.
+        """
+        self.processor, self.encode, self.most = processor, encode, most
+        self.options = replace(
+            options or DataConfig(), images_key="all_images", pictures_folder="/"
+        )
+        self.reader = PictureReader(processor, self.options, "/", most)
+
+    def read(self, images: Sequence[Any]) -> list[GivenPicture]:
+        """Returns pictures given as PIL's, paths, bytes, base64 (data:image/...) or GivenPicture.
+
+        Raises DataError for what is none.
+        """
+        found: list[GivenPicture] = []
+        for image in images:
+            if isinstance(image, GivenPicture):
+                found.append(image)
+                continue
+            local = isinstance(image, str) and "://" not in image and not image.startswith("data:")
+            given = self.reader.sources({"all_images": os.path.abspath(image) if local else image})
+            (source,) = given.pictures
+            content = content_of(source)
+            grid = self.processor.grid_of(*size_of(content))
+            found.append(self._drawn(source, digest_of(content), grid))
+        return found
+
+    def read_videos(self, videos: Sequence[Any]) -> list[GivenPicture]:
+        """Returns videos given as paths, of which `options` says what is shown, as frames (PIL's,
+        arrays [height, width, 3], or one of them all, tensors [T, 3, height, width]), all of which
+        are shown, or as GivenPicture.
+
+        Raises DataError for what is none.
+        """
+        return [self._film(video) for video in videos]
+
+    def _drawn(
+        self, source: str | bytes | Tensor, digest: str, grid: tuple[int, int, int]
+    ) -> GivenPicture:
+        tokens = (self.processor.placeholder,) * self.processor.tokens_of(grid)
+        return GivenPicture(source, digest, grid, tokens)
+
+    def _film(self, given: Any) -> GivenPicture:
+        if isinstance(given, GivenPicture):
+            return given
+        rate, encode = self.options.video_fps, self.encode
+        assert encode is not None
+        if isinstance(given, str | Path):
+            path = os.path.abspath(given)
+            video = probed(path, rate)
+            chosen = chosen_frames(video, rate, self.options.video_frames)
+            check_size(path, video, chosen)
+            digest = digest_of_video(path, video.total, video.rate, chosen)
+            grid = self.processor.video_grid_of(video, len(chosen))
+            tokens, frames = self.processor.placed_video(grid, video, chosen, encode)
+            return GivenPicture(path, digest, grid, tuple(tokens), frames)
+        shown = _frames(given)
+        video = Video(len(shown), rate, shown.shape[2], shown.shape[1])
+        check_size("a video of frames", video, range(len(shown)))
+        grid = self.processor.video_grid_of(video, len(shown))
+        patches = self.processor.video_patches_of(shown)
+        tokens, frames = self.processor.placed_video(grid, video, range(len(shown)), encode)
+        return GivenPicture(patches, _digest(grid, patches), grid, tuple(tokens), frames)
+
+    def cut(self, pixel_values: Tensor, image_grid_thw: Tensor) -> list[GivenPicture]:
+        """Returns the pictures whose patches [P, C] lie behind each other, of grids [I, 3].
+
+        Raises ValueError where patches and grids don't add up.
+        """
+        grids = [tuple(grid) for grid in image_grid_thw.tolist()]
+        sizes = [time * height * width for time, height, width in grids]
+        if sum(sizes) != len(pixel_values):
+            raise ValueError(
+                f"pixel_values has {len(pixel_values)} patches, image_grid_thw asks for {sum(sizes)}. Give those of the same "
+                "pictures."
+            )
+        parts = pixel_values.detach().to("cpu", torch.float32).split(sizes)
+        return [
+            self._drawn(patches, _digest(grid, patches), grid)
+            for patches, grid in zip(parts, grids, strict=True)
+        ]
+
+    def cut_videos(self, pixel_values_videos: Tensor, video_grid_thw: Tensor) -> list[GivenPicture]:
+        """Returns the videos of patches [Q, C] and grids [V, 3]; a pair of frames lasts a second.
+
+        Raises ValueError where patches and grids don't add up.
+        """
+        assert self.encode is not None
+        found = []
+        for film in self.cut(pixel_values_videos, video_grid_thw):
+            number = 2 * film.grid[0]
+            video = Video(number, UNTOLD_RATE, 0, 0)
+            tokens, frames = self.processor.placed_video(
+                film.grid, video, range(number), self.encode
+            )
+            found.append(replace(film, tokens=tuple(tokens), frames=frames))
+        return found
+
+    def prompt(
+        self, given: str | Sequence[int], images: Sequence[Any], videos: Sequence[Any] = ()
+    ) -> tuple[tuple[int, ...], tuple[PlacedPicture, ...]]:
+        """Returns the token ids of a text, or ids, with the placeholders of all features, and the
+        pictures and videos in their places.
+
+        Raises DataError where places and pictures don't add up, or there are too many of them.
+        """
+        for noun, own, most in (
+            ("picture", images, self.most.pictures),
+            ("video", videos, self.most.videos),
+        ):
+            if len(own) > most:
+                raise DataError(
+                    f"a prompt with {len(own)} {noun}s: rollout.max_{noun}s is {most}. Raise it, or leave some out."
+                )
+        if isinstance(given, str):
+            assert self.encode is not None
+            given = self.encode(self.reader.marked(given))
+        return self.placed(given, self.read(images), self.read_videos(videos))
+
+    def placed(
+        self,
+        ids: Sequence[int],
+        pictures: Sequence[GivenPicture],
+        videos: Sequence[GivenPicture] = (),
+    ) -> tuple[tuple[int, ...], tuple[PlacedPicture, ...]]:
+        """Returns the same for ids that have either one placeholder a picture or video, or what
+        stands in its place.
+        """
+        ids = list(ids)
+        left = {
+            self.processor.placeholder: deque(pictures),
+            self.processor.video_placeholder: deque(videos),
+        }
+        expanded = {
+            placeholder: _is_expanded(ids, placeholder, [*given], noun)
+            for (placeholder, given), noun in zip(left.items(), ("picture", "video"), strict=True)
+        }
+        kept: list[int] = []
+        placed: list[PlacedPicture] = []
+        place = 0
+        while place < len(ids):
+            token = ids[place]
+            if token not in left:
+                kept.append(token)
+                place += 1
+                continue
+            own = left[token].popleft() if left[token] else None
+            if own is None or not expanded[token]:
+                end = place + 1
+            else:
+                words = own.tokens.index(token)  # that come before its first feature
+                end = place - words + len(own.tokens)
+                if ids[max(place - words, 0) : end] != list(own.tokens):
+                    own = None
+                else:
+                    del kept[len(kept) - words :]
+            if own is None:
+                raise DataError(
+                    f"the placeholders of a picture or video are torn apart at token {place}. Keep them together."
+                )
+            placed.append(own.at(len(kept)))
+            kept += own.tokens
+            place = end
+        return tuple(kept), tuple(placed)
+
+    def of_rows(self, rows: Rows, patches: Patches) -> RowPictures | None:
+        """Returns which of the pictures and videos each row has: their placeholders stand in its
+        prompt.
+
+        Raises ValueError where rows and pictures don't add up.
+        """
+        pictures = self._cut_of(patches.pixel_values, patches.image_grid_thw, "")
+        videos = self._cut_of(patches.pixel_values_videos, patches.video_grid_thw, "_videos")
+        found = []
+        for row, end in enumerate(rows.prompt_lengths.tolist()):
+            ids = rows.tokens[row, :end].tolist()
+            own = self._next(ids, row, pictures, self.processor.placeholder, "image_grid_thw")
+            films = self._next(ids, row, videos, self.processor.video_placeholder, "video_grid_thw")
+            here, at = [], 0
+            for film in films:
+                here.append(self._film_of_row(film, ids, at))
+                at = here[-1].end
+            words = [0 if token == self.processor.video_placeholder else token for token in ids]
+            here += self.placed(words, own)[1]
+            found.append(tuple(sorted(here, key=lambda each: each.start)))
+        for noun, more in (("picture", pictures), ("video", videos)):
+            if more:
+                name = "image_grid_thw" if noun == "picture" else "video_grid_thw"
+                raise ValueError(
+                    f"{name} has {len(more)} {noun}(s) more than the rows have places for. Leave them out."
+                )
+        return RowPictures.of(found)
+
+    def _cut_of(
+        self, values: Tensor | None, grids: Tensor | None, kind: str
+    ) -> deque[GivenPicture]:
+        if (values is None) != (grids is None):
+            grid = "video_grid_thw" if kind else "image_grid_thw"
+            raise ValueError(f"pixel_values{kind} needs {grid}, and that needs it. Give both.")
+        return deque() if values is None or grids is None else deque(self.cut(values, grids))
+
+    def _next(
+        self, ids: list[int], row: int, left: deque[GivenPicture], placeholder: int, name: str
+    ) -> list[GivenPicture]:
+        """Takes as many of those that are left as fill the row's placeholders."""
+        missing = found = ids.count(placeholder)
+        own: list[GivenPicture] = []
+        while missing > 0 and left:
+            own.append(left.popleft())
+            missing -= len(own[-1].tokens)
+        if missing:
+            raise ValueError(
+                f"row {row} has {found} placeholders (token {placeholder}), which the next of {name} don't fill. Give each row's "
+                "pictures and videos in the order of the rows."
+            )
+        return own
+
+    def _film_of_row(self, film: GivenPicture, ids: list[int], at: int) -> PlacedPicture:
+        """Returns where a video of patches stands behind token `at` of a row: at one run of
+        placeholders, or at one for each time.
+
+        Raises ValueError where it is torn apart otherwise.
+        """
+        token = self.processor.video_placeholder
+        runs = film.grid[0] if self.processor.tells_times else 1
+        length = len(film.tokens) // runs
+        begins: list[int] = []
+        for _ in range(runs):
+            begin = ids.index(token, at)
+            at = begin + length
+            if ids[begin:at].count(token) != length:
+                raise ValueError(
+                    f"the placeholders of a video are torn apart at token {begin}. Keep those of a time together."
+                )
+            begins.append(begin)
+        number = 2 * film.grid[0]
+        frames = Frames(
+            tuple(range(number)),
+            number,
+            UNTOLD_RATE,
+            self.processor.step_of(number, number, UNTOLD_RATE),
+            tuple(begin - begins[0] for begin in begins),
+            length,
+        )
+        start = begins[0]
+        return PlacedPicture(film.source, film.digest, film.grid, start, at - start, frames)
+
+
+def _is_expanded(
+    ids: list[int], placeholder: int, given: Sequence[GivenPicture], noun: str
+) -> bool:
+    """Returns whether ids have a placeholder a feature, and not one for each.
+
+    Raises DataError where they have neither.
+    """
+    found = ids.count(placeholder)
+    features = sum(each.tokens.count(placeholder) for each in given)
+    if found not in (len(given), features):
+        raise DataError(
+            f"the prompt has {found} placeholder(s) (token {placeholder}) for {len(given)} {noun}(s) of {features} "
+            "features. Give one each, or one a feature."
+        )
+    if len(given) != features or not given:
+        return found == features
+    first = given[0].tokens  # all have one feature: words around it tell
+    begin = ids.index(placeholder) - first.index(placeholder)
+    return ids[max(begin, 0) : begin + len(first)] == list(first)
+
+
+def _joined(
+    held: Sequence[PlacedPicture], processor: PictureProcessor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Returns the patches [P, C] and grids [I, 3] of pictures; (None, None) without any."""
+    if not held:
+        return None, None
+    grids = torch.tensor([picture.grid for picture in held])
+    parts: list[Tensor] = []
+    for picture in held:
+        if isinstance(picture.source, Tensor):
+            parts.append(picture.source)
+        elif processor is not None:
+            parts.append(processor.pixels(picture))
+    return (torch.cat(parts) if len(parts) == len(held) else None), grids
+
+
+def _frames(given: Any) -> np.ndarray:
+    """Returns frames [T, height, width, 3], uint8.
+
+    Raises DataError for what is none, or fewer than two.
+    """
+    if isinstance(given, Tensor):
+        if given.dim() != 4 or given.shape[1] != 3:
+            raise DataError(
+                f"a video of a tensor of {list(given.shape)}: [T, 3, height, width] is one."
+            )
+        given = given.permute(0, 2, 3, 1).round().clamp(0, 255).to("cpu", torch.uint8).numpy()
+    try:
+        frames = [
+            each.convert("RGB") if hasattr(each, "convert") else np.asarray(each) for each in given
+        ]
+        found = np.stack([np.asarray(frame) for frame in frames])
+    except (TypeError, ValueError) as error:
+        raise DataError(f"a video is a path or a list of frames of one size: {error}.") from None
+    if found.ndim != 4 or found.shape[-1] != 3 or found.dtype != np.uint8:
+        raise DataError(
+            f"a video of frames {found.dtype} {list(found.shape[1:])}: uint8 [height, width, 3] is a frame's."
+        )
+    if len(found) < FEWEST:
+        raise DataError(f"a video of {len(found)} frame(s): it has at least {FEWEST}.")
+    return found
+
+
+def _digest(grid: tuple[int, int, int], patches: Tensor) -> str:
+    content = repr(grid).encode() + patches.contiguous().numpy().tobytes()
+    return hashlib.sha256(content).hexdigest()
