@@ -1,7 +1,8 @@
 """PictureProcessor turns pictures and videos into what a vision tower is fed."""
 
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from rftmega.media.videos import Video, read_video
 FILE = "preprocessor_config.json"
 Encode = Callable[[str], Sequence[int]]
 KEPT = 256 * 2**20  # bytes of patches that wait to be used again
+READERS = 4  # threads
+AHEAD = 8  # pictures and videos that are read before they are asked for
 # fields of vision_config, and those of FILE that must say the same
 ALIKE = {
     "patch_size": "patch_size",
@@ -54,6 +57,8 @@ class PictureProcessor:
         self.merge: int = self._inner.merge_size
         self._kept: OrderedDict[str, Tensor] = OrderedDict()
         self._bytes = 0
+        self._coming: deque[PlacedPicture] = deque()
+        self._reading: dict[str, Future[Tensor]] = {}  # by digest
 
     def grid_of(self, width: int, height: int) -> tuple[int, int, int]:
         """Returns how many patches along time (1), height and width a picture of so many pixels has.
@@ -177,16 +182,42 @@ class PictureProcessor:
         if digest in self._kept:
             self._kept.move_to_end(digest)
             return self._kept[digest]
-        if picture.frames is None:
-            found = self.patches_of(read_picture(source, digest))
-        else:
-            found = self.video_patches_of(read_video(str(source), picture.frames, digest))
+        begun = self._reading.pop(digest, None)
+        self._begin()
+        found = self._read(picture) if begun is None else begun.result()
         self._kept[digest] = found
         self._bytes += found.nbytes
         while self._bytes > KEPT and len(self._kept) > 1:
             _, oldest = self._kept.popitem(last=False)
             self._bytes -= oldest.nbytes
         return found
+
+    def read_ahead(self, pictures: Iterable[PlacedPicture]) -> None:
+        """Begins to read pictures and videos in threads, a few at a time, in the order in which
+        `pixels` will be asked for them; what was begun before and is not among them is forgotten.
+        """
+        self._coming = deque(pictures)
+        wanted = {picture.digest for picture in self._coming}
+        self._reading = {name: read for name, read in self._reading.items() if name in wanted}
+        self._begin()
+
+    def _begin(self) -> None:
+        while self._coming and len(self._reading) < AHEAD:
+            picture = self._coming.popleft()
+            known = picture.digest in self._kept or picture.digest in self._reading
+            if not known and not isinstance(picture.source, Tensor):
+                self._reading[picture.digest] = self._readers.submit(self._read, picture)
+
+    @cached_property
+    def _readers(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(READERS, thread_name_prefix="pictures")
+
+    def _read(self, picture: PlacedPicture) -> Tensor:
+        source = picture.source
+        assert not isinstance(source, Tensor)
+        if picture.frames is None:
+            return self.patches_of(read_picture(source, picture.digest))
+        return self.video_patches_of(read_video(str(source), picture.frames, picture.digest))
 
     def patches_of(self, picture: Any) -> Tensor:
         """Returns the patches [h * w, C] of a picture of PIL's, in float32."""

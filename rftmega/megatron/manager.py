@@ -42,7 +42,7 @@ from rftmega.config import RunConfig
 from rftmega.device.residency import Residency
 from rftmega.device.spans import span
 from rftmega.errors import ConfigError
-from rftmega.media.placed import PlacedPicture
+from rftmega.media.placed import PlacedPicture, RowPictures
 from rftmega.media.processor import PictureProcessor
 from rftmega.megatron import forward, offload
 from rftmega.megatron.binding import Bound, bind
@@ -149,6 +149,15 @@ class MegatronModelManager:
         Raises DataError where it can't be read any more, or has changed.
         """
         return self._processor.pixels(picture)
+
+    def read_ahead(self, batches: Iterable[RowPictures | None]) -> None:
+        """Begins to read the pictures of micro-batches that come next, where this process feeds
+        them.
+        """
+        if self.description.tower is None or not any(chunk.pre_process for chunk in self.chunks):
+            return
+        held = [batch.distinct for batch in batches if batch is not None]
+        self._processor.read_ahead(picture for batch in held for picture in batch.values())
 
     def shards(self) -> list[Shard]:
         """Returns what this process holds of the model, without copies of tensors held elsewhere."""

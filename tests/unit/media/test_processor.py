@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from PIL import Image
 from transformers import AutoImageProcessor, AutoProcessor
 
 from rftmega.errors import CheckpointError, DataError
+from rftmega.media import processor
 from rftmega.media.files import digest_of
 from rftmega.media.placed import PlacedPicture
 from rftmega.media.processor import PictureProcessor, processor_of
@@ -202,3 +204,45 @@ def test_a_model_of_words_has_no_processor_and_a_folder_must_say_how_pictures_ar
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     with pytest.raises(CheckpointError, match="holds no preprocessor_config.json"):
         processor_of(tmp_path)
+
+
+def files(folder: Path, number: int) -> list[PlacedPicture]:
+    found = []
+    for width in range(40, 40 + number):
+        drawn(width, 50).save(folder / f"{width}.png")
+        found.append(placed((folder / f"{width}.png").read_bytes()))
+        found[-1] = replace(found[-1], source=str(folder / f"{width}.png"))
+    return found
+
+
+def test_pictures_that_come_are_read_ahead_a_few_at_a_time_and_once(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coming = files(tmp_path, 5)
+    wanted = [PictureProcessor(folder).pixels(each) for each in coming]
+    seen: list[str] = []
+    reading = processor.read_picture
+    monkeypatch.setattr(
+        processor, "read_picture", lambda path, digest: seen.append(path) or reading(path, digest)
+    )
+    monkeypatch.setattr(processor, "AHEAD", 2)
+    ours = PictureProcessor(folder)
+    ours.read_ahead([*coming, coming[0], placed(torch.zeros(4, 7))])
+    for number, (each, patches) in enumerate(zip(coming, wanted, strict=True)):
+        assert len(seen) <= number + 2
+        assert torch.equal(ours.pixels(each), patches)
+    assert sorted(seen) == sorted(str(each.source) for each in coming)
+
+
+def test_a_picture_that_can_not_be_read_ahead_is_told_where_it_is_asked_for(
+    folder: Path, tmp_path: Path
+) -> None:
+    good, gone, unasked = files(tmp_path, 3)
+    Path(str(gone.source)).unlink()
+    ours = PictureProcessor(folder)
+    ours.read_ahead([gone, unasked])
+    ours.read_ahead([good, gone])
+    ours.pixels(good)
+    with pytest.raises(DataError, match="41.png can't be read"):
+        ours.pixels(gone)
+    assert unasked.digest not in ours._reading
