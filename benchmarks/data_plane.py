@@ -2,6 +2,7 @@
 engines to the micro-batches: everything of a step but models and engines.
 """
 
+import gc
 import os
 import statistics
 import threading
@@ -90,7 +91,11 @@ def held(pids: list[int]) -> float:
 
 
 def measure(world: World, copies: str, ragged: bool) -> tuple[float, float, float]:
-    """Returns (seconds a step, bytes at its end, the most within), over what was there before."""
+    """Returns (seconds a step, bytes at its end, the most within), over what was there before.
+
+    A step goes before: what Python takes for itself once, such as pages that processes share until
+    one writes to them, is no rollout's.
+    """
     torch.manual_seed(world.rank)
     host = HostMemory(f"host {world.rank}" if copies == "a process" else "host")
     ids = tuple(range(PROMPT))
@@ -99,6 +104,8 @@ def measure(world: World, copies: str, ragged: bool) -> tuple[float, float, floa
     tasks = range(world.rank * share, (world.rank + 1) * share)
     lengths = lengths_of(ragged)
     own = {task: rollout_of(prompts[task], lengths[task]) for task in tasks}
+    step(world, host, own, prompts)
+    gc.collect()
     pids = gather_objects(os.getpid())
     before = held(pids) if world.rank == 0 else 0.0
     most, done = [0.0], threading.Event()
