@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -95,7 +95,8 @@ class Learning:
 
         Raises RuntimeError where one failed.
         """
-        prepare()
+        names = list(names)
+        prepare({RUNS[name].example for name in names})
         wanted = [(name, seed) for seed in seeds for name in names]
         cores: SimpleQueue[int] = SimpleQueue()
         for core in sorted(os.sched_getaffinity(0))[: self.jobs]:
@@ -263,13 +264,13 @@ def accuracy(model: str | Path, file: str) -> float:
     return right / len(records)
 
 
-def prepare() -> None:
-    """Data and warm starts, once; they are the same whenever they are made."""
-    made = [[EXAMPLES / example / "make_data.py", folder] for example, folder in DATA.items()]
+def prepare(examples: Collection[str]) -> None:
+    """Data and warm starts of these examples, once; they are the same whenever they are made."""
+    made = [[EXAMPLES / example / "make_data.py", DATA[example]] for example in sorted(examples)]
     made += [
         [EXAMPLES / example / "warm_start.py", data, folder, *arguments]
         for folder, (example, data, *arguments) in STARTS.items()
-        if not (ROOT / folder / "model.safetensors").is_file()
+        if example in examples and not (ROOT / folder / "model.safetensors").is_file()
     ]
     for command in made:
         subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, check=True)
