@@ -253,6 +253,11 @@ class DataConfig:
     file's.
     """
 
+    picture_hosts: list[str] = field(default_factory=list)
+    """Hosts of the web from which pictures and videos are fetched before the run begins, each once,
+    into pictures_folder; empty: addresses are refused.
+    """
+
     response_key: str = "response"
     """Supervised data (data.ptx, too): key of the answer to learn (none where the prompt's chat
     messages end with it).

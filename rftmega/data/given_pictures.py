@@ -99,7 +99,10 @@ class PictureInputs:
         """
         self.processor, self.encode, self.most = processor, encode, most
         self.options = replace(
-            options or DataConfig(), images_key="all_images", pictures_folder="/"
+            options or DataConfig(),
+            images_key="all_images",
+            pictures_folder="/",
+            picture_hosts=[],
         )
         self.reader = PictureReader(processor, self.options, "/", most)
 

@@ -4,7 +4,7 @@ import base64
 import binascii
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from rftmega.config import DataConfig, split_source
 from rftmega.data.examples import TooLong
+from rftmega.data.fetched import Fetched
 from rftmega.data.records import Record
 from rftmega.data.tokenizer import Tokenizer
 from rftmega.errors import DataError
@@ -78,6 +79,7 @@ class PictureReader:
         path, _ = split_source(source)
         beside = path if path.is_dir() else path.parent
         self.folder = Path(config.pictures_folder or beside).resolve()
+        self.fetched = Fetched(self.folder, config.picture_hosts)
         self._sizes: dict[str, tuple[int, int]] = {}  # by digest
         self._videos: dict[str, tuple[Video, tuple[int, ...], str]] = {}  # by path
 
@@ -103,6 +105,18 @@ class PictureReader:
                 f"a prompt with {len(values)} {noun}s: rollout.max_{noun}s is {most}. Raise it, or leave some out."
             )
         return values
+
+    def fetch(self, records: Iterable[Record]) -> None:
+        """Fetches what records name by addresses of the web, several at a time."""
+        given = [record.get(key) for record in records for key in self._keys]
+        named = [
+            each for value in given for each in (value if isinstance(value, list) else [value])
+        ]
+        self.fetched.ahead(each for each in named if isinstance(each, str) and _is_address(each))
+
+    @property
+    def _keys(self) -> tuple[str, str]:
+        return self.config.images_key, self.config.videos_key
 
     def marked(self, text: Any) -> Any:
         """Returns a prompt with the model's own placeholder, or a part of its own in chat messages,
@@ -219,10 +233,8 @@ class PictureReader:
         return self._path(value)
 
     def _path(self, value: str) -> str:
-        if "://" in value:
-            raise DataError(
-                f"{_shown(value)} is not fetched: nothing is downloaded while a run goes on. Download it, and give the path."
-            )
+        if _is_address(value):
+            return str(self.fetched.file(value))
         try:
             path = (self.folder / value).resolve()
         except (OSError, ValueError, RuntimeError) as error:  # a zero byte, links in a circle
@@ -332,6 +344,10 @@ def _decoded(text: str) -> bytes:
         return base64.b64decode(content, validate=True)
     except binascii.Error as error:
         raise DataError(f"{_shown(text)} is no base64: {error}.") from None
+
+
+def _is_address(value: str) -> bool:
+    return "://" in value
 
 
 def _shown(value: Any) -> str:

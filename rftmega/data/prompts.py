@@ -12,7 +12,7 @@ from rftmega.config import DataConfig
 from rftmega.data.encoder import Encoder
 from rftmega.data.examples import load_examples, required
 from rftmega.data.pictures import Most, PictureReader, expanded_within, without_pictures
-from rftmega.data.records import Record
+from rftmega.data.records import Record, records
 from rftmega.data.tokenizer import Tokenizer
 from rftmega.errors import DataError
 from rftmega.media.processor import PictureProcessor
@@ -41,6 +41,8 @@ def load_prompts(
     """
     most = Most(max_pictures, max_videos)
     reader = PictureReader(processor, config, source, most, tokenizer)
+    if config.picture_hosts and processor is not None:
+        reader.fetch(each for _, each in records(source) if not isinstance(each, DataError))
     parse = partial(_parse, Encoder(tokenizer, config, max_prompt_tokens), columns, reader)
     return load_examples(source, parse, too_long=config.too_long, noun="prompts", places=places)
 

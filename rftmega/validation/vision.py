@@ -34,7 +34,12 @@ def _without_tower(config: RunConfig) -> list[str]:
         ("optimizer", config.optimizer, OptimizerConfig, ("vision_learning_rate",)),
         ("critic.optimizer", config.critic.optimizer, OptimizerConfig, ("vision_learning_rate",)),
         ("rollout", config.rollout, RolloutConfig, ("max_pictures", "max_videos")),
-        ("data", config.data, DataConfig, ("pictures_folder", "video_fps", "video_frames")),
+        (
+            "data",
+            config.data,
+            DataConfig,
+            ("pictures_folder", "picture_hosts", "video_fps", "video_frames"),
+        ),
         (
             "trainer",
             config.trainer,
@@ -44,7 +49,8 @@ def _without_tower(config: RunConfig) -> list[str]:
     )
     for section, chosen, defaults, names in options:
         for name in names:
-            if (value := getattr(chosen, name)) != getattr(defaults, name):
+            # a list's default is made anew for each config, and empty
+            if (value := getattr(chosen, name)) != getattr(defaults, name, []):
                 found.append(
                     f"{section}.{name}={value} needs a model with a vision tower; {config.model.path} has none. Leave it out."
                 )

@@ -260,6 +260,7 @@ ELSEWHERE = {
     "data.videos_key": ("x", "unit/data/test_videos.py", "videos_key="),
     "data.video_fps": ("3", "unit/data/test_videos.py", "video_fps="),
     "data.video_frames": ("3", "unit/data/test_videos.py", "video_frames="),
+    "data.picture_hosts": ("[a.org]", "unit/data/test_fetched.py", "picture_hosts="),
     "data.pictures_folder": ("x", "unit/data/test_pictures.py", "pictures_folder="),
     "trainer.max_patches_per_micro_batch": (
         "3",
