@@ -154,10 +154,9 @@ class MegatronModelManager:
         """Begins to read the pictures of micro-batches that come next, where this process feeds
         them.
         """
-        if self.description.tower is None or not any(chunk.pre_process for chunk in self.chunks):
-            return
-        held = [batch.distinct for batch in batches if batch is not None]
-        self._processor.read_ahead(picture for batch in held for picture in batch.values())
+        if any(chunk.pre_process for chunk in self.chunks):
+            held = [batch.distinct for batch in batches if batch is not None]
+            self._processor.read_ahead(picture for batch in held for picture in batch.values())
 
     def shards(self) -> list[Shard]:
         """Returns what this process holds of the model, without copies of tensors held elsewhere."""

@@ -219,7 +219,8 @@ class ModelRunner:
         # as two sums.
         recorder.count("bubble", self.topology.pipeline - 1)
         recorder.count("ideal", len(batches) * len(self.manager.model))
-        self.manager.read_ahead(batch.rows.pictures for batch in batches)
+        if self.manager.description.tower is not None:
+            self.manager.read_ahead(batch.rows.pictures for batch in batches)
         return self.manager.run_schedule(self.forward_step, batches, forward_only=forward_only)
 
     def forward_step(self, batches: Iterator[MicroBatch], model: Any) -> tuple[Any, Any]:
