@@ -31,6 +31,7 @@ from converters.rules import (
     shard,
     shard_shape,
 )
+from converters.stacks import Stack
 from rftmega.errors import CheckpointError
 
 FAMILIES = tuple(sorted(module.name for module in pkgutil.iter_modules(families.__path__)))
@@ -88,6 +89,14 @@ def written(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     return of_family(completed(hf_config)) if of_family else {}
 
 
+def stacks_of(hf_config: Mapping[str, Any]) -> list[Stack]:
+    """Returns the tensors of a folder that hold a matrix of every expert, which the rules know one
+    by one.
+    """
+    of_family = getattr(_family(hf_config), "stacks", None)
+    return of_family(completed(hf_config)) if of_family else []
+
+
 def _family(hf_config: Mapping[str, Any]) -> Any:
     family = hf_config.get("model_type")
     if family not in FAMILIES:
@@ -116,6 +125,7 @@ __all__ = [
     "padded_vocabulary",
     "shard",
     "shard_shape",
+    "stacks_of",
     "table",
     "written",
 ]

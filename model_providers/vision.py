@@ -27,6 +27,7 @@ TOWERS = {
         "Qwen2_5_VLVisionConfig",
     ),
     "qwen3_vl": ("qwen3_vl", "Qwen3VLVisionModel", "Qwen3VLVisionConfig"),
+    "qwen3_vl_moe": ("qwen3_vl_moe", "Qwen3VLMoeVisionModel", "Qwen3VLMoeVisionConfig"),
 }
 
 

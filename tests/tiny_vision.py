@@ -1,4 +1,4 @@
-"""Tiny random Qwen2-VL, Qwen2.5-VL and Qwen3-VL folders, with a tokenizer and what an image
+"""Tiny random Qwen2-VL, Qwen2.5-VL and Qwen3-VL (dense and a mixture) folders, with a tokenizer and what an image
 processor reads.
 """
 
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
 from transformers.utils import logging
@@ -30,9 +31,12 @@ PROCESSORS = {
     "qwen2_vl": "Qwen2VLProcessor",
     "qwen2_5_vl": "Qwen2_5_VLProcessor",
     "qwen3_vl": "Qwen3VLProcessor",
+    "qwen3_vl_moe": "Qwen3VLProcessor",
 }
 KINDS = tuple(PROCESSORS)
-PATCH = {"qwen2_vl": 14, "qwen2_5_vl": 14, "qwen3_vl": 16}
+PATCH = {"qwen2_vl": 14, "qwen2_5_vl": 14, "qwen3_vl": 16, "qwen3_vl_moe": 16}
+EXPERTS = 4
+EXPERT_FFN = 48
 MERGE = 2  # one token each MERGE x MERGE patches
 SIZES = ((64, 96), (100, 50), (56, 56))  # height and width of `pictures`
 CHAT_TEMPLATE = (
@@ -74,6 +78,12 @@ OWN_TEXT: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {"bos_token_id": None, "rope_parameters": ROPE},
     "qwen3_vl": {"head_dim": 32, "rope_parameters": ROPE | {"mrope_interleaved": True}},
 }
+OWN_TEXT["qwen3_vl_moe"] = OWN_TEXT["qwen3_vl"] | {
+    "num_experts": EXPERTS,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": EXPERT_FFN,
+    "mlp_only_layers": [1],
+}
 OWN_TOWER: dict[str, dict[str, Any]] = {
     "qwen2_vl": {"embed_dim": 32, "mlp_ratio": 2},
     "qwen2_5_vl": {
@@ -89,6 +99,7 @@ OWN_TOWER: dict[str, dict[str, Any]] = {
         "deepstack_visual_indexes": [0, 1],
     },
 }
+OWN_TOWER["qwen3_vl_moe"] = OWN_TOWER["qwen3_vl"]
 
 
 def save_tiny_vision(folder: Path, kind: str, *, seed: int = 0, **text_changes: Any) -> Path:
@@ -109,6 +120,7 @@ def save_tiny_vision(folder: Path, kind: str, *, seed: int = 0, **text_changes: 
                 parameter.mul_(4.0)
     logging.disable_progress_bar()
     model.save_pretrained(folder)
+    publish_experts(folder / "model.safetensors")
     tokenizer().save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(preprocessor(kind), indent=2))
     if kind == "qwen3_vl":  # which bounds all frames together; the others' is that of pictures
@@ -116,6 +128,39 @@ def save_tiny_vision(folder: Path, kind: str, *, seed: int = 0, **text_changes: 
         fields.pop("image_processor_type")
         (folder / "video_preprocessor_config.json").write_text(json.dumps(fields, indent=2))
     return folder
+
+
+def publish_experts(path: Path) -> None:
+    """Transposes the matrices of experts, which transformers 5 writes otherwise than they are
+    published.
+    """
+    tensors = load_file(path)
+    for name, tensor in tensors.items():
+        if tensor.dim() == 3 and ".mlp.experts." in name:
+            tensors[name] = tensor.transpose(1, 2).contiguous()
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def by_matrix(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns the tensors of a folder, published or of transformers 5, with a tensor for each
+    matrix of an expert, [out, in].
+    """
+    found = {}
+    for name, tensor in tensors.items():
+        if tensor.dim() != 3 or ".mlp.experts." not in name:
+            found[name] = tensor
+            continue
+        stem, _, kind = name.rpartition(".")
+        width = 2 * EXPERT_FFN if kind == "gate_up_proj" else TEXT["hidden_size"]
+        for expert, each in enumerate(tensor):
+            matrix = each if len(each) == width else each.T
+            if kind == "down_proj":
+                found[f"{stem}.{expert}.down_proj.weight"] = matrix
+                continue
+            gate, up = matrix[:EXPERT_FFN], matrix[EXPERT_FFN:]
+            found[f"{stem}.{expert}.gate_proj.weight"] = gate
+            found[f"{stem}.{expert}.up_proj.weight"] = up
+    return found
 
 
 def vision_config(kind: str, **text_changes: Any) -> Any:

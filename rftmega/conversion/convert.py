@@ -25,6 +25,7 @@ from converters import (
     located,
     padded_vocabulary,
     shard_shape,
+    stacks_of,
     table,
 )
 from converters.checksums import files_of, sum_of, write_sums
@@ -37,6 +38,7 @@ from converters.hf_folder import (
     write_index,
     write_shard,
 )
+from converters.stacked_files import Stacking, open_folder
 from converters.vision import embedding_name
 from model_providers.builder import build_chunk, transformer_config
 from model_providers.description import describe, layout_violations
@@ -100,9 +102,10 @@ def to_megatron(
     Raises CheckpointError for a folder that its config.json does not describe, ConfigError for a
     layout that can't be.
     """
-    files = HFFolder(source)
+    hf_config = read_hf_config(source)
+    files = open_folder(source, hf_config)
     value_head = "score.weight" in files
-    dtype = files.dtype_of(embedding_name(table(read_hf_config(source))))
+    dtype = files.dtype_of(embedding_name(table(hf_config)))
     model = SourceModel(source, dtype, value_head=value_head, head_bias="score.bias" in files)
     if problems := layout_violations(model.description, parallel):
         raise ConfigError(
@@ -187,7 +190,8 @@ def to_hf(source: Path, target: Path, *, progress: Progress = lambda _: None) ->
     job = {"source": hashlib.sha256((source / MANIFEST).read_bytes()).hexdigest()}
     with written_alone(target):
         finished = begin(target, job)
-        shards = shards_of(tensors.planned, FILE_BYTES)
+        stacking = Stacking(stacks_of(tensors.model.hf_config))
+        shards = shards_of(stacking.planned(tensors.planned), FILE_BYTES)
         sums: dict[str, str] = {}
         of_files: dict[str, str] = {}
         room = Room(2 * max(tensor.bytes for tensor in tensors.planned))
@@ -195,9 +199,9 @@ def to_hf(source: Path, target: Path, *, progress: Progress = lambda _: None) ->
         def convert(file: str) -> dict[str, Any]:
             if "sum" in finished.get(file, {}):
                 return finished[file]
-            names = {tensor.name for tensor in shards[file]}
+            names = stacking.matrices(tensor.name for tensor in shards[file])
             with closing(tensors.named(names, room)) as stream:
-                written = write_shard(target / file, shards[file], stream)
+                written = write_shard(target / file, shards[file], stacking.stacked(stream))
                 said = {"file": file, "tensors": written.tensors, "sum": f"xxh3:{written.file}"}
             note(target, said)
             return said
@@ -247,8 +251,8 @@ class FolderTensors:
     """
 
     def __init__(self, folder: Path):
-        self.files = HFFolder(folder)
         hf_config = read_hf_config(folder)
+        self.files = open_folder(folder, hf_config)
         self.left_out = left_out(hf_config, self.files.names)
         if flattened(hf_config).get("tie_word_embeddings") and HEAD in self.files:
             self.left_out.add(HEAD)

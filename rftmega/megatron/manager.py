@@ -32,6 +32,7 @@ from torch.nn import functional as F
 
 from converters import Rule, table
 from converters.hf_folder import HFFolder
+from converters.stacked_files import open_folder
 from model_providers.builder import build_chunk, transformer_config
 from model_providers.description import describe
 from model_providers.hf_config import read_hf_config
@@ -106,7 +107,7 @@ class MegatronModelManager:
         refuse_hazards(self.config)
         self.config.timers = Timers()
         distributed = is_distributed(cfg.model.path)
-        files = None if distributed else HFFolder(cfg.model.path)
+        files = None if distributed else open_folder(cfg.model.path, self.hf_config)
         self._head_bias = (
             "score.bias" in files if files else read_manifest(Path(cfg.model.path))["head_bias"]
         )

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from converters import export_folder
+from converters import export_folder, stacks_of
 from converters.hf_folder import copy_companions, shards_of, write_index, write_shard
+from converters.stacked_files import Stacking
 from rftmega.errors import CheckpointError
 from rftmega.json_files import read_json_object
 from rftmega.parallel.collectives import gather_objects
@@ -65,9 +66,11 @@ def _write(
     classifier: bool,
 ) -> None:
     draft = export_folder.begin(target)
-    shards = shards_of(exporter.planned, SHARD_BYTES)
+    stacking = Stacking(stacks_of(read_json_object(source / "config.json")))
+    shards = shards_of(stacking.planned(exporter.planned), SHARD_BYTES)
+    stream = stacking.stacked(tensors)
     for file, planned in shards.items():
-        write_shard(draft / file, planned, tensors)
+        write_shard(draft / file, planned, stream)
     write_index(draft, shards)
     if changed := copy_companions(source, draft):
         log.info("%s: %s", target, changed)

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from converters import instances, table
+from converters import instances, stacks_of, table
 from model_providers.description import describe, layout_violations
 from rftmega.config import ParallelConfig
 from rftmega.errors import CheckpointError
-from tests.tiny_vision import KINDS, save_tiny_vision
+from tests.tiny_vision import EXPERTS, KINDS, by_matrix, save_tiny_vision
 
 PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     # hub's config.json, text and tower, and the parameters that transformers makes of them
@@ -62,12 +62,11 @@ def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def test_names_shapes_and_the_count_are_those_of_the_folder(config: tuple[Path, Any]) -> None:
     folder, fields = config
     ours = {}
-    for rule, layer, _ in instances(table(fields), layers=4, experts=0):
+    for rule, layer, expert in instances(table(fields), layers=4, experts=EXPERTS):
         shapes = [tuple(tensor.shape) for tensor in rule.hf]
-        ours.update(zip(rule.hf_names(layer), shapes, strict=True))
-    with safe_open(folder / "model.safetensors", "pt") as file:
-        theirs = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    assert ours == theirs
+        ours.update(zip(rule.hf_names(layer, expert), shapes, strict=True))
+    disk = by_matrix(load_file(folder / "model.safetensors"))
+    assert ours == {name: tuple(tensor.shape) for name, tensor in disk.items()}
     model = AutoModelForImageTextToText.from_pretrained(folder)
     assert describe(fields).parameters == sum(p.numel() for p in model.parameters())
 
@@ -83,6 +82,98 @@ def test_a_published_config_with_the_text_s_fields_outside_is_the_model_of_trans
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(known)
     assert parameters == sum(p.numel() for p in model.parameters())
+
+
+MIXTURE: dict[str, Any] = {  # Qwen3-VL-30B-A3B, as its makers wrote it
+    "model_type": "qwen3_vl_moe", "image_token_id": 151655, "video_token_id": 151656, "vision_start_token_id": 151652,
+    "vision_end_token_id": 151653, "tie_word_embeddings": False,
+    "text_config": {
+        "model_type": "qwen3_vl_moe_text", "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643,
+        "decoder_sparse_step": 1, "dtype": "bfloat16", "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu",
+        "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 6144, "max_position_embeddings": 262144,
+        "mlp_only_layers": [], "moe_intermediate_size": 768, "norm_topk_prob": True, "num_attention_heads": 32,
+        "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-6, "rope_theta": 5000000, "use_cache": True, "vocab_size": 151936,
+        "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+    },
+    "vision_config": {
+        "model_type": "qwen3_vl_moe", "deepstack_visual_indexes": [8, 16, 24], "depth": 27, "hidden_size": 1152,
+        "hidden_act": "gelu_pytorch_tanh", "in_channels": 3, "initializer_range": 0.02, "intermediate_size": 4304,
+        "num_heads": 16, "num_position_embeddings": 2304, "out_hidden_size": 2048, "patch_size": 16,
+        "spatial_merge_size": 2, "temporal_patch_size": 2,
+    },
+}  # fmt: skip
+
+
+def test_the_published_mixture_has_the_parameters_and_shapes_of_transformers() -> None:
+    found = describe(MIXTURE)
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(
+            AutoConfig.for_model(**copy.deepcopy(MIXTURE))
+        )
+    assert found.parameters == sum(p.numel() for p in model.parameters()) == 31_070_754_032
+    assert found.rope.base == 5000000
+    theirs = {
+        name: tuple(tensor.shape)
+        for name, tensor in model.named_parameters()
+        if ".experts." in name
+    }
+    assert {stack.name: stack.untransposed for stack in stacks_of(MIXTURE)} == theirs
+
+
+SPARSE: tuple[dict[str, Any], ...] = (
+    {},
+    {"mlp_only_layers": None},
+    {"mlp_only_layers": [0, 2]},
+    {"mlp_only_layers": [], "decoder_sparse_step": 2},
+    {"mlp_only_layers": [3], "decoder_sparse_step": 2},
+)
+
+
+@pytest.mark.parametrize("fields", SPARSE)
+def test_layers_with_experts_and_the_base_of_the_rotation_are_those_of_transformers(
+    fields: dict[str, Any],
+) -> None:
+    written = copy.deepcopy(MIXTURE)
+    text = written["text_config"]
+    del text["mlp_only_layers"], text["decoder_sparse_step"], text["rope_theta"]
+    text |= {"num_hidden_layers": 4} | fields
+    theirs = AutoConfig.for_model(**copy.deepcopy(written))
+    with torch.device("meta"):
+        model: Any = AutoModelForImageTextToText.from_config(theirs)
+    layers = enumerate(model.model.language_model.layers)
+    wanted = {number for number, layer in layers if hasattr(layer.mlp, "experts")}
+    found = describe(written)
+    assert found.experts is not None
+    assert found.experts.layers == wanted
+    assert found.rope.base == theirs.text_config.rope_parameters["rope_theta"]
+    assert found.parameters == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("norm_topk_prob", False, "norm_topk_prob=false is not supported"),
+        ("num_experts_per_tok", 200, "more than the 128 experts"),
+        (
+            "moe_intermediate_size",
+            1024,
+            "nobody can tell whether a folder's experts are transposed",
+        ),
+        (
+            "moe_intermediate_size",
+            2048,
+            "nobody can tell whether a folder's experts are transposed",
+        ),
+        ("num_local_experts", 64, "num_experts=128 and num_local_experts=64"),
+        ("sliding_window", 4096, "sliding_window=4096"),
+    ],
+)
+def test_what_a_mixture_can_t_be_is_refused(name: str, value: Any, said: str) -> None:
+    changed = copy.deepcopy(MIXTURE)
+    changed["text_config"][name] = value
+    with pytest.raises(CheckpointError, match=said):
+        described_and_tabled(changed)
 
 
 def test_both_ways_of_writing_describe_one_model(config: tuple[Path, Any]) -> None:

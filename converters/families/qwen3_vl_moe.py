@@ -1,0 +1,64 @@
+"""Qwen3-VL with a mixture of experts: Qwen3's mixture behind Qwen3-VL's vision tower.
+
+A folder holds the matrices of a layer's experts as two tensors.
+"""
+
+from converters.config_fields import Fields
+from converters.decoder import Config, number_of_experts, qwen_sparse_layers
+from converters.families import qwen3_moe, qwen3_vl
+from converters.nested_fields import VisionFields
+from converters.rules import Rule
+from converters.stacks import Stack
+from converters.vision import check, renamed, tower_rules
+from rftmega.errors import CheckpointError
+
+TEXT = "model.language_model."
+FIELDS = VisionFields(
+    Fields(
+        required=("num_key_value_heads", "num_experts_per_tok", "moe_intermediate_size"),
+        defaults={
+            "attention_bias": False,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": None,
+            "norm_topk_prob": True,
+        },
+        nullable=("mlp_only_layers",),
+        not_null=("num_experts", "num_local_experts"),
+        rope_theta=500000.0,
+    ),
+    required=qwen3_vl.FIELDS.required,
+    defaults=qwen3_vl.FIELDS.defaults,
+    only=qwen3_vl.FIELDS.only,
+)
+
+
+def table(config: Config) -> list[Rule]:
+    tower = config["vision_config"]
+    check(tower, tower["hidden_size"], tower["out_hidden_size"], config["hidden_size"])
+    refuse_ambiguous(config["hidden_size"], config["moe_intermediate_size"])
+    text = renamed(qwen3_moe.table(config), TEXT)
+    return [*text, *tower_rules(qwen3_vl.shapes(tower), "model.visual.")]
+
+
+def refuse_ambiguous(hidden: int, ffn: int) -> None:
+    """Raises CheckpointError where an expert's matrices and their transposes have one shape:
+    transformers takes such a published folder for one that it wrote itself.
+    """
+    if hidden in (ffn, 2 * ffn):
+        raise CheckpointError(
+            f"hidden_size={hidden} with moe_intermediate_size={ffn}: nobody can tell whether a folder's experts are transposed."
+        )
+
+
+def stacks(config: Config) -> list[Stack]:
+    """Returns the tensors of a folder that hold a matrix of each expert."""
+    hidden, ffn = config["hidden_size"], config["moe_intermediate_size"]
+    found = []
+    for layer in sorted(qwen_sparse_layers(config)):
+        stem = f"{TEXT}layers.{layer}.mlp.experts"
+        experts = [f"{stem}.{expert}" for expert in range(number_of_experts(config))]
+        gate_up = [(f"{each}.gate_proj.weight", f"{each}.up_proj.weight") for each in experts]
+        down = [(f"{each}.down_proj.weight",) for each in experts]
+        found.append(Stack(f"{stem}.gate_up_proj", tuple(gate_up), (ffn, hidden)))
+        found.append(Stack(f"{stem}.down_proj", tuple(down), (hidden, ffn)))
+    return found

@@ -1,0 +1,178 @@
+"""Reads and writes stacks of a folder by the matrix.
+
+What was published and what transformers 5 writes are both read. What was published is written:
+every release of transformers, and vLLM, reads that.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from converters import stacks_of
+from converters.hf_folder import HFFolder, PlannedTensor, checksum, read_into
+from converters.stacks import Place, Stack
+from rftmega.errors import CheckpointError
+
+
+def open_folder(folder: str | Path, hf_config: Mapping[str, Any]) -> HFFolder:
+    """Opens the weights of a folder, whose names are those of the family's table then.
+
+    Raises CheckpointError as HFFolder and UnstackedFolder do.
+    """
+    stacks = stacks_of(hf_config)
+    return UnstackedFolder(folder, stacks) if stacks else HFFolder(folder)
+
+
+class MatrixSlice:
+    """MatrixSlice reads what is asked for of one matrix."""
+
+    def __init__(self, stored: Any, place: Place):
+        self._stored, self._place = stored, place
+
+    def __getitem__(self, index: slice | tuple[slice, slice]) -> Tensor:
+        rows, columns = index if isinstance(index, tuple) else (index, slice(None))
+        start, stop, _ = rows.indices(self._place.stack.shape[0])
+        here = slice(self._place.start + start, self._place.start + stop)
+        if self._place.transposed:
+            found: Tensor = self._stored[self._place.expert, columns, here]
+            return found.T
+        straight: Tensor = self._stored[self._place.expert, here, columns]
+        return straight
+
+
+class UnstackedFolder(HFFolder):
+    """UnstackedFolder is a folder whose stacks are read as if each matrix were a tensor."""
+
+    def __init__(self, folder: str | Path, stacks: Sequence[Stack]):
+        """Raises CheckpointError for a stack of another shape, and for a matrix that is there
+        twice.
+        """
+        super().__init__(folder)
+        self._places: dict[str, Place] = {}
+        for stack in stacks:
+            if super().__contains__(stack.name):
+                self._places |= stack.places(transposed=self._is_transposed(stack))
+        self._stacked = {place.stack.name for place in self._places.values()}
+        if twice := sorted(self._places.keys() & set(super().names)):
+            stack = self._places[twice[0]].stack
+            raise CheckpointError(
+                f"{self.folder} holds {twice[0]!r}, and once more in {stack.name!r}. Remove one of them."
+            )
+
+    def _is_transposed(self, stack: Stack) -> bool:
+        shape = super().shape_of(stack.name)
+        if shape not in (stack.published, stack.untransposed):
+            raise CheckpointError(
+                f"{self.folder}: {stack.name} has shape {shape}; config.json asks for {stack.published}, or as transformers 5 "
+                f"writes it {stack.untransposed}."
+            )
+        return shape == stack.published
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._places or (super().__contains__(name) and name not in self._stacked)
+
+    @property
+    def names(self) -> Iterable[str]:
+        return [*(name for name in super().names if name not in self._stacked), *self._places]
+
+    def slice_of(self, name: str, shape: tuple[int, ...]) -> Any:
+        if (place := self._places.get(name)) is None:
+            return super().slice_of(name, shape)
+        self.dtype_of(name)
+        _check(place, name, shape)
+        stack = place.stack
+        return MatrixSlice(self._file(self._holder(stack.name)).get_slice(stack.name), place)
+
+    def fill(self, targets: Sequence[Tensor], name: str, shape: tuple[int, ...]) -> str:
+        if (place := self._places.get(name)) is None:
+            return super().fill(targets, name, shape)
+        _check(place, name, shape)
+        matrix = place.of(self._expert(place)).contiguous()
+        for target, rows in zip(
+            targets, matrix.split([len(each) for each in targets]), strict=True
+        ):
+            target.copy_(rows)
+        return checksum(matrix)
+
+    def _expert(self, place: Place) -> Tensor:
+        """Reads all matrices of an expert in a stack, which lie together."""
+        name = place.stack.name
+        file, said = self._holder(name), self._said(name)
+        start, _ = self._header(file)
+        matrices = torch.empty(said["shape"][1:], dtype=super().dtype_of(name))
+        with (self.folder / file).open("rb", buffering=0) as stream:
+            stream.seek(start + said["data_offsets"][0] + place.expert * matrices.nbytes)
+            read_into(stream, matrices, f"{self.folder / file}: {name}")
+        return matrices
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        place = self._places.get(name)
+        return super().dtype_of(place.stack.name if place else name)
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        place = self._places.get(name)
+        return place.stack.shape if place else super().shape_of(name)
+
+
+def _check(place: Place, name: str, shape: tuple[int, ...]) -> None:
+    assert tuple(shape) == place.stack.shape, (name, shape)  # both are config.json's
+
+
+class Stacking:
+    """Stacking puts the matrices of experts into the tensors that a folder has of them."""
+
+    def __init__(self, stacks: Sequence[Stack]):
+        self._places = {
+            name: place for stack in stacks for name, place in stack.places(transposed=True)
+        }
+
+    def planned(self, planned: Iterable[PlannedTensor]) -> list[PlannedTensor]:
+        """Returns what `stacked` will give for such a stream, in its order."""
+        found, missing = [], _Missing()
+        for tensor in planned:
+            place = self._places.get(tensor.name)
+            if place is None:
+                found.append(tensor)
+            elif missing.is_last(place):
+                found.append(PlannedTensor(place.stack.name, tensor.dtype, place.stack.published))
+        return found
+
+    def matrices(self, names: Iterable[str]) -> set[str]:
+        """Returns the names of what a folder's tensors of these names are made of."""
+        chosen = set(names)
+        inside = {name for name, place in self._places.items() if place.stack.name in chosen}
+        return inside | (chosen - {place.stack.name for place in self._places.values()})
+
+    def stacked(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yields a stack as soon as its last matrix came, and all else at once.
+
+        It holds the stacks whose matrices come, one layer's where a stream goes layer by layer.
+        """
+        missing, held = _Missing(), dict[str, Tensor]()
+        for name, tensor in tensors:
+            if (place := self._places.get(name)) is None:
+                yield name, tensor
+                continue
+            stack = place.stack
+            if stack.name not in held:
+                held[stack.name] = torch.empty(stack.published, dtype=tensor.dtype)
+            place.of(held[stack.name][place.expert]).copy_(tensor)
+            if missing.is_last(place):
+                yield stack.name, held.pop(stack.name)
+
+
+class _Missing:
+    """_Missing counts the matrices of stacks."""
+
+    def __init__(self) -> None:
+        self._left: dict[str, int] = {}
+
+    def is_last(self, place: Place) -> bool:
+        """Counts a matrix; says whether it is the last of its stack."""
+        stack = place.stack
+        left = self._left.get(stack.name, len(stack.matrices) * len(stack.matrices[0])) - 1
+        self._left[stack.name] = left
+        return left == 0

@@ -1,0 +1,26 @@
+"""Qwen3-VL with a mixture of experts: the best few of a softmax over all, normalised."""
+
+from dataclasses import replace
+
+from converters.decoder import number_of_experts, qwen_sparse_layers
+from converters.families import qwen3_vl
+from converters.vision import count_of
+from model_providers.description import Experts, ModelDescription, decoder
+from model_providers.hf_config import HFConfig
+from model_providers.tower import read_tower
+
+
+def describe(config: HFConfig) -> ModelDescription:
+    config.only(
+        "norm_topk_prob", True, why="transformers' model of this family has no other weights"
+    )
+    experts = Experts(
+        number=number_of_experts(config),
+        active=config["num_experts_per_tok"],
+        ffn=config["moe_intermediate_size"],
+        layers=qwen_sparse_layers(config),
+        normalised=True,
+    )
+    parameters = count_of(qwen3_vl.shapes(config["vision_config"]))
+    tower = read_tower(config, width="hidden_size", ffn=None, gated=False, parameters=parameters)
+    return replace(decoder(config, qk_norm=True), experts=experts, tower=tower)
