@@ -13,6 +13,11 @@ DEEPSEEK_V3 = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 Its makers' config.json says so, transformers' does not, and vLLM takes other ways then.
 """
 
+MIXTURE_THAT_SEES = {"text_config": {"norm_topk_prob": True}}
+"""How Qwen3-VL's mixture weighs experts: published files say so, transformers' do not, and vLLM
+looks for it.
+"""
+
 
 def model_arguments(folder: str | Path, *, on_cuda: bool) -> dict[str, Any]:
     """Returns keyword arguments of `vllm.LLM` for the model in `folder`.
@@ -24,7 +29,10 @@ def model_arguments(folder: str | Path, *, on_cuda: bool) -> dict[str, Any]:
     if config.get("vision_config"):
         # The trainer's own normalisation. vLLM would keep it in buffers of the tower, which are
         # noise in an engine that starts without weights, and which no push mends.
-        return {"mm_device_do_normalize": False}
+        seeing: dict[str, Any] = {"mm_device_do_normalize": False}
+        if config["model_type"] == "qwen3_vl_moe":
+            seeing["hf_overrides"] = MIXTURE_THAT_SEES
+        return seeing
     if config["model_type"] != "deepseek_v3":
         return {}
     arguments: dict[str, Any] = {"hf_overrides": DEEPSEEK_V3}

@@ -15,10 +15,10 @@ from rftmega.conversion import convert
 from rftmega.megatron import MegatronActor
 from rftmega.parallel.topology import Topology
 from rftmega.types import Experience, Rows, TokenLoss
-from rftmega.weights import Exporter
+from rftmega.weights import Exporter, export_hf_folder
 from tests.layouts import build_critic, config_of
 from tests.ranks import LOCAL, TRANSFORMER_ENGINE, run_ranks
-from tests.tiny_vision import KINDS, save_tiny_vision
+from tests.tiny_vision import KINDS, by_matrix, save_tiny_vision
 from tests.video_rows import rows_with_videos
 from tests.vision_rows import (
     PROMPTS,
@@ -65,8 +65,34 @@ WITH_VIDEOS = {
     "TP2 x PP2, SP": LAYOUTS["TP2 x PP2, SP"],
     "CP2": MORE["CP2"],
 }
+# A mixture takes tensor parallelism with sequence parallelism only.
+MIXTURE: dict[str, tuple[int, ParallelConfig, OptimizerConfig]] = {
+    "EP2 x TP2, SP": (2, P(tensor=2, sequence=True, expert=2), OPTIMIZER),
+    "EP2 x TP2 x ETP2, SP": (4, P(tensor=2, sequence=True, expert=2, expert_tensor=2), OPTIMIZER),
+    "EP2 x PP2 x DP2, overlapped": (4, P(pipeline=2, expert=2), OVERLAPPED),
+}
+MORE_OF_MIXTURE: dict[str, tuple[int, ParallelConfig, OptimizerConfig]] = {
+    "EP2": (2, P(expert=2), OPTIMIZER),
+    "EP4, distributed optimizer": (4, P(expert=4), SHARDED),
+    "EP2 x CP2": (2, P(expert=2, context=2), OPTIMIZER),
+    "EP2 x TP4, SP": (4, P(tensor=4, sequence=True, expert=2), OPTIMIZER),
+    "EP2 x TP2 x PP2, SP, full recompute": (
+        4,
+        P(tensor=2, pipeline=2, sequence=True, expert=2, recompute="full"),
+        SHARDED,
+    ),
+}
 INTERLEAVED = {"PP2 x VPP2": (2, P(pipeline=2, virtual_pipeline=2), OPTIMIZER)}
 UPDATES = 2
+
+
+def layouts_of(kind: str, *, more: bool) -> dict[str, tuple[int, ParallelConfig, OptimizerConfig]]:
+    """Returns a few layouts, or those `more` that the few have in them."""
+    if "moe" not in kind:
+        interleaved = {} if kind == "qwen3_vl" else INTERLEAVED
+        return MORE | interleaved if more else LAYOUTS
+    fits = {name: each for name, each in MORE.items() if each[1].tensor == 1 or each[1].sequence}
+    return LAYOUTS | fits | MORE_OF_MIXTURE if more else MIXTURE
 
 
 def likelihood(stats: Any, experience: Experience) -> TokenLoss:
@@ -184,12 +210,12 @@ def assert_learns_alike(
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "model.safetensors")
+    return by_matrix(load_file(folder / "model.safetensors"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_updates_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
-    assert_learns_alike(kind, LAYOUTS, tmp_path)
+    assert_learns_alike(kind, layouts_of(kind, more=False), tmp_path)
 
 
 @pytest.mark.ranks
@@ -197,8 +223,7 @@ def test_two_updates_are_those_of_transformers(kind: str, tmp_path: Path) -> Non
 def test_two_updates_are_those_of_transformers_under_the_other_layouts(
     kind: str, tmp_path: Path
 ) -> None:
-    more = {} if kind == "qwen3_vl" else INTERLEAVED
-    assert_learns_alike(kind, MORE | more, tmp_path)
+    assert_learns_alike(kind, layouts_of(kind, more=True), tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["qwen3_vl"])
@@ -322,27 +347,55 @@ def test_bfloat16_is_as_far_from_float32_as_it_is_in_transformers(
     assert noise < 1.25 * wanted
 
 
-def convert_body(world: Any, source: Path, target: Path, back: Path) -> None:
-    convert.to_megatron(source, target, P(tensor=2, pipeline=2))
+def export_body(world: Any, source: Path, target: Path) -> None:
+    parallel = P(tensor=2, sequence=True, expert=2)
+    actor = MegatronActor(config_of(source, parallel), Topology.create(parallel, seed=1))
+    exporter = Exporter(actor.manager.shards(), actor.topology.replica_group, bucket_bytes=20_000)
+    export_hf_folder(exporter, source, target, write=world.rank == 0)
+
+
+def test_a_mixture_is_exported_as_it_is_published(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    save_tiny_vision(source, "qwen3_vl_moe")
+    run_ranks(2, export_body, source, target)
+    before = load_file(source / "model.safetensors")
+    after = load_file(next(target.glob("*.safetensors")))
+    assert after.keys() == before.keys()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in after.items())
+
+
+def convert_body(
+    world: Any, source: Path, target: Path, back: Path, parallel: ParallelConfig
+) -> None:
+    convert.to_megatron(source, target, parallel)
     convert.verify(source, target)
     convert.to_hf(target, back)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl", pytest.param("qwen2_vl", marks=pytest.mark.ranks)])
+CONVERTED = {
+    "qwen3_vl": LAYOUTS["TP2 x PP2, SP"],
+    "qwen3_vl_moe": MORE_OF_MIXTURE["EP2 x TP2 x PP2, SP, full recompute"],
+    "qwen2_vl": LAYOUTS["TP2 x PP2, SP"],
+}
+
+
+@pytest.mark.parametrize(
+    "kind", ["qwen3_vl", "qwen3_vl_moe", pytest.param("qwen2_vl", marks=pytest.mark.ranks)]
+)
 def test_a_converted_checkpoint_is_the_same_model_and_goes_back_byte_by_byte(
     kind: str, tmp_path: Path
 ) -> None:
     source, target, back = (tmp_path / name for name in ("source", "target", "back"))
     save_tiny_vision(source, kind)
-    run_ranks(1, convert_body, source, target, back)
+    processes, parallel, optimizer = CONVERTED[kind]
+    run_ranks(1, convert_body, source, target, back, parallel)
     again = load_file(next(back.glob("*.safetensors")))
-    before = tensors_of(source)
+    before = load_file(source / "model.safetensors")
     assert again.keys() == before.keys()
     assert all(torch.equal(tensor, before[name]) for name, tensor in again.items())
     assert (back / "preprocessor_config.json").read_bytes() == (
         source / "preprocessor_config.json"
     ).read_bytes()
-    processes, parallel, optimizer = LAYOUTS["TP2 x PP2, SP"]
     found = run_ranks(processes, body, target, parallel, optimizer, {})
     first, last, model, _ = learnt(source)
     model.save_pretrained(tmp_path / "after")
