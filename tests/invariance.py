@@ -175,6 +175,12 @@ LAYOUTS |= {
     # its tower feeds the first two layers, which have to be together
     "qwen3_vl": WITH_PICTURES
     | {"PP2, first stage of 3 layers": Layout(2, P(pipeline=2, first_stage_layers=3))},
+    "qwen3_vl_moe": {
+        name: layout
+        for name, layout in (WITH_PICTURES | LAYOUTS["qwen3-moe"]).items()
+        if layout.parallel.virtual_pipeline == 1
+        and (layout.parallel.tensor == 1 or layout.parallel.sequence)
+    },
 }
 ALONE = Layout(1, P())
 # With the modules of Transformer Engine (its stub), against one process without.
