@@ -40,9 +40,15 @@ from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
 
-from rftmega.rollout.pictures import check_expanded, check_pixels, prompt_of  # noqa: E402
+from rftmega.rollout.pictures import (  # noqa: E402
+    check_expanded,
+    check_samples,
+    placeholders,
+    prompt_of,
+    samples_of_vllm,
+)
 from rftmega.rollout.reload import FreshParameters, forget_expert_kernels, pack_output_heads  # noqa: E402
-from rftmega.rollout.vllm_models import model_arguments, sees  # noqa: E402
+from rftmega.rollout.vllm_models import limits_of, model_arguments, sees  # noqa: E402
 
 
 def _share_cores(world: World) -> None:
@@ -120,10 +126,7 @@ class VLLMEngine(Engine):
         pictures = sees(folder)
         media: dict[str, Any] = {}
         if pictures:
-            media["limit_mm_per_prompt"] = {
-                "image": max(1, config.max_pictures),
-                "video": config.max_videos,
-            }
+            media["limit_mm_per_prompt"] = limits_of(config)
         threads = torch.get_num_threads()
         self._llm: Any = LLM(
             model=str(folder),
@@ -147,9 +150,9 @@ class VLLMEngine(Engine):
         if on_cuda:
             torch.set_num_threads(threads)
         if pictures:
-            check_pixels(
-                self._llm.llm_engine, PictureProcessor(folder), videos=config.max_videos > 0
-            )
+            processor = PictureProcessor(folder)
+            tokens = placeholders(processor, videos=config.max_videos > 0)
+            check_samples(samples_of_vllm(self._llm.llm_engine.renderer, tokens), processor)
         self.destinations = FreshParameters(self._llm.apply_model(_itself)[0])
         if config.tensor > 1:
             _unlink_shared_memory(world, config.tensor, mine=True)

@@ -5,6 +5,7 @@ the folder differs.
 from pathlib import Path
 from typing import Any
 
+from rftmega.config import RolloutConfig
 from rftmega.json_files import read_json_object
 
 DEEPSEEK_V3 = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
@@ -44,3 +45,8 @@ def model_arguments(folder: str | Path, *, on_cuda: bool) -> dict[str, Any]:
 def sees(folder: str | Path) -> bool:
     """Returns whether the model has a vision tower."""
     return bool(read_json_object(Path(folder) / "config.json").get("vision_config"))
+
+
+def limits_of(config: RolloutConfig) -> dict[str, int]:
+    """Returns how many pictures and videos a prompt may have."""
+    return {"image": max(1, config.max_pictures), "video": config.max_videos}
