@@ -7,13 +7,16 @@ vLLM's own.
 """
 
 import hmac
+import json
 import os
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
+from urllib.parse import parse_qsl
 
 from rftmega.parallel.orphans import end_with_all
 
 PARENT = "RFTMEGA_SERVER_PARENT"  # the process without which a server has nobody to serve
+SAMPLES = "/samples"  # answered here: what vLLM makes of sample pictures
 KEY = "RFTMEGA_SERVER_KEY"  # in the environment; a command line is seen by everybody on the host
 PATHS = {
     *("/health", "/inference/v1/generate", "/abort_requests", "/pause", "/resume"),
@@ -36,7 +39,7 @@ def headers(key: str) -> dict[str, str]:
 
 
 class Door:
-    """An ASGI middleware that hands on nothing else."""
+    """Door is an ASGI middleware that hands on nothing else."""
 
     def __init__(self, app: App):
         """Raises KeyError without a key, so that a server without one does not come up."""
@@ -55,10 +58,23 @@ class Door:
             for name, value in scope["headers"]
         ):
             await _refuse(401, send)
+        elif scope["path"] == SAMPLES:
+            await _tell_samples(scope, send)
         elif scope["path"] not in PATHS:
             await _refuse(404, send)
         else:
             await self.app(scope, receive, send)
+
+
+async def _tell_samples(scope: Message, send: Send) -> None:
+    """Answers with checksums of samples of the kinds that are asked for: ?image=TOKEN&video=TOKEN."""
+    from rftmega.rollout.pictures import samples_of_vllm
+
+    asked = parse_qsl(scope["query_string"].decode())
+    renderer = scope["app"].state.engine_client.renderer
+    found = samples_of_vllm(renderer, {kind: int(token) for kind, token in asked})
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": json.dumps(found).encode()})
 
 
 async def _refuse(status: int, send: Send) -> None:

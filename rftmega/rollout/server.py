@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from multiprocessing.util import Finalize
@@ -102,18 +102,33 @@ class Server:
                 f"The vLLM server at {self.address} failed in {path}: {response.text[:500]}. {self._last_words()}"
             )
 
+    def samples(self, tokens: Mapping[str, int]) -> dict[str, str]:
+        """Returns checksums of what the server makes of sample pictures (`pictures.samples_of_vllm`).
+
+        Raises EngineFault where it does not answer.
+        """
+        try:
+            response = httpx.get(
+                f"{self.address}{door.SAMPLES}",
+                params=dict(tokens),
+                timeout=CONTROL_SECONDS,
+                headers=self._headers,
+                trust_env=False,
+            )
+        except httpx.TransportError as error:
+            raise self._fault(f"does not answer ({error!r})") from error
+        if response.is_error:
+            raise self._fault(f"failed in {door.SAMPLES}: {response.text[:500]}")
+        found: dict[str, str] = response.json()
+        return found
+
     async def answer(
-        self,
-        client: httpx.AsyncClient,
-        token_ids: Sequence[int],
-        sampling: dict[str, Any],
-        seconds: float,
+        self, client: httpx.AsyncClient, body: dict[str, Any], seconds: float
     ) -> dict[str, Any]:
-        """Returns one choice, as the server gives it.
+        """Returns the reply to a request with one choice, as the server gives it.
 
         Raises EngineFault where it breaks off, fails or needs over `seconds`.
         """
-        body = {"token_ids": list(token_ids), "sampling_params": sampling}
         try:
             async with asyncio.timeout(seconds):
                 response = await client.post(
@@ -131,8 +146,8 @@ class Server:
             raise EngineError(
                 f"The vLLM server at {self.address} refused a prompt: {response.text[:500]}"
             )
-        choice: dict[str, Any] = response.json()["choices"][0]
-        return choice
+        reply: dict[str, Any] = response.json()
+        return reply
 
     def close(self) -> None:
         """Ends it and whatever it started."""

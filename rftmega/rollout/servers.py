@@ -1,5 +1,5 @@
-"""Runs vLLM servers in processes of their own on this host: prompts go to them as HTTP, weights
-through shared memory.
+"""Runs vLLM servers in processes of their own on this host: prompts go to them as HTTP, weights and
+pictures through shared memory.
 """
 
 import asyncio
@@ -20,12 +20,16 @@ from rftmega import device, weights
 from rftmega.config import RolloutConfig
 from rftmega.errors import EngineError, EngineFault
 from rftmega.interfaces import WeightSync
+from rftmega.media.placed import unexpanded
+from rftmega.media.processor import PictureProcessor
 from rftmega.parallel.process_group import World
 from rftmega.rollout import door
 from rftmega.rollout.base import Engine, Request, Requests
 from rftmega.rollout.conversation import Conversation
+from rftmega.rollout.pictures import check_expanded, check_samples, placeholders
 from rftmega.rollout.server import Server
-from rftmega.rollout.vllm_models import model_arguments
+from rftmega.rollout.shared_media import SharedMedia
+from rftmega.rollout.vllm_models import limits_of, model_arguments, sees
 from rftmega.shards import Shard
 from rftmega.types import Completion
 
@@ -61,6 +65,7 @@ class ServerEngine(Engine):
         # servers that broke down in a generation, and were not started again yet
         self._failed: set[int] = set()
         self.servers: list[Server] = []
+        self._media = SharedMedia()
         if not world.is_main:
             return
         on_cuda = device.current().type == "cuda"
@@ -77,7 +82,6 @@ class ServerEngine(Engine):
             "weight-transfer-config": json.dumps({"backend": "shared_memory"}),
         }
         flags = [
-            "--skip-tokenizer-init",
             "--enable-scale-out",
             "--disable-uvicorn-access-log",
             "--disable-fastapi-docs",
@@ -88,12 +92,22 @@ class ServerEngine(Engine):
         else:
             arguments["kv-cache-memory-bytes"] = int(config.cpu_cache_gib * 2**30)
             flags.append("--enforce-eager")
+        pictures = sees(folder)
+        if pictures:
+            arguments["limit-mm-per-prompt"] = json.dumps(limits_of(config))
+        else:
+            flags.append("--skip-tokenizer-init")  # processors of pictures want one
         for name, value in model_arguments(folder, on_cuda=on_cuda).items():
-            arguments[name.replace("_", "-")] = json.dumps(value)
+            option = name.replace("_", "-")
+            if value is False:
+                flags.append(f"--no-{option}")
+            else:
+                arguments[option] = json.dumps(value)
         self._arguments = [*flags, *(f"--{name}={value}" for name, value in arguments.items())]
         environment = {name: value for name, value in os.environ.items() if name not in RANKS_OWN}
         environment |= {
             "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_MEDIA_CONNECTOR": "rftmega",
             "HF_HUB_OFFLINE": "1",
             "TORCHDYNAMO_DISABLE": "0" if on_cuda else "1",
         }
@@ -106,9 +120,16 @@ class ServerEngine(Engine):
         try:
             for server in self.servers:
                 server.wait()
+            if pictures:
+                self._check_samples(PictureProcessor(folder))
         except BaseException:
             self.close()
             raise
+
+    def _check_samples(self, processor: PictureProcessor) -> None:
+        tokens = placeholders(processor, videos=self.config.max_videos > 0)
+        for server in self.servers:
+            check_samples(server.samples(tokens), processor)
 
     def weight_sync(self, shards: Sequence[Shard], *, bucket_bytes: int) -> WeightSync:
         return weights.SharedWeights(shards, self, bucket_bytes=bucket_bytes)
@@ -216,10 +237,19 @@ class ServerEngine(Engine):
     async def _asked(
         self, server: Server, client: httpx.AsyncClient, request: Request, *, temperature: float
     ) -> Completion:
-        sampling = self._sampling(request.seed, temperature)
+        body: dict[str, Any] = {"sampling_params": self._sampling(request.seed, temperature)}
         seconds = self.config.deadline_seconds
-        choice = await server.answer(client, request.token_ids, sampling, seconds)
-        return self._completion(choice)
+        if not request.pictures:
+            body["token_ids"] = list(request.token_ids)
+            reply = await server.answer(client, body, seconds)
+            return self._completion(reply["choices"][0])
+        # one placeholder a picture, since vLLM's processor expands it
+        body["token_ids"] = unexpanded(request.token_ids, request.pictures)
+        async with self._media.shown(request) as parts:
+            body |= {"content_parts": parts, "return_token_ids": True}
+            reply = await server.answer(client, body, seconds)
+        check_expanded(request, reply["prompt_token_ids"])
+        return self._completion(reply["choices"][0])
 
     def _sampling(self, seed: int, temperature: float) -> dict[str, Any]:
         return {
@@ -249,6 +279,7 @@ class ServerEngine(Engine):
     def close(self) -> None:
         for server in self.servers:
             server.close()
+        self._media.close()
 
     def _load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         raise EngineError(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rftmega.rollout.door import KEY, PATHS, Door, headers
+from rftmega.rollout.door import KEY, PATHS, SAMPLES, Door, headers
 
 
 def asked(monkeypatch: pytest.MonkeyPatch, **scope: Any) -> tuple[bool, list[dict[str, Any]]]:
@@ -52,7 +52,7 @@ def test_with_the_key_the_trainers_requests_come_in(
 def test_without_the_key_nothing_does_whatever_its_method(
     what: str, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for path in (*sorted(PATHS), "/v1/models", "/collective_rpc"):
+    for path in (*sorted(PATHS), SAMPLES, "/v1/models", "/collective_rpc"):
         reached, sent = asked(
             monkeypatch, type="http", path=path, method=method, headers=WRONG[what]
         )

@@ -10,10 +10,12 @@ import torch
 
 from rftmega.config import RolloutConfig
 from rftmega.errors import EngineError, EngineFault
+from rftmega.media.processor import PictureProcessor
 from rftmega.parallel.process_group import World
 from rftmega.rollout import door, servers
 from rftmega.rollout import server as server_module
 from rftmega.rollout.servers import ServerEngine
+from tests.tiny_vision import save_tiny_vision
 
 
 class Scripted:
@@ -159,3 +161,16 @@ def test_a_server_that_ends_at_its_start_is_a_fault_where_another_start_may_go_w
     server.close()
     assert isinstance(caught.value, EngineFault) == passes
     assert said.splitlines()[-1] in str(caught.value)
+
+
+class OtherProcessor(Scripted):
+    """A server whose image processor is another."""
+
+    def samples(self, tokens: dict[str, int]) -> dict[str, str]:
+        return {kind: f"torch.float32 [40, 1176] {token}" for kind, token in tokens.items()}
+
+
+def test_a_server_that_makes_other_numbers_of_a_picture_is_refused(tmp_path: Path) -> None:
+    processor = PictureProcessor(save_tiny_vision(tmp_path, "qwen2_vl"))
+    with pytest.raises(EngineError, match="the image processors of the two differ"):
+        engine_of(OtherProcessor())._check_samples(processor)
