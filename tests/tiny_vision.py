@@ -123,7 +123,9 @@ def save_tiny_vision(folder: Path, kind: str, *, seed: int = 0, **text_changes: 
     publish_experts(folder / "model.safetensors")
     tokenizer().save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(preprocessor(kind), indent=2))
-    if kind.startswith("qwen3_vl"):  # which bounds all frames together; the others' is that of pictures
+    if kind.startswith(
+        "qwen3_vl"
+    ):  # which bounds all frames together; the others' is that of pictures
         fields = preprocessor(kind) | {"video_processor_type": "Qwen3VLVideoProcessor"}
         fields.pop("image_processor_type")
         (folder / "video_preprocessor_config.json").write_text(json.dumps(fields, indent=2))

@@ -78,11 +78,6 @@ def _with_tower(config: RunConfig, merge: int) -> list[str]:
         found.append(
             f"optimizer.vision_learning_rate={rate} needs optimizer.learning_rate above 0, of whose schedule it is a share."
         )
-    if config.strategy == "separate" and (config.rollout.max_pictures or config.rollout.max_videos):
-        found.append(
-            "strategy=separate: servers are asked in tokens alone. Set rollout.max_pictures=0 and rollout.max_videos=0 for "
-            "prompts without pictures, or strategy=colocated."
-        )
     most = config.rollout.max_prompt_tokens * merge**2
     if 0 < (cap := config.trainer.max_patches_per_micro_batch) < most:
         found.append(

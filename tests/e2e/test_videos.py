@@ -66,7 +66,6 @@ def test_a_run_on_videos_learns_and_is_gone_on_with(world: Path, train: Run) -> 
             "rollout.max_videos is 0",
         ),
         (["rollout.max_videos=0"], "data.video_frames=4 is read where prompts may have videos"),
-        (["rollout.max_pictures=0", "strategy=separate"], "servers are asked in tokens alone"),
         (["rollout.max_prompt_tokens=40"], "lower data.video_frames"),
     ],
 )

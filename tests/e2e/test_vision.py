@@ -76,6 +76,28 @@ def test_a_resumed_run_on_pictures_gives_the_numbers_and_weights_of_one_that_was
     assert any(name.startswith("model.layers.") for name in moved)
 
 
+@pytest.mark.ranks
+def test_with_two_servers_a_run_on_pictures_is_that_with_engines_inside(
+    world: Path, tmp_path: Path, train: Run
+) -> None:
+    seen = {}
+    for name, options in {
+        "separate": ["strategy=separate", "rollout.servers=2"],
+        "colocated": [],
+    }.items():
+        given = ["rollout.engine=vllm", "rollout.cpu_cache_gib=0.05", "--processes", 2]
+        output = tmp_path / name
+        done = train(world / "run.yaml", *given, *options, f"trainer.output={output}", timeout=400)
+        assert done.returncode == 0, done.stderr
+        lines = map(json.loads, (output / "metrics.jsonl").read_text().splitlines())
+        seen[name] = [step for step in lines if "logprob_gap_max" in step]
+    assert len(seen["separate"]) == 3
+    for ours, theirs in zip(seen["separate"], seen["colocated"], strict=True):
+        assert ours["logprob_gap_max"] < 1e-4
+        for metric in ("reward", "loss", "grad_norm"):
+            assert ours[metric] == pytest.approx(theirs[metric], rel=1e-4), (ours["step"], metric)
+
+
 def test_a_picture_too_many_is_one_clear_error(world: Path, tmp_path: Path, train: Run) -> None:
     given = ["rollout.max_pictures=1", f"trainer.output={tmp_path}"]
     done = train(world / "run.yaml", *given, timeout=120)

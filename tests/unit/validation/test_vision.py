@@ -22,7 +22,6 @@ SEES = {"model_type": "qwen2_vl", "vision_config": {"spatial_merge_size": 2}}
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        ("strategy=separate", "servers are asked in tokens alone"),
         ("model.dropout=0.1", "a vision tower has no dropout"),
         ("trainer.max_patches_per_micro_batch=10", "up to 4096 patches"),
         ("optimizer.vision_learning_rate=1", "the tower does not learn"),
@@ -35,8 +34,8 @@ def test_what_a_model_that_sees_can_t_have_is_named(option: str, said: str, tmp_
     assert reasons(tmp_path, SEES, frozen) == []
 
 
-def test_servers_take_prompts_without_pictures_and_a_rate_is_a_share(tmp_path: Path) -> None:
-    assert reasons(tmp_path, SEES, "strategy=separate", "rollout.max_pictures=0") == []
+def test_servers_take_pictures_and_a_rate_is_a_share(tmp_path: Path) -> None:
+    assert reasons(tmp_path, SEES, "strategy=separate", "rollout.max_videos=2") == []
     rates = ("optimizer.vision_learning_rate=1", "optimizer.learning_rate=0")
     (found,) = reasons(tmp_path, SEES, *rates)
     assert "needs optimizer.learning_rate above 0" in found
