@@ -15,9 +15,11 @@ from rftmega.device.residency import ADAM, GRADIENTS, MAIN_PARAMETERS, PARAMETER
 from rftmega.megatron.offload import inner_optimizers
 from rftmega.types import Experience
 from rftmega.weights import Exporter
+from tests.invariance import saved
 from tests.layouts import build_actor, rows_of
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
+from tests.vision_rows import rows_with_pictures
 
 P = ParallelConfig
 INTERLEAVED = P(pipeline=2, virtual_pipeline=2)
@@ -30,14 +32,19 @@ KINDS = {
     "distributed, fp32": (2, "qwen3", P(), SHARDED, "float32", ["DistributedOptimizer"]),
     "distributed, bf16, interleaved": (4, "qwen3", INTERLEAVED, SHARDED, "bfloat16", ["DistributedOptimizer"]),
     "experts, fp32": (2, "qwen3-moe", P(expert=2), PLAIN, "float32", ["FP32Optimizer"] * 2),
+    "a tower, distributed, bf16": (2, "qwen3_vl", P(), SHARDED, "bfloat16", ["DistributedOptimizer"]),
     "experts, distributed, bf16": (4, "qwen3-moe", P(expert=2), SHARDED, "bfloat16", ["DistributedOptimizer"] * 2),
 }  # fmt: skip
 
 
 def prepared(folder: Path, parallel: ParallelConfig, optimizer: OptimizerConfig, dtype: str) -> Any:
-    actor = build_actor(folder, parallel, optimizer, dtype=dtype)
+    actor = build_actor(folder, parallel, optimizer, dtype=dtype, token_cap=120)
     rows = rows_of([[1, 2, 3, 4], [5, 6], [7, 8, 9, 10, 11], [3, 1, 2]])
-    logp = actor.log_probs(rows).logp
+    if actor.manager.description.tower:
+        rows = rows_with_pictures(folder)
+        logp = actor.log_probs(rows.ragged()).logp.padded()
+    else:
+        logp = actor.log_probs(rows).logp
     return actor, Experience(
         rows.tokens,
         rows.prompt_lengths,
@@ -47,6 +54,7 @@ def prepared(folder: Path, parallel: ParallelConfig, optimizer: OptimizerConfig,
         logp,
         None,
         torch.ones_like(logp),
+        pictures=rows.pictures,
     )
 
 
@@ -91,7 +99,7 @@ def offload_body(world: Any, *case: Any) -> Any:
 def test_every_part_goes_and_comes_back_bit_for_bit(kind: str, tmp_path: Path) -> None:
     processes, variant, parallel, optimizer, dtype, wanted = KINDS[kind]
     for kinds, full, gone in run_ranks(
-        processes, offload_body, save_tiny(tmp_path, variant), parallel, optimizer, dtype
+        processes, offload_body, saved(tmp_path, variant), parallel, optimizer, dtype
     ):
         assert kinds == wanted
         assert gone == [dict.fromkeys(PARTS, 0)] * 2
@@ -148,7 +156,7 @@ def test_training_does_not_notice_and_scoring_never_loads_optimizer_state(
 ) -> None:
     processes, variant, parallel, optimizer, dtype, _ = KINDS[kind]
     for seen in run_ranks(
-        processes, phases_body, save_tiny(tmp_path, variant), parallel, optimizer, dtype
+        processes, phases_body, saved(tmp_path, variant), parallel, optimizer, dtype
     ):
         rollout, score, update, push = seen[4:]
         assert set(rollout.values()) == {0}
