@@ -13,6 +13,7 @@ to the micro-batches). Rows are as long as the config allows, routing to
 experts is even: the worst case of memory but for a skewed router. Kinds:
   parameters, gradients, main_parameters, adam    as Megatron's buffers hold them, padding included
   activations    kept for the backward pass and one layer at work, after arXiv:2205.05198; batches on the device
+  tower          the same of a vision tower, on the first stage, if prompts are of pictures alone
   log_probs      hidden states and logits of 1024 tokens at a time, on the last stage; gradient of the output weight
   engine_weights, engine_working, kv_cache    of vLLM: it takes rollout.memory_fraction of a device, the cache what is left
   push_buffers   messages of two buckets (trainer.push_bucket_mib), simulated
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 
 GB = 1e9
 KINDS = (
-    *("parameters", "gradients", "main_parameters", "adam", "activations", "log_probs"),
+    *("parameters", "gradients", "main_parameters", "adam", "activations", "tower", "log_probs"),
     *("engine_weights", "engine_working", "kv_cache", "push_buffers", "reserved"),
 )
 WIDTH = 100  # columns

@@ -18,6 +18,7 @@ from rftmega.planning.data_plane import on_each_host
 from rftmega.planning.memory import Budget, Bytes, cache_of, on_device, on_host
 from rftmega.planning.models import POLICY, PlannedModel
 from rftmega.planning.times import Speeds, seconds
+from rftmega.planning.tower import patches_of_prompt
 from rftmega.validation import violations
 
 GB = 1e9
@@ -219,6 +220,9 @@ def _of_the_trainer(
     cap = config.trainer.max_tokens_per_micro_batch
     if config.algorithm.task != "reward_model" and not config.reward.model:
         found.append([{"trainer.max_tokens_per_micro_batch": longest}] if longest < cap else [])
+    patches, bound = patches_of_prompt(model, config), config.trainer.max_patches_per_micro_batch
+    if patches and (not bound or patches < bound):
+        found.append([{"trainer.max_patches_per_micro_batch": patches}])
     return found
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from rftmega.config import ParallelConfig, RunConfig
 from rftmega.parallel.micro_batches import fewest_micro_batches
-from rftmega.planning import activations, engine
+from rftmega.planning import activations, engine, tower
 from rftmega.planning.activations import Load
 from rftmega.planning.models import POLICY, PlannedModel
 from rftmega.planning.states import ADAM, MAIN_PARAMETERS, PARAMETERS, elements_of, states
@@ -128,6 +128,7 @@ def on_device(
             planned.parallel,
         )
         load = load_of(config, parallel, world)
+        patches = tower.patches_of(planned, config, load)
         rows = max(
             1, rows_of(config) * parallel.tensor * parallel.pipeline * parallel.context // world
         )
@@ -143,6 +144,10 @@ def on_device(
                 "activations": activations.training(planned, stage, load) + learnt,
                 "log_probs": activations.log_probs(planned, stage, load, learns=True),
             }
+        if patches and not stage:
+            phases[f"score{suffix}"]["tower"] = tower.scoring(planned, stage, patches)
+            if planned.optimizer is not None:
+                phases[f"update{suffix}"]["tower"] = tower.training(planned, stage, load, patches)
     if config.algorithm.task == "rl":
         phases["push"]["push_buffers"] = push_buffers
         if config.strategy == "colocated":
