@@ -29,7 +29,7 @@ from rftmega.rollout.conversation import Conversation
 from rftmega.rollout.pictures import check_expanded, check_samples, placeholders
 from rftmega.rollout.server import Server
 from rftmega.rollout.shared_media import SharedMedia
-from rftmega.rollout.vllm_models import limits_of, model_arguments, sees
+from rftmega.rollout.vllm_models import limits_of, model_arguments, prefill_arguments, sees
 from rftmega.shards import Shard
 from rftmega.types import Completion
 
@@ -97,7 +97,10 @@ class ServerEngine(Engine):
             arguments["limit-mm-per-prompt"] = json.dumps(limits_of(config))
         else:
             flags.append("--skip-tokenizer-init")  # processors of pictures want one
-        for name, value in model_arguments(folder, on_cuda=on_cuda).items():
+        given = prefill_arguments(config, on_cuda=on_cuda) | model_arguments(
+            folder, on_cuda=on_cuda
+        )
+        for name, value in given.items():
             option = name.replace("_", "-")
             if value is False:
                 flags.append(f"--no-{option}")

@@ -48,7 +48,12 @@ from rftmega.rollout.pictures import (  # noqa: E402
     samples_of_vllm,
 )
 from rftmega.rollout.reload import FreshParameters, forget_expert_kernels, pack_output_heads  # noqa: E402
-from rftmega.rollout.vllm_models import limits_of, model_arguments, sees  # noqa: E402
+from rftmega.rollout.vllm_models import (  # noqa: E402
+    limits_of,
+    model_arguments,
+    prefill_arguments,
+    sees,
+)
 
 
 def _share_cores(world: World) -> None:
@@ -144,6 +149,7 @@ class VLLMEngine(Engine):
             disable_log_stats=True,
             **memory,
             **media,
+            **prefill_arguments(config, on_cuda=on_cuda),
             **model_arguments(folder, on_cuda=on_cuda),
         )
         # vLLM's worker leaves this process one thread, too few for the trainer's work on the host

@@ -8,6 +8,8 @@ from typing import Any
 from rftmega.config import RolloutConfig
 from rftmega.json_files import read_json_object
 
+CPU_STEP_TOKENS = 4096  # that an engine computes at once
+
 DEEPSEEK_V3 = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 """How this family chooses experts.
 
@@ -45,6 +47,20 @@ def model_arguments(folder: str | Path, *, on_cuda: bool) -> dict[str, Any]:
 def sees(folder: str | Path) -> bool:
     """Returns whether the model has a vision tower."""
     return bool(read_json_object(Path(folder) / "config.json").get("vision_config"))
+
+
+def prefill_arguments(config: RolloutConfig, *, on_cuda: bool) -> dict[str, Any]:
+    """Returns keyword arguments of `vllm.LLM` that leave prompts in one piece on a CPU.
+
+    vLLM 0.32 draws a token behind each piece of a prompt, and then sets the request's generator
+    back, which none of a CPU's can be.
+    """
+    if on_cuda:
+        return {}
+    return {
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(CPU_STEP_TOKENS, config.max_row_tokens),
+    }
 
 
 def limits_of(config: RolloutConfig) -> dict[str, int]:

@@ -31,8 +31,10 @@ TEMPERATURE = 0.7
 
 
 def server_body(world: Any, folder: Path, logs: Path) -> Any:
+    from rftmega.rollout import vllm_models
     from rftmega.rollout.servers import ServerEngine
 
+    vllm_models.CPU_STEP_TOKENS = 45  # one and a half of `longer`
     actor = build_actor(
         folder,
         ParallelConfig(tensor=2, sequence=True, expert=2),
@@ -83,6 +85,12 @@ def server_body(world: Any, folder: Path, logs: Path) -> Any:
         place.name for bucket in weights.buckets for place in bucket.places
     )
     found["second"] = gap(1)
+    longer = [Prompt((5, 9, *range(2 + place, 30 + place))) for place in range(6)]
+    asked: list[Any] = [longer, *([prompt] for prompt in longer)]
+    found["longer"] = [
+        engine.generate(prompts, seeds=[3] * len(prompts), temperature=TEMPERATURE)
+        for prompts in asked
+    ]
     if world.rank == 0:
         found["from outside"] = from_outside(engine, logs)
     real = weights._write
@@ -171,6 +179,8 @@ def test_a_server_follows_the_trainer_or_refuses(tmp_path: Path) -> None:
         assert (found["intact"], found["stale"]) == (True, True)
         assert found["second"][1] == found["repeated"][1] != found["first"][1]
     told, elsewhere = results
+    together, *alone = told["longer"]
+    assert [answer.token_ids for answer in together] == [own.token_ids for (own,) in alone]
     outside = told["from outside"]
     assert outside["statuses"] == {False: {401}, True: {404}}  # with the run's key, or without
     assert all("A push names memory that it may not" in said for said in outside["refused"]), (

@@ -341,3 +341,32 @@ def test_vllm_says_what_transformers_says_of_every_mixture(
     variant: str, changes: dict[str, int], tmp_path: Path
 ) -> None:
     run_ranks(1, family_body, save_tiny(tmp_path, variant, hidden_size=128, **changes), timeout=300)
+
+
+def many_body(world: Any, folder: Path) -> list[list[tuple[int, ...]]]:
+    """Seeded answers to prompts of which a step takes one and a half: to all, and to each alone."""
+    from rftmega.rollout import vllm_models
+    from rftmega.rollout.vllm import VLLMEngine
+
+    vllm_models.CPU_STEP_TOKENS = 45
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    config = RolloutConfig(
+        max_prompt_tokens=30, max_response_tokens=4, cpu_cache_gib=0.05, max_batch=8
+    )
+    manager = build_manager(folder, ParallelConfig())
+    engine = VLLMEngine(folder, config, world, dtype="float32", stop_ids=[STOP])
+    EngineWeights(manager.shards(), engine, bucket_bytes=2**20).push(version=0)
+    prompts = [Prompt((5, 9, *range(2 + place, 30 + place))) for place in range(12)]
+    together = engine.generate(prompts, seeds=range(12), temperature=1.0)
+    alone = [
+        engine.generate([prompt], seeds=[seed], temperature=1.0)[0]
+        for seed, prompt in enumerate(prompts)
+    ]
+    engine.close()
+    return [[answer.token_ids for answer in answers] for answers in (together, alone)]
+
+
+def test_more_prompts_than_a_step_takes_are_answered_as_each_alone(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path, "qwen2", hidden_size=128)
+    ((together, alone),) = run_ranks(1, many_body, folder, timeout=200)
+    assert together == alone
