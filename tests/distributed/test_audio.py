@@ -1,0 +1,142 @@
+"""The model that hears, as Megatron computes it, is that of transformers, under every layout."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import Qwen2AudioForConditionalGeneration
+
+from rftmega.config import OptimizerConfig, ParallelConfig
+from rftmega.megatron import MegatronActor
+from rftmega.parallel.topology import Topology
+from rftmega.weights import Exporter
+from tests.audio_rows import audio_rows, prompts_of, rows_with_waveforms, transformers_log_probs
+from tests.distributed.test_vision import (
+    INTERLEAVED,
+    LAYOUTS,
+    MORE,
+    UPDATES,
+    likelihood,
+)
+from tests.layouts import config_of
+from tests.ranks import LOCAL, run_ranks
+from tests.tiny_audio import save_tiny_audio
+from tests.vision_rows import experience_of
+
+SINUSOIDS = "audio_tower.embed_positions.weight"
+
+
+def body(
+    world: Any,
+    folder: Path,
+    parallel: ParallelConfig,
+    optimizer: OptimizerConfig,
+    settings: dict[str, Any],
+) -> dict[str, Any]:
+    config = config_of(folder, parallel, optimizer, token_cap=90)
+    for section, options in settings.items():
+        setattr(config, section, replace(getattr(config, section), **options))
+    actor = MegatronActor(config, Topology.create(parallel, seed=1))
+    rows = rows_with_waveforms(folder)
+    before = actor.log_probs(rows.ragged()).logp.padded()
+    steps = [actor.step(experience_of(rows), likelihood) for _ in range(UPDATES)]
+    after = actor.log_probs(
+        rows.ragged()
+    ).logp.padded()  # waits for weights that are still gathered
+    exporter = Exporter(actor.manager.shards(), actor.topology.replica_group, bucket_bytes=20_000)
+    weights = {name: tensor.clone() for name, tensor in exporter}
+    return {
+        "logp": (before, after),
+        "norms": [step["grad_norm"] for step in steps],
+        "weights": weights if world.rank == 0 else {},
+    }
+
+
+def learnt(
+    folder: Path, *, frozen: bool = False, rate: float = 1e-2
+) -> tuple[list[torch.Tensor], list[torch.Tensor], Any, list[float]]:
+    """Log-probs before and after UPDATES steps of a plain loop, the model, gradient norms."""
+    tokens, placed = audio_rows(folder)
+    model = Qwen2AudioForConditionalGeneration.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    ear = torch.nn.ModuleList([model.model.audio_tower, model.model.multi_modal_projector])
+    # as the model is built; transformers forgets it when it reads a folder
+    model.model.audio_tower.embed_positions.requires_grad_(False)
+    if frozen:
+        ear.requires_grad_(False)
+    learning = [p for p in model.parameters() if p.requires_grad]
+    groups = []
+    for part, each in ((ear, rate), (model.model.language_model, 1e-2), (model.lm_head, 1e-2)):
+        for decay in (0.0, 0.1):  # norms and biases do not decay
+            chosen = [p for p in part.parameters() if (p.dim() > 1) == bool(decay)]
+            groups.append({"params": chosen, "lr": each, "weight_decay": decay})
+    adam = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1.0)
+    norms = []
+    first: list[torch.Tensor] = []
+    for _ in range(UPDATES):
+        logp = transformers_log_probs(model, tokens, placed)
+        first = first or [row.detach() for row in logp]
+        pairs = zip(logp, prompts_of(tokens), strict=True)
+        answers = [row[prompt - 1 :] for row, prompt in pairs]
+        adam.zero_grad()
+        (-torch.cat(answers).mean()).backward()
+        squares = [float(p.grad.double().square().sum()) for p in learning if p.grad is not None]
+        norms.append(sum(squares) ** 0.5)
+        adam.step()
+    with torch.no_grad():
+        last = transformers_log_probs(model, tokens, placed)
+    return first, last, model, norms
+
+
+def assert_learns_alike(
+    layouts: dict[str, tuple[int, ParallelConfig, OptimizerConfig]],
+    folder: Path,
+    *,
+    preloaded: str = LOCAL,
+    frozen: bool = False,
+    rate: float = 1e-2,
+    **settings: Any,
+) -> None:
+    """`rate`: the tower's."""
+    save_tiny_audio(folder)
+    before, after, model, norms = learnt(folder, frozen=frozen, rate=rate)
+    model.save_pretrained(folder / "after")
+    wanted, started = tensors_of(folder / "after"), tensors_of(folder)
+    for name, (processes, parallel, optimizer) in layouts.items():
+        found = run_ranks(
+            processes, body, folder, parallel, optimizer, settings, preloaded=preloaded
+        )
+        for run in found:
+            for ours, theirs in zip(run["logp"], (before, after), strict=True):
+                pairs = zip(ours, theirs, strict=True)
+                found_rows = torch.cat([row[: len(own)] for row, own in pairs])
+                assert (found_rows - torch.cat(theirs)).abs().max() < 1e-5, name
+            assert run["norms"] == pytest.approx(norms, rel=1e-5), name
+        weights = found[0]["weights"]
+        assert weights.keys() == wanted.keys(), name
+        for tensor, value in weights.items():
+            moved = (wanted[tensor] - started[tensor]).abs().max()
+            difference = (value - wanted[tensor]).abs().max()
+            # of the largest value, and of what was learnt
+            assert difference < 1e-5 * wanted[tensor].abs().max(), (name, tensor)
+            if tensor == SINUSOIDS or (frozen and not tensor.startswith("language_model.")):
+                assert torch.equal(value, started[tensor])
+            else:
+                assert moved > 0, (tensor, "nothing was learnt, so nothing was compared")
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def test_two_updates_are_those_of_transformers(tmp_path: Path) -> None:
+    assert_learns_alike(LAYOUTS, tmp_path)
+
+
+@pytest.mark.ranks
+def test_two_updates_are_those_of_transformers_under_the_other_layouts(tmp_path: Path) -> None:
+    assert_learns_alike(MORE | INTERLEAVED, tmp_path)
