@@ -88,6 +88,11 @@ Placed = PlacedPicture | PlacedWaveform
 Kind = TypeVar("Kind", PlacedPicture, PlacedWaveform)
 
 
+def pictures_of(placed: Iterable[Placed]) -> tuple[PlacedPicture, ...]:
+    """Returns the pictures and videos among what stands in a prompt."""
+    return tuple(each for each in placed if isinstance(each, PlacedPicture))
+
+
 @dataclass(frozen=True, slots=True)
 class RowPictures:
     """RowPictures tells which pictures, or waveforms, each row of a batch has."""
@@ -115,7 +120,7 @@ class RowPictures:
         return found
 
     def only(self, kind: type[Kind]) -> "list[tuple[Kind, ...]]":
-        """Returns those of each row that are of a kind, as a model that knows no other sees them."""
+        """Returns those of each row that are of a kind, as a model that knows no other takes them."""
         return [tuple(each for each in row if isinstance(each, kind)) for row in self.rows]
 
     @staticmethod

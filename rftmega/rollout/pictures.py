@@ -7,7 +7,7 @@ import torch
 
 from rftmega.errors import EngineError
 from rftmega.media.files import read_picture
-from rftmega.media.placed import Frames, unexpanded
+from rftmega.media.placed import Frames, pictures_of, unexpanded
 from rftmega.media.processor import PictureProcessor
 from rftmega.media.videos import read_video
 from rftmega.rollout.base import Request
@@ -26,7 +26,7 @@ def prompt_of(request: Request) -> dict[str, Any]:
         return {"prompt_token_ids": list(request.token_ids)}
     media: dict[str, list[Any]] = {}
     digests: dict[str, list[str]] = {}
-    for picture in request.pictures:
+    for picture in pictures_of(request.pictures):
         source, frames = picture.source, picture.frames
         if isinstance(source, torch.Tensor):
             raise EngineError(

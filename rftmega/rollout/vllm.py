@@ -43,6 +43,7 @@ from vllm.sampling_params import RequestOutputKind  # noqa: E402
 from rftmega.rollout.pictures import check_expanded, check_pixels, prompt_of  # noqa: E402
 from rftmega.rollout.reload import FreshParameters, forget_expert_kernels, pack_output_heads  # noqa: E402
 from rftmega.rollout.vllm_models import model_arguments, sees  # noqa: E402
+from rftmega.rollout.waveforms import ear_of  # noqa: E402
 
 
 def _share_cores(world: World) -> None:
@@ -117,8 +118,10 @@ class VLLMEngine(Engine):
             if on_cuda
             else {"kv_cache_memory_bytes": int(config.cpu_cache_gib * 2**30)}
         )
-        pictures = sees(folder)
+        pictures, self._ear = sees(folder), ear_of(folder)
         media: dict[str, Any] = {}
+        if self._ear:
+            media["limit_mm_per_prompt"] = {"audio": max(1, config.max_pictures)}
         if pictures:
             media["limit_mm_per_prompt"] = {
                 "image": max(1, config.max_pictures),
@@ -128,7 +131,7 @@ class VLLMEngine(Engine):
         self._llm: Any = LLM(
             model=str(folder),
             load_format="dummy",
-            skip_tokenizer_init=not pictures,  # its processors of pictures want one
+            skip_tokenizer_init=not media,  # its processors of pictures and waveforms want one
             dtype=precision,
             tensor_parallel_size=config.tensor,
             distributed_executor_backend="external_launcher",
@@ -150,6 +153,8 @@ class VLLMEngine(Engine):
             check_pixels(
                 self._llm.llm_engine, PictureProcessor(folder), videos=config.max_videos > 0
             )
+        if self._ear:
+            self._ear.check(self._llm.llm_engine)
         self.destinations = FreshParameters(self._llm.apply_model(_itself)[0])
         if config.tensor > 1:
             _unlink_shared_memory(world, config.tensor, mine=True)
@@ -163,7 +168,8 @@ class VLLMEngine(Engine):
             while not stopped:
                 for request in further:
                     sampling = self._sampling(request.seed, temperature)
-                    engine.add_request(str(begun), prompt_of(request), sampling)
+                    prompt = self._ear.prompt_of(request) if self._ear else prompt_of(request)
+                    engine.add_request(str(begun), prompt, sampling)
                     if request.pictures:
                         unchecked[begun] = request
                     running.add(begun)
@@ -244,7 +250,7 @@ class VLLMEngine(Engine):
             self.destinations.release()
         self._llm.apply_model(pack_output_heads)
         self._llm.reset_prefix_cache()
-        # of pictures under the weights before; the scheduler would still count on them
+        # of pictures and waveforms under the weights before; the scheduler would still count on them
         self._llm.llm_engine.reset_encoder_cache()
 
     def _sleep(self) -> None:
