@@ -106,7 +106,7 @@ def test_a_family_that_is_not_there_is_refused_with_those_that_are(family: str |
     with pytest.raises(
         CheckpointError,
         match=r"deepseek_v3, llama, mistral, mixtral, qwen2, qwen2_5_vl, qwen2_audio, qwen2_moe, qwen2_vl, qwen3, "
-            r"qwen3_moe, qwen3_vl",
+        r"qwen3_moe, qwen3_vl",
     ):
         describe({"model_type": family})
 
