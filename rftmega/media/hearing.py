@@ -12,6 +12,7 @@ from rftmega.errors import CheckpointError, DataError
 from rftmega.json_files import read_json_object
 from rftmega.media.files import content_of, digest_of
 from rftmega.media.kept import Kept
+from rftmega.media.placed_waveform import PlacedWaveform
 from rftmega.media.processor import FILE, token_of
 from rftmega.media.waveforms import read_waveform, samples_of
 
@@ -66,6 +67,11 @@ class AudioProcessor:
         """Returns how many features a waveform of so many frames has: one of four, roughly."""
         return ((frames - 1) // 2 - 1) // 2 + 1
 
+    def placed(self, source: str | bytes, digest: str, samples: int, start: int) -> PlacedWaveform:
+        """Returns a waveform of so many samples whose features begin at token `start`."""
+        frames = self.frames_of(samples)
+        return PlacedWaveform(source, digest, frames, self.positions, start, self.tokens_of(frames))
+
     def waveform(self, source: str | bytes, digest: str = "") -> np.ndarray:
         """Returns the samples of a waveform's file, or of its bytes.
 
@@ -97,6 +103,16 @@ class AudioProcessor:
         )
         frames: Tensor = made["input_features"][0].to(torch.float32)
         return frames
+
+
+def ear_of(folder: str | Path) -> AudioProcessor | None:
+    """Returns the processor of a model that hears; None for another, and where there is no model.
+
+    Raises CheckpointError where its folder says nothing of waveforms.
+    """
+    file = Path(folder) / "config.json"
+    hears = file.is_file() and read_json_object(file).get("audio_config")
+    return AudioProcessor(folder) if hears else None
 
 
 def _loaded(folder: Path, tower: dict[str, Any]) -> Any:

@@ -121,7 +121,7 @@ class PictureProcessor:
             frames = Frames(tuple(chosen), video.total, video.rate, step, (0,), length)
             return [self.video_placeholder] * length, frames
         before, behind = (
-            _token(self._folder, self._config, f"vision_{side}_token_id")
+            token_of(self._folder, self._config, f"vision_{side}_token_id")
             for side in ("start", "end")
         )
         ids: list[int] = []

@@ -22,7 +22,7 @@ from transformers import (
 from rftmega.config import RolloutConfig
 from rftmega.errors import WeightMismatch
 from rftmega.media.fed import picture_positions
-from rftmega.media.hearing import AudioProcessor
+from rftmega.media.hearing import AudioProcessor, ear_of
 from rftmega.media.placed import pictures_of
 from rftmega.media.placed_waveform import PlacedWaveform
 from rftmega.media.processor import PictureProcessor
@@ -103,12 +103,12 @@ class TransformersEngine(Engine):
         self.stop_ids = stop_ids
         self.where = where
         config_of = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        sees, hears = hasattr(config_of, "vision_config"), hasattr(config_of, "audio_config")
+        sees = hasattr(config_of, "vision_config")
         kind: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
-        if hears:
-            kind = AutoModelForMultimodalLM
         self.processor = PictureProcessor(folder) if sees else None
-        self.ear = AudioProcessor(folder) if hears else None
+        self.ear = ear_of(folder)
+        if self.ear:
+            kind = AutoModelForMultimodalLM
         model = kind.from_config(
             config_of, dtype=torch.float32, trust_remote_code=False, experts_implementation="eager"
         )
@@ -175,7 +175,9 @@ class TransformersEngine(Engine):
         if self.processor is None:
             return None
         longest = len(request.token_ids) + self.longest
-        found = picture_positions(pictures_of(request.pictures), longest, merge=self.processor.merge)
+        found = picture_positions(
+            pictures_of(request.pictures), longest, merge=self.processor.merge
+        )
         return found.T[:, None].to(self.where)
 
     def _completion(self, request: Request, temperature: float) -> Completion:

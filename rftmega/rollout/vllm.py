@@ -19,6 +19,7 @@ from torch import Tensor
 from rftmega import device
 from rftmega.config import RolloutConfig
 from rftmega.errors import EngineFault
+from rftmega.media.hearing import ear_of
 from rftmega.media.processor import PictureProcessor
 from rftmega.parallel.process_group import World
 from rftmega.parallel.watchdog import mark
@@ -43,7 +44,7 @@ from vllm.sampling_params import RequestOutputKind  # noqa: E402
 from rftmega.rollout.pictures import check_expanded, check_pixels, prompt_of  # noqa: E402
 from rftmega.rollout.reload import FreshParameters, forget_expert_kernels, pack_output_heads  # noqa: E402
 from rftmega.rollout.vllm_models import model_arguments, sees  # noqa: E402
-from rftmega.rollout.waveforms import ear_of  # noqa: E402
+from rftmega.rollout.waveforms import WaveformPrompts  # noqa: E402
 
 
 def _share_cores(world: World) -> None:
@@ -118,9 +119,10 @@ class VLLMEngine(Engine):
             if on_cuda
             else {"kv_cache_memory_bytes": int(config.cpu_cache_gib * 2**30)}
         )
-        pictures, self._ear = sees(folder), ear_of(folder)
+        pictures, ear = sees(folder), ear_of(folder)
+        self._waveforms = WaveformPrompts(ear) if ear else None
         media: dict[str, Any] = {}
-        if self._ear:
+        if ear:
             media["limit_mm_per_prompt"] = {"audio": max(1, config.max_pictures)}
         if pictures:
             media["limit_mm_per_prompt"] = {
@@ -153,8 +155,8 @@ class VLLMEngine(Engine):
             check_pixels(
                 self._llm.llm_engine, PictureProcessor(folder), videos=config.max_videos > 0
             )
-        if self._ear:
-            self._ear.check(self._llm.llm_engine)
+        if self._waveforms:
+            self._waveforms.check(self._llm.llm_engine)
         self.destinations = FreshParameters(self._llm.apply_model(_itself)[0])
         if config.tensor > 1:
             _unlink_shared_memory(world, config.tensor, mine=True)
@@ -168,7 +170,7 @@ class VLLMEngine(Engine):
             while not stopped:
                 for request in further:
                     sampling = self._sampling(request.seed, temperature)
-                    prompt = self._ear.prompt_of(request) if self._ear else prompt_of(request)
+                    prompt = self._prompt_of(request)
                     engine.add_request(str(begun), prompt, sampling)
                     if request.pictures:
                         unchecked[begun] = request
@@ -192,6 +194,9 @@ class VLLMEngine(Engine):
                 further = requests.take(room) if has_room else ()
         finally:  # whoever was stopped or interrupted leaves nothing for the next
             engine.abort_request([str(number) for number in sorted(running)])
+
+    def _prompt_of(self, request: Request) -> dict[str, Any]:
+        return self._waveforms.prompt_of(request) if self._waveforms else prompt_of(request)
 
     def _sampling(self, seed: int, temperature: float) -> Any:
         return SamplingParams(

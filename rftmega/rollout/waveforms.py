@@ -1,14 +1,12 @@
 """Requests with waveforms, as vLLM takes them."""
 
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from rftmega.errors import EngineError
-from rftmega.json_files import read_json_object
 from rftmega.media.hearing import AudioProcessor
 from rftmega.media.placed import unexpanded
 from rftmega.rollout.base import Request
@@ -16,8 +14,8 @@ from rftmega.rollout.base import Request
 SAMPLE = 5000  # samples of the waveform that is compared at the start
 
 
-class Ear:
-    """Ear reads the waveforms of requests for vLLM, whose own processor makes frames of them."""
+class WaveformPrompts:
+    """WaveformPrompts reads the waveforms of requests for vLLM, whose own processor makes frames of them."""
 
     def __init__(self, processor: AudioProcessor):
         self.processor = processor
@@ -61,9 +59,3 @@ class Ear:
                 "vLLM makes other frames of a waveform than the trainer: the feature extractors of the two differ. Is another "
                 "version of transformers installed than requirements/ has?"
             )
-
-
-def ear_of(folder: str | Path) -> Ear | None:
-    """Returns what reads waveforms for the model in `folder`; None where it does not hear."""
-    hears = read_json_object(Path(folder) / "config.json").get("audio_config")
-    return Ear(AudioProcessor(folder)) if hears else None
