@@ -71,7 +71,8 @@ def _with_ear(config: RunConfig, positions: int) -> list[str]:
     if 0 < (cap := config.trainer.max_patches_per_micro_batch) < most:
         found.append(
             f"trainer.max_patches_per_micro_batch={cap} may not hold a prompt of rollout.max_pictures="
-            f"{config.rollout.max_pictures} waveforms, {positions} positions each. Raise it, lower rollout.max_pictures, or set it to 0."
+            f"{config.rollout.max_pictures} waveforms, {positions} positions each. Raise it, lower rollout.max_pictures, or set "
+            "it to 0."
         )
     return found
 
