@@ -44,7 +44,7 @@ from rftmega.device.residency import Residency
 from rftmega.device.spans import span
 from rftmega.errors import ConfigError
 from rftmega.media.hearing import AudioProcessor
-from rftmega.media.placed import PlacedPicture, RowPictures
+from rftmega.media.placed import PlacedPicture, RowPictures, pictures_of
 from rftmega.media.placed_waveform import PlacedWaveform
 from rftmega.media.processor import PictureProcessor
 from rftmega.megatron import forward, offload
@@ -172,8 +172,8 @@ class MegatronModelManager:
         sees = isinstance(self.description.tower, VisionTower)
         if not sees or not any(chunk.pre_process for chunk in self.chunks):
             return
-        held = [batch.only(PlacedPicture) for batch in batches if batch is not None]
-        self._processor.read_ahead(each for batch in held for row in batch for each in row)
+        held = [pictures_of(batch.distinct.values()) for batch in batches if batch is not None]
+        self._processor.read_ahead(picture for batch in held for picture in batch)
 
     def shards(self) -> list[Shard]:
         """Returns what this process holds of the model, without copies of tensors held elsewhere."""

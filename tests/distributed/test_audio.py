@@ -10,6 +10,8 @@ from safetensors.torch import load_file
 from transformers import Qwen2AudioForConditionalGeneration
 
 from rftmega.config import OptimizerConfig, ParallelConfig
+from rftmega.lightrft.padded_experience import Samples
+from rftmega.media.hearing import ear_of
 from rftmega.megatron import MegatronActor
 from rftmega.parallel.topology import Topology
 from rftmega.weights import Exporter
@@ -21,7 +23,7 @@ from tests.distributed.test_vision import (
     UPDATES,
     likelihood,
 )
-from tests.layouts import config_of
+from tests.layouts import build_actor, config_of
 from tests.ranks import LOCAL, run_ranks
 from tests.tiny_audio import save_tiny_audio
 from tests.vision_rows import experience_of
@@ -140,3 +142,58 @@ def test_two_updates_are_those_of_transformers(tmp_path: Path) -> None:
 @pytest.mark.ranks
 def test_two_updates_are_those_of_transformers_under_the_other_layouts(tmp_path: Path) -> None:
     assert_learns_alike(MORE | INTERLEAVED, tmp_path)
+
+
+def actor_body(world: Any, folder: Path, parallel: ParallelConfig) -> Any:
+    """What ActorAL says of canvases, padded and packed, from frames of transformers."""
+    from rftmega.lightrft_multimodal.actor_al import ActorAL
+
+    policy: Any = build_actor(folder, parallel, token_cap=90)
+    rows = rows_with_waveforms(folder)
+    _, placed = audio_rows(folder)
+    given = [waveform for own in placed for waveform in own]
+    frames = torch.stack([torch.as_tensor(waveform.source) for waveform in given])
+    lengths = torch.tensor([waveform.frames for waveform in given])
+    heard = {
+        "audio_values": frames,
+        "feature_attention_mask": (torch.arange(frames.shape[-1]) < lengths[:, None]).long(),
+    }
+    canvas = Samples.of(replace(rows, pictures=None), prompts=[], labels=[""] * len(rows))
+    actor = ActorAL(policy, processor=ear_of(folder))
+    found = actor(canvas.sequences, canvas.num_actions, canvas.attention_mask, **heard)
+    packed = canvas.packed()
+    behind = ActorAL(policy, packing_samples=True, processor=ear_of(folder))(
+        packed.sequences, packed.num_actions, packed_seq_lens=packed.packed_seq_lens, **heard
+    )
+    asked = canvas.sequences, canvas.num_actions, canvas.attention_mask
+    fewer = {name: value[:-1] for name, value in heard.items()}
+    more = {name: torch.cat([value, value[:1]]) for name, value in heard.items()}
+    short = {name: value[..., :-1] for name, value in heard.items()}
+    for wrong, why in (
+        ({"pixel_values": frames}, "hears and does not see"),
+        ({"audio_values": frames}, "needs feature_attention_mask"),
+        (fewer, "row 5 has .* placeholders"),
+        (more, r"1 waveform\(s\) more than the rows have places for"),
+        (short, "in windows of 100 frames"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            actor(*asked, **wrong)
+    with pytest.raises(NotImplementedError, match="ActorAL.generate: an engine answers"):
+        actor.generate(canvas.sequences)
+    answered = actor(*asked, **heard, return_output=True, return_aligned_inputs=True)
+    assert torch.equal(answered[0], found)
+    assert torch.equal(answered[2], canvas.sequences)
+    return found, behind, canvas.action_mask
+
+
+def test_lightrft_s_actor_gives_the_log_probs_of_transformers(tmp_path: Path) -> None:
+    save_tiny_audio(tmp_path)
+    tokens, placed = audio_rows(tmp_path)
+    model = Qwen2AudioForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.float32)
+    with torch.no_grad():
+        rows = transformers_log_probs(model, tokens, placed)
+    pairs = zip(rows, prompts_of(tokens), strict=True)
+    wanted = torch.cat([row[prompt - 1 :] for row, prompt in pairs])
+    for found, behind, mask in run_ranks(2, actor_body, tmp_path, ParallelConfig(tensor=2)):
+        assert (found[mask.bool()] - wanted).abs().max() < 1e-5
+        assert (behind[0] - wanted).abs().max() < 1e-5
