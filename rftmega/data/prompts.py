@@ -24,8 +24,8 @@ from rftmega.media.processor import PictureProcessor
 from rftmega.types import Prompt
 
 
-class Reader(Protocol):
-    """Reader finds the media of records, and puts them among their prompts' tokens."""
+class MediaReader(Protocol):
+    """MediaReader finds the media of records, and puts them among their prompts' tokens."""
 
     def sources(self, record: Record) -> Any: ...
     def marked(self, text: Any) -> Any: ...
@@ -55,7 +55,7 @@ def load_prompts(
     Raises DataError that lists where a record can't be read, lacks a key, holds the wrong type or
     is too long.
     """
-    reader: Reader
+    reader: MediaReader
     if isinstance(processor, AudioProcessor):
         reader = WaveformReader(processor, config, source, max_pictures)
     else:
@@ -65,7 +65,9 @@ def load_prompts(
     return load_examples(source, parse, too_long=config.too_long, noun="prompts", places=places)
 
 
-def _parse(encoder: Encoder, columns: bool, reader: Reader, record: Record, index: int) -> Prompt:
+def _parse(
+    encoder: Encoder, columns: bool, reader: MediaReader, record: Record, index: int
+) -> Prompt:
     config = encoder.config
     label = required(record, config.label_key, "data.label_key") if config.label_key else ""
     if isinstance(label, bool) or not isinstance(label, str | int | float):

@@ -1,4 +1,4 @@
-"""What a column of media may hold: paths within one folder, bytes, or base64."""
+"""Reads what a column of media may hold: paths within one folder, bytes, or base64."""
 
 import base64
 import binascii
