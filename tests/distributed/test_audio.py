@@ -10,12 +10,19 @@ from safetensors.torch import load_file
 from transformers import Qwen2AudioForConditionalGeneration
 
 from rftmega.config import OptimizerConfig, ParallelConfig
+from rftmega.conversion import convert
 from rftmega.lightrft.padded_experience import Samples
 from rftmega.media.hearing import ear_of
 from rftmega.megatron import MegatronActor
 from rftmega.parallel.topology import Topology
 from rftmega.weights import Exporter
-from tests.audio_rows import audio_rows, prompts_of, rows_with_waveforms, transformers_log_probs
+from tests.audio_rows import (
+    audio_rows,
+    inputs_of,
+    prompts_of,
+    rows_with_waveforms,
+    transformers_log_probs,
+)
 from tests.distributed.test_vision import (
     INTERLEAVED,
     LAYOUTS,
@@ -23,8 +30,8 @@ from tests.distributed.test_vision import (
     UPDATES,
     likelihood,
 )
-from tests.layouts import build_actor, config_of
-from tests.ranks import LOCAL, run_ranks
+from tests.layouts import build_actor, build_critic, config_of
+from tests.ranks import LOCAL, TRANSFORMER_ENGINE, run_ranks
 from tests.tiny_audio import save_tiny_audio
 from tests.vision_rows import experience_of
 
@@ -197,3 +204,63 @@ def test_lightrft_s_actor_gives_the_log_probs_of_transformers(tmp_path: Path) ->
     for found, behind, mask in run_ranks(2, actor_body, tmp_path, ParallelConfig(tensor=2)):
         assert (found[mask.bool()] - wanted).abs().max() < 1e-5
         assert (behind[0] - wanted).abs().max() < 1e-5
+
+
+def test_a_frozen_tower_stays_as_it_is_and_the_decoder_learns_all_the_same(tmp_path: Path) -> None:
+    layouts = {"TP2 x PP2, SP": LAYOUTS["TP2 x PP2, SP"]}
+    assert_learns_alike(layouts, tmp_path, frozen=True, model={"freeze_vision": True})
+
+
+def test_a_tower_learns_at_a_rate_of_its_own(tmp_path: Path) -> None:
+    layouts = {"DP4, overlapped": LAYOUTS["DP4, overlapped"]}
+    own = {"vision_learning_rate": 1e-1}
+    assert_learns_alike(layouts, tmp_path, rate=1e-1, optimizer=own)
+
+
+@pytest.mark.ranks
+def test_with_transformer_engine_s_modules_too(tmp_path: Path) -> None:
+    layouts = {"one process": MORE["one process"], "TP2 x PP2, SP": LAYOUTS["TP2 x PP2, SP"]}
+    assert_learns_alike(layouts, tmp_path, preloaded=TRANSFORMER_ENGINE)
+
+
+def values_body(world: Any, folder: Path, parallel: ParallelConfig) -> torch.Tensor:
+    critic = build_critic(folder, parallel)
+    for item in critic.manager.bound:
+        if "value_head" in item.rule.megatron[0]:
+            weight = torch.linspace(-0.1, 0.1, item.parameter.numel())
+            item.parameter.data.copy_(weight.view(item.parameter.shape))
+    critic.manager.weights_changed()
+    return critic.values(rows_with_waveforms(folder).ragged()).padded()
+
+
+def test_a_critic_s_values_of_waveforms_are_those_of_transformers_hidden_states(
+    tmp_path: Path,
+) -> None:
+    save_tiny_audio(tmp_path)
+    tokens, placed = audio_rows(tmp_path)
+    model = Qwen2AudioForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.float32)
+    weight = torch.linspace(-0.1, 0.1, 128)
+    found = run_ranks(2, values_body, tmp_path, ParallelConfig(pipeline=2))
+    for row, (ids, own) in enumerate(zip(tokens, placed, strict=True)):
+        with torch.no_grad():
+            wanted = model.model(**inputs_of(ids, own)).last_hidden_state[0] @ weight
+        for values in found:
+            ours = values[row][: len(ids) - 1]
+            torch.testing.assert_close(ours, wanted[:-1], atol=1e-5, rtol=1e-5)
+
+
+def convert_body(world: Any, source: Path, target: Path, back: Path) -> None:
+    convert.to_megatron(source, target, ParallelConfig(tensor=2, pipeline=2))
+    convert.verify(source, target)
+    convert.to_hf(target, back)
+
+
+def test_a_converted_checkpoint_goes_back_byte_by_byte(tmp_path: Path) -> None:
+    source, target, back = (tmp_path / name for name in ("source", "target", "back"))
+    save_tiny_audio(source)
+    run_ranks(1, convert_body, source, target, back)
+    again, before = load_file(next(back.glob("*.safetensors"))), tensors_of(source)
+    assert again.keys() == before.keys()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in again.items())
+    for file in ("preprocessor_config.json", "tokenizer.json"):
+        assert (back / file).read_bytes() == (source / file).read_bytes()
