@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 HARDWARE := $(if $(shell command -v nvidia-smi 2>/dev/null),cuda,cpu)
 READY := $(VENV)/.ready-$(HARDWARE)
 
-.PHONY: demo demo-vl test check ranks gpu gpu-bench invariance chaos mutations bench learning slurm clean
+.PHONY: demo demo-vl demo-al test check ranks gpu gpu-bench invariance chaos mutations bench learning slurm clean
 
 TORCHVISION := $(wildcard requirements/torchvision_cpu/*.p*)
 
@@ -26,6 +26,9 @@ demo: $(READY)  ## a small Qwen3 learns arithmetic on 4 processes (TP2 x PP2), o
 
 demo-vl: $(READY)  ## a small Qwen2.5-VL learns to count shapes in pictures, on 4 processes as well
 	$(BIN)/python examples/shapes/demo.py
+
+demo-al: $(READY)  ## a small Qwen2-Audio learns to count beeps in recordings, on 2 processes
+	$(BIN)/python examples/beeps/demo.py
 
 test: check  ## what CI runs
 	$(BIN)/python -m pytest -q -m "not ranks and not learning and not slurm and not gpu"

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from converters import decoder, families
+from converters.audio_fields import AudioFields
 from converters.config_fields import Fields
 from converters.nested_fields import VisionFields, flattened
 from converters.rules import (
@@ -60,13 +61,13 @@ def completed(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     Raises CheckpointError for a family without a table, and for fields that are missing, null or of
     another kind.
     """
-    fields: Fields | VisionFields = _family(hf_config).FIELDS
+    fields: Fields | VisionFields | AudioFields = _family(hf_config).FIELDS
     return fields.completed(hf_config)
 
 
 def default_rope_theta(hf_config: Mapping[str, Any]) -> float:
     """Returns the base of the rotary embedding where config.json names none."""
-    fields: Fields | VisionFields = _family(hf_config).FIELDS
+    fields: Fields | VisionFields | AudioFields = _family(hf_config).FIELDS
     return fields.rope_theta
 
 

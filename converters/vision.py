@@ -1,4 +1,4 @@
-"""The rules of vision towers: one replicated tensor each, under transformers' own names.
+"""The rules of towers that see or hear: one replicated tensor each, under transformers' own names.
 
 Every tensor-parallel process of the first stage holds the whole tower.
 """
@@ -11,9 +11,10 @@ from typing import Any
 from converters.rules import HFTensor, Replicated, Rule, Vocabulary
 from rftmega.errors import CheckpointError
 
-Tower = Mapping[str, Any]  # vision_config, completed
+Tower = Mapping[str, Any]  # vision_config or audio_config, completed
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
 MODULE = "visual."  # in our model
+HEARS = "audio."
 
 
 def renamed(rules: list[Rule], prefix: str) -> list[Rule]:
@@ -39,8 +40,13 @@ def tower_rules(shapes: Shapes, prefix: str) -> list[Rule]:
     ]
 
 
+def hearing_rules(shapes: Shapes) -> list[Rule]:
+    """Returns the rules of a tower that hears, of tensors of these names and shapes."""
+    return [Replicated((HEARS + name,), (HFTensor(name, shape),)) for name, shape in shapes]
+
+
 def is_of_tower(rule: Rule) -> bool:
-    return rule.megatron[0].startswith(MODULE)
+    return rule.megatron[0].startswith((MODULE, HEARS))
 
 
 def embedding_name(rules: list[Rule]) -> str:

@@ -19,10 +19,12 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from converters import padded_vocabulary
 from model_providers import spec
 from model_providers.description import Experts, LatentAttention, ModelDescription
+from model_providers.hearing import AudioLanguageModel, Ear
 from model_providers.installed import fused_kernels, installed, uses_transformer_engine
 from model_providers.latent_attention import mend_latent_attention
 from model_providers.rope import Rope
 from model_providers.rotary import MultimodalRotary, PackedRotary
+from model_providers.tower import AudioTower
 from model_providers.vision import DeepstackLayer, VisionLanguageModel, build_tower
 from rftmega.config import ParallelConfig
 
@@ -174,8 +176,8 @@ def build_chunk(
     """Builds the layers of this pipeline stage, or of its `chunk` where the schedule is
     interleaved, randomly initialised.
 
-    `head=False` leaves the output head out: a value model has its own. `freeze_vision`: the vision
-    tower has no gradient.
+    `head=False` leaves the output head out: a value model has its own. `freeze_vision`: the tower
+    has no gradient.
     """
     rope = model.rope
     if config.gradient_accumulation_fusion and not installed().weight_gradients:
@@ -188,8 +190,10 @@ def build_chunk(
     kind: Any = GPTModel
     more: dict[str, Any] = {}
     if model.tower:
-        kind = VisionLanguageModel
-        tower = build_tower(model, config.params_dtype) if pre_process else None
+        hears = isinstance(model.tower, AudioTower)
+        kind = AudioLanguageModel if hears else VisionLanguageModel
+        build: Any = Ear if hears else build_tower
+        tower = build(model, config.params_dtype) if pre_process else None
         more = {"tower": tower, "frozen": freeze_vision}
     if model.tower and model.tower.deepstack:
         spec.replace_layers(layers_spec, DeepstackLayer)
@@ -214,7 +218,7 @@ def build_chunk(
         built.output_layer.gradient_accumulation_fusion &= installed().weight_gradients
     if post_process and not head:
         del built.output_layer
-    if model.tower:
+    if rope.sections:
         built.rotary_pos_emb = MultimodalRotary(
             model.head_dim,
             rope.base,

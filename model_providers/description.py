@@ -11,7 +11,7 @@ from typing import Any
 from model_providers import families
 from model_providers.hf_config import HFConfig
 from model_providers.rope import Rope, read_rope
-from model_providers.tower import VisionTower
+from model_providers.tower import AudioTower, VisionTower
 from rftmega.config import ParallelConfig
 from rftmega.errors import CheckpointError
 
@@ -84,7 +84,7 @@ class ModelDescription:
     windowed: frozenset[int] = frozenset()
     latent: LatentAttention | None = None
     experts: Experts | None = None
-    tower: VisionTower | None = None  # on the first stage
+    tower: VisionTower | AudioTower | None = None  # on the first stage
 
     @property
     def parameters(self) -> int:

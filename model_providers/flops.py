@@ -10,7 +10,7 @@ N + 4 L H Q T a token forward). The backward pass takes twice as much as the for
 from collections.abc import Iterable
 
 from model_providers.description import ModelDescription
-from model_providers.tower import VisionTower
+from model_providers.tower import AudioTower, VisionTower
 
 BACKWARD = 2  # times the forward pass: gradients of the inputs and of the weights
 
@@ -97,3 +97,13 @@ def _windowed(tower: VisionTower, height: int, width: int) -> int:
     rows = [min(side, height - first) for first in range(0, height, side)]
     columns = [min(side, width - first) for first in range(0, width, side)]
     return sum((row * column) ** 2 for row in rows for column in columns)
+
+
+def ear_flops(tower: AudioTower, hidden: int) -> int:
+    """Counts one forward pass of the tower that hears over one waveform, which fills all of its
+    positions; `hidden` is the decoder's width.
+    """
+    width, positions = tower.width, tower.positions
+    block = 2 * positions * (4 * width**2 + 2 * width * tower.ffn) + 4 * positions**2 * width
+    convolutions = 2 * positions * 3 * width * (2 * tower.channels + width)
+    return tower.depth * block + convolutions + positions * width * hidden

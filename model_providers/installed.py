@@ -97,7 +97,7 @@ def fused_kernels(
         "apply_rope_fusion": engine >= (1, 12)
         and not model.latent
         and not model.rope.yarn
-        and not model.tower,
+        and not model.rope.sections,
         "bias_activation_fusion": found.triton,
         # Weights' gradients are added to the fp32 sums by the kernel that computes them.
         "gradient_accumulation_fusion": bool(engine) or found.weight_gradients,

@@ -1,4 +1,4 @@
-"""VisionTower describes the half of a model that turns pictures into features."""
+"""VisionTower and AudioTower describe the half of a model that turns pictures or waveforms into features."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -57,6 +57,38 @@ def read_tower(
         window=fields.get("window_size", 0),
         full_layers=fields["depth"] if full is None else len(set(full)),
         deepstack=len(fields.get("deepstack_visual_indexes", ())),
+        parameters=parameters,
+        fields=fields,
+    )
+
+
+@dataclass(frozen=True)
+class AudioTower:
+    """Sizes of a tower that hears; `fields` is audio_config, completed."""
+
+    depth: int
+    width: int
+    ffn: int
+    channels: int  # of its frames: bands of the spectrum
+    positions: int  # of its layers, whatever part of them a waveform fills
+    audio_token: int  # stands for one feature: two positions
+    parameters: int
+    fields: Mapping[str, Any]
+    deepstack: int = 0  # decoder layers that get features of their own
+
+
+def read_audio_tower(config: HFConfig, *, parameters: int) -> AudioTower:
+    """Reads audio_config."""
+    fields = config["audio_config"]
+    config.get("audio_token_id")
+    config.get("ignore_index")  # of a loss that is not used
+    return AudioTower(
+        depth=fields["encoder_layers"],
+        width=fields["d_model"],
+        ffn=fields["encoder_ffn_dim"],
+        channels=fields["num_mel_bins"],
+        positions=fields["max_source_positions"],
+        audio_token=config["audio_token_index"],
         parameters=parameters,
         fields=fields,
     )

@@ -1,22 +1,16 @@
-"""A decoder of Megatron's that sees: transformers' vision tower on its first stage.
-
-The tower is replicated over tensor- and context-parallel processes. What reaches its output on the
-way back is complete on every tensor-parallel process, so nothing is reduced over them; under context
-parallelism it is of this process's tokens, and Megatron's data-parallel reduction, which includes
-the context-parallel processes, adds up the shares.
-"""
+"""A decoder of Megatron's that sees: transformers' vision tower on its first stage."""
 
 import importlib
 from contextlib import nullcontext
 from typing import Any
 
 import torch
-from megatron.core import tensor_parallel
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
 from model_providers.description import ModelDescription
+from model_providers.tower import VisionTower
+from model_providers.tower_model import TowerModel
 
 # family -> module of transformers, its class of the tower, and that of its configuration
 TOWERS = {
@@ -35,7 +29,7 @@ def build_tower(model: ModelDescription, dtype: torch.dtype) -> nn.Module:
     """Builds the tower of transformers, whose weights hold nothing yet."""
     from transformers.initialization import no_init_weights
 
-    assert model.tower is not None
+    assert isinstance(model.tower, VisionTower)
     module, kind, config_kind = TOWERS[model.family]
     home = f"transformers.models.{module}"
     config = getattr(importlib.import_module(f"{home}.configuration_{module}"), config_kind)
@@ -61,17 +55,10 @@ class DeepstackLayer(TransformerLayer):
         return hidden, context
 
 
-class VisionLanguageModel(GPTModel):
+class VisionLanguageModel(TowerModel):
     """VisionLanguageModel is one pipeline chunk; the first has `visual`."""
 
-    def __init__(self, *args: Any, tower: nn.Module | None, frozen: bool, **named: Any):
-        """`frozen`: the tower has no gradient."""
-        super().__init__(*args, scatter_embedding_sequence_parallel=False, **named)
-        self.frozen = frozen
-        if tower is not None:
-            self.visual = tower.requires_grad_(not frozen)
-            if self.config.recompute_granularity == "full" and not frozen:
-                tower.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    place = "visual"
 
     def forward(  # type: ignore[override]
         self,
@@ -121,17 +108,3 @@ class VisionLanguageModel(GPTModel):
             packed_seq_params=packed_seq_params,
             extra_block_kwargs={"context": context},
         )
-
-    def _scattered(self, hidden: Tensor) -> Tensor:
-        """Returns this process's part under sequence parallelism."""
-        if not self.config.sequence_parallel:
-            return hidden
-        scattered: Tensor = tensor_parallel.scatter_to_sequence_parallel_region(hidden)
-        return scattered
-
-    def _nothing(self) -> Tensor:
-        """Returns 0, made of all of the tower's parameters: a data-parallel reduction that overlaps
-        the backward pass waits until each of them has a gradient.
-        """
-        firsts = [parameter.flatten()[:1] for parameter in self.visual.parameters()]
-        return 0.0 * torch.cat(firsts).sum()

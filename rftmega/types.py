@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 from typing_extensions import TypeVar
 
-from rftmega.media.placed import PlacedPicture, RowPictures
+from rftmega.media.placed import Placed, RowPictures
 from rftmega.ragged import Ragged
 
 Metrics = dict[str, float]
@@ -45,7 +45,7 @@ class Prompt:
     record: str = ""
     task: int = 0  # its number among the prompts that the run draws; seeds depend on it
     # in the order of their places; `token_ids` has as many placeholders as they have features
-    pictures: tuple[PlacedPicture, ...] = ()
+    pictures: tuple[Placed, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

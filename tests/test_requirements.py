@@ -25,6 +25,7 @@ IMPORTED = (
         "pydantic",
         "cloudpickle",
         "pillow",
+        "soundfile",
         "torchvision",
     ),
     *(

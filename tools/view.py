@@ -177,8 +177,13 @@ def page(samples: Sequence[dict[str, Any]], *, title: str) -> str:
         row = {key: value for key, value in sample.items() if key not in ("tokens", "pictures")}
         for picture in sample.get("pictures", []):
             thumbnails.setdefault(picture["digest"], picture.get("thumbnail") or "")
-            title = f"{picture.get('path') or 'bytes'}, patches {picture.get('grid')}"
-            row.setdefault("pictures", []).append([picture["digest"], title])
+            size = (
+                f"patches {picture['grid']}"
+                if "grid" in picture
+                else f"frames {picture.get('frames')}"
+            )
+            said = f"{picture.get('path') or 'bytes'}, {size}"
+            row.setdefault("pictures", []).append([picture["digest"], said])
         rows.append(row | summary(sample["tokens"]))
     scale = {
         measure: scale_of([sample["tokens"] for sample in samples], measure)

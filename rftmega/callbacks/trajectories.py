@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rftmega.callbacks.observer import Observer
 from rftmega.callbacks.output_files import set_aside, synchronise
-from rftmega.media.placed import PlacedPicture, unexpanded
+from rftmega.media.placed import Placed, PlacedPicture, unexpanded
 from rftmega.media.thumbnails import thumbnail_of
 from rftmega.ragged import Ragged
 from rftmega.types import Experience, Metrics, Samples
@@ -120,7 +120,8 @@ def records(
     unknown or not finite.
 
     "pictures" lists those of the prompt, in which each has one placeholder: digest, path (none for
-    bytes), grid, and a thumbnail in the first object of a file that has it.
+    bytes), grid, and a thumbnail in the first object of a file that has it. Waveforms are there, too,
+    with their frames.
     """
     assert experience.old_logp is not None, "a rollout that was learnt from has been scored"
     shown: set[str] = set()
@@ -168,13 +169,17 @@ def records(
         }
 
 
-def described(picture: PlacedPicture, shown: set[str]) -> dict[str, Any]:
-    """Returns what is written of a picture, with a thumbnail unless it is `shown` already."""
+def described(picture: Placed, shown: set[str]) -> dict[str, Any]:
+    """Returns what is written of a picture, with a thumbnail unless it is `shown` already, or of a
+    waveform.
+    """
     found: dict[str, Any] = {
         "digest": picture.digest,
         "path": picture.source if isinstance(picture.source, str) else None,
-        "grid": list(picture.grid),
     }
+    if not isinstance(picture, PlacedPicture):
+        return found | {"frames": picture.frames}
+    found["grid"] = list(picture.grid)
     if picture.digest not in shown:
         shown.add(picture.digest)
         found["thumbnail"] = thumbnail_of(picture)

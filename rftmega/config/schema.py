@@ -37,7 +37,7 @@ class ModelConfig:
     """Dropout of hidden states and attention while learning; scoring never drops."""
 
     freeze_vision: bool = False
-    """The vision tower of a model that sees stays as it is; only its decoder learns."""
+    """The tower of a model that sees or hears stays as it is; only its decoder learns."""
 
     trust_remote_code: bool = False
     """The tokenizer may be Python code in model.path, which then runs here."""
@@ -95,7 +95,7 @@ class OptimizerConfig:
     """Peak learning rate of Adam."""
 
     vision_learning_rate: NotNegative = 0.0
-    """That of a vision tower, on the same schedule; 0: as the rest."""
+    """That of a tower that sees or hears, on the same schedule; 0: as the rest."""
 
     min_learning_rate: NotNegative = 0.0
     """Learning rate at which linear and cosine schedules end."""
@@ -166,7 +166,7 @@ class RolloutConfig:
     """An answer is cut off here."""
 
     max_pictures: NotNegativeInt = 8
-    """Pictures that a prompt may have, of a model with a vision tower."""
+    """Pictures that a prompt may have, of a model that sees; waveforms, of one that hears."""
 
     max_videos: NotNegativeInt = 0
     """Videos that a prompt may have, of a model with a vision tower."""
@@ -237,10 +237,12 @@ class DataConfig:
     """Key of a prompt's pictures (docs/multimodal.md): one, or a list; <image> is a place of one."""
 
     videos_key: str = "videos"
-    """Key of a prompt's videos, for a model with a vision tower: one or a list of paths, of files
-    (mp4, avi, mkv, ...) or of folders that have the frames as pictures. Their places are <video> in
-    the prompt.
+    """Key of a prompt's videos: one or a list of paths, of files (mp4, avi, mkv, ...) or of folders
+    that have the frames as pictures. Their places are <video> in the prompt.
     """
+
+    audio_key: str = "audio"
+    """Key of a prompt's waveforms (WAV, FLAC): one, or a list; <audio> is a place of one."""
 
     video_fps: Positive = 2.0
     """Frames that are shown of a second of a video; the frames of a folder are so many a second."""
@@ -249,9 +251,7 @@ class DataConfig:
     """At most so many frames of a video are shown, evenly spread."""
 
     pictures_folder: str = ""
-    """Folder that the paths of pictures and videos begin in, and that none leads out of; empty: the data
-    file's.
-    """
+    """Folder of the paths of pictures, videos, waveforms; none leads out. Empty: the data file's."""
 
     picture_hosts: list[str] = field(default_factory=list)
     """Hosts of the web from which pictures and videos are fetched before the run begins, each once,
@@ -515,13 +515,13 @@ class TrainerConfig:
     """
 
     max_patches_per_micro_batch: NotNegativeInt = 0
-    """And of at most this many patches of pictures, which a vision tower holds; 0: no bound."""
+    """And of at most this many patches of pictures, or positions of sound, in a tower; 0: no bound."""
 
     attention_weight: NotNegative = 0.0
     """Cost of a row of n tokens is n + this x n^2 where data-parallel work is balanced."""
 
     patch_weight: NotNegative = 1.0
-    """Cost of a patch of a picture, in tokens, in the same balance."""
+    """Cost of a patch of a picture, or a position of sound, in tokens, in the same balance."""
 
     offload: bool = True
     """Between phases, what the trainer doesn't need (weights, gradients, main parameters, Adam)

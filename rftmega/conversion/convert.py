@@ -57,7 +57,7 @@ from rftmega.conversion.at_a_time import SPARE, Room, side_by_side
 from rftmega.conversion.target import begin, fingerprint, note, written_alone
 from rftmega.errors import CheckpointError, ConfigError
 from rftmega.megatron.binding import Bound, bind
-from rftmega.megatron.load import HEAD, refuse_another_head, refuse_strangers
+from rftmega.megatron.load import HEAD, HEADS, refuse_another_head, refuse_strangers
 from rftmega.megatron.sharded import CheckpointBox, pieces_of
 from rftmega.parallel.topology import Topology
 
@@ -111,7 +111,7 @@ def to_megatron(
         raise ConfigError(
             "This layout is impossible:\n" + "\n".join(f"  - {problem}" for problem in problems)
         )
-    unread = frozenset({HEAD} if model.description.tied or value_head else ())
+    unread = HEADS if value_head else frozenset({HEAD} if model.description.tied else ())
     refuse_strangers(files, model.rules, model.hf_config, experts=model.experts, allowed=unread)
     if model.description.tied and not value_head:
         refuse_another_head(files, model.bound)

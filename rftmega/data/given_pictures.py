@@ -17,7 +17,7 @@ from rftmega.config import DataConfig
 from rftmega.data.pictures import Most, PictureReader
 from rftmega.errors import DataError
 from rftmega.media.files import content_of, digest_of, size_of
-from rftmega.media.placed import Frames, PlacedPicture, RowPictures
+from rftmega.media.placed import Frames, PlacedPicture, RowPictures, pictures_of
 from rftmega.media.processor import PictureProcessor
 from rftmega.media.videos import (
     FEWEST,
@@ -64,7 +64,8 @@ class Patches:
         """Returns those of all rows; no values where they are files and no `processor` is there to
         read them.
         """
-        held = [] if pictures is None else [each for row in pictures.rows for each in row]
+        rows = () if pictures is None else pictures.rows
+        held = pictures_of(each for row in rows for each in row)
         drawn = [each for each in held if each.frames is None]
         films = [each for each in held if each.frames is not None]
         return Patches(*_joined(drawn, processor), *_joined(films, processor))

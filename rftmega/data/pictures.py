@@ -1,10 +1,8 @@
 """Pictures and videos of records: what a column may hold, and where they stand among a prompt's tokens."""
 
-import base64
-import binascii
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,14 +11,17 @@ from typing import Any
 from torch import Tensor
 from tqdm import tqdm
 
-from rftmega.config import DataConfig, split_source
+from rftmega.config import DataConfig
 from rftmega.data.examples import TooLong
 from rftmega.data.fetched import Fetched
 from rftmega.data.records import Record
+from rftmega.data.sources import addresses, decoded, folder_of, listed, path_in, shown
 from rftmega.data.tokenizer import Tokenizer
 from rftmega.errors import DataError
 from rftmega.media.files import content_of, digest_of, picture_of, png_of, size_of
-from rftmega.media.placed import PlacedPicture
+from rftmega.media.hearing import AudioProcessor
+from rftmega.media.placed import Placed, PlacedPicture
+from rftmega.media.placed_waveform import PlacedWaveform
 from rftmega.media.processor import PictureProcessor
 from rftmega.media.videos import (
     Video,
@@ -35,7 +36,6 @@ from rftmega.types import Prompt
 MARK = "<image>"  # in a text, stands for a picture
 VIDEO_MARK = "<video>"
 MARKS = {MARK: "image", VIDEO_MARK: "video"}  # and the types of parts of chat messages
-SHOWN = 80  # characters of a value that an error quotes
 FEW = 1000  # pictures that are checked without a bar
 MOST_THREADS = 8  # that decode side by side; a large picture takes a gigabyte
 
@@ -76,25 +76,25 @@ class PictureReader:
         """
         self.processor, self.config, self.most = processor, config, most
         self.tokenizer = tokenizer
-        path, _ = split_source(source)
-        beside = path if path.is_dir() else path.parent
-        self.folder = Path(config.pictures_folder or beside).resolve()
+        self.folder = folder_of(source, config)
         self.fetched = Fetched(self.folder, config.picture_hosts)
         self._sizes: dict[str, tuple[int, int]] = {}  # by digest
         self._videos: dict[str, tuple[Video, tuple[int, ...], str]] = {}  # by path
 
     def sources(self, record: Record) -> Sources:
         """Returns what a record names."""
+        if heard := listed(record, self.config.audio_key):
+            raise DataError(
+                f'"{self.config.audio_key}" names {len(heard)} waveform(s), and the model has no tower that hears. Take a '
+                "model that hears, or set data.audio_key to a key that no record has."
+            )
         pictures = self._named(record, "images_key", "picture", self.most.pictures)
         videos = self._named(record, "videos_key", "video", self.most.videos)
         return Sources([self._source(value) for value in pictures], [*map(self._video, videos)])
 
     def _named(self, record: Record, option: str, noun: str, most: int) -> list[Any]:
         key = getattr(self.config, option)
-        given = record.get(key)
-        if given is None:
-            return []
-        values = list(given) if isinstance(given, list | tuple) else [given]
+        values = listed(record, key)
         if values and self.processor is None:
             raise DataError(
                 f'"{key}" names {len(values)} {noun}(s), and the model has no vision tower. Take a model that sees, or set '
@@ -108,15 +108,8 @@ class PictureReader:
 
     def fetch(self, records: Iterable[Record]) -> None:
         """Fetches what records name by addresses of the web, several at a time."""
-        given = [record.get(key) for record in records for key in self._keys]
-        named = [
-            each for value in given for each in (value if isinstance(value, list) else [value])
-        ]
-        self.fetched.ahead(each for each in named if isinstance(each, str) and _is_address(each))
-
-    @property
-    def _keys(self) -> tuple[str, str]:
-        return self.config.images_key, self.config.videos_key
+        keys = self.config.images_key, self.config.videos_key
+        self.fetched.ahead(addresses(records, keys))
 
     def marked(self, text: Any) -> Any:
         """Returns a prompt with the model's own placeholder, or a part of its own in chat messages,
@@ -135,7 +128,8 @@ class PictureReader:
             return text
         if not isinstance(text, list):
             return text
-        return [_in_parts(message, [*placeholders]) for message in text]
+        marks = {mark: MARKS[mark] for mark in placeholders}
+        return [in_parts(message, marks) for message in text]
 
     def placed(
         self, ids: Sequence[int], sources: Sources
@@ -212,10 +206,10 @@ class PictureReader:
             value = value["path"]
         if not isinstance(value, str) or not value:
             raise DataError(
-                f'"{self.config.videos_key}" holds {_shown(value)}: a video is the path of a file, or of a folder that has its '
+                f'"{self.config.videos_key}" holds {shown(value)}: a video is the path of a file, or of a folder that has its '
                 "frames as pictures."
             )
-        return self._path(value)
+        return path_in(self.folder, value, "video", self.fetched)
 
     def _source(self, value: Any) -> str | bytes:
         if isinstance(value, dict) and {"bytes", "path"} & value.keys():  # as `datasets` has it
@@ -226,43 +220,35 @@ class PictureReader:
             return png_of(value)
         if not isinstance(value, str) or not value:
             raise DataError(
-                f'"{self.config.images_key}" holds {_shown(value)}: a picture is a path, bytes, or base64 as data:image/...'
+                f'"{self.config.images_key}" holds {shown(value)}: a picture is a path, bytes, or base64 as data:image/...'
             )
         if value.startswith("data:"):
-            return _decoded(value)
-        return self._path(value)
-
-    def _path(self, value: str) -> str:
-        if _is_address(value):
-            return str(self.fetched.file(value))
-        try:
-            path = (self.folder / value).resolve()
-        except (OSError, ValueError, RuntimeError) as error:  # a zero byte, links in a circle
-            raise DataError(f"{_shown(value)} can't be a picture's path: {error}.") from error
-        if not path.is_relative_to(self.folder):
-            raise DataError(
-                f"{value} leads out of {self.folder}, where the pictures are. Set data.pictures_folder to a folder that has "
-                "all of them."
-            )
-        return str(path)
+            return decoded(value, "image", "picture")
+        return path_in(self.folder, value, "picture", self.fetched)
 
 
 def check_pictures(
-    prompts: Sequence[Prompt], places: Sequence[str], *, rank: int, ranks: int
+    prompts: Sequence[Prompt],
+    places: Sequence[str],
+    *,
+    rank: int,
+    ranks: int,
+    ear: AudioProcessor | None = None,
 ) -> None:
-    """Decodes this process's share of all distinct pictures and videos once, so that a broken one is
-    found at the start.
+    """Decodes this process's share of all distinct pictures, videos and waveforms once, so that a
+    broken one is found at the start.
 
-    `places`: where each prompt stands in its file. Raises DataError that lists the broken ones.
+    `places`: where each prompt stands in its file. `ear`: of a model that hears. Raises DataError
+    that lists the broken ones.
     """
-    distinct: dict[str, tuple[str, PlacedPicture]] = {}
+    distinct: dict[str, tuple[str, Placed]] = {}
     for prompt, place in zip(prompts, places, strict=True):
         for picture in prompt.pictures:
             distinct.setdefault(picture.digest, (place, picture))
     mine = [found for _, found in sorted(distinct.items())][rank::ranks]
     threads = min(MOST_THREADS, max((os.cpu_count() or 1) // ranks, 1))
     with ThreadPoolExecutor(threads) as pool:
-        checks = pool.map(lambda found: _problem(*found), mine)
+        checks = pool.map(lambda found: _problem(found[0], found[1], ear), mine)
         seen = tqdm(checks, "pictures", len(mine), disable=rank > 0 or len(mine) < FEW)
         problems = [said for said in seen if said is not None]
     if problems:
@@ -273,40 +259,20 @@ def expanded_within(ids: Sequence[int], limit: int, pictures: int) -> None:
     """Raises TooLong where the prompt is over the limit."""
     if len(ids) > limit:
         raise TooLong(
-            f"the prompt has {len(ids)} tokens with its {pictures} picture(s) or video(s), rollout.max_prompt_tokens is {limit}. "
-            "Raise it, make them smaller, lower data.video_frames, or set data.too_long=drop."
+            f"the prompt has {len(ids)} tokens with its {pictures} picture(s), video(s) or waveform(s), rollout.max_prompt_tokens"
+            f" is {limit}. Raise it, make them smaller or shorter, lower data.video_frames, or set data.too_long=drop."
         )
 
 
-def refuse_pictures(record: Record, config: DataConfig) -> None:
-    """Raises DataError for a record of given answers that names pictures or videos."""
-    for option in ("images_key", "videos_key"):
-        if record.get(key := getattr(config, option)):
-            raise DataError(
-                f'"{key}" names pictures or videos, and given answers are learnt from words alone so far. Leave the record '
-                f"out, or set data.{option} to a key that no record has."
-            )
-
-
-def without_pictures(record: Record, config: DataConfig) -> Record:
-    """Returns a record without what is inside its pictures; their paths stay."""
-    given = record.get(config.images_key)
-    if given is None:
-        return record
-    values = given if isinstance(given, list | tuple) else [given]
-    names = []
-    for value in values:
-        path = value.get("path") if isinstance(value, dict) else value
-        inside = not isinstance(path, str) or path.startswith("data:")
-        names.append("" if inside else path)
-    return {**record, config.images_key: names}
-
-
-def _problem(place: str, picture: PlacedPicture) -> str | None:
+def _problem(place: str, picture: Placed, ear: AudioProcessor | None) -> str | None:
     source = picture.source
     assert not isinstance(source, Tensor)
     name = source if isinstance(source, str) else "a picture in the data"
     try:
+        if isinstance(picture, PlacedWaveform):
+            assert ear is not None, "no other model has waveforms"
+            ear.waveform(source, picture.digest)
+            return None
         if picture.frames is not None:
             read_video(name, picture.frames, picture.digest)
             return None
@@ -319,8 +285,8 @@ def _problem(place: str, picture: PlacedPicture) -> str | None:
     return None
 
 
-def _in_parts(message: Any, marks: Sequence[str]) -> Any:
-    """Returns a chat message with a part for each mark in its text."""
+def in_parts(message: Any, marks: Mapping[str, str]) -> Any:
+    """Returns a chat message with a part for each mark in its text; `marks`: mark -> type of part."""
     content = message.get("content") if isinstance(message, dict) else None
     if not isinstance(content, str):
         return message
@@ -329,27 +295,8 @@ def _in_parts(message: Any, marks: Sequence[str]) -> Any:
         return message
     parts: list[dict[str, str]] = []
     for piece in pieces:
-        if piece in MARKS:
-            parts.append({"type": MARKS[piece]})
+        if piece in marks:
+            parts.append({"type": marks[piece]})
         elif piece:
             parts.append({"type": "text", "text": piece})
     return {**message, "content": parts}
-
-
-def _decoded(text: str) -> bytes:
-    head, _, content = text.partition(",")
-    if not head.startswith("data:image/") or not head.endswith(";base64"):
-        raise DataError(f"{_shown(text)} is no picture: data:image/png;base64,... is.")
-    try:
-        return base64.b64decode(content, validate=True)
-    except binascii.Error as error:
-        raise DataError(f"{_shown(text)} is no base64: {error}.") from None
-
-
-def _is_address(value: str) -> bool:
-    return "://" in value
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= SHOWN else text[:SHOWN] + "..."

@@ -8,8 +8,8 @@ from pathlib import Path
 from rftmega.config import DataConfig
 from rftmega.data.encoder import Encoder
 from rftmega.data.examples import load_examples, required
-from rftmega.data.pictures import refuse_pictures
 from rftmega.data.records import Record
+from rftmega.data.sources import refuse_media
 from rftmega.data.supervised import Example, rows_of
 from rftmega.data.tokenizer import Tokenizer
 from rftmega.types import Rows
@@ -50,7 +50,7 @@ def pair_rows(pairs: Sequence[Pair]) -> Rows:
 
 def _parse(encoder: Encoder, record: Record, index: int) -> Pair:
     config = encoder.config
-    refuse_pictures(record, config)
+    refuse_media(record, config)
     prompt = required(record, config.prompt_key, "data.prompt_key")
     chosen = required(record, config.chosen_key, "data.chosen_key")
     rejected = required(record, config.rejected_key, "data.rejected_key")

@@ -2,21 +2,37 @@
 
 import json
 import math
+from collections.abc import Iterable, Sequence
 from datetime import date, time, timedelta
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rftmega.config import DataConfig
 from rftmega.data.encoder import Encoder
 from rftmega.data.examples import load_examples, required
-from rftmega.data.pictures import Most, PictureReader, expanded_within, without_pictures
+from rftmega.data.pictures import Most, PictureReader, expanded_within
 from rftmega.data.records import Record, records
+from rftmega.data.sources import without_contents
 from rftmega.data.tokenizer import Tokenizer
+from rftmega.data.waveforms import WaveformReader
 from rftmega.errors import DataError
+from rftmega.media.hearing import AudioProcessor
+from rftmega.media.placed import Placed
 from rftmega.media.processor import PictureProcessor
 from rftmega.types import Prompt
+
+
+class MediaReader(Protocol):
+    """MediaReader finds the media of records, and puts them among their prompts' tokens."""
+
+    def fetch(self, records: Iterable[Record]) -> None: ...
+    def sources(self, record: Record) -> Any: ...
+    def marked(self, text: Any) -> Any: ...
+    def placed(
+        self, ids: Sequence[int], sources: Any
+    ) -> tuple[tuple[int, ...], tuple[Placed, ...]]: ...
 
 
 def load_prompts(
@@ -26,7 +42,7 @@ def load_prompts(
     *,
     max_prompt_tokens: int,
     columns: bool = False,
-    processor: PictureProcessor | None = None,
+    processor: PictureProcessor | AudioProcessor | None = None,
     max_pictures: int = 0,
     max_videos: int = 0,
     places: list[str] | None = None,
@@ -34,13 +50,18 @@ def load_prompts(
     """Returns one Prompt a record, with the record's columns where `columns` says so.
 
     `processor`: of a model that sees, whose prompts may have `max_pictures` pictures and
-    `max_videos` videos. To `places` is added where each prompt stands in the file.
+    `max_videos` videos, or of one that hears, and `max_pictures` waveforms. To `places` is added
+    where each prompt stands in the file.
 
     Raises DataError that lists where a record can't be read, lacks a key, holds the wrong type or
     is too long.
     """
-    most = Most(max_pictures, max_videos)
-    reader = PictureReader(processor, config, source, most, tokenizer)
+    reader: MediaReader
+    if isinstance(processor, AudioProcessor):
+        reader = WaveformReader(processor, config, source, max_pictures)
+    else:
+        most = Most(max_pictures, max_videos)
+        reader = PictureReader(processor, config, source, most, tokenizer)
     if config.picture_hosts and processor is not None:
         reader.fetch(each for _, each in records(source) if not isinstance(each, DataError))
     parse = partial(_parse, Encoder(tokenizer, config, max_prompt_tokens), columns, reader)
@@ -48,7 +69,7 @@ def load_prompts(
 
 
 def _parse(
-    encoder: Encoder, columns: bool, reader: PictureReader, record: Record, index: int
+    encoder: Encoder, columns: bool, reader: MediaReader, record: Record, index: int
 ) -> Prompt:
     config = encoder.config
     label = required(record, config.label_key, "data.label_key") if config.label_key else ""
@@ -70,7 +91,7 @@ def _parse(
     ids = encoder.prompt(reader.marked(text))
     ids, pictures = reader.placed(ids, sources)
     expanded_within(ids, encoder.max_prompt_tokens, len(pictures))
-    seen = without_pictures(record, config)
+    seen = without_contents(record, config)
     kept = _as_json({**seen, "prompt": text}) if columns else ""
     return Prompt(ids, label=str(label), index=index, kind=kind, record=kept, pictures=pictures)
 

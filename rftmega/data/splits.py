@@ -10,6 +10,7 @@ from rftmega.data.prompts import load_prompts
 from rftmega.data.sampler import PromptOrder, order_of
 from rftmega.data.supervised import Example, load_supervised, rows_of
 from rftmega.data.tokenizer import Tokenizer
+from rftmega.media.hearing import ear_of
 from rftmega.media.processor import processor_of
 from rftmega.types import Prompt, Rows
 
@@ -24,9 +25,10 @@ def prompts_of(
 ) -> tuple[PromptOrder[Prompt], dict[str, list[Prompt]]]:
     """Loads prompts, those of each file checked by `check`, which raises what speaks against them.
 
-    Each of the `ranks` processes that load the same decodes its share of the pictures.
+    Each of the `ranks` processes that load the same decodes its share of the pictures and waveforms.
     """
-    processor = processor_of(config.model.path)
+    ear = ear_of(config.model.path)
+    processor = ear or processor_of(config.model.path)
 
     def load(source: str) -> list[Prompt]:
         places: list[str] = []
@@ -42,7 +44,7 @@ def prompts_of(
             places=places,
         )
         check(prompts)
-        check_pictures(prompts, places, rank=rank, ranks=ranks)
+        check_pictures(prompts, places, rank=rank, ranks=ranks, ear=ear)
         return prompts
 
     order = order_of(

@@ -16,8 +16,8 @@ import torch
 from rftmega.config import DataConfig
 from rftmega.data.encoder import Encoder, by_assistant
 from rftmega.data.examples import load_examples, required
-from rftmega.data.pictures import refuse_pictures
 from rftmega.data.records import Record
+from rftmega.data.sources import refuse_media
 from rftmega.data.tokenizer import Tokenizer
 from rftmega.errors import DataError
 from rftmega.types import Rows
@@ -64,7 +64,7 @@ def rows_of(examples: Sequence[Example]) -> Rows:
 
 def _parse(encoder: Encoder, record: Record, index: int) -> Example:
     config = encoder.config
-    refuse_pictures(record, config)
+    refuse_media(record, config)
     prompt = required(record, config.prompt_key, "data.prompt_key")
     key = config.response_key
     if by_assistant(prompt):

@@ -16,6 +16,7 @@ from rftmega.interfaces import Policy, RolloutEngine, ValueModel
 from rftmega.lightrft.arguments import lightrft_arguments, rows_per_micro_batch, rows_per_update
 from rftmega.lightrft.requests import GenerationOutput, completion_of
 from rftmega.lightrft.strategy import StrategyBase
+from rftmega.media.hearing import AudioProcessor, ear_of
 from rftmega.media.processor import PictureProcessor, processor_of
 from rftmega.rollout import Engine
 from rftmega.strategy.colocated import ColocatedPolicy, ColocatedValues
@@ -69,6 +70,13 @@ class LightRFTStrategy(StrategyBase):
         """
         return processor_of(self.config.model.path)
 
+    @cached_property
+    def ear(self) -> AudioProcessor | None:
+        """Returns what makes frames of waveforms, as the model's folder says; None for a model that
+        hears nothing.
+        """
+        return ear_of(self.config.model.path)
+
     def backward(self, loss: Any, model: Any, optimizer: Any, **kwargs: Any) -> None:
         """Raises NotImplementedError: a loss that was computed elsewhere can't go backward through
         Megatron's schedule.
@@ -109,7 +117,9 @@ class LightRFTStrategy(StrategyBase):
 
         A bare Megatron module of a wrapped one.
         """
-        if isinstance(getattr(model, "module", None), ColocatedPolicy):  # as ActorVL has it
+        if isinstance(
+            getattr(model, "module", None), ColocatedPolicy
+        ):  # as ActorVL and ActorAL have it
             model = model.module
         if isinstance(model, ColocatedPolicy):
             return model.actor

@@ -23,6 +23,13 @@ class FedPictures:
     )
     grids: Tensor | None = None  # [I, 3] int64: patches of each along time, height and width
 
+    @property
+    def inputs(self) -> dict[str, Tensor]:
+        """Returns what the first chunk is given besides; nothing where there is no picture."""
+        if self.pixels is None or self.grids is None:
+            return {}
+        return {"pixels": self.pixels, "grids": self.grids}
+
 
 def fed_pictures(
     pictures: RowPictures | None, rows: int, columns: int, *, merge: int, load: Load | None
@@ -37,12 +44,13 @@ def fed_pictures(
     features = torch.zeros(rows, columns, dtype=torch.int64)
     if pictures is None:
         return FedPictures(positions, features)
-    distinct = pictures.distinct
+    own = pictures.only(PlacedPicture)
+    distinct = {picture.digest: picture for row in own for picture in row}
     first, total = {}, 1
     for digest, picture in distinct.items():
         first[digest] = total
         total += picture.features
-    for number, row in enumerate(pictures.rows):
+    for number, row in enumerate(own):
         positions[number] = picture_positions(row, columns, merge=merge)
         for picture in row:
             number_of = first[picture.digest]

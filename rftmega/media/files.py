@@ -26,21 +26,22 @@ PNG_NOTES = (b"eXIf", b"iTXt", b"tEXt", b"zTXt")  # chunks that may tell how it 
 Picture = Any  # PIL.Image.Image, which is imported where it is needed
 
 
-def content_of(source: str | bytes, digest: str = "") -> bytes:
+def content_of(source: str | bytes, digest: str = "", noun: str = "picture") -> bytes:
     """Returns the bytes of a file.
 
-    `digest`: of what the file held before; "" where that does not matter. Raises DataError where
+    `digest`: of what the file held before; "" where that does not matter. `noun`: what it holds, as
+    errors tell it. Raises DataError where
     there is no file, or it is empty, too large or changed.
     """
-    content = source if isinstance(source, bytes) else _file(source)
-    name = _name(source)
+    content = source if isinstance(source, bytes) else _file(source, noun)
+    name = _name(source, noun)
     if not content:
         raise DataError(f"{name} is empty.")
     if len(content) > MOST_BYTES:
-        raise DataError(_too_large(name, len(content)))
+        raise DataError(_too_large(name, len(content), noun))
     if digest and isinstance(source, str) and digest_of(content) != digest:
         raise DataError(
-            f"{name} has changed since the data were read. Leave pictures as they are while a run goes on, or start it anew."
+            f"{name} has changed since the data were read. Leave {noun}s as they are while a run goes on, or start it anew."
         )
     return content
 
@@ -114,25 +115,25 @@ def _pillow() -> Any:
     return Image
 
 
-def _name(source: str | bytes) -> str:
-    return "a picture in the data" if isinstance(source, bytes) else source
+def _name(source: str | bytes, noun: str = "picture") -> str:
+    return f"a {noun} in the data" if isinstance(source, bytes) else source
 
 
-def _file(path: str) -> bytes:
+def _file(path: str, noun: str) -> bytes:
     try:
         found = Path(path).stat()
         if not stat.S_ISREG(found.st_mode):  # a pipe would be waited for
-            raise DataError(f"{path} is no file. Give a picture's file.")
+            raise DataError(f"{path} is no file. Give a {noun}'s file.")
         if found.st_size > MOST_BYTES:
-            raise DataError(_too_large(path, found.st_size))
+            raise DataError(_too_large(path, found.st_size, noun))
         return Path(path).read_bytes()
     except OSError as error:
         raise DataError(f"{path} can't be read: {error.strerror or error}.") from error
 
 
-def _too_large(name: str, size: int) -> str:
+def _too_large(name: str, size: int, noun: str) -> str:
     return (
-        f"{name} has {size:,} bytes, and a picture's file may have {MOST_BYTES:,}. Make it smaller."
+        f"{name} has {size:,} bytes, and a {noun}'s file may have {MOST_BYTES:,}. Make it smaller."
     )
 
 

@@ -1,11 +1,13 @@
-"""Pictures and videos among the tokens of a prompt."""
+"""Pictures, videos and waveforms among the tokens of a prompt."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+from rftmega.media.placed_waveform import PlacedWaveform
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +84,20 @@ class PlacedPicture:
         return PlacedPicture(source, digest, tuple(grid), start, tokens, frames)
 
 
+Placed = PlacedPicture | PlacedWaveform
+Kind = TypeVar("Kind", PlacedPicture, PlacedWaveform)
+
+
+def pictures_of(placed: Iterable[Placed]) -> tuple[PlacedPicture, ...]:
+    """Returns the pictures and videos among what stands in a prompt."""
+    return tuple(each for each in placed if isinstance(each, PlacedPicture))
+
+
 @dataclass(frozen=True, slots=True)
 class RowPictures:
-    """RowPictures tells which pictures each row of a batch has."""
+    """RowPictures tells which pictures, or waveforms, each row of a batch has."""
 
-    rows: tuple[tuple[PlacedPicture, ...], ...]
+    rows: tuple[tuple[Placed, ...], ...]
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -100,16 +111,20 @@ class RowPictures:
         return [sum(picture.patches for picture in row) for row in self.rows]
 
     @property
-    def distinct(self) -> dict[str, PlacedPicture]:
+    def distinct(self) -> dict[str, Placed]:
         """Returns digest -> a picture, in the order of their first places."""
-        found: dict[str, PlacedPicture] = {}
+        found: dict[str, Placed] = {}
         for row in self.rows:
             for picture in row:
                 found.setdefault(picture.digest, picture)
         return found
 
+    def only(self, kind: type[Kind]) -> "list[tuple[Kind, ...]]":
+        """Returns those of each row that are of a kind, as a model that knows no other takes them."""
+        return [tuple(each for each in row if isinstance(each, kind)) for row in self.rows]
+
     @staticmethod
-    def of(rows: Iterable[Sequence[PlacedPicture]]) -> "RowPictures | None":
+    def of(rows: Iterable[Sequence[Placed]]) -> "RowPictures | None":
         """Returns the pictures of rows; None where no row has one."""
         held = tuple(tuple(row) for row in rows)
         return RowPictures(held) if any(held) else None
@@ -117,7 +132,7 @@ class RowPictures:
     @staticmethod
     def join(parts: "Sequence[RowPictures | None]", sizes: Sequence[int]) -> "RowPictures | None":
         """Joins the rows of several batches, each of so many rows."""
-        rows: list[tuple[PlacedPicture, ...]] = []
+        rows: list[tuple[Placed, ...]] = []
         for part, size in zip(parts, sizes, strict=True):
             rows += [()] * size if part is None else part.rows
         return RowPictures.of(rows)
@@ -129,11 +144,18 @@ class RowPictures:
     @staticmethod
     def from_state(state: Sequence[Sequence[Sequence[object]]]) -> "RowPictures":
         """Returns what `state` gave."""
-        return RowPictures(tuple(tuple(map(PlacedPicture.from_state, row)) for row in state))
+        return RowPictures(tuple(tuple(map(_from_state, row)) for row in state))
 
 
-def unexpanded(token_ids: Sequence[int], pictures: Sequence[PlacedPicture]) -> list[int]:
-    """Returns the tokens with one placeholder a picture or video, as an engine's own processor takes them: it
+def _from_state(state: Sequence[Any]) -> Placed:
+    """Returns a picture, which has a grid in the third place, or a waveform, which has a number."""
+    kind = PlacedPicture if isinstance(state[2], Sequence) else PlacedWaveform
+    return kind.from_state(state)
+
+
+def unexpanded(token_ids: Sequence[int], pictures: Sequence[Placed]) -> list[int]:
+    """Returns the tokens with one placeholder a picture, video or waveform, as an engine's own
+    processor takes them: it
     would expand what is expanded once more.
     """
     kept: list[int] = []

@@ -47,8 +47,8 @@ class PictureProcessor:
         config = read_json_object(folder / "config.json")
         self._inner = _loaded(folder, config.get("vision_config") or {})
         self._smart_resize = smart_resize
-        self.placeholder = _token(folder, config, "image_token_id")
-        self.video_placeholder = _token(folder, config, "video_token_id")
+        self.placeholder = token_of(folder, config, "image_token_id")
+        self.video_placeholder = token_of(folder, config, "video_token_id")
         self._folder, self._config = folder, config
         self.tells_times = str(config.get("model_type")).startswith("qwen3_vl")
         # as a text has it, with what stands around it
@@ -121,7 +121,7 @@ class PictureProcessor:
             frames = Frames(tuple(chosen), video.total, video.rate, step, (0,), length)
             return [self.video_placeholder] * length, frames
         before, behind = (
-            _token(self._folder, self._config, f"vision_{side}_token_id")
+            token_of(self._folder, self._config, f"vision_{side}_token_id")
             for side in ("start", "end")
         )
         ids: list[int] = []
@@ -275,7 +275,8 @@ def _loaded(folder: Path, tower: dict[str, Any]) -> Any:
     return found
 
 
-def _token(folder: Path, config: dict[str, Any], name: str) -> int:
+def token_of(folder: Path, config: dict[str, Any], name: str) -> int:
+    """Returns a token's id of config.json; raises CheckpointError where it says none."""
     token = config.get(name)
     if not isinstance(token, int) or isinstance(token, bool):
         raise CheckpointError(f"{folder}/config.json: {name}={token!r} is no token's id.")

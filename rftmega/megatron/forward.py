@@ -22,6 +22,7 @@ from torch import Tensor
 from model_providers.rotary import MultimodalRotary, PackedRotary
 from rftmega.kernels.linear_log_probs import VocabularyShard, linear_stats
 from rftmega.media.fed import FedPictures, fed_pictures
+from rftmega.media.fed_waveforms import FedWaveforms
 from rftmega.parallel.topology import tensor_and_context
 
 LogitsProcessor = Callable[..., dict[str, Tensor]]
@@ -242,7 +243,7 @@ def custom_forward(
     temperature: float | Tensor = 1.0,
     max_batch_seqlen: int | None = 4096,
     padding_seqlen: int | None = None,
-    pictures: FedPictures | None = None,
+    pictures: FedPictures | FedWaveforms | None = None,
 ) -> Any:
     """Runs one pipeline chunk over the tokens of `input_ids` [B, S] that `attention_mask` [B, S]
     marks, wherever they are.
@@ -257,7 +258,7 @@ def custom_forward(
     and the output weight instead, and no logits exist. `pack_seqs=False` pads every row to the
     longest, as unpacked models do. `padding_seqlen` pads the packed tokens to a fixed number.
     Tensors may live on the host. `position_ids` may only say what is so anyway: rows count from 0.
-    `pictures` are those of a model with a vision tower, whose rows begin at column 0.
+    `pictures` are those of a model with a tower, whose rows begin at column 0.
 
     Raises ValueError for more than `max_batch_seqlen` tokens, for other positions, and for a
     `sequence_parallel` that the model was not built with.
@@ -329,26 +330,25 @@ def _run(
     chunk: GPTModel,
     ids: Tensor,
     packing: Packing,
-    pictures: FedPictures | None,
+    pictures: FedPictures | FedWaveforms | None,
     *,
     hidden_only: bool,
 ) -> Tensor:
     """Returns [N, 1, H], or on a last stage without `hidden_only` the logits [1, N, V / TP]."""
     rotary = getattr(chunk, "rotary_pos_emb", None)
     rank, ranks = packing.context
-    seen: dict[str, Tensor] = {}
     if isinstance(rotary, MultimodalRotary):
-        if pictures is None:
+        if not isinstance(pictures, FedPictures):
             pictures = fed_pictures(None, packing.rows, packing.columns, merge=1, load=None)
         positions = packing.take_vectors(pictures.positions, whole=rotary.by_rows)
         rotary.next(packing.sequence, positions, rank=rank, ranks=ranks)
-        if chunk.pre_process and pictures.pixels is not None and pictures.grids is not None:
-            where = packing.slots.device
-            seen["features"] = packing.take(pictures.features)
-            seen["pixels"] = pictures.pixels.to(where, non_blocking=True)
-            seen["grids"] = pictures.grids.to(where, non_blocking=True)
     elif isinstance(rotary, PackedRotary):
         rotary.next(packing.sequence, packing.positions[0], rank=rank, ranks=ranks)
+    seen: dict[str, Tensor] = {}
+    if chunk.pre_process and pictures is not None and pictures.inputs:
+        seen["features"] = packing.take(pictures.features)
+        for name, given in pictures.inputs.items():
+            seen[name] = given.to(packing.slots.device, non_blocking=True)
     kept = chunk.post_process
     chunk.post_process = kept and not hidden_only
     try:

@@ -51,6 +51,7 @@ def refuse_strangers(
 
 
 HEAD = "lm_head.weight"
+HEADS = frozenset({HEAD, f"language_model.{HEAD}"})  # that a value model leaves out
 
 
 def refuse_another_head(files: HFFolder, bound: Sequence[Bound]) -> None:

@@ -36,6 +36,7 @@ from converters.stacked_files import open_folder
 from model_providers.builder import build_chunk, transformer_config
 from model_providers.description import describe
 from model_providers.hf_config import read_hf_config
+from model_providers.tower import VisionTower
 from model_providers.value_head import ValueHead
 from rftmega import device
 from rftmega.checkpoint.reader import is_distributed, read_manifest
@@ -43,12 +44,15 @@ from rftmega.config import RunConfig
 from rftmega.device.residency import Residency
 from rftmega.device.spans import span
 from rftmega.errors import ConfigError
-from rftmega.media.placed import PlacedPicture, RowPictures
+from rftmega.media.hearing import AudioProcessor
+from rftmega.media.placed import PlacedPicture, RowPictures, pictures_of
+from rftmega.media.placed_waveform import PlacedWaveform
 from rftmega.media.processor import PictureProcessor
 from rftmega.megatron import forward, offload
 from rftmega.megatron.binding import Bound, bind
 from rftmega.megatron.load import (
     HEAD,
+    HEADS,
     load_hf,
     refuse_another_head,
     refuse_non_finite,
@@ -144,6 +148,10 @@ class MegatronModelManager:
     def _processor(self) -> PictureProcessor:
         return PictureProcessor(self.cfg.model.path)
 
+    @cached_property
+    def _ear(self) -> AudioProcessor:
+        return AudioProcessor(self.cfg.model.path)
+
     def pixels(self, picture: PlacedPicture) -> Tensor:
         """Returns the patches [P, C] of a picture or video, as the vision tower is fed them.
 
@@ -151,13 +159,21 @@ class MegatronModelManager:
         """
         return self._processor.pixels(picture)
 
+    def frames(self, waveform: PlacedWaveform) -> Tensor:
+        """Returns the frames [M, T] of a waveform, as the tower that hears is fed them.
+
+        Raises DataError where it can't be read any more, or has changed.
+        """
+        return self._ear.frames(waveform.source, waveform.digest)
+
     def read_ahead(self, batches: Iterable[RowPictures | None]) -> None:
         """Begins to read the pictures of micro-batches that come next, where this process feeds
         them.
         """
-        if any(chunk.pre_process for chunk in self.chunks):
-            held = [batch.distinct for batch in batches if batch is not None]
-            self._processor.read_ahead(picture for batch in held for picture in batch.values())
+        sees = isinstance(self.description.tower, VisionTower)
+        if sees and any(chunk.pre_process for chunk in self.chunks):
+            held = [pictures_of(batch.distinct.values()) for batch in batches if batch is not None]
+            self._processor.read_ahead(picture for batch in held for picture in batch)
 
     def shards(self) -> list[Shard]:
         """Returns what this process holds of the model, without copies of tensors held elsewhere."""
@@ -165,7 +181,7 @@ class MegatronModelManager:
 
     def _load(self, files: HFFolder, rules: Sequence[Rule], experts: int) -> None:
         tied = self.description.tied
-        allowed = frozenset({HEAD} if tied or self.value_model else ())
+        allowed = HEADS if self.value_model else frozenset({HEAD} if tied else ())
         refuse_strangers(files, rules, self.hf_config, experts=experts, allowed=allowed)
         load_hf(files, self.bound)
         if tied and not self.value_model:
@@ -268,7 +284,7 @@ class MegatronModelManager:
             "min_lr": optimizer.min_learning_rate * share,
         }
         usual = get_standard_config_overrides(MegatronOptimizerConfig())
-        return {**usual, ParamKey(name="*visual.*"): rates}
+        return {**usual, ParamKey(name=("*visual.*", "*.audio.*")): rates}
 
     def _build_scheduler(self) -> OptimizerParamScheduler:
         optimizer = self.cfg.optimizer

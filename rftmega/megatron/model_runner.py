@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model_providers.flops import BACKWARD, forward_flops, tower_flops
+from model_providers.flops import BACKWARD, ear_flops, forward_flops, tower_flops
+from model_providers.tower import AudioTower
 from rftmega.device.spans import recorder
 from rftmega.media.fed import FedPictures, fed_pictures
-from rftmega.media.placed import RowPictures
+from rftmega.media.fed_waveforms import FedWaveforms, fed_waveforms
+from rftmega.media.placed import PlacedPicture, RowPictures
 from rftmega.megatron.auxiliary import beside
 from rftmega.megatron.forward import HiddenProcessor, custom_forward, packed_length, unwrap
 from rftmega.megatron.manager import MegatronModelManager
@@ -206,10 +208,15 @@ class ModelRunner:
         picture of several rows is one.
         """
         tower = self.manager.description.tower
-        assert tower is not None, "a model without a vision tower has no pictures"
-        grids = [picture.grid for batch in fed for picture in batch.distinct.values()]
+        assert tower is not None, "a model without a tower has no pictures"
+        media = [each for batch in fed for each in batch.distinct.values()]
+        if isinstance(tower, AudioTower):
+            flops = len(media) * ear_flops(tower, self.manager.description.hidden)
+        else:
+            grids = [each.grid for each in media if isinstance(each, PlacedPicture)]
+            flops = tower_flops(tower, grids)
         learns = not self.cfg.model.freeze_vision
-        recorder.count("flops", (passes if learns else 1) * tower_flops(tower, grids))
+        recorder.count("flops", (passes if learns else 1) * flops)
 
     def _run(self, batches: Sequence[MicroBatch], *, forward_only: bool) -> list[Any]:
         """Returns sums to be collected, or statistics, of each micro-batch on the last stage, [] on
@@ -253,15 +260,19 @@ class ModelRunner:
             return next(iter(output.values())), partial(finish, batch.experience, output)
         return output, partial(finish, batch.experience, output)
 
-    def _pictures(self, rows: Rows, model: Any) -> FedPictures | None:
-        """Returns what the pictures of the rows feed the chunk with; None for a model without a
-        tower.
+    def _pictures(self, rows: Rows, model: Any) -> FedPictures | FedWaveforms | None:
+        """Returns what the pictures or waveforms of the rows feed the chunk with; None for a model
+        without a tower.
         """
         tower = self.manager.description.tower
         if tower is None:
             return None
         size, width = rows.tokens.shape
-        load = self.manager.pixels if unwrap(model).pre_process else None
+        feeds = unwrap(model).pre_process
+        if isinstance(tower, AudioTower):
+            frames = self.manager.frames if feeds else None
+            return fed_waveforms(rows.pictures, size, width - 1, load=frames)
+        load = self.manager.pixels if feeds else None
         return fed_pictures(rows.pictures, size, width - 1, merge=tower.merge, load=load)
 
     def _stats(

@@ -14,7 +14,7 @@ from rftmega import weights
 from rftmega.device.spans import span, spanned
 from rftmega.errors import EngineError
 from rftmega.interfaces import WeightSync
-from rftmega.media.placed import PlacedPicture
+from rftmega.media.placed import Placed
 from rftmega.shards import Shard
 from rftmega.types import Completion, Prompt
 
@@ -27,7 +27,7 @@ class Request(NamedTuple):
     rollout: int = 0  # requests of one rollout stay on one server
     expected: float = 0.0  # tokens of the answer; several servers share the work by it
     # of the tokens, which have a placeholder for each feature
-    pictures: tuple[PlacedPicture, ...] = ()
+    pictures: tuple[Placed, ...] = ()
 
 
 class Requests(Protocol):

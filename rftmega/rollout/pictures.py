@@ -10,7 +10,7 @@ import torch
 
 from rftmega.errors import EngineError
 from rftmega.media.files import read_picture
-from rftmega.media.placed import Frames, PlacedPicture, unexpanded
+from rftmega.media.placed import Frames, PlacedPicture, pictures_of, unexpanded
 from rftmega.media.processor import PictureProcessor
 from rftmega.media.videos import read_video
 from rftmega.rollout.base import Request
@@ -29,7 +29,7 @@ def prompt_of(request: Request) -> dict[str, Any]:
         return {"prompt_token_ids": list(request.token_ids)}
     media: dict[str, list[Any]] = {}
     digests: dict[str, list[str]] = {}
-    for picture in request.pictures:
+    for picture in pictures_of(request.pictures):
         kind = "image" if picture.frames is None else "video"
         media.setdefault(kind, []).append(decoded_source(picture))
         digests.setdefault(kind, []).append(picture.digest)

@@ -15,12 +15,16 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     PreTrainedModel,
 )
 
 from rftmega.config import RolloutConfig
 from rftmega.errors import WeightMismatch
 from rftmega.media.fed import picture_positions
+from rftmega.media.hearing import AudioProcessor, ear_of
+from rftmega.media.placed import pictures_of
+from rftmega.media.placed_waveform import PlacedWaveform
 from rftmega.media.processor import PictureProcessor
 from rftmega.rollout.base import Engine, Request, Requests
 from rftmega.types import Completion
@@ -33,6 +37,13 @@ BLOCKS = {"mixtral": ".block_sparse_moe."}
 PREFIXES = {
     family: {"model.language_model.": "model.", "model.visual.": "visual."}
     for family in ("qwen2_vl", "qwen2_5_vl")
+} | {
+    "qwen2_audio": {
+        "model.language_model.": "language_model.model.",
+        "model.audio_tower.": "audio_tower.",
+        "model.multi_modal_projector.": "multi_modal_projector.",
+        "lm_head.": "language_model.lm_head.",
+    }
 }
 
 # what a model is given of pictures and of videos
@@ -95,6 +106,9 @@ class TransformersEngine(Engine):
         sees = hasattr(config_of, "vision_config")
         kind: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
         self.processor = PictureProcessor(folder) if sees else None
+        self.ear = ear_of(folder)
+        if self.ear:
+            kind = AutoModelForMultimodalLM
         model = kind.from_config(
             config_of, dtype=torch.float32, trust_remote_code=False, experts_implementation="eager"
         )
@@ -124,17 +138,34 @@ class TransformersEngine(Engine):
                 break
 
     def _media(self, request: Request) -> dict[str, Tensor]:
-        """Returns what the model is given of the prompt's pictures and videos, besides tokens."""
+        """Returns what the model is given of the prompt's pictures, videos and waveforms, besides
+        tokens.
+        """
+        if self.ear is not None:
+            return self._heard(request, self.ear)
         if self.processor is None:
             return {}
         given: dict[str, Tensor] = {}
         for kind, pixels, grids in KINDS_OF_MEDIA:
-            own = [each for each in request.pictures if (each.frames is None) == (kind == "image")]
+            shown = pictures_of(request.pictures)
+            own = [each for each in shown if (each.frames is None) == (kind == "image")]
             if own:
                 patches = [self.processor.pixels(each) for each in own]
                 given[pixels] = torch.cat(patches).to(self.where)
                 given[grids] = torch.tensor([each.grid for each in own], device=self.where)
         return given
+
+    def _heard(self, request: Request, ear: AudioProcessor) -> dict[str, Tensor]:
+        own = [each for each in request.pictures if isinstance(each, PlacedWaveform)]
+        if not own:
+            return {}
+        frames = torch.stack([ear.frames(each.source, each.digest) for each in own])
+        lengths = torch.tensor([each.frames for each in own])
+        heard = torch.arange(frames.shape[-1]) < lengths[:, None]
+        return {
+            "input_features": frames.to(self.where),
+            "feature_attention_mask": heard.long().to(self.where),
+        }
 
     def _positions(self, request: Request) -> Tensor | None:
         """Returns [3, 1, tokens] of the prompt and of the longest answer; None for a model of words.
@@ -144,7 +175,9 @@ class TransformersEngine(Engine):
         if self.processor is None:
             return None
         longest = len(request.token_ids) + self.longest
-        found = picture_positions(request.pictures, longest, merge=self.processor.merge)
+        found = picture_positions(
+            pictures_of(request.pictures), longest, merge=self.processor.merge
+        )
         return found.T[:, None].to(self.where)
 
     def _completion(self, request: Request, temperature: float) -> Completion:

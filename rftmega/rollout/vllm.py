@@ -19,6 +19,7 @@ from torch import Tensor
 from rftmega import device
 from rftmega.config import RolloutConfig
 from rftmega.errors import EngineFault
+from rftmega.media.hearing import ear_of
 from rftmega.media.processor import PictureProcessor
 from rftmega.parallel.process_group import World
 from rftmega.parallel.watchdog import mark
@@ -54,6 +55,7 @@ from rftmega.rollout.vllm_models import (  # noqa: E402
     prefill_arguments,
     sees,
 )
+from rftmega.rollout.waveforms import WaveformPrompts  # noqa: E402
 
 
 def _share_cores(world: World) -> None:
@@ -128,15 +130,18 @@ class VLLMEngine(Engine):
             if on_cuda
             else {"kv_cache_memory_bytes": int(config.cpu_cache_gib * 2**30)}
         )
-        pictures = sees(folder)
+        pictures, ear = sees(folder), ear_of(folder)
+        self._waveforms = WaveformPrompts(ear) if ear else None
         media: dict[str, Any] = {}
+        if ear:
+            media["limit_mm_per_prompt"] = {"audio": max(1, config.max_pictures)}
         if pictures:
             media["limit_mm_per_prompt"] = limits_of(config)
         threads = torch.get_num_threads()
         self._llm: Any = LLM(
             model=str(folder),
             load_format="dummy",
-            skip_tokenizer_init=not pictures,  # its processors of pictures want one
+            skip_tokenizer_init=not media,  # its processors of pictures and waveforms want one
             dtype=precision,
             tensor_parallel_size=config.tensor,
             distributed_executor_backend="external_launcher",
@@ -159,6 +164,8 @@ class VLLMEngine(Engine):
             processor = PictureProcessor(folder)
             tokens = placeholders(processor, videos=config.max_videos > 0)
             check_samples(samples_of_vllm(self._llm.llm_engine.renderer, tokens), processor)
+        if self._waveforms:
+            self._waveforms.check(self._llm.llm_engine)
         self.destinations = FreshParameters(self._llm.apply_model(_itself)[0])
         if config.tensor > 1:
             _unlink_shared_memory(world, config.tensor, mine=True)
@@ -172,7 +179,8 @@ class VLLMEngine(Engine):
             while not stopped:
                 for request in further:
                     sampling = self._sampling(request.seed, temperature)
-                    engine.add_request(str(begun), prompt_of(request), sampling)
+                    prompt = self._prompt_of(request)
+                    engine.add_request(str(begun), prompt, sampling)
                     if request.pictures:
                         unchecked[begun] = request
                     running.add(begun)
@@ -195,6 +203,9 @@ class VLLMEngine(Engine):
                 further = requests.take(room) if has_room else ()
         finally:  # whoever was stopped or interrupted leaves nothing for the next
             engine.abort_request([str(number) for number in sorted(running)])
+
+    def _prompt_of(self, request: Request) -> dict[str, Any]:
+        return self._waveforms.prompt_of(request) if self._waveforms else prompt_of(request)
 
     def _sampling(self, seed: int, temperature: float) -> Any:
         return SamplingParams(
@@ -253,7 +264,7 @@ class VLLMEngine(Engine):
             self.destinations.release()
         self._llm.apply_model(pack_output_heads)
         self._llm.reset_prefix_cache()
-        # of pictures under the weights before; the scheduler would still count on them
+        # of pictures and waveforms under the weights before; the scheduler would still count on them
         self._llm.llm_engine.reset_encoder_cache()
 
     def _sleep(self) -> None:

@@ -1,6 +1,8 @@
-"""Checks of options about pictures, against a model that sees or does not."""
+"""Checks of options about pictures and waveforms, against a model that sees, hears, or does neither."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rftmega.config.schema import (
     DataConfig,
@@ -13,6 +15,21 @@ from rftmega.config.schema import (
 from rftmega.errors import RFTMegaError
 from rftmega.json_files import read_json_object
 
+Options = Mapping[str, tuple[type, tuple[str, ...]]]
+TOWER_RATE = (OptimizerConfig, ("vision_learning_rate",))
+VIDEOS: Options = {
+    "rollout": (RolloutConfig, ("max_videos",)),
+    "data": (DataConfig, ("video_fps", "video_frames")),
+}
+TOWERS: Options = {
+    "model": (ModelConfig, ("freeze_vision",)),
+    "optimizer": TOWER_RATE,
+    "critic.optimizer": TOWER_RATE,
+    "rollout": (RolloutConfig, ("max_pictures", "max_videos")),
+    "data": (DataConfig, ("pictures_folder", "picture_hosts", "video_fps", "video_frames")),
+    "trainer": (TrainerConfig, ("max_patches_per_micro_batch", "patch_weight")),
+}
+
 
 def vision(config: RunConfig) -> list[str]:
     """Lists what can't be; nothing where the model's config.json can't be read, which others tell."""
@@ -20,40 +37,49 @@ def vision(config: RunConfig) -> list[str]:
         fields = read_json_object(Path(config.model.path) / "config.json")
     except (OSError, RFTMegaError):
         return []
+    ear = fields.get("audio_config")
+    if isinstance(ear, dict):
+        positions = ear.get("max_source_positions", 1500)
+        return _with_ear(config, positions if isinstance(positions, int) else 1500)
     tower = fields.get("vision_config")
     if not isinstance(tower, dict):
-        return _without_tower(config)
+        return _without(config, TOWERS, "a model with a tower that sees or hears")
     merge = tower.get("spatial_merge_size", 2)
     return _with_tower(config, merge if isinstance(merge, int) else 2)
 
 
-def _without_tower(config: RunConfig) -> list[str]:
+def _without(config: RunConfig, options: Options, needed: str) -> list[str]:
+    """Lists the options that are set though the model is not what they need."""
     found = []
-    options = (
-        ("model", config.model, ModelConfig, ("freeze_vision",)),
-        ("optimizer", config.optimizer, OptimizerConfig, ("vision_learning_rate",)),
-        ("critic.optimizer", config.critic.optimizer, OptimizerConfig, ("vision_learning_rate",)),
-        ("rollout", config.rollout, RolloutConfig, ("max_pictures", "max_videos")),
-        (
-            "data",
-            config.data,
-            DataConfig,
-            ("pictures_folder", "picture_hosts", "video_fps", "video_frames"),
-        ),
-        (
-            "trainer",
-            config.trainer,
-            TrainerConfig,
-            ("max_patches_per_micro_batch", "patch_weight"),
-        ),
-    )
-    for section, chosen, defaults, names in options:
+    for section, (defaults, names) in options.items():
+        chosen: Any = config
+        for part in section.split("."):
+            chosen = getattr(chosen, part)
         for name in names:
             # a list's default is made anew for each config, and empty
             if (value := getattr(chosen, name)) != getattr(defaults, name, []):
                 found.append(
-                    f"{section}.{name}={value} needs a model with a vision tower; {config.model.path} has none. Leave it out."
+                    f"{section}.{name}={value} needs {needed}; {config.model.path} is none. Leave it out."
                 )
+    return found
+
+
+def _with_ear(config: RunConfig, positions: int) -> list[str]:
+    """`positions`: what a waveform fills in the tower."""
+    found = _without(config, VIDEOS, "a model that sees")
+    found += _of_tower(config)
+    if config.strategy == "separate" and config.rollout.max_pictures:
+        found.append(
+            "strategy=separate: servers are asked without waveforms so far. Set rollout.max_pictures=0 for prompts of words "
+            "alone, or strategy=colocated."
+        )
+    most = config.rollout.max_pictures * positions
+    if 0 < (cap := config.trainer.max_patches_per_micro_batch) < most:
+        found.append(
+            f"trainer.max_patches_per_micro_batch={cap} may not hold a prompt of rollout.max_pictures="
+            f"{config.rollout.max_pictures} waveforms, {positions} positions each. Raise it, lower rollout.max_pictures, or set "
+            "it to 0."
+        )
     return found
 
 
@@ -65,9 +91,22 @@ def _with_tower(config: RunConfig, merge: int) -> list[str]:
                 found.append(
                     f"data.{name}={value} is read where prompts may have videos. Set rollout.max_videos, or leave it out."
                 )
+    found += _of_tower(config)
+    most = config.rollout.max_prompt_tokens * merge**2
+    if 0 < (cap := config.trainer.max_patches_per_micro_batch) < most:
+        found.append(
+            f"trainer.max_patches_per_micro_batch={cap} may not hold a prompt of rollout.max_prompt_tokens="
+            f"{config.rollout.max_prompt_tokens} tokens, up to {most} patches. Raise it, or set it to 0."
+        )
+    return found
+
+
+def _of_tower(config: RunConfig) -> list[str]:
+    """Lists what no model with a tower can have."""
+    found = []
     if config.model.dropout:
         found.append(
-            f"model.dropout={config.model.dropout}: a vision tower has no dropout. Set it to 0."
+            f"model.dropout={config.model.dropout}: the tower has no dropout. Set it to 0."
         )
     rate = config.optimizer.vision_learning_rate
     if rate and config.model.freeze_vision:
@@ -77,11 +116,5 @@ def _with_tower(config: RunConfig, merge: int) -> list[str]:
     if rate and not config.optimizer.learning_rate:
         found.append(
             f"optimizer.vision_learning_rate={rate} needs optimizer.learning_rate above 0, of whose schedule it is a share."
-        )
-    most = config.rollout.max_prompt_tokens * merge**2
-    if 0 < (cap := config.trainer.max_patches_per_micro_batch) < most:
-        found.append(
-            f"trainer.max_patches_per_micro_batch={cap} may not hold a prompt of rollout.max_prompt_tokens="
-            f"{config.rollout.max_prompt_tokens} tokens, up to {most} patches. Raise it, or set it to 0."
         )
     return found

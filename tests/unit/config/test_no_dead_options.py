@@ -258,6 +258,7 @@ ELSEWHERE = {
     "rollout.max_videos": ("3", "unit/data/test_videos.py", "max_videos=1"),
     "data.images_key": ("x", "unit/data/test_pictures.py", "images_key="),
     "data.videos_key": ("x", "unit/data/test_videos.py", "videos_key="),
+    "data.audio_key": ("x", "unit/data/test_waveforms.py", "audio_key="),
     "data.video_fps": ("3", "unit/data/test_videos.py", "video_fps="),
     "data.video_frames": ("3", "unit/data/test_videos.py", "video_frames="),
     "data.picture_hosts": ("[a.org]", "unit/data/test_fetched.py", "picture_hosts="),
@@ -296,6 +297,7 @@ ELSEWHERE["environment.name of python"] = ("talk", "e2e/test_api.py", "environme
 ALWAYS = {
     "data.images_key",
     "data.videos_key",
+    "data.audio_key",
     "environment.name of python",
     "model.verify",
     "checkpoint.resume",

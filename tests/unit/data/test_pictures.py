@@ -165,7 +165,7 @@ def test_other_keys_and_folders_are_options(folder: Path) -> None:
         ({"prompt": PICTURE}, "1 place.s. for pictures"),
         (
             {"prompt": "<image>" + "x" * 35, "images": "inside/a.png"},
-            "with its 1 picture.s. or video.s., rollout",
+            "with its 1 picture.s., video.s. or waveform.s., rollout",
         ),
     ],
 )

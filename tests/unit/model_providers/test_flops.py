@@ -7,11 +7,14 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
+    Qwen2AudioForConditionalGeneration,
 )
 
 from model_providers.description import describe
-from model_providers.flops import BACKWARD, forward_flops, tower_flops
+from model_providers.flops import BACKWARD, ear_flops, forward_flops, tower_flops
 from model_providers.hf_config import read_hf_config
+from model_providers.tower import AudioTower
+from tests.tiny_audio import save_tiny_audio
 from tests.tiny_models import save_tiny
 from tests.tiny_vision import KINDS, save_tiny_vision
 
@@ -81,3 +84,15 @@ def test_a_tower_s_operations_are_those_that_torch_counts(kind: str, tmp_path: P
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             model.model.visual(patches, grid_thw=torch.tensor(grids))
         assert tower_flops(tower, grids) == pytest.approx(counter.get_total_flops(), rel=0.01)
+
+
+def test_operations_of_a_tower_that_hears_are_those_that_torch_counts(tmp_path: Path) -> None:
+    folder = save_tiny_audio(tmp_path)
+    model = Qwen2AudioForConditionalGeneration.from_pretrained(folder, attn_implementation="eager")
+    description = describe(read_hf_config(folder))
+    assert isinstance(description.tower, AudioTower)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        encoded = model.model.audio_tower(torch.randn(1, 16, 100)).last_hidden_state
+        model.model.multi_modal_projector(encoded)
+    counted = ear_flops(description.tower, description.hidden)
+    assert counted == pytest.approx(counter.get_total_flops(), rel=0.01)

@@ -588,6 +588,7 @@ TEXTS = (  # options that are texts and neither paths nor choices
             "rejected",
             "images",
             "videos",
+            "audio",
         )
     ),
     *(

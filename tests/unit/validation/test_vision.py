@@ -22,7 +22,7 @@ SEES = {"model_type": "qwen2_vl", "vision_config": {"spatial_merge_size": 2}}
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        ("model.dropout=0.1", "a vision tower has no dropout"),
+        ("model.dropout=0.1", "the tower has no dropout"),
         ("trainer.max_patches_per_micro_batch=10", "up to 4096 patches"),
         ("optimizer.vision_learning_rate=1", "the tower does not learn"),
     ],
@@ -32,6 +32,30 @@ def test_what_a_model_that_sees_can_t_have_is_named(option: str, said: str, tmp_
     (found,) = reasons(tmp_path, SEES, option, frozen)
     assert said in found
     assert reasons(tmp_path, SEES, frozen) == []
+
+
+HEARS = {"model_type": "qwen2_audio", "audio_config": {"max_source_positions": 100}}
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("strategy=separate", "servers are asked without waveforms"),
+        ("model.dropout=0.1", "the tower has no dropout"),
+        ("trainer.max_patches_per_micro_batch=799", "max_pictures=8 waveforms, 100 positions each"),
+        ("optimizer.vision_learning_rate=1", "the tower does not learn"),
+        ("rollout.max_videos=1", "rollout.max_videos=1 needs a model that sees"),
+        ("data.video_frames=3", "data.video_frames=3 needs a model that sees"),
+    ],
+)
+def test_what_a_model_that_hears_can_t_have_is_named(
+    option: str, said: str, tmp_path: Path
+) -> None:
+    frozen = "model.freeze_vision=true"
+    (found,) = reasons(tmp_path, HEARS, option, frozen)
+    assert said in found
+    enough = "trainer.max_patches_per_micro_batch=800"
+    assert reasons(tmp_path, HEARS, frozen, enough, "rollout.max_pictures=8") == []
 
 
 def test_servers_take_pictures_and_a_rate_is_a_share(tmp_path: Path) -> None:

@@ -1,0 +1,62 @@
+"""Qwen2-Audio: Qwen2 with Whisper's encoder before it, and one matrix between the two."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from converters.audio_fields import AudioFields
+from converters.decoder import Config
+from converters.families import qwen2
+from converters.rules import Rule
+from converters.vision import Tower, hearing_rules, layer_norm, linear, renamed
+from rftmega.errors import CheckpointError
+
+FIELDS = AudioFields(
+    qwen2.FIELDS,
+    text_sizes={
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+    },
+)
+HEAD = "lm_head.weight"
+
+
+def table(config: Config) -> list[Rule]:
+    tower = config["audio_config"]
+    width, heads = tower["d_model"], tower["encoder_attention_heads"]
+    if width % heads:
+        raise CheckpointError(f"audio_config: {heads} heads can't share a width of {width}.")
+    text = [_inside(rule) for rule in renamed(qwen2.table(config), "language_model.model.")]
+    return [*text, *hearing_rules(shapes(tower, config["hidden_size"]))]
+
+
+def _inside(rule: Rule) -> Rule:
+    """Returns the rule with the head's name within the whole model."""
+    tensors = [
+        tensor._replace(name=f"language_model.{HEAD}") if tensor.name == HEAD else tensor
+        for tensor in rule.hf
+    ]
+    return replace(rule, hf=tuple(tensors))
+
+
+def shapes(tower: Tower, hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yields names and shapes of the encoder and of what is behind it; `hidden` is the decoder's width."""
+    width, ffn = tower["d_model"], tower["encoder_ffn_dim"]
+    yield "audio_tower.conv1.weight", (width, tower["num_mel_bins"], 3)
+    yield "audio_tower.conv1.bias", (width,)
+    yield "audio_tower.conv2.weight", (width, width, 3)
+    yield "audio_tower.conv2.bias", (width,)
+    yield "audio_tower.embed_positions.weight", (tower["max_source_positions"], width)
+    for layer in range(tower["encoder_layers"]):
+        block = f"audio_tower.layers.{layer}"
+        yield f"{block}.self_attn.k_proj.weight", (width, width)
+        yield from linear(f"{block}.self_attn.v_proj", width, width)
+        yield from linear(f"{block}.self_attn.q_proj", width, width)
+        yield from linear(f"{block}.self_attn.out_proj", width, width)
+        yield from layer_norm(f"{block}.self_attn_layer_norm", width)
+        yield from linear(f"{block}.fc1", ffn, width)
+        yield from linear(f"{block}.fc2", width, ffn)
+        yield from layer_norm(f"{block}.final_layer_norm", width)
+    yield from layer_norm("audio_tower.layer_norm", width)
+    yield from linear("multi_modal_projector.linear", hidden, width)

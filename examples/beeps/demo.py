@@ -1,0 +1,16 @@
+"""The whole loop with sound on a laptop: data, a warm start of a small Qwen2-Audio, GRPO on 2
+processes; then a plot and a summary in runs/beeps.
+
+Arguments are overrides of grpo.yaml, e.g. parallel.tensor=1 parallel.pipeline=2; --processes N
+starts another number.
+"""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    here = Path(__file__).parent
+    sys.path.insert(0, str(here.parents[1]))
+    from examples.arithmetic.demo import main
+
+    main(here, "GRPO on recordings of beeps", __doc__)

@@ -1,0 +1,17 @@
+"""Qwen2-Audio: Qwen2 and Whisper's encoder."""
+
+from dataclasses import replace
+
+from converters.families import qwen2_audio
+from converters.vision import count_of
+from model_providers.description import ModelDescription
+from model_providers.families import qwen2
+from model_providers.hf_config import HFConfig
+from model_providers.tower import read_audio_tower
+
+
+def describe(config: HFConfig) -> ModelDescription:
+    config.only("tie_word_embeddings", False, why="transformers' model has a head of its own")
+    model = qwen2.describe(config)
+    parameters = count_of(qwen2_audio.shapes(config["audio_config"], model.hidden))
+    return replace(model, tower=read_audio_tower(config, parameters=parameters))

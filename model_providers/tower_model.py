@@ -1,0 +1,44 @@
+"""A decoder of Megatron's with a tower of transformers' on its first stage.
+
+The tower is replicated over tensor- and context-parallel processes. What reaches its output on the
+way back is complete on every tensor-parallel process, so nothing is reduced over them; under context
+parallelism it is of this process's tokens, and Megatron's data-parallel reduction, which includes
+the context-parallel processes, adds up the shares.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.models.gpt.gpt_model import GPTModel
+from torch import Tensor, nn
+
+
+class TowerModel(GPTModel):
+    """TowerModel is one pipeline chunk; the first has the tower, under the name `place`."""
+
+    place: ClassVar[str]
+
+    def __init__(self, *args: Any, tower: nn.Module | None, frozen: bool, **named: Any):
+        """`frozen`: the tower has no gradient."""
+        super().__init__(*args, scatter_embedding_sequence_parallel=False, **named)
+        self.frozen = frozen
+        if tower is not None:
+            setattr(self, self.place, tower.requires_grad_(not frozen))
+            if self.config.recompute_granularity == "full" and not frozen:
+                tower.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+
+    def _scattered(self, hidden: Tensor) -> Tensor:
+        """Returns this process's part under sequence parallelism."""
+        if not self.config.sequence_parallel:
+            return hidden
+        scattered: Tensor = tensor_parallel.scatter_to_sequence_parallel_region(hidden)
+        return scattered
+
+    def _nothing(self) -> Tensor:
+        """Returns 0, made of all of the tower's parameters: a data-parallel reduction that overlaps
+        the backward pass waits until each of them has a gradient.
+        """
+        tower: nn.Module = getattr(self, self.place)
+        firsts = [parameter.flatten()[:1] for parameter in tower.parameters()]
+        return 0.0 * torch.cat(firsts).sum()

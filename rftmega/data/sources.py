@@ -1,0 +1,99 @@
+"""Reads what a column of media may hold: paths within one folder, bytes, or base64."""
+
+import base64
+import binascii
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rftmega.config import DataConfig, split_source
+from rftmega.data.fetched import Fetched
+from rftmega.data.records import Record
+from rftmega.errors import DataError
+
+ADDRESS = "://"  # is in one
+SHOWN = 80  # characters of a value that an error quotes
+
+
+def folder_of(source: str | Path, config: DataConfig) -> Path:
+    """Returns the folder that paths begin in: data.pictures_folder, or that of the data's file."""
+    path, _ = split_source(source)
+    beside = path if path.is_dir() else path.parent
+    return Path(config.pictures_folder or beside).resolve()
+
+
+def path_in(folder: Path, value: str, noun: str, fetched: Fetched) -> str:
+    """Returns the whole path of a file in `folder`, or of what an address was fetched into; `noun`:
+    what it holds.
+
+    Raises DataError for an address that may not be asked, and for a path that leads out.
+    """
+    if ADDRESS in value:
+        return str(fetched.file(value))
+    try:
+        path = (folder / value).resolve()
+    except (OSError, ValueError, RuntimeError) as error:  # a zero byte, links in a circle
+        raise DataError(f"{shown(value)} can't be a {noun}'s path: {error}.") from error
+    if not path.is_relative_to(folder):
+        raise DataError(
+            f"{value} leads out of {folder}, where the {noun}s are. Set data.pictures_folder to a folder that has all of them."
+        )
+    return str(path)
+
+
+def decoded(text: str, kind: str, example: str) -> bytes:
+    """Returns the bytes of data:`kind`/...;base64,... ; `example`: one of that kind.
+
+    Raises DataError for another text.
+    """
+    head, _, content = text.partition(",")
+    if not head.startswith(f"data:{kind}/") or not head.endswith(";base64"):
+        raise DataError(f"{shown(text)} is no {example}: data:{kind}/...;base64,... is.")
+    try:
+        return base64.b64decode(content, validate=True)
+    except binascii.Error as error:
+        raise DataError(f"{shown(text)} is no base64: {error}.") from None
+
+
+def addresses(records: Iterable[Record], keys: Sequence[str]) -> list[str]:
+    """Returns the addresses of the web under these keys of records."""
+    values = [each for record in records for key in keys for each in listed(record, key)]
+    return [each for each in values if isinstance(each, str) and ADDRESS in each]
+
+
+def listed(record: Record, key: str) -> list[Any]:
+    """Returns what a record has under a key: one, a list, or nothing."""
+    given = record.get(key)
+    if given is None:
+        return []
+    return list(given) if isinstance(given, list | tuple) else [given]
+
+
+def without_contents(record: Record, config: DataConfig) -> Record:
+    """Returns a record without what is inside its pictures and waveforms; their paths stay."""
+    for key in (config.images_key, config.audio_key):
+        if record.get(key) is None:
+            continue
+        names = []
+        for value in listed(record, key):
+            path = value.get("path") if isinstance(value, dict) else value
+            inside = not isinstance(path, str) or path.startswith("data:")
+            names.append("" if inside else path)
+        record = {**record, key: names}
+    return record
+
+
+def refuse_media(record: Record, config: DataConfig) -> None:
+    """Raises DataError for a record of given answers that names pictures, videos or waveforms."""
+    for option in ("images_key", "videos_key", "audio_key"):
+        if record.get(key := getattr(config, option)):
+            raise DataError(
+                f'"{key}" names pictures, videos or waveforms, and given answers are learnt from words alone so far. Leave the '
+                f"record out, or set data.{option} to a key that no record has."
+            )
+
+
+def shown(value: Any) -> str:
+    """Returns a value as an error quotes it."""
+    text = repr(value)
+    return text if len(text) <= SHOWN else text[:SHOWN] + "..."

@@ -1,0 +1,109 @@
+"""Waveforms of records: what a column may hold, and where they stand among a prompt's tokens."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rftmega.config import DataConfig
+from rftmega.data.fetched import Fetched
+from rftmega.data.pictures import in_parts
+from rftmega.data.records import Record
+from rftmega.data.sources import addresses, decoded, folder_of, listed, path_in, shown
+from rftmega.errors import DataError
+from rftmega.media.files import content_of, digest_of
+from rftmega.media.hearing import AudioProcessor
+from rftmega.media.placed_waveform import PlacedWaveform
+
+MARK = "<audio>"  # in a text, stands for a waveform
+
+
+class WaveformReader:
+    """WaveformReader finds the waveforms of records, and puts them among their prompts' tokens.
+
+    Its methods raise DataError that says what is wrong with a record.
+    """
+
+    def __init__(
+        self, processor: AudioProcessor, config: DataConfig, source: str | Path, most: int
+    ):
+        """`source`: the data's file, beside which waveforms lie unless data.pictures_folder says
+        where. `most`: waveforms a prompt may have.
+        """
+        self.processor, self.config, self.most = processor, config, most
+        self.folder = folder_of(source, config)
+        self.fetched = Fetched(self.folder, config.picture_hosts)
+        self._samples: dict[str, int] = {}  # by digest
+
+    def sources(self, record: Record) -> list[str | bytes]:
+        """Returns the files, or their bytes, that a record names."""
+        for option, noun in (("images_key", "picture"), ("videos_key", "video")):
+            key = getattr(self.config, option)
+            if seen := listed(record, key):
+                raise DataError(
+                    f'"{key}" names {len(seen)} {noun}(s), and the model hears and does not see. Take a model that sees, or set '
+                    f"data.{option} to a key that no record has."
+                )
+        values = listed(record, self.config.audio_key)
+        if len(values) > self.most:
+            raise DataError(
+                f"a prompt with {len(values)} waveforms: rollout.max_pictures is {self.most}. Raise it, or leave some out."
+            )
+        return [self._source(value) for value in values]
+
+    def fetch(self, records: Iterable[Record]) -> None:
+        """Fetches what records name by addresses of the web, several at a time."""
+        self.fetched.ahead(addresses(records, (self.config.audio_key,)))
+
+    def marked(self, text: Any) -> Any:
+        """Returns a prompt with the model's own placeholder, or a part of its own in chat messages,
+        for each MARK.
+        """
+        if isinstance(text, str):
+            return text.replace(MARK, self.processor.text)
+        if not isinstance(text, list):
+            return text
+        return [in_parts(message, {MARK: "audio"}) for message in text]
+
+    def placed(
+        self, ids: Sequence[int], sources: Sequence[str | bytes]
+    ) -> tuple[tuple[int, ...], tuple[PlacedWaveform, ...]]:
+        """Returns the token ids with as many placeholders as waveforms have features, and these."""
+        placeholder = self.processor.placeholder
+        found = list(ids).count(placeholder)
+        if found != len(sources):
+            raise DataError(
+                f'the prompt has {found} place(s) for waveforms and "{self.config.audio_key}" names {len(sources)}. A place is '
+                f"{MARK}, a part of a chat message of type audio, or the model's own {self.processor.text}."
+            )
+        left = iter(sources)
+        expanded: list[int] = []
+        placed: list[PlacedWaveform] = []
+        for token in ids:
+            if token != placeholder:
+                expanded.append(token)
+                continue
+            waveform = self._waveform(next(left), len(expanded))
+            placed.append(waveform)
+            expanded += [placeholder] * waveform.tokens
+        return tuple(expanded), tuple(placed)
+
+    def _waveform(self, source: str | bytes, start: int) -> PlacedWaveform:
+        content = content_of(source, noun="waveform")
+        digest = digest_of(content)
+        if digest not in self._samples:
+            name = source if isinstance(source, str) else "a waveform in the data"
+            self._samples[digest] = self.processor.samples_of(content, name)
+        return self.processor.placed(source, digest, self._samples[digest], start)
+
+    def _source(self, value: Any) -> str | bytes:
+        if isinstance(value, dict) and {"bytes", "path"} & value.keys():  # as `datasets` has it
+            value = value.get("bytes") or value.get("path")
+        if isinstance(value, bytes | bytearray):
+            return bytes(value)
+        if not isinstance(value, str) or not value:
+            raise DataError(
+                f'"{self.config.audio_key}" holds {shown(value)}: a waveform is a path, bytes, or base64 as data:audio/...'
+            )
+        if value.startswith("data:"):
+            return decoded(value, "audio", "waveform")
+        return path_in(self.folder, value, "waveform", self.fetched)

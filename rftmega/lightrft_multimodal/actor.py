@@ -1,0 +1,118 @@
+"""PolicyActor: a policy, called as LightRFT's users call their actors."""
+
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from rftmega.interfaces import Policy
+from rftmega.lightrft.padded_experience import Samples, per_action, rows_of_canvas
+from rftmega.types import Metrics, Rows, TokenStats
+
+Processor = TypeVar("Processor")
+# keyword there -> what decides it here
+REPLACED = {
+    "use_flash_attention_2": "nothing: what is installed",
+    "bf16": "model.dtype of the config",
+    "lora_rank": "nothing: all weights, or those that model.freeze_vision leaves, are learnt",
+    "lora_alpha": "nothing, as lora_rank",
+    "lora_dropout": "nothing, as lora_rank",
+    "target_modules": "nothing, as lora_rank",
+    "ds_config": "parallel.* of the config",
+    "device_map": "parallel.* of the config",
+}
+
+
+class PolicyActor(Generic[Processor]):
+    """PolicyActor gives log-probs of responses; `module` is the policy itself."""
+
+    def __init__(
+        self,
+        pretrain_or_model: Policy | Any,
+        *,
+        packing_samples: bool = False,
+        processor: Processor | None = None,
+        **settings: Any,
+    ):
+        """`pretrain_or_model`: the policy that a strategy has built (LightRFTStrategy.policy).
+        `packing_samples`: sequences are one row, with `packed_seq_lens`. `processor`: the
+        strategy's.
+
+        Raises ValueError for a path, and for settings of LightRFT's that something else decides
+        here.
+        """
+        if isinstance(pretrain_or_model, str):
+            raise ValueError(
+                f"pretrain_or_model={pretrain_or_model!r}: a strategy builds models, from model.path of its config. Give "
+                "LightRFTStrategy.policy."
+            )
+        for name in settings:
+            why = REPLACED.get(name, "it is unknown")
+            raise ValueError(f"{name}={settings[name]!r} is not read here: {why}.")
+        self.module: Policy = pretrain_or_model
+        self.packing_samples, self.processor = packing_samples, processor
+
+    def log_probs(self, rows: Rows[Any], *, temperature: float | None = None) -> TokenStats[Any]:
+        return self.module.log_probs(rows, temperature=temperature)
+
+    def reference_log_probs(self, rows: Rows[Any]) -> TokenStats[Any]:
+        return self.module.reference_log_probs(rows)
+
+    def step(self, *given: Any, **settings: Any) -> Metrics:
+        return self.module.step(*given, **settings)
+
+    def generate(self, *given: Any, **settings: Any) -> Any:
+        """Raises NotImplementedError: an engine answers."""
+        raise NotImplementedError(
+            f"{type(self).__name__}.generate: an engine answers. Call gather_and_generate of the strategy."
+        )
+
+    def __call__(self, *given: Any, **settings: Any) -> Any:
+        answer: Any = self.forward(*given, **settings)  # type: ignore[attr-defined]
+        return answer
+
+    def _rows(
+        self,
+        sequences: Tensor,
+        num_actions: int | Sequence[int] | Tensor | None,
+        attention_mask: Tensor | None,
+        packed_seq_lens: Sequence[int] | Tensor | None,
+    ) -> Rows:
+        """Returns the rows of what an actor is called with."""
+        if num_actions is None:
+            raise ValueError(
+                "num_actions=None asks for logits, which stay where they are computed. Give the number of the response's columns."
+            )
+        if self.packing_samples:
+            if packed_seq_lens is None:
+                raise ValueError("packing_samples needs packed_seq_lens. Give each row's length.")
+            return _packed(sequences, num_actions, packed_seq_lens).rows()
+        mask = torch.ones_like(sequences) if attention_mask is None else attention_mask
+        return rows_of_canvas(sequences, mask, int(num_actions))  # type: ignore[arg-type]
+
+    def _answer(self, rows: Rows, return_output: bool) -> Any:
+        """Returns what an actor answers about rows that have their media."""
+        stats = self.log_probs(rows)
+        found = per_action(stats.logp, rows)
+        if self.packing_samples:
+            found = found[per_action(rows.mask, rows)][None]
+        return (found, stats) if return_output else found
+
+
+def _packed(
+    sequences: Tensor, num_actions: Any, packed_seq_lens: Sequence[int] | Tensor
+) -> Samples:
+    actions, lengths = torch.as_tensor(num_actions), torch.as_tensor(packed_seq_lens)
+    return Samples(
+        sequences=sequences,
+        attention_mask=torch.ones_like(sequences),
+        action_mask=None,
+        num_actions=actions,
+        packed_seq_lens=lengths,
+        response_length=actions,
+        total_length=lengths,
+        prompts=[],
+        labels=[],
+        pad_len=None,
+    )

@@ -1,0 +1,133 @@
+"""ActorAL: a policy that hears, called as LightRFT's users call theirs."""
+
+import hashlib
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from rftmega.lightrft_multimodal.actor import PolicyActor
+from rftmega.media.hearing import AudioProcessor
+from rftmega.media.placed import RowPictures
+from rftmega.media.placed_waveform import PlacedWaveform
+from rftmega.types import Rows
+
+
+class ActorAL(PolicyActor[AudioProcessor]):
+    """ActorAL gives log-probs of responses to prompts with waveforms; `module` is the policy itself."""
+
+    def forward(
+        self,
+        sequences: Tensor,
+        num_actions: int | Sequence[int] | Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+        image_grid_thw: Tensor | None = None,
+        pixel_values_videos: Tensor | None = None,
+        video_grid_thw: Tensor | None = None,
+        return_output: bool = False,
+        return_aligned_inputs: bool = False,
+        packed_seq_lens: Sequence[int] | Tensor | None = None,
+        audio_values: Tensor | None = None,
+        feature_attention_mask: Tensor | None = None,
+    ) -> Any:
+        """Returns log-probs of the responses [B, A], 0 where one has ended; packed [1, all of them].
+
+        `audio_values` [I, M, T] are frames of the rows' waveforms, row by row, of which
+        `feature_attention_mask` [I, T] marks those that hold sound. Prompts have a placeholder for
+        each feature. Every process calls it with the whole batch; there is no gradient (a loss is
+        learnt in `step`). With `return_output` (log-probs, TokenStats of all targets), with
+        `return_aligned_inputs` the sequences and their mask behind them, as they were given.
+        Raises ValueError for pictures and videos, and where rows and waveforms don't add up.
+        """
+        seen = (pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw)
+        if any(each is not None for each in seen):
+            raise ValueError("ActorAL hears and does not see. Give waveforms as audio_values.")
+        rows = self._rows(sequences, num_actions, attention_mask, packed_seq_lens)
+        rows = with_frames(rows, audio_values, feature_attention_mask, self.processor)
+        answer = self._answer(rows, return_output)
+        if not return_aligned_inputs:
+            return answer
+        return (*(answer if return_output else (answer,)), sequences, attention_mask)
+
+
+@dataclass(frozen=True, slots=True)
+class GivenWaveform:
+    """GivenWaveform is a waveform that stands nowhere yet."""
+
+    frames: Tensor  # [M, T]
+    length: int  # of them that hold sound
+
+    @property
+    def digest(self) -> str:
+        content = self.frames.contiguous().numpy().tobytes()
+        return hashlib.sha256(f"{self.length} ".encode() + content).hexdigest()
+
+
+def with_frames(
+    rows: Rows,
+    audio_values: Tensor | None,
+    feature_attention_mask: Tensor | None,
+    processor: AudioProcessor | None,
+) -> Rows:
+    """Returns the rows with the waveforms that were given as frames; unchanged where they have
+    theirs, or none were given.
+
+    Raises ValueError for frames without their mask or a `processor`, for a window other than the
+    model's, and where rows and waveforms don't add up.
+    """
+    if rows.pictures is not None or audio_values is None:
+        return rows
+    if processor is None or feature_attention_mask is None:
+        raise ValueError(
+            "audio_values needs feature_attention_mask, and the model's processor, which knows the token that stands for sound. "
+            "Give both."
+        )
+    wanted = (len(audio_values), processor.window)
+    if tuple(feature_attention_mask.shape) != wanted or audio_values.shape[-1] != processor.window:
+        raise ValueError(
+            f"audio_values {list(audio_values.shape)} and feature_attention_mask {list(feature_attention_mask.shape)} are not "
+            f"those of {len(audio_values)} waveforms in windows of {processor.window} frames. Give what the model's own feature "
+            "extractor makes."
+        )
+    given = zip(audio_values.detach().cpu().float(), feature_attention_mask.sum(-1), strict=True)
+    left = deque(GivenWaveform(frames, int(length)) for frames, length in given)
+    found = []
+    for row, end in enumerate(rows.prompt_lengths.tolist()):
+        found.append(_placed(rows.tokens[row, :end].tolist(), left, processor, row))
+    if left:
+        raise ValueError(
+            f"audio_values has {len(left)} waveform(s) more than the rows have places for. Leave them out."
+        )
+    return replace(rows, pictures=RowPictures.of(found))
+
+
+def _placed(
+    ids: list[int], left: deque[GivenWaveform], processor: AudioProcessor, row: int
+) -> list[PlacedWaveform]:
+    """Takes the next waveforms for the placeholders of a prompt."""
+    placed: list[PlacedWaveform] = []
+    at = 0
+    while processor.placeholder in ids[at:]:
+        start = ids.index(processor.placeholder, at)
+        waveform = left.popleft() if left else None
+        tokens = processor.tokens_of(waveform.length) if waveform else 0
+        at = start + tokens
+        if waveform is None or ids[start:at] != [processor.placeholder] * tokens or not tokens:
+            raise ValueError(
+                f"row {row} has {ids.count(processor.placeholder)} placeholders, which the next waveforms of audio_values don't "
+                "fill. Give each row's waveforms in the order of the rows, and a placeholder for each feature."
+            )
+        placed.append(
+            PlacedWaveform(
+                waveform.frames,
+                waveform.digest,
+                waveform.length,
+                processor.positions,
+                start,
+                tokens,
+            )
+        )
+    return placed

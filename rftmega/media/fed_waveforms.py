@@ -1,0 +1,58 @@
+"""Makes what a model is fed of the waveforms of a micro-batch."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rftmega.media.placed import RowPictures
+from rftmega.media.placed_waveform import PlacedWaveform
+
+Load = Callable[[PlacedWaveform], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class FedWaveforms:
+    """FedWaveforms holds features of the tokens [B, S] of a micro-batch, on the host."""
+
+    # [B, S] int64: which row of the tower's output stands in the token's place, from 1; 0 for words
+    features: Tensor
+    frames: Tensor | None = None  # [I, M, 2 x positions] of the distinct waveforms; None: none
+    lengths: Tensor | None = None  # [I] int64: how many of the frames hold sound
+
+    @property
+    def inputs(self) -> dict[str, Tensor]:
+        """Returns what the first chunk is given besides; nothing where there is no waveform."""
+        if self.frames is None or self.lengths is None:
+            return {}
+        return {"frames": self.frames, "lengths": self.lengths}
+
+
+def fed_waveforms(
+    waveforms: RowPictures | None, rows: int, columns: int, *, load: Load | None
+) -> FedWaveforms:
+    """Returns what `rows` rows of `columns` tokens are fed with; a waveform that several rows have
+    is loaded once.
+
+    `load` gives a waveform's frames; None where this process feeds none.
+    """
+    features = torch.zeros(rows, columns, dtype=torch.int64)
+    if waveforms is None:
+        return FedWaveforms(features)
+    own = waveforms.only(PlacedWaveform)
+    distinct = {waveform.digest: waveform for row in own for waveform in row}
+    first, total = {}, 1
+    for digest, waveform in distinct.items():
+        first[digest] = total
+        total += waveform.positions // 2  # the tower gives a row for silence, too
+    for number, row in enumerate(own):
+        for waveform in row:
+            begin = first[waveform.digest]
+            places = torch.arange(begin, begin + waveform.tokens)
+            features[number, waveform.start : waveform.end] = places
+    if load is None or not distinct:
+        return FedWaveforms(features)
+    frames = torch.stack([load(waveform) for waveform in distinct.values()])
+    lengths = torch.tensor([waveform.frames for waveform in distinct.values()])
+    return FedWaveforms(features, frames, lengths)

@@ -1,0 +1,31 @@
+"""Kept remembers the last tensors that were made of files."""
+
+from collections import OrderedDict
+
+from torch import Tensor
+
+MOST = 256 * 2**20  # bytes that wait to be used again
+
+
+class Kept:
+    """Kept holds tensors by their files' digests, up to MOST bytes; who was asked for longest ago
+    goes first.
+    """
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[str, Tensor] = OrderedDict()
+        self._bytes = 0
+
+    def __contains__(self, digest: str) -> bool:
+        return digest in self._kept
+
+    def __getitem__(self, digest: str) -> Tensor:
+        self._kept.move_to_end(digest)
+        return self._kept[digest]
+
+    def keep(self, digest: str, tensor: Tensor) -> None:
+        self._kept[digest] = tensor
+        self._bytes += tensor.nbytes
+        while self._bytes > MOST and len(self._kept) > 1:
+            _, oldest = self._kept.popitem(last=False)
+            self._bytes -= oldest.nbytes
