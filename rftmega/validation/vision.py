@@ -15,6 +15,7 @@ from rftmega.config.schema import (
 from rftmega.errors import RFTMegaError
 from rftmega.json_files import read_json_object
 
+VLLM_POSITIONS = 1500
 Options = Mapping[str, tuple[type, tuple[str, ...]]]
 TOWER_RATE = (OptimizerConfig, ("vision_learning_rate",))
 VIDEOS: Options = {
@@ -67,6 +68,11 @@ def _with_ear(config: RunConfig, positions: int) -> list[str]:
     """`positions`: what a waveform fills in the tower."""
     found = _without(config, VIDEOS, "a model that sees")
     found += _of_tower(config)
+    if config.rollout.engine == "vllm" and positions != VLLM_POSITIONS:
+        found.append(
+            f"rollout.engine=vllm: vLLM takes windows of {VLLM_POSITIONS} positions (30 s), and the model's "
+            f"max_source_positions is {positions}. Set rollout.engine=transformers."
+        )
     most = config.rollout.max_pictures * positions
     if 0 < (cap := config.trainer.max_patches_per_micro_batch) < most:
         found.append(
