@@ -126,7 +126,9 @@ def _loaded(folder: Path, tower: dict[str, Any]) -> Any:
         )
     read_json_object(file)
     try:
-        found: Any = WhisperFeatureExtractor.from_pretrained(folder, local_files_only=True)
+        found: Any = WhisperFeatureExtractor.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:  # whatever a strange field makes it stumble over
         raise CheckpointError(
             f"{file} can't be used: {type(error).__name__}: {error}. Copy it from where the model is from."

@@ -21,7 +21,7 @@ def patches_of(planned: PlannedModel, config: RunConfig, load: Load) -> int:
 def patches_of_prompt(model: ModelDescription, config: RunConfig) -> int:
     """Returns the most patches that one prompt may have."""
     rollout = config.rollout
-    if model.tower is None or not (rollout.max_pictures or rollout.max_videos):
+    if not isinstance(model.tower, VisionTower) or not (rollout.max_pictures or rollout.max_videos):
         return 0
     return rollout.max_prompt_tokens * model.tower.merge**2
 
@@ -52,7 +52,7 @@ def in_flight(parallel: ParallelConfig, micro_batches: int) -> int:
 def training(planned: PlannedModel, stage: int, load: Load, patches: int) -> int:
     """Returns bytes at the peak of an optimizer step."""
     tower, hidden, itemsize = planned.model.tower, planned.model.hidden, planned.itemsize
-    if tower is None or stage:
+    if not isinstance(tower, VisionTower) or stage:
         return 0
     block, outside = block_bytes(tower, itemsize), outside_bytes(tower, hidden, itemsize)
     kept, working = tower.depth * block + outside, block
@@ -65,6 +65,7 @@ def training(planned: PlannedModel, stage: int, load: Load, patches: int) -> int
 
 def scoring(planned: PlannedModel, stage: int, patches: int) -> int:
     """Returns the bytes of one layer at work, nothing kept."""
-    if planned.model.tower is None or stage:
+    tower = planned.model.tower
+    if not isinstance(tower, VisionTower) or stage:
         return 0
-    return int(patches * block_bytes(planned.model.tower, planned.itemsize))
+    return int(patches * block_bytes(tower, planned.itemsize))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rftmega.media.placed import PlacedPicture
+from rftmega.media.placed import PlacedPicture, pictures_of
 from rftmega.parallel import shared
 from rftmega.rollout.base import Request
 from rftmega.rollout.pictures import decoded_source
@@ -62,18 +62,19 @@ class SharedMedia:
         Raises DataError for a file that can't be read any more, EngineError for a picture that is
         there as patches alone.
         """
-        for picture in request.pictures:
+        pictures = pictures_of(request.pictures)
+        for picture in pictures:
             self._take(picture)
         try:
             parts = []
-            for picture in request.pictures:
+            for picture in pictures:
                 # another request waits for the same
                 pixels = await shield(wrap_future(self._held[picture.digest]))
                 kind = "image_url" if picture.frames is None else "video_url"
                 parts.append({"type": kind, "url": pixels.told(), "uuid": picture.digest})
             yield parts
         finally:
-            for picture in request.pictures:
+            for picture in pictures:
                 self._leave(picture.digest)
 
     def _take(self, picture: PlacedPicture) -> None:

@@ -15,6 +15,7 @@ from rftmega.config.schema import (
 from rftmega.errors import RFTMegaError
 from rftmega.json_files import read_json_object
 
+VLLM_POSITIONS = 1500
 Options = Mapping[str, tuple[type, tuple[str, ...]]]
 TOWER_RATE = (OptimizerConfig, ("vision_learning_rate",))
 VIDEOS: Options = {
@@ -72,6 +73,11 @@ def _with_ear(config: RunConfig, positions: int) -> list[str]:
         found.append(
             "strategy=separate: servers are asked without waveforms so far. Set rollout.max_pictures=0 for prompts of words "
             "alone, or strategy=colocated."
+        )
+    if config.rollout.engine == "vllm" and positions != VLLM_POSITIONS:
+        found.append(
+            f"rollout.engine=vllm: vLLM takes windows of {VLLM_POSITIONS} positions (30 s), and the model's "
+            f"max_source_positions is {positions}. Set rollout.engine=transformers."
         )
     most = config.rollout.max_pictures * positions
     if 0 < (cap := config.trainer.max_patches_per_micro_batch) < most:

@@ -34,7 +34,7 @@ def test_what_a_model_that_sees_can_t_have_is_named(option: str, said: str, tmp_
     assert reasons(tmp_path, SEES, frozen) == []
 
 
-HEARS = {"model_type": "qwen2_audio", "audio_config": {"max_source_positions": 100}}
+HEARS = {"model_type": "qwen2_audio", "audio_config": {"max_source_positions": 1500}}
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,10 @@ HEARS = {"model_type": "qwen2_audio", "audio_config": {"max_source_positions": 1
     [
         ("strategy=separate", "servers are asked without waveforms"),
         ("model.dropout=0.1", "the tower has no dropout"),
-        ("trainer.max_patches_per_micro_batch=799", "max_pictures=8 waveforms, 100 positions each"),
+        (
+            "trainer.max_patches_per_micro_batch=11999",
+            "max_pictures=8 waveforms, 1500 positions each",
+        ),
         ("optimizer.vision_learning_rate=1", "the tower does not learn"),
         ("rollout.max_videos=1", "rollout.max_videos=1 needs a model that sees"),
         ("data.video_frames=3", "data.video_frames=3 needs a model that sees"),
@@ -54,8 +57,15 @@ def test_what_a_model_that_hears_can_t_have_is_named(
     frozen = "model.freeze_vision=true"
     (found,) = reasons(tmp_path, HEARS, option, frozen)
     assert said in found
-    enough = "trainer.max_patches_per_micro_batch=800"
+    enough = "trainer.max_patches_per_micro_batch=12000"
     assert reasons(tmp_path, HEARS, frozen, enough, "rollout.max_pictures=8") == []
+
+
+def test_vllm_takes_windows_of_30_seconds_only(tmp_path: Path) -> None:
+    short = {"model_type": "qwen2_audio", "audio_config": {"max_source_positions": 100}}
+    (found,) = reasons(tmp_path, short, "rollout.engine=vllm")
+    assert "windows of 1500 positions (30 s), and the model's max_source_positions is 100" in found
+    assert reasons(tmp_path, short, "rollout.engine=transformers") == []
 
 
 def test_servers_take_pictures_and_a_rate_is_a_share(tmp_path: Path) -> None:
