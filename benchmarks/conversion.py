@@ -15,9 +15,9 @@ import torch
 
 from benchmarks.timing import seconds
 from converters import instances, table
-from converters.hf_folder import PlannedTensor, shards_of, write_index, write_shard
 from rftmega.config import ParallelConfig
 from rftmega.conversion import convert
+from rftmega.hf_folders.hf_folder import PlannedTensor, shards_of, write_index, write_shard
 from tests.ranks import run_ranks
 
 SHAPE = {

@@ -19,8 +19,8 @@ from rftmega.dispatch.pending_requests import PendingRequests, Stop, Tasks
 from rftmega.dispatch.request_queues import Counted
 from rftmega.environments import SingleTurnEnvironment
 from rftmega.parallel.process_group import World
+from rftmega.requests.order import ordered
 from rftmega.rollout import ScriptedEngine
-from rftmega.rollout.request_order import ordered
 from rftmega.strategy.phases import DevicePhases
 from rftmega.types import Completion, Prompt, Rollout
 from tests.layouts import build_manager

@@ -7,8 +7,8 @@ from typing import Any
 from rftmega.dispatch.engine_pool import EnginePool
 from rftmega.environments import SingleTurnEnvironment
 from rftmega.parallel.process_group import World
+from rftmega.requests import Requests
 from rftmega.rollout import Engine, ScriptedEngine
-from rftmega.rollout.base import Requests
 from rftmega.types import Completion, Prompt, Rollout, Trajectory
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 LEARNT = "algorithms rewards data environments experience trainer callbacks"
-RUNS = "device parallel kernels checkpoint rollout dispatch weights planning model_providers converters"
+RUNS = "device parallel kernels checkpoint requests rollout dispatch weights planning model_providers converters hf_folders flops"
 BACKENDS = "megatron conversion"  # only what chooses one may name it
 BASICS = "config validation errors json_files media types interfaces shards sampling_seeds ragged rollout_arrays"
 MAY_IMPORT = {
@@ -34,15 +34,17 @@ MAY_IMPORT = {
     "callbacks": "media errors config types interfaces ragged sampling_seeds algorithms experience",
     "device": "errors",
     "kernels": "",
+    "flops": "model_providers",
     "parallel": "config ragged errors device",
     "megatron": "config types media shards ragged errors json_files device parallel kernels checkpoint model_providers "
-    "converters",
-    "checkpoint": "config shards errors json_files device parallel converters",
-    "conversion": "config errors json_files parallel checkpoint megatron model_providers converters",
-    "rollout": "media config types shards interfaces errors json_files device parallel weights",
-    "dispatch": "media types interfaces shards sampling_seeds rollout_arrays errors device parallel rollout",
-    "weights": "config types shards interfaces errors json_files device parallel converters",
-    "planning": "config validation shards errors parallel weights model_providers converters",
+    "converters hf_folders flops",
+    "checkpoint": "config shards errors json_files device parallel converters hf_folders",
+    "conversion": "config errors json_files parallel checkpoint megatron model_providers converters hf_folders",
+    "requests": "media types",
+    "rollout": "media config types shards interfaces errors json_files device parallel weights requests",
+    "dispatch": "media types interfaces shards sampling_seeds rollout_arrays errors device parallel rollout requests",
+    "weights": "config types shards interfaces errors json_files device parallel converters hf_folders",
+    "planning": "config validation shards errors parallel weights model_providers converters flops",
     "strategy": f"{BASICS} {LEARNT} {RUNS}",
     "observe": f"{BASICS} {LEARNT} {RUNS} strategy",
     "launch": f"{BASICS} {LEARNT} {RUNS} {BACKENDS} strategy observe",
@@ -50,6 +52,7 @@ MAY_IMPORT = {
     "lightrft_multimodal": f"{BASICS} {LEARNT} {RUNS} lightrft",
     "model_providers": "config errors json_files device kernels converters",
     "converters": "errors json_files shards",
+    "hf_folders": "errors json_files converters",
 }
 ONLY_IN = {
     "megatron": "parallel megatron model_providers",

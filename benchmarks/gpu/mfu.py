@@ -1,7 +1,7 @@
 """Model FLOPs utilisation of whole updates of an 8B-shaped stack of as many layers as fit, with and
 without recomputation.
 
-Model FLOPs are those of model_providers/flops.py, three times the forward pass: 6 x weights in
+Model FLOPs are those of rftmega/flops.py, three times the forward pass: 6 x weights in
 matrices x tokens, and for attention 12 x layers x heads x head_dim x row length x tokens (PaLM,
 arXiv:2204.02311, appendix B). Recomputation adds none. The peak is bfloat16's by the device's name
 (`rftmega/device/cuda.py`); of an unknown device only TFLOP/s are told.
@@ -19,10 +19,10 @@ import torch
 from benchmarks.gpu.models import QWEN3_8B, TINY, Shape, randomise, save_zeros
 from benchmarks.gpu.sheet import Figures, Sheet
 from benchmarks.timing import median_seconds
-from model_providers.flops import BACKWARD, forward_flops
 from rftmega import device
 from rftmega.algorithms.losses import policy_loss
 from rftmega.config import OptimizerConfig, ParallelConfig
+from rftmega.flops import BACKWARD, forward_flops
 from rftmega.types import Experience
 from tests.layouts import build_actor, rows_of
 

@@ -28,17 +28,6 @@ from converters import (
     stacks_of,
     table,
 )
-from converters.checksums import files_of, sum_of, write_sums
-from converters.hf_folder import (
-    HFFolder,
-    PlannedTensor,
-    checksum,
-    copy_companions,
-    shards_of,
-    write_index,
-    write_shard,
-)
-from converters.stacked_files import Stacking, open_folder
 from converters.vision import embedding_name
 from model_providers.builder import build_chunk, transformer_config
 from model_providers.description import describe, layout_violations
@@ -56,6 +45,17 @@ from rftmega.config import ParallelConfig
 from rftmega.conversion.at_a_time import SPARE, Room, side_by_side
 from rftmega.conversion.target import begin, fingerprint, note, written_alone
 from rftmega.errors import CheckpointError, ConfigError
+from rftmega.hf_folders.checksums import files_of, sum_of, write_sums
+from rftmega.hf_folders.hf_folder import (
+    HFFolder,
+    PlannedTensor,
+    checksum,
+    copy_companions,
+    shards_of,
+    write_index,
+    write_shard,
+)
+from rftmega.hf_folders.stacked_files import Stacking, open_folder
 from rftmega.megatron.binding import Bound, bind
 from rftmega.megatron.load import HEAD, HEADS, refuse_another_head, refuse_strangers
 from rftmega.megatron.sharded import CheckpointBox, pieces_of

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from converters.hf_folder import HFFolder
 from rftmega.checkpoint.reader import PROGRESS
 from rftmega.errors import CheckpointError
+from rftmega.hf_folders.hf_folder import HFFolder
 from rftmega.parallel.folder_lock import FILE as LOCK
 from rftmega.parallel.folder_lock import locked
 

@@ -28,8 +28,8 @@ from rftmega.parallel import host_memory, preemption
 from rftmega.parallel.collectives import board, gather_objects, neighbours
 from rftmega.parallel.process_group import World
 from rftmega.parallel.watchdog import mark
+from rftmega.requests.order import RequestOrder, ordered
 from rftmega.rollout.base import Engine
-from rftmega.rollout.request_order import RequestOrder, ordered
 from rftmega.rollout_arrays import RolloutArrays
 from rftmega.shards import Shard
 from rftmega.types import Prompt, Rollout
@@ -93,7 +93,7 @@ class EnginePool:
         expected_lengths: Sequence[float] | None = None,
     ) -> Sequence[Rollout | None]:
         """Generates on all engines: each begins with tasks of about the same expected length, the
-        long ones first, and takes what none has begun when it has room (`request_order.ordered`,
+        long ones first, and takes what none has begun when it has room (`requests.order.ordered`,
         `request_queues`). Each rollout is scored once, in the process that has it.
 
         With `enough` all engines stop after the same number of steps, decided from all rollouts

@@ -16,8 +16,8 @@ from rftmega.errors import EngineFault
 from rftmega.interfaces import Environment, Reward
 from rftmega.parallel import preemption
 from rftmega.parallel.watchdog import mark
+from rftmega.requests import Request
 from rftmega.rollout import Engine
-from rftmega.rollout.base import Request
 from rftmega.types import Completion, Prompt
 
 # asked after every step of an engine: shall it leave what is not finished?

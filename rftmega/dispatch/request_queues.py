@@ -1,7 +1,7 @@
 """Assigns tasks that no engine has begun to whichever has room, so that none runs dry while others
 have tasks waiting.
 
-Engines begin with what `request_order.ordered` gives each of them, and no process asks another one
+Engines begin with what `requests.order.ordered` gives each of them, and no process asks another one
 for that. What is left is a list that is the same everywhere; these classes tell who gets its next
 piece. Seeds go by the place, so answers are the same whoever gives them.
 """
@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from rftmega.rollout.request_order import RequestOrder
+from rftmega.requests.order import RequestOrder
 
 
 class Queue(ABC):

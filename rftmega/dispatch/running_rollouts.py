@@ -8,7 +8,7 @@ from typing import Any
 
 from rftmega.errors import ContextTooLong, EnvironmentFailed
 from rftmega.interfaces import Environment
-from rftmega.rollout.base import Request
+from rftmega.requests import Request
 from rftmega.sampling_seeds import turn_seed
 from rftmega.types import Completion, Prompt, Rollout, Trajectory
 

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from converters.checksums import CHECKSUMS, files_of, known_sums, sum_of, write_sums
 from rftmega.checkpoint.reader import is_distributed
 from rftmega.config import RunConfig
 from rftmega.errors import CheckpointError
+from rftmega.hf_folders.checksums import CHECKSUMS, files_of, known_sums, sum_of, write_sums
 from rftmega.parallel.collectives import gather_objects
 from rftmega.parallel.process_group import World
 from rftmega.parallel.watchdog import mark

@@ -3,8 +3,6 @@
 from pathlib import Path
 
 from converters import shard_shape, table
-from converters.export_folder import MARK, is_anothers
-from converters.hf_folder import HFFolder
 from model_providers.description import (
     ModelDescription,
     describe,
@@ -18,6 +16,8 @@ from rftmega import device
 from rftmega.config import ParallelConfig, RunConfig
 from rftmega.device import hardware
 from rftmega.errors import CheckpointError, ConfigError
+from rftmega.hf_folders.export_folder import MARK, is_anothers
+from rftmega.hf_folders.hf_folder import HFFolder
 from rftmega.parallel.layout import layout_name, place_of, replicas
 from rftmega.validation import violations
 

@@ -31,8 +31,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from converters import Rule, table
-from converters.hf_folder import HFFolder
-from converters.stacked_files import open_folder
 from model_providers.builder import build_chunk, transformer_config
 from model_providers.description import describe
 from model_providers.hf_config import read_hf_config
@@ -44,6 +42,8 @@ from rftmega.config import RunConfig
 from rftmega.device.residency import Residency
 from rftmega.device.spans import span
 from rftmega.errors import ConfigError
+from rftmega.hf_folders.hf_folder import HFFolder
+from rftmega.hf_folders.stacked_files import open_folder
 from rftmega.media.hearing import AudioProcessor
 from rftmega.media.placed import PlacedPicture, RowPictures, pictures_of
 from rftmega.media.placed_waveform import PlacedWaveform

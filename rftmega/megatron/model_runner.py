@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model_providers.flops import BACKWARD, ear_flops, forward_flops, tower_flops
 from model_providers.tower import AudioTower
 from rftmega.device.spans import recorder
+from rftmega.flops import BACKWARD, ear_flops, forward_flops, tower_flops
 from rftmega.media.fed import FedPictures, fed_pictures
 from rftmega.media.fed_waveforms import FedWaveforms, fed_waveforms
 from rftmega.media.placed import PlacedPicture, RowPictures

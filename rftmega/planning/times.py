@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from model_providers.description import ModelDescription
-from model_providers.flops import BACKWARD, forward_flops
 from rftmega.config import RunConfig
+from rftmega.flops import BACKWARD, forward_flops
 from rftmega.planning import data_plane, engine
 from rftmega.planning.memory import Cache, load_of, rows_of
 from rftmega.planning.models import POLICY, PlannedModel

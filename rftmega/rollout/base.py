@@ -4,9 +4,9 @@ weights it was never given.
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -14,72 +14,9 @@ from rftmega import weights
 from rftmega.device.spans import span, spanned
 from rftmega.errors import EngineError
 from rftmega.interfaces import WeightSync
-from rftmega.media.placed import Placed
+from rftmega.requests import Finished, PromptBatch, Requests
 from rftmega.shards import Shard
 from rftmega.types import Completion, Prompt
-
-
-class Request(NamedTuple):
-    """Request asks an engine for one completion."""
-
-    token_ids: Sequence[int]
-    seed: int
-    rollout: int = 0  # requests of one rollout stay on one server
-    expected: float = 0.0  # tokens of the answer; several servers share the work by it
-    # of the tokens, which have a placeholder for each feature
-    pictures: tuple[Placed, ...] = ()
-
-
-class Requests(Protocol):
-    """Requests tells an engine what to answer, also while it answers others.
-
-    Every process of an engine asks after the same steps.
-    """
-
-    def take(self, room: int) -> Sequence[Request]:
-        """Returns further requests for an engine with room for `room` more, at times some more than
-        that; none where there is nothing now.
-
-        Requests are numbered in this order. An engine that has answered all and gets none is done.
-        """
-
-    def finished(self, numbers: Sequence[int], completions: Sequence[Completion]) -> None:
-        """Receives completions as soon as they are there, each once."""
-
-    def stopped(self) -> bool:
-        """Says, after an engine's step, whether it is to leave what is not finished."""
-
-
-Finished = Callable[[Sequence[int], Sequence[Completion]], None]
-
-
-class PromptBatch:
-    """PromptBatch is Requests that are all there at once."""
-
-    def __init__(self, prompts: Sequence[Prompt], seeds: Sequence[int], finished: Finished):
-        pairs = zip(prompts, seeds, strict=True)
-        self._requests = [
-            Request(prompt.token_ids, seed, rollout, pictures=prompt.pictures)
-            for rollout, (prompt, seed) in enumerate(pairs)
-        ]
-        self._told = finished
-        self._completions: dict[int, Completion] = {}
-
-    def take(self, room: int) -> Sequence[Request]:
-        requests, self._requests = self._requests, []
-        return requests
-
-    def finished(self, numbers: Sequence[int], completions: Sequence[Completion]) -> None:
-        self._completions |= zip(numbers, completions, strict=True)
-        self._told(numbers, completions)
-
-    def stopped(self) -> bool:
-        return False
-
-    @property
-    def completions(self) -> list[Completion]:
-        """Returns the completions in the order of the prompts."""
-        return [completion for _, completion in sorted(self._completions.items())]
 
 
 def _nobody(numbers: Sequence[int], completions: Sequence[Completion]) -> None: ...

@@ -9,8 +9,8 @@ import httpx
 
 from rftmega.config import RolloutConfig
 from rftmega.errors import EngineFault
-from rftmega.rollout.base import Request, Requests
-from rftmega.rollout.request_order import Waiting, ordered
+from rftmega.requests import Request, Requests
+from rftmega.requests.order import Waiting, ordered
 from rftmega.rollout.server import Server
 from rftmega.types import Completion
 

@@ -13,7 +13,7 @@ from rftmega.media.files import read_picture
 from rftmega.media.placed import Frames, PlacedPicture, pictures_of, unexpanded
 from rftmega.media.processor import PictureProcessor
 from rftmega.media.videos import read_video
-from rftmega.rollout.base import Request
+from rftmega.requests import Request
 
 SAMPLE = (70, 110)  # width and height of the picture that is compared at the start
 DEPTH = 3  # frames of the video that is

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from rftmega.config import RolloutConfig
-from rftmega.rollout.base import Engine, Requests
+from rftmega.requests import Requests
+from rftmega.rollout.base import Engine
 from rftmega.types import Completion
 
 

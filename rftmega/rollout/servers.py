@@ -23,8 +23,9 @@ from rftmega.interfaces import WeightSync
 from rftmega.media.placed import unexpanded
 from rftmega.media.processor import PictureProcessor
 from rftmega.parallel.process_group import World
+from rftmega.requests import Request, Requests
 from rftmega.rollout import door
-from rftmega.rollout.base import Engine, Request, Requests
+from rftmega.rollout.base import Engine
 from rftmega.rollout.conversation import Conversation
 from rftmega.rollout.pictures import check_expanded, check_samples, placeholders
 from rftmega.rollout.server import Server
@@ -215,7 +216,7 @@ class ServerEngine(Engine):
 
     def _answer(self, requests: Requests, temperature: float) -> None:
         """Servers begin with requests of about the same length in all, siblings together, and take
-        more when they have room (`request_order.ordered`); one that runs dry takes what another has
+        more when they have room (`requests.order.ordered`); one that runs dry takes what another has
         not begun. Further requests of a rollout go to its server. One that fails is asked nothing
         more, while the others give their answers.
         """

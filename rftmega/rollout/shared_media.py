@@ -15,7 +15,7 @@ import numpy as np
 
 from rftmega.media.placed import PlacedPicture, pictures_of
 from rftmega.parallel import shared
-from rftmega.rollout.base import Request
+from rftmega.requests import Request
 from rftmega.rollout.pictures import decoded_source
 
 THREADS = 4  # that decode

@@ -26,7 +26,8 @@ from rftmega.media.hearing import AudioProcessor, ear_of
 from rftmega.media.placed import pictures_of
 from rftmega.media.placed_waveform import PlacedWaveform
 from rftmega.media.processor import PictureProcessor
-from rftmega.rollout.base import Engine, Request, Requests
+from rftmega.requests import Request, Requests
+from rftmega.rollout.base import Engine
 from rftmega.types import Completion
 
 # How a family's folders name the three matrices of an expert, where not gate_proj, up_proj,

@@ -23,7 +23,8 @@ from rftmega.media.hearing import ear_of
 from rftmega.media.processor import PictureProcessor
 from rftmega.parallel.process_group import World
 from rftmega.parallel.watchdog import mark
-from rftmega.rollout.base import Engine, Request, Requests
+from rftmega.requests import Request, Requests
+from rftmega.rollout.base import Engine
 from rftmega.types import Completion
 
 # vLLM reads these when it is imported, and speaks before it has read the second.

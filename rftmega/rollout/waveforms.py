@@ -9,7 +9,7 @@ import torch
 from rftmega.errors import EngineError
 from rftmega.media.hearing import AudioProcessor
 from rftmega.media.placed import unexpanded
-from rftmega.rollout.base import Request
+from rftmega.requests import Request
 
 SAMPLE = 5000  # samples of the waveform that is compared at the start
 

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from converters import export_folder, stacks_of
-from converters.hf_folder import copy_companions, shards_of, write_index, write_shard
-from converters.stacked_files import Stacking
+from converters import stacks_of
 from rftmega.errors import CheckpointError
+from rftmega.hf_folders import export_folder
+from rftmega.hf_folders.hf_folder import copy_companions, shards_of, write_index, write_shard
+from rftmega.hf_folders.stacked_files import Stacking
 from rftmega.json_files import read_json_object
 from rftmega.parallel.collectives import gather_objects
 from rftmega.weights.gather import Exporter

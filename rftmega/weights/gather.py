@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from converters.hf_folder import PlannedTensor
+from rftmega.hf_folders.hf_folder import PlannedTensor
 from rftmega.shards import Holding, LogicalTensor, Shard, narrowed, shape_of, volume
 from rftmega.weights.slices import (
     LocalShards,

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from converters.hf_folder import PlannedTensor
+from rftmega.hf_folders.hf_folder import PlannedTensor
 from rftmega.parallel.collectives import gather_objects
 from rftmega.shards import (
     Box,

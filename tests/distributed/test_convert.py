@@ -16,13 +16,13 @@ import torch
 import xxhash
 from safetensors.torch import load_file, save_file
 
-from converters.checksums import files_of, known_sums
 from rftmega.checkpoint.distributed import write_manifest
 from rftmega.checkpoint.reader import FORMAT, MANIFEST, PROGRESS
 from rftmega.config import ParallelConfig
 from rftmega.conversion import convert
 from rftmega.conversion.target import begin, written_alone
 from rftmega.errors import CheckpointError, LockedError
+from rftmega.hf_folders.checksums import files_of, known_sums
 from rftmega.parallel.folder_lock import FILE as LOCK
 from tests.layouts import build_critic, build_manager, packed_logits
 from tests.ranks import RankFailure, run_ranks

@@ -13,8 +13,8 @@ from rftmega.config import RolloutConfig
 from rftmega.dispatch.engine_pool import EnginePool
 from rftmega.errors import EngineFault
 from rftmega.parallel.process_group import World
+from rftmega.requests.order import ordered
 from rftmega.rollout import ScriptedEngine
-from rftmega.rollout.request_order import ordered
 from rftmega.trainer.expected_lengths import ExpectedLengths
 from rftmega.types import Completion, Prompt, Rollout
 from tests.distributed.test_early_stop import NoPush, NoTurns

@@ -15,11 +15,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from converters import table
-from converters.hf_folder import INDEX, HFFolder
 from model_providers.description import describe
 from model_providers.hf_config import read_hf_config
 from rftmega.data.tokenizer import Tokenizer
 from rftmega.errors import RFTMegaError
+from rftmega.hf_folders.hf_folder import INDEX, HFFolder
 from rftmega.megatron.load import refuse_strangers
 from tests.tiny_models import save_tiny
 from tests.unit.data.test_tokenizer import CHATML, tokenizer

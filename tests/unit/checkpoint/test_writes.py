@@ -15,7 +15,6 @@ import pytest
 import torch
 import xxhash
 
-from converters.hf_folder import PlannedTensor, _Summed, write_bytes, write_index, write_shard
 from rftmega.callbacks.metric_writers import JSONLines
 from rftmega.callbacks.trajectories import write as write_trajectories
 from rftmega.checkpoint.distributed import (
@@ -29,6 +28,13 @@ from rftmega.checkpoint.reader import MANIFEST, read_manifest
 from rftmega.checkpoint.retention import LATEST, point_to
 from rftmega.checkpoint.snapshot import Snapshot
 from rftmega.checkpoint.training import write_rank, write_whole
+from rftmega.hf_folders.hf_folder import (
+    PlannedTensor,
+    _Summed,
+    write_bytes,
+    write_index,
+    write_shard,
+)
 from rftmega.observe.timeline import write as write_timeline
 
 Write = Callable[[Path, int], object]

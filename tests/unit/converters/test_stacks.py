@@ -9,10 +9,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from converters import stacks_of, table
-from converters.hf_folder import HFFolder, PlannedTensor, checksum
-from converters.stacked_files import Stacking, open_folder
 from model_providers.hf_config import read_hf_config
 from rftmega.errors import CheckpointError
+from rftmega.hf_folders.hf_folder import HFFolder, PlannedTensor, checksum
+from rftmega.hf_folders.stacked_files import Stacking, open_folder
 from rftmega.megatron.load import refuse_strangers
 from tests.tiny_vision import EXPERTS, by_matrix, publish_experts, save_tiny_vision
 

@@ -18,8 +18,8 @@ from rftmega.dispatch.request_queues import Counted, Dealt
 from rftmega.environments import SingleTurnEnvironment
 from rftmega.errors import ContextTooLong, EnvironmentFailed
 from rftmega.interfaces import Model
+from rftmega.requests.order import RequestOrder
 from rftmega.rollout import Engine, ScriptedEngine
-from rftmega.rollout.request_order import RequestOrder
 from rftmega.rollout.transformers import TransformersEngine
 from rftmega.types import Completion, Prompt, Rollout, Trajectory
 from tests.tiny_models import save_tiny

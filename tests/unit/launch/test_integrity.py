@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from converters.checksums import CHECKSUMS, known_sums, sum_of
-from converters.hf_folder import copy_companions
 from rftmega.config import ModelConfig, RewardConfig, RunConfig
 from rftmega.errors import CheckpointError
+from rftmega.hf_folders.checksums import CHECKSUMS, known_sums, sum_of
+from rftmega.hf_folders.hf_folder import copy_companions
 from rftmega.launch.integrity import ChecksumReport, complaints, verify_models
 from rftmega.launch.process import joined
 from rftmega.parallel import process_group

@@ -2,7 +2,6 @@ from pathlib import Path
 
 import pytest
 
-from converters.export_folder import MARK
 from model_providers.installed import Installed
 from rftmega import device
 from rftmega.config import DataConfig, ModelConfig, ParallelConfig, RolloutConfig, RunConfig
@@ -10,6 +9,7 @@ from rftmega.config.algorithms import GAE
 from rftmega.device import hardware
 from rftmega.device.hardware import Hardware
 from rftmega.errors import ConfigError
+from rftmega.hf_folders.export_folder import MARK
 from rftmega.launch import preflight as checks
 from rftmega.launch.preflight import preflight
 from tests.tiny_models import save_tiny

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from rftmega.config import RolloutConfig
 from rftmega.errors import EngineError, WeightMismatch
+from rftmega.requests import PromptBatch, Request
 from rftmega.rollout import Engine, EngineStatus, ScriptedEngine
-from rftmega.rollout.base import PromptBatch, Request
 from rftmega.rollout.transformers import TransformersEngine
 from rftmega.types import Completion, Prompt
 from tests.tiny_models import save_tiny, transformers_logits

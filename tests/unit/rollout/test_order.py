@@ -4,8 +4,8 @@ from collections.abc import Sequence
 import pytest
 
 from rftmega.config import RolloutConfig
+from rftmega.requests.order import RequestOrder, Waiting, ordered
 from rftmega.rollout import ScriptedEngine
-from rftmega.rollout.request_order import RequestOrder, Waiting, ordered
 from rftmega.trainer.expected_lengths import ExpectedLengths
 from rftmega.types import Completion, Prompt, Rollout
 from tests.rollouts import answered

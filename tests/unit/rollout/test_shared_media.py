@@ -14,7 +14,7 @@ from rftmega.errors import DataError, EngineError
 from rftmega.media.files import digest_of
 from rftmega.media.placed import PlacedPicture
 from rftmega.parallel import shared
-from rftmega.rollout.base import Request
+from rftmega.requests import Request
 from rftmega.rollout.media_connector import SharedMediaConnector
 from rftmega.rollout.shared_media import SharedMedia, SharedPixels
 

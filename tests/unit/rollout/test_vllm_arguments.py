@@ -102,7 +102,7 @@ def test_every_request_has_parameters_that_the_engine_knows(
         def abort_request(self, numbers: list[str]) -> None: ...
 
     engine._llm.llm_engine = Core()
-    from rftmega.rollout.base import PromptBatch
+    from rftmega.requests import PromptBatch
     from rftmega.types import Prompt
 
     class Once(PromptBatch):

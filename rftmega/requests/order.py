@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from rftmega.rollout.base import Request
+from rftmega.requests import Request
 from rftmega.types import Prompt
 
 # an engine gets at least so many where there are enough requests: fewer could not be balanced

@@ -11,8 +11,8 @@ from typing import Any
 
 import xxhash
 
-from converters.hf_folder import CHECKSUMS, OF_WEIGHTS, draft_of, land
 from rftmega.errors import CheckpointError
+from rftmega.hf_folders.hf_folder import CHECKSUMS, OF_WEIGHTS, draft_of, land
 from rftmega.json_files import read_json_object
 
 FORMAT = 1

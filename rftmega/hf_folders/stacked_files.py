@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from converters import stacks_of
-from converters.hf_folder import HFFolder, PlannedTensor, checksum, read_into
 from converters.stacks import Place, Stack
 from rftmega.errors import CheckpointError
+from rftmega.hf_folders.hf_folder import HFFolder, PlannedTensor, checksum, read_into
 
 
 def open_folder(folder: str | Path, hf_config: Mapping[str, Any]) -> HFFolder:
