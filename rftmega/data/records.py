@@ -130,7 +130,11 @@ def _check_end(path: Path) -> None:
 
 
 def _dataset(folder: Path, split: str) -> Iterator[Record]:
-    from datasets import Image, load_from_disk  # a second of imports, for these folders alone
+    from datasets import (  # a second of imports, for these folders alone
+        Audio,
+        Image,
+        load_from_disk,
+    )
 
     index = folder / "dataset_dict.json"
     if index.is_file():
@@ -150,7 +154,7 @@ def _dataset(folder: Path, split: str) -> Iterator[Record]:
         _check_end(folder / file["filename"])
     dataset = load_from_disk(str(folder)).with_format(None)
     for feature in _nested(dataset.info.features):
-        if isinstance(feature, Image):
+        if isinstance(feature, Audio | Image):
             feature.decode = False  # the file's own bytes are wanted
     yield from dataset
 

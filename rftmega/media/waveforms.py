@@ -1,7 +1,7 @@
 """Reads waveforms from files that anybody may have made."""
 
 import io
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -10,6 +10,7 @@ from rftmega.media.files import content_of
 
 FORMATS = ("WAV", "WAVEX", "FLAC")  # as libsndfile calls them
 RIFF_HEAD = 12  # bytes before its first chunk
+UNTOLD = 2**62  # samples, or more: libsndfile's word for a length that nobody told
 CONVERT = "Convert it: ffmpeg -i IN -ac 1 -ar {rate} OUT.wav."
 
 
@@ -86,6 +87,8 @@ def _check_head(file: Any, name: str, *, rate: int, most: int) -> None:
         )
     if file.channels != 1:
         raise DataError(f"{name} has {file.channels} channels, and the model hears one. {convert}")
+    if file.frames >= UNTOLD:
+        raise DataError(f"{name} does not say in its head how long it is. {convert}")
     if not file.frames:
         raise DataError(f"{name} holds no sound.")
     if file.frames > most:
@@ -98,10 +101,11 @@ def _cut_off(content: bytes) -> int:
     """Returns how many bytes of its samples a WAV lacks, which libsndfile would overlook: chunks are
     a kind (4 bytes), a length (4), so many bytes, and one more behind an odd number.
     """
+    order: Literal["big", "little"] = "big" if content.startswith(b"RIFX") else "little"
     place = RIFF_HEAD
     while place + 8 <= len(content):
         kind = content[place : place + 4]
-        length = int.from_bytes(content[place + 4 : place + 8], "little")
+        length = int.from_bytes(content[place + 4 : place + 8], order)
         place += 8 + length
         if kind == b"data":
             return max(place - len(content), 0)

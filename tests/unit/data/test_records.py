@@ -174,3 +174,12 @@ def test_pictures_inside_a_folder_come_as_their_files_bytes_and_are_not_decoded(
     )
     datasets.Dataset.from_list(rows, features=features).save_to_disk(str(tmp_path / "saved"))
     assert [record for _, record in records(tmp_path / "saved")] == rows
+
+
+def test_sounds_inside_a_folder_come_as_their_files_bytes_and_are_not_decoded(
+    tmp_path: Path,
+) -> None:
+    rows = [{"audio": [{"bytes": b"no sound", "path": "a.wav"}]}]
+    features = datasets.Features({"audio": datasets.List(datasets.Audio())})
+    datasets.Dataset.from_list(rows).cast(features).save_to_disk(str(tmp_path / "saved"))
+    assert [record for _, record in records(tmp_path / "saved")] == rows

@@ -29,15 +29,20 @@ def by_hand(levels: np.ndarray, *, rate: int = RATE, channels: int = 1) -> bytes
     return file.getvalue()
 
 
-def written(levels: np.ndarray, kind: str, subtype: str | None = None) -> bytes:
+def written(levels: np.ndarray, kind: str, subtype: str | None = None, **how: Any) -> bytes:
     file = io.BytesIO()
-    soundfile.write(file, levels, RATE, format=kind, subtype=subtype)
+    soundfile.write(file, levels, RATE, format=kind, subtype=subtype, **how)
     return file.getvalue()
 
 
 def test_samples_are_their_levels_over_the_largest(tmp_path: Path) -> None:
     wanted = LEVELS / 32768
-    for content in (by_hand(LEVELS), written(LEVELS, "FLAC"), written(LEVELS, "WAV", "PCM_24")):
+    for content in (
+        by_hand(LEVELS),
+        written(LEVELS, "FLAC"),
+        written(LEVELS, "WAV", "PCM_24"),
+        BIG_ENDIAN,
+    ):
         found = waveform_of(content, "a", **LIMITS)
         assert found.dtype == np.float32
         assert np.array_equal(found, wanted)
@@ -62,6 +67,9 @@ def test_a_file_that_has_changed_is_refused(tmp_path: Path) -> None:
 
 
 PLAIN, FLAC = by_hand(LEVELS), written(LEVELS, "FLAC")
+# total samples: 36 bits of a FLAC's first block
+UNTOLD = FLAC[:21] + bytes([FLAC[21] & 0xF0]) + bytes(4) + FLAC[26:]
+BIG_ENDIAN = written(LEVELS, "WAV", endian="BIG")
 NO_NUMBER = wav_of(np.array([0.0, np.nan]), RATE)
 REFUSED: dict[str, tuple[bytes, str]] = {
     "nothing": (b"", "is empty"),
@@ -77,6 +85,8 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "a WAV that is cut off": (PLAIN[:-7], "is broken: 7 bytes are missing at its end"),
     "a FLAC that is cut off": (FLAC[: len(FLAC) // 2], "broken"),
     "a FLAC with other bytes": (FLAC[:200] + bytes(50) + FLAC[250:], "broken"),
+    "a FLAC that does not say how long it is": (UNTOLD, "does not say in its head how long it is"),
+    "a WAV of large ends that is cut off": (BIG_ENDIAN[:-7], "7 bytes are missing at its end"),
     "a head alone": (PLAIN[:30], "can't be read|broken"),
     "no numbers": (NO_NUMBER, "samples that are no numbers"),
 }
