@@ -97,7 +97,7 @@ class ServerEngine(Engine):
         if pictures:
             arguments["limit-mm-per-prompt"] = json.dumps(limits_of(config))
         else:
-            flags.append("--skip-tokenizer-init")  # processors of pictures want one
+            flags.append("--skip-tokenizer-init")  # which processors of pictures want
         given = prefill_arguments(config, on_cuda=on_cuda) | model_arguments(
             folder, on_cuda=on_cuda
         )

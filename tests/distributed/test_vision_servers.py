@@ -100,7 +100,7 @@ def watched(made: list[str], closed: list[str]) -> None:
     ("kind", "processes", "parallel", "videos"),
     [
         ("qwen2_5_vl", 1, ParallelConfig(), True),
-        ("qwen3_vl_moe", 2, ParallelConfig(expert=2), False),
+        pytest.param("qwen3_vl_moe", 2, ParallelConfig(expert=2), False, marks=pytest.mark.ranks),
         pytest.param("qwen2_vl", 2, ParallelConfig(tensor=2), False, marks=pytest.mark.ranks),
         pytest.param("qwen3_vl", 2, ParallelConfig(pipeline=2), True, marks=pytest.mark.ranks),
     ],

@@ -2,18 +2,23 @@
 tests/distributed/test_servers.py.
 """
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 from rftmega.config import RolloutConfig
 from rftmega.errors import EngineError, EngineFault
+from rftmega.media.files import digest_of
+from rftmega.media.placed import PlacedPicture
 from rftmega.media.processor import PictureProcessor
 from rftmega.parallel.process_group import World
 from rftmega.rollout import door, servers
 from rftmega.rollout import server as server_module
+from rftmega.rollout.base import Request
 from rftmega.rollout.servers import ServerEngine
 from tests.tiny_vision import save_tiny_vision
 
@@ -174,3 +179,45 @@ def test_a_server_that_makes_other_numbers_of_a_picture_is_refused(tmp_path: Pat
     processor = PictureProcessor(save_tiny_vision(tmp_path, "qwen2_vl"))
     with pytest.raises(EngineError, match="the image processors of the two differ"):
         engine_of(OtherProcessor())._check_samples(processor)
+
+
+class Expanding(Scripted):
+    """A server that makes so many tokens of every picture."""
+
+    def __init__(self, tokens: int):
+        super().__init__()
+        self.tokens = tokens
+        self.asked: list[dict[str, Any]] = []
+
+    async def answer(self, client: Any, body: dict[str, Any], seconds: float) -> dict[str, Any]:
+        self.asked.append(body)
+        first, placeholder, *rest = body["token_ids"]
+        choice = {
+            "token_ids": [4],
+            "finish_reason": "length",
+            "logprobs": {"content": [{"logprob": -0.5}]},
+            "weight_versions": [{"version": "3", "start": 0, "end": 1}],
+        }
+        expanded = [first, *[placeholder] * self.tokens, *rest]
+        return {"prompt_token_ids": expanded, "choices": [choice]}
+
+
+def test_an_answer_to_a_prompt_that_was_expanded_otherwise_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "picture.png"
+    Image.new("RGB", (40, 40)).save(path)
+    picture = PlacedPicture(str(path), digest_of(path.read_bytes()), (1, 4, 4), 1, 4)
+    request = Request([7, 5, 5, 5, 5, 8], seed=0, pictures=(picture,))
+
+    def asked(server: Expanding) -> list[int]:
+        engine = engine_of(server)
+        engine.version = 3
+        asking = engine._asked(server, None, request, temperature=1.0)  # type: ignore[arg-type]
+        return list(asyncio.run(asking).token_ids)
+
+    right = Expanding(4)
+    assert asked(right) == [4]
+    (body,) = right.asked
+    assert body["token_ids"] == [7, 5, 8]
+    assert [part["uuid"] for part in body["content_parts"]] == [picture.digest]
+    with pytest.raises(EngineError, match="vLLM made 7 tokens of a prompt with 1 picture"):
+        asked(Expanding(5))
