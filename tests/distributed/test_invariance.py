@@ -26,7 +26,7 @@ from tests.invariance import (
     differences,
     every_case,
     learn_body,
-    number_of_layouts,
+    number_of_cases,
     runs_of,
     saved,
     write,
@@ -155,7 +155,7 @@ def test_every_case_of_the_table(tmp_path: Path) -> None:
     assert all(case["loss"] < 0.01 and case["grad_norm"] < 0.02 for case in noise.values()), (
         "that is more than noise"
     )
-    assert len(rows) == number_of_layouts() * (len(SETTINGS) + 2)
+    assert len(rows) == number_of_cases()
 
 
 def both_dtypes_body(world: Any, folders: list[Path]) -> list[list[torch.Tensor]]:
