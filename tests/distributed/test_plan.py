@@ -78,6 +78,9 @@ CASES = {
     "critic, TP2 x PP2": Case("qwen3", 4, P(tensor=2, pipeline=2), PLAIN, "bfloat16", 0),
     "critic, tied, distributed": Case("qwen2-tied", 2, P(), SHARDED, "bfloat16", 0),
     "a tower, TP2 x PP2": Case("qwen3_vl", 4, P(tensor=2, pipeline=2)),
+    "a tower before experts, EP2 x TP2 x PP2": Case(
+        "qwen3_vl_moe", 4, P(tensor=2, sequence=True, pipeline=2, expert=2), SHARDED, "bfloat16", 2
+    ),
     "a frozen tower, distributed, bf16": Case(
         "qwen2_vl", 2, P(), SHARDED, "bfloat16", 2, frozen=True
     ),

@@ -22,14 +22,14 @@ from tests.block_engine import BlockEngine
 from tests.layouts import build_manager
 from tests.ranks import RankFailure, run_ranks
 from tests.tiny_models import save_tiny
-from tests.tiny_vision import KINDS, save_tiny_vision
+from tests.tiny_vision import KINDS, by_matrix, save_tiny_vision
 
 P = ParallelConfig
 
 
 def push_body(world: Any, folder: Path, parallel: ParallelConfig, ranks: int) -> Any:
     manager = build_manager(folder, parallel)
-    disk = load_file(folder / "model.safetensors")
+    disk = by_matrix(load_file(folder / "model.safetensors"))
     for bucket_bytes in (2**30, 10_000):
         engine = BlockEngine(world.rank % ranks, ranks)
         weights = EngineWeights(manager.shards(), engine, bucket_bytes=bucket_bytes)
@@ -61,6 +61,7 @@ PAIRS = [
     ("qwen3-moe", 4, P(tensor=2, sequence=True, expert=2), 2),
     ("deepseek-v3", 4, P(tensor=2, sequence=True, expert=4), 1),
     ("qwen3_vl", 4, P(tensor=2, pipeline=2), 2),  # its tower is on the first stage, whole
+    ("qwen3_vl_moe", 4, P(tensor=2, sequence=True, pipeline=2, expert=2), 2),
     pytest.param("llama", 8, P(tensor=2, pipeline=2), 4, marks=pytest.mark.ranks),
     pytest.param(
         "qwen3", 8, P(tensor=2, pipeline=2, virtual_pipeline=2), 2, marks=pytest.mark.ranks
