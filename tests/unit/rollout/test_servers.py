@@ -16,9 +16,9 @@ from rftmega.media.files import digest_of
 from rftmega.media.placed import PlacedPicture
 from rftmega.media.processor import PictureProcessor
 from rftmega.parallel.process_group import World
+from rftmega.requests import Request
 from rftmega.rollout import door, servers
 from rftmega.rollout import server as server_module
-from rftmega.rollout.base import Request
 from rftmega.rollout.servers import ServerEngine
 from tests.tiny_vision import save_tiny_vision
 
