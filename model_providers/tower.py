@@ -69,12 +69,14 @@ class AudioTower:
     depth: int
     width: int
     ffn: int
+    heads: int
     channels: int  # of its frames: bands of the spectrum
     positions: int  # of its layers, whatever part of them a waveform fills
     audio_token: int  # stands for one feature: two positions
     parameters: int
     fields: Mapping[str, Any]
     deepstack: int = 0  # decoder layers that get features of their own
+    gated: bool = False  # its MLPs
 
 
 def read_audio_tower(config: HFConfig, *, parameters: int) -> AudioTower:
@@ -86,6 +88,7 @@ def read_audio_tower(config: HFConfig, *, parameters: int) -> AudioTower:
         depth=fields["encoder_layers"],
         width=fields["d_model"],
         ffn=fields["encoder_ffn_dim"],
+        heads=fields["encoder_attention_heads"],
         channels=fields["num_mel_bins"],
         positions=fields["max_source_positions"],
         audio_token=config["audio_token_index"],

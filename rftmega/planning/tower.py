@@ -5,7 +5,7 @@ patches of its micro-batch: nothing is divided by tensor or context parallelism.
 """
 
 from model_providers.description import ModelDescription
-from model_providers.tower import VisionTower
+from model_providers.tower import AudioTower, VisionTower
 from rftmega.config import ParallelConfig, RunConfig
 from rftmega.planning.activations import Load
 from rftmega.planning.models import PlannedModel
@@ -21,12 +21,19 @@ def patches_of(planned: PlannedModel, config: RunConfig, load: Load) -> int:
 def patches_of_prompt(model: ModelDescription, config: RunConfig) -> int:
     """Returns the most patches that one prompt may have."""
     rollout = config.rollout
-    if not isinstance(model.tower, VisionTower) or not (rollout.max_pictures or rollout.max_videos):
+    if model.tower is None or not (rollout.max_pictures or rollout.max_videos):
         return 0
+    if isinstance(model.tower, AudioTower):
+        return rollout.max_pictures * model.tower.positions
     return rollout.max_prompt_tokens * model.tower.merge**2
 
 
-def block_bytes(tower: VisionTower, itemsize: int) -> float:
+def _per_feature(tower: VisionTower | AudioTower) -> int:
+    """Returns how many patches, or positions of sound, become one feature."""
+    return 2 if isinstance(tower, AudioTower) else tower.merge**2
+
+
+def block_bytes(tower: VisionTower | AudioTower, itemsize: int) -> float:
     """Returns the bytes that a layer keeps for the backward pass, a patch."""
     # Inputs of both norms, and of what follows them; a mean and a deviation in float32 each.
     norms = itemsize * 4 * tower.width + 16
@@ -35,10 +42,14 @@ def block_bytes(tower: VisionTower, itemsize: int) -> float:
     return norms + attention + itemsize * (4 if tower.gated else 2) * tower.ffn
 
 
-def outside_bytes(tower: VisionTower, hidden: int, itemsize: int) -> float:
+def outside_bytes(tower: VisionTower | AudioTower, hidden: int, itemsize: int) -> float:
     """Returns the same of what is around the layers: the patch itself, and what merges patches to
-    features, for the decoder and for each of the layers that get features of their own.
+    features, for the decoder and for each of the layers that get features of their own. Of sound it
+    is the two frames of a position, both convolutions before and behind their activation, and the
+    matrix behind.
     """
+    if isinstance(tower, AudioTower):
+        return itemsize * (2 * tower.channels + (4 + 2 + 2) * tower.width + hidden / 2)
     merger = 4 * tower.width + hidden / tower.merge**2
     return itemsize * (tower.patch_width + (1 + tower.deepstack) * merger)
 
@@ -52,20 +63,19 @@ def in_flight(parallel: ParallelConfig, micro_batches: int) -> int:
 def training(planned: PlannedModel, stage: int, load: Load, patches: int) -> int:
     """Returns bytes at the peak of an optimizer step."""
     tower, hidden, itemsize = planned.model.tower, planned.model.hidden, planned.itemsize
-    if not isinstance(tower, VisionTower) or stage:
+    if tower is None or stage:
         return 0
     block, outside = block_bytes(tower, itemsize), outside_bytes(tower, hidden, itemsize)
     kept, working = tower.depth * block + outside, block
     if planned.parallel.recompute == "full":
         kept, working = itemsize * tower.depth * tower.width + outside, 2 * block
     if planned.frozen_tower:  # its features alone
-        kept = itemsize * (1 + tower.deepstack) * hidden / tower.merge**2
+        kept = itemsize * (1 + tower.deepstack) * hidden / _per_feature(tower)
     return int(patches * (in_flight(planned.parallel, load.micro_batches) * kept + working))
 
 
 def scoring(planned: PlannedModel, stage: int, patches: int) -> int:
     """Returns the bytes of one layer at work, nothing kept."""
-    tower = planned.model.tower
-    if not isinstance(tower, VisionTower) or stage:
+    if planned.model.tower is None or stage:
         return 0
-    return int(patches * block_bytes(tower, planned.itemsize))
+    return int(patches * block_bytes(planned.model.tower, planned.itemsize))

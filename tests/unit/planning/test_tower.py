@@ -6,9 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    Qwen2AudioForConditionalGeneration,
+)
 
 from model_providers.description import describe
+from model_providers.tower import AudioTower
 from rftmega.config import ModelConfig, ParallelConfig, RolloutConfig, RunConfig, TrainerConfig
 from rftmega.planning import tower
 from rftmega.planning.activations import Load
@@ -16,6 +21,7 @@ from rftmega.planning.fit import Machine, choices
 from rftmega.planning.memory import Budget, load_of, on_device
 from rftmega.planning.models import POLICY, PlannedModel, models_of
 from rftmega.planning.times import Speeds
+from tests.tiny_audio import TOWER, audio_config
 from tests.tiny_vision import KINDS, save_tiny_vision, vision_config
 
 P = ParallelConfig
@@ -140,3 +146,31 @@ def test_fewer_patches_are_among_what_may_make_a_run_fit(
     assert fewer in looked_at()
     config.trainer.max_patches_per_micro_batch = 60 * 4
     assert fewer not in looked_at()
+
+
+def test_of_sound_a_waveform_s_whole_window_is_kept(tmp_path: Path) -> None:
+    """Against what autograd keeps, within a factor, as above."""
+    fields = audio_config(hidden_size=256, num_attention_heads=8).to_dict()
+    wide = {"d_model": 128, "encoder_ffn_dim": 384, "encoder_layers": 6}
+    fields["audio_config"] = {**TOWER, **wide, "max_source_positions": 50}
+    described = describe(fields)
+    own = described.tower
+    assert isinstance(own, AudioTower)
+    model: Any = Qwen2AudioForConditionalGeneration(AutoConfig.for_model(**fields))
+    ear, out = model.model.audio_tower, model.model.multi_modal_projector
+    weights = {p.untyped_storage()._cdata for part in (ear, out) for p in part.parameters()}
+    kept: dict[int, Any] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in weights:
+            kept[storage._cdata] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out(ear(torch.randn(4, own.channels, 100)).last_hidden_state)
+    measured = sum(storage.nbytes() for storage in kept.values())
+    position = own.depth * tower.block_bytes(own, 4) + tower.outside_bytes(own, 256, 4)
+    assert 0.67 < measured / (4 * own.positions * position) < 1.5
+    config = RunConfig(rollout=RolloutConfig(max_pictures=3, max_prompt_tokens=9))
+    assert tower.patches_of_prompt(described, config) == 3 * 50
