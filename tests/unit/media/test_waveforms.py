@@ -69,6 +69,7 @@ def test_a_file_that_has_changed_is_refused(tmp_path: Path) -> None:
 PLAIN, FLAC = by_hand(LEVELS), written(LEVELS, "FLAC")
 # total samples: 36 bits of a FLAC's first block
 UNTOLD = FLAC[:21] + bytes([FLAC[21] & 0xF0]) + bytes(4) + FLAC[26:]
+PROMISING = FLAC[:22] + (400).to_bytes(4, "big") + FLAC[26:]  # it has 300
 BIG_ENDIAN = written(LEVELS, "WAV", endian="BIG")
 NO_NUMBER = wav_of(np.array([0.0, np.nan]), RATE)
 REFUSED: dict[str, tuple[bytes, str]] = {
@@ -87,6 +88,7 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "a FLAC with other bytes": (FLAC[:200] + bytes(50) + FLAC[250:], "broken"),
     "a FLAC that does not say how long it is": (UNTOLD, "does not say in its head how long it is"),
     "a WAV of large ends that is cut off": (BIG_ENDIAN[:-7], "7 bytes are missing at its end"),
+    "a FLAC that promises more": (PROMISING, "is broken"),
     "a head alone": (PLAIN[:30], "can't be read|broken"),
     "no numbers": (NO_NUMBER, "samples that are no numbers"),
 }
