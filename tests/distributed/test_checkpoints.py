@@ -20,7 +20,6 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 
-from converters import hf_folder
 from rftmega.algorithms.supervised import cross_entropy_loss
 from rftmega.checkpoint import retention, training
 from rftmega.checkpoint import run_checkpoints as saving
@@ -31,6 +30,7 @@ from rftmega.config import OptimizerConfig, ParallelConfig
 from rftmega.device.residency import PARTS
 from rftmega.errors import CheckpointError
 from rftmega.experience import given
+from rftmega.hf_folders import hf_folder
 from rftmega.megatron import MegatronActor
 from rftmega.parallel import seeds
 from rftmega.parallel.nodes import versions
