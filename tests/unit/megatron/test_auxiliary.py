@@ -11,11 +11,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from rftmega import ragged
 from rftmega.algorithms.aggregation import aggregation_of
 from rftmega.algorithms.losses import policy_loss
 from rftmega.algorithms.supervised import cross_entropy_loss
 from rftmega.experience import given
-from rftmega.megatron.auxiliary import beside
+from rftmega.megatron.auxiliary import beside, counted
 from rftmega.types import Auxiliary, Experience, Rows, TokenStats
 
 COEF, LONGEST = 0.3, 6
@@ -129,3 +130,13 @@ def test_its_metrics_are_means_over_its_own_tokens(left_out: bool) -> None:
     }
     assert shown["ptx_cross_entropy"] == pytest.approx(-float(x[second.mask].mean()))
     assert shown["ptx_entropy"] == pytest.approx(float(x[second.mask].mean()))
+
+
+def test_a_count_is_that_of_all_rows_however_few_are_padded_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    second = experience_of(OTHERS, OTHER_LENGTHS)
+    answered = sum(OTHER_LENGTHS) - sum(OTHERS)
+    for most in (1, 8, 1000):
+        monkeypatch.setattr(ragged, "CHUNK", most)
+        assert counted(cross_entropy_loss(), second.ragged(), TokenStats) == answered

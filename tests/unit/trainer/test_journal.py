@@ -15,10 +15,13 @@ from rftmega.callbacks.observer import Observer
 from rftmega.config import RolloutConfig, RunConfig, load
 from rftmega.data import PromptOrder
 from rftmega.errors import CheckpointError, Preempted
+from rftmega.experience import given
 from rftmega.interfaces import OneProcess
 from rftmega.megatron import model_runner
+from rftmega.rollout_arrays import selected
 from rftmega.trainer import Algorithm
 from rftmega.trainer.journal import Journal, JournaledEngine, JournaledPolicy
+from rftmega.trainer.optimizer_steps import take_steps
 from rftmega.types import Completion, Prompt, Rollout, Rows, TokenStats, Trajectory
 from tests.rollouts import Alone, answered
 from tests.tiny_models import save_tiny
@@ -408,3 +411,39 @@ def test_what_nobody_comes_to_is_no_end_of_a_step() -> None:
         CheckpointError, match="after more answers, where this run comes to the end of the step"
     ):
         journal.begin()
+
+
+def test_rollouts_that_do_not_lie_in_their_order_are_read_where_they_lie() -> None:
+    answers = [answered((n, n + 1), (-0.5 * n, -1.0), "stop", n) for n in (1, 2, 3)]
+    lying = selected(selected(answers, [0, 1, 2]), [2, 0])
+    assert list(lying) == [answers[2], answers[0]]
+    journal = Journal()
+    journal("answers", lambda: lying)
+    again = Journal()
+    again.load_state(read(written(journal.state())))
+    assert list(again("answers", list)) == [answers[2], answers[0]]
+
+
+def test_log_probs_of_a_journal_of_format_4_are_told_as_rows_are() -> None:
+    """Those of an update that was under way, which were padded."""
+    padded = {"logp": torch.tensor([[-1.0, -2.0], [-3.0, 0.0]]), "entropy": None}
+    journal = Journal()
+    journal.load_state(
+        [
+            ["log-probs of 2 rows in their update", padded],
+            ["an optimizer step of the policy", {"loss": 1.0, "optimizer_steps": 1.0}],
+        ]
+    )
+    lengths = torch.tensor([3, 2])
+    rows = Rows.of_answers(torch.zeros(2, 3, dtype=torch.int64), torch.tensor([1, 1]), lengths)
+    told: list[Any] = []
+    metrics = take_steps(
+        None,  # type: ignore[arg-type]
+        given(rows).ragged(),
+        None,  # type: ignore[arg-type]
+        [torch.arange(2)],
+        scored=told.append,
+        journal=journal,
+    )
+    assert [row.tolist() for row in told[0].logp] == [[-1.0, -2.0], [-3.0]]
+    assert metrics["loss"] == 1.0
