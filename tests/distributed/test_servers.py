@@ -85,7 +85,7 @@ def server_body(world: Any, folder: Path, logs: Path) -> Any:
         place.name for bucket in weights.buckets for place in bucket.places
     )
     found["second"] = gap(1)
-    longer = [Prompt((5, 9, *range(2 + place, 30 + place))) for place in range(6)]
+    longer = [Prompt((5, 9, *range(2 + place, 30 + place))) for place in range(3)]
     asked: list[Any] = [longer, *([prompt] for prompt in longer)]
     found["longer"] = [
         engine.generate(prompts, seeds=[3] * len(prompts), temperature=TEMPERATURE)

@@ -44,6 +44,7 @@ trainer: {{steps: 3, prompts_per_step: 4, max_tokens_per_micro_batch: 120, outpu
     return folder
 
 
+@pytest.mark.ranks
 def test_a_resumed_run_on_waveforms_gives_the_numbers_and_weights_of_one_that_was_not_ended(
     world: Path, tmp_path: Path
 ) -> None:

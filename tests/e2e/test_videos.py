@@ -41,6 +41,7 @@ trainer: {{prompts_per_step: 4, max_tokens_per_micro_batch: 120, output: {folder
     return folder
 
 
+@pytest.mark.ranks
 def test_a_run_on_videos_learns_and_is_gone_on_with(world: Path, train: Run) -> None:
     for steps in (2, 3):
         done = train(
