@@ -11,7 +11,10 @@ import pytest
 from tests.counters import counted
 
 LEARNT = "algorithms rewards data environments experience trainer callbacks"
-RUNS = "device parallel kernels checkpoint requests rollout dispatch weights planning model_providers converters hf_folders flops"
+RUNS = (
+    "device parallel passes kernels checkpoint requests rollout dispatch weights planning "
+    "model_providers converters hf_folders flops"
+)
 BACKENDS = "megatron conversion"  # only what chooses one may name it
 BASICS = "config validation errors json_files media types interfaces shards sampling_seeds ragged rollout_arrays"
 MAY_IMPORT = {
@@ -37,9 +40,10 @@ MAY_IMPORT = {
     "device": "errors",
     "kernels": "",
     "flops": "model_providers",
+    "passes": "config types media ragged device parallel model_providers flops",
     "parallel": "config ragged errors device",
-    "megatron": "config types media shards ragged errors json_files device parallel kernels checkpoint model_providers "
-    "converters hf_folders flops",
+    "megatron": "config types media shards errors json_files device parallel passes kernels checkpoint model_providers "
+    "converters hf_folders",
     "checkpoint": "config shards errors json_files device parallel converters hf_folders",
     "conversion": "config errors json_files parallel checkpoint megatron model_providers converters hf_folders",
     "requests": "media types",

@@ -4,12 +4,13 @@ from collections.abc import Callable
 from typing import Any
 
 from rftmega.config import RunConfig
+from rftmega.device.held_weights import AveragedWeights, ReferenceWeights
 from rftmega.megatron.forward import LogProbs
-from rftmega.megatron.held_weights import AveragedWeights, ReferenceWeights
 from rftmega.megatron.manager import MegatronModelManager
-from rftmega.megatron.model_runner import MicroBatch, ModelRunner
+from rftmega.megatron.model_runner import MegatronRunner
 from rftmega.megatron.trainable import MegatronModel
 from rftmega.parallel.topology import Topology
+from rftmega.passes.model_runner import MicroBatch
 from rftmega.types import Column, LossFn, Metrics, Rows, TokenStats
 
 
@@ -33,14 +34,15 @@ class MegatronActor(MegatronModel):
         super().__init__(MegatronModelManager(cfg, placement), placement)
         if role == "actor":
             self.manager.setup_model_and_optimizer()
-        self.runner = ModelRunner(
+        self.runner = MegatronRunner(
             self.manager, TokenStats, LogProbs(self.manager.description.vocabulary)
         )
+        residency, weights = self.manager.residency, self.manager.weights
         keep_reference = role == "actor" and cfg.algorithm.kl.coef > 0
-        self.reference = ReferenceWeights(self.manager) if keep_reference else None
+        self.reference = ReferenceWeights(residency, weights) if keep_reference else None
         keep_average = role == "actor" and cfg.algorithm.ema_beta > 0
         self.average = (
-            AveragedWeights(self.manager, cfg.algorithm.ema_beta) if keep_average else None
+            AveragedWeights(residency, weights, cfg.algorithm.ema_beta) if keep_average else None
         )
         if self.average is not None:
             self.runner.after_step = self.average.update

@@ -2,7 +2,7 @@
 
 from rftmega.config import RunConfig
 from rftmega.megatron.manager import MegatronModelManager
-from rftmega.megatron.model_runner import ModelRunner
+from rftmega.megatron.model_runner import MegatronRunner
 from rftmega.megatron.trainable import MegatronModel
 from rftmega.parallel.topology import Topology
 from rftmega.types import Column, Rows, TokenValues
@@ -27,7 +27,7 @@ class MegatronCritic(MegatronModel):
         super().__init__(MegatronModelManager(cfg, placement, value_model=True), placement)
         if role == "critic":
             self.manager.setup_model_and_optimizer()
-        self.runner = ModelRunner(self.manager, TokenValues, None)
+        self.runner = MegatronRunner(self.manager, TokenValues, None)
 
     def values(self, rows: Rows[Column]) -> Column:
         """Returns the value of the state in which each target is chosen, on the host; no gradient."""

@@ -175,6 +175,10 @@ class MegatronModelManager:
             held = [pictures_of(batch.distinct.values()) for batch in batches if batch is not None]
             self._processor.read_ahead(picture for batch in held for picture in batch)
 
+    def weights(self) -> list[Tensor]:
+        """Returns this process's weights, in the order of `bound`, detached."""
+        return [item.parameter.detach() for item in self.bound]
+
     def shards(self) -> list[Shard]:
         """Returns what this process holds of the model, without copies of tensors held elsewhere."""
         return [item.shard() for item in self.bound if item.rule.exported]
@@ -305,6 +309,11 @@ class MegatronModelManager:
             wd_incr_steps=0,
             wd_incr_style="constant",
         )
+
+    def train(self, learning: bool) -> None:
+        """Switches between learning, which may drop, and scoring."""
+        for chunk in self.model:
+            chunk.train(learning)
 
     def zero_grad(self) -> None:
         for chunk in self.model:

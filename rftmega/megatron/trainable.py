@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 from model_providers.description import ModelDescription
 from rftmega.checkpoint.training import StoredModel
+from rftmega.device.held_weights import AveragedWeights
 from rftmega.device.residency import MAIN_PARAMETERS, PARAMETERS, Residency
-from rftmega.megatron.held_weights import AveragedWeights
 from rftmega.megatron.manager import MegatronModelManager
-from rftmega.megatron.model_runner import ModelRunner
+from rftmega.megatron.model_runner import MegatronRunner
 from rftmega.megatron.training_state import (
     AVERAGE,
     WEIGHTS,
@@ -36,7 +36,7 @@ class MegatronModel:
     """
 
     average: AveragedWeights | None = None
-    runner: ModelRunner
+    runner: MegatronRunner
 
     def __init__(self, manager: MegatronModelManager, topology: Topology):
         self.manager, self.topology = manager, topology

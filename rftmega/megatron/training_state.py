@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rftmega.megatron.held_weights import AveragedWeights
+from rftmega.device.held_weights import AveragedWeights
 from rftmega.megatron.manager import MegatronModelManager
 from rftmega.megatron.offload import inner_optimizers
 from rftmega.megatron.shard_boxes import boxes_of

@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from rftmega.algorithms.losses import policy_loss
 from rftmega.config import ParallelConfig
 from rftmega.megatron import forward
-from rftmega.megatron.model_runner import MicroBatch
+from rftmega.passes.model_runner import MicroBatch
 from tests.distributed.test_actor import PROMPTS, ROWS, experience_of_plain
 from tests.layouts import build_actor, rows_of
 from tests.ranks import TRANSFORMER_ENGINE, run_ranks

@@ -38,13 +38,13 @@ def rank(config: RunConfig, functions: bytes) -> int:
 def slow(noted: Path) -> None:
     """`noted`: what each update took rank 0, a line each."""
     from rftmega.megatron import timers
-    from rftmega.megatron.model_runner import ModelRunner
+    from rftmega.megatron.model_runner import MegatronRunner
     from rftmega.parallel import standing
 
     standing.LIMIT, standing.ROUND = LEAST / 2, LEAST / 20
-    plain, begin, updates = ModelRunner.forward_step, 0.0, 0
+    plain, begin, updates = MegatronRunner.forward_step, 0.0, 0
 
-    def forward_step(self: ModelRunner, *arguments: Any) -> Any:
+    def forward_step(self: MegatronRunner, *arguments: Any) -> Any:
         nonlocal begin, updates
         if torch.is_grad_enabled():
             begin, updates = time.monotonic(), updates + 1
@@ -58,7 +58,7 @@ def slow(noted: Path) -> None:
                 file.write(f"{time.monotonic() - begin}\n")
         recorder.start(self.name)
 
-    ModelRunner.forward_step = forward_step  # type: ignore[method-assign]
+    MegatronRunner.forward_step = forward_step  # type: ignore[method-assign]
     timers.Timer.start = start  # type: ignore[method-assign]
 
 

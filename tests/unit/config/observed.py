@@ -91,6 +91,8 @@ class Machine:
             speaks=True,
         )
 
+    def train(self, learning: bool) -> None: ...
+
     def zero_grad(self) -> None:
         self.table.grad = torch.zeros_like(self.table)
 
@@ -141,7 +143,7 @@ class Model:
 
     def __init__(self, cfg: RunConfig, seen: Seen, data_parallel: int, *, values: bool = False):
         self.machine = Machine(cfg, seen, (WORDS,) if values else (WORDS, WORDS), data_parallel)
-        self.runner = model_runner.ModelRunner(
+        self.runner = model_runner.MegatronRunner(
             self.machine, TokenValues if values else TokenStats, None if values else object()
         )
         self.reference = self.machine.table.detach().clone()
@@ -358,14 +360,19 @@ def stepping(config: RunConfig) -> list[Any]:
 def averaged(config: RunConfig) -> Seen:
     """The policy's moving average."""
     seen: Seen = []
+    stands_in = SimpleNamespace(
+        setup_model_and_optimizer=lambda: None,
+        residency=None,
+        weights=None,
+        description=SimpleNamespace(vocabulary=WORDS),
+    )
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("MegatronModelManager", "ModelRunner", "LogProbs", "ReferenceWeights"):
-            patch.setattr(actor, name, lambda *_, **__: SimpleNamespace(
-                setup_model_and_optimizer=lambda: None, description=SimpleNamespace(vocabulary=WORDS)))  # fmt: skip
+        for name in ("MegatronModelManager", "MegatronRunner", "LogProbs", "ReferenceWeights"):
+            patch.setattr(actor, name, lambda *_, **__: stands_in)
         patch.setattr(
             actor,
             "AveragedWeights",
-            lambda _, beta: seen.append(beta) or SimpleNamespace(update=None),
+            lambda residency, weights, beta: seen.append(beta) or SimpleNamespace(update=None),
         )
         actor.MegatronActor(config, None)
     return seen

@@ -2,7 +2,7 @@
 on the way.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from rftmega.device.held_weights import AveragedWeights, ReferenceWeights
 from rftmega.device.residency import ADAM, GRADIENTS, MAIN_PARAMETERS, PARAMETERS, PARTS, Residency
-from rftmega.megatron.held_weights import AveragedWeights, ReferenceWeights
 from rftmega.megatron.manager import MegatronModelManager
 from tests.imitation_cuda import ImitationCUDA, imitated
 
@@ -129,18 +129,9 @@ def test_the_host_shows_what_has_left_and_never_what_was_forgotten(
         residency.host(parts[GRADIENTS][0])
 
 
-class Manager(SimpleNamespace):
-    """As much of a manager as held weights need."""
-
-    def finish_param_sync(self) -> None: ...
-
-
 @pytest.fixture
-def manager(parts: dict[str, list[Tensor]], residency: Residency) -> Any:
-    return Manager(
-        bound=[SimpleNamespace(parameter=parameter) for parameter in parts[PARAMETERS]],
-        residency=residency,
-    )
+def weights(parts: dict[str, list[Tensor]]) -> Callable[[], list[Tensor]]:
+    return lambda: [parameter.detach() for parameter in parts[PARAMETERS]]
 
 
 @pytest.mark.parametrize("offload", [True, False])
@@ -148,10 +139,10 @@ def test_the_reference_comes_and_goes_without_a_copy_to_the_host_where_the_polic
     cuda: ImitationCUDA,
     parts: dict[str, list[Tensor]],
     residency: Residency,
-    manager: Any,
+    weights: Callable[[], list[Tensor]],
     offload: bool,
 ) -> None:
-    reference, first = ReferenceWeights(manager), copies(parts)[PARAMETERS]
+    reference, first = ReferenceWeights(residency, weights), copies(parts)[PARAMETERS]
     for _ in range(2):
         with torch.no_grad():
             for parameter in parts[PARAMETERS]:
@@ -203,9 +194,15 @@ def test_an_optimizer_step_waits_for_the_copy_of_the_one_before_and_says_that_we
 
 
 def test_the_average_takes_each_steps_weights_though_they_are_copied_while_the_next_step_runs(
-    cuda: ImitationCUDA, parts: dict[str, list[Tensor]], residency: Residency, manager: Any
+    cuda: ImitationCUDA,
+    parts: dict[str, list[Tensor]],
+    residency: Residency,
+    weights: Callable[[], list[Tensor]],
 ) -> None:
-    average, wanted = AveragedWeights(manager, 0.75), [x.float() for x in copies(parts)[PARAMETERS]]
+    average, wanted = (
+        AveragedWeights(residency, weights, 0.75),
+        [x.float() for x in copies(parts)[PARAMETERS]],
+    )
     # as late as it may be
     average._thread = SimpleNamespace(submit=lambda work: SimpleNamespace(result=work))
     for step in range(4):

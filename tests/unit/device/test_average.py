@@ -1,12 +1,10 @@
 """The moving average of the weights (semantics 31)."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
+from rftmega.device.held_weights import AveragedWeights
 from rftmega.device.residency import PARAMETERS, Residency
-from rftmega.megatron.held_weights import AveragedWeights
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -16,12 +14,8 @@ def test_the_average_is_its_closed_form_in_float32(dtype: torch.dtype) -> None:
     """
     parameter = torch.nn.Parameter(torch.full((3,), 2.0, dtype=dtype))
     syncs: list[int] = []
-    residency = Residency(lambda: {PARAMETERS: [parameter]})
-    bound = [SimpleNamespace(parameter=parameter)]
-    manager = SimpleNamespace(
-        bound=bound, residency=residency, finish_param_sync=lambda: syncs.append(1)
-    )
-    average = AveragedWeights(manager, 0.992)
+    residency = Residency(lambda: {PARAMETERS: [parameter]}, finish=lambda: syncs.append(1))
+    average = AveragedWeights(residency, lambda: [parameter.detach()], 0.992)
     for step in range(50):
         residency.settle()
         parameter.data.fill_(float(step))

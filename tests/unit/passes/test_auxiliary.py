@@ -16,7 +16,7 @@ from rftmega.algorithms.aggregation import aggregation_of
 from rftmega.algorithms.losses import policy_loss
 from rftmega.algorithms.supervised import cross_entropy_loss
 from rftmega.experience import given
-from rftmega.megatron.auxiliary import beside, counted
+from rftmega.passes.auxiliary import beside, counted
 from rftmega.types import Auxiliary, Experience, Rows, TokenStats
 
 COEF, LONGEST = 0.3, 6

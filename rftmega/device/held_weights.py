@@ -1,6 +1,6 @@
 """Further weights of a model, kept on the host and put into the one that is resident."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 
@@ -8,43 +8,46 @@ import torch
 from torch import Tensor
 
 from rftmega import device
-from rftmega.device.residency import ALIGNMENT
-from rftmega.megatron.binding import Bound
-from rftmega.megatron.manager import MegatronModelManager
+from rftmega.device.residency import ALIGNMENT, Residency
+
+Tensors = Callable[[], list[Tensor]]  # of a model, as they are now
 
 
 class ReferenceWeights:
     """The weights that the model has when this is built."""
 
-    def __init__(self, manager: MegatronModelManager):
-        self.manager = manager
-        self._held = _host_buffers(manager.bound)
-        for held, item in zip(self._held, manager.bound, strict=True):
-            held.copy_(item.parameter.detach())
+    def __init__(self, residency: Residency, tensors: Tensors):
+        """`tensors` lists the model's weights, detached; `residency` moves them."""
+        self._residency, self._tensors = residency, tensors
+        weights = tensors()
+        self._held = _host_buffers(weights)
+        for held, weight in zip(self._held, weights, strict=True):
+            held.copy_(weight)
 
     def swapped_in(self) -> AbstractContextManager[None]:
         """Makes the model compute with the reference within a `with` block; afterwards with its own
         weights, bit for bit.
         """
-        return self.manager.residency.replaced(
-            zip(_tensors(self.manager.bound), self._held, strict=True)
-        )
+        return self._residency.replaced(zip(self._tensors(), self._held, strict=True))
 
 
 class AveragedWeights:
     """The exponential moving average of the weights over optimizer steps, in float32 on the host."""
 
-    def __init__(self, manager: MegatronModelManager, beta: float):
-        """Starts from the present weights; each `update` keeps the share `beta` of the average."""
-        self.manager, self.beta = manager, beta
-        self._latest = _host_buffers(manager.bound)
+    def __init__(self, residency: Residency, tensors: Tensors, beta: float):
+        """Starts from the present weights; each `update` keeps the share `beta` of the average.
+
+        `residency` and `tensors` as ReferenceWeights has them.
+        """
+        self._residency, self._tensors, self.beta = residency, tensors, beta
+        self._latest = _host_buffers(tensors())
         self._thread = ThreadPoolExecutor(1, "average")
         self._averaging: Future[None] | None = None
         self.restart()
 
     @property
     def held(self) -> list[Tensor]:
-        """Returns the average, in the order of the model's bound tensors.
+        """Returns the average, in the order of the model's tensors.
 
         Waits for the update that runs.
         """
@@ -56,9 +59,7 @@ class AveragedWeights:
     def restart(self) -> None:
         """Takes the present weights as the average."""
         self._averaging = None
-        self._held = [
-            tensor.to("cpu", torch.float32, copy=True) for tensor in _tensors(self.manager.bound)
-        ]
+        self._held = [tensor.to("cpu", torch.float32, copy=True) for tensor in self._tensors()]
 
     @torch.no_grad()
     def update(self) -> None:
@@ -66,9 +67,8 @@ class AveragedWeights:
         device goes on.
         """
         held = self.held  # what the update before this one made
-        self.manager.finish_param_sync()
-        pairs = zip(_tensors(self.manager.bound), self._latest, strict=True)
-        wait = self.manager.residency.copy_aside(pairs)
+        self._residency.finish()
+        wait = self._residency.copy_aside(zip(self._tensors(), self._latest, strict=True))
 
         def average() -> None:
             wait()
@@ -81,20 +81,13 @@ class AveragedWeights:
         """Makes the model hold the average within a `with` block, in its own precision; afterwards
         its own weights, bit for bit.
         """
-        return self.manager.residency.replaced(
-            zip(_tensors(self.manager.bound), self.held, strict=True)
-        )
+        return self._residency.replaced(zip(self._tensors(), self.held, strict=True))
 
 
-def _tensors(bound: Sequence[Bound]) -> list[Tensor]:
-    return [item.parameter.detach() for item in bound]
-
-
-def _host_buffers(bound: Sequence[Bound]) -> list[Tensor]:
+def _host_buffers(tensors: list[Tensor]) -> list[Tensor]:
     """Makes a tensor on the host for each of the model's, all in one buffer that the device copies
     to and from quickly.
     """
-    tensors = _tensors(bound)
     places = []
     end = 0
     for tensor in tensors:
