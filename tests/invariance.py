@@ -1,7 +1,8 @@
 """The invariance table: three optimizer steps mean the same under every layout, micro-batch size
 and order of rows.
 
-`make invariance` runs every case, prints one row each and writes runs/invariance.json;
+`make invariance` runs every case, prints one row each and writes runs/invariance.json
+(`python -m tests.invariance qwen3 qwen2_vl`: those of some models);
 tests/distributed/test_invariance.py asserts the same. Differences are relative: |a - b| over |b|
 for a number, largest |a - b| over largest |b| for a tensor.
 """
@@ -9,7 +10,7 @@ for a number, largest |a - b| over largest |b| for a tensor.
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -342,17 +343,17 @@ def number_of_cases() -> int:
     )
 
 
-def number_of_layouts() -> int:
-    """Of the table; every variant has one process, too."""
-    return len(LAYOUTS) + sum(
-        len(layouts) for table in (LAYOUTS, ENGINE) for layouts in table.values()
-    )
+def number_of_layouts(variants: Sequence[str]) -> int:
+    """Counts the layouts of these models; each has one process, too."""
+    tables = [table.get(variant, {}) for table in (LAYOUTS, ENGINE) for variant in variants]
+    return len(variants) + sum(len(layouts) for layouts in tables)
 
 
-def every_case(folder: Path) -> Iterator[dict[str, Any]]:
-    """One row a case, as it is done."""
-    with tqdm(total=number_of_layouts(), unit="layout", file=sys.stderr) as bar:
-        for variant, layouts in LAYOUTS.items():
+def every_case(folder: Path, variants: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yields one row a case, as it is done."""
+    with tqdm(total=number_of_layouts(variants), unit="layout", file=sys.stderr) as bar:
+        for variant in variants:
+            layouts = LAYOUTS[variant]
             model = saved(folder / variant, variant)
             settings = settings_of(variant)
             wanted: dict[tuple[str, bool], dict[str, Any]] = {}
@@ -380,12 +381,12 @@ def write(rows: list[dict[str, Any]]) -> None:
     (folder / "invariance.json").write_text(json.dumps(rows, indent=1))
 
 
-def main() -> None:
+def main(variants: Sequence[str]) -> None:
     header = ["model", "layout", "aggregation", "micro_batches", "shuffled", "dtype", *QUANTITIES]
     sys.stdout.write("| " + " | ".join(header) + " |\n" + "|---" * len(header) + "|\n")
     rows = []
     with tempfile.TemporaryDirectory() as models:
-        for case in every_case(Path(models)):
+        for case in every_case(Path(models), variants):
             rows.append(case)
             cells = [
                 f"{case[name]:.1e}" if name in QUANTITIES else str(case[name]) for name in header
@@ -400,4 +401,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:] or list(LAYOUTS))
