@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 from model_providers.description import ModelDescription
 from model_providers.tower import AudioTower, VisionTower
+from rftmega.hf_folders.decoder import TransformersModel
 
 BACKWARD = 2  # times the forward pass: gradients of the inputs and of the weights
 
@@ -30,6 +31,8 @@ def layer_weights(model: ModelDescription) -> int:
 
     No norms, biases, embedding or output head.
     """
+    if isinstance(model, TransformersModel):
+        return model.matrices
     sparse = len(model.experts.layers) if model.experts else 0
     mlps = (model.layers - sparse) * 3 * model.hidden * model.ffn
     if experts := model.experts:

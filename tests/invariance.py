@@ -25,7 +25,7 @@ from rftmega.config.algorithms import Clip
 from rftmega.ragged import Ragged
 from rftmega.types import Experience, Rows, TokenStats
 from rftmega.weights import Exporter
-from tests.layouts import build_actor, rows_of
+from tests.layouts import build_policy, rows_of
 from tests.ranks import LOCAL, TRANSFORMER_ENGINE, run_ranks
 from tests.tiny_models import save_tiny
 from tests.tiny_vision import KINDS, save_tiny_vision
@@ -59,6 +59,7 @@ class Layout:
     parallel: ParallelConfig
     optimizer: OptimizerConfig = field(default_factory=lambda: OPTIMIZER)
     preloaded: str = LOCAL  # whose modules the layers are made of
+    backend: str = "megatron"
 
 
 @dataclass(frozen=True)
@@ -183,6 +184,19 @@ LAYOUTS |= {
         and (layout.parallel.tensor == 1 or layout.parallel.sequence)
     },
 }
+# On torch's FSDP2, against one process of Megatron's.
+SHARDED_ROWS = {
+    "FSDP 1": Layout(1, P(), backend="fsdp"),
+    "FSDP 2": Layout(2, P(), backend="fsdp"),
+    "FSDP 4": Layout(4, P(), backend="fsdp"),
+    "FSDP 8": Layout(8, P(), backend="fsdp"),
+    "FSDP, 2 replicas x 2": Layout(4, P(replicas=2), backend="fsdp"),
+    "FSDP 2, ZeRO-2": Layout(2, P(reshard_after_forward=False), backend="fsdp"),
+    "FSDP 2, on the host": Layout(2, P(cpu_offload=True), backend="fsdp"),
+    "FSDP 2, full recompute": Layout(2, P(recompute="full"), backend="fsdp"),
+}
+for variant in ("qwen3", "qwen2-tied", "qwen3-moe"):
+    LAYOUTS[variant] |= SHARDED_ROWS
 ALONE = Layout(1, P())
 # With the modules of Transformer Engine (its stub), against one process without.
 ENGINE: dict[str, dict[str, Layout]] = {
@@ -233,10 +247,11 @@ def learn(folder: Path, layout: Layout, setting: Setting) -> dict[str, Any]:
     count = len(whole)
     noise, advantage = 0.3 * torch.randn(whole.mask.shape), torch.randn(count, 1)
     order = torch.randperm(count) if setting.shuffled else torch.arange(count)
-    actor = build_actor(
+    actor = build_policy(
         folder,
         layout.parallel,
-        replace(layout.optimizer, learning_rate=1e-3 if setting.smooth else rate),
+        backend=layout.backend,
+        optimizer=replace(layout.optimizer, learning_rate=1e-3 if setting.smooth else rate),
         dtype=setting.dtype,
         keep_reference=True,
         token_cap=caps[setting.micro_batches],
@@ -265,7 +280,7 @@ def learn(folder: Path, layout: Layout, setting: Setting) -> dict[str, Any]:
     metrics = [actor.step(experience, loss_fn) for _ in range(3)]
     after = scored(actor.log_probs(given))
     back = order.argsort()
-    exporter = Exporter(actor.manager.shards(), actor.topology.replica_group, bucket_bytes=20_000)
+    exporter = Exporter(actor.shards(), actor.replica_group, bucket_bytes=20_000)
     return {
         "loss": torch.tensor([m["loss"] for m in metrics]),
         "grad_norm": torch.tensor([m["grad_norm"] for m in metrics]),

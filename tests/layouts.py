@@ -16,9 +16,11 @@ from rftmega.config import (
     RunConfig,
     TrainerConfig,
 )
+from rftmega.launch.train import backend_of
 from rftmega.megatron import MegatronActor, MegatronCritic, MegatronModelManager
 from rftmega.megatron.forward import custom_forward
 from rftmega.parallel.topology import Topology
+from rftmega.strategy.backend import TrainablePolicy, TrainableValues
 from rftmega.types import Rows
 
 
@@ -33,9 +35,11 @@ def config_of(
     updates_per_epoch: int = 1,
     keep_reference: bool = False,
     dropout: float = 0.0,
+    backend: str = "megatron",
 ) -> RunConfig:
     """100 optimizer steps, whatever the number of mini-batches."""
     return RunConfig(
+        backend=backend,
         model=ModelConfig(path=str(folder), dtype=dtype, dropout=dropout),
         parallel=parallel,
         optimizer=optimizer or OptimizerConfig(learning_rate=1e-3),
@@ -64,6 +68,17 @@ def build_actor(
     )
 
 
+def build_policy(
+    folder: Path,
+    parallel: ParallelConfig,
+    optimizer: OptimizerConfig | None = None,
+    **settings: Any,
+) -> TrainablePolicy:
+    """Builds a policy on the backend that `settings` name."""
+    config = config_of(folder, parallel, optimizer, **settings)
+    return backend_of(config).policy(config)
+
+
 def build_critic(
     folder: Path,
     parallel: ParallelConfig,
@@ -73,6 +88,17 @@ def build_critic(
     return MegatronCritic(
         config_of(folder, parallel, optimizer, **settings), Topology.create(parallel, seed=1)
     )
+
+
+def build_value_model(
+    folder: Path,
+    parallel: ParallelConfig,
+    optimizer: OptimizerConfig | None = None,
+    **settings: Any,
+) -> TrainableValues:
+    """Builds a critic on the backend that `settings` name."""
+    config = config_of(folder, parallel, optimizer, **settings)
+    return backend_of(config).value_model(config, role="critic")
 
 
 def rows_of(token_lists: list[list[int]], prompt_lengths: list[int] | None = None) -> Rows:

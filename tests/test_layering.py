@@ -15,7 +15,7 @@ RUNS = (
     "device parallel passes kernels checkpoint requests rollout dispatch weights planning "
     "model_providers converters hf_folders flops"
 )
-BACKENDS = "megatron conversion"  # only what chooses one may name it
+BACKENDS = "megatron fsdp conversion"  # only what chooses one may name it
 BASICS = "config validation errors json_files media types interfaces shards sampling_seeds ragged rollout_arrays"
 MAY_IMPORT = {
     "config": "errors json_files",
@@ -39,11 +39,12 @@ MAY_IMPORT = {
     "callbacks": "media errors config types interfaces ragged sampling_seeds algorithms experience",
     "device": "errors",
     "kernels": "",
-    "flops": "model_providers",
+    "flops": "model_providers hf_folders",
     "passes": "config types media ragged device parallel model_providers flops",
     "parallel": "config ragged errors device",
     "megatron": "config types media shards errors json_files device parallel passes kernels checkpoint model_providers "
     "converters hf_folders",
+    "fsdp": "config types shards errors json_files device parallel passes kernels checkpoint model_providers hf_folders",
     "checkpoint": "config shards errors json_files device parallel converters hf_folders",
     "conversion": "config errors json_files parallel checkpoint megatron model_providers converters hf_folders",
     "requests": "media types",
@@ -58,15 +59,15 @@ MAY_IMPORT = {
     "lightrft_multimodal": f"{BASICS} {LEARNT} {RUNS} lightrft",
     "model_providers": "config errors json_files device kernels converters",
     "converters": "errors json_files shards",
-    "hf_folders": "errors json_files converters",
+    "hf_folders": "errors json_files converters model_providers",
 }
 ONLY_IN = {
     "megatron": "parallel megatron model_providers",
     "megatron.core.parallel_state": "parallel",
-    "torch.distributed": "parallel kernels megatron weights strategy checkpoint rollout dispatch observe launch lightrft",
+    "torch.distributed": "parallel kernels megatron fsdp weights strategy checkpoint rollout dispatch observe launch lightrft",
     "torch.cuda": "device",
     "vllm": "rollout",
-    "transformers": "rollout data media model_providers",
+    "transformers": "rollout data media model_providers hf_folders fsdp",
     "pyarrow": "data",
     "datasets": "data",
 }

@@ -84,8 +84,21 @@ class ParallelConfig:
     """Processes that share each expert's matrices."""
 
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations that the backward pass computes again: none, selective (attention's) or full
-    (each layer's).
+    """Activations that the backward pass computes again: none, selective (attention's; Megatron
+    only) or full (each layer's).
+    """
+
+    replicas: Count = 1
+    """Copies of the model, each sharded over its share of the processes (HSDP); backend=fsdp only."""
+
+    reshard_after_forward: bool = True
+    """Free a layer's gathered weights after its forward pass, and gather them again for its
+    backward pass (ZeRO-3); false keeps them between (ZeRO-2). backend=fsdp only.
+    """
+
+    cpu_offload: bool = False
+    """Keep weights, gradients and optimizer on the host, and bring a layer's weights when it is
+    computed; backend=fsdp only.
     """
 
 
@@ -634,6 +647,11 @@ class RunConfig:
     strategy: Literal["colocated", "separate"] = "colocated"
     """colocated (engines in the trainer's processes, by turns) or separate (vLLM servers beside
     them on this host).
+    """
+
+    backend: Literal["megatron", "fsdp"] = "megatron"
+    """What models are built and trained on: megatron (Megatron-Core, in any 3D-parallel layout) or
+    fsdp (torch's FSDP2, any decoder of transformers); docs/backends.md.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)

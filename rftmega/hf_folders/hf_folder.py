@@ -107,6 +107,11 @@ class HFFolder:
     def files(self) -> list[Path]:
         return [self.folder / name for name in sorted(set(self._file_of.values()))]
 
+    @property
+    def elements(self) -> int:
+        """Returns the number of elements of all tensors."""
+        return sum(math.prod(self.shape_of(name)) for name in self.names)
+
     def slice_of(self, name: str, shape: tuple[int, ...]) -> Any:
         """Returns a lazy slice of tensor `name`.
 

@@ -16,6 +16,7 @@ from rftmega import device
 from rftmega.config import ParallelConfig, RunConfig
 from rftmega.device import hardware
 from rftmega.errors import CheckpointError, ConfigError
+from rftmega.hf_folders.decoder import describe_any, read_config
 from rftmega.hf_folders.export_folder import MARK, is_anothers
 from rftmega.hf_folders.hf_folder import HFFolder
 from rftmega.parallel.layout import layout_name, place_of, replicas
@@ -37,14 +38,21 @@ def preflight(
     if here:
         found += hardware.refusals(hardware.found())
     try:
-        model = describe(read_hf_config(config.model.path))
+        model = _described(config, config.model.path)
     except CheckpointError as error:
         if not any(config.model.path in reason for reason in found):
             found.append(str(error))
     else:
-        found += layout_violations(model, config.parallel)
+        found += _layout_violations(config, model, config.parallel)
         found += _value_models(config, model)
-        if here and on.type == "cuda" and model.experts and not uses_transformer_engine():
+        megatron = config.backend == "megatron"
+        if (
+            megatron
+            and here
+            and on.type == "cuda"
+            and model.experts
+            and not uses_transformer_engine()
+        ):
             found.append(
                 f"Experts on CUDA need Transformer Engine's grouped products; this run would be {installed().told}. "
                 "Install it as docs/cluster.md says, or take a dense model."
@@ -72,6 +80,22 @@ def preflight(
     found += _exports(config)
     if found:
         raise ConfigError.listing("This run can't start", found)
+
+
+def _described(config: RunConfig, path: str) -> ModelDescription:
+    """Describes a model as the run's backend does, from its config.json.
+
+    Raises CheckpointError where the backend does not know it.
+    """
+    if config.backend == "fsdp":
+        return describe_any(read_config(path))
+    return describe(read_hf_config(path))
+
+
+def _layout_violations(
+    config: RunConfig, model: ModelDescription, parallel: ParallelConfig
+) -> list[str]:
+    return layout_violations(model, parallel) if config.backend == "megatron" else []
 
 
 def _exports(config: RunConfig) -> list[str]:
@@ -114,18 +138,15 @@ def _vllm_on_a_cpu(model: ModelDescription) -> list[str]:
 def _value_models(config: RunConfig, policy: ModelDescription) -> list[str]:
     """Lists what is wrong with critic and reward model, where there are such."""
     found = []
-    longest = config.rollout.max_row_tokens
     if config.algorithm.advantage.needs_critic and (
         config.critic.path or config.critic.parallel != config.parallel
     ):
         path = config.critic.path or config.model.path
-        found += _value_model(
-            "critic", "critic.path", path, config.critic.parallel, policy, longest
-        )
+        found += _value_model(config, "critic", "critic.path", path, config.critic.parallel, policy)
     path = config.reward.model_path
     if config.reward.model and path:
         reasons = _value_model(
-            "reward model", "reward.model_path", path, config.parallel, policy, longest
+            config, "reward model", "reward.model_path", path, config.parallel, policy
         )
         if not reasons and list(Path(path).glob("*.safetensors")) and HEAD not in HFFolder(path):
             reasons = [
@@ -136,18 +157,20 @@ def _value_models(config: RunConfig, policy: ModelDescription) -> list[str]:
 
 
 def _value_model(
+    config: RunConfig,
     what: str,
     option: str,
     path: str,
     parallel: ParallelConfig,
     policy: ModelDescription,
-    longest: int,
 ) -> list[str]:
+    longest = config.rollout.max_row_tokens
     try:
-        model = describe(read_hf_config(path))
+        model = _described(config, path)
     except CheckpointError as error:
         return [f"{option}: {error}"]
-    found = [f"For the {what}: {reason}" for reason in layout_violations(model, parallel)]
+    reasons = _layout_violations(config, model, parallel)
+    found = [f"For the {what}: {reason}" for reason in reasons]
     if model.vocabulary != policy.vocabulary:
         found.append(
             f"{option}={path} knows {model.vocabulary} tokens, the policy {policy.vocabulary}: it reads the policy's tokens. "
@@ -162,11 +185,14 @@ def _value_model(
 
 def dry_run(config: RunConfig, world_size: int) -> str:
     """Returns the process layout, the batch arithmetic and the parameters a rank, as text."""
-    hf_config = read_hf_config(config.model.path)
-    model, rules = describe(hf_config), table(hf_config)
-    parallel = config.parallel
+    model, parallel = _described(config, config.model.path), config.parallel
     replica = parallel.tensor * parallel.context * parallel.pipeline
     data = world_size // replica
+    layout = layout_name(parallel, data)
+    counted = model.parameters
+    if config.backend == "fsdp":
+        layout = f"{parallel.replicas} replica(s), each over {world_size // parallel.replicas}"
+        counted = HFFolder(config.model.path).elements
     answers = {
         "rl": config.rollout.train_samples_per_prompt or config.rollout.samples_per_prompt,
         "sft": 1,
@@ -175,15 +201,20 @@ def dry_run(config: RunConfig, world_size: int) -> str:
     rows = config.trainer.prompts_per_step * answers
     batch = f"{config.trainer.prompts_per_step} prompts x {answers} answers = {rows} rows"
     lines = [
-        f"model       {model.family}, {model.parameters:,} parameters, {model.layers} layers, vocabulary {model.vocabulary}",
-        f"processes   {world_size} = {layout_name(parallel, data)}",
+        f"model       {model.family}, {counted:,} parameters, {model.layers} layers, vocabulary {model.vocabulary}",
+        f"backend     {config.backend}",
+        f"processes   {world_size} = {layout}",
         f"engines     {_engines(config, world_size)}",
         f"batch       {batch} a step, "
         f"{config.algorithm.steps_per_rollout} optimizer step(s) of about {rows // config.algorithm.updates_per_epoch} rows, "
         f"about {rows / config.algorithm.updates_per_epoch / data:g} rows a data-parallel rank",
         f"micro-batch at most {config.trainer.max_tokens_per_micro_batch} tokens",
-        "parameters a rank (of one replica):",
     ]
+    if config.backend == "fsdp":
+        each = -(-counted * parallel.replicas // world_size)
+        return "\n".join([*lines, f"parameters a rank: about {each:,}"])
+    rules = table(read_hf_config(config.model.path))
+    lines.append("parameters a rank (of one replica):")
     for rank in replicas(world_size, parallel)[0]:
         place = place_of(rank, world_size, parallel)
         held = holdings(rules, model, parallel, **place._asdict())

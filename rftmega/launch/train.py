@@ -19,7 +19,11 @@ def task_of(config: RunConfig) -> Task:
 
 
 def backend_of(config: RunConfig) -> "Backend":
-    """Returns the backend that models are built with; there is one so far."""
+    """Returns the backend that models are built with."""
+    if config.backend == "fsdp":
+        from rftmega.fsdp.backend import FSDPBackend
+
+        return FSDPBackend()
     from rftmega.megatron import MegatronBackend
 
     return MegatronBackend()

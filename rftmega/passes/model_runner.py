@@ -61,8 +61,10 @@ class StepModel(Protocol):
     """StepModel is a model with its optimizer, as a runner steps it."""
 
     cfg: RunConfig
-    description: ModelDescription
     where: torch.device
+
+    @property
+    def description(self) -> ModelDescription: ...
 
     @property
     def learning_rate(self) -> float:

@@ -19,7 +19,12 @@ Predicted = Mapping[str, Mapping[str, int]]  # phase -> kind -> bytes
 
 
 def predicted(config: RunConfig, world: World) -> Predicted:
-    """Predicts by `rftmega.planning` the bytes that this process will hold in each phase."""
+    """Predicts by `rftmega.planning` the bytes that this process will hold in each phase.
+
+    It knows Megatron's layouts only.
+    """
+    if config.backend != "megatron":
+        return {}
     auto = str(device.current().train_dtype).removeprefix("torch.")
     models = models_of(config, auto=auto, narrow_whole=uses_transformer_engine())
     stages = {

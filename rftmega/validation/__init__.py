@@ -5,6 +5,7 @@ Each section's rules have a file of their own. Importing this costs nothing: no 
 
 from rftmega.config.schema import RunConfig
 from rftmega.validation.algorithm import algorithm_options, groups_of_one
+from rftmega.validation.backend import backend
 from rftmega.validation.checkpoint import checkpoints
 from rftmega.validation.data import files, training_data
 from rftmega.validation.faults import faults
@@ -29,7 +30,8 @@ def violations(config: RunConfig, world_size: int, *, data: bool = True) -> list
         numbers.append(f"--processes {world_size} must be at least 1.")
     if not numbers:  # the arithmetic below needs sizes that make sense
         numbers = (
-            layout(config.parallel, world_size)
+            backend(config, world_size)
+            + layout(config.parallel, world_size)
             + overlap(config.optimizer)
             + step_rows(config)
             + held_out_prompts(config)

@@ -39,13 +39,18 @@ KINDS = {
 
 def prepared(folder: Path, parallel: ParallelConfig, optimizer: OptimizerConfig, dtype: str) -> Any:
     actor = build_actor(folder, parallel, optimizer, dtype=dtype, token_cap=120)
+    return actor, prepared_by(actor, folder)
+
+
+def prepared_by(actor: Any, folder: Path) -> Experience:
+    """Rows, scored by an actor, to learn from."""
     rows = rows_of([[1, 2, 3, 4], [5, 6], [7, 8, 9, 10, 11], [3, 1, 2]])
-    if actor.manager.description.tower:
+    if actor.description.tower:
         rows = rows_with_pictures(folder)
         logp = actor.log_probs(rows.ragged()).logp.padded()
     else:
         logp = actor.log_probs(rows).logp
-    return actor, Experience(
+    return Experience(
         rows.tokens,
         rows.prompt_lengths,
         rows.lengths,

@@ -34,29 +34,33 @@ def steps_of(output: Path) -> list[dict[str, Any]]:
     return [line for line in metrics_of(output) if "loss" in line]
 
 
-def test_a_plain_module_trains_pushes_saves_and_resumes_as_megatron_does(
-    arithmetic: Path, tmp_path: Path
+@pytest.mark.parametrize(("another", "processes"), [("plain", 1), ("fsdp", 2)])
+def test_another_backend_trains_pushes_saves_and_resumes_as_megatron_does(
+    another: str, processes: int, arithmetic: Path, tmp_path: Path
 ) -> None:
     config = arithmetic / "run.yaml"
 
     def run(backend: str, *options: str) -> Path:
         output = tmp_path / backend
         given = (f"trainer.output={output}", "checkpoint.every=1", *options)
-        run_ranks(1, run_body, config, backend, *given, timeout=200)
+        if backend == "fsdp":
+            given = ("backend=fsdp", *given)
+        count = processes if backend == another else 1
+        run_ranks(count, run_body, config, backend, *given, timeout=200)
         return output
 
-    run("plain", "trainer.steps=2")
-    plain = run("plain", "checkpoint.resume=auto", "trainer.steps=3")
+    run(another, "trainer.steps=2")
+    theirs = run(another, "checkpoint.resume=auto", "trainer.steps=3")
     megatron = run("megatron", "trainer.steps=3")
-    seen, wanted = steps_of(plain), steps_of(megatron)
+    seen, wanted = steps_of(theirs), steps_of(megatron)
     assert [line["step"] for line in seen] == [line["step"] for line in wanted]
-    for ours, theirs in zip(seen, wanted, strict=True):
+    for line, expected in zip(seen, wanted, strict=True):
         for name in COMPARED:
-            assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name
-    (ours,), (theirs,) = (list(folder.rglob("model*.safetensors")) for folder in (plain, megatron))
-    ours, theirs = load_file(ours), load_file(theirs)
-    assert ours.keys() == theirs.keys()
+            assert line[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
+    exports = [load_file(next(folder.rglob("model*.safetensors"))) for folder in (theirs, megatron)]
+    weights, expected = exports
+    assert weights.keys() == expected.keys()
     start = load_file(arithmetic / "model" / "model.safetensors")
-    for name, tensor in ours.items():
-        assert torch.allclose(tensor, theirs[name], rtol=1e-4, atol=1e-5), name
-    assert not torch.equal(ours["lm_head.weight"], start["lm_head.weight"]), "nothing was learnt"
+    for name, tensor in weights.items():
+        assert torch.allclose(tensor, expected[name], rtol=1e-4, atol=1e-5), name
+    assert not torch.equal(weights["lm_head.weight"], start["lm_head.weight"]), "nothing was learnt"

@@ -254,6 +254,16 @@ ELSEWHERE = {
         "distributed/test_vision.py",
         "vision_learning_rate",
     ),
+    "backend": ("fsdp", "distributed/test_fsdp.py", 'backend="fsdp"'),
+    **{
+        f"{model}parallel.{name}": (value, "invariance.py", f"{name}=")
+        for model in ("", "critic.")
+        for name, value in (
+            ("replicas", "2"),
+            ("reshard_after_forward", "false"),
+            ("cpu_offload", "true"),
+        )
+    },
     "rollout.max_pictures": ("3", "unit/data/test_pictures.py", "max_pictures=2"),
     "rollout.max_videos": ("3", "unit/data/test_videos.py", "max_videos=1"),
     "data.images_key": ("x", "unit/data/test_pictures.py", "images_key="),
@@ -295,6 +305,7 @@ ELSEWHERE = {
 ELSEWHERE["environment.name of python"] = ("talk", "e2e/test_api.py", "environment=")
 # there is no run that does not read them
 ALWAYS = {
+    "backend",
     "data.images_key",
     "data.videos_key",
     "data.audio_key",

@@ -1,0 +1,3 @@
+"""The trained model on torch's FSDP2: any decoder that transformers builds, its rows sharded over
+the processes.
+"""

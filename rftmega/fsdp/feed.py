@@ -1,0 +1,59 @@
+"""Feeds rows to a decoder of transformers, packed or padded, and says where its answers belong."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rftmega.fsdp.packed_attention import EDGES
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """Feed is a micro-batch as a decoder takes it. N targets are asked for."""
+
+    arguments: dict[str, Any]  # of the decoder
+    places: Tensor  # [N] of each target's hidden state in the decoder's flattened output
+    targets: Tensor  # [N] token ids
+    slots: Tensor  # [N] of each target in the flat [rows * columns] grid; behind it: filler
+    rows: int
+    columns: int
+
+
+def feed(tokens: Tensor, lengths: Tensor, *, packed: bool, where: torch.device) -> Feed:
+    """Feeds the tokens [B, T + 1] of rows of so many tokens each, on the host, but each row's last,
+    which predicts nothing here.
+
+    Packed rows lie end to end, and their attention is told their `edges`. Padded ones have filler
+    at their ends, which a causal decoder's earlier tokens never see, so it needs no mask. A batch
+    without targets is one token of filler.
+    """
+    rows, columns = tokens.shape[0], tokens.shape[1] - 1
+    real = torch.arange(columns) < lengths[:, None] - 1
+    if not bool(real.any()):
+        real, tokens = torch.zeros(1, 1, dtype=torch.bool), tokens.new_zeros(1, 2)
+        slots, targets = torch.tensor([rows * columns]), tokens.new_zeros(1)
+        grid, counts = torch.ones(1, 1, dtype=torch.bool), torch.ones(1, dtype=torch.int64)
+    else:
+        slots, targets = real.flatten().nonzero()[:, 0], tokens[:, 1:][real]
+        grid, counts = real, real.sum(1)
+    width = int(counts.max())
+    ids, grid = tokens[:, :-1][:, :width], grid[:, :width]
+    positions = torch.arange(width).expand(len(ids), -1)
+    if packed:
+        counts = counts[counts > 0]
+        edges = [0, *counts.cumsum(0).tolist()]
+        arguments = {
+            "input_ids": ids[grid][None].to(where),
+            "position_ids": positions[grid][None].to(where),
+            EDGES: edges,
+        }
+        places = torch.arange(edges[-1])
+    else:
+        arguments = {
+            "input_ids": ids.where(grid, 0).to(where),
+            "position_ids": positions.to(where),
+        }
+        places = grid.flatten().nonzero()[:, 0]
+    return Feed(arguments, places.to(where), targets.to(where), slots.to(where), rows, columns)

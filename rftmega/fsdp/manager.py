@@ -1,0 +1,313 @@
+"""FSDPModelManager builds this process's shard of a model, and owns its optimizer and schedule."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rftmega import device
+from rftmega.checkpoint.reader import is_distributed
+from rftmega.config import RunConfig
+from rftmega.device.residency import ADAM, GRADIENTS, MAIN_PARAMETERS, PARAMETERS, Residency
+from rftmega.device.spans import span
+from rftmega.errors import CheckpointError
+from rftmega.fsdp.description import describe
+from rftmega.fsdp.mesh import ShardingMesh
+from rftmega.fsdp.module import VALUE_BIAS, VALUE_WEIGHT, Built, build
+from rftmega.fsdp.names import HEAD, Placed, ShardPlan, differs_from, places_of, plans_of, read
+from rftmega.fsdp.sharding import local, materialise, shard_parameters, sharded_modules
+from rftmega.hf_folders.hf_folder import HFFolder, is_finite
+from rftmega.json_files import read_json_object
+from rftmega.parallel.collectives import gather_objects
+from rftmega.passes.learning_rate import learning_rate
+from rftmega.shards import Shard
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+FIRST, SECOND = MOMENTS = "exp_avg", "exp_avg_sq"
+
+
+@dataclass(slots=True)
+class Weight:
+    """Weight is this process's rows of a parameter."""
+
+    name: str  # as transformers has it
+    parameter: Tensor  # sharded
+    plans: list[ShardPlan]  # which HF tensors the rows hold
+    embeds: bool  # it is the embedding
+    rows: Tensor  # float32; what the optimizer steps
+    pushed: Tensor  # in the dtype of the forward pass; float32: `rows` itself
+
+
+class FSDPModelManager:
+    """FSDPModelManager holds this process's shard of one model, with Hugging Face weights, ready to
+    be run and stepped.
+    """
+
+    def __init__(self, cfg: RunConfig, placement: ShardingMesh, *, value_model: bool = False):
+        """Builds `cfg.model` over the processes of `placement` and loads its weights.
+
+        Raises CheckpointError where the folder's config or weights can't serve.
+        """
+        self.cfg, self.placement, self.value_model = cfg, placement, value_model
+        self.where = device.current().here()
+        self.dtype = DTYPES.get(cfg.model.dtype, device.current().train_dtype)
+        self.hf_config = read_json_object(Path(cfg.model.path) / "config.json")
+        if is_distributed(cfg.model.path):
+            raise CheckpointError(
+                f"{cfg.model.path} is a distributed checkpoint of Megatron, and backend=fsdp reads Hugging Face folders. "
+                "Convert it with `python tools/convert.py to-hf`, or take backend=megatron."
+            )
+        files = HFFolder(cfg.model.path)
+        built = build(cfg.model.path, value_model=value_model, head_bias=VALUE_BIAS in files)
+        self.network, self.model = built.network, built.model
+        self.unpacked = built.unpacked  # why rows are padded; None: they are packed
+        self.description = describe(self.model)
+        places = self._places(files, built)
+        if cfg.parallel.recompute == "full":
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        shard_parameters(self.network, self.model, placement, cfg.parallel, self.dtype)
+        home = torch.device("cpu") if self.on_host else self.where
+        materialise(self.network, self.model, home)
+        self.weights_held = self._weights(built.names, places)
+        self._load(files)
+        self.optimizer: torch.optim.AdamW | None = None
+        self.schedule_steps = 0
+        self._pushed_is_old = True
+        self.residency = Residency(self._parts, finish=self.finish_param_sync)
+
+    @property
+    def on_host(self) -> bool:
+        """Returns whether parameters live on the host, and come layer by layer."""
+        return self.cfg.parallel.cpu_offload
+
+    def _places(self, files: HFFolder, built: Built) -> dict[str, list[Placed]]:
+        """Returns the folder's tensors in each parameter, by transformers' names."""
+        parameters = dict(built.network.named_parameters())
+        shapes = {name: tuple(parameters[own].shape) for own, name in built.names.items()}
+        without = [name for name in (VALUE_WEIGHT, VALUE_BIAS) if name not in files]
+        wanted = {name: shape for name, shape in shapes.items() if name not in without}
+        heads = {HEAD} if self.value_model or self.description.tied else set()
+        found = places_of(built.model, wanted, files, allowed=heads)
+        # a value model that starts from a policy has its head at 0
+        made = {
+            name: [Placed(name, shapes[name], None, (0,) * len(shapes[name]))] for name in shapes
+        }
+        return made | found
+
+    def _weights(self, names: dict[str, str], places: dict[str, list[Placed]]) -> list[Weight]:
+        embedding = self.model.get_input_embeddings().weight
+        found = []
+        for name, parameter in self.network.named_parameters():
+            held = local(parameter)
+            first = self.placement.first_row(len(parameter))
+            plans = plans_of(
+                names[name],
+                places[names[name]],
+                (first, first + len(held)),
+                self.dtype,
+                opens=parameter is embedding,
+            )
+            wide = self.dtype == torch.float32
+            pushed = held if wide else torch.empty_like(held, dtype=self.dtype)
+            found.append(
+                Weight(names[name], parameter, plans, parameter is embedding, held, pushed)
+            )
+        return found
+
+    @torch.no_grad()
+    def _load(self, files: HFFolder) -> None:
+        """Reads this process's rows, and nothing else.
+
+        Raises CheckpointError, the same on every process, for weights that are not finite, and for
+        an output head that is not the embedding it is tied to.
+        """
+        problems = []
+        for weight in self.weights_held:
+            shards = [plan.of(weight.rows) for plan in weight.plans]
+            if all(name in files for shard in shards for name in shard.logical.names):
+                read(files, shards)
+            else:
+                weight.rows.zero_()
+            if not is_finite(weight.rows):
+                problems.append(f"NaN or infinite weights in {weight.name}")
+            if self._ties(weight) and differs_from(files, HEAD, shards):
+                problems.append(f"{HEAD} is not the embedding, though tie_word_embeddings=true")
+        found = sorted({problem for each in gather_objects(problems) for problem in each})
+        if found:
+            raise CheckpointError(
+                f"{files.folder}: {', '.join(found[:10])}. Nothing can be learnt from there; take an earlier export, or "
+                "download the folder again."
+            )
+
+    def _ties(self, weight: Weight) -> bool:
+        return weight.embeds and self.description.tied and not self.value_model
+
+    def shards(self) -> list[Shard]:
+        """Returns what this process holds of the model, in the dtype of the forward pass."""
+        return [plan.of(weight.pushed) for weight in self.weights_held for plan in weight.plans]
+
+    @property
+    def adam_steps(self) -> int:
+        """Returns the optimizer steps that Adam has counted; 0 where it has no states yet."""
+        if self.optimizer is None or not self.optimizer.state:
+            return 0
+        return int(next(iter(self.optimizer.state.values()))["step"])
+
+    def set_adam_steps(self, steps: int) -> None:
+        """Makes Adam's states, whose content is then whatever is copied into them; at 0 steps there
+        are none.
+        """
+        assert self.optimizer is not None
+        self.optimizer.state.clear()
+        for weight in self.weights_held if steps else ():
+            moments = {name: torch.zeros_like(weight.rows) for name in MOMENTS}
+            self.optimizer.state[weight.rows] = {"step": torch.tensor(float(steps))} | moments
+
+    def _parts(self) -> dict[str, list[Tensor]]:
+        if self.on_host:
+            return {PARAMETERS: [], GRADIENTS: [], MAIN_PARAMETERS: [], ADAM: []}
+        rows = [weight.rows for weight in self.weights_held]
+        narrow = [weight.pushed for weight in self.weights_held if weight.pushed is not weight.rows]
+        gradients = [weight.parameter.grad for weight in self.weights_held]
+        state = self.optimizer.state if self.optimizer else {}
+        return {
+            PARAMETERS: rows + narrow,
+            GRADIENTS: [local(gradient) for gradient in gradients if gradient is not None],
+            MAIN_PARAMETERS: [],
+            ADAM: [each[name] for each in state.values() for name in MOMENTS],
+        }
+
+    def weights(self) -> list[Tensor]:
+        """Returns this process's rows of all parameters."""
+        return [weight.rows for weight in self.weights_held]
+
+    def setup_model_and_optimizer(self) -> None:
+        """Builds Adam (Loshchilov and Hutter, arXiv:1711.05101) over this process's rows.
+
+        Norms and biases are exempt from weight decay.
+        """
+        chosen = self.cfg.optimizer
+        decays = [weight for weight in self.weights_held if _decays(weight)]
+        exempt = [weight for weight in self.weights_held if not _decays(weight)]
+        groups = [
+            {"params": [weight.rows for weight in decays], "weight_decay": chosen.weight_decay},
+            {"params": [weight.rows for weight in exempt], "weight_decay": 0.0},
+        ]
+        self.optimizer = torch.optim.AdamW(
+            groups,
+            lr=chosen.learning_rate,
+            betas=(chosen.beta1, chosen.beta2),
+            eps=chosen.epsilon,
+        )
+
+    @property
+    def steps_planned(self) -> int:
+        """Returns the optimizer steps of the whole run."""
+        frozen = 0 if self.value_model else self.cfg.critic.warmup_steps
+        return (self.cfg.trainer.steps - frozen) * self.cfg.algorithm.steps_per_rollout
+
+    @property
+    def learning_rate(self) -> float:
+        """Returns the learning rate of the next optimizer step."""
+        return learning_rate(self.cfg.optimizer, self.schedule_steps + 1, steps=self.steps_planned)
+
+    def train(self, learning: bool) -> None:
+        """Switches between learning and scoring."""
+        self.network.train(learning)
+
+    def zero_grad(self) -> None:
+        for weight in self.weights_held:
+            weight.parameter.grad = None
+
+    def gather_nothing(self) -> None:
+        """Frees gathered parameters.
+
+        With ZeRO-2 they stay gathered after a pass without gradients, and would be computed with
+        again although they were stepped or replaced in between.
+        """
+        for module in sharded_modules(self.network):
+            module.reshard()
+
+    @torch.no_grad()
+    def divide_gradients(self, count: int) -> None:
+        """Divides the sums of all micro-batches and processes by what they counted."""
+        for gradient in self._gradients():
+            gradient.div_(max(count, 1))
+
+    def _gradients(self) -> list[Tensor]:
+        found = [weight.parameter.grad for weight in self.weights_held]
+        return [local(gradient) for gradient in found if gradient is not None]
+
+    @torch.no_grad()
+    def optimizer_step(self) -> tuple[bool, float]:
+        """Clips, steps and advances the schedule. Returns (was a step taken?, global gradient norm
+        before clipping).
+
+        Gradients that are not finite are refused, on all processes alike, since the norm is global:
+        weights, optimizer state and schedule stay as they are.
+        """
+        assert self.optimizer is not None, "this model only scores"
+        with span("optimizer step"):
+            grad_norm = self._grad_norm()
+            taken = math.isfinite(grad_norm)
+            if taken:
+                self._clip(grad_norm)
+                self.residency.settle()
+                self._step()
+                self.residency.changed()
+                self.rows_changed()
+                self.schedule_steps += 1
+            self.zero_grad()
+        return taken, grad_norm if taken else math.nan
+
+    def _step(self) -> None:
+        assert self.optimizer is not None
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate
+        for weight in self.weights_held:
+            gradient = weight.parameter.grad
+            weight.rows.grad = None if gradient is None else local(gradient)
+        self.optimizer.step()
+        for weight in self.weights_held:
+            weight.rows.grad = None
+
+    def _grad_norm(self) -> float:
+        squares = [gradient.float().square().sum() for gradient in self._gradients()]
+        total = torch.stack(squares).sum().to(self.where)
+        dist.all_reduce(total, group=self.placement.shard_group)
+        return float(total.sqrt())
+
+    def _clip(self, grad_norm: float) -> None:
+        largest = self.cfg.optimizer.clip_grad
+        scale = largest / (grad_norm + 1e-6)
+        if largest and scale < 1.0:
+            for gradient in self._gradients():
+                gradient.mul_(scale)
+
+    def rows_changed(self) -> None:
+        """Follows a write to the rows: what was rounded of them is old."""
+        self._pushed_is_old = True
+
+    @torch.no_grad()
+    def take_pushed(self) -> None:
+        """Takes weights in the dtype of the forward pass, which were read, as the rows."""
+        for weight in self.weights_held:
+            if weight.pushed is not weight.rows:
+                weight.rows.copy_(weight.pushed)
+        self.residency.changed()
+
+    @torch.no_grad()
+    def finish_param_sync(self) -> None:
+        """Rounds the rows for whoever reads them in the dtype of the forward pass."""
+        if self._pushed_is_old:
+            self._pushed_is_old = False
+            for weight in self.weights_held:
+                if weight.pushed is not weight.rows:
+                    weight.pushed.copy_(weight.rows)
+
+
+def _decays(weight: Weight) -> bool:
+    return weight.parameter.dim() > 1 and not weight.name.endswith("bias")

@@ -1,0 +1,123 @@
+"""Builds a decoder of transformers without its weights, and a head that needs no logits."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from rftmega.errors import CheckpointError
+from rftmega.fsdp.packed_attention import ATTENTION
+from rftmega.fsdp.support import logit_scale, refusal_to_pack
+from rftmega.hf_folders.decoder import read_config
+from rftmega.kernels.linear_log_probs import VocabularyShard, linear_stats
+
+VALUE_WEIGHT, VALUE_BIAS = "score.weight", "score.bias"
+
+
+class LogProbHead(nn.Module):
+    """LogProbHead gives log-probs of targets and entropies, without ever holding the logits."""
+
+    def __init__(self, linear: nn.Linear, scale: float):
+        """`scale`: what the model multiplies its logits by."""
+        super().__init__()
+        self.linear, self.scale = linear, scale
+
+    def forward(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, ...]:
+        """Maps hidden [N, H] and targets [N] to log-probs and entropies, both [N] float32."""
+        weight = self.linear.weight
+        whole = VocabularyShard(0, len(weight), None)
+        return linear_stats(hidden, weight, targets, temperature / self.scale, whole)
+
+
+class ValueLayer(nn.Module):
+    """ValueLayer gives a number a token."""
+
+    def __init__(self, hidden: int, *, bias: bool):
+        super().__init__()
+        self.linear = nn.Linear(hidden, 1, bias=bias)
+
+    def forward(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, ...]:
+        """Maps hidden [N, H] to values [N] float32."""
+        return (self.linear(hidden)[:, 0].float(),)
+
+
+class Network(nn.Module):
+    """Network is a decoder and a head. Its forward pass gives one number or more a token."""
+
+    def __init__(self, decoder: nn.Module, head: LogProbHead | ValueLayer):
+        super().__init__()
+        self.decoder, self.head = decoder, head
+
+    def forward(
+        self, fed: Mapping[str, Any], places: Tensor, targets: Tensor, temperature: float
+    ) -> tuple[Tensor, ...]:
+        """Computes the head's answers [N] for targets [N].
+
+        `fed` are the decoder's arguments, `places` [N] where the hidden states that choose the
+        targets lie in its flattened output.
+        """
+        hidden = self.decoder(**fed, use_cache=False).last_hidden_state
+        answers: tuple[Tensor, ...] = self.head(hidden.flatten(0, 1)[places], targets, temperature)
+        return answers
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """Built is a network on the meta device, and transformers' model around the same modules."""
+
+    network: Network
+    model: PreTrainedModel
+    names: dict[str, str]  # of the network's parameters -> as transformers names them
+    unpacked: str | None  # why rows are padded instead of packed
+
+
+def build(path: str, *, value_model: bool, head_bias: bool) -> Built:
+    """Builds the model of a folder's config.json on the meta device, in float32.
+
+    Raises CheckpointError where transformers can't build it, or it can't be run rightly.
+    """
+    config = read_config(path)
+    unpacked = None
+    try:
+        model = _on_meta(config, ATTENTION)
+        unpacked = refusal_to_pack(model)
+    except (ValueError, ImportError) as error:  # transformers knows that it takes its own only
+        unpacked = str(error)
+    if unpacked is not None:
+        model = _with_its_own_attention(path, config)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    if value_model:
+        hidden = config.get_text_config().hidden_size
+        with torch.device("meta"):
+            head: LogProbHead | ValueLayer = ValueLayer(hidden, bias=head_bias)
+        for parameter, name in zip(head.parameters(), (VALUE_WEIGHT, VALUE_BIAS), strict=False):
+            names[id(parameter)] = name
+    else:
+        head = LogProbHead(cast(nn.Linear, model.get_output_embeddings()), logit_scale(model))
+    network = Network(model.base_model, head)
+    own = {name: names[id(parameter)] for name, parameter in network.named_parameters()}
+    return Built(network, model, own, unpacked)
+
+
+def _with_its_own_attention(path: str, config: Any) -> PreTrainedModel:
+    for attention in ("sdpa", "eager"):
+        try:
+            return _on_meta(config, attention)
+        except (ValueError, ImportError) as error:
+            refused = error
+    raise CheckpointError(f"{path}: transformers builds no decoder of this: {refused}")
+
+
+def _on_meta(config: Any, attention: str) -> PreTrainedModel:
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config,
+            dtype=torch.float32,
+            attn_implementation=attention,
+            trust_remote_code=False,
+        )
+    model.tie_weights()
+    return model

@@ -1,0 +1,136 @@
+"""An attention over packed rows that any decoder of transformers can be built with.
+
+transformers hands queries, keys and values to a function that is chosen by name. Ours attends every
+row to itself, so that the work grows with the squares of the rows, not of all of them together. For
+a name without a mask of its own transformers builds none.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+ATTENTION = "rftmega_rows"
+EDGES = "cu_seq_lens_q"  # of the packed rows; transformers hands it through to every layer
+# what layers say that changes nothing here
+NEUTRAL = frozenset(
+    {
+        *("position_ids", "position_embeddings", "cache_position", "use_cache"),
+        *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
+        *("past_key_values", "logits_to_keep", "num_items_in_batch", "is_causal"),
+    }
+)
+
+
+class Unpackable(Exception):
+    """A layer asks for something that attention over packed rows does not know."""
+
+
+def attend_rows(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attends [1, heads, N, d] over [1, groups, N, d] causally within each row, to [1, N, heads, d].
+
+    A token sees `sliding_window` tokens at most, its own included. `softcap` bounds the scores by a
+    hyperbolic tangent (Gemma 2, arXiv:2408.00118), `s_aux` [heads] are the scores of a sink that
+    takes part in the softmax alone (gpt-oss). Raises Unpackable for what is not known here.
+    """
+    unknown = {name for name, given in others.items() if given is not None} - NEUTRAL - {EDGES}
+    if unknown:
+        raise Unpackable(f"its attention is also told {', '.join(sorted(unknown))}")
+    if attention_mask is not None or len(query) != 1 or others.get("is_causal") is False:
+        raise Unpackable("its attention has a mask of its own, or is not causal")
+    parts = []
+    order = []
+    for starts, length in rows_by_length(others[EDGES]):
+        index = torch.tensor(starts)[:, None] + torch.arange(length)
+        place = index.flatten().to(query.device)
+        rows = [
+            x[0][:, place].unflatten(1, index.shape).transpose(0, 1) for x in (query, key, value)
+        ]
+        attended = _attend(rows, scaling, dropout, sliding_window, softcap, s_aux)
+        parts.append(attended.transpose(1, 2).flatten(0, 1))
+        order.append(place)
+    back = torch.cat(order).argsort()
+    return torch.cat(parts)[back][None], None
+
+
+def rows_by_length(edges: Sequence[int]) -> list[tuple[list[int], int]]:
+    """Returns (first tokens, length) of the rows of each length: they are one batch."""
+    found: dict[int, list[int]] = defaultdict(list)
+    for start, stop in zip(edges, edges[1:], strict=False):
+        found[stop - start].append(start)
+    return [(starts, length) for length, starts in found.items()]
+
+
+def _attend(
+    rows: Sequence[Tensor],
+    scaling: float | None,
+    dropout: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attends [rows, heads, n, d] over [rows, groups, n, d]."""
+    query, key, value = rows
+    length = query.shape[2]
+    mask = None
+    if window is not None and window < length:
+        seen = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
+        mask = seen.triu(1 - window)
+    if softcap is not None or sinks is not None:
+        return _attend_plainly(rows, scaling, dropout, mask, softcap, sinks)
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=mask is None,
+        dropout_p=dropout,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+def _attend_plainly(
+    rows: Sequence[Tensor],
+    scaling: float | None,
+    dropout: float,
+    mask: Tensor | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attends likewise, with capped scores or a sink, which no kernel of torch takes."""
+    query, key, value = rows
+    heads, length = query.shape[1], query.shape[2]
+    shared = heads // key.shape[1]
+    key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
+    scores = query @ key.transpose(2, 3) * (scaling or query.shape[-1] ** -0.5)
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
+    if mask is None:
+        mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
+    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    if sinks is not None:
+        sink = sinks.to(scores.dtype)[None, :, None, None].expand(len(query), -1, length, 1)
+        scores = torch.cat([scores, sink], -1)
+    weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)[..., :length]
+    return F.dropout(weights, dropout) @ value
+
+
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend_rows)

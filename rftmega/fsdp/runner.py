@@ -1,0 +1,75 @@
+"""FSDPRunner runs micro-batches of sharded models; forward and backward passes are collectives."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rftmega.device.spans import recorder
+from rftmega.fsdp.feed import Feed, feed
+from rftmega.fsdp.manager import FSDPModelManager
+from rftmega.parallel.watchdog import mark
+from rftmega.passes.model_runner import MicroBatch, ModelRunner
+
+
+class FSDPRunner(ModelRunner):
+    """FSDPRunner is the ModelRunner of a model whose parameters are sharded over the processes.
+
+    Each process has rows of its own. All have the same number of micro-batches, some of which may
+    be empty: these feed one token that nobody counts, since gathering a layer takes everybody.
+    """
+
+    def __init__(self, manager: FSDPModelManager, stats: Any):
+        super().__init__(manager, manager.placement, stats)
+        self.manager = manager
+
+    def _slots(self, counts: Sequence[int]) -> int:
+        if self.manager.unpacked is None:
+            return max(sum(counts), 1)
+        return max(len(counts) * max(counts, default=0), 1)
+
+    def _run(self, batches: Sequence[MicroBatch], *, forward_only: bool) -> list[Any]:
+        recorder.count("ideal", len(batches))
+        found = []
+        counted = torch.zeros((), dtype=torch.int64, device=self.manager.where)
+        try:
+            for batch in batches:
+                mark()
+                stats = self._forward(batch)
+                if forward_only:
+                    found.append(stats)
+                    continue
+                total, count, collected = self.learnt(stats, batch)
+                total.backward()
+                counted += count
+                found.append(collected)
+        finally:
+            self.manager.gather_nothing()
+        if not forward_only:
+            dist.all_reduce(counted)
+            self.manager.divide_gradients(int(counted))
+        return found
+
+    def _forward(self, batch: MicroBatch) -> Any:
+        """Returns the statistics of all targets [B, T], 0 where there are none."""
+        rows = batch.rows
+        fed = feed(
+            rows.tokens,
+            rows.lengths,
+            packed=self.manager.unpacked is None,
+            where=self.manager.where,
+        )
+        answers = self.manager.network(fed.arguments, fed.places, fed.targets, batch.temperature)
+        return self.stats(*[_in_rows(answer, fed) for answer in answers])
+
+
+def _in_rows(answers: Tensor, fed: Feed) -> Tensor:
+    """Puts the answers of an empty micro-batch's token aside, and the others into [B, T].
+
+    Differentiable even where there is no target, so that the backward pass reaches every layer.
+    """
+    size = fed.rows * fed.columns
+    canvas = answers.new_zeros(size + 1)  # the last one takes the filler
+    return canvas.index_put((fed.slots,), answers)[:size].unflatten(0, (fed.rows, fed.columns))

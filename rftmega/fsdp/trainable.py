@@ -1,0 +1,177 @@
+"""FSDPModel is a model on FSDP2 as strategy, weights and checkpoints know it."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from model_providers.description import ModelDescription
+from rftmega.checkpoint.training import StoredModel
+from rftmega.device.held_weights import AveragedWeights
+from rftmega.device.residency import PARAMETERS, Residency
+from rftmega.fsdp.manager import MOMENTS, FSDPModelManager, Weight
+from rftmega.fsdp.mesh import ShardingMesh
+from rftmega.fsdp.runner import FSDPRunner
+from rftmega.shards import Shard, ShardBox
+from rftmega.types import Metrics
+
+WEIGHTS, AVERAGE, MAIN = "weights", "average", "main"
+
+
+class FSDPModel:
+    """FSDPModel holds what a policy and a value model have in common: see
+    `strategy.backend.Trainable`.
+    """
+
+    average: AveragedWeights | None = None
+    runner: FSDPRunner
+
+    def __init__(self, manager: FSDPModelManager, placement: ShardingMesh):
+        self.manager, self.placement = manager, placement
+
+    @property
+    def path(self) -> str:
+        return self.manager.cfg.model.path
+
+    @property
+    def description(self) -> ModelDescription:
+        return self.manager.description
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.manager.dtype
+
+    @property
+    def layout(self) -> str:
+        return self.placement.layout
+
+    @property
+    def label(self) -> str:
+        """Labels this process, e.g. "rank 5: shard 1, replica 2"."""
+        at = self.placement
+        return f"rank {dist.get_rank()}: shard {at.shard_rank}, replica {at.replica}"
+
+    @property
+    def residency(self) -> Residency:
+        return self.manager.residency
+
+    @property
+    def replica_group(self) -> Any:
+        return None if self.placement.replicas == 1 else self.placement.shard_group
+
+    @property
+    def classifier(self) -> bool:
+        return self.manager.value_model
+
+    @property
+    def step(self) -> Callable[..., Metrics]:
+        """Takes one optimizer step: `ModelRunner.step`."""
+        return self.runner.step
+
+    def averaged(self) -> AbstractContextManager[None] | None:
+        """Returns a context in which the model holds its average; None where none is kept."""
+        return None if self.average is None else self._averaged(self.average)
+
+    @contextmanager
+    def _averaged(self, average: AveragedWeights) -> Iterator[None]:
+        with average.swapped_in():
+            self.manager.rows_changed()
+            self.manager.finish_param_sync()
+            yield
+        self.manager.rows_changed()
+
+    def shards(self) -> list[Shard]:
+        """Returns this process's rows in the dtype of the forward pass."""
+        return self.manager.shards()
+
+    def training_tensors(self) -> Iterator[ShardBox]:
+        self.manager.finish_param_sync()
+        yield from self._model_tensors()
+        yield from self._optimizer_tensors()
+
+    def _model_tensors(self) -> Iterator[ShardBox]:
+        averages = self.average.held if self.average is not None else None
+        for number, weight in enumerate(self.manager.weights_held):
+            yield from self._boxes(WEIGHTS, weight, self.residency.host(weight.pushed))
+            if averages is not None:
+                yield from self._boxes(AVERAGE, weight, averages[number])
+
+    def _optimizer_tensors(self) -> Iterator[ShardBox]:
+        """Yields main parameters, where they are not the weights themselves, and Adam's moments,
+        where there are any yet.
+        """
+        optimizer = self.manager.optimizer
+        for weight in self.manager.weights_held if optimizer is not None else ():
+            assert optimizer is not None
+            if weight.pushed is not weight.rows:
+                yield from self._boxes(MAIN, weight, self.residency.host(weight.rows))
+            state = optimizer.state.get(weight.rows, {})
+            for name in MOMENTS:
+                if name in state:
+                    yield from self._boxes(name, weight, self.residency.host(state[name]))
+
+    def _boxes(self, kind: str, weight: Weight, tensor: Tensor) -> Iterator[ShardBox]:
+        written = self.placement.replica == 0
+        for plan in weight.plans:
+            shard = plan.of(tensor)
+            for number, name in enumerate(shard.logical.names):
+                shape = shard.logical.shapes[number]
+                for box, held in shard.views(number):
+                    offset = tuple(start for start, _ in box)
+                    yield ShardBox(f"{kind}/{name}", shape, False, offset, held, written)
+
+    def described(self) -> dict[str, Any]:
+        """Returns "hf_config", "dtype", "layout" and, for messages, the "path" that it was built
+        from.
+        """
+        cfg = self.manager.cfg
+        return {
+            "hf_config": self.manager.hf_config,
+            "dtype": str(self.dtype),
+            "layout": asdict(cfg.parallel),
+            "path": cfg.model.path,
+        }
+
+    def counters(self) -> dict[str, int]:
+        return {
+            "adam_steps": self.manager.adam_steps,
+            "schedule_steps": self.manager.schedule_steps,
+        }
+
+    def restore(
+        self, stored: StoredModel, *, strict: bool, optimizer: bool, schedule: bool
+    ) -> None:
+        """Takes back weights and, where asked for, the optimizer's state and the schedule.
+
+        Without `strict`, weights that the checkpoint lacks stay as they are. Raises CheckpointError
+        where it lacks others, or is not as it was written.
+        """
+        manager = self.manager
+        stored.fill(
+            box
+            for box in self._model_tensors()
+            if box.key in stored or (strict and box.key.startswith(f"{WEIGHTS}/"))
+        )
+        restarts = self.average is not None and not stored.holds(AVERAGE)
+        if restarts or not optimizer:  # what copies the weights finds them on the device alone
+            self.residency.on(PARAMETERS)
+        if self.average is not None and restarts:
+            self.average.restart()
+        if optimizer:
+            manager.set_adam_steps(stored.said["adam_steps"])
+            stored.fill(self._optimizer_tensors())
+            self.residency.changed()
+        else:
+            manager.take_pushed()
+        if schedule:
+            manager.schedule_steps = stored.said["schedule_steps"]
+
+    def random_state(self) -> dict[str, Any]:
+        return {}
+
+    def set_random_state(self, state: dict[str, Any]) -> None:
+        """Does nothing: nothing here draws."""

@@ -1,0 +1,91 @@
+"""Describes a decoder by transformers' own config, whatever its family."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from model_providers.description import Experts, ModelDescription
+from model_providers.rope import Rope
+from rftmega.errors import CheckpointError
+
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+@dataclass(frozen=True)
+class TransformersModel(ModelDescription):
+    """TransformersModel is a ModelDescription whose weights are counted, not derived."""
+
+    counted: int = 0  # weights of the whole model; tied embeddings count once
+    matrices: int = 0  # weights in the matrices of all layers that one token is multiplied with
+
+    @property
+    def parameters(self) -> int:
+        return self.counted
+
+    def with_weights(self, counted: int, matrices: int) -> "TransformersModel":
+        return replace(self, counted=counted, matrices=matrices)
+
+
+def read_config(path: str | Path) -> Any:
+    """Returns transformers' config of a folder.
+
+    Raises CheckpointError where it knows no such model, or its weights are quantised.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except (ValueError, KeyError, OSError, TypeError) as error:
+        raise CheckpointError(
+            f"{path}: transformers can't read this config.json: {error}"
+        ) from error
+    if config.get_text_config() is not config:
+        raise CheckpointError(
+            f"{path}: model_type={config.model_type} has more than a decoder of text, which backend=fsdp does not train yet. "
+            "Take backend=megatron, or the folder of its decoder alone."
+        )
+    if getattr(config, "quantization_config", None):
+        raise CheckpointError(
+            f"{path}: quantization_config: quantised weights can't be trained. Convert the folder to bfloat16 first."
+        )
+    return config
+
+
+def describe_any(config: Any) -> TransformersModel:
+    """Describes transformers' config of a decoder; its weights are not counted yet."""
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // heads
+    windows = getattr(text, "layer_types", None) or ()
+    return TransformersModel(
+        family=config.model_type,
+        layers=text.num_hidden_layers,
+        hidden=text.hidden_size,
+        ffn=getattr(text, "intermediate_size", None) or 0,
+        heads=heads,
+        groups=getattr(text, "num_key_value_heads", None) or heads,
+        head_dim=width,
+        vocabulary=text.vocab_size,
+        max_positions=text.max_position_embeddings,
+        norm_epsilon=getattr(text, "rms_norm_eps", 1e-6),
+        rope=Rope(base=0.0),
+        tied=bool(config.tie_word_embeddings),
+        qkv_bias=False,
+        qk_norm=False,
+        init_std=getattr(text, "initializer_range", 0.02),
+        window=getattr(text, "sliding_window", None),
+        windowed=frozenset(
+            layer for layer, kind in enumerate(windows) if kind == "sliding_attention"
+        ),
+        experts=_experts(text),
+    )
+
+
+def _experts(text: Any) -> Experts | None:
+    number = next((found for name in EXPERTS if (found := getattr(text, name, None))), None)
+    active = getattr(text, "num_experts_per_tok", None)
+    if not number or not active:
+        return None
+    ffn = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
+    every = frozenset(range(text.num_hidden_layers))
+    return Experts(number=number, active=active, ffn=ffn, layers=every, normalised=True)

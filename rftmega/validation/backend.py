@@ -1,0 +1,77 @@
+"""Checks of what the chosen backend knows."""
+
+from dataclasses import fields
+
+from rftmega.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
+from rftmega.config.tree import value_of
+
+OF_FSDP = ("replicas", "reshard_after_forward", "cpu_offload")
+BY_BOTH = (*OF_FSDP, "recompute")
+MEGATRONS = ("distributed", "overlap_grad_reduce", "overlap_param_gather")
+
+
+def backend(config: RunConfig, world_size: int) -> list[str]:
+    """Lists options that are another backend's."""
+    of_critic = config.algorithm.advantage.needs_critic
+    sections = ["", "critic."] if of_critic else [""]
+    found = []
+    for section in sections:
+        if config.backend == "fsdp":
+            found += _fsdp(config, section, world_size)
+        else:
+            found += _megatron(config, section)
+    if config.backend == "fsdp":
+        found += _models(config)
+    return list(dict.fromkeys(found))
+
+
+def _megatron(config: RunConfig, section: str) -> list[str]:
+    return [
+        f"{section}parallel.{name}={value} needs backend=fsdp; Megatron-Core has no such thing. Leave it out."
+        for name, value in _given(config, f"{section}parallel", ParallelConfig, OF_FSDP)
+    ]
+
+
+def _fsdp(config: RunConfig, section: str, world_size: int) -> list[str]:
+    unknown = [each.name for each in fields(ParallelConfig) if each.name not in BY_BOTH]
+    found = [
+        f"{section}parallel.{name}={value} needs backend=megatron; FSDP shards every layer over all processes. Leave it out."
+        for name, value in _given(config, f"{section}parallel", ParallelConfig, unknown)
+    ]
+    found += [
+        f"{section}optimizer.{name}={value} is Megatron's; backend=fsdp always shards the optimizer and overlaps. Leave it out."
+        for name, value in _given(config, f"{section}optimizer", OptimizerConfig, MEGATRONS)
+    ]
+    parallel = value_of(config, f"{section}parallel")
+    if parallel.recompute == "selective":
+        found.append(
+            f"{section}parallel.recompute=selective needs backend=megatron; FSDP computes whole layers again. Set it to full."
+        )
+    if world_size % parallel.replicas:
+        found.append(
+            f"{section}parallel.replicas={parallel.replicas} does not divide the {world_size} launched processes, of which each "
+            "replica has as many. Lower it, or launch a multiple of it."
+        )
+    return found
+
+
+def _models(config: RunConfig) -> list[str]:
+    found = [
+        f"model.{name}={value} needs backend=megatron; backend=fsdp trains decoders of text, as transformers computes them. "
+        "Leave it out."
+        for name, value in _given(config, "model", ModelConfig, ("dropout", "freeze_vision"))
+    ]
+    rates = _given(config, "optimizer", OptimizerConfig, ("vision_learning_rate",))
+    return found + [
+        f"optimizer.{name}={value} needs backend=megatron; backend=fsdp trains decoders of text. Leave it out."
+        for name, value in rates
+    ]
+
+
+def _given(
+    config: RunConfig, section: str, kind: type, names: tuple[str, ...] | list[str]
+) -> list[tuple[str, object]]:
+    """Returns the options of a section that are not their defaults."""
+    chosen, plain = value_of(config, section), kind()
+    pairs = [(name, getattr(chosen, name)) for name in names]
+    return [(name, value) for name, value in pairs if value != getattr(plain, name)]

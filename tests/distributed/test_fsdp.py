@@ -1,0 +1,203 @@
+"""Models on torch's FSDP2: what is scored, stepped, kept and resumed is what Megatron's are; further
+layouts are in tests/invariance.py.
+"""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rftmega.algorithms.losses import policy_loss
+from rftmega.algorithms.supervised import cross_entropy_loss
+from rftmega.checkpoint.run_checkpoints import TrainingCheckpoints
+from rftmega.config import OptimizerConfig, ParallelConfig
+from rftmega.device.residency import GRADIENTS, PARTS
+from rftmega.experience import given
+from rftmega.launch.train import backend_of
+from rftmega.weights import Exporter
+from tests.distributed import test_critic
+from tests.distributed.test_offload import contents, prepared_by
+from tests.layouts import build_policy, build_value_model, config_of, rows_of
+from tests.ranks import RankFailure, run_ranks
+from tests.tiny_decoders import save_decoder
+from tests.tiny_models import save_tiny
+
+P = ParallelConfig
+OPTIMIZER = OptimizerConfig(
+    learning_rate=1e-2, epsilon=1e-4, schedule="linear", warmup_steps=2, weight_decay=0.1
+)
+TOKENS = [[1, 2, 3, 4], [5, 6], [7, 8, 9, 10, 11], [3, 1, 2], [12, 13, 14], [9, 9]]
+
+
+def exported(model: Any) -> dict[str, torch.Tensor]:
+    model.residency.finish()
+    exporter = Exporter(model.shards(), model.replica_group, bucket_bytes=20_000)
+    return {name: tensor.clone() for name, tensor in exporter}
+
+
+def worst(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+    assert found.keys() == wanted.keys()
+    distances = [
+        float((found[name].float() - tensor.float()).abs().max() / tensor.abs().max())
+        for name, tensor in wanted.items()
+    ]
+    return max(distances)
+
+
+def averaged_body(world: Any, folder: Path, parallel: ParallelConfig, **settings: Any) -> Any:
+    """What a policy weighs after three steps, and its average; both before and after scoring with
+    the reference.
+    """
+    config = config_of(folder, parallel, OPTIMIZER, keep_reference=True, **settings)
+    config.algorithm.ema_beta = 0.5
+    actor = backend_of(config).policy(config)
+    rows = rows_of(TOKENS)
+    start = actor.log_probs(rows).logp
+    steps = [actor.step(given(rows), cross_entropy_loss()) for _ in range(3)]
+    losses = [(metrics["loss"], metrics["grad_norm"]) for metrics in steps]
+    learnt = actor.log_probs(rows).logp
+    assert torch.equal(actor.reference_log_probs(rows).logp, start)
+    assert torch.equal(actor.log_probs(rows).logp, learnt)
+    assert (learnt - start).abs().max() > 0.1
+    weights, context = exported(actor), actor.averaged()
+    assert context is not None
+    with context:
+        average = exported(actor)
+    back = exported(actor)
+    assert all(torch.equal(back[name], tensor) for name, tensor in weights.items())
+    return losses, learnt, weights, average
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("bfloat16", 0.03)])
+def test_average_and_reference_are_those_of_megatron(
+    dtype: str, bound: float, tmp_path: Path
+) -> None:
+    folder = save_tiny(tmp_path, "qwen2-tied")
+    (wanted,) = run_ranks(1, partial(averaged_body, dtype=dtype), folder, P())
+    body = partial(averaged_body, dtype=dtype, backend="fsdp")
+    # whatever was gathered for a pass must not serve the next one
+    for found in run_ranks(2, body, folder, P(reshard_after_forward=False)):
+        for ours, theirs in zip(found[0], wanted[0], strict=True):
+            assert ours == pytest.approx(theirs, rel=bound)
+        torch.testing.assert_close(found[1], wanted[1], atol=4 * bound, rtol=bound)
+        assert worst(found[2], wanted[2]) < bound
+        assert worst(found[3], wanted[3]) < bound
+        assert worst(found[2], found[3]) > 1e-3, "the average is the weights, so none was compared"
+
+
+def critic_body(world: Any, folder: Path, parallel: ParallelConfig, backend: str) -> Any:
+    critic = build_value_model(folder, parallel, test_critic.OPTIMIZER, backend=backend)
+    experience = test_critic.experience_of()
+    before = critic.values(experience.rows)
+    metrics = [critic.step(experience, test_critic.square_loss) for _ in range(3)]
+    return before, metrics, critic.values(experience.rows), exported(critic)
+
+
+@pytest.mark.parametrize("start", ["a reward model", "with a bias", "a policy", "a tied policy"])
+def test_a_critic_learns_as_under_megatron(start: str, tmp_path: Path) -> None:
+    if start.endswith("policy"):
+        folder = save_tiny(tmp_path, "qwen2-tied" if "tied" in start else "qwen3")
+    else:
+        folder = test_critic.save_reward_model(tmp_path, "qwen3", bias="bias" in start)
+    (wanted,) = run_ranks(1, critic_body, folder, P(), "megatron")
+    for found in run_ranks(2, critic_body, folder, P(), "fsdp"):
+        test_critic.assert_equal(found, wanted, start)
+
+
+def phases_body(world: Any, folder: Path, parallel: ParallelConfig, dtype: str) -> None:
+    """Two updates with everything moved between all phases, against two without."""
+    runs = []
+    for offload in (False, True):
+        actor = build_policy(
+            folder, parallel, OPTIMIZER, dtype=dtype, token_cap=120, backend="fsdp"
+        )
+        experience, residency = prepared_by(actor, folder), actor.residency
+        found = []
+        for _ in range(2):
+            found.append(actor.step(experience, policy_loss()))
+            if offload:
+                residency.finish()
+                before, full = contents(residency), residency.bytes()
+                residency.off(*PARTS)
+                assert residency.bytes() == dict.fromkeys(PARTS, 0)
+                residency.on(*PARTS)
+                assert residency.bytes() == full
+                after = contents(residency)
+                for part in set(PARTS) - {GRADIENTS}:
+                    pairs = zip(before[part], after[part], strict=True)
+                    assert all(torch.equal(old, new) for old, new in pairs), part
+        runs.append((found, actor.log_probs(experience.rows).logp, exported(actor)))
+    (steps, logp, weights), (moved_steps, moved_logp, moved_weights) = runs
+    assert steps == moved_steps
+    assert torch.equal(logp, moved_logp)
+    assert all(torch.equal(moved_weights[name], tensor) for name, tensor in weights.items())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_training_does_not_notice_that_its_parts_leave_the_device(
+    dtype: str, tmp_path: Path
+) -> None:
+    run_ranks(2, phases_body, save_tiny(tmp_path, "qwen3"), P(), dtype)
+
+
+def policy_with_average(folder: Path, parallel: ParallelConfig, dtype: str) -> Any:
+    config = config_of(folder, parallel, OPTIMIZER, dtype=dtype, backend="fsdp")
+    config.algorithm.ema_beta = 0.5
+    actor = backend_of(config).policy(config)
+    return actor, config
+
+
+def losses_of(actor: Any, steps: int) -> list[float]:
+    rows = given(rows_of(TOKENS))
+    return [actor.step(rows, cross_entropy_loss())["loss"] for _ in range(steps)]
+
+
+def save_body(world: Any, model: Path, kept: Path, parallel: ParallelConfig, dtype: str) -> Any:
+    actor, config = policy_with_average(model, parallel, dtype)
+    losses_of(actor, 3)
+    checkpoints = TrainingCheckpoints(kept, {"policy": actor}, config)
+    checkpoints.save({}, step=3)
+    losses = losses_of(actor, 5)
+    checkpoints.wait()
+    return losses
+
+
+def resume_body(world: Any, model: Path, kept: Path, parallel: ParallelConfig, dtype: str) -> Any:
+    actor, config = policy_with_average(model, parallel, dtype)
+    assert TrainingCheckpoints(kept, {"policy": actor}, config).resume() is not None
+    return losses_of(actor, 5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "variant"),
+    [("float32", "qwen2-tied"), ("bfloat16", "qwen3"), ("float32", "qwen3-moe")],
+)
+def test_a_run_goes_on_bit_for_bit_and_at_another_world_size(
+    dtype: str, variant: str, tmp_path: Path
+) -> None:
+    model, kept = save_tiny(tmp_path / "model", variant), tmp_path / "kept"
+    (expected, *_) = run_ranks(2, save_body, model, kept, P(), dtype)
+    (same, *_) = run_ranks(2, resume_body, model, kept, P(), dtype)
+    assert same == expected
+    assert len(set(expected)) == 5
+    for processes, parallel in ((1, P()), (4, P(replicas=2)), (3, P(cpu_offload=True))):
+        (found, *_) = run_ranks(processes, resume_body, model, kept, parallel, dtype)
+        assert found == pytest.approx(expected, rel=1e-5 if dtype == "float32" else 0.02)
+
+
+def built_body(world: Any, folder: Path, parallel: ParallelConfig) -> None:
+    build_policy(folder, parallel, OPTIMIZER, backend="fsdp")
+
+
+def test_an_output_head_that_is_not_the_embedding_it_is_tied_to_is_refused(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = save_decoder(tmp_path, "qwen3-tied")
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"] * 2
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(RankFailure, match="is not the embedding, though tie_word_embeddings=true"):
+        run_ranks(2, built_body, folder, replace(P(), replicas=1))
