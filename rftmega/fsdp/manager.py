@@ -1,12 +1,13 @@
 """FSDPModelManager builds this process's shard of a model, and owns its optimizer and schedule."""
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from rftmega import device
 from rftmega.checkpoint.reader import is_distributed
@@ -231,6 +232,18 @@ class FSDPModelManager:
         for module in sharded_modules(self.network):
             module.reshard()
 
+    def before_micro_batch(
+        self, model: nn.Module, is_last_micro_batch: bool
+    ) -> AbstractContextManager[None]:
+        """Prepares `model`, the network, for a micro-batch, and returns a context to run it in.
+
+        Replicas add up their gradients after the last one alone: each process holds the sums of the
+        others until then, which takes no memory but its shard's.
+        """
+        for module in sharded_modules(model):
+            module.set_requires_all_reduce(is_last_micro_batch)
+        return nullcontext()
+
     @torch.no_grad()
     def divide_gradients(self, count: int) -> None:
         """Divides the sums of all micro-batches and processes by what they counted."""
@@ -286,6 +299,22 @@ class FSDPModelManager:
         if largest and scale < 1.0:
             for gradient in self._gradients():
                 gradient.mul_(scale)
+
+    def offload_param_and_grad(self, offload_grad: bool = False) -> None:
+        """Moves this process's rows to the host, and gradients with `offload_grad`."""
+        self.residency.off(PARAMETERS, *([GRADIENTS] if offload_grad else []))
+
+    def load_param_and_grad(self, load_grad: bool = False) -> None:
+        """Brings rows back to the device, and gradients with `load_grad`."""
+        self.residency.on(PARAMETERS, *([GRADIENTS] if load_grad else []))
+
+    def offload_optimizer(self) -> None:
+        """Moves Adam's moments to the host."""
+        self.residency.off(ADAM)
+
+    def load_optimizer(self) -> None:
+        """Brings Adam's moments back to the device."""
+        self.residency.on(ADAM)
 
     def rows_changed(self) -> None:
         """Follows a write to the rows: what was rounded of them is old."""

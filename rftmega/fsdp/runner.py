@@ -35,14 +35,15 @@ class FSDPRunner(ModelRunner):
         found = []
         counted = torch.zeros((), dtype=torch.int64, device=self.manager.where)
         try:
-            for batch in batches:
+            for number, batch in enumerate(batches, start=1):
                 mark()
-                stats = self._forward(batch)
                 if forward_only:
-                    found.append(stats)
+                    found.append(self._forward(batch))
                     continue
-                total, count, collected = self.learnt(stats, batch)
-                total.backward()
+                last = number == len(batches)
+                with self.manager.before_micro_batch(self.manager.network, last):
+                    total, count, collected = self.learnt(self._forward(batch), batch)
+                    total.backward()
                 counted += count
                 found.append(collected)
         finally:

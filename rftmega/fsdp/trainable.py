@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,9 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from model_providers.description import ModelDescription
+from rftmega.checkpoint.run_checkpoints import TrainingCheckpoints
 from rftmega.checkpoint.training import StoredModel
 from rftmega.device.held_weights import AveragedWeights
 from rftmega.device.residency import PARAMETERS, Residency
+from rftmega.errors import CheckpointError
 from rftmega.fsdp.manager import MOMENTS, FSDPModelManager, Weight
 from rftmega.fsdp.mesh import ShardingMesh
 from rftmega.fsdp.runner import FSDPRunner
@@ -169,6 +172,26 @@ class FSDPModel:
             manager.take_pushed()
         if schedule:
             manager.schedule_steps = stored.said["schedule_steps"]
+
+    def save_checkpoint(self, save_path: str | Path, step: int = 0) -> None:
+        """Writes weights, average, optimizer and schedule to `save_path`/step_<step>. Every process
+        writes its own shard.
+        """
+        self._checkpoints(save_path).save({}, step=step)
+
+    def load_checkpoint(self, load_path: str | Path) -> None:
+        """Goes on from the latest checkpoint of `load_path`, whatever layout wrote it.
+
+        Raises CheckpointError where there is none.
+        """
+        if self._checkpoints(load_path).resume() is None:
+            raise CheckpointError(
+                f"{load_path} holds no checkpoint of a run. Give the folder that save_checkpoint was given."
+            )
+
+    def _checkpoints(self, folder: str | Path) -> TrainingCheckpoints:
+        role = "critic" if self.classifier else "policy"
+        return TrainingCheckpoints(Path(folder), {role: self}, self.manager.cfg)
 
     def random_state(self) -> dict[str, Any]:
         return {}

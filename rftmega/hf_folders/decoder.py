@@ -8,6 +8,7 @@ from model_providers.description import Experts, ModelDescription
 from model_providers.rope import Rope
 from rftmega.errors import CheckpointError
 
+CHANGING = ("dynamic", "longrope")  # rotary embeddings whose angles depend on the longest row
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
@@ -48,7 +49,39 @@ def read_config(path: str | Path) -> Any:
         raise CheckpointError(
             f"{path}: quantization_config: quantised weights can't be trained. Convert the folder to bfloat16 first."
         )
+    if getattr(config, "use_bidirectional_attention", False):
+        raise CheckpointError(
+            f"{path}: use_bidirectional_attention=true: tokens see later ones, so none can be predicted from what came before. "
+            "Take a causal decoder."
+        )
     return config
+
+
+def beyond_its_positions(config: Any, longest: int) -> list[str]:
+    """Lists why rows of up to `longest` tokens can't be trained, [] where they can.
+
+    Angles of these rotary embeddings change with the longest row of a micro-batch, once it is
+    longer than what the model was first trained on (`modeling_rope_utils.dynamic_rope_update`), so
+    log-probs would depend on how rows are put together.
+    """
+    found = []
+    for scaling in _scalings(config):
+        kind = scaling.get("rope_type", "default")
+        bound = scaling.get("original_max_position_embeddings", config.max_position_embeddings)
+        if kind in CHANGING and longest > bound:
+            found.append(
+                f"rope_type={kind} of config.json changes with the longest row beyond {bound} tokens, and this run has rows of "
+                f"up to {longest}: log-probs would depend on the other rows of a micro-batch. Lower rollout.max_prompt_tokens or "
+                "rollout.max_response_tokens."
+            )
+    return found
+
+
+def _scalings(config: Any) -> list[dict[str, Any]]:
+    """Returns the rotary embeddings of a config: one, or one a type of layer."""
+    said = getattr(config, "rope_parameters", None) or {}
+    nested = [each for each in said.values() if isinstance(each, dict)]
+    return nested if nested and "rope_type" not in said else [said]
 
 
 def describe_any(config: Any) -> TransformersModel:

@@ -16,7 +16,7 @@ from rftmega import device
 from rftmega.config import ParallelConfig, RunConfig
 from rftmega.device import hardware
 from rftmega.errors import CheckpointError, ConfigError
-from rftmega.hf_folders.decoder import describe_any, read_config
+from rftmega.hf_folders.decoder import beyond_its_positions, describe_any, read_config
 from rftmega.hf_folders.export_folder import MARK, is_anothers
 from rftmega.hf_folders.hf_folder import HFFolder
 from rftmega.parallel.layout import layout_name, place_of, replicas
@@ -44,6 +44,9 @@ def preflight(
             found.append(str(error))
     else:
         found += _layout_violations(config, model, config.parallel)
+        if config.backend == "fsdp":
+            longest = config.rollout.max_row_tokens
+            found += beyond_its_positions(read_config(config.model.path), longest)
         found += _value_models(config, model)
         megatron = config.backend == "megatron"
         if (

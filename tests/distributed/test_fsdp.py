@@ -15,6 +15,7 @@ from rftmega.algorithms.supervised import cross_entropy_loss
 from rftmega.checkpoint.run_checkpoints import TrainingCheckpoints
 from rftmega.config import OptimizerConfig, ParallelConfig
 from rftmega.device.residency import GRADIENTS, PARTS
+from rftmega.errors import CheckpointError
 from rftmega.experience import given
 from rftmega.launch.train import backend_of
 from rftmega.weights import Exporter
@@ -186,6 +187,29 @@ def test_a_run_goes_on_bit_for_bit_and_at_another_world_size(
     for processes, parallel in ((1, P()), (4, P(replicas=2)), (3, P(cpu_offload=True))):
         (found, *_) = run_ranks(processes, resume_body, model, kept, parallel, dtype)
         assert found == pytest.approx(expected, rel=1e-5 if dtype == "float32" else 0.02)
+
+
+def names_body(world: Any, model: Path, kept: Path) -> None:
+    """The names that users of other systems call."""
+    actor = build_policy(model, P(), OPTIMIZER, backend="fsdp")
+    losses_of(actor, 2)
+    manager, full = actor.manager, actor.residency.bytes()
+    manager.offload_param_and_grad(offload_grad=True)
+    manager.offload_optimizer()
+    assert set(actor.residency.bytes().values()) == {0}
+    manager.load_param_and_grad(load_grad=True)
+    manager.load_optimizer()
+    assert actor.residency.bytes() == full
+    actor.save_checkpoint(kept, step=2)
+    expected = losses_of(actor, 2)
+    actor.load_checkpoint(kept)
+    assert losses_of(actor, 2) == expected
+    with pytest.raises(CheckpointError, match="holds no checkpoint of a run"):
+        actor.load_checkpoint(model)
+
+
+def test_offload_and_checkpoints_are_there_under_the_names_of_others(tmp_path: Path) -> None:
+    run_ranks(2, names_body, save_tiny(tmp_path / "model", "qwen3"), tmp_path / "kept")
 
 
 def built_body(world: Any, folder: Path, parallel: ParallelConfig) -> None:

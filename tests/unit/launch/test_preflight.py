@@ -1,3 +1,5 @@
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from rftmega.errors import ConfigError
 from rftmega.hf_folders.export_folder import MARK
 from rftmega.launch import preflight as checks
 from rftmega.launch.preflight import preflight
+from tests.tiny_decoders import save_decoder
 from tests.tiny_models import save_tiny
 
 P = ParallelConfig
@@ -221,3 +224,20 @@ def test_on_cuda_experts_need_transformer_engine_and_the_gpus_that_are_there_are
         preflight(config, 1)
     monkeypatch.setattr(checks, "uses_transformer_engine", lambda: True)
     preflight(config, 1)
+
+
+def test_a_model_of_no_table_is_let_through_under_fsdp_unless_its_angles_change(
+    tmp_path: Path,
+) -> None:
+    config = config_of(tmp_path, "qwen3", P(), "scripted")
+    folder = save_decoder(tmp_path / "other", "olmo2")
+    config = replace(config, backend="fsdp", model=ModelConfig(path=str(folder)))
+    preflight(config, 4)
+    with pytest.raises(ConfigError, match="model_type"):
+        preflight(replace(config, backend="megatron"), 1)
+    fields = json.loads((folder / "config.json").read_text())
+    scaling = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    fields |= {"rope_parameters": scaling, "max_position_embeddings": 31}
+    (folder / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(ConfigError, match="rope_type=dynamic"):
+        preflight(config, 4)
