@@ -21,9 +21,9 @@ MARK = "metadata.json"  # Megatron's own; a folder without it is no checkpoint t
 MANIFEST = "manifest.json"  # ours: written last
 PROGRESS = "progress.jsonl"  # of a conversion that goes on; gone when it is done
 # since 3 a state's tensors are in the files; since 4 it has expected lengths and numbers of tasks;
-# since 5 answers in it have no padding
-FORMAT = 5
-READ = (2, 3, 4, FORMAT)
+# since 5 answers in it have no padding; since 6 a run's tensors have Hugging Face's names
+FORMAT = 6
+READ = (2, 3, 4, 5, FORMAT)
 # of one norm: its name where it is a module of its own, and where Transformer Engine keeps it in
 # the next one
 NORMS = {

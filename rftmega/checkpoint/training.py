@@ -25,6 +25,7 @@ from rftmega.errors import CheckpointError
 from rftmega.shards import ShardBox
 
 KIND = "training"
+FIRST_READ = 6  # formats before it have the names of Megatron's tensors
 POLL = 0.05  # seconds
 READERS = 4  # threads: some read while others check
 BUSY = 0.1  # of its time; the rest is the training's
@@ -102,6 +103,13 @@ class TrainingReader(Reader):
         if self.manifest.get("kind") != KIND:
             raise CheckpointError(
                 f"{folder} is no training checkpoint: its manifest is of kind {self.manifest.get('kind')!r}."
+            )
+
+        if (written := self.manifest["format"]) < FIRST_READ:
+            raise CheckpointError(
+                f"{folder} is a run's checkpoint of format {written}, whose tensors have names of Megatron; this version goes on "
+                f"from format {FIRST_READ}, which every backend reads. Finish that run with the version that wrote it, or start "
+                "from an export of it."
             )
 
     def whole(self, key: str) -> Tensor:

@@ -1,19 +1,20 @@
-"""Every tensor that training goes on from, as boxes of the whole model's tensors: the same names
-under every layout.
+"""Lists every tensor that training goes on from, as boxes of Hugging Face's tensors: the same names
+under every layout and backend.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from converters.shards import shapes_of, shard_parts
 from rftmega.device.held_weights import AveragedWeights
 from rftmega.megatron.manager import MegatronModelManager
 from rftmega.megatron.offload import inner_optimizers
 from rftmega.megatron.shard_boxes import boxes_of
-from rftmega.megatron.sharded import CheckpointBox
-from rftmega.shards import ShardBox
+from rftmega.shards import ShardBox, ShardPart, narrowed, shape_of
 
 WEIGHTS, AVERAGE, MAIN, FIRST, SECOND = "weights", "average", "main", "exp_avg", "exp_avg_sq"
 
@@ -24,22 +25,41 @@ def model_tensors(
     """Yields weights and, where one is kept, their average."""
     for number, item in enumerate(manager.bound):
         weights = manager.residency.host(item.parameter.detach())
-        for piece in manager.pieces[number]:
-            yield _held(WEIGHTS, piece, weights)
+        for name, shape, part, written in _parts(manager, number):
+            yield _held(WEIGHTS, name, shape, part, weights, written)
             if average is not None:
-                yield _held(AVERAGE, piece, average.held[number])
+                yield _held(AVERAGE, name, shape, part, average.held[number], written)
 
 
-def _held(kind: str, piece: CheckpointBox, tensor: Tensor) -> ShardBox:
-    written = not any(piece.replica)
-    return ShardBox(
-        f"{kind}/{piece.key}",
-        piece.global_shape,
-        piece.padded,
-        piece.offset,
-        piece.of(tensor),
-        written,
-    )
+def _held(
+    kind: str, name: str, shape: tuple[int, ...], part: ShardPart, tensor: Tensor, written: bool
+) -> ShardBox:
+    ends = zip(part.offset, shape_of(part.box), strict=True)
+    local = tuple((start, start + size) for start, size in ends)
+    offset = tuple(start for start, _ in part.box)
+    return ShardBox(f"{kind}/{name}", shape, False, offset, narrowed(tensor, local), written)
+
+
+def _parts(
+    manager: MegatronModelManager, number: int, *, sharded: bool = False
+) -> Iterator[tuple[str, tuple[int, ...], ShardPart, bool]]:
+    """Yields (HF name, shape of the HF tensor, what of it is here, whether this process writes it)
+    of a bound tensor. `sharded`: data-parallel processes hold different ranges of it.
+    """
+    item = manager.bound[number]
+    # stages, tensor- and data-parallel processes with the same tensor
+    replicas = [piece.replica[:2] if sharded else piece.replica for piece in manager.pieces[number]]
+    alone = not any(any(replica) for replica in replicas)
+    # key-value heads may be on several tensor-parallel processes, of which the first writes
+    earlier = {
+        (part.number, part.box)
+        for rank in range(item.rank)
+        for part in shard_parts(item.rule, rank, item.ranks)
+    }
+    names, shapes = item.hf_names, shapes_of(item.rule)
+    for part in shard_parts(item.rule, item.rank, item.ranks):
+        written = alone and (part.number, part.box) not in earlier
+        yield names[part.number], shapes[part.number], part, written
 
 
 def optimizer_tensors(manager: MegatronModelManager) -> Iterator[ShardBox]:
@@ -54,9 +74,11 @@ def optimizer_tensors(manager: MegatronModelManager) -> Iterator[ShardBox]:
             if main.dtype != parameter.dtype:
                 tensors[MAIN] = main.detach()
             tensors = {kind: manager.residency.host(tensor) for kind, tensor in tensors.items()}
-            for piece in manager.pieces[numbers[id(parameter)]]:
+            number = numbers[id(parameter)]
+            for name, shape, part, written in _parts(manager, number, sharded=_is_sharded(inner)):
                 for kind, tensor in tensors.items():
-                    yield from _ranges(kind, piece, tensor, begin, sharded=_is_sharded(inner))
+                    for offset, elements in _range(part, parameter, tensor, begin):
+                        yield ShardBox(f"{kind}/{name}", shape, False, offset, elements, written)
 
 
 def _is_sharded(inner: Any) -> bool:
@@ -89,27 +111,23 @@ def _owned(inner: Any) -> Iterator[tuple[Tensor, Tensor, int]]:
         yield from ((halves.get(id(main), main), main, 0) for main in group["params"])
 
 
-def _ranges(
-    kind: str, piece: CheckpointBox, tensor: Tensor, begin: int, *, sharded: bool
-) -> Iterator[ShardBox]:
-    """Yields the boxes of `piece` within `tensor`, which holds elements `begin` ... of the
-    flattened parameter.
+def _range(
+    part: ShardPart, parameter: Tensor, tensor: Tensor, begin: int
+) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    """Yields (offset in the HF tensor, elements) of the boxes of `part` within `tensor`, which holds
+    elements `begin` ... of the flattened parameter.
     """
-    written = not any(piece.replica[:2] if sharded else piece.replica)
-    size = tensor.numel()
-    local = piece.shape[len(piece.shape) - len(piece.stride) :]
-    assert torch.empty(local, device="meta").stride() == piece.stride, (
-        f"{piece.key} is no range of its parameter"
-    )
-    low, high = max(begin, piece.begin), min(begin + size, piece.begin + torch.Size(local).numel())
+    local = shape_of(part.box)
+    assert local[1:] == tuple(parameter.shape[1:]), f"{part} is no range of its parameter"
+    first = part.offset[0] * math.prod(local[1:])  # of the part, in the flattened parameter
+    low, high = max(begin, first), min(begin + tensor.numel(), first + math.prod(local))
     at = low - begin
-    for offset, shape in boxes_of(piece.shape, low - piece.begin, high - piece.begin):
-        box = tensor.as_strided(
-            (number := torch.Size(shape).numel(),), (1,), tensor.storage_offset() + at
-        ).view(shape)
+    for offset, shape in boxes_of(local, low - first, high - first):
+        number = math.prod(shape)
+        elements = tensor.as_strided((number,), (1,), tensor.storage_offset() + at).view(shape)
         at += number
-        place = tuple(a + b for a, b in zip(piece.offset, offset, strict=True))
-        yield ShardBox(f"{kind}/{piece.key}", piece.global_shape, piece.padded, place, box, written)
+        ends = zip(part.box, offset, strict=True)
+        yield tuple(start + inside for (start, _), inside in ends), elements
 
 
 def adam_steps(manager: MegatronModelManager) -> int:
@@ -151,10 +169,10 @@ def set_adam_steps(manager: MegatronModelManager, steps: int) -> None:
 
 
 def schedule_steps(manager: MegatronModelManager) -> int:
-    """Returns the number of steps that the learning rate's schedule has taken."""
-    return int(manager.scheduler.num_steps)
+    """Returns the optimizer steps whose learning rates are behind: the scheduler is at the next."""
+    return int(manager.scheduler.num_steps) - 1
 
 
 def set_schedule_steps(manager: MegatronModelManager, steps: int) -> None:
-    manager.scheduler.num_steps = steps
+    manager.scheduler.num_steps = steps + 1
     manager.scheduler.step(0)

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from rftmega.algorithms.supervised import cross_entropy_loss
 from rftmega.checkpoint import retention, training
 from rftmega.checkpoint import run_checkpoints as saving
-from rftmega.checkpoint.reader import FORMAT, MANIFEST, MARK
+from rftmega.checkpoint.reader import FORMAT, MANIFEST, MARK, seal
 from rftmega.checkpoint.run_checkpoints import TrainingCheckpoints
 from rftmega.checkpoint.states import KEY
 from rftmega.config import OptimizerConfig, ParallelConfig
@@ -174,7 +174,7 @@ def test_a_run_goes_on_bit_for_bit_and_its_snapshot_is_a_copy(tmp_path: Path) ->
     )
     # torch's own reader knows it
     described = FileSystemReader(tmp_path / "kept" / "step_000003").read_metadata()
-    assert "policy/weights/decoder.layers.mlp.linear_fc2.weight" in described.state_dict_metadata
+    assert "policy/weights/model.layers.0.mlp.down_proj.weight" in described.state_dict_metadata
 
 
 def test_a_run_saved_by_four_processes_goes_on_in_one(tmp_path: Path) -> None:
@@ -427,8 +427,15 @@ def refused_body(world: Any, model: Path, other: Path, folder: Path) -> None:
     torch.distributed.barrier()
     with pytest.raises(
         CheckpointError,
-        match=rf"is of format 99; this version reads 2, 3, 4 and {FORMAT}. Take a newer rftmega. The one before",
+        match=rf"is of format 99; this version reads 2, 3, 4, 5 and {FORMAT}. Take a newer rftmega. The one before",
     ):
+        kept.load(second)
+    torch.distributed.barrier()
+    if world.rank == 0:
+        older = {name: said for name, said in manifest.items() if name != "seal"} | {"format": 5}
+        (second / MANIFEST).write_text(json.dumps(older | {"seal": seal(older)}))
+    torch.distributed.barrier()
+    with pytest.raises(CheckpointError, match="of format 5, whose tensors have names of Megatron"):
         kept.load(second)
 
 

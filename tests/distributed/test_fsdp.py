@@ -5,7 +5,7 @@ layouts are in tests/invariance.py.
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from rftmega.experience import given
 from rftmega.launch.train import backend_of
 from rftmega.weights import Exporter
 from tests.distributed import test_critic
+from tests.distributed.test_checkpoints import tensors
 from tests.distributed.test_offload import contents, prepared_by
 from tests.layouts import build_policy, build_value_model, config_of, rows_of
 from tests.ranks import RankFailure, run_ranks
@@ -30,6 +31,7 @@ P = ParallelConfig
 OPTIMIZER = OptimizerConfig(
     learning_rate=1e-2, epsilon=1e-4, schedule="linear", warmup_steps=2, weight_decay=0.1
 )
+SHARDED = replace(OPTIMIZER, distributed=True)
 TOKENS = [[1, 2, 3, 4], [5, 6], [7, 8, 9, 10, 11], [3, 1, 2], [12, 13, 14], [9, 9]]
 
 
@@ -144,11 +146,22 @@ def test_training_does_not_notice_that_its_parts_leave_the_device(
     run_ranks(2, phases_body, save_tiny(tmp_path, "qwen3"), P(), dtype)
 
 
-def policy_with_average(folder: Path, parallel: ParallelConfig, dtype: str) -> Any:
-    config = config_of(folder, parallel, OPTIMIZER, dtype=dtype, backend="fsdp")
+class Case(NamedTuple):
+    """A run: how many processes, on which backend, in which layout."""
+
+    processes: int
+    parallel: ParallelConfig = P()
+    backend: str = "fsdp"
+    optimizer: OptimizerConfig = OPTIMIZER
+    dtype: str = "float32"
+
+
+def policy_with_average(folder: Path, case: Case) -> Any:
+    config = config_of(
+        folder, case.parallel, case.optimizer, dtype=case.dtype, backend=case.backend
+    )
     config.algorithm.ema_beta = 0.5
-    actor = backend_of(config).policy(config)
-    return actor, config
+    return backend_of(config).policy(config), config
 
 
 def losses_of(actor: Any, steps: int) -> list[float]:
@@ -156,8 +169,8 @@ def losses_of(actor: Any, steps: int) -> list[float]:
     return [actor.step(rows, cross_entropy_loss())["loss"] for _ in range(steps)]
 
 
-def save_body(world: Any, model: Path, kept: Path, parallel: ParallelConfig, dtype: str) -> Any:
-    actor, config = policy_with_average(model, parallel, dtype)
+def save_body(world: Any, model: Path, kept: Path, case: Case) -> list[float]:
+    actor, config = policy_with_average(model, case)
     losses_of(actor, 3)
     checkpoints = TrainingCheckpoints(kept, {"policy": actor}, config)
     checkpoints.save({}, step=3)
@@ -166,10 +179,31 @@ def save_body(world: Any, model: Path, kept: Path, parallel: ParallelConfig, dty
     return losses
 
 
-def resume_body(world: Any, model: Path, kept: Path, parallel: ParallelConfig, dtype: str) -> Any:
-    actor, config = policy_with_average(model, parallel, dtype)
+def resume_body(world: Any, model: Path, kept: Path, again: Path, case: Case) -> list[float]:
+    actor, config = policy_with_average(model, case)
     assert TrainingCheckpoints(kept, {"policy": actor}, config).resume() is not None
+    # what was taken back, for a comparison of all its bits
+    TrainingCheckpoints(again, {"policy": actor}, config).save({}, step=3)
     return losses_of(actor, 5)
+
+
+def resumed(
+    folder: Path, variant: str, saved: Case, others: list[Case]
+) -> tuple[list[float], list[list[float]]]:
+    """(losses after a save, those of each resume); all that was saved came back."""
+    model, kept = save_tiny(folder / "model", variant), folder / "kept"
+    (expected, *_) = run_ranks(saved.processes, save_body, model, kept, saved)
+    whole, found = tensors(kept / "step_000003"), []
+    for number, case in enumerate(others):
+        again = folder / f"again{number}"
+        (losses, *_) = run_ranks(case.processes, resume_body, model, kept, again, case)
+        back = tensors(again / "step_000003")
+        assert back.keys() == whole.keys()
+        odd = [key for key, tensor in whole.items() if not torch.equal(tensor, back[key])]
+        assert not odd, odd
+        found.append(losses)
+    assert len(set(expected)) == 5
+    return expected, found
 
 
 @pytest.mark.parametrize(
@@ -179,14 +213,30 @@ def resume_body(world: Any, model: Path, kept: Path, parallel: ParallelConfig, d
 def test_a_run_goes_on_bit_for_bit_and_at_another_world_size(
     dtype: str, variant: str, tmp_path: Path
 ) -> None:
-    model, kept = save_tiny(tmp_path / "model", variant), tmp_path / "kept"
-    (expected, *_) = run_ranks(2, save_body, model, kept, P(), dtype)
-    (same, *_) = run_ranks(2, resume_body, model, kept, P(), dtype)
+    kinds = [Case(2), Case(1), Case(4, P(replicas=2)), Case(3, P(cpu_offload=True))]
+    cases = [case._replace(dtype=dtype) for case in kinds]
+    expected, (same, *others) = resumed(tmp_path, variant, cases[0], cases)
     assert same == expected
-    assert len(set(expected)) == 5
-    for processes, parallel in ((1, P()), (4, P(replicas=2)), (3, P(cpu_offload=True))):
-        (found, *_) = run_ranks(processes, resume_body, model, kept, parallel, dtype)
+    for found in others:
         assert found == pytest.approx(expected, rel=1e-5 if dtype == "float32" else 0.02)
+
+
+MEGATRON = {
+    "qwen3": Case(4, P(tensor=4), "megatron"),  # key-value heads are on two processes each
+    "qwen2-tied": Case(4, P(pipeline=2), "megatron", SHARDED),
+    "qwen3-moe": Case(4, P(tensor=2, sequence=True, expert=2), "megatron", SHARDED),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("variant", MEGATRON)
+def test_a_run_of_one_backend_goes_on_under_the_other(
+    variant: str, dtype: str, tmp_path: Path
+) -> None:
+    megatron, fsdp = MEGATRON[variant]._replace(dtype=dtype), Case(2, dtype=dtype)
+    for name, saved, other in (("from", megatron, fsdp), ("to", fsdp, megatron)):
+        expected, (found,) = resumed(tmp_path / name, variant, saved, [other])
+        assert found == pytest.approx(expected, rel=1e-5 if dtype == "float32" else 0.05)
 
 
 def names_body(world: Any, model: Path, kept: Path) -> None:

@@ -215,16 +215,16 @@ def megatron_body(world: Any, folder: Path, output: Path) -> Any:
     assert all(
         torch.equal(x, item.parameter) for x, item in zip(average.held, manager.bound, strict=True)
     )
-    assert (adam_steps(manager), schedule_steps(manager)) == (1, 2), "not of the weights"
+    assert (adam_steps(manager), schedule_steps(manager)) == (1, 1), "not of the weights"
     made.load_ckpt(policy, str(output), tag="b", load_optimizer_states=False)
     assert torch.equal(policy.log_probs(rows).logp, learnt)
     assert all(torch.equal(x, y) for x, y in zip(average.held, averaged, strict=True))
     made.load_ckpt(policy, str(output), tag="a", load_lr_scheduler_states=False)
-    assert (adam_steps(manager), schedule_steps(manager)) == (0, 2)
-    made.load_ckpt(policy, str(output), tag="b")
-    assert (adam_steps(manager), schedule_steps(manager)) == (1, 2)
-    made.load_ckpt(policy, str(output), tag="a")
     assert (adam_steps(manager), schedule_steps(manager)) == (0, 1)
+    made.load_ckpt(policy, str(output), tag="b")
+    assert (adam_steps(manager), schedule_steps(manager)) == (1, 1)
+    made.load_ckpt(policy, str(output), tag="a")
+    assert (adam_steps(manager), schedule_steps(manager)) == (0, 0)
     assert torch.equal(policy.log_probs(rows).logp, before)
     with pytest.raises(EngineError, match="holds no weights"):
         made.engine_generate_local({}, [5])
