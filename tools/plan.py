@@ -126,6 +126,11 @@ def show(chosen: argparse.Namespace) -> int:
         chosen.host_memory * GB,
     )
     config = configuration.load(chosen.config, chosen.overrides)
+    if config.backend != "megatron":
+        raise ConfigError(
+            f"backend={config.backend}: plans are of Megatron's layouts so far. docs/backends.md says what a process of the "
+            "other backend holds. Leave it out, to plan the same run on Megatron."
+        )
     models = models_of(config)
     if problems := refused(models, config, machine):
         raise ConfigError.listing("This can't be planned", problems)

@@ -64,3 +64,19 @@ def test_another_backend_trains_pushes_saves_and_resumes_as_megatron_does(
     for name, tensor in weights.items():
         assert torch.allclose(tensor, expected[name], rtol=1e-4, atol=1e-5), name
     assert not torch.equal(weights["lm_head.weight"], start["lm_head.weight"]), "nothing was learnt"
+
+
+def test_a_run_that_was_saved_under_megatron_goes_on_under_fsdp(
+    arithmetic: Path, tmp_path: Path
+) -> None:
+    config, kept = arithmetic / "run.yaml", ("checkpoint.every=1", "checkpoint.resume=auto")
+    whole, two = (f"trainer.output={tmp_path / name}" for name in ("whole", "two"))
+    run_ranks(1, run_body, config, "megatron", whole, "trainer.steps=3", timeout=200)
+    run_ranks(1, run_body, config, "megatron", two, *kept, "trainer.steps=2", timeout=200)
+    options = (two, *kept, "trainer.steps=3", "backend=fsdp")
+    run_ranks(2, run_body, config, "fsdp", *options, timeout=200)
+    seen, wanted = steps_of(tmp_path / "two"), steps_of(tmp_path / "whole")
+    assert [line["step"] for line in seen] == [line["step"] for line in wanted]
+    for line, expected in zip(seen, wanted, strict=True):
+        for name in COMPARED:
+            assert line[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name

@@ -93,6 +93,7 @@ def test_what_does_not_fit_is_said_with_the_nearest_layout_that_does(
         (["parallel.tensor=3"], "number of attention heads"),
         (["--gpu-memory", "2"], "more than --reserved-gb"),
         (["--nic-gbs", "0"], "must be positive"),
+        (["backend=fsdp"], "backend=fsdp: plans are of Megatron's layouts"),
         (["parallel.tensr=2"], "Did you mean parallel.tensor?"),
     ],
 )
