@@ -49,16 +49,9 @@ def _parts(
     item = manager.bound[number]
     # stages, tensor- and data-parallel processes with the same tensor
     replicas = [piece.replica[:2] if sharded else piece.replica for piece in manager.pieces[number]]
-    alone = not any(any(replica) for replica in replicas)
-    # key-value heads may be on several tensor-parallel processes, of which the first writes
-    earlier = {
-        (part.number, part.box)
-        for rank in range(item.rank)
-        for part in shard_parts(item.rule, rank, item.ranks)
-    }
+    written = not any(any(replica) for replica in replicas)
     names, shapes = item.hf_names, shapes_of(item.rule)
     for part in shard_parts(item.rule, item.rank, item.ranks):
-        written = alone and (part.number, part.box) not in earlier
         yield names[part.number], shapes[part.number], part, written
 
 

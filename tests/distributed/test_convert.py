@@ -287,7 +287,10 @@ def damage(folder: Path, what: str) -> None:
         ("a wrong byte", "has checksum"),
         ("a file cut off", "can't be read"),
         ("a piece gone", "are missing"),
-        ("a newer format", f"is of format {FORMAT + 1}; this version reads 2, 3, 4, 5 and {FORMAT}"),
+        (
+            "a newer format",
+            f"is of format {FORMAT + 1}; this version reads 2, 3, 4, 5 and {FORMAT}",
+        ),
         ("no manifest", "did not end"),
         ("a manifest without its seal", "its checksum is another"),
         ("two shapes swapped", "has shape (4, 64, 192); the model's is (4, 192, 64)"),

@@ -222,7 +222,7 @@ def test_a_run_goes_on_bit_for_bit_and_at_another_world_size(
 
 
 MEGATRON = {
-    "qwen3": Case(4, P(tensor=4), "megatron"),  # key-value heads are on two processes each
+    "qwen3": Case(4, P(tensor=4), "megatron"),  # more processes than key-value heads
     "qwen2-tied": Case(4, P(pipeline=2), "megatron", SHARDED),
     "qwen3-moe": Case(4, P(tensor=2, sequence=True, expert=2), "megatron", SHARDED),
 }
