@@ -51,7 +51,7 @@ MAY_IMPORT = {
     "rollout": "media config types shards interfaces errors json_files device parallel weights requests",
     "dispatch": "media types interfaces shards sampling_seeds rollout_arrays errors device parallel rollout requests",
     "weights": "config types shards interfaces errors json_files device parallel converters hf_folders",
-    "planning": "config validation shards errors parallel weights model_providers converters flops",
+    "planning": "config validation shards errors parallel weights model_providers converters hf_folders flops",
     "strategy": f"{BASICS} {LEARNT} {RUNS}",
     "observe": f"{BASICS} {LEARNT} {RUNS} strategy",
     "launch": f"{BASICS} {LEARNT} {RUNS} {BACKENDS} strategy observe",

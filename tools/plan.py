@@ -13,17 +13,20 @@ to the micro-batches). Rows are as long as the config allows, routing to
 experts is even: the worst case of memory but for a skewed router. Kinds:
   parameters, gradients, main_parameters, adam    as Megatron's buffers hold them, padding included
   activations    kept for the backward pass and one layer at work, after arXiv:2205.05198; batches on the device
+  gathered       of FSDP2: whole layers for the time that they compute, and buffers of what comes and goes
   tower          the same of a vision tower, on the first stage, if prompts are of pictures alone
   log_probs      hidden states and logits of 1024 tokens at a time, on the last stage; gradient of the output weight
   engine_weights, engine_working, kv_cache    of vLLM: it takes rollout.memory_fraction of a device, the cache what is left
   push_buffers   messages of two buckets (trainer.push_bucket_mib), simulated
   reserved       --reserved-gb: CUDA's context, NCCL, what the allocator can't use
 Host copies of a process: reference (algorithm.kl.coef), average (ema_beta), checkpoint (what a save
-writes from), offload. All processes of a host have in common: rollout (tokens of a step and what
+writes from), offload, sharded (parallel.cpu_offload). All processes of a host have in common: rollout (tokens of a step and what
 is known of them), at_work (while advantages are made of it), replay.
 
 Seconds are a roofline, a bound from below: work over speed, with answers of full length and all
 devices in step.
+
+At the end it recommends a backend: the quickest layout of each that fits is looked for (--no-search: not).
 
 The exit code is 0 where all fits, 1 where it does not, 2 where nothing could be planned.
 """
@@ -41,12 +44,14 @@ from rftmega.config import RunConfig
 from rftmega.errors import ConfigError, exit_code_of
 
 if TYPE_CHECKING:
+    from rftmega.planning.backends import Recommendation
     from rftmega.planning.fit import Machine, Misfit, Proposal
     from rftmega.planning.models import PlannedModel
 
 GB = 1e9
 KINDS = (
-    *("parameters", "gradients", "main_parameters", "adam", "activations", "tower", "log_probs"),
+    *("parameters", "gradients", "main_parameters", "adam", "gathered", "activations", "tower"),
+    "log_probs",
     *("engine_weights", "engine_working", "kv_cache", "push_buffers", "reserved"),
 )
 WIDTH = 100  # columns
@@ -96,6 +101,7 @@ def main(given: list[str] | None = None) -> int:
 
 
 def show(chosen: argparse.Namespace) -> int:
+    from rftmega.planning.backends import recommended
     from rftmega.planning.fit import Machine, misfits, nearest, refused
     from rftmega.planning.memory import Budget
     from rftmega.planning.models import models_of
@@ -126,11 +132,6 @@ def show(chosen: argparse.Namespace) -> int:
         chosen.host_memory * GB,
     )
     config = configuration.load(chosen.config, chosen.overrides)
-    if config.backend != "megatron":
-        raise ConfigError(
-            f"backend={config.backend}: plans are of Megatron's layouts so far. docs/backends.md says what a process of the "
-            "other backend holds. Leave it out, to plan the same run on Megatron."
-        )
     models = models_of(config)
     if problems := refused(models, config, machine):
         raise ConfigError.listing("This can't be planned", problems)
@@ -145,6 +146,15 @@ def show(chosen: argparse.Namespace) -> int:
             "changes": dict(proposal.changes),
             "seconds_at_least": proposal.seconds,
         }
+    recommendation = None if chosen.no_search else recommended(config, machine)
+    found["recommended"] = recommendation and {
+        "backend": recommendation.backend,
+        "why": recommendation.why,
+        "best": {
+            backend: {"changes": best.changes and dict(best.changes), "seconds": best.seconds}
+            for backend, best in recommendation.best.items()
+        },
+    }
     found["seconds_to_plan"] = time.perf_counter() - begin
     if chosen.json:
         found["rejected"] = [
@@ -152,7 +162,10 @@ def show(chosen: argparse.Namespace) -> int:
         ]
         sys.stdout.write(json.dumps(found, indent=2) + "\n")
     else:
-        sys.stdout.write("\n".join([*table(found), *verdict(reasons, proposal, rejected), ""]))
+        said = [*table(found), *verdict(reasons, proposal, rejected)]
+        if recommendation is not None:
+            said += advice(recommendation)
+        sys.stdout.write("\n".join([*said, ""]))
     return 1 if reasons else 0
 
 
@@ -160,7 +173,7 @@ def figures(
     models: Mapping[str, "PlannedModel"], config: RunConfig, machine: "Machine"
 ) -> dict[str, Any]:
     """All numbers of a plan."""
-    from rftmega.parallel.layout import layout_name, nodes_of_engine
+    from rftmega.parallel.layout import nodes_of_engine
     from rftmega.planning.data_plane import on_each_host
     from rftmega.planning.fit import stages_of
     from rftmega.planning.memory import cache_of, load_of, on_device, on_host
@@ -183,11 +196,11 @@ def figures(
     load = load_of(config, parallel, world)
     return {
         "model": {"family": policy.model.family, "parameters": policy.model.parameters},
-        "layout": layout_name(
-            parallel, world // (parallel.tensor * parallel.context * parallel.pipeline)
-        ),
+        "backend": config.backend,
+        "layout": _layout(config, world),
         "recompute": parallel.recompute,
         "distributed_optimizer": config.optimizer.distributed,
+        "cpu_offload": parallel.cpu_offload,
         "offload": rl and config.trainer.offload,
         "processes": world,
         "memory": machine.budget.memory,
@@ -209,13 +222,36 @@ def figures(
     }
 
 
+def _layout(config: RunConfig, world: int) -> str:
+    from rftmega.parallel.layout import layout_name
+
+    parallel = config.parallel
+    if config.backend == "fsdp":
+        stage = 3 if parallel.reshard_after_forward else 2
+        return f"{parallel.replicas} replica(s) of FSDP over {world // parallel.replicas}, ZeRO-{stage},"
+    return layout_name(parallel, world // (parallel.tensor * parallel.context * parallel.pipeline))
+
+
+def advice(recommendation: "Recommendation") -> list[str]:
+    """Names the backend to take, why, and the best layout of each."""
+    name, why = recommendation.backend, recommendation.why
+    said = ["", *textwrap.wrap(f"Recommended: backend={name}: {why}" if name else why, WIDTH)]
+    for backend, best in recommendation.best.items():
+        if best.changes is not None:
+            line = f"  {backend}, at least {_s(best.seconds)} s a step: {_options(best.changes)}"
+            said += textwrap.wrap(line, WIDTH, subsequent_indent="    ", break_on_hyphens=False)
+    return said
+
+
 def table(found: dict[str, Any]) -> list[str]:
     """The plan as text of at most 100 columns."""
     stages, memory, engine = found["stages"], found["memory"], found["engine"]
     phases = list(stages[0])
     switches = [f"recompute {found['recompute']}"]
     switches += [
-        name.replace("_", " ") for name in ("distributed_optimizer", "offload") if found[name]
+        name.replace("_", " ")
+        for name in ("distributed_optimizer", "offload", "cpu_offload")
+        if found[name]
     ]
     said = [
         f"model    {found['model']['family']}, {found['model']['parameters'] / 1e9:.1f} billion parameters",

@@ -15,12 +15,12 @@ from rftmega.config import RunConfig
 from rftmega.device.residency import ADAM, GRADIENTS, MAIN_PARAMETERS, PARAMETERS, Residency
 from rftmega.device.spans import span
 from rftmega.errors import CheckpointError
-from rftmega.fsdp.description import describe
 from rftmega.fsdp.mesh import ShardingMesh
 from rftmega.fsdp.module import VALUE_BIAS, VALUE_WEIGHT, Built, build
 from rftmega.fsdp.names import HEAD, Placed, ShardPlan, differs_from, places_of, plans_of, read
 from rftmega.fsdp.sharding import local, materialise, shard_parameters, sharded_modules
 from rftmega.hf_folders.hf_folder import HFFolder, is_finite
+from rftmega.hf_folders.meta_decoder import describe
 from rftmega.json_files import read_json_object
 from rftmega.parallel.collectives import gather_objects
 from rftmega.passes.learning_rate import learning_rate

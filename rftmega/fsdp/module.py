@@ -6,12 +6,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from rftmega.errors import CheckpointError
 from rftmega.fsdp.packed_attention import ATTENTION
 from rftmega.fsdp.support import logit_scale, refusal_to_pack
 from rftmega.hf_folders.decoder import read_config
+from rftmega.hf_folders.meta_decoder import on_meta
 from rftmega.kernels.linear_log_probs import VocabularyShard, linear_stats
 
 VALUE_WEIGHT, VALUE_BIAS = "score.weight", "score.bias"
@@ -82,7 +83,7 @@ def build(path: str, *, value_model: bool, head_bias: bool) -> Built:
     config = read_config(path)
     unpacked = None
     try:
-        model = _on_meta(config, ATTENTION)
+        model = on_meta(config, ATTENTION)
         unpacked = refusal_to_pack(model)
     except (ValueError, ImportError) as error:  # transformers knows that it takes its own only
         unpacked = str(error)
@@ -105,19 +106,7 @@ def build(path: str, *, value_model: bool, head_bias: bool) -> Built:
 def _with_its_own_attention(path: str, config: Any) -> PreTrainedModel:
     for attention in ("sdpa", "eager"):
         try:
-            return _on_meta(config, attention)
+            return on_meta(config, attention)
         except (ValueError, ImportError) as error:
             refused = error
     raise CheckpointError(f"{path}: transformers builds no decoder of this: {refused}")
-
-
-def _on_meta(config: Any, attention: str) -> PreTrainedModel:
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config,
-            dtype=torch.float32,
-            attn_implementation=attention,
-            trust_remote_code=False,
-        )
-    model.tie_weights()
-    return model

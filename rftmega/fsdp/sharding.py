@@ -20,6 +20,7 @@ from rftmega.config import ParallelConfig
 from rftmega.errors import CheckpointError
 from rftmega.fsdp.mesh import ShardingMesh
 from rftmega.fsdp.module import Network
+from rftmega.hf_folders.meta_decoder import gathered_apart
 
 
 def shard_parameters(
@@ -32,8 +33,7 @@ def shard_parameters(
     """Splits every parameter by rows, in place; the network may be on the meta device.
 
     `dtype` is that of the forward and backward pass. Main parameters and the reduction of gradients
-    are float32, as they are. What a layer holds is gathered together, and so is the embedding, and
-    the head. A tied embedding is both, so it is gathered with the rest, once a pass.
+    are float32, as they are. What is gathered together: `meta_decoder.gathered_apart`.
     """
     narrow = dtype != torch.float32
     precision = MixedPrecisionPolicy(
@@ -47,33 +47,14 @@ def shard_parameters(
         "offload_policy": offload,
         "reshard_after_forward": parallel.reshard_after_forward,
     }
-    for layer in layers_of(network, model):
-        fully_shard(layer, **options)
-    embedding = model.get_input_embeddings()
-    if not any(weight is embedding.weight for weight in network.head.parameters()):
-        fully_shard(embedding, **options)
-        fully_shard(network.head, **options)
+    for each in gathered_apart(model, network.head):
+        fully_shard(each, **options)
     fully_shard(network, **options)
     for module in sharded_modules(network):
         # Gradients are sums over the processes, not means: one global count divides them.
         module.set_gradient_divide_factor(1.0)
         # without this it asks for a multiplication in the reduction, which gloo does not have
         module.set_force_sum_reduction_for_comms(True)
-
-
-def layers_of(network: Network, model: PreTrainedModel) -> list[nn.Module]:
-    """Returns the layers of the decoder, by the classes that transformers never splits.
-
-    Raises CheckpointError where it names none.
-    """
-    kinds = set(model._no_split_modules or ())
-    found = [each for each in network.decoder.modules() if type(each).__name__ in kinds]
-    if not found:
-        raise CheckpointError(
-            f"transformers does not say which modules of {type(model).__name__} are its layers (_no_split_modules), so "
-            "nothing could be gathered layer by layer. Take backend=megatron, or another model."
-        )
-    return found
 
 
 def sharded_modules(network: nn.Module) -> Iterator[FSDPModule]:

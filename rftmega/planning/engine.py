@@ -3,6 +3,7 @@ in.
 """
 
 from functools import lru_cache
+from math import prod
 
 from converters import Rule
 from model_providers.description import ModelDescription
@@ -15,6 +16,8 @@ BATCHED = 8192  # tokens that vLLM computes at once
 
 def weight_bytes(planned: PlannedModel, ranks: int, itemsize: int = 2) -> int:
     """Returns the bytes of weights on the fullest of `ranks` processes that share an engine."""
+    if not planned.rules:
+        return itemsize * _by_shapes(planned, ranks)
     experts = planned.model.experts.number if planned.model.experts else 0
     elements = 0
     for rule in planned.rules:
@@ -22,6 +25,14 @@ def weight_bytes(planned: PlannedModel, ranks: int, itemsize: int = 2) -> int:
             layers = sum(map(rule.speaks_of, range(planned.model.layers))) if rule.per_layer else 1
             elements += layers * (experts if rule.per_expert else 1) * _elements(rule, ranks)
     return elements * itemsize
+
+
+def _by_shapes(planned: PlannedModel, ranks: int) -> int:
+    """Returns the elements of a model that no table knows: matrices are split, vectors are not."""
+    assert planned.groups is not None
+    shapes = [shape for group in planned.groups.apart for shape in group]
+    shapes += planned.groups.whole_pass
+    return sum(prod(shape) // (ranks if len(shape) > 1 else 1) for shape in shapes)
 
 
 @lru_cache(4096)

@@ -17,6 +17,7 @@ from rftmega.planning import engine
 from rftmega.planning.data_plane import on_each_host
 from rftmega.planning.memory import Budget, Bytes, cache_of, on_device, on_host
 from rftmega.planning.models import POLICY, PlannedModel
+from rftmega.planning.push_buffers import bound_of
 from rftmega.planning.times import Speeds, seconds
 from rftmega.planning.tower import patches_of_prompt
 from rftmega.validation import violations
@@ -176,7 +177,10 @@ def choices(
     """
     found = []
     if set(phases) - {"rollout"} or not config.trainer.offload:
-        found += _of_the_trainer(policy, config, machine)
+        if config.backend == "fsdp":
+            found += _of_shards(config, machine)
+        else:
+            found += _of_the_trainer(policy, config, machine)
     if config.algorithm.task == "rl":
         found.append([{"trainer.offload": True}] if not config.trainer.offload else [])
         if {"start", "rollout", "push"} & set(phases):
@@ -197,45 +201,73 @@ def _of_the_trainer(
     policy: PlannedModel, config: RunConfig, machine: Machine
 ) -> list[list[dict[str, Any]]]:
     world, parallel, model = machine.trainers(config), config.parallel, policy.model
-    powers = [2**n for n in range(int(math.log2(max(world, 1))) + 1)]
+    twos = powers(world)
     found: list[list[dict[str, Any]]] = [
         [
             {"parallel.tensor": t, "parallel.sequence": t > 1}
-            for t in powers
+            for t in twos
             if t != parallel.tensor and t <= machine.speeds.node
         ],
         [
-            {"parallel.pipeline": p, "parallel.virtual_pipeline": 1, **_stages(model.layers, p)}
-            for p in powers
+            {
+                "parallel.pipeline": p,
+                "parallel.virtual_pipeline": 1,
+                **stage_options(model.layers, p),
+            }
+            for p in twos
             if p != parallel.pipeline and p <= model.layers
         ],
-        [{"parallel.context": c} for c in powers if c != parallel.context and c <= 16],
+        [{"parallel.context": c} for c in twos if c != parallel.context and c <= 16],
         [{"parallel.virtual_pipeline": v} for v in (1, 2, 4) if v != parallel.virtual_pipeline],
         [{"parallel.recompute": "full"}] if parallel.recompute != "full" else [],
         [{"optimizer.distributed": True}] if not config.optimizer.distributed else [],
     ]
     if model.experts:
-        found.append([{"parallel.expert": e} for e in powers if e != parallel.expert])
-    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
-    cap = config.trainer.max_tokens_per_micro_batch
-    if config.algorithm.task != "reward_model" and not config.reward.model:
-        found.append([{"trainer.max_tokens_per_micro_batch": longest}] if longest < cap else [])
+        found.append([{"parallel.expert": e} for e in twos if e != parallel.expert])
+    found.append(_fewer_tokens(config))
     patches, bound = patches_of_prompt(model, config), config.trainer.max_patches_per_micro_batch
     if patches and (not bound or patches < bound):
         found.append([{"trainer.max_patches_per_micro_batch": patches}])
     return found
 
 
-def _stages(layers: int, stages: int) -> dict[str, int]:
+def _of_shards(config: RunConfig, machine: Machine) -> list[list[dict[str, Any]]]:
+    """Lists the choices of a trainer on FSDP2."""
+    world, parallel = machine.trainers(config), config.parallel
+    replicas = [n for n in powers(world) if world % n == 0 and n != parallel.replicas]
+    found: list[list[dict[str, Any]]] = [
+        [{"parallel.replicas": n} for n in replicas],
+        [{"parallel.recompute": "full"}] if parallel.recompute != "full" else [],
+        [{"parallel.reshard_after_forward": True}] if not parallel.reshard_after_forward else [],
+        [{"parallel.cpu_offload": True}] if not parallel.cpu_offload else [],
+    ]
+    return [*found, _fewer_tokens(config)]
+
+
+def powers(most: int) -> list[int]:
+    """Returns the powers of 2 up to `most`."""
+    return [2**n for n in range(int(math.log2(max(most, 1))) + 1)]
+
+
+def _fewer_tokens(config: RunConfig) -> list[dict[str, Any]]:
+    """Returns micro-batches of one row, where they may be."""
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    if config.algorithm.task == "reward_model" or config.reward.model:
+        return []
+    shorter = longest < config.trainer.max_tokens_per_micro_batch
+    return [{"trainer.max_tokens_per_micro_batch": longest}] if shorter else []
+
+
+def stage_options(layers: int, number: int) -> dict[str, int]:
     """Returns the options for stages that can't be equal: the last one, which has the output head
     as well, holds fewer layers.
     """
-    last = layers - (stages - 1) * math.ceil(layers / stages)
-    while last < 1 or (stages > 1 and (layers - last) % (stages - 1)):
+    last = layers - (number - 1) * math.ceil(layers / number)
+    while last < 1 or (number > 1 and (layers - last) % (number - 1)):
         last += 1
     return {
         "parallel.first_stage_layers": 0,
-        "parallel.last_stage_layers": 0 if layers % stages == 0 else last,
+        "parallel.last_stage_layers": 0 if layers % number == 0 else last,
     }
 
 
@@ -292,17 +324,10 @@ def refused(models: Mapping[str, PlannedModel], config: RunConfig, machine: Mach
 
 
 def push_bound(policy: PlannedModel, config: RunConfig) -> int:
-    """Returns the bytes of push buffers that are hardly exceeded: two buckets that come, and two
-    that go, of an engine's rank each.
-    """
+    """Returns the bytes of a run's push buffers that are hardly exceeded."""
     if config.algorithm.task != "rl" or config.strategy == "separate":
         return 0
-    model, bucket = policy.model, config.trainer.push_bucket_mib * 2**20
-    if model.experts:
-        bucket = max(
-            bucket, 3 * model.hidden * model.experts.ffn * model.experts.number * policy.itemsize
-        )
-    return 4 * bucket // config.rollout.tensor
+    return bound_of(policy, config.rollout.tensor, config.trainer.push_bucket_mib * 2**20)
 
 
 def total_seconds(models: Mapping[str, PlannedModel], config: RunConfig, machine: Machine) -> float:

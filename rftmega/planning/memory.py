@@ -12,10 +12,17 @@ from dataclasses import dataclass
 
 from rftmega.config import ParallelConfig, RunConfig
 from rftmega.parallel.micro_batches import fewest_micro_batches
-from rftmega.planning import activations, engine, tower
+from rftmega.planning import activations, engine, sharded, tower
 from rftmega.planning.activations import Load
-from rftmega.planning.models import POLICY, PlannedModel
-from rftmega.planning.states import ADAM, MAIN_PARAMETERS, PARAMETERS, elements_of, states
+from rftmega.planning.models import (
+    ADAM,
+    GRADIENTS,
+    MAIN_PARAMETERS,
+    PARAMETERS,
+    POLICY,
+    PlannedModel,
+)
+from rftmega.planning.states import elements_of, states
 
 Bytes = dict[str, int]  # by kind
 
@@ -47,26 +54,33 @@ def resident(
 
     `stages`: this process's.
     """
-    held = {name: states(planned, world, stages[name]) for name, planned in models.items()}
+    held = {
+        name: {} if planned.parallel.cpu_offload else states(planned, world, stages[name])
+        for name, planned in models.items()
+    }
     phases: dict[str, Bytes] = {}
     if config.algorithm.task == "rl":
         phases = {"start": {}, "rollout": {}} if config.strategy == "colocated" else {"rollout": {}}
     for name, planned in models.items():
         suffix = "" if name == POLICY else f"_{name}"
-        phases[f"score{suffix}"] = {PARAMETERS: held[name][PARAMETERS]}
+        phases[f"score{suffix}"] = {PARAMETERS: held[name].get(PARAMETERS, 0)}
         if planned.optimizer is not None:
             phases[f"update{suffix}"] = held[name]
     if config.algorithm.task == "rl":
-        phases["push"] = {PARAMETERS: held[POLICY][PARAMETERS]}
+        phases["push"] = {PARAMETERS: held[POLICY].get(PARAMETERS, 0)}
     if config.algorithm.task == "rl" and config.trainer.offload:
         return phases
     everything: Bytes = {}
     for parts in held.values():
         everything = {kind: everything.get(kind, 0) + size for kind, size in parts.items()}
-    found = dict.fromkeys(phases, everything)
+    freed = {kind: size for kind, size in everything.items() if kind != GRADIENTS}
+    found = {
+        phase: freed if config.backend == "fsdp" and not phase.startswith("update") else everything
+        for phase in phases
+    }
     if "start" in found:
         found["start"] = {
-            kind: size for kind, size in everything.items() if kind != ADAM
+            kind: size for kind, size in found["start"].items() if kind != ADAM
         }  # it has no states before its first step
     return found
 
@@ -144,6 +158,10 @@ def on_device(
                 "activations": activations.training(planned, stage, load) + learnt,
                 "log_probs": activations.log_probs(planned, stage, load, learns=True),
             }
+        if planned.groups is not None:
+            for phase, learns in ((f"score{suffix}", False), (f"update{suffix}", True)):
+                if phase in phases:
+                    phases[phase]["gathered"] = sharded.gathered(planned, world, learns=learns)
         if patches and not stage:
             phases[f"score{suffix}"]["tower"] = tower.scoring(planned, stage, patches)
             if planned.optimizer is not None:
@@ -185,6 +203,14 @@ def experience_bytes(config: RunConfig) -> int:
     )
 
 
+def _held(planned: PlannedModel, world: int, stage: int) -> tuple[int, int]:
+    """Returns (the weights of one process, bytes of each as further weights are kept)."""
+    if planned.groups is None:
+        return elements_of(planned, stage), planned.itemsize
+    shards = sharded.shards_of(planned, world)
+    return sharded.elements_of(planned.groups, shards), sharded.FLOAT
+
+
 def on_host(
     models: Mapping[str, PlannedModel], config: RunConfig, world: int, stages: Mapping[str, int]
 ) -> Bytes:
@@ -192,15 +218,19 @@ def on_host(
     device, what a save writes from (`data_plane.on_each_host`: what all processes have in common).
     """
     policy, found = models[POLICY], Bytes()
-    elements = elements_of(policy, stages[POLICY])
-    offloads = config.algorithm.task == "rl" and config.trainer.offload
+    elements, itemsize = _held(policy, world, stages[POLICY])
+    there = config.parallel.cpu_offload
+    offloads = config.algorithm.task == "rl" and config.trainer.offload and not there
     if config.algorithm.kl.coef > 0:
-        found["reference"] = elements * policy.itemsize
+        found["reference"] = elements * itemsize
     if config.algorithm.ema_beta > 0:
         # and what an optimizer step's weights are copied to
-        found["average"] = elements * (4 + policy.itemsize)
-    if found and not offloads:
-        found["policy"] = elements * policy.itemsize  # where it waits while the device holds others
+        found["average"] = elements * (4 + itemsize)
+    if found and not offloads and not there:
+        found["policy"] = elements * itemsize  # where it waits while the device holds others
+    if there:
+        held = [states(planned, world, 0) for planned in models.values()]
+        found["sharded"] = sum(sum(parts.values()) for parts in held)
     # of the first of equal holders, which writes; kept for the next save
     if config.checkpoint.every:
         learnt = [

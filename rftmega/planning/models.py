@@ -9,9 +9,17 @@ from converters import Rule, table
 from model_providers.description import ModelDescription, describe
 from model_providers.hf_config import read_hf_config
 from rftmega.config import OptimizerConfig, ParallelConfig, RunConfig
+from rftmega.errors import CheckpointError
+from rftmega.planning.groups import Groups, read_groups
 
 POLICY = "policy"
 BYTES = {"float32": 4, "bfloat16": 2}
+PARAMETERS, GRADIENTS, MAIN_PARAMETERS, ADAM = STATES = (
+    "parameters",
+    "gradients",
+    "main_parameters",
+    "adam",
+)
 
 
 @dataclass(frozen=True)
@@ -28,6 +36,7 @@ class PlannedModel:
     # Engine
     narrow_whole: bool
     frozen_tower: bool = False  # the vision tower does not learn
+    groups: Groups | None = None  # of FSDP2; None: Megatron's layouts
 
     def with_layout(
         self, parallel: ParallelConfig, optimizer: OptimizerConfig | None
@@ -48,10 +57,13 @@ def models_of(
     def planned(
         path: str, parallel: ParallelConfig, optimizer: OptimizerConfig | None, *, value: bool
     ) -> PlannedModel:
-        hf_config = read_hf_config(path)
-        rules = table(hf_config, value_head=value)
+        model, rules, groups = (
+            _sharded(path, value=value)
+            if config.backend == "fsdp"
+            else (*_of_a_family(path, value=value), None)
+        )
         return PlannedModel(
-            describe(hf_config),
+            model,
             rules,
             parallel,
             optimizer,
@@ -59,6 +71,7 @@ def models_of(
             itemsize,
             narrow_whole,
             config.model.freeze_vision,
+            groups,
         )
 
     policy = config.model.path
@@ -75,3 +88,19 @@ def models_of(
     if config.reward.model:
         found["reward_model"] = planned(config.reward.model_path, config.parallel, None, value=True)
     return found
+
+
+def _of_a_family(path: str, *, value: bool) -> tuple[ModelDescription, Sequence[Rule]]:
+    hf_config = read_hf_config(path)
+    return describe(hf_config), table(hf_config, value_head=value)
+
+
+def _sharded(path: str, *, value: bool) -> tuple[ModelDescription, Sequence[Rule], Groups]:
+    """Describes a decoder of transformers: by our tables where they know it, without rules where
+    they do not.
+    """
+    counted, groups = read_groups(path, value=value)
+    try:
+        return *_of_a_family(path, value=value), groups
+    except CheckpointError:
+        return counted, (), groups

@@ -11,6 +11,7 @@ import torch
 from converters import Rule
 from model_providers.description import ModelDescription
 from rftmega.config import RunConfig
+from rftmega.planning.engine import weight_bytes
 from rftmega.planning.engine_needs import needed_boxes
 from rftmega.planning.models import PlannedModel
 from rftmega.planning.push_plan import Engines, Placement, placements
@@ -70,11 +71,40 @@ def push_of(
     """Simulates a push into engines of `engine_tensor` of the trainer's own processes, which load
     as vLLM does. `layers`: only these.
     """
+    if planned.groups is not None:
+        return _of_rows(planned, world, engine_tensor, bucket_bytes)
     placed = tensors_of_plan(planned, world, engine_tensor, layers)
     tensors = [each.tensor for each in placed]
     kinds = [_needs(placed, rank, engine_tensor) for rank in range(engine_tensor)]
     kind_of = [rank % engine_tensor for rank in range(world)]
     return simulated(tensors, kinds, kind_of, bucket_bytes, planned.model, alone=layers is not None)
+
+
+def _of_rows(planned: PlannedModel, world: int, engine_tensor: int, bucket_bytes: int) -> Push:
+    """Bounds the push of a model on FSDP2: every process of a replica sends its rows of two buckets
+    while it gets those of the others.
+    """
+    shards = world // planned.parallel.replicas
+    read = weight_bytes(planned, engine_tensor, planned.itemsize)
+    sent = {
+        (first + source, first + target): read // shards
+        for first in range(0, world, shards)
+        for source in range(shards)
+        for target in range(shards)
+        if source != target
+    }
+    return Push([bound_of(planned, engine_tensor, bucket_bytes)] * world, sent, 1.0)
+
+
+def bound_of(planned: PlannedModel, engine_tensor: int, bucket_bytes: int) -> int:
+    """Returns the bytes of buffers that are hardly exceeded: two buckets that come, and two that
+    go, of an engine's rank each. A layer's experts are one bucket, however many.
+    """
+    experts = planned.model.experts
+    if experts:
+        whole = 3 * planned.model.hidden * experts.ffn * experts.number * planned.itemsize
+        bucket_bytes = max(bucket_bytes, whole)
+    return 4 * bucket_bytes // engine_tensor
 
 
 def simulated(

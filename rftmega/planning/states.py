@@ -1,5 +1,5 @@
 """Bytes of weights, gradients, main parameters and Adam of one process, as Megatron 0.16 allocates
-them.
+them (`sharded`: as FSDP2 does).
 
 Gradients live in one float32 buffer a chunk of layers, and another of its experts. The distributed
 optimizer puts the weights into such a buffer too, starts each parameter at a multiple of 64
@@ -18,14 +18,16 @@ from converters import Rule, shard_shape
 from converters.rules import Column
 from converters.vision import is_of_tower
 from model_providers.description import ModelDescription, stage_layers
-from rftmega.planning.models import PlannedModel
-
-PARAMETERS, GRADIENTS, MAIN_PARAMETERS, ADAM = STATES = (
-    "parameters",
-    "gradients",
-    "main_parameters",
-    "adam",
+from rftmega.planning import sharded
+from rftmega.planning.models import (
+    ADAM,
+    GRADIENTS,
+    MAIN_PARAMETERS,
+    PARAMETERS,
+    STATES,
+    PlannedModel,
 )
+
 BUFFERS = ("router.expert_bias",)  # of Megatron's modules: weights to us, but nothing learns them
 START, END = 64, 128  # elements that parameters, and buffers, are aligned to
 
@@ -90,7 +92,7 @@ def _experts(model: ModelDescription) -> int:
 
 
 def elements_of(planned: PlannedModel, stage: int) -> int:
-    """Returns the parameters of one process of a stage."""
+    """Returns the parameters of one process of a stage of Megatron's."""
     return sum(
         size * number
         for chunk in chunks_of(planned, stage)
@@ -113,14 +115,16 @@ def states(planned: PlannedModel, world: int, stage: int) -> dict[str, int]:
 
     Adam's as they are after the first optimizer step.
     """
+    if planned.groups is not None:
+        return sharded.states(planned, world)
     optimizer, totals = planned.optimizer, dict.fromkeys(STATES, 0)
     for size, elements, shared_by in _buffers(planned, world, stage):
-        sharded = optimizer is not None and optimizer.distributed
-        totals[PARAMETERS] += planned.itemsize * (size if sharded else elements)
+        split = optimizer is not None and optimizer.distributed
+        totals[PARAMETERS] += planned.itemsize * (size if split else elements)
         if optimizer is None:
             continue
-        totals[GRADIENTS] += 4 * (size if sharded else elements)
-        own = math.ceil(elements / shared_by) if sharded else elements
+        totals[GRADIENTS] += 4 * (size if split else elements)
+        own = math.ceil(elements / shared_by) if split else elements
         totals[MAIN_PARAMETERS] += 4 * own if planned.itemsize < 4 else 0
         totals[ADAM] += 8 * own
     totals[PARAMETERS] += planned.itemsize * _outside_buffers(planned, stage)

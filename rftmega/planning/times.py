@@ -11,11 +11,18 @@ from dataclasses import dataclass
 from model_providers.description import ModelDescription
 from rftmega.config import RunConfig
 from rftmega.flops import BACKWARD, forward_flops
-from rftmega.planning import data_plane, engine
+from rftmega.planning import data_plane, engine, sharded
 from rftmega.planning.memory import Cache, load_of, rows_of
-from rftmega.planning.models import POLICY, PlannedModel
+from rftmega.planning.models import (
+    ADAM,
+    GRADIENTS,
+    MAIN_PARAMETERS,
+    PARAMETERS,
+    POLICY,
+    PlannedModel,
+)
 from rftmega.planning.push_buffers import Push
-from rftmega.planning.states import ADAM, GRADIENTS, MAIN_PARAMETERS, PARAMETERS, sharers, states
+from rftmega.planning.states import sharers, states
 
 
 @dataclass(frozen=True)
@@ -66,9 +73,14 @@ def seconds(
             if name == POLICY:  # itself, unless its update says it, and the reference
                 passes = (not config.late_scoring) + (config.algorithm.kl.coef > 0)
             found[f"score{suffix}"] = {"compute": forward * passes}
+            if planned.groups is not None:
+                load = load_of(config, planned.parallel, world)
+                times = passes * load.micro_batches * config.algorithm.updates_per_epoch
+                gathers = times * _gather(planned, world, speeds)
+                found[f"score{suffix}"]["gathers"] = max(0.0, gathers - forward * passes)
         if planned.optimizer is not None:
             found[f"update{suffix}"] = _learning(planned, config, world, forward, speeds)
-    if config.algorithm.task == "rl" and config.trainer.offload:
+    if config.algorithm.task == "rl" and config.trainer.offload and not config.parallel.cpu_offload:
         held = states(models[POLICY], world, 0)
         both_ways = held[PARAMETERS] + held[MAIN_PARAMETERS] + held[ADAM]
         found["update"]["offload"] = 2 * both_ways / speeds.host
@@ -140,6 +152,8 @@ def _learning(
     load = load_of(config, parallel, world)
     again = 1 if parallel.recompute == "full" else 0
     compute = forward * (1 + BACKWARD + again) * config.algorithm.epochs_per_rollout
+    if planned.groups is not None:
+        return {"compute": compute} | _exchanged(planned, config, world, compute, speeds)
     stage = world // parallel.pipeline
     # a process's
     tokens = (
@@ -175,6 +189,36 @@ def _learning(
             reduced * (1 - 1 / shared_by) * config.algorithm.steps_per_rollout / speeds.link(stage)
         )
     return found
+
+
+def _exchanged(
+    planned: PlannedModel, config: RunConfig, world: int, compute: float, speeds: Speeds
+) -> dict[str, float]:
+    """Returns the seconds that gathers and reductions of FSDP2 take beyond the computation, which
+    they go on beside, and those of the copies to and from the host.
+    """
+    assert planned.groups is not None
+    parallel, steps = planned.parallel, config.algorithm.steps_per_rollout
+    shards = sharded.shards_of(planned, world)
+    held = sharded.elements_of(planned.groups, shards)
+    passes = load_of(config, parallel, world).micro_batches * steps
+    gathers = passes * (2 if parallel.reshard_after_forward else 1)
+    reduced = sharded.FLOAT * held * (shards - 1) / speeds.link(shards)
+    replicas = parallel.replicas
+    averaged = 2 * sharded.FLOAT * held * (replicas - 1) / replicas / speeds.link(world)
+    whole = gathers * _gather(planned, world, speeds) + passes * reduced + steps * averaged
+    found = {"gathers": max(0.0, whole - compute)}
+    if parallel.cpu_offload:
+        found["host"] = sharded.FLOAT * held * (gathers + passes) / speeds.host
+    return found
+
+
+def _gather(planned: PlannedModel, world: int, speeds: Speeds) -> float:
+    """Returns the seconds in which a process gets what the others of its replica hold."""
+    assert planned.groups is not None
+    shards = sharded.shards_of(planned, world)
+    held = sharded.elements_of(planned.groups, shards)
+    return planned.itemsize * held * (shards - 1) / speeds.link(shards)
 
 
 def _routed(model: ModelDescription, planned: PlannedModel, tokens: float) -> float:

@@ -10,7 +10,7 @@ from rftmega.device.residency import Residency
 from rftmega.parallel.layout import place_of
 from rftmega.parallel.process_group import World
 from rftmega.planning.memory import resident
-from rftmega.planning.models import POLICY, models_of
+from rftmega.planning.models import GRADIENTS, POLICY, models_of
 from rftmega.planning.push_buffers import push_buffers
 from rftmega.types import Metrics
 
@@ -19,14 +19,14 @@ Predicted = Mapping[str, Mapping[str, int]]  # phase -> kind -> bytes
 
 
 def predicted(config: RunConfig, world: World) -> Predicted:
-    """Predicts by `rftmega.planning` the bytes that this process will hold in each phase.
-
-    It knows Megatron's layouts only.
+    """Predicts by `rftmega.planning` the bytes that this process will hold at the end of each
+    phase.
     """
-    if config.backend != "megatron":
-        return {}
     auto = str(device.current().train_dtype).removeprefix("torch.")
     models = models_of(config, auto=auto, narrow_whole=uses_transformer_engine())
+    if config.backend == "fsdp":  # gradients are freed by then
+        phases = resident(models, config, world.size, dict.fromkeys(models, 0))
+        return {phase: parts | {GRADIENTS: 0} for phase, parts in phases.items()}
     stages = {
         name: place_of(world.rank, world.size, planned.parallel).stage
         for name, planned in models.items()
@@ -70,6 +70,7 @@ class Memory:
         for kind in measured.keys() | predicted.keys():
             if measured[kind] or predicted.get(kind, 0):
                 self._keep(kind, measured[kind])
+            if kind in predicted and (measured[kind] or predicted[kind]):
                 self._metrics[f"memory_{self._phase}_{kind}_mib_predicted"] = (
                     predicted.get(kind, 0) / MIB
                 )

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.e2e.conftest import metrics_of
+from tests.e2e.test_loop import assert_memory_as_predicted
 from tests.plain_backend import PlainBackend
 from tests.ranks import run_ranks
 
@@ -57,6 +58,8 @@ def test_another_backend_trains_pushes_saves_and_resumes_as_megatron_does(
     for line, expected in zip(seen, wanted, strict=True):
         for name in COMPARED:
             assert line[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
+        if another == "fsdp":
+            assert_memory_as_predicted(line)
     exports = [load_file(next(folder.rglob("model*.safetensors"))) for folder in (theirs, megatron)]
     weights, expected = exports
     assert weights.keys() == expected.keys()

@@ -1,6 +1,5 @@
 """Activations against the formulas of arXiv:2205.05198 and against what torch really keeps."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -11,6 +10,7 @@ from rftmega.kernels.linear_log_probs import VocabularyShard, linear_stats
 from rftmega.planning import activations, engine
 from rftmega.planning.activations import Load, chunks_in_flight, layer_bytes
 from rftmega.planning.memory import load_of
+from tests.allocations import most_bytes
 from tests.unit.planning.test_states import planned
 
 P = ParallelConfig
@@ -58,22 +58,6 @@ def test_experts_cost_as_many_as_a_token_goes_to() -> None:
     sparse, plain = layer_bytes(dense, P(), 3, 2), layer_bytes(dense, P(), 0, 2)
     routed = 8 * (2 * 7168 + 4 * 2048) * 2 + 3 * 4 * 256
     assert sparse - plain == pytest.approx(routed + 4 * 2048 * 2 - 4 * 18432 * 2)
-
-
-def most_bytes(work: Callable[[], None]) -> int:
-    """The most that tensors made in `work` hold at once, as torch's allocator tells it."""
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profile:
-        work()
-    held = most = 0
-    for event in sorted(
-        profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()
-    ):
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            most = max(most, held)
-    return most
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

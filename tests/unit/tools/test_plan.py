@@ -87,13 +87,31 @@ def test_what_does_not_fit_is_said_with_the_nearest_layout_that_does(
     )
 
 
+def test_a_run_on_fsdp_is_planned_and_a_backend_recommended(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sharded = ("backend=fsdp", "parallel.tensor=1", "parallel.pipeline=1")
+    sharded += ("parallel.sequence=false", "optimizer.distributed=false")
+    assert plan.main(given("llama-3-70b", *sharded)) == 1
+    said = capsys.readouterr().out
+    assert max(map(len, said.splitlines())) <= plan.WIDTH
+    assert "1 replica(s) of FSDP over 64, ZeRO-3, on 64 devices" in said
+    assert "\n  parallel.recompute=full    (a step" in said
+    assert "\nRecommended: backend=megatron: a step under fsdp takes" in said
+    assert plan.main(given("llama-3-70b", *sharded, "parallel.recompute=full", "--json")) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["backend"] == "fsdp"
+    assert found["stages"][0]["update"]["gathered"] > found["stages"][0]["score"]["gathered"] > 0
+    assert found["recommended"]["best"]["fsdp"]["changes"]["parallel.recompute"] == "full"
+
+
 @pytest.mark.parametrize(
     ("more", "complaint"),
     [
         (["parallel.tensor=3"], "number of attention heads"),
         (["--gpu-memory", "2"], "more than --reserved-gb"),
         (["--nic-gbs", "0"], "must be positive"),
-        (["backend=fsdp"], "backend=fsdp: plans are of Megatron's layouts"),
+        (["backend=fsdp"], "parallel.tensor=8 needs backend=megatron"),
         (["parallel.tensr=2"], "Did you mean parallel.tensor?"),
     ],
 )

@@ -1,0 +1,79 @@
+"""Bytes of weights, gradients and Adam of one process of FSDP2 (torch 2.13), and of what it gathers.
+
+Each parameter is split by rows into equal blocks over the processes of a replica; the last one may
+be short, its memory is not. What is gathered together is gathered one ahead of the computation.
+"""
+
+from math import prod
+
+from rftmega.planning.groups import Groups, Shape
+from rftmega.planning.models import ADAM, GRADIENTS, MAIN_PARAMETERS, PARAMETERS, PlannedModel
+
+FLOAT = 4  # bytes of a row's weight, gradient and each moment, whatever the forward pass is in
+
+
+def shards_of(planned: PlannedModel, world: int) -> int:
+    """Returns the processes that one copy of the model is sharded over."""
+    return world // planned.parallel.replicas
+
+
+def elements_of(groups: Groups, shards: int) -> int:
+    """Returns the elements that one process has memory for."""
+    return sum(_rows(shapes, shards) for shapes in (*groups.apart, groups.whole_pass))
+
+
+def _rows(shapes: tuple[Shape, ...], shards: int) -> int:
+    return sum(-(-shape[0] // shards) * prod(shape[1:]) for shape in shapes)
+
+
+def states(planned: PlannedModel, world: int) -> dict[str, int]:
+    """Returns bytes by part of each process, on the device or, with `cpu_offload`, on the host.
+
+    Gradients as they are before the optimizer step, Adam's moments after the first.
+    """
+    assert planned.groups is not None
+    held = elements_of(planned.groups, shards_of(planned, world))
+    narrow = planned.itemsize if planned.itemsize < FLOAT else 0  # rows rounded, for pushes
+    learns = planned.optimizer is not None
+    return {
+        PARAMETERS: (FLOAT + narrow) * held,
+        GRADIENTS: FLOAT * held * learns,
+        MAIN_PARAMETERS: 0,
+        ADAM: 2 * FLOAT * held * learns,
+    }
+
+
+def gathered(planned: PlannedModel, world: int, *, learns: bool) -> int:
+    """Returns the bytes of whole parameters and gradients at the peak of a pass, and of the buffers
+    that they come and go in.
+
+    Of a group: what the others sent is in one buffer, which is kept until the next has come, and is
+    copied from there into the parameters. Gradients of the group are copied into another buffer,
+    whose sum over the processes is on its way while the next group computes.
+    """
+    assert planned.groups is not None
+    groups, shards = planned.groups, shards_of(planned, world)
+    wide, cast = planned.itemsize, planned.itemsize < FLOAT
+    apart = [shards * _rows(shapes, shards) for shapes in groups.apart]
+    always = shards * _rows(groups.whole_pass, shards)
+    buffers = apart if shards > 1 else [0] * len(apart)
+    sent = [size / shards if cast else 0.0 for size in apart]
+    # a gradient of the output weight is among what log-probs take
+    grown = [*apart[:-1], apart[-1] if planned.value else 0]
+    zero3 = planned.parallel.reshard_after_forward
+    at_once = [0 if zero3 else sum(apart) - size for size in apart]
+    last = len(apart) - 1
+    peaks = []
+    for number, size in enumerate(apart):
+        before = max(0, number - 1)
+        arriving = buffers[before] * (before != number) + buffers[number] + sent[number]
+        peaks.append(wide * (arriving + size + at_once[number]))
+        if not learns:
+            continue
+        ahead = (buffers[before] + sent[before]) * (zero3 and before != number)
+        behind = FLOAT * apart[number + 1] if number < last else 0
+        computing = size + behind / wide
+        leaving = FLOAT * size / wide
+        peaks.append(wide * (ahead + grown[number] + at_once[number] + max(computing, leaving)))
+    whole = wide * always * (2 if learns else 1)
+    return int(max(peaks) + whole)

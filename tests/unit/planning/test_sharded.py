@@ -1,0 +1,204 @@
+"""A plan of FSDP2 against torch's own blocks and sums made by hand; tests/distributed/test_plan.py
+measures.
+"""
+
+import json
+from math import prod
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rftmega import config as configuration
+from rftmega.config import ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
+from rftmega.launch import disk_space
+from rftmega.planning import engine, memory, times
+from rftmega.planning.backends import best_of, on_backend, recommended
+from rftmega.planning.fit import Machine, misfits, nearest, refused
+from rftmega.planning.groups import Groups
+from rftmega.planning.memory import Budget, load_of
+from rftmega.planning.models import POLICY, PlannedModel, models_of
+from rftmega.planning.sharded import elements_of, gathered, states
+from rftmega.planning.times import Speeds
+from tests.tiny_decoders import save_decoder
+
+GB = 1e9
+EXAMPLES = Path(__file__).parents[3] / "examples/planning"
+SPEEDS = Speeds(989e12, 3350 * GB, 450 * GB, 50 * GB, 50 * GB, 8)
+P = ParallelConfig
+SMALL = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 151_936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40_960,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+}  # Qwen3-0.6B
+
+
+def config_of(path: Path, parallel: ParallelConfig, dtype: str = "bfloat16") -> RunConfig:
+    config = RunConfig(backend="fsdp", model=ModelConfig(path=str(path), dtype=dtype))
+    config.parallel = config.critic.parallel = parallel
+    config.rollout.max_prompt_tokens, config.rollout.max_response_tokens = 512, 1536
+    config.trainer.prompts_per_step, config.trainer.offload = 128, True
+    return config
+
+
+def small(folder: Path) -> Path:
+    (folder / "config.json").write_text(json.dumps(SMALL))
+    return folder
+
+
+def example(name: str) -> RunConfig:
+    path = f"model.path={EXAMPLES / name}"
+    return configuration.load(EXAMPLES / name / "run.yaml", [path])
+
+
+def machine(devices: int, memory: float = 80) -> Machine:
+    return Machine(devices, Budget(memory * GB, 4 * GB), SPEEDS)
+
+
+@pytest.mark.parametrize("shards", [1, 3, 64])
+@pytest.mark.parametrize("name", ["llama-3-70b", "qwen3-235b-a22b"])
+def test_a_process_has_the_first_of_torchs_blocks_of_every_parameter(
+    name: str, shards: int
+) -> None:
+    planned = models_of(config_of(EXAMPLES / name, P()))[POLICY]
+    with torch.device("meta"):
+        config = AutoConfig.from_pretrained(EXAMPLES / name)
+        parameters = list(AutoModelForCausalLM.from_config(config).parameters())
+    assert planned.groups is not None
+    first = sum(parameter.chunk(shards)[0].numel() for parameter in parameters)
+    assert elements_of(planned.groups, shards) == first
+    held = states(planned, 2 * shards)
+    halved = elements_of(planned.groups, 2 * shards)
+    assert list(held.values()) == [(4 + 2) * halved, 4 * halved, 0, 8 * halved]
+
+
+def planned_of(parallel: ParallelConfig, itemsize: int) -> PlannedModel:
+    """An embedding, three layers and a head of 10 x 4 and so on, and a norm."""
+    groups = Groups((((10, 4),), ((8, 4), (4, 2)), ((8, 4), (4, 2)), ((10, 4),)), ((4,),))
+    described = SimpleNamespace(experts=None)
+    optimizer = OptimizerConfig()
+    return PlannedModel(
+        described,  # type: ignore[arg-type]
+        (),
+        parallel,
+        optimizer,
+        value=False,
+        itemsize=itemsize,
+        narrow_whole=False,
+        groups=groups,
+    )
+
+
+def test_what_a_pass_gathers_is_the_sum_of_what_torch_keeps_at_once() -> None:
+    """Of two layers of 40 elements between matrices of 40; the norm is there all the time."""
+    wide, narrow = planned_of(P(), 4), planned_of(P(), 2)
+    # the buffer of the one before, that of this one, and the parameters
+    assert gathered(wide, 2, learns=False) == 4 * (40 + 40 + 40 + 4)
+    assert gathered(narrow, 2, learns=False) == 2 * (3 * 40 + 40 / 2 + 4)
+    # one that comes, parameters, their gradients, gradients of the one behind in float32
+    assert gathered(wide, 2, learns=True) == 4 * (40 + 40 + 40 + 40 + 2 * 4)
+    assert gathered(narrow, 2, learns=True) == 2 * (3 * 40 + 20 + 2 * 4) + 4 * 40
+    # with ZeRO-2 all are there, and none comes in the backward pass
+    kept = planned_of(P(reshard_after_forward=False), 4)
+    assert gathered(kept, 2, learns=False) == 4 * (4 * 40 + 2 * 40 + 4)
+    assert gathered(kept, 2, learns=True) == 4 * (4 * 40 + 40 + 40 + 2 * 4)
+    # where nothing is sharded there is nothing to come
+    assert gathered(planned_of(P(replicas=2), 4), 2, learns=False) == 4 * (40 + 4)
+
+
+def test_with_cpu_offload_the_host_has_what_the_device_has_not(tmp_path: Path) -> None:
+    config = config_of(small(tmp_path), P(cpu_offload=True))
+    models, stages = models_of(config), {POLICY: 0}
+    held = states(models[POLICY], 8)
+    phases = memory.on_device(models, config, 8, stages, Budget(80 * GB), 0)
+    assert phases["update"].keys() & held.keys() <= {"parameters"}
+    assert phases["update"].get("parameters", 0) == 0
+    assert phases["update"]["gathered"] > 0
+    assert memory.on_host(models, config, 8, stages)["sharded"] == sum(held.values())
+
+
+def test_gathers_take_time_only_beyond_the_computation(tmp_path: Path) -> None:
+    config = config_of(small(tmp_path), P(replicas=2))
+    models = models_of(config)
+    elements = elements_of(models[POLICY].groups or Groups((), ()), 8)
+    micro_batches = load_of(config, config.parallel, 16).micro_batches
+    found = times.seconds(models, config, 16, None, None, SPEEDS)["update"]
+    gathers = 2 * micro_batches * 2 * elements * 7 / (450 * GB)  # before each pass, bfloat16
+    reduced = micro_batches * 4 * elements * 7 / (450 * GB)
+    replicas = 2 * 4 * elements * 1 / 2 / (50 * GB)  # once, between nodes
+    slow = Speeds(
+        1e30, *(getattr(SPEEDS, name) for name in ("memory", "nvlink", "nic", "host", "node"))
+    )
+    exposed = times.seconds(models, config, 16, None, None, slow)["update"]["gathers"]
+    assert exposed == pytest.approx(gathers + reduced + replicas)
+    assert found["gathers"] == pytest.approx(max(0.0, exposed - found["compute"]))
+    assert found["compute"] > 0
+
+
+def test_a_family_that_no_table_knows_is_planned_too(tmp_path: Path) -> None:
+    """OLMo 2: weights of the engine by shape, free disk space by count."""
+    folder = save_decoder(tmp_path, "olmo2")
+    config = config_of(folder, P(), dtype="float32")
+    config.checkpoint.every = 5
+    planned = models_of(config)[POLICY]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    shapes = [tuple(parameter.shape) for parameter in model.parameters()]
+    counted = sum(map(prod, shapes))
+    assert planned.model.parameters == counted
+    halved = sum(prod(shape) // (2 if len(shape) == 2 else 1) for shape in shapes)
+    assert engine.weight_bytes(planned, 2) == 2 * halved
+    checkpoints = f"{config.trainer.output}/checkpoints"
+    assert disk_space.needed(config)[checkpoints] == counted * (4 + 8)
+
+
+def test_the_nearest_that_fits_is_one_of_fsdp(tmp_path: Path) -> None:
+    config = config_of(EXAMPLES / "llama-3-70b", P())
+    config.rollout.tensor = 8
+    where = machine(64)
+    models = models_of(config)
+    assert refused(models, config, where) == []
+    assert misfits(models, config, where, 0)
+    proposal, _ = nearest(models, config, where)
+    assert proposal is not None
+    assert proposal.changes.keys() <= {"parallel.recompute", "trainer.max_tokens_per_micro_batch"}
+
+
+def test_a_backend_is_recommended_for_a_reason(tmp_path: Path) -> None:
+    few = recommended(config_of(small(tmp_path), P()), machine(8))
+    assert few.backend == "fsdp"
+    assert "less to choose" in few.why
+    many = recommended(example("llama-3-70b"), machine(64))
+    assert many.backend == "megatron"
+    assert "times as long" in many.why
+    assert min(best.seconds for best in many.best.values()) > 0
+    (tmp_path / "olmo").mkdir()
+    unknown = recommended(config_of(save_decoder(tmp_path / "olmo", "olmo2"), P()), machine(8))
+    assert unknown.backend == "fsdp"
+    assert "olmo2" in unknown.why
+    sparse = recommended(example("deepseek-v3"), machine(512))
+    assert sparse.backend == "megatron"
+    assert "gathered" in sparse.why
+
+
+def test_the_other_backend_is_looked_at_without_this_ones_options() -> None:
+    config = config_of(EXAMPLES / "llama-3-70b", P(replicas=2))
+    config.backend, config.parallel = "megatron", P(tensor=8, sequence=True, pipeline=4)
+    config.optimizer.distributed = config.optimizer.overlap_grad_reduce = True
+    other = on_backend(config, "fsdp")
+    assert (other.parallel, other.critic.parallel) == (P(), P())
+    assert not other.optimizer.distributed
+    assert not other.optimizer.overlap_grad_reduce
+    assert config.parallel.tensor == 8
+    assert best_of(on_backend(other, "megatron"), machine(8, memory=10)).changes is None
