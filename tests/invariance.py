@@ -195,7 +195,8 @@ SHARDED_ROWS = {
     "FSDP 2, on the host": Layout(2, P(cpu_offload=True), backend="fsdp"),
     "FSDP 2, full recompute": Layout(2, P(recompute="full"), backend="fsdp"),
 }
-for variant in ("qwen3", "qwen2-tied", "qwen3-moe"):
+# transformers transposes the experts of qwen3_vl_moe, which is refused by name
+for variant in ("qwen3", "qwen2-tied", "qwen3-moe", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"):
     LAYOUTS[variant] |= SHARDED_ROWS
 ALONE = Layout(1, P())
 # With the modules of Transformer Engine (its stub), against one process without.

@@ -44,7 +44,7 @@ MAY_IMPORT = {
     "parallel": "config ragged errors device",
     "megatron": "config types media shards errors json_files device parallel passes kernels checkpoint model_providers "
     "converters hf_folders",
-    "fsdp": "config types shards errors json_files device parallel passes kernels checkpoint model_providers hf_folders",
+    "fsdp": "config types media shards errors json_files device parallel passes kernels checkpoint model_providers hf_folders",
     "checkpoint": "config shards errors json_files device parallel converters hf_folders",
     "conversion": "config errors json_files parallel checkpoint megatron model_providers converters hf_folders",
     "requests": "media types",

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from rftmega.fsdp.packed_attention import EDGES
+from rftmega.media.fed import FedPictures
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,13 +22,22 @@ class Feed:
     columns: int
 
 
-def feed(tokens: Tensor, lengths: Tensor, *, packed: bool, where: torch.device) -> Feed:
+def feed(
+    tokens: Tensor,
+    lengths: Tensor,
+    *,
+    packed: bool,
+    where: torch.device,
+    pictures: FedPictures | None = None,
+) -> Feed:
     """Feeds the tokens [B, T + 1] of rows of so many tokens each, on the host, but each row's last,
     which predicts nothing here.
 
     Packed rows lie end to end, and their attention is told their `edges`. Padded ones have filler
     at their ends, which a causal decoder's earlier tokens never see, so it needs no mask. A batch
     without targets is one token of filler.
+
+    `pictures` are those of a model that sees, of packed rows; what its tower is fed is never empty.
     """
     rows, columns = tokens.shape[0], tokens.shape[1] - 1
     real = torch.arange(columns) < lengths[:, None] - 1
@@ -49,6 +59,8 @@ def feed(tokens: Tensor, lengths: Tensor, *, packed: bool, where: torch.device) 
             "position_ids": positions[grid][None].to(where),
             EDGES: edges,
         }
+        if pictures is not None:
+            arguments |= _seen(pictures, grid, where)
         places = torch.arange(edges[-1])
     else:
         arguments = {
@@ -57,3 +69,22 @@ def feed(tokens: Tensor, lengths: Tensor, *, packed: bool, where: torch.device) 
         }
         places = grid.flatten().nonzero()[:, 0]
     return Feed(arguments, places.to(where), targets.to(where), slots.to(where), rows, columns)
+
+
+def _seen(pictures: FedPictures, grid: Tensor, where: torch.device) -> dict[str, Tensor]:
+    """Returns positions [3, 1, N] and features [1, N] of the tokens of `grid`, and the tower's
+    arguments.
+    """
+    assert pictures.pixels is not None
+    assert pictures.grids is not None
+    rows, width = grid.shape
+    filler = not len(pictures.features)
+    positions = torch.zeros(1, 1, 3, dtype=torch.int64) if filler else pictures.positions
+    features = torch.zeros(1, 1, dtype=torch.int64) if filler else pictures.features
+    found = {
+        "position_ids": positions[:rows, :width][grid].T[:, None],
+        "features": features[:rows, :width][grid][None],
+        "pixels": pictures.pixels,
+        "grids": pictures.grids,
+    }
+    return {name: given.to(where, non_blocking=True) for name, given in found.items()}

@@ -1,8 +1,10 @@
 """FSDPModelManager builds this process's shard of a model, and owns its optimizer and schedule."""
 
 import math
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -19,9 +21,12 @@ from rftmega.fsdp.mesh import ShardingMesh
 from rftmega.fsdp.module import VALUE_BIAS, VALUE_WEIGHT, Built, build
 from rftmega.fsdp.names import HEAD, Placed, ShardPlan, differs_from, places_of, plans_of, read
 from rftmega.fsdp.sharding import local, materialise, shard_parameters, sharded_modules
+from rftmega.hf_folders.decoder import tower_of
 from rftmega.hf_folders.hf_folder import HFFolder, is_finite
 from rftmega.hf_folders.meta_decoder import describe
 from rftmega.json_files import read_json_object
+from rftmega.media.placed import PlacedPicture, RowPictures, pictures_of
+from rftmega.media.processor import PictureProcessor
 from rftmega.parallel.collectives import gather_objects
 from rftmega.passes.learning_rate import learning_rate
 from rftmega.shards import Shard
@@ -65,7 +70,8 @@ class FSDPModelManager:
         built = build(cfg.model.path, value_model=value_model, head_bias=VALUE_BIAS in files)
         self.network, self.model = built.network, built.model
         self.unpacked = built.unpacked  # why rows are padded; None: they are packed
-        self.description = describe(self.model)
+        path = cfg.model.path
+        self.description = describe(self.model, tower_of(path, self.model.config))
         places = self._places(files, built)
         if cfg.parallel.recompute == "full":
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -83,6 +89,22 @@ class FSDPModelManager:
     def on_host(self) -> bool:
         """Returns whether parameters live on the host, and come layer by layer."""
         return self.cfg.parallel.cpu_offload
+
+    @cached_property
+    def _processor(self) -> PictureProcessor:
+        return PictureProcessor(self.cfg.model.path)
+
+    def pixels(self, picture: PlacedPicture) -> Tensor:
+        """Returns the patches [P, C] of a picture or video, as the vision tower is fed them.
+
+        Raises DataError where it can't be read any more, or has changed.
+        """
+        return self._processor.pixels(picture)
+
+    def read_ahead(self, batches: Iterable[RowPictures | None]) -> None:
+        """Begins to read the pictures of micro-batches that come next."""
+        held = [pictures_of(batch.distinct.values()) for batch in batches if batch is not None]
+        self._processor.read_ahead(picture for batch in held for picture in batch)
 
     def _places(self, files: HFFolder, built: Built) -> dict[str, list[Placed]]:
         """Returns the folder's tensors in each parameter, by transformers' names."""

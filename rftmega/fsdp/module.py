@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rftmega.errors import CheckpointError
-from rftmega.fsdp.packed_attention import ATTENTION
+from rftmega.fsdp.packed_attention import ATTENTION, EDGES
 from rftmega.fsdp.support import logit_scale, refusal_to_pack
-from rftmega.hf_folders.decoder import read_config
+from rftmega.hf_folders.decoder import SEEING, read_config
 from rftmega.hf_folders.meta_decoder import on_meta
 from rftmega.kernels.linear_log_probs import VocabularyShard, linear_stats
 
@@ -65,6 +65,45 @@ class Network(nn.Module):
         return answers
 
 
+class SeeingNetwork(Network):
+    """SeeingNetwork is a decoder with a vision tower, and a head.
+
+    The tower runs in every pass of every process, whether there is a picture or not: gathering its
+    weights takes everybody.
+    """
+
+    def forward(
+        self, fed: Mapping[str, Any], places: Tensor, targets: Tensor, temperature: float
+    ) -> tuple[Tensor, ...]:
+        """Computes the head's answers [N] for targets [N].
+
+        `fed` has besides `pixels` [P, C], `grids` [I, 3] and `features` [1, S]: which row of the
+        tower's output stands in the token's place, from 1; 0 for words.
+        """
+        words: Any = self.decoder.language_model
+        tower: Any = self.decoder.visual
+        embedded = words.get_input_embeddings()(fed["input_ids"])
+        seen = tower(fed["pixels"], grid_thw=fed["grids"])
+        here = fed["features"] > 0
+        rows = (fed["features"] - 1).clamp(min=0)
+        embedded = torch.where(
+            here[..., None], seen.pooler_output[rows].to(embedded.dtype), embedded
+        )
+        more: dict[str, Any] = {}
+        if deep := getattr(seen, "deepstack_features", None):
+            more["visual_pos_masks"] = here
+            more["deepstack_visual_embeds"] = [each[rows[here]] for each in deep]
+        hidden = words(
+            inputs_embeds=embedded,
+            position_ids=fed["position_ids"],
+            use_cache=False,
+            **{EDGES: fed[EDGES]},
+            **more,
+        ).last_hidden_state
+        answers: tuple[Tensor, ...] = self.head(hidden.flatten(0, 1)[places], targets, temperature)
+        return answers
+
+
 @dataclass(frozen=True, slots=True)
 class Built:
     """Built is a network on the meta device, and transformers' model around the same modules."""
@@ -98,7 +137,12 @@ def build(path: str, *, value_model: bool, head_bias: bool) -> Built:
             names[id(parameter)] = name
     else:
         head = LogProbHead(cast(nn.Linear, model.get_output_embeddings()), logit_scale(model))
-    network = Network(model.base_model, head)
+    sees = config.model_type in SEEING
+    if sees and unpacked is not None:
+        raise CheckpointError(
+            f"{path}: {unpacked}, so its rows would be padded, and rows with pictures are packed. Take backend=megatron."
+        )
+    network = (SeeingNetwork if sees else Network)(model.base_model, head)
     own = {name: names[id(parameter)] for name, parameter in network.named_parameters()}
     return Built(network, model, own, unpacked)
 

@@ -1,17 +1,21 @@
 """FSDPRunner runs micro-batches of sharded models; forward and backward passes are collectives."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from model_providers.tower import VisionTower
 from rftmega.device.spans import recorder
 from rftmega.fsdp.feed import Feed, feed
 from rftmega.fsdp.manager import FSDPModelManager
+from rftmega.media.fed import FedPictures, fed_pictures
 from rftmega.parallel.watchdog import mark
 from rftmega.passes.model_runner import MicroBatch, ModelRunner
+from rftmega.types import Rows
 
 
 class FSDPRunner(ModelRunner):
@@ -32,6 +36,8 @@ class FSDPRunner(ModelRunner):
 
     def _run(self, batches: Sequence[MicroBatch], *, forward_only: bool) -> list[Any]:
         recorder.count("ideal", len(batches))
+        if self.manager.description.tower is not None:
+            self.manager.read_ahead(batch.rows.pictures for batch in batches)
         found = []
         counted = torch.zeros((), dtype=torch.int64, device=self.manager.where)
         try:
@@ -61,9 +67,27 @@ class FSDPRunner(ModelRunner):
             rows.lengths,
             packed=self.manager.unpacked is None,
             where=self.manager.where,
+            pictures=self._pictures(rows),
         )
         answers = self.manager.network(fed.arguments, fed.places, fed.targets, batch.temperature)
         return self.stats(*[_in_rows(answer, fed) for answer in answers])
+
+    def _pictures(self, rows: Rows) -> FedPictures | None:
+        """Returns what the pictures of the rows feed the tower with; None for a model without one.
+
+        A micro-batch without pictures feeds it a black one, which stands nowhere.
+        """
+        tower = self.manager.description.tower
+        if not isinstance(tower, VisionTower):
+            return None
+        size, width = rows.tokens.shape
+        load = self.manager.pixels
+        fed = fed_pictures(rows.pictures, size, width - 1, merge=tower.merge, load=load)
+        if fed.pixels is not None:
+            return fed
+        grid = torch.tensor([[1, tower.merge, tower.merge]])
+        black = torch.zeros(tower.merge**2, tower.patch_width)
+        return replace(fed, pixels=black, grids=grid)
 
 
 def _in_rows(answers: Tensor, fed: Feed) -> Tensor:

@@ -15,6 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rftmega.errors import CheckpointError
 from rftmega.fsdp.packed_attention import ATTENTION, EDGES, Unpackable, attend_rows
+from rftmega.hf_folders.meta_decoder import words_of
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 PROBE = [0, 3, 5]  # edges of the rows that are tried
@@ -31,11 +32,12 @@ def refusal_to_pack(model: PreTrainedModel) -> str | None:
     kinds = set(getattr(config, "layer_types", None) or ())
     if others := kinds - {SLIDING, FULL}:
         return f"it has layers of type {sorted(others)[0]}"
+    words = words_of(model)
     if getattr(config, "attention_chunk_size", None):
         return "its attention is within chunks"
     if getattr(model, "_is_stateful", False):
         return "its layers carry a state"
-    mixing = [each for each in model.modules() if isinstance(each, nn.Conv1d | nn.RNNBase)]
+    mixing = [each for each in words.modules() if isinstance(each, nn.Conv1d | nn.RNNBase)]
     if mixing:
         return f"it has {type(mixing[0]).__name__} over tokens"
     windows: list[int | None] = []
@@ -77,7 +79,7 @@ def _run_on_meta(model: PreTrainedModel, attention: Callable[..., Any]) -> None:
         position for a, b in zip(PROBE, PROBE[1:], strict=False) for position in range(b - a)
     ]
     try:
-        model.base_model(
+        words_of(model)(
             input_ids=torch.zeros(1, PROBE[-1], dtype=torch.int64, device="meta"),
             position_ids=torch.tensor([positions], device="meta"),
             use_cache=False,
@@ -92,6 +94,12 @@ def _run_on_meta(model: PreTrainedModel, attention: Callable[..., Any]) -> None:
         model.set_experts_implementation(experts)
 
 
+class _GivenOutput(MoeModelOutputWithPast):
+    """_GivenOutput is what any decoder gives, with nothing in it but hidden states."""
+
+    rope_deltas = None
+
+
 class _Given(nn.Module):
     """_Given stands in for a decoder: its hidden states are those that it was made with."""
 
@@ -99,8 +107,8 @@ class _Given(nn.Module):
         super().__init__()
         self.hidden = hidden
 
-    def forward(self, *_: Any, **__: Any) -> MoeModelOutputWithPast:
-        return MoeModelOutputWithPast(last_hidden_state=self.hidden)  # type: ignore[arg-type]
+    def forward(self, *_: Any, **__: Any) -> _GivenOutput:
+        return _GivenOutput(last_hidden_state=self.hidden)  # type: ignore[arg-type]
 
 
 def logit_scale(model: PreTrainedModel) -> float:

@@ -4,11 +4,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from model_providers.description import Experts, ModelDescription
+from model_providers.description import Experts, ModelDescription, describe
+from model_providers.hf_config import read_hf_config
 from model_providers.rope import Rope
+from model_providers.tower import VisionTower
 from rftmega.errors import CheckpointError
 
 CHANGING = ("dynamic", "longrope")  # rotary embeddings whose angles depend on the longest row
+# models with a vision tower whose pictures `rftmega.media` places and reads
+SEEING = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
@@ -40,10 +44,11 @@ def read_config(path: str | Path) -> Any:
         raise CheckpointError(
             f"{path}: transformers can't read this config.json: {error}"
         ) from error
-    if config.get_text_config() is not config:
+    if config.get_text_config() is not config and config.model_type not in SEEING:
         raise CheckpointError(
-            f"{path}: model_type={config.model_type} has more than a decoder of text, which backend=fsdp does not train yet. "
-            "Take backend=megatron, or the folder of its decoder alone."
+            f"{path}: model_type={config.model_type} has more than a decoder of text, and backend=fsdp trains such models of "
+            f"these types only: {', '.join(SEEING)}. Take backend=megatron if docs/families.md lists it, or the folder of its "
+            "decoder alone."
         )
     if getattr(config, "quantization_config", None):
         raise CheckpointError(
@@ -65,9 +70,10 @@ def beyond_its_positions(config: Any, longest: int) -> list[str]:
     log-probs would depend on how rows are put together.
     """
     found = []
-    for scaling in _scalings(config):
+    text = config.get_text_config()
+    for scaling in _scalings(text):
         kind = scaling.get("rope_type", "default")
-        bound = scaling.get("original_max_position_embeddings", config.max_position_embeddings)
+        bound = scaling.get("original_max_position_embeddings", text.max_position_embeddings)
         if kind in CHANGING and longest > bound:
             found.append(
                 f"rope_type={kind} of config.json changes with the longest row beyond {bound} tokens, and this run has rows of "
@@ -84,8 +90,19 @@ def _scalings(config: Any) -> list[dict[str, Any]]:
     return nested if nested and "rope_type" not in said else [said]
 
 
-def describe_any(config: Any) -> TransformersModel:
-    """Describes transformers' config of a decoder; its weights are not counted yet."""
+def tower_of(path: str | Path, config: Any) -> VisionTower | None:
+    """Describes the vision tower of a folder; None where it has none."""
+    if config.model_type not in SEEING:
+        return None
+    tower = describe(read_hf_config(path)).tower
+    assert isinstance(tower, VisionTower)
+    return tower
+
+
+def describe_any(config: Any, tower: VisionTower | None = None) -> TransformersModel:
+    """Describes transformers' config of a decoder, and of its `tower`; the weights are not counted
+    yet.
+    """
     text = config.get_text_config()
     heads = text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // heads
@@ -111,6 +128,7 @@ def describe_any(config: Any) -> TransformersModel:
             layer for layer, kind in enumerate(windows) if kind == "sliding_attention"
         ),
         experts=_experts(text),
+        tower=tower,
     )
 
 

@@ -4,41 +4,47 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
+from model_providers.tower import VisionTower
 from rftmega.errors import CheckpointError
-from rftmega.hf_folders.decoder import TransformersModel, describe_any
+from rftmega.hf_folders.decoder import SEEING, TransformersModel, describe_any
 
 EXPERT_DIMENSIONS = 3  # of the parameters that transformers fuses experts into
 
 
 def on_meta(config: Any, attention: str) -> PreTrainedModel:
-    """Builds the decoder of a config, in float32.
+    """Builds the decoder of a config, in float32. A vision tower has an attention of its own.
 
     Raises ValueError, ImportError where transformers knows that it can't have this attention.
     """
+    sees = config.model_type in SEEING
+    kind: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    chosen = {"text_config": attention, "vision_config": "sdpa"} if sees else attention
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config,
-            dtype=torch.float32,
-            attn_implementation=attention,
-            trust_remote_code=False,
+        model: PreTrainedModel = kind.from_config(
+            config, dtype=torch.float32, attn_implementation=chosen, trust_remote_code=False
         )
     model.tie_weights()
     return model
 
 
-def describe(model: PreTrainedModel) -> TransformersModel:
+def words_of(model: PreTrainedModel) -> nn.Module:
+    """Returns the decoder of text, which is all of most models but their head."""
+    decoder: nn.Module = getattr(model.base_model, "language_model", model.base_model)
+    return decoder
+
+
+def describe(model: PreTrainedModel, tower: VisionTower | None = None) -> TransformersModel:
     """Describes a model that was built, on the meta device or not, and counts its weights."""
-    said = describe_any(model.config)
+    said = describe_any(model.config, tower)
     outside = {
         id(module.weight)
         for module in (model.get_input_embeddings(), model.get_output_embeddings())
     }
     share = said.experts.active / said.experts.number if said.experts else 1.0
-    counted, matrices = 0, 0.0
-    for parameter in model.parameters():
-        counted += parameter.numel()
+    counted, matrices = sum(parameter.numel() for parameter in model.parameters()), 0.0
+    for parameter in words_of(model).parameters():
         if parameter.dim() > 1 and id(parameter) not in outside:
             fused = parameter.dim() == EXPERT_DIMENSIONS
             matrices += parameter.numel() * (share if fused else 1.0)

@@ -16,7 +16,12 @@ from rftmega import device
 from rftmega.config import ParallelConfig, RunConfig
 from rftmega.device import hardware
 from rftmega.errors import CheckpointError, ConfigError
-from rftmega.hf_folders.decoder import beyond_its_positions, describe_any, read_config
+from rftmega.hf_folders.decoder import (
+    beyond_its_positions,
+    describe_any,
+    read_config,
+    tower_of,
+)
 from rftmega.hf_folders.export_folder import MARK, is_anothers
 from rftmega.hf_folders.hf_folder import HFFolder
 from rftmega.parallel.layout import layout_name, place_of, replicas
@@ -91,7 +96,8 @@ def _described(config: RunConfig, path: str) -> ModelDescription:
     Raises CheckpointError where the backend does not know it.
     """
     if config.backend == "fsdp":
-        return describe_any(read_config(path))
+        read = read_config(path)
+        return describe_any(read, tower_of(path, read))
     return describe(read_hf_config(path))
 
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from rftmega.hf_folders.decoder import TransformersModel, read_config
+from rftmega.hf_folders.decoder import TransformersModel, read_config, tower_of
 from rftmega.hf_folders.meta_decoder import describe, gathered_apart, on_meta
 
 Shape = tuple[int, ...]
@@ -24,8 +24,9 @@ def read_groups(path: str, *, value: bool) -> tuple[TransformersModel, Groups]:
 
     Raises CheckpointError where transformers can't build it.
     """
-    model = on_meta(read_config(path), "eager")
-    said, head = describe(model), model.get_output_embeddings()
+    config = read_config(path)
+    model = on_meta(config, "eager")
+    said, head = describe(model, tower_of(path, config)), model.get_output_embeddings()
     if value:
         with torch.device("meta"):
             head = nn.Linear(said.hidden, 1, bias=False)

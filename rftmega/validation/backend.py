@@ -57,13 +57,13 @@ def _fsdp(config: RunConfig, section: str, world_size: int) -> list[str]:
 
 def _models(config: RunConfig) -> list[str]:
     found = [
-        f"model.{name}={value} needs backend=megatron; backend=fsdp trains decoders of text, as transformers computes them. "
+        f"model.{name}={value} needs backend=megatron; backend=fsdp trains all of a model, as transformers computes it. "
         "Leave it out."
         for name, value in _given(config, "model", ModelConfig, ("dropout", "freeze_vision"))
     ]
     rates = _given(config, "optimizer", OptimizerConfig, ("vision_learning_rate",))
     return found + [
-        f"optimizer.{name}={value} needs backend=megatron; backend=fsdp trains decoders of text. Leave it out."
+        f"optimizer.{name}={value} needs backend=megatron; backend=fsdp has one learning rate. Leave it out."
         for name, value in rates
     ]
 

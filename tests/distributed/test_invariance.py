@@ -78,6 +78,7 @@ def test_in_one_process_the_micro_batch_size_and_the_order_of_rows_do_not_matter
     assert moved.abs().max() > 0.1, "nothing was learnt, so nothing was compared"
 
 
+QUICK_WITH_PICTURES = {"TP2 x PP2, SP", "EP2 x TP2 x ETP2", "FSDP 2"}
 # What other layouts of the same model have in them; the whole table has them as well.
 CONTAINED = {
     "qwen2-tied": SHARDED_ROWS.keys() - {"FSDP, 2 replicas x 2"},
@@ -96,7 +97,7 @@ CONTAINED = {
         *(SHARDED_ROWS.keys() - {"FSDP 2, full recompute"}),
     },
     # test_vision.py compares others with transformers
-    **{kind: LAYOUTS[kind].keys() - {"TP2 x PP2, SP", "EP2 x TP2 x ETP2"} for kind in KINDS},
+    **{kind: LAYOUTS[kind].keys() - QUICK_WITH_PICTURES for kind in KINDS},
 }
 
 

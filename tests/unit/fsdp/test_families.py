@@ -18,6 +18,7 @@ from rftmega.fsdp.support import refusal_to_pack
 from rftmega.hf_folders.hf_folder import HFFolder
 from rftmega.shards import Shard
 from tests.tiny_decoders import FAMILIES, VOCABULARY, save_decoder
+from tests.tiny_vision import save_tiny_vision
 
 LENGTHS = (9, 2, 15, 9, 30, 1)
 TEMPERATURE = 0.8
@@ -174,6 +175,11 @@ def test_a_folder_that_is_not_the_models_is_refused(
     save_file(tensors, file)
     with pytest.raises(CheckpointError, match=message):
         loaded(folder)
+
+
+def test_experts_that_transformers_transposes_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="down_proj another tensor by Transpose"):
+        loaded(save_tiny_vision(tmp_path, "qwen3_vl_moe"))
 
 
 class Forgetful(torch.nn.Module):

@@ -6,9 +6,19 @@ from typing import Any
 
 import pytest
 
+from model_providers.description import describe
+from model_providers.hf_config import read_hf_config
 from rftmega.errors import CheckpointError
-from rftmega.hf_folders.decoder import beyond_its_positions, describe_any, read_config
+from rftmega.flops import layer_weights
+from rftmega.hf_folders import meta_decoder
+from rftmega.hf_folders.decoder import (
+    beyond_its_positions,
+    describe_any,
+    read_config,
+    tower_of,
+)
 from tests.tiny_decoders import save_decoder
+from tests.tiny_vision import save_tiny_vision
 
 LONG = {
     "rope_type": "longrope",
@@ -57,7 +67,7 @@ def test_angles_that_stay_are_no_reason(tmp_path: Path) -> None:
         ({"model_type": "nobody_knows"}, "transformers can't read"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantised weights can't be trained"),
         ({"use_bidirectional_attention": True}, "tokens see later ones"),
-        ({"model_type": "qwen2_vl"}, "more than a decoder of text"),
+        ({"model_type": "llava"}, "more than a decoder of text"),
     ],
 )
 def test_a_config_that_can_t_be_trained_is_refused(
@@ -73,3 +83,17 @@ def test_a_config_is_described_whatever_its_family(tmp_path: Path) -> None:
     assert (model.window, model.windowed) == (6, {0, 2})
     assert model.experts is not None
     assert (model.experts.number, model.experts.active, model.experts.ffn) == (4, 2, 48)
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_a_model_that_sees_is_described_with_its_tower(kind: str, tmp_path: Path) -> None:
+    folder = save_tiny_vision(tmp_path, kind)
+    config = read_config(folder)
+    described = meta_decoder.describe(
+        meta_decoder.on_meta(config, "eager"), tower_of(folder, config)
+    )
+    wanted = describe(read_hf_config(folder))
+    assert described.tower == wanted.tower
+    assert described.parameters == wanted.parameters
+    # what a token of text meets, the tower left out
+    assert layer_weights(described) == layer_weights(wanted)
