@@ -28,6 +28,7 @@ from benchmarks import (
     offload,
     push,
     rollouts,
+    sharded,
     steps,
 )
 
@@ -35,6 +36,16 @@ from benchmarks import (
 BENCHMARKS = {
     "packed against padded step": (steps.packed_against_padded, "share_of_ideal", "at least 0.85"),
     "step against transformers": (steps.against_transformers, "times_theirs", "at most 1.10"),
+    "FSDP's step against transformers": (
+        sharded.against_transformers,
+        "times_theirs",
+        "at most 1.10",
+    ),
+    "FSDP's step against fully_shard, 4 processes": (
+        sharded.against_fully_shard,
+        "times_theirs",
+        "at most 1.05",
+    ),
     "step against TRL": (against_trl.step, "ours_over_trl", "at most 1"),
     "log-probs by the update's own forward pass": (
         steps.late_against_early_scoring,
