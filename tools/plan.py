@@ -1,8 +1,8 @@
 """Says before a launch what a run takes: bytes of every process in every phase, what does not fit,
 the nearest layout that does.
 
-    plan.py CONFIG [option=value ...] --gpus 64 --gpu-memory 80 plan.py
-    examples/planning/llama-3-70b/run.yaml --gpus 64 --gpu-memory 80 parallel.pipeline=2 --json
+    plan.py CONFIG [option=value ...] --gpus 64 --gpu-memory 80
+    plan.py examples/planning/llama-3-70b/run.yaml --gpus 64 --gpu-memory 80 --json
 
 CONFIG is the file that train_rl.py gets; of the folder model.path it needs a config.json only. No
 GPU, no weights, no data and no process are needed. GB are 10^9 bytes.
@@ -20,13 +20,15 @@ experts is even: the worst case of memory but for a skewed router. Kinds:
   push_buffers   messages of two buckets (trainer.push_bucket_mib), simulated
   reserved       --reserved-gb: CUDA's context, NCCL, what the allocator can't use
 Host copies of a process: reference (algorithm.kl.coef), average (ema_beta), checkpoint (what a save
-writes from), offload, sharded (parallel.cpu_offload). All processes of a host have in common: rollout (tokens of a step and what
-is known of them), at_work (while advantages are made of it), replay.
+writes from), offload, sharded (parallel.cpu_offload). All processes of a host have in common:
+rollout (tokens of a step and what is known of them), at_work (while advantages are made of it),
+replay.
 
 Seconds are a roofline, a bound from below: work over speed, with answers of full length and all
 devices in step.
 
-At the end it recommends a backend: the quickest layout of each that fits is looked for (--no-search: not).
+At the end it recommends a backend: the quickest layout of each that fits is looked for,
+unless --no-search is given.
 
 The exit code is 0 where all fits, 1 where it does not, 2 where nothing could be planned.
 """
@@ -50,8 +52,8 @@ if TYPE_CHECKING:
 
 GB = 1e9
 KINDS = (
-    *("parameters", "gradients", "main_parameters", "adam", "gathered", "activations", "tower"),
-    "log_probs",
+    *("parameters", "gradients", "main_parameters", "adam"),
+    *("gathered", "activations", "tower", "log_probs"),
     *("engine_weights", "engine_working", "kv_cache", "push_buffers", "reserved"),
 )
 WIDTH = 100  # columns

@@ -78,7 +78,7 @@ def _seen(pictures: FedPictures, grid: Tensor, where: torch.device) -> dict[str,
     assert pictures.pixels is not None
     assert pictures.grids is not None
     rows, width = grid.shape
-    filler = not len(pictures.features)
+    filler = not pictures.features.numel()  # no row, or none with a target
     positions = torch.zeros(1, 1, 3, dtype=torch.int64) if filler else pictures.positions
     features = torch.zeros(1, 1, dtype=torch.int64) if filler else pictures.features
     found = {

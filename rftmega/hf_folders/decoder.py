@@ -11,8 +11,9 @@ from model_providers.tower import VisionTower
 from rftmega.errors import CheckpointError
 
 CHANGING = ("dynamic", "longrope")  # rotary embeddings whose angles depend on the longest row
-# models with a vision tower whose pictures `rftmega.media` places and reads
-SEEING = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+# Models with a vision tower whose pictures `rftmega.media` places and reads. Not qwen3_vl_moe:
+# transformers transposes its experts, which then are no boxes of the folder's tensors.
+SEEING = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 

@@ -71,9 +71,8 @@ class Memory:
             if measured[kind] or predicted.get(kind, 0):
                 self._keep(kind, measured[kind])
             if kind in predicted and (measured[kind] or predicted[kind]):
-                self._metrics[f"memory_{self._phase}_{kind}_mib_predicted"] = (
-                    predicted.get(kind, 0) / MIB
-                )
+                foretold = predicted[kind] / MIB
+                self._metrics[f"memory_{self._phase}_{kind}_mib_predicted"] = foretold
         for name, size in device.current().memory().items():
             self._keep(name, size)
         self._phase = None

@@ -23,7 +23,7 @@ from rftmega.planning.models import POLICY, PlannedModel, models_of
 from rftmega.planning.push_buffers import push_of
 from rftmega.planning.sharded import gathered
 from rftmega.planning.states import states
-from rftmega.types import Experience
+from rftmega.types import Experience, Rows
 from rftmega.weights import EngineWeights
 from tests.allocations import most_bytes
 from tests.block_engine import BlockEngine
@@ -96,15 +96,10 @@ QUICK = (
 )
 
 
-def measured_body(world: Any, folder: Path, case: Case) -> dict[str, int]:
-    """Bytes of this process after an optimizer step and a push, by kind."""
-    config = config_of(folder, case.parallel, case.optimizer, dtype=case.dtype)
-    config.model.freeze_vision = case.frozen
-    kind = MegatronActor if case.engine else MegatronCritic
-    model: Any = kind(config, Topology.create(case.parallel, seed=1))
-    rows = rows_of([[1, 2, 3, 4], [5, 6], [7, 8, 9, 10, 11], [3, 1, 2]])
+def experience_of(rows: Rows) -> Experience:
+    """What a policy or a value model learns from the rows."""
     zero = torch.zeros(rows.mask.shape)
-    experience = Experience(
+    return Experience(
         rows.tokens,
         rows.prompt_lengths,
         rows.lengths,
@@ -116,6 +111,16 @@ def measured_body(world: Any, folder: Path, case: Case) -> dict[str, int]:
         old_value=zero,
         returns=zero + 1,
     )
+
+
+def measured_body(world: Any, folder: Path, case: Case) -> dict[str, int]:
+    """Bytes of this process after an optimizer step and a push, by kind."""
+    config = config_of(folder, case.parallel, case.optimizer, dtype=case.dtype)
+    config.model.freeze_vision = case.frozen
+    kind = MegatronActor if case.engine else MegatronCritic
+    model: Any = kind(config, Topology.create(case.parallel, seed=1))
+    rows = rows_of([[1, 2, 3, 4], [5, 6], [7, 8, 9, 10, 11], [3, 1, 2]])
+    experience = experience_of(rows)
     model.step(experience, policy_loss() if case.engine else value_loss())
     found = model.manager.residency.bytes()
     if case.engine:
@@ -184,10 +189,7 @@ def kept_body(world: Any, folder: Path, parallel: ParallelConfig) -> int:
     rows = rows_of(
         [[(7 * i + row) % 500 for i in range(LENGTH + 1)] for row in range(TOKENS // LENGTH)]
     )
-    zero = torch.zeros(rows.mask.shape)
-    experience = Experience(
-        rows.tokens, rows.prompt_lengths, rows.lengths, rows.mask, zero, zero, None, zero + 1
-    )
+    experience = experience_of(rows)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         actor.step(experience, policy_loss())
     return sum(storage.nbytes() for storage in kept.values())
@@ -230,19 +232,7 @@ def sharded_body(
     build = build_value_model if value else build_policy
     model: Any = build(folder, parallel, PLAIN, dtype=dtype, backend="fsdp", token_cap=16)
     rows = rows_of([[1, 2, 3, 4]] * 24)  # two micro-batches on each of three processes
-    zero = torch.zeros(rows.mask.shape)
-    experience = Experience(
-        rows.tokens,
-        rows.prompt_lengths,
-        rows.lengths,
-        rows.mask,
-        zero,
-        zero,
-        None,
-        zero + 1,
-        old_value=zero,
-        returns=zero + 1,
-    )
+    experience = experience_of(rows)
     loss = value_loss() if value else policy_loss()
     model.step(experience, loss)
     found: dict[str, int] = {}

@@ -10,11 +10,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rftmega.errors import CheckpointError
+from rftmega.fsdp import module as fsdp_module
 from rftmega.fsdp.feed import feed
 from rftmega.fsdp.module import Built, build
 from rftmega.fsdp.names import Placed, places_of, plans_of, read
 from rftmega.fsdp.sharding import materialise
 from rftmega.fsdp.support import refusal_to_pack
+from rftmega.hf_folders import decoder, meta_decoder
 from rftmega.hf_folders.hf_folder import HFFolder
 from rftmega.shards import Shard
 from tests.tiny_decoders import FAMILIES, VOCABULARY, save_decoder
@@ -177,9 +179,19 @@ def test_a_folder_that_is_not_the_models_is_refused(
         loaded(folder)
 
 
-def test_experts_that_transformers_transposes_are_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="down_proj another tensor by Transpose"):
+def test_a_mixture_that_sees_is_refused_before_a_model_is_built(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="model_type=qwen3_vl_moe has more than a decoder"):
         loaded(save_tiny_vision(tmp_path, "qwen3_vl_moe"))
+
+
+def test_a_tensor_that_transformers_transposes_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_tiny_vision(tmp_path, "qwen3_vl_moe")
+    for module in (decoder, meta_decoder, fsdp_module):
+        monkeypatch.setattr(module, "SEEING", ("qwen3_vl_moe",))
+    with pytest.raises(CheckpointError, match="down_proj another tensor by Transpose"):
+        loaded(folder)
 
 
 class Forgetful(torch.nn.Module):
