@@ -2,11 +2,13 @@
 and order of rows.
 
 `make invariance` runs every case, prints one row each and writes runs/invariance.json
-(`python -m tests.invariance qwen3 qwen2_vl`: those of some models);
+(`python -m tests.invariance qwen3 qwen2_vl --layouts FSDP`: those of some models, and of layouts
+with a word in their names);
 tests/distributed/test_invariance.py asserts the same. Differences are relative: |a - b| over |b|
 for a number, largest |a - b| over largest |b| for a tensor.
 """
 
+import argparse
 import json
 import sys
 import tempfile
@@ -194,6 +196,12 @@ SHARDED_ROWS = {
     "FSDP 2, ZeRO-2": Layout(2, P(reshard_after_forward=False), backend="fsdp"),
     "FSDP 2, on the host": Layout(2, P(cpu_offload=True), backend="fsdp"),
     "FSDP 2, full recompute": Layout(2, P(recompute="full"), backend="fsdp"),
+    "FSDP 1 x TP2": Layout(2, P(tensor=2), backend="fsdp"),
+    "FSDP 2 x TP2, ZeRO-2": Layout(4, P(tensor=2, reshard_after_forward=False), backend="fsdp"),
+    "FSDP 2 x TP2, on the host": Layout(4, P(tensor=2, cpu_offload=True), backend="fsdp"),
+    "FSDP, 2 replicas x 2 x TP2, full recompute": Layout(
+        8, P(tensor=2, replicas=2, recompute="full"), backend="fsdp"
+    ),
 }
 # transformers transposes the experts of qwen3_vl_moe, which is refused by name
 for variant in ("qwen3", "qwen2-tied", "qwen3-moe", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"):
@@ -359,23 +367,21 @@ def number_of_cases() -> int:
     )
 
 
-def number_of_layouts(variants: Sequence[str]) -> int:
-    """Counts the layouts of these models; each has one process, too."""
-    tables = [table.get(variant, {}) for table in (LAYOUTS, ENGINE) for variant in variants]
-    return len(variants) + sum(len(layouts) for layouts in tables)
+def layouts_of(variant: str, word: str) -> dict[str, Layout]:
+    """One process, and the layouts with the word in their names."""
+    every = LAYOUTS[variant] | ENGINE.get(variant, {})
+    return {"one process": ALONE} | {name: each for name, each in every.items() if word in name}
 
 
-def every_case(folder: Path, variants: Sequence[str]) -> Iterator[dict[str, Any]]:
+def every_case(folder: Path, variants: Sequence[str], word: str = "") -> Iterator[dict[str, Any]]:
     """Yields one row a case, as it is done."""
-    with tqdm(total=number_of_layouts(variants), unit="layout", file=sys.stderr) as bar:
+    number = sum(len(layouts_of(variant, word)) for variant in variants)
+    with tqdm(total=number, unit="layout", file=sys.stderr) as bar:
         for variant in variants:
-            layouts = LAYOUTS[variant]
             model = saved(folder / variant, variant)
             settings = settings_of(variant)
             wanted: dict[tuple[str, bool], dict[str, Any]] = {}
-            for name, layout in (
-                {"one process": ALONE} | layouts | ENGINE.get(variant, {})
-            ).items():
+            for name, layout in layouts_of(variant, word).items():
                 bar.set_postfix_str(f"{variant}, {name}")
                 for setting, found in zip(settings, runs_of(model, layout, settings), strict=True):
                     # one process in fp32
@@ -397,12 +403,12 @@ def write(rows: list[dict[str, Any]]) -> None:
     (folder / "invariance.json").write_text(json.dumps(rows, indent=1))
 
 
-def main(variants: Sequence[str]) -> None:
+def main(variants: Sequence[str], word: str) -> None:
     header = ["model", "layout", "aggregation", "micro_batches", "shuffled", "dtype", *QUANTITIES]
     sys.stdout.write("| " + " | ".join(header) + " |\n" + "|---" * len(header) + "|\n")
     rows = []
     with tempfile.TemporaryDirectory() as models:
-        for case in every_case(Path(models), variants):
+        for case in every_case(Path(models), variants, word):
             rows.append(case)
             cells = [
                 f"{case[name]:.1e}" if name in QUANTITIES else str(case[name]) for name in header
@@ -417,4 +423,8 @@ def main(variants: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or list(LAYOUTS))
+    parser = argparse.ArgumentParser(description="Compares layouts with one process.")
+    parser.add_argument("models", nargs="*", default=list(LAYOUTS), help="of the table")
+    parser.add_argument("--layouts", default="", help="a word in the names of the layouts")
+    given = parser.parse_args()
+    main(given.models, given.layouts)

@@ -52,7 +52,9 @@ class ModelConfig:
 @dataclass
 class ParallelConfig:
     tensor: Count = 1
-    """Processes that share each layer's matrices (TP)."""
+    """Processes that share each layer's matrices (TP); under backend=fsdp by transformers' plan of the
+    model.
+    """
 
     pipeline: Count = 1
     """Processes that share the stack of layers (PP)."""

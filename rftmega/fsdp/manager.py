@@ -21,9 +21,11 @@ from rftmega.fsdp.mesh import ShardingMesh
 from rftmega.fsdp.module import VALUE_BIAS, VALUE_WEIGHT, Built, build
 from rftmega.fsdp.names import HEAD, Placed, ShardPlan, differs_from, places_of, plans_of, read
 from rftmega.fsdp.sharding import local, materialise, shard_parameters, sharded_modules
+from rftmega.fsdp.tensor_parallel import share_layers
 from rftmega.hf_folders.decoder import tower_of
 from rftmega.hf_folders.hf_folder import HFFolder, is_finite
 from rftmega.hf_folders.meta_decoder import describe
+from rftmega.hf_folders.tensor_plan import Split, partial_of, splits_of, styles_of
 from rftmega.json_files import read_json_object
 from rftmega.media.placed import PlacedPicture, RowPictures, pictures_of
 from rftmega.media.processor import PictureProcessor
@@ -37,12 +39,14 @@ FIRST, SECOND = MOMENTS = "exp_avg", "exp_avg_sq"
 
 @dataclass(slots=True)
 class Weight:
-    """Weight is this process's rows of a parameter."""
+    """Weight is this process's rows of a parameter, or of its share of one."""
 
     name: str  # as transformers has it
     parameter: Tensor  # sharded
     plans: list[ShardPlan]  # which HF tensors the rows hold
     embeds: bool  # it is the embedding
+    split: Split | None  # among the processes of a tensor-parallel group; None: each has it whole
+    partial: bool  # it is whole, and each has a share of its gradient
     rows: Tensor  # float32; what the optimizer steps
     pushed: Tensor  # in the dtype of the forward pass; float32: `rows` itself
 
@@ -73,6 +77,10 @@ class FSDPModelManager:
         path = cfg.model.path
         self.description = describe(self.model, tower_of(path, self.model.config))
         places = self._places(files, built)
+        self._splits: dict[str, Split] = {}
+        self._partial: set[str] = set()
+        if placement.tensor > 1:
+            self._share_layers()
         if cfg.parallel.recompute == "full":
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         shard_parameters(self.network, self.model, placement, cfg.parallel, self.dtype)
@@ -120,24 +128,32 @@ class FSDPModelManager:
         }
         return made | found
 
+    def _share_layers(self) -> None:
+        size, rank = self.placement.tensor, self.placement.tensor_rank
+        styles = styles_of(self.model, size)
+        self._splits = splits_of(self.model, styles, rank, size)
+        self._partial = partial_of(self.model, styles)
+        share_layers(self.network, self.model, styles, self._splits, self.placement.tensor_group)
+
     def _weights(self, names: dict[str, str], places: dict[str, list[Placed]]) -> list[Weight]:
         embedding = self.model.get_input_embeddings().weight
         found = []
         for name, parameter in self.network.named_parameters():
             held = local(parameter)
             first = self.placement.first_row(len(parameter))
+            known, split = names[name], self._splits.get(names[name])
             plans = plans_of(
-                names[name],
-                places[names[name]],
+                known,
+                places[known],
                 (first, first + len(held)),
                 self.dtype,
+                split=split,
                 opens=parameter is embedding,
             )
             wide = self.dtype == torch.float32
             pushed = held if wide else torch.empty_like(held, dtype=self.dtype)
-            found.append(
-                Weight(names[name], parameter, plans, parameter is embedding, held, pushed)
-            )
+            embeds, partial = parameter is embedding, known in self._partial
+            found.append(Weight(known, parameter, plans, embeds, split, partial, held, pushed))
         return found
 
     @torch.no_grad()
@@ -268,7 +284,16 @@ class FSDPModelManager:
 
     @torch.no_grad()
     def divide_gradients(self, count: int) -> None:
-        """Divides the sums of all micro-batches and processes by what they counted."""
+        """Divides the sums of all micro-batches and processes by what they counted.
+
+        Where a process has a share of a gradient only, the shares are added up first.
+        """
+        for weight in self.weights_held:
+            if weight.partial and weight.parameter.grad is not None:
+                gradient = local(weight.parameter.grad)
+                total = gradient.to(self.where)
+                dist.all_reduce(total, group=self.placement.tensor_group)
+                gradient.copy_(total)
         for gradient in self._gradients():
             gradient.div_(max(count, 1))
 
@@ -310,9 +335,12 @@ class FSDPModelManager:
             weight.rows.grad = None
 
     def _grad_norm(self) -> float:
-        squares = [gradient.float().square().sum() for gradient in self._gradients()]
+        first = self.placement.tensor_rank == 0  # of what all have whole, its own counts
+        counted = [weight for weight in self.weights_held if first or weight.split is not None]
+        gradients = [weight.parameter.grad for weight in counted]
+        squares = [local(each).float().square().sum() for each in gradients if each is not None]
         total = torch.stack(squares).sum().to(self.where)
-        dist.all_reduce(total, group=self.placement.shard_group)
+        dist.all_reduce(total, group=self.placement.replica_group)
         return float(total.sqrt())
 
     def _clip(self, grad_norm: float) -> None:

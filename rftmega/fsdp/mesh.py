@@ -10,43 +10,66 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from rftmega import device
 from rftmega.config import ParallelConfig
 
-REPLICATE, SHARD = "replicate", "shard"
+REPLICATE, SHARD, TENSOR = "replicate", "shard", "tensor"
 
 
 @dataclass(frozen=True)
 class ShardingMesh:
     """ShardingMesh is this process's place among the processes (see `passes.model_runner.Ranks`).
 
-    Neighbouring ranks share a replica, so that what is gathered most stays within a host.
+    Neighbouring ranks share each layer's matrices, if any do, then a replica, so that what is
+    exchanged most stays within a host.
     """
 
-    mesh: DeviceMesh  # ("shard",), or ("replicate", "shard")
+    mesh: DeviceMesh  # ("shard",), or ("replicate", "shard"): whom FSDP2 knows
     replicas: int
-    speaks: bool = True  # every process has rows of its own
+    tensor: int = 1  # processes that share each layer's matrices, and compute the same rows
+    tensor_group: Any = None  # None for a group of one
+    replica_group: Any = None  # of the processes that hold one whole model; None: all
 
     @classmethod
     def create(cls, parallel: ParallelConfig) -> "ShardingMesh":
         """Builds the mesh over all processes. Every process calls it."""
-        world = dist.get_world_size()
+        replicas, tensor = parallel.replicas, parallel.tensor
+        shards = dist.get_world_size() // replicas // tensor
+        sizes = {SHARD: shards}
+        if replicas > 1:
+            sizes = {REPLICATE: replicas} | sizes
+        data = tuple(sizes)
+        if tensor > 1:
+            sizes |= {TENSOR: tensor}
         kind = device.current().here().type
-        if parallel.replicas == 1:
-            mesh = init_device_mesh(kind, (world,), mesh_dim_names=(SHARD,))
-        else:
-            shape = (parallel.replicas, world // parallel.replicas)
-            mesh = init_device_mesh(kind, shape, mesh_dim_names=(REPLICATE, SHARD))
-        return cls(mesh, parallel.replicas)
+        mesh = init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        if tensor == 1:
+            replica_group = None if replicas == 1 else mesh.get_group(SHARD)
+            return cls(mesh, replicas, replica_group=replica_group)
+        replica_group = None
+        if replicas > 1:
+            replica_group, _ = dist.new_subgroups(shards * tensor)
+        return cls(mesh[data], replicas, tensor, mesh.get_group(TENSOR), replica_group)
 
     @property
     def data(self) -> int:
-        return dist.get_world_size()
+        return dist.get_world_size() // self.tensor
 
     @property
     def data_rank(self) -> int:
-        return dist.get_rank()
+        return dist.get_rank() // self.tensor
+
+    @property
+    def tensor_rank(self) -> int:
+        return dist.get_rank() % self.tensor
+
+    @property
+    def speaks(self) -> bool:
+        """Returns whether no other process before this one computes the same rows."""
+        return self.tensor_rank == 0
 
     @property
     def shards(self) -> int:
-        """Returns the number of processes that one model is sharded over."""
+        """Returns the number of blocks that the rows of a parameter, or of a process's share of it,
+        are sharded into.
+        """
         return self.data // self.replicas
 
     @property
@@ -66,17 +89,15 @@ class ShardingMesh:
         return min(self.shard_rank * block, rows)
 
     @property
-    def shard_group(self) -> Any:
-        """Returns the group of the processes that hold one whole model between them."""
-        return self.mesh.get_group(SHARD)
-
-    @property
     def layout(self) -> str:
+        shared = f" x TP {self.tensor}" if self.tensor > 1 else ""
         if self.replicas == 1:
-            return f"FSDP over {self.shards}"
-        return f"{self.replicas} replicas, FSDP over {self.shards} each"
+            return f"FSDP over {self.shards}{shared}"
+        return f"{self.replicas} replicas, FSDP over {self.shards}{shared} each"
 
     def sum_of_speakers(self, x: Tensor) -> Tensor:
-        """Adds up x, in place, over all processes."""
+        """Adds up x, in place, over the processes that speak; every process gets the total."""
+        if not self.speaks:
+            x.zero_()
         dist.all_reduce(x)
         return x

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rftmega.errors import CheckpointError
+from rftmega.fsdp.exchanges import copied
 from rftmega.fsdp.packed_attention import ATTENTION, EDGES
 from rftmega.fsdp.support import logit_scale, refusal_to_pack
 from rftmega.hf_folders.decoder import SEEING, read_config
@@ -25,12 +26,16 @@ class LogProbHead(nn.Module):
         """`scale`: what the model multiplies its logits by."""
         super().__init__()
         self.linear, self.scale = linear, scale
+        self.shard: VocabularyShard | None = None  # of this process; None: it has all words
 
     def forward(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, ...]:
         """Maps hidden [N, H] and targets [N] to log-probs and entropies, both [N] float32."""
         weight = self.linear.weight
-        whole = VocabularyShard(0, len(weight), None)
-        return linear_stats(hidden, weight, targets, temperature / self.scale, whole)
+        if self.shard is None:
+            shard = VocabularyShard(0, len(weight), None)
+        else:
+            shard, hidden = self.shard, copied(hidden, self.shard.group)
+        return linear_stats(hidden, weight, targets, temperature / self.scale, shard)
 
 
 class ValueLayer(nn.Module):

@@ -7,8 +7,8 @@ is a box here. What is no box (transposed, interleaved) is refused by name.
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from transformers.core_model_loading import (
 
 from rftmega.errors import CheckpointError
 from rftmega.hf_folders.hf_folder import HFFolder
+from rftmega.hf_folders.tensor_plan import Split
 from rftmega.shards import Box, LogicalTensor, Shard, ShardPart, intersection, within
 
 HEAD = "lm_head.weight"
@@ -166,9 +167,11 @@ def plans_of(
     rows: tuple[int, int],
     dtype: torch.dtype,
     *,
+    split: Split | None = None,
     opens: bool,
 ) -> list[ShardPlan]:
-    """Returns what the rows start ... stop - 1 of a parameter's first dimension hold.
+    """Returns what the rows start ... stop - 1 of a parameter's first dimension hold, or those of a
+    process's share of it (`split`).
 
     `opens`: it comes before the layers. A process without rows of a tensor has no plan of it.
     """
@@ -190,27 +193,53 @@ def plans_of(
             opens=opens,
         )
         if expert is None:
-            parts = tuple(_parts(group, start, stop))
+            parts = tuple(_parts(group, rows, split))
             index = None
         else:
             here = start <= expert < stop
-            parts = tuple(_parts(group, 0, None)) if here else ()
+            inner = None if split is None else replace(split, dim=split.dim - 1)
+            parts = tuple(_parts(group, None, inner)) if here else ()
             index = expert - start
         if parts:
             found.append(ShardPlan(logical, parts, index))
     return found
 
 
-def _parts(group: Sequence[Placed], start: int, stop: int | None) -> Iterable[ShardPart]:
-    """Yields what of each HF tensor lies in rows start ... stop - 1 (None: all)."""
+def _parts(
+    group: Sequence[Placed], rows: tuple[int, int] | None, split: Split | None
+) -> Iterable[ShardPart]:
+    """Yields what of each HF tensor lies in rows start ... stop - 1 (None: all) of a share."""
     for number, place in enumerate(group):
         own = place.box
-        rows = ((start, own[0][1] if stop is None else stop), *own[1:])
-        common = intersection(own, rows)
+        for shared, moved in _shared(own, split):
+            here = shared if rows is None else (rows, *shared[1:])
+            common = intersection(shared, here)
+            if common is None:
+                continue
+            offset = [low for low, _ in common]
+            offset[0] -= rows[0] if rows is not None else 0
+            box = within(_moved(common, moved), own)
+            yield ShardPart(number, box, tuple(offset))
+
+
+def _shared(own: Box, split: Split | None) -> Iterator[tuple[Box, tuple[int, ...]]]:
+    """Yields the boxes that a tensor at `own` has in a share, as they lie there, and how far they are
+    from where they lie in the whole.
+    """
+    if split is None:
+        yield own, (0,) * len(own)
+        return
+    filled, dim = 0, split.dim
+    for start, stop in split.slices:
+        common = intersection(own, (*own[:dim], (start, stop), *own[dim + 1 :]))
+        away = (*(0,) * dim, start - filled, *(0,) * (len(own) - dim - 1))
         if common is not None:
-            box = within(common, own)
-            offset = (common[0][0] - start, *[low for low, _ in common[1:]])
-            yield ShardPart(number, box, offset)
+            yield _moved(common, tuple(-each for each in away)), away
+        filled += stop - start
+
+
+def _moved(box: Box, away: Sequence[int]) -> Box:
+    return tuple((low + by, high + by) for (low, high), by in zip(box, away, strict=True))
 
 
 @torch.no_grad()

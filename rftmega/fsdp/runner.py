@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from model_providers.tower import VisionTower
@@ -55,8 +54,7 @@ class FSDPRunner(ModelRunner):
         finally:
             self.manager.gather_nothing()
         if not forward_only:
-            dist.all_reduce(counted)
-            self.manager.divide_gradients(int(counted))
+            self.manager.divide_gradients(int(self.ranks.sum_of_speakers(counted)))
         return found
 
     def _forward(self, batch: MicroBatch) -> Any:

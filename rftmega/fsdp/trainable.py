@@ -56,7 +56,8 @@ class FSDPModel:
     def label(self) -> str:
         """Labels this process, e.g. "rank 5: shard 1, replica 2"."""
         at = self.placement
-        return f"rank {dist.get_rank()}: shard {at.shard_rank}, replica {at.replica}"
+        shared = f"tensor {at.tensor_rank}, " if at.tensor > 1 else ""
+        return f"rank {dist.get_rank()}: {shared}shard {at.shard_rank}, replica {at.replica}"
 
     @property
     def residency(self) -> Residency:
@@ -64,7 +65,7 @@ class FSDPModel:
 
     @property
     def replica_group(self) -> Any:
-        return None if self.placement.replicas == 1 else self.placement.shard_group
+        return self.placement.replica_group
 
     @property
     def classifier(self) -> bool:
@@ -118,7 +119,9 @@ class FSDPModel:
                     yield from self._boxes(name, weight, self.residency.host(state[name]))
 
     def _boxes(self, kind: str, weight: Weight, tensor: Tensor) -> Iterator[ShardBox]:
-        written = self.placement.replica == 0
+        # of equal holders the first one writes
+        first = weight.split is not None or self.placement.tensor_rank == 0
+        written = first and self.placement.replica == 0
         for plan in weight.plans:
             shard = plan.of(tensor)
             for number, name in enumerate(shard.logical.names):

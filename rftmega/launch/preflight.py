@@ -24,6 +24,8 @@ from rftmega.hf_folders.decoder import (
 )
 from rftmega.hf_folders.export_folder import MARK, is_anothers
 from rftmega.hf_folders.hf_folder import HFFolder
+from rftmega.hf_folders.meta_decoder import on_meta
+from rftmega.hf_folders.tensor_plan import styles_of
 from rftmega.parallel.layout import layout_name, place_of, replicas
 from rftmega.validation import violations
 
@@ -48,7 +50,7 @@ def preflight(
         if not any(config.model.path in reason for reason in found):
             found.append(str(error))
     else:
-        found += _layout_violations(config, model, config.parallel)
+        found += _layout_violations(config, config.model.path, model, config.parallel)
         if config.backend == "fsdp":
             longest = config.rollout.max_row_tokens
             found += beyond_its_positions(read_config(config.model.path), longest)
@@ -102,9 +104,17 @@ def _described(config: RunConfig, path: str) -> ModelDescription:
 
 
 def _layout_violations(
-    config: RunConfig, model: ModelDescription, parallel: ParallelConfig
+    config: RunConfig, path: str, model: ModelDescription, parallel: ParallelConfig
 ) -> list[str]:
-    return layout_violations(model, parallel) if config.backend == "megatron" else []
+    if config.backend == "megatron":
+        return layout_violations(model, parallel)
+    if parallel.tensor == 1:
+        return []
+    try:
+        styles_of(on_meta(read_config(path), "eager"), parallel.tensor)
+    except CheckpointError as error:
+        return [str(error)]
+    return []
 
 
 def _exports(config: RunConfig) -> list[str]:
@@ -178,7 +188,7 @@ def _value_model(
         model = _described(config, path)
     except CheckpointError as error:
         return [f"{option}: {error}"]
-    reasons = _layout_violations(config, model, parallel)
+    reasons = _layout_violations(config, path, model, parallel)
     found = [f"For the {what}: {reason}" for reason in reasons]
     if model.vocabulary != policy.vocabulary:
         found.append(
@@ -200,7 +210,9 @@ def dry_run(config: RunConfig, world_size: int) -> str:
     layout = layout_name(parallel, data)
     counted = model.parameters
     if config.backend == "fsdp":
-        layout = f"{parallel.replicas} replica(s), each over {world_size // parallel.replicas}"
+        shards = world_size // parallel.replicas // parallel.tensor
+        shared = f" x TP {parallel.tensor}" if parallel.tensor > 1 else ""
+        layout = f"{parallel.replicas} replica(s), each over {shards}{shared}"
         counted = HFFolder(config.model.path).elements
     answers = {
         "rl": config.rollout.train_samples_per_prompt or config.rollout.samples_per_prompt,

@@ -88,7 +88,7 @@ def best_of(config: RunConfig, machine: Machine) -> Best:
     except CheckpointError as error:
         return Best(None, 0.0, str(error))
     if config.backend == "fsdp":
-        return _quickest(models, config, machine, _of_fsdp(machine.trainers(config)))
+        return _quickest(models, config, machine, _of_fsdp(machine, config))
     # What context parallelism exchanges is not counted, so it is no way to be quicker.
     few = sorted({1, config.parallel.context})
     found = _quickest(models, config, machine, _of_megatron(models, config, machine, few))
@@ -130,11 +130,13 @@ def _unlike_defaults(changes: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in changes.items() if value != value_of(plain, name)}
 
 
-def _of_fsdp(world: int) -> Iterator[dict[str, Any]]:
-    for recompute in ("none", "full"):
-        computed = {"parallel.recompute": recompute}
+def _of_fsdp(machine: Machine, config: RunConfig) -> Iterator[dict[str, Any]]:
+    world = machine.trainers(config)
+    shared = powers(min(machine.speeds.node, world))
+    for recompute, tensor in product(("none", "full"), shared):
+        computed = {"parallel.recompute": recompute, "parallel.tensor": tensor}
         sharding = {"parallel.reshard_after_forward": True, "parallel.cpu_offload": False}
-        for replicas in powers(world):
+        for replicas in powers(world // tensor):
             yield {"parallel.replicas": replicas} | sharding | computed
             gathered_once = {"parallel.reshard_after_forward": False}
             yield {"parallel.replicas": replicas} | sharding | gathered_once | computed

@@ -12,9 +12,11 @@ from typing import Any
 from model_providers.description import heads_violations, layout_violations
 from rftmega.config import ParallelConfig, RunConfig
 from rftmega.config.tree import value_of
+from rftmega.errors import CheckpointError
 from rftmega.parallel.layout import nodes_of_engine
 from rftmega.planning import engine
 from rftmega.planning.data_plane import on_each_host
+from rftmega.planning.groups import read_groups
 from rftmega.planning.memory import Budget, Bytes, cache_of, on_device, on_host
 from rftmega.planning.models import POLICY, PlannedModel
 from rftmega.planning.push_buffers import bound_of
@@ -235,8 +237,10 @@ def _of_shards(config: RunConfig, machine: Machine) -> list[list[dict[str, Any]]
     """Lists the choices of a trainer on FSDP2."""
     world, parallel = machine.trainers(config), config.parallel
     replicas = [n for n in powers(world) if world % n == 0 and n != parallel.replicas]
+    shared = powers(min(machine.speeds.node, world))
     found: list[list[dict[str, Any]]] = [
         [{"parallel.replicas": n} for n in replicas],
+        [{"parallel.tensor": t} for t in shared if t != parallel.tensor],
         [{"parallel.recompute": "full"}] if parallel.recompute != "full" else [],
         [{"parallel.reshard_after_forward": True}] if not parallel.reshard_after_forward else [],
         [{"parallel.cpu_offload": True}] if not parallel.cpu_offload else [],
@@ -311,7 +315,13 @@ def refused(models: Mapping[str, PlannedModel], config: RunConfig, machine: Mach
     found = violations(config, machine.trainers(config), data=False)
     for name, planned in models.items():
         parallel: ParallelConfig = config.critic.parallel if name == "critic" else config.parallel
-        found += layout_violations(planned.model, parallel)
+        if planned.groups is None:
+            found += layout_violations(planned.model, parallel)
+            continue
+        try:
+            read_groups(planned.path, value=planned.value, tensor=parallel.tensor)
+        except CheckpointError as error:
+            found.append(str(error))
     if config.algorithm.task == "rl":
         found += heads_violations(models[POLICY].model, config.rollout.tensor, "rollout.tensor")
         over = nodes_of_engine(config.rollout.tensor, machine.speeds.node)

@@ -1,37 +1,58 @@
 """Groups: which parameters of a decoder FSDP2 gathers together."""
 
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from rftmega.hf_folders.decoder import TransformersModel, read_config, tower_of
 from rftmega.hf_folders.meta_decoder import describe, gathered_apart, on_meta
+from rftmega.hf_folders.tensor_plan import splits_of, styles_of
 
 Shape = tuple[int, ...]
 
 
 class Groups(NamedTuple):
-    """Groups holds the shapes of parameters, as FSDP2 gathers them."""
+    """Groups holds the shapes of parameters, or of a tensor-parallel process's shares of them, as
+    FSDP2 gathers them.
+    """
 
     apart: tuple[tuple[Shape, ...], ...]  # one after another, in the order of the forward pass
     whole_pass: tuple[Shape, ...]  # from the beginning of a pass to its end
 
 
-def read_groups(path: str, *, value: bool) -> tuple[TransformersModel, Groups]:
-    """Describes the decoder of a folder's config.json, with a number a token as its head if
-    `value`.
-
-    Raises CheckpointError where transformers can't build it.
-    """
+@lru_cache(8)
+def _built(path: str) -> tuple[Any, TransformersModel]:
     config = read_config(path)
     model = on_meta(config, "eager")
-    said, head = describe(model, tower_of(path, config)), model.get_output_embeddings()
+    return model, describe(model, tower_of(path, config))
+
+
+@lru_cache(64)
+def read_groups(path: str, *, value: bool, tensor: int) -> tuple[TransformersModel, Groups]:
+    """Describes the decoder of a folder's config.json, with a number a token as its head if
+    `value`, and the groups of the first of `tensor` processes that share its matrices.
+
+    Raises CheckpointError where transformers can't build it, or they can't share it.
+    """
+    model, said = _built(path)
+    head = model.get_output_embeddings()
     if value:
         with torch.device("meta"):
             head = nn.Linear(said.hidden, 1, bias=False)
+    shares: dict[int, Shape] = {}
+    if tensor > 1:
+        splits = splits_of(model, styles_of(model, tensor), 0, tensor)
+        for name, split in splits.items():
+            whole = model.get_parameter(name)
+            shares[id(whole)] = split.of(tuple(whole.shape))
+
+    def shape_of(parameter: torch.Tensor) -> Shape:
+        return shares.get(id(parameter), tuple(parameter.shape))
+
     apart = gathered_apart(model, head)
     taken = {id(parameter) for module in apart for parameter in module.parameters()}
     rest = [each for each in model.base_model.parameters() if id(each) not in taken]
-    shapes = [tuple(tuple(each.shape) for each in module.parameters()) for module in apart]
-    return said, Groups(tuple(shapes), tuple(tuple(each.shape) for each in rest))
+    shapes = [tuple(shape_of(each) for each in module.parameters()) for module in apart]
+    return said, Groups(tuple(shapes), tuple(shape_of(each) for each in rest))

@@ -37,11 +37,15 @@ class PlannedModel:
     narrow_whole: bool
     frozen_tower: bool = False  # the vision tower does not learn
     groups: Groups | None = None  # of FSDP2; None: Megatron's layouts
+    path: str = ""  # of the folder that its config.json is in
 
     def with_layout(
         self, parallel: ParallelConfig, optimizer: OptimizerConfig | None
     ) -> "PlannedModel":
-        return replace(self, parallel=parallel, optimizer=optimizer)
+        groups = self.groups
+        if groups is not None and parallel.tensor != self.parallel.tensor:
+            _, groups = read_groups(self.path, value=self.value, tensor=parallel.tensor)
+        return replace(self, parallel=parallel, optimizer=optimizer, groups=groups)
 
 
 def models_of(
@@ -58,7 +62,7 @@ def models_of(
         path: str, parallel: ParallelConfig, optimizer: OptimizerConfig | None, *, value: bool
     ) -> PlannedModel:
         model, rules, groups = (
-            _sharded(path, value=value)
+            _sharded(path, parallel.tensor, value=value)
             if config.backend == "fsdp"
             else (*_of_a_family(path, value=value), None)
         )
@@ -72,6 +76,7 @@ def models_of(
             narrow_whole,
             config.model.freeze_vision,
             groups,
+            path,
         )
 
     policy = config.model.path
@@ -95,11 +100,13 @@ def _of_a_family(path: str, *, value: bool) -> tuple[ModelDescription, Sequence[
     return describe(hf_config), table(hf_config, value_head=value)
 
 
-def _sharded(path: str, *, value: bool) -> tuple[ModelDescription, Sequence[Rule], Groups]:
+def _sharded(
+    path: str, tensor: int, *, value: bool
+) -> tuple[ModelDescription, Sequence[Rule], Groups]:
     """Describes a decoder of transformers: by our tables where they know it, without rules where
     they do not.
     """
-    counted, groups = read_groups(path, value=value)
+    counted, groups = read_groups(path, value=value, tensor=tensor)
     try:
         return *_of_a_family(path, value=value), groups
     except CheckpointError:

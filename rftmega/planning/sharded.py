@@ -13,8 +13,8 @@ FLOAT = 4  # bytes of a row's weight, gradient and each moment, whatever the for
 
 
 def shards_of(planned: PlannedModel, world: int) -> int:
-    """Returns the processes that one copy of the model is sharded over."""
-    return world // planned.parallel.replicas
+    """Returns the blocks that the rows of a parameter, or of a share of it, are sharded into."""
+    return world // planned.parallel.replicas // planned.parallel.tensor
 
 
 def elements_of(groups: Groups, shards: int) -> int:

@@ -152,30 +152,20 @@ def _learning(
     load = load_of(config, parallel, world)
     again = 1 if parallel.recompute == "full" else 0
     compute = forward * (1 + BACKWARD + again) * config.algorithm.epochs_per_rollout
-    if planned.groups is not None:
-        return {"compute": compute} | _exchanged(planned, config, world, compute, speeds)
-    stage = world // parallel.pipeline
     # a process's
     tokens = (
         load.tokens * load.micro_batches * config.algorithm.steps_per_rollout / parallel.context
     )
     found = {"compute": compute}
+    if parallel.tensor > 1:
+        found["tensor exchange"] = _summed(planned, (2 + again) * tokens, speeds)
+    if planned.groups is not None:
+        return found | _exchanged(planned, config, world, compute, speeds)
+    stage = world // parallel.pipeline
     if parallel.pipeline > 1:
         found["bubble"] = (
             compute * (parallel.pipeline - 1) / parallel.virtual_pipeline / load.micro_batches
         )
-    if parallel.tensor > 1:
-        t = parallel.tensor
-        reduced = (
-            2
-            * (2 + again)
-            * model.layers
-            / parallel.pipeline
-            * tokens
-            * model.hidden
-            * planned.itemsize
-        )
-        found["tensor exchange"] = reduced * 2 * (t - 1) / t / speeds.link(t)
     if parallel.expert > 1:
         found["experts' exchange"] = (
             (4 + 2 * again) * _routed(model, planned, tokens) * (1 - 1 / parallel.expert)
@@ -191,6 +181,15 @@ def _learning(
     return found
 
 
+def _summed(planned: PlannedModel, tokens: float, speeds: Speeds) -> float:
+    """Returns the seconds in which tensor-parallel processes add up the two outputs of each layer,
+    of so many tokens, their backward passes among them.
+    """
+    model, t = planned.model, planned.parallel.tensor
+    reduced = 2 * model.layers / planned.parallel.pipeline * tokens * model.hidden
+    return reduced * planned.itemsize * 2 * (t - 1) / t / speeds.link(t)
+
+
 def _exchanged(
     planned: PlannedModel, config: RunConfig, world: int, compute: float, speeds: Speeds
 ) -> dict[str, float]:
@@ -203,7 +202,7 @@ def _exchanged(
     held = sharded.elements_of(planned.groups, shards)
     passes = load_of(config, parallel, world).micro_batches * steps
     gathers = passes * (2 if parallel.reshard_after_forward else 1)
-    reduced = sharded.FLOAT * held * (shards - 1) / speeds.link(shards)
+    reduced = sharded.FLOAT * held * (shards - 1) / speeds.link(shards * parallel.tensor)
     replicas = parallel.replicas
     averaged = 2 * sharded.FLOAT * held * (replicas - 1) / replicas / speeds.link(world)
     whole = gathers * _gather(planned, world, speeds) + passes * reduced + steps * averaged
@@ -218,7 +217,8 @@ def _gather(planned: PlannedModel, world: int, speeds: Speeds) -> float:
     assert planned.groups is not None
     shards = sharded.shards_of(planned, world)
     held = sharded.elements_of(planned.groups, shards)
-    return planned.itemsize * held * (shards - 1) / speeds.link(shards)
+    link = speeds.link(shards * planned.parallel.tensor)
+    return planned.itemsize * held * (shards - 1) / link
 
 
 def _routed(model: ModelDescription, planned: PlannedModel, tokens: float) -> float:

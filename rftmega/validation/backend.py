@@ -6,7 +6,7 @@ from rftmega.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, 
 from rftmega.config.tree import value_of
 
 OF_FSDP = ("replicas", "reshard_after_forward", "cpu_offload")
-BY_BOTH = (*OF_FSDP, "recompute")
+BY_BOTH = (*OF_FSDP, "recompute", "tensor")
 MEGATRONS = ("distributed", "overlap_grad_reduce", "overlap_param_gather")
 
 
@@ -35,7 +35,7 @@ def _megatron(config: RunConfig, section: str) -> list[str]:
 def _fsdp(config: RunConfig, section: str, world_size: int) -> list[str]:
     unknown = [each.name for each in fields(ParallelConfig) if each.name not in BY_BOTH]
     found = [
-        f"{section}parallel.{name}={value} needs backend=megatron; FSDP shards every layer over all processes. Leave it out."
+        f"{section}parallel.{name}={value} needs backend=megatron; FSDP shards every layer over the processes. Leave it out."
         for name, value in _given(config, f"{section}parallel", ParallelConfig, unknown)
     ]
     found += [
@@ -47,9 +47,11 @@ def _fsdp(config: RunConfig, section: str, world_size: int) -> list[str]:
         found.append(
             f"{section}parallel.recompute=selective needs backend=megatron; FSDP computes whole layers again. Set it to full."
         )
-    if world_size % parallel.replicas:
+    tensor = parallel.tensor
+    if not world_size % tensor and world_size // tensor % parallel.replicas:
+        shared = f", {tensor} of which share each matrix" if tensor > 1 else ""
         found.append(
-            f"{section}parallel.replicas={parallel.replicas} does not divide the {world_size} launched processes, of which each "
+            f"{section}parallel.replicas={parallel.replicas} does not divide the {world_size} launched processes{shared}: each "
             "replica has as many. Lower it, or launch a multiple of it."
         )
     return found

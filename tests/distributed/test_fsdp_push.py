@@ -30,6 +30,16 @@ LAYOUTS = {
     "replicas, to engines of 2": ("qwen3", 4, P(replicas=2), 2, "float32"),
     "replicas, to an engine of 4": ("qwen2-tied", 4, P(replicas=2), 4, "bfloat16"),
     "experts, FSDP 4 to engines of 2": ("qwen3-moe", 4, P(), 2, "bfloat16"),
+    "FSDP 2 x TP2 to engines of 2": ("qwen3", 4, P(tensor=2), 2, "float32"),
+    "FSDP 1 x TP2 to engines of 1": ("llama", 2, P(tensor=2), 1, "bfloat16"),
+    "tied, 2 replicas x TP2 to an engine of 4": (
+        "qwen2-tied",
+        4,
+        P(tensor=2, replicas=2),
+        4,
+        "float32",
+    ),
+    "experts, FSDP 2 x TP2 to engines of 2": ("qwen3-moe", 4, P(tensor=2), 2, "float32"),
     "on the host, FSDP 2 to an engine of 2": ("qwen3-moe", 2, P(cpu_offload=True), 2, "float32"),
 }
 

@@ -196,6 +196,7 @@ def kept_body(world: Any, folder: Path, parallel: ParallelConfig) -> int:
 
 
 WIDE = {"hidden_size": 256, "intermediate_size": 1024, "vocab_size": 512, "num_hidden_layers": 4}
+WIDE_EXPERTS = {"moe_intermediate_size": 256}  # beside which activations are little
 # of FSDP2: variant, processes, layout, dtype, whether it is a value model
 SHARDED_CASES: dict[str, tuple[str, int, ParallelConfig, str, bool]] = {
     "FSDP over 2": ("qwen3", 2, P(), "float32", False),
@@ -208,6 +209,9 @@ SHARDED_CASES: dict[str, tuple[str, int, ParallelConfig, str, bool]] = {
     "tied": ("qwen2-tied", 2, P(), "float32", False),
     "experts over 3, bf16": ("qwen3-moe", 3, P(), "bfloat16", False),
     "a critic": ("qwen3", 2, P(), "bfloat16", True),
+    "FSDP 1 x TP2": ("qwen3", 2, P(tensor=2), "float32", False),
+    "FSDP 2 x TP2, bf16": ("qwen2-tied", 4, P(tensor=2), "bfloat16", False),
+    "experts, FSDP 2 x TP2": ("qwen3-moe", 4, P(tensor=2), "float32", False),
 }
 QUICK_SHARDED = ("FSDP over 2", "FSDP over 4, bf16", "ZeRO-2, bf16", "on the host", "a critic")
 
@@ -259,7 +263,8 @@ def test_predicted_bytes_of_fsdp_are_within_ten_percent_of_the_measured(
     name: str, tmp_path: Path
 ) -> None:
     variant, processes, parallel, dtype, value = SHARDED_CASES[name]
-    folder = save_tiny(tmp_path, variant, **WIDE)
+    wide = WIDE | WIDE_EXPERTS if variant == "qwen3-moe" else WIDE
+    folder = save_tiny(tmp_path, variant, **wide)
     config = config_of(folder, parallel, PLAIN, dtype=dtype, backend="fsdp")
     config.algorithm.task = "reward_model" if value else "rl"
     planned = models_of(config)[POLICY]

@@ -31,10 +31,12 @@ PACKED = {
 REFUSED = {"gemma2"}
 
 
-def rows() -> tuple[Tensor, Tensor]:
+def rows(first: int = 3) -> tuple[Tensor, Tensor]:
+    """Rows that begin with the word `first`, and their lengths."""
     torch.manual_seed(7)
     lengths = torch.tensor(LENGTHS)
     tokens = torch.randint(3, VOCABULARY, (len(LENGTHS), max(LENGTHS)))
+    tokens[:, 0] = first
     return tokens * (torch.arange(max(LENGTHS)) < lengths[:, None]), lengths
 
 
@@ -58,13 +60,13 @@ def shards_of(name: str, places: list[Placed], tensor: Tensor, first: int = 0) -
     return [plan.of(tensor) for plan in plans]
 
 
-def of_transformers(folder: Path) -> tuple[list[Tensor], dict[str, Tensor]]:
+def of_transformers(folder: Path, first: int = 3) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Log-probs row by row with whole logits, and the gradient of a weighted sum of them."""
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     )
     found = []
-    tokens, lengths = rows()
+    tokens, lengths = rows(first)
     for row, length in zip(tokens, lengths.tolist(), strict=True):
         if length > 1:
             logits = model(input_ids=row[None, : length - 1], use_cache=False).logits[0]

@@ -44,6 +44,15 @@ def test_what_works_is_let_through(
     preflight(config_of(tmp_path, variant, parallel, "scripted"), processes)
 
 
+def test_processes_that_cannot_share_a_model_under_fsdp_are_told_before_weights_are_read(
+    tmp_path: Path,
+) -> None:
+    config = config_of(tmp_path, "qwen3", P(tensor=4), "scripted")  # it has 2 key-value heads
+    config.backend = "fsdp"
+    with pytest.raises(ConfigError, match="parallel.tensor=4 does not divide the 2 heads"):
+        preflight(config, 4)
+
+
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
 def test_a_mixture_has_real_engines_on_a_cpu(engine: str, tmp_path: Path) -> None:
     preflight(config_of(tmp_path, "qwen3-moe", P(), engine), 1)

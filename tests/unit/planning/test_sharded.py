@@ -13,9 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rftmega import config as configuration
 from rftmega.config import ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
+from rftmega.errors import CheckpointError
 from rftmega.launch import disk_space
-from rftmega.planning import engine, memory, times
-from rftmega.planning.backends import best_of, on_backend, recommended
+from rftmega.planning import backends, engine, memory, times
+from rftmega.planning.backends import Best, best_of, on_backend, recommended
 from rftmega.planning.fit import Machine, misfits, nearest, refused
 from rftmega.planning.groups import Groups
 from rftmega.planning.memory import Budget, load_of
@@ -81,6 +82,31 @@ def test_a_process_has_the_first_of_torchs_blocks_of_every_parameter(
     held = states(planned, 2 * shards)
     halved = elements_of(planned.groups, 2 * shards)
     assert list(held.values()) == [(4 + 2) * halved, 4 * halved, 0, 8 * halved]
+
+
+def test_processes_that_share_matrices_have_equal_parts_of_them_and_all_norms() -> None:
+    planned = models_of(config_of(EXAMPLES / "llama-3-70b", P()))[POLICY]
+    shared = planned.with_layout(P(tensor=8), planned.optimizer)
+    assert planned.groups is not None
+    assert shared.groups is not None
+    shapes = [
+        *planned.groups.whole_pass,
+        *(shape for each in planned.groups.apart for shape in each),
+    ]
+    matrices = sum(prod(shape) for shape in shapes if len(shape) > 1)
+    norms = sum(prod(shape) for shape in shapes if len(shape) == 1)
+    assert elements_of(shared.groups, 1) == matrices / 8 + norms
+    assert states(shared, 64)["gradients"] == 4 * elements_of(shared.groups, 8)
+    assert shared.with_layout(P(), planned.optimizer).groups == planned.groups
+
+
+def test_a_number_of_processes_that_cannot_share_a_model_is_no_layout() -> None:
+    config = config_of(EXAMPLES / "llama-3-70b", P(tensor=16))  # it has 8 key-value heads
+    models = models_of(config_of(EXAMPLES / "llama-3-70b", P()))
+    found = refused(models, config, machine(64))
+    assert any("does not divide the 8 heads (num_key_value_heads)" in reason for reason in found)
+    with pytest.raises(CheckpointError, match="does not divide the 8 heads"):
+        models_of(config)
 
 
 def planned_of(parallel: ParallelConfig, itemsize: int) -> PlannedModel:
@@ -189,7 +215,19 @@ def test_a_backend_is_recommended_for_a_reason(tmp_path: Path) -> None:
     assert "olmo2" in unknown.why
     sparse = recommended(example("deepseek-v3"), machine(512))
     assert sparse.backend == "megatron"
-    assert "gathered" in sparse.why
+    assert sparse.best["fsdp"].changes is not None
+    assert sparse.best["fsdp"].changes["parallel.tensor"] > 1  # to gather less of each expert
+
+
+@pytest.mark.parametrize(("fitting", "other"), [("megatron", "fsdp"), ("fsdp", "megatron")])
+def test_a_backend_without_a_layout_that_fits_is_not_recommended(
+    fitting: str, other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of = {fitting: Best({}, 5.0), other: Best(None, 0.0, "gathered 90 GB")}
+    monkeypatch.setattr(backends, "best_of", lambda config, machine: of[config.backend])
+    found = recommended(config_of(small(tmp_path), P()), machine(8))
+    assert found.backend == fitting
+    assert "gathered 90 GB" in found.why
 
 
 def test_the_other_backend_is_looked_at_without_this_ones_options() -> None:

@@ -111,7 +111,7 @@ def test_a_run_on_fsdp_is_planned_and_a_backend_recommended(
         (["parallel.tensor=3"], "number of attention heads"),
         (["--gpu-memory", "2"], "more than --reserved-gb"),
         (["--nic-gbs", "0"], "must be positive"),
-        (["backend=fsdp"], "parallel.tensor=8 needs backend=megatron"),
+        (["backend=fsdp"], "parallel.pipeline=4 needs backend=megatron"),
         (["parallel.tensr=2"], "Did you mean parallel.tensor?"),
     ],
 )

@@ -18,14 +18,14 @@ def reasons(folder: Path, *options: str, processes: int = 4) -> list[str]:
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        ("parallel.tensor=2", "parallel.tensor=2 needs backend=megatron"),
+        ("parallel.pipeline=2", "parallel.pipeline=2 needs backend=megatron"),
         ("parallel.context=2", "parallel.context=2 needs backend=megatron"),
         ("parallel.recompute=selective", "Set it to full"),
         ("parallel.replicas=3", "does not divide the 4 launched processes"),
         ("optimizer.distributed=true", "always shards the optimizer"),
         ("optimizer.vision_learning_rate=1", "one learning rate"),
         ("model.dropout=0.1", "model.dropout=0.1 needs backend=megatron"),
-        ("critic.parallel.tensor=2", "critic.parallel.tensor=2 needs backend=megatron"),
+        ("critic.parallel.expert=2", "critic.parallel.expert=2 needs backend=megatron"),
         ("critic.parallel.replicas=3", "critic.parallel.replicas=3 does not divide"),
     ],
 )

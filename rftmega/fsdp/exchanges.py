@@ -1,0 +1,100 @@
+"""Exchanges between the processes of a tensor-parallel group, with their gradients."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class _Copied(torch.autograd.Function):
+    """_Copied hands on what every process has; each has a share of its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        total = grads[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+class _Summed(torch.autograd.Function):
+    """_Summed adds up what each process has a share of."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.mark_dirty(x)
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+class _Joined(torch.autograd.Function):
+    """_Joined puts together the columns [..., C] that each process has."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return _all(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _own(grads[0], ctx.group), None
+
+
+class _OwnColumns(torch.autograd.Function):
+    """_OwnColumns takes a process's columns of what every process has."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return _own(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _all(grads[0], ctx.group), None
+
+
+def _all(x: Tensor, group: Any) -> Tensor:
+    parts = [
+        torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())
+    ]
+    dist.all_gather(parts, x.contiguous(), group=group)
+    return torch.cat(parts, dim=-1)
+
+
+def _own(x: Tensor, group: Any) -> Tensor:
+    return x.chunk(group.size(), dim=-1)[group.rank()].contiguous()
+
+
+def copied(x: Tensor, group: Any) -> Tensor:
+    """Returns x, which is the same on every process of `group`; the gradients that they compute of
+    it are added up.
+    """
+    found: Tensor = _Copied.apply(x, group)
+    return found
+
+
+def summed(x: Tensor, group: Any) -> Tensor:
+    """Adds up what each process of `group` has a share of, in its place where that can be."""
+    found: Tensor = _Summed.apply(x.contiguous(), group)
+    return found
+
+
+def joined(x: Tensor, group: Any) -> Tensor:
+    """Puts together the columns [..., C] that each process of `group` has: [..., C * processes]."""
+    found: Tensor = _Joined.apply(x, group)
+    return found
+
+
+def own_columns(x: Tensor, group: Any) -> Tensor:
+    """Returns this process's columns [..., C / processes] of x, which is the same on all."""
+    found: Tensor = _OwnColumns.apply(x, group)
+    return found

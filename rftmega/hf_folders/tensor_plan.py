@@ -1,0 +1,169 @@
+"""Reads transformers' own plan of how the processes of a tensor-parallel group share a decoder.
+
+The plan names a style for modules and parameters. Which elements a process then holds is said here,
+for whoever makes them, reads them, or counts their bytes. The vocabulary is no part of it: its rows
+are always shared, in blocks of which the last may be short.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from rftmega.errors import CheckpointError
+
+COLUMN, ROW = "colwise", "rowwise"
+COLUMN_GATHERED, ROW_OF_WHOLE = "colwise_gather_output", "rowwise_split_input"
+PACKED, EXPERTS = "packed_colwise", "moe_tp_experts"
+PARTIAL, VOCABULARY = "replicated_with_grad_allreduce", "vocabulary"
+OF_WORDS = "embedding_rowwise"
+OF_LINEARS = (COLUMN, ROW, COLUMN_GATHERED, ROW_OF_WHOLE)
+NUMBER = re.compile(r"\.\d+(?=\.|$)")
+FUSED = 3  # dimensions of the parameters that hold all experts of a layer
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Split says which slices of one dimension of a parameter a process holds, one after another."""
+
+    dim: int
+    slices: tuple[tuple[int, int], ...]
+
+    @property
+    def size(self) -> int:
+        """Returns the elements along the dimension that a process holds."""
+        return sum(stop - start for start, stop in self.slices)
+
+    def of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the shape of what a process holds of a parameter."""
+        return (*shape[: self.dim], self.size, *shape[self.dim + 1 :])
+
+
+def styles_of(model: PreTrainedModel, size: int) -> dict[str, str]:
+    """Returns the styles of modules and parameters, by their names in the model, for groups of
+    `size` processes.
+
+    Raises CheckpointError where transformers has no plan of this model, one of a style that is not
+    known here, or one that `size` processes can't share evenly.
+    """
+    kind = type(model).__name__
+    plan: dict[str, str] = model.tp_plan or {}
+    found = {}
+    for name, part in (*model.named_modules(), *model.named_parameters()):
+        style = plan.get(NUMBER.sub(".*", name))
+        if style is None:
+            continue
+        if not _known(style, part):
+            raise CheckpointError(
+                f"transformers would split {name} of {kind} by {style!r}, which this backend does not know. Set "
+                "parallel.tensor=1, or take backend=megatron."
+            )
+        found[name] = style
+    vocabulary = (model.get_input_embeddings(), model.get_output_embeddings())
+    words = {name for name, module in model.named_modules() if module in vocabulary}
+    if found.keys() <= words:
+        raise CheckpointError(
+            f"transformers has no tensor-parallel plan of the layers of {kind}, so parallel.tensor={size} would split nothing "
+            "of them. Set it to 1, or take backend=megatron."
+        )
+    _refuse_forgotten(model, found)
+    found |= dict.fromkeys(words, VOCABULARY)
+    _refuse_uneven(model, found, size)
+    return found
+
+
+def _known(style: str, part: object) -> bool:
+    if isinstance(part, nn.Parameter):
+        return style in (PACKED, COLUMN, ROW) and part.dim() == FUSED
+    linear = isinstance(part, nn.Linear) and style in OF_LINEARS
+    words = isinstance(part, nn.Embedding) and style == OF_WORDS
+    return linear or words or style in (PARTIAL, EXPERTS)
+
+
+def _refuse_forgotten(model: PreTrainedModel, styles: dict[str, str]) -> None:
+    """Raises CheckpointError for weights beside shared columns that the plan says nothing of: a norm
+    of each process's heads has a share of its gradient only, one of all heads a wrong mean.
+    """
+    columns = {name.rpartition(".")[0] for name, style in styles.items() if style == COLUMN}
+    for parent in sorted(columns):
+        for name, parameter in model.get_submodule(parent).named_parameters():
+            whole, module = f"{parent}.{name}", f"{parent}.{name}".rpartition(".")[0]
+            if whole not in styles and module not in styles and parameter.dim() == 1:
+                raise CheckpointError(
+                    f"transformers' tensor-parallel plan of {type(model).__name__} says nothing of {whole}, which lies between "
+                    "matrices that it splits. Set parallel.tensor=1, or take backend=megatron."
+                )
+
+
+def _refuse_uneven(model: PreTrainedModel, styles: dict[str, str], size: int) -> None:
+    config = model.config.get_text_config()
+    whole_heads = any(name.endswith(".k_proj") and styles[name] == COLUMN for name in styles)
+    for field in ("num_attention_heads", "num_key_value_heads") if whole_heads else ():
+        if (heads := getattr(config, field, 0) or 0) % size:
+            raise CheckpointError(
+                f"parallel.tensor={size} does not divide the {heads} heads ({field}) of the model. Lower it, or take "
+                "backend=megatron."
+            )
+    for name, parameter, style in _styled(model, styles):
+        dim = _dimension(style, parameter.dim())
+        if dim is None:
+            continue
+        length = parameter.shape[dim]
+        parts = 2 if style == PACKED else 1
+        block = -(-length // size)
+        if (size - 1) * block >= length if style == VOCABULARY else length % (size * parts):
+            raise CheckpointError(
+                f"parallel.tensor={size} does not divide {name} {list(parameter.shape)} along dimension {dim}. Lower it, or "
+                "take backend=megatron."
+            )
+
+
+def splits_of(
+    model: PreTrainedModel, styles: dict[str, str], rank: int, size: int
+) -> dict[str, Split]:
+    """Returns what process `rank` of a group of `size` holds of each parameter that is split, by
+    the parameter's name.
+    """
+    found = {}
+    for name, parameter, style in _styled(model, styles):
+        dim = _dimension(style, parameter.dim())
+        if dim is not None:
+            length = parameter.shape[dim]
+            found[name] = Split(dim, tuple(_slices(style, length, rank, size)))
+    return found
+
+
+def partial_of(model: PreTrainedModel, styles: dict[str, str]) -> set[str]:
+    """Returns the names of parameters that are whole on every process and see its heads only, so
+    that their gradients are to be added up.
+    """
+    return {name for name, _, style in _styled(model, styles) if style == PARTIAL}
+
+
+def _styled(
+    model: PreTrainedModel, styles: dict[str, str]
+) -> Iterator[tuple[str, nn.Parameter, str]]:
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        style = styles.get(name, styles.get(name.rpartition(".")[0]))
+        if style is not None:
+            yield name, parameter, style
+
+
+def _dimension(style: str, dims: int) -> int | None:
+    """Returns which dimension of a parameter is split; None: every process has all of it."""
+    if style in (COLUMN, COLUMN_GATHERED, PACKED):
+        return max(dims - 2, 0)
+    if style in (ROW, ROW_OF_WHOLE) and dims > 1:  # a bias is added once, after the sum
+        return dims - 1
+    return 0 if style == VOCABULARY else None
+
+
+def _slices(style: str, length: int, rank: int, size: int) -> Iterator[tuple[int, int]]:
+    parts = 2 if style == PACKED else 1  # gate and up, each of which is shared
+    part = length // parts
+    block = -(-part // size)
+    for first in range(0, length, part):
+        start = min(rank * block, part)
+        yield first + start, first + min(start + block, part)

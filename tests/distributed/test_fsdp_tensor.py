@@ -1,0 +1,97 @@
+"""Decoders of transformers that two processes share by transformers' own plan, against transformers
+in one, row by row.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rftmega.fsdp.feed import feed
+from rftmega.fsdp.module import build
+from rftmega.fsdp.names import places_of, plans_of, read
+from rftmega.fsdp.sharding import materialise
+from rftmega.fsdp.tensor_parallel import share_layers
+from rftmega.hf_folders.hf_folder import HFFolder
+from rftmega.hf_folders.tensor_plan import partial_of, splits_of, styles_of
+from tests.ranks import run_ranks
+from tests.tiny_decoders import FAMILIES, VOCABULARY, save_decoder
+from tests.unit.fsdp.test_families import LENGTHS, TEMPERATURE, of_transformers, rows, worst
+
+WITHOUT_A_PLAN = {"gpt-oss"}
+REFUSED = {"gemma2"}
+SHARED = sorted(FAMILIES.keys() - WITHOUT_A_PLAN - REFUSED)
+FIRST_OF_SECOND = -(-VOCABULARY // 2)  # the first word of the second process
+
+
+def shared_body(world: Any, folders: dict[str, Path]) -> dict[str, Any]:
+    """Log-probs of all targets by family, and this process's gradients with its splits."""
+    return {family: shared(folder) for family, folder in folders.items()}
+
+
+def shared(folder: Path) -> Any:
+    files = HFFolder(folder)
+    built = build(str(folder), value_model=False, head_bias=False)
+    model = built.model
+    parameters = dict(built.network.named_parameters())
+    shapes = {name: tuple(parameters[own].shape) for own, name in built.names.items()}
+    places = places_of(model, shapes, files, allowed={"lm_head.weight"})
+    styles = styles_of(model, 2)
+    splits = splits_of(model, styles, dist.get_rank(), 2)
+    share_layers(built.network, model, styles, splits, dist.group.WORLD)
+    materialise(built.network, model, torch.device("cpu"))
+    named = {built.names[own]: each for own, each in built.network.named_parameters()}
+    for name, parameter in named.items():
+        held = parameter.detach()
+        whole = (0, len(held))
+        split = splits.get(name)
+        plans = plans_of(name, places[name], whole, held.dtype, split=split, opens=False)
+        read(files, [plan.of(held) for plan in plans])
+    tokens, lengths = rows(FIRST_OF_SECOND)
+    fed = feed(tokens, lengths, packed=built.unpacked is None, where=torch.device("cpu"))
+    logp, _ = built.network(fed.arguments, fed.places, fed.targets, TEMPERATURE)
+    weights = [torch.arange(1.0, length) for length in LENGTHS]
+    (logp * torch.cat(weights)).sum().backward()
+    gradients = {name: parameter.grad for name, parameter in named.items()}
+    for name in partial_of(model, styles):
+        dist.all_reduce(gradients[name])
+    return logp.detach(), gradients, splits
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {family: save_decoder(tmp_path_factory.mktemp("model"), family) for family in SHARED}
+
+
+@pytest.fixture(scope="module")
+def found(folders: dict[str, Path]) -> list[dict[str, Any]]:
+    return run_ranks(2, shared_body, folders)
+
+
+@pytest.mark.parametrize("family", SHARED)
+def test_two_processes_give_transformers_own_log_probs_and_gradients(
+    family: str, folders: dict[str, Path], found: list[dict[str, Any]]
+) -> None:
+    wanted, gradients = of_transformers(folders[family], FIRST_OF_SECOND)
+    for logp, own, splits in (each[family] for each in found):
+        torch.testing.assert_close(logp, torch.cat(wanted), rtol=0, atol=1e-5)
+        shares = {}
+        for name, whole in gradients.items():
+            shares[name] = whole
+            if name in splits:
+                dim, slices = splits[name].dim, splits[name].slices
+                pieces = [whole.narrow(dim, start, stop - start) for start, stop in slices]
+                shares[name] = torch.cat(pieces, dim)
+        assert worst(own, shares) < 1e-5
+
+
+def test_every_matrix_of_a_layer_is_shared(found: list[dict[str, Any]]) -> None:
+    for family, (_, gradients, splits) in found[0].items():
+        matrices = {
+            name for name, each in gradients.items() if ".layers." in name and each.dim() > 1
+        }
+        # routers and what a linear attention mixes tokens with are whole
+        whole = {name for name in matrices - splits.keys() if not name.endswith("gate.weight")}
+        assert family == "qwen3-next" or not whole, (family, whole)
