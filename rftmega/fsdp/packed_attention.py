@@ -1,8 +1,9 @@
 """An attention over packed rows that any decoder of transformers can be built with.
 
 transformers hands queries, keys and values to a function that is chosen by name. Ours attends every
-row to itself, so that the work grows with the squares of the rows, not of all of them together. For
-a name without a mask of its own transformers builds none.
+row to itself, so that the work grows with the squares of the rows, not of all of them together: in
+one kernel where there is one (`takes_rows`), else the rows of each length together. For a name
+without a mask of its own transformers builds none.
 """
 
 from collections import defaultdict
@@ -12,9 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention.varlen import varlen_attn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 ATTENTION = "rftmega_rows"
+WIDEST = 256  # head size that FlashAttention takes, in multiples of 8
 EDGES = "cu_seq_lens_q"  # of the packed rows; transformers hands it through to every layer
 # what layers say that changes nothing here
 NEUTRAL = frozenset(
@@ -55,9 +58,12 @@ def attend_rows(
         raise Unpackable(f"its attention is also told {', '.join(sorted(unknown))}")
     if attention_mask is not None or len(query) != 1 or others.get("is_causal") is False:
         raise Unpackable("its attention has a mask of its own, or is not causal")
+    edges = others[EDGES]
+    if takes_rows(query, value) and softcap is None and s_aux is None and not dropout:
+        return _attend_at_once(query, key, value, edges, scaling, sliding_window), None
     parts = []
     order = []
-    for starts, length in rows_by_length(others[EDGES]):
+    for starts, length in rows_by_length(edges):
         index = torch.tensor(starts)[:, None] + torch.arange(length)
         place = index.flatten().to(query.device)
         rows = [
@@ -68,6 +74,43 @@ def attend_rows(
         order.append(place)
     back = torch.cat(order).argsort()
     return torch.cat(parts)[back][None], None
+
+
+def takes_rows(query: Tensor, value: Tensor) -> bool:
+    """Returns whether torch has a kernel for rows of any lengths at once: FlashAttention on CUDA, in
+    half precision.
+    """
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    size = query.shape[-1]
+    return query.is_cuda and half and size == value.shape[-1] <= WIDEST and size % 8 == 0
+
+
+def _attend_at_once(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    edges: Sequence[int],
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    """Attends by FlashAttention-2 (Dao, arXiv:2307.08691), to [1, N, heads, d]."""
+    offsets = torch.tensor(edges, dtype=torch.int32, device=query.device)
+    longest = max(stop - start for start, stop in zip(edges, edges[1:], strict=False))
+    before = -1 if window is None else window - 1  # tokens beside its own
+    query, key, value = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+    attended: Tensor = varlen_attn(  # type: ignore[assignment]
+        query,
+        key,
+        value,
+        offsets,
+        offsets,
+        longest,
+        longest,
+        scale=scaling,
+        window_size=(before, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return attended[None]
 
 
 def rows_by_length(edges: Sequence[int]) -> list[tuple[list[int], int]]:

@@ -21,7 +21,7 @@ from rftmega.device.residency import ADAM, GRADIENTS, MAIN_PARAMETERS, PARAMETER
 from rftmega.trainer.gap_gate import LIMITS
 from rftmega.types import Experience
 from rftmega.weights import Exporter
-from tests.layouts import build_actor, rows_of
+from tests.layouts import build_actor, build_policy, rows_of
 from tests.plain_loop import log_probs, trained
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
@@ -40,6 +40,7 @@ OPTIMIZER = OptimizerConfig(
     epsilon=1e-4, learning_rate=1e-2, weight_decay=0.1, clip_grad=0.0, warmup_steps=0
 )
 FAMILIES = ("qwen3", "qwen3-moe", "deepseek-v3")
+CASES = [*[(family, "megatron") for family in FAMILIES], ("qwen3", "fsdp"), ("qwen3-moe", "fsdp")]
 EXACT, ROUNDED = 1e-4, LIMITS["bfloat16"]  # nats
 
 
@@ -51,12 +52,10 @@ def _on_the_device(request: pytest.FixtureRequest) -> None:
         pytest.skip(f"this process computes on {found}")
 
 
-def score_body(world: Any, folder: Path, dtype: str) -> Any:
-    actor = build_actor(folder, ParallelConfig(), dtype=dtype)
-    assert {p.device.type for chunk in actor.manager.chunks for p in chunk.parameters()} == {
-        device.current().type
-    }
-    return actor.log_probs(rows_of(ROWS)).logp
+def score_body(world: Any, folder: Path, dtype: str, backend: str) -> Any:
+    policy = build_policy(folder, ParallelConfig(), dtype=dtype, backend=backend)
+    assert {shard.tensor.device.type for shard in policy.shards()} == {device.current().type}
+    return policy.log_probs(rows_of(ROWS)).logp
 
 
 def gap(found: Tensor, model: Any) -> Tensor:
@@ -67,13 +66,15 @@ def gap(found: Tensor, model: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("where", ON)
-@pytest.mark.parametrize("variant", FAMILIES)
-def test_log_probs_are_those_of_transformers(variant: str, where: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("variant", "backend"), CASES)
+def test_log_probs_are_those_of_transformers(
+    variant: str, backend: str, where: str, tmp_path: Path
+) -> None:
     folder = save_tiny(tmp_path, variant)
     model = trained(folder, ROWS, PROMPTS, updates=0)
-    (found,) = run_ranks(1, score_body, folder, "float32")
+    (found,) = run_ranks(1, score_body, folder, "float32", backend)
     assert gap(found, model).max() < EXACT
-    (found,) = run_ranks(1, score_body, folder, "bfloat16")
+    (found,) = run_ranks(1, score_body, folder, "bfloat16", backend)
     difference = gap(found, model)  # what a run may differ from its engine by
     assert difference.mean() < ROUNDED.mean and difference.max() < ROUNDED.percentile, (
         difference.mean(),
@@ -81,12 +82,11 @@ def test_log_probs_are_those_of_transformers(variant: str, where: str, tmp_path:
     )
 
 
-def update_body(world: Any, folder: Path, dtype: str, learning_rate: float) -> Any:
-    actor = build_actor(
-        folder, ParallelConfig(), replace(OPTIMIZER, learning_rate=learning_rate), dtype=dtype
-    )
+def update_body(world: Any, folder: Path, dtype: str, backend: str, learning_rate: float) -> Any:
+    optimizer = replace(OPTIMIZER, learning_rate=learning_rate)
+    policy = build_policy(folder, ParallelConfig(), optimizer, dtype=dtype, backend=backend)
     rows = rows_of(ROWS, PROMPTS)
-    logp = actor.log_probs(rows).logp
+    logp = policy.log_probs(rows).logp
     experience = Experience(
         rows.tokens,
         rows.prompt_lengths,
@@ -98,27 +98,24 @@ def update_body(world: Any, folder: Path, dtype: str, learning_rate: float) -> A
         torch.ones_like(logp),
     )
     for _ in range(2):
-        actor.step(experience, policy_loss())
-    weights = {
-        name: x.cpu()
-        for name, x in Exporter(
-            actor.manager.shards(), actor.topology.replica_group, bucket_bytes=2**20
-        )
-    }
-    return weights, actor.log_probs(rows).logp
+        policy.step(experience, policy_loss())
+    policy.residency.finish()
+    exporter = Exporter(policy.shards(), policy.replica_group, bucket_bytes=2**20)
+    weights = {name: tensor.cpu() for name, tensor in exporter}
+    return weights, policy.log_probs(rows).logp
 
 
 @pytest.mark.parametrize("where", ON)
-@pytest.mark.parametrize("variant", FAMILIES)
+@pytest.mark.parametrize(("variant", "backend"), CASES)
 def test_two_updates_are_those_of_a_plain_loop_of_transformers_and_torch(
-    variant: str, where: str, tmp_path: Path
+    variant: str, backend: str, where: str, tmp_path: Path
 ) -> None:
     """Weights by their names; experts, which transformers keeps in one tensor, by the log-probs
     afterwards.
     """
     folder = save_tiny(tmp_path, variant)
     model = trained(folder, ROWS, PROMPTS, updates=2)
-    ((weights, logp),) = run_ranks(1, update_body, folder, "float32", 1e-2)
+    ((weights, logp),) = run_ranks(1, update_body, folder, "float32", backend, 1e-2)
     theirs = dict(model.named_parameters())
     compared = weights.keys() & theirs.keys()
     assert len(compared) > 10
@@ -134,13 +131,13 @@ def test_two_updates_are_those_of_a_plain_loop_of_transformers_and_torch(
 
 
 @pytest.mark.parametrize("where", ON)
-@pytest.mark.parametrize("variant", FAMILIES)
+@pytest.mark.parametrize(("variant", "backend"), CASES)
 def test_two_updates_in_bfloat16_go_where_those_in_float32_go(
-    variant: str, where: str, tmp_path: Path
+    variant: str, backend: str, where: str, tmp_path: Path
 ) -> None:
     """At a tenth of the rate, since Adam turns what is rounding in a gradient into whole steps."""
     folder = save_tiny(tmp_path, variant)
-    ((_, logp),) = run_ranks(1, update_body, folder, "bfloat16", 1e-3)
+    ((_, logp),) = run_ranks(1, update_body, folder, "bfloat16", backend, 1e-3)
     before, after = (
         trained(folder, ROWS, PROMPTS, updates=updates, learning_rate=1e-3) for updates in (0, 2)
     )
