@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from rftmega.algorithms.losses import policy_loss
 from rftmega.algorithms.supervised import cross_entropy_loss
@@ -18,7 +19,9 @@ from rftmega.device.residency import GRADIENTS, PARTS
 from rftmega.errors import CheckpointError
 from rftmega.experience import given
 from rftmega.launch.train import backend_of
+from rftmega.strategy.export import export
 from rftmega.weights import Exporter
+from tests.allocations import most_bytes
 from tests.distributed import test_critic
 from tests.distributed.test_checkpoints import tensors
 from tests.distributed.test_offload import contents, prepared_by
@@ -239,6 +242,24 @@ def test_a_run_of_one_backend_goes_on_under_the_other(
     for name, saved, other in (("from", megatron, fsdp), ("to", fsdp, megatron)):
         expected, (found,) = resumed(tmp_path / name, variant, saved, [other])
         assert found == pytest.approx(expected, rel=1e-5 if dtype == "float32" else 0.05)
+
+
+def export_body(world: Any, folder: Path, target: Path) -> int:
+    actor = build_policy(folder, P(), backend="fsdp")
+    return most_bytes(lambda: export(actor, target, bucket_bytes=2**20))
+
+
+def test_an_export_is_a_stream_of_buckets_however_large_the_model_is(tmp_path: Path) -> None:
+    wide = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 8}
+    folder, target = save_tiny(tmp_path / "model", "qwen3", **wide), tmp_path / "target"
+    found = run_ranks(2, export_body, folder, target)
+    files = target.glob("*.safetensors")
+    written = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    whole = load_file(folder / "model.safetensors")
+    assert written.keys() == whole.keys()
+    assert all(torch.equal(written[name], tensor) for name, tensor in whole.items())
+    # tensors of 1 MiB: a bucket's, what is sent of them and what comes
+    assert max(found) < 5 * 2**20 < sum(tensor.nbytes for tensor in whole.values()) / 3
 
 
 def names_body(world: Any, model: Path, kept: Path) -> None:
