@@ -72,7 +72,7 @@ class Setting:
     micro_batches: int = 3
     shuffled: bool = False
     dtype: str = "float32"
-    # For comparing bf16: without the clip, which is a jump, and in steps a tenth as large. In large
+    # For comparing bf16: without the clip, which is a jump, and in steps a fortieth as large. In large
     # ones the noise of one process in bf16 is anything from 0.05 to 0.25, by the micro-batch size
     # alone: what is chaotic shows no mistake.
     smooth: bool = False
@@ -204,8 +204,11 @@ SHARDED_ROWS = {
     ),
 }
 # transformers transposes the experts of qwen3_vl_moe, which is refused by name
-for variant in ("qwen3", "qwen2-tied", "qwen3-moe", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"):
+for variant in ("qwen3", "qwen2-tied", "qwen3-moe", "qwen2_vl", "qwen2_5_vl"):
     LAYOUTS[variant] |= SHARDED_ROWS
+LAYOUTS["qwen3_vl"] |= {  # transformers has no tensor-parallel plan of it
+    name: layout for name, layout in SHARDED_ROWS.items() if layout.parallel.tensor == 1
+}
 ALONE = Layout(1, P())
 # With the modules of Transformer Engine (its stub), against one process without.
 ENGINE: dict[str, dict[str, Layout]] = {
@@ -260,7 +263,7 @@ def learn(folder: Path, layout: Layout, setting: Setting) -> dict[str, Any]:
         folder,
         layout.parallel,
         backend=layout.backend,
-        optimizer=replace(layout.optimizer, learning_rate=1e-3 if setting.smooth else rate),
+        optimizer=replace(layout.optimizer, learning_rate=rate / 40 if setting.smooth else rate),
         dtype=setting.dtype,
         keep_reference=True,
         token_cap=caps[setting.micro_batches],

@@ -33,7 +33,7 @@ class MegatronActor(MegatronModel):
             )
         super().__init__(MegatronModelManager(cfg, placement), placement)
         if role == "actor":
-            self.manager.setup_model_and_optimizer()
+            self.prepare_to_learn()
         self.runner = MegatronRunner(
             self.manager, TokenStats, LogProbs(self.manager.description.vocabulary)
         )

@@ -26,7 +26,7 @@ class MegatronCritic(MegatronModel):
             )
         super().__init__(MegatronModelManager(cfg, placement, value_model=True), placement)
         if role == "critic":
-            self.manager.setup_model_and_optimizer()
+            self.prepare_to_learn()
         self.runner = MegatronRunner(self.manager, TokenValues, None)
 
     def values(self, rows: Rows[Column]) -> Column:

@@ -20,6 +20,7 @@ from rftmega.megatron.training_state import (
     adam_steps,
     model_tensors,
     optimizer_tensors,
+    read_main_parameters,
     schedule_steps,
     set_adam_steps,
     set_schedule_steps,
@@ -40,6 +41,11 @@ class MegatronModel:
 
     def __init__(self, manager: MegatronModelManager, topology: Topology):
         self.manager, self.topology = manager, topology
+
+    def prepare_to_learn(self) -> None:
+        """Gives the model an optimizer and its schedule."""
+        self.manager.setup_model_and_optimizer()
+        read_main_parameters(self.manager)
 
     @property
     def path(self) -> str:

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from converters.shards import shapes_of, shard_parts
+from rftmega.checkpoint.reader import is_distributed
 from rftmega.device.held_weights import AveragedWeights
+from rftmega.hf_folders.stacked_files import open_folder
 from rftmega.megatron.manager import MegatronModelManager
 from rftmega.megatron.offload import inner_optimizers
 from rftmega.megatron.shard_boxes import boxes_of
@@ -72,6 +74,26 @@ def optimizer_tensors(manager: MegatronModelManager) -> Iterator[ShardBox]:
                 for kind, tensor in tensors.items():
                     for offset, elements in _range(part, parameter, tensor, begin):
                         yield ShardBox(f"{kind}/{name}", shape, False, offset, elements, written)
+
+
+@torch.no_grad()
+def read_main_parameters(manager: MegatronModelManager) -> None:
+    """Reads main parameters from the folder where it has more digits than the weights.
+
+    Megatron makes them of the weights, which are rounded by then: an optimizer step smaller than
+    their spacing would leave all of them where they are.
+    """
+    path = manager.cfg.model.path
+    if is_distributed(path):
+        return
+    files = open_folder(path, manager.hf_config)
+    width = manager.config.params_dtype.itemsize
+    for box in optimizer_tensors(manager):
+        kind, _, name = box.key.partition("/")
+        if kind == MAIN and name in files and files.dtype_of(name).itemsize > width:
+            ends = zip(box.offset, box.tensor.shape, strict=True)
+            slices = tuple(slice(start, start + size) for start, size in ends)
+            box.tensor.copy_(files.slice_of(name, box.shape)[slices])
 
 
 def _is_sharded(inner: Any) -> bool:
