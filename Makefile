@@ -36,7 +36,7 @@ test: check  ## what CI runs
 check: $(READY)  ## style, formatting and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy rftmega model_providers converters tools benchmarks train_rl.py
+	$(BIN)/mypy rftmega benchmarks train_rl.py
 
 ranks: $(READY)  ## the exhaustive multi-rank half of the tests
 	$(BIN)/python -m pytest -q -m ranks

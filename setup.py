@@ -1,10 +1,22 @@
-"""Packages `rftmega`, `model_providers` and `converters`; everything that is pinned lives in
-`requirements/`.
+"""Package `rftmega`. Its folders converters, model_providers, tools, examples and requirements are links
+to those beside it, so that nothing but `rftmega` is installed.
 """
 
 from pathlib import Path
 
 from setuptools import find_packages, setup
+
+# what config, planning, names and the page need; a run needs requirements/ as README.md says
+LIGHT = (
+    "PyYAML",
+    "numpy",
+    "omegaconf",
+    "pydantic",
+    "safetensors",
+    "tqdm",
+    "transformers",
+    "xxhash",
+)
 
 
 def pins(name: str) -> list[str]:
@@ -15,20 +27,33 @@ def pins(name: str) -> list[str]:
     return [line for line in lines if line and not line.startswith(("#", "-"))]
 
 
+def light() -> list[str]:
+    """Returns the pins of what is always needed; torch of any build."""
+    found = [pin for pin in pins("cpu") if pin.partition("==")[0] in LIGHT]
+    (torch,) = {pin.partition(";")[0].partition("+")[0] for pin in pins("torch")}
+    return [torch, *found]
+
+
 setup(
     name="rftmega",
     version="0.1.0",
     description="Reinforcement fine-tuning of language models on Megatron-Core with vLLM rollouts",
+    long_description=Path(__file__).with_name("README.md").read_text(),
+    long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.11",
-    packages=find_packages(include=["rftmega*", "model_providers*", "converters*"]),
-    package_data={"rftmega.config": ["recipes/*.yaml"]},
-    entry_points={"vllm.general_plugins": ["rftmega = rftmega.rollout.plugin:register"]},
-    extras_require={
-        "cpu": pins("torch") + pins("cpu"),
-        "cuda": pins("cuda"),
-        "dev": pins("dev"),
-        "wandb": pins("wandb"),
+    packages=find_packages(include=["rftmega*"]),
+    package_data={
+        "rftmega": ["requirements/*.txt", "requirements/torchvision_cpu/*.*"],
+        "rftmega.config": ["recipes/*.yaml"],
+        "rftmega.tools": ["*.html", "*.sbatch"],
+        "rftmega.examples": ["*/*.yaml", "*/recipes/*.yaml", "planning/*/*"],
     },
+    install_requires=light(),
+    entry_points={
+        "console_scripts": ["rftmega = rftmega.__main__:main"],
+        "vllm.general_plugins": ["rftmega = rftmega.rollout.plugin:register"],
+    },
+    extras_require={"dev": pins("dev"), "wandb": pins("wandb")},
 )

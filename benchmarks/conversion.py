@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from benchmarks.timing import seconds
-from converters import instances, table
 from rftmega.config import ParallelConfig
 from rftmega.conversion import convert
+from rftmega.converters import instances, table
 from rftmega.hf_folders.hf_folder import PlannedTensor, shards_of, write_index, write_shard
 from tests.ranks import run_ranks
 

@@ -12,11 +12,11 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from converters import decoder, families
-from converters.audio_fields import AudioFields
-from converters.config_fields import Fields
-from converters.nested_fields import VisionFields, flattened
-from converters.rules import (
+from rftmega.converters import decoder, families
+from rftmega.converters.audio_fields import AudioFields
+from rftmega.converters.config_fields import Fields
+from rftmega.converters.nested_fields import VisionFields, flattened
+from rftmega.converters.rules import (
     QKV,
     Column,
     HFTensor,
@@ -32,7 +32,7 @@ from converters.rules import (
     shard,
     shard_shape,
 )
-from converters.stacks import Stack
+from rftmega.converters.stacks import Stack
 from rftmega.errors import CheckpointError
 
 FAMILIES = tuple(sorted(module.name for module in pkgutil.iter_modules(families.__path__)))

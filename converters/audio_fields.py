@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from converters.config_fields import LARGEST, MOST_LAYERS, Fields, is_number, is_whole
-from converters.nested_fields import NEUTRAL, flattened
+from rftmega.converters.config_fields import LARGEST, MOST_LAYERS, Fields, is_number, is_whole
+from rftmega.converters.nested_fields import NEUTRAL, flattened
 from rftmega.errors import CheckpointError
 
 # of audio_config, beside those that a vision tower has: each changes no number

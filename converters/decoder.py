@@ -5,7 +5,7 @@ decoder.
 from collections.abc import Mapping
 from typing import Any
 
-from converters.rules import QKV, Column, HFTensor, Replicated, Row, Rule, Vocabulary
+from rftmega.converters.rules import QKV, Column, HFTensor, Replicated, Row, Rule, Vocabulary
 from rftmega.errors import CheckpointError
 
 Config = Mapping[str, Any]  # config.json

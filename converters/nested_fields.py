@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from converters.config_fields import LARGEST, MOST_LAYERS, Fields, is_number, is_whole
+from rftmega.converters.config_fields import LARGEST, MOST_LAYERS, Fields, is_number, is_whole
 from rftmega.errors import CheckpointError
 
 # of vision_config, which change no number, or follow from others

@@ -4,7 +4,7 @@ from functools import lru_cache
 
 import torch
 
-from converters.rules import Rule, Segment, located
+from rftmega.converters.rules import Rule, Segment, located
 from rftmega.shards import Box, Holding, LogicalTensor, ShardPart, whole
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from converters.rules import HFTensor, Replicated, Rule, Vocabulary
+from rftmega.converters.rules import HFTensor, Replicated, Rule, Vocabulary
 from rftmega.errors import CheckpointError
 
 Tower = Mapping[str, Any]  # vision_config or audio_config, completed

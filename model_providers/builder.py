@@ -16,17 +16,17 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from converters import padded_vocabulary
-from model_providers import spec
-from model_providers.description import Experts, LatentAttention, ModelDescription
-from model_providers.hearing import AudioLanguageModel, Ear
-from model_providers.installed import fused_kernels, installed, uses_transformer_engine
-from model_providers.latent_attention import mend_latent_attention
-from model_providers.rope import Rope
-from model_providers.rotary import MultimodalRotary, PackedRotary
-from model_providers.tower import AudioTower
-from model_providers.vision import DeepstackLayer, VisionLanguageModel, build_tower
 from rftmega.config import ParallelConfig
+from rftmega.converters import padded_vocabulary
+from rftmega.model_providers import spec
+from rftmega.model_providers.description import Experts, LatentAttention, ModelDescription
+from rftmega.model_providers.hearing import AudioLanguageModel, Ear
+from rftmega.model_providers.installed import fused_kernels, installed, uses_transformer_engine
+from rftmega.model_providers.latent_attention import mend_latent_attention
+from rftmega.model_providers.rope import Rope
+from rftmega.model_providers.rotary import MultimodalRotary, PackedRotary
+from rftmega.model_providers.tower import AudioTower
+from rftmega.model_providers.vision import DeepstackLayer, VisionLanguageModel, build_tower
 
 
 def transformer_config(

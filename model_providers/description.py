@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from model_providers import families
-from model_providers.hf_config import HFConfig
-from model_providers.rope import Rope, read_rope
-from model_providers.tower import AudioTower, VisionTower
 from rftmega.config import ParallelConfig
 from rftmega.errors import CheckpointError
+from rftmega.model_providers import families
+from rftmega.model_providers.hf_config import HFConfig
+from rftmega.model_providers.rope import Rope, read_rope
+from rftmega.model_providers.tower import AudioTower, VisionTower
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # as layer_types says it
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from model_providers.description import ModelDescription
-from model_providers.tower import AudioTower
-from model_providers.tower_model import TowerModel
+from rftmega.model_providers.description import ModelDescription
+from rftmega.model_providers.tower import AudioTower
+from rftmega.model_providers.tower_model import TowerModel
 
 
 class Ear(nn.Module):

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from converters import completed, flattened
+from rftmega.converters import completed, flattened
 from rftmega.errors import CheckpointError
 from rftmega.json_files import read_json_object
 

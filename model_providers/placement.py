@@ -5,9 +5,9 @@ process is asked.
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from converters import Replicated, Rule, instances
-from model_providers.description import ModelDescription, stage_layers
 from rftmega.config import ParallelConfig
+from rftmega.converters import Replicated, Rule, instances
+from rftmega.model_providers.description import ModelDescription, stage_layers
 
 
 class Holding(NamedTuple):

@@ -7,10 +7,10 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from converters import default_rope_theta
-from converters.config_fields import is_number, is_whole
-from model_providers.hf_config import HFConfig
+from rftmega.converters import default_rope_theta
+from rftmega.converters.config_fields import is_number, is_whole
 from rftmega.errors import CheckpointError
+from rftmega.model_providers.hf_config import HFConfig
 
 
 @dataclass(frozen=True)

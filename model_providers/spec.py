@@ -10,9 +10,9 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSub
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
-from model_providers.attention import PackedAttention
-from model_providers.installed import uses_transformer_engine
-from model_providers.norm import LatentNorm, RMSNorm
+from rftmega.model_providers.attention import PackedAttention
+from rftmega.model_providers.installed import uses_transformer_engine
+from rftmega.model_providers.norm import LatentNorm, RMSNorm
 
 
 def block_spec(config: TransformerConfig, chunk: int | None) -> TransformerBlockSubmodules:

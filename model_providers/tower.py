@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from model_providers.hf_config import HFConfig
+from rftmega.model_providers.hf_config import HFConfig
 
 TOKENS = ("video_token_id", "vision_start_token_id", "vision_end_token_id", "vision_token_id")
 

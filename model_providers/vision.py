@@ -8,9 +8,9 @@ import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
-from model_providers.description import ModelDescription
-from model_providers.tower import VisionTower
-from model_providers.tower_model import TowerModel
+from rftmega.model_providers.description import ModelDescription
+from rftmega.model_providers.tower import VisionTower
+from rftmega.model_providers.tower_model import TowerModel
 
 # family -> module of transformers, its class of the tower, and that of its configuration
 TOWERS = {

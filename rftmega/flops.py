@@ -9,9 +9,9 @@ N + 4 L H Q T a token forward). The backward pass takes twice as much as the for
 
 from collections.abc import Iterable
 
-from model_providers.description import ModelDescription
-from model_providers.tower import AudioTower, VisionTower
 from rftmega.hf_folders.decoder import TransformersModel
+from rftmega.model_providers.description import ModelDescription
+from rftmega.model_providers.tower import AudioTower, VisionTower
 
 BACKWARD = 2  # times the forward pass: gradients of the inputs and of the weights
 

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from model_providers.description import describe
-from model_providers.hf_config import read_hf_config
 from rftmega.checkpoint.training import StoredModel
 from rftmega.config import RunConfig
 from rftmega.device.residency import PARTS, Residency
+from rftmega.model_providers.description import describe
+from rftmega.model_providers.hf_config import read_hf_config
 from rftmega.shards import LogicalTensor, Shard, ShardBox, ShardPart, whole
 from rftmega.types import LossFn, Metrics, Rows, TokenStats
 

@@ -60,6 +60,7 @@ MAY_IMPORT = {
     "model_providers": "config errors json_files device kernels converters",
     "converters": "errors json_files shards",
     "hf_folders": "errors json_files converters model_providers",
+    "__main__": "config parallel launch",
 }
 ONLY_IN = {
     "megatron": "parallel megatron model_providers",
@@ -72,6 +73,7 @@ ONLY_IN = {
     "datasets": "data",
 }
 RELATIVE = "a relative import"
+LINKED = ("model_providers", "converters")  # folders beside the package, and parts of it
 # units whose import must cost nothing
 HEAVY = ("torch", "transformers", "megatron", "vllm")
 LIGHT = {"config": HEAVY, "validation": HEAVY}
@@ -106,8 +108,12 @@ def violations(root: Path) -> list[str]:
             if name == RELATIVE:
                 found.append(f"{path.relative_to(root)}:{line}: {name}: write the whole name")
             inside = name.split(".")
-            target = inside[1] if inside[0] == "rftmega" and len(inside) > 1 else inside[0]
-            if target in MAY_IMPORT and inside[0] in ("rftmega", "model_providers", "converters"):
+            if inside[0] in LINKED:
+                found.append(
+                    f"{path.relative_to(root)}:{line}: write rftmega.{name}: nothing else is installed"
+                )
+            target = inside[1] if inside[0] == "rftmega" and len(inside) > 1 else ""
+            if target in MAY_IMPORT:
                 if target not in (unit, *MAY_IMPORT[unit].split()):
                     found.append(f"{path.relative_to(root)}:{line}: {unit} may not import {target}")
                 continue
@@ -213,6 +219,11 @@ def test_imports_follow_the_map() -> None:
         ),
         ("rftmega/trainer/bad.py", "from ..data import load_prompts", "a relative import"),
         ("rftmega/trainer/bad.py", "from .. import megatron", "a relative import"),
+        (
+            "rftmega/weights/bad.py",
+            "from converters import table",
+            "write rftmega.converters.table",
+        ),
         ("rftmega/config/bad.py", "import torch", "config must import nothing heavy"),
         ("rftmega/validation/bad.py", "import torch", "validation must import nothing heavy"),
         (

@@ -27,10 +27,10 @@ def show(chosen: argparse.Namespace) -> int:
     import torch
     from tqdm import tqdm
 
-    from model_providers.description import describe
-    from model_providers.hf_config import read_hf_config
     from rftmega.checkpoint.reader import Reader, is_distributed
     from rftmega.hf_folders.hf_folder import HFFolder
+    from rftmega.model_providers.description import describe
+    from rftmega.model_providers.hf_config import read_hf_config
 
     model = describe(read_hf_config(chosen.folder))
     say = sys.stdout.write

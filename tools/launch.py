@@ -28,7 +28,10 @@ from rftmega.errors import ConfigError, exit_code_of
 if TYPE_CHECKING:
     from rftmega.config import RunConfig
 
-ROOT = Path(__file__).resolve().parents[1]
+ABOVE = Path(__file__).resolve().parents[1]
+SCRIPT = ABOVE / "train_rl.py"
+ROOT = ABOVE if SCRIPT.exists() else ABOVE.parent  # a checkout, or what the package is installed in
+TRAIN = [str(SCRIPT)] if SCRIPT.exists() else ["-m", "rftmega", "train"]
 TEMPLATE = Path(__file__).with_name("run.sbatch")
 WAIT = 60  # seconds
 READ = (  # beginnings of the names that the program and its libraries read
@@ -70,7 +73,7 @@ def main(given: list[str] | None = None) -> int:
 
 def arguments(command: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=f"launch.py {command}",
+        prog=f"{Path(sys.argv[0]).name} {command}",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -150,7 +153,7 @@ def arguments(command: str) -> argparse.ArgumentParser:
 
 def local(chosen: argparse.Namespace) -> int:
     command = [
-        str(ROOT / "train_rl.py"),
+        *TRAIN,
         chosen.config,
         *chosen.overrides,
         "--processes",
@@ -309,7 +312,7 @@ def script(
     """
     written, left_out = captured(environment, HOST if not chosen.container else ())
     python = chosen.python or ("python" if chosen.container else sys.executable)
-    train = shlex.join([python, "-u", str(ROOT / "train_rl.py"), chosen.config, *chosen.overrides])
+    train = shlex.join([python, "-u", *TRAIN, chosen.config, *chosen.overrides])
     values = {
         "COMMAND": shlex.join(command).replace("\n", "\n# "),
         "FILE": shlex.quote(str(target)),

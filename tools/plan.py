@@ -73,7 +73,7 @@ FLAGS = (
 def main(given: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__,
-        usage="plan.py CONFIG [option=value ...] --gpus N --gpu-memory GB [--json] [...]",
+        usage="%(prog)s CONFIG [option=value ...] --gpus N --gpu-memory GB [--json] [...]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("config", metavar="CONFIG", help="YAML file")

@@ -86,11 +86,11 @@ def show(chosen: argparse.Namespace) -> int:
 
     from tqdm import tqdm
 
-    from converters import table
-    from model_providers.description import describe, layout_violations
-    from model_providers.hf_config import read_hf_config
     from rftmega.config import ParallelConfig
+    from rftmega.converters import table
     from rftmega.errors import ConfigError
+    from rftmega.model_providers.description import describe, layout_violations
+    from rftmega.model_providers.hf_config import read_hf_config
     from rftmega.planning.push_buffers import DTYPES
     from rftmega.planning.push_plan import Engines, placements
     from rftmega.weights.plan import Balance, spread

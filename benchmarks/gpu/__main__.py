@@ -21,8 +21,8 @@ import rftmega.device.before_megatron  # noqa: F401
 # isort: split
 from benchmarks.gpu.parts import PARTS, missing
 from benchmarks.gpu.sheet import Sheet
-from model_providers.installed import installed
 from rftmega import device
+from rftmega.model_providers.installed import installed
 from rftmega.parallel import process_group
 
 LIMIT = 570  # seconds of one part: below ten minutes, with its start and end

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from transformers import Qwen3Config, Qwen3MoeConfig
 
-from converters import table
-from converters.rules import instances
-from model_providers.hf_config import read_hf_config
+from rftmega.converters import table
+from rftmega.converters.rules import instances
+from rftmega.model_providers.hf_config import read_hf_config
 
 CODES = {"bfloat16": "BF16", "float32": "F32"}
 BYTES = {"bfloat16": 2, "float32": 4}

@@ -5,8 +5,8 @@ shared ones.
 from collections.abc import Set
 from typing import Any
 
-from converters.config_fields import Fields
-from converters.decoder import (
+from rftmega.converters.config_fields import Fields
+from rftmega.converters.decoder import (
     ATTENTION,
     MLP,
     Config,
@@ -17,7 +17,7 @@ from converters.decoder import (
     router,
     shared_expert,
 )
-from converters.rules import Column, Replicated, Row, Rule
+from rftmega.converters.rules import Column, Replicated, Row, Rule
 
 FIELDS = Fields(
     required=(

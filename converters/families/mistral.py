@@ -1,8 +1,8 @@
 """Mistral."""
 
-from converters.config_fields import Fields
-from converters.decoder import Config, decoder, dense_mlp, grouped_attention
-from converters.rules import Rule
+from rftmega.converters.config_fields import Fields
+from rftmega.converters.decoder import Config, decoder, dense_mlp, grouped_attention
+from rftmega.converters.rules import Rule
 
 FIELDS = Fields(
     defaults={"num_key_value_heads": 8, "head_dim": None, "sliding_window": 4096},

@@ -1,7 +1,7 @@
 """Mixtral: w1, w3 and w2 are gate, up and down."""
 
-from converters.config_fields import Fields
-from converters.decoder import (
+from rftmega.converters.config_fields import Fields
+from rftmega.converters.decoder import (
     Config,
     decoder,
     grouped_attention,
@@ -9,7 +9,7 @@ from converters.decoder import (
     routed_experts,
     router,
 )
-from converters.rules import Rule
+from rftmega.converters.rules import Rule
 
 FIELDS = Fields(
     required=("num_experts_per_tok",),

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 
-from converters.decoder import Config
-from converters.families import qwen2, qwen2_vl
-from converters.nested_fields import VisionFields
-from converters.rules import Rule
-from converters.vision import Tower, check, linear, patches, tower_rules
+from rftmega.converters.decoder import Config
+from rftmega.converters.families import qwen2, qwen2_vl
+from rftmega.converters.nested_fields import VisionFields
+from rftmega.converters.rules import Rule
+from rftmega.converters.vision import Tower, check, linear, patches, tower_rules
 
 FIELDS = VisionFields(
     qwen2_vl.TEXT,

@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from converters.audio_fields import AudioFields
-from converters.decoder import Config
-from converters.families import qwen2
-from converters.rules import Rule
-from converters.vision import Tower, hearing_rules, layer_norm, linear, renamed
+from rftmega.converters.audio_fields import AudioFields
+from rftmega.converters.decoder import Config
+from rftmega.converters.families import qwen2
+from rftmega.converters.rules import Rule
+from rftmega.converters.vision import Tower, hearing_rules, layer_norm, linear, renamed
 from rftmega.errors import CheckpointError
 
 FIELDS = AudioFields(

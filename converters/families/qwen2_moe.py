@@ -1,7 +1,7 @@
 """Qwen2 with a mixture of experts, one of them shared and gated."""
 
-from converters.config_fields import Fields
-from converters.decoder import (
+from rftmega.converters.config_fields import Fields
+from rftmega.converters.decoder import (
     MLP,
     Config,
     decoder,
@@ -14,7 +14,7 @@ from converters.decoder import (
     router,
     shared_expert,
 )
-from converters.rules import Replicated, Rule
+from rftmega.converters.rules import Replicated, Rule
 
 FIELDS = Fields(
     required=("num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"),

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator
 
-from converters.config_fields import Fields
-from converters.decoder import Config
-from converters.families import qwen2
-from converters.nested_fields import VisionFields
-from converters.rules import Rule
-from converters.vision import Tower, check, layer_norm, linear, patches, tower_rules
+from rftmega.converters.config_fields import Fields
+from rftmega.converters.decoder import Config
+from rftmega.converters.families import qwen2
+from rftmega.converters.nested_fields import VisionFields
+from rftmega.converters.rules import Rule
+from rftmega.converters.vision import Tower, check, layer_norm, linear, patches, tower_rules
 
 TEXT = Fields(
     required=("num_key_value_heads",),

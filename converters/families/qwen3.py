@@ -1,8 +1,8 @@
 """Qwen3: an RMSNorm over each head of q and k."""
 
-from converters.config_fields import Fields
-from converters.decoder import Config, decoder, dense_mlp, grouped_attention
-from converters.rules import Rule
+from rftmega.converters.config_fields import Fields
+from rftmega.converters.decoder import Config, decoder, dense_mlp, grouped_attention
+from rftmega.converters.rules import Rule
 
 FIELDS = Fields(
     defaults={

@@ -1,7 +1,7 @@
 """Qwen3 with a mixture of experts in some or all layers."""
 
-from converters.config_fields import Fields
-from converters.decoder import (
+from rftmega.converters.config_fields import Fields
+from rftmega.converters.decoder import (
     Config,
     decoder,
     dense_mlp,
@@ -11,7 +11,7 @@ from converters.decoder import (
     routed_experts,
     router,
 )
-from converters.rules import Rule
+from rftmega.converters.rules import Rule
 
 FIELDS = Fields(
     required=("num_experts_per_tok", "moe_intermediate_size"),

@@ -3,13 +3,13 @@
 A folder holds the matrices of a layer's experts as two tensors.
 """
 
-from converters.config_fields import Fields
-from converters.decoder import Config, number_of_experts, qwen_sparse_layers
-from converters.families import qwen3_moe, qwen3_vl
-from converters.nested_fields import VisionFields
-from converters.rules import Rule
-from converters.stacks import Stack
-from converters.vision import check, renamed, tower_rules
+from rftmega.converters.config_fields import Fields
+from rftmega.converters.decoder import Config, number_of_experts, qwen_sparse_layers
+from rftmega.converters.families import qwen3_moe, qwen3_vl
+from rftmega.converters.nested_fields import VisionFields
+from rftmega.converters.rules import Rule
+from rftmega.converters.stacks import Stack
+from rftmega.converters.vision import check, renamed, tower_rules
 from rftmega.errors import CheckpointError
 
 TEXT = "model.language_model."

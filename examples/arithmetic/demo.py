@@ -15,13 +15,12 @@ from pathlib import Path
 from rftmega.config import RunConfig, load
 from rftmega.errors import ConfigError
 
-ROOT = Path(__file__).parents[2]
 PHASES = ("rollout", "score", "update", "push")
 
 
 def run(*command: object) -> None:
-    """Runs it in the project's folder and passes its failure, or Ctrl-C, on once it has ended."""
-    process = subprocess.Popen([sys.executable, *map(str, command)], cwd=ROOT)
+    """Runs it and passes its failure, or Ctrl-C, on once it has ended."""
+    process = subprocess.Popen([sys.executable, *map(str, command)])
     while True:
         try:
             code = process.wait()
@@ -87,7 +86,11 @@ def draw(records: list[dict[str, float]], title: str, target: Path) -> None:
     figure.savefig(target, dpi=120, bbox_inches="tight")
 
 
-def main(example: Path, title: str, description: str | None) -> None:
+def main(
+    example: Path = Path(__file__).parent,
+    title: str = "GRPO on sums of two numbers",
+    description: str | None = __doc__,
+) -> None:
     """Runs make_data.py, warm_start.py and grpo.yaml of an example's folder."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -99,11 +102,12 @@ def main(example: Path, title: str, description: str | None) -> None:
         config = load(example / "grpo.yaml", given.overrides)
     except ConfigError as error:  # before the warm start
         sys.exit(f"error: {error}")
-    output = ROOT / config.trainer.output
+    output = Path(config.trainer.output)
     run(example / "make_data.py")
     run(example / "warm_start.py")
     launched = time.time()
-    run("train_rl.py", example / "grpo.yaml", *given.overrides, "--processes", given.processes)
+    chosen = [example / "grpo.yaml", *given.overrides, "--processes", given.processes]
+    run("-m", "rftmega", "train", *chosen)
     records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     result = summary(records, config, given.processes, launched, time.time())
     (output / "summary.json").write_text(json.dumps(result, indent=2) + "\n")
@@ -118,4 +122,4 @@ def main(example: Path, title: str, description: str | None) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(__file__).parent, "GRPO on sums of two numbers", __doc__)
+    main()

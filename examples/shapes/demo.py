@@ -5,12 +5,10 @@ Arguments are overrides of grpo.yaml, e.g. parallel.tensor=4 parallel.pipeline=1
 starts another number.
 """
 
-import sys
 from pathlib import Path
 
 if __name__ == "__main__":
     here = Path(__file__).parent
-    sys.path.insert(0, str(here.parents[1]))
-    from examples.arithmetic.demo import main
+    from rftmega.examples.arithmetic.demo import main
 
     main(here, "GRPO on pictures of coloured shapes", __doc__)

@@ -64,10 +64,10 @@ def swapped(lines: list[Line]) -> list[Line]:
 def cells_with(count: int, colour: str, drawn: random.Random) -> Cells:
     """Returns cells of which `count` have the colour; the others are empty or have another."""
     others = [None, *(other for other in COLOURS if other != colour)]
-    colours = [colour] * count
+    colours: list[str | None] = [colour] * count
     colours += [drawn.choice(others) for _ in range(CELLS**2 - count)]
     drawn.shuffle(colours)
-    return tuple(each and (drawn.choice(SHAPES), each) for each in colours)
+    return tuple((drawn.choice(SHAPES), each) if each else None for each in colours)
 
 
 def picture(cells: Cells) -> Image.Image:

@@ -7,9 +7,9 @@ transformers does.
 
 from dataclasses import replace
 
-from model_providers.description import Experts, LatentAttention, ModelDescription, decoder
-from model_providers.hf_config import HFConfig
 from rftmega.errors import CheckpointError
+from rftmega.model_providers.description import Experts, LatentAttention, ModelDescription, decoder
+from rftmega.model_providers.hf_config import HFConfig
 
 
 def describe(config: HFConfig) -> ModelDescription:

@@ -1,8 +1,8 @@
 """Llama 2 and 3."""
 
-from model_providers.description import ModelDescription, decoder
-from model_providers.hf_config import HFConfig
 from rftmega.errors import CheckpointError
+from rftmega.model_providers.description import ModelDescription, decoder
+from rftmega.model_providers.hf_config import HFConfig
 
 
 def describe(config: HFConfig) -> ModelDescription:

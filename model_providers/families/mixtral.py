@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from converters.decoder import number_of_experts
-from model_providers.description import Experts, ModelDescription, decoder, everywhere
-from model_providers.hf_config import HFConfig
+from rftmega.converters.decoder import number_of_experts
+from rftmega.model_providers.description import Experts, ModelDescription, decoder, everywhere
+from rftmega.model_providers.hf_config import HFConfig
 
 
 def describe(config: HFConfig) -> ModelDescription:

@@ -1,7 +1,7 @@
 """Qwen2 and Qwen2.5: a bias on q, k and v, which config.json does not mention."""
 
-from model_providers.description import ModelDescription, decoder, qwen_windows
-from model_providers.hf_config import HFConfig
+from rftmega.model_providers.description import ModelDescription, decoder, qwen_windows
+from rftmega.model_providers.hf_config import HFConfig
 
 
 def describe(config: HFConfig) -> ModelDescription:

@@ -2,12 +2,12 @@
 
 from dataclasses import replace
 
-from converters.families import qwen2_audio
-from converters.vision import count_of
-from model_providers.description import ModelDescription
-from model_providers.families import qwen2
-from model_providers.hf_config import HFConfig
-from model_providers.tower import read_audio_tower
+from rftmega.converters.families import qwen2_audio
+from rftmega.converters.vision import count_of
+from rftmega.model_providers.description import ModelDescription
+from rftmega.model_providers.families import qwen2
+from rftmega.model_providers.hf_config import HFConfig
+from rftmega.model_providers.tower import read_audio_tower
 
 
 def describe(config: HFConfig) -> ModelDescription:

@@ -7,10 +7,10 @@ that of the dense families.
 
 from dataclasses import replace
 
-from converters.decoder import number_of_experts, qwen_sparse_layers
-from model_providers.description import Experts, ModelDescription, decoder, with_windows
-from model_providers.hf_config import HFConfig
+from rftmega.converters.decoder import number_of_experts, qwen_sparse_layers
 from rftmega.errors import CheckpointError
+from rftmega.model_providers.description import Experts, ModelDescription, decoder, with_windows
+from rftmega.model_providers.hf_config import HFConfig
 
 
 def describe(config: HFConfig) -> ModelDescription:

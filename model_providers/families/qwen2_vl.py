@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 
-from converters.families import qwen2_vl
-from converters.vision import count_of
-from model_providers.description import ModelDescription, decoder, qwen_windows
-from model_providers.hf_config import HFConfig
-from model_providers.tower import read_tower
+from rftmega.converters.families import qwen2_vl
+from rftmega.converters.vision import count_of
+from rftmega.model_providers.description import ModelDescription, decoder, qwen_windows
+from rftmega.model_providers.hf_config import HFConfig
+from rftmega.model_providers.tower import read_tower
 
 
 def describe(config: HFConfig) -> ModelDescription:

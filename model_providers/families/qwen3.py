@@ -1,7 +1,7 @@
 """Qwen3 (dense): RMSNorm over each head of q and k, head_dim of its own."""
 
-from model_providers.description import ModelDescription, decoder, qwen_windows
-from model_providers.hf_config import HFConfig
+from rftmega.model_providers.description import ModelDescription, decoder, qwen_windows
+from rftmega.model_providers.hf_config import HFConfig
 
 
 def describe(config: HFConfig) -> ModelDescription:

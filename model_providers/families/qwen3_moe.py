@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from converters.decoder import number_of_experts, qwen_sparse_layers
-from model_providers.description import Experts, ModelDescription, decoder
-from model_providers.hf_config import HFConfig
+from rftmega.converters.decoder import number_of_experts, qwen_sparse_layers
+from rftmega.model_providers.description import Experts, ModelDescription, decoder
+from rftmega.model_providers.hf_config import HFConfig
 
 
 def describe(config: HFConfig) -> ModelDescription:

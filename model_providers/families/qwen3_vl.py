@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 
-from converters.families import qwen3_vl
-from converters.vision import count_of
-from model_providers.description import ModelDescription, decoder
-from model_providers.hf_config import HFConfig
-from model_providers.tower import read_tower
+from rftmega.converters.families import qwen3_vl
+from rftmega.converters.vision import count_of
+from rftmega.model_providers.description import ModelDescription, decoder
+from rftmega.model_providers.hf_config import HFConfig
+from rftmega.model_providers.tower import read_tower
 
 
 def describe(config: HFConfig) -> ModelDescription:

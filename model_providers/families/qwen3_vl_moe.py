@@ -2,12 +2,12 @@
 
 from dataclasses import replace
 
-from converters.decoder import number_of_experts, qwen_sparse_layers
-from converters.families import qwen3_vl
-from converters.vision import count_of
-from model_providers.description import Experts, ModelDescription, decoder
-from model_providers.hf_config import HFConfig
-from model_providers.tower import read_tower
+from rftmega.converters.decoder import number_of_experts, qwen_sparse_layers
+from rftmega.converters.families import qwen3_vl
+from rftmega.converters.vision import count_of
+from rftmega.model_providers.description import Experts, ModelDescription, decoder
+from rftmega.model_providers.hf_config import HFConfig
+from rftmega.model_providers.tower import read_tower
 
 
 def describe(config: HFConfig) -> ModelDescription:

@@ -421,7 +421,7 @@ def _unknown(name: str, known: list[str]) -> str:
             name, same_leaf or known, n=1, cutoff=0.0 if same_leaf else 0.6
         )
     hint = (
-        f" Did you mean {' or '.join(near)}?" if near else " `train_rl.py --help` lists them all."
+        f" Did you mean {' or '.join(near)}?" if near else " `rftmega train --help` lists them all."
     )
     return f"{name} is not an option.{hint}"
 

@@ -15,7 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from converters import (
+from rftmega.checkpoint.distributed import finish, write_manifest, write_pieces
+from rftmega.checkpoint.reader import (
+    MANIFEST,
+    PROGRESS,
+    Reader,
+    Stored,
+    is_distributed,
+)
+from rftmega.config import ParallelConfig
+from rftmega.conversion.at_a_time import SPARE, Room, side_by_side
+from rftmega.conversion.target import begin, fingerprint, note, written_alone
+from rftmega.converters import (
     Replicated,
     Rule,
     Vocabulary,
@@ -28,22 +39,7 @@ from converters import (
     stacks_of,
     table,
 )
-from converters.vision import embedding_name
-from model_providers.builder import build_chunk, transformer_config
-from model_providers.description import describe, layout_violations
-from model_providers.hf_config import read_hf_config
-from model_providers.value_head import ValueHead
-from rftmega.checkpoint.distributed import finish, write_manifest, write_pieces
-from rftmega.checkpoint.reader import (
-    MANIFEST,
-    PROGRESS,
-    Reader,
-    Stored,
-    is_distributed,
-)
-from rftmega.config import ParallelConfig
-from rftmega.conversion.at_a_time import SPARE, Room, side_by_side
-from rftmega.conversion.target import begin, fingerprint, note, written_alone
+from rftmega.converters.vision import embedding_name
 from rftmega.errors import CheckpointError, ConfigError
 from rftmega.hf_folders.checksums import files_of, sum_of, write_sums
 from rftmega.hf_folders.hf_folder import (
@@ -59,6 +55,10 @@ from rftmega.hf_folders.stacked_files import Stacking, open_folder
 from rftmega.megatron.binding import Bound, bind
 from rftmega.megatron.load import HEAD, HEADS, refuse_another_head, refuse_strangers
 from rftmega.megatron.sharded import CheckpointBox, pieces_of
+from rftmega.model_providers.builder import build_chunk, transformer_config
+from rftmega.model_providers.description import describe, layout_violations
+from rftmega.model_providers.hf_config import read_hf_config
+from rftmega.model_providers.value_head import ValueHead
 from rftmega.parallel.topology import Topology
 
 # tensor-parallel ranks (and every divisor) that read no more of a dense tensor than they hold,

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model_providers.tower import VisionTower
 from rftmega.device.spans import recorder
 from rftmega.fsdp.feed import Feed, feed
 from rftmega.fsdp.manager import FSDPModelManager
 from rftmega.media.fed import FedPictures, fed_pictures
+from rftmega.model_providers.tower import VisionTower
 from rftmega.parallel.watchdog import mark
 from rftmega.passes.model_runner import MicroBatch, ModelRunner
 from rftmega.types import Rows

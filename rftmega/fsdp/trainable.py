@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from model_providers.description import ModelDescription
 from rftmega.checkpoint.run_checkpoints import TrainingCheckpoints
 from rftmega.checkpoint.training import StoredModel
 from rftmega.device.held_weights import AveragedWeights
@@ -19,6 +18,7 @@ from rftmega.errors import CheckpointError
 from rftmega.fsdp.manager import MOMENTS, FSDPModelManager, Weight
 from rftmega.fsdp.mesh import ShardingMesh
 from rftmega.fsdp.runner import FSDPRunner
+from rftmega.model_providers.description import ModelDescription
 from rftmega.shards import Shard, ShardBox
 from rftmega.types import Metrics
 

@@ -4,11 +4,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from model_providers.description import Experts, ModelDescription, describe
-from model_providers.hf_config import read_hf_config
-from model_providers.rope import Rope
-from model_providers.tower import VisionTower
 from rftmega.errors import CheckpointError
+from rftmega.model_providers.description import Experts, ModelDescription, describe
+from rftmega.model_providers.hf_config import read_hf_config
+from rftmega.model_providers.rope import Rope
+from rftmega.model_providers.tower import VisionTower
 
 CHANGING = ("dynamic", "longrope")  # rotary embeddings whose angles depend on the longest row
 # Models with a vision tower whose pictures `rftmega.media` places and reads. Not qwen3_vl_moe:

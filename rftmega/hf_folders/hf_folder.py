@@ -15,7 +15,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from converters import written
+from rftmega.converters import written
 from rftmega.errors import CheckpointError
 from rftmega.json_files import NotJSON, parse_json, read_json_object, read_weight_map
 

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
-from model_providers.tower import VisionTower
 from rftmega.errors import CheckpointError
 from rftmega.hf_folders.decoder import SEEING, TransformersModel, describe_any
+from rftmega.model_providers.tower import VisionTower
 
 EXPERT_DIMENSIONS = 3  # of the parameters that transformers fuses experts into
 

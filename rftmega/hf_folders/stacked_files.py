@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from converters import stacks_of
-from converters.stacks import Place, Stack
+from rftmega.converters import stacks_of
+from rftmega.converters.stacks import Place, Stack
 from rftmega.errors import CheckpointError
 from rftmega.hf_folders.hf_folder import HFFolder, PlannedTensor, checksum, read_into
 

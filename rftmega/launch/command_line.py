@@ -50,7 +50,7 @@ def run(description: str | None) -> int:
 def arguments(description: str | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=description,
-        usage="train_rl.py CONFIG [option=value ...] [--processes N] [--dry-run]",
+        usage="%(prog)s CONFIG [option=value ...] [--processes N] [--dry-run]",
         epilog=f"{FROM_PYTHON}\n\n"
         "Options, their defaults and meaning (CONFIG is a YAML file of them):\n"
         + reference(sys.argv[1:]),

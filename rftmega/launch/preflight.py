@@ -2,18 +2,9 @@
 
 from pathlib import Path
 
-from converters import shard_shape, table
-from model_providers.description import (
-    ModelDescription,
-    describe,
-    heads_violations,
-    layout_violations,
-)
-from model_providers.hf_config import read_hf_config
-from model_providers.installed import installed, uses_transformer_engine
-from model_providers.placement import holdings
 from rftmega import device
 from rftmega.config import ParallelConfig, RunConfig
+from rftmega.converters import shard_shape, table
 from rftmega.device import hardware
 from rftmega.errors import CheckpointError, ConfigError
 from rftmega.hf_folders.decoder import (
@@ -26,6 +17,15 @@ from rftmega.hf_folders.export_folder import MARK, is_anothers
 from rftmega.hf_folders.hf_folder import HFFolder
 from rftmega.hf_folders.meta_decoder import on_meta
 from rftmega.hf_folders.tensor_plan import styles_of
+from rftmega.model_providers.description import (
+    ModelDescription,
+    describe,
+    heads_violations,
+    layout_violations,
+)
+from rftmega.model_providers.hf_config import read_hf_config
+from rftmega.model_providers.installed import installed, uses_transformer_engine
+from rftmega.model_providers.placement import holdings
 from rftmega.parallel.layout import layout_name, place_of, replicas
 from rftmega.validation import violations
 

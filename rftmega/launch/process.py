@@ -5,9 +5,9 @@ hear that it is to stop.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
-from model_providers.installed import installed
 from rftmega.config import RunConfig
 from rftmega.launch import disk_space, integrity
+from rftmega.model_providers.installed import installed
 from rftmega.parallel import nodes, preemption, process_group
 from rftmega.parallel.process_group import World
 from rftmega.parallel.standing import named

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
-from converters import Rule, shard_shape
-from converters.shards import logical_tensor, shard_parts
+from rftmega.converters import Rule, shard_shape
+from rftmega.converters.shards import logical_tensor, shard_parts
 from rftmega.errors import WeightMismatch
 from rftmega.parallel.topology import Topology
 from rftmega.shards import Shard

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from converters import Rule, Vocabulary, completed, instances, left_out, located, shard
+from rftmega.converters import Rule, Vocabulary, completed, instances, left_out, located, shard
 from rftmega.errors import CheckpointError
 from rftmega.hf_folders.hf_folder import HFFolder, is_finite
 from rftmega.megatron.binding import Bound

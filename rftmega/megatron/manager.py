@@ -30,15 +30,10 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.nn import functional as F
 
-from converters import Rule, table
-from model_providers.builder import build_chunk, transformer_config
-from model_providers.description import describe
-from model_providers.hf_config import read_hf_config
-from model_providers.tower import VisionTower
-from model_providers.value_head import ValueHead
 from rftmega import device
 from rftmega.checkpoint.reader import is_distributed, read_manifest
 from rftmega.config import RunConfig
+from rftmega.converters import Rule, table
 from rftmega.device.residency import Residency
 from rftmega.device.spans import span
 from rftmega.errors import ConfigError
@@ -60,6 +55,11 @@ from rftmega.megatron.load import (
 )
 from rftmega.megatron.sharded import load_distributed, pieces_of
 from rftmega.megatron.timers import Timers
+from rftmega.model_providers.builder import build_chunk, transformer_config
+from rftmega.model_providers.description import describe
+from rftmega.model_providers.hf_config import read_hf_config
+from rftmega.model_providers.tower import VisionTower
+from rftmega.model_providers.value_head import ValueHead
 from rftmega.parallel.topology import Topology
 from rftmega.shards import Shard
 

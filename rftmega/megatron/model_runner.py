@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model_providers.tower import AudioTower
 from rftmega.device.spans import recorder
 from rftmega.media.fed import FedPictures, fed_pictures
 from rftmega.media.fed_waveforms import FedWaveforms, fed_waveforms
 from rftmega.megatron.forward import HiddenProcessor, custom_forward, packed_length, unwrap
 from rftmega.megatron.manager import MegatronModelManager
+from rftmega.model_providers.tower import AudioTower
 from rftmega.parallel.micro_batches import fewest_micro_batches
 from rftmega.parallel.watchdog import mark
 from rftmega.passes.model_runner import MicroBatch, ModelRunner

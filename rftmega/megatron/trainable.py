@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from model_providers.description import ModelDescription
 from rftmega.checkpoint.training import StoredModel
 from rftmega.device.held_weights import AveragedWeights
 from rftmega.device.residency import MAIN_PARAMETERS, PARAMETERS, Residency
@@ -25,6 +24,7 @@ from rftmega.megatron.training_state import (
     set_adam_steps,
     set_schedule_steps,
 )
+from rftmega.model_providers.description import ModelDescription
 from rftmega.parallel.layout import layout_name
 from rftmega.parallel.topology import Topology
 from rftmega.shards import Shard, ShardBox

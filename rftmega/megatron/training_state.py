@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from converters.shards import shapes_of, shard_parts
 from rftmega.checkpoint.reader import is_distributed
+from rftmega.converters.shards import shapes_of, shard_parts
 from rftmega.device.held_weights import AveragedWeights
 from rftmega.hf_folders.stacked_files import open_folder
 from rftmega.megatron.manager import MegatronModelManager

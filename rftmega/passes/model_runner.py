@@ -12,12 +12,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from model_providers.description import ModelDescription
-from model_providers.tower import AudioTower
 from rftmega.config import RunConfig
 from rftmega.device.spans import recorder
 from rftmega.flops import BACKWARD, ear_flops, forward_flops, tower_flops
 from rftmega.media.placed import PlacedPicture, RowPictures
+from rftmega.model_providers.description import ModelDescription
+from rftmega.model_providers.tower import AudioTower
 from rftmega.parallel import host_memory
 from rftmega.parallel.micro_batches import plan_micro_batches
 from rftmega.passes.auxiliary import beside

@@ -11,8 +11,8 @@ token-wise activation that one of them keeps: 1 / t with sequence parallelism, e
 
 from dataclasses import dataclass
 
-from model_providers.description import ModelDescription, stage_layers
 from rftmega.config import ParallelConfig
+from rftmega.model_providers.description import ModelDescription, stage_layers
 from rftmega.planning.models import PlannedModel
 
 CHUNK = 1024  # tokens whose logits exist at once (kernels/linear_log_probs.py)

@@ -5,8 +5,8 @@ in.
 from functools import lru_cache
 from math import prod
 
-from converters import Rule
-from model_providers.description import ModelDescription
+from rftmega.converters import Rule
+from rftmega.model_providers.description import ModelDescription
 from rftmega.planning.engine_needs import needed_boxes
 from rftmega.planning.models import PlannedModel
 from rftmega.shards import volume

@@ -1,8 +1,8 @@
 """Predicts what an engine's loader asks for, without an engine."""
 
-from converters import Rule
-from converters.rules import QKV, Column, Segment, Vocabulary
-from converters.shards import segment_box
+from rftmega.converters import Rule
+from rftmega.converters.rules import QKV, Column, Segment, Vocabulary
+from rftmega.converters.shards import segment_box
 from rftmega.shards import Box
 
 

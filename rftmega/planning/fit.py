@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from itertools import combinations, product
 from typing import Any
 
-from model_providers.description import heads_violations, layout_violations
 from rftmega.config import ParallelConfig, RunConfig
 from rftmega.config.tree import value_of
 from rftmega.errors import CheckpointError
+from rftmega.model_providers.description import heads_violations, layout_violations
 from rftmega.parallel.layout import nodes_of_engine
 from rftmega.planning import engine
 from rftmega.planning.data_plane import on_each_host

@@ -5,11 +5,11 @@ they learn.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from converters import Rule, table
-from model_providers.description import ModelDescription, describe
-from model_providers.hf_config import read_hf_config
 from rftmega.config import OptimizerConfig, ParallelConfig, RunConfig
+from rftmega.converters import Rule, table
 from rftmega.errors import CheckpointError
+from rftmega.model_providers.description import ModelDescription, describe
+from rftmega.model_providers.hf_config import read_hf_config
 from rftmega.planning.groups import Groups, read_groups
 
 POLICY = "policy"

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import torch
 
-from converters import Rule
-from model_providers.description import ModelDescription
 from rftmega.config import RunConfig
+from rftmega.converters import Rule
+from rftmega.model_providers.description import ModelDescription
 from rftmega.planning.engine import weight_bytes
 from rftmega.planning.engine_needs import needed_boxes
 from rftmega.planning.models import PlannedModel

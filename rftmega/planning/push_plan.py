@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import torch
 
-from converters import Column, Replicated, Rule, instances
-from converters.shards import holding, logical_tensor
-from model_providers.description import ModelDescription, stage_layers
 from rftmega.config import ParallelConfig
+from rftmega.converters import Column, Replicated, Rule, instances
+from rftmega.converters.shards import holding, logical_tensor
+from rftmega.model_providers.description import ModelDescription, stage_layers
 from rftmega.planning.engine_needs import needed_boxes
 from rftmega.shards import Holding, LogicalTensor
 from rftmega.weights.plan import RankNeeds

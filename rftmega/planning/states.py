@@ -14,10 +14,10 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from converters import Rule, shard_shape
-from converters.rules import Column
-from converters.vision import is_of_tower
-from model_providers.description import ModelDescription, stage_layers
+from rftmega.converters import Rule, shard_shape
+from rftmega.converters.rules import Column
+from rftmega.converters.vision import is_of_tower
+from rftmega.model_providers.description import ModelDescription, stage_layers
 from rftmega.planning import sharded
 from rftmega.planning.models import (
     ADAM,

@@ -8,9 +8,9 @@ everywhere. Real runs take longer; compare layouts with it, or a measured phase 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from model_providers.description import ModelDescription
 from rftmega.config import RunConfig
 from rftmega.flops import BACKWARD, forward_flops
+from rftmega.model_providers.description import ModelDescription
 from rftmega.planning import data_plane, engine, sharded
 from rftmega.planning.memory import Cache, load_of, rows_of
 from rftmega.planning.models import (

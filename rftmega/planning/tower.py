@@ -4,9 +4,9 @@ The tally is that of `activations`. Every process of the stage computes the whol
 patches of its micro-batch: nothing is divided by tensor or context parallelism.
 """
 
-from model_providers.description import ModelDescription
-from model_providers.tower import AudioTower, VisionTower
 from rftmega.config import ParallelConfig, RunConfig
+from rftmega.model_providers.description import ModelDescription
+from rftmega.model_providers.tower import AudioTower, VisionTower
 from rftmega.planning.activations import Load
 from rftmega.planning.models import PlannedModel
 

@@ -6,11 +6,11 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from model_providers.description import ModelDescription
 from rftmega.checkpoint.run_checkpoints import TrainedModel
 from rftmega.config import RunConfig
 from rftmega.device.residency import Residency
 from rftmega.interfaces import Policy, ValueModel
+from rftmega.model_providers.description import ModelDescription
 from rftmega.shards import Shard
 from rftmega.types import Metrics
 

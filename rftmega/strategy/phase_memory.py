@@ -3,10 +3,10 @@
 from collections import Counter
 from collections.abc import Mapping
 
-from model_providers.installed import uses_transformer_engine
 from rftmega import device
 from rftmega.config import RunConfig
 from rftmega.device.residency import Residency
+from rftmega.model_providers.installed import uses_transformer_engine
 from rftmega.parallel.layout import place_of
 from rftmega.parallel.process_group import World
 from rftmega.planning.memory import resident

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from converters import stacks_of
+from rftmega.converters import stacks_of
 from rftmega.errors import CheckpointError
 from rftmega.hf_folders import export_folder
 from rftmega.hf_folders.hf_folder import copy_companions, shards_of, write_index, write_shard

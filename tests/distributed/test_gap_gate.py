@@ -208,8 +208,8 @@ def test_the_replay_of_a_bundle_says_which_of_the_two_is_wrong(
     """Of the very first step's bundle: one fault more, made here, in the engine's numbers or in the
     trainer's.
     """
+    from rftmega.tools import replay
     from tests.gap_bundles import bundle_of_the_start
-    from tools import replay
 
     _, output = seen
     for side, verdict in (("engine", replay.ENGINE_WRONG), ("trainer", replay.TRAINER_WRONG)):

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from model_providers.builder import transformer_config
-from model_providers.description import describe
-from model_providers.hf_config import read_hf_config
 from rftmega.config import ParallelConfig
 from rftmega.errors import ConfigError
 from rftmega.megatron import MegatronActor, MegatronModelManager
 from rftmega.megatron.manager import refuse_hazards
+from rftmega.model_providers.builder import transformer_config
+from rftmega.model_providers.description import describe
+from rftmega.model_providers.hf_config import read_hf_config
 from rftmega.parallel.topology import Topology
 from tests.layouts import build_actor, config_of
 from tests.ranks import run_ranks

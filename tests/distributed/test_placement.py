@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from converters import table
-from model_providers.description import describe, stage_layers
-from model_providers.hf_config import read_hf_config
-from model_providers.placement import holdings
 from rftmega.config import ParallelConfig
+from rftmega.converters import table
+from rftmega.model_providers.description import describe, stage_layers
+from rftmega.model_providers.hf_config import read_hf_config
+from rftmega.model_providers.placement import holdings
 from rftmega.parallel.layout import replicas
 from tests.layouts import build_manager
 from tests.ranks import run_ranks

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from converters import table
-from model_providers.description import describe
-from model_providers.hf_config import read_hf_config
 from rftmega.algorithms.losses import policy_loss
 from rftmega.algorithms.values import value_loss
 from rftmega.config import OptimizerConfig, ParallelConfig
+from rftmega.converters import table
 from rftmega.megatron import MegatronActor, MegatronCritic
+from rftmega.model_providers.description import describe
+from rftmega.model_providers.hf_config import read_hf_config
 from rftmega.parallel.layout import place_of
 from rftmega.parallel.topology import Topology
 from rftmega.planning.activations import layer_bytes

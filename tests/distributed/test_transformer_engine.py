@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from model_providers import latent_attention
 from rftmega.checkpoint.reader import NORMS
 from rftmega.config import ParallelConfig
 from rftmega.conversion import convert
+from rftmega.model_providers import latent_attention
 from rftmega.weights import EngineWeights, Exporter, export_hf_folder
 from tests.block_engine import BlockEngine
 from tests.distributed.test_checkpoints import (

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from rftmega.parallel.folder_lock import FILE, Holder
+from rftmega.tools import convert, inspect_checkpoint
 from tests.e2e.conftest import ROOT
 from tests.tiny_models import save_tiny
-from tools import convert, inspect_checkpoint
 
 
 def tool(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from rftmega.callbacks.trajectories import write
-from tools import view
+from rftmega.tools import view
 
 CHROMIUM = Path("/usr/bin/chromium")
 pytestmark = [

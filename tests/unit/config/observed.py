@@ -22,8 +22,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from model_providers.description import describe
-from model_providers.hf_config import read_hf_config
 from rftmega import data, device, rollout
 from rftmega.callbacks import observers
 from rftmega.callbacks.observer import Observer
@@ -33,6 +31,8 @@ from rftmega.errors import RFTMegaError
 from rftmega.interfaces import OneProcess
 from rftmega.launch.train import task_of
 from rftmega.megatron import actor, manager, model_runner
+from rftmega.model_providers.description import describe
+from rftmega.model_providers.hf_config import read_hf_config
 from rftmega.observe import callbacks
 from rftmega.parallel import nodes, process_group
 from rftmega.parallel.process_group import World

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from converters import (
+from rftmega.converters import (
     QKV,
     Column,
     HFTensor,

@@ -8,12 +8,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from converters import stacks_of, table
-from model_providers.hf_config import read_hf_config
+from rftmega.converters import stacks_of, table
 from rftmega.errors import CheckpointError
 from rftmega.hf_folders.hf_folder import HFFolder, PlannedTensor, checksum
 from rftmega.hf_folders.stacked_files import Stacking, open_folder
 from rftmega.megatron.load import refuse_strangers
+from rftmega.model_providers.hf_config import read_hf_config
 from tests.tiny_vision import EXPERTS, by_matrix, publish_experts, save_tiny_vision
 
 LAYER = "model.language_model.layers.2.mlp.experts"

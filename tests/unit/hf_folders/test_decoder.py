@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 
-from model_providers.description import describe
-from model_providers.hf_config import read_hf_config
 from rftmega.errors import CheckpointError
 from rftmega.flops import layer_weights
 from rftmega.hf_folders import meta_decoder
@@ -17,6 +15,8 @@ from rftmega.hf_folders.decoder import (
     read_config,
     tower_of,
 )
+from rftmega.model_providers.description import describe
+from rftmega.model_providers.hf_config import read_hf_config
 from tests.tiny_decoders import save_decoder
 from tests.tiny_vision import save_tiny_vision
 

@@ -20,9 +20,9 @@ from rftmega.launch.integrity import ChecksumReport, complaints, verify_models
 from rftmega.launch.process import joined
 from rftmega.parallel import process_group
 from rftmega.parallel.process_group import World
+from rftmega.tools.convert import main
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
-from tools.convert import main
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
 

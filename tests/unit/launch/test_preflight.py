@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from model_providers.installed import Installed
 from rftmega import device
 from rftmega.config import DataConfig, ModelConfig, ParallelConfig, RolloutConfig, RunConfig
 from rftmega.config.algorithms import GAE
@@ -14,6 +13,7 @@ from rftmega.errors import ConfigError
 from rftmega.hf_folders.export_folder import MARK
 from rftmega.launch import preflight as checks
 from rftmega.launch.preflight import preflight
+from rftmega.model_providers.installed import Installed
 from tests.tiny_decoders import save_decoder
 from tests.tiny_models import save_tiny
 

@@ -12,9 +12,9 @@ import torch
 from safetensors import safe_open
 from transformers import AutoConfig, Qwen2AudioForConditionalGeneration
 
-from converters import instances, table
-from model_providers.description import describe
+from rftmega.converters import instances, table
 from rftmega.errors import CheckpointError
+from rftmega.model_providers.description import describe
 from tests.tiny_audio import audio_config, save_tiny_audio
 
 # what Qwen/Qwen2-Audio-7B says, whose decoder's sizes are those that transformers takes

@@ -2,10 +2,10 @@ from pathlib import Path
 
 import torch
 
-from model_providers.builder import transformer_config
-from model_providers.description import describe
-from model_providers.hf_config import read_hf_config
 from rftmega.config import ParallelConfig
+from rftmega.model_providers.builder import transformer_config
+from rftmega.model_providers.description import describe
+from rftmega.model_providers.hf_config import read_hf_config
 from tests.tiny_models import save_tiny
 
 

@@ -3,9 +3,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from model_providers.description import describe, layout_violations, stage_layers
-from model_providers.hf_config import read_hf_config
 from rftmega.config import ParallelConfig
+from rftmega.model_providers.description import describe, layout_violations, stage_layers
+from rftmega.model_providers.hf_config import read_hf_config
 from tests.tiny_models import VARIANTS, save_tiny
 
 P = ParallelConfig

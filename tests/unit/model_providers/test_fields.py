@@ -16,11 +16,11 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
-from converters.config_fields import REQUIRED
-from model_providers.description import FAMILIES, ModelDescription, describe
-from model_providers.hf_config import NEUTRAL
-from model_providers.rope import Rope
+from rftmega.converters.config_fields import REQUIRED
 from rftmega.errors import CheckpointError
+from rftmega.model_providers.description import FAMILIES, ModelDescription, describe
+from rftmega.model_providers.hf_config import NEUTRAL
+from rftmega.model_providers.rope import Rope
 from tests.tiny_vision import KINDS
 
 SMALL: dict[str, Any] = {

@@ -10,10 +10,10 @@ from transformers import (
     Qwen2AudioForConditionalGeneration,
 )
 
-from model_providers.description import describe
-from model_providers.hf_config import read_hf_config
-from model_providers.tower import AudioTower
 from rftmega.flops import BACKWARD, ear_flops, forward_flops, tower_flops
+from rftmega.model_providers.description import describe
+from rftmega.model_providers.hf_config import read_hf_config
+from rftmega.model_providers.tower import AudioTower
 from tests.tiny_audio import save_tiny_audio
 from tests.tiny_models import save_tiny
 from tests.tiny_vision import KINDS, save_tiny_vision

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from model_providers.description import describe
-from model_providers.hf_config import read_hf_config
 from rftmega.errors import CheckpointError
+from rftmega.model_providers.description import describe
+from rftmega.model_providers.hf_config import read_hf_config
 from tests.tiny_models import LLAMA3_ROPE, VARIANTS, save_tiny
 
 OLD_LLAMA: dict[str, Any] = {  # as transformers 4 wrote it

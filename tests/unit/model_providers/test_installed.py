@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from model_providers import installed as found_here
-from model_providers.description import ModelDescription, describe
-from model_providers.hf_config import read_hf_config
-from model_providers.installed import Installed, fused_kernels, version_of
 from rftmega.config import ParallelConfig
+from rftmega.model_providers import installed as found_here
+from rftmega.model_providers.description import ModelDescription, describe
+from rftmega.model_providers.hf_config import read_hf_config
+from rftmega.model_providers.installed import Installed, fused_kernels, version_of
 from tests.tiny_models import save_tiny
 
 NOTHING = {

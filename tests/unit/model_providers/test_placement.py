@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
-from converters import Rule, assemble, shard, table
-from model_providers.description import ModelDescription, describe, layout_violations
-from model_providers.hf_config import read_hf_config
-from model_providers.placement import Holding, holdings
 from rftmega.config import ParallelConfig
+from rftmega.converters import Rule, assemble, shard, table
+from rftmega.model_providers.description import ModelDescription, describe, layout_violations
+from rftmega.model_providers.hf_config import read_hf_config
+from rftmega.model_providers.placement import Holding, holdings
 from tests.tiny_models import SHAPE, VARIANTS, save_tiny
 
 Key = tuple[str, int | None, int | None]

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from converters import instances, table
-from model_providers.description import describe
+from rftmega.converters import instances, table
+from rftmega.model_providers.description import describe
 
 COMMON: dict[str, Any] = {"attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
                           "initializer_range": 0.02, "transformers_version": "4.44.0", "torch_dtype": "bfloat16",

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from converters import instances, stacks_of, table
-from model_providers.description import describe, layout_violations
 from rftmega.config import ParallelConfig
+from rftmega.converters import instances, stacks_of, table
 from rftmega.errors import CheckpointError
+from rftmega.model_providers.description import describe, layout_violations
 from tests.tiny_vision import EXPERTS, KINDS, by_matrix, save_tiny_vision
 
 PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {

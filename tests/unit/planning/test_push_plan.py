@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from converters import table
-from model_providers.description import describe, layout_violations
 from rftmega.config import ParallelConfig
+from rftmega.converters import table
+from rftmega.model_providers.description import describe, layout_violations
 from rftmega.planning.push_plan import Engines, placements
 from rftmega.shards import Box
 from rftmega.weights.plan import Balance

@@ -12,9 +12,9 @@ from transformers import (
     Qwen2AudioForConditionalGeneration,
 )
 
-from model_providers.description import describe
-from model_providers.tower import AudioTower
 from rftmega.config import ModelConfig, ParallelConfig, RolloutConfig, RunConfig, TrainerConfig
+from rftmega.model_providers.description import describe
+from rftmega.model_providers.tower import AudioTower
 from rftmega.planning import tower
 from rftmega.planning.activations import Load
 from rftmega.planning.fit import Machine, choices

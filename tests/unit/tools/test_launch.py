@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from rftmega.parallel.layout import nodes_of_engine
+from rftmega.tools import launch
 from tests.tiny_models import save_tiny
-from tools import launch
 
 SRUN = """#!/bin/bash
 echo "srun $*" >> calls

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tools import plan
+from rftmega.tools import plan
 
 ROOT = Path(__file__).parents[3]
 PLANS = {"llama-3-70b": 64, "qwen3-235b-a22b": 256, "deepseek-v3": 512}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tools import view
+from rftmega.tools import view
 
 HOSTILE = '</script><script>alert(1)</script><img src=x onerror="alert(1)"> <!-- & \u2028\u2029 \ud800 {{DATA}} {{TITLE}}'
 

@@ -1,0 +1,1 @@
+"""Runs to begin with: `rftmega demo` is the first."""

@@ -1,0 +1,1 @@
+"""Beeps in recordings, counted."""

@@ -1,0 +1,1 @@
+"""Coloured shapes in pictures, counted."""

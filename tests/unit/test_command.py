@@ -1,0 +1,94 @@
+"""The command `rftmega`: what it lists, refuses, completes, and says where something is missing."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rftmega import __main__ as command
+
+
+def asked(*given: str, patch: pytest.MonkeyPatch) -> int:
+    patch.setattr(sys, "argv", ["rftmega", *given])
+    try:
+        return command.main()
+    except SystemExit as stop:  # of --help
+        return int(stop.code or 0)
+
+
+def test_help_lists_every_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert asked(patch=monkeypatch) == 0
+    text = capsys.readouterr().out
+    assert all(f"    {name} " in text for name in command.COMMANDS)
+
+
+@pytest.mark.parametrize(
+    "name", ["train", "demo", "plan", "plan-sync", "convert", "inspect", "view", "launch", "replay"]
+)
+def test_each_command_has_the_help_of_its_program(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert asked(name, "--help", patch=monkeypatch) == 0
+    assert f"usage: rftmega {name}" in capsys.readouterr().out
+
+
+def test_a_typo_is_told_what_was_meant(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert asked("trian", patch=monkeypatch) == 2
+    assert "Did you mean train?" in capsys.readouterr().err
+    assert asked("fly", patch=monkeypatch) == 2
+    assert "Commands: train, demo, plan" in capsys.readouterr().err
+
+
+def test_a_missing_package_is_told_with_the_lines_that_bring_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)  # as if it were not installed
+    monkeypatch.delitem(sys.modules, "rftmega.tools.plan", raising=False)
+
+    def absent(given: list[str]) -> int:
+        raise ModuleNotFoundError("No module named 'vllm'", name="vllm.config")
+
+    monkeypatch.setattr("rftmega.tools.inspect_checkpoint.main", absent)
+    assert asked("inspect", str(tmp_path), patch=monkeypatch) == 2
+    said = capsys.readouterr().err
+    assert "`rftmega inspect` needs vllm.config, which is not installed here" in said
+    for line in said.splitlines():
+        if "pip install" in line:
+            files = [Path(word) for word in line.split() if "requirements" in word]
+            assert files
+            assert all(file.exists() for file in files)
+
+
+def test_bash_completes_commands_options_and_files(tmp_path: Path) -> None:
+    script = subprocess.run(
+        [sys.executable, "-m", "rftmega", "completion", "bash"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    (tmp_path / "run.yaml").touch()
+
+    def completed(*words: str) -> list[str]:
+        typed = " ".join(f"'{word}'" for word in words)
+        program = f"{script}\nCOMP_WORDS=({typed}); COMP_CWORD={len(words) - 1}; _rftmega; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+        done = subprocess.run(
+            ["bash", "-c", program], capture_output=True, text=True, cwd=tmp_path, check=True
+        )
+        return done.stdout.split()
+
+    assert completed("rftmega", "pl") == ["plan", "plan-sync"]
+    assert completed("rftmega", "train", "ru") == ["run.yaml"]
+    assert completed("rftmega", "train", "parallel.ten") == ["parallel.tensor="]
+    assert completed("rftmega", "view", "run") == ["run.yaml"]
+
+
+def test_another_shell_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert asked("completion", "tcsh", patch=monkeypatch) == 2
+    assert "bash or zsh" in capsys.readouterr().err

@@ -1,0 +1,1 @@
+"""Programs of the command line; `rftmega` runs them as well."""
