@@ -32,7 +32,8 @@ MAY_IMPORT = {
     "algorithms": "types config ragged",
     "sandbox": "",
     "rewards": "types errors json_files config",
-    "data": "media config types errors json_files",
+    "data": "media config types errors json_files records",
+    "records": "config errors json_files",
     "validation": "config errors json_files",
     "experience": "media errors types interfaces ragged rollout_arrays algorithms config",
     "trainer": "media errors config types interfaces sampling_seeds ragged rollout_arrays algorithms experience",
@@ -69,8 +70,8 @@ ONLY_IN = {
     "torch.cuda": "device",
     "vllm": "rollout",
     "transformers": "rollout data media model_providers hf_folders fsdp",
-    "pyarrow": "data",
-    "datasets": "data",
+    "pyarrow": "records",
+    "datasets": "records",
 }
 RELATIVE = "a relative import"
 LINKED = ("model_providers", "converters")  # folders beside the package, and parts of it

@@ -44,6 +44,7 @@ MEANT = {
     list[int]: "a list of whole numbers, as [1,2]",
     dict[str, float]: "names and numbers, as {a: 1}",
     dict[str, str]: "names and text, as {a: b}",
+    dict[str, Any]: "names and values, as {a: false}",
     dict[str, dict[str, float]]: "names of names and numbers, as {a: {b: 1}}",
 }
 

@@ -217,8 +217,8 @@ class RolloutConfig:
 @dataclass
 class DataConfig:
     train: str = ""
-    """Training data: .jsonl, .parquet or .arrow, or a folder that `datasets` saved ("folder#train":
-    one split of several).
+    """Training data: .jsonl, .jsonl.gz, .json, .csv, .parquet or .arrow, a folder that `datasets` saved
+    ("folder#train": one split of several), or a function of your own that gives dicts (my.py:rows).
     """
 
     sources: dict[str, float] = field(default_factory=dict)
@@ -286,6 +286,15 @@ class DataConfig:
 
     chat_template: bool = False
     """Apply the tokenizer's chat template to prompts given as strings, too."""
+
+    system_prompt: str = ""
+    """System message before every prompt that goes through the chat template and begins with none."""
+
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """What the chat template is given besides, as {enable_thinking: false} of Qwen3."""
+
+    chat_template_file: str = ""
+    """Jinja file with a chat template to use instead of the tokenizer's own."""
 
     too_long: Literal["error", "drop"] = "error"
     """error: refuse what is over rollout.max_prompt_tokens (max_response_tokens); drop: leave it

@@ -1,4 +1,4 @@
-"""Names of data in a config: a path, "folder#split", several paths with weights."""
+"""Names of data in a config: a path, "folder#split", "file.py:function", several with weights."""
 
 import math
 from collections.abc import Sequence
@@ -9,12 +9,15 @@ LONGEST_CYCLE = 100_000
 
 
 def split_source(source: str | Path) -> tuple[Path, str]:
-    """Splits "folder#train" into (folder, "train").
+    """Splits "folder#train" into (folder, "train"), and "file.py:rows" into (file.py, "rows").
 
-    Without a split, or where there is a file of just that name, (source, "").
+    Without a second part, or where there is a file of just that name, (source, "").
     """
-    path, hash_sign, split = str(source).rpartition("#")
-    return (Path(source), "") if not hash_sign or Path(source).exists() else (Path(path), split)
+    for sign, suffix in (("#", ""), (":", ".py")):
+        path, found, part = str(source).rpartition(sign)
+        if found and path.endswith(suffix) and not Path(source).exists():
+            return Path(path), part
+    return Path(source), ""
 
 
 def shares(weights: Sequence[float]) -> list[int]:

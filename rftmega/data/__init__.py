@@ -5,9 +5,10 @@ from rftmega.data.prompts import load_prompts
 from rftmega.data.sampler import MixedOrder, PromptOrder, order_of
 from rftmega.data.splits import given_of, prompts_of, ptx_of
 from rftmega.data.supervised import Example, load_supervised, rows_of
-from rftmega.data.tokenizer import Tokenizer
+from rftmega.data.tokenizer import Chat, Tokenizer
 
 __all__ = [
+    "Chat",
     "Example",
     "MixedOrder",
     "Pair",

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rftmega.data.records import Record, records
 from rftmega.errors import DataError
+from rftmega.records import Record, records
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

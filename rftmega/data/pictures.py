@@ -14,7 +14,6 @@ from tqdm import tqdm
 from rftmega.config import DataConfig
 from rftmega.data.examples import TooLong
 from rftmega.data.fetched import Fetched
-from rftmega.data.records import Record
 from rftmega.data.sources import addresses, decoded, folder_of, listed, path_in, shown
 from rftmega.data.tokenizer import Tokenizer
 from rftmega.errors import DataError
@@ -31,6 +30,7 @@ from rftmega.media.videos import (
     probed,
     read_video,
 )
+from rftmega.records import Record
 from rftmega.types import Prompt
 
 MARK = "<image>"  # in a text, stands for a picture

@@ -8,10 +8,10 @@ from pathlib import Path
 from rftmega.config import DataConfig
 from rftmega.data.encoder import Encoder
 from rftmega.data.examples import load_examples, required
-from rftmega.data.records import Record
 from rftmega.data.sources import refuse_media
 from rftmega.data.supervised import Example, rows_of
 from rftmega.data.tokenizer import Tokenizer
+from rftmega.records import Record
 from rftmega.types import Rows
 
 

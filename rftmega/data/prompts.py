@@ -13,7 +13,6 @@ from rftmega.config import DataConfig
 from rftmega.data.encoder import Encoder
 from rftmega.data.examples import load_examples, required
 from rftmega.data.pictures import Most, PictureReader, expanded_within
-from rftmega.data.records import Record, records
 from rftmega.data.sources import without_contents
 from rftmega.data.tokenizer import Tokenizer
 from rftmega.data.waveforms import WaveformReader
@@ -21,6 +20,7 @@ from rftmega.errors import DataError
 from rftmega.media.hearing import AudioProcessor
 from rftmega.media.placed import Placed
 from rftmega.media.processor import PictureProcessor
+from rftmega.records import Record, records
 from rftmega.types import Prompt
 
 

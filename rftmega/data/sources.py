@@ -8,8 +8,8 @@ from typing import Any
 
 from rftmega.config import DataConfig, split_source
 from rftmega.data.fetched import Fetched
-from rftmega.data.records import Record
 from rftmega.errors import DataError
+from rftmega.records import Record
 
 ADDRESS = "://"  # is in one
 SHOWN = 80  # characters of a value that an error quotes

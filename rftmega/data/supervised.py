@@ -16,10 +16,10 @@ import torch
 from rftmega.config import DataConfig
 from rftmega.data.encoder import Encoder, by_assistant
 from rftmega.data.examples import load_examples, required
-from rftmega.data.records import Record
 from rftmega.data.sources import refuse_media
 from rftmega.data.tokenizer import Tokenizer
 from rftmega.errors import DataError
+from rftmega.records import Record
 from rftmega.types import Rows
 
 

@@ -1,13 +1,16 @@
 """Converts text to token ids and back; the only file that says `transformers` for a tokenizer."""
 
+import difflib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import Environment, TemplateError, meta
 from transformers import AutoTokenizer
 
+from rftmega.config import DataConfig
 from rftmega.data.pieces import Pieces
 from rftmega.errors import CheckpointError, DataError
 from rftmega.json_files import BYTE_ORDER_MARK, read_json_object
@@ -22,18 +25,47 @@ FILES = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """Chat holds how messages become text, beyond the tokenizer's own chat template."""
+
+    system: str = ""  # message before those that begin with none
+    template: str | None = None  # instead of the tokenizer's
+    given: Mapping[str, Any] = field(default_factory=dict)  # to the template
+
+    @classmethod
+    def of(cls, config: DataConfig) -> "Chat":
+        """Reads the options data.system_prompt, chat_template_file and chat_template_kwargs.
+
+        Raises DataError where the file can't be read.
+        """
+        template = None
+        if file := config.chat_template_file:
+            try:
+                template = Path(file).read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise DataError(
+                    f"data.chat_template_file={file} can't be read: {error}."
+                ) from error
+        return cls(config.system_prompt, template, config.chat_template_kwargs)
+
+
 class Tokenizer:
     """The tokenizer of a Hugging Face folder."""
 
-    def __init__(self, folder: str | Path, *, trust_remote_code: bool = False):
+    def __init__(
+        self, folder: str | Path, *, trust_remote_code: bool = False, chat: Chat | None = None
+    ):
         """Python files in the folder are run only with `trust_remote_code`.
 
         Raises CheckpointError where the folder holds no tokenizer, one that needs them, or one
         without an end of sequence.
         """
         folder = Path(folder)
+        self._chat = chat or Chat()
         fields = [_read(folder / name) for name in FILES]
         self._inner = _loaded(folder, trust_remote_code)
+        self._refuse_unread(folder)
         self._pieces = Pieces(
             lambda ids: str(self._inner.decode(list(ids), skip_special_tokens=False))
         )
@@ -60,7 +92,7 @@ class Tokenizer:
 
         Raises DataError for an id that the model does not know.
         """
-        if isinstance(prompt, str) and not chat_template:
+        if self._plain(prompt, chat_template):
             return self._known(self._inner.encode(prompt))
         return self._known(
             self._inner.encode(self._text(_messages(prompt), open_=True), add_special_tokens=False)
@@ -82,7 +114,8 @@ class Tokenizer:
         With a chat template, that is what the template writes for the assistant's turn, up to its
         end. Raises DataError for a template that does not continue the prompt with the answer.
         """
-        if isinstance(prompt, str) and not chat_template:
+        if self._plain(prompt, chat_template):
+            assert isinstance(prompt, str)
             return self._known((*self._behind(prompt, answer, special=True), self._end))
         messages = _messages(prompt)
         before = self._text(messages, open_=True)
@@ -98,6 +131,36 @@ class Tokenizer:
                 return self._known(ids[: last + 1])
             break
         return self._known((*ids, self._end))
+
+    def _refuse_unread(self, folder: Path) -> None:
+        """Raises DataError for something given to the chat template that it does not read."""
+        if not self._chat.given:
+            return
+        try:
+            template = self._inner.get_chat_template(self._chat.template)
+            names = meta.find_undeclared_variables(Environment().parse(template))
+        except (ValueError, TemplateError) as error:
+            raise DataError(f"{folder}: the chat template can't be read: {error}") from error
+        if strangers := sorted(self._chat.given.keys() - names):
+            near = difflib.get_close_matches(strangers[0], names, n=1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            raise DataError(
+                f"data.chat_template_kwargs: the chat template reads no {strangers[0]}.{hint}"
+            )
+
+    def _plain(self, prompt: str | Messages, chat_template: bool) -> bool:
+        """Returns whether a prompt goes to the tokenizer as it is.
+
+        Raises DataError where options of the chat template would be passed over.
+        """
+        if not isinstance(prompt, str) or chat_template:
+            return False
+        if self._chat != Chat():
+            raise DataError(
+                "data.system_prompt, chat_template_file and chat_template_kwargs are of the chat template, and this prompt is a "
+                "string, which does not go through it. Set data.chat_template=true, or give messages."
+            )
+        return True
 
     def _known(self, ids: Sequence[int]) -> tuple[int, ...]:
         """Returns `ids`, all of which the model knows.
@@ -136,9 +199,17 @@ class Tokenizer:
 
     def _text(self, messages: Messages, *, open_: bool) -> str:
         """Puts messages through the chat template; `open_`: up to where the assistant begins."""
+        chat = self._chat
+        first = messages[0] if messages else None
+        if chat.system and not (isinstance(first, dict) and first.get("role") == "system"):
+            messages = [{"role": "system", "content": chat.system}, *messages]
         try:
             text = self._inner.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=open_
+                messages,
+                chat_template=chat.template,
+                tokenize=False,
+                add_generation_prompt=open_,
+                **chat.given,
             )
         except (ValueError, TypeError, TemplateError) as error:
             raise DataError(f"the tokenizer's chat template can't take it: {error}") from error

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rftmega.config import RunConfig
 
 if TYPE_CHECKING:
+    from rftmega.data import Tokenizer
     from rftmega.strategy.backend import Backend
 
 Task = Callable[[RunConfig], int]
@@ -29,14 +30,21 @@ def backend_of(config: RunConfig) -> "Backend":
     return MegatronBackend()
 
 
+def _tokenizer(config: RunConfig) -> "Tokenizer":
+    from rftmega.data import Chat, Tokenizer
+
+    trusted = config.model.trust_remote_code
+    return Tokenizer(config.model.path, trust_remote_code=trusted, chat=Chat.of(config.data))
+
+
 def reinforce(config: RunConfig) -> int:
     """Trains a policy on prompts by rewards. Returns the exit code."""
     from rftmega import environments
-    from rftmega.data import Tokenizer, prompts_of, ptx_of
+    from rftmega.data import prompts_of, ptx_of
     from rftmega.parallel.environment import whole_number
     from rftmega.rewards import MajorityReward, check_prompts, create
 
-    tokenizer = Tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    tokenizer = _tokenizer(config)
     # Data first: what is wrong with it shows before the heavy imports.
     prompts, held_out = prompts_of(
         config,
@@ -82,9 +90,9 @@ def reinforce(config: RunConfig) -> int:
 
 def supervise(config: RunConfig) -> int:
     """Trains a policy on given answers, or a reward model on preferences. Returns the exit code."""
-    from rftmega.data import Tokenizer, given_of
+    from rftmega.data import given_of
 
-    tokenizer = Tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    tokenizer = _tokenizer(config)
     rows, held_out = given_of(config, tokenizer)
 
     from rftmega.callbacks.checkpointing import resume

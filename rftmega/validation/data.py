@@ -98,6 +98,9 @@ def files(config: RunConfig) -> list[str]:
         for name, source in named
         if source and not split_source(source)[0].exists()
     ]
+    template = data.chat_template_file
+    if template and not Path(template).is_file():
+        found.append(f"data.chat_template_file={template} is no file.")
     return found
 
 

@@ -13,6 +13,7 @@ PATHS = {  # option -> whether an empty one means that there is none
     "data.eval": True,
     "data.ptx": True,
     "data.pictures_folder": True,
+    "data.chat_template_file": True,
     "trainer.output": False,
     "checkpoint.folder": True,
     "checkpoint.resume": False,

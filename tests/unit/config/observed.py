@@ -51,7 +51,7 @@ class Letters:
 
     stop_ids = (STOP,)
 
-    def __init__(self, seen: Seen, folder: str | Path, **settings: bool):
+    def __init__(self, seen: Seen, folder: str | Path, **settings: Any):
         seen.append(("tokenizer", settings))
 
     def encode(self, prompt: Any, *, chat_template: bool) -> tuple[int, ...]:

@@ -1,4 +1,6 @@
 import contextlib
+import gzip
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -8,8 +10,8 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from rftmega.data.records import records
 from rftmega.errors import DataError
+from rftmega.records import records
 
 datasets.disable_progress_bars()
 RECORDS = [
@@ -39,11 +41,28 @@ def write_folder(path: Path) -> Path:
     return path
 
 
+def write_json(path: Path) -> Path:
+    path.write_text(json.dumps(RECORDS))
+    return path
+
+
+def write_script(path: Path) -> Path:
+    path.write_text(
+        "def rows():\n"
+        "    for i in range(2500):\n"
+        "        message = {'role': 'user', 'content': f'{i}+{i}'}\n"
+        "        yield {'prompt': [message], 'label': str(2 * i)}\n"
+    )
+    return path
+
+
 WRITERS: dict[str, Callable[[Path], Path]] = {
     "Parquet": lambda folder: write_parquet(folder / "a.parquet"),
     "Arrow file": lambda folder: write_arrow(folder / "a.arrow", pa.ipc.new_file),
     "Arrow stream": lambda folder: write_arrow(folder / "b.arrow", pa.ipc.new_stream),
     "folder": lambda folder: write_folder(folder / "saved"),
+    "JSON": lambda folder: write_json(folder / "a.json"),
+    "script": lambda folder: Path(f"{write_script(folder / 'a.py')}:rows"),
 }
 
 
@@ -98,13 +117,13 @@ def test_only_a_line_feed_ends_a_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "complaint"),
     [
-        ("a.csv", "known: .jsonl, .parquet, .arrow, or a folder"),
+        ("a.xml", "known: .jsonl, .jsonl.gz, .json, .csv, .parquet, .arrow, a folder"),
         ("a", "no suffix that is known"),
         ("b.parquet", "can't be read"),
     ],
 )
 def test_what_is_no_data_is_refused_by_name(name: str, complaint: str, tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text("prompt,label\n")
+    (tmp_path / "a.xml").write_text("<prompt/>")
     (tmp_path / "a").write_text("{}")
     (tmp_path / "b.parquet").write_text('{"prompt": "a"}\n')
     with pytest.raises(DataError, match=complaint) as caught:
@@ -123,7 +142,7 @@ def cuts(size: int) -> Iterator[int]:
     yield from range(9, size, max(1, size // 40))
 
 
-@pytest.mark.parametrize("kind", list(WRITERS))
+@pytest.mark.parametrize("kind", list(WRITERS.keys() - {"script"}))
 def test_a_file_that_was_cut_off_anywhere_is_refused_by_name(kind: str, tmp_path: Path) -> None:
     path = WRITERS[kind](tmp_path)
     file = next(path.glob("*-00001-*.arrow")) if path.is_dir() else path
@@ -183,3 +202,49 @@ def test_sounds_inside_a_folder_come_as_their_files_bytes_and_are_not_decoded(
     features = datasets.Features({"audio": datasets.List(datasets.Audio())})
     datasets.Dataset.from_list(rows).cast(features).save_to_disk(str(tmp_path / "saved"))
     assert [record for _, record in records(tmp_path / "saved")] == rows
+
+
+def test_lines_may_be_compressed(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"prompt": "1+1"}\n\n{"prompt": "2+2"}\n'))
+    found = [(f"{path}:1", {"prompt": "1+1"}), (f"{path}:3", {"prompt": "2+2"})]
+    assert list(records(path)) == found
+    path.write_bytes(path.read_bytes()[:-9])  # cut off
+    with pytest.raises(DataError, match="can't be read"):
+        list(records(path))
+
+
+def test_columns_of_a_table_of_text_are_named_by_its_first_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text('\ufeffprompt,label\n"1,\n+1",2\n"say ""x""",\n')
+    rows = [{"prompt": "1,\n+1", "label": "2"}, {"prompt": 'say "x"', "label": ""}]
+    assert [record for _, record in records(path)] == rows
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.csv", "prompt,label\n1\n", "line 2 has not 2 fields"),
+        ("a.csv", "prompt,label\n1,2,3\n", "line 2 has not 2 fields"),
+        ("a.csv", "", "no first line with the names"),
+        ("a.json", '{"prompt": "a"}', "not a list of objects"),
+        ("a.json", '[{"prompt": "a"}', "can't be read"),
+        ("a.py", "def rows(): return [1]", "row 0: a int, not a dict"),
+        (
+            "a.py",
+            "def rows():\n    yield {}\n    1 / 0",
+            "rows failed in line 3: ZeroDivisionError",
+        ),
+        ("a.py", "rows = 1", "there is no function 'rows'"),
+        ("a.py", "1 / 0", "ZeroDivisionError"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_said(name: str, text: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    source = f"{path}:rows" if path.suffix == ".py" else path
+    try:
+        told = [f"{place}: {record}" for place, record in records(source)]
+    except DataError as error:
+        told = [str(error)]
+    assert any(said in each for each in told), told

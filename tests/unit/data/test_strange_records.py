@@ -14,8 +14,8 @@ from pyarrow import parquet
 from rftmega.config import DataConfig
 from rftmega.data import records as reader
 from rftmega.data.prompts import load_prompts
-from rftmega.data.records import records
 from rftmega.errors import DataError
+from rftmega.records import records
 
 GOOD = b'{"prompt": "1+1=", "label": "2"}\n'
 

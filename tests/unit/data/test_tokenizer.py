@@ -7,6 +7,8 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from rftmega.config import DataConfig
+from rftmega.data.tokenizer import Chat
 from rftmega.data.tokenizer import Tokenizer as Ours
 from rftmega.errors import CheckpointError, DataError
 
@@ -17,7 +19,7 @@ UNENDED = CHATML.replace("<s>", "").replace("</s>\n", "")
 REWRITES = "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 
-def tokenizer(folder: Path, template: str = "") -> Ours:
+def tokenizer(folder: Path, template: str = "", chat: Chat | None = None) -> Ours:
     words = ["<s>", "</s>", "<b>", "\n", *"0123456789+=abu ", MERGED]
     inner = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [("=", "2")]))
     inner.pre_tokenizer = pre_tokenizers.Split(Regex("\n"), "isolated")
@@ -30,7 +32,7 @@ def tokenizer(folder: Path, template: str = "") -> Ours:
     )
     fast.chat_template = template or None
     fast.save_pretrained(folder)
-    return Ours(folder)
+    return Ours(folder, chat=chat)
 
 
 def shown(ours: Ours, ids: tuple[int, ...]) -> str:
@@ -176,3 +178,35 @@ def test_a_file_that_can_not_be_read_is_named(
     (tmp_path / name).write_bytes(content)
     with pytest.raises(CheckpointError, match=said):
         Ours(tmp_path)
+
+
+def test_a_system_prompt_stands_before_messages_that_have_none(tmp_path: Path) -> None:
+    ours = tokenizer(tmp_path, CHATML, Chat(system="b"))  # it knows no letter s
+    assert shown(ours, ours.encode("1+", chat_template=True)) == "<s>b</s>\n<s>u1+</s>\n<s>a"
+    own = [{"role": "system", "content": "0"}, {"role": "user", "content": "1+"}]
+    assert shown(ours, ours.encode(own, chat_template=False)) == "<s>0</s>\n<s>u1+</s>\n<s>a"
+    assert shown(ours, ours.encode_answer(own, "2", chat_template=False)) == "2</s>"
+
+
+def test_a_template_of_a_file_is_used_with_what_is_given_to_it(tmp_path: Path) -> None:
+    file = tmp_path / "chat.jinja"
+    file.write_text(CHATML + "{% if thinking %}={% endif %}")
+    config = DataConfig(chat_template_file=str(file), chat_template_kwargs={"thinking": True})
+    ours = tokenizer(tmp_path, REWRITES, Chat.of(config))
+    assert shown(ours, ours.encode("1+", chat_template=True)) == "<s>u1+</s>\n<s>a="
+    without = tokenizer(tmp_path, REWRITES)
+    assert shown(without, without.encode("1+", chat_template=True)) == "11+"
+
+
+def test_a_word_that_the_template_does_not_read_is_refused(tmp_path: Path) -> None:
+    template = CHATML + "{% if thinking %}={% endif %}"
+    with pytest.raises(DataError, match="reads no thinkng. Did you mean thinking?"):
+        tokenizer(tmp_path, template, Chat(given={"thinkng": True}))
+
+
+def test_options_of_the_template_are_refused_where_a_prompt_does_not_go_through_it(
+    tmp_path: Path,
+) -> None:
+    ours = tokenizer(tmp_path, CHATML, Chat(system="b"))
+    with pytest.raises(DataError, match="Set data.chat_template=true, or give messages"):
+        ours.encode("1+", chat_template=False)

@@ -1,12 +1,15 @@
 """Records of a data set on disk: the one place that knows formats.
 
 The suffix decides. A folder is what `datasets` wrote with save_to_disk, "folder#train" one split of
-a DatasetDict.
+a DatasetDict. "file.py:rows" is a user's function that gives records.
 """
 
+import csv
+import gzip
 import itertools
 import json
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,8 @@ import pyarrow as pa
 from pyarrow import parquet
 
 from rftmega.config import split_source
-from rftmega.errors import DataError
+from rftmega.config.python_files import module_of
+from rftmega.errors import ConfigError, DataError
 from rftmega.json_files import NotJSON, parse_json
 
 Record = dict[str, Any]
@@ -38,7 +42,7 @@ def records(source: str | Path) -> Iterator[tuple[str, Record | DataError]]:
         yield from read(path)
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8: {error}.") from error
-    except (OSError, ValueError, LookupError, TypeError, pa.ArrowException) as error:
+    except (OSError, EOFError, ValueError, LookupError, TypeError, pa.ArrowException) as error:
         raise DataError(
             f"{path} can't be read: {error}. Is it whole, and what its name says?"
         ) from error
@@ -49,23 +53,47 @@ def _reader(path: Path, split: str) -> Callable[[Path], Iterator[tuple[str, Reco
         return lambda folder: _rows(
             path if not split else f"{path}#{split}", _dataset(folder, split)
         )
+    if path.suffix == ".py":
+        return lambda file: _made(file, split)
     if split:
         raise DataError(
             f"{path}#{split}: only a folder of `datasets` has splits. Leave #{split} out."
         )
-    if path.suffix == ".jsonl":
+    if path.suffix == ".jsonl" or path.suffixes[-2:] == [".jsonl", ".gz"]:
         return _lines
     if path.suffix in READERS:
         return lambda file: _rows(file, READERS[path.suffix](file))
-    known = ", ".join((".jsonl", *READERS))
+    known = ", ".join((".jsonl", ".jsonl.gz", *READERS))
     raise DataError(
-        f"{path} has no suffix that is known: {known}, or a folder that `datasets` wrote with save_to_disk."
+        f"{path} has no suffix that is known: {known}, a folder that `datasets` wrote with save_to_disk, or FILE.py:FUNCTION."
     )
+
+
+def _made(path: Path, name: str) -> Iterator[tuple[str, Record | DataError]]:
+    """Yields what a user's function gives, which is called without arguments."""
+    place = f"{path}:{name}"
+    try:
+        function = getattr(module_of(str(path), "data"), name, None)
+    except ConfigError as error:
+        raise DataError(str(error)) from error
+    if not callable(function):
+        raise DataError(f"{place}: there is no function {name!r}. Give FILE.py:FUNCTION.")
+    try:
+        for number, record in enumerate(function()):
+            strange = DataError(f"a {type(record).__name__}, not a dict.")
+            yield f"{place} row {number}", dict(record) if isinstance(record, Mapping) else strange
+    except (DataError, GeneratorExit):
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        line = [frame.lineno for frame in frames if frame.filename == str(path.resolve())]
+        where = f" in line {line[-1]}" if line else ""
+        raise DataError(f"{place} failed{where}: {type(error).__name__}: {error}") from error
 
 
 def _lines(path: Path) -> Iterator[tuple[str, Record | DataError]]:
     """Yields one JSON object a line; blank lines are passed over."""
-    with path.open("rb") as file:
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         for number in itertools.count(1):
             line = file.readline(LONGEST_LINE + 1)
             if not line:
@@ -92,6 +120,28 @@ def _object(line: bytes) -> Record | DataError:
 
 def _rows(name: str | Path, rows: Iterator[Record]) -> Iterator[tuple[str, Record | DataError]]:
     return ((f"{name} row {number}", row) for number, row in enumerate(rows))
+
+
+def _csv(path: Path) -> Iterator[Record]:
+    """Yields a line as text by the names in the first one."""
+    csv.field_size_limit(LONGEST_LINE)
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.DictReader(file, strict=True, restkey=None)
+        for record in reader:
+            if None in record or None in record.values():
+                names = len(reader.fieldnames or ())
+                raise ValueError(f"line {reader.line_num} has not {names} fields, as the first has")
+            yield record
+        if not reader.fieldnames:
+            raise ValueError("it has no first line with the names of the columns")
+
+
+def _json(path: Path) -> Iterator[Record]:
+    """Yields the objects of one list."""
+    found = parse_json(path.read_bytes())
+    if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
+        raise ValueError("it is not a list of objects; one object a line belongs in a .jsonl file")
+    yield from found
 
 
 def _parquet(path: Path) -> Iterator[Record]:
@@ -168,4 +218,9 @@ def _nested(feature: Any) -> Iterator[Any]:
             yield from _nested(each)
 
 
-READERS: dict[str, Callable[[Path], Iterator[Record]]] = {".parquet": _parquet, ".arrow": _arrow}
+READERS: dict[str, Callable[[Path], Iterator[Record]]] = {
+    ".json": _json,
+    ".csv": _csv,
+    ".parquet": _parquet,
+    ".arrow": _arrow,
+}
