@@ -22,13 +22,13 @@ endif
 	touch $@
 
 demo: $(READY)  ## a small Qwen3 learns arithmetic on 4 processes (TP2 x PP2), one vLLM engine each
-	$(BIN)/python examples/arithmetic/demo.py
+	$(BIN)/python examples/arithmetic/demo.py $(ARGS)
 
 demo-vl: $(READY)  ## a small Qwen2.5-VL learns to count shapes in pictures, on 4 processes as well
-	$(BIN)/python examples/shapes/demo.py
+	$(BIN)/python examples/shapes/demo.py $(ARGS)
 
 demo-al: $(READY)  ## a small Qwen2-Audio learns to count beeps in recordings, on 2 processes
-	$(BIN)/python examples/beeps/demo.py
+	$(BIN)/python examples/beeps/demo.py $(ARGS)
 
 test: check  ## what CI runs
 	$(BIN)/python -m pytest -q -m "not ranks and not learning and not slurm and not gpu"

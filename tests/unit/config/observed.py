@@ -361,12 +361,12 @@ def averaged(config: RunConfig) -> Seen:
     """The policy's moving average."""
     seen: Seen = []
     stands_in = SimpleNamespace(
-        setup_model_and_optimizer=lambda: None,
         residency=None,
         weights=None,
         description=SimpleNamespace(vocabulary=WORDS),
     )
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(actor.MegatronActor, "prepare_to_learn", lambda _: None)
         for name in ("MegatronModelManager", "MegatronRunner", "LogProbs", "ReferenceWeights"):
             patch.setattr(actor, name, lambda *_, **__: stands_in)
         patch.setattr(
