@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
+from rftmega import records as reader
 from rftmega.config import DataConfig
-from rftmega.data import records as reader
 from rftmega.data.prompts import load_prompts
 from rftmega.errors import DataError
 from rftmega.records import records
