@@ -30,8 +30,8 @@ demo-vl: $(READY)  ## a small Qwen2.5-VL learns to count shapes in pictures, on 
 demo-al: $(READY)  ## a small Qwen2-Audio learns to count beeps in recordings, on 2 processes
 	$(BIN)/python examples/beeps/demo.py $(ARGS)
 
-test: check  ## what CI runs
-	$(BIN)/python -m pytest -q -m "not ranks and not learning and not slurm and not gpu"
+test: check  ## what CI runs: the tests in two processes at once
+	$(BIN)/python -m tests.in_two
 
 check: $(READY)  ## style, formatting and types
 	$(BIN)/ruff check .

@@ -8,6 +8,7 @@ import csv
 import gzip
 import itertools
 import json
+import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -50,6 +51,11 @@ def records(source: str | Path) -> Iterator[tuple[str, Record | DataError]]:
 
 def _reader(path: Path, split: str) -> Callable[[Path], Iterator[tuple[str, Record | DataError]]]:
     if path.is_dir():
+        saved = any((path / name).is_file() for name in ("dataset_dict.json", "state.json"))
+        if not saved and (files := _files_of(path, split)):
+            return lambda _: itertools.chain.from_iterable(
+                _reader(file, "")(file) for file in files
+            )
         return lambda folder: _rows(
             path if not split else f"{path}#{split}", _dataset(folder, split)
         )
@@ -67,6 +73,26 @@ def _reader(path: Path, split: str) -> Callable[[Path], Iterator[tuple[str, Reco
     raise DataError(
         f"{path} has no suffix that is known: {known}, a folder that `datasets` wrote with save_to_disk, or FILE.py:FUNCTION."
     )
+
+
+def _files_of(folder: Path, split: str) -> list[Path]:
+    """Returns the files of a folder as the hub has it, of one split: train.jsonl, train/0.parquet,
+    train-00000-of-00002.parquet. None where there is no file of a known format.
+
+    Raises DataError where there are several splits, and none of them was chosen.
+    """
+    found: dict[str, list[Path]] = {}
+    for file in sorted(folder.rglob("*")):
+        if file.name == "dataset_infos.json":
+            continue
+        if file.suffix in READERS.keys() | {".jsonl"} or file.name.endswith(".jsonl.gz"):
+            above = file.parent.name if file.parent not in (folder, folder / "data") else ""
+            found.setdefault(above or re.split(r"[-.]", file.name)[0], []).append(file)
+    if found and split not in found and (split or len(found) > 1):
+        names = " or ".join(f"{folder}#{name}" for name in found)
+        chosen = repr(split) if split else "none"
+        raise DataError(f"{folder} holds several splits and {chosen} was chosen. Give {names}.")
+    return found[split or next(iter(found))] if found else []
 
 
 def _made(path: Path, name: str) -> Iterator[tuple[str, Record | DataError]]:

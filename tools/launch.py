@@ -167,12 +167,13 @@ def slurm(chosen: argparse.Namespace, given: list[str]) -> int:
     from rftmega import config as configuration
     from rftmega import device
     from rftmega.launch import preflight
+    from rftmega.launch.hub import fetched
     from rftmega.parallel.private import keep_private
 
     keep_private()  # the file has this shell's environment
     if chosen.processes_per_node is None:
         chosen.processes_per_node = chosen.gpus_per_node
-    config = configuration.load(chosen.config, chosen.overrides)
+    config = fetched(configuration.load(chosen.config, chosen.overrides))
     if found := problems(chosen, config):
         raise ConfigError.listing("This can't be started", found)
     processes = chosen.nodes * chosen.processes_per_node

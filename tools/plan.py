@@ -44,6 +44,7 @@ from typing import TYPE_CHECKING, Any
 from rftmega import config as configuration
 from rftmega.config import RunConfig
 from rftmega.errors import ConfigError, exit_code_of
+from rftmega.launch.hub import fetched
 
 if TYPE_CHECKING:
     from rftmega.planning.backends import Recommendation
@@ -133,7 +134,7 @@ def show(chosen: argparse.Namespace) -> int:
         ),
         chosen.host_memory * GB,
     )
-    config = configuration.load(chosen.config, chosen.overrides)
+    config = fetched(configuration.load(chosen.config, chosen.overrides), weights=False)
     models = models_of(config)
     if problems := refused(models, config, machine):
         raise ConfigError.listing("This can't be planned", problems)

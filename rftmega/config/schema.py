@@ -28,7 +28,9 @@ from rftmega.config.parts import RewardPart
 @dataclass
 class ModelConfig:
     path: str = MISSING
-    """Hugging Face folder of the policy: config.json, *.safetensors, tokenizer files."""
+    """Hugging Face folder of the policy: config.json, *.safetensors, tokenizer files. Or org/name,
+    org/name@revision of the hub, which is fetched into its cache.
+    """
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Training dtype: float32, bfloat16, or auto (bfloat16 on CUDA, float32 on CPU)."""
@@ -218,7 +220,8 @@ class RolloutConfig:
 class DataConfig:
     train: str = ""
     """Training data: .jsonl, .jsonl.gz, .json, .csv, .parquet or .arrow, a folder that `datasets` saved
-    ("folder#train": one split of several), or a function of your own that gives dicts (my.py:rows).
+    ("folder#train": one split of several), a data set of the hub (org/name#train), or a function of
+    your own that gives dicts (my.py:rows).
     """
 
     sources: dict[str, float] = field(default_factory=dict)

@@ -21,6 +21,7 @@ from rftmega.config import RunConfig
 from rftmega.config.environments import GivenEnvironment, give_environment
 from rftmega.config.functions import RewardFunction, give
 from rftmega.errors import ConfigError, RanksFailed
+from rftmega.launch.hub import fetched
 from rftmega.launch.train import task_of
 from rftmega.parallel.folder_lock import locked
 from rftmega.parallel.orphans import end_with_parent
@@ -62,7 +63,7 @@ def train(
     functions = [function for function in rewards or () if not isinstance(function, str)]
     named = give(functions)
     talk = None if environment is None else give_environment(environment)
-    run = _read(config, overrides, _references(rewards, named), talk)
+    run = fetched(_read(config, overrides, _references(rewards, named), talk))
     with private_files():
         check(run, processes)
         if processes is None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from rftmega import config as configuration
 from rftmega.errors import FINAL_CODES, ConfigError, RanksFailed, RFTMegaError, reported
 from rftmega.launch.api import check, train
+from rftmega.launch.hub import fetched
 from rftmega.launch.option_reference import option_reference
 from rftmega.parallel.private import keep_private
 
@@ -100,7 +101,7 @@ def shown(given: argparse.Namespace) -> None:
     from rftmega.launch import preflight
     from rftmega.parallel.process_group import launched_size
 
-    config = configuration.load(given.config, given.overrides)
+    config = fetched(configuration.load(given.config, given.overrides))
     check(config, given.processes)
     processes = launched_size() if given.processes is None else given.processes
     sys.stdout.write(preflight.dry_run(config, processes) + "\n")

@@ -591,6 +591,7 @@ TEXTS = (  # options that are texts and neither paths nor choices
             "audio",
         )
     ),
+    "data.system_prompt",
     *(
         "reward.answer_pattern",
         "reward.format_pattern",

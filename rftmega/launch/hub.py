@@ -1,0 +1,95 @@
+"""Fetches models and data sets of the Hugging Face hub that a config names, before anything reads them.
+
+huggingface_hub does it: its cache (HF_HOME), token (HF_TOKEN), address (HF_ENDPOINT) and offline mode
+(HF_HUB_OFFLINE) are those of the environment.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rftmega.config import DataConfig, RunConfig
+from rftmega.errors import ConfigError
+
+# org/name, or org/name@revision
+REPOSITORY = re.compile(r"([\w-][\w.-]*/[\w.-]+)(?:@([\w./-]+))?")
+TEXT = ("*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken", "*.py")
+WEIGHTS = ("*.safetensors",)
+DATA = ("*.parquet", "*.jsonl", "*.jsonl.gz", "*.json", "*.csv", "*.arrow")
+
+
+def fetched(config: RunConfig, *, weights: bool = True) -> RunConfig:
+    """Returns the config with folders of the cache in place of repositories of the hub; without
+    `weights` models have what describes them only, and data is left alone.
+
+    A path that is there is never looked up. Raises ConfigError for a repository that can't be had.
+    """
+    patterns = (*TEXT, *WEIGHTS) if weights else TEXT
+
+    def model(option: str, path: str) -> str:
+        return _local(option, path, "model", patterns)
+
+    reward_model = model("reward.model_path", config.reward.model_path)
+    return replace(
+        config,
+        model=replace(config.model, path=model("model.path", config.model.path)),
+        critic=replace(config.critic, path=model("critic.path", config.critic.path)),
+        reward=replace(config.reward, model_path=reward_model),
+        data=_data(config.data) if weights else config.data,
+    )
+
+
+def _data(config: DataConfig) -> DataConfig:
+    def local(option: str, source: str) -> str:
+        path, sign, split = source.partition("#")
+        return f"{_local(option, path, 'dataset', DATA)}{sign}{split}"
+
+    return replace(
+        config,
+        train=local("data.train", config.train),
+        eval=local("data.eval", config.eval),
+        ptx=local("data.ptx", config.ptx),
+        sources={local("data.sources", path): share for path, share in config.sources.items()},
+        evals={name: local(f"data.evals.{name}", path) for name, path in config.evals.items()},
+    )
+
+
+def _local(option: str, path: str, kind: str, patterns: Sequence[str]) -> str:
+    named = REPOSITORY.fullmatch(path)
+    if named is None or Path(path).exists() or Path(path).parent.is_dir():
+        return path
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    repository, revision = named.groups()
+    said = f"{option}={path}"
+    try:
+        found = snapshot_download(
+            repository, repo_type=kind, revision=revision, allow_patterns=list(patterns)
+        )
+    except GatedRepoError as error:
+        raise ConfigError(
+            f"{said}: its owner wants to know who takes it. Agree on the hub's page of it, and set HF_TOKEN to a token of yours."
+        ) from error
+    except RevisionNotFoundError as error:
+        raise ConfigError(f"{said}: the hub's {repository} has no revision {revision}.") from error
+    except RepositoryNotFoundError as error:
+        raise ConfigError(
+            f"{said} is no folder here, and no {kind} of the hub that this account sees (HF_TOKEN). Is it written right?"
+        ) from error
+    except LocalEntryNotFoundError as error:
+        raise ConfigError(
+            f"{said} is no folder here, not in the hub's cache, and the hub can't be reached. Where there is a network, run\n"
+            f"    hf download {repository} --repo-type {kind}{f' --revision {revision}' if revision else ''}\n"
+            "and bring the cache (HF_HOME) here, or give a folder."
+        ) from error
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        raise ConfigError(f"{said} can't be fetched from the hub: {error}") from error
+    return found

@@ -1,0 +1,76 @@
+"""Runs what CI runs in two processes of pytest at once, then what must be alone: `python -m tests.in_two`.
+
+Lines come as they are written, with the name of the half before them, and at the end how many tests
+passed and failed. The exit code is 0 where all passed.
+"""
+
+import re
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+QUICK = "not ranks and not learning and not slurm and not gpu"
+ALONE = "tests/distributed/test_left_behind.py"  # it looks for processes that nobody waits for
+TOGETHER = {
+    "ranks": ["tests/distributed", f"--ignore={ALONE}"],
+    "units": ["tests", "--ignore=tests/distributed"],
+}
+
+
+class Half:
+    """Half is a process of pytest whose lines are handed on."""
+
+    def __init__(self, name: str, chosen: Sequence[str]):
+        command = [sys.executable, "-u", "-m", "pytest", "-q", "-m", QUICK, *chosen]
+        self.name = name
+        self.counted: Counter[str] = Counter()
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        )
+        self.thread = threading.Thread(target=self._hand_on)
+        self.thread.start()
+
+    def _hand_on(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            sys.stdout.write(f"{self.name}: {line}")
+            sys.stdout.flush()
+            if re.match(r"\d+ (passed|failed|error|skipped)", line):  # pytest's last line
+                found = re.findall(r"(\d+) (passed|failed|error)", line)
+                self.counted = Counter({kind: int(number) for number, kind in found})
+
+    def end(self) -> int:
+        """Waits for the end. Returns the exit code."""
+        code = self.process.wait()
+        self.thread.join()
+        return abs(code)
+
+
+def run(halves: Sequence[Half]) -> int:
+    """Waits for all of them. Returns the largest exit code; Ctrl-C reaches them as well."""
+    try:
+        return max([half.end() for half in halves])
+    except KeyboardInterrupt:
+        for half in halves:
+            half.end()
+        return 130
+
+
+def main() -> int:
+    halves = [Half(name, chosen) for name, chosen in TOGETHER.items()]
+    code = run(halves)
+    if code != 130:
+        halves.append(Half("alone", [ALONE]))
+        code = max(code, run(halves[-1:]))
+    counted = sum((half.counted for half in halves), Counter())
+    failed = counted["failed"] + counted["error"]
+    sys.stdout.write(f"{counted['passed']} passed, {failed} failed\n")
+    return code
+
+
+if __name__ == "__main__":
+    assert Path(ALONE).is_file(), "Run it in the project's folder."
+    sys.exit(main())

@@ -1,0 +1,136 @@
+"""Models and data of the hub, over a stand-in of its HTTP API."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.hub_server import hub
+from tests.tiny_models import save_tiny
+
+PROGRAM = """
+import json, sys
+from rftmega.config import RunConfig, DataConfig, ModelConfig
+from rftmega.errors import ConfigError
+from rftmega.launch.hub import fetched
+model, train, weights = sys.argv[1:]
+config = RunConfig(model=ModelConfig(path=model), data=DataConfig(train=train, evals={"a": train}))
+try:
+    found = fetched(config, weights=weights == "weights")
+except ConfigError as error:
+    sys.exit(f"refused: {error}")
+print(json.dumps([found.model.path, found.data.train, found.data.evals["a"], found.critic.path]))
+"""
+
+
+def asked(
+    where: Path, address: str, *given: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs in a process of its own: the library reads its environment once."""
+    own = {"HF_ENDPOINT": address, "HF_HOME": str(where / "cache"), "HF_HUB_DISABLE_TELEMETRY": "1"}
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM, *given],
+        capture_output=True,
+        text=True,
+        env=os.environ | own | environment,
+        cwd=where,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.fixture
+def repositories(tmp_path: Path) -> dict[str, Path]:
+    model, data = save_tiny(tmp_path / "model", "qwen3"), tmp_path / "data"
+    (data / "data").mkdir(parents=True)
+    (model / "pytorch_model.bin").write_bytes(b"old")
+    for split, number in (("train", 0), ("train", 1), ("test", 0)):
+        file = data / f"data/{split}-{number:05}-of-00002.jsonl"
+        file.write_text(json.dumps({"prompt": f"{split}{number}"}) + "\n")
+    return {"models/org/tiny": model, "datasets/org/sums": data}
+
+
+def test_a_model_and_data_are_fetched_once_and_read_from_the_cache(
+    repositories: dict[str, Path], tmp_path: Path
+) -> None:
+    from rftmega.records import records
+
+    with hub(repositories) as (address, requests):
+        done = asked(tmp_path, address, "org/tiny", "org/sums#train", "weights")
+        assert done.returncode == 0, done.stderr
+        model, train, held_out, critic = json.loads(done.stdout)
+        assert not [request for request in requests if "pytorch_model.bin" in request]
+    source = repositories["models/org/tiny"]
+    assert (Path(model) / "model.safetensors").read_bytes() == (
+        source / "model.safetensors"
+    ).read_bytes()
+    assert train == held_out
+    assert critic == ""
+    assert [record["prompt"] for _, record in records(train)] == ["train0", "train1"]
+    # the hub is gone; what was fetched is there
+    again = asked(tmp_path, address, "org/tiny", "org/sums#train", "weights", HF_HUB_OFFLINE="1")
+    assert json.loads(again.stdout)[0] == model
+
+
+def test_without_weights_a_model_is_what_describes_it(
+    repositories: dict[str, Path], tmp_path: Path
+) -> None:
+    with hub(repositories) as (address, _):
+        done = asked(tmp_path, address, "org/tiny@main", "", "text")
+    folder = Path(json.loads(done.stdout)[0])
+    assert (folder / "config.json").is_file()
+    assert not list(folder.glob("*.safetensors"))
+
+
+def test_a_token_of_the_environment_opens_what_is_private(
+    repositories: dict[str, Path], tmp_path: Path
+) -> None:
+    with hub(repositories, token="secret") as (address, _):
+        refused = asked(tmp_path, address, "org/tiny", "", "text")
+        assert "no model of the hub that this account sees (HF_TOKEN)" in refused.stderr
+        done = asked(tmp_path, address, "org/tiny", "", "text", HF_TOKEN="secret")
+        assert done.returncode == 0, done.stderr
+
+
+def test_what_can_not_be_had_is_said(repositories: dict[str, Path], tmp_path: Path) -> None:
+    with hub(repositories) as (address, _):
+        missing = asked(tmp_path, address, "org/tony", "", "text").stderr
+        revision = asked(tmp_path, address, "org/tiny@v9", "", "text").stderr
+    assert "model.path=org/tony is no folder here, and no model of the hub" in missing
+    assert "the hub's org/tiny has no revision v9" in revision
+    gone = asked(tmp_path, address, "org/tiny", "", "text").stderr
+    assert "not in the hub's cache, and the hub can't be reached" in gone
+    assert "hf download org/tiny --repo-type model" in gone
+
+
+def test_a_path_is_never_looked_up(repositories: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    with hub(repositories) as (address, requests):
+        done = asked(tmp_path, address, str(tmp_path / "model"), "runs/none.jsonl", "weights")
+        assert json.loads(done.stdout)[1] == "runs/none.jsonl"
+        assert requests == []
+
+
+def test_the_program_takes_names_of_the_hub(repositories: dict[str, Path], tmp_path: Path) -> None:
+    limits = "max_prompt_tokens: 8, max_response_tokens: 8"
+    options = (
+        "model: {path: org/tiny}",
+        "data: {train: 'org/sums#train'}",
+        f"rollout: {{engine: scripted, {limits}}}",
+    )
+    (tmp_path / "run.yaml").write_text("\n".join(options))
+    with hub(repositories) as (address, _):
+        done = subprocess.run(
+            [sys.executable, "-m", "rftmega", "train", "run.yaml", "--dry-run", "--processes", "2"],
+            capture_output=True,
+            text=True,
+            env=os.environ | {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "cache")},
+            cwd=tmp_path,
+            timeout=120,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr
+    assert "processes   2 = " in done.stdout
