@@ -109,7 +109,9 @@ def _owned(inner: Any) -> Iterator[tuple[Tensor, Tensor, int]]:
         return
     if _is_sharded(inner):
         for parameter in inner.model_param_gbuf_map:
-            main = inner._get_main_param_and_optimizer_states(parameter)["param"]
+            # Megatron's own look-up would make an empty Adam state where there is none yet
+            group, order = inner.model_param_group_index_map[parameter]
+            main = inner.optimizer.param_groups[group]["params"][order]
             yield parameter, main, inner._get_model_param_range_map(parameter)["param"].start
         return
     groups = zip(
