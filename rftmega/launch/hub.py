@@ -7,6 +7,7 @@ huggingface_hub does it: its cache (HF_HOME), token (HF_TOKEN), address (HF_ENDP
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from fnmatch import fnmatch
 from pathlib import Path
 
 from rftmega.config import DataConfig, RunConfig
@@ -57,7 +58,8 @@ def _data(config: DataConfig) -> DataConfig:
 
 def _local(option: str, path: str, kind: str, patterns: Sequence[str]) -> str:
     named = REPOSITORY.fullmatch(path)
-    if named is None or Path(path).exists() or Path(path).parent.is_dir():
+    is_file = any(fnmatch(path, pattern) for pattern in DATA)  # one that is missing
+    if named is None or is_file or Path(path).exists() or Path(path).parent.is_dir():
         return path
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (

@@ -109,8 +109,9 @@ def test_what_can_not_be_had_is_said(repositories: dict[str, Path], tmp_path: Pa
 def test_a_path_is_never_looked_up(repositories: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     with hub(repositories) as (address, requests):
-        done = asked(tmp_path, address, str(tmp_path / "model"), "runs/none.jsonl", "weights")
-        assert json.loads(done.stdout)[1] == "runs/none.jsonl"
+        for missing in ("runs/none", "nowhere/none.jsonl"):
+            done = asked(tmp_path, address, str(tmp_path / "model"), missing, "weights")
+            assert json.loads(done.stdout)[1] == missing
         assert requests == []
 
 
