@@ -5,11 +5,11 @@ BIN := $(VENV)/bin
 HARDWARE := $(if $(shell command -v nvidia-smi 2>/dev/null),cuda,cpu)
 READY := $(VENV)/.ready-$(HARDWARE)
 
-.PHONY: demo demo-vl demo-al test check ranks gpu gpu-bench invariance chaos mutations bench learning slurm clean
+.PHONY: demo demo-vl demo-al test check site ranks gpu gpu-bench invariance chaos mutations bench learning slurm clean
 
 TORCHVISION := $(wildcard requirements/torchvision_cpu/*.p*)
 
-$(READY): requirements/torch.txt requirements/$(HARDWARE).txt requirements/dev.txt setup.py $(TORCHVISION)
+$(READY): requirements/torch.txt requirements/$(HARDWARE).txt requirements/dev.txt requirements/docs.txt setup.py $(TORCHVISION)
 	$(PYTHON) -m venv $(VENV)
 ifeq ($(HARDWARE),cpu)
 	$(BIN)/pip install --quiet -r requirements/torch.txt
@@ -18,6 +18,7 @@ ifeq ($(HARDWARE),cpu)
 else
 	$(BIN)/pip install --quiet --no-deps -r requirements/cuda.txt
 endif
+	$(BIN)/pip install --quiet --no-deps -r requirements/docs.txt
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation -e .
 	touch $@
 
@@ -33,10 +34,13 @@ demo-al: $(READY)  ## a small Qwen2-Audio learns to count beeps in recordings, o
 test: check  ## what CI runs: the tests in two processes at once
 	$(BIN)/python -m tests.in_two
 
-check: $(READY)  ## style, formatting and types
+check: site  ## style, formatting and types; the site, with every link
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy rftmega benchmarks train_rl.py
+	$(BIN)/mypy rftmega benchmarks website train_rl.py
+
+site: $(READY)  ## the pages of docs/ as a site, build/site/index.html; a link or an anchor that is not there is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 ranks: $(READY)  ## the exhaustive multi-rank half of the tests
 	$(BIN)/python -m pytest -q -m ranks

@@ -55,5 +55,5 @@ setup(
         "console_scripts": ["rftmega = rftmega.__main__:main"],
         "vllm.general_plugins": ["rftmega = rftmega.rollout.plugin:register"],
     },
-    extras_require={"dev": pins("dev"), "wandb": pins("wandb")},
+    extras_require={name: pins(name) for name in ("dev", "docs", "wandb", "mlflow", "trackio")},
 )

@@ -22,7 +22,7 @@ from rftmega.parallel.process_group import World
 from rftmega.requests.order import ordered
 from rftmega.rollout import ScriptedEngine
 from rftmega.strategy.phases import DevicePhases
-from rftmega.types import Completion, Prompt, Rollout
+from rftmega.types import Completion, Prompt, Rollout, Sampling
 from tests.layouts import build_manager
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
@@ -113,7 +113,7 @@ def steps_of(
     def work(number: int, stop: Stop) -> dict[int, Rollout]:
         engine = AsLongAsItsSeed(RolloutConfig(max_batch=slots), vocabulary=9, stop_ids=[3])
         engine.load_weights([], version=0)
-        tasks = Tasks(prompts, lengths, expected, 1.0)
+        tasks = Tasks(prompts, lengths, expected, Sampling(1.0))
         environment = SingleTurnEnvironment()
         with PendingRequests(engine, tasks, queues[number], environment, None) as pending:
             assert pending.go_on(stop)
@@ -202,7 +202,7 @@ def environment_body(world: World, folder: Path, longest: int) -> dict[str, floa
     pool.weight_sync(manager.shards(), bucket_bytes=2**20).push(version=0)
     size = 512 if longest < 100 else 64
     prompts = [Prompt((5, 9 + place // 8 % 50, 3)) for place in range(size)]
-    asked: dict[str, Any] = {"seeds": range(size), "temperature": 1.0}
+    asked: dict[str, Any] = {"seeds": range(size), "sampling": Sampling(1.0)}
     both = compare(
         lambda: pool.generate(prompts, **asked), lambda: engine.generate(prompts, **asked), rounds=5
     )

@@ -16,7 +16,7 @@ from rftmega.megatron.forward import LogProbs, custom_forward
 from rftmega.parallel.micro_batches import plan_micro_batches
 from rftmega.shards import Shard
 from rftmega.trainer.learner import Learner
-from rftmega.trainer.ppo import PPOTrainer, Sampling, StepParts
+from rftmega.trainer.ppo import PPOTrainer, StepParts, StepSampling
 from rftmega.types import Completion, Prompt, Rollout, SliceChecksums, Trajectory
 from tests.layouts import build_actor
 from tests.ranks import run_ranks
@@ -148,7 +148,7 @@ def scoring_body(world: Any, folder: Path) -> dict[str, float]:
             engine=engine, weights=engine, reward=lambda p, found: [{"reward": float(len(x.response_ids))} for x in found],
             maker=ExperienceMaker(actor, AlgorithmConfig(kl=KLConfig(coef=0.1))),
             learner=Learner(actor, policy_loss(kl_coef=0.1)),
-            sampling=Sampling(4, 1.0, seed=0), parts=StepParts(late_scoring=late),
+            sampling=StepSampling(4, 1.0, seed=0), parts=StepParts(late_scoring=late),
         )  # fmt: skip
 
     prompts = [Prompt(tuple(range(1, 9)), index=number) for number in range(8)]

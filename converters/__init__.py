@@ -14,6 +14,7 @@ from typing import Any
 
 from rftmega.converters import decoder, families
 from rftmega.converters.audio_fields import AudioFields
+from rftmega.converters.block_scales import FIELD
 from rftmega.converters.config_fields import Fields
 from rftmega.converters.nested_fields import VisionFields, flattened
 from rftmega.converters.rules import (
@@ -83,11 +84,12 @@ def left_out(hf_config: Mapping[str, Any], names: Iterable[str]) -> set[str]:
 
 
 def written(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of config.json that are another in a folder that we write, since it holds
-    nothing of what is left out.
+    """Returns the fields of config.json that are another in a folder that we write, None for one
+    that it does not have: it holds nothing of what is left out, and no quantised weights.
     """
     of_family = getattr(_family(hf_config), "written", None)
-    return of_family(completed(hf_config)) if of_family else {}
+    changes: dict[str, Any] = of_family(completed(hf_config)) if of_family else {}
+    return changes | ({FIELD: None} if hf_config.get(FIELD) is not None else {})
 
 
 def stacks_of(hf_config: Mapping[str, Any]) -> list[Stack]:

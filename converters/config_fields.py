@@ -105,14 +105,17 @@ def _kinds() -> dict[str, Kind]:
     layers = Kind("a list of layers", _is_list_of(lambda item: is_whole(item, 0, MOST_LAYERS)))
     mapping = Kind("an object", lambda value: isinstance(value, dict))
     named = {
-        size: "hidden_size intermediate_size vocab_size max_position_embeddings head_dim moe_intermediate_size "
-        "shared_expert_intermediate_size q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim",
+        size: "hidden_size intermediate_size vocab_size max_position_embeddings original_max_position_embeddings head_dim "
+        "moe_intermediate_size shared_expert_intermediate_size q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim "
+        "v_head_dim",
         window: "sliding_window",
         number_of: "num_hidden_layers num_attention_heads num_key_value_heads num_experts num_local_experts num_experts_per_tok "
         "n_routed_experts n_group topk_group decoder_sparse_step",
         count: "first_k_dense_replace n_shared_experts num_nextn_predict_layers max_window_layers",
-        number: "rms_norm_eps initializer_range routed_scaling_factor rope_theta attention_dropout router_jitter_noise",
-        flag: "tie_word_embeddings attention_bias mlp_bias qkv_bias norm_topk_prob use_sliding_window rope_interleave",
+        number: "rms_norm_eps initializer_range routed_scaling_factor rope_theta attention_dropout router_jitter_noise "
+        "residual_dropout resid_pdrop embd_pdrop",
+        flag: "tie_word_embeddings attention_bias attention_out_bias mlp_bias qkv_bias norm_topk_prob use_sliding_window "
+        "rope_interleave use_qk_norm",
         text: "hidden_act model_type scoring_func topk_method",
         texts: "layer_types architectures",
         layers: "mlp_only_layers",

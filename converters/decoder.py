@@ -3,6 +3,7 @@ decoder.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from rftmega.converters.rules import QKV, Column, HFTensor, Replicated, Row, Rule, Vocabulary
@@ -18,28 +19,41 @@ ATTENTION = MEGATRON_LAYER + "self_attention."
 MLP = MEGATRON_LAYER + "mlp."
 
 
-def decoder(config: Config, attention: list[Rule], mlp: list[Rule]) -> list[Rule]:
+def decoder(
+    config: Config, attention: list[Rule], mlp: list[Rule], *, post_norm: bool = False
+) -> list[Rule]:
     """Returns the rules of a whole model, in its order: the layers' attention and MLP are the
-    caller's.
+    caller's. With `post_norm` the norms are behind them.
     """
     hidden, vocabulary = config["hidden_size"], config["vocab_size"]
     tied = config["tie_word_embeddings"]
     embedding = HFTensor("model.embed_tokens.weight", (vocabulary, hidden))
     head = HFTensor("lm_head.weight", (vocabulary, hidden))
-    return [
-        Vocabulary(("embedding.word_embeddings.weight",), (embedding,)),
-        # Transformer Engine keeps a norm in the linear layer behind it, but not where several
-        # layers follow.
+    # Transformer Engine keeps a norm in the linear layer behind it, but not where several layers
+    # follow.
+    before = [
         Replicated(
             (MEGATRON_LAYER + "input_layernorm.weight", ATTENTION + "linear_qkv.layer_norm_weight"),
             (in_layer("input_layernorm.weight", hidden),),
-        ),
+        )
+    ]
+    between = Replicated(
+        (MEGATRON_LAYER + "pre_mlp_layernorm.weight", MLP + "linear_fc1.layer_norm_weight"),
+        (in_layer("post_attention_layernorm.weight", hidden),),
+    )
+    behind: list[Rule] = []
+    if post_norm:
+        before = []
+        between = replace(between, megatron=(ATTENTION + "linear_proj.post_layernorm.weight",))
+        norm = in_layer("post_feedforward_layernorm.weight", hidden)
+        behind = [Replicated((MLP + "linear_fc2.post_layernorm.weight",), (norm,))]
+    return [
+        Vocabulary(("embedding.word_embeddings.weight",), (embedding,)),
+        *before,
         *attention,
-        Replicated(
-            (MEGATRON_LAYER + "pre_mlp_layernorm.weight", MLP + "linear_fc1.layer_norm_weight"),
-            (in_layer("post_attention_layernorm.weight", hidden),),
-        ),
+        between,
         *mlp,
+        *behind,
         Replicated(
             ("decoder.final_layernorm.weight",), (HFTensor("model.norm.weight", (hidden,)),)
         ),
@@ -54,29 +68,41 @@ def in_layer(name: str, *shape: int) -> HFTensor:
 
 
 def grouped_attention(
-    config: Config, *, qkv_bias: bool = False, qk_norm: bool = False
+    config: Config,
+    *,
+    qkv_bias: bool = False,
+    qk_norm: bool = False,
+    wide_qk_norm: bool = False,
+    fused: bool = False,
 ) -> list[Rule]:
-    """Returns the rules of grouped-query attention."""
+    """Returns the rules of grouped-query attention; `fused`: a folder holds q, k and v in one
+    tensor. `wide_qk_norm`: a norm is over all heads at once.
+    """
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     groups = config.get("num_key_value_heads") or heads
     width = config.get("head_dim") or hidden // heads
 
+    rows = {"q": heads * width, "k": groups * width, "v": groups * width}
+    parts = tuple(rows.values()) if fused else ()
+
     def q_k_v(kind: str, *inputs: int) -> tuple[HFTensor, ...]:
-        rows = {"q": heads * width, "k": groups * width, "v": groups * width}
+        held = {"qkv": sum(rows.values())} if fused else rows
         return tuple(
-            in_layer(f"self_attn.{name}_proj.{kind}", out, *inputs) for name, out in rows.items()
+            in_layer(f"self_attn.{name}_proj.{kind}", out, *inputs) for name, out in held.items()
         )
 
     bias = [QKV((ATTENTION + "linear_qkv.bias",), q_k_v("bias"), groups=groups)] if qkv_bias else []
     norms = [
         Replicated(
             (f"{ATTENTION}{name}_layernorm.weight",),
-            (in_layer(f"self_attn.{name}_norm.weight", width),),
+            (in_layer(f"self_attn.{name}_norm.weight", rows[name] if wide_qk_norm else width),),
         )
-        for name in ("qk" if qk_norm else "")
+        for name in ("qk" if qk_norm or wide_qk_norm else "")
     ]
     return [
-        QKV((ATTENTION + "linear_qkv.weight",), q_k_v("weight", hidden), groups=groups),
+        QKV(
+            (ATTENTION + "linear_qkv.weight",), q_k_v("weight", hidden), groups=groups, fused=parts
+        ),
         *bias,
         *norms,
         Row(
@@ -93,15 +119,20 @@ def gated_mlp(
     fc1: tuple[str, ...],
     fc2: tuple[str, ...],
     *,
-    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    projections: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
     **where: Any,
 ) -> list[Rule]:
-    """Returns the rules of `hf` with each of `projections` (gate, up, down) in its braces, in
-    Megatron's fc1 (gate above up) and fc2.
+    """Returns the rules of `hf` with each of `projections` (gate, up, down; or gate and up as one
+    tensor, down) in its braces, in Megatron's fc1 (gate above up) and fc2.
     """
-    gate, up, down = (hf.replace("{projection}", name) for name in projections)
-    gate_up = (in_layer(gate, ffn, hidden), in_layer(up, ffn, hidden))
-    return [Column(fc1, gate_up, **where), Row(fc2, (in_layer(down, hidden, ffn),), **where)]
+    *above, down = (hf.replace("{projection}", name) for name in projections)
+    fused = (ffn, ffn) if len(above) == 1 else ()
+    rows = sum(fused) or ffn
+    gate_up = tuple(in_layer(name, rows, hidden) for name in above)
+    return [
+        Column(fc1, gate_up, fused=fused, **where),
+        Row(fc2, (in_layer(down, hidden, ffn),), **where),
+    ]
 
 
 def dense_mlp(config: Config, **where: Any) -> list[Rule]:

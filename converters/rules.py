@@ -18,8 +18,8 @@ from rftmega.errors import WeightMismatch
 
 
 class Segment(NamedTuple):
-    """Rows (or columns) start to stop of HF tensor `part`; part -1 is padding: zeros that HF does
-    not have.
+    """Rows (or columns) start to stop of part `part`, an HF tensor or, of a fused one, what would be
+    a tensor elsewhere; part -1 is padding: zeros that HF does not have.
     """
 
     part: int
@@ -56,8 +56,13 @@ class Rule:
     optional: bool = field(default=False, kw_only=True)
     # those it speaks of; None: all
     layers: frozenset[int] | None = field(default=None, kw_only=True)
+    # rows of the parts that the one HF tensor holds, one behind the other; empty: a tensor each
+    fused: tuple[int, ...] = field(default=(), kw_only=True)
 
     axis = 0
+
+    def __post_init__(self) -> None:
+        assert not self.fused or (len(self.hf) == 1 and sum(self.fused) == self.hf[0].shape[0])
 
     @property
     def per_layer(self) -> bool:
@@ -86,22 +91,34 @@ class Rule:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Lengths of the HF tensors along the axis that is sharded."""
-        return tuple(tensor.shape[self.axis] for tensor in self.hf)
+        """Lengths of the parts along the axis that is sharded."""
+        return self.fused or tuple(tensor.shape[self.axis] for tensor in self.hf)
 
     def segments(self, rank: int, ranks: int) -> list[Segment]:
-        """Returns the segments that shard `rank` of `ranks` is made of.
+        """Returns the segments of HF tensors that shard `rank` of `ranks` is made of.
 
         Raises WeightMismatch for unequal shards.
         """
+        return [self.stored(segment) for segment in self.cut(rank, ranks)]
+
+    def cut(self, rank: int, ranks: int) -> list[Segment]:
+        """Returns the same of the parts."""
         raise NotImplementedError
+
+    def stored(self, segment: Segment) -> Segment:
+        """Returns where a segment of a part lies among the HF tensors."""
+        part, start, stop = segment
+        if not self.fused or part < 0:
+            return segment
+        before = sum(self.fused[:part])
+        return Segment(0, before + start, before + stop)
 
 
 @dataclass(frozen=True)
 class Replicated(Rule):
     """Every rank holds the whole tensor."""
 
-    def segments(self, rank: int, ranks: int) -> list[Segment]:
+    def cut(self, rank: int, ranks: int) -> list[Segment]:
         return [Segment(0, 0, self.sizes[0])]
 
 
@@ -116,14 +133,15 @@ class Column(Rule):
 
     narrow: bool = field(default=False, kw_only=True)
 
-    def segments(self, rank: int, ranks: int) -> list[Segment]:
-        return [self._block(part, rank, ranks) for part in range(len(self.hf))]
+    def cut(self, rank: int, ranks: int) -> list[Segment]:
+        return [self._block(part, rank, ranks) for part in range(len(self.sizes))]
 
     def _block(self, part: int, rank: int, ranks: int) -> Segment:
         size = self.sizes[part]
         if size % ranks:
+            held = self.hf[0 if self.fused else part]
             raise WeightMismatch(
-                f"{self.hf[part].name} {self.hf[part].shape} can't be split along axis {self.axis} over {ranks} ranks."
+                f"{held.name} {held.shape} can't be split along axis {self.axis} over {ranks} ranks."
             )
         block = size // ranks
         return Segment(part, rank * block, (rank + 1) * block)
@@ -140,7 +158,7 @@ class Row(Column):
 class Vocabulary(Rule):
     """Blocks of rows, with zero rows at the end up to a multiple of the number of ranks."""
 
-    def segments(self, rank: int, ranks: int) -> list[Segment]:
+    def cut(self, rank: int, ranks: int) -> list[Segment]:
         size = self.sizes[0]
         block = padded_vocabulary(size, ranks) // ranks
         start, stop = (min(edge, size) for edge in (rank * block, (rank + 1) * block))
@@ -159,7 +177,7 @@ class QKV(Rule):
 
     groups: int = field(kw_only=True)
 
-    def segments(self, rank: int, ranks: int) -> list[Segment]:
+    def cut(self, rank: int, ranks: int) -> list[Segment]:
         steps = [size // self.groups for size in self.sizes]
         whole = [
             Segment(part, g * step, (g + 1) * step)

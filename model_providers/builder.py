@@ -18,13 +18,13 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from rftmega.config import ParallelConfig
 from rftmega.converters import padded_vocabulary
+from rftmega.layers.latent_attention import mend_latent_attention
+from rftmega.layers.rotary import MultimodalRotary, PackedRotary
 from rftmega.model_providers import spec
 from rftmega.model_providers.description import Experts, LatentAttention, ModelDescription
 from rftmega.model_providers.hearing import AudioLanguageModel, Ear
 from rftmega.model_providers.installed import fused_kernels, installed, uses_transformer_engine
-from rftmega.model_providers.latent_attention import mend_latent_attention
 from rftmega.model_providers.rope import Rope
-from rftmega.model_providers.rotary import MultimodalRotary, PackedRotary
 from rftmega.model_providers.tower import AudioTower
 from rftmega.model_providers.vision import DeepstackLayer, VisionLanguageModel, build_tower
 
@@ -195,6 +195,10 @@ def build_chunk(
         build: Any = Ear if hears else build_tower
         tower = build(model, config.params_dtype) if pre_process else None
         more = {"tower": tower, "frozen": freeze_vision}
+    if model.post_norm:
+        spec.norm_behind(layers_spec)
+    if model.wide_qk_norm:
+        spec.norm_all_heads(layers_spec)
     if model.tower and model.tower.deepstack:
         spec.replace_layers(layers_spec, DeepstackLayer)
     built: GPTModel = kind(
@@ -207,6 +211,7 @@ def build_chunk(
         parallel_output=True,
         share_embeddings_and_output_weights=model.tied and head,
         position_embedding_type="yarn" if rope.yarn and not model.latent else "rope",
+        rotary_percent=rope.fraction,
         rotary_base=rope.base,  # type: ignore[arg-type]  # a float serves as well
         seq_len_interpolation_factor=rope.factor if rope.kind == "linear" else None,
         rope_scaling=rope.kind == "llama3",

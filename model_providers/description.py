@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rftmega.config import ParallelConfig
+from rftmega.converters.block_scales import FIELD, block_scales
 from rftmega.errors import CheckpointError
 from rftmega.model_providers import families
 from rftmega.model_providers.hf_config import HFConfig
@@ -80,6 +81,8 @@ class ModelDescription:
     qkv_bias: bool
     qk_norm: bool
     init_std: float
+    wide_qk_norm: bool = False  # of q and k over all heads at once, not of each
+    post_norm: bool = False  # norms are behind attention and MLP, not in front of them
     window: int | None = None  # tokens that a token sees, itself included, in the layers `windowed`
     windowed: frozenset[int] = frozenset()
     latent: LatentAttention | None = None
@@ -89,7 +92,9 @@ class ModelDescription:
     @property
     def parameters(self) -> int:
         """Returns the weights of the whole model; tied embeddings count once."""
-        norms = 2 * self.hidden + (2 * self.head_dim if self.qk_norm and not self.latent else 0)
+        normed = self.heads + self.groups if self.wide_qk_norm else 2
+        of_heads = normed * self.head_dim if self.qk_norm and not self.latent else 0
+        norms = 2 * self.hidden + of_heads
         sparse = len(self.experts.layers) if self.experts else 0
         mlps = (self.layers - sparse) * 3 * self.hidden * self.ffn
         if experts := self.experts:
@@ -134,23 +139,27 @@ def describe(hf_config: Mapping[str, Any]) -> ModelDescription:
 
 
 def decoder(
-    config: HFConfig, *, qkv_bias: bool = False, qk_norm: bool = False, head_dim: int | None = None
+    config: HFConfig,
+    *,
+    qkv_bias: bool = False,
+    qk_norm: bool = False,
+    head_dim: int | None = None,
+    attention_dropout: float = 0.0,
+    partial_rope: bool = False,
 ) -> ModelDescription:
     """Describes what the families have in common: Llama's shape. A family changes the rest with
     dataclasses.replace.
 
-    `head_dim` is that of a family whose heads follow from other fields. Raises CheckpointError for
-    heads that can't be.
+    `head_dim` is that of a family whose heads follow from other fields. `attention_dropout` is what
+    a family's published models say, beside 0. `partial_rope`: its attention can leave the end of a
+    head as it is. Raises CheckpointError for heads that can't be.
     """
     config.only("hidden_act", "silu", why="this family is trained with it")
     config.only("mlp_bias", False, why="the layers are built without")
     config.only("attention_bias", False, qkv_bias, why="it would put a bias on o_proj, too")
-    config.only("attention_dropout", 0.0, why="set model.dropout instead")
-    config.only(
-        "quantization_config",
-        None,
-        why="quantised weights can't be trained; convert the folder to bfloat16 first",
-    )
+    config.only("attention_dropout", 0.0, attention_dropout, why="set model.dropout instead")
+    config.get(FIELD)
+    block_scales(config)  # or another way of quantising, which is refused
     heads = config["num_attention_heads"]
     groups = config.get("num_key_value_heads", heads)
     if head_dim is None:
@@ -159,7 +168,13 @@ def decoder(
         raise CheckpointError(
             f"num_attention_heads={heads} is no multiple of num_key_value_heads={groups}."
         )
-    rope = read_rope(config)
+    rope = read_rope(config, partial=partial_rope)
+    turned = int(head_dim * rope.fraction)
+    if rope.fraction != 1.0 and (turned % 2 or not turned):
+        raise CheckpointError(
+            f"partial_rotary_factor={rope.fraction} of heads of {head_dim} gives {turned} elements, which rotary embeddings "
+            "can't halve."
+        )
     if rope.sections and sum(rope.sections) != head_dim // 2:
         raise CheckpointError(
             f"rope mrope_section={list(rope.sections)} does not add up to half of a head, {head_dim // 2}."

@@ -37,11 +37,14 @@ class Rope:
     # arXiv:2409.12191); empty: positions are one number
     sections: tuple[int, ...] = ()
     interleaved: bool = False  # the three take turns, instead of one after the other
+    fraction: float = 1.0  # of a head, from its beginning, that is rotated
 
 
-def read_rope(config: HFConfig) -> Rope:
+def read_rope(config: HFConfig, *, partial: bool = False) -> Rope:
     """Reads `rope_parameters`, as transformers 5 writes, or `rope_theta` and `rope_scaling` (with
     `type` or `rope_type`), as 4 wrote.
+
+    `partial`: transformers' attention of this family can rotate a part of each head.
 
     Raises CheckpointError, naming the field, for what Megatron can't represent, and for what
     transformers refuses.
@@ -60,12 +63,7 @@ def read_rope(config: HFConfig) -> Rope:
             f"rope_type={kind!r} is not supported; default, linear, llama3 and yarn are."
         )
     base = _number(fields, "rope_theta")
-    if (
-        partial := fields.pop("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    ) != 1.0:
-        raise CheckpointError(
-            f"partial_rotary_factor={partial} is not supported: the whole head is rotated."
-        )
+    fraction = _fraction(fields, config, kind if partial else None)
     if kind in ("llama3", "yarn"):
         fields.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
     factor, yarn = 1.0, None
@@ -89,7 +87,7 @@ def read_rope(config: HFConfig) -> Rope:
         raise CheckpointError(
             f"rope parameters of type {kind} have {said}, which is not honoured here."
         )
-    return Rope(base, kind, factor, yarn, sections, interleaved)
+    return Rope(base, kind, factor, yarn, sections, interleaved, fraction)
 
 
 def _fields(config: HFConfig) -> dict[str, Any]:
@@ -114,6 +112,26 @@ def _sections(fields: dict[str, Any]) -> tuple[tuple[int, ...], bool]:
     if interleaved not in (True, False):
         raise CheckpointError(f"rope mrope_interleaved={interleaved!r}: it must be true or false.")
     return tuple(sections), bool(interleaved)
+
+
+def _fraction(fields: dict[str, Any], config: HFConfig, kind: str | None) -> float:
+    """Takes the part of a head that is rotated out of `fields`; `kind` is None in a family that
+    rotates all of it.
+    """
+    found = fields.pop("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    if kind is None and found != 1.0:
+        raise CheckpointError(
+            f"partial_rotary_factor={found} is not supported: the whole head is rotated."
+        )
+    if not is_number(found, 0) or not 0 < found <= 1:
+        raise CheckpointError(
+            f"partial_rotary_factor={json.dumps(found)}: it must be above 0 and at most 1."
+        )
+    if kind == "yarn" and found != 1.0:
+        raise CheckpointError(
+            f"partial_rotary_factor={found} with yarn is not supported: Megatron-Core 0.16 stretches whole heads only."
+        )
+    return float(found)
 
 
 def _number(fields: dict[str, Any], name: str) -> float:
@@ -167,7 +185,7 @@ def _yarn(fields: dict[str, Any], config: HFConfig) -> tuple[float, Yarn]:
         raise CheckpointError(
             "rope mscale and mscale_all_dim of yarn must be given both or neither."
         )
-    if computed and yarn.mscale is not None and config["model_type"] == "deepseek_v3":
+    if computed and yarn.mscale is not None and "kv_lora_rank" in config:
         raise CheckpointError(
             "rope factor=null with mscale_all_dim: this family's attention needs the factor. Write it."
         )

@@ -2,6 +2,7 @@
 with our attention.
 """
 
+from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import TransformerConfig, multi_latent_attention
 from megatron.core.transformer.identity_op import IdentityOp
@@ -10,9 +11,11 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSub
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
-from rftmega.model_providers.attention import PackedAttention
+from rftmega.layers.attention import PackedAttention
+from rftmega.layers.norm import LatentNorm, RMSNorm
+from rftmega.layers.post_norm import with_norm_behind
+from rftmega.layers.wide_norm import KeyNorm, QueryNorm
 from rftmega.model_providers.installed import uses_transformer_engine
-from rftmega.model_providers.norm import LatentNorm, RMSNorm
 
 
 def block_spec(config: TransformerConfig, chunk: int | None) -> TransformerBlockSubmodules:
@@ -38,6 +41,25 @@ def replace_layers(block: TransformerBlockSubmodules, kind: type) -> None:
     """Lets the block be built of layers of this class."""
     for layer in block.layer_specs:
         layer.module = kind
+
+
+def norm_behind(block: TransformerBlockSubmodules) -> None:
+    """Moves the norms of attention and MLP behind them."""
+    for layer in {id(layer): layer for layer in block.layer_specs}.values():
+        parts = layer.submodules
+        parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
+        attention, mlp = parts.self_attention.submodules, parts.mlp.submodules
+        attention.linear_proj = with_norm_behind(attention.linear_proj)
+        mlp.linear_fc2 = with_norm_behind(mlp.linear_fc2)
+        if uses_transformer_engine():  # whose layers here hold the norm in front of them
+            attention.linear_qkv = mlp.linear_fc1 = TEColumnParallelLinear
+
+
+def norm_all_heads(block: TransformerBlockSubmodules) -> None:
+    """Normalises queries and keys over all heads at once."""
+    for layer in block.layer_specs:
+        attention = layer.submodules.self_attention.submodules
+        attention.q_layernorm, attention.k_layernorm = QueryNorm, KeyNorm
 
 
 def _use_ours(parts: TransformerLayerSubmodules) -> None:

@@ -23,6 +23,7 @@ COMMANDS = {
     "view": "a page of a run: curves, and trajectories token by token",
     "launch": "write the file for Slurm, and submit it",
     "replay": "look at answers that engine and trainer disagree about",
+    "schema": "print the JSON schema of config files, for editors",
     "completion": "print a script that completes these commands: bash, zsh",
 }
 TOOLS = {"plan-sync": "plan_sync", "inspect": "inspect_checkpoint"}

@@ -18,9 +18,9 @@ import pyarrow as pa
 from pyarrow import parquet
 
 from rftmega.config import split_source
-from rftmega.config.python_files import module_of
 from rftmega.errors import ConfigError, DataError
 from rftmega.json_files import NotJSON, parse_json
+from rftmega.user_code.python_files import module_of
 
 Record = dict[str, Any]
 ROWS_AT_ONCE = 1024

@@ -12,7 +12,7 @@ import itertools
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Generic, Literal
+from typing import Any, Generic, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -48,16 +48,31 @@ class Prompt:
     pictures: tuple[Placed, ...] = ()
 
 
+class Sampling(NamedTuple):
+    """Sampling is the distribution that an engine draws tokens from.
+
+    Tokens are kept as vLLM keeps them: of softmax(logits / temperature) first those with at least
+    `min_p` times the largest probability, of these the `top_k` likeliest, of these, with their
+    probabilities made to sum to 1, the fewest that sum to `top_p` or more.
+    """
+
+    temperature: float = 1.0  # 0: greedy, which keeps all
+    top_p: float = 1.0
+    top_k: int = 0  # 0: any number
+    min_p: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class Completion:
     """Completion is an engine's answer to one request.
 
-    A truncated answer ("length") keeps its last token; a stopped one ends in the stop token.
+    A truncated answer ("length") keeps its last token; a stopped one ends in the stop token, or in
+    the token that completed a stop string.
     Numbers that are given in other sequences become arrays of 4 bytes each.
     """
 
     token_ids: Sequence[int]
-    # of each token, under the distribution it was sampled from (temperature included)
+    # of each token, under the `Sampling` it was drawn from
     logprobs: Sequence[float]
     finish_reason: Literal["stop", "length"]
     policy_version: int

@@ -13,14 +13,31 @@ class BlockEngine:
     vocabulary.
     """
 
-    def __init__(self, rank: int, ranks: int, *, kv_heads: int = 2):
-        self.rank, self.ranks, self.kv_heads = rank, ranks, kv_heads
+    def __init__(self, rank: int, ranks: int, *, heads: int = 4, kv_heads: int = 2):
+        self.rank, self.ranks, self.heads, self.kv_heads = rank, ranks, heads, kv_heads
         self.version: int | None = None
         self.destinations = None
         self.loaded: dict[str, Tensor] = {}
 
     def block(self, name: str, tensor: Tensor) -> Tensor:
+        """Returns what this rank keeps of a tensor, as a view; of a fused one, its blocks of all parts
+        in a tensor of their own.
+        """
+        first, *others = self.blocks(name, tensor)
+        return torch.cat([first, *others]) if others else first
+
+    def blocks(self, name: str, tensor: Tensor) -> list[Tensor]:
         kind = name.split(".")[-2]
+        if kind not in ("qkv_proj", "gate_up_proj"):
+            return [self._block(kind, tensor)]
+        shares = (self.heads, self.kv_heads, self.kv_heads) if kind == "qkv_proj" else (1, 1)
+        rows = [tensor.shape[0] * share // sum(shares) for share in shares]
+        kinds = ("q_proj", "k_proj", "v_proj") if kind == "qkv_proj" else ("gate_proj", "up_proj")
+        starts = [sum(rows[:number]) for number in range(len(rows))]
+        parts = (tensor.narrow(0, start, row) for start, row in zip(starts, rows, strict=True))
+        return [self._block(each, part) for each, part in zip(kinds, parts, strict=True)]
+
+    def _block(self, kind: str, tensor: Tensor) -> Tensor:
         if kind in ("o_proj", "down_proj", "w2"):
             return tensor.chunk(self.ranks, dim=1)[self.rank]
         if kind in ("embed_tokens", "lm_head"):
@@ -41,8 +58,15 @@ class BlockEngine:
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
         self.invalidate()
         for name, tensor in named_tensors:
-            block = self.block(name, tensor)
-            self.loaded[name] = torch.full(block.shape, torch.nan, dtype=tensor.dtype).copy_(block)
+            blocks = self.blocks(name, tensor)
+            if len(blocks) == 1:
+                blocks = [self.block(name, tensor)]
+            rows = [len(block) for block in blocks]
+            shape = (sum(rows), *blocks[0].shape[1:])
+            found = torch.full(shape, torch.nan, dtype=tensor.dtype)
+            for place, block in zip(found.split(rows), blocks, strict=True):
+                place.copy_(block)
+            self.loaded[name] = found
         self.version = version
 
     def invalidate(self) -> None:

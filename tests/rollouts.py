@@ -9,7 +9,7 @@ from rftmega.environments import SingleTurnEnvironment
 from rftmega.parallel.process_group import World
 from rftmega.requests import Requests
 from rftmega.rollout import Engine, ScriptedEngine
-from rftmega.types import Completion, Prompt, Rollout, Trajectory
+from rftmega.types import Completion, Prompt, Rollout, Sampling, Trajectory
 
 
 def save_scripted(folder: Path) -> None:
@@ -88,10 +88,10 @@ class Alone(ScriptedEngine):
         prompts: Sequence[Prompt],
         *,
         seeds: Sequence[int],
-        temperature: float,
+        sampling: Sampling,
         **asked: Any,
     ) -> Any:
-        found = super().generate(prompts, seeds=seeds, temperature=temperature)
+        found = super().generate(prompts, seeds=seeds, sampling=sampling)
         return [rollout_of(prompt, answer) for prompt, answer in zip(prompts, found, strict=True)]
 
 

@@ -327,15 +327,19 @@ def apply_rotary_pos_emb(
     cp_rank: int = 0,
     interleaved: bool = False,
 ) -> Tensor:
-    """Turns [tokens, heads, d]; every row's positions count from 0, its zig-zag chunks keep theirs."""
+    """Turns the beginning of [tokens, heads, d], as much as there are angles for; every row's
+    positions count from 0, its zig-zag chunks keep theirs.
+    """
     assert fused and tensor_format == "thd" and not interleaved, tensor_format
     edges = cu_seqlens.tolist()
     positions = torch.cat([torch.arange(end - begin) for begin, end in pairwise(edges)])
     if cp_size > 1:
         positions = positions[places(edges, cp_size).argsort()[cp_rank * len(t) :][: len(t)]]
     angles = freqs[positions, 0].float()
-    left, right = t.float().chunk(2, -1)
-    return (t.float() * angles.cos() + torch.cat([-right, left], -1) * angles.sin()).to(t.dtype)
+    turned, rest = t[..., : angles.shape[-1]].float(), t[..., angles.shape[-1] :]
+    left, right = turned.chunk(2, -1)
+    turned = turned * angles.cos() + torch.cat([-right, left], -1) * angles.sin()
+    return torch.cat([turned.to(t.dtype), rest], -1)
 
 
 def install() -> None:

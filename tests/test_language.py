@@ -22,6 +22,7 @@ PLAIN_ROOMS = (
     "tools",
     "benchmarks",
     "examples",
+    "website",
     "train_rl.py",
 )
 LONGEST_LINE = 160  # characters of a document's line, tables and code as well
@@ -84,6 +85,7 @@ def sentences(text: str) -> list[str]:
     """Returns the sentences of a document's paragraphs and lists; code, tables and titles have
     none.
     """
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     prose = [line for line in text.splitlines() if not line.startswith(("    ", "|", "#", "<!--"))]
     paragraphs = re.split(r"\n\s*\n|\n *(?:- |\d+\. )", "\n".join(prose))
     found = [sentence for part in paragraphs for sentence in re.split(r"(?<=[.!?])\s+", part)]
@@ -167,5 +169,6 @@ def test_a_planted_long_line_and_long_sentences_are_found(tmp_path: Path) -> Non
     plant(tmp_path, "README.md", f"{'word ' * 17}end. One.\n\n- {'word ' * 9}\n  {'word ' * 9}end.")
     assert long_lines(tmp_path) == ["docs/a.md:2: 161 characters"]
     assert wordy(tmp_path) == ["README.md: 18 words in the median sentence"]
-    plant(tmp_path, "README.md", "# Title\n\nOne two. Three.\n\n    code " + "word " * 30)
+    code = f"    code {'word ' * 30}\n\n```bash\n{'word ' * 30}.\n\n{'word ' * 30}.\n```\n"
+    plant(tmp_path, "README.md", f"# Title\n\nOne two. Three.\n\n{code}")
     assert wordy(tmp_path) == []

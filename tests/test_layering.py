@@ -12,13 +12,14 @@ from tests.counters import counted
 
 LEARNT = "algorithms rewards data environments experience trainer callbacks"
 RUNS = (
-    "device parallel passes kernels checkpoint requests rollout dispatch weights planning "
+    "device parallel passes kernels layers checkpoint requests rollout dispatch weights planning "
     "model_providers converters hf_folders flops"
 )
 BACKENDS = "megatron fsdp conversion"  # only what chooses one may name it
-BASICS = "config validation errors json_files media types interfaces shards sampling_seeds ragged rollout_arrays"
+BASICS = "config user_code validation errors json_files media types interfaces shards sampling_seeds ragged rollout_arrays"
 MAY_IMPORT = {
-    "config": "errors json_files",
+    "user_code": "errors",
+    "config": "errors json_files user_code",
     "errors": "",
     "json_files": "errors",
     "ragged": "",
@@ -31,20 +32,21 @@ MAY_IMPORT = {
     "environments": "config errors types interfaces",
     "algorithms": "types config ragged",
     "sandbox": "",
-    "rewards": "types errors json_files config",
+    "rewards": "types errors json_files config user_code",
     "data": "media config types errors json_files records",
-    "records": "config errors json_files",
-    "validation": "config errors json_files",
+    "records": "config errors json_files user_code",
+    "validation": "config errors json_files user_code",
     "experience": "media errors types interfaces ragged rollout_arrays algorithms config",
     "trainer": "media errors config types interfaces sampling_seeds ragged rollout_arrays algorithms experience",
     "callbacks": "media errors config types interfaces ragged sampling_seeds algorithms experience",
     "device": "errors",
     "kernels": "",
+    "layers": "errors kernels",
     "flops": "model_providers hf_folders",
     "passes": "config types media ragged device parallel model_providers flops",
     "parallel": "config ragged errors device",
-    "megatron": "config types media shards errors json_files device parallel passes kernels checkpoint model_providers "
-    "converters hf_folders",
+    "megatron": "config types media shards errors json_files device parallel passes kernels layers checkpoint "
+    "model_providers converters hf_folders",
     "fsdp": "config types media shards errors json_files device parallel passes kernels checkpoint model_providers hf_folders",
     "checkpoint": "config shards errors json_files device parallel converters hf_folders",
     "conversion": "config errors json_files parallel checkpoint megatron model_providers converters hf_folders",
@@ -58,13 +60,13 @@ MAY_IMPORT = {
     "launch": f"{BASICS} {LEARNT} {RUNS} {BACKENDS} strategy observe",
     "lightrft": f"{BASICS} {LEARNT} {RUNS} {BACKENDS} strategy",
     "lightrft_multimodal": f"{BASICS} {LEARNT} {RUNS} lightrft",
-    "model_providers": "config errors json_files device kernels converters",
+    "model_providers": "config errors json_files device layers converters",
     "converters": "errors json_files shards",
     "hf_folders": "errors json_files converters model_providers",
     "__main__": "config parallel launch",
 }
 ONLY_IN = {
-    "megatron": "parallel megatron model_providers",
+    "megatron": "parallel megatron layers model_providers",
     "megatron.core.parallel_state": "parallel",
     "torch.distributed": "parallel kernels megatron fsdp weights strategy checkpoint rollout dispatch observe launch lightrft",
     "torch.cuda": "device",

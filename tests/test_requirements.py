@@ -6,12 +6,14 @@ import importlib.util
 import re
 import subprocess
 import sys
+from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 FOLDER = Path(__file__).parents[1] / "requirements"
-FROZEN = ("cpu", "cuda", "transformer_engine", "trl")
+FROZEN = ("cpu", "cuda", "docs", "transformer_engine", "trl")
 IMPORTED = (
     *(
         "megatron-core",
@@ -75,6 +77,15 @@ def test_what_is_imported_is_of_one_version_on_a_cpu_and_on_gpus() -> None:
 
 def test_transformer_engine_adds_and_changes_nothing() -> None:
     assert not pins("transformer_engine").keys() & pins("cuda").keys()
+
+
+def test_the_site_needs_nothing_that_is_not_pinned_and_pins_nothing_twice() -> None:
+    docs, cpu = pins("docs"), pins("cpu")
+    assert not docs.keys() & (cpu.keys() | pins("cuda").keys())
+    needed = [Requirement(each) for name in docs for each in requires(name) or ()]
+    names = {each.name for each in needed if each.marker is None or each.marker.evaluate()}
+    known = docs.keys() | cpu.keys() | {"setuptools"}
+    assert {re.sub(r"[-_.]+", "-", name).lower() for name in names} <= known
 
 
 def said(code: str) -> str:

@@ -99,7 +99,7 @@ PROPERTIES: dict[int, list[str]] = {
     31: ["unit/device/test_average.py::test_the_average_is_its_closed_form_in_float32",
          "distributed/test_ptx.py::test_updates_equal_a_plain_loop_in_one_process_and_in_four",
          "unit/passes/test_auxiliary.py::test_value_and_gradient_are_the_sum_of_two_means_however_they_are_split",
-         "e2e/test_loop.py::test_the_first_steps_agree_between_all_layouts",
+         "e2e/test_loop.py::test_the_first_steps_agree_between_layouts",
          f"{STEP}::test_a_frozen_policy_stays_while_the_critic_learns"],
     32: ["unit/model_providers/test_balancing.py::test_experts_are_not_balanced_by_another_loss"],
 }  # fmt: skip

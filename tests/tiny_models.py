@@ -8,13 +8,17 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    Glm4MoeConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
+    Phi3Config,
     Qwen2Config,
     Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    SeedOssConfig,
 )
 
 VOCABULARY = 131  # prime: every tensor-parallel size needs padding rows
@@ -66,6 +70,11 @@ LATENT = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
 }
+GLM: dict[str, Any] = {
+    name: value
+    for name, value in LATENT.items()
+    if not name.endswith("_rank") and not name.startswith(("qk_", "v_"))
+} | {"num_key_value_heads": 2, "head_dim": 24, "attention_bias": True, "use_qk_norm": True}
 VARIANTS: dict[str, tuple[type, dict[str, Any]]] = {
     "llama": (LlamaConfig, {"tie_word_embeddings": False}),
     "llama-tied-llama3-rope": (
@@ -112,6 +121,28 @@ VARIANTS: dict[str, tuple[type, dict[str, Any]]] = {
     ),
     "qwen3-moe": (Qwen3MoeConfig, EXPERTS | {"norm_topk_prob": True, "mlp_only_layers": [1]}),
     "qwen3-moe-plain-weights": (Qwen3MoeConfig, EXPERTS | {"norm_topk_prob": False}),
+    "glm4-moe": (Glm4MoeConfig, GLM | {"routed_scaling_factor": 2.5}),
+    "glm4-moe-one-group": (
+        Glm4MoeConfig,
+        GLM
+        | {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 3, "use_qk_norm": False}
+        | {"rope_parameters": {"rope_theta": 700.0, "partial_rotary_factor": 0.75}},
+    ),
+    "olmo2": (Olmo2Config, {"tie_word_embeddings": False, "rms_norm_eps": 1e-3}),
+    "phi3": (
+        Phi3Config,
+        {"tie_word_embeddings": False, "sliding_window": 6, "pad_token_id": None},
+    ),
+    "phi3-tied-part-of-heads": (
+        Phi3Config,
+        {
+            "tie_word_embeddings": True,
+            "partial_rotary_factor": 0.75,
+            "head_dim": 16,
+            "pad_token_id": None,
+        },
+    ),
+    "seed-oss": (SeedOssConfig, {"head_dim": 32, "tie_word_embeddings": False}),
 }
 
 

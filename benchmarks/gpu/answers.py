@@ -12,7 +12,7 @@ from benchmarks.gpu.sheet import Figures, Sheet
 from rftmega import device
 from rftmega.config import ParallelConfig, RolloutConfig
 from rftmega.rollout.transformers import TransformersEngine
-from rftmega.types import Completion, Prompt
+from rftmega.types import Completion, Prompt, Sampling
 from rftmega.weights import EngineWeights, Exporter
 from tests.layouts import build_manager
 from tests.tiny_models import VOCABULARY, save_tiny
@@ -64,7 +64,7 @@ def measure(world: Any, sheet: Sheet, sizes: Sizes) -> None:
             version=version,
         )
         ours, theirs = (
-            x.generate(prompts, seeds=range(sizes.prompts), temperature=0.0)
+            x.generate(prompts, seeds=range(sizes.prompts), sampling=Sampling(0.0))
             for x in (engine, oracle)
         )
         return agreement(ours, theirs)

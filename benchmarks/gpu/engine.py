@@ -22,7 +22,7 @@ from benchmarks.timing import seconds
 from rftmega import device
 from rftmega.config import ParallelConfig, RolloutConfig
 from rftmega.device.residency import PARAMETERS
-from rftmega.types import Prompt
+from rftmega.types import Prompt, Sampling
 from rftmega.weights import EngineWeights
 from tests.layouts import build_manager
 
@@ -180,7 +180,7 @@ def tokens(sizes: Sizes, engine: Any) -> Figures:
     counted: dict[str, int] = {}
 
     def ours() -> None:
-        answers = engine.generate(prompts, seeds=range(sizes.prompts), temperature=1.0)
+        answers = engine.generate(prompts, seeds=range(sizes.prompts), sampling=Sampling(1.0))
         counted["ours"] = sum(len(answer.token_ids) for answer in answers)
 
     def theirs() -> None:

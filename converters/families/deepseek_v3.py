@@ -2,7 +2,7 @@
 shared ones.
 """
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from typing import Any
 
 from rftmega.converters.config_fields import Fields
@@ -53,20 +53,26 @@ PREDICTORS_TOO = ("embed_tokens.weight", "shared_head.norm.weight", "shared_head
 
 
 def table(config: Config) -> list[Rule]:
+    return decoder(config, latent_attention(config), sigmoid_mixture(config))
+
+
+def sigmoid_mixture(config: Config) -> list[Rule]:
+    """Returns the rules of dense first layers, and of experts with a bias for the choice and shared
+    ones behind them.
+    """
     layers = range(config["num_hidden_layers"])
     first = config["first_k_dense_replace"]
     dense, sparse = frozenset(layers[:first]), frozenset(layers[first:])
     experts, ffn = config["n_routed_experts"], config["moe_intermediate_size"]
     bias = in_layer("mlp.gate.e_score_correction_bias", experts)
     shared = config["n_shared_experts"] * ffn
-    mlp = [
+    return [
         *dense_mlp(config, layers=dense),
         router(config, experts, layers=sparse),
         Replicated((MLP + "router.expert_bias",), (bias,), layers=sparse),
         *routed_experts(config, ffn, layers=sparse),
         *(shared_expert(config, shared, "mlp.shared_experts", layers=sparse) if shared else []),
     ]
-    return decoder(config, latent_attention(config), mlp)
 
 
 def latent_attention(config: Config) -> list[Rule]:
@@ -117,13 +123,18 @@ def latent_attention(config: Config) -> list[Rule]:
 
 
 def left_out(config: Config, names: Set[str]) -> set[str]:
-    """Returns the tensors of the layers behind the last that predict several tokens at once: as
-    many as config.json says, and no other ones.
+    """Returns the tensors of the layers behind the last that predict several tokens at once."""
+    return predictors(config, names, table(config))
+
+
+def predictors(config: Config, names: Set[str], rules: Sequence[Rule]) -> set[str]:
+    """Returns those of `names` that are of layers behind the last which predict several tokens at
+    once: as many as config.json says, and no other ones.
 
     A layer without what only those have is one that num_hidden_layers forgot.
     """
     first, count = config["num_hidden_layers"], config["num_nextn_predict_layers"] or 0
-    like_others = [tensor.name for rule in table(config) if rule.per_layer for tensor in rule.hf]
+    like_others = [tensor.name for rule in rules if rule.per_layer for tensor in rule.hf]
     found: set[str] = set()
     for layer in range(first, first + count):
         prefix = f"model.layers.{layer}."

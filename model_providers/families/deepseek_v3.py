@@ -24,7 +24,6 @@ def describe(config: HFConfig) -> ModelDescription:
         True,
         why="Megatron-Core 0.16 rotates this family's neighbouring elements as pairs",
     )
-    config.only("norm_topk_prob", True, why="Megatron-Core 0.16 always normalises sigmoid scores")
     for unused in (
         "num_nextn_predict_layers",
         "ep_size",
@@ -57,6 +56,16 @@ def describe(config: HFConfig) -> ModelDescription:
         raise CheckpointError(
             f"rope_type={model.rope.kind!r} is not supported with latent attention; default and yarn are."
         )
+    experts = sigmoid_experts(config, model.layers)
+    return replace(model, latent=latent, experts=experts)
+
+
+def sigmoid_experts(config: HFConfig, layers: int) -> Experts:
+    """Describes experts chosen by sigmoid scores, in groups, behind the dense first layers.
+
+    Raises CheckpointError for what Megatron-Core 0.16 would choose or weigh otherwise.
+    """
+    config.only("norm_topk_prob", True, why="Megatron-Core 0.16 always normalises sigmoid scores")
     ffn, active, groups = (
         config["moe_intermediate_size"],
         config["num_experts_per_tok"],
@@ -66,7 +75,7 @@ def describe(config: HFConfig) -> ModelDescription:
         number=config["n_routed_experts"],
         active=active,
         ffn=ffn,
-        layers=frozenset(range(config["first_k_dense_replace"], model.layers)),
+        layers=frozenset(range(config["first_k_dense_replace"], layers)),
         normalised=True,
         shared_ffn=config["n_shared_experts"] * ffn,
         sigmoid=True,
@@ -79,4 +88,9 @@ def describe(config: HFConfig) -> ModelDescription:
             f"num_experts_per_tok={active} with topk_group={experts.active_groups} is not supported: Megatron-Core 0.16 scores a "
             "group by its best num_experts_per_tok / topk_group experts, transformers by its best 2."
         )
-    return replace(model, latent=latent, experts=experts)
+    if active == 1:
+        raise CheckpointError(
+            "num_experts_per_tok=1 is not supported with sigmoid scores: Megatron-Core 0.16 does not normalise a single one, "
+            "transformers does."
+        )
+    return experts

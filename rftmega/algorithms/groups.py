@@ -15,3 +15,14 @@ def varied(score: Tensor, group: Tensor) -> Tensor:
     )
     highest = torch.full_like(lowest, -torch.inf).scatter_reduce(0, index, score, "amax")
     return (lowest < highest)[index]
+
+
+def deviations(score: Tensor, group: Tensor) -> Tensor:
+    """Returns the standard deviation (of a population) of each group's scores: score [B], group [B] int
+    -> [groups] float64.
+    """
+    _, index, sizes = group.unique(return_inverse=True, return_counts=True)
+    sums = torch.zeros(len(sizes), dtype=torch.float64)
+    means = sums.index_add(0, index, score.double()) / sizes
+    squares = (score.double() - means[index]) ** 2
+    return (sums.index_add(0, index, squares) / sizes).sqrt()

@@ -16,14 +16,14 @@ from rftmega.callbacks.observer import Observer
 from rftmega.experience import complete, scores_of
 from rftmega.interfaces import Reward
 from rftmega.sampling_seeds import evaluation_seed
-from rftmega.types import Metrics, Prompt
+from rftmega.types import Metrics, Prompt, Sampling
 
 
 class Answering(NamedTuple):
     """Answering says how held-out prompts are answered and judged."""
 
     samples: int = 1  # answers a prompt
-    temperature: float = 0.0  # 0: greedy
+    sampling: Sampling = Sampling(temperature=0.0)  # noqa: RUF009
     pass_at: tuple[int, ...] = ()  # each k at most `samples`
     # the part of the reward that is 1 or more where an answer is right
     accuracy: str = "exact_match"
@@ -83,7 +83,10 @@ class Evaluate(Evaluation):
         )
         with undisturbed():
             found = trainer.engine.generate(
-                asked, seeds=seeds, temperature=self.answering.temperature, reward=self.reward
+                asked,
+                seeds=seeds,
+                sampling=self.answering.sampling,
+                reward=self.reward,
             )
             scores = scores_of(asked, complete(found), self.reward)
         metrics: Metrics = {}

@@ -17,6 +17,14 @@ from rftmega.callbacks.output_files import set_aside, synchronise
 from rftmega.types import Metrics
 
 log = logging.getLogger(__name__)
+SHOWN = {  # metric -> its name in the line of a step
+    "loss": "loss",
+    "accuracy": "accuracy",
+    "grad_norm": "grad norm",
+    "reference_kl": "KL",
+    "entropy": "entropy",
+    "logprob_gap_max": "gap",
+}
 
 
 class Progress(Observer):
@@ -34,10 +42,7 @@ class Progress(Observer):
         self.bar = tqdm(total=self.steps, initial=trainer.step, unit="step", dynamic_ncols=True)
 
     def on_step(self, trainer: Any, metrics: Metrics) -> None:
-        names = ("reward", "loss", "grad_norm", "logprob_gap_max")
-        # a frozen policy has no loss
-        shown = {name: f"{metrics[name]:.3g}" for name in names if name in metrics}
-        self.bar.set_postfix(shown, refresh=False)
+        self.bar.set_postfix_str(status(metrics), refresh=False)
         self.bar.update()
         self._say(metrics, f"after step {trainer.step}")
 
@@ -52,6 +57,21 @@ class Progress(Observer):
         ]
         if found:
             tqdm.write(f"held-out accuracy {when}: {', '.join(found)}")
+
+
+def status(metrics: Metrics) -> str:
+    """Returns a step in a line: what it learnt, how long answers were, and how fast it was."""
+    said = []
+    if "reward" in metrics:
+        said.append(f"reward {metrics['reward']:.3g} ±{metrics.get('spread', 0):.2g}")
+        said.append(f"{metrics['response_length']:.0f} tokens an answer")
+        seconds = sum(value for name, value in metrics.items() if name.startswith("seconds_"))
+        if seconds:
+            said.append(f"{metrics['generated_tokens'] / seconds:.3g} tokens/s")
+    for metric, name in SHOWN.items():
+        if metric in metrics:  # a frozen policy has no loss
+            said.append(f"{name} {metrics[metric]:.3g}")
+    return ", ".join(said)
 
 
 def _share(value: float) -> str:

@@ -4,18 +4,20 @@ come last.
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
+from rftmega.callbacks.alerts import Alerts
 from rftmega.callbacks.evaluate import Answering, Evaluate, Evaluation, metric_of
 from rftmega.callbacks.evaluate_rows import HeldOut, cross_entropy_of, preference_of
 from rftmega.callbacks.health import Divergence, Spread, UndecidedLimit
 from rftmega.callbacks.metric_writers import JSONLines, Progress, TensorBoard
 from rftmega.callbacks.observer import AtEnd, Observer
-from rftmega.callbacks.publish import Prometheus, WandB
+from rftmega.callbacks.publish import MLflow, Prometheus, Trackio, WandB
 from rftmega.callbacks.trajectories import Trajectories
 from rftmega.config import RunConfig
 from rftmega.interfaces import Reward
-from rftmega.types import Prompt, Rows
+from rftmega.types import Prompt, Rows, Sampling
 
 
 class Text(Protocol):
@@ -33,7 +35,7 @@ def evaluation_of_prompts(
     chosen = config.trainer
     answering = Answering(
         chosen.eval_samples,
-        chosen.eval_temperature,
+        Sampling(chosen.eval_temperature, chosen.eval_top_p, chosen.eval_top_k, chosen.eval_min_p),
         tuple(chosen.eval_pass_at),
         chosen.eval_accuracy,
     )
@@ -78,8 +80,7 @@ def observers_of(
     if is_main and task == "rl":
         found.append(Spread(compares_groups=config.algorithm.advantage.compares_group))
     if chosen.export:
-        model = "reward_model" if task == "reward_model" else "policy"
-        found.append(AtEnd(lambda: export(f"{chosen.output}/{model}")))
+        found.append(AtEnd(lambda: export(config.exported)))
     return found
 
 
@@ -92,9 +93,14 @@ def writers(config: RunConfig, shown: Mapping[str, str]) -> list[Observer]:
         JSONLines(f"{output}/metrics.jsonl"),
         TensorBoard(f"{output}/tensorboard"),
         Progress(config.trainer.steps, shown),
+        Alerts(Path(output) / "metrics.jsonl"),
     ]
     if chosen.wandb:
         found.append(WandB(chosen.wandb, config))
+    if chosen.mlflow:
+        found.append(MLflow(chosen.mlflow, config))
+    if chosen.trackio:
+        found.append(Trackio(chosen.trackio, config))
     if chosen.prometheus_port:
         found.append(Prometheus(chosen.prometheus_host, chosen.prometheus_port))
     return found

@@ -13,7 +13,6 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rftmega.config.functions import name_of
 from rftmega.config.plugins import plugin_parts
 from rftmega.config.renamed import RENAMED_TYPES, renamed
 from rftmega.config.schema import RunConfig
@@ -30,6 +29,7 @@ from rftmega.config.tree import (
     unions,
 )
 from rftmega.errors import ConfigError
+from rftmega.user_code.functions import name_of
 
 DEEPEST = 8  # sections within sections
 # parts of the reward that find out whether an answer is right, as exact_match does

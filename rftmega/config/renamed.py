@@ -37,6 +37,9 @@ RENAMED = {
     "algorithm.overlong_share": "reward.shaping.overlong_buffer_share",
     "algorithm.overlong_penalty": "reward.shaping.overlong_penalty_factor",
 }
+TRUNCATING = ("top_p", "top_k", "min_p")
+"""Options of other systems under `rollout.`, which draw answers from a part of the vocabulary."""
+
 RENAMED_TYPES = {  # (option, former value) -> value
     ("algorithm.advantage.type", "group"): "group_norm",
     ("algorithm.policy_loss.type", "ppo"): "clip",
@@ -48,6 +51,12 @@ def renamed(name: str, value: object) -> str:
 
     "" for a name that never changed.
     """
+    section, _, last = name.rpartition(".")
+    if section == "rollout" and last in TRUNCATING:
+        return (
+            f"{name}={value}: answers to learn from are sampled from the whole vocabulary, since the trainer's "
+            f"log-probabilities, ratios and KL are of it. trainer.eval_{last} is for evaluation, with trainer.eval_temperature."
+        )
     now = RENAMED.get(name)
     if now is None:
         return ""

@@ -18,11 +18,12 @@ from rftmega.config.bounds import (
     NotNegativeInt,
     Positive,
     PositiveBelowOne,
+    PositiveShare,
     Share,
 )
 from rftmega.config.environments import GivenEnvironment, SingleTurn
-from rftmega.config.functions import name_of
 from rftmega.config.parts import RewardPart
+from rftmega.user_code.functions import name_of
 
 
 @dataclass
@@ -174,6 +175,11 @@ class RolloutConfig:
     temperature: Positive = 1.0
     """Temperature of sampling, above 0 (evaluation has its own); the trainer scores under the same
     temperature.
+    """
+
+    stop: list[str] = field(default_factory=list)
+    """Strings that end an answer, which keeps them; in evaluation, too. The model's own end of text
+    ends it in any case.
     """
 
     max_prompt_tokens: Count = 1024
@@ -564,6 +570,17 @@ class TrainerConfig:
     eval_temperature: NotNegative = 0.0
     """Temperature of these answers; 0 is greedy."""
 
+    eval_top_p: PositiveShare = 1.0
+    """They are sampled from the fewest tokens whose probabilities sum to this. (Training samples from
+    all tokens, as the trainer scores all.)
+    """
+
+    eval_top_k: NotNegativeInt = 0
+    """And from this many of the likeliest tokens at most; 0: from all."""
+
+    eval_min_p: BelowOne = 0.0
+    """And from tokens with at least this times the largest probability."""
+
     eval_pass_at: list[int] = field(default_factory=list)
     """Also pass@k for these k, at most eval_samples: is one of k answers right?
 
@@ -587,7 +604,15 @@ class TrainerConfig:
     """Folder for metrics, logs and the exported model."""
 
     export: bool = True
-    """Write the trained policy as a Hugging Face folder (output/policy) at the end."""
+    """Write the trained policy as a Hugging Face folder (output/policy) at the end, with a model card."""
+
+    export_quantised: bool = False
+    """Write its weights as 8-bit numbers with scales, those that model.path has so (docs/families.md)."""
+
+    push_to_hub: str = ""
+    """Upload that folder to this repository of the hub (org/name) after the last step; empty: nowhere.
+    It is made where it isn't there, seen by nobody else. HF_TOKEN says who uploads.
+    """
 
     push_bucket_mib: Count = 256
     """Weights travel to the engine in buckets of about this size; larger where one tensor, or a
@@ -646,6 +671,12 @@ class LoggingConfig:
     WANDB_MODE=offline: no network).
     """
 
+    mlflow: str = ""
+    """MLflow experiment that metrics go to, too (pip install 'rftmega[mlflow]'; MLFLOW_TRACKING_URI)."""
+
+    trackio: str = ""
+    """trackio project that metrics go to, too (pip install 'rftmega[trackio]'; `trackio show`)."""
+
     prometheus_port: int = 0
     """Port where the main process shows the last step's metrics to Prometheus; 0: none."""
 
@@ -692,6 +723,12 @@ class RunConfig:
         their classes.
         """
         return restored, (asdict(self),)
+
+    @property
+    def exported(self) -> str:
+        """Returns the folder that the trained model is written to."""
+        name = "reward_model" if self.algorithm.task == "reward_model" else "policy"
+        return f"{self.trainer.output}/{name}"
 
     @property
     def late_scoring(self) -> bool:

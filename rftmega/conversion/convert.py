@@ -388,7 +388,9 @@ def _read(files: HFFolder, item: Bound) -> tuple[Tensor, dict[str, str]]:
     whole = torch.empty(shard_shape(rule, 0, 1), dtype=dtype)
     sums = {}
     for number, (name, tensor) in enumerate(zip(item.hf_names, rule.hf, strict=True)):
-        mine = [(start, stop, offset) for (part, start, stop), offset in places if part == number]
+        mine = sorted(
+            (start, stop, offset) for (part, start, stop), offset in places if part == number
+        )
         assert [start for start, _, _ in mine] == [0, *(stop for _, stop, _ in mine[:-1])], (
             name,
             mine,

@@ -32,7 +32,7 @@ from rftmega.requests.order import RequestOrder, ordered
 from rftmega.rollout.base import Engine
 from rftmega.rollout_arrays import RolloutArrays
 from rftmega.shards import Shard
-from rftmega.types import Prompt, Rollout
+from rftmega.types import Prompt, Rollout, Sampling
 
 PATIENCE = 10.0  # seconds
 log = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class EnginePool:
         prompts: Sequence[Prompt],
         *,
         seeds: Sequence[int],
-        temperature: float,
+        sampling: Sampling,
         reward: Reward | None = None,
         enough: Enough | None = None,
         expected_lengths: Sequence[float] | None = None,
@@ -102,7 +102,7 @@ class EnginePool:
         has the rollouts so far, where there is no `enough`.
         """
         lengths = expected_lengths or [float(len(prompt.token_ids)) for prompt in prompts]
-        tasks = Tasks(prompts, seeds, lengths, temperature)
+        tasks = Tasks(prompts, seeds, lengths, sampling)
         name = f"rollout {next(_rollouts)}"
         announced = self._announcements(f"{name}/{self.mine}")
         order = self._ordered(tasks)

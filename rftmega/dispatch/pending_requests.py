@@ -18,7 +18,7 @@ from rftmega.parallel import preemption
 from rftmega.parallel.watchdog import mark
 from rftmega.requests import Request
 from rftmega.rollout import Engine
-from rftmega.types import Completion, Prompt
+from rftmega.types import Completion, Prompt, Sampling
 
 # asked after every step of an engine: shall it leave what is not finished?
 Stop = Callable[[], bool]
@@ -34,7 +34,7 @@ class Tasks:
     prompts: Sequence[Prompt]
     seeds: Sequence[int]
     expected_lengths: Sequence[float]
-    temperature: float
+    sampling: Sampling
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -107,7 +107,7 @@ class PendingRequests:
                 loop=self.loop,
             )
         try:
-            self.engine.answer(self, temperature=self.tasks.temperature)
+            self.engine.answer(self, sampling=self.tasks.sampling)
             whole = not self._running and not self.queue.waiting
             return whole and (not self._stopped or self.queue.empty)
         except EngineFault:

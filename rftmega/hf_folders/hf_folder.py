@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rftmega.converters import written
+from rftmega.converters.block_scales import FIELD
 from rftmega.errors import CheckpointError
 from rftmega.json_files import NotJSON, parse_json, read_json_object, read_weight_map
 
@@ -50,7 +51,7 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 WEIGHT_DTYPES = ("F64", "F32", "F16", "BF16")
-CODES = {dtype: code for code, dtype in DTYPES.items()}
+CODES = {dtype: code for code, dtype in DTYPES.items()} | {torch.float8_e4m3fn: "F8_E4M3"}
 
 
 class PlannedTensor(NamedTuple):
@@ -235,6 +236,8 @@ def bytes_of(tensor: Tensor) -> Any:
 
 def is_finite(tensor: Tensor) -> bool:
     """Returns whether a tensor holds neither NaN nor infinity."""
+    if tensor.dtype == torch.float8_e4m3fn:  # which torch can't compare
+        tensor = tensor.float()
     return not tensor.numel() or all(bool(edge.isfinite()) for edge in tensor.aminmax())
 
 
@@ -364,12 +367,12 @@ def write_index(folder: Path, shards: dict[str, list[PlannedTensor]]) -> None:
     land(folder / INDEX)
 
 
-def copy_companions(source: Path, target: Path) -> str | None:
+def copy_companions(source: Path, target: Path, *, quantised: bool = False) -> str | None:
     """Copies config, tokenizer and generation files: everything but weights and what describes
-    them.
+    them. `quantised`: the weights are written as config.json says that they are quantised.
 
     Gives what config.json says otherwise than before, where layers that are left out were counted
-    in it, as text.
+    in it or weights were quantised, as text.
     """
     said = None
     for path in source.iterdir():
@@ -383,16 +386,30 @@ def copy_companions(source: Path, target: Path) -> str | None:
         draft.unlink(missing_ok=True)
         shutil.copyfile(path, draft)  # with this process's rights, not the source's
         if path.name == "config.json":
-            said = _without_left_out(draft)
+            said = _as_written(draft, quantised=quantised)
         land(target / path.name)
     return said
 
 
-def _without_left_out(config: Path) -> str | None:
-    """Rewrites a copy of config.json where it counts layers that are left out; says so."""
+def _as_written(config: Path, *, quantised: bool) -> str | None:
+    """Rewrites a copy of config.json where it counts layers that are left out, or says how weights
+    were quantised; says so.
+    """
     content = read_json_object(config)
-    if not (changes := written(content)):
+    changes = written(content)
+    if quantised:
+        changes.pop(FIELD)
+    if not changes:
         return None
-    config.write_text(json.dumps(content | changes, indent=2) + "\n")
-    said = ", ".join(f"{name}={value}" for name, value in changes.items())
-    return f"config.json says {said}: the layers that it counted are not among the weights"
+    gone = [name for name, value in changes.items() if value is None]
+    kept = {name: value for name, value in (content | changes).items() if name not in gone}
+    config.write_text(json.dumps(kept, indent=2) + "\n")
+    said = [f"{name}={changes[name]}" for name in changes if name not in gone]
+    found = []
+    if said:
+        found.append(
+            f"config.json says {', '.join(said)}: the layers that it counted are not among the weights"
+        )
+    if gone:
+        found.append(f"config.json has no {', '.join(gone)}: the weights are written unquantised")
+    return "; ".join(found)

@@ -12,17 +12,27 @@ import torch
 from torch import Tensor
 
 from rftmega.converters import stacks_of
+from rftmega.converters.block_scales import block_scales
 from rftmega.converters.stacks import Place, Stack
 from rftmega.errors import CheckpointError
+from rftmega.hf_folders.block_scaled_files import BlockScaledFolder
 from rftmega.hf_folders.hf_folder import HFFolder, PlannedTensor, checksum, read_into
 
 
 def open_folder(folder: str | Path, hf_config: Mapping[str, Any]) -> HFFolder:
     """Opens the weights of a folder, whose names are those of the family's table then.
 
-    Raises CheckpointError as HFFolder and UnstackedFolder do.
+    Raises CheckpointError as HFFolder, UnstackedFolder and BlockScaledFolder do, and for a folder
+    that would be both of these.
     """
-    stacks = stacks_of(hf_config)
+    stacks, scales = stacks_of(hf_config), block_scales(hf_config)
+    if stacks and scales:
+        raise CheckpointError(
+            f"{folder}: quantised weights of a family whose folders hold a layer's experts in one tensor are not read. Convert "
+            "the folder to bfloat16 first."
+        )
+    if scales:
+        return BlockScaledFolder(folder, scales)
     return UnstackedFolder(folder, stacks) if stacks else HFFolder(folder)
 
 

@@ -12,30 +12,24 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rftmega import config as configuration
 from rftmega.config import RunConfig
 from rftmega.config.environments import GivenEnvironment, give_environment
-from rftmega.config.functions import RewardFunction, give
 from rftmega.errors import ConfigError, RanksFailed
 from rftmega.launch.hub import fetched
+from rftmega.launch.hub_upload import claim, upload
+from rftmega.launch.notebook import progress
+from rftmega.launch.run_result import RunResult
 from rftmega.launch.train import task_of
+from rftmega.observe.history import read_history
 from rftmega.parallel.folder_lock import locked
 from rftmega.parallel.orphans import end_with_parent
 from rftmega.parallel.private import private_files
-
-
-@dataclass(frozen=True, slots=True)
-class RunResult:
-    """RunResult tells how a training ended."""
-
-    metrics: dict[str, float | None]  # of the last step, as metrics.jsonl has them
-    output: Path  # the run's folder, trainer.output
-    stopped: bool  # by a signal, before the last step; the same call goes on from there
-    exit_code: int  # of train_rl.py: 0, or faults.requeue_code where it was stopped
+from rftmega.user_code.functions import RewardFunction, give
 
 
 def train(
@@ -66,6 +60,9 @@ def train(
     run = fetched(_read(config, overrides, _references(rewards, named), talk))
     with private_files():
         check(run, processes)
+        is_main = os.environ.get("RANK", "0") == "0"
+        if is_main:
+            claim(run)
         if processes is None:
             end_with_torchrun()
             with folders_locked(run):
@@ -73,12 +70,17 @@ def train(
         else:
             if threading.current_thread() is not threading.main_thread():
                 raise ConfigError("rftmega.train starts ranks from the main thread only.")
-            code = launched(processes, run, sent(functions, environment))
+            with progress(run):
+                code = launched(processes, run, sent(functions, environment))
+        if code == 0 and is_main:
+            upload(run)
     if code == 128 + signal.SIGINT:
         raise KeyboardInterrupt
     if code not in (0, run.faults.requeue_code):
         raise RanksFailed.with_code(code)
-    return RunResult(_last_metrics(run), Path(run.trainer.output), code != 0, code)
+    output = Path(run.trainer.output)
+    *_, last = [{}, *read_history(output / "metrics.jsonl")]
+    return RunResult(dict(last), output, code != 0, code)
 
 
 def _read(
@@ -146,15 +148,6 @@ def functions_given(sent: bytes) -> None:
         give(functions)
         if environment is not None:
             give_environment(environment)
-
-
-def _last_metrics(config: RunConfig) -> dict[str, float | None]:
-    """Returns the last line of the run's metrics; {} on a host that has none."""
-    path = Path(config.trainer.output) / "metrics.jsonl"
-    if not path.is_file():
-        return {}
-    found: dict[str, float | None] = json.loads(path.read_text().splitlines()[-1])
-    return found
 
 
 def check(config: RunConfig, processes: int | None) -> None:

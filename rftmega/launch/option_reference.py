@@ -37,24 +37,24 @@ def option_reference(plugins: Plugins = ()) -> str:
 def _described(schema: Any, name: str, prefix: str, plugins: Plugins) -> Iterator[str]:
     """Yields the lines of one field of a dataclass."""
     hint, dotted = hints(schema)[name], prefix + name
-    explained = _explained(schema).get(name, ("", ""))
+    told = documented(schema).get(name, ("", ""))
     parts, table = members(hint, plugins), tabled(hint, plugins)
     if parts:
-        yield f"  {dotted}.type = {default_type(dotted)}\n      {explained[1]} One of: {', '.join(parts)}."
+        yield f"  {dotted}.type = {default_type(dotted)}\n      {told[1]} One of: {', '.join(parts)}."
         for tag, part in parts.items():
             yield f"    {dotted}: {{type: {tag}}}\n      {inspect.getdoc(part)}"
             yield from _own(part, f"{dotted}.", plugins)
     elif table is not None:
-        yield f"  {dotted}.*\n      {explained[1]}"
+        yield f"  {dotted}.*\n      {told[1]}"
         for tag, part in table.items():
             yield f"    {dotted}: {{{tag}: ...}}\n      {inspect.getdoc(part)}"
             yield from _own(part, f"{dotted}.{tag}.", plugins)
     elif is_dataclass(hint) and schema is CriticConfig:  # said once, with the policy's
-        yield f"  {dotted}.*\n      {explained[1]}"
+        yield f"  {dotted}.*\n      {told[1]}"
     elif is_dataclass(hint):
         yield from _own(hint, f"{dotted}.", plugins)
     else:
-        yield f"  {dotted} = {EMPTY.get(explained[0], explained[0])}\n      {explained[1]}"
+        yield f"  {dotted} = {EMPTY.get(told[0], told[0])}\n      {told[1]}"
 
 
 def _own(schema: Any, prefix: str, plugins: Plugins) -> Iterator[str]:
@@ -65,7 +65,7 @@ def _own(schema: Any, prefix: str, plugins: Plugins) -> Iterator[str]:
 
 
 @cache
-def _explained(schema: type) -> dict[str, tuple[str, str]]:
+def documented(schema: type) -> dict[str, tuple[str, str]]:
     """Returns field -> (default as it is written, docstring), those of the classes above included."""
     found: dict[str, tuple[str, str]] = {}
     for each in reversed(schema.__mro__):

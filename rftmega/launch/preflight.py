@@ -5,6 +5,7 @@ from pathlib import Path
 from rftmega import device
 from rftmega.config import ParallelConfig, RunConfig
 from rftmega.converters import shard_shape, table
+from rftmega.converters.block_scales import block_scales
 from rftmega.device import hardware
 from rftmega.errors import CheckpointError, ConfigError
 from rftmega.hf_folders.decoder import (
@@ -17,6 +18,7 @@ from rftmega.hf_folders.export_folder import MARK, is_anothers
 from rftmega.hf_folders.hf_folder import HFFolder
 from rftmega.hf_folders.meta_decoder import on_meta
 from rftmega.hf_folders.tensor_plan import styles_of
+from rftmega.json_files import read_json_object
 from rftmega.model_providers.description import (
     ModelDescription,
     describe,
@@ -87,7 +89,7 @@ def preflight(
             f"faults.max_restarts={config.faults.max_restarts} needs --processes: whoever starts the ranks starts them again "
             "(torchrun --max-restarts)."
         )
-    found += _exports(config)
+    found += _exports(config) + _quantised(config)
     if found:
         raise ConfigError.listing("This run can't start", found)
 
@@ -121,15 +123,26 @@ def _exports(config: RunConfig) -> list[str]:
     """Folders that the run would have to replace at its end, and may not."""
     if not config.trainer.export:
         return []
-    names = ["reward_model"] if config.algorithm.task == "reward_model" else ["policy"]
-    names += ["policy_ema"] if config.algorithm.ema_beta else []
-    folders = [Path(config.trainer.output) / name for name in names]
+    folders = [Path(config.exported)]
+    folders += [Path(f"{config.exported}_ema")] if config.algorithm.ema_beta else []
     return [
         f"{folder} is there, and no export made it (it has no {MARK}): the model could not go there. Move it away, choose "
         "another trainer.output, or set trainer.export=false."
         for folder in folders
         if is_anothers(folder)
     ]
+
+
+def _quantised(config: RunConfig) -> list[str]:
+    """Lists why the trained weights can't be written quantised, where they are to be."""
+    if not config.trainer.export_quantised:
+        return []
+    if block_scales(read_json_object(Path(config.model.path) / "config.json")) is None:
+        return [
+            f"trainer.export_quantised=true: model.path={config.model.path} has no 8-bit weights with scales (no "
+            "quantization_config in its config.json), which the trained ones could be written like. Leave it out."
+        ]
+    return []
 
 
 def _engine(config: RunConfig, model: ModelDescription, on: device.Device) -> list[str]:

@@ -22,7 +22,7 @@ from rftmega.rollout import Engine
 from rftmega.strategy.colocated import ColocatedPolicy, ColocatedValues
 from rftmega.strategy.phases import POLICY
 from rftmega.strategy.reinforcement import ReinforcementStrategy
-from rftmega.types import Completion, Prompt
+from rftmega.types import Completion, Prompt, Sampling
 
 
 class LightRFTStrategy(StrategyBase):
@@ -172,7 +172,9 @@ class LightRFTStrategy(StrategyBase):
         self, prompts: list[Prompt], seeds: list[int], temperature: float
     ) -> list[Completion]:
         if self.config.strategy == "separate":
-            found = self.strategy.engine.generate(prompts, seeds=seeds, temperature=temperature)
+            found = self.strategy.engine.generate(
+                prompts, seeds=seeds, sampling=Sampling(temperature)
+            )
             return [completion_of(rollout) for rollout in complete(found)]
         self.strategy.phases.rollout()
         return super()._generate(prompts, seeds, temperature)

@@ -33,7 +33,7 @@ from rftmega.lightrft.padded_experience import (
 from rftmega.media.placed import PlacedPicture
 from rftmega.media.processor import PictureProcessor
 from rftmega.sampling_seeds import sampling_seed
-from rftmega.types import Completion, Prompt, Rollout, Rows, TokenStats, Trajectory
+from rftmega.types import Completion, Prompt, Rollout, Rows, Sampling, TokenStats, Trajectory
 
 DEFAULTS: dict[str, Any] = {
     "n_samples_per_prompt": 1,
@@ -223,7 +223,9 @@ class NaiveExperienceMaker:
         rollouts = self.panel.judged(
             requests,
             complete(
-                engine.generate(requests, seeds=seeds, temperature=option["temperature"], **asked)
+                engine.generate(
+                    requests, seeds=seeds, sampling=Sampling(option["temperature"]), **asked
+                )
             ),
         )
         group = torch.arange(len(requests)) // option["n_samples_per_prompt"]

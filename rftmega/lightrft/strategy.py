@@ -34,7 +34,7 @@ from rftmega.lightrft.requests import (
 from rftmega.media.processor import PictureProcessor
 from rftmega.parallel import collectives, process_group, seeds
 from rftmega.rollout import Engine, EngineStatus
-from rftmega.types import Completion, Prompt
+from rftmega.types import Completion, Prompt, Sampling
 
 __all__ = ["ENGINE_TYPES", "EngineStatus", "StrategyBase", "is_actor"]
 
@@ -476,7 +476,7 @@ class StrategyBase(ABC):
     def _generate(
         self, prompts: list[Prompt], seeds: list[int], temperature: float
     ) -> list[Completion]:
-        return self._the_engine().generate(prompts, seeds=seeds, temperature=temperature)
+        return self._the_engine().generate(prompts, seeds=seeds, sampling=Sampling(temperature))
 
     @cached_property
     def _pictures(self) -> PictureInputs | None:

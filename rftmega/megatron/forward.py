@@ -20,9 +20,9 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 
 from rftmega.kernels.linear_log_probs import VocabularyShard, linear_stats
+from rftmega.layers.rotary import MultimodalRotary, PackedRotary
 from rftmega.media.fed import FedPictures, fed_pictures
 from rftmega.media.fed_waveforms import FedWaveforms
-from rftmega.model_providers.rotary import MultimodalRotary, PackedRotary
 from rftmega.parallel.topology import tensor_and_context
 
 LogitsProcessor = Callable[..., dict[str, Tensor]]

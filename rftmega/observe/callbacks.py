@@ -3,15 +3,17 @@ processes.
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rftmega import device
 from rftmega.callbacks.checkpointing import Checkpointing
 from rftmega.callbacks.evaluate import Evaluation
-from rftmega.callbacks.observer import Observer
+from rftmega.callbacks.observer import AtEnd, Observer
 from rftmega.callbacks.observers import Text, observers_of
 from rftmega.config import RunConfig
 from rftmega.interfaces import Callback, Resumable
+from rftmega.observe.model_card import write_model_card
 from rftmega.observe.stragglers import Stragglers
 from rftmega.observe.throughput import Throughput
 from rftmega.observe.timeline import Timeline
@@ -35,6 +37,9 @@ def callbacks_of(
             config, evaluation, text, strategy.export, is_main=is_main, measures=measures_of(config)
         )
     ]
+    if is_main and config.trainer.export:  # after the export, into whose folder it goes
+        metrics = Path(config.trainer.output) / "metrics.jsonl"
+        found.append(AtEnd(lambda: write_model_card(config, metrics)))
     if config.checkpoint.every:  # after what watches a step, which is saved with it
         found.append(
             Checkpointing(

@@ -10,11 +10,12 @@ def needed_boxes(rule: Rule, rank: int, ranks: int) -> tuple[tuple[int, Box], ..
     """Returns (number of the HF tensor, box) of what tensor-parallel rank `rank` of `ranks` of a
     vLLM engine loads.
     """
-    return tuple((each.part, segment_box(rule, each)) for each in _needed(rule, rank, ranks))
+    stored = (rule.stored(each) for each in _needed(rule, rank, ranks))
+    return tuple((each.part, segment_box(rule, each)) for each in stored)
 
 
 def _needed(rule: Rule, rank: int, ranks: int) -> tuple[Segment, ...]:
-    """Returns the segments of a rule's tensors that the rank loads.
+    """Returns the segments of a rule's parts that the rank loads.
 
     Query heads in blocks; key-value heads in blocks, or one of them where there are fewer heads
     than ranks; columns, rows and vocabulary in blocks (of the vocabulary padded to 64); everything

@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from rftmega.config import RewardConfig
-from rftmega.config.functions import RewardFunction, function_of, name_of
 from rftmega.config.parts import IMPLEMENTATIONS
 from rftmega.errors import DataError
 from rftmega.rewards import code, multiple_choice
@@ -17,6 +16,7 @@ from rftmega.rewards.mix import MixedReward, parts_of, unknown_kind, weights_of
 from rftmega.rewards.part import Decode, Part, each
 from rftmega.rewards.remote import RemotePart
 from rftmega.types import Prompt
+from rftmega.user_code.functions import RewardFunction, function_of, name_of
 
 PARTS: dict[str, Callable[[RewardConfig, Decode], Part]] = {
     "code": lambda config, decode: CodePart(

@@ -16,7 +16,7 @@ from rftmega.errors import EngineError
 from rftmega.interfaces import WeightSync
 from rftmega.requests import Finished, PromptBatch, Requests
 from rftmega.shards import Shard
-from rftmega.types import Completion, Prompt
+from rftmega.types import Completion, Prompt, Sampling
 
 
 def _nobody(numbers: Sequence[int], completions: Sequence[Completion]) -> None: ...
@@ -63,7 +63,7 @@ class Engine(ABC):
         prompts: Sequence[Prompt],
         *,
         seeds: Sequence[int],
-        temperature: float,
+        sampling: Sampling,
         finished: Finished = _nobody,
     ) -> list[Completion]:
         """Generates one completion a prompt, sampled with its own seed; temperature 0 is greedy.
@@ -72,11 +72,11 @@ class Engine(ABC):
         still being generated. Raises as `answer` does.
         """
         batch = PromptBatch(prompts, seeds, finished)
-        self.answer(batch, temperature=temperature)
+        self.answer(batch, sampling=sampling)
         return batch.completions
 
     @spanned("generate")
-    def answer(self, requests: Requests, *, temperature: float) -> None:
+    def answer(self, requests: Requests, *, sampling: Sampling) -> None:
         """Answers requests until there are none left, or they are stopped: what is not finished
         then is aborted. Wakes a sleeping engine.
 
@@ -88,7 +88,7 @@ class Engine(ABC):
                 "The engine holds no weights (none were pushed since it started or slept). Push first."
             )
         self.wake()
-        self._answer(requests, temperature)
+        self._answer(requests, sampling)
 
     @spanned("load weights")
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
@@ -145,7 +145,7 @@ class Engine(ABC):
         """Ends the engine; call it before the process groups go."""
 
     @abstractmethod
-    def _answer(self, requests: Requests, temperature: float) -> None: ...
+    def _answer(self, requests: Requests, sampling: Sampling) -> None: ...
 
     @abstractmethod
     def _load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None: ...

@@ -12,7 +12,7 @@ from torch import Tensor
 from rftmega.config import RolloutConfig
 from rftmega.requests import Requests
 from rftmega.rollout.base import Engine
-from rftmega.types import Completion
+from rftmega.types import Completion, Sampling
 
 
 class ScriptedEngine(Engine):
@@ -31,7 +31,7 @@ class ScriptedEngine(Engine):
         self.vocabulary = vocabulary
         self.stop_ids = stop_ids
 
-    def _answer(self, requests: Requests, temperature: float) -> None:
+    def _answer(self, requests: Requests, sampling: Sampling) -> None:
         answers: list[Completion] = []
         waiting, running = deque[int](), 0
         due: dict[int, list[int]] = defaultdict(list)  # step -> answers whose last token it gives

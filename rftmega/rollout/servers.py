@@ -30,9 +30,15 @@ from rftmega.rollout.conversation import Conversation
 from rftmega.rollout.pictures import check_expanded, check_samples, placeholders
 from rftmega.rollout.server import Server
 from rftmega.rollout.shared_media import SharedMedia
-from rftmega.rollout.vllm_models import limits_of, model_arguments, prefill_arguments, sees
+from rftmega.rollout.vllm_models import (
+    limits_of,
+    model_arguments,
+    prefill_arguments,
+    sees,
+    stop_strings,
+)
 from rftmega.shards import Shard
-from rftmega.types import Completion
+from rftmega.types import Completion, Sampling
 
 RANKS_OWN = {  # what tells a process that it is a rank of the trainer
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
@@ -96,8 +102,8 @@ class ServerEngine(Engine):
         pictures = sees(folder)
         if pictures:
             arguments["limit-mm-per-prompt"] = json.dumps(limits_of(config))
-        else:
-            flags.append("--skip-tokenizer-init")  # which processors of pictures want
+        elif not config.stop:
+            flags.append("--skip-tokenizer-init")  # processors of pictures and stop strings want it
         given = prefill_arguments(config, on_cuda=on_cuda) | model_arguments(
             folder, on_cuda=on_cuda
         )
@@ -214,7 +220,7 @@ class ServerEngine(Engine):
                 )
             )
 
-    def _answer(self, requests: Requests, temperature: float) -> None:
+    def _answer(self, requests: Requests, sampling: Sampling) -> None:
         """Servers begin with requests of about the same length in all, siblings together, and take
         more when they have room (`requests.order.ordered`); one that runs dry takes what another has
         not begun. Further requests of a rollout go to its server. One that fails is asked nothing
@@ -227,7 +233,7 @@ class ServerEngine(Engine):
         with asyncio.Runner() as runner:
             running = Conversation(self.servers, self.config, runner)
             try:
-                stopped = running.hold(requests, partial(self._asked, temperature=temperature))
+                stopped = running.hold(requests, partial(self._asked, sampling=sampling))
             finally:
                 unfinished = running.close()
         self._failed |= running.faults.keys()
@@ -239,9 +245,9 @@ class ServerEngine(Engine):
             self._all("abort_requests", {})
 
     async def _asked(
-        self, server: Server, client: httpx.AsyncClient, request: Request, *, temperature: float
+        self, server: Server, client: httpx.AsyncClient, request: Request, *, sampling: Sampling
     ) -> Completion:
-        body: dict[str, Any] = {"sampling_params": self._sampling(request.seed, temperature)}
+        body: dict[str, Any] = {"sampling_params": self._parameters(request.seed, sampling)}
         seconds = self.config.deadline_seconds
         if not request.pictures:
             body["token_ids"] = list(request.token_ids)
@@ -255,15 +261,15 @@ class ServerEngine(Engine):
         check_expanded(request, reply["prompt_token_ids"])
         return self._completion(reply["choices"][0])
 
-    def _sampling(self, seed: int, temperature: float) -> dict[str, Any]:
+    def _parameters(self, seed: int, sampling: Sampling) -> dict[str, Any]:
         return {
-            "temperature": temperature,
+            **sampling._asdict(),
             "seed": seed,
             "max_tokens": self.config.max_response_tokens,
             "logprobs": 0,
             "stop_token_ids": self.stop_ids,
             "ignore_eos": True,
-            "detokenize": False,
+            **stop_strings(self.config),
         }
 
     def _completion(self, choice: dict[str, Any]) -> Completion:

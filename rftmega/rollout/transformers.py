@@ -3,6 +3,7 @@
 Slow and obvious.
 """
 
+import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForMultimodalLM,
+    AutoTokenizer,
     PreTrainedModel,
 )
 
@@ -28,7 +30,7 @@ from rftmega.media.placed_waveform import PlacedWaveform
 from rftmega.media.processor import PictureProcessor
 from rftmega.requests import Request, Requests
 from rftmega.rollout.base import Engine
-from rftmega.types import Completion
+from rftmega.types import Completion, Sampling
 
 # How a family's folders name the three matrices of an expert, where not gate_proj, up_proj,
 # down_proj; and the layer's block.
@@ -86,6 +88,27 @@ def named_as_in_a_folder(model: PreTrainedModel) -> dict[str, Tensor]:
     return found
 
 
+def log_probs_of(logits_V: Tensor, sampling: Sampling) -> Tensor:
+    """Returns the log-probabilities [V] of the distribution that is drawn from; -inf of what is
+    never drawn.
+    """
+    logp = (logits_V / (sampling.temperature or 1.0)).log_softmax(-1)
+    if not sampling.temperature:
+        return logp
+    if sampling.min_p:
+        least = logp.max() + math.log(sampling.min_p)
+        logp = logp.where(logp >= least, -math.inf).log_softmax(-1)
+    order = logp.argsort(descending=True, stable=True)
+    if sampling.top_k:
+        logp[order[sampling.top_k :]] = -math.inf
+        logp = logp.log_softmax(-1)
+    if sampling.top_p < 1:
+        likelier = logp[order].exp().cumsum(-1) - logp[order].exp()  # sum of all before each
+        logp[order[likelier >= sampling.top_p]] = -math.inf
+        logp = logp.log_softmax(-1)
+    return logp
+
+
 class TransformersEngine(Engine):
     """A plain module in float32; what the fast engine is tested against."""
 
@@ -101,9 +124,14 @@ class TransformersEngine(Engine):
     ):
         super().__init__()
         self.longest, self.row_tokens = config.max_response_tokens, config.max_row_tokens
-        self.stop_ids = stop_ids
+        self.stop_ids, self.stop = stop_ids, config.stop
         self.where = where
+        self.tokenizer: Any = None
+        if self.stop:
+            self.tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         config_of = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        # It gets the trainer's weights, which are not quantised.
+        vars(config_of).pop("quantization_config", None)
         sees = hasattr(config_of, "vision_config")
         kind: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
         self.processor = PictureProcessor(folder) if sees else None
@@ -129,10 +157,10 @@ class TransformersEngine(Engine):
         self._chosen.append(experts.gather(-1, order).to("cpu", torch.int16))
 
     @torch.no_grad()
-    def _answer(self, requests: Requests, temperature: float) -> None:
+    def _answer(self, requests: Requests, sampling: Sampling) -> None:
         waiting, answered = deque[Request](), 0
         while waiting or (waiting := deque(requests.take(1))):
-            completion = self._completion(waiting.popleft(), temperature)
+            completion = self._completion(waiting.popleft(), sampling)
             requests.finished([answered], [completion])
             answered += 1
             if requests.stopped():
@@ -181,7 +209,16 @@ class TransformersEngine(Engine):
         )
         return found.T[:, None].to(self.where)
 
-    def _completion(self, request: Request, temperature: float) -> Completion:
+    def _has_stopped(self, ids: Sequence[int]) -> bool:
+        """Returns whether the answer so far ends in a stop token or has a stop string."""
+        if not ids or ids[-1] in self.stop_ids:
+            return bool(ids)
+        if not self.stop:
+            return False
+        text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        return any(string in text for string in self.stop)
+
+    def _completion(self, request: Request, sampling: Sampling) -> Completion:
         rng = torch.Generator(self.where).manual_seed(request.seed)
         ids: list[int] = []
         logprobs: list[float] = []
@@ -192,7 +229,7 @@ class TransformersEngine(Engine):
         seen = 0
         routes: list[Tensor] = []
         limit = min(self.longest, self.row_tokens - len(request.token_ids))
-        while len(ids) < limit and (not ids or ids[-1] not in self.stop_ids):
+        while len(ids) < limit and not self._has_stopped(ids):
             self._chosen.clear()
             if positions is not None:
                 media["position_ids"] = positions[:, :, seen : seen + feed.shape[1]]
@@ -202,17 +239,17 @@ class TransformersEngine(Engine):
             cache = out.past_key_values
             if self._chosen:
                 routes.append(torch.stack(self._chosen, dim=1))
-            logp = (out.logits[0, -1].float() / (temperature or 1.0)).log_softmax(-1)
+            logp = log_probs_of(out.logits[0, -1].float(), sampling)
             token = (
                 int(torch.multinomial(logp.exp(), 1, generator=rng))
-                if temperature
+                if sampling.temperature
                 else int(logp.argmax())
             )
             ids.append(token)
             logprobs.append(float(logp[token]))
             feed = torch.tensor([[token]], device=self.where)
         assert self.version is not None
-        reason: Literal["stop", "length"] = "stop" if ids[-1] in self.stop_ids else "length"
+        reason: Literal["stop", "length"] = "stop" if self._has_stopped(ids) else "length"
         chosen = torch.cat(routes) if routes else None
         return Completion(ids, logprobs, reason, self.version, routes=chosen)
 

@@ -25,7 +25,7 @@ from rftmega.parallel.process_group import World
 from rftmega.parallel.watchdog import mark
 from rftmega.requests import Request, Requests
 from rftmega.rollout.base import Engine
-from rftmega.types import Completion
+from rftmega.types import Completion, Sampling
 
 # vLLM reads these when it is imported, and speaks before it has read the second.
 # the engine shares this process with the trainer
@@ -55,6 +55,7 @@ from rftmega.rollout.vllm_models import (  # noqa: E402
     model_arguments,
     prefill_arguments,
     sees,
+    stop_strings,
 )
 from rftmega.rollout.waveforms import WaveformPrompts  # noqa: E402
 
@@ -119,7 +120,7 @@ class VLLMEngine(Engine):
             _unlink_shared_memory(world, config.tensor, mine=False)
         else:
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        self.stop_ids = list(stop_ids)
+        self.stop_ids, self.config = list(stop_ids), config
         self.longest, self.slots = config.max_response_tokens, config.max_batch
         self.row_tokens = config.max_row_tokens
         on_cuda = device.current().type == "cuda"
@@ -142,7 +143,8 @@ class VLLMEngine(Engine):
         self._llm: Any = LLM(
             model=str(folder),
             load_format="dummy",
-            skip_tokenizer_init=not media,  # its processors of pictures and waveforms want one
+            # its processors of pictures and waveforms want a tokenizer, and so do stop strings
+            skip_tokenizer_init=not media and not config.stop,
             dtype=precision,
             tensor_parallel_size=config.tensor,
             distributed_executor_backend="external_launcher",
@@ -171,7 +173,7 @@ class VLLMEngine(Engine):
         if config.tensor > 1:
             _unlink_shared_memory(world, config.tensor, mine=True)
 
-    def _answer(self, requests: Requests, temperature: float) -> None:
+    def _answer(self, requests: Requests, sampling: Sampling) -> None:
         engine = self._llm.llm_engine
         begun, running = 0, set[int]()
         unchecked: dict[int, Request] = {}  # with pictures
@@ -179,9 +181,9 @@ class VLLMEngine(Engine):
             further, stopped = requests.take(self.slots), False
             while not stopped:
                 for request in further:
-                    sampling = self._sampling(request.seed, temperature)
+                    parameters = self._parameters(request.seed, sampling)
                     prompt = self._prompt_of(request)
-                    engine.add_request(str(begun), prompt, sampling)
+                    engine.add_request(str(begun), prompt, parameters)
                     if request.pictures:
                         unchecked[begun] = request
                     running.add(begun)
@@ -208,16 +210,16 @@ class VLLMEngine(Engine):
     def _prompt_of(self, request: Request) -> dict[str, Any]:
         return self._waveforms.prompt_of(request) if self._waveforms else prompt_of(request)
 
-    def _sampling(self, seed: int, temperature: float) -> Any:
+    def _parameters(self, seed: int, sampling: Sampling) -> Any:
         return SamplingParams(
-            temperature=temperature,
+            **sampling._asdict(),
+            **stop_strings(self.config),
             seed=seed,
             max_tokens=self.longest,
             logprobs=0,  # of the sampled token only
             stop_token_ids=self.stop_ids,
             # the stop tokens are ours alone, whatever the model's config calls its end
             ignore_eos=True,
-            detokenize=False,
             skip_clone=True,  # it is this request's alone
             output_kind=RequestOutputKind.FINAL_ONLY,
         )

@@ -29,6 +29,15 @@ def model_arguments(folder: str | Path, *, on_cuda: bool) -> dict[str, Any]:
     of several heads, so its own operations in torch serve.
     """
     config = read_json_object(Path(folder) / "config.json")
+    arguments = _of_family(config, on_cuda=on_cuda)
+    if config.get("quantization_config"):
+        # It gets the trainer's weights, which are not quantised.
+        overrides = arguments.get("hf_overrides", {}) | {"quantization_config": None}
+        arguments["hf_overrides"] = overrides
+    return arguments
+
+
+def _of_family(config: dict[str, Any], *, on_cuda: bool) -> dict[str, Any]:
     if config.get("vision_config"):
         # The trainer's own normalisation. vLLM would keep it in buffers of the tower, which are
         # noise in an engine that starts without weights, and which no push mends.
@@ -36,7 +45,7 @@ def model_arguments(folder: str | Path, *, on_cuda: bool) -> dict[str, Any]:
         if config["model_type"] == "qwen3_vl_moe":
             seeing["hf_overrides"] = MIXTURE_THAT_SEES
         return seeing
-    if config["model_type"] != "deepseek_v3":
+    if config["model_type"] not in ("deepseek_v3", "kimi_k2"):
         return {}
     arguments: dict[str, Any] = {"hf_overrides": DEEPSEEK_V3}
     if not on_cuda:
@@ -66,3 +75,14 @@ def prefill_arguments(config: RolloutConfig, *, on_cuda: bool) -> dict[str, Any]
 def limits_of(config: RolloutConfig) -> dict[str, int]:
     """Returns how many pictures and videos a prompt may have."""
     return {"image": max(1, config.max_pictures), "video": config.max_videos}
+
+
+def stop_strings(config: RolloutConfig) -> dict[str, Any]:
+    """Returns the sampling parameters by which vLLM ends answers at `rollout.stop`.
+
+    An answer keeps all that was sampled, the token that completed the string included. Without stop
+    strings nothing is decoded.
+    """
+    if not config.stop:
+        return {"detokenize": False}
+    return {"detokenize": True, "stop": list(config.stop), "include_stop_str_in_output": True}

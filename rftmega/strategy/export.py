@@ -5,23 +5,32 @@ from pathlib import Path
 import torch.distributed as dist
 
 from rftmega import weights
+from rftmega.config import TrainerConfig
 from rftmega.strategy.backend import Trainable
 
 
-def export(model: Trainable, folder: str | Path, *, bucket_bytes: int) -> None:
+def export(model: Trainable, folder: str | Path, trainer: TrainerConfig) -> None:
     """Writes a policy, and beside it `folder`_ema where an average is kept, or a value model as a
-    classifier of one label.
+    classifier of one label, as `trainer` says.
 
     Every process calls it, with the weights on the device.
     """
     model.residency.finish()
-    _export_weights(model, folder, bucket_bytes)
+    _export_weights(model, folder, trainer)
     if (averaged := model.averaged()) is not None:
         with averaged:
-            _export_weights(model, f"{folder}_ema", bucket_bytes)
+            _export_weights(model, f"{folder}_ema", trainer)
 
 
-def _export_weights(model: Trainable, folder: str | Path, bucket_bytes: int) -> None:
+def _export_weights(model: Trainable, folder: str | Path, trainer: TrainerConfig) -> None:
+    bucket_bytes = trainer.push_bucket_mib * 2**20
     exporter = weights.Exporter(model.shards(), model.replica_group, bucket_bytes=bucket_bytes)
     write = dist.get_rank() == 0
-    weights.export_hf_folder(exporter, model.path, folder, write=write, classifier=model.classifier)
+    weights.export_hf_folder(
+        exporter,
+        model.path,
+        folder,
+        write=write,
+        classifier=model.classifier,
+        quantised=trainer.export_quantised,
+    )

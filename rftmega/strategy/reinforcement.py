@@ -151,7 +151,7 @@ class ReinforcementStrategy:
         is kept; every process calls it.
         """
         self.phases.push()
-        export(self.actor, folder, bucket_bytes=self._bucket_bytes)
+        export(self.actor, folder, self.config.trainer)
 
     @cached_property
     def checkpoints(self) -> TrainingCheckpoints:

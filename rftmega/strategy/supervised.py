@@ -42,4 +42,4 @@ class SupervisedStrategy:
 
     def export(self, folder: str | Path) -> None:
         """Writes the model as a Hugging Face folder; every process calls it."""
-        export(self.model, folder, bucket_bytes=self.config.trainer.push_bucket_mib * 2**20)
+        export(self.model, folder, self.config.trainer)

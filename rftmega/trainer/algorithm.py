@@ -27,7 +27,7 @@ from rftmega.trainer.gap_gate import GapGate, limits_of
 from rftmega.trainer.journal import Journal, Journaled
 from rftmega.trainer.learner import Learner
 from rftmega.trainer.optimizer_steps import Schedule
-from rftmega.trainer.ppo import PPOTrainer, Sampling, StepParts
+from rftmega.trainer.ppo import PPOTrainer, StepParts, StepSampling
 from rftmega.trainer.ptx import PTX, Order
 from rftmega.trainer.replay_mixer import ReplayMixer
 from rftmega.trainer.supervised import Learns, SupervisedTrainer
@@ -67,7 +67,7 @@ class Algorithm:
             reward=reward,
             maker=self.maker(machinery.policy, machinery.critic, built.host),
             learner=self.learner(built.policy, built.critic, given, journal, built.host),
-            sampling=Sampling(
+            sampling=StepSampling(
                 config.rollout.samples_per_prompt,
                 config.rollout.temperature,
                 seed=config.trainer.seed,

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from rftmega.algorithms.groups import varied
+from rftmega.algorithms.groups import deviations, varied
 from rftmega.interfaces import Host, OneProcess
 from rftmega.ragged import Ragged
 from rftmega.trainer.group_collector import Wanted
@@ -118,8 +118,12 @@ def _first(samples: Samples[Ragged], groups: int) -> Samples[Ragged]:
 def _described(found: Sequence[Samples[Ragged]]) -> Metrics:
     lengths = torch.cat([samples.rows.mask.sums() for samples in found]).double()
     truncated = torch.cat([samples.truncated for samples in found])
+    spread = torch.cat([deviations(samples.reward, samples.group) for samples in found])
+    differ = torch.cat([varied(samples.reward, samples.group) for samples in found])
     metrics = {
         "reward": torch.cat([samples.reward for samples in found]).mean().item(),
+        "spread": spread.mean().item(),
+        "varied": differ.double().mean().item(),
         "response_length": lengths.mean().item(),
         "generated_tokens": lengths.sum().item(),
         "truncated": truncated.double().mean().item(),

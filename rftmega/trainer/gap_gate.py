@@ -20,7 +20,7 @@ from rftmega.interfaces import Machinery
 from rftmega.ragged import Ragged
 from rftmega.sampling_seeds import sampling_seed
 from rftmega.trainer.gap_bundle import GapBundle, rows_under_other_prompts
-from rftmega.types import Prompt, Rollout, Samples
+from rftmega.types import Prompt, Rollout, Samples, Sampling
 
 # What a good engine stays below, by the dtype of the forward pass; measured in docs/push.md.
 LIMITS = {"float32": Limits(1e-3, 1e-4), "bfloat16": Limits(0.8, 0.03)}
@@ -94,7 +94,9 @@ class GapGate:
         asked = list({prompt.token_ids: prompt for prompt in prompts}.values())[:PROBES]
         self.machinery.weights.push(version=step)
         seeds = [sampling_seed(self.seed, prompt.task, PROBE_SAMPLE) for prompt in asked]
-        found = self.machinery.engine.generate(asked, seeds=seeds, temperature=self.temperature)
+        found = self.machinery.engine.generate(
+            asked, seeds=seeds, sampling=Sampling(self.temperature)
+        )
         samples = collect(asked, complete(found), _unscored, samples_per_prompt=1)
         return samples, self.machinery.policy.log_probs(samples.rows).logp
 

@@ -20,12 +20,12 @@ from rftmega.trainer.learner import Learner
 from rftmega.trainer.loop import Trainer
 from rftmega.trainer.prompt_queue import PromptQueue
 from rftmega.trainer.replay_mixer import ReplayMixer
-from rftmega.types import Experience, Metrics, Prompt, Samples
+from rftmega.types import Experience, Metrics, Prompt, Samples, Sampling
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """Sampling says how answers are drawn; the same ones whenever a step is run with the same seed."""
+class StepSampling:
+    """StepSampling says how a step's answers are drawn; the same ones whenever a step is run with the same seed."""
 
     samples_per_prompt: int
     temperature: float
@@ -65,7 +65,7 @@ class PPOTrainer(Trainer):
         reward: Reward,
         maker: ExperienceMaker,
         learner: Learner,
-        sampling: Sampling,
+        sampling: StepSampling,
         parts: StepParts = StepParts(),  # noqa: B008  immutable
         callbacks: Sequence[Callback] = (),
         stop: Callable[[], bool] = lambda: False,
@@ -177,7 +177,7 @@ class PPOTrainer(Trainer):
         rollouts = self.engine.generate(
             requests,
             seeds=seeds,
-            temperature=self.temperature,
+            sampling=Sampling(self.temperature),
             reward=at_once,
             enough=None if wanted is None else groups.until(wanted),
             expected_lengths=self.lengths.expected(requests),

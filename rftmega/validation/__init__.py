@@ -14,7 +14,7 @@ from rftmega.validation.logging import logging_options
 from rftmega.validation.paths import paths
 from rftmega.validation.ranges import choices_and_ranges
 from rftmega.validation.reward import reward_parts
-from rftmega.validation.trainer import evaluation, held_out_prompts, step_rows
+from rftmega.validation.trainer import evaluation, exports, held_out_prompts, step_rows
 from rftmega.validation.vision import vision
 from rftmega.validation.without_rollouts import unread_without_rollouts
 
@@ -47,7 +47,7 @@ def violations(config: RunConfig, world_size: int, *, data: bool = True) -> list
         elif not unknown:
             numbers += unread_without_rollouts(config)
         numbers += critic(config, world_size) + logging_options(config)
-        numbers += checkpoints(config) + faults(config) + vision(config)
+        numbers += checkpoints(config) + faults(config) + vision(config) + exports(config)
     return (
         unknown + numbers + paths(config) + (training_data(config) + files(config) if data else [])
     )

@@ -107,6 +107,8 @@ def critic(config: RunConfig, world_size: int) -> list[str]:
 def engine(config: RunConfig, world_size: int) -> list[str]:
     """Lists what the engine's kind and number rule out."""
     found = []
+    if "" in config.rollout.stop:
+        found.append("rollout.stop has an empty string, which is in every answer. Leave it out.")
     if config.strategy == "separate":
         if config.rollout.engine != "vllm":
             found.append(
@@ -147,6 +149,10 @@ def engine(config: RunConfig, world_size: int) -> list[str]:
             for option in ("max_logprob_gap", "mean_logprob_gap")
             if (value := getattr(config.rollout, option))
         ]
+        if config.rollout.stop:
+            found.append(
+                f"rollout.stop={config.rollout.stop} needs rollout.engine=vllm or transformers: the scripted one writes no text."
+            )
     if (
         config.rollout.engine != "vllm"
         and config.faults.engine_restarts != FaultsConfig.engine_restarts

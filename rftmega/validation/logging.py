@@ -5,6 +5,8 @@ from importlib.metadata import PackageNotFoundError, version
 from rftmega.config.schema import LoggingConfig, RunConfig
 
 PORTS = 65535
+# of an option; one of them is enough
+PACKAGES = {"wandb": ("wandb",), "mlflow": ("mlflow-skinny", "mlflow"), "trackio": ("trackio",)}
 NO_PROJECT = "/\\#?%:"  # what wandb refuses in the name of a project
 LONGEST_PROJECT = 128
 
@@ -27,10 +29,12 @@ def logging_options(config: RunConfig) -> list[str]:
         found.append(
             f"logging.prometheus_host={logging.prometheus_host} needs logging.prometheus_port: nothing else reads it."
         )
-    if logging.wandb and not _installed("wandb"):
-        found.append(
-            f"logging.wandb={logging.wandb} needs a package that is not here. Install it: pip install 'rftmega[wandb]'."
-        )
+    for name, packages in PACKAGES.items():
+        chosen = getattr(logging, name)
+        if chosen and not any(_installed(package) for package in packages):
+            found.append(
+                f"logging.{name}={chosen} needs a package that is not here. Install it: pip install 'rftmega[{name}]'."
+            )
     odd = [letter for letter in NO_PROJECT if letter in logging.wandb]
     if odd or len(logging.wandb) > LONGEST_PROJECT:
         found.append(

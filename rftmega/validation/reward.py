@@ -3,10 +3,10 @@
 from dataclasses import fields
 from urllib.parse import urlsplit
 
-from rftmega.config.functions import function_of
 from rftmega.config.schema import DataConfig, RewardConfig, RunConfig
 from rftmega.config.secrets import shown
 from rftmega.errors import ConfigError
+from rftmega.user_code.functions import function_of
 
 REWARD_OPTIONS = {  # option -> the parts that read it
     "format_pattern": ("format",),

@@ -103,6 +103,24 @@ def held_out_prompts(config: RunConfig) -> list[str]:
     return found
 
 
+def exports(config: RunConfig) -> list[str]:
+    """Lists what keeps the trained model from being written or uploaded as it is to be."""
+    trainer, found = config.trainer, []
+    if trainer.push_to_hub and not re.fullmatch(r"[\w-]+/[\w.-]+", trainer.push_to_hub):
+        found.append(
+            f"trainer.push_to_hub={trainer.push_to_hub} is no repository of the hub. Write it as org/name."
+        )
+    if trainer.push_to_hub and not trainer.export:
+        found.append(
+            f"trainer.push_to_hub={trainer.push_to_hub} needs trainer.export=true: what is exported is uploaded."
+        )
+    if trainer.export_quantised and not trainer.export:
+        found.append(
+            "trainer.export_quantised=true needs trainer.export=true: nothing is written otherwise."
+        )
+    return found
+
+
 def evaluation(config: RunConfig) -> list[str]:
     """Samples of an evaluation, and what calls an answer right."""
     trainer, found = config.trainer, []
@@ -113,6 +131,18 @@ def evaluation(config: RunConfig) -> list[str]:
             f"trainer.eval_samples={trainer.eval_samples} at trainer.eval_temperature=0 is one answer as often. Raise the "
             "temperature, or take one sample."
         )
+    truncated = {
+        "eval_top_p": trainer.eval_top_p,
+        "eval_top_k": trainer.eval_top_k,
+        "eval_min_p": trainer.eval_min_p,
+    }
+    if not trainer.eval_temperature:
+        found += [
+            f"trainer.{name}={value} at trainer.eval_temperature=0 changes nothing: greedy answers take the likeliest token. "
+            "Raise the temperature, or leave it out."
+            for name, value in truncated.items()
+            if value != getattr(TrainerConfig, name)
+        ]
     for k in trainer.eval_pass_at:
         if not 1 <= k <= trainer.eval_samples:
             found.append(

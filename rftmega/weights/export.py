@@ -9,8 +9,11 @@ from pathlib import Path
 from torch import Tensor
 
 from rftmega.converters import stacks_of
+from rftmega.converters.block_scales import block_scales
 from rftmega.errors import CheckpointError
 from rftmega.hf_folders import export_folder
+from rftmega.hf_folders.block_scaled_files import BlockScaledFolder
+from rftmega.hf_folders.block_scaled_writing import Quantising
 from rftmega.hf_folders.hf_folder import copy_companions, shards_of, write_index, write_shard
 from rftmega.hf_folders.stacked_files import Stacking
 from rftmega.json_files import read_json_object
@@ -29,12 +32,13 @@ def export_hf_folder(
     *,
     write: bool,
     classifier: bool = False,
+    quantised: bool = False,
 ) -> None:
     """Writes weights in safetensors shards with an index, and `source`'s config and tokenizer
     files, to `target`.
 
     `classifier`: the weights are a value model's, which `transformers` calls a sequence classifier
-    with one label.
+    with one label. `quantised`: as 8-bit numbers with scales, those that `source` has so.
 
     Every process calls it; the one with `write` puts the files down, into a folder that gets its
     name only when it is complete, so that `target` is never half-written. An earlier export there
@@ -44,7 +48,14 @@ def export_hf_folder(
     tensors, error = iter(exporter), None
     if write:
         try:
-            _write(tensors, exporter, Path(source), Path(target), classifier=classifier)
+            _write(
+                tensors,
+                exporter,
+                Path(source),
+                Path(target),
+                classifier=classifier,
+                quantising=_quantising(Path(source)) if quantised else None,
+            )
         except OSError as raised:
             error = f"The model can't be exported to {target}, which needs room and rights: {type(raised).__name__}: {raised}"
         except CheckpointError as raised:  # of the model, or of the files beside it
@@ -65,19 +76,34 @@ def _write(
     target: Path,
     *,
     classifier: bool,
+    quantising: Quantising | None,
 ) -> None:
     draft = export_folder.begin(target)
     stacking = Stacking(stacks_of(read_json_object(source / "config.json")))
-    shards = shards_of(stacking.planned(exporter.planned), SHARD_BYTES)
+    coming = stacking.planned(exporter.planned)
     stream = stacking.stacked(tensors)
+    if quantising is not None:
+        coming, stream = quantising.planned(coming), quantising.quantised(stream)
+    shards = shards_of(coming, SHARD_BYTES)
     for file, planned in shards.items():
         write_shard(draft / file, planned, stream)
     write_index(draft, shards)
-    if changed := copy_companions(source, draft):
+    if changed := copy_companions(source, draft, quantised=quantising is not None):
         log.info("%s: %s", target, changed)
     if classifier:
         _say_classifier(draft / "config.json")
     export_folder.settle(draft, target)
+
+
+def _quantising(source: Path) -> Quantising:
+    """Returns how the weights of `source` are quantised.
+
+    Raises CheckpointError where they are not.
+    """
+    layout = block_scales(read_json_object(source / "config.json"))
+    if layout is None:
+        raise CheckpointError(f"{source} has no quantised weights, as which to write others.")
+    return Quantising(layout, BlockScaledFolder(source, layout).scaled)
 
 
 def _say_classifier(path: Path) -> None:

@@ -26,7 +26,7 @@ from rftmega.checkpoint import run_checkpoints as saving
 from rftmega.checkpoint.reader import FORMAT, MANIFEST, MARK, seal
 from rftmega.checkpoint.run_checkpoints import TrainingCheckpoints
 from rftmega.checkpoint.states import KEY
-from rftmega.config import OptimizerConfig, ParallelConfig
+from rftmega.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from rftmega.device.residency import PARTS
 from rftmega.errors import CheckpointError
 from rftmega.experience import given
@@ -498,7 +498,7 @@ def full_while_exporting_body(world: Any, model: Path, folder: Path) -> None:
     """
     actor = actor_of(model, P(tensor=2), PLAIN, "float32", 0.0)
     kept_by(actor, folder).save({"n": 1}, step=1)
-    export = partial(export_model, actor, bucket_bytes=2**20)
+    export = partial(export_model, actor, trainer=TrainerConfig(push_bucket_mib=1))
     written = count()
 
     def write_all(stream: Any, tensor: torch.Tensor) -> None:

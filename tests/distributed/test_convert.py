@@ -23,7 +23,9 @@ from rftmega.conversion import convert
 from rftmega.conversion.target import begin, written_alone
 from rftmega.errors import CheckpointError, LockedError
 from rftmega.hf_folders.checksums import files_of, known_sums
+from rftmega.model_providers.hf_config import read_hf_config
 from rftmega.parallel.folder_lock import FILE as LOCK
+from tests.block_scales import quantise_folder
 from tests.layouts import build_critic, build_manager, packed_logits
 from tests.ranks import RankFailure, run_ranks
 from tests.tiny_models import VARIANTS, save_tiny, transformers_logits, with_predictor
@@ -111,6 +113,24 @@ def test_ranks_together_read_a_checkpoint_once_a_replica(variant: str, tmp_path:
         else:
             wanted = (whole - everywhere) * replicas + everywhere * world // parallel.pipeline
         assert sum(run_ranks(world, read_body, tmp_path / "megatron", parallel)) == wanted, parallel
+
+
+def test_a_folder_of_8_bit_numbers_is_converted_to_what_they_and_their_scales_say(
+    tmp_path: Path,
+) -> None:
+    plain = save_tiny(tmp_path / "plain", "deepseek-v3")
+    said = quantise_folder(plain, tmp_path / "hf", (20, 28))
+    parallel = P(tensor=2, sequence=True)
+    run_ranks(1, there_body, tmp_path / "hf", tmp_path / "megatron", parallel)
+    run_ranks(1, back_body, tmp_path / "megatron", tmp_path / "back")
+    back = {
+        name: tensor
+        for file in (tmp_path / "back").glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
+    assert back.keys() == said.keys()
+    assert all(torch.equal(back[name], said[name]) for name in said)
+    assert "quantization_config" not in read_hf_config(tmp_path / "back")
 
 
 FAST = ["qwen2-tied", "deepseek-v3"]

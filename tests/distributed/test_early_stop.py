@@ -15,7 +15,7 @@ from rftmega.dispatch.stop_consensus import EVERY
 from rftmega.parallel.process_group import World
 from rftmega.rollout import ScriptedEngine
 from rftmega.strategy.phases import DevicePhases
-from rftmega.types import Completion, Metrics, Prompt, Rollout
+from rftmega.types import Completion, Metrics, Prompt, Rollout, Sampling
 from rftmega.weights import EngineWeights
 from tests.layouts import build_actor
 from tests.ranks import run_ranks
@@ -35,12 +35,12 @@ class AsLongAsItsSeed(ScriptedEngine):
         assert self.version is not None
         return Completion((3,) * seed, (0.0,) * seed, "stop", self.version)
 
-    def _answer(self, requests: Any, temperature: float) -> None:
+    def _answer(self, requests: Any, sampling: Sampling) -> None:
         def slowly() -> bool:
             time.sleep(self.pace())
             return requests.stopped()
 
-        super()._answer(Wrapped(requests, stopped=slowly), temperature)
+        super()._answer(Wrapped(requests, stopped=slowly), sampling)
 
 
 class NoTurns(DevicePhases):
@@ -82,7 +82,7 @@ def body(world: World, noise: int, per_engine: int, wanted: int, silent: bool) -
     found = shared.generate(
         REQUESTS,
         seeds=group_lengths(),
-        temperature=1.0,
+        sampling=Sampling(1.0),
         reward=None if silent else score,
         enough=enough,
     )
@@ -143,10 +143,11 @@ def vllm_body(world: World, folder: Path, engine_size: int) -> Any:
 
     seeds = list(range(len(REQUESTS)))
     found = [
-        shared.generate(REQUESTS, seeds=seeds, temperature=1.0, enough=enough) for _ in range(2)
+        shared.generate(REQUESTS, seeds=seeds, sampling=Sampling(1.0), enough=enough)
+        for _ in range(2)
     ]
     left = engine._llm.llm_engine.has_unfinished_requests()
-    everything = shared.generate(REQUESTS, seeds=seeds, temperature=1.0)
+    everything = shared.generate(REQUESTS, seeds=seeds, sampling=Sampling(1.0))
     dist.barrier()
     engine.close()
     return [

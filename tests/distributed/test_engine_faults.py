@@ -23,7 +23,7 @@ from rftmega.rollout import server as server_module
 from rftmega.rollout.server import Server
 from rftmega.rollout.servers import ServerEngine
 from rftmega.strategy.phases import DevicePhases
-from rftmega.types import Completion, Metrics, Prompt, Rollout
+from rftmega.types import Completion, Metrics, Prompt, Rollout, Sampling
 from rftmega.weights import SharedWeights
 from tests.layouts import build_actor
 from tests.ranks import run_ranks
@@ -94,7 +94,7 @@ def servers_body(world: World, folder: Path, fault: str, wanted: int) -> Any:
     shared = pool_of(
         engine, turns, world, weights, processes_per_engine=world.size, restarts=1, kind=ServerPool
     )
-    asked = {"seeds": SEEDS, "temperature": 1.0, "reward": scores}
+    asked = {"seeds": SEEDS, "sampling": Sampling(1.0), "reward": scores}
     try:
         if wanted:
             found = shared.generate(PROMPTS, enough=partial(at_least, wanted), **asked)
@@ -153,7 +153,7 @@ class Fragile(ScriptedEngine):
         )
         self.times, self.asked = times, list[list[int]]()
 
-    def _answer(self, requests: Any, temperature: float) -> None:
+    def _answer(self, requests: Any, sampling: Sampling) -> None:
         self.asked.append([])
         ended = list[int]()
 
@@ -166,7 +166,7 @@ class Fragile(ScriptedEngine):
 
         noted = Wrapped(requests, finished=telling)
         noted.take = partial(noting, self.asked[-1], requests)
-        super()._answer(noted, temperature)
+        super()._answer(noted, sampling)
 
 
 def noting(seeds: list[int], requests: Any, room: int) -> Any:
@@ -189,7 +189,7 @@ def shared_body(world: World, times: int, wanted: int) -> Any:
         processes_per_engine=1,
         restarts=2,
     )
-    asked = {"seeds": SEEDS, "temperature": 1.0, "reward": scores}
+    asked = {"seeds": SEEDS, "sampling": Sampling(1.0), "reward": scores}
     try:
         if wanted:
             found = shared.generate(PROMPTS, enough=partial(at_least, wanted), **asked)
@@ -249,14 +249,14 @@ def real_body(world: World, folder: Path, logs: Path, fault: int) -> Any:
     asked = list[list[int]]()
     plain = engine._answer
 
-    def noted(requests: Any, temperature: float) -> None:
+    def noted(requests: Any, sampling: Sampling) -> None:
         asked.append([])
         watched = Wrapped(requests)
         watched.take = partial(noting, asked[-1], requests)
-        plain(watched, temperature)
+        plain(watched, sampling)
 
     engine._answer = noted  # type: ignore[method-assign]
-    undisturbed = shared.generate(prompts, seeds=SEEDS, temperature=0.7)
+    undisturbed = shared.generate(prompts, seeds=SEEDS, sampling=Sampling(0.7))
     seen = list[Rollout]()
 
     def judged(prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[dict[str, float]]:
@@ -272,7 +272,7 @@ def real_body(world: World, folder: Path, logs: Path, fault: int) -> Any:
             os.killpg(victim, fault)
 
         threading.Thread(target=strike, daemon=True).start()
-    again = shared.generate(prompts, seeds=SEEDS, temperature=0.7, reward=judged)
+    again = shared.generate(prompts, seeds=SEEDS, sampling=Sampling(0.7), reward=judged)
     engine.close()
     return [*map(response_of, undisturbed)], [*map(response_of, again)], asked
 

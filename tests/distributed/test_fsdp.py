@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from rftmega.algorithms.losses import policy_loss
 from rftmega.algorithms.supervised import cross_entropy_loss
 from rftmega.checkpoint.run_checkpoints import TrainingCheckpoints
-from rftmega.config import OptimizerConfig, ParallelConfig
+from rftmega.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from rftmega.device.residency import GRADIENTS, PARTS
 from rftmega.errors import CheckpointError
 from rftmega.experience import given
@@ -248,7 +248,7 @@ def test_a_run_of_one_backend_goes_on_under_the_other(
 
 def export_body(world: Any, folder: Path, target: Path) -> int:
     actor = build_policy(folder, P(), backend="fsdp")
-    return most_bytes(lambda: export(actor, target, bucket_bytes=2**20))
+    return most_bytes(lambda: export(actor, target, TrainerConfig(push_bucket_mib=1)))
 
 
 def test_an_export_is_a_stream_of_buckets_however_large_the_model_is(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from rftmega.config import ParallelConfig, RolloutConfig
 from rftmega.errors import GapExceeded
-from rftmega.types import Prompt, Rollout
+from rftmega.types import Prompt, Rollout, Sampling
 from tests.layouts import config_of
 from tests.ranks import run_ranks
 from tests.rollouts import completion_of, rollout_of
@@ -115,7 +115,7 @@ def body(world: Any, folder: Path, output: Path) -> dict[str, str]:
         "no temperature",
         TransformersEngine,
         "_answer",
-        lambda plain, self, requests, _: plain(self, requests, 1.0),
+        lambda plain, self, requests, _: plain(self, requests, Sampling(1.0)),
     )
 
     @torch.no_grad()

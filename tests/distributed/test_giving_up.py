@@ -22,7 +22,7 @@ from rftmega.parallel import preemption
 from rftmega.parallel.process_group import World
 from rftmega.rollout import server as server_module
 from rftmega.rollout.servers import ServerEngine
-from rftmega.types import Prompt, Rollout
+from rftmega.types import Prompt, Rollout, Sampling
 from tests.distributed.test_early_stop import AsLongAsItsSeed, NoPush, NoTurns
 from tests.distributed.test_engine_faults import PROMPTS, SCORED_SERVER, SEEDS, Pushes, scores, told
 from tests.ranks import run_ranks
@@ -73,7 +73,7 @@ def shared_body(world: World, folder: Path, per_engine: int, until: bool) -> Any
             given_up.wait()
         return scored_by_index(prompts, rollouts)
 
-    settings: dict[str, Any] = {"seeds": LENGTHS, "temperature": 1.0, "reward": score}
+    settings: dict[str, Any] = {"seeds": LENGTHS, "sampling": Sampling(1.0), "reward": score}
     with preemption.listening(), pytest.raises(Preempted) as raised:
         ask(shared, REQUESTS, until, settings)
     given_up.set()
@@ -148,7 +148,7 @@ def servers_body(world: World, folder: Path, asked: int, until: bool) -> Any:
             (folder / "now").touch()
         return scores(prompts, rollouts)
 
-    settings: dict[str, Any] = {"seeds": SEEDS, "temperature": 1.0, "reward": score}
+    settings: dict[str, Any] = {"seeds": SEEDS, "sampling": Sampling(1.0), "reward": score}
     real = preemption.asked
 
     def asked_now() -> bool:

@@ -136,6 +136,25 @@ def test_with_overlap_and_many_buckets_nothing_stale_is_used(variant: str, tmp_p
         )
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(4, P(tensor=4)),  # two ranks have the same keys
+        pytest.param(Layout(2, P(tensor=2, sequence=True)), marks=pytest.mark.ranks),
+        pytest.param(Layout(4, P(tensor=2, pipeline=2, recompute="full")), marks=pytest.mark.ranks),
+        pytest.param(Layout(4, P(tensor=2, context=2)), marks=pytest.mark.ranks),
+    ],
+    ids=str,
+)
+def test_norms_over_all_heads_and_behind_layers_learn_as_in_one_process(
+    layout: Layout, tmp_path: Path
+) -> None:
+    folder = save_tiny(tmp_path, "olmo2")
+    (alone,) = runs_of(folder, ALONE, [Setting()])
+    (found,) = runs_of(folder, layout, [Setting()])
+    assert_equal(found, alone[0], str(layout))
+
+
 @pytest.mark.ranks
 def test_every_case_of_the_table(tmp_path: Path) -> None:
     """Every layout, aggregation, micro-batch size and order in fp32; every layout in bf16.

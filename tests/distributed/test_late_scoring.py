@@ -17,7 +17,7 @@ from rftmega.config.algorithms import GSPO, TokenImportance
 from rftmega.errors import GapExceeded
 from rftmega.experience import ExperienceMaker
 from rftmega.trainer.learner import Learner
-from rftmega.trainer.ppo import PPOTrainer, Sampling, StepParts
+from rftmega.trainer.ppo import PPOTrainer, StepParts, StepSampling
 from rftmega.types import Completion, Prompt, Rollout
 from rftmega.weights import Exporter
 from tests.layouts import build_actor
@@ -98,7 +98,7 @@ def body(world: Any, folder: Path, parallel: ParallelConfig, late: bool, refuses
         reward=longer_is_better,
         maker=ExperienceMaker(actor, AlgorithmConfig(kl=KLConfig(coef=0.1))),
         learner=Learner(actor, loss),
-        sampling=Sampling(4, 0.7, seed=3),
+        sampling=StepSampling(4, 0.7, seed=3),
         parts=StepParts(gate=gate, late_scoring=late),
     )
     experiences, metrics = [], []

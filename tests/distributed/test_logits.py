@@ -1,13 +1,16 @@
 """The model that Megatron computes is the model that transformers computes, under every layout."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 from rftmega.config import ParallelConfig
+from tests.block_scales import plain_folder, quantise_folder
 from tests.layouts import build_manager, packed_logits
 from tests.ranks import run_ranks
 from tests.tiny_models import VARIANTS, YARN, save_tiny, transformers_logits
@@ -50,7 +53,14 @@ def assert_equal_to_transformers(
     variant: str, layouts: dict[str, tuple[int, ParallelConfig]], folder: Path, **changes: Any
 ) -> None:
     save_tiny(folder, variant, **changes)
-    wanted = torch.cat([logits[:-1] for logits in transformers_logits(folder, ROWS)])
+    assert_equal(variant, layouts, folder, folder)
+
+
+def assert_equal(
+    variant: str, layouts: dict[str, tuple[int, ParallelConfig]], folder: Path, known: Path
+) -> None:
+    """`known` is a folder that transformers reads."""
+    wanted = torch.cat([logits[:-1] for logits in transformers_logits(known, ROWS)])
     for name, (processes, parallel) in layouts.items():
         found = [x for x in run_ranks(processes, logits_body, folder, parallel) if x is not None]
         assert found, name
@@ -100,3 +110,43 @@ def test_another_base_and_factor_of_the_rotation_count_under_every_number_of_pro
 ) -> None:
     layouts = {name: (LAYOUTS | MORE_LAYOUTS)[name] for name in ("tp1", "tp2-pp2-sp")}
     assert_equal_to_transformers(variant, layouts, tmp_path, rope_parameters=ROPES[rope])
+
+
+@pytest.mark.parametrize(
+    ("variant", "layout"),
+    [
+        ("deepseek-v3", "tp2-ep2-sp"),
+        pytest.param("deepseek-v3", "tp2-pp2-sp", marks=pytest.mark.ranks),
+        pytest.param("qwen3", "tp4", marks=pytest.mark.ranks),
+        pytest.param("glm4-moe", "pp2-ep2", marks=pytest.mark.ranks),
+        pytest.param("phi3", "tp4", marks=pytest.mark.ranks),
+    ],
+)
+def test_a_folder_of_8_bit_numbers_is_the_model_that_they_and_their_scales_say(
+    variant: str, layout: str, tmp_path: Path
+) -> None:
+    """Blocks of 20 x 28: shards begin and end inside them."""
+    plain = save_tiny(tmp_path / "plain", variant)
+    said = quantise_folder(plain, tmp_path / "quantised", (20, 28))
+    known = plain_folder(plain, tmp_path / "known", said)
+    layouts = {layout: (LAYOUTS | EXPERT_LAYOUTS)[layout]}
+    assert_equal(variant, layouts, tmp_path / "quantised", known)
+
+
+KIMI_ROPE = YARN | {"rope_theta": 50000.0, "beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "layout", ["tp2-ep2-sp", pytest.param("tp2-pp2-sp", marks=pytest.mark.ranks)]
+)
+def test_kimi_k2_is_deepseek_v3_of_one_group_under_another_name(
+    layout: str, tmp_path: Path
+) -> None:
+    known = save_tiny(
+        tmp_path / "known", "deepseek-v3", n_group=1, topk_group=1, rope_parameters=KIMI_ROPE
+    )
+    named = plain_folder(known, tmp_path / "kimi", load_file(known / "model.safetensors"))
+    fields = json.loads((known / "config.json").read_text())
+    (named / "config.json").write_text(json.dumps(fields | {"model_type": "kimi_k2"}))
+    layouts = {layout: (LAYOUTS | EXPERT_LAYOUTS)[layout]}
+    assert_equal("kimi_k2", layouts, named, known)

@@ -68,6 +68,7 @@ CASES = {
         "qwen2-tied", 4, P(tensor=2, sequence=True), OVERLAPPED, engine=4
     ),
     "uneven stages": Case("llama", 3, P(pipeline=3, first_stage_layers=1, last_stage_layers=1)),
+    "fused tensors, TP2 x PP2": Case("phi3", 4, P(tensor=2, pipeline=2), engine=2),
     "EP2 x TP2, distributed, bf16": Case(
         "qwen3-moe", 4, P(tensor=2, sequence=True, expert=2), SHARDED, "bfloat16", 2
     ),

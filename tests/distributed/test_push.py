@@ -60,6 +60,11 @@ PAIRS = [
     ),
     ("qwen3-moe", 4, P(tensor=2, sequence=True, expert=2), 2),
     ("deepseek-v3", 4, P(tensor=2, sequence=True, expert=4), 1),
+    ("phi3", 4, P(tensor=4), 2),  # parts of one tensor, of which each side has other rows
+    pytest.param("phi3", 4, P(tensor=2, pipeline=2), 4, marks=pytest.mark.ranks),
+    pytest.param("olmo2", 4, P(tensor=2, pipeline=2), 2, marks=pytest.mark.ranks),
+    pytest.param("seed-oss", 4, P(tensor=4), 2, marks=pytest.mark.ranks),
+    pytest.param("glm4-moe", 4, P(tensor=2, sequence=True, expert=2), 2, marks=pytest.mark.ranks),
     ("qwen3_vl", 4, P(tensor=2, pipeline=2), 2),  # its tower is on the first stage, whole
     ("qwen3_vl_moe", 4, P(tensor=2, sequence=True, pipeline=2, expert=2), 2),
     pytest.param("llama", 8, P(tensor=2, pipeline=2), 4, marks=pytest.mark.ranks),
@@ -288,7 +293,8 @@ def test_a_tensor_that_no_engine_reads_is_refused_before_the_first_push(tmp_path
 
 def unread_body(world: Any, folder: Path) -> None:
     class Forgetful(BlockEngine):
-        def block(self, name: str, tensor: Tensor) -> Tensor:
-            return torch.empty(0) if name == "model.norm.weight" else super().block(name, tensor)
+        def blocks(self, name: str, tensor: Tensor) -> list[Tensor]:
+            unread = name == "model.norm.weight"
+            return [torch.empty(0)] if unread else super().blocks(name, tensor)
 
     EngineWeights(build_manager(folder, P()).shards(), Forgetful(0, 1), bucket_bytes=2**20)

@@ -16,7 +16,7 @@ from rftmega.parallel.process_group import World
 from rftmega.requests.order import ordered
 from rftmega.rollout import ScriptedEngine
 from rftmega.trainer.expected_lengths import ExpectedLengths
-from rftmega.types import Completion, Prompt, Rollout
+from rftmega.types import Completion, Prompt, Rollout, Sampling
 from tests.distributed.test_early_stop import NoPush, NoTurns
 from tests.distributed.test_engine_faults import Pushes
 from tests.ranks import run_ranks
@@ -46,12 +46,12 @@ class LongTailed(ScriptedEngine):
         ids = tokens_of(seed)
         return Completion(ids, tuple(-0.5 for _ in ids), "stop", self.version)
 
-    def _answer(self, requests: Any, temperature: float) -> None:
+    def _answer(self, requests: Any, sampling: Sampling) -> None:
         def stepped() -> bool:
             self.then(self)
             return requests.stopped()
 
-        super()._answer(Wrapped(requests, stopped=stepped), temperature)
+        super()._answer(Wrapped(requests, stopped=stepped), sampling)
 
 
 def scores(prompts: Sequence[Prompt], completions: Sequence[Rollout]) -> list[dict[str, float]]:
@@ -66,7 +66,7 @@ def by_one_engine() -> list[Any]:
     """Of all requests, asked in their order."""
     engine = LongTailed()
     engine.load_weights([], version=7)
-    answers = engine.generate(PROMPTS, seeds=SEEDS, temperature=1.0)
+    answers = engine.generate(PROMPTS, seeds=SEEDS, sampling=Sampling(1.0))
     rollouts = [rollout_of(prompt, answer) for prompt, answer in zip(PROMPTS, answers, strict=True)]
     scored = scores(PROMPTS, rollouts)
     return [
@@ -80,7 +80,7 @@ def all_there(completions: Sequence[Rollout | None]) -> bool:
 
 
 def asked_of(shared: EnginePool, until: bool) -> list[Any]:
-    settings: dict[str, Any] = {"seeds": SEEDS, "temperature": 1.0, "reward": scores}
+    settings: dict[str, Any] = {"seeds": SEEDS, "sampling": Sampling(1.0), "reward": scores}
     found: Any = shared.generate(PROMPTS, enough=all_there if until else None, **settings)
     answers = map(completion_of, found)
     return [
@@ -139,7 +139,7 @@ def dealt_once(engines: int) -> int:
         engine.generate(
             [PROMPTS[place] for place in part],
             seeds=[SEEDS[place] for place in part],
-            temperature=1.0,
+            sampling=Sampling(1.0),
         )
         found.append(engine.steps)
     return max(found)

@@ -16,7 +16,7 @@ import torch
 from rftmega.config import ParallelConfig, RolloutConfig
 from rftmega.errors import EngineError
 from rftmega.rollout import door
-from rftmega.types import Prompt
+from rftmega.types import Prompt, Sampling
 from rftmega.weights import SharedWeights
 from tests.layouts import build_actor, rows_of
 from tests.ranks import run_ranks
@@ -53,13 +53,13 @@ def server_body(world: Any, folder: Path, logs: Path) -> Any:
         with pytest.raises(EngineError) as caught:
             weights.push(version=version)
         with pytest.raises(EngineError, match="holds no weights"):
-            engine.generate(PROMPTS, seeds=[1, 2, 3], temperature=TEMPERATURE)
+            engine.generate(PROMPTS, seeds=[1, 2, 3], sampling=Sampling(TEMPERATURE))
         return str(caught.value)
 
     def gap(version: int) -> tuple[float, list[tuple[int, ...]]]:
         metrics = weights.push(version=version)
         assert metrics["push_bytes"] == metrics["push_bytes_least"] == weights.total_bytes
-        answers = engine.generate(PROMPTS, seeds=[1, 2, 3], temperature=TEMPERATURE)
+        answers = engine.generate(PROMPTS, seeds=[1, 2, 3], sampling=Sampling(TEMPERATURE))
         told: list[Any] = [answers]
         torch.distributed.broadcast_object_list(told)
         (answers,) = told
@@ -88,7 +88,7 @@ def server_body(world: Any, folder: Path, logs: Path) -> Any:
     longer = [Prompt((5, 9, *range(2 + place, 30 + place))) for place in range(3)]
     asked: list[Any] = [longer, *([prompt] for prompt in longer)]
     found["longer"] = [
-        engine.generate(prompts, seeds=[3] * len(prompts), temperature=TEMPERATURE)
+        engine.generate(prompts, seeds=[3] * len(prompts), sampling=Sampling(TEMPERATURE))
         for prompts in asked
     ]
     if world.rank == 0:

@@ -21,7 +21,7 @@ from rftmega.planning.memory import Budget, on_device
 from rftmega.planning.models import models_of
 from rftmega.rollout import ScriptedEngine
 from rftmega.strategy.reinforcement import ReinforcementStrategy
-from rftmega.types import Prompt
+from rftmega.types import Prompt, Sampling
 from tests.layouts import config_of
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
@@ -169,7 +169,7 @@ def cycle_body(world: Any, folder: Path) -> Any:
     seen.append({name: sum(residency.bytes().values()) for name, residency in residencies.items()})
     made.weights.push(version=0)
     prompts = [Prompt((5, 9)), Prompt((3,))] * 2
-    answers = made.engine.generate(prompts, seeds=[1, 2, 3, 4], temperature=1.0)
+    answers = made.engine.generate(prompts, seeds=[1, 2, 3, 4], sampling=Sampling(1.0))
     samples = collect(
         prompts,
         complete(answers),

@@ -12,7 +12,7 @@ from rftmega.errors import EngineError
 from rftmega.lightrft.naive_experience_maker import NaiveExperienceMaker
 from rftmega.lightrft.padded_experience import to_experience
 from rftmega.rollout import EngineStatus, ScriptedEngine
-from rftmega.types import Prompt, Rollout
+from rftmega.types import Prompt, Rollout, Sampling
 from tests.layouts import config_of, rows_of
 from tests.ranks import on_ranks, run_ranks
 from tests.rollouts import Wrapped
@@ -73,7 +73,7 @@ class Recorded(ScriptedEngine):
         self.batches: list[int] = []
         self.load_weights([], version=0)
 
-    def _answer(self, requests: Any, temperature: float) -> None:
+    def _answer(self, requests: Any, sampling: Sampling) -> None:
         noted = Wrapped(requests)
 
         def taken(room: int) -> Any:
@@ -83,7 +83,7 @@ class Recorded(ScriptedEngine):
             return found
 
         noted.take = taken
-        super()._answer(noted, temperature)
+        super()._answer(noted, sampling)
 
 
 PORTIONS = [[[1], [2, 2], [3]], [], [[4]], [[5], [6, 6]]]

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from rftmega.checkpoint.reader import NORMS
 from rftmega.config import ParallelConfig
 from rftmega.conversion import convert
-from rftmega.model_providers import latent_attention
+from rftmega.layers import latent_attention
 from rftmega.weights import EngineWeights, Exporter, export_hf_folder
 from tests.block_engine import BlockEngine
 from tests.distributed.test_checkpoints import (
@@ -91,13 +91,18 @@ def test_every_family_binds_loads_computes_exports_and_pushes_under_the_fused_na
     wanted = torch.cat([rows[:-1] for rows in transformers_logits(exported, ROWS)])
     assert (logits - wanted).abs().max() < 1e-5
     fused = {name.partition("layers.")[2].partition(".")[2] for name in names}
-    latent = variant.startswith("deepseek")
+    latent, behind = variant.startswith("deepseek"), variant.startswith("olmo2")
     assert (
-        "self_attention.linear_kv_up_proj" if latent else "self_attention.linear_qkv"
-    ) + ".layer_norm_weight" in fused
+        (
+            ("self_attention.linear_kv_up_proj" if latent else "self_attention.linear_qkv")
+            + ".layer_norm_weight"
+        )
+        in fused
+    ) == (not behind)
+    assert ("self_attention.linear_proj.post_layernorm.weight" in fused) == behind
     assert ("mlp.experts.linear_fc2.weight3" in fused) == sparse(variant)
     assert ("mlp.linear_fc1.layer_norm_weight" in fused) == (
-        variant not in ("mixtral", "qwen3-moe-plain-weights")
+        variant not in ("mixtral", "qwen3-moe-plain-weights", "olmo2")
     )
 
 

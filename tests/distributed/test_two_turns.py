@@ -20,7 +20,7 @@ from rftmega.rollout import server as server_module
 from rftmega.rollout.server import Server
 from rftmega.rollout.servers import ServerEngine
 from rftmega.sampling_seeds import turn_seed
-from rftmega.types import Completion, Prompt, Rollout
+from rftmega.types import Completion, Prompt, Rollout, Sampling
 from tests.distributed.test_early_stop import NoTurns
 from tests.distributed.test_engine_faults import Pushes
 from tests.ranks import run_ranks
@@ -40,7 +40,7 @@ class Paced(ScriptedEngine):
         )
         self.pace, self.breaks, self.asked = pace, breaks, list[tuple[int, ...]]()
 
-    def _answer(self, requests: Any, temperature: float) -> None:
+    def _answer(self, requests: Any, sampling: Sampling) -> None:
         def stepped() -> bool:
             time.sleep(0.0005 * self.pace.random())
             if self.steps == self.breaks:
@@ -55,7 +55,7 @@ class Paced(ScriptedEngine):
             return found
 
         noted.take = taken
-        super()._answer(noted, temperature)
+        super()._answer(noted, sampling)
 
 
 def rightly() -> list[Any]:
@@ -63,7 +63,7 @@ def rightly() -> list[Any]:
     engine.load_weights([], version=7)
 
     def answer(ids: Sequence[int], seed: int) -> Completion:
-        return engine.generate([Prompt(tuple(ids))], seeds=[seed], temperature=1.0)[0]
+        return engine.generate([Prompt(tuple(ids))], seeds=[seed], sampling=Sampling(1.0))[0]
 
     return expected(PROMPTS, SEEDS, answer)
 
@@ -96,7 +96,11 @@ def body(world: World, per_engine: int, wanted: int, breaks: int) -> Any:
         return sum(rollout is not None for rollout in rollouts) >= wanted
 
     found = pool.generate(
-        PROMPTS, seeds=SEEDS, temperature=1.0, reward=scores, enough=enough if wanted else None
+        PROMPTS,
+        seeds=SEEDS,
+        sampling=Sampling(1.0),
+        reward=scores,
+        enough=enough if wanted else None,
     )
     return found, engine.asked, engine.steps
 
@@ -165,7 +169,7 @@ def servers_body(world: World, folder: Path) -> Any:
         restarts=0,
     )
     try:
-        return pool.generate(PROMPTS, seeds=SEEDS, temperature=1.0, reward=scores)
+        return pool.generate(PROMPTS, seeds=SEEDS, sampling=Sampling(1.0), reward=scores)
     finally:
         engine.close()
 

@@ -16,7 +16,7 @@ from rftmega.media.placed import RowPictures
 from rftmega.rollout.transformers import TransformersEngine
 from rftmega.strategy.colocated import ColocatedPolicy
 from rftmega.strategy.phases import DevicePhases
-from rftmega.types import Completion, Prompt, Rows
+from rftmega.types import Completion, Prompt, Rows, Sampling
 from rftmega.weights import EngineWeights, Exporter
 from tests.distributed.test_vision import likelihood
 from tests.layouts import build_actor, rows_of
@@ -79,17 +79,20 @@ def body(
         pushed = weights.push(version=version)
         assert pushed["push_bytes"] == pushed["push_bytes_least"]
         oracle.load_weights(exporter, version=version)
-        rollouts = shared.generate(prompts, seeds=SEEDS, temperature=0.7)
+        rollouts = shared.generate(prompts, seeds=SEEDS, sampling=Sampling(0.7))
         answers = [completion_of(rollout) for rollout in rollouts]
         continued = [
             Prompt((*p.token_ids, *a.token_ids), pictures=p.pictures)
             for p, a in zip(prompts, answers, strict=True)
         ]  # a second turn, of tokens that are expanded
         second = [
-            completion_of(r) for r in shared.generate(continued, seeds=SEEDS, temperature=0.7)
+            completion_of(r)
+            for r in shared.generate(continued, seeds=SEEDS, sampling=Sampling(0.7))
         ]
-        greedy = [completion_of(r) for r in shared.generate(prompts, seeds=SEEDS, temperature=0.0)]
-        told = oracle.generate(prompts, seeds=SEEDS, temperature=0.0)
+        greedy = [
+            completion_of(r) for r in shared.generate(prompts, seeds=SEEDS, sampling=Sampling(0.0))
+        ]
+        told = oracle.generate(prompts, seeds=SEEDS, sampling=Sampling(0.0))
         trainers = scored(policy, prompts, answers) + scored(policy, continued, second)
         found.append(
             {

@@ -13,7 +13,7 @@ from rftmega.config import ParallelConfig, RolloutConfig
 from rftmega.errors import EngineError
 from rftmega.parallel import shared
 from rftmega.rollout.servers import ServerEngine
-from rftmega.types import Completion, Prompt
+from rftmega.types import Completion, Prompt, Sampling
 from tests.distributed.test_vision import likelihood
 from tests.distributed.test_vision_engine import prompts_of, scored
 from tests.layouts import build_actor
@@ -47,7 +47,7 @@ def body(
 
     def answers_to(prompts: list[Prompt]) -> list[Completion]:
         seeds = list(range(len(prompts)))
-        told = [engine.generate(prompts, seeds=seeds, temperature=TEMPERATURE)]
+        told = [engine.generate(prompts, seeds=seeds, sampling=Sampling(TEMPERATURE))]
         torch.distributed.broadcast_object_list(told)
         return told[0]
 
@@ -67,7 +67,7 @@ def body(
         actor.step(experience_of(rows), likelihood)
     if world.is_main:
         with pytest.raises(EngineError) as caught:
-            engine.generate([a_feature_short(asked)], seeds=[0], temperature=1.0)
+            engine.generate([a_feature_short(asked)], seeds=[0], sampling=Sampling(1.0))
         found["refused"] = str(caught.value)
     engine.close()
     return found
@@ -99,7 +99,7 @@ def watched(made: list[str], closed: list[str]) -> None:
 @pytest.mark.parametrize(
     ("kind", "processes", "parallel", "videos"),
     [
-        ("qwen2_5_vl", 1, ParallelConfig(), True),
+        pytest.param("qwen2_5_vl", 1, ParallelConfig(), True, marks=pytest.mark.ranks),
         pytest.param("qwen3_vl_moe", 2, ParallelConfig(expert=2), False, marks=pytest.mark.ranks),
         pytest.param("qwen2_vl", 2, ParallelConfig(tensor=2), False, marks=pytest.mark.ranks),
         pytest.param("qwen3_vl", 2, ParallelConfig(pipeline=2), True, marks=pytest.mark.ranks),

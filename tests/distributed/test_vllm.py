@@ -2,6 +2,7 @@
 transformers says.
 """
 
+import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,8 +23,9 @@ from rftmega.parallel.collectives import gather_objects
 from rftmega.rollout.transformers import TransformersEngine
 from rftmega.strategy.colocated import ColocatedPolicy
 from rftmega.strategy.phases import DevicePhases
-from rftmega.types import Completion, Experience, Prompt
+from rftmega.types import Completion, Experience, Prompt, Sampling
 from rftmega.weights import EngineWeights, Exporter
+from tests.block_scales import plain_folder, quantise_folder
 from tests.layouts import build_actor, build_manager, rows_of
 from tests.ranks import run_ranks
 from tests.rollouts import completion_of, pool_of, response_of
@@ -40,7 +42,7 @@ STOP = 1
 def broken_off(exporter: Exporter) -> Iterator[tuple[str, torch.Tensor]]:
     for name, tensor in exporter:
         yield name, torch.full_like(tensor, 7.0)
-        if name.endswith("q_proj.weight"):
+        if name.endswith(("q_proj.weight", "qkv_proj.weight")):
             break
     raise EngineError("half of it")
 
@@ -75,7 +77,7 @@ def by_loader_itself(weights: ColocatedWeights, engine: Any, version: int) -> li
     pushed.recording = None
     weights.push(version=version)
     pushed.recording = recording
-    return engine.generate(PROMPTS, seeds=[1, 2, 3], temperature=0.7)  # type: ignore[no-any-return]
+    return engine.generate(PROMPTS, seeds=[1, 2, 3], sampling=Sampling(0.7))  # type: ignore[no-any-return]
 
 
 def agreement_body(world: Any, folder: Path, parallel: ParallelConfig, engine_size: int) -> Any:
@@ -109,28 +111,32 @@ def agreement_body(world: Any, folder: Path, parallel: ParallelConfig, engine_si
         oracle.load_weights(exporter, version=version)
         # the others are still in the engine then, and must not come back
         with pytest.raises(KeyboardInterrupt):
-            engine.generate(PROMPTS, seeds=[1, 2, 3], temperature=0.7, finished=interrupt)
-        answers = shared.generate(PROMPTS, seeds=[1, 2, 3], temperature=0.7)
+            engine.generate(PROMPTS, seeds=[1, 2, 3], sampling=Sampling(0.7), finished=interrupt)
+        answers = shared.generate(PROMPTS, seeds=[1, 2, 3], sampling=Sampling(0.7))
         assert by_loader_itself(weights, shared, version) == answers, (
             "recorded copies are not the loader's"
         )
         answers = [completion_of(a) for a in answers]
         with broken_once(engine):
-            mended = shared.generate(PROMPTS, seeds=[1, 2, 3], temperature=0.7)
-        again = shared.generate(PROMPTS[::-1], seeds=[3, 2, 1], temperature=0.7)[::-1]
+            mended = shared.generate(PROMPTS, seeds=[1, 2, 3], sampling=Sampling(0.7))
+        again = shared.generate(PROMPTS[::-1], seeds=[3, 2, 1], sampling=Sampling(0.7))[::-1]
         rows = rows_of(
             [[*p.token_ids, *a.token_ids] for p, a in zip(PROMPTS, answers, strict=True)],
             [len(p.token_ids) for p in PROMPTS],
         )
         engine_logp = torch.tensor([x for a in answers for x in a.logprobs])
         greedy = [
-            [completion_of(a) for a in shared.generate(PROMPTS, seeds=[0] * 3, temperature=0.0)],
-            oracle.generate(PROMPTS, seeds=[0] * 3, temperature=0.0),
+            [
+                completion_of(a)
+                for a in shared.generate(PROMPTS, seeds=[0] * 3, sampling=Sampling(0.0))
+            ],
+            oracle.generate(PROMPTS, seeds=[0] * 3, sampling=Sampling(0.0)),
         ]
         stats = policy.log_probs(rows)
         found.append({
             "gap": (stats.logp[rows.mask] - engine_logp).abs().max().item(),
             "answers": [tuple(a.token_ids) for a in answers],
+            "logp": engine_logp.tolist(),
             "mended": [response_of(a) for a in mended],
             "again": [response_of(a) for a in again],
             "versions": {a.policy_version for a in answers},
@@ -163,7 +169,7 @@ def agreement_body(world: Any, folder: Path, parallel: ParallelConfig, engine_si
     answers = engine.generate(
         PROMPTS,
         seeds=[1, 2, 3],
-        temperature=0.7,
+        sampling=Sampling(0.7),
         finished=lambda places, answers: told.extend(places),
     )
     assert sorted(told) == [0, 1, 2]
@@ -191,6 +197,7 @@ def also(world: int, parallel: ParallelConfig, engine_size: int) -> Any:
             "llama-tied-llama3-rope", 2, ParallelConfig(pipeline=2), 1, marks=pytest.mark.ranks
         ),
         ("qwen2", 4, ParallelConfig(tensor=2), 2),
+        pytest.param("phi3", 4, ParallelConfig(tensor=2), 2, marks=pytest.mark.ranks),
         pytest.param(
             "qwen3-tied",
             2,
@@ -220,14 +227,14 @@ def test_vllm_agrees_with_the_trainer_and_with_transformers(
             for reason, length, last in turn["reasons"]:
                 assert reason == ("stop" if last == STOP else "length")
                 assert length <= 12
-        assert found[0]["answers"] != found[1]["answers"], "the second push changed nothing"
+        assert found[0]["logp"] != found[1]["logp"], "the second push changed nothing"
     assert all(result == results[0] for result in results), "the processes have different answers"
 
 
 def says_the_same(engine: Any, oracle: TransformersEngine) -> None:
     """Greedy answers, and the log-probs of their tokens."""
     one, other = (
-        each.generate(PROMPTS, seeds=[0] * 3, temperature=0.0) for each in (engine, oracle)
+        each.generate(PROMPTS, seeds=[0] * 3, sampling=Sampling(0.0)) for each in (engine, oracle)
     )
     assert [answer.token_ids for answer in one] == [answer.token_ids for answer in other]
     for answer, wanted in zip(one, other, strict=True):
@@ -304,16 +311,21 @@ def test_a_mixtures_experts_are_copied_as_vllms_own_loader_would(tmp_path: Path)
     )
 
 
-def family_body(world: Any, folder: Path) -> None:
-    """vLLM's own loader, then again with other weights."""
+def family_body(
+    world: Any, folder: Path, plain: Path | None = None, known: Path | None = None
+) -> None:
+    """vLLM's own loader, then again with other weights: those of `plain`, or the folder's.
+
+    `known`: a folder of the same model that transformers reads.
+    """
     from rftmega.rollout.vllm import VLLMEngine
 
     config = RolloutConfig(
         max_prompt_tokens=32, max_response_tokens=12, cpu_cache_gib=0.05, max_batch=8
     )
     engine = VLLMEngine(folder, config, world, dtype="float32", stop_ids=[STOP])
-    oracle = TransformersEngine(folder, config, stop_ids=[STOP], where=torch.device("cpu"))
-    tensors = load_file(folder / "model.safetensors")
+    oracle = TransformersEngine(known or folder, config, stop_ids=[STOP], where=torch.device("cpu"))
+    tensors = load_file((plain or folder) / "model.safetensors")
     for version in range(2):
         engine.load_weights(iter(tensors.items()), version=version)
         oracle.load_weights(tensors.items(), version=version)
@@ -335,12 +347,80 @@ LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "
         pytest.param("mixtral", {}, marks=pytest.mark.ranks),
         pytest.param("qwen3-moe-plain-weights", {}, marks=pytest.mark.ranks),
         pytest.param("qwen2-moe", {}, marks=pytest.mark.ranks),
+        pytest.param("glm4-moe", {"head_dim": 64}, marks=pytest.mark.ranks),
     ],
 )
 def test_vllm_says_what_transformers_says_of_every_mixture(
     variant: str, changes: dict[str, int], tmp_path: Path
 ) -> None:
     run_ranks(1, family_body, save_tiny(tmp_path, variant, hidden_size=128, **changes), timeout=300)
+
+
+@pytest.mark.ranks
+def test_vllm_says_of_kimi_k2_what_transformers_says_of_deepseek_v3(tmp_path: Path) -> None:
+    one_group = LATENT | {"n_group": 1, "topk_group": 1, "hidden_size": 128}
+    known = save_tiny(tmp_path / "known", "deepseek-v3", **one_group)
+    named = plain_folder(known, tmp_path / "kimi", load_file(known / "model.safetensors"))
+    fields = json.loads((known / "config.json").read_text())
+    (named / "config.json").write_text(json.dumps(fields | {"model_type": "kimi_k2"}))
+    run_ranks(1, family_body, named, None, known, timeout=300)
+
+
+@pytest.mark.ranks
+def test_an_engine_takes_plain_weights_for_a_folder_of_8_bit_numbers(tmp_path: Path) -> None:
+    plain = save_tiny(tmp_path / "plain", "qwen3", hidden_size=128)
+    quantise_folder(plain, tmp_path / "quantised", (32, 32))
+    run_ranks(1, family_body, tmp_path / "quantised", plain, timeout=300)
+
+
+def said(answers: Sequence[Completion]) -> list[tuple[tuple[int, ...], list[float]]]:
+    return [(tuple(answer.token_ids), list(answer.logprobs)) for answer in answers]
+
+
+def pushed_body(world: Any, folder: Path, parallel: ParallelConfig) -> Any:
+    """Greedy answers of an engine over all processes, after a push."""
+    from rftmega.rollout.vllm import VLLMEngine
+
+    os.environ["LOCAL_WORLD_SIZE"] = str(world.size)
+    config = RolloutConfig(
+        tensor=world.size,
+        max_prompt_tokens=32,
+        max_response_tokens=12,
+        cpu_cache_gib=0.05,
+        max_batch=8,
+    )
+    manager = build_manager(folder, parallel)
+    engine = VLLMEngine(folder, config, world, dtype="float32", stop_ids=[STOP])
+    EngineWeights(manager.shards(), engine, bucket_bytes=50_000).push(version=0)
+    found = said(engine.generate(PROMPTS, seeds=[0] * 3, temperature=0.0))
+    dist.barrier()
+    engine.close()
+    return found
+
+
+def oracle_body(world: Any, folder: Path) -> Any:
+    config = RolloutConfig(max_prompt_tokens=32, max_response_tokens=12)
+    oracle = TransformersEngine(folder, config, stop_ids=[STOP], where=torch.device("cpu"))
+    oracle.load_weights(load_file(folder / "model.safetensors").items(), version=0)
+    return said(oracle.generate(PROMPTS, seeds=[0] * 3, temperature=0.0))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("variant", ["olmo2", "seed-oss"])
+def test_vllm_says_what_transformers_says_in_a_process_of_its_own(
+    variant: str, tmp_path: Path
+) -> None:
+    """OLMo 2 runs on transformers' own classes in vLLM, which changes them for its process."""
+    folder = save_tiny(tmp_path, variant, hidden_size=128)
+    (wanted,) = run_ranks(1, oracle_body, folder)
+    found = run_ranks(2, pushed_body, folder, ParallelConfig(pipeline=2), timeout=300)
+    for (ids, logprobs), (wanted_ids, wanted_logprobs) in zip(
+        next(filter(None, found)), wanted, strict=True
+    ):
+        assert ids == wanted_ids
+        torch.testing.assert_close(
+            torch.tensor(logprobs), torch.tensor(wanted_logprobs), atol=2e-5, rtol=0
+        )
 
 
 def many_body(world: Any, folder: Path) -> list[list[tuple[int, ...]]]:
@@ -357,9 +437,9 @@ def many_body(world: Any, folder: Path) -> list[list[tuple[int, ...]]]:
     engine = VLLMEngine(folder, config, world, dtype="float32", stop_ids=[STOP])
     EngineWeights(manager.shards(), engine, bucket_bytes=2**20).push(version=0)
     prompts = [Prompt((5, 9, *range(2 + place, 30 + place))) for place in range(12)]
-    together = engine.generate(prompts, seeds=range(12), temperature=1.0)
+    together = engine.generate(prompts, seeds=range(12), sampling=Sampling(1.0))
     alone = [
-        engine.generate([prompt], seeds=[seed], temperature=1.0)[0]
+        engine.generate([prompt], seeds=[seed], sampling=Sampling(1.0))[0]
         for seed, prompt in enumerate(prompts)
     ]
     engine.close()

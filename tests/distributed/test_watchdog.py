@@ -26,6 +26,7 @@ from rftmega.rollout import servers as servers_module
 from rftmega.rollout.server import Server
 from rftmega.rollout.servers import ServerEngine
 from rftmega.strategy.phases import DevicePhases
+from rftmega.types import Sampling
 from rftmega.weights import EngineWeights, SharedWeights
 from tests.distributed.test_engine_faults import PROMPTS, SEEDS, at_least
 from tests.layouts import build_manager
@@ -142,7 +143,9 @@ def server_body(world: World, folder: Path, path: str, said: Path) -> str:
     try:
         with heard(said / str(world.rank)):
             weights.push(version=4)
-            shared.generate(PROMPTS, seeds=SEEDS, temperature=1.0, enough=partial(at_least, 3))
+            shared.generate(
+                PROMPTS, seeds=SEEDS, sampling=Sampling(1.0), enough=partial(at_least, 3)
+            )
     except EngineError as error:
         return str(error)
     finally:

@@ -14,6 +14,7 @@ from rftmega.conversion import convert
 from rftmega.errors import CheckpointError
 from rftmega.parallel.topology import Topology
 from rftmega.weights import Exporter, export_hf_folder
+from tests.block_scales import quantise_folder, quantised
 from tests.layouts import build_manager
 from tests.ranks import RankFailure, run_ranks
 from tests.tiny_models import VARIANTS, save_tiny, transformers_logits, with_predictor
@@ -302,3 +303,35 @@ def test_a_conversion_to_hugging_face_refuses_weights_that_are_not_finite(tmp_pa
         == f"model.layers.1.mlp.gate_proj.weight holds NaN or infinity, so it is not written to {tmp_path / 'back'}."
     )
     assert not list((tmp_path / "back").glob("*.safetensors*"))
+
+
+def quantised_body(world: Any, source: Path, target: Path) -> None:
+    manager = build_manager(source, ParallelConfig(tensor=2))
+    exporter = Exporter(manager.shards(), manager.topology.replica_group, bucket_bytes=10_000)
+    export_hf_folder(exporter, source, target, write=world.rank == 0, quantised=True)
+
+
+@pytest.mark.parametrize("variant", ["deepseek-v3", "phi3"])
+def test_an_export_may_be_quantised_as_its_source_is(variant: str, tmp_path: Path) -> None:
+    source, target, block = tmp_path / "source", tmp_path / "target", (16, 32)
+    meant = quantise_folder(save_tiny(tmp_path / "plain", variant), source, block)
+    run_ranks(2, quantised_body, source, target)
+    stored, found = load_file(source / "model.safetensors"), {}
+    for file in target.glob("*.safetensors"):
+        found |= load_file(file)
+    assert found.keys() == stored.keys()
+    kind = getattr(torch, json.loads((source / "config.json").read_text())["dtype"])
+    for name, tensor in meant.items():
+        if f"{name}_scale_inv" not in stored:
+            assert torch.equal(found[name], tensor), name
+            continue
+        numbers, scales = quantised(tensor.to(kind).float(), block)
+        assert torch.equal(found[name].view(torch.uint8), numbers.view(torch.uint8)), name
+        assert torch.equal(found[f"{name}_scale_inv"], scales)
+    assert json.loads((target / "config.json").read_text())["quantization_config"]["fmt"] == "e4m3"
+
+
+def test_an_export_of_plain_weights_is_not_quantised(tmp_path: Path) -> None:
+    source = save_tiny(tmp_path / "plain", "qwen2")
+    with pytest.raises(RankFailure, match="has no quantised weights, as which to write others"):
+        run_ranks(2, quantised_body, source, tmp_path / "target")

@@ -10,7 +10,7 @@ from rftmega.config import RolloutConfig
 from rftmega.dispatch.engine_pool import EnginePool, ServerPool
 from rftmega.parallel.process_group import World
 from rftmega.rollout import ScriptedEngine
-from rftmega.types import Completion, Prompt, Rollout
+from rftmega.types import Completion, Prompt, Rollout, Sampling
 from tests.distributed.test_early_stop import NoPush, NoTurns
 from tests.ranks import run_ranks
 from tests.rollouts import pool_of, response_of
@@ -30,7 +30,7 @@ class Repeats(ScriptedEngine):
         self.number = number
         self.load_weights([], version=0)
 
-    def _answer(self, requests: Any, temperature: float) -> None:
+    def _answer(self, requests: Any, sampling: Sampling) -> None:
         asked = [*requests.take(3)]
         left = set(range(len(asked)))
         while left:
@@ -70,7 +70,7 @@ def answers_body(world: World, per_engine: int, until: bool, by_one: bool) -> An
         processes_per_engine=per_engine,
         restarts=0,
     )
-    asked: dict[str, Any] = {"seeds": SEEDS, "temperature": 1.0, "reward": scores}
+    asked: dict[str, Any] = {"seeds": SEEDS, "sampling": Sampling(1.0), "reward": scores}
     ask = partial(shared.generate, enough=all_there if until else None)
     lengths = [float(place % 5) for place in range(len(PROMPTS))]
     found = [ask(PROMPTS, expected_lengths=expected, **asked) for expected in (None, lengths)]

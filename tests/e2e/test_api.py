@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from tests.e2e.conftest import ROOT, metrics_of
+from tests.hub_server import hub
 
 # Like a notebook, the script has no `if __name__ == "__main__"`.
 SCRIPT = """
@@ -49,6 +50,7 @@ result = rftmega.train(
         "parallel.tensor=2", "trainer.steps=2", "data.eval=", "data.train=" + output + ".jsonl",
         "trainer.output=" + output, "reward.function_weights=[1,0.5]", "reward.format=0",
         "reward.format_pattern=", "trainer.trajectories=1", "rollout.max_prompt_tokens=20",
+        *os.environ.get("UPLOADED", "").split(),
     ],
     rewards=[ends_well, shorter],
     environment=Twice,
@@ -57,7 +59,9 @@ print(json.dumps([result.metrics, str(result.output), result.stopped, result.exi
 """
 
 
-def start(config: Path, folder: Path, inside: str = "pass") -> "subprocess.Popen[str]":
+def start(
+    config: Path, folder: Path, inside: str = "pass", **environment: str
+) -> "subprocess.Popen[str]":
     """The script in a process of its own, over records without a label."""
     records = [json.loads(line) for line in (config.parent / "train.jsonl").open()]
     lines = [
@@ -71,16 +75,29 @@ def start(config: Path, folder: Path, inside: str = "pass") -> "subprocess.Popen
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_DISABLE_XET": "1"} | environment,
     )
 
 
 def test_two_ranks_learn_by_a_closure_and_a_lambda_of_a_script(
     arithmetic: Path, tmp_path: Path
 ) -> None:
-    process = start(arithmetic / "run.yaml", tmp_path)
-    said, complained = process.communicate(timeout=240)
+    received: dict[str, bytes] = {}
+    with hub({}, received=received) as (address, _):
+        process = start(
+            arithmetic / "run.yaml",
+            tmp_path,
+            HF_ENDPOINT=address,
+            UPLOADED="trainer.export=true trainer.push_to_hub=org/twice",
+        )
+        said, complained = process.communicate(timeout=240)
     assert process.returncode == 0, said + complained
+    exported = tmp_path / "out/policy"
+    assert (
+        received["org/twice/model-00001-of-00001.safetensors"]
+        == (exported / "model-00001-of-00001.safetensors").read_bytes()
+    )
+    assert b"trainer.steps: 2" in received["org/twice/README.md"]
     metrics, output, stopped, code = json.loads(said.splitlines()[-1])
     steps = metrics_of(tmp_path / "out")
     assert [step["step"] for step in steps] == [0, 1, 2]

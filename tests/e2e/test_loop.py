@@ -34,6 +34,7 @@ LAYOUTS = {
     "PP4": (1, 4, 4),
     "one process": (1, 1, 1),
 }
+SOME = ("TP2 x PP2", "one process")
 
 
 def run_all(
@@ -127,7 +128,16 @@ def check_timeline(path: Path) -> None:
     assert any(e["name"] == "reward" for e in events)
 
 
-def test_the_first_steps_agree_between_all_layouts(arithmetic: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "layouts_of_the_policy",
+    [
+        pytest.param(SOME, id="some"),
+        pytest.param(tuple(LAYOUTS), id="all", marks=pytest.mark.ranks),
+    ],
+)
+def test_the_first_steps_agree_between_layouts(
+    layouts_of_the_policy: tuple[str, ...], arithmetic: Path, tmp_path: Path
+) -> None:
     """Loss, gradient norm and reward of three steps, to 5 significant digits, with the scripted
     engine.
 
@@ -142,6 +152,7 @@ def test_the_first_steps_agree_between_all_layouts(arithmetic: Path, tmp_path: P
             str(processes),
         ]
         for name, (tensor, pipeline, processes) in LAYOUTS.items()
+        if name in layouts_of_the_policy
     }
     runs["TP2 x PP2"].append("logging.timeline=[2,3]")
     ppo = [

@@ -2,6 +2,7 @@
 another name than rftmega.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -49,7 +50,7 @@ def asked(installed: Path, where: Path, *command: str) -> str:
         text=True,
         cwd=where,
         env=environment,
-        timeout=300,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -83,6 +84,15 @@ def test_the_demos_data_and_its_dry_run_come_from_a_wheel(
     command = ["-m", "rftmega", "train", str(example / "grpo.yaml"), "--dry-run", *options]
     assert "4 = TP2 x PP2 x DP1" in asked(installed, tmp_path, *command)
     assert "runs/demo" in asked(installed, tmp_path, "-m", "rftmega", "demo", "--help")
+
+
+@pytest.mark.ranks
+def test_the_demo_runs_from_a_wheel(installed: Path, tmp_path: Path) -> None:
+    asked(installed, tmp_path, "-m", "rftmega", "demo", "trainer.steps=2", "trainer.eval_every=0")
+    summary = json.loads((tmp_path / "runs/demo/summary.json").read_text())
+    assert summary["steps"] == 2
+    assert summary["logprob_gap_max"] < 1e-4
+    assert (tmp_path / "runs/demo/policy/README.md").is_file()
 
 
 def closure(requirements: list[str]) -> Iterator[str]:

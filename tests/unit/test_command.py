@@ -26,7 +26,11 @@ def test_help_lists_every_command(
 
 
 @pytest.mark.parametrize(
-    "name", ["train", "demo", "plan", "plan-sync", "convert", "inspect", "view", "launch", "replay"]
+    "name",
+    [
+        *("train", "demo", "plan", "plan-sync", "convert", "inspect", "view", "launch", "replay"),
+        "schema",
+    ],
 )
 def test_each_command_has_the_help_of_its_program(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -9,7 +9,7 @@ from rftmega.config import RolloutConfig
 from rftmega.experience import ExperienceMaker
 from rftmega.sampling_seeds import sampling_seed, turn_seed
 from rftmega.trainer import DynamicSampler, PPOTrainer
-from rftmega.trainer.ppo import Sampling, StepParts
+from rftmega.trainer.ppo import StepParts, StepSampling
 from rftmega.types import Prompt, Rollout
 from tests.rollouts import Alone
 
@@ -62,7 +62,7 @@ def answers_of(batch_size: int, refill: DynamicSampler) -> dict[int, list[list[i
         reward=lambda prompts, rollouts: [{"reward": 0.0}] * len(rollouts),
         maker=ExperienceMaker(None),  # type: ignore[arg-type]
         learner=None,  # type: ignore[arg-type]
-        sampling=Sampling(4, 1.0, seed=3),
+        sampling=StepSampling(4, 1.0, seed=3),
         parts=StepParts(refill=refill),
     )
     trainer.supply.source(batches)

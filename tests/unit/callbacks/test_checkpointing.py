@@ -17,7 +17,7 @@ from rftmega.checkpoint.states import KEY, joined, put_together, taken_apart
 from rftmega.config import load
 from rftmega.data import PromptOrder
 from rftmega.trainer import Algorithm, PPOTrainer
-from rftmega.trainer.ppo import Sampling
+from rftmega.trainer.ppo import StepSampling
 from rftmega.types import Prompt
 from tests.unit.trainer.test_step import Bigrams, likes_seven
 
@@ -72,7 +72,7 @@ class Run:
             reward=likes_seven,
             maker=algorithm.maker(self.policy),
             learner=algorithm.learner(self.policy),
-            sampling=Sampling(8, 1.0, seed=0),
+            sampling=StepSampling(8, 1.0, seed=0),
             callbacks=[
                 JSONLines(folder / "metrics.jsonl"),
                 AtEnd(lambda: self.exported.append(self.trainer.step)),

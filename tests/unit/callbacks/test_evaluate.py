@@ -18,8 +18,8 @@ from rftmega.experience import ExperienceMaker
 from rftmega.rollout import ScriptedEngine
 from rftmega.sampling_seeds import evaluation_seed
 from rftmega.trainer import Learner, PPOTrainer
-from rftmega.trainer.ppo import Sampling
-from rftmega.types import Prompt, Rollout, TokenStats
+from rftmega.trainer.ppo import StepSampling
+from rftmega.types import Prompt, Rollout, Sampling, TokenStats
 from tests.rollouts import Alone, answered
 
 EASY, HARD = [Prompt((1,), index=0), Prompt((2,), index=1)], [Prompt((3,), index=0)]
@@ -39,11 +39,11 @@ class Answers:
         prompts: Sequence[Prompt],
         *,
         seeds: Sequence[int],
-        temperature: float,
+        sampling: Sampling,
         reward: Any = None,
     ) -> list[Rollout]:
         self.asked += [
-            (prompt, seed, temperature) for prompt, seed in zip(prompts, seeds, strict=True)
+            (prompt, seed, sampling) for prompt, seed in zip(prompts, seeds, strict=True)
         ]
         return [answered((next(self.script[prompt]),)) for prompt in prompts]
 
@@ -68,7 +68,7 @@ def test_one_file_is_answered_greedily_once_and_its_metrics_have_no_name() -> No
     assert {name: value for name, value in found.items() if name != "eval_seconds"} == {
         "eval_exact_match": 0.5, "eval_half": 0.25, "eval_reward": 0.5,
     }  # fmt: skip
-    assert [(prompt, temperature) for prompt, _, temperature in engine.asked] == [
+    assert [(prompt, sampling.temperature) for prompt, _, sampling in engine.asked] == [
         (EASY[0], 0.0),
         (EASY[1], 0.0),
     ]
@@ -76,7 +76,7 @@ def test_one_file_is_answered_greedily_once_and_its_metrics_have_no_name() -> No
 
 def test_every_named_set_has_its_own_mean_and_pass_at_k() -> None:
     engine = Answers({EASY[0]: [7, 7, 7, 7], EASY[1]: [1, 7, 1, 1], HARD[0]: [1, 1, 7, 7]})
-    answering = Answering(samples=4, temperature=0.5, pass_at=(1, 2, 4))
+    answering = Answering(samples=4, sampling=Sampling(0.5), pass_at=(1, 2, 4))
     found = Evaluate({"easy": EASY, "hard": HARD}, seven, answering, every=0, last=1).evaluate(
         Trainer(engine)
     )
@@ -86,12 +86,12 @@ def test_every_named_set_has_its_own_mean_and_pass_at_k() -> None:
         "eval_hard_pass_at_2": 5 / 6, "eval_hard_pass_at_4": 1.0, "eval_hard_half": 0.25,
     }  # fmt: skip
     assert {name: found[name] for name in expected} == pytest.approx(expected)
-    assert {temperature for _, _, temperature in engine.asked} == {0.5}
+    assert {sampling for _, _, sampling in engine.asked} == {Sampling(0.5)}
 
 
 def test_an_answer_passes_by_the_part_that_is_named() -> None:
     engine = Answers({HARD[0]: [7, 1]})
-    answering = Answering(samples=2, temperature=1.0, pass_at=(2,), accuracy="half")
+    answering = Answering(samples=2, sampling=Sampling(1.0), pass_at=(2,), accuracy="half")
     assert (
         Evaluate({"": HARD}, seven, answering, every=0, last=1).evaluate(Trainer(engine))[
             "eval_pass_at_2"
@@ -108,7 +108,9 @@ def test_a_seed_belongs_to_a_prompt_and_a_sample_whatever_else_is_asked() -> Non
         ({"a": EASY}, 2),
         ({"a": EASY}, 2),
     ):
-        Evaluate(sets, seven, Answering(samples, 1.0), every=0, last=1).evaluate(Trainer(engine))
+        Evaluate(sets, seven, Answering(samples, Sampling(1.0)), every=0, last=1).evaluate(
+            Trainer(engine)
+        )
     seeds = [seed for _, seed, _ in engine.asked]
     both, alone, fewer, again = seeds[:9], seeds[9:15], seeds[15:19], seeds[19:]
     assert both[:6] == alone
@@ -168,14 +170,14 @@ def training(evaluate: bool) -> tuple[list[dict[str, float]], list[dict[str, flo
     torch.manual_seed(3)
     engine = Alone(RolloutConfig(max_response_tokens=6), vocabulary=50, stop_ids=[1])
     policy, notes = Counter(engine), Notes()
-    answering = Answering(samples=3, temperature=1.0, pass_at=(2,))
+    answering = Answering(samples=3, sampling=Sampling(1.0), pass_at=(2,))
     observers = (
         [Evaluate({"": EASY, "hard": HARD}, moody, answering, every=1, last=4)] if evaluate else []
     )
     prompts = [Prompt((i,), index=i) for i in range(5)]
     PPOTrainer(
         engine=engine, weights=policy, reward=moody, maker=ExperienceMaker(policy),
-        learner=Learner(policy, policy_loss()), sampling=Sampling(4, 1.0, seed=0), callbacks=[*observers, notes],
+        learner=Learner(policy, policy_loss()), sampling=StepSampling(4, 1.0, seed=0), callbacks=[*observers, notes],
     ).fit(PromptOrder(prompts, batch_size=3, seed=0), steps=4)  # fmt: skip
     timeless = [{k: v for k, v in step.items() if "seconds" not in k} for step in notes.metrics]
     evaluated = [{k: v for k, v in step.items() if k.startswith("eval_")} for step in timeless]

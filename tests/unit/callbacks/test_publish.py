@@ -1,4 +1,9 @@
+import json
+import os
 import socket
+import sqlite3
+import subprocess
+import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -7,7 +12,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from rftmega.callbacks.publish import Prometheus, WandB
+from rftmega.callbacks.publish import MLflow, Prometheus, WandB
 from rftmega.config import RewardConfig, RunConfig, TrainerConfig, without_secrets
 from rftmega.errors import ConfigError
 
@@ -76,3 +81,64 @@ def test_wandb_writes_offline_without_a_network_and_no_command_line(
     assert not [
         path for path in tmp_path.rglob("*") if path.is_file() and b"s3cr3t" in path.read_bytes()
     ]
+
+
+def test_mlflow_has_the_options_and_every_step_and_a_resumed_run_goes_on_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_ALLOW_FILE_STORE"):
+        monkeypatch.setenv(name, "")  # and back to what it was, at the end
+    output = tmp_path / "run"
+    reward = RewardConfig(remote_url="http://me:s3cr3t@host")
+    config = RunConfig(trainer=TrainerConfig(output=str(output), steps=7), reward=reward)
+    first = MLflow("an experiment", config)
+    first.on_start(TRAINER, {"eval_reward": 0.5})
+    first.on_step(SimpleNamespace(step=1), {"loss": 3.0})
+    first.on_end(SimpleNamespace(stopped=True))
+    assert first.client.get_run(first.run).info.status == "KILLED"
+    second = MLflow("an experiment", config)
+    second.on_start(SimpleNamespace(step=1, resumed=True), {})
+    second.on_step(SimpleNamespace(step=2), {"loss": 1.5, "grad_norm": float("nan")})
+    second.on_end(SimpleNamespace(stopped=False))
+    client = mlflow.MlflowClient(f"file://{output}/mlruns")
+    (run,) = client.search_runs([client.get_experiment_by_name("an experiment").experiment_id])
+    assert (run.info.run_name, run.info.status) == ("run", "FINISHED")
+    history = client.get_metric_history(run.info.run_id, "loss")
+    assert [(point.step, point.value) for point in history] == [(1, 3.0), (2, 1.5)]
+    assert run.data.params["trainer.steps"] == "7"
+    assert not [
+        path for path in tmp_path.rglob("*") if path.is_file() and b"s3cr3t" in path.read_bytes()
+    ]
+
+
+TRACKED = """
+import sys
+from types import SimpleNamespace
+from rftmega.callbacks.publish import Trackio
+from rftmega.config import RunConfig, TrainerConfig
+step, resumed = int(sys.argv[1]), sys.argv[2] == "resumed"
+writer = Trackio("a-project", RunConfig(trainer=TrainerConfig(output="run", steps=7)))
+writer.on_start(SimpleNamespace(step=step, resumed=resumed), {} if resumed else {"eval_reward": 0.5})
+writer.on_step(SimpleNamespace(step=step + 1), {"loss": 3.0 / (step + 1)})
+writer.on_end(None)
+"""
+
+
+def test_trackio_has_every_step_and_a_resumed_run_goes_on_there(tmp_path: Path) -> None:
+    pytest.importorskip("trackio")
+    for given in (("0", "anew"), ("1", "resumed")):
+        environment = os.environ | {"TRACKIO_DIR": str(tmp_path / "kept")}
+        command = [sys.executable, "-c", TRACKED, *given]
+        subprocess.run(
+            command, env=environment, cwd=tmp_path, check=True, timeout=120, capture_output=True
+        )
+    with sqlite3.connect(tmp_path / "kept/a-project.db") as kept:
+        rows = kept.execute("select run_name, step, metrics from metrics order by id").fetchall()
+        (config,) = kept.execute("select config from configs").fetchall()
+    name = (tmp_path / "run/trackio.id").read_text()
+    assert {run for run, _, _ in rows} == {name}
+    found = [(step, json.loads(metrics)) for _, step, metrics in rows]
+    assert found[:2] == [(0, {"eval_reward": 0.5}), (1, {"loss": 3.0})]
+    assert found[-1] == (2, {"loss": 1.5})
+    assert json.loads(config[0])["trainer"]["steps"] == 7

@@ -38,7 +38,7 @@ from rftmega.parallel import nodes, process_group
 from rftmega.parallel.process_group import World
 from rftmega.rollout import servers
 from rftmega.strategy import reinforcement, supervised
-from rftmega.types import Metrics, Prompt, TokenStats, TokenValues
+from rftmega.types import Metrics, Prompt, Sampling, TokenStats, TokenValues
 from tests.rollouts import Alone
 
 WORDS, STOP = 4, 3
@@ -211,16 +211,14 @@ class Strategy:
         prompts: Sequence[Prompt],
         *,
         seeds: Sequence[int],
-        temperature: float,
+        sampling: Sampling,
         reward: Any = None,
         enough: Any = None,
         expected_lengths: Any = None,
     ) -> Any:
         """With `enough` the first so many, one more each time."""
-        self.seen.append(
-            ("asked", [prompt.token_ids for prompt in prompts], list(seeds), temperature)
-        )
-        answers = self.inner.generate(prompts, seeds=seeds, temperature=temperature)
+        self.seen.append(("asked", [prompt.token_ids for prompt in prompts], list(seeds), sampling))
+        answers = self.inner.generate(prompts, seeds=seeds, sampling=sampling)
         if enough is None:
             return answers
         if reward is not None:

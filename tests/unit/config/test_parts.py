@@ -162,6 +162,16 @@ def test_every_former_name_is_refused_with_one_that_there_is(path: Path) -> None
         path.write_text("model: {path: x}\n")
 
 
+def test_other_systems_options_that_truncate_sampling_are_refused_with_where_they_may_be(
+    path: Path,
+) -> None:
+    for name in ("top_p", "top_k", "min_p"):
+        said = refusal(path, f"rollout.{name}=0.9")
+        assert "sampled from the whole vocabulary" in said
+        assert f"trainer.eval_{name}" in said
+        assert f"trainer.eval_{name}" in options()
+
+
 def test_every_former_type_is_refused_with_one_that_there_is(path: Path) -> None:
     for (name, former), now in RENAMED_TYPES.items():
         assert now in unions()[name.removesuffix(".type")]

@@ -42,8 +42,11 @@ def test_a_layer_behind_the_last_is_refused(variant: str, tmp_path: Path) -> Non
         check(folder)
 
 
-def test_a_layer_that_predicts_a_second_token_is_left_out_and_told(tmp_path: Path) -> None:
-    folder = save_tiny(tmp_path, "deepseek-v3")
+@pytest.mark.parametrize("variant", ["deepseek-v3", "glm4-moe"])
+def test_a_layer_that_predicts_a_second_token_is_left_out_and_told(
+    variant: str, tmp_path: Path
+) -> None:
+    folder = save_tiny(tmp_path, variant)
     added = with_predictor(folder, 4)
     check(folder)
     assert sorted(left_out(read_hf_config(folder), HFFolder(folder).names)) == added

@@ -1,5 +1,7 @@
 """HF -> shards -> HF, on fake ranks: no processes, no Megatron."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -22,7 +24,7 @@ from rftmega.converters import (
 from rftmega.errors import CheckpointError, WeightMismatch
 
 
-def rule_of(kind: str, shapes: list[tuple[int, ...]], **settings: int) -> Rule:
+def rule_of(kind: str, shapes: list[tuple[int, ...]], **settings: Any) -> Rule:
     kinds = {
         "replicated": Replicated,
         "column": Column,
@@ -88,7 +90,10 @@ def test_every_kind_of_rule_comes_back_byte_for_byte(
     round_trip(rule_of("vocabulary", [(vocabulary, other)]), ranks)
     inputs = () if bias else (other,)
     rows = [groups * queries * head, groups * head, groups * head]
+    round_trip(rule_of("column", [(2 * size, *inputs)], fused=(size, size)), ranks)
     if sum(rows) % ranks == 0:
+        fused = rule_of("qkv", [(sum(rows), *inputs)], groups=groups, fused=tuple(rows))
+        round_trip(fused, ranks)
         round_trip(rule_of("qkv", [(row, *inputs) for row in rows], groups=groups), ranks)
 
 
@@ -105,6 +110,27 @@ def test_a_shard_of_gate_and_up_is_a_block_of_each() -> None:
     rule = rule_of("column", [(4,), (4,)])
     parts = [torch.arange(4.0), torch.arange(10.0, 14.0)]
     assert shard(rule, parts, 1, 2).tolist() == [2, 3, 12, 13]
+
+
+@settings(deadline=None, max_examples=50)
+@given(ranks=st.sampled_from([1, 2, 4]), queries=st.integers(1, 3), bias=st.booleans())
+def test_a_shard_of_a_fused_tensor_is_that_of_its_parts(
+    ranks: int, queries: int, bias: bool
+) -> None:
+    inputs = () if bias else (3,)
+    for kind, rows, more in (
+        ("qkv", [8 * queries, 8, 8], {"groups": 2}),
+        ("column", [12, 12], {}),
+    ):
+        apart = rule_of(kind, [(row, *inputs) for row in rows], **more)
+        fused = rule_of(kind, [(sum(rows), *inputs)], fused=tuple(rows), **more)
+        parts = distinct(apart)
+        if sum(rows) % ranks:
+            continue
+        for rank in range(ranks):
+            assert torch.equal(
+                shard(fused, [torch.cat(parts)], rank, ranks), shard(apart, parts, rank, ranks)
+            )
 
 
 def test_vocabulary_padding_is_zero_rows_at_the_end() -> None:

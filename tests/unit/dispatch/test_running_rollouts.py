@@ -21,7 +21,7 @@ from rftmega.interfaces import Model
 from rftmega.requests.order import RequestOrder
 from rftmega.rollout import Engine, ScriptedEngine
 from rftmega.rollout.transformers import TransformersEngine
-from rftmega.types import Completion, Prompt, Rollout, Trajectory
+from rftmega.types import Completion, Prompt, Rollout, Sampling, Trajectory
 from tests.tiny_models import save_tiny
 from tests.two_turns import TwoTurns, expected
 
@@ -40,7 +40,7 @@ def scripted(slots: int = 3) -> ScriptedEngine:
 def rollouts_of(
     engine: Engine, environment: Any, stop: Any = lambda: False, loop: Any = None
 ) -> list[Rollout]:
-    tasks = Tasks(PROMPTS, SEEDS, [1.0] * len(PROMPTS), 1.0)
+    tasks = Tasks(PROMPTS, SEEDS, [1.0] * len(PROMPTS), Sampling(1.0))
     queue = Dealt(RequestOrder([list(range(len(PROMPTS)))], []), 0, slots=engine.slots)
     with PendingRequests(engine, tasks, queue, environment, None, loop=loop) as pending:
         pending.go_on(stop)
@@ -50,7 +50,7 @@ def rollouts_of(
 
 def alone(engine: Engine) -> list[Trajectory]:
     def answer(ids: Sequence[int], seed: int) -> Any:
-        return engine.generate([Prompt(tuple(ids))], seeds=[seed], temperature=1.0)[0]
+        return engine.generate([Prompt(tuple(ids))], seeds=[seed], sampling=Sampling(1.0))[0]
 
     return expected(PROMPTS, SEEDS, answer)
 
@@ -62,7 +62,7 @@ def test_rollouts_of_two_turns_are_those_of_a_model_asked_one_at_a_time(seconds:
     found = rollouts_of(engine, TwoTurns(seconds))
     assert [rollout.trajectories for rollout in found] == [(each,) for each in rightly]
     (one,) = found[0].trajectories
-    first = engine.generate(PROMPTS[:1], seeds=SEEDS[:1], temperature=1.0)[0]
+    first = engine.generate(PROMPTS[:1], seeds=SEEDS[:1], sampling=Sampling(1.0))[0]
     begin = 3 + len(first.token_ids)
     assert one.loss_mask.tolist()[:3] == [False] * 3
     assert one.loss_mask.tolist()[begin : begin + 2] == [False, False]
@@ -94,10 +94,10 @@ def test_the_engine_works_for_the_others_while_one_waits_for_its_tool() -> None:
 
 def test_a_rollout_of_one_turn_takes_no_step_more_than_the_engine_alone() -> None:
     engine, plain = scripted(), scripted()
-    plain.generate(PROMPTS, seeds=SEEDS, temperature=1.0)
+    plain.generate(PROMPTS, seeds=SEEDS, sampling=Sampling(1.0))
     found = rollouts_of(engine, SingleTurnEnvironment())
     assert engine.steps == plain.steps
-    again = plain.generate(PROMPTS, seeds=SEEDS, temperature=1.0)
+    again = plain.generate(PROMPTS, seeds=SEEDS, sampling=Sampling(1.0))
     assert [rollout.response_ids for rollout in found] == [list(each.token_ids) for each in again]
 
 
@@ -227,7 +227,7 @@ class StartsSlowly:
 
 def test_rollouts_that_wait_before_they_ask_are_not_all_begun_at_once() -> None:
     engine = scripted(slots=1)
-    tasks = Tasks(PROMPTS, SEEDS, [1.0] * len(PROMPTS), 1.0)
+    tasks = Tasks(PROMPTS, SEEDS, [1.0] * len(PROMPTS), Sampling(1.0))
     order = RequestOrder([[0]], [[place] for place in range(1, 9)])
     queue = Counted(order, 0, board=dist.HashStore(), name="count")
     with PendingRequests(engine, tasks, queue, StartsSlowly(), None) as pending:

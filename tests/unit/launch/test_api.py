@@ -11,9 +11,9 @@ import pytest
 
 import rftmega
 from rftmega.config import load
-from rftmega.config.functions import function_of
 from rftmega.errors import ConfigError
 from rftmega.launch import api
+from rftmega.user_code.functions import function_of
 
 
 def test_importing_rftmega_and_its_train_costs_nothing() -> None:

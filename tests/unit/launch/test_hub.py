@@ -11,6 +11,8 @@ import pytest
 from tests.hub_server import hub
 from tests.tiny_models import save_tiny
 
+# vLLM's engine sets the first in the processes that import it
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
 PROGRAM = """
 import json, sys
 from rftmega.config import RunConfig, DataConfig, ModelConfig
@@ -35,7 +37,7 @@ def asked(
         [sys.executable, "-c", PROGRAM, *given],
         capture_output=True,
         text=True,
-        env=os.environ | own | environment,
+        env=ENVIRONMENT | own | environment,
         cwd=where,
         timeout=120,
         check=False,
@@ -128,10 +130,114 @@ def test_the_program_takes_names_of_the_hub(repositories: dict[str, Path], tmp_p
             [sys.executable, "-m", "rftmega", "train", "run.yaml", "--dry-run", "--processes", "2"],
             capture_output=True,
             text=True,
-            env=os.environ | {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "cache")},
+            env=ENVIRONMENT | {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "cache")},
             cwd=tmp_path,
             timeout=120,
             check=False,
         )
     assert done.returncode == 0, done.stderr
     assert "processes   2 = " in done.stdout
+
+
+UPLOADING = """
+import json, logging, sys
+from rftmega.config import ModelConfig, RunConfig, TrainerConfig
+from rftmega.observe.model_card import write_model_card
+from rftmega.errors import ConfigError
+from rftmega.launch.hub_upload import claim, upload
+from pathlib import Path
+logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
+cached = "cache/models--Qwen--Qwen3-0.6B/snapshots/0123abc"
+config = RunConfig(
+    model=ModelConfig(path=cached), trainer=TrainerConfig(output="run", push_to_hub="org/mine", steps=7)
+)
+try:
+    claim(config)
+except ConfigError as error:
+    sys.exit(f"refused: {error}")
+if "claim" not in sys.argv:
+    write_model_card(config, Path("run/metrics.jsonl"))
+    upload(config)
+"""
+
+
+def uploading(
+    where: Path, address: str, *given: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    own = {"HF_ENDPOINT": address, "HF_HOME": str(where / "cache"), "HF_HUB_DISABLE_XET": "1"}
+    return subprocess.run(
+        [sys.executable, "-c", UPLOADING, *given],
+        capture_output=True,
+        text=True,
+        env=ENVIRONMENT | own | environment,
+        cwd=where,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """The output of a run of seven steps."""
+    save_tiny(tmp_path / "run/policy", "qwen3")
+    (tmp_path / "run/policy/.rftmega-export").touch()
+    steps: list[dict[str, float | None]] = [
+        {"step": 0, "time": 1.0, "eval_exact_match": 0.25, "eval_seconds": 3.0},
+        {"step": 1, "time": 2.0, "reward": 0.125, "push_bytes": 5.0},
+        {"step": 7, "time": 3.0, "reward": None, "eval_exact_match": 0.75},
+    ]
+    lines = "".join(json.dumps(step) + "\n" for step in steps)
+    (tmp_path / "run/metrics.jsonl").write_text(lines)
+    return tmp_path / "run"
+
+
+def test_a_trained_model_is_uploaded_with_a_card_of_its_figures_and_options(
+    run: Path, tmp_path: Path
+) -> None:
+    received: dict[str, bytes] = {}
+    with hub({}, token="mine", received=received) as (address, requests):
+        done = uploading(tmp_path, address, HF_TOKEN="mine")
+    assert done.returncode == 0, done.stderr
+    posted = [request for request in requests if request.startswith("POST")]
+    assert posted[0] == "POST /api/repos/create"
+    assert f"The model is at {address}/org/mine" in done.stdout
+    weights = (run / "policy/model.safetensors").read_bytes()
+    assert received["org/mine/model.safetensors"] == weights
+    assert "org/mine/.rftmega-export" not in received
+    card = received["org/mine/README.md"].decode()
+    assert card.startswith("---\nlibrary_name: transformers\n")
+    assert "base_model: Qwen/Qwen3-0.6B\n" in card
+    assert "`Qwen/Qwen3-0.6B` (revision 0123abc) by reinforcement learning, 7 steps" in card
+    assert "| eval_exact_match | 0.25 (step 0) | 0.75 (step 7) |\n" in card
+    assert "| reward | 0.125 (step 1) | 0.125 (step 1) |" in card
+    assert "push_bytes" not in card
+    assert "eval_seconds" not in card
+    assert "trainer.steps: 7\n" in card
+    assert "trainer.seed" not in card
+
+
+def test_a_repository_that_can_not_be_made_stops_the_run_before_it_begins(
+    run: Path, tmp_path: Path
+) -> None:
+    with hub({}, token="mine") as (address, _):
+        refused = uploading(tmp_path, address, "claim", HF_TOKEN="other").stderr
+        offline = uploading(tmp_path, address, "claim", HF_HUB_OFFLINE="1").stderr
+    assert "trainer.push_to_hub=org/mine: the hub lets this account (HF_TOKEN) make no" in refused
+    assert "trainer.push_to_hub=org/mine needs a network, and HF_HUB_OFFLINE is set" in offline
+    gone = uploading(tmp_path, address, "claim").stderr
+    assert "the hub can't be reached" in gone
+    assert "hf upload org/mine run/policy --exclude .rftmega-export" in gone
+
+
+def test_an_upload_that_fails_says_how_to_do_it_again(run: Path, tmp_path: Path) -> None:
+    broken = UPLOADING.replace(
+        "    upload(config)", "    Path('run/policy').rename('elsewhere'); upload(config)"
+    )
+    with hub({}) as (address, _):
+        done = subprocess.run(
+            [sys.executable, "-c", broken], capture_output=True, text=True, cwd=tmp_path, timeout=120,
+            env=ENVIRONMENT | {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "cache")}, check=False,
+        )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "The model is not uploaded: " in done.stdout
+    assert "hf upload org/mine run/policy" in done.stdout

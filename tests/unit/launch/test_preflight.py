@@ -14,6 +14,7 @@ from rftmega.hf_folders.export_folder import MARK
 from rftmega.launch import preflight as checks
 from rftmega.launch.preflight import preflight
 from rftmega.model_providers.installed import Installed
+from tests.block_scales import quantise_folder
 from tests.tiny_decoders import save_decoder
 from tests.tiny_models import save_tiny
 
@@ -239,7 +240,7 @@ def test_a_model_of_no_table_is_let_through_under_fsdp_unless_its_angles_change(
     tmp_path: Path,
 ) -> None:
     config = config_of(tmp_path, "qwen3", P(), "scripted")
-    folder = save_decoder(tmp_path / "other", "olmo2")
+    folder = save_decoder(tmp_path / "other", "granite")
     config = replace(config, backend="fsdp", model=ModelConfig(path=str(folder)))
     preflight(config, 4)
     with pytest.raises(ConfigError, match="model_type"):
@@ -250,3 +251,16 @@ def test_a_model_of_no_table_is_let_through_under_fsdp_unless_its_angles_change(
     (folder / "config.json").write_text(json.dumps(fields))
     with pytest.raises(ConfigError, match="rope_type=dynamic"):
         preflight(config, 4)
+
+
+def test_weights_are_written_quantised_only_where_the_models_are(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "deepseek-v3", P(), "scripted")
+    config.trainer.export_quantised = True
+    with pytest.raises(ConfigError, match="has no 8-bit weights with scales"):
+        preflight(config, 1)
+    quantise_folder(tmp_path, tmp_path / "quantised", (16, 32))
+    config.model.path = str(tmp_path / "quantised")
+    preflight(config, 1)
+    config.trainer.export = False
+    with pytest.raises(ConfigError, match="export_quantised=true needs trainer.export=true"):
+        preflight(config, 1)

@@ -20,6 +20,7 @@ from rftmega.errors import EngineError
 from rftmega.lightrft.strategy import EngineStatus, StrategyBase, is_actor
 from rftmega.rollout import ScriptedEngine
 from rftmega.rollout import base as rollout_base
+from rftmega.types import Sampling
 
 
 class Plain(StrategyBase):
@@ -442,12 +443,12 @@ def test_a_setting_that_would_be_dropped_is_refused(sampling: Any, why: str) -> 
 
 
 def test_the_temperature_reaches_the_engine() -> None:
-    seen: list[float] = []
+    seen: list[Sampling] = []
 
     class Watched(ScriptedEngine):
-        def _answer(self, requests: Any, temperature: float) -> None:
-            seen.append(temperature)
-            super()._answer(requests, temperature)
+        def _answer(self, requests: Any, sampling: Sampling) -> None:
+            seen.append(sampling)
+            super()._answer(requests, sampling)
 
     made = with_engine()
     made.inference_engine = Watched(
@@ -460,4 +461,4 @@ def test_the_temperature_reaches_the_engine() -> None:
         {},
     ):
         made.engine_generate_local(sampling, [1])
-    assert seen == [0.5, 0.0, 1.0]
+    assert seen == [Sampling(0.5), Sampling(0.0), Sampling(1.0)]

@@ -16,6 +16,12 @@ LLAMA3_SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0
                   "rope_type": "llama3"}  # fmt: skip
 YARN = {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
         "original_max_position_embeddings": 4096, "type": "yarn"}  # fmt: skip
+FP8 = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "quant_method": "fp8",
+    "weight_block_size": [128, 128],
+}
 PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {  # name -> (parameters, the fields that matter)
     "Llama-3.1-8B": (8_030_261_248, {
         "model_type": "llama", "attention_bias": False, "eos_token_id": [128001, 128008, 128009], "hidden_size": 4096,
@@ -60,13 +66,46 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {  # name -> (parameters, the
         "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4, "output_router_logits": False,
         "rope_scaling": None, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": None,
         "tie_word_embeddings": False, "use_sliding_window": False, "vocab_size": 151936}),
-    "DeepSeek-V3, in bf16": (671_026_404_352, {
+    "Seed-OSS-36B-Base": (36_151_104_512, {
+        "model_type": "seed_oss", "attention_bias": True, "attention_dropout": 0.1, "attention_out_bias": False, "head_dim": 128,
+        "hidden_size": 5120, "intermediate_size": 27648, "max_position_embeddings": 524288, "mlp_bias": False,
+        "num_attention_heads": 80, "num_hidden_layers": 64, "num_key_value_heads": 8, "pad_token_id": 1,
+        "residual_dropout": 0.1, "rope_scaling": {"rope_type": "default"}, "rope_theta": 10000000.0,
+        "tie_word_embeddings": False, "vocab_size": 155136}),
+    "phi-4": (14_659_507_200, {
+        "model_type": "phi3", "attention_bias": False, "embd_pdrop": 0.0, "hidden_size": 5120, "intermediate_size": 17920,
+        "max_position_embeddings": 16384, "num_attention_heads": 40, "num_hidden_layers": 40, "num_key_value_heads": 10,
+        "original_max_position_embeddings": 16384, "resid_pdrop": 0.0, "rope_scaling": None, "rope_theta": 250000,
+        "sliding_window": None, "tie_word_embeddings": False, "vocab_size": 100352}),
+    "OLMo-2-1124-7B": (7_298_617_344, {
+        "model_type": "olmo2", "attention_bias": False, "hidden_size": 4096, "intermediate_size": 11008,
+        "max_position_embeddings": 4096, "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32,
+        "pad_token_id": 100277, "rope_scaling": None, "rope_theta": 500000, "tie_word_embeddings": False, "vocab_size": 100352}),
+    "GLM-4.5-Air": (106_852_245_504, {
+        "model_type": "glm4_moe", "attention_bias": True, "first_k_dense_replace": 1, "head_dim": 128, "hidden_size": 4096,
+        "intermediate_size": 10944, "max_position_embeddings": 131072, "moe_intermediate_size": 1408, "n_group": 1,
+        "n_routed_experts": 128, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 96,
+        "num_experts_per_tok": 8, "num_hidden_layers": 46, "num_key_value_heads": 8, "num_nextn_predict_layers": 1,
+        "partial_rotary_factor": 0.5, "rope_scaling": None, "rope_theta": 1000000, "routed_scaling_factor": 1.0,
+        "tie_word_embeddings": False, "topk_group": 1, "use_qk_norm": False, "vocab_size": 151552}),
+    "Kimi-K2": (1_026_408_209_408, {
+        "model_type": "kimi_k2", "attention_bias": False, "auto_map": {}, "aux_loss_alpha": 0.001, "ep_size": 1,
+        "first_k_dense_replace": 1, "hidden_size": 7168, "intermediate_size": 18432, "kv_lora_rank": 512,
+        "max_position_embeddings": 131072, "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 1,
+        "n_routed_experts": 384, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 64,
+        "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 64, "num_nextn_predict_layers": 0,
+        "pretraining_tp": 1, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "quantization_config": FP8,
+        "rope_scaling": YARN | {"beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0}, "rope_theta": 50000.0,
+        "routed_scaling_factor": 2.827, "scoring_func": "sigmoid", "seq_aux": True, "tie_word_embeddings": False,
+        "topk_group": 1, "topk_method": "noaux_tc", "v_head_dim": 128, "vocab_size": 163840}),
+    "DeepSeek-V3": (671_026_404_352, {
         "model_type": "deepseek_v3", "attention_bias": False, "auto_map": {}, "aux_loss_alpha": 0.001, "ep_size": 1,
         "first_k_dense_replace": 3, "hidden_size": 7168, "intermediate_size": 18432, "kv_lora_rank": 512,
         "max_position_embeddings": 163840, "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 8,
         "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 128,
         "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1,
-        "pretraining_tp": 1, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rope_scaling": YARN,
+        "pretraining_tp": 1, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "quantization_config": FP8,
+        "rope_scaling": YARN,
         "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "seq_aux": True,
         "tie_word_embeddings": False, "topk_group": 4, "topk_method": "noaux_tc", "v_head_dim": 128, "vocab_size": 129280}),
 }  # fmt: skip

@@ -4,6 +4,7 @@ import math
 from collections import defaultdict
 from copy import deepcopy
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from rftmega.config import ParallelConfig
 from rftmega.converters import table
 from rftmega.model_providers.description import describe, layout_violations
+from rftmega.planning.engine_needs import needed_boxes
 from rftmega.planning.push_plan import Engines, placements
 from rftmega.shards import Box
 from rftmega.weights.plan import Balance
@@ -203,3 +205,29 @@ def test_what_is_held_and_what_arrives_is_exactly_what_is_needed(
 
 def cut(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     return tensor[tuple(slice(start, stop) for start, stop in box)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 16])  # 16: two ranks share a key-value head
+def test_an_engine_needs_of_a_fused_tensor_what_it_needs_of_its_parts(ranks: int) -> None:
+    apart = DENSE | {"model_type": "llama", "tie_word_embeddings": False}
+    tables = table(apart | {"model_type": "phi3"}), table(apart)
+    fused = 0
+    for one, other in zip(*tables, strict=True):
+        assert one.megatron == other.megatron
+        fused += bool(one.fused)
+        begins = [0, *accumulate(tensor.shape[0] for tensor in other.hf)]
+        for rank in range(ranks):
+            wanted = {
+                (begins[part] + row, columns)
+                for part, ((start, stop), *columns_of) in needed_boxes(other, rank, ranks)
+                for row in range(start, stop)
+                for columns in [tuple(columns_of)]
+            }
+            found = {
+                (row, columns)
+                for _, ((start, stop), *columns_of) in needed_boxes(one, rank, ranks)
+                for row in range(start, stop)
+                for columns in [tuple(columns_of)]
+            }
+            assert found == wanted
+    assert fused == 2

@@ -173,8 +173,8 @@ def test_gathers_take_time_only_beyond_the_computation(tmp_path: Path) -> None:
 
 
 def test_a_family_that_no_table_knows_is_planned_too(tmp_path: Path) -> None:
-    """OLMo 2: weights of the engine by shape, free disk space by count."""
-    folder = save_decoder(tmp_path, "olmo2")
+    """Granite: weights of the engine by shape, free disk space by count."""
+    folder = save_decoder(tmp_path, "granite")
     config = config_of(folder, P(), dtype="float32")
     config.checkpoint.every = 5
     planned = models_of(config)[POLICY]
@@ -209,10 +209,10 @@ def test_a_backend_is_recommended_for_a_reason(tmp_path: Path) -> None:
     assert many.backend == "megatron"
     assert "times as long" in many.why
     assert min(best.seconds for best in many.best.values()) > 0
-    (tmp_path / "olmo").mkdir()
-    unknown = recommended(config_of(save_decoder(tmp_path / "olmo", "olmo2"), P()), machine(8))
+    (tmp_path / "granite").mkdir()
+    unknown = recommended(config_of(save_decoder(tmp_path / "granite", "granite"), P()), machine(8))
     assert unknown.backend == "fsdp"
-    assert "olmo2" in unknown.why
+    assert "granite" in unknown.why
     sparse = recommended(example("deepseek-v3"), machine(512))
     assert sparse.backend == "megatron"
     assert sparse.best["fsdp"].changes is not None

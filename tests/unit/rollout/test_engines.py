@@ -13,7 +13,7 @@ from rftmega.errors import EngineError, WeightMismatch
 from rftmega.requests import PromptBatch, Request
 from rftmega.rollout import Engine, EngineStatus, ScriptedEngine
 from rftmega.rollout.transformers import TransformersEngine
-from rftmega.types import Completion, Prompt
+from rftmega.types import Completion, Prompt, Sampling
 from tests.tiny_models import save_tiny, transformers_logits
 
 CONFIG = RolloutConfig(max_response_tokens=6)
@@ -28,14 +28,16 @@ def scripted() -> ScriptedEngine:
 
 def test_scripted_answers_depend_on_their_own_seed_alone() -> None:
     engine = scripted()
-    one, two = engine.generate(PROMPTS, seeds=[7, 8], temperature=1.0)
-    assert engine.generate(PROMPTS[:1], seeds=[8], temperature=1.0) == [two]
+    one, two = engine.generate(PROMPTS, seeds=[7, 8], sampling=Sampling(1.0))
+    assert engine.generate(PROMPTS[:1], seeds=[8], sampling=Sampling(1.0)) == [two]
     assert one != two
     assert one.policy_version == 4
 
 
 def test_scripted_answers_end_in_the_stop_token_or_at_the_limit() -> None:
-    for answer in scripted().generate([PROMPTS[0]] * 50, seeds=list(range(50)), temperature=1.0):
+    for answer in scripted().generate(
+        [PROMPTS[0]] * 50, seeds=list(range(50)), sampling=Sampling(1.0)
+    ):
         assert len(answer.token_ids) == len(answer.logprobs)
         assert (answer.token_ids[-1] == 1) is (answer.finish_reason == "stop")
         assert len(answer.token_ids) <= 6
@@ -46,7 +48,7 @@ def test_of_every_answer_it_tells_once() -> None:
     answers = scripted().generate(
         PROMPTS,
         seeds=[1, 2],
-        temperature=1.0,
+        sampling=Sampling(1.0),
         finished=lambda at, found: told.update(zip(at, found, strict=True)),
     )
     assert [told[0], told[1]] == answers
@@ -73,7 +75,7 @@ def asks_for_more(
 ) -> tuple[list[Completion], list[int]]:
     """All answers; and for how many the engine had room, each time that it asked again."""
     asking = Asking(seeds, further)
-    engine.answer(asking, temperature=1.0)
+    engine.answer(asking, sampling=Sampling(1.0))
     return asking.completions, asking.rooms
 
 
@@ -82,7 +84,7 @@ def test_an_engine_with_room_answers_more_than_it_began_with_and_the_same() -> N
         RolloutConfig(max_response_tokens=6, max_batch=2), vocabulary=20, stop_ids=[1]
     )
     engine.load_weights([], version=4)
-    alone = engine.generate([PROMPTS[1]] * 7, seeds=list(range(7)), temperature=1.0)
+    alone = engine.generate([PROMPTS[1]] * 7, seeds=list(range(7)), sampling=Sampling(1.0))
     found, rooms = asks_for_more(engine, [0, 1], [[2], [3, 4, 5], [6]])
     assert found == alone
     assert min(rooms) >= 1 and max(rooms) == 2, "it asks when there is room, and for so many"
@@ -92,7 +94,7 @@ def test_an_engine_with_room_answers_more_than_it_began_with_and_the_same() -> N
 def test_an_engine_without_weights_refuses_to_answer() -> None:
     engine = ScriptedEngine(CONFIG, vocabulary=20, stop_ids=[1])
     with pytest.raises(EngineError, match="holds no weights"):
-        engine.generate(PROMPTS, seeds=[0, 0], temperature=1.0)
+        engine.generate(PROMPTS, seeds=[0, 0], sampling=Sampling(1.0))
 
 
 def test_sleep_drops_the_weights_and_both_ways_are_idempotent() -> None:
@@ -101,10 +103,10 @@ def test_sleep_drops_the_weights_and_both_ways_are_idempotent() -> None:
         engine.sleep()
         assert engine.status is EngineStatus.SLEEPED
     with pytest.raises(EngineError):
-        engine.generate(PROMPTS, seeds=[0, 0], temperature=1.0)
+        engine.generate(PROMPTS, seeds=[0, 0], sampling=Sampling(1.0))
     engine.load_weights([], version=5)
     # and it woke by itself
-    assert engine.generate(PROMPTS, seeds=[0, 0], temperature=1.0)[0].policy_version == 5
+    assert engine.generate(PROMPTS, seeds=[0, 0], sampling=Sampling(1.0))[0].policy_version == 5
     for _ in range(2):
         engine.wake()
         assert engine.status is EngineStatus.WAKEUP
@@ -122,7 +124,7 @@ def test_a_push_to_a_sleeping_engine_wakes_the_weights_only_and_a_second_one_not
     engine.load_weights([], version=1)
     engine.load_weights([], version=2)
     assert woken == [["weights"]]
-    engine.generate(PROMPTS, seeds=[0, 0], temperature=1.0)
+    engine.generate(PROMPTS, seeds=[0, 0], sampling=Sampling(1.0))
     assert woken == [["weights"], ["kv_cache"]]
     engine.sleep()
     engine.load_weights([], version=3)
@@ -139,7 +141,7 @@ def test_a_push_that_breaks_off_leaves_the_engine_without_a_version() -> None:
     with pytest.raises(ConnectionError):
         engine.load_weights(broken(), version=5)
     with pytest.raises(EngineError):
-        engine.generate(PROMPTS, seeds=[0, 0], temperature=1.0)
+        engine.generate(PROMPTS, seeds=[0, 0], sampling=Sampling(1.0))
 
 
 def transformers_engine(folder: Path) -> TransformersEngine:
@@ -154,7 +156,7 @@ def test_the_oracle_is_greedy_at_temperature_zero_and_reports_what_the_model_say
     folder = save_tiny(tmp_path, "qwen3-tied")
     for prompt, answer in zip(
         PROMPTS,
-        transformers_engine(folder).generate(PROMPTS, seeds=[0, 0], temperature=0.0),
+        transformers_engine(folder).generate(PROMPTS, seeds=[0, 0], sampling=Sampling(0.0)),
         strict=True,
     ):
         row = [*prompt.token_ids, *answer.token_ids]
@@ -166,7 +168,7 @@ def test_the_oracle_is_greedy_at_temperature_zero_and_reports_what_the_model_say
 
 def test_the_oracle_takes_one_when_it_is_through_with_the_last(tmp_path: Path) -> None:
     engine = transformers_engine(save_tiny(tmp_path, "llama"))
-    alone = engine.generate([PROMPTS[1]] * 4, seeds=[3, 4, 5, 6], temperature=1.0)
+    alone = engine.generate([PROMPTS[1]] * 4, seeds=[3, 4, 5, 6], sampling=Sampling(1.0))
     assert asks_for_more(engine, [3], [[4, 5], [6]]) == (alone, [1, 1, 1])
 
 
@@ -174,7 +176,10 @@ def test_the_oracle_reports_log_probs_of_the_tempered_distribution(tmp_path: Pat
     folder = save_tiny(tmp_path, "llama")
     told: list[Completion] = []
     answer = transformers_engine(folder).generate(
-        PROMPTS[:1], seeds=[3], temperature=0.5, finished=lambda at, found: told.extend(found)
+        PROMPTS[:1],
+        seeds=[3],
+        sampling=Sampling(0.5),
+        finished=lambda at, found: told.extend(found),
     )[0]
     assert told == [answer]
     row = [*PROMPTS[0].token_ids, *answer.token_ids]
@@ -226,7 +231,9 @@ def chosen_by_hand(config: Any, gate: Any, hidden: torch.Tensor) -> list[list[in
     return chosen
 
 
-@pytest.mark.parametrize("variant", ["qwen3-moe", "qwen2-moe", "mixtral", "deepseek-v3"])
+@pytest.mark.parametrize(
+    "variant", ["qwen3-moe", "qwen2-moe", "mixtral", "deepseek-v3", "glm4-moe"]
+)
 def test_the_oracle_takes_experts_one_by_one_and_tells_where_each_token_went(
     variant: str, tmp_path: Path
 ) -> None:
@@ -240,7 +247,7 @@ def test_the_oracle_takes_experts_one_by_one_and_tells_where_each_token_went(
         )
     for prompt, answer in zip(
         PROMPTS,
-        transformers_engine(folder).generate(PROMPTS, seeds=[0, 0], temperature=0.0),
+        transformers_engine(folder).generate(PROMPTS, seeds=[0, 0], sampling=Sampling(0.0)),
         strict=True,
     ):
         row = [*prompt.token_ids, *answer.token_ids]
@@ -265,7 +272,7 @@ def test_the_oracle_takes_experts_one_by_one_and_tells_where_each_token_went(
 
 def test_a_dense_model_has_no_routes(tmp_path: Path) -> None:
     (answer, _) = transformers_engine(save_tiny(tmp_path, "qwen3")).generate(
-        PROMPTS, seeds=[0, 0], temperature=0.0
+        PROMPTS, seeds=[0, 0], sampling=Sampling(0.0)
     )
     assert answer.routes is None
 

@@ -7,7 +7,7 @@ from rftmega.config import RolloutConfig
 from rftmega.requests.order import RequestOrder, Waiting, ordered
 from rftmega.rollout import ScriptedEngine
 from rftmega.trainer.expected_lengths import ExpectedLengths
-from rftmega.types import Completion, Prompt, Rollout
+from rftmega.types import Completion, Prompt, Rollout, Sampling
 from tests.rollouts import answered
 
 
@@ -44,7 +44,7 @@ def steps_of(orders: list[list[int]], lengths: list[int], *, slots: int) -> int:
         engine = AsLongAsItsSeed(RolloutConfig(max_batch=slots), vocabulary=9, stop_ids=[3])
         engine.load_weights([], version=0)
         found = engine.generate(
-            [Prompt((1,))] * len(places), seeds=[lengths[p] for p in places], temperature=1.0
+            [Prompt((1,))] * len(places), seeds=[lengths[p] for p in places], sampling=Sampling(1.0)
         )
         assert [len(answer.token_ids) for answer in found] == [lengths[p] for p in places]
         taken.append(engine.steps)

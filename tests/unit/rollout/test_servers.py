@@ -20,6 +20,7 @@ from rftmega.requests import Request
 from rftmega.rollout import door, servers
 from rftmega.rollout import server as server_module
 from rftmega.rollout.servers import ServerEngine
+from rftmega.types import Sampling
 from tests.tiny_vision import save_tiny_vision
 
 
@@ -211,7 +212,7 @@ def test_an_answer_to_a_prompt_that_was_expanded_otherwise_is_refused(tmp_path: 
     def asked(server: Expanding) -> list[int]:
         engine = engine_of(server)
         engine.version = 3
-        asking = engine._asked(server, None, request, temperature=1.0)  # type: ignore[arg-type]
+        asking = engine._asked(server, None, request, sampling=Sampling(1.0))  # type: ignore[arg-type]
         return list(asyncio.run(asking).token_ids)
 
     right = Expanding(4)

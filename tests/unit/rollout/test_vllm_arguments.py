@@ -103,13 +103,16 @@ def test_every_request_has_parameters_that_the_engine_knows(
 
     engine._llm.llm_engine = Core()
     from rftmega.requests import PromptBatch
-    from rftmega.types import Prompt
+    from rftmega.types import Prompt, Sampling
 
     class Once(PromptBatch):
         def stopped(self) -> bool:
             return True
 
-    engine._answer(Once([Prompt((1, 2))], [7], lambda numbers, found: None), 0.7)
+    engine._answer(
+        Once([Prompt((1, 2))], [7], lambda numbers, found: None), Sampling(0.7, 0.9, 5, 0.1)
+    )
     (params,) = asked
+    assert (params.top_p, params.top_k, params.min_p) == (0.9, 5, 0.1)
     assert (params.temperature, params.seed, params.max_tokens, params.logprobs) == (0.7, 7, 28, 0)
     assert (params.stop_token_ids, params.ignore_eos, params.detokenize) == ([1], True, False)

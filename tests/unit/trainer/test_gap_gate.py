@@ -16,7 +16,7 @@ from rftmega.experience import collect, complete
 from rftmega.interfaces import OneProcess
 from rftmega.rollout import ScriptedEngine
 from rftmega.trainer.gap_gate import LIMITS, GapGate, limits_of
-from rftmega.types import Prompt, Rollout, Samples, TokenStats
+from rftmega.types import Prompt, Rollout, Samples, Sampling, TokenStats
 from tests.rollouts import rollout_of
 
 PROMPTS = [Prompt((i, i + 1)) for i in range(20)]
@@ -63,7 +63,7 @@ class Machinery:
 
 def rollout(machinery: Machinery, *, version: int) -> Samples:
     machinery.scripted.load_weights([], version=version)
-    answers = machinery.generate(PROMPTS, seeds=range(20), temperature=1.0)
+    answers = machinery.generate(PROMPTS, seeds=range(20), sampling=Sampling(1.0))
     machinery.asked.clear()
     return collect(
         PROMPTS, complete(answers), lambda *_: [{"reward": 0.0}] * 20, samples_per_prompt=1

@@ -22,7 +22,7 @@ from rftmega.rollout_arrays import selected
 from rftmega.trainer import Algorithm
 from rftmega.trainer.journal import Journal, JournaledEngine, JournaledPolicy
 from rftmega.trainer.optimizer_steps import take_steps
-from rftmega.types import Completion, Prompt, Rollout, Rows, TokenStats, Trajectory
+from rftmega.types import Completion, Prompt, Rollout, Rows, Sampling, TokenStats, Trajectory
 from tests.rollouts import Alone, answered
 from tests.tiny_models import save_tiny
 from tests.unit.callbacks.test_checkpointing import lines, read, written
@@ -104,7 +104,7 @@ class Machinery:
         prompts: Sequence[Prompt],
         *,
         seeds: Sequence[int],
-        temperature: float,
+        sampling: Sampling,
         reward: Any = None,
         enough: Any = None,
         expected_lengths: Any = None,
@@ -116,7 +116,7 @@ class Machinery:
             if self.clock.over():
                 raise Preempted(found if enough is None else None)
             self.clock.tick()
-            (answer,) = self.inner.generate([prompt], seeds=[seeds[place]], temperature=temperature)
+            (answer,) = self.inner.generate([prompt], seeds=[seeds[place]], sampling=sampling)
             found[place] = answer
             if reward is not None:
                 found[place] = replace(answer, scores=reward([prompt], [answer])[0])
@@ -361,17 +361,17 @@ def test_answers_of_a_checkpoint_before_format_4_are_rollouts_of_one_turn() -> N
     inner = Alone(RolloutConfig(max_response_tokens=4), vocabulary=9, stop_ids=[1])
     inner.load_weights([], version=4)
     engine = JournaledEngine(inner, journal)  # type: ignore[arg-type]
-    first, asked, last = engine.generate(prompts, seeds=[1, 2, 3], temperature=1.0)
+    first, asked, last = engine.generate(prompts, seeds=[1, 2, 3], sampling=Sampling(1.0))
     assert first is not None and last is not None
     own = Completion((7, 8), (-0.5, -0.25), "stop", 4)
     assert first == Rollout((Trajectory.of((1, 2), own),), {"reward": 1.0})
     cut = Completion((9,), (-1.0,), "length", 4, (3,))
     assert last == Rollout((Trajectory.of((4,), cut),))
-    assert asked == inner.generate([prompts[1]], seeds=[2], temperature=1.0)[0]
+    assert asked == inner.generate([prompts[1]], seeds=[2], sampling=Sampling(1.0))[0]
     again = Journal()
     again.load_state(read(written(journal.state())))  # it can be saved, and goes on from there
     assert JournaledEngine(inner, again).generate(  # type: ignore[arg-type]
-        prompts, seeds=[1, 2, 3], temperature=1.0
+        prompts, seeds=[1, 2, 3], sampling=Sampling(1.0)
     ) == [first, asked, last]
 
 

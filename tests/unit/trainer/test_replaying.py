@@ -7,7 +7,7 @@ import torch
 from rftmega.callbacks.observer import Observer
 from rftmega.config import load
 from rftmega.trainer import Algorithm, PPOTrainer
-from rftmega.trainer.ppo import Sampling, StepParts
+from rftmega.trainer.ppo import StepParts, StepSampling
 from rftmega.types import Experience, TokenStats
 from tests.unit.callbacks.test_checkpointing import read, written
 from tests.unit.trainer.test_step import ROOT, Bigrams, Diary, Prompt, likes_seven
@@ -48,7 +48,7 @@ def run(*overrides: str, steps: int = 4) -> tuple[Watched, Fresh, Diary, PPOTrai
     policy, algorithm, fresh, said = Watched(), Algorithm(config), Fresh(), Diary()
     trainer = PPOTrainer(
         engine=policy, weights=policy, reward=likes_seven, maker=algorithm.maker(policy), learner=algorithm.learner(policy),
-        parts=StepParts(replay=algorithm.replay(policy)), sampling=Sampling(32, 1.0, seed=0), callbacks=[fresh, said],
+        parts=StepParts(replay=algorithm.replay(policy)), sampling=StepSampling(32, 1.0, seed=0), callbacks=[fresh, said],
     )  # fmt: skip
     trainer.fit([[Prompt((1, 2)), Prompt((3,))]] * steps, steps=steps)
     return policy, fresh, said, trainer

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import pstdev
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,13 +20,14 @@ from rftmega.callbacks.observer import Observer
 from rftmega.config import load
 from rftmega.experience import ExperienceMaker
 from rftmega.trainer import Algorithm, DynamicSampler, Learner, PPOTrainer
-from rftmega.trainer.ppo import Sampling, StepParts
+from rftmega.trainer.ppo import StepParts, StepSampling
 from rftmega.types import (
     COUNT,
     Completion,
     Prompt,
     Rollout,
     Rows,
+    Sampling,
     TokenStats,
     TokenValues,
 )
@@ -73,24 +75,24 @@ class Bigrams:
         prompts: Sequence[Prompt],
         *,
         seeds: Sequence[int],
-        temperature: float,
+        sampling: Sampling,
         enough: Any = None,
         **asked: Any,
     ) -> list[Rollout | None]:
         """One after another, as the first nobody waited for."""
         found: list[Rollout | None] = [None] * len(prompts)
         for place, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
-            found[place] = rollout_of(prompt, self._completion(prompt, seed, temperature))
+            found[place] = rollout_of(prompt, self._completion(prompt, seed, sampling))
             if enough is not None and enough(found):
                 break
         return found
 
-    def _completion(self, prompt: Prompt, seed: int, temperature: float) -> Completion:
+    def _completion(self, prompt: Prompt, seed: int, sampling: Sampling) -> Completion:
         logp = self.table[prompt.token_ids[-1]].detach().log_softmax(-1)
         rng = torch.Generator().manual_seed(seed)
         token = (
             int(torch.multinomial(logp.exp(), 1, generator=rng))
-            if temperature
+            if sampling.temperature
             else int(logp.argmax())
         )
         return Completion((token,), (float(logp[token]),), "length", self.versions[-1])
@@ -150,7 +152,7 @@ def train(steps: int, seed: int = 0) -> tuple[Bigrams, Diary]:
     prompts = [Prompt((1, 2)), Prompt((3,))]
     PPOTrainer(
         engine=policy, weights=policy, reward=likes_seven, maker=ExperienceMaker(policy),
-        learner=Learner(policy, policy_loss()), sampling=Sampling(16, 1.0, seed=seed),
+        learner=Learner(policy, policy_loss()), sampling=StepSampling(16, 1.0, seed=seed),
         callbacks=[Evaluate({"": prompts}, likes_seven, every=2, last=steps), diary],
     ).fit([prompts] * (steps + 5), steps=steps)  # fmt: skip
     return policy, diary
@@ -180,7 +182,7 @@ def test_every_recipe_learns(recipe: str) -> None:
         engine=policy, weights=policy, reward=likes_seven, maker=algorithm.maker(policy, critic),
         learner=algorithm.learner(policy, critic),
         parts=StepParts(refill=algorithm.refill()),
-        sampling=Sampling(16, 1.0, seed=0), callbacks=[],
+        sampling=StepSampling(16, 1.0, seed=0), callbacks=[],
     ).fit([[Prompt((1, 2)), Prompt((3,))]] * 400, steps=steps)  # fmt: skip
     assert policy.table.softmax(-1)[2, 7] > 0.8
     if critic is not None:
@@ -231,7 +233,7 @@ def test_a_step_with_more_prompts_than_it_needs_learns_from_whole_groups_and_ask
     prompts = [Prompt((1, 2), index=n) for n in range(40)]
     PPOTrainer(
         engine=policy, weights=policy, reward=Odd(), maker=ExperienceMaker(policy),
-        learner=Learner(policy, policy_loss()), sampling=Sampling(4, 1.0, seed=0),
+        learner=Learner(policy, policy_loss()), sampling=StepSampling(4, 1.0, seed=0),
         parts=StepParts(refill=DynamicSampler(1, oversample=3.0)), callbacks=[Watched(), said],
     ).fit([prompts[n : n + 2] for n in range(0, 40, 2)], steps=3)  # fmt: skip
     assert seen == [([1, 3], 8), ([5, 7], 8), ([9, 11], 8)], (
@@ -263,7 +265,7 @@ def test_requests_are_ordered_by_the_lengths_of_earlier_answers() -> None:
     algorithm = Algorithm(load(ROOT / "examples/arithmetic/grpo.yaml"))
     trainer = PPOTrainer(
         engine=policy, weights=policy, reward=likes_seven, maker=algorithm.maker(policy),
-        learner=algorithm.learner(policy), sampling=Sampling(2, 1.0, seed=0),
+        learner=algorithm.learner(policy), sampling=StepSampling(2, 1.0, seed=0),
     )  # fmt: skip
     trainer.fit([[Prompt((1, 2, 3)), Prompt((4, 5))]] * 2, steps=2)
     assert policy.expected == [[3, 3, 2, 2], [1, 1, 1, 1]], "every answer has one token"
@@ -318,7 +320,7 @@ def learner_of(*overrides: str) -> tuple[Bigrams, Values, Any]:
     policy, critic, algorithm = Bigrams(), Values(), Algorithm(config)
     trainer = PPOTrainer(
         engine=policy, weights=policy, reward=likes_seven, maker=algorithm.maker(policy, critic),
-        learner=algorithm.learner(policy, critic), sampling=Sampling(4, 1.0, seed=0),
+        learner=algorithm.learner(policy, critic), sampling=StepSampling(4, 1.0, seed=0),
     )  # fmt: skip
     return policy, critic, trainer
 
@@ -387,7 +389,7 @@ def test_of_each_prompts_answers_the_first_are_learnt_from_and_all_are_there_to_
     policy.push(version=0)
     trainer = PPOTrainer(
         engine=policy, weights=policy, reward=reward, maker=ExperienceMaker(policy),
-        learner=Learner(policy, policy_loss()), sampling=Sampling(5, 1.0, seed=0),
+        learner=Learner(policy, policy_loss()), sampling=StepSampling(5, 1.0, seed=0),
         parts=StepParts(refill=DynamicSampler(0, train_samples=2)),
     )  # fmt: skip
     prompts = [Prompt((1, 2)), Prompt((3,))]
@@ -404,6 +406,9 @@ def test_of_each_prompts_answers_the_first_are_learnt_from_and_all_are_there_to_
     assert seen["response_length"] == pytest.approx(sum(lengths) / 10)
     assert seen["reward"] == pytest.approx(everything.reward.mean().item())
     assert seen["truncated"] == pytest.approx(everything.truncated.float().mean().item())
+    groups = everything.reward.double().reshape(2, 5).tolist()
+    assert seen["spread"] == pytest.approx(sum(pstdev(group) for group in groups) / 2)
+    assert seen["varied"] == sum(len(set(group)) > 1 for group in groups) / 2
 
 
 def answers_of(samples: Any) -> list[list[int]]:

@@ -35,6 +35,8 @@ def test_a_sound_config_has_no_violations(config_file: Path) -> None:
             "rollout.engine=vlm is unknown. Choose one of: vllm, transformers, scripted",
         ),
         ("rollout.temperature=0", 1, "rollout.temperature=0.0 must be positive"),
+        ("trainer.push_to_hub=mine", 1, "trainer.push_to_hub=mine is no repository of the hub"),
+        ("rollout.stop=['']", 1, "rollout.stop has an empty string"),
         ("rollout.servers=2", 1, "rollout.servers=2 needs strategy=separate"),
         ("rollout.deadline_seconds=60", 1, "rollout.deadline_seconds=60 needs strategy=separate"),
         ("faults.engine_restarts=-1", 1, "faults.engine_restarts=-1 must be at least 0"),
@@ -398,6 +400,10 @@ def test_learning_from_given_rows_reads_lengths_and_little_else(config_file: Pat
             "trainer.eval_samples=4 at trainer.eval_temperature=0 is one answer as often",
         ),
         (
+            ["trainer.eval_top_p=0.9"],
+            "trainer.eval_top_p=0.9 at trainer.eval_temperature=0 changes nothing",
+        ),
+        (
             ["trainer.eval_pass_at=[2]"],
             "trainer.eval_pass_at=2 must be from 1 to trainer.eval_samples=1",
         ),
@@ -599,7 +605,14 @@ TEXTS = (  # options that are texts and neither paths nor choices
         "algorithm.recipe",
         "algorithm.dynamic_sampling.metric",
     ),
-    *("trainer.eval_accuracy", "logging.wandb", "logging.prometheus_host"),
+    *(
+        "trainer.eval_accuracy",
+        "logging.wandb",
+        "logging.mlflow",
+        "logging.trackio",
+        "trainer.push_to_hub",
+        "logging.prometheus_host",
+    ),
 )
 
 

@@ -1,0 +1,57 @@
+"""Says how the weights of a folder are quantised, where they are read all the same: 8-bit
+floating-point numbers with one scale a block, as DeepSeek-V3, Kimi-K2 and Qwen3's FP8 folders are
+published.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from rftmega.converters.config_fields import is_whole
+from rftmega.errors import CheckpointError
+
+FIELD = "quantization_config"
+SUFFIX = "_scale_inv"  # behind the name of a weight: its scales, which it is multiplied with
+METHOD, NUMBERS = "fp8", "e4m3"
+# of activations, which are not quantised here, and of weights, whose dtype tells
+UNREAD = ("activation_scheme", "scale_fmt", "modules_to_not_convert", "ignored_layers")
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+class BlockScales(NamedTuple):
+    """BlockScales says how many rows and columns share a scale, and what dtype the model has."""
+
+    rows: int
+    columns: int
+    dtype: str
+
+
+def block_scales(hf_config: Mapping[str, Any]) -> BlockScales | None:
+    """Returns None where weights are not quantised.
+
+    Raises CheckpointError, naming the field, for another way of quantising.
+    """
+    said = hf_config.get(FIELD)
+    if said is None:
+        return None
+    if not isinstance(said, dict) or said.get("quant_method") != METHOD:
+        method = said.get("quant_method") if isinstance(said, dict) else said
+        raise CheckpointError(
+            f"{FIELD} quant_method={method!r} is not read; {METHOD!r} with weight_block_size is. Convert the folder to bfloat16 "
+            "first: quantised weights can't be trained."
+        )
+    block = said.get("weight_block_size")
+    if not isinstance(block, list) or len(block) != 2 or not all(is_whole(n, 1) for n in block):
+        raise CheckpointError(
+            f"{FIELD} weight_block_size={block!r}: it must list two positive whole numbers."
+        )
+    if (numbers := said.get("fmt", NUMBERS)) != NUMBERS:
+        raise CheckpointError(f"{FIELD} fmt={numbers!r} is not read; {NUMBERS!r} is.")
+    known = ("quant_method", "weight_block_size", "fmt", *UNREAD)
+    if unread := sorted(set(said) - set(known)):
+        raise CheckpointError(
+            f"{FIELD} has {unread[0]}={said[unread[0]]!r}, which is not honoured here."
+        )
+    dtype = hf_config.get("dtype") or hf_config.get("torch_dtype") or DTYPES[0]
+    if dtype not in DTYPES:
+        raise CheckpointError(f"dtype={dtype!r} of quantised weights: it must be one of {DTYPES}.")
+    return BlockScales(block[0], block[1], dtype)

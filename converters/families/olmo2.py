@@ -1,0 +1,16 @@
+"""OLMo 2: norms behind attention and MLP, and norms of q and k over all heads."""
+
+from rftmega.converters.config_fields import Fields
+from rftmega.converters.decoder import Config, decoder, dense_mlp, grouped_attention
+from rftmega.converters.rules import Rule
+
+FIELDS = Fields(
+    defaults={"num_key_value_heads": None, "attention_bias": False},
+    nullable=("num_key_value_heads",),
+    not_null=("head_dim",),
+)
+
+
+def table(config: Config) -> list[Rule]:
+    attention = grouped_attention(config, wide_qk_norm=True)
+    return decoder(config, attention, dense_mlp(config), post_norm=True)

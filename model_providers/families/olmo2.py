@@ -1,0 +1,10 @@
+"""OLMo 2: norms behind attention and MLP, and norms of q and k over all heads."""
+
+from dataclasses import replace
+
+from rftmega.model_providers.description import ModelDescription, decoder
+from rftmega.model_providers.hf_config import HFConfig
+
+
+def describe(config: HFConfig) -> ModelDescription:
+    return replace(decoder(config, qk_norm=True), wide_qk_norm=True, post_norm=True)

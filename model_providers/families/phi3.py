@@ -1,0 +1,17 @@
+"""Phi-3 and Phi-4: Llama's layers, of which a part of each head may be rotated."""
+
+from rftmega.errors import CheckpointError
+from rftmega.model_providers.description import ModelDescription, decoder, everywhere
+from rftmega.model_providers.hf_config import HFConfig
+
+
+def describe(config: HFConfig) -> ModelDescription:
+    for name in ("resid_pdrop", "embd_pdrop"):
+        config.only(name, 0.0, why="set model.dropout instead")
+    config.get("original_max_position_embeddings")  # of longrope
+    model = decoder(config, partial_rope=True)
+    if model.rope.kind != "default":
+        raise CheckpointError(
+            f"rope_type={model.rope.kind!r} is not supported in this family; default is."
+        )
+    return everywhere(model, config)

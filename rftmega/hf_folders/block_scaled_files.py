@@ -1,0 +1,108 @@
+"""Reads folders whose weights are 8-bit floating-point numbers with one scale a block.
+
+A weight is read as its numbers in float32 times their block's scale, in the model's dtype: a band
+of blocks at a time, so that no more than the weight itself is in memory.
+"""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from rftmega.converters.block_scales import SUFFIX, BlockScales
+from rftmega.errors import CheckpointError
+from rftmega.hf_folders.hf_folder import HFFolder, bytes_of
+
+STORED = "F8_E4M3"
+
+
+class ScaledSlice:
+    """ScaledSlice reads what is asked for of one weight."""
+
+    def __init__(
+        self, stored: Any, scales: Tensor, shape: tuple[int, ...], layout: BlockScales
+    ) -> None:
+        self._stored, self._scales, self._shape, self._layout = stored, scales, shape, layout
+
+    def __getitem__(self, index: slice | tuple[slice, slice]) -> Tensor:
+        rows, columns = index if isinstance(index, tuple) else (index, slice(None))
+        start, stop, _ = rows.indices(self._shape[0])
+        left, right, _ = columns.indices(self._shape[1])
+        high, wide = self._layout.rows, self._layout.columns
+        found = torch.empty(stop - start, right - left, dtype=getattr(torch, self._layout.dtype))
+        for first in range(start - start % high, stop, high):
+            low, up = max(first, start), min(first + high, stop)
+            scales = self._scales[first // high, left // wide : -(-right // wide)]
+            begin = left % wide
+            scale = scales.repeat_interleave(wide)[begin : begin + right - left]
+            numbers = self._stored[low:up, left:right].to(torch.float32)
+            found[low - start : up - start] = numbers * scale
+        return found
+
+
+class BlockScaledFolder(HFFolder):
+    """BlockScaledFolder is a folder whose scales are no tensors of their own, but a part of what
+    they scale.
+    """
+
+    def __init__(self, folder: str | Path, layout: BlockScales):
+        """Raises CheckpointError for scales without a weight."""
+        super().__init__(folder)
+        self._layout = layout
+        self._scales = {name for name in super().names if name.endswith(SUFFIX)}
+        for name in sorted(self._scales):
+            if not super().__contains__(name.removesuffix(SUFFIX)):
+                raise CheckpointError(
+                    f"{self.folder} holds {name!r}, and no weight that it scales."
+                )
+
+    def __contains__(self, name: str) -> bool:
+        return name not in self._scales and super().__contains__(name)
+
+    @property
+    def names(self) -> Iterable[str]:
+        return [name for name in super().names if name not in self._scales]
+
+    @property
+    def scaled(self) -> set[str]:
+        """Returns the names of the weights that have scales."""
+        return {name.removesuffix(SUFFIX) for name in self._scales}
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        if not self._is_scaled(name):
+            return super().dtype_of(name)
+        if (said := self._said(name)["dtype"]) != STORED:
+            raise CheckpointError(
+                f"{self.folder / self._holder(name)}: {name} is of dtype {said} and has scales; {STORED} has them."
+            )
+        found: torch.dtype = getattr(torch, self._layout.dtype)
+        return found
+
+    def slice_of(self, name: str, shape: tuple[int, ...]) -> Any:
+        if not self._is_scaled(name):
+            return super().slice_of(name, shape)
+        self.dtype_of(name)
+        stored = self._file(self._holder(name)).get_slice(name)
+        self._check_shape(name, tuple(stored.get_shape()), shape)
+        if len(shape) != 2:
+            raise CheckpointError(f"{self.folder}: {name} {shape} has scales, and is no matrix.")
+        blocks = (-(-shape[0] // self._layout.rows), -(-shape[1] // self._layout.columns))
+        scales = super().whole(name + SUFFIX, blocks).to(torch.float32)
+        return ScaledSlice(stored, scales, tuple(shape), self._layout)
+
+    def fill(self, targets: Sequence[Tensor], name: str, shape: tuple[int, ...]) -> str:
+        """Reads a tensor as HFFolder does; the checksum is of what was read, not of the file."""
+        if not self._is_scaled(name):
+            return super().fill(targets, name, shape)
+        weight, found, start = self.slice_of(name, shape), xxhash.xxh3_64(), 0
+        for target in targets:
+            target.copy_(weight[start : start + len(target)])
+            found.update(bytes_of(target))
+            start += len(target)
+        return str(found.hexdigest())
+
+    def _is_scaled(self, name: str) -> bool:
+        return name + SUFFIX in self._scales

@@ -1,0 +1,66 @@
+"""Uploads the model that a run has trained to the Hugging Face hub."""
+
+import logging
+import sys
+
+from rftmega.config import RunConfig
+from rftmega.errors import ConfigError
+from rftmega.hf_folders.export_folder import MARK
+
+log = logging.getLogger(__name__)
+
+
+def claim(config: RunConfig) -> None:
+    """Makes the repository that trainer.push_to_hub names, where it isn't there, before the run
+    begins: what keeps it from being made would keep the model from being uploaded.
+
+    Raises ConfigError.
+    """
+    repository = config.trainer.push_to_hub
+    if not repository:
+        return
+    from huggingface_hub import create_repo
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    said = f"trainer.push_to_hub={repository}"
+    try:
+        create_repo(repository, private=True, exist_ok=True)
+    except OfflineModeIsEnabled as error:
+        raise ConfigError(
+            f"{said} needs a network, and HF_HUB_OFFLINE is set. Unset one."
+        ) from error
+    except HfHubHTTPError as error:
+        raise ConfigError(
+            f"{said}: the hub lets this account (HF_TOKEN) make no such repository, nor write to it: {error}"
+        ) from error
+    except Exception as error:  # its errors of the network are another library's with each version
+        raise ConfigError(
+            f"{said}: the hub can't be reached: {error}. Leave it out, and upload from elsewhere at the end:\n"
+            f"    {_command(config)}"
+        ) from error
+
+
+def upload(config: RunConfig) -> None:
+    """Uploads the exported model. Where that fails it says how to repeat it: the run has ended well."""
+    repository = config.trainer.push_to_hub
+    if not repository:
+        return
+    from huggingface_hub import upload_folder
+
+    try:
+        found = upload_folder(
+            repo_id=repository,
+            folder_path=config.exported,
+            ignore_patterns=[MARK],
+            commit_message="Trained with rftmega",
+        )
+    except Exception as error:  # whatever it is: days of training have gone well
+        log.warning(
+            "The model is not uploaded: %s. To do it again:\n    %s", error, _command(config)
+        )
+    else:
+        sys.stdout.write(f"The model is at {found}\n")
+
+
+def _command(config: RunConfig) -> str:
+    return f"hf upload {config.trainer.push_to_hub} {config.exported} --exclude {MARK}"

@@ -1,0 +1,34 @@
+"""Norms behind attention and the MLP, in front of the residual connection, as OLMo 2 has them
+(arXiv:2501.00656).
+
+Megatron-Core 0.16 has norms in front of them only. A row-parallel layer, the last of both, sums
+over the tensor-parallel ranks, so every rank has whole vectors behind it, which it normalises.
+"""
+
+from functools import cache
+from typing import Any
+
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+from rftmega.layers.norm import RMSNorm
+
+
+class NormBehind:
+    """NormBehind normalises what the linear layer that it is mixed into gives."""
+
+    def __init__(
+        self, input_size: int, output_size: int, *, config: TransformerConfig, **given: Any
+    ):
+        super().__init__(input_size, output_size, config=config, **given)  # type: ignore[call-arg]
+        self.post_layernorm = RMSNorm(config, output_size, eps=config.layernorm_epsilon)
+
+    def forward(self, given: Tensor) -> tuple[Tensor, Tensor | None]:
+        output, bias = super().forward(given)  # type: ignore[misc]
+        return self.post_layernorm(output), bias
+
+
+@cache
+def with_norm_behind(linear: type) -> type:
+    """Returns a class of row-parallel layers with a norm behind them."""
+    return type(f"{linear.__name__}WithNorm", (NormBehind, linear), {})

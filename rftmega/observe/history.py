@@ -1,0 +1,45 @@
+"""Reads what a run has written down of its steps."""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+Step = Mapping[str, float | None]
+"""Step is a line of metrics.jsonl: "step", "time" and metrics; None for what was not finite."""
+
+# what tells at first sight how a run went
+CHIEF = re.compile(r"eval_(?!seconds$).*|reward|loss|kl|entropy|response_length|logprob_gap_max")
+
+
+class Change(NamedTuple):
+    """Change is a metric's first and last value, and the steps that they are of."""
+
+    first_step: int
+    first: float
+    last_step: int
+    last: float
+
+
+def read_history(path: Path) -> list[Step]:
+    """Returns all lines of metrics.jsonl; none where there is no such file on this host. The first is
+    that before training.
+    """
+    if not path.is_file():
+        return []
+    *whole, _ = path.read_text().split("\n")  # the last line is still being written
+    return [json.loads(line) for line in whole]
+
+
+def changes(history: Iterable[Step], chosen: re.Pattern[str] = CHIEF) -> dict[str, Change]:
+    """Returns first and last value of each metric whose name matches `chosen`, by name."""
+    found: dict[str, Change] = {}
+    for line in history:
+        step = int(line["step"] or 0)
+        for name, value in line.items():
+            if value is None or not chosen.fullmatch(name):
+                continue
+            begin = found.get(name, Change(step, value, step, value))
+            found[name] = begin._replace(last_step=step, last=value)
+    return dict(sorted(found.items()))

@@ -1,0 +1,41 @@
+"""Writes the JSON schema of config files, by which an editor completes options, shows what they mean
+and underlines typos.
+
+    schema.py > rftmega.schema.json
+    schema.py my.yaml > my.schema.json      # with the options of the plugins that my.yaml names
+
+A config file says where its schema is in its first line, from its own folder:
+
+    # yaml-language-server: $schema=rftmega.schema.json
+
+VS Code reads that with the extension "YAML" of Red Hat, Neovim and others with yaml-language-server.
+"""
+
+import argparse
+import json
+import sys
+
+from rftmega.errors import exit_code_of
+
+
+def main(given: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "config", nargs="?", metavar="CONFIG", help="a YAML file with plugins of your own"
+    )
+    return exit_code_of(write, parser.parse_args(given))
+
+
+def write(chosen: argparse.Namespace) -> int:
+    from rftmega.config import plugins_of
+    from rftmega.launch.json_schema import json_schema
+
+    plugins = plugins_of(chosen.config) if chosen.config else ()
+    sys.stdout.write(json.dumps(json_schema(plugins), indent=1, ensure_ascii=False) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The site of docs/: `make site` writes build/site. Nothing of it is installed."""

@@ -1,0 +1,42 @@
+"""Tells mkdocs of pages that are made, lists, links and formulas when it builds the site."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+from website import formulas
+from website.links import PAGES, of_the_site
+from website.lists import for_python_markdown
+from website.options_page import options_page
+
+ROOT = Path(__file__).parents[1]
+SOURCES = {page: file for file, page in PAGES.items()}
+warn = logging.getLogger("mkdocs.hooks").warning  # which --strict makes an error
+
+
+def on_config(config: Any) -> Any:
+    """Has formulas drawn."""
+    fences = config.mdx_configs.setdefault("pymdownx.superfences", {})
+    fences["custom_fences"] = [{"name": "math", "class": "formula", "format": formulas.block}]
+    return config
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Adds the pages that have no file in docs/."""
+    for page, source in SOURCES.items():
+        files.append(File.generated(config, page, content=(ROOT / source).read_text()))
+    files.append(File.generated(config, "options.md", content=options_page()))
+    schema = (ROOT / "rftmega.schema.json").read_text()
+    files.append(File.generated(config, "rftmega.schema.json", content=schema))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Returns a page's text with links and lists as Python-Markdown reads them."""
+    uri = page.file.src_uri
+    if uri == "options.md":
+        return markdown
+    source = SOURCES.get(uri, f"docs/{uri}")
+    return for_python_markdown(of_the_site(markdown, source, ROOT, warn))

@@ -1,0 +1,53 @@
+"""Points links of Markdown at pages of the site.
+
+On GitHub they lead from file to file of the checkout. What is no page of the site loses its link.
+"""
+
+import posixpath
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+PAGES = {  # files above docs/ that are pages, too
+    "README.md": "index.md",
+    "ARCHITECTURE.md": "architecture.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changes.md",
+    "examples/gsm8k/README.md": "gsm8k.md",
+    "examples/dapo_math/README.md": "dapo_math.md",
+    "examples/moe_30b/README.md": "moe_30b.md",
+}
+FENCED = re.compile(r"^( *)(`{3,}).*?^\1\2 *$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"(?P<code>`[^`]*`)|(!?)\[((?:`[^`]*`|[^\[\]`])*)\]\(([^)\s]+)\)")
+
+
+def of_the_site(text: str, source: str, root: Path, missing: Callable[[str], None]) -> str:
+    """Returns the text of `source`, a file below `root`, with links of the site.
+
+    Calls `missing` with every link to a file that there is not. Code is left as it is.
+    """
+
+    def link(found: re.Match[str]) -> str:
+        code, picture, label, target = found.groups()
+        if code or "://" in target or target.startswith(("#", "mailto:")):
+            return found[0]
+        path, _, anchor = target.partition("#")
+        file = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
+        if file not in ("docs/options.md",) and not (root / file).exists():
+            missing(f"{source} has a link to {target}, which is not there")
+        page = page_of(file)
+        if page is None:
+            return label
+        here = posixpath.dirname(page_of(source) or "")
+        return f"{picture}[{label}]({posixpath.relpath(page, here or '.')}{'#' if anchor else ''}{anchor})"
+
+    found, end = [], 0
+    for block in FENCED.finditer(text):
+        found += [LINK.sub(link, text[end : block.start()]), block[0]]
+        end = block.end()
+    return "".join([*found, LINK.sub(link, text[end:])])
+
+
+def page_of(file: str) -> str | None:
+    """Returns the page or picture of the site that a file of the checkout is; None for others."""
+    return file.removeprefix("docs/") if file.startswith("docs/") else PAGES.get(file)
