@@ -32,6 +32,8 @@ from rftmega.errors import ConfigError
 from rftmega.user_code.functions import name_of
 
 DEEPEST = 8  # sections within sections
+# options that name functions in Python files, from the folder of the config
+WITH_FUNCTIONS = ("reward.functions", "environment.tools")
 # parts of the reward that find out whether an answer is right, as exact_match does
 JUDGES = ("math", "multiple_choice", "code")
 MEANT = {
@@ -110,7 +112,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         config.reward.exact_match = 0.0
     if config.reward.functions and not _compares_with_labels(config):
         _judge_by_functions(config, given)
-    active = [name for name in known if name.rpartition(".")[0] not in chosen]
+    active = [name for name in known if not _union_of(name, chosen)]
     problems += [
         f"{name} must be given." for name in active if OmegaConf.is_missing(*_parent(config, name))
     ]
@@ -154,16 +156,21 @@ def _refused(name: str, value: Any, chosen: Mapping[str, str], plugins: Plugins)
     # whose keys are the user's
     if name not in known and get_origin(known.get(section)) is not dict:
         return renamed(name, value) or _unknown(name, list(known))
-    if section not in chosen or name == f"{section}.type":
+    union = _union_of(name, chosen)
+    leaf = name.removeprefix(f"{union}.").partition(".")[0]
+    if not union or leaf == "type":
         return ""
-    having = [
-        part
-        for part, schema in unions(plugins)[section].items()
-        if name.rpartition(".")[2] in hints(schema)
-    ]
+    having = [part for part, schema in unions(plugins)[union].items() if leaf in hints(schema)]
     return (
-        "" if chosen[section] in having else _of_another_part(name, value, chosen[section], having)
+        ""
+        if chosen[union] in having
+        else _of_another_part(name, value, union, chosen[union], having)
     )
+
+
+def _union_of(name: str, chosen: Mapping[str, str]) -> str:
+    """Returns the union that an option is below, in sections of it as well; "" where in none."""
+    return next((union for union in chosen if name.startswith(f"{union}.")), "")
 
 
 def _plugins_of(layers: Sequence[dict[str, Any]]) -> tuple[type, ...]:
@@ -242,7 +249,7 @@ def _judge_by_functions(config: Any, given: Mapping[str, Any]) -> None:
 
 
 def _from_folder(folder: Path, reference: Any) -> Any:
-    """Returns a reward function's reference with its file as a path from where the run is started."""
+    """Returns a function's reference with its file as a path from where the run is started."""
     is_file = isinstance(reference, str) and reference.rpartition(":")[0].endswith(".py")
     return str(folder / reference) if is_file else reference
 
@@ -327,8 +334,8 @@ def flatten(tree: dict[str, Any], prefix: str = "", plugins: Plugins = ()) -> di
 
 def _layers(path: Path, below: tuple[Path, ...] = ()) -> list[dict[str, Any]]:
     """Returns the dotted options of a file, after those of its base, a path from its own folder.
-    `below`: the files that led here. Paths of a recipe, of plugins and of reward functions are from
-    the file's folder as well.
+    `below`: the files that led here. Paths of a recipe, of plugins and of functions are from the
+    file's folder as well.
     """
     if path.resolve() in below:
         raise ConfigError(
@@ -341,8 +348,9 @@ def _layers(path: Path, below: tuple[Path, ...] = ()) -> list[dict[str, Any]]:
         flat["algorithm.recipe"] = str(path.parent / named)
     if isinstance(plugins := flat.get("plugins"), list):
         flat["plugins"] = [str(path.parent / file) for file in plugins]
-    if isinstance(functions := flat.get("reward.functions"), list):
-        flat["reward.functions"] = [_from_folder(path.parent, name) for name in functions]
+    for option in WITH_FUNCTIONS:
+        if isinstance(functions := flat.get(option), list):
+            flat[option] = [_from_folder(path.parent, name) for name in functions]
     if base is None:
         return [flat]
     if not isinstance(base, str):
@@ -396,8 +404,7 @@ def _unknown_type(name: str, value: str, known: list[str]) -> str:
     return f"{name}.type={value} is unknown.{hint} Choose one of: {', '.join(known)}."
 
 
-def _of_another_part(name: str, value: Any, chosen: str, having: list[str]) -> str:
-    union = name.rpartition(".")[0]
+def _of_another_part(name: str, value: Any, union: str, chosen: str, having: list[str]) -> str:
     return f"{name}={value} needs {union}.type={' or '.join(having)}, not {chosen}, which has no such option."
 
 

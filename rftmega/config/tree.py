@@ -78,6 +78,15 @@ def tabled(hint: Any, plugins: Plugins = ()) -> dict[str, type] | None:
     return {type_of(part): part for part in plugins if kind_of(part) is get_args(inner)[1]}
 
 
+def listed(hint: Any) -> type | None:
+    """Returns the dataclass whose values a list holds; None for other annotations."""
+    inner = plain(hint)
+    if get_origin(inner) is not list or not is_dataclass(get_args(inner)[0]):
+        return None
+    element: type = get_args(inner)[0]
+    return element
+
+
 def walk(
     schema: type = RunConfig, prefix: str = "", plugins: Plugins = (), part: str = ""
 ) -> Iterator[Option]:
@@ -103,7 +112,7 @@ def walk(
                     if o.name != f"{dotted}.{tag}.type"
                 )
         elif is_dataclass(hint):
-            yield from walk(hint, f"{dotted}.", plugins)  # type: ignore[arg-type]
+            yield from walk(hint, f"{dotted}.", plugins, part)  # type: ignore[arg-type]
         else:
             yield Option(dotted, hint, schema, part)
 
@@ -139,10 +148,13 @@ def unions(
 
 
 def value_of(config: RunConfig, name: str) -> Any:
-    """Returns the value of a dotted option."""
+    """Returns the value of a dotted option; elements of lists go by their number."""
     value: Any = config
     for leaf in name.split("."):
-        value = value[leaf] if isinstance(value, Mapping) else getattr(value, leaf)
+        if isinstance(value, list):
+            value = value[int(leaf)]
+        else:
+            value = value[leaf] if isinstance(value, Mapping) else getattr(value, leaf)
     return value
 
 
@@ -179,6 +191,9 @@ def rebuilt(
         elif is_dataclass(hint):
             hint = rebuilt(hint, hint_of, plugins, f"{dotted}.")  # type: ignore[arg-type]
             made.append((f.name, hint, field(default_factory=hint)))
+        elif (element := listed(hint)) is not None:
+            inner_type = rebuilt(element, hint_of, plugins, f"{dotted}.")
+            made.append((f.name, list[inner_type], field(default_factory=f.default_factory)))  # type: ignore[valid-type, arg-type]
         elif f.default_factory is not MISSING:
             made.append((f.name, hint, field(default_factory=f.default_factory)))
         else:
@@ -229,5 +244,7 @@ def built(schema: Any, tree: Mapping[str, Any], plugins: Plugins) -> Any:
             value = {tag: built(part, value[tag], plugins) for tag, part in table.items()}
         elif is_dataclass(hint):
             value = built(hint, value, plugins)
+        elif (element := listed(hint)) is not None:
+            value = [built(element, each, plugins) for each in value]
         values[f.name] = value
     return schema(**values)

@@ -15,7 +15,15 @@ from omegaconf import MISSING as REQUIRED
 from pydantic import TypeAdapter
 
 from rftmega.config.schema import RunConfig
-from rftmega.config.tree import AS_THE_POLICY, Plugins, default_type, hints, members, tabled
+from rftmega.config.tree import (
+    AS_THE_POLICY,
+    Plugins,
+    default_type,
+    hints,
+    listed,
+    members,
+    tabled,
+)
 from rftmega.launch.option_reference import documented
 
 Schema = dict[str, Any]
@@ -61,6 +69,11 @@ def _properties(schema: Any, prefix: str, plugins: Plugins) -> Schema:
             }
         elif is_dataclass(hint):
             found[f.name] = _section(hint, f"{dotted}.", plugins)  # type: ignore[arg-type]
+        elif (element := listed(hint)) is not None:
+            found[f.name] = {
+                "type": "array",
+                "items": _section(element, f"{dotted}.", plugins) | {"type": "object"},
+            } | _default(f, dotted)
         else:
             found[f.name] = TypeAdapter(hint).json_schema() | _default(f, dotted)
         if told:

@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 from rftmega.config.schema import CriticConfig, RunConfig
-from rftmega.config.tree import Plugins, default_type, hints, members, tabled
+from rftmega.config.tree import Plugins, default_type, hints, listed, members, tabled
 
 EMPTY = {
     "MISSING": "required",
@@ -53,6 +53,9 @@ def _described(schema: Any, name: str, prefix: str, plugins: Plugins) -> Iterato
         yield f"  {dotted}.*\n      {told[1]}"
     elif is_dataclass(hint):
         yield from _own(hint, f"{dotted}.", plugins)
+    elif (element := listed(hint)) is not None:
+        yield f"  {dotted} = []\n      {told[1]}"
+        yield from _own(element, f"{dotted}[].", plugins)
     else:
         yield f"  {dotted} = {EMPTY.get(told[0], told[0])}\n      {told[1]}"
 
