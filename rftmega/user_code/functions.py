@@ -1,8 +1,8 @@
-"""Reward functions of a user's own: `reward.functions` names them, and `rftmega.train` is given
-them.
+"""Functions of a user's own: rewards, which `reward.functions` names or `rftmega.train` is given,
+and tools.
 
-A reference is FILE.py:FUNCTION, MODULE:FUNCTION, or python:FUNCTION for one that `rftmega.train`
-was given.
+A reference is FILE.py:FUNCTION, MODULE:FUNCTION, or for rewards python:FUNCTION for one that
+`rftmega.train` was given.
 """
 
 import importlib
@@ -16,6 +16,7 @@ RewardFunction = Callable[..., Any]
 """f(prompts, completions, **columns) -> a number for each completion, or None where it has none."""
 
 GIVEN = "python"
+REWARDS = "reward.functions"
 _given: dict[str, RewardFunction] = {}
 
 
@@ -40,37 +41,36 @@ def name_of(reference: str) -> str:
     return reference.rpartition(":")[2]
 
 
-def function_of(reference: str) -> RewardFunction:
-    """Returns the function that a reference names.
+def function_of(reference: str, option: str = REWARDS) -> RewardFunction:
+    """Returns the function, or the class, that a reference names.
 
-    Raises ConfigError where there is none, or where its file or module can't be read.
+    `option` names it in errors. Raises ConfigError where there is none, or where its file or module
+    can't be read.
     """
     place, _, name = reference.rpartition(":")
     if not place or not name.isidentifier():
-        raise ConfigError(
-            f"reward.functions: {reference!r} must be FILE.py:FUNCTION or MODULE:FUNCTION."
-        )
-    if place == GIVEN:
+        raise ConfigError(f"{option}: {reference!r} must be FILE.py:FUNCTION or MODULE:FUNCTION.")
+    if place == GIVEN and option == REWARDS:
         if name not in _given:
             raise ConfigError(
-                f"reward.functions: {reference} was given to rftmega.train in Python. Give it again, as rewards=[{name}]."
+                f"{option}: {reference} was given to rftmega.train in Python. Give it again, as rewards=[{name}]."
             )
         return _given[name]
-    module = module_of(place, "reward.functions") if place.endswith(".py") else _imported(place)
+    module = module_of(place, option) if place.endswith(".py") else _imported(place, option)
     function = getattr(module, name, None)
     if not callable(function):
         what = "is no function" if hasattr(module, name) else "is not there"
-        raise ConfigError(f"reward.functions: {name} of {place} {what}.")
+        raise ConfigError(f"{option}: {name} of {place} {what}.")
     found: RewardFunction = function
     return found
 
 
-def _imported(name: str) -> Any:
+def _imported(name: str, option: str) -> Any:
     try:
         return importlib.import_module(name)
     except Exception as error:
         raise ConfigError(
-            f"reward.functions: the module {name} can't be imported: {type(error).__name__}: {error}"
+            f"{option}: the module {name} can't be imported: {type(error).__name__}: {error}"
         ) from error
 
 
