@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "interfaces": "media types shards ragged",
     "sampling_seeds": "",
     "rollout_arrays": "media types ragged",
-    "environments": "config errors types interfaces",
+    "environments": "config errors json_files types interfaces",
     "algorithms": "types config ragged",
     "sandbox": "",
     "rewards": "types errors json_files config user_code",
@@ -74,11 +74,12 @@ ONLY_IN = {
     "transformers": "rollout data media model_providers hf_folders fsdp",
     "pyarrow": "records",
     "datasets": "records",
+    "renderers": "environments",
 }
 RELATIVE = "a relative import"
 LINKED = ("model_providers", "converters")  # folders beside the package, and parts of it
 # units whose import must cost nothing
-HEAVY = ("torch", "transformers", "megatron", "vllm")
+HEAVY = ("torch", "transformers", "megatron", "vllm", "renderers", "openai")
 LIGHT = {"config": HEAVY, "validation": HEAVY}
 
 

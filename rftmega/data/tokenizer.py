@@ -1,21 +1,17 @@
 """Converts text to token ids and back; the only file that says `transformers` for a tokenizer."""
 
-import difflib
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, TemplateError, meta
 from transformers import AutoTokenizer
 
-from rftmega.config import DataConfig
+from rftmega.data.chat import Chat, ChatTemplate, Messages
 from rftmega.data.pieces import Pieces
 from rftmega.errors import CheckpointError, DataError
 from rftmega.json_files import BYTE_ORDER_MARK, read_json_object
 
-Messages = list[dict[str, Any]]  # content: a string, or a list of parts
 FILES = (
     "config.json",
     "tokenizer_config.json",
@@ -23,31 +19,6 @@ FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Chat:
-    """Chat holds how messages become text, beyond the tokenizer's own chat template."""
-
-    system: str = ""  # message before those that begin with none
-    template: str | None = None  # instead of the tokenizer's
-    given: Mapping[str, Any] = field(default_factory=dict)  # to the template
-
-    @classmethod
-    def of(cls, config: DataConfig) -> "Chat":
-        """Reads the options data.system_prompt, chat_template_file and chat_template_kwargs.
-
-        Raises DataError where the file can't be read.
-        """
-        template = None
-        if file := config.chat_template_file:
-            try:
-                template = Path(file).read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise DataError(
-                    f"data.chat_template_file={file} can't be read: {error}."
-                ) from error
-        return cls(config.system_prompt, template, config.chat_template_kwargs)
 
 
 class Tokenizer:
@@ -65,7 +36,8 @@ class Tokenizer:
         self._chat = chat or Chat()
         fields = [_read(folder / name) for name in FILES]
         self._inner = _loaded(folder, trust_remote_code)
-        self._refuse_unread(folder)
+        self._template = ChatTemplate(self._inner, self._chat)
+        self._template.refuse_unread(folder)
         self._pieces = Pieces(
             lambda ids: str(self._inner.decode(list(ids), skip_special_tokens=False))
         )
@@ -95,7 +67,9 @@ class Tokenizer:
         if self._plain(prompt, chat_template):
             return self._known(self._inner.encode(prompt))
         return self._known(
-            self._inner.encode(self._text(_messages(prompt), open_=True), add_special_tokens=False)
+            self._inner.encode(
+                self._template.text(messages_of(prompt), open_=True), add_special_tokens=False
+            )
         )
 
     def encode_reply(self, text: str) -> tuple[int, ...]:
@@ -104,6 +78,29 @@ class Tokenizer:
         Raises DataError for an id that the model does not know.
         """
         return self._known(self._inner.encode(text, add_special_tokens=False))
+
+    @property
+    def inner(self) -> Any:
+        """Returns transformers' tokenizer, for libraries that take one."""
+        return self._inner
+
+    @property
+    def chat(self) -> Chat:
+        """Returns how messages become text."""
+        return self._chat
+
+    @property
+    def template(self) -> ChatTemplate:
+        """Returns what makes text of messages."""
+        return self._template
+
+    def encode_behind(self, before: str, text: str) -> tuple[int, ...]:
+        """Returns the token ids of `text` as they are behind `before`, the text in front of it, in
+        which special tokens stand by their names.
+
+        Raises DataError for an id that the model does not know.
+        """
+        return self._known(self._behind(before, text, special=False))
 
     def encode_answer(
         self, prompt: str | Messages, answer: str, *, chat_template: bool
@@ -117,9 +114,10 @@ class Tokenizer:
         if self._plain(prompt, chat_template):
             assert isinstance(prompt, str)
             return self._known((*self._behind(prompt, answer, special=True), self._end))
-        messages = _messages(prompt)
-        before = self._text(messages, open_=True)
-        whole = self._text([*messages, {"role": "assistant", "content": answer}], open_=False)
+        messages = messages_of(prompt)
+        before = self._template.text(messages, open_=True)
+        answered = [*messages, {"role": "assistant", "content": answer}]
+        whole = self._template.text(answered, open_=False)
         if not whole.startswith(before):
             raise DataError(
                 "the tokenizer's chat template does not go on with the answer where it ends the prompt."
@@ -132,22 +130,6 @@ class Tokenizer:
             break
         return self._known((*ids, self._end))
 
-    def _refuse_unread(self, folder: Path) -> None:
-        """Raises DataError for something given to the chat template that it does not read."""
-        if not self._chat.given:
-            return
-        try:
-            template = self._inner.get_chat_template(self._chat.template)
-            names = meta.find_undeclared_variables(Environment().parse(template))
-        except (ValueError, TemplateError) as error:
-            raise DataError(f"{folder}: the chat template can't be read: {error}") from error
-        if strangers := sorted(self._chat.given.keys() - names):
-            near = difflib.get_close_matches(strangers[0], names, n=1)
-            hint = f" Did you mean {near[0]}?" if near else ""
-            raise DataError(
-                f"data.chat_template_kwargs: the chat template reads no {strangers[0]}.{hint}"
-            )
-
     def _plain(self, prompt: str | Messages, chat_template: bool) -> bool:
         """Returns whether a prompt goes to the tokenizer as it is.
 
@@ -157,8 +139,8 @@ class Tokenizer:
             return False
         if self._chat != Chat():
             raise DataError(
-                "data.system_prompt, chat_template_file and chat_template_kwargs are of the chat template, and this prompt is a "
-                "string, which does not go through it. Set data.chat_template=true, or give messages."
+                "data.system_prompt, chat_template_file, chat_template_kwargs and tools are of the chat template, and this "
+                "prompt is a string, which does not go through it. Set data.chat_template=true, or give messages."
             )
         return True
 
@@ -197,25 +179,6 @@ class Tokenizer:
             return list(whole[len(prompt) :])
         return list(self._inner.encode(after, add_special_tokens=False))
 
-    def _text(self, messages: Messages, *, open_: bool) -> str:
-        """Puts messages through the chat template; `open_`: up to where the assistant begins."""
-        chat = self._chat
-        first = messages[0] if messages else None
-        if chat.system and not (isinstance(first, dict) and first.get("role") == "system"):
-            messages = [{"role": "system", "content": chat.system}, *messages]
-        try:
-            text = self._inner.apply_chat_template(
-                messages,
-                chat_template=chat.template,
-                tokenize=False,
-                add_generation_prompt=open_,
-                **chat.given,
-            )
-        except (ValueError, TypeError, TemplateError) as error:
-            raise DataError(f"the tokenizer's chat template can't take it: {error}") from error
-        assert isinstance(text, str)
-        return text
-
     def decode(self, token_ids: Sequence[int]) -> str:
         """Returns the text of an answer, without special tokens."""
         text = self._inner.decode(list(token_ids), skip_special_tokens=True)
@@ -227,7 +190,8 @@ class Tokenizer:
         return self._pieces(token_ids)
 
 
-def _messages(prompt: str | Messages) -> Messages:
+def messages_of(prompt: str | Messages) -> Messages:
+    """Returns the messages of a prompt, of which a string is one of the user's."""
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 

@@ -1,0 +1,95 @@
+"""What a model answered in a conversation, read from its tokens, and what is said to it next."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rftmega.types import Turn
+
+Messages = list[dict[str, Any]]
+Specs = Sequence[Mapping[str, Any]]  # of functions, as OpenAI's API has them
+
+UNREAD = (
+    "The call could not be read. Write the name of a function and its arguments as a JSON object, in the format that you were "
+    "given, and end the call."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """ToolCall is one call of a function that the model wrote."""
+
+    name: str
+    arguments: dict[str, Any] | None  # None: they could not be read
+    text: str  # as the model wrote it
+    id: str  # nine letters and digits, as the strictest templates want it; or the model's own
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Reply is an answer of the model, taken apart."""
+
+    content: str  # for the user: no thinking, no calls
+    reasoning: str
+    calls: tuple[ToolCall, ...]
+    complete: bool  # the model ended it; False: it was cut off
+    problem: str = ""  # for the model, where a call could not be read
+    text: str = ""  # all of it, special tokens by their names, without the token that ended it
+    spoken: str = ""  # the same up to the first call
+
+
+@dataclass(frozen=True, slots=True)
+class Bridge:
+    """Bridge goes on with a conversation behind an answer, and nothing before is tokenised again."""
+
+    token_ids: tuple[int, ...]  # behind the answer, up to where the model goes on
+    turns: tuple[Turn, ...]  # of the messages; places count from the first of `token_ids`
+
+
+class ChatTemplate(Protocol):
+    """ChatTemplate turns messages into text (data.chat.ChatTemplate)."""
+
+    def text(self, messages: Messages, *, open_: bool, tools: Specs | None = None) -> str: ...
+    def source(self) -> str: ...
+
+
+class ChatTokenizer(Protocol):
+    """ChatTokenizer is what a conversation needs of data.Tokenizer."""
+
+    stop_ids: list[int]
+
+    @property
+    def inner(self) -> Any: ...
+    @property
+    def chat(self) -> Any: ...
+    @property
+    def template(self) -> ChatTemplate: ...
+    def encode_reply(self, text: str) -> tuple[int, ...]: ...
+    def encode_behind(self, before: str, text: str) -> tuple[int, ...]: ...
+
+
+def text_of(tokenizer: ChatTokenizer, token_ids: Sequence[int]) -> str:
+    """Returns the text of tokens, special ones by their names."""
+    text: str = tokenizer.inner.decode(
+        list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
+    return text
+
+
+def token_id(tokenizer: ChatTokenizer, text: str) -> int | None:
+    """Returns the id of a token by its whole text; None where it is no token."""
+    found = tokenizer.inner.convert_tokens_to_ids(text)
+    unknown = found is None or found == tokenizer.inner.unk_token_id
+    return None if unknown else int(found)
+
+
+def calls_of(reply: Reply) -> list[dict[str, Any]]:
+    """Returns the calls of a reply as a message has them, arguments in a dictionary."""
+    return [
+        {
+            "type": "function",
+            "id": call.id,
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+        for call in reply.calls
+    ]
