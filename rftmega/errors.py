@@ -82,6 +82,14 @@ class EnvironmentFailed(RFTMegaError):  # noqa: N818  it tells what happened
     exit_code = 1
 
 
+class InfrastructureFault(RFTMegaError):  # noqa: N818  the policy is not to blame
+    """Something that a rollout needs (a tool's server, a sandbox) is gone: the rollout is run again,
+    and left out where that does not help.
+    """
+
+    exit_code = 1
+
+
 class GapExceeded(RFTMegaError):  # noqa: N818  the finding's name
     """Engine and trainer give other probabilities to the same tokens: answers that must not be
     learnt from.

@@ -36,10 +36,15 @@ Enough = Callable[
 class Model(Protocol):
     """Model answers the requests of one rollout with the engine's present weights."""
 
-    async def generate(self, token_ids: Sequence[int]) -> Completion:
+    row_tokens: int  # context and answer together, at most
+
+    async def generate(
+        self, token_ids: Sequence[int], *, max_tokens: int | None = None
+    ) -> Completion:
         """Generates what follows `token_ids`, at the run's temperature, with the turn's own seed.
 
-        Turns are counted in the order of the calls.
+        Turns are counted in the order of the calls. `max_tokens`: of this answer; None: as many as
+        the run allows. Raises ContextTooLong where the context leaves no room for an answer.
         """
 
 
@@ -49,8 +54,12 @@ class Environment(Protocol):
     Many runs share one engine, which generates for the others while one waits.
     """
 
-    async def run(self, task: Prompt, model: Model) -> Sequence[Trajectory]:
-        """Runs one rollout. What it returns depends on the task and the model's answers alone."""
+    async def run(self, task: Prompt, model: Model) -> Sequence[Trajectory] | Rollout:
+        """Runs one rollout. What it returns depends on the task and the model's answers alone.
+
+        A Rollout, where there is more to tell than trajectories: rewards and measures of the
+        environment's own. Raises InfrastructureFault where something else than the policy failed.
+        """
 
 
 class RolloutEngine(Protocol):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rftmega.ragged import Ragged
-from rftmega.types import Rollout, Trajectory
+from rftmega.types import Rollout, Trajectory, Turn
 
 # name -> dtype of each of a trajectory's arrays
 COLUMNS = {
@@ -28,13 +28,23 @@ class TrajectoryPlace(NamedTuple):
     length: int
     truncated: bool
     routes: Tensor | None = None
+    turns: tuple[Turn, ...] = ()
 
 
 class RolloutPlace(NamedTuple):
-    """RolloutPlace names a rollout's trajectories, and has its scores."""
+    """RolloutPlace names a rollout's trajectories, and has what else is known of it."""
 
     trajectories: tuple[TrajectoryPlace, ...]
     scores: dict[str, float] | None
+    rewards: dict[str, float] = {}  # noqa: RUF012  nobody changes it
+    measures: dict[str, float] = {}  # noqa: RUF012
+    lost: str = ""
+    score_zero: bool = False
+
+    def moved(self, by: int) -> "RolloutPlace":
+        """Returns the same of columns in which everything lies `by` later."""
+        own = tuple(each._replace(start=each.start + by) for each in self.trajectories)
+        return self._replace(trajectories=own)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,9 +87,20 @@ class RolloutArrays(Sequence[Rollout | None]):
                 continue
             own_places = []
             for own in rollout.trajectories:
-                own_places.append(TrajectoryPlace(start, len(own), own.truncated, own.routes))
+                own_places.append(
+                    TrajectoryPlace(start, len(own), own.truncated, own.routes, own.turns)
+                )
                 start += len(own)
-            places.append(RolloutPlace(tuple(own_places), rollout.scores))
+            places.append(
+                RolloutPlace(
+                    tuple(own_places),
+                    rollout.scores,
+                    rollout.rewards,
+                    rollout.measures,
+                    rollout.lost,
+                    rollout.score_zero,
+                )
+            )
         return RolloutArrays(columns, places)
 
     def __len__(self) -> int:
@@ -103,7 +124,7 @@ class RolloutArrays(Sequence[Rollout | None]):
         place = self.places[index]
         if place is not None and self._taken[index] is None:
             trajectories = tuple(map(self._trajectory, place.trajectories))
-            self._taken[index] = Rollout(trajectories, place.scores)
+            self._taken[index] = Rollout(trajectories, *place[1:])
         return self._taken[index]
 
     def select(self, index: Iterable[int]) -> "RolloutArrays":
@@ -114,16 +135,17 @@ class RolloutArrays(Sequence[Rollout | None]):
         return found
 
     def column(self, name: str) -> Ragged:
-        """Returns a column of COLUMNS, with a row for each rollout: its last trajectory."""
-        last = [place.trajectories[-1] for place in self.places if place is not None]
-        starts = torch.tensor([own.start for own in last], dtype=torch.int64)
-        lengths = torch.tensor([own.length for own in last], dtype=torch.int64)
+        """Returns a column of COLUMNS, with a row for each trajectory of each rollout."""
+        there = [place for place in self.places if place is not None]
+        rows = [own for place in there for own in place.trajectories]
+        starts = torch.tensor([own.start for own in rows], dtype=torch.int64)
+        lengths = torch.tensor([own.length for own in rows], dtype=torch.int64)
         return Ragged(self.columns[name], starts, lengths)
 
     def _trajectory(self, place: TrajectoryPlace) -> Trajectory:
         own = slice(place.start, place.start + place.length)
         ids, mask, logprobs, versions = (self._arrays[name][own] for name in COLUMNS)
-        return Trajectory(ids, mask, logprobs, versions, place.truncated, place.routes)
+        return Trajectory(ids, mask, logprobs, versions, *place[2:])
 
 
 def selected(rollouts: Sequence[Rollout | None], index: Sequence[int]) -> RolloutArrays:

@@ -91,6 +91,20 @@ class Completion:
                 object.__setattr__(self, name, array(kind, given))
 
 
+class Turn(NamedTuple):
+    """Turn is a message of a conversation, and where its words lie in a trajectory.
+
+    The policy's turns are its answers with the token that ended them. Of others a turn is what was
+    said, without the template's words around it.
+    """
+
+    role: str  # "assistant" is the policy, "tool" and "user" are the environment
+    start: int
+    stop: int
+    name: str = ""  # of the tool
+    reward: float = 0.0  # that the environment gave for an answer; a rollout's scores have the sum
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Trajectory:
     """Trajectory is one sequence to learn from.
@@ -108,9 +122,10 @@ class Trajectory:
     versions: NDArray[np.int32]
     truncated: bool = False  # the last answer ended at its limit
     routes: Tensor | None = None  # of the last answer, see Completion
+    turns: tuple[Turn, ...] = ()  # behind the prompt; () where the environment does not tell
 
     @staticmethod
-    def of(*segments: "Sequence[int] | Completion") -> "Trajectory":
+    def of(*segments: "Sequence[int] | Completion", turns: tuple[Turn, ...] = ()) -> "Trajectory":
         """Joins segments: token ids are context, completions are what the policy chose."""
         # arrays of the standard library grow faster than those of NumPy are made of lists
         ids, versions, logprobs, mask = array("i"), array("i"), array("f"), bytearray()
@@ -137,6 +152,7 @@ class Trajectory:
             np.frombuffer(versions, np.int32),
             truncated,
             routes,
+            turns,
         )
 
     def __len__(self) -> int:
@@ -147,7 +163,7 @@ class Trajectory:
             return NotImplemented
         names = ("token_ids", "loss_mask", "logprobs", "versions")
         same = (np.array_equal(getattr(self, name), getattr(other, name)) for name in names)
-        return self.truncated == other.truncated and all(same)
+        return (self.truncated, self.turns) == (other.truncated, other.turns) and all(same)
 
     @property
     def prompt_length(self) -> int:
@@ -157,13 +173,20 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """Rollout holds what an environment made of one task: one trajectory. (Several, where it rewrote
-    the context between turns, can be held, and are refused where rows are made of them.)
+    """Rollout holds what an environment made of one task: one trajectory, or several where the
+    context was rewritten between turns. They share the rollout's reward and its weight.
     """
 
     trajectories: tuple[Trajectory, ...]
     # by a reward: its parts and their sum, "reward"; None where it was not asked yet
     scores: dict[str, float] | None = None
+    # parts of the reward that the environment gives, by name; weighted as reward.environment says
+    rewards: dict[str, float] = field(default_factory=dict)
+    # what the environment counted (turns, calls of tools), by name; metrics are means over rollouts
+    measures: dict[str, float] = field(default_factory=dict)
+    # why it is left out: something else than the policy failed; "": it is not
+    lost: str = ""
+    score_zero: bool = False  # its reward is 0 in every part
 
     @property
     def response_ids(self) -> list[int]:
@@ -258,7 +281,10 @@ class Rows(Generic[Column]):
 
 @dataclass(frozen=True, slots=True)
 class Samples(Generic[Column]):
-    """Scored answers of one rollout; rows with equal `group` answer the same prompt."""
+    """Scored trajectories of one rollout phase; rows with equal `group` answer the same prompt.
+
+    Rows of one rollout are neighbours. What is known of a rollout stands in each of its rows.
+    """
 
     prompts: Sequence[Prompt]  # B, one a row
     rows: Rows[Column]
@@ -270,6 +296,13 @@ class Samples(Generic[Column]):
     reward_parts: dict[str, Tensor]
     # of the policy that chose each token, -1 outside the mask; None: not known
     versions: Column | None = None
+    # [B] int64: number of the rollout; None: each row is one
+    rollout: Tensor | None = None
+    # B, one a row, see Trajectory.turns; () where no environment told
+    turns: Sequence[tuple[Turn, ...]] = ()
+    measures: dict[str, Tensor] = field(
+        default_factory=dict
+    )  # name -> [B], NaN where there is none
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -278,9 +311,18 @@ class Samples(Generic[Column]):
     def lengths(self) -> Tensor:
         return self.rows.lengths
 
+    @property
+    def rollouts(self) -> "RowsOfRollouts":
+        """Returns which rows are of which rollout."""
+        return RowsOfRollouts.of(self.rollout, len(self))
+
     def part(self, name: str) -> Tensor:
         """Returns [B] of the reward's part; NaN where an answer, or all of them, have none."""
         return self.reward_parts.get(name, torch.full_like(self.reward, torch.nan))
+
+    def measured(self, name: str) -> Tensor:
+        """Returns [B] of what the environment counted; NaN where it did not."""
+        return self.measures.get(name, torch.full_like(self.reward, torch.nan))
 
     def select(self, index: Tensor) -> "Samples[Column]":
         """Returns rows `index` (int64 [b]); padded ones are trimmed to the longest of them."""
@@ -302,8 +344,8 @@ class Samples(Generic[Column]):
         if len(parts) == 1:
             return parts[0]
         names = dict.fromkeys(name for part in parts for name in part.reward_parts)
-        before = [0, *itertools.accumulate(int(part.group.max()) + 1 for part in parts)]
-        groups = [part.group + first for part, first in zip(parts, before, strict=False)]
+        measured = dict.fromkeys(name for part in parts for name in part.measures)
+        groups = _numbered_on([part.group for part in parts])
         rows = [part.rows for part in parts]
         versions = [part.versions for part in parts if part.versions is not None]
 
@@ -331,7 +373,48 @@ class Samples(Generic[Column]):
             torch.cat([part.truncated for part in parts]),
             {name: torch.cat([part.part(name) for part in parts]) for name in names},
             own_versions,
+            torch.cat(_numbered_on([part.rollouts.of_row for part in parts])),
+            [own for part in parts for own in part.turns or [()] * len(part)],
+            {name: torch.cat([part.measured(name) for part in parts]) for name in measured},
         )
+
+
+class RowsOfRollouts(NamedTuple):
+    """RowsOfRollouts says which rows are of which rollout; those of one are neighbours."""
+
+    first: Tensor  # [R] int64: the first row of each rollout
+    of_row: Tensor  # [B] int64: of each row its rollout, numbered from 0
+    sizes: Tensor  # [R] int64: how many rows each has
+
+    @staticmethod
+    def of(rollout: Tensor | None, rows: int) -> "RowsOfRollouts":
+        """Reads numbers of rollouts, [B] int64; None: each row is one."""
+        if rollout is None:
+            each = torch.arange(rows)
+            return RowsOfRollouts(each, each, torch.ones_like(each))
+        _, of_row, sizes = rollout.unique_consecutive(return_inverse=True, return_counts=True)
+        return RowsOfRollouts(sizes.cumsum(0) - sizes, of_row, sizes)
+
+    def sums(self, of_rows: Tensor) -> Tensor:
+        """Returns [R]: the sum over the rows ([B]) of each rollout."""
+        return of_rows.new_zeros(len(self.first)).index_add(0, self.of_row, of_rows)
+
+
+def _numbered_on(parts: Sequence[Tensor]) -> list[Tensor]:
+    """Returns numbers from 0 ([B] int64 a part) such that those of different parts differ."""
+    most = [int(part.max()) + 1 if len(part) else 0 for part in parts]
+    before = [0, *itertools.accumulate(most)]
+    return [part + first for part, first in zip(parts, before, strict=False)]
+
+
+class Shares(NamedTuple):
+    """Shares says how rows count where a loss averages over rollouts; None: each row is one."""
+
+    share: Tensor | None = None  # [B] float32, see Experience
+    leads: Tensor | None = None  # [B] bool, see Experience
+
+
+EACH_ROW = Shares()
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,6 +440,12 @@ class Experience(Generic[Column]):
     # integers: of the policy that chose each token, -1 outside the mask; None: not known
     versions: Column | None = None
     pictures: RowPictures | None = None  # of the rows; None where none has one
+    # [B] int64: number of the rollout, whose rows are neighbours; None: each row is one
+    rollout: Tensor | None = None
+    # [B] float32: which part of its rollout's tokens that are learnt from the row has
+    share: Tensor | None = None
+    # [B] bool: the row counts its rollout where rollouts are counted
+    leads: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -364,6 +453,15 @@ class Experience(Generic[Column]):
     @property
     def rows(self) -> Rows[Column]:
         return Rows(self.tokens, self.prompt_lengths, self.lengths, self.mask, self.pictures)
+
+    @property
+    def rollouts(self) -> RowsOfRollouts:
+        """Returns which rows are of which rollout."""
+        return RowsOfRollouts.of(self.rollout, len(self))
+
+    @property
+    def shares(self) -> Shares:
+        return Shares(self.share, self.leads)
 
     def select(self, index: Tensor) -> "Experience[Column]":
         """Returns rows `index` (int64 [b]); padded ones are trimmed to the longest of them."""
@@ -398,6 +496,8 @@ class Experience(Generic[Column]):
                 return RowPictures.join(values, [len(part) for part in parts])
             if any(value is None for value in values):
                 return None
+            if name == "rollout":
+                return torch.cat(_numbered_on(values))
             return Ragged.join(values) if isinstance(values[0], Ragged) else torch.cat(values)
 
         made: dict[str, Any] = {each.name: joined(each.name) for each in fields(Experience)}
@@ -415,7 +515,7 @@ def _mapped(batch: Any, change: Callable[[str, Any], Any]) -> Any:
             pass  # the same, however columns lie
         elif isinstance(value, dict):
             value = {name: change(name, part) for name, part in value.items()}
-        elif value is not None and each.name != "prompts":
+        elif value is not None and each.name not in ("prompts", "turns"):
             value = change(each.name, value)
         found[each.name] = value
     return type(batch)(**found)
@@ -435,7 +535,8 @@ def _selected(batch: Any, index: Tensor) -> Any:
     if isinstance(batch, Samples):
         rows = _with_pictures(found.rows, batch.rows.pictures, index)
         own = [batch.prompts[row] for row in index.tolist()]
-        return replace(found, rows=rows, prompts=own)
+        turns = [batch.turns[row] for row in index.tolist()] if batch.turns else ()
+        return replace(found, rows=rows, prompts=own, turns=turns)
     return _with_pictures(found, batch.pictures, index)
 
 

@@ -11,9 +11,10 @@ from torch import Tensor
 from rftmega.algorithms.filters import clip_filter_weight
 from rftmega.algorithms.gae import gae
 from rftmega.algorithms.groups import varied
-from rftmega.config.algorithms import GAE, GroupNorm, LeaveOneOut, Returns
+from rftmega.config.algorithms import GAE, GroupNorm, LeaveOneOut, Returns, TurnNorm
 from rftmega.config.parts import IMPLEMENTATIONS, Advantage, implements
 from rftmega.ragged import Ragged, by_rows
+from rftmega.types import RowsOfRollouts
 
 
 def group_normalised(
@@ -59,8 +60,11 @@ def _centred(reward: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torch.where(varied(exact, group), exact - mean[index], 0.0), index, size
 
 
-def token_rewards(reward: Tensor, mask: Tensor, penalty: Tensor | None = None) -> Tensor:
-    """Puts the answer's reward [B] at its last token, minus `penalty` [B, T] at every token.
+def token_rewards(
+    reward: Tensor, mask: Tensor, penalty: Tensor | None = None, turns: Tensor | None = None
+) -> Tensor:
+    """Puts the answer's reward [B] at its last token, beside `turns` [B, T] where turns ended, minus
+    `penalty` [B, T] at every token.
 
     0 outside the mask.
     """
@@ -69,6 +73,8 @@ def token_rewards(reward: Tensor, mask: Tensor, penalty: Tensor | None = None) -
     placed = torch.where(
         mask & (columns == last), reward[:, None], torch.zeros((), dtype=reward.dtype)
     )
+    if turns is not None:
+        placed = placed + torch.where(mask, turns, 0.0)
     return placed if penalty is None else placed - torch.where(mask, penalty, 0.0)
 
 
@@ -98,31 +104,57 @@ def whitened(advantage: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
 
 
 class Scored(NamedTuple):
-    """Scored holds what an advantage estimator may look at."""
+    """Scored holds what an advantage estimator may look at: R answers, in B rows.
 
-    reward: Tensor  # [B]
-    group: Tensor  # [B] int64
-    mask: Ragged  # True where the target is a token that the policy chose
+    An answer has one row, but for rollouts of several trajectories.
+    """
+
+    reward: Tensor  # [R]
+    group: Tensor  # [R] int64
+    mask: Ragged  # B rows, True where the target is a token that the policy chose
     value: Ragged | None  # of the critic; None where there is none
     # the KL's share of each token's reward; None where it is in the loss
     penalty: Ragged | None
+    rollouts: RowsOfRollouts | None = None  # which rows are of which answer; None: each is one
+    # what the environment gave for turns, at the token that ended each; the reward has the sum.
+    # None where it gave nothing
+    turns: Ragged | None = None
+
+    @property
+    def rows(self) -> RowsOfRollouts:
+        return self.rollouts or RowsOfRollouts.of(None, len(self.mask))
+
+    @property
+    def end_reward(self) -> Tensor:
+        """Returns [B]: what each row is worth beyond the rewards of its turns.
+
+        That is the outcome, and what the turns of the rollout's later rows brought.
+        """
+        reward = self.reward[self.rows.of_row]
+        if self.turns is None:
+            return reward
+        own = self.turns.sums().to(reward.dtype)
+        whole = own.cumsum(0)
+        before = (whole - own)[self.rows.first][self.rows.of_row]
+        return reward - (whole - before)
 
 
 def advantages(batch: Scored, options: Advantage) -> Ragged:
     """Returns the advantage of each token by the estimator of these options.
 
-    An estimator returns that, or [B]: the advantage of all tokens of each answer.
+    An estimator returns that, or [R]: the advantage of all tokens of each answer.
     """
     found = IMPLEMENTATIONS[type(options)](batch, options)
     if isinstance(found, Tensor):
-        return batch.mask.with_values(batch.mask.spread(found) * batch.mask.flat)
+        spread = batch.mask.spread(found[batch.rows.of_row])
+        return batch.mask.with_values(spread * batch.mask.flat)
     assert isinstance(found, Ragged), f"{type(options).__name__} gave {type(found).__name__}"
     return found
 
 
 @implements(GroupNorm)
 def group_norm(batch: Scored, options: GroupNorm) -> Tensor:
-    """Returns [B], GRPO's advantages."""
+    """Returns [R], GRPO's advantages."""
     advantage = group_normalised(batch.reward, batch.group, scale_by_std=options.scale_by_std)
     if options.clip_filter_weight:
         advantage = advantage * clip_filter_weight(
@@ -133,13 +165,13 @@ def group_norm(batch: Scored, options: GroupNorm) -> Tensor:
 
 @implements(LeaveOneOut)
 def rloo(batch: Scored, options: LeaveOneOut) -> Tensor:
-    """Returns [B], RLOO's advantages. An answer is one action, so the KL of all its tokens is taken off
+    """Returns [R], RLOO's advantages. An answer is one action, so the KL of all its tokens is taken off
     its reward before the others' mean is.
     """
     reward = batch.reward
     if batch.penalty is not None:
         chosen = torch.where(batch.mask.flat, batch.penalty.flat, 0.0)
-        reward = reward - batch.mask.with_values(chosen).sums()
+        reward = reward - batch.rows.sums(batch.mask.with_values(chosen).sums())
     return leave_one_out(reward, batch.group)
 
 
@@ -147,10 +179,54 @@ def rloo(batch: Scored, options: LeaveOneOut) -> Tensor:
 def reinforce(batch: Scored, options: Returns) -> Ragged:
     """Returns the discounted returns of REINFORCE++ (arXiv:2501.03262)."""
 
-    def returns(reward: Tensor, mask: Tensor, penalty: Tensor | None) -> Tensor:
-        return discounted_returns(token_rewards(reward, mask, penalty), mask, options.gamma)
+    def returns(
+        reward: Tensor, mask: Tensor, penalty: Tensor | None, turns: Tensor | None
+    ) -> Tensor:
+        rewards = token_rewards(reward, mask, penalty, turns)
+        return discounted_returns(rewards, mask, options.gamma)
 
-    return by_rows(returns, batch.reward, batch.mask, batch.penalty)
+    return by_rows(returns, batch.end_reward, batch.mask, batch.penalty, batch.turns)
+
+
+@implements(TurnNorm)
+def turn_norm(batch: Scored, options: TurnNorm) -> Ragged:
+    """Returns GRPO's advantages with rewards of steps (arXiv:2402.03300, section 4.1.3): each turn's
+    reward minus the mean of all turns' of its group, over their unbiased standard deviation, and
+    for a token the sum of this turn's and those that follow in the rollout.
+
+    What the reward has beyond the turns' is of the rollout's last turn.
+    """
+    mask = batch.mask
+    turns = mask.with_values(torch.zeros(len(mask.flat))) if batch.turns is None else batch.turns
+    number = turn_numbers(mask)  # of each token of the mask, counted over all rows
+    count = int(number.max()) + 1 if len(number) else 0
+    rollout = torch.zeros(count, dtype=torch.int64)
+    rollout[number] = mask.spread(batch.rows.of_row)[mask.flat]
+    reward = torch.zeros(count, dtype=torch.float64)
+    reward.index_add_(0, number, turns.flat[mask.flat].double())
+    given = torch.zeros(len(batch.reward), dtype=torch.float64).index_add(0, rollout, reward)
+    last = torch.zeros(len(batch.reward), dtype=torch.int64)
+    last[rollout] = torch.arange(count)  # a later turn overwrites
+    taught = torch.zeros(len(batch.reward), dtype=torch.bool)
+    taught[rollout] = True
+    reward.index_add_(0, last[taught], (batch.reward.double() - given)[taught])
+    normal = group_normalised(reward, batch.group[rollout], scale_by_std=options.scale_by_std)
+    ends = normal.flip(0).cumsum(0).flip(0)
+    behind = torch.cat([ends, ends.new_zeros(1)])[last + 1]  # of the rollouts that follow
+    found = torch.zeros(len(mask.flat))
+    found[mask.flat] = (ends - behind[rollout])[number].float()
+    return mask.with_values(found)
+
+
+def turn_numbers(mask: Ragged) -> Tensor:
+    """Returns, for each token of the mask, the number of its turn, counted over all rows from 0.
+
+    A turn is a run of tokens that the policy chose.
+    """
+    begins = torch.zeros(len(mask.flat), dtype=torch.bool)
+    begins[1:] = ~mask.flat[:-1]
+    begins[(mask.lengths.cumsum(0) - mask.lengths)[mask.lengths > 0]] = True
+    return (begins & mask.flat).cumsum(0)[mask.flat] - 1
 
 
 @implements(GAE)
@@ -158,8 +234,14 @@ def generalised_advantages(batch: Scored, options: GAE) -> Ragged:
     """Returns PPO's advantages, from the values of a critic."""
     assert batch.value is not None, "algorithm.advantage.type=gae needs a critic"
 
-    def estimate(reward: Tensor, mask: Tensor, value: Tensor, penalty: Tensor | None) -> Tensor:
-        rewards = token_rewards(reward, mask, penalty)
+    def estimate(
+        reward: Tensor,
+        mask: Tensor,
+        value: Tensor,
+        penalty: Tensor | None,
+        turns: Tensor | None,
+    ) -> Tensor:
+        rewards = token_rewards(reward, mask, penalty, turns)
         return gae(value, rewards, mask, options.gamma, options.lam)[0]
 
-    return by_rows(estimate, batch.reward, batch.mask, batch.value, batch.penalty)
+    return by_rows(estimate, batch.end_reward, batch.mask, batch.value, batch.penalty, batch.turns)

@@ -59,14 +59,14 @@ def policy_loss(
                 value = value - entropy_coef * entropy
             if high_entropy_share < 1:
                 kept = mask & highest(entropy.detach(), mask, high_entropy_share)
-        metrics = averaged({"policy_loss": surrogate_loss}, kept, aggregation) | averaged(
-            shown, mask
-        )
+        shares = experience.shares
+        metrics = averaged({"policy_loss": surrogate_loss}, kept, aggregation, shares)
+        metrics |= averaged(shown, mask)
         binds = clip_binds(options, log_ratio.detach(), advantage, mask)
         if binds is not None:
             of_answers = sequence_mean if isinstance(options, GSPO) else token_mean
-            metrics |= averaged({"clip_fraction": binds.float()}, kept, of_answers)
-        weight, count = aggregation(kept)
+            metrics |= averaged({"clip_fraction": binds.float()}, kept, of_answers, shares)
+        weight, count = aggregation(kept, shares)
         return TokenLoss(value, weight, count, metrics)
 
     return loss

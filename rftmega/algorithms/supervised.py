@@ -28,7 +28,7 @@ def cross_entropy_loss(aggregation: Aggregation = token_mean) -> LossFn:
         shown = {"cross_entropy": value}
         if stats.entropy is not None:
             shown["entropy"] = torch.where(experience.mask, stats.entropy, 0.0)
-        weight, count = aggregation(experience.mask)
+        weight, count = aggregation(experience.mask, experience.shares)
         return TokenLoss(value, weight, count, averaged(shown, experience.mask))
 
     return loss

@@ -36,9 +36,9 @@ def value_loss(
         if clip:
             found = torch.maximum(found, distance(old + (value - old).clamp(-clip, clip), target))
         clipped = (moved.abs() > clip).float() if clip else torch.zeros_like(moved)
-        metrics = averaged({"value_loss": found}, mask, aggregation)
+        metrics = averaged({"value_loss": found}, mask, aggregation, experience.shares)
         metrics |= averaged({"value": value, "value_clip_fraction": clipped}, mask)
-        weight, count = aggregation(mask)
+        weight, count = aggregation(mask, experience.shares)
         return TokenLoss(found, weight, count, metrics)
 
     return loss

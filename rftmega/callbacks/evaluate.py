@@ -16,7 +16,7 @@ from rftmega.callbacks.observer import Observer
 from rftmega.experience import complete, scores_of
 from rftmega.interfaces import Reward
 from rftmega.sampling_seeds import evaluation_seed
-from rftmega.types import Metrics, Prompt, Sampling
+from rftmega.types import Metrics, Prompt, Rollout, Sampling
 
 
 class Answering(NamedTuple):
@@ -82,19 +82,21 @@ class Evaluate(Evaluation):
             [evaluation_seed(prompt.index, sample) for prompt, sample in requests],
         )
         with undisturbed():
-            found = trainer.engine.generate(
+            answered = trainer.engine.generate(
                 asked,
                 seeds=seeds,
                 sampling=self.answering.sampling,
                 reward=self.reward,
             )
-            scores = scores_of(asked, complete(found), self.reward)
+            rollouts = complete(answered)
+            scores = scores_of(asked, rollouts, self.reward)
         metrics: Metrics = {}
         for name, prompts in self.held_out.items():
-            own, scores = scores[: len(prompts) * samples], scores[len(prompts) * samples :]
-            metrics |= {
-                metric_of(name, part): value for part, value in judged(own, self.answering).items()
-            }
+            count = len(prompts) * samples
+            own, scores = scores[:count], scores[count:]
+            ran, rollouts = rollouts[:count], rollouts[count:]
+            found = judged(own, self.answering) | counted(ran)
+            metrics |= {metric_of(name, part): value for part, value in found.items()}
         return metrics | {"eval_seconds": time.perf_counter() - begin}
 
 
@@ -106,16 +108,35 @@ def judged(scores: Sequence[Mapping[str, float]], answering: Answering) -> Metri
     n = answering.samples
     parts = dict.fromkeys(part for score in scores for part in score)
     found = {part: _mean([score[part] for score in scores if part in score]) for part in parts}
-    if answering.pass_at:
-        right = [
-            sum(score.get(answering.accuracy, 0) >= 1 for score in scores[i : i + n])
-            for i in range(0, len(scores), n)
+    groups = [scores[i : i + n] for i in range(0, len(scores), n)]
+    for k in answering.pass_at:
+        # a rollout that was lost has no score
+        scored = [[score for score in group if score] for group in groups]
+        chances = [
+            pass_at_k(len(group), _right(group, answering.accuracy), k)
+            for group in scored
+            if len(group) >= k
         ]
-        found |= {
-            f"pass_at_{k}": sum(pass_at_k(n, c, k) for c in right) / len(right)
-            for k in answering.pass_at
-        }
+        if chances:
+            found[f"pass_at_{k}"] = _mean(chances)
     return found
+
+
+def counted(rollouts: Sequence[Rollout]) -> Metrics:
+    """Returns the mean of what the environment counted, and the share of rollouts that were lost."""
+    kept = [rollout for rollout in rollouts if not rollout.lost]
+    names = dict.fromkeys(name for rollout in kept for name in rollout.measures)
+    found = {}
+    for name in names:
+        numbers = [rollout.measures[name] for rollout in kept if name in rollout.measures]
+        found[f"environment_{name}"] = _mean(numbers)
+    if len(kept) < len(rollouts):
+        found["lost"] = 1 - len(kept) / len(rollouts)
+    return found
+
+
+def _right(scores: Sequence[Mapping[str, float]], part: str) -> int:
+    return sum(score.get(part, 0) >= 1 for score in scores)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -76,6 +76,20 @@ class GAE(Advantage):
 
 
 @dataclass(frozen=True)
+class TurnNorm(Advantage):
+    """GRPO over turns: each turn's reward minus the mean of all turns' of the prompt's answers, over
+    their deviation; a token has the sum of its turn's and of those that follow.
+    """
+
+    compares_group: ClassVar[bool] = True
+
+    type: Literal["turn_norm"] = "turn_norm"
+
+    scale_by_std: bool = True
+    """Divide by the standard deviation of the group's turns."""
+
+
+@dataclass(frozen=True)
 class Clip(PolicyLoss):
     """PPO: the smaller of ratio and clipped ratio, times the advantage."""
 
@@ -244,9 +258,9 @@ class AlgorithmConfig:
     docs/data.md.
     """
 
-    advantage: Annotated[GroupNorm | LeaveOneOut | Returns | GAE, Discriminator("type")] = field(
-        default_factory=GroupNorm
-    )
+    advantage: Annotated[
+        GroupNorm | LeaveOneOut | Returns | GAE | TurnNorm, Discriminator("type")
+    ] = field(default_factory=GroupNorm)
     """Estimator of advantages from rewards."""
 
     policy_loss: Annotated[Clip | GSPO | CISPO | CPGD | ScoreFunction, Discriminator("type")] = (

@@ -55,11 +55,15 @@ class EnginePool:
         processes_per_engine: int,
         restarts: int,
         reward_limit: float = math.inf,
+        repeats: int = 0,
+        most_running: int = 1024,
     ):
         """Collective. Engines that break down are restarted, get the weights again and answer what is left,
         `restarts` times a generation. `reward_limit`: seconds that a reward may take, see
-        RewardWorkers.
+        RewardWorkers. `repeats` of a rollout, see RunningRollouts. `most_running`: rollouts that one
+        engine has under way, those that wait for tools among them.
         """
+        self.repeats, self.most_running = repeats, most_running
         self.engine, self.phases, self.environment = engine, phases, environment
         self.weights: WeightSync | None = None
         self._loop = asyncio.new_event_loop()  # of the environment, as long as the run
@@ -78,7 +82,9 @@ class EnginePool:
         return self.weights
 
     def close(self) -> None:
-        """Ends the engine, which must be gone before the process groups are."""
+        """Ends the engine, which must be gone before the process groups are, and the environment."""
+        if end := getattr(self.environment, "close", None):
+            self._loop.run_until_complete(end())
         self._loop.close()
         self.engine.close()
 
@@ -117,6 +123,8 @@ class EnginePool:
             reward if self.speaks else None,
             announced=announced,
             reward_limit=self.reward_limit,
+            repeats=self.repeats,
+            most_running=self.most_running,
             loop=self._loop,
         )
         with pending:

@@ -27,7 +27,7 @@ def gathered(
     start = 0
     for numbers, theirs, size, _ in told:
         tasks += numbers
-        places += [_moved(place, start) for place in theirs]
+        places += [None if place is None else place.moved(start) for place in theirs]
         start += size
     where = {task: number for number, task in enumerate(tasks)}
     return where, RolloutArrays(found, places), [said for *_, said in told]
@@ -39,11 +39,6 @@ def in_order(where: Mapping[int, int], rollouts: RolloutArrays, tasks: int) -> R
     return RolloutArrays(
         rollouts.columns, [None if n is None else rollouts.places[n] for n in numbers]
     )
-
-
-def _moved(place: RolloutPlace, by: int) -> RolloutPlace:
-    own = tuple(each._replace(start=each.start + by) for each in place.trajectories)
-    return RolloutPlace(own, place.scores)
 
 
 def shared(rollouts: Sequence[Rollout | None], host: HostMemory) -> RolloutArrays:

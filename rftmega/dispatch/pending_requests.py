@@ -57,13 +57,16 @@ class PendingRequests:
         *,
         announced: Announcements | None = None,
         reward_limit: float = math.inf,
+        repeats: int = 0,
+        most_running: int = 1024,
         loop: asyncio.AbstractEventLoop | None = None,
     ):
         """Takes all tasks of the generation, of which the `queue` says whose they are.
 
         `announced`: None where the engine has one process. `reward_limit`: see RewardWorkers.
-        `loop`: see RunningRollouts.
+        `repeats`, `loop`: see RunningRollouts. `most_running`: see EnginePool.
         """
+        self.repeats, self.most_running = repeats, most_running
         self.engine, self.tasks, self.queue, self.environment = engine, tasks, queue, environment
         self.announced, self.loop = announced, loop
         self.judging = RewardWorkers(reward, tasks.prompts, limit=reward_limit)
@@ -104,11 +107,12 @@ class PendingRequests:
                 self.tasks.seeds,
                 self.tasks.expected_lengths,
                 row_tokens=self.engine.row_tokens,
+                repeats=self.repeats,
                 loop=self.loop,
             )
         try:
             self.engine.answer(self, sampling=self.tasks.sampling)
-            whole = not self._running and not self.queue.waiting
+            whole = not self._running and not self._left and not self.queue.waiting
             return whole and (not self._stopped or self.queue.empty)
         except EngineFault:
             if self.announced is not None:
@@ -158,12 +162,7 @@ class PendingRequests:
         self._collect(running)
         asked = running.asked()
         while True:
-            # rollouts that wait for tools take no place of the engine, but something elsewhere
-            while self._left or (len(asked) < room and len(running) < 2 * self.engine.slots):
-                places = self._left or self.queue.take(room - len(asked))
-                if not places:
-                    break
-                self._left = []
+            while places := self._more(room - len(asked), running):
                 running.begin(places)
                 self._collect(running)
                 asked += running.asked()
@@ -173,6 +172,19 @@ class PendingRequests:
             running.wait(TOOLS)
             self._collect(running)
             asked += running.asked()
+
+    def _more(self, room: int, running: RunningRollouts) -> Sequence[int]:
+        """Returns places of rollouts to begin now.
+
+        Those that wait for tools take no place of the engine, but something elsewhere, and those
+        that have not asked yet may all ask at once.
+        """
+        free = max(self.most_running - len(running), 0)
+        if self._left:
+            places, self._left = self._left[:free], self._left[free:]
+            return places
+        wanted = min(room, 2 * self.engine.slots - running.silent, free)
+        return self.queue.take(wanted) if wanted > 0 else ()
 
     def _collect(self, running: RunningRollouts) -> None:
         """Has rollouts scored that have ended."""
@@ -185,8 +197,8 @@ class PendingRequests:
             prompts = self.tasks.prompts
             # every process has the prompts
             short = [
-                (place, None if ids is prompts[place].token_ids else list(ids), seed)
-                for ids, seed, place, _, _ in asked
+                (place, None if ids is prompts[place].token_ids else list(ids), seed, most)
+                for ids, seed, place, _, _, most in asked
             ]
             self.announced.say((short, self.queue.begun, self._every))
 
@@ -201,6 +213,7 @@ class PendingRequests:
                 place,
                 expected[place],
                 prompts[place].pictures,
+                most,
             )
-            for place, ids, seed in short
+            for place, ids, seed, most in short
         ]

@@ -106,7 +106,16 @@ class RewardWorkers:
         self._threads.close()
 
     def finished(self, places: Sequence[int], rollouts: Sequence[Rollout]) -> None:
-        """Takes the answers to the prompts at `places`."""
+        """Takes the answers to the prompts at `places`. Nobody scores what was lost."""
+        lost = [number for number, rollout in enumerate(rollouts) if rollout.lost]
+        if lost and self.reward is not None:
+            unscored = [replace(rollouts[number], scores={}) for number in lost]
+            self.reports.append(FinishedBatch([places[number] for number in lost], unscored, None))
+            kept = [number for number, rollout in enumerate(rollouts) if not rollout.lost]
+            places = [places[number] for number in kept]
+            rollouts = [rollouts[number] for number in kept]
+            if not kept:
+                return
         asked = [self.prompts[place] for place in places]
         number, scores = len(self.reports), None
         if self.reward is not None:

@@ -1,17 +1,20 @@
 """RunningRollouts runs an environment's coroutines in the thread of the engine that answers them."""
 
 import asyncio
+import logging
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
-from rftmega.errors import ContextTooLong, EnvironmentFailed
+from rftmega.errors import ContextTooLong, EnvironmentFailed, InfrastructureFault
 from rftmega.interfaces import Environment
 from rftmega.requests import Request
 from rftmega.sampling_seeds import turn_seed
 from rftmega.types import Completion, Prompt, Rollout, Trajectory
 
+log = logging.getLogger(__name__)
 PASSES = 8  # through the event loop between two steps of an engine, while rollouts wait for tools
 
 
@@ -21,12 +24,15 @@ class RolloutModel:
     def __init__(self, running: "RunningRollouts", place: int, seed: int):
         self._running, self._place, self._seed = running, place, seed
         self._turns = 0
+        self.row_tokens = running.row_tokens
 
-    async def generate(self, token_ids: Sequence[int]) -> Completion:
-        """Generates what follows `token_ids`."""
+    async def generate(
+        self, token_ids: Sequence[int], *, max_tokens: int | None = None
+    ) -> Completion:
+        """Generates what follows `token_ids`; see `interfaces.Model`."""
         seed = turn_seed(self._seed, self._turns)
         self._turns += 1
-        return await self._running.completion(self._place, token_ids, seed)
+        return await self._running.completion(self._place, token_ids, seed, max_tokens or 0)
 
 
 class RunningRollouts:
@@ -42,18 +48,21 @@ class RunningRollouts:
         expected_lengths: Sequence[float],
         *,
         row_tokens: int = sys.maxsize,
+        repeats: int = 0,
         loop: asyncio.AbstractEventLoop | None = None,
     ):
         """Takes the tasks of all rollouts, the seed of the first turn of each, and how many tokens
         its answer may have. `row_tokens`: context and answer together, as the engine takes them.
+        `repeats`: times that a rollout is run again after an InfrastructureFault, before it is lost.
         `loop`: one for the whole run, since what an environment holds may belong to it; None: a new
         one.
         """
-        self.row_tokens = row_tokens
+        self.row_tokens, self.repeats = row_tokens, repeats
         self.environment, self.prompts, self.seeds = environment, prompts, seeds
         self.expected_lengths = expected_lengths
         self._loop = loop or asyncio.new_event_loop()
         self._tasks: dict[int, asyncio.Task[None]] = {}  # of the rollouts that have not ended
+        self._silent: set[int] = set()  # of these, those that have asked nothing
         self._asked: list[Request] = []  # not yet taken
         # of requests: not yet taken, and then by number
         self._new: list[asyncio.Future[Completion]] = []
@@ -69,12 +78,18 @@ class RunningRollouts:
         return len(self._tasks)
 
     @property
+    def silent(self) -> int:
+        """Counts rollouts that have begun and not asked anything yet."""
+        return len(self._silent)
+
+    @property
     def waiting(self) -> bool:
         """Says that a rollout waits for something else than the engine."""
         return len(self._tasks) > len(self._answers) + len(self._new)
 
     def begin(self, places: Sequence[int]) -> None:
         """Begins the rollouts of the tasks at `places`."""
+        self._silent |= set(places)
         for place in places:
             self._tasks[place] = self._loop.create_task(self._run(place))
         self.advance()
@@ -130,8 +145,10 @@ class RunningRollouts:
         self._closing = True
         self._loop.run_until_complete(self._broken_off(asyncio.all_tasks(self._loop)))
 
-    async def completion(self, place: int, token_ids: Sequence[int], seed: int) -> Completion:
-        """Asks the engine, and waits for the answer.
+    async def completion(
+        self, place: int, token_ids: Sequence[int], seed: int, most: int = 0
+    ) -> Completion:
+        """Asks the engine for at most so many tokens (0: as many as it gives), and waits for the answer.
 
         Raises ContextTooLong where the context leaves no room for one.
         """
@@ -146,28 +163,54 @@ class RunningRollouts:
         if token_ids is not self.prompts[place].token_ids:  # of NumPy, say
             token_ids = tuple(map(int, token_ids))
         expected, pictures = self.expected_lengths[place], self.prompts[place].pictures
-        self._asked.append(Request(token_ids, seed, place, expected, pictures))
+        self._asked.append(Request(token_ids, seed, place, expected, pictures, most))
         self._new.append(future)
+        self._silent.discard(place)
         self._news.set()
         return await future
 
     async def _run(self, place: int) -> None:
-        model = RolloutModel(self, place, self.seeds[place])
         try:
-            trajectories = tuple(await self.environment.run(self.prompts[place], model))
-            self._ended[place] = Rollout((self._only(trajectories),))
+            self._ended[place] = await self._repeated(place)
         except (Exception, asyncio.CancelledError) as error:
             if self._closing:
                 raise
             self._failed = place, error
         self._tasks.pop(place)
+        self._silent.discard(place)
         self._news.set()
 
-    def _only(self, trajectories: tuple[Any, ...]) -> Trajectory:
-        """Returns the trajectory. Raises ValueError for what can't be learnt from."""
-        if len(trajectories) != 1:
-            raise ValueError(f"it returned {len(trajectories)} trajectories: return one")
-        (one,) = trajectories
+    async def _repeated(self, place: int) -> Rollout:
+        """Runs a rollout, from its first turn again after a fault that is not the policy's."""
+        task, repeats = self.prompts[place], 0
+        while True:
+            model = RolloutModel(self, place, self.seeds[place])
+            try:
+                rollout = self._checked(await self.environment.run(task, model), task)
+            except InfrastructureFault as fault:
+                if repeats == self.repeats:
+                    log.warning("a rollout of prompt %d is left out: %s", task.index, fault)
+                    return Rollout((Trajectory.of(task.token_ids),), lost=str(fault))
+                repeats += 1
+                continue
+            if repeats:
+                return replace(rollout, measures=rollout.measures | {"repeats": float(repeats)})
+            return rollout
+
+    def _checked(self, given: Any, task: Prompt) -> Rollout:
+        """Returns the rollout. Raises ValueError for what can't be learnt from."""
+        rollout = given if isinstance(given, Rollout) else Rollout(tuple(given))
+        if not rollout.trajectories:
+            raise ValueError("it returned no trajectory")
+        if len(rollout.trajectories) > 1 and task.pictures:
+            raise ValueError(
+                "it returned several trajectories of a prompt with pictures, which have their places in one: return one"
+            )
+        for one in rollout.trajectories:
+            self._refuse_unlearnable(one)
+        return rollout
+
+    def _refuse_unlearnable(self, one: Any) -> None:
         if not isinstance(one, Trajectory):
             raise ValueError(f"it returned {type(one).__name__} in place of a Trajectory")
         if len(one) < 2 or one.loss_mask[0]:
@@ -177,7 +220,6 @@ class RunningRollouts:
                 f"its trajectory has {len(one)} tokens: rollout.max_prompt_tokens + rollout.max_response_tokens is "
                 f"{self.row_tokens}. Leave out what stands behind the last answer"
             )
-        return one
 
     async def _broken_off(self, tasks: Iterable[asyncio.Task[Any]]) -> None:
         for task in tasks:

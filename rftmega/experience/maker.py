@@ -5,6 +5,7 @@ Asks the models for log-probs and values and turns rewards into advantages.
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rftmega.algorithms import kl
@@ -14,7 +15,7 @@ from rftmega.algorithms.shaping import Shaping
 from rftmega.config import AlgorithmConfig
 from rftmega.interfaces import Host, OneProcess, Scorer, ValueScorer
 from rftmega.ragged import Ragged
-from rftmega.types import Experience, Samples
+from rftmega.types import Experience, RowsOfRollouts, Samples
 
 
 class ExperienceMaker:
@@ -64,7 +65,9 @@ class ExperienceMaker:
         old = None if stats is None else stats.logp
         reference = self.policy.reference_log_probs(rows).logp if self.use_reference else None
         value = self.critic.values(rows) if self.critic is not None else None
-        reward = self.shape(samples.reward, mask.sums())
+        rollouts = samples.rollouts
+        reward = self.shape(samples.reward[rollouts.first], rollouts.sums(mask.sums()))
+        group = samples.group[rollouts.first]
         taught = mask
         if self.chosen.drop_truncated:
             taught = self.host.once(lambda: _without(mask, samples.truncated))
@@ -75,7 +78,8 @@ class ExperienceMaker:
                 assert old is not None, "a KL in the reward needs log-probs before the update"
                 distance = self.kl(old.flat - reference.flat)
                 penalty = old.with_values(self.kl_in_reward.value * distance)
-            scored = Scored(reward, samples.group, mask, value, penalty)
+            turns = turn_rewards(samples)
+            scored = Scored(reward, group, mask, value, penalty, rollouts, turns)
             advantage = advantages(scored, self.chosen.advantage)
             if value is None:
                 return self._finished(advantage, taught), None
@@ -83,6 +87,7 @@ class ExperienceMaker:
             return self._finished(advantage, taught), returns
 
         advantage, returns = self.host.once(estimated)
+        share, leads = self.host.once(lambda: shares_of(rollouts, taught))
         return Experience(
             tokens=rows.tokens,
             prompt_lengths=rows.prompt_lengths,
@@ -97,12 +102,44 @@ class ExperienceMaker:
             entropy=None if stats is None else stats.entropy,
             versions=samples.versions,
             pictures=rows.pictures,
+            rollout=rollouts.of_row,
+            share=share,
+            leads=leads,
         )
 
     def _finished(self, advantage: Ragged, taught: Ragged) -> Ragged:
         if not self.chosen.whiten:
             return advantage
         return advantage.with_values(whitened(advantage.flat, taught.flat))
+
+
+def turn_rewards(samples: Samples[Ragged]) -> Ragged | None:
+    """Returns what the environment gave for turns, at the target that ended each; None for nothing."""
+    given = [
+        (row, turn.stop - 2, turn.reward)  # its last token is target stop - 2
+        for row, turns in enumerate(samples.turns)
+        for turn in turns
+        if turn.reward
+    ]
+    if not given:
+        return None
+    mask = samples.rows.mask
+    found = torch.zeros(len(mask.flat))
+    begins = mask.lengths.cumsum(0) - mask.lengths
+    for row, place, reward in given:
+        found[int(begins[row]) + place] += reward
+    return mask.with_values(found)
+
+
+def shares_of(rollouts: RowsOfRollouts, taught: Ragged) -> tuple[Tensor, Tensor]:
+    """Returns ([B] float32: which part of its rollout's tokens that are learnt from each row has,
+    [B] bool: the first row of each rollout that has some).
+    """
+    own = taught.sums()
+    whole = rollouts.sums(own)[rollouts.of_row]
+    before = own.cumsum(0) - own
+    earlier = before - before[rollouts.first][rollouts.of_row]
+    return own / whole.clamp(min=1), (own > 0) & (earlier == 0)
 
 
 def _without(mask: Ragged, rows: Tensor) -> Ragged:

@@ -25,7 +25,9 @@ class ModelReward:
         Raises RewardError where one is no finite number.
         """
         rows = self.host.once(samples.rows.with_end)
-        score = last_value(self.model.values(rows), rows)
+        rollouts = samples.rollouts
+        last = rollouts.first + rollouts.sizes - 1  # its rows see less, the ones before
+        score = last_value(self.model.values(rows), rows)[last][rollouts.of_row]
         if not bool(score.isfinite().all()):
             row = int((~score.isfinite()).nonzero()[0])
             raise RewardError(

@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
+from rftmega.errors import InfrastructureFault
 from rftmega.interfaces import Reward
 from rftmega.media.placed import RowPictures
 from rftmega.ragged import Ragged
-from rftmega.rollout_arrays import RolloutArrays
+from rftmega.rollout_arrays import selected
 from rftmega.types import Prompt, Rollout, Rows, Samples
 
 
@@ -27,6 +29,21 @@ def scores_of(
     return known if len(known) == len(rollouts) else reward(prompts, rollouts)
 
 
+def kept_of(
+    prompts: Sequence[Prompt], rollouts: Sequence[Rollout]
+) -> tuple[list[int], list[Prompt], list[Rollout]]:
+    """Returns places, prompts and rollouts of those that something may be learnt from.
+
+    Raises InfrastructureFault where all were lost.
+    """
+    kept = [place for place, rollout in enumerate(rollouts) if not rollout.lost]
+    if not kept:
+        raise InfrastructureFault(
+            f"All {len(rollouts)} rollouts were lost, so nothing can be learnt from them; the first: {rollouts[0].lost}"
+        )
+    return kept, [prompts[place] for place in kept], [rollouts[place] for place in kept]
+
+
 def collect(
     prompts: Sequence[Prompt],
     rollouts: Sequence[Rollout],
@@ -34,38 +51,49 @@ def collect(
     *,
     samples_per_prompt: int,
 ) -> Samples[Ragged]:
-    """Lays the rows out as given: one a rollout, siblings side by side; scores what has not been.
+    """Lays the rows out as given: one a trajectory, those of a rollout and then siblings side by
+    side; scores what has not been.
 
-    Rows are views of RolloutArrays. Raises ValueError for a rollout of several trajectories.
+    Rows are views of RolloutArrays. Rollouts that were lost have none. Raises InfrastructureFault
+    where all were.
     """
-    own = list(rollouts)
-    for rollout in own:
-        if len(rollout.trajectories) != 1:
-            raise ValueError(
-                f"A rollout has {len(rollout.trajectories)} trajectories. One is learnt from: have the environment return one."
-            )
-    scores = scores_of(prompts, own, reward)
-    parts = list(dict.fromkeys(name for score in scores for name in score if name != "reward"))
-    arrays = RolloutArrays.of(rollouts)
+    places, asked, own = kept_of(prompts, rollouts)
+    scores = scores_of(asked, own, reward)
+    arrays = selected(rollouts, places)
     tokens = arrays.column("token_ids")
-    reward_parts = {}
-    for name in parts:
-        numbers = [score.get(name, torch.nan) for score in scores]
-        reward_parts[name] = torch.tensor(numbers, dtype=torch.float32)
+    trajectories = [each for rollout in own for each in rollout.trajectories]
+    sizes = torch.tensor([len(rollout.trajectories) for rollout in own])
+    rollout_of = torch.tensor(places).repeat_interleave(sizes)
+    prompt_of = [prompts[place] for place in rollout_of.tolist()]
+
+    def columns(dicts: Sequence[dict[str, float]]) -> dict[str, Tensor]:
+        names = dict.fromkeys(name for each in dicts for name in each if name != "reward")
+        return {
+            name: _spread([each.get(name, torch.nan) for each in dicts], sizes) for name in names
+        }
+
     return Samples(
-        prompts=list(prompts),
+        prompts=prompt_of,
         rows=Rows(
             tokens,
-            torch.tensor([rollout.trajectories[0].prompt_length for rollout in own]),
+            torch.tensor([each.prompt_length for each in trajectories]),
             tokens.lengths,
             # place t speaks about token t + 1
             arrays.column("loss_mask").shifted(1),
-            RowPictures.of(prompt.pictures for prompt in prompts),
+            RowPictures.of(prompt.pictures for prompt in prompt_of),
         ),
         behaviour_logp=arrays.column("logprobs").shifted(1),
-        reward=torch.tensor([score["reward"] for score in scores], dtype=torch.float32),
-        group=torch.arange(len(own)) // samples_per_prompt,
-        truncated=torch.tensor([rollout.truncated for rollout in own]),
-        reward_parts=reward_parts,
+        reward=_spread([score["reward"] for score in scores], sizes),
+        group=rollout_of // samples_per_prompt,
+        truncated=_spread([rollout.truncated for rollout in own], sizes) > 0,
+        reward_parts=columns(scores),
         versions=arrays.column("versions").shifted(1),
+        rollout=rollout_of,
+        turns=[each.turns for each in trajectories],
+        measures=columns([rollout.measures for rollout in own]),
     )
+
+
+def _spread(of_rollouts: Sequence[float], sizes: Tensor) -> Tensor:
+    """Returns [B] float32: the number of its rollout for each row."""
+    return torch.tensor(of_rollouts, dtype=torch.float32).repeat_interleave(sizes)

@@ -202,7 +202,7 @@ class PPOTrainerVL:
         whole = OwnExperience.join([self._own(each).ragged() for each in self.replay_buffer])
         parts = max(len(whole) // self.strategy.train_batch_size, 1)
         schedule = Schedule(parts, self.max_epochs, seed=self.strategy.seed)
-        rows = schedule.mini_batches(len(whole), global_steps)
+        rows = schedule.mini_batches(whole.rollouts.sizes, global_steps)
         found = take_steps(self.actor, whole, self.loss_fn, rows)
         if self.critic is not None:
             critics = take_steps(self.critic, whole, self.value_loss_fn, rows, name="critic")

@@ -16,6 +16,11 @@ class Request(NamedTuple):
     expected: float = 0.0  # tokens of the answer; several servers share the work by it
     # of the tokens, which have a placeholder for each feature
     pictures: tuple[Placed, ...] = ()
+    most: int = 0  # tokens of the answer; 0: as many as the engine gives
+
+    def limit(self, longest: int) -> int:
+        """Returns how many tokens the answer may have, of an engine that gives at most `longest`."""
+        return min(self.most, longest) if self.most else longest
 
 
 class Requests(Protocol):

@@ -9,7 +9,8 @@ from rftmega.rewards.part import Answer, Decode, Part, Undecided
 from rftmega.types import Prompt, Rollout
 
 ALWAYS = "exact_match"  # scored whatever its weight where there is a label: evaluation shows it
-MAY_BE_UNDECIDED = ("math", "code")
+TURNS = "turns"  # the rewards that an environment gave for turns, which weigh 1
+MAY_BE_UNDECIDED = ("math", "code", "judge")
 
 
 def weights_of(config: RewardConfig, kind: str) -> dict[str, float]:
@@ -75,6 +76,12 @@ class MixedReward:
                 scores[row][name] = float(value)
                 if name in MAY_BE_UNDECIDED:
                     scores[row][f"{name}_undecided"] = float(isinstance(value, Undecided))
+        for row, rollout in enumerate(rollouts):
+            given = self._given(rollout, prompts[row])
+            scores[row] |= given
+            weights[row] = weights[row] | {name: self._weight(name) for name in given}
+            if rollout.score_zero:
+                scores[row] = dict.fromkeys(scores[row], 0.0)
         for row, asked in enumerate(weights):
             if asked and not scores[row].keys() & asked:
                 raise RewardError(
@@ -85,6 +92,29 @@ class MixedReward:
             score | {"reward": sum(asked.get(name, 0.0) * value for name, value in score.items())}
             for score, asked in zip(scores, weights, strict=True)
         ]
+
+    def _given(self, rollout: Rollout, prompt: Prompt) -> dict[str, float]:
+        """Returns the environment's own rewards, and the sum of those of turns as "turns".
+
+        Raises RewardError where one is not finite, or has the name of a part.
+        """
+        given = dict(rollout.rewards)
+        turns = [turn.reward for own in rollout.trajectories for turn in own.turns if turn.reward]
+        if turns:
+            given[TURNS] = sum(turns)
+        for name, value in given.items():
+            if name in self.parts or name == "reward":
+                raise RewardError(
+                    f"The environment gave a reward {name!r}, which is a part of the reward already. Give it another name."
+                )
+            if not math.isfinite(value):
+                raise RewardError(
+                    f"The environment gave {value} as {name} for prompt {prompt.index}: not a finite number."
+                )
+        return given
+
+    def _weight(self, name: str) -> float:
+        return 1.0 if name == TURNS else self.config.environment.get(name, 1.0)
 
     def _answer(self, prompt: Prompt, rollout: Rollout) -> Answer:
         ids = rollout.response_ids

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rftmega.config import RolloutConfig
-from rftmega.requests import Requests
+from rftmega.requests import Request, Requests
 from rftmega.rollout.base import Engine
 from rftmega.types import Completion, Sampling
 
@@ -38,7 +38,7 @@ class ScriptedEngine(Engine):
         while True:
             if (room := self.slots - running - len(waiting)) > 0:
                 begun = len(answers)
-                answers += [self._completion(request.seed) for request in requests.take(room)]
+                answers += [self._cut(request) for request in requests.take(room)]
                 waiting.extend(range(begun, len(answers)))
             if not waiting and not running:
                 break
@@ -51,6 +51,15 @@ class ScriptedEngine(Engine):
                 requests.finished(done, [answers[number] for number in done])
             if requests.stopped():
                 break
+
+    def _cut(self, request: Request) -> Completion:
+        """Returns the answer, cut off where the request says."""
+        whole = self._completion(request.seed)
+        most = request.limit(len(whole.token_ids))
+        if most == len(whole.token_ids):
+            return whole
+        ids, logprobs = whole.token_ids[:most], whole.logprobs[:most]
+        return Completion(ids, logprobs, "length", whole.policy_version)
 
     def _completion(self, seed: int) -> Completion:
         rng = torch.Generator().manual_seed(seed)

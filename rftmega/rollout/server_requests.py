@@ -1,4 +1,4 @@
-"""Conversation spreads the requests of one generation over several servers."""
+"""ServerRequests spreads the requests of one generation over several servers."""
 
 import asyncio
 from collections import Counter
@@ -18,8 +18,8 @@ LOOK_SECONDS = 0.2  # between two looks whether what has arrived, and was scored
 Ask = Callable[[Server, httpx.AsyncClient, Request], Coroutine[Any, Any, Completion]]
 
 
-class Conversation:
-    """Conversation spreads the requests of one generation over the servers.
+class ServerRequests:
+    """ServerRequests spreads the requests of one generation over the servers.
 
     `faults`: server -> what it failed with.
     """

@@ -26,9 +26,9 @@ from rftmega.parallel.process_group import World
 from rftmega.requests import Request, Requests
 from rftmega.rollout import door
 from rftmega.rollout.base import Engine
-from rftmega.rollout.conversation import Conversation
 from rftmega.rollout.pictures import check_expanded, check_samples, placeholders
 from rftmega.rollout.server import Server
+from rftmega.rollout.server_requests import ServerRequests
 from rftmega.rollout.shared_media import SharedMedia
 from rftmega.rollout.vllm_models import (
     limits_of,
@@ -231,7 +231,7 @@ class ServerEngine(Engine):
         if self._failed:  # in a generation that had enough answers all the same
             raise EngineFault(f"The servers {sorted(self._failed)} broke down before.")
         with asyncio.Runner() as runner:
-            running = Conversation(self.servers, self.config, runner)
+            running = ServerRequests(self.servers, self.config, runner)
             try:
                 stopped = running.hold(requests, partial(self._asked, sampling=sampling))
             finally:
@@ -247,7 +247,7 @@ class ServerEngine(Engine):
     async def _asked(
         self, server: Server, client: httpx.AsyncClient, request: Request, *, sampling: Sampling
     ) -> Completion:
-        body: dict[str, Any] = {"sampling_params": self._parameters(request.seed, sampling)}
+        body: dict[str, Any] = {"sampling_params": self._parameters(request, sampling)}
         seconds = self.config.deadline_seconds
         if not request.pictures:
             body["token_ids"] = list(request.token_ids)
@@ -261,11 +261,11 @@ class ServerEngine(Engine):
         check_expanded(request, reply["prompt_token_ids"])
         return self._completion(reply["choices"][0])
 
-    def _parameters(self, seed: int, sampling: Sampling) -> dict[str, Any]:
+    def _parameters(self, request: Request, sampling: Sampling) -> dict[str, Any]:
         return {
             **sampling._asdict(),
-            "seed": seed,
-            "max_tokens": self.config.max_response_tokens,
+            "seed": request.seed,
+            "max_tokens": request.limit(self.config.max_response_tokens),
             "logprobs": 0,
             "stop_token_ids": self.stop_ids,
             "ignore_eos": True,

@@ -228,7 +228,7 @@ class TransformersEngine(Engine):
         positions = self._positions(request)
         seen = 0
         routes: list[Tensor] = []
-        limit = min(self.longest, self.row_tokens - len(request.token_ids))
+        limit = min(request.limit(self.longest), self.row_tokens - len(request.token_ids))
         while len(ids) < limit and not self._has_stopped(ids):
             self._chosen.clear()
             if positions is not None:

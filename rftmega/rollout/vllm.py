@@ -181,7 +181,7 @@ class VLLMEngine(Engine):
             further, stopped = requests.take(self.slots), False
             while not stopped:
                 for request in further:
-                    parameters = self._parameters(request.seed, sampling)
+                    parameters = self._parameters(request, sampling)
                     prompt = self._prompt_of(request)
                     engine.add_request(str(begun), prompt, parameters)
                     if request.pictures:
@@ -210,12 +210,12 @@ class VLLMEngine(Engine):
     def _prompt_of(self, request: Request) -> dict[str, Any]:
         return self._waveforms.prompt_of(request) if self._waveforms else prompt_of(request)
 
-    def _parameters(self, seed: int, sampling: Sampling) -> Any:
+    def _parameters(self, request: Request, sampling: Sampling) -> Any:
         return SamplingParams(
             **sampling._asdict(),
             **stop_strings(self.config),
-            seed=seed,
-            max_tokens=self.longest,
+            seed=request.seed,
+            max_tokens=request.limit(self.longest),
             logprobs=0,  # of the sampled token only
             stop_token_ids=self.stop_ids,
             # the stop tokens are ours alone, whatever the model's config calls its end

@@ -109,6 +109,8 @@ class ReinforcementStrategy:
             processes_per_engine=self.engine_processes,
             restarts=config.faults.engine_restarts,
             reward_limit=config.reward.timeout,
+            repeats=config.faults.rollout_repeats,
+            most_running=config.rollout.max_running,
         )
         self.weights: WeightSync = self.engine.weight_sync(
             actor.shards(), bucket_bytes=self._bucket_bytes

@@ -92,11 +92,11 @@ class DynamicSampler:
         """Returns the first `train_samples` answers of each group, whose rows are neighbours."""
         if not self.train_samples:
             return samples
-        _, sizes = samples.group.unique_consecutive(return_counts=True)
+        rollouts = samples.rollouts
+        _, sizes = samples.group[rollouts.first].unique_consecutive(return_counts=True)
         begins = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
-        return samples.select(
-            (torch.arange(len(samples)) - begins < self.train_samples).nonzero()[:, 0]
-        )
+        early = torch.arange(len(begins)) - begins < self.train_samples
+        return samples.select(early[rollouts.of_row].nonzero()[:, 0])
 
     def _varied(self, samples: Samples[Ragged]) -> Samples[Ragged]:
         samples = self._learnt(samples)
@@ -116,7 +116,13 @@ def _first(samples: Samples[Ragged], groups: int) -> Samples[Ragged]:
 
 
 def _described(found: Sequence[Samples[Ragged]]) -> Metrics:
-    lengths = torch.cat([samples.rows.mask.sums() for samples in found]).double()
+    """Returns means over rollouts, whose rows all have what is known of them."""
+    rollouts = [samples.rollouts for samples in found]
+    sums = [
+        own.sums(samples.rows.mask.sums()) for own, samples in zip(rollouts, found, strict=True)
+    ]
+    lengths = torch.cat(sums).double()
+    found = [samples.select(own.first) for own, samples in zip(rollouts, found, strict=True)]
     truncated = torch.cat([samples.truncated for samples in found])
     spread = torch.cat([deviations(samples.reward, samples.group) for samples in found])
     differ = torch.cat([varied(samples.reward, samples.group) for samples in found])
@@ -131,4 +137,7 @@ def _described(found: Sequence[Samples[Ragged]]) -> Metrics:
     for name in dict.fromkeys(name for samples in found for name in samples.reward_parts):
         part = torch.cat([samples.part(name) for samples in found])
         metrics[f"reward_{name}"] = part.nanmean().item()
+    for name in dict.fromkeys(name for samples in found for name in samples.measures):
+        counted = torch.cat([samples.measured(name) for samples in found])
+        metrics[f"environment_{name}"] = counted.nanmean().item()
     return metrics

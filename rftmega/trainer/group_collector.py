@@ -40,7 +40,7 @@ class GroupCollector:
         prompts = [self.requests[row] for row in rows]
         answers = complete(selected(rollouts, rows))
         samples = collect(prompts, answers, self.reward, samples_per_prompt=self.size)
-        return replace(samples, group=torch.tensor(places).repeat_interleave(self.size))
+        return replace(samples, group=torch.tensor(places)[samples.group])
 
     def until(self, wanted: Wanted) -> Enough:
         """Returns a test for as many good groups as are wanted.

@@ -33,6 +33,7 @@ from rftmega.types import (
     TokenStats,
     TokenValues,
     Trajectory,
+    Turn,
 )
 
 Result = TypeVar("Result")
@@ -264,8 +265,9 @@ def _unpacked(packed: Any) -> Any:
 
 
 def _packed_answers(rollouts: Answers) -> dict[str, Any]:
-    """Returns the columns; of each rollout its trajectories and its scores; and each trajectory's
-    start, length, whether it is truncated, and routes.
+    """Returns the columns; of each rollout how many trajectories it has, and what else a
+    RolloutPlace holds; and each trajectory's length, whether it is truncated, start, turns and
+    routes.
     """
     arrays = RolloutArrays.of(rollouts)
     trajectories: list[list[Any]] = []
@@ -275,9 +277,9 @@ def _packed_answers(rollouts: Answers) -> dict[str, Any]:
         if place is None:
             numbered.append(None)
             continue
-        numbered.append([len(place.trajectories), place.scores])
+        numbered.append([len(place.trajectories), *place[1:]])
         for own in place.trajectories:
-            trajectories.append([own.length, own.truncated, own.start])
+            trajectories.append([own.length, own.truncated, own.start, list(map(list, own.turns))])
             routes.append(own.routes)
     return arrays.columns | {
         "trajectories": trajectories,
@@ -288,11 +290,11 @@ def _packed_answers(rollouts: Answers) -> dict[str, Any]:
 
 def _answers(packed: dict[str, Any]) -> RolloutArrays:
     places, end = [], 0
-    for (length, truncated, *start), routes in zip(
-        packed["trajectories"], packed["routes"], strict=True
-    ):
-        begin = start[0] if start else end  # format 4 has none: they lie behind each other
-        places.append(TrajectoryPlace(begin, length, truncated, routes))
+    for said, routes in zip(packed["trajectories"], packed["routes"], strict=True):
+        length, truncated, *more = said
+        begin = more[0] if more else end  # format 4 has none: they lie behind each other
+        turns = tuple(Turn(*turn) for turn in more[1]) if len(more) > 1 else ()
+        places.append(TrajectoryPlace(begin, length, truncated, routes, turns))
         end = begin + length
     left = iter(places)
     rollouts: list[RolloutPlace | None] = []
@@ -300,8 +302,8 @@ def _answers(packed: dict[str, Any]) -> RolloutArrays:
         if said is None:
             rollouts.append(None)
         else:
-            count, scores = said
-            rollouts.append(RolloutPlace(tuple(itertools.islice(left, count)), scores))
+            count, *known = said
+            rollouts.append(RolloutPlace(tuple(itertools.islice(left, count)), *known))
     return RolloutArrays({name: packed[name] for name in COLUMNS}, rollouts)
 
 

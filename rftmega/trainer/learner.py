@@ -82,7 +82,7 @@ class Learner:
 
         if self.critic is not None:
             assert self.value_loss_fn is not None
-            rows = self.schedule.mini_batches(len(experience), step)
+            rows = self.schedule.mini_batches(experience.rollouts.sizes, step)
             found = take_steps(
                 self.critic,
                 experience,
@@ -100,7 +100,7 @@ class Learner:
             beside: dict[str, Any] = {} if self.ptx is None else {"auxiliary": self.ptx()}
             if experience.old_logp is None:
                 beside["scored"] = complete
-            rows = self.schedule.mini_batches(len(learnt), step)
+            rows = self.schedule.mini_batches(learnt.rollouts.sizes, step)
             found = take_steps(
                 self.policy, learnt, self.loss_fn, rows, journal=self.journal, **beside
             )

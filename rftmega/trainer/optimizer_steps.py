@@ -30,21 +30,21 @@ class Schedule:
     epochs: int = 1
     seed: int = 0
 
-    def mini_batches(self, rows: int, step: int, group_size: int = 1) -> list[Tensor]:
+    def mini_batches(self, sizes: Tensor, step: int) -> list[Tensor]:
         """Returns the rows ([n] int64) of each optimizer step.
 
-        The first epoch takes rows in the order of the rollout, further ones in an order that is
-        drawn from `seed` and the number of the training step. Each `group_size` consecutive rows
-        stay together.
+        Rows stay together as `sizes` ([units] int64) says: so many consecutive ones a unit, which
+        is a rollout, or a pair. The first epoch takes units in the order of the rollout phase,
+        further ones in an order that is drawn from `seed` and the number of the training step.
         """
-        groups = torch.arange(rows).view(-1, group_size)
-        parts = min(self.updates_per_epoch, len(groups))
-        found = [part.flatten() for part in groups.tensor_split(parts)]
+        rows = torch.arange(int(sizes.sum())).split(sizes.tolist())
+        parts = min(self.updates_per_epoch, len(sizes))
+        orders = [torch.arange(len(sizes))]
         random = torch.Generator().manual_seed(self.seed * SEED_STRIDE + step)
         for _ in range(1, self.epochs):
-            order = torch.randperm(len(groups), generator=random)
-            found += [part.flatten() for part in groups[order].tensor_split(parts)]
-        return found
+            orders.append(torch.randperm(len(sizes), generator=random))
+        chosen = [units for order in orders for units in order.tensor_split(parts)]
+        return [torch.cat([rows[unit] for unit in units.tolist()]) for units in chosen]
 
 
 def take_steps(

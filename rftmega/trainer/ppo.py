@@ -88,6 +88,7 @@ class PPOTrainer(Trainer):
         )
         self.supply = PromptQueue()
         self.lengths = ExpectedLengths()
+        self._lost = 0  # rollouts of this step that were left out
 
     def prepare(self, batches: Iterable[list[Prompt]]) -> PromptQueue:
         self.weights.push(version=self.step)
@@ -119,8 +120,11 @@ class PPOTrainer(Trainer):
 
         Replaced groups take their prompts from `supply`, which gets unused ones back.
         """
+        self._lost = 0
         with self.phase("rollout"):
             samples, seen = self.refill(self.rollout, batch, self.supply)
+        if self._lost:
+            seen["rollouts_lost"] = float(self._lost)
         # Where no token is the present policy's, the gate asks for new answers, which an update
         # that is under way can't bear.
         present = self.host.once(lambda: bool(chosen_by(samples, self.step).flat.any()))
@@ -187,5 +191,6 @@ class PPOTrainer(Trainer):
         assert newest <= {self.step}, (
             f"answers of policy {newest} at step {self.step}: a push was missed"
         )
+        self._lost += sum(rollout is not None and bool(rollout.lost) for rollout in rollouts)
         collected = groups.collected(rollouts)
         return collected if self.model_reward is None else self.model_reward(collected)

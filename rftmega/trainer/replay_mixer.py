@@ -43,8 +43,9 @@ class ReplayMixer:
         metrics["replay_staleness"] = once(lambda: _staleness(earlier, step))
         stats = self.policy.log_probs(earlier.rows)
         earlier = replace(earlier, old_logp=stats.logp, entropy=stats.entropy)
-        # Mini-batches are consecutive rows: each gets its share of both.
-        place = torch.cat([torch.arange(len(part)) / len(part) for part in (experience, earlier)])
+        # Mini-batches are consecutive rollouts: each gets its share of both.
+        numbers = [part.rollouts.of_row for part in (experience, earlier)]
+        place = torch.cat([index / (int(index[-1]) + 1) for index in numbers])
         mixed = once(lambda: Experience.join([experience, earlier]))
         return mixed.select(place.argsort(stable=True)), metrics
 

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
+
 from rftmega.experience import given
 from rftmega.trainer.loop import Trainer
 from rftmega.trainer.optimizer_steps import Schedule, take_steps
@@ -38,7 +40,8 @@ class SupervisedTrainer(Trainer):
     def train_step(self, batch: Rows) -> Metrics:
         experience = given(batch)
         with self.phase("update"):
-            rows = self.schedule.mini_batches(len(experience), self.step, self.group_size)
+            units = torch.full((len(experience) // self.group_size,), self.group_size)
+            rows = self.schedule.mini_batches(units, self.step)
             metrics = take_steps(
                 self.model, experience, self.loss_fn, rows, group_size=self.group_size
             )

@@ -47,6 +47,7 @@ def unread_without_rollouts(config: RunConfig) -> list[str]:
     whole = [
         ("strategy", config.strategy, RunConfig.strategy),
         ("faults.engine_restarts", config.faults.engine_restarts, FaultsConfig.engine_restarts),
+        ("faults.rollout_repeats", config.faults.rollout_repeats, FaultsConfig.rollout_repeats),
     ]
     return [
         f"{shown(name, value)}: with algorithm.task={task} nothing is generated or rewarded, so nothing reads it. Leave it out."

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from rftmega.config import RolloutConfig
 from rftmega.dispatch.pending_requests import PendingRequests, Tasks
 from rftmega.dispatch.request_queues import Counted, Dealt
+from rftmega.dispatch.reward_workers import RewardWorkers
 from rftmega.environments import SingleTurnEnvironment
-from rftmega.errors import ContextTooLong, EnvironmentFailed
+from rftmega.errors import ContextTooLong, EnvironmentFailed, InfrastructureFault
 from rftmega.interfaces import Model
 from rftmega.requests.order import RequestOrder
 from rftmega.rollout import Engine, ScriptedEngine
@@ -183,7 +184,7 @@ class Empty:
 
 
 def test_an_environment_that_returns_nothing_is_named() -> None:
-    with pytest.raises(EnvironmentFailed, match="Empty failed with .*it returned 0 trajectories"):
+    with pytest.raises(EnvironmentFailed, match="Empty failed with .*it returned no trajectory"):
         rollouts_of(scripted(), Empty())
 
 
@@ -300,3 +301,106 @@ def test_rollouts_that_are_stopped_clean_up_behind_them() -> None:
     steps = iter(range(100))
     assert rollouts_of(engine, Unwinds(), stop=lambda: next(steps) == 5) == []
     assert Unwinds.ended == len(PROMPTS)
+
+
+class Faulty:
+    """Fails by somebody else's fault in the first so many runs of each task, after one answer."""
+
+    def __init__(self, faults: int):
+        self.faults = faults
+        self.runs = dict.fromkeys(range(len(PROMPTS)), 0)
+
+    async def run(self, task: Prompt, model: Model) -> Rollout:
+        first = await model.generate(task.token_ids)
+        self.runs[task.index] += 1
+        if self.runs[task.index] <= self.faults and task.index % 2:
+            raise InfrastructureFault("the search server is gone")
+        return Rollout((Trajectory.of(task.token_ids, first),), rewards={"own": 2.0})
+
+
+def repeated(environment: Any, repeats: int) -> list[Rollout]:
+    engine = scripted()
+    tasks = Tasks(PROMPTS, SEEDS, [1.0] * len(PROMPTS), Sampling(1.0))
+    queue = Dealt(RequestOrder([list(range(len(PROMPTS)))], []), 0, slots=engine.slots)
+    with PendingRequests(engine, tasks, queue, environment, None, repeats=repeats) as pending:
+        pending.go_on()
+        found = pending.judging.scored()
+    return [found[place] for place in sorted(found)]
+
+
+def test_a_rollout_is_run_again_with_the_same_seeds_after_a_fault_that_is_not_the_policys() -> None:
+    found = repeated(Faulty(2), repeats=2)
+    undisturbed = repeated(Faulty(0), repeats=0)
+    assert [each.trajectories for each in found] == [each.trajectories for each in undisturbed]
+    assert [each.measures.get("repeats", 0) for each in found] == [0, 2] * 4 + [0]
+    assert all(each.rewards == {"own": 2.0} and not each.lost for each in found)
+
+
+def test_a_rollout_is_left_out_where_running_it_again_does_not_help() -> None:
+    found = repeated(Faulty(3), repeats=2)
+    assert [bool(each.lost) for each in found] == [False, True] * 4 + [False]
+    assert found[1].lost == "the search server is gone"
+
+
+def test_nobody_scores_what_was_left_out() -> None:
+    told: list[str] = []
+
+    def reward(prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[dict[str, float]]:
+        told.extend(rollout.lost for rollout in rollouts)
+        return [{"reward": 1.0}] * len(rollouts)
+
+    with RewardWorkers(reward, PROMPTS) as workers:
+        lost = Rollout((Trajectory.of((1, 2)),), lost="gone")
+        kept = Rollout((Trajectory.of((1, 2), Completion((3,), (0.0,), "stop", 0)),))
+        workers.finished([0, 1, 2], [lost, kept, lost])
+        workers.finished([3], [lost])
+        found = workers.scored()
+    assert told == [""]
+    assert {place: rollout.scores for place, rollout in found.items()} == {
+        0: {},
+        1: {"reward": 1.0},
+        2: {},
+        3: {},
+    }
+
+
+class Rewritten:
+    """Two trajectories: the second begins with another context."""
+
+    async def run(self, task: Prompt, model: Model) -> list[Trajectory]:
+        first = await model.generate(task.token_ids, max_tokens=2)
+        second = await model.generate((9, 9), max_tokens=1)
+        return [Trajectory.of(task.token_ids, first), Trajectory.of((9, 9), second)]
+
+
+def test_a_rollout_may_have_several_trajectories_and_answers_no_longer_than_was_asked_for() -> None:
+    for rollout in rollouts_of(scripted(), Rewritten()):
+        first, second = rollout.trajectories
+        assert int(first.loss_mask.sum()) <= 2
+        assert second.loss_mask.tolist() == [False, False, True]
+        assert rollout.chosen_tokens == int(first.loss_mask.sum()) + 1
+    lengths = [int(each.trajectories[0].loss_mask.sum()) for each in rollouts_of(scripted(), Rewritten())]  # fmt: skip
+    assert max(lengths) == 2, "no seed gives an answer that is cut off: take others"
+
+
+def test_more_rollouts_than_places_are_under_way_while_they_wait_for_tools() -> None:
+    class Slow:
+        running = most = 0
+
+        async def run(self, task: Prompt, model: Model) -> list[Trajectory]:
+            Slow.running += 1
+            Slow.most = max(Slow.most, Slow.running)
+            answer = await model.generate(task.token_ids)
+            await asyncio.sleep(0.05)
+            Slow.running -= 1
+            return [Trajectory.of(task.token_ids, answer)]
+
+    rollouts_of(scripted(slots=1), Slow())
+    assert Slow.most > 2
+    Slow.most = 0
+    engine = scripted(slots=1)
+    tasks = Tasks(PROMPTS, SEEDS, [1.0] * len(PROMPTS), Sampling(1.0))
+    queue = Dealt(RequestOrder([list(range(len(PROMPTS)))], []), 0, slots=engine.slots)
+    with PendingRequests(engine, tasks, queue, Slow(), None, most_running=2) as pending:
+        pending.go_on()
+    assert Slow.most == 2

@@ -66,8 +66,3 @@ def test_rows_keep_the_hole_when_they_are_laid_out_selected_and_joined() -> None
     assert joined.rows.with_end().padded().mask.int().tolist() == [
         [*row, 0] for row in [mask[1], *mask]
     ]
-
-
-def test_several_trajectories_of_one_rollout_are_refused() -> None:
-    with pytest.raises(ValueError, match="has 2 trajectories. One is learnt from"):
-        collect([Prompt((1,))], [Rollout((TWO_TURNS, TWO_TURNS))], scored, samples_per_prompt=1)

@@ -14,6 +14,7 @@ from rftmega.types import COUNT, Experience, TokenStats
 from tests.layouts import rows_of
 
 EXPERIENCE = given(rows_of([[1, 2, token] for token in range(10)]))
+TEN = torch.ones(10, dtype=torch.int64)
 
 
 class Notes:
@@ -35,26 +36,37 @@ class Notes:
 
 
 def test_one_epoch_takes_the_rows_in_the_order_of_the_rollout() -> None:
-    assert [part.tolist() for part in Schedule(3).mini_batches(10, step=4)] == [
+    assert [part.tolist() for part in Schedule(3).mini_batches(TEN, step=4)] == [
         [0, 1, 2, 3],
         [4, 5, 6],
         [7, 8, 9],
     ]
-    assert [part.tolist() for part in Schedule(3).mini_batches(8, step=4, group_size=2)] == [
+    assert [part.tolist() for part in Schedule(3).mini_batches(torch.full((4,), 2), step=4)] == [
         [0, 1, 2, 3],
         [4, 5],
         [6, 7],
     ]
-    assert [part.tolist() for part in Schedule(5).mini_batches(2, step=0)] == [[0], [1]], (
-        "no mini-batch without a row"
-    )
+    few = Schedule(5).mini_batches(torch.tensor([1, 1]), step=0)
+    assert [part.tolist() for part in few] == [[0], [1]], "no mini-batch without a row"
+
+
+def test_rows_of_one_rollout_stay_in_one_mini_batch() -> None:
+    sizes = torch.tensor([1, 3, 1, 2])
+    assert [part.tolist() for part in Schedule(2).mini_batches(sizes, step=0)] == [
+        [0, 1, 2, 3],
+        [4, 5, 6],
+    ]
+    _, _, *shuffled = Schedule(2, epochs=2).mini_batches(sizes, step=0)
+    assert sorted(torch.cat(shuffled).tolist()) == list(range(7))
+    for rows in ([1, 2, 3], [5, 6]):
+        assert any(set(rows) <= set(part.tolist()) for part in shuffled)
 
 
 def test_further_epochs_learn_every_row_once_more_in_another_order_that_the_seed_and_the_step_decide() -> (
     None
 ):
     def orders(seed: int, step: int) -> list[list[int]]:
-        parts = Schedule(2, epochs=3, seed=seed).mini_batches(12, step, group_size=2)
+        parts = Schedule(2, epochs=3, seed=seed).mini_batches(torch.full((6,), 2), step)
         assert len(parts) == 2 * 3
         return [torch.cat(parts[2 * epoch : 2 * epoch + 2]).tolist() for epoch in range(3)]
 
@@ -75,7 +87,7 @@ def test_further_epochs_learn_every_row_once_more_in_another_order_that_the_seed
 
 def test_metrics_are_means_over_the_steps_taken_and_counts_are_sums() -> None:
     model = Notes()
-    found = take_steps(model, EXPERIENCE, None, Schedule(2, epochs=2).mini_batches(10, 0))  # type: ignore[arg-type]
+    found = take_steps(model, EXPERIENCE, None, Schedule(2, epochs=2).mini_batches(TEN, 0))  # type: ignore[arg-type]
     assert model.rows[:2] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
     assert found == {
         "loss": 2.5,
@@ -104,7 +116,7 @@ def test_metrics_are_means_over_the_steps_taken_and_counts_are_sums() -> None:
 
 
 def test_steps_that_were_taken_before_a_resume_are_not_taken_again_but_counted() -> None:
-    parts = Schedule(4).mini_batches(10, 0)
+    parts = Schedule(4).mini_batches(TEN, 0)
     first, again = Notes(), Notes()
     journal = Journal(stop=lambda: len(first.rows) == 2)
     with pytest.raises(Preempted):
@@ -124,7 +136,7 @@ def test_log_probs_of_the_steps_own_forward_pass_are_told_after_a_resume_too() -
     settings: dict[str, Any] = {"scored": lambda stats: told.append(len(stats.logp))}
     with pytest.raises(Preempted):
         take_steps(
-            model, EXPERIENCE, None, Schedule().mini_batches(10, 0), journal=journal, **settings
+            model, EXPERIENCE, None, Schedule().mini_batches(TEN, 0), journal=journal, **settings
         )  # type: ignore[arg-type]
     resumed = Journal()
     resumed.load_state(journal.state())
@@ -132,10 +144,10 @@ def test_log_probs_of_the_steps_own_forward_pass_are_told_after_a_resume_too() -
         SimpleNamespace(step=None),
         EXPERIENCE,
         None,
-        Schedule().mini_batches(10, 0),
+        Schedule().mini_batches(TEN, 0),
         journal=resumed,
         **settings,
     )  # type: ignore[arg-type]
     assert told == [10, 10]
     with pytest.raises(AssertionError, match="only a single step's forward pass"):
-        take_steps(model, EXPERIENCE, None, Schedule(2).mini_batches(10, 0), **settings)  # type: ignore[arg-type]
+        take_steps(model, EXPERIENCE, None, Schedule(2).mini_batches(TEN, 0), **settings)  # type: ignore[arg-type]
