@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "interfaces": "media types shards ragged",
     "sampling_seeds": "",
     "rollout_arrays": "media types ragged",
-    "environments": "config errors json_files types interfaces",
+    "environments": "config errors json_files user_code types interfaces",
     "algorithms": "types config ragged",
     "sandbox": "",
     "rewards": "types errors json_files config user_code",

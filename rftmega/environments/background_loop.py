@@ -3,8 +3,10 @@
 import asyncio
 import threading
 from collections.abc import Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
 
+CLOSING = 20.0  # seconds that what is broken off may take to end
 Result = TypeVar("Result")
 
 
@@ -28,11 +30,13 @@ class BackgroundLoop:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
     async def close(self) -> None:
-        """Breaks off what still runs, and ends the thread."""
+        """Breaks off what still runs, and ends the thread; one that blocks is left to itself."""
         if self._loop is None:
             return
         loop, self._loop = self._loop, None
-        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_break_off(), loop))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSING):
+                await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_break_off(), loop))
         loop.call_soon_threadsafe(loop.stop)
 
 

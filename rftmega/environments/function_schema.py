@@ -90,7 +90,8 @@ def description_told(docstring: Docstring) -> str:
 
 def _adapter(name: str, fields: dict[str, Any]) -> TypeAdapter[Any]:
     """Returns what reads the arguments of the function `name`, and no others."""
-    arguments: Any = TypedDict(name, fields)  # type: ignore[operator]
+    typed_dict: Any = TypedDict  # a type checker wants it with a name that is written out
+    arguments = typed_dict(name, fields)
     arguments.__pydantic_config__ = ConfigDict(extra="forbid")
     try:
         return TypeAdapter(arguments)

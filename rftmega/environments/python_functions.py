@@ -12,11 +12,15 @@ from typing import Any
 
 from rftmega.environments.background_loop import BackgroundLoop
 from rftmega.environments.function_schema import OPTION, FunctionSchema
-from rftmega.environments.tool import ToolError, ToolSpec
+from rftmega.environments.tool import PlainSession, ToolError, ToolSpec
 from rftmega.errors import ConfigError, InfrastructureFault
+from rftmega.types import Prompt
 from rftmega.user_code.functions import function_of, name_of
 
 log = logging.getLogger(__name__)
+# methods of a class that the environment calls, and no model
+OURS = ("begin", "turn_reward", "rewards", "close")
+MAKING = 60.0  # seconds that an object and its begin() may take
 CLOSING = 30.0  # seconds that an object's close() may take
 MOST_THREADS = 2000  # that have not ended, in one process
 
@@ -48,7 +52,7 @@ class PythonFunctions:
     async def open(self) -> list[ToolSpec]:
         return [schema.spec for schema in self._schemas.values()]
 
-    def session(self) -> "FunctionSession":
+    def session(self, task: Prompt | None = None) -> "FunctionSession":
         return FunctionSession(self._functions, self._schemas, self._loop)
 
     async def close(self) -> None:
@@ -56,7 +60,7 @@ class PythonFunctions:
         await self._loop.close()
 
 
-class FunctionSession:
+class FunctionSession(PlainSession):
     """FunctionSession calls functions, and keeps nothing."""
 
     def __init__(
@@ -71,9 +75,6 @@ class FunctionSession:
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
         return await reply_of(self._functions[name], self._schemas[name], arguments, self._loop)
 
-    async def close(self) -> None:
-        """Has nothing to end."""
-
 
 class PythonClass:
     """PythonClass is a toolset of the public methods of a class, of which each rollout has an
@@ -84,7 +85,8 @@ class PythonClass:
 
     def __init__(self, reference: str):
         """Raises ConfigError where there is no such class, or it has no method to tell a model of."""
-        self._class: Any = function_of(reference, OPTION)
+        named: Any = function_of(reference, OPTION)
+        self._class: type = named
         if any(each.default is each.empty for each in _given_to(self._class)):
             raise ConfigError(
                 f"{OPTION}: {reference} must be a class that is called without arguments, once a rollout."
@@ -101,8 +103,8 @@ class PythonClass:
     async def open(self) -> list[ToolSpec]:
         return [schema.spec for schema in self._schemas.values()]
 
-    def session(self) -> "ObjectSession":
-        return ObjectSession(self._class, self._schemas, self._loop)
+    def session(self, task: Prompt | None = None) -> "ObjectSession":
+        return ObjectSession(self._class, self._schemas, self._loop, task)
 
     async def close(self) -> None:
         """Breaks off coroutines; methods that still run are left to themselves."""
@@ -113,17 +115,44 @@ class ObjectSession:
     """ObjectSession is one rollout's object of a class."""
 
     def __init__(
-        self, made: Callable[[], Any], schemas: Mapping[str, FunctionSchema], loop: BackgroundLoop
+        self,
+        made: type,
+        schemas: Mapping[str, FunctionSchema],
+        loop: BackgroundLoop,
+        task: Prompt | None,
     ):
-        """The object is made at the first call. `loop` runs coroutines."""
-        self._made, self._schemas, self._loop = made, schemas, loop
+        """The object is made when something is asked of it. `loop` runs coroutines."""
+        self._class, self._schemas, self._loop, self._task = made, schemas, loop, task
         self._object: Any = None
+        self._making = asyncio.Lock()
+
+    async def ready(self) -> None:
+        """Makes the object. Raises InfrastructureFault where that takes too long."""
+        try:
+            async with asyncio.timeout(MAKING):
+                await self._held()
+        except TimeoutError as error:
+            raise InfrastructureFault(
+                f"{OPTION}: no object of {self._class.__name__} was made within {MAKING:g} s."
+            ) from error
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        if self._object is None:
-            self._object = await in_thread(self._made)
-        method = getattr(self._object, name)
+        method = getattr(await self._held(), name)
         return await reply_of(method, self._schemas[name], arguments, self._loop)
+
+    async def turn_reward(self) -> float | None:
+        """Asks the object's own `turn_reward`, where it has one."""
+        if not hasattr(self._class, "turn_reward"):
+            return None
+        worth = await _result((await self._held()).turn_reward, self._loop)
+        return None if worth is None else float(worth)
+
+    async def rewards(self) -> dict[str, float]:
+        """Asks the object's own `rewards`, where it has one."""
+        if not hasattr(self._class, "rewards"):
+            return {}
+        parts = await _result((await self._held()).rewards, self._loop)
+        return {name: float(worth) for name, worth in parts.items()}
 
     async def close(self) -> None:
         """Calls the object's own `close`, where it has one, for at most CLOSING seconds."""
@@ -136,6 +165,16 @@ class ObjectSession:
                 await _result(close, self._loop)
         except Exception as error:  # the object's own; the rollout has ended
             log.warning("close() of %s failed.", type(held).__name__, exc_info=error)
+
+    async def _held(self) -> Any:
+        """Returns the object, which hears the task first where it has a method `begin`."""
+        async with self._making:
+            if self._object is None:
+                made = await in_thread(self._class)
+                if self._task is not None and hasattr(made, "begin"):
+                    await _result(partial(made.begin, self._task), self._loop)
+                self._object = made
+            return self._object
 
 
 async def reply_of(
@@ -217,7 +256,7 @@ def public_methods(kind: type) -> dict[str, Any]:
     found = {}
     for base in reversed(kind.__mro__):
         for name, value in vars(base).items():
-            if inspect.isfunction(value) and not name.startswith("_") and name != "close":
+            if inspect.isfunction(value) and not name.startswith("_") and name not in OURS:
                 found[name] = value
     return found
 

@@ -14,6 +14,7 @@ from jsonschema.exceptions import SchemaError, best_match
 from referencing import Registry
 
 from rftmega.errors import ConfigError
+from rftmega.types import Prompt
 
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}}
 
@@ -73,22 +74,53 @@ class ToolSpec:
 class ToolSession(Protocol):
     """ToolSession holds what tools keep of one rollout."""
 
+    async def ready(self) -> None:
+        """Starts what a call needs, in a time of its own: it does not count as the call's.
+
+        Raises InfrastructureFault.
+        """
+
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """Returns the reply.
+        """Returns the reply. `ready` comes before.
 
         Raises ToolError or InfrastructureFault. May be cancelled where it takes too long.
         """
+
+    async def turn_reward(self) -> float | None:
+        """Returns what the answer is worth whose calls were just made; None: it is not known."""
+
+    async def rewards(self) -> dict[str, float]:
+        """Returns what the rollout is worth at its end, in named parts."""
 
     async def close(self) -> None:
         """Ends it, whatever is still running."""
 
 
+class PlainSession:
+    """PlainSession is the part of a session that gives no rewards, and has nothing to start and to
+    end.
+    """
+
+    async def ready(self) -> None:
+        """Does nothing."""
+
+    async def turn_reward(self) -> float | None:
+        return None
+
+    async def rewards(self) -> dict[str, float]:
+        return {}
+
+    async def close(self) -> None:
+        """Does nothing."""
+
+
 class Toolset(Protocol):
-    """Toolset is a source of tools. All its methods run in one event loop that never stands still
-    (background_loop.py), those of its sessions as well.
+    """Toolset is a source of tools. All its methods but `session` run in one event loop that never
+    stands still (background_loop.py), those of its sessions as well.
     """
 
     stateful: bool  # calls of one rollout come one after another
+    names: list[str]  # of its tools, as far as they are known before `open`
 
     async def open(self) -> Sequence[ToolSpec]:
         """Returns its tools. May be called again.
@@ -96,8 +128,8 @@ class Toolset(Protocol):
         Raises ConfigError, or InfrastructureFault where a server can't be reached.
         """
 
-    def session(self) -> ToolSession:
-        """Returns what one rollout calls; opens nothing yet."""
+    def session(self, task: Prompt | None = None) -> ToolSession:
+        """Returns what the rollout of a task calls; opens nothing yet."""
 
     async def close(self) -> None:
         """Ends what `open` and sessions began."""

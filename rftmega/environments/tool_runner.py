@@ -11,6 +11,7 @@ from rftmega.config.tools import ToolLimits
 from rftmega.environments.background_loop import BackgroundLoop
 from rftmega.environments.tool import ToolError, ToolSession, Toolset, ToolSpec
 from rftmega.errors import ConfigError, InfrastructureFault
+from rftmega.types import Prompt
 
 LONGEST_PAUSE = 30.0  # seconds between two attempts
 
@@ -53,7 +54,6 @@ class ToolRunner:
             asyncio.Lock() if waits else nullcontext()
             for waits in stateful or [False] * len(sessions)
         ]
-        self._begun: set[int] = set()  # of sessions
         self.measures = {
             "tool_calls": 0.0,
             "tool_errors": 0.0,  # of the model's
@@ -93,12 +93,34 @@ class ToolRunner:
             self.measures["tool_seconds"] += seconds
         return ToolReply(shortened(text, self._limits.characters), failed, seconds)
 
+    def refuse(self) -> None:
+        """Counts a call that could not be read, as one that the model did wrong."""
+        self.measures["tool_calls"] += 1
+        self.measures["tool_errors"] += 1
+
+    async def turn_reward(self) -> float | None:
+        """Returns the sum of what tools say that the last answer is worth; None where none says.
+
+        Raises InfrastructureFault where they take too long.
+        """
+        said = await self._asked([session.turn_reward() for session in self._sessions])
+        known: list[float] = [worth for worth in said if worth is not None]
+        return sum(known) if known else None
+
+    async def rewards(self) -> dict[str, float]:
+        """Returns what tools say that the rollout is worth, in named parts.
+
+        Raises InfrastructureFault where they take too long.
+        """
+        said = await self._asked([session.rewards() for session in self._sessions])
+        return {name: worth for parts in said for name, worth in parts.items()}
+
     async def close(self) -> None:
-        """Closes the sessions that were called."""
-        sessions = [self._sessions[place] for place in sorted(self._begun)]
-        self._begun.clear()
-        if sessions:
-            await self._run(_close_all(sessions))
+        """Closes the sessions."""
+        await self._run(_close_all(self._sessions))
+
+    async def _asked(self, questions: list[Coroutine[Any, Any, Any]]) -> list[Any]:
+        return await self._run(_within(self._limits.seconds, questions))
 
     def _tool(self, name: str) -> OfferedTool:
         if name not in self._tools:
@@ -126,15 +148,14 @@ class ToolRunner:
         left = self._limits.rollout_seconds - self.measures["tool_seconds"]
         if left <= 0:
             raise ToolError("the time for tools in this conversation is used up")
-        if (
-            not spec.late_is_fault
-        ):  # what is slow there is not to be told to the model
+        if not spec.late_is_fault:  # what is slow there is not to be told to the model
             seconds = min(seconds, left)
-        self._begun.add(tool.toolset)
+        session = self._sessions[tool.toolset]
+        await session.ready()
         limit = asyncio.timeout(seconds)
         try:
             async with limit:
-                return await self._sessions[tool.toolset].call(spec.name, arguments)
+                return await session.call(spec.name, arguments)
         except TimeoutError as error:
             if not limit.expired():
                 raise
@@ -169,11 +190,11 @@ class OpenTools:
                 self._tools = offered(await self._background.run(_open_all(self._toolsets)))
         return [tool.spec for tool in self._tools.values()]
 
-    def runner(self) -> ToolRunner:
+    def runner(self, task: Prompt | None = None) -> ToolRunner:
         """Returns the runner of one rollout. Raises RuntimeError before `open`."""
         if self._tools is None:
             raise RuntimeError("open() comes first")
-        sessions = [toolset.session() for toolset in self._toolsets]
+        sessions = [toolset.session(task) for toolset in self._toolsets]
         stateful = [toolset.stateful for toolset in self._toolsets]
         return ToolRunner(
             sessions, self._tools, self._limits, run=self._background.run, stateful=stateful
@@ -217,6 +238,16 @@ def shortened(text: str, most: int) -> str:
 
 async def _here(work: Coroutine[Any, Any, Any]) -> Any:
     return await work
+
+
+async def _within(seconds: float, questions: list[Coroutine[Any, Any, Any]]) -> list[Any]:
+    try:
+        async with asyncio.timeout(seconds):
+            return list(await asyncio.gather(*questions))
+    except TimeoutError as error:
+        raise InfrastructureFault(
+            f"The tools did not tell their rewards within {seconds:g} s."
+        ) from error
 
 
 async def _open_all(toolsets: Sequence[Toolset]) -> list[Sequence[ToolSpec]]:

@@ -10,10 +10,9 @@ its own, so that no memory of it ever holds them.
 The outcome: "lacks" (what is not to be had: "namespaces", "filter", "files"), and one of "passed";
 "outputs" (of programs that ended well; the first that didn't ends the list); "unsupported" (why the
 tests can't be asked from outside); "undecided" (what failed that is not the answer's); "refused".
-Standard input stays open meanwhile: when it closes, the answer ends. Every program runs in a child
-of a child: the middle one makes the namespaces, whose process 1 the program is. A job with
-"imports" is the sandbox's test of itself: its outcome is "failed", which says why an answer could
-not import what answers import (null: it can).
+Standard input stays open meanwhile: when it closes, the answer ends. A job with "imports"
+is the sandbox's test of itself: its outcome is "failed", which says why an answer could not import
+what answers import (null: it can). One with "call_seconds" is a conversation (repl.py).
 """
 
 import contextlib
@@ -22,24 +21,29 @@ import hmac
 import json
 import os
 import select
-import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rftmega.sandbox import checker, confine, imports, kernel, program, served
-from rftmega.sandbox.folder import remove
+from rftmega.sandbox import checker, imports, kernel, program, repl, served
+from rftmega.sandbox.boxes import (
+    CONFINED,
+    REPORT,
+    Box,
+    Undecidable,
+    ask_whether_confined,
+    end_all,
+    start,
+)
+from rftmega.sandbox.job_input import exactly, line
+from rftmega.sandbox.probes import lacking
 
 REFUSED = (
     "neither namespaces nor a filter of system calls can be had here, so tested code would reach this user's files, processes "
     "and network. Allow unprivileged user namespaces (or seccomp), or start as root"
 )
-CONFINED = b"c"  # the first word of a program's news; then comes its wait status in four bytes
-REPORT = len(CONFINED) + 4
-PROGRAMS = 2  # most of one job at a time: the answer and its checker
 # the machine's want, not the answer's
 EXHAUSTED = (errno.ENOMEM, errno.EAGAIN, errno.ENOSPC, errno.EMFILE, errno.ENFILE)
 
@@ -52,42 +56,20 @@ class Ended:
     written: bytes
 
 
-class Undecidable(Exception):
-    """The sandbox itself failed, so nothing is known about the answer."""
-
-
-@dataclass
-class Box:
-    """Box is a sandboxed program as this process sees it.
-
-    `told`: what its news said so far, first that it is confined.
-    """
-
-    folder: str
-    user: int
-    middle: int
-    news: int
-    told: bytes = b""
-
-
 def main() -> None:
-    header = json.loads(_line())
-    job = json.loads(_bytes(header["size"]))
+    header = json.loads(line())
+    job = json.loads(exactly(header["size"]))
     # within a box of root's alone, what is made for another user must be open to it
     os.umask(0o022)
     kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
-    if job["namespaces"] is None:
-        with tempfile.TemporaryDirectory(prefix="rftmega-probe-") as box:
-            job["namespaces"] = _try(lambda: _probe_namespaces(box))
-    lacks = {"namespaces": not job["namespaces"], "filter": not _try(_probe_filter)}
-    lacks["files"] = lacks["namespaces"] and not _try(_probe_landlock)
-    job["landlock"] = not lacks["files"]
+    lacks = lacking(job["namespaces"])
+    job["namespaces"], job["landlock"] = not lacks["namespaces"], not lacks["files"]
     try:
         outcome = (
             {"refused": REFUSED}
             if lacks["namespaces"] and lacks["filter"]
-            else _outcome(job, header["tests"])
+            else _outcome(job, header["tests"], lacks)
         )
     except (Undecidable, MemoryError) as error:
         outcome = {"undecided": str(error) or "out of memory"}
@@ -98,32 +80,16 @@ def main() -> None:
     sys.stdout.write(json.dumps(outcome | {"lacks": lacks}) + "\n")
 
 
-def _outcome(job: dict[str, Any], size: int) -> dict[str, Any]:
+def _outcome(job: dict[str, Any], size: int, lacks: dict[str, bool]) -> dict[str, Any]:
+    if "call_seconds" in job:
+        return repl.converse(job, lacks)
     if "imports" in job:
         return {"failed": imports.why_not(outputs(imports.test_job(job)))}
     if "inputs" in job:
         return {"outputs": outputs(job)}
     if job["inside"]:
-        return {"passed": passes_inside(job, _bytes(size).decode())}
+        return {"passed": passes_inside(job, exactly(size).decode())}
     return passes(job, size)
-
-
-def _line() -> bytes:
-    """Reads a line of standard input and not a byte more: a buffer would hold the tests."""
-    line = b""
-    while not line.endswith(b"\n") and (piece := os.read(0, 1)):
-        line += piece
-    return line
-
-
-def _bytes(count: int) -> bytes:
-    held = b""
-    while len(held) < count:
-        piece = os.read(0, min(count - len(held), 1 << 20))
-        if not piece:
-            raise EOFError("standard input ended within the job")
-        held += piece
-    return held
 
 
 def passes(job: dict[str, Any], size: int) -> dict[str, Any]:
@@ -140,16 +106,16 @@ def passes(job: dict[str, Any], size: int) -> dict[str, Any]:
               keep=[requests, replies_in])  # fmt: skip
         for descriptor in (requests, replies_in):
             os.close(descriptor)
-        tests = _bytes(size).decode()  # only now: the answer's process was forked without them
+        tests = exactly(size).decode()  # only now: the answer's process was forked without them
         verdict, verdict_in = os.pipe()
         start(boxes, lambda: checker.check(tests, requests_in, replies, verdict_in), job, stdin=nowhere, stdout=nowhere,
               keep=[requests_in, replies, verdict_in])  # fmt: skip
         for descriptor in (requests_in, replies, verdict_in, nowhere):
             os.close(descriptor)
         ended = _watch(boxes[1], verdict, 1024, end)
-        _ask_whether_confined(boxes[0])
+        ask_whether_confined(boxes[0])
     finally:
-        _end(boxes, job)
+        end_all(boxes, job)
     os.close(verdict)
     if ended.written.startswith(checker.UNSUPPORTED):
         return {"unsupported": ended.written[len(checker.UNSUPPORTED) :].decode(errors="replace")}
@@ -227,101 +193,8 @@ def execute(
         started()
         return _watch(boxes[0], read, limit, end)
     finally:
-        _end(boxes, job)
+        end_all(boxes, job)
         os.close(read)
-
-
-def start(
-    boxes: list[Box],
-    work: Callable[[], int],
-    job: dict[str, Any],
-    *,
-    stdin: int,
-    stdout: int,
-    keep: list[int],
-) -> None:
-    """Runs `work` in a sandbox of its own, which is added to `boxes`: `_end` them, come what may."""
-    folder = tempfile.mkdtemp(prefix="rftmega-code-")
-    user = (
-        confine.FIRST_USER + PROGRAMS * os.getpid() + len(boxes)
-        if os.getuid() == 0
-        else os.getuid()
-    )
-    news, news_in = os.pipe()
-    boxes.append(Box(folder, user, 0, news))
-    middle = os.fork()
-    if middle == 0:
-        with contextlib.suppress(BaseException):
-            _middle(work, job, folder, user, stdin, stdout, keep, news_in)
-        os._exit(1)
-    boxes[-1].middle = middle
-    os.close(news_in)
-
-
-def _end(boxes: list[Box], job: dict[str, Any]) -> None:
-    _kill_all(boxes, namespaces=job["namespaces"])
-    for box in boxes:
-        os.close(box.news)
-        remove(box.folder)
-
-
-def _middle(
-    work: Callable[[], int],
-    job: dict[str, Any],
-    box: str,
-    user: int,
-    stdin: int,
-    stdout: int,
-    keep: list[int],
-    news: int,
-) -> None:
-    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
-    if job["namespaces"]:
-        confine.enter_namespaces()
-    inner = os.fork()
-    if inner == 0:
-        status = 1
-        with contextlib.suppress(BaseException):
-            _confine(job, box, user, stdin, stdout, keep, news)
-            status = work()
-        os._exit(status)
-    confine.keep_only([news])
-    _, status = os.waitpid(inner, 0)
-    os.write(news, status.to_bytes(4, "little"))
-    os._exit(0)
-
-
-def _confine(
-    job: dict[str, Any], box: str, user: int, stdin: int, stdout: int, keep: list[int], news: int
-) -> None:
-    """Makes this process, which `_middle` forked, one that tested code may run in, and says so in
-    `news`.
-    """
-    for here, there in ((stdin, 0), (stdout, 1)):
-        os.dup2(here, there)
-    os.dup2(os.open(os.devnull, os.O_RDWR), 2)
-    confine.keep_only([*keep, news])
-    opened: dict[str, int] = {}
-    if job["namespaces"]:
-        confine.enter_private_root(box)
-        where = confine.WORK
-    else:
-        if os.getuid() == 0:
-            os.chown(box, user, user)
-            # Only with Landlock: without it a descriptor would lead to its folder's neighbours too.
-            opened = imports.open_folders(confine.python_folders()) if job["landlock"] else {}
-            imports.import_through(opened)
-        os.chdir(box)
-        where = box
-    os.environ.update({"HOME": where, "TMPDIR": where})
-    tempfile.tempdir = None
-    confine.limit(seconds=job["seconds"], memory=job["memory"])
-    confine.drop_privileges(user)
-    if not job["namespaces"]:
-        confine.restrict_files(where, opened)
-    confine.filter_system_calls(own_pid=None if job["namespaces"] else os.getpid())
-    os.write(news, CONFINED)
-    os.close(news)
 
 
 def _watch(box: Box, read: int, limit: int, end: float) -> Ended:
@@ -359,93 +232,8 @@ def _watch(box: Box, read: int, limit: int, end: float) -> Ended:
             with contextlib.suppress(BlockingIOError):
                 while len(written) <= limit and (piece := os.read(read, 1 << 16)):
                     written += piece
-    _ask_whether_confined(box)
+    ask_whether_confined(box)
     return Ended(status if len(written) <= limit else None, written)
-
-
-def _ask_whether_confined(box: Box) -> None:
-    os.set_blocking(box.news, False)
-    with contextlib.suppress(BlockingIOError):
-        box.told += os.read(box.news, 8)
-    if not box.told.startswith(CONFINED):
-        raise Undecidable("the sandbox could not be set up for the answer, or not in time")
-
-
-def _kill_all(boxes: list[Box], *, namespaces: bool) -> None:
-    """Ends programs and all that they started: with process 1, or by their users, or child by child
-    as they become ours.
-    """
-    for box in boxes:
-        with contextlib.suppress(ProcessLookupError):
-            if box.middle:
-                os.kill(box.middle, signal.SIGKILL)  # the program has asked to die with it
-    while True:
-        if os.getuid() == 0 and not namespaces:
-            for box in boxes:
-                _kill_user(box.user)
-        for child in _children():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL)
-        try:
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        except ChildProcessError:
-            return
-        time.sleep(0.001)
-
-
-def _kill_user(user: int) -> None:
-    """Kills by the kernel's own loop over processes: nothing is born in between."""
-    helper = os.fork()
-    if helper == 0:
-        with contextlib.suppress(BaseException):
-            os.setresuid(user, user, user)
-            os.kill(-1, signal.SIGKILL)
-        os._exit(0)
-    os.waitpid(helper, 0)
-
-
-def _children() -> list[int]:
-    """Returns processes whose parent this is.
-
-    Those whose own parent died are among them (PR_SET_CHILD_SUBREAPER).
-    """
-    found = []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):
-            with open(f"/proc/{pid}/stat", "rb") as file:
-                if int(file.read().rpartition(b")")[2].split()[1]) == os.getpid():
-                    found.append(int(pid))
-    return found
-
-
-def _probe_namespaces(box: str) -> None:
-    confine.enter_namespaces()
-    if os.fork():
-        _, status = os.wait()
-        os._exit(status >> 8)
-    confine.enter_private_root(box)  # a folder of its own, as in a run: Python may lie below /tmp
-
-
-def _probe_filter() -> None:
-    if not confine.filter_system_calls(own_pid=None):
-        raise OSError
-
-
-def _probe_landlock() -> None:
-    if not confine.restrict_files(tempfile.gettempdir()):
-        raise OSError
-
-
-def _try(step: Callable[[], None]) -> bool:
-    """Returns whether `step` works, tried in a child process that then ends."""
-    child = os.fork()
-    if child == 0:
-        with contextlib.suppress(BaseException):
-            step()
-            os._exit(0)
-        os._exit(1)
-    return os.waitpid(child, 0)[1] == 0
 
 
 if __name__ == "__main__":

@@ -1,0 +1,41 @@
+"""Addresses of servers, and the keys that go with them."""
+
+import os
+from urllib.parse import urlsplit
+
+from rftmega.errors import ConfigError
+
+
+def checked_address(url: str, option: str) -> str:
+    """Returns the address.
+
+    Raises ConfigError where it is none, or holds a password, which would be stored with the config.
+    """
+    try:
+        parts = urlsplit(url)
+        fits = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number
+        fits = False
+    if not fits:
+        raise ConfigError(f"{option}: url must be http://host:port/path, or https://...")
+    if parts.password:
+        raise ConfigError(
+            f"{option}: url holds a password. Put a key in a variable that key_env names."
+        )
+    return url
+
+
+def bearer(key_env: str, option: str) -> dict[str, str]:
+    """Returns the header with the key that an environment variable holds; {} without a name.
+
+    Raises ConfigError, which does not show the key, where the variable is empty or holds what no
+    header may.
+    """
+    if not key_env:
+        return {}
+    key = os.environ.get(key_env, "").strip()
+    if not key:
+        raise ConfigError(f"{option}: the environment variable {key_env} (key_env) is not set.")
+    if not key.isascii() or not key.isprintable():
+        raise ConfigError(f"{option}: {key_env} (key_env) holds what can't be sent in a header.")
+    return {"authorization": f"Bearer {key}"}

@@ -1,0 +1,89 @@
+"""The inside of a conversation (repl.py): runs pieces of code like an interpreter at a prompt."""
+
+import ast
+import contextlib
+import io
+import json
+import linecache
+import os
+import sys
+import traceback
+import types
+
+FRAMES = 8  # innermost ones that a traceback shows
+
+
+def reply(word: str, *, well: bool) -> bytes:
+    """Returns what is said of a piece of code whose request had this word."""
+    return f"{word} {'well' if well else 'raised'}\n".encode()
+
+
+def serve(requests: int, replies: int) -> int:
+    """Runs what comes, until there is no more. Returns the exit status."""
+    write = os.write  # before the code can replace it
+    os.dup2(1, 2)
+    module = types.ModuleType("__main__")
+    sys.modules["__main__"] = module
+    sys.argv = [""]
+    sys.stdin = open(os.devnull)  # noqa: SIM115  of the whole process
+    number = 0
+    with open(requests, "rb") as asked:
+        while header := asked.readline():
+            request = json.loads(header)
+            code = asked.read(request["size"]).decode(errors="replace")
+            number += 1
+            _open_streams()
+            well = run(code, f"<call {number}>", module.__dict__)
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(Exception):  # the code's own, or closed by it
+                    stream.flush()
+            write(replies, reply(request["word"], well=well))
+    return 0
+
+
+def run(code: str, name: str, space: dict[str, object]) -> bool:
+    """Runs code with the names in `space`, and prints the value of a last expression, or a
+    traceback. Returns whether it raised nothing.
+    """
+    try:
+        body, last = compiled(code, name)
+        exec(body, space)
+        if last is not None:
+            value = eval(last, space)
+            if value is not None:
+                space["_"] = value
+                sys.stdout.write(repr(value) + "\n")
+    except BaseException as error:  # SystemExit as well: the names stay
+        with contextlib.suppress(BaseException):
+            sys.stdout.write(told(error))
+        return False
+    return True
+
+
+def compiled(code: str, name: str) -> tuple[types.CodeType, types.CodeType | None]:
+    """Returns the code, and its last expression apart, where it ends in one."""
+    linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
+    tree = ast.parse(code, name)
+    last = None
+    if tree.body and isinstance(tree.body[-1], ast.Expr):
+        last = compile(ast.Expression(tree.body.pop().value), name, "eval")  # type: ignore[attr-defined]
+    return compile(tree, name, "exec"), last
+
+
+def told(error: BaseException) -> str:
+    """Returns the traceback from the code's first frame on; of a deep one the innermost frames."""
+    trace = error.__traceback__
+    while trace is not None and not trace.tb_frame.f_code.co_filename.startswith("<call "):
+        trace = trace.tb_next
+    written = traceback.TracebackException(type(error), error, trace, limit=-FRAMES, compact=True)
+    return "".join(written.format(chain=False))
+
+
+def _open_streams() -> None:
+    """Gives the code standard streams of its own, whatever it made of those before."""
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        raw = io.FileIO(descriptor, "w", closefd=False)
+        stream = io.TextIOWrapper(
+            io.BufferedWriter(raw), encoding="utf-8", errors="replace", line_buffering=True
+        )
+        setattr(sys, name, stream)

@@ -1,0 +1,50 @@
+"""Finds out what this machine has for a sandbox."""
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Callable
+
+from rftmega.sandbox import confine
+
+
+def lacking(namespaces: bool | None) -> dict[str, bool]:
+    """Returns which of "namespaces", "filter" and "files" are not to be had.
+
+    `namespaces`: what is known of them; None: nothing.
+    """
+    if namespaces is None:
+        with tempfile.TemporaryDirectory(prefix="rftmega-probe-") as box:
+            namespaces = _try(lambda: _probe_namespaces(box))
+    lacks = {"namespaces": not namespaces, "filter": not _try(_probe_filter)}
+    lacks["files"] = lacks["namespaces"] and not _try(_probe_landlock)
+    return lacks
+
+
+def _probe_namespaces(box: str) -> None:
+    confine.enter_namespaces()
+    if os.fork():
+        _, status = os.wait()
+        os._exit(status >> 8)
+    confine.enter_private_root(box)  # a folder of its own, as in a run: Python may lie below /tmp
+
+
+def _probe_filter() -> None:
+    if not confine.filter_system_calls(own_pid=None):
+        raise OSError
+
+
+def _probe_landlock() -> None:
+    if not confine.restrict_files(tempfile.gettempdir()):
+        raise OSError
+
+
+def _try(step: Callable[[], None]) -> bool:
+    """Returns whether `step` works, tried in a child process that then ends."""
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            step()
+            os._exit(0)
+        os._exit(1)
+    return os.waitpid(child, 0)[1] == 0

@@ -1,0 +1,218 @@
+"""Keeps an interpreter in the sandbox, which runs one piece of code after another.
+
+It is a job of `python -m rftmega.sandbox`: "seconds" (of the processor, of each process),
+"call_seconds" (of the clock, one piece of code), "memory" and "namespaces". Behind the job each
+piece is the line {"size": bytes} and the code. Standard output has a JSON line first, {"ready":
+true, "lacks": ...}, and then one for each piece: "text" (what it printed and said), "failed", and
+"ended", which says why the interpreter is gone (null: it is not). With it, or when standard input
+closes, all of the sandbox ends.
+
+What the code can't do: end the sandbox's process, write to its standard output, or say that the
+sandbox failed. It shares its process with the loop that runs it, and so can write to the pipe of
+replies. That pipe only says that a piece has ended, and whether it raised, behind a word that is
+made for each piece. Code that reads the word out of the loop's frames ends its own piece early, and
+can hide that it raised, as `except` can. The next piece has another word.
+"""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from rftmega.sandbox import interpreter
+from rftmega.sandbox.boxes import CONFINED, REPORT, Box, Undecidable, end_all, start
+from rftmega.sandbox.job_input import exactly, line
+
+SETUP = 60.0  # seconds until the code's process must be confined
+KEPT = 128 << 10  # bytes of a piece's output that are kept: so many first ones, and last ones
+WORD = 16  # bytes of the word that a reply begins with
+HEARD = 256  # bytes at the end of the pipe of replies that are looked at: a reply is shorter
+DRAINED = 1 << 20  # bytes at most that are still read when a piece has ended: others may go on
+
+
+@dataclass
+class Output:
+    """Output keeps the beginning and the end of what comes out of a pipe."""
+
+    first: bytearray = field(default_factory=bytearray)
+    last: bytearray = field(default_factory=bytearray)
+    size: int = 0
+
+    def add(self, piece: bytes) -> None:
+        self.size += len(piece)
+        room = KEPT - len(self.first)
+        self.first += piece[:room]
+        self.last += piece[room:]
+        if len(self.last) > 2 * KEPT:
+            del self.last[:-KEPT]
+
+    def text(self) -> str:
+        last = self.last[-KEPT:]
+        lost = self.size - len(self.first) - len(last)
+        note = f"\n[... {lost} bytes left out ...]\n".encode() if lost else b""
+        return (self.first + note + last).decode(errors="replace")
+
+
+@dataclass
+class Pipes:
+    """Pipes are this process's ends of those to an interpreter."""
+
+    requests: int
+    replies: int
+    output: int
+
+
+def converse(job: dict[str, Any], lacks: dict[str, bool]) -> dict[str, Any]:
+    """Runs pieces of code as they come. Returns {} when standard input or the interpreter ends.
+
+    Raises Undecidable where the sandbox failed, and not the code.
+    """
+    boxes: list[Box] = []
+    try:
+        pipes = _started(boxes, job)
+        _await_confinement(boxes[0], time.monotonic() + SETUP)
+        _say({"ready": True, "lacks": lacks})
+        while header := line():
+            code = exactly(json.loads(header)["size"])
+            if (reply := _run(boxes[0], pipes, code, job["call_seconds"])) is None:
+                break
+            _say(reply)
+            if reply["ended"]:
+                break
+    finally:
+        end_all(boxes, job)
+    return {}
+
+
+def _started(boxes: list[Box], job: dict[str, Any]) -> Pipes:
+    (requests, requests_in), (replies, replies_in) = os.pipe(), os.pipe()
+    output, output_in = os.pipe()
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    start(
+        boxes,
+        lambda: interpreter.serve(requests, replies_in),
+        job,
+        stdin=nowhere,
+        stdout=output_in,
+        keep=[requests, replies_in],
+    )
+    for descriptor in (requests, replies_in, output_in, nowhere):
+        os.close(descriptor)
+    for descriptor in (requests_in, replies, output):
+        os.set_blocking(descriptor, False)
+    return Pipes(requests_in, replies, output)
+
+
+def _await_confinement(box: Box, end: float) -> None:
+    waiting = select.poll()
+    waiting.register(box.news, select.POLLIN)
+    while not box.told and (left := end - time.monotonic()) > 0:
+        if waiting.poll(left * 1000) and not _hear(box):
+            break
+    if not box.told.startswith(CONFINED):
+        raise Undecidable("the sandbox could not be set up for the code, or not in time")
+
+
+def _run(box: Box, pipes: Pipes, code: bytes, seconds: float) -> dict[str, Any] | None:
+    """Returns what became of a piece of code; None where standard input closed meanwhile."""
+    end = time.monotonic() + seconds
+    output, said, well = Output(), b"", False
+    word = os.urandom(WORD).hex()
+    endings = {interpreter.reply(word, well=well): well for well in (True, False)}
+    unsent = json.dumps({"size": len(code), "word": word}).encode() + b"\n" + code
+    waiting = select.poll()
+    for descriptor in (0, box.news, pipes.output, pipes.replies):
+        waiting.register(descriptor, select.POLLIN)
+    waiting.register(pipes.requests, select.POLLOUT)
+    ended = f"it took longer than {seconds:g} s"
+    while (left := end - time.monotonic()) > 0:
+        ready = dict(waiting.poll(left * 1000))
+        if 0 in ready:  # whoever started this is gone
+            return None
+        if pipes.requests in ready:
+            unsent = _sent(pipes.requests, unsent)
+            if not unsent:
+                waiting.unregister(pipes.requests)
+        if pipes.output in ready and not _drain(pipes.output, output, 1 << 16):
+            waiting.unregister(pipes.output)  # the code closed it
+        if pipes.replies in ready:
+            piece = _read(pipes.replies)
+            said = (said + piece)[-HEARD:]
+            if not piece:
+                waiting.unregister(pipes.replies)
+            if heard := [good for ending, good in endings.items() if ending in said]:
+                ended, well = "", all(heard)
+                break
+        elif box.news in ready:
+            ended = _end_of(box)
+            if ended:
+                break
+    _drain(pipes.output, output, DRAINED)
+    return {
+        "text": output.text(),
+        "failed": not well,
+        "ended": ended or None,
+    }
+
+
+def _sent(descriptor: int, unsent: bytes) -> bytes:
+    """Writes what the pipe takes. Returns the rest; nothing where nobody reads any more."""
+    try:
+        return unsent[os.write(descriptor, unsent) :]
+    except BlockingIOError:
+        return unsent
+    except BrokenPipeError:
+        return b""
+
+
+def _read(descriptor: int) -> bytes:
+    """Reads a little. What the code wrote there before must not hide a reply behind it."""
+    try:
+        return os.read(descriptor, HEARD // 2)
+    except BlockingIOError:
+        return b""
+
+
+def _drain(descriptor: int, output: Output, most: int) -> bool:
+    """Reads what is in a pipe, up to about `most` bytes. Returns False at its end."""
+    with contextlib.suppress(BlockingIOError):
+        while most > 0:
+            piece = os.read(descriptor, 1 << 16)
+            if not piece:
+                return False
+            output.add(piece)
+            most -= len(piece)
+    return True
+
+
+def _hear(box: Box) -> bool:
+    """Reads the box's news. Returns False at their end."""
+    told = os.read(box.news, 8)
+    box.told += told
+    return bool(told)
+
+
+def _end_of(box: Box) -> str:
+    """Returns how the interpreter ended; "" where it has not. Raises Undecidable where not that
+    but the sandbox ended.
+    """
+    if not _hear(box):
+        raise Undecidable(f"a process of the sandbox ended early (it had said {box.told!r})")
+    if len(box.told) < REPORT:
+        return ""
+    code = os.waitstatus_to_exitcode(int.from_bytes(box.told[len(CONFINED) :], "little"))
+    if code >= 0:
+        return f"it ended with exit status {code}"
+    name = signal.Signals(-code).name
+    limits = ", as a limit of memory or processor time does" if code == -signal.SIGKILL else ""
+    return f"it was ended by {name}{limits}"
+
+
+def _say(told: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(told) + "\n")
+    sys.stdout.flush()
