@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rftmega.environments.renderer import ConversationRenderer
@@ -12,12 +12,16 @@ from rftmega.types import Completion, Prompt, Trajectory, Turn
 
 
 @dataclass(slots=True)
-class _Segment:
-    """_Segment is a trajectory that grows."""
+class Segment:
+    """Segment is a trajectory that grows: contexts and answers, and where its messages lie."""
 
     parts: list[Sequence[int] | Completion]
     length: int
     turns: list[Turn] = field(default_factory=list)
+
+    def ids(self) -> tuple[int, ...]:
+        """Returns all tokens, answers included."""
+        return tuple(token for part in self.parts for token in tokens_of(part))
 
     def add(self, part: Sequence[int] | Completion, turns: Sequence[Turn]) -> None:
         """Puts tokens behind the others; places of `turns` count from the first of them."""
@@ -26,13 +30,13 @@ class _Segment:
             for each in turns
         ]
         self.parts.append(part)
-        self.length += len(_tokens(part))
+        self.length += len(tokens_of(part))
 
     def trajectory(self) -> Trajectory | None:
         """Returns it up to the last answer; None where there is none."""
         parts, length = list(self.parts), self.length
         while parts and not isinstance(parts[-1], Completion):
-            length -= len(_tokens(parts.pop()))
+            length -= len(tokens_of(parts.pop()))
         turns = tuple(turn for turn in self.turns if turn.start < length)
         return Trajectory.of(*parts, turns=turns) if parts else None
 
@@ -60,7 +64,7 @@ class Conversation:
         self.turns = 0
         self._calls = 0
         self._context: tuple[int, ...] = tuple(task_ids)
-        self._segments = [_Segment([self._context], len(self._context))]
+        self._segments = [Segment([self._context], len(self._context))]
         self._asked: tuple[int, ...] | None = None  # the context of the last answer
 
     @classmethod
@@ -89,6 +93,8 @@ class Conversation:
         segment.add(completion, [Turn("assistant", 0, size)])
         ids = tuple(completion.token_ids)
         reply = self.renderer.parse(self._context, ids, self.tools, first=self._calls)
+        if completion.finish_reason == "stop":  # a stop string leaves no token that tells
+            reply = replace(reply, complete=True)
         self._asked, self._context = self._context, (*self._context, *ids)
         self._calls += len(reply.calls)
         self.turns += 1
@@ -137,10 +143,11 @@ class Conversation:
                 "a template that keeps it, or end the rollout at the first answer."
             )
         self._context = self.renderer.render(self.messages, self.tools)
-        self._segments.append(_Segment([self._context], len(self._context)))
+        self._segments.append(Segment([self._context], len(self._context)))
 
 
-def _tokens(part: Sequence[int] | Completion) -> Sequence[int]:
+def tokens_of(part: Sequence[int] | Completion) -> Sequence[int]:
+    """Returns the tokens of a context or of an answer."""
     return part.token_ids if isinstance(part, Completion) else part
 
 

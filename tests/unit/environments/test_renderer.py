@@ -139,6 +139,14 @@ def test_a_plain_format_goes_on_behind_the_user_unless_it_rewrites(
         assert (*talk.first, *talk.answer, *bridge.token_ids) == talk.written(messages)
 
 
+def test_thinking_that_every_rendering_drops_is_not_gone_on_behind(tmp_path: Path) -> None:
+    """R1's template without the thinking that it begins: what stands before stays, but the answer."""
+    form = PLAIN["r1"]
+    silent = Format(template("r1").replace("<think>\\n", ""), form.special, form.ends)
+    talk = Talk(tmp_path, silent, f"<think>Hm.</think>4{form.ends[0]}")
+    assert talk.bridge([{"role": "user", "content": "Sure?"}]) is None
+
+
 def test_a_head_that_tells_the_time_is_followed_as_long_as_it_says_the_same(tmp_path: Path) -> None:
     form = Format(
         template("clock"),
