@@ -1,7 +1,9 @@
 """Runs what CI runs in two processes of pytest at once, then what must be alone: `python -m tests.in_two`.
 
-Lines come as they are written, with the name of the half before them, and at the end how many tests
-passed and failed. The exit code is 0 where all passed.
+Lines come as they are written, with the name of the half before them, and at the end which tests
+failed and how many passed. A few that failed are run once more with nothing beside them: one that
+passes then is named, since something in it depends on how busy the machine is, and does not fail the
+run. The exit code is 0 where all passed.
 """
 
 import re
@@ -13,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 QUICK = "not ranks and not learning and not slurm and not gpu"
+MOST_REPEATED = 5  # tests; more than that is no accident
 ALONE = "tests/distributed/test_left_behind.py"  # it looks for processes that nobody waits for
 TOGETHER = {
     "ranks": ["tests/distributed", f"--ignore={ALONE}"],
@@ -27,6 +30,7 @@ class Half:
         command = [sys.executable, "-u", "-m", "pytest", "-q", "-m", QUICK, *chosen]
         self.name = name
         self.counted: Counter[str] = Counter()
+        self.failed: list[str] = []  # tests
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
         )
@@ -38,9 +42,11 @@ class Half:
         for line in self.process.stdout:
             sys.stdout.write(f"{self.name}: {line}")
             sys.stdout.flush()
+            if found := re.match(r"(?:FAILED|ERROR) (\S+::[^\n]*?)(?: - .*)?$", line):
+                self.failed.append(found[1])
             if re.match(r"\d+ (passed|failed|error|skipped)", line):  # pytest's last line
-                found = re.findall(r"(\d+) (passed|failed|error)", line)
-                self.counted = Counter({kind: int(number) for number, kind in found})
+                numbers = re.findall(r"(\d+) (passed|failed|error)", line)
+                self.counted = Counter({kind: int(number) for number, kind in numbers})
 
     def end(self) -> int:
         """Waits for the end. Returns the exit code."""
@@ -65,9 +71,18 @@ def main() -> int:
     if code != 130:
         halves.append(Half("alone", [ALONE]))
         code = max(code, run(halves[-1:]))
-    counted = sum((half.counted for half in halves), Counter())
-    failed = counted["failed"] + counted["error"]
-    sys.stdout.write(f"{counted['passed']} passed, {failed} failed\n")
+    passed = sum(half.counted["passed"] for half in halves)
+    failed = [test for half in halves for test in half.failed]
+    count = sum(half.counted["failed"] + half.counted["error"] for half in halves)
+    if code == 1 and count == len(failed) <= MOST_REPEATED:
+        again = Half("again, alone", failed)
+        code = run([again])
+        for test in set(failed) - set(again.failed) if code != 130 else ():
+            sys.stdout.write(f"failed beside others and passed alone, so mend it: {test}\n")
+        passed, failed, count = passed + again.counted["passed"], again.failed, len(again.failed)
+    for test in failed:
+        sys.stdout.write(f"failed: {test}\n")
+    sys.stdout.write(f"{passed} passed, {count} failed\n")
     return code
 
 

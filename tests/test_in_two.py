@@ -27,3 +27,25 @@ def test_what_fails_in_any_of_them_fails_them_all(
     monkeypatch.setattr(in_two, "TOGETHER", {"a": [paths["one"]]})
     assert in_two.main() == 0
     assert capsys.readouterr().out.splitlines()[-1] == "2 passed, 0 failed"
+
+
+def test_what_fails_beside_others_and_passes_alone_is_named_and_fails_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "test_busy.py"
+    path.write_text(
+        "from pathlib import Path\n"
+        "def test_a():\n"
+        "    seen = Path(__file__).with_suffix('.seen')\n"
+        "    there = seen.exists()\n"
+        "    seen.touch()\n"
+        "    assert there\n"
+    )
+    (tmp_path / "test_calm.py").write_text("def test_b(): pass")
+    monkeypatch.setattr(in_two, "TOGETHER", {"a": [str(path)]})
+    monkeypatch.setattr(in_two, "ALONE", str(tmp_path / "test_calm.py"))
+    assert in_two.main() == 0
+    *_, named, last = capsys.readouterr().out.splitlines()
+    assert last == "2 passed, 0 failed"
+    assert named.startswith("failed beside others and passed alone")
+    assert named.endswith("test_busy.py::test_a")
