@@ -405,6 +405,58 @@ class RewardConfig:
     remote_batch: Count = 64
     """Answers a request, at most."""
 
+    judge: float = 0.0
+    """Weight of: what a language model at judge_url says of the answer, from 0 to 1
+    (docs/rewards.md).
+    """
+
+    judge_url: str = ""
+    """Address of an API like OpenAI's: https://host/v1, or that of its chat completions."""
+
+    judge_model: str = ""
+    """Name of the model that judges, as the API knows it."""
+
+    judge_key_env: str = ""
+    """Environment variable that holds the API's key, on every host; empty: none is sent."""
+
+    judge_template: str = ""
+    """Question to the judge, with {prompt}, {completion}, {label} and {messages}: text, or a file
+    that ends in .txt or .md; empty: one that asks for a score from 0 to 10.
+    """
+
+    judge_pattern: str = r"(?i)score[\s*:=]{0,9}(-?\d+(?:\.\d+)?)"
+    """Regular expression: its last match in what the judge says (the first group, where it has one)
+    is the number. Without one the answer is undecided.
+    """
+
+    judge_scale: list[float] = field(default_factory=lambda: [0.0, 10.0])
+    """Worst and best number of the judge, which become 0 and 1; others are undecided."""
+
+    judge_temperature: NotNegative = 0.0
+    """Temperature that the judge is asked at."""
+
+    judge_max_tokens: Count = 1024
+    """Tokens that the judge may say."""
+
+    judge_timeout: Positive = 60.0
+    """Seconds that one request to the judge may take."""
+
+    judge_retries: NotNegativeInt = 6
+    """Further attempts after a lost connection, a time-out, status 429 or 5xx; the pause before
+    each doubles, or is what the server asks for (Retry-After).
+    """
+
+    judge_per_second: NotNegative = 0.0
+    """Requests that a process may begin in a second; 0: any number."""
+
+    judge_concurrency: Count = 8
+    """Requests of a process that may be under way at once."""
+
+    judge_cache: str = ""
+    """File that keeps what the judge said, so that no run asks the same again; empty: in memory
+    only.
+    """
+
     model: float = 0.0
     """Weight of: a reward model's score (algorithm.task=reward_model makes one), in the policy's
     layout and vocabulary.
@@ -440,7 +492,7 @@ class RewardConfig:
     @staticmethod
     def built_in() -> tuple[str, ...]:
         """Returns the options that are weights."""
-        return ("exact_match", "format", "math", "multiple_choice", "code", "remote")
+        return ("exact_match", "format", "math", "multiple_choice", "code", "remote", "judge")
 
     def parts(self) -> tuple[str, ...]:
         """Returns the names of all parts, a user's own last."""
@@ -453,7 +505,7 @@ class RewardConfig:
     @property
     def reads_columns(self) -> bool:
         """Says that some part sees the columns of the data set."""
-        return bool(self.functions or self.custom)
+        return bool(self.functions or self.custom or "judge" in self.used())
 
     def weights(self) -> dict[str, float]:
         """Returns the weight of each part where there is no recipe."""

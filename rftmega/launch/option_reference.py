@@ -14,6 +14,7 @@ from typing import Any
 from rftmega.config.schema import CriticConfig, RunConfig
 from rftmega.config.tree import Plugins, default_type, hints, listed, members, tabled
 
+MADE = "field(default_factory=lambda: "  # stands before the default of a list
 EMPTY = {
     "MISSING": "required",
     "field(default_factory=dict)": "{}",
@@ -57,7 +58,8 @@ def _described(schema: Any, name: str, prefix: str, plugins: Plugins) -> Iterato
         yield f"  {dotted} = []\n      {told[1]}"
         yield from _own(element, f"{dotted}[].", plugins)
     else:
-        yield f"  {dotted} = {EMPTY.get(told[0], told[0])}\n      {told[1]}"
+        default = told[0].removeprefix(MADE).removesuffix(")") if MADE in told[0] else told[0]
+        yield f"  {dotted} = {EMPTY.get(default, default)}\n      {told[1]}"
 
 
 def _own(schema: Any, prefix: str, plugins: Plugins) -> Iterator[str]:

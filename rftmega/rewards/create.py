@@ -11,6 +11,7 @@ from rftmega.rewards.code import CodePart
 from rftmega.rewards.exact_match import exact_match_rule
 from rftmega.rewards.format import format_rule
 from rftmega.rewards.functions import function_part, missing_columns
+from rftmega.rewards.judge import JudgePart
 from rftmega.rewards.math import MathPart
 from rftmega.rewards.mix import MixedReward, parts_of, unknown_kind, weights_of
 from rftmega.rewards.part import Decode, Part, each
@@ -36,6 +37,7 @@ PARTS: dict[str, Callable[[RewardConfig, Decode], Part]] = {
         retries=config.remote_retries,
         batch=config.remote_batch,
     ),
+    "judge": JudgePart,
 }
 LABELS: dict[str, Callable[[str], str | None]] = {  # part -> why it can't work with a label
     "code": code.complaint,

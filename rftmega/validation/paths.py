@@ -9,6 +9,7 @@ PATHS = {  # option -> whether an empty one means that there is none
     "model.path": False,
     "critic.path": True,
     "reward.model_path": True,
+    "reward.judge_cache": True,
     "data.train": True,
     "data.eval": True,
     "data.ptx": True,

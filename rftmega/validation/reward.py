@@ -19,6 +19,13 @@ REWARD_OPTIONS = {  # option -> the parts that read it
     "remote_timeout": ("remote",),
     "remote_retries": ("remote",),
     "remote_batch": ("remote",),
+    **{
+        f"judge_{name}": ("judge",)
+        for name in (
+            *("url", "model", "key_env", "template", "pattern", "scale", "temperature"),
+            *("max_tokens", "timeout", "retries", "per_second", "concurrency", "cache"),
+        )
+    },
 }
 COMPARING = {"exact_match", "math", "multiple_choice", "code"}  # an answer with its label
 NAMES_OF_METRICS = ("reward", "majority", "model")
@@ -71,13 +78,15 @@ def reward_parts(config: RunConfig) -> list[str]:
     for part, option, what in (
         ("format", "format_pattern", "regular expression"),
         ("remote", "remote_url", "URL"),
+        ("judge", "judge_url", "URL"),
+        ("judge", "judge_model", "model's name"),
     ):
         if part in used and not getattr(reward, option):
             found.append(
                 f"reward.{part} has a weight, but reward.{option} is empty. Give a {what}."
             )
     for option, readers in REWARD_OPTIONS.items():
-        if getattr(reward, option) != getattr(RewardConfig, option) and not used.intersection(
+        if getattr(reward, option) != getattr(RewardConfig(), option) and not used.intersection(
             readers
         ):
             needed = " or ".join(f"reward.{name}" for name in readers)
@@ -87,6 +96,8 @@ def reward_parts(config: RunConfig) -> list[str]:
         found.append(
             "reward.remote_url is no address. Write http://host:port/path, or https://...; in a password, / is %2F, @ is %40."
         )
+    if "judge" in used:
+        found += _judge(reward)
     if config.data.kind_key != DataConfig.kind_key and not reward.recipe and "remote" not in used:
         found.append(
             f"data.kind_key={config.data.kind_key} needs reward.recipe or reward.remote: nothing else reads kinds."
@@ -116,6 +127,22 @@ def _functions(reward: RewardConfig) -> list[str]:
     elif weights and len(weights) != len(names):
         found.append(
             f"reward.function_weights={weights} must be one for each of reward.functions ({len(names)})."
+        )
+    return found
+
+
+def _judge(reward: RewardConfig) -> list[str]:
+    """Lists what is wrong with the judge's address and scale; templates are read with the reward."""
+    found, scale = [], reward.judge_scale
+    if reward.judge_url and not _is_address(reward.judge_url):
+        found.append("reward.judge_url is no address. Write http://host:port/v1, or https://...")
+    elif urlsplit(reward.judge_url).password:
+        found.append(
+            "reward.judge_url holds a password. Put a key in a variable that reward.judge_key_env names."
+        )
+    if len(scale) != 2 or not scale[0] < scale[1]:
+        found.append(
+            f"reward.judge_scale={scale} must be the worst and the best number, as [0, 10]."
         )
     return found
 

@@ -283,7 +283,7 @@ def program(config: RunConfig, *, data_parallel: int = 1) -> Seen:
         patch.setattr(observers, "TensorBoard", lambda folder: Observer())
         patch.setattr(observers, "Progress", lambda steps, shown: Observer())
         patch.setattr(observers, "Trajectories", Written)
-        for name in ("MathPart", "CodePart", "RemotePart"):
+        for name in ("MathPart", "CodePart", "RemotePart", "JudgePart"):
             patch.setattr(
                 importlib.import_module("rftmega.rewards.create"), name, recorded(seen, name)
             )

@@ -37,6 +37,7 @@ KL = ("algorithm.kl.coef=0.5",)
 STEPS = ("algorithm.updates_per_epoch=2",)  # the second of them sees ratios other than 1
 PIPELINE = ("parallel.pipeline=2",)
 REMOTE = ("reward.remote=1", "reward.remote_url=http://127.0.0.1:9")
+JUDGE = ("reward.judge=1", "reward.judge_url=http://127.0.0.1:9", "reward.judge_model=wise")
 VLLM = ("rollout.engine=vllm",)
 PTX = ("data.ptx={ptx}", "algorithm.ptx_coef=0.5")
 SFT = (
@@ -161,6 +162,20 @@ OPTIONS: dict[str, Live] = {
     "reward.remote_timeout": Live("3", REMOTE, dead=()),
     "reward.remote_retries": Live("0", REMOTE, dead=()),
     "reward.remote_batch": Live("3", REMOTE, dead=()),
+    "reward.judge": Live("1", JUDGE[1:], dead=MAJORITY),
+    "reward.judge_url": Live("http://localhost:8", JUDGE, dead=()),
+    "reward.judge_model": Live("wiser", JUDGE, dead=()),
+    "reward.judge_key_env": Live("HOME", JUDGE, dead=()),
+    "reward.judge_template": Live("{{completion}}", JUDGE, dead=()),
+    "reward.judge_pattern": Live("2", JUDGE, dead=()),
+    "reward.judge_scale": Live("[1,2]", JUDGE, dead=()),
+    "reward.judge_temperature": Live("0.5", JUDGE, dead=()),
+    "reward.judge_max_tokens": Live("3", JUDGE, dead=()),
+    "reward.judge_timeout": Live("3", JUDGE, dead=()),
+    "reward.judge_retries": Live("0", JUDGE, dead=()),
+    "reward.judge_per_second": Live("3", JUDGE, dead=()),
+    "reward.judge_concurrency": Live("3", JUDGE, dead=()),
+    "reward.judge_cache": Live("{folder}/judged.jsonl", JUDGE, dead=()),
     "reward.model": Live("1", ("reward.model_path={moe}",), dead=("algorithm.task=sft",)),
     "reward.model_path": Live("{moe}", ("reward.model=1", "reward.model_path={policy}"), lambda c: value_model(c).model, dead=()),
     "reward.majority": Live("true", dead=("algorithm.task=sft",)),

@@ -119,6 +119,9 @@ def test_a_sound_config_has_no_violations(config_file: Path) -> None:
         ),
         ("reward.remote=1", 1, "reward.remote_url is empty"),
         ("reward.remote_url=http://x", 1, "reward.remote_url needs a weight of reward.remote"),
+        ("reward.judge=1", 1, "reward.judge_url is empty"),
+        ("reward.judge=1", 1, "reward.judge_model is empty"),
+        ("reward.judge_cache=x", 1, "reward.judge_cache=x needs a weight of reward.judge"),
         ("reward.workers=3", 1, "reward.workers=3 needs a weight of reward.math or reward.code"),
         ("reward.math=.nan", 1, "reward.math=nan must be a finite number"),
         ("reward.exact_match=0", 1, "No reward has a weight"),
@@ -602,6 +605,7 @@ TEXTS = (  # options that are texts and neither paths nor choices
         "reward.answer_pattern",
         "reward.format_pattern",
         "reward.remote_url",
+        *(f"reward.judge_{name}" for name in ("url", "model", "key_env", "template", "pattern")),
         "algorithm.recipe",
         "algorithm.dynamic_sampling.metric",
     ),
@@ -698,3 +702,27 @@ def test_reward_functions_that_cannot_be_are_refused(
     assert violations(load(config_file, [f"reward.functions=[{file}:f]"]), 1) == []
     held_out = [f"reward.functions=[{file}:f]", f"data.eval={config_file}"]
     assert violations(load(config_file, held_out), 1) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["reward.judge_url=ftp://x"], "reward.judge_url is no address"),
+        (["reward.judge_url=http://me:s3cr3t@x"], "reward.judge_url holds a password"),
+        (
+            ["reward.judge_url=http://x", "reward.judge_scale=[3]"],
+            "reward.judge_scale=[3.0] must be",
+        ),
+        (
+            ["reward.judge_url=http://x", "reward.judge_scale=[3, 3]"],
+            "reward.judge_scale=[3.0, 3.0] must be",
+        ),
+    ],
+)
+def test_a_judge_that_can_not_work_is_refused(
+    options: list[str], says: str, config_file: Path
+) -> None:
+    config = load(config_file, ["reward.judge=1", "reward.judge_model=wise", *options])
+    found = "\n".join(violations(config, 1))
+    assert says in found
+    assert "s3cr3t" not in found

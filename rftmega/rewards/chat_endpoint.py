@@ -1,0 +1,166 @@
+"""Asks a server of chat completions, as OpenAI's API has them."""
+
+import json
+import os
+import threading
+import time
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+import httpx
+
+from rftmega.errors import ConfigError, RewardError
+
+PATH = "/chat/completions"
+LONGEST_PAUSE = 60.0  # seconds between two attempts, unless the server says more
+LONGEST_WAIT = 600.0  # seconds that a server may ask to wait for (Retry-After)
+LARGEST_REPLY = 4 << 20  # bytes
+SHOWN = 200  # characters of a reply that an error quotes
+# of one question, such as a too long one; others say that no question would be answered
+OF_THE_QUESTION = (400, 413, 422)
+
+
+class Refused(Exception):  # noqa: N818  it tells what happened
+    """The server refused a question; another one may be answered."""
+
+
+class Pace:
+    """Pace lets at most so many begin in a second."""
+
+    def __init__(self, per_second: float):
+        """`per_second` 0: any number."""
+        self._interval = 1 / per_second if per_second else 0.0
+        self._next = 0.0
+        self._lock = threading.Lock()
+
+    def wait(self) -> None:
+        """Waits for the caller's turn."""
+        with self._lock:
+            now = time.monotonic()
+            turn = max(now, self._next)
+            self._next = turn + self._interval
+        time.sleep(turn - now)
+
+
+class ChatEndpoint:
+    """ChatEndpoint posts questions, from any thread."""
+
+    def __init__(
+        self,
+        url: str,
+        key: str,
+        *,
+        timeout: float,
+        retries: int,
+        per_second: float = 0.0,
+        pause: float = 0.5,
+    ):
+        """`url`: of the API or of its chat completions. `key`: a bearer token; "": none. `timeout`:
+        seconds of one attempt; `retries` come after it, `pause` seconds later and twice as long
+        each time.
+        """
+        self._url = url if url.endswith(PATH) else url.rstrip("/") + PATH
+        # without secrets
+        self.address = str(httpx.URL(self._url).copy_with(query=None, fragment=None))
+        self._timeout, self._retries, self._pause = timeout, retries, pause
+        self._pace = Pace(per_second)
+        headers = {"content-type": "application/json"}
+        if key:
+            headers["authorization"] = f"Bearer {key}"
+        self._client = httpx.Client(timeout=timeout, headers=headers, limits=httpx.Limits())
+
+    def answer(self, asked: dict[str, Any]) -> str:
+        """Returns the text of the first choice; "" where it has none.
+
+        Raises Refused where the server won't answer this question, RewardError where it answers
+        none, or not in all attempts.
+        """
+        content, failures = json.dumps(asked).encode(), []
+        pause = 0.0
+        for attempt in range(self._retries + 1):
+            time.sleep(pause)
+            self._pace.wait()
+            pause = min(self._pause * 2**attempt, LONGEST_PAUSE)
+            try:
+                status, reply, wait = self._attempt(content)
+            except httpx.TransportError as error:  # no connection, a lost one, a time-out
+                failures.append(f"{type(error).__name__}: {error}")
+                continue
+            if status == 200:
+                return self._read(reply)
+            if status in OF_THE_QUESTION:
+                raise Refused(f"status {status}, {_quoted(reply)}")
+            if status != 429 and status < 500:
+                raise RewardError(
+                    f"The judge {self.address} answers with status {status}, {_quoted(reply)}. Look at reward.judge_url, "
+                    "reward.judge_model and the key (reward.judge_key_env)."
+                )
+            failures.append(f"status {status}, {_quoted(reply)}")
+            pause = max(pause, wait)
+        raise RewardError(
+            f"The judge {self.address} gave nothing in {len(failures)} attempt(s) of at most {self._timeout:g} s; the last: "
+            f"{failures[-1]}. Is it up? Otherwise raise reward.judge_timeout or reward.judge_retries, or lower "
+            "reward.judge_per_second."
+        )
+
+    def _attempt(self, content: bytes) -> tuple[int, str, float]:
+        """Returns (status, reply, seconds to wait before the next attempt). Raises ReadTimeout
+        where the reply takes longer than the time-out as a whole.
+        """
+        end, reply = time.monotonic() + self._timeout, bytearray()
+        with self._client.stream("POST", self._url, content=content) as response:
+            for piece in response.iter_bytes():
+                reply += piece
+                if len(reply) > LARGEST_REPLY:
+                    raise Refused(f"the reply is longer than {LARGEST_REPLY} bytes")
+                if time.monotonic() > end:
+                    raise httpx.ReadTimeout("the reply trickles in")
+            wait = waiting_time(response.headers.get("retry-after", ""))
+            return response.status_code, reply.decode(errors="replace"), wait
+
+    def _read(self, reply: str) -> str:
+        try:
+            said = json.loads(reply)["choices"][0]["message"]["content"]
+        except (ValueError, LookupError, TypeError, RecursionError):
+            raise RewardError(
+                f"The judge {self.address} gave no chat completion: {_quoted(reply)}. Is reward.judge_url that of an API like "
+                "OpenAI's?"
+            ) from None
+        return said if isinstance(said, str) else ""
+
+
+def key_of(variable: str) -> str:
+    """Returns the key that an environment variable holds; "" without a name.
+
+    Raises ConfigError, which does not show the key, where it is not set or can't be sent.
+    """
+    if not variable:
+        return ""
+    key = os.environ.get(variable, "").strip()
+    if not key or not key.isascii() or not key.isprintable():
+        raise ConfigError(
+            f"reward.judge_key_env={variable}: there is no key in this environment variable."
+        )
+    return key
+
+
+def waiting_time(retry_after: str) -> float:
+    """Returns the seconds that a header Retry-After asks to wait, LONGEST_WAIT at most; 0 where it
+    says nothing that can be read. It has seconds, or a date.
+    """
+    try:
+        seconds = float(retry_after)
+    except ValueError:
+        try:
+            then = parsedate_to_datetime(retry_after)
+        except ValueError:
+            return 0.0
+        then = then if then.tzinfo else then.replace(tzinfo=UTC)
+        seconds = (then - datetime.now(UTC)).total_seconds()
+    # not so of NaN
+    return min(seconds, LONGEST_WAIT) if seconds > 0 else 0.0
+
+
+def _quoted(reply: str) -> str:
+    return repr(reply[:SHOWN]) + ("..." if len(reply) > SHOWN else "")
