@@ -37,7 +37,7 @@ PARTS: dict[str, Callable[[RewardConfig, Decode], Part]] = {
         retries=config.remote_retries,
         batch=config.remote_batch,
     ),
-    "judge": JudgePart,
+    "judge": lambda config, decode: JudgePart(config, decode),
 }
 LABELS: dict[str, Callable[[str], str | None]] = {  # part -> why it can't work with a label
     "code": code.complaint,

@@ -119,8 +119,6 @@ def test_a_sound_config_has_no_violations(config_file: Path) -> None:
         ),
         ("reward.remote=1", 1, "reward.remote_url is empty"),
         ("reward.remote_url=http://x", 1, "reward.remote_url needs a weight of reward.remote"),
-        ("reward.judge=1", 1, "reward.judge_url is empty"),
-        ("reward.judge=1", 1, "reward.judge_model is empty"),
         ("reward.judge_cache=x", 1, "reward.judge_cache=x needs a weight of reward.judge"),
         ("reward.workers=3", 1, "reward.workers=3 needs a weight of reward.math or reward.code"),
         ("reward.math=.nan", 1, "reward.math=nan must be a finite number"),
@@ -707,6 +705,8 @@ def test_reward_functions_that_cannot_be_are_refused(
 @pytest.mark.parametrize(
     ("options", "says"),
     [
+        ([], "reward.judge_url is empty"),
+        (["reward.judge_model="], "reward.judge_model is empty"),
         (["reward.judge_url=ftp://x"], "reward.judge_url is no address"),
         (["reward.judge_url=http://me:s3cr3t@x"], "reward.judge_url holds a password"),
         (
