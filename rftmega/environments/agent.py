@@ -6,7 +6,6 @@ import json
 import logging
 import math
 import os
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -16,6 +15,7 @@ from rftmega.config.parts import implements
 from rftmega.environments.openai_endpoint import MODEL, Endpoint
 from rftmega.environments.renderer import ConversationRenderer
 from rftmega.environments.session import Session
+from rftmega.environments.threads import in_thread
 from rftmega.errors import ConfigError, EnvironmentFailed
 from rftmega.interfaces import Model
 from rftmega.types import Prompt, Rollout
@@ -88,32 +88,6 @@ class AgentEnvironment:
         if inspect.iscoroutinefunction(self._function):
             return await self._function(fields, url, key, MODEL)
         return await in_thread(self._function, fields, url, key, MODEL)
-
-
-async def in_thread(function: Callable[..., Any], *given: Any) -> Any:
-    """Runs a function in a thread of its own, which no exit of the process waits for."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def settle(result: Any, error: BaseException | None) -> None:
-        if future.done():  # nobody waits any longer
-            return
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)
-
-    def work() -> None:
-        result, error = None, None
-        try:
-            result = function(*given)
-        except Exception as raised:
-            error = raised
-        with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(settle, result, error)
-
-    threading.Thread(target=work, name="agent", daemon=True).start()
-    return await future
 
 
 def task_of(task: Prompt) -> dict[str, Any]:

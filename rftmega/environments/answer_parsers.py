@@ -17,8 +17,8 @@ NEAR = 8  # tokens at the end of a context in which it may have begun to think
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """Answer is what the model wrote behind a context, without the token that ended it."""
+class SampledAnswer:
+    """SampledAnswer is what the model wrote behind a context, without the token that ended it."""
 
     context: Sequence[int]
     token_ids: Sequence[int]
@@ -45,7 +45,7 @@ class Parsed:
     spoken: str  # text up to the first call, thinking included
 
 
-Parser = Callable[[ChatTokenizer, Answer], Parsed]
+Parser = Callable[[ChatTokenizer, SampledAnswer], Parsed]
 
 
 def call_of(fields: Any, text: str) -> Call:
@@ -80,7 +80,7 @@ def _thought(tokenizer: ChatTokenizer, context: Sequence[int], text: str) -> tup
     return inside.strip("\n"), behind.lstrip("\n")
 
 
-def hermes(tokenizer: ChatTokenizer, answer: Answer) -> Parsed:
+def hermes(tokenizer: ChatTokenizer, answer: SampledAnswer) -> Parsed:
     """Reads `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, of Hermes and Qwen."""
     text = text_of(tokenizer, answer.token_ids)
     reasoning, behind = _thought(tokenizer, answer.context, text)
@@ -96,7 +96,7 @@ def hermes(tokenizer: ChatTokenizer, answer: Answer) -> Parsed:
     return Parsed(content, reasoning, tuple(calls), text[:before].rstrip("\n"))
 
 
-def mistral(tokenizer: ChatTokenizer, answer: Answer) -> Parsed:
+def mistral(tokenizer: ChatTokenizer, answer: SampledAnswer) -> Parsed:
     """Reads `[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, and `[TOOL_CALLS]name[ARGS]{...}`."""
     text = text_of(tokenizer, answer.token_ids)
     content, *written = text.split(MISTRAL)
@@ -112,7 +112,7 @@ def mistral(tokenizer: ChatTokenizer, answer: Answer) -> Parsed:
     return Parsed(content, "", tuple(calls), content)
 
 
-def llama(tokenizer: ChatTokenizer, answer: Answer) -> Parsed:
+def llama(tokenizer: ChatTokenizer, answer: SampledAnswer) -> Parsed:
     """Reads an answer that is nothing but `{"name": ..., "parameters": {...}}`, of Llama 3."""
     text = text_of(tokenizer, answer.token_ids)
     written = text.strip().removeprefix("<|python_tag|>")
@@ -122,7 +122,7 @@ def llama(tokenizer: ChatTokenizer, answer: Answer) -> Parsed:
     return Parsed(text, "", (), text)
 
 
-def harmony(tokenizer: ChatTokenizer, answer: Answer) -> Parsed:
+def harmony(tokenizer: ChatTokenizer, answer: SampledAnswer) -> Parsed:
     """Reads the channels of gpt-oss."""
     from renderers.parsing import parse_gpt_oss
 
@@ -138,7 +138,7 @@ def harmony(tokenizer: ChatTokenizer, answer: Answer) -> Parsed:
 def by_library(name: str) -> Parser:
     """Returns a parser of the renderers library that reads tokens."""
 
-    def parser(tokenizer: ChatTokenizer, answer: Answer) -> Parsed:
+    def parser(tokenizer: ChatTokenizer, answer: SampledAnswer) -> Parsed:
         from renderers.base import ParsedResponse
         from renderers.parsers import get_tool_parser
 

@@ -12,8 +12,8 @@ from rftmega.types import Completion, Prompt, Trajectory, Turn
 
 
 @dataclass(slots=True)
-class Segment:
-    """Segment is a trajectory that grows: contexts and answers, and where its messages lie."""
+class GrowingTrajectory:
+    """GrowingTrajectory holds contexts and answers in their order, and where messages lie in them."""
 
     parts: list[Sequence[int] | Completion]
     length: int
@@ -64,7 +64,7 @@ class Conversation:
         self.turns = 0
         self._calls = 0
         self._context: tuple[int, ...] = tuple(task_ids)
-        self._segments = [Segment([self._context], len(self._context))]
+        self._segments = [GrowingTrajectory([self._context], len(self._context))]
         self._asked: tuple[int, ...] | None = None  # the context of the last answer
 
     @classmethod
@@ -143,7 +143,7 @@ class Conversation:
                 "a template that keeps it, or end the rollout at the first answer."
             )
         self._context = self.renderer.render(self.messages, self.tools)
-        self._segments.append(Segment([self._context], len(self._context)))
+        self._segments.append(GrowingTrajectory([self._context], len(self._context)))
 
 
 def tokens_of(part: Sequence[int] | Completion) -> Sequence[int]:

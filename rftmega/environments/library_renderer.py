@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rftmega.environments.answer_parsers import Answer, Parsed, parsed_of
+from rftmega.environments.answer_parsers import Parsed, SampledAnswer, parsed_of
 from rftmega.environments.replies import Bridge, ChatTokenizer, Messages, Specs
 from rftmega.errors import ConfigError, DataError
 from rftmega.json_files import read_json_object
@@ -95,7 +95,7 @@ class LibraryRenderer:
     inner: Any
 
     def parse(
-        self, tokenizer: ChatTokenizer, answer: Answer, end: Sequence[int], tools: Specs
+        self, tokenizer: ChatTokenizer, answer: SampledAnswer, end: Sequence[int], tools: Specs
     ) -> Parsed:
         """Takes an answer apart; `end`: the token that ended it, or none."""
         ids = [*answer.token_ids, *end]

@@ -1,6 +1,7 @@
 """Endpoint lets agents that bring a loop of their own ask the model, by OpenAI's API."""
 
 import asyncio
+import concurrent.futures
 import json
 import secrets
 import threading
@@ -37,6 +38,7 @@ class Endpoint:
         """Starts nothing: the first session does."""
         self._sessions: dict[str, Session] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._starting: concurrent.futures.Future[str] | None = None
         self._runner: Any = None
         self.address = ""  # http://127.0.0.1:PORT
 
@@ -46,10 +48,10 @@ class Endpoint:
             self._loop = asyncio.new_event_loop()
             # no exit of the process waits for a request
             threading.Thread(target=self._loop.run_forever, name="agents", daemon=True).start()
-            started = asyncio.run_coroutine_threadsafe(self._started(), self._loop)
-            self.address = await asyncio.wrap_future(started)
-        while not self.address:  # another rollout has just begun to start it
-            await asyncio.sleep(0.01)
+            self._starting = asyncio.run_coroutine_threadsafe(self._started(), self._loop)
+        # all rollouts that come meanwhile wait for the same start, or fail with it
+        assert self._starting is not None
+        self.address = await asyncio.shield(asyncio.wrap_future(self._starting))
         key = secrets.token_urlsafe(24)
         self._sessions[key] = session
         return key

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rftmega.environments.answer_parsers import Answer, Call, Parser, parser_for
+from rftmega.environments.answer_parsers import Call, Parser, SampledAnswer, parser_for
 from rftmega.environments.library_renderer import LibraryRenderer, library_renderer
 from rftmega.environments.replies import (
     UNREAD,
@@ -74,7 +74,7 @@ class ConversationRenderer:
         """Takes an answer apart. Calls that carry no id of their own are numbered from `first`."""
         ended = bool(completion_ids) and completion_ids[-1] in self.ends
         size = len(completion_ids) - ended
-        answer = Answer(prompt_ids, list(completion_ids[:size]), ended)
+        answer = SampledAnswer(prompt_ids, list(completion_ids[:size]), ended)
         if self.library:
             end = completion_ids[size:]
             parsed = self.library.parse(self.tokenizer, answer, list(end), tools)

@@ -1,4 +1,4 @@
-"""What a model answered in a conversation, read from its tokens, and what is said to it next."""
+"""Defines answers, taken apart, and bridges to what is said next."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -46,8 +46,8 @@ class Bridge:
     turns: tuple[Turn, ...]  # of the messages; places count from the first of `token_ids`
 
 
-class ChatTemplate(Protocol):
-    """ChatTemplate turns messages into text (data.chat.ChatTemplate)."""
+class MessageTemplate(Protocol):
+    """MessageTemplate turns messages into text, as data.ChatTemplate does."""
 
     def text(self, messages: Messages, *, open_: bool, tools: Specs | None = None) -> str: ...
     def source(self) -> str: ...
@@ -63,7 +63,7 @@ class ChatTokenizer(Protocol):
     @property
     def chat(self) -> Any: ...
     @property
-    def template(self) -> ChatTemplate: ...
+    def template(self) -> MessageTemplate: ...
     def encode_reply(self, text: str) -> tuple[int, ...]: ...
     def encode_behind(self, before: str, text: str) -> tuple[int, ...]: ...
 

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rftmega.environments.conversation import Conversation, Segment
+from rftmega.environments.conversation import Conversation, GrowingTrajectory
 from rftmega.environments.renderer import ConversationRenderer
 from rftmega.environments.replies import Messages, text_of
 from rftmega.environments.wire import Asked, RequestRefused, Said, check_sampling, same
@@ -36,8 +36,8 @@ class Session:
         self.requests = 0
         self.responses: dict[str, Messages] = {}  # by id, what was said up to them
         self._lines: list[_Line] = []
-        self._segments: list[Segment] = []  # of requests in tokens
-        self._order: list[_Line | Segment] = []
+        self._segments: list[GrowingTrajectory] = []  # of requests in tokens
+        self._order: list[_Line | GrowingTrajectory] = []
         self._loop = asyncio.get_running_loop()
 
     async def ask_from_outside(self, body: Mapping[str, Any], asked: Asked | None) -> Any:
@@ -83,7 +83,7 @@ class Session:
             segment = max(known, key=lambda each: each.length)
             segment.add(token_ids[segment.length :], [])
         else:
-            segment = Segment([token_ids], len(token_ids))
+            segment = GrowingTrajectory([token_ids], len(token_ids))
             self._segments.append(segment)
             self._order.append(segment)
         segment.add(completion, [Turn("assistant", 0, len(completion.token_ids))])
@@ -149,7 +149,7 @@ class Session:
         return line
 
 
-def _begins(token_ids: Sequence[int], segment: Segment) -> bool:
+def _begins(token_ids: Sequence[int], segment: GrowingTrajectory) -> bool:
     """Returns whether `token_ids` go on from the end of a trajectory."""
     known = segment.ids()
     return len(known) < len(token_ids) and tuple(token_ids[: len(known)]) == known

@@ -1,4 +1,4 @@
-"""What an agent asks an endpoint for, and what it is told, whichever of OpenAI's formats it speaks."""
+"""Defines requests of agents and answers to them, whichever of OpenAI's formats they speak."""
 
 import json
 from collections.abc import Mapping, Sequence

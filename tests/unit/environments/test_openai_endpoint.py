@@ -418,8 +418,19 @@ def test_an_agent_that_takes_too_long_is_scored_as_it_is_and_its_program_ends(
     )
     command = [sys.executable, str(tmp_path / "slow.py")]
     found = rollouts(tmp_path, ["4<|im_end|>"], command=command, seconds=8.0)
+    groups = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+    left = [each for each in groups if str(tmp_path / "slow.py") in command_line(each)]
+    assert left == []
     assert found[0].measures["over_seconds"] == 1.0
     assert found[0].rewards == {}
+
+
+def command_line(process: int) -> str:
+    """What a process was started with; "" of one that is gone."""
+    try:
+        return Path(f"/proc/{process}/cmdline").read_text().replace("\0", " ")
+    except OSError:
+        return ""
 
 
 def test_options_name_one_agent_and_rewards_are_numbers(tmp_path: Path) -> None:

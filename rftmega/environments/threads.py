@@ -1,0 +1,33 @@
+"""Runs functions that block beside the loop of the rollouts."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+
+async def in_thread(function: Callable[..., Any], *given: Any) -> Any:
+    """Runs a function in a thread of its own, which no exit of the process waits for."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+
+    def settle(result: Any, error: BaseException | None) -> None:
+        if future.done():  # nobody waits any longer
+            return
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
+
+    def work() -> None:
+        result, error = None, None
+        try:
+            result = function(*given)
+        except Exception as raised:
+            error = raised
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=work, name="agent", daemon=True).start()
+    return await future
