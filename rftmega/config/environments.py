@@ -1,10 +1,12 @@
 """Options of the environment in which a task is done; and an environment that was made in Python."""
 
 import inspect
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
 
+from rftmega.config.bounds import Count, NotNegativeInt
 from rftmega.config.parts import EnvironmentPart
+from rftmega.config.tools import HTTPTool, MCPServer, SandboxTool, ToolLimits
 from rftmega.errors import ConfigError
 
 
@@ -12,7 +14,51 @@ from rftmega.errors import ConfigError
 class SingleTurn(EnvironmentPart):
     """The prompt, and one answer to it."""
 
+    may_reward: ClassVar[bool] = False
+
     type: Literal["single_turn"] = "single_turn"
+
+
+@dataclass(frozen=True)
+class Tools(EnvironmentPart):
+    """The model calls tools, turn by turn, until an answer calls none (docs/tools.md)."""
+
+    type: Literal["tools"] = "tools"
+
+    tools: list[str] = field(default_factory=list)
+    """Python functions as tools, and classes whose methods are: [my_tools.py:search]."""
+
+    sandbox: SandboxTool = field(default_factory=SandboxTool)
+
+    http: list[HTTPTool] = field(default_factory=list)
+    """Tools that web servers run, each with its options."""
+
+    mcp: list[MCPServer] = field(default_factory=list)
+    """Servers of the Model Context Protocol, each with its options."""
+
+    limits: ToolLimits = field(default_factory=ToolLimits)
+
+    max_turns: Count = 8
+    """Answers that a rollout may have."""
+
+    max_turn_tokens: NotNegativeInt = 0
+    """Tokens that an answer may have; 0: as many as there is room for."""
+
+    max_tokens: NotNegativeInt = 0
+    """Tokens that all answers of a rollout may have together; 0: as many as there is room for."""
+
+    over_limit: Literal["learn", "zero", "drop"] = "learn"
+    """What becomes of a rollout that was cut off by a limit: it is scored and learnt from as it is,
+    its reward is 0, or it is left out.
+    """
+
+    renderer: str = "auto"
+    """How messages become tokens between turns: auto, template (the folder's chat template alone),
+    or a renderer of the renderers library by name.
+    """
+
+    tool_parser: str = "auto"
+    """Format of the calls in an answer, where no renderer of the library knows it."""
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,8 @@ class EnvironmentPart:
     `async def run(self, task, model)` that returns trajectories (`interfaces.Environment`).
     """
 
+    may_reward: ClassVar[bool] = True  # it may give rewards of its own
+
 
 KINDS: tuple[type, ...] = (
     Advantage,

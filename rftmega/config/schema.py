@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from omegaconf import MISSING
 from pydantic import Discriminator
 
+from rftmega.config.agents import Agent, Verifiers
 from rftmega.config.algorithms import AlgorithmConfig
 from rftmega.config.bounds import (
     AtLeastTwo,
@@ -21,7 +22,7 @@ from rftmega.config.bounds import (
     PositiveShare,
     Share,
 )
-from rftmega.config.environments import GivenEnvironment, SingleTurn
+from rftmega.config.environments import GivenEnvironment, SingleTurn, Tools
 from rftmega.config.parts import RewardPart
 from rftmega.user_code.functions import name_of
 
@@ -186,7 +187,12 @@ class RolloutConfig:
     """A longer prompt is an error (see data.too_long)."""
 
     max_response_tokens: Count = 1024
-    """An answer is cut off here."""
+    """An answer is cut off here; of several turns, they and what the environment says between them,
+    together.
+    """
+
+    max_running: Count = 1024
+    """Rollouts of one engine that are under way at once, those that wait for a tool among them."""
 
     max_pictures: NotNegativeInt = 8
     """Pictures that a prompt may have, of a model that sees; waveforms, of one that hears."""
@@ -486,6 +492,11 @@ class RewardConfig:
     function_weights: list[float] = field(default_factory=list)
     """Weights of reward.functions, in their order; empty: 1 each."""
 
+    environment: dict[str, float] = field(default_factory=dict)
+    """Weights of the rewards that the environment itself gives, by name; one that is not named here
+    weighs 1.
+    """
+
     custom: dict[str, RewardPart] = field(default_factory=dict)
     """Parts of your own, by type, from `plugins`: {my_part: {weight: 1}}."""
 
@@ -579,6 +590,11 @@ class FaultsConfig:
     engine_restarts: NotNegativeInt = 2
     """Times in one generation that engines which die, fail or hang are started again, to answer
     what is unanswered.
+    """
+
+    rollout_repeats: NotNegativeInt = 2
+    """Times that a rollout is run again from its first turn after something that it needs, such as a
+    tool's server, broke down; then it is left out.
     """
 
 
@@ -758,7 +774,7 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
 
-    environment: Annotated[SingleTurn | GivenEnvironment, Discriminator("type")] = field(
+    environment: Annotated[SingleTurn | Tools | Agent | Verifiers | GivenEnvironment, Discriminator("type")] = field(
         default_factory=SingleTurn
     )
     """What stands between a task and the model: how a rollout goes."""
@@ -775,6 +791,11 @@ class RunConfig:
         their classes.
         """
         return restored, (asdict(self),)
+
+    @property
+    def reads_columns(self) -> bool:
+        """Says that a reward or the environment sees the columns of the data set."""
+        return self.reward.reads_columns or self.environment.type != "single_turn"
 
     @property
     def exported(self) -> str:

@@ -37,7 +37,7 @@ def prompts_of(
             tokenizer,
             config.data,
             max_prompt_tokens=config.rollout.max_prompt_tokens,
-            columns=config.reward.reads_columns,
+            columns=config.reads_columns,
             processor=processor,
             max_pictures=config.rollout.max_pictures,
             max_videos=config.rollout.max_videos,

@@ -6,6 +6,16 @@ from rftmega.config.parts import IMPLEMENTATIONS, EnvironmentPart
 from rftmega.interfaces import Environment
 
 
+def specs_of(options: EnvironmentPart) -> list[dict[str, Any]]:
+    """Returns the tools that the environment offers, as OpenAI's API has them; none of most.
+
+    The chat template tells the model of them, so they come before the tokenizer.
+    """
+    specs = getattr(IMPLEMENTATIONS[type(options)], "specs", None)
+    found: list[dict[str, Any]] = specs(options) if specs else []
+    return found
+
+
 def create(options: EnvironmentPart, tokenizer: Any) -> Environment:
     """Creates the environment whose options these are.
 

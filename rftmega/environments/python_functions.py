@@ -196,7 +196,7 @@ async def reply_of(
     except (ToolError, InfrastructureFault):
         raise
     except Exception as error:  # the function's own, whatever it is: the model is told
-        log.info("The tool %s raised an error.", schema.name, exc_info=error)
+        log.debug("The tool %s raised an error.", schema.name, exc_info=error)
         raise ToolError(f"{type(error).__name__}: {error}") from error
 
 

@@ -1,6 +1,6 @@
 """Runs one process of a run, from data to an exported model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -30,11 +30,11 @@ def backend_of(config: RunConfig) -> "Backend":
     return MegatronBackend()
 
 
-def _tokenizer(config: RunConfig) -> "Tokenizer":
+def _tokenizer(config: RunConfig, tools: Sequence[dict[str, Any]] = ()) -> "Tokenizer":
     from rftmega.data import Chat, Tokenizer
 
-    trusted = config.model.trust_remote_code
-    return Tokenizer(config.model.path, trust_remote_code=trusted, chat=Chat.of(config.data))
+    trusted, chat = config.model.trust_remote_code, Chat.of(config.data, tools=tools)
+    return Tokenizer(config.model.path, trust_remote_code=trusted, chat=chat)
 
 
 def reinforce(config: RunConfig) -> int:
@@ -44,7 +44,7 @@ def reinforce(config: RunConfig) -> int:
     from rftmega.parallel.environment import whole_number
     from rftmega.rewards import MajorityReward, check_prompts, create
 
-    tokenizer = _tokenizer(config)
+    tokenizer = _tokenizer(config, environments.specs_of(config.environment))
     # Data first: what is wrong with it shows before the heavy imports.
     prompts, held_out = prompts_of(
         config,
@@ -69,7 +69,7 @@ def reinforce(config: RunConfig) -> int:
             config,
             world,
             backend_of(config),
-            stop_ids=tokenizer.stop_ids,
+            stop_ids=[*tokenizer.stop_ids, *getattr(environment, "stop_ids", ())],
             environment=environment,
         )
         size, pattern = config.rollout.samples_per_prompt, config.reward.answer_pattern

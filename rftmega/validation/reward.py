@@ -46,7 +46,8 @@ def reward_parts(config: RunConfig) -> list[str]:
             found.append(
                 f"reward.recipe.{kind} gives no part a weight, so nothing could be learnt from it."
             )
-    if not reward.recipe and not reward.model and not any(reward.weights().values()):
+    weighs = reward.model or config.environment.may_reward or any(reward.weights().values())
+    if not reward.recipe and not weighs:
         found.append(
             "No reward has a weight, so nothing could be learnt. Set one of: "
             + ", ".join([*flat, "reward.functions"])
@@ -98,6 +99,16 @@ def reward_parts(config: RunConfig) -> list[str]:
         )
     if "judge" in used:
         found += _judge(reward)
+    if reward.environment and not config.environment.may_reward:
+        found.append(
+            f"reward.environment={reward.environment} needs an environment that gives rewards; environment.type="
+            f"{config.environment.type} gives none."
+        )
+    if reward.majority and config.environment.may_reward:
+        found.append(
+            f"reward.majority votes over whole groups of answers, and rollouts of environment.type={config.environment.type} may "
+            "be left out of one. Take environment=single_turn, or labels."
+        )
     if config.data.kind_key != DataConfig.kind_key and not reward.recipe and "remote" not in used:
         found.append(
             f"data.kind_key={config.data.kind_key} needs reward.recipe or reward.remote: nothing else reads kinds."

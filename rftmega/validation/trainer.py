@@ -149,7 +149,9 @@ def evaluation(config: RunConfig) -> list[str]:
                 f"trainer.eval_pass_at={k} must be from 1 to trainer.eval_samples={trainer.eval_samples}: pass@k needs k answers."
             )
     parts = config.reward.parts()
-    if trainer.eval_accuracy not in parts:
+    if trainer.eval_accuracy not in parts and config.environment.may_reward:
+        pass  # the environment may give it
+    elif trainer.eval_accuracy not in parts:
         found.append(
             f"trainer.eval_accuracy={trainer.eval_accuracy} is no part of the reward. Choose one of: {', '.join(parts)}."
         )

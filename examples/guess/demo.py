@@ -1,0 +1,12 @@
+"""A model learns a game of several turns: data, a warm start, GRPO on 4 processes; then a picture
+and a summary in runs/guess.
+
+Arguments are overrides of grpo.yaml, e.g. algorithm.advantage=group_norm.
+"""
+
+from pathlib import Path
+
+from rftmega.examples.arithmetic.demo import main
+
+if __name__ == "__main__":
+    main(Path(__file__).parent, "GRPO on a guessing game", __doc__)

@@ -1,0 +1,65 @@
+"""The game: guess which of 32 numbers is the secret one. The prompt says which is the first of them,
+and each reply whether the secret one is smaller or larger.
+
+A turn that finds it is worth 1, every other one costs a little, so what a guess is worth shows in
+the turns that follow (`algorithm.advantage: turn_norm`).
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rftmega.config.parts import EnvironmentPart, implements
+from rftmega.interfaces import Model
+from rftmega.types import Completion, Prompt, Rollout, Trajectory, Turn
+
+FOUND, COST = 1.0, -0.05  # rewards of a turn
+
+
+@dataclass(frozen=True)
+class Guess(EnvironmentPart):
+    """A number is guessed within a few turns."""
+
+    type: Literal["guess"] = "guess"
+
+    turns: int = 5
+    """Guesses that the model has."""
+
+
+@implements(Guess)
+class GuessEnvironment:
+    """GuessEnvironment asks for guesses until one is the secret number, or all turns are used."""
+
+    def __init__(self, options: Guess, tokenizer: Any):
+        self.options, self.tokenizer = options, tokenizer
+
+    async def run(self, task: Prompt, model: Model) -> Rollout:
+        secret = int(task.label)
+        segments: list[Any] = [task.token_ids]
+        context: tuple[int, ...] = task.token_ids
+        turns: list[Turn] = []
+        for number in range(self.options.turns):
+            completion = await model.generate(context)
+            segments.append(completion)
+            end = len(context) + len(completion.token_ids)
+            guess = self._number(completion)
+            found = guess == secret
+            reward = FOUND if found else COST
+            turns.append(Turn("assistant", len(context), end, reward=reward))
+            if found or guess is None or number + 1 == self.options.turns:
+                break
+            reply = self.tokenizer.encode_reply("<" if secret < guess else ">")
+            turns.append(Turn("user", end, end + len(reply)))
+            segments.append(reply)
+            context = (*context, *completion.token_ids, *reply)
+        trajectory = Trajectory.of(*segments, turns=tuple(turns))
+        guesses = sum(turn.role == "assistant" for turn in turns)
+        return Rollout(
+            (trajectory,),
+            rewards={"found": float(found)},
+            measures={"turns": float(guesses)},
+        )
+
+    def _number(self, completion: Completion) -> int | None:
+        """Returns the guess; None for an answer that is no number."""
+        text = self.tokenizer.decode(completion.token_ids).strip()
+        return int(text) if text.isdecimal() else None

@@ -1,0 +1,52 @@
+"""Writes train.jsonl, eval.jsonl and warm_start.jsonl: first numbers and secret ones, no pair in more
+than one file, and games in which guesses are drawn from what is still possible.
+"""
+
+import argparse
+import json
+import random
+from pathlib import Path
+
+NUMBERS, FIRST, TURNS = 32, 33, 5  # the first number is below FIRST
+SIZES = {"eval": 128, "warm_start": 400}  # pairs; the rest is for training
+GAMES = 8  # of each pair of the warm start
+
+
+def write(folder: Path, *, seed: int = 0) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    pairs = [(first, first + place) for first in range(FIRST) for place in range(NUMBERS)]
+    drawn = random.Random(seed)
+    drawn.shuffle(pairs)
+    cut, end = SIZES["eval"], SIZES["eval"] + SIZES["warm_start"]
+    files = {
+        name: [{"prompt": str(first), "label": str(secret)} for first, secret in chosen]
+        for name, chosen in {"eval": pairs[:cut], "train": pairs[end:]}.items()
+    }
+    files["warm_start"] = [
+        {"prompt": str(first), "label": " ".join(game(first, secret, drawn))}
+        for first, secret in pairs[cut:end]
+        for _ in range(GAMES)
+    ]
+    for name, records in files.items():
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, records)) + "\n")
+
+
+def game(first: int, secret: int, drawn: random.Random) -> list[str]:
+    """Returns the words of one game: guesses, and what is said to them."""
+    low, high, words = first, first + NUMBERS - 1, list[str]()
+    for _ in range(TURNS):
+        guess = drawn.randint(low, high)
+        words.append(str(guess))
+        if guess == secret:
+            break
+        words.append("<" if secret < guess else ">")
+        low, high = (low, guess - 1) if secret < guess else (guess + 1, high)
+    return words
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, nargs="?", default=Path("runs/guess/data"))
+    write(parser.parse_args().folder)
