@@ -168,7 +168,13 @@ def test_what_goes_on_from_nothing_begins_another_trajectory(tmp_path: Path) -> 
             ASKED,
             [*answered, sure],
             [*answered, sure],
-            [*ASKED, {"role": "assistant", "content": "5"}, sure],
+            [
+                *ASKED,
+                {"role": "assistant", "content": "5"},
+                sure,
+                {"role": "assistant", "content": "a"},
+                sure,
+            ],
             [{"role": "system", "content": "Be brief."}, *ASKED],
         ):
             await own.client.chat.completions.create(model="policy", messages=messages)
@@ -185,7 +191,9 @@ def test_requests_at_once_do_not_go_on_from_an_answer_that_is_not_there(tmp_path
 
     async def agent(own: Place) -> None:
         ask = own.client.chat.completions.create
-        await asyncio.gather(*(ask(model="policy", messages=ASKED) for _ in range(4)))
+        longer = [*ASKED, {"role": "user", "content": "Now."}]
+        asked = (ASKED, longer, ASKED, longer)
+        await asyncio.gather(*(ask(model="policy", messages=each) for each in asked))
 
     place.run(agent)
     found = place.session.trajectories()
