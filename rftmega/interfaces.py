@@ -37,6 +37,7 @@ class Model(Protocol):
     """Model answers the requests of one rollout with the engine's present weights."""
 
     row_tokens: int  # context and answer together, at most
+    sampling: Sampling  # the distribution that answers are drawn from
 
     async def generate(
         self, token_ids: Sequence[int], *, max_tokens: int | None = None

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from rftmega.algorithms.aggregation import AGGREGATIONS
 from rftmega.algorithms.losses import policy_loss
 from rftmega.config import OptimizerConfig, ParallelConfig
-from rftmega.config.algorithms import Clip
+from rftmega.options.algorithms import Clip
 from rftmega.ragged import Ragged
 from rftmega.types import Experience, Rows, TokenStats
 from rftmega.weights import Exporter

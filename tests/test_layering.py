@@ -10,16 +10,17 @@ import pytest
 
 from tests.counters import counted
 
-LEARNT = "algorithms rewards data environments experience trainer callbacks"
+LEARNT = "algorithms rewards data environments conversations toolsets agents experience trainer callbacks"
 RUNS = (
     "device parallel passes kernels layers checkpoint requests rollout dispatch weights planning "
     "model_providers converters hf_folders flops"
 )
 BACKENDS = "megatron fsdp conversion"  # only what chooses one may name it
-BASICS = "config user_code validation errors json_files media types interfaces shards sampling_seeds ragged rollout_arrays"
+BASICS = "config options user_code validation errors json_files media types interfaces shards sampling_seeds ragged rollout_arrays"
 MAY_IMPORT = {
     "user_code": "errors",
-    "config": "errors json_files user_code",
+    "options": "errors user_code",
+    "config": "options errors json_files user_code",
     "errors": "",
     "json_files": "errors",
     "ragged": "",
@@ -29,41 +30,44 @@ MAY_IMPORT = {
     "interfaces": "media types shards ragged",
     "sampling_seeds": "",
     "rollout_arrays": "media types ragged",
-    "environments": "config errors json_files user_code types interfaces",
-    "algorithms": "types config ragged",
+    "environments": "config options errors types interfaces conversations toolsets agents",
+    "conversations": "errors types",
+    "toolsets": "options errors user_code types",
+    "agents": "options errors user_code types interfaces conversations",
+    "algorithms": "types config options ragged",
     "sandbox": "",
-    "rewards": "types errors json_files config user_code",
-    "data": "media config types errors json_files records",
-    "records": "config errors json_files user_code",
-    "validation": "config errors json_files user_code",
-    "experience": "media errors types interfaces ragged rollout_arrays algorithms config",
-    "trainer": "media errors config types interfaces sampling_seeds ragged rollout_arrays algorithms experience",
-    "callbacks": "media errors config types interfaces ragged sampling_seeds algorithms experience",
+    "rewards": "types errors json_files config options user_code",
+    "data": "media config options types errors json_files records",
+    "records": "config options errors json_files user_code",
+    "validation": "config options errors json_files user_code",
+    "experience": "media errors types interfaces ragged rollout_arrays algorithms config options",
+    "trainer": "media errors config options types interfaces sampling_seeds ragged rollout_arrays algorithms experience",
+    "callbacks": "media errors config options types interfaces ragged sampling_seeds algorithms experience",
     "device": "errors",
     "kernels": "",
     "layers": "errors kernels",
     "flops": "model_providers hf_folders",
-    "passes": "config types media ragged device parallel model_providers flops",
-    "parallel": "config ragged errors device",
-    "megatron": "config types media shards errors json_files device parallel passes kernels layers checkpoint "
+    "passes": "config options types media ragged device parallel model_providers flops",
+    "parallel": "config options ragged errors device",
+    "megatron": "config options types media shards errors json_files device parallel passes kernels layers checkpoint "
     "model_providers converters hf_folders",
-    "fsdp": "config types media shards errors json_files device parallel passes kernels checkpoint model_providers hf_folders",
-    "checkpoint": "config shards errors json_files device parallel converters hf_folders",
-    "conversion": "config errors json_files parallel checkpoint megatron model_providers converters hf_folders",
+    "fsdp": "config options types media shards errors json_files device parallel passes kernels checkpoint model_providers hf_folders",
+    "checkpoint": "config options shards errors json_files device parallel converters hf_folders",
+    "conversion": "config options errors json_files parallel checkpoint megatron model_providers converters hf_folders",
     "requests": "media types",
-    "rollout": "media config types shards interfaces errors json_files device parallel weights requests",
+    "rollout": "media config options types shards interfaces errors json_files device parallel weights requests",
     "dispatch": "media types interfaces shards sampling_seeds rollout_arrays errors device parallel rollout requests",
-    "weights": "config types shards interfaces errors json_files device parallel converters hf_folders",
-    "planning": "config validation shards errors parallel weights model_providers converters hf_folders flops",
+    "weights": "config options types shards interfaces errors json_files device parallel converters hf_folders",
+    "planning": "config options validation shards errors parallel weights model_providers converters hf_folders flops",
     "strategy": f"{BASICS} {LEARNT} {RUNS}",
     "observe": f"{BASICS} {LEARNT} {RUNS} strategy",
     "launch": f"{BASICS} {LEARNT} {RUNS} {BACKENDS} strategy observe",
     "lightrft": f"{BASICS} {LEARNT} {RUNS} {BACKENDS} strategy",
     "lightrft_multimodal": f"{BASICS} {LEARNT} {RUNS} lightrft",
-    "model_providers": "config errors json_files device layers converters",
+    "model_providers": "config options errors json_files device layers converters",
     "converters": "errors json_files shards",
     "hf_folders": "errors json_files converters model_providers",
-    "__main__": "config parallel launch",
+    "__main__": "config options parallel launch",
 }
 ONLY_IN = {
     "megatron": "parallel megatron layers model_providers",
@@ -80,7 +84,7 @@ RELATIVE = "a relative import"
 LINKED = ("model_providers", "converters")  # folders beside the package, and parts of it
 # units whose import must cost nothing
 HEAVY = ("torch", "transformers", "megatron", "vllm", "renderers", "openai")
-LIGHT = {"config": HEAVY, "validation": HEAVY}
+LIGHT = {"config": HEAVY, "options": HEAVY, "validation": HEAVY}
 
 
 def names_in(path: Path) -> Iterator[tuple[int, str]]:

@@ -8,8 +8,8 @@ the turns that follow (`algorithm.advantage: turn_norm`).
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rftmega.config.parts import EnvironmentPart, implements
 from rftmega.interfaces import Model
+from rftmega.options.parts import EnvironmentPart, implements
 from rftmega.types import Completion, Prompt, Rollout, Trajectory, Turn
 
 FOUND, COST = 1.0, -0.05  # rewards of a turn

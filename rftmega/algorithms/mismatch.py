@@ -6,13 +6,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rftmega.config.algorithms import (
+from rftmega.options.algorithms import (
     MaskedImportance,
     NoImportance,
     SequenceImportance,
     TokenImportance,
 )
-from rftmega.config.parts import IMPLEMENTATIONS, ImportanceSampling, implements
+from rftmega.options.parts import IMPLEMENTATIONS, ImportanceSampling, implements
 from rftmega.types import Metrics
 
 

@@ -3,7 +3,6 @@
 Importing this costs nothing: no torch, no Megatron.
 """
 
-from rftmega.config.algorithms import AlgorithmConfig, KLConfig
 from rftmega.config.config_diff import changes
 from rftmega.config.load import load, parse_override, plugins_of
 from rftmega.config.schema import (
@@ -22,6 +21,7 @@ from rftmega.config.schema import (
 )
 from rftmega.config.secrets import without_secrets
 from rftmega.config.sources import LONGEST_CYCLE, shares, split_source
+from rftmega.options.algorithms import AlgorithmConfig, KLConfig
 
 __all__ = [
     "LONGEST_CYCLE",

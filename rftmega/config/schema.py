@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 from omegaconf import MISSING
 from pydantic import Discriminator
 
-from rftmega.config.agents import Agent, Verifiers
-from rftmega.config.algorithms import AlgorithmConfig
-from rftmega.config.bounds import (
+from rftmega.options.agents import Agent, Verifiers
+from rftmega.options.algorithms import AlgorithmConfig
+from rftmega.options.bounds import (
     AtLeastTwo,
     BelowOne,
     Count,
@@ -22,8 +22,8 @@ from rftmega.config.bounds import (
     PositiveShare,
     Share,
 )
-from rftmega.config.environments import GivenEnvironment, SingleTurn, Tools
-from rftmega.config.parts import RewardPart
+from rftmega.options.environments import GivenEnvironment, SingleTurn, Tools
+from rftmega.options.parts import RewardPart
 from rftmega.user_code.functions import name_of
 
 
@@ -774,9 +774,9 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
 
-    environment: Annotated[SingleTurn | Tools | Agent | Verifiers | GivenEnvironment, Discriminator("type")] = field(
-        default_factory=SingleTurn
-    )
+    environment: Annotated[
+        SingleTurn | Tools | Agent | Verifiers | GivenEnvironment, Discriminator("type")
+    ] = field(default_factory=SingleTurn)
     """What stands between a task and the model: how a rollout goes."""
 
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)

@@ -107,6 +107,7 @@ class PendingRequests:
                 self.tasks.seeds,
                 self.tasks.expected_lengths,
                 row_tokens=self.engine.row_tokens,
+                sampling=self.tasks.sampling,
                 repeats=self.repeats,
                 loop=self.loop,
             )

@@ -12,7 +12,7 @@ from rftmega.errors import ContextTooLong, EnvironmentFailed, InfrastructureFaul
 from rftmega.interfaces import Environment
 from rftmega.requests import Request
 from rftmega.sampling_seeds import turn_seed
-from rftmega.types import Completion, Prompt, Rollout, Trajectory
+from rftmega.types import Completion, Prompt, Rollout, Sampling, Trajectory
 
 log = logging.getLogger(__name__)
 PASSES = 8  # through the event loop between two steps of an engine, while rollouts wait for tools
@@ -24,7 +24,7 @@ class RolloutModel:
     def __init__(self, running: "RunningRollouts", place: int, seed: int):
         self._running, self._place, self._seed = running, place, seed
         self._turns = 0
-        self.row_tokens = running.row_tokens
+        self.row_tokens, self.sampling = running.row_tokens, running.sampling
 
     async def generate(
         self, token_ids: Sequence[int], *, max_tokens: int | None = None
@@ -48,16 +48,18 @@ class RunningRollouts:
         expected_lengths: Sequence[float],
         *,
         row_tokens: int = sys.maxsize,
+        sampling: Sampling = Sampling(),  # noqa: B008  it can't be changed
         repeats: int = 0,
         loop: asyncio.AbstractEventLoop | None = None,
     ):
         """Takes the tasks of all rollouts, the seed of the first turn of each, and how many tokens
         its answer may have. `row_tokens`: context and answer together, as the engine takes them.
+        `sampling`: the distribution that it draws tokens from.
         `repeats`: times that a rollout is run again after an InfrastructureFault, before it is lost.
         `loop`: one for the whole run, since what an environment holds may belong to it; None: a new
         one.
         """
-        self.row_tokens, self.repeats = row_tokens, repeats
+        self.row_tokens, self.repeats, self.sampling = row_tokens, repeats, sampling
         self.environment, self.prompts, self.seeds = environment, prompts, seeds
         self.expected_lengths = expected_lengths
         self._loop = loop or asyncio.new_event_loop()

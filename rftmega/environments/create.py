@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from rftmega.config.parts import IMPLEMENTATIONS, EnvironmentPart
 from rftmega.interfaces import Environment
+from rftmega.options.parts import IMPLEMENTATIONS, EnvironmentPart
 
 
 def specs_of(options: EnvironmentPart) -> list[dict[str, Any]]:

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from rftmega.config.environments import GivenEnvironment, environment_given
-from rftmega.config.parts import implements
 from rftmega.interfaces import Environment
+from rftmega.options.environments import GivenEnvironment, environment_given
+from rftmega.options.parts import implements
 
 
 @implements(GivenEnvironment)

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from rftmega.config.environments import SingleTurn
-from rftmega.config.parts import implements
 from rftmega.interfaces import Model
+from rftmega.options.environments import SingleTurn
+from rftmega.options.parts import implements
 from rftmega.types import Prompt, Trajectory
 
 

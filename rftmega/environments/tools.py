@@ -5,15 +5,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from rftmega.config.environments import Tools
-from rftmega.config.parts import implements
-from rftmega.environments.conversation import Conversation
-from rftmega.environments.renderer import ConversationRenderer
-from rftmega.environments.replies import Reply, ToolCall
-from rftmega.environments.tool_runner import OpenTools, ToolRunner
-from rftmega.environments.toolsets import toolsets_of
+from rftmega.conversations.conversation import Conversation
+from rftmega.conversations.renderer import ConversationRenderer
+from rftmega.conversations.replies import Reply, ToolCall
 from rftmega.errors import ContextTooLong
 from rftmega.interfaces import Model
+from rftmega.options.environments import Tools
+from rftmega.options.parts import implements
+from rftmega.toolsets.create import toolsets_of
+from rftmega.toolsets.tool_runner import OpenTools, ToolRunner
 from rftmega.types import Prompt, Rollout
 
 LIMITS = ("turns", "tokens", "tool_seconds")  # that a rollout may run over
@@ -62,9 +62,7 @@ class ToolsEnvironment:
         """Ends what tools began: servers, processes and threads."""
         await self.tools.close()
 
-    async def _converse(
-        self, conversation: Conversation, runner: ToolRunner, model: Model
-    ) -> str:
+    async def _converse(self, conversation: Conversation, runner: ToolRunner, model: Model) -> str:
         """Runs turns. Returns which of LIMITS ended them; "" where the model did."""
         said = 0  # tokens of answers
         while True:

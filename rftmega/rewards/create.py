@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from rftmega.config import RewardConfig
-from rftmega.config.parts import IMPLEMENTATIONS
 from rftmega.errors import DataError
+from rftmega.options.parts import IMPLEMENTATIONS
 from rftmega.rewards import code, multiple_choice
 from rftmega.rewards.code import CodePart
 from rftmega.rewards.exact_match import exact_match_rule

@@ -13,9 +13,9 @@ import torch
 
 from rftmega.algorithms.losses import policy_loss
 from rftmega.config import AlgorithmConfig, KLConfig, OptimizerConfig, ParallelConfig
-from rftmega.config.algorithms import GSPO, TokenImportance
 from rftmega.errors import GapExceeded
 from rftmega.experience import ExperienceMaker
+from rftmega.options.algorithms import GSPO, TokenImportance
 from rftmega.trainer.learner import Learner
 from rftmega.trainer.ppo import PPOTrainer, StepParts, StepSampling
 from rftmega.types import Completion, Prompt, Rollout

@@ -12,8 +12,8 @@ import torch
 
 from rftmega.algorithms.losses import policy_loss
 from rftmega.config import CriticConfig, OptimizerConfig, ParallelConfig, TrainerConfig
-from rftmega.config.algorithms import GAE
 from rftmega.megatron import MegatronActor, MegatronCritic
+from rftmega.options.algorithms import GAE
 from rftmega.parallel.topology import Topology
 from rftmega.types import Experience
 from tests.layouts import config_of, rows_of

@@ -42,8 +42,8 @@ from typing import Literal
 
 import torch
 
-from rftmega.config.bounds import Count
-from rftmega.config.parts import EnvironmentPart, ImportanceSampling, implements
+from rftmega.options.bounds import Count
+from rftmega.options.parts import EnvironmentPart, ImportanceSampling, implements
 from rftmega.types import Trajectory
 
 

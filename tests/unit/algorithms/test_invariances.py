@@ -20,7 +20,7 @@ from rftmega.algorithms.aggregation import aggregation_of
 from rftmega.algorithms.losses import policy_loss
 from rftmega.algorithms.supervised import cross_entropy_loss, pairwise_loss
 from rftmega.algorithms.values import value_loss
-from rftmega.config.algorithms import (
+from rftmega.options.algorithms import (
     CISPO,
     CPGD,
     GAE,

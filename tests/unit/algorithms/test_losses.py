@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rftmega.algorithms.aggregation import AGGREGATIONS, sequence_mean, token_mean
 from rftmega.algorithms.losses import policy_loss
-from rftmega.config.algorithms import Clip
+from rftmega.options.algorithms import Clip
 from rftmega.types import Experience, TokenStats
 
 

@@ -17,7 +17,7 @@ from rftmega.algorithms.aggregation import aggregation_of
 from rftmega.algorithms.losses import highest, policy_loss
 from rftmega.algorithms.mismatch import importance
 from rftmega.algorithms.surrogates import clip_binds
-from rftmega.config.algorithms import (
+from rftmega.options.algorithms import (
     CISPO,
     CPGD,
     GSPO,
@@ -28,7 +28,7 @@ from rftmega.config.algorithms import (
     SequenceImportance,
     TokenImportance,
 )
-from rftmega.config.parts import IMPLEMENTATIONS, PolicyLoss
+from rftmega.options.parts import IMPLEMENTATIONS, PolicyLoss
 from rftmega.types import Experience, TokenMetric, TokenStats
 
 # logp, old logp, advantage of an answer's tokens

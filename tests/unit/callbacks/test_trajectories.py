@@ -15,9 +15,9 @@ from PIL import Image
 
 from rftmega.callbacks.trajectories import Trajectories, described, write
 from rftmega.config import AlgorithmConfig
-from rftmega.config.algorithms import GroupNorm
 from rftmega.experience import ExperienceMaker, collect
 from rftmega.media.placed import PlacedPicture, RowPictures
+from rftmega.options.algorithms import GroupNorm
 from rftmega.ragged import Ragged
 from rftmega.types import (
     Completion,

@@ -350,7 +350,7 @@ PLUGIN = """
 from dataclasses import dataclass
 from typing import Literal
 
-from rftmega.config.parts import Advantage, EnvironmentPart, implements
+from rftmega.options.parts import Advantage, EnvironmentPart, implements
 
 
 @dataclass(frozen=True)

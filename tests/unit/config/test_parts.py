@@ -8,12 +8,12 @@ import pytest
 
 from rftmega.algorithms import advantages, losses
 from rftmega.config import RunConfig, load
-from rftmega.config.algorithms import CPGD, GAE, GSPO, Clip, GroupNorm, TokenImportance
-from rftmega.config.parts import IMPLEMENTATIONS, Advantage, implements
 from rftmega.config.renamed import RENAMED, RENAMED_TYPES
 from rftmega.config.tree import choices_of, options, unions, walk
 from rftmega.errors import ConfigError
 from rftmega.launch.option_reference import option_reference
+from rftmega.options.algorithms import CPGD, GAE, GSPO, Clip, GroupNorm, TokenImportance
+from rftmega.options.parts import IMPLEMENTATIONS, Advantage, implements
 from rftmega.validation import violations
 
 

@@ -23,7 +23,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge
 
-from rftmega.config.parts import Advantage, PolicyLoss, RewardPart, implements
+from rftmega.options.parts import Advantage, PolicyLoss, RewardPart, implements
 
 
 @dataclass(frozen=True)

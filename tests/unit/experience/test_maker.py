@@ -12,8 +12,8 @@ from torch import Tensor
 from rftmega.algorithms.kl import KLController
 from rftmega.algorithms.shaping import Shaping
 from rftmega.config import AlgorithmConfig, KLConfig, RunConfig
-from rftmega.config.algorithms import GAE, Returns
 from rftmega.experience import ExperienceMaker
+from rftmega.options.algorithms import GAE, Returns
 from rftmega.ragged import Ragged
 from rftmega.types import Prompt, Rows, Samples, TokenStats, TokenValues
 

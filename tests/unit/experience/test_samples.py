@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from rftmega.config import AlgorithmConfig, KLConfig
-from rftmega.config.algorithms import GroupNorm
 from rftmega.experience import ExperienceMaker, collect
+from rftmega.options.algorithms import GroupNorm
 from rftmega.types import Completion, Prompt, Rollout, TokenStats
 from tests.rollouts import rollout_of
 

@@ -11,9 +11,17 @@ import torch
 from rftmega.algorithms.aggregation import aggregation_of
 from rftmega.algorithms.losses import policy_loss
 from rftmega.config import AlgorithmConfig
-from rftmega.config.algorithms import GAE, Clip, GroupNorm, KLConfig, LeaveOneOut, Returns, TurnNorm
 from rftmega.errors import InfrastructureFault
 from rftmega.experience import ExperienceMaker, ReplayBuffer, collect
+from rftmega.options.algorithms import (
+    GAE,
+    Clip,
+    GroupNorm,
+    KLConfig,
+    LeaveOneOut,
+    Returns,
+    TurnNorm,
+)
 from rftmega.ragged import Ragged
 from rftmega.trainer.dynamic_sampler import DynamicSampler
 from rftmega.trainer.prompt_queue import PromptQueue

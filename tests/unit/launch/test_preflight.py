@@ -6,7 +6,6 @@ import pytest
 
 from rftmega import device
 from rftmega.config import DataConfig, ModelConfig, ParallelConfig, RolloutConfig, RunConfig
-from rftmega.config.algorithms import GAE
 from rftmega.device import hardware
 from rftmega.device.hardware import Hardware
 from rftmega.errors import ConfigError
@@ -14,6 +13,7 @@ from rftmega.hf_folders.export_folder import MARK
 from rftmega.launch import preflight as checks
 from rftmega.launch.preflight import preflight
 from rftmega.model_providers.installed import Installed
+from rftmega.options.algorithms import GAE
 from tests.block_scales import quantise_folder
 from tests.tiny_decoders import save_decoder
 from tests.tiny_models import save_tiny

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from rftmega.config import AlgorithmConfig, KLConfig, RolloutConfig, RunConfig, TrainerConfig
-from rftmega.config.algorithms import GAE, GroupNorm, ReplayConfig
 from rftmega.experience import ExperienceMaker, collect
+from rftmega.options.algorithms import GAE, GroupNorm, ReplayConfig
 from rftmega.planning.data_plane import on_each_host
 from rftmega.ragged import Ragged
 from rftmega.types import Completion, Prompt, TokenStats, TokenValues

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rftmega.config import AlgorithmConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
-from rftmega.config.algorithms import GAE, GroupNorm
+from rftmega.options.algorithms import GAE, GroupNorm
 from rftmega.planning.models import POLICY, PlannedModel, models_of
 from rftmega.planning.states import (
     ADAM,

@@ -1,0 +1,150 @@
+"""Defines requests of agents and answers to them, whichever of OpenAI's formats they speak."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rftmega.conversations.replies import Messages, Reply, calls_of
+from rftmega.types import Completion, Sampling
+
+NEUTRAL = {"frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1, "n": 1}
+
+
+class RequestRefused(Exception):  # noqa: N818  it is told to the agent, and ends nothing
+    """A request that can't be answered as it is; the agent gets `status` and the message."""
+
+    def __init__(self, message: str, status: int = 400, code: str = "invalid_request_error"):
+        super().__init__(message)
+        self.status, self.code = status, code
+
+    def body(self) -> dict[str, Any]:
+        """Returns the error as OpenAI's API gives it."""
+        return {"error": {"message": str(self), "type": "invalid_request_error", "code": self.code}}
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Asked is a request, in the messages of chat templates."""
+
+    messages: Messages
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    max_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """Said is the answer to a request."""
+
+    reply: Reply
+    completion: Completion
+    prompt_tokens: int
+    pieces: Sequence[str]  # the text of each token
+
+    @property
+    def readable(self) -> bool:
+        """Says that all calls of the answer could be read."""
+        return all(call.arguments is not None for call in self.reply.calls)
+
+    @property
+    def content(self) -> str:
+        """Returns the words for the agent; calls that could not be read are among them."""
+        if self.readable:
+            return self.reply.content
+        return self.reply.content + "".join(call.text for call in self.reply.calls)
+
+    @property
+    def finish_reason(self) -> str:
+        """Returns stop, length or tool_calls."""
+        if self.completion.finish_reason == "length":
+            return "length"
+        return "tool_calls" if self.reply.calls and self.readable else "stop"
+
+    @property
+    def usage(self) -> tuple[int, int]:
+        """Returns how many tokens the context and the answer have."""
+        return self.prompt_tokens, len(self.completion.token_ids)
+
+    def calls(self) -> list[tuple[str, str, str]]:
+        """Returns id, name and arguments as JSON of the calls that could be read."""
+        if not self.readable:
+            return []
+        return [(call.id, call.name, json.dumps(call.arguments)) for call in self.reply.calls]
+
+    def message(self) -> dict[str, Any]:
+        """Returns the answer as the agent will send it back."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.reply.calls and self.readable:
+            message["tool_calls"] = calls_of(self.reply)
+        return message
+
+
+def check_sampling(body: Mapping[str, Any], sampling: Sampling) -> None:
+    """Raises RequestRefused for a request that wants tokens drawn otherwise than the run draws them:
+    they would be learnt with the wrong probabilities.
+    """
+    own = sampling._asdict() | NEUTRAL
+    for name, value in own.items():
+        given = body.get(name)
+        neutral = name == "top_k" and given in (-1, 0) and value == 0
+        if given is not None and given != value and not neutral:
+            raise RequestRefused(
+                f"{name}={given} is not the run's, which is {value:g}: what the model says is learnt from as the run draws it. "
+                f"Leave {name} out, or change the run's rollout options."
+            )
+    for name in ("logit_bias", "stop", "top_logprobs"):
+        if body.get(name):
+            raise RequestRefused(f"{name} is not offered by an endpoint of a training run.")
+    if body.get("tool_choice") not in (None, "auto"):
+        raise RequestRefused("tool_choice can only be auto: a model that is forced can't learn.")
+
+
+def text_content(content: Any) -> str:
+    """Returns the text of a message's content. Raises RequestRefused for pictures and sound."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    parts = []
+    for part in content:
+        text = part if isinstance(part, str) else part.get("text", part.get("refusal"))
+        if not isinstance(text, str):
+            raise RequestRefused(f"a part of type {part.get('type')!r} in a message: give text.")
+        parts.append(text)
+    return "".join(parts)
+
+
+def call_message(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
+    """Returns a call as messages of chat templates have it: arguments in a dictionary."""
+    try:
+        fields = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError as error:
+        raise RequestRefused(f"the arguments of a call of {name} are no JSON: {error}") from error
+    return {"type": "function", "id": call_id, "function": {"name": name, "arguments": fields}}
+
+
+def named(messages: Messages) -> Messages:
+    """Returns messages with the names of tools at their replies, which some templates want."""
+    names = {
+        call["id"]: call["function"]["name"]
+        for message in messages
+        for call in message.get("tool_calls", ())
+    }
+    return [
+        {**message, "name": message.get("name") or names.get(message.get("tool_call_id"), "")}
+        if message["role"] == "tool"
+        else message
+        for message in messages
+    ]
+
+
+def same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Returns whether two messages say the same; thinking and ids of calls apart, which clients drop
+    or change.
+    """
+
+    def told(message: Mapping[str, Any]) -> tuple[Any, ...]:
+        calls = [call["function"] for call in message.get("tool_calls", ())]
+        return message["role"], message.get("content") or "", calls
+
+    return told(one) == told(other)
