@@ -16,7 +16,10 @@ RUNS = (
     "model_providers converters hf_folders flops"
 )
 BACKENDS = "megatron fsdp conversion"  # only what chooses one may name it
-BASICS = "config options user_code validation errors json_files media types interfaces shards sampling_seeds ragged rollout_arrays"
+BASICS = (
+    "config options user_code validation errors json_files media types interfaces shards "
+    "sampling_seeds ragged rollout_arrays"
+)
 MAY_IMPORT = {
     "user_code": "errors",
     "options": "errors user_code",
@@ -31,43 +34,43 @@ MAY_IMPORT = {
     "sampling_seeds": "",
     "rollout_arrays": "media types ragged",
     "environments": "config options errors types interfaces conversations toolsets agents",
-    "conversations": "errors types",
+    "conversations": "errors json_files types",
     "toolsets": "options errors user_code types",
     "agents": "options errors user_code types interfaces conversations",
     "algorithms": "types config options ragged",
     "sandbox": "",
     "rewards": "types errors json_files config options user_code",
-    "data": "media config options types errors json_files records",
-    "records": "config options errors json_files user_code",
+    "data": "media config types errors json_files records",
+    "records": "config errors json_files user_code",
     "validation": "config options errors json_files user_code",
-    "experience": "media errors types interfaces ragged rollout_arrays algorithms config options",
-    "trainer": "media errors config options types interfaces sampling_seeds ragged rollout_arrays algorithms experience",
-    "callbacks": "media errors config options types interfaces ragged sampling_seeds algorithms experience",
+    "experience": "media errors types interfaces ragged rollout_arrays algorithms config",
+    "trainer": "media errors config types interfaces sampling_seeds ragged rollout_arrays algorithms experience",
+    "callbacks": "media errors config types interfaces ragged sampling_seeds algorithms experience",
     "device": "errors",
     "kernels": "",
     "layers": "errors kernels",
     "flops": "model_providers hf_folders",
-    "passes": "config options types media ragged device parallel model_providers flops",
-    "parallel": "config options ragged errors device",
-    "megatron": "config options types media shards errors json_files device parallel passes kernels layers checkpoint "
+    "passes": "config types media ragged device parallel model_providers flops",
+    "parallel": "config ragged errors device",
+    "megatron": "config types media shards errors json_files device parallel passes kernels layers checkpoint "
     "model_providers converters hf_folders",
-    "fsdp": "config options types media shards errors json_files device parallel passes kernels checkpoint model_providers hf_folders",
-    "checkpoint": "config options shards errors json_files device parallel converters hf_folders",
-    "conversion": "config options errors json_files parallel checkpoint megatron model_providers converters hf_folders",
+    "fsdp": "config types media shards errors json_files device parallel passes kernels checkpoint model_providers hf_folders",
+    "checkpoint": "config shards errors json_files device parallel converters hf_folders",
+    "conversion": "config errors json_files parallel checkpoint megatron model_providers converters hf_folders",
     "requests": "media types",
-    "rollout": "media config options types shards interfaces errors json_files device parallel weights requests",
+    "rollout": "media config types shards interfaces errors json_files device parallel weights requests",
     "dispatch": "media types interfaces shards sampling_seeds rollout_arrays errors device parallel rollout requests",
-    "weights": "config options types shards interfaces errors json_files device parallel converters hf_folders",
-    "planning": "config options validation shards errors parallel weights model_providers converters hf_folders flops",
+    "weights": "config types shards interfaces errors json_files device parallel converters hf_folders",
+    "planning": "config validation shards errors parallel weights model_providers converters hf_folders flops",
     "strategy": f"{BASICS} {LEARNT} {RUNS}",
     "observe": f"{BASICS} {LEARNT} {RUNS} strategy",
     "launch": f"{BASICS} {LEARNT} {RUNS} {BACKENDS} strategy observe",
     "lightrft": f"{BASICS} {LEARNT} {RUNS} {BACKENDS} strategy",
     "lightrft_multimodal": f"{BASICS} {LEARNT} {RUNS} lightrft",
-    "model_providers": "config options errors json_files device layers converters",
+    "model_providers": "config errors json_files device layers converters",
     "converters": "errors json_files shards",
     "hf_folders": "errors json_files converters model_providers",
-    "__main__": "config options parallel launch",
+    "__main__": "config parallel launch",
 }
 ONLY_IN = {
     "megatron": "parallel megatron layers model_providers",
@@ -78,7 +81,7 @@ ONLY_IN = {
     "transformers": "rollout data media model_providers hf_folders fsdp",
     "pyarrow": "records",
     "datasets": "records",
-    "renderers": "environments",
+    "renderers": "conversations",
 }
 RELATIVE = "a relative import"
 LINKED = ("model_providers", "converters")  # folders beside the package, and parts of it

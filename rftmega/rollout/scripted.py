@@ -58,8 +58,9 @@ class ScriptedEngine(Engine):
         most = request.limit(len(whole.token_ids))
         if most == len(whole.token_ids):
             return whole
-        ids, logprobs = whole.token_ids[:most], whole.logprobs[:most]
-        return Completion(ids, logprobs, "length", whole.policy_version)
+        return Completion(
+            whole.token_ids[:most], whole.logprobs[:most], "length", self.version or 0
+        )
 
     def _completion(self, seed: int) -> Completion:
         rng = torch.Generator().manual_seed(seed)

@@ -3,7 +3,6 @@
 Slow and obvious.
 """
 
-import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -29,6 +28,7 @@ from rftmega.media.placed import pictures_of
 from rftmega.media.placed_waveform import PlacedWaveform
 from rftmega.media.processor import PictureProcessor
 from rftmega.requests import Request, Requests
+from rftmega.requests.distribution import log_probs_of
 from rftmega.rollout.base import Engine
 from rftmega.types import Completion, Sampling
 
@@ -86,27 +86,6 @@ def named_as_in_a_folder(model: PreTrainedModel) -> dict[str, Tensor]:
         else:
             found[f"{stem}.{kind}"] = tensor
     return found
-
-
-def log_probs_of(logits_V: Tensor, sampling: Sampling) -> Tensor:
-    """Returns the log-probabilities [V] of the distribution that is drawn from; -inf of what is
-    never drawn.
-    """
-    logp = (logits_V / (sampling.temperature or 1.0)).log_softmax(-1)
-    if not sampling.temperature:
-        return logp
-    if sampling.min_p:
-        least = logp.max() + math.log(sampling.min_p)
-        logp = logp.where(logp >= least, -math.inf).log_softmax(-1)
-    order = logp.argsort(descending=True, stable=True)
-    if sampling.top_k:
-        logp[order[sampling.top_k :]] = -math.inf
-        logp = logp.log_softmax(-1)
-    if sampling.top_p < 1:
-        likelier = logp[order].exp().cumsum(-1) - logp[order].exp()  # sum of all before each
-        logp[order[likelier >= sampling.top_p]] = -math.inf
-        logp = logp.log_softmax(-1)
-    return logp
 
 
 class TransformersEngine(Engine):

@@ -1,0 +1,1 @@
+"""Conversations of many turns: messages become tokens, and answers are kept as they were sampled."""

@@ -1,0 +1,1 @@
+"""Options of the parts that a run is put together from: algorithms, environments, tools."""

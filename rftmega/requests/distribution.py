@@ -1,0 +1,28 @@
+"""The distribution that a `Sampling` draws tokens from, written out: the oracle of the fast engines."""
+
+import math
+
+from torch import Tensor
+
+from rftmega.types import Sampling
+
+
+def log_probs_of(logits_V: Tensor, sampling: Sampling) -> Tensor:
+    """Returns the log-probabilities [V] of the distribution that is drawn from; -inf of what is
+    never drawn.
+    """
+    logp = (logits_V / (sampling.temperature or 1.0)).log_softmax(-1)
+    if not sampling.temperature:
+        return logp
+    if sampling.min_p:
+        least = logp.max() + math.log(sampling.min_p)
+        logp = logp.where(logp >= least, -math.inf).log_softmax(-1)
+    order = logp.argsort(descending=True, stable=True)
+    if sampling.top_k:
+        logp[order[sampling.top_k :]] = -math.inf
+        logp = logp.log_softmax(-1)
+    if sampling.top_p < 1:
+        likelier = logp[order].exp().cumsum(-1) - logp[order].exp()  # sum of all before each
+        logp[order[likelier >= sampling.top_p]] = -math.inf
+        logp = logp.log_softmax(-1)
+    return logp
