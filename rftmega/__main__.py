@@ -21,12 +21,17 @@ COMMANDS = {
     "convert": "Hugging Face folder <-> Megatron's distributed checkpoint, and checksums",
     "inspect": "what is in a model's folder or checkpoint",
     "view": "a page of a run: curves, and trajectories token by token",
+    "export-messages": "a run's trajectories as JSON lines of chat messages",
     "launch": "write the file for Slurm, and submit it",
     "replay": "look at answers that engine and trainer disagree about",
     "schema": "print the JSON schema of config files, for editors",
     "completion": "print a script that completes these commands: bash, zsh",
 }
-TOOLS = {"plan-sync": "plan_sync", "inspect": "inspect_checkpoint"}
+TOOLS = {
+    "plan-sync": "plan_sync",
+    "inspect": "inspect_checkpoint",
+    "export-messages": "export_messages",
+}
 REQUIREMENTS = Path(__file__).with_name("requirements")
 BASH = """_rftmega() {{
     local word="${{COMP_WORDS[COMP_CWORD]}}"

@@ -45,7 +45,7 @@ MAY_IMPORT = {
     "validation": "config options errors json_files user_code",
     "experience": "media errors types interfaces ragged rollout_arrays algorithms config",
     "trainer": "media errors config types interfaces sampling_seeds ragged rollout_arrays algorithms experience",
-    "callbacks": "media errors config types interfaces ragged sampling_seeds algorithms experience",
+    "callbacks": "media errors json_files config options types interfaces ragged sampling_seeds algorithms experience",
     "device": "errors",
     "kernels": "",
     "layers": "errors kernels",

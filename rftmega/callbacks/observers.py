@@ -14,6 +14,7 @@ from rftmega.callbacks.health import Divergence, Spread, UndecidedLimit
 from rftmega.callbacks.metric_writers import JSONLines, Progress, TensorBoard
 from rftmega.callbacks.observer import AtEnd, Observer
 from rftmega.callbacks.publish import MLflow, Prometheus, Trackio, WandB
+from rftmega.callbacks.run_chat import RunChat
 from rftmega.callbacks.trajectories import Trajectories
 from rftmega.config import RunConfig
 from rftmega.interfaces import Reward
@@ -22,6 +23,9 @@ from rftmega.types import Prompt, Rows, Sampling
 
 class Text(Protocol):
     """Text turns token ids into text; a tokenizer does."""
+
+    @property
+    def chat(self) -> Any: ...  # data.Chat: how messages become text
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
@@ -73,7 +77,12 @@ def observers_of(
         folder, most_bytes = f"{chosen.output}/trajectories", chosen.trajectories_mib * 2**20
         found.append(
             Trajectories(
-                folder, text.decode, text.pieces, every=chosen.trajectories, most_bytes=most_bytes
+                folder,
+                text.decode,
+                text.pieces,
+                every=chosen.trajectories,
+                most_bytes=most_bytes,
+                chat=RunChat.of(config, text.chat),
             )
         )
     found += [Divergence(config.faults.max_skipped_steps), UndecidedLimit()]

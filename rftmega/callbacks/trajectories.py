@@ -15,10 +15,11 @@ from torch import Tensor
 
 from rftmega.callbacks.observer import Observer
 from rftmega.callbacks.output_files import set_aside, synchronise
+from rftmega.callbacks.run_chat import RunChat
 from rftmega.media.placed import Placed, PlacedPicture, unexpanded
 from rftmega.media.thumbnails import thumbnail_of
 from rftmega.ragged import Ragged
-from rftmega.types import Experience, Metrics, Samples
+from rftmega.types import Experience, Metrics, Samples, Turn
 
 log = logging.getLogger(__name__)
 LOGP_DIGITS, DIGITS = 7, 4  # significant; float32 has 7
@@ -40,9 +41,13 @@ class Trajectories(Observer):
         *,
         every: int,
         most_bytes: int,
+        chat: RunChat | None = None,
     ):
-        """`decode`: text of token ids; `pieces`: the text of each of them."""
+        """`decode`: text of token ids; `pieces`: the text of each of them; `chat`: how messages
+        become tokens, which is written beside.
+        """
         self.folder = Path(folder)
+        self.chat = chat
         self.decode, self.pieces = decode, pieces
         self.every, self.most_bytes = every, most_bytes
 
@@ -60,6 +65,8 @@ class Trajectories(Observer):
             )
         for path in later:
             path.unlink()
+        if self.chat:
+            self.chat.write(self.folder)
 
     def on_save(self, trainer: Any) -> None:
         synchronise(self.folder)
@@ -122,9 +129,15 @@ def records(
     "pictures" lists those of the prompt, in which each has one placeholder: digest, path (none for
     bytes), grid, and a thumbnail in the first object of a file that has it. Waveforms are there, too,
     with their frames.
+
+    "rollout" is the rollout's number; where it has several rows, "trajectory" says which of them
+    this is, from 0, of how many "trajectories". "turns" have their places among the tokens of the
+    response, "messages" are the prompt's, "measures" what the environment counted: each is there
+    where it is known.
     """
     assert experience.old_logp is not None, "a rollout that was learnt from has been scored"
     shown: set[str] = set()
+    places = places_of(samples)
     for row in range(len(samples)):
         first, end = int(samples.rows.prompt_lengths[row]), int(samples.rows.lengths[row])
         ids = samples.rows.tokens[row].tolist()
@@ -145,6 +158,7 @@ def records(
         yield {
             "step": step,
             "group": int(samples.group[row]),
+            **places[row],
             "index": samples.prompts[row].index,
             "prompt": "".join(pieces(unexpanded(ids[:first], pictures))),
             "response": decode(ids[first:]),
@@ -155,6 +169,7 @@ def records(
                 for k, part in samples.reward_parts.items()
             },
             "truncated": bool(samples.truncated[row]),
+            **told(samples, row, first),
             **({"pictures": [described(each, shown) for each in pictures]} if pictures else {}),
             "tokens": {
                 "id": ids[first:],
@@ -167,6 +182,58 @@ def records(
                 "chosen": chosen.tolist(),
             },
         }
+
+
+def places_of(samples: Samples[Ragged]) -> list[dict[str, int]]:
+    """Returns for each row the number of its rollout, and where that has several which of them it
+    is, and of how many.
+    """
+    if samples.rollout is None:
+        return [{} for _ in range(len(samples))]
+    rows = samples.rollouts
+    found = []
+    for row, number in enumerate(samples.rollout.tolist()):
+        own = rows.of_row[row]
+        place = {"rollout": number}
+        if rows.sizes[own] > 1:
+            place["trajectory"] = row - int(rows.first[own])
+            place["trajectories"] = int(rows.sizes[own])
+        found.append(place)
+    return found
+
+
+def told(samples: Samples[Ragged], row: int, first: int) -> dict[str, Any]:
+    """Returns the turns of a row, the messages of its prompt and what its environment counted.
+
+    `first`: place of the response's first token. What is not known has no key.
+    """
+    turns: Sequence[Turn] = samples.turns[row] if samples.turns else ()
+    counted = {name: rounded(each[row].item(), DIGITS) for name, each in samples.measures.items()}
+    found = {
+        "turns": [described_turn(turn, first) for turn in turns if turn.start >= first],
+        "measures": {name: value for name, value in counted.items() if value is not None},
+        "messages": messages_in(samples.prompts[row].record),
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def described_turn(turn: Turn, first: int) -> dict[str, Any]:
+    """Returns what is written of a turn; places count from token `first` of the row."""
+    return {
+        "role": turn.role,
+        "name": turn.name,
+        "start": turn.start - first,
+        "stop": turn.stop - first,
+        "reward": rounded(turn.reward, LOGP_DIGITS),
+    }
+
+
+def messages_in(record: str) -> list[dict[str, Any]]:
+    """Returns the messages of a prompt's record, see Prompt; none where it has no record."""
+    prompt = json.loads(record).get("prompt") if record else None
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    return prompt if isinstance(prompt, list) else []
 
 
 def described(picture: Placed, shown: set[str]) -> dict[str, Any]:

@@ -378,7 +378,7 @@ def test_torchrun_starts_it_as_well_and_what_it_learnt_from_is_written_once(
     assert "TP2 x PP1 x DP1" in done.stdout
     metrics = metrics_of(tmp_path)
     assert [step["step"] for step in metrics] == [0, 1]
-    (written,) = (tmp_path / "trajectories").iterdir()
+    (written,) = (tmp_path / "trajectories").glob("step_*")
     samples = [json.loads(line) for line in gzip.decompress(written.read_bytes()).splitlines()]
     assert len(samples) == 32
     assert sum(sample["reward"] for sample in samples) / 32 == pytest.approx(metrics[1]["reward"])

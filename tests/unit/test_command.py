@@ -30,6 +30,7 @@ def test_help_lists_every_command(
     [
         *("train", "demo", "plan", "plan-sync", "convert", "inspect", "view", "launch", "replay"),
         "schema",
+        "export-messages",
     ],
 )
 def test_each_command_has_the_help_of_its_program(

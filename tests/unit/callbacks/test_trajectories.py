@@ -13,11 +13,15 @@ import pytest
 import torch
 from PIL import Image
 
-from rftmega.callbacks.trajectories import Trajectories, described, write
-from rftmega.config import AlgorithmConfig
+from rftmega.callbacks.run_chat import RunChat
+from rftmega.callbacks.trajectories import Trajectories, described, records, write
+from rftmega.config import AlgorithmConfig, DataConfig, ModelConfig, RunConfig
+from rftmega.data import Chat
+from rftmega.errors import DataError
 from rftmega.experience import ExperienceMaker, collect
 from rftmega.media.placed import PlacedPicture, RowPictures
 from rftmega.options.algorithms import GroupNorm
+from rftmega.options.environments import Tools
 from rftmega.ragged import Ragged
 from rftmega.types import (
     Completion,
@@ -27,6 +31,7 @@ from rftmega.types import (
     Samples,
     TokenStats,
     Trajectory,
+    Turn,
 )
 from tests.rollouts import rollout_of
 
@@ -101,7 +106,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 def test_a_line_says_all_about_its_sample(tmp_path: Path) -> None:
     first, second, empty, last = lines_of(recorded(tmp_path)[0])
     assert second == {
-        "step": 1, "group": 0, "index": 41, "prompt": "abc", "response": "CDE", "label": "x\ud800", "reward": 1.0,
+        "step": 1, "group": 0, "rollout": 1, "index": 41, "prompt": "abc", "response": "CDE", "label": "x\ud800", "reward": 1.0,
         "reward_parts": {"exact_match": 0.0}, "truncated": True,
         "tokens": {
             "id": [67, 68, 69], "text": ["C", "D", "E"], "engine_logp": [-0.5, -1.0, -0.0001234567],
@@ -140,6 +145,74 @@ def test_tokens_of_the_environment_have_no_numbers(tmp_path: Path) -> None:
     assert tokens["engine_logp"] == [-0.5, None, None, -1.0]
     assert tokens["trainer_logp"] == [0.0, None, None, -3.0]
     assert tokens["gap"] == [-0.5, None, None, 2.0]
+
+
+def test_trajectories_of_a_rollout_are_numbered_and_tell_their_turns_and_measures(
+    tmp_path: Path,
+) -> None:
+    asked = Prompt((97, 98), index=3, record=json.dumps({"prompt": "ab", "answer": "?"}))
+    first, second = Completion((65,), (-0.5,), "stop", 0), Completion((66,), (-1.0,), "stop", 0)
+    said = (
+        Turn("assistant", 2, 3, reward=0.25),
+        Turn("tool", 4, 5, "add"),
+        Turn("assistant", 6, 7, reward=-0.5),
+    )
+    one = Trajectory.of((97, 98), first, (120, 52, 121), second, turns=said)
+    two = Trajectory.of((97, 98, 65), second, turns=(Turn("assistant", 3, 4),))
+    rollouts = [
+        Rollout((one, two), measures={"turns": 3.0}),
+        Rollout((Trajectory.of((97, 98), first),), measures={"turns": 1.0, "calls": 0.0}),
+    ]
+    samples = collect([asked] * 2, rollouts, score, samples_per_prompt=2)
+    experience = ExperienceMaker(Columns()).make(samples)
+    lines = list(records(1, samples, experience, text, letters))
+    assert [line["rollout"] for line in lines] == [0, 0, 1]
+    assert [(line.get("trajectory"), line.get("trajectories")) for line in lines] == [
+        (0, 2),
+        (1, 2),
+        (None, None),
+    ]
+    assert lines[0]["turns"] == [
+        {"role": "assistant", "name": "", "start": 0, "stop": 1, "reward": 0.25},
+        {"role": "tool", "name": "add", "start": 2, "stop": 3, "reward": 0.0},
+        {"role": "assistant", "name": "", "start": 4, "stop": 5, "reward": -0.5},
+    ]
+    assert [lines[0]["tokens"]["text"][turn["start"]] for turn in lines[0]["turns"]] == [
+        "A",
+        "4",
+        "B",
+    ]
+    assert [(turn["start"], turn["stop"]) for turn in lines[1]["turns"]] == [(0, 1)]
+    assert "turns" not in lines[2]
+    assert [line["measures"] for line in lines] == [
+        {"turns": 3.0},
+        {"turns": 3.0},
+        {"turns": 1.0, "calls": 0.0},
+    ]
+    assert [line["messages"] for line in lines] == [[{"role": "user", "content": "ab"}]] * 3
+
+
+def test_how_messages_become_tokens_is_written_beside_and_read_back(tmp_path: Path) -> None:
+    config = RunConfig(
+        model=ModelConfig(path="models/a"),
+        data=DataConfig(train="x"),
+        environment=Tools(renderer="template", tool_parser="hermes"),
+    )
+    chat = RunChat.of(config, Chat("Be brief.", None, {"deep": False}, [{"type": "function"}]))
+    observer = Trajectories(tmp_path, text, letters, every=1, most_bytes=1, chat=chat)
+    observer.on_start(SimpleNamespace(step=0, resumed=False), {})
+    found = RunChat.read(tmp_path)
+    assert (found.model, found.renderer, found.tool_parser) == ("models/a", "template", "hermes")
+    assert found.chat == {
+        "system": "Be brief.",
+        "template": None,
+        "given": {"deep": False},
+        "tools": [{"type": "function"}],
+    }
+    assert RunChat.read(tmp_path / "older") == RunChat()
+    (tmp_path / "chat.json").write_text('{"model": "a", "renderer": 3}')
+    with pytest.raises(DataError, match="look at renderer, tool_parser, chat"):
+        RunChat.read(tmp_path)
 
 
 def test_entropy_that_the_policy_does_not_give_is_null(tmp_path: Path) -> None:

@@ -1,0 +1,60 @@
+"""RunChat tells readers of trajectories how their run turned messages into tokens."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rftmega.config import RunConfig
+from rftmega.errors import DataError
+from rftmega.json_files import read_json_object
+from rftmega.options.agents import Agent
+from rftmega.options.environments import Tools
+
+FILE = "chat.json"
+
+
+@dataclass(frozen=True, slots=True)
+class RunChat:
+    """RunChat is what the messages of a run become tokens by, beside its tokenizer."""
+
+    model: str = ""  # folder of the model that the run began with
+    renderer: str = "auto"
+    tool_parser: str = "auto"
+    # fields of data.Chat: system, template, given, tools
+    chat: Mapping[str, Any] | None = None
+
+    @classmethod
+    def of(cls, config: RunConfig, chat: Any) -> "RunChat":
+        """Reads the options of a run and the data.Chat of its tokenizer."""
+        options = config.environment
+        path, fields = config.model.path, asdict(chat)
+        if isinstance(options, Tools | Agent):
+            return cls(path, options.renderer, options.tool_parser, fields)
+        return cls(path, chat=fields)
+
+    def write(self, folder: Path) -> None:
+        """Writes chat.json into a folder of trajectories."""
+        text = json.dumps(asdict(self), ensure_ascii=False, indent=1)
+        (folder / FILE).write_text(text + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> "RunChat":
+        """Reads chat.json of a folder; the defaults where there is none, as in older runs.
+
+        Raises DataError for a file that no run wrote.
+        """
+        path = folder / FILE
+        if not path.is_file():
+            return cls()
+        fields = read_json_object(path, raising=DataError)
+        known = {"model": str, "renderer": str, "tool_parser": str, "chat": dict}
+        wrong = [name for name, kind in known.items() if not isinstance(fields.get(name), kind)]
+        if wrong or fields.keys() - known:
+            named = [*wrong, *sorted(fields.keys() - known)]
+            raise DataError(
+                f"{path} is not as a run writes it: look at {', '.join(named)}. Restore the file, or remove it: then the "
+                "chat template of --model counts, without tools and without a system prompt of the run."
+            )
+        return cls(**fields)

@@ -1,0 +1,139 @@
+"""Writes a run's trajectories as JSON lines of messages, in the format of OpenAI's chat API.
+
+    export_messages.py runs/demo                                  # writes runs/demo/messages.jsonl
+    export_messages.py runs/demo --step 20 --output step20.jsonl  # of one step
+    jq -c 'select(.reward >= 1 and .exact)' runs/demo/messages.jsonl > given_answers.jsonl
+
+Each line is a trajectory: "messages", "tools" where the run had some, "reward", "reward_parts", "step",
+"group", "index" and "rollout". "weights" has a number for each message, 1 for what the policy said
+in this trajectory. "exact": the chat template makes the trajectory's tokens of these messages.
+trainer.trajectories says how often a run writes the files that are read here (docs/watching.md).
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rftmega.callbacks.run_chat import RunChat
+from rftmega.callbacks.trajectories import name_of
+from rftmega.errors import DataError, exit_code_of
+from rftmega.parallel.private import keep_private
+from rftmega.tools.view import files_of, samples_of
+
+
+def main(given: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", type=Path, metavar="RUN_FOLDER", help="a run's output folder")
+    parser.add_argument("--step", type=int, metavar="N", help="only this step (all that are there)")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE.jsonl",
+        help="where to write (messages.jsonl in the run's folder)",
+    )
+    parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="HF_DIR",
+        help="a folder with the run's tokenizer (the run's policy/, or model.path as it was given)",
+    )
+    return exit_code_of(export, parser.parse_args(given))
+
+
+def export(chosen: argparse.Namespace) -> int:
+    keep_private()
+    files = chosen_files(chosen.run, chosen.step)
+    chat = RunChat.read(files[0].parent)
+    exporter = exporter_of(chat, tokenizer_folder(chosen.run, chosen.model, chat))
+    target = chosen.output or chosen.run / "messages.jsonl"
+    found = (exporter.exported(row) for file in files for row in samples_of(file))
+    try:
+        lines, exact = write(target, found)
+    except OSError as error:
+        raise DataError(
+            f"{target} can't be written: {error.strerror}. Choose another --output."
+        ) from error
+    older = (
+        "" if chat.chat else "; the run told neither its tools nor its system prompt (no chat.json)"
+    )
+    sys.stdout.write(
+        f"wrote {target}: {lines} trajectories of {len(files)} step(s), {exact} exact{older}\n"
+    )
+    return 0
+
+
+def chosen_files(run: Path, step: int | None) -> list[Path]:
+    """Returns the files of a run's trajectories, or the one of a step.
+
+    Raises DataError where there is none.
+    """
+    if run.is_file():
+        raise DataError(f"{run} is a file. Give the run's output folder; --step N takes one step.")
+    files = files_of(run)
+    if step is None:
+        return files
+    found = [file for file in files if file.name == name_of(step)]
+    if not found:
+        numbers = [int(file.name[5:11]) for file in files]
+        raise DataError(
+            f"--step {step} was not written to {files[0].parent}; there are {', '.join(map(str, numbers))}. Choose one of "
+            "them, or set trainer.trajectories so that the run writes more."
+        )
+    return found
+
+
+def tokenizer_folder(run: Path, given: Path | None, chat: RunChat) -> Path:
+    """Returns the folder of the run's tokenizer. Raises DataError where none is there."""
+    tried = [given] if given else [run / "policy", *([Path(chat.model)] if chat.model else [])]
+    for folder in tried:
+        if (folder / "tokenizer_config.json").is_file() or (folder / "tokenizer.json").is_file():
+            return folder
+    raise DataError(
+        f"There is no tokenizer in {' or in '.join(map(str, tried))}, and messages are read from tokens. Give --model, the "
+        "folder that the run began with (model.path)."
+    )
+
+
+def exporter_of(chat: RunChat, folder: Path) -> Any:
+    """Builds what reads the run's rows (MessageExporter).
+
+    Raises CheckpointError and DataError for a folder whose tokenizer or template can't be taken.
+    """
+    from rftmega.conversations.exported import MessageExporter
+    from rftmega.conversations.renderer import ConversationRenderer
+    from rftmega.data import Chat, Tokenizer
+
+    settings = Chat(**chat.chat) if chat.chat else Chat()
+    tokenizer = Tokenizer(folder, chat=settings)
+    try:
+        tokenizer.template.source()
+    except ValueError:  # it has none, and the run's prompts were plain text
+        return MessageExporter(tokenizer, None)
+    renderer = ConversationRenderer.of(tokenizer, chat.renderer, tool_parser=chat.tool_parser)
+    return MessageExporter(tokenizer, renderer, settings.tools)
+
+
+def write(target: Path, lines: Iterator[dict[str, Any]]) -> tuple[int, int]:
+    """Writes a JSON object a line; the file gets its name when it is complete.
+
+    Returns how many there are, and how many of them are exact. Raises OSError.
+    """
+    draft = target.with_name(f".{target.name}.draft")
+    count = exact = 0
+    with draft.open("wb") as file:
+        for line in lines:
+            text = json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n"
+            file.write(text.encode("utf-8", "backslashreplace"))
+            count += 1
+            exact += line["exact"]
+    draft.rename(target)
+    return count, exact
+
+
+if __name__ == "__main__":
+    sys.exit(main())
