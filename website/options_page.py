@@ -76,7 +76,16 @@ def _union(schema: dict[str, Any], dotted: str) -> Iterator[str]:
         if own:
             yield TABLE
         for name, each in own.items():
-            yield _row(f"{dotted}.{name}", each, f"{dotted}.{tag}.{name}")
+            yield from _rows(f"{dotted}.{name}", each, f"{dotted}.{tag}.{name}")
+
+
+def _rows(dotted: str, schema: dict[str, Any], anchor: str) -> Iterator[str]:
+    """Yields the row of an option of a part; of a section within it, those of its options."""
+    if "properties" not in schema:
+        yield _row(dotted, schema, anchor)
+        return
+    for name, each in schema["properties"].items():
+        yield from _rows(f"{dotted}.{name}", each, f"{anchor}.{name}")
 
 
 def _row(dotted: str, schema: dict[str, Any], anchor: str = "") -> str:
@@ -95,7 +104,8 @@ def _plain(value: Any) -> bool:
 
 
 def _kind(schema: dict[str, Any]) -> str:
-    kind = KINDS[schema["type"]]
+    types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+    kind = " or ".join(KINDS[each] for each in types if each != "null")
     items = schema.get("items", {}).get("type")
     return f"list of {KINDS[items]}s".replace("texts", "texts") if items else kind
 

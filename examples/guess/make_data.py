@@ -1,5 +1,7 @@
-"""Writes train.jsonl, eval.jsonl and warm_start.jsonl: first numbers and secret ones, no pair in more
-than one file, and games in which guesses are drawn from what is still possible.
+"""Writes train.jsonl, eval.jsonl and warm_start.jsonl: first numbers and secret ones, no first number
+in both of the first two, and games in which guesses are drawn from what is still possible.
+
+Secret numbers can't be held out alone: a model would learn which are never right.
 """
 
 import argparse
@@ -8,8 +10,7 @@ import random
 from pathlib import Path
 
 NUMBERS, FIRST, TURNS = 32, 33, 5  # the first number is below FIRST
-SIZES = {"eval": 128, "warm_start": 400}  # pairs; the rest is for training
-GAMES = 8  # of each pair of the warm start
+HELD_OUT, GAMES = 128, 3000
 
 
 def write(folder: Path, *, seed: int = 0) -> None:
@@ -17,15 +18,17 @@ def write(folder: Path, *, seed: int = 0) -> None:
     pairs = [(first, first + place) for first in range(FIRST) for place in range(NUMBERS)]
     drawn = random.Random(seed)
     drawn.shuffle(pairs)
-    cut, end = SIZES["eval"], SIZES["eval"] + SIZES["warm_start"]
+    chosen = {
+        "eval": [pair for pair in pairs if pair[0] % 4 == 2][:HELD_OUT],
+        "train": [pair for pair in pairs if pair[0] % 4 != 2],
+    }
     files = {
-        name: [{"prompt": str(first), "label": str(secret)} for first, secret in chosen]
-        for name, chosen in {"eval": pairs[:cut], "train": pairs[end:]}.items()
+        name: [{"prompt": str(first), "label": str(secret)} for first, secret in own]
+        for name, own in chosen.items()
     }
     files["warm_start"] = [
         {"prompt": str(first), "label": " ".join(game(first, secret, drawn))}
-        for first, secret in pairs[cut:end]
-        for _ in range(GAMES)
+        for first, secret in drawn.choices(pairs, k=GAMES)
     ]
     for name, records in files.items():
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, records)) + "\n")

@@ -8,6 +8,12 @@ TAKEN = (1, 2, 86)  # a fault, a refusal, the watchdog's end: see docs/operation
 def faults(config: RunConfig) -> list[str]:
     """Lists options that nothing would come of, and an exit code that says something else already."""
     chosen, found = config.faults, []
+    repeats = chosen.rollout_repeats
+    if repeats != FaultsConfig.rollout_repeats and not config.environment.may_reward:
+        found.append(
+            f"faults.rollout_repeats={repeats} needs an environment that depends on something else than the model; "
+            f"environment.type={config.environment.type} does not."
+        )
     if not config.checkpoint.every:
         found += [
             f"faults.{name}={value} needs checkpoint.every above 0: there would be nothing to go on from."

@@ -187,6 +187,7 @@ OPTIONS: dict[str, Live] = {
     "algorithm.advantage.type": Live("leave_one_out", dead=("algorithm.task=sft",)),
     "algorithm.advantage.scale_by_std of group_norm": Live("false"),
     "algorithm.advantage.clip_filter_weight of group_norm": Live("3"),
+    "algorithm.advantage.scale_by_std of turn_norm": Live("false"),
     "algorithm.advantage.gamma of reinforce": Live("0.5"),
     "algorithm.advantage.gamma of gae": Live("0.5"),
     "algorithm.advantage.lam of gae": Live("0.5"),
@@ -328,14 +329,58 @@ ELSEWHERE = {
     "faults.requeue_code": ("77", "e2e/test_stop.py", "faults.requeue_code=77"),
     "faults.watchdog_seconds": ("-1", "unit/parallel/test_progress.py", "watchdog_seconds=0.2"),
 }
-ELSEWHERE["environment.name of python"] = ("talk", "e2e/test_api.py", "environment=")
+OF_ENVIRONMENTS = {
+    "name of python": ("e2e/test_api.py", "environment="),
+    "tools of tools": ("unit/environments/test_tools_environment.py", '"tools": ['),
+    "max_turns of tools": ("unit/environments/test_tools_environment.py", "max_turns=1"),
+    "max_tokens of tools": ("unit/environments/test_tools_environment.py", '"max_tokens": 80'),
+    "max_turn_tokens of tools": ("unit/environments/test_tools_environment.py", "max_turn_tokens"),
+    "over_limit of tools": ("unit/environments/test_tools_environment.py", "over_limit=over_limit"),
+    "sandbox.python of tools": ("unit/toolsets/test_sandbox_tool.py", "python=True"),
+    "sandbox.seconds of tools": ("unit/toolsets/test_sandbox_tool.py", "seconds=20.0"),
+    "sandbox.memory_mib of tools": ("unit/toolsets/test_sandbox_tool.py", "memory_mib=512"),
+    "sandbox.processor_seconds of tools": (
+        "unit/toolsets/test_sandbox_tool.py",
+        "processor_seconds=",
+    ),
+    "http of tools": ("unit/toolsets/test_http_tool.py", "HTTPTool("),
+    "mcp of tools": ("unit/toolsets/test_mcp_tool.py", "MCPServer("),
+    "limits.seconds of tools": ("unit/toolsets/test_tool.py", "seconds=0.01"),
+    "limits.rollout_seconds of tools": (
+        "unit/environments/test_tools_environment.py",
+        "rollout_seconds=",
+    ),
+    "limits.characters of tools": ("unit/toolsets/test_http_tool.py", "characters="),
+    "limits.retries of tools": ("unit/toolsets/test_tool.py", "retries=2"),
+    "limits.pause of tools": ("unit/toolsets/test_tool.py", "pause=0.001"),
+    "function of agent": ("unit/agents/test_openai_endpoint.py", "Agent(function="),
+    "command of agent": ("unit/agents/test_openai_endpoint.py", "command=command"),
+    "seconds of agent": ("unit/agents/test_openai_endpoint.py", "seconds=8.0"),
+    "agent_errors of agent": ("unit/agents/test_openai_endpoint.py", 'agent_errors="score"'),
+    "environment of verifiers": ("unit/agents/test_verifiers.py", "environment"),
+    "python of verifiers": ("unit/agents/test_verifiers.py", "python"),
+    "options of verifiers": ("unit/agents/test_verifiers.py", "options"),
+    "seconds of verifiers": ("unit/agents/test_verifiers.py", "seconds"),
+    "start_seconds of verifiers": ("unit/agents/test_verifiers.py", "start_seconds"),
+    **{
+        f"{name} of {part}": ("unit/conversations/test_renderer.py", f"{name}=")
+        for name in ("renderer", "tool_parser")
+        for part in ("tools", "agent", "verifiers")
+    },
+}
+ELSEWHERE |= {f"environment.{name}": ("", *where) for name, where in OF_ENVIRONMENTS.items()}
+ELSEWHERE |= {
+    "faults.rollout_repeats": ("1", "unit/dispatch/test_running_rollouts.py", "repeats=2"),
+    "reward.environment": ("{{found: 2}}", "unit/rewards/test_mix.py", "environment={"),
+    "rollout.max_running": ("3", "unit/dispatch/test_running_rollouts.py", "most_running=2"),
+}
 # there is no run that does not read them
 ALWAYS = {
     "backend",
     "data.images_key",
     "data.videos_key",
     "data.audio_key",
-    "environment.name of python",
+    "rollout.max_running",
     "model.verify",
     "checkpoint.resume",
     "logging.peak_tflops",
@@ -343,6 +388,7 @@ ALWAYS = {
     "trainer.export_quantised",
     "logging.mlflow",
     "logging.trackio",
+    *(f"environment.{name}" for name in OF_ENVIRONMENTS),  # there is none without its part
 }
 
 

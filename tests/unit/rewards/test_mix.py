@@ -7,7 +7,7 @@ from rftmega.errors import ConfigError, DataError, RewardError
 from rftmega.rewards import check_prompts, create
 from rftmega.rewards.create import PARTS
 from rftmega.rewards.mix import MixedReward
-from rftmega.types import Prompt, Rollout
+from rftmega.types import Completion, Prompt, Rollout, Trajectory, Turn
 from tests.rollouts import answered
 
 
@@ -40,6 +40,41 @@ def test_the_format_rule_must_match_the_whole_response() -> None:
     assert score(config, "<a>7\n</a>") == {"exact_match": 0.0, "format": 1.0, "reward": 0.5}
     assert score(config, "so <a>7</a>")["format"] == 0.0
     assert score(config, "<a>42</a>", label="<a>42</a>")["reward"] == 1.5
+
+
+def given(rewards: dict[str, float], *turns: float, zero: bool = False) -> Rollout:
+    """A rollout whose environment gave these rewards, and these for its turns."""
+    ids, own = (1,), []
+    for reward in turns:
+        own.append(Turn("assistant", len(ids), len(ids) + 1, reward=reward))
+        ids = (*ids, 52)
+    completion = Completion(ids[1:] or (52,), (0.0,) * max(len(turns), 1), "stop", 0)
+    trajectory = Trajectory.of((1,), completion, turns=tuple(own))
+    return Rollout((trajectory,), rewards=rewards, score_zero=zero)
+
+
+def test_rewards_of_the_environment_are_added_with_their_weights_and_those_of_turns_with_1() -> (
+    None
+):
+    config = RewardConfig(exact_match=0.5, environment={"found": 2.0})
+    reward = create(config, decode)
+    (found,) = reward([asked("4")], [given({"found": 1.0, "speed": 0.25})])
+    assert found == {"exact_match": 1.0, "found": 1.0, "speed": 0.25, "reward": 2.75}
+    (turns,) = reward([asked("5")], [given({}, 0.5, 0.0, -0.25)])
+    assert turns == {"exact_match": 0.0, "turns": 0.25, "reward": 0.25}
+    (zero,) = reward([asked("4")], [given({"found": 1.0}, 1.0, zero=True)])
+    assert zero == {"exact_match": 0.0, "found": 0.0, "turns": 0.0, "reward": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("rewards", "told"),
+    [({"exact_match": 1.0}, "a part of the reward already"), ({"a": float("nan")}, "not a finite")],
+)
+def test_rewards_of_the_environment_that_can_not_be_added_are_refused(
+    rewards: dict[str, float], told: str
+) -> None:
+    with pytest.raises(RewardError, match=told):
+        create(RewardConfig(), decode)([asked()], [given(rewards)])
 
 
 def test_a_broken_pattern_is_refused() -> None:
