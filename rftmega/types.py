@@ -190,11 +190,15 @@ class Rollout:
 
     @property
     def response_ids(self) -> list[int]:
-        """Returns the last trajectory's tokens behind its prompt: answers, and what the environment
-        put between them.
+        """Returns what rewards see as the answer: the policy's last turn, where the environment tells
+        turns, and otherwise all that the last trajectory has behind its prompt.
         """
         last = self.trajectories[-1]
-        ids: list[int] = last.token_ids[last.prompt_length :].tolist()
+        answers = [turn for turn in last.turns if turn.role == "assistant"]
+        begin, end = last.prompt_length, len(last)
+        if answers:
+            begin, end = answers[-1].start, answers[-1].stop
+        ids: list[int] = last.token_ids[begin:end].tolist()
         return ids
 
     @property

@@ -47,7 +47,7 @@ def completion_of(rollout: Rollout) -> Completion:
     (version,) = rollout.versions
     begin = trajectory.prompt_length
     return Completion(
-        tuple(rollout.response_ids),
+        tuple(trajectory.token_ids[begin:].tolist()),
         tuple(trajectory.logprobs[begin:].tolist()),
         "length" if trajectory.truncated else "stop",
         version,
