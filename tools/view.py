@@ -4,10 +4,10 @@ tokens coloured.
     view.py runs/demo                                     # writes runs/demo/trajectories.html
     view.py runs/demo/trajectories/step_000100.jsonl.gz --output page.html --limit 500
 
-Tokens are coloured by the gap between the engine's and the trainer's log-prob, by advantage or by
-entropy; hovering shows the values. The page needs no network and no server: it holds its data, so
-it can be sent to somebody. trainer.trajectories says how often a run writes the files that are read
-here.
+Where an environment told turns, a response is shown turn by turn. Tokens are coloured by the gap
+between the engine's and the trainer's log-prob, by advantage or by entropy; hovering shows the
+values. The page needs no network and no server: it holds its data, so it can be sent to somebody.
+trainer.trajectories says how often a run writes the files that are read here.
 """
 
 import argparse
@@ -31,6 +31,8 @@ TEMPLATE = Path(__file__).with_name("view.html")
 SAMPLE = {"step": int, "group": int, "index": int, "prompt": str, "response": str, "label": str, "reward_parts": dict,
           "truncated": bool, "tokens": dict}  # fmt: skip
 TOKENS = ("id", "text", "engine_logp", "trainer_logp", "gap", "advantage")
+# of the table: tokens stand by themselves, pictures once, and messages are the prompt again
+LEFT_OUT = ("tokens", "pictures", "messages")
 # a smaller gap is rounding, and should not look like news
 SMALLEST_SCALE = {"gap": 0.01, "advantage": 1e-6, "entropy": 1e-6}
 
@@ -152,7 +154,42 @@ def checked(sample: Any) -> dict[str, Any]:
     if not all(isinstance(text, str) for text in tokens["text"]):
         raise DataError("a token's text is no string.")
     check_pictures(sample.get("pictures", []))
+    check_rollout(sample)
     return sample
+
+
+def check_rollout(sample: dict[str, Any]) -> None:
+    """Raises DataError for turns, measures, messages or a place in a rollout that are none; older
+    files have none of them.
+    """
+    turns = sample.get("turns", [])
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        raise DataError('"turns" is no list of objects.')
+    for turn in turns:
+        if not all(isinstance(turn.get(key), str) for key in ("role", "name")):
+            raise DataError('"role" or "name" of a turn is missing or no string.')
+        start, stop, reward = (turn.get(key) for key in ("start", "stop", "reward"))
+        if not (whole(start) and whole(stop) and start <= stop <= len(sample["tokens"]["id"])):
+            raise DataError(f"a turn from {start} to {stop} is not among the tokens.")
+        if reward is not None and not isinstance(reward, int | float):
+            raise DataError("a turn's reward is no number.")
+    measures = sample.get("measures", {})
+    if not isinstance(measures, dict):
+        raise DataError('"measures" is no object.')
+    if not all(isinstance(value, int | float) for value in measures.values()):
+        raise DataError("a measure is no number.")
+    messages = sample.get("messages", [])
+    if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
+        raise DataError('"messages" is no list of objects.')
+    if not all(whole(sample.get(key, 0)) for key in ("rollout", "trajectory", "trajectories")):
+        raise DataError('"rollout", "trajectory" or "trajectories" is no whole number.')
+    if ("trajectory" in sample) != ("trajectories" in sample):
+        raise DataError('of "trajectory" and "trajectories" one is missing.')
+
+
+def whole(value: Any) -> bool:
+    """Returns whether a value is a whole number, and not negative."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def check_pictures(pictures: Any) -> None:
@@ -174,7 +211,7 @@ def page(samples: Sequence[dict[str, Any]], *, title: str) -> str:
     rows = []
     thumbnails: dict[str, str] = {}  # by digest
     for sample in samples:
-        row = {key: value for key, value in sample.items() if key not in ("tokens", "pictures")}
+        row = {key: value for key, value in sample.items() if key not in LEFT_OUT}
         for picture in sample.get("pictures", []):
             thumbnails.setdefault(picture["digest"], picture.get("thumbnail") or "")
             size = (

@@ -196,6 +196,149 @@ def test_what_the_environment_said_looks_otherwise_and_says_so(page: Any) -> Non
     assert "given by the environment" not in page.text_content("#tip")
 
 
+def talk(i: int, **more: Any) -> dict[str, Any]:
+    """A sample of three turns, and tokens of the template between them."""
+    pieces = ["I add.", "<end>", "<tool>", "4", HOSTILE, "</tool>", "Four.", "<end>"]
+    chosen = [True, True, False, False, False, False, True, True]
+    numbers: list[Any] = [0.5 if each else None for each in chosen]
+    lists = dict.fromkeys(("engine_logp", "trainer_logp", "gap", "advantage", "entropy"), numbers)
+    turns = [
+        {"role": "assistant", "name": "", "start": 0, "stop": 2, "reward": 0.25},
+        {"role": "tool", "name": HOSTILE, "start": 3, "stop": 5, "reward": 0.0},
+        {"role": "assistant", "name": "", "start": 6, "stop": 8, "reward": -0.5},
+    ]
+    tokens = {"id": list(range(8)), "text": pieces, "chosen": chosen} | lists
+    told = {"turns": turns, "measures": {"turns": 2.0, HOSTILE: 1.5}, "rollout": i}
+    return sample(i) | {"tokens": tokens, "response": "".join(pieces)} | told | more
+
+
+@pytest.fixture
+def open_page(browser: Any, tmp_path: Path) -> Iterator[Any]:
+    """Opens a page of samples. Whatever it complains of or asks for besides itself fails the test."""
+    said: list[str] = []
+    pages: list[Any] = []
+
+    def opened(*samples: dict[str, Any], width: int = 1200) -> Any:
+        path = tmp_path / f"{len(pages)}.html"
+        path.write_text(view.page(list(map(view.checked, samples)), title="x"))
+        page = browser.new_page(viewport={"width": width, "height": 800})
+        pages.append(page)
+        page.on("console", lambda message: said.append(message.text))
+        page.on("pageerror", lambda error: said.append(f"{error}"))
+        page.on("request", lambda request: said.append(request.url))
+        page.goto(f"file://{path}")
+        assert said.pop(0) == f"file://{path}"
+        return page
+
+    yield opened
+    for page in pages:
+        page.close()
+    assert said == []
+
+
+def texts(page: Any, selector: str) -> list[str]:
+    return list(page.locator(selector).all_text_contents())
+
+
+def test_a_conversation_is_a_block_a_turn_with_who_spoke_and_its_reward(open_page: Any) -> None:
+    page = open_page(talk(0), sample(1))
+    assert texts(page, "#response > .turn > .who") == [
+        "assistantreward 0.25",
+        f"tool{HOSTILE}not learnt",
+        "assistantreward -0.5",
+    ]
+    assert texts(page, "#response > .turn > .who + div") == [
+        "I add.<end>",
+        f"4{HOSTILE}",
+        "Four.<end>",
+    ]
+    assert texts(page, "#response > .between") == ["<tool>", "</tool>"]
+    order = "blocks => blocks.map(block => block.className)"
+    assert page.eval_on_selector_all("#response > div", order) == [
+        *("turn learnt", "between", "turn context", "between", "turn learnt"),
+    ]
+    assert page.is_visible("#conversation")
+    assert page.locator("#response img, #measures img, #response script").count() == 0
+    page.keyboard.press("ArrowDown")
+    assert page.text_content("#response") == "answer 1 and more"
+    assert page.locator(".turn").count() == 0
+    assert page.is_hidden("#conversation")
+    assert page.text_content("#measures") == ""
+
+
+def test_only_what_was_learnt_is_coloured_and_the_template_is_pale(open_page: Any) -> None:
+    page = open_page(talk(0))
+    clear = "rgba(0, 0, 0, 0)"
+    learnt = [True, True, False, False, False, False, True, True]
+    for measure in ("gap", "advantage", "entropy"):
+        page.check(f"input[value={measure}]")
+        assert [each != clear for each in colours(page)] == learnt
+    pale = "blocks => blocks.map(block => Number(getComputedStyle(block).opacity))"
+    assert page.eval_on_selector_all("#response > .turn", pale) == [1, 1, 1]
+    assert max(page.eval_on_selector_all("#response > .between", pale)) < 0.8
+    lines = "blocks => blocks.map(block => getComputedStyle(block).borderLeftStyle)"
+    assert page.eval_on_selector_all("#response > .turn", lines) == ["solid", "dashed", "solid"]
+
+
+def test_hovering_and_the_arrow_keys_reach_every_token_of_a_conversation(open_page: Any) -> None:
+    page = open_page(talk(0))
+    page.locator("#scroll").focus()
+    for number, text in enumerate(["I add.", "<end>", "<tool>", "4"], start=1):
+        page.keyboard.press("ArrowRight")
+        assert f"token {number} of 8" in page.text_content("#tip")
+        assert page.text_content(".token.at") == text
+    assert "given by the environment" in page.text_content("#tip")
+    page.hover(".token >> nth=6")
+    assert '"Four."' in page.text_content("#tip")
+
+
+def test_turns_without_rewards_show_none_and_one_that_says_nothing_is_there(open_page: Any) -> None:
+    turns = [
+        {**turn, "reward": 0.0, "stop": turn["start"] if turn["role"] == "tool" else turn["stop"]}
+        for turn in talk(0)["turns"]
+    ]
+    page = open_page(talk(0, turns=turns))
+    assert texts(page, "#response .who") == ["assistant", f"tool{HOSTILE}not learnt", "assistant"]
+    assert texts(page, "#response > .turn > .who + div")[1] == ""
+    assert texts(page, "#response > .between") == ["<tool>", f"4{HOSTILE}</tool>"]
+    assert page.locator(".token").count() == 8
+
+
+def test_trajectories_of_a_rollout_lead_to_each_other(open_page: Any) -> None:
+    rows = [talk(8, rollout=7)]
+    rows += [talk(9, rollout=8, trajectory=n, trajectories=3, prompt=f"part {n}") for n in range(3)]
+    page = open_page(*rows, talk(10, rollout=9))
+    assert "trajectory" not in page.text_content("#facts")
+    assert [text[:3] for text in column(page, "response")] == ["I a", "1/3", "2/3", "3/3", "I a"]
+    page.get_by_text("part 1", exact=True).click()
+    assert "trajectory 1 2 3 of 3" in page.text_content("#facts")
+    current = "buttons => buttons.map(button => button.getAttribute('aria-current'))"
+    buttons = "#facts button[aria-label^=trajectory]"
+    assert page.eval_on_selector_all(buttons, current) == ["false", "true", "false"]
+    page.get_by_role("button", name="trajectory 3 of 3").click()
+    assert page.text_content("#prompt") == "part 2"
+    assert page.get_attribute("tr.row[aria-selected=true]", "data-sample") == "3"
+    page.fill("#filter", "part 2")
+    page.get_by_role("button", name="trajectory 1 of 3").click()
+    assert page.text_content("#prompt") == "part 0", "also where the filter leaves it out"
+
+
+def test_what_the_environment_counted_stands_with_the_facts(open_page: Any) -> None:
+    page = open_page(talk(0))
+    said = page.text_content("#measures")
+    assert said == f"counted by the environment:turns 2{HOSTILE} 1.5"
+    find(page, "no such text")
+    assert page.text_content("#measures") == ""
+
+
+@pytest.mark.parametrize("width", [1200, 390, 320])
+def test_a_conversation_fits_the_screen(width: int, open_page: Any) -> None:
+    long = [{**turn, "name": "a_long_name" * 20} for turn in talk(0)["turns"]]
+    page = open_page(talk(0, turns=long, trajectory=0, trajectories=1), width=width)
+    assert page.evaluate("document.scrollingElement.scrollWidth <= innerWidth")
+    assert page.evaluate(OUTSIDE) == []
+
+
 def test_up_and_down_choose_and_a_few_rows_stand_for_thousands(page: Any) -> None:
     assert page.locator("tr.row").count() < 60
     for key, prompt in (("ArrowDown", "question 1"), ("ArrowDown", "question 2"), ("ArrowUp", "question 1"),

@@ -123,11 +123,22 @@ def test_files_may_be_plain_and_the_page_goes_where_it_is_asked_to(tmp_path: Pat
     assert (tmp_path / "b.html").is_file()
 
 
+def test_turns_and_measures_are_in_the_page_and_messages_are_not_there_twice() -> None:
+    told = {"turns": [TURN], "measures": {HOSTILE: 2.0}, "rollout": 3}
+    text = view.page([view.checked(sample(**told, messages=[{"content": "once"}]))], title="x")
+    found = Elements(text)
+    (row,) = json.loads(found.data["samples"])["samples"]
+    assert {key: row[key] for key in told} == told
+    assert "once" not in text
+    assert found.tags == Elements(view.page([sample()], title="x")).tags
+
+
 def cut(path: Path) -> Path:
     path.write_bytes(path.read_bytes()[:-20])
     return path
 
 
+TURN = {"role": "tool", "name": "add", "start": 0, "stop": 1, "reward": 0.0}
 BAD = {
     "nothing there": (lambda folder: folder / "nowhere", "There is no "),
     "a folder without trajectories": (lambda folder: folder, "Was the run's trainer.trajectories 0?"),
@@ -150,6 +161,18 @@ BAD = {
         lambda folder: write(folder / "a.gz", sample(pictures=[{"digest": "a", "thumbnail": '"><script>'}])),
         "a thumbnail is no base64"),
     "a picture without a digest": (lambda folder: write(folder / "a.gz", sample(pictures=[{}])), "has no digest"),
+    "turns that are none": (lambda folder: write(folder / "a.gz", sample(turns=[3])), '"turns" is no list of objects'),
+    "a turn of nobody": (lambda folder: write(folder / "a.gz", sample(turns=[TURN | {"role": None}])), '"role" or "name"'),
+    "a turn behind the end": (lambda folder: write(folder / "a.gz", sample(turns=[TURN | {"stop": 3}])), "from 0 to 3 is not"),
+    "a turn that ends before it begins": (
+        lambda folder: write(folder / "a.gz", sample(turns=[TURN | {"start": 2}])), "from 2 to 1 is not"),
+    "a turn with words for a reward": (
+        lambda folder: write(folder / "a.gz", sample(turns=[TURN | {"reward": "much"}])), "a turn's reward is no number"),
+    "a list of measures": (lambda folder: write(folder / "a.gz", sample(measures=[])), '"measures" is no object'),
+    "a word for a measure": (lambda folder: write(folder / "a.gz", sample(measures={"a": "b"})), "a measure is no number"),
+    "text for messages": (lambda folder: write(folder / "a.gz", sample(messages="x")), '"messages" is no list of objects'),
+    "half a rollout": (lambda folder: write(folder / "a.gz", sample(rollout=0.5)), "is no whole number"),
+    "a trajectory of no number": (lambda folder: write(folder / "a.gz", sample(trajectory=1)), "one is missing"),
     "no line": (lambda folder: write(folder / "a.gz"), "holds no sample"),
 }  # fmt: skip
 
