@@ -18,7 +18,7 @@ import time
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock
@@ -29,13 +29,20 @@ from rftmega.config import RunConfig, load
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 OUT = Path("runs/learning")  # from ROOT, where train_rl.py runs
-DATA = {"arithmetic": "runs/demo/data", "shapes": "runs/shapes/data"}
+DATA = {
+    "arithmetic": "runs/demo/data",
+    "shapes": "runs/shapes/data",
+    "calculator": "runs/calculator/data",
+    "guess": "runs/guess/data",
+}
 STARTS = {  # folder of a warm start -> its example, data, and arguments
     "runs/demo/model": ("arithmetic", "runs/demo/data/warm_start.jsonl", "--steps", "100"),
     "runs/demo/able": ("arithmetic", "runs/demo/data/warm_start.jsonl", "--steps", "160"),
     "runs/demo/scratch": ("arithmetic", "runs/demo/data/warm_start.jsonl", "--steps", "0"),
     "runs/demo/thinking": ("arithmetic", "runs/demo/data/thoughts.jsonl", "--steps", "160"),
     "runs/shapes/model": ("shapes", "runs/shapes/data"),
+    "runs/calculator/model": ("calculator", "runs/calculator/data/warm_start.jsonl"),
+    "runs/guess/model": ("guess", "runs/guess/data/warm_start.jsonl"),
 }
 SEEDS = (0, 1, 2)
 Record = dict[str, Any]
@@ -57,13 +64,19 @@ class Asked:
     example: str = "arithmetic"
     # and with the pictures of other questions, at the end
     at_most_swapped: float | None = None
+    at_most: float = 1.0  # what it may reach: of a run that can't learn
+    processes: int = 1
+    layout: tuple[int, int] = (1, 1)  # tensor, pipeline
 
     def met(self, before: float, after: float, swapped: float = 0.0) -> bool:
         """Whether it did all."""
         by_chance = self.at_most_swapped is None or swapped <= self.at_most_swapped
-        return after - before >= self.rise - 1e-9 and after >= self.end and by_chance
+        risen = after - before >= self.rise - 1e-9
+        return risen and self.end <= after <= self.at_most and by_chance
 
     def __str__(self) -> str:
+        if self.at_most < 1:
+            return f"at most {100 * self.at_most:.0f} %"
         said = f"+{100 * self.rise:.0f} points" if self.rise else f"{100 * self.end:.0f} %"
         if self.at_most_swapped is not None:
             said += f", swapped at most {100 * self.at_most_swapped:.0f} %"
@@ -71,6 +84,9 @@ class Asked:
 
 
 SHAPES = Asked(rise=0.2, example="shapes", metric="eval_held_out_exact_match", at_most_swapped=0.3)
+FOUR = Asked(processes=4, layout=(2, 2))
+CALCULATOR = replace(FOUR, rise=0.3, example="calculator")
+GUESS = replace(FOUR, rise=0.2, example="guess", metric="eval_found")
 FAMILY = ("grpo", "rloo", "reinforce_pp", "dapo", "gspo", "cispo", "cpgd", "ppo")
 RUNS = dict.fromkeys(FAMILY, Asked(rise=0.2)) | {
     "ttrl": Asked(rise=0.08),
@@ -80,6 +96,12 @@ RUNS = dict.fromkeys(FAMILY, Asked(rise=0.2)) | {
     # on pictures; chance is 20 %
     "shapes": SHAPES,
     "shapes_ppo": SHAPES,
+    # with a tool, without it, and in turns; on 4 processes
+    "calculator": CALCULATOR,
+    "calculator_ppo": CALCULATOR,
+    "calculator_without": replace(CALCULATOR, rise=0.0, at_most=0.2),
+    "guess": GUESS,
+    "guess_ppo": GUESS,
 }
 
 
@@ -121,10 +143,11 @@ class Learning:
 
 
 def overrides_of(name: str, seed: int) -> list[str]:
-    """Of the recipe's file: one process, a folder of its own."""
+    """Of the recipe's file: its layout, a folder of its own."""
+    tensor, pipeline = RUNS[name].layout
     given = [
-        "parallel.tensor=1",
-        "parallel.pipeline=1",
+        f"parallel.tensor={tensor}",
+        f"parallel.pipeline={pipeline}",
         f"trainer.seed={seed}",
         f"trainer.output={OUT}/{name}-{seed}",
     ]
@@ -190,7 +213,7 @@ def learn(name: str, seed: int) -> Record:
         str(recipe_of(name).relative_to(ROOT)),
         *overrides_of(name, seed),
         "--processes",
-        "1",
+        str(asked.processes),
     ]
     say(f"{name}, seed {seed}: begins")
     begin, written = time.time(), commit()
