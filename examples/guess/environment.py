@@ -1,10 +1,11 @@
 """The game: guess which of 32 numbers is the secret one. The prompt says which is the first of them,
 and each reply whether the secret one is smaller or larger.
 
-A turn that finds it is worth 1, every other one costs a little, so what a guess is worth shows in
-the turns that follow (`algorithm.advantage: turn_norm`).
+A turn is worth what it tells: the share of the five bits that are to be found out. So turns are
+compared with turns (`algorithm.advantage: turn_norm`).
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,7 +13,7 @@ from rftmega.interfaces import Model
 from rftmega.options.parts import EnvironmentPart, implements
 from rftmega.types import Completion, Prompt, Rollout, Trajectory, Turn
 
-FOUND, COST = 1.0, -0.05  # rewards of a turn
+NUMBERS = 32
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class GuessEnvironment:
 
     async def run(self, task: Prompt, model: Model) -> Rollout:
         secret = int(task.label)
+        first = int(self.tokenizer.decode(task.token_ids))
+        low, high = first, first + NUMBERS - 1  # what is still possible
         segments: list[Any] = [task.token_ids]
         context: tuple[int, ...] = task.token_ids
         turns: list[Turn] = []
@@ -43,7 +46,14 @@ class GuessEnvironment:
             end = len(context) + len(completion.token_ids)
             guess = self._number(completion)
             found = guess == secret
-            reward = FOUND if found else COST
+            before = high - low + 1
+            if found:
+                low = high = secret
+            elif guess is not None and secret < guess:
+                high = min(high, guess - 1)
+            elif guess is not None:
+                low = max(low, guess + 1)
+            reward = math.log2(before / (high - low + 1)) / math.log2(NUMBERS)
             turns.append(Turn("assistant", len(context), end, reward=reward))
             if found or guess is None or number + 1 == self.options.turns:
                 break

@@ -5,12 +5,13 @@ broke down.
 """
 
 import asyncio
+import inspect
 import itertools
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -84,7 +85,7 @@ class EnginePool:
     def close(self) -> None:
         """Ends the engine, which must be gone before the process groups are, and the environment."""
         if end := getattr(self.environment, "close", None):
-            self._loop.run_until_complete(end())
+            self._loop.run_until_complete(_ended(end))
         self._loop.close()
         self.engine.close()
 
@@ -234,6 +235,12 @@ class EnginePool:
         if broken and not enough(together.answers):
             raise broken
         return together.answers
+
+
+async def _ended(end: Callable[[], Any]) -> None:
+    """Ends an environment, whose `close` may be a coroutine function."""
+    if inspect.isawaitable(found := end()):
+        await found
 
 
 def _give_up() -> Sequence[Rollout | None]:

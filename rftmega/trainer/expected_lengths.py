@@ -48,7 +48,7 @@ class ExpectedLengths:
             if answer is None
         }
         for prompt, answer in zip(prompts, rollouts, strict=True):
-            if answer is not None and prompt.token_ids not in broken:
+            if answer is not None and not answer.lost and prompt.token_ids not in broken:
                 found.setdefault(prompt.token_ids, []).append(answer.chosen_tokens)
         for ids, lengths in found.items():
             key = _key(Prompt(ids))

@@ -51,8 +51,12 @@ class GroupCollector:
 
         def enough(rollouts: Sequence[Rollout | None]) -> bool:
             for place in self._whole(rollouts):
-                if place not in verdicts:
-                    verdicts[place] = wanted.good(self.collected(rollouts, [place]))
+                if place in verdicts:
+                    continue
+                begin = place * self.size
+                lost = [bool(each and each.lost) for each in rollouts[begin : begin + self.size]]
+                good = not all(lost) and wanted.good(self.collected(rollouts, [place]))
+                verdicts[place] = good
             return sum(verdicts.values()) >= wanted.groups
 
         return enough

@@ -8,6 +8,7 @@ from rftmega.validation.algorithm import algorithm_options, groups_of_one
 from rftmega.validation.backend import backend
 from rftmega.validation.checkpoint import checkpoints
 from rftmega.validation.data import files, training_data
+from rftmega.validation.environment import environment
 from rftmega.validation.faults import faults
 from rftmega.validation.layout import critic, engine, layout, overlap
 from rftmega.validation.logging import logging_options
@@ -43,6 +44,7 @@ def violations(config: RunConfig, world_size: int, *, data: bool = True) -> list
                 + groups_of_one(config)
                 + reward_parts(config)
                 + evaluation(config)
+                + environment(config)
             )
         elif not unknown:
             numbers += unread_without_rollouts(config)

@@ -24,6 +24,7 @@ from rftmega.options.algorithms import (
 )
 from rftmega.ragged import Ragged
 from rftmega.trainer.dynamic_sampler import DynamicSampler
+from rftmega.trainer.group_collector import GroupCollector, Wanted
 from rftmega.trainer.prompt_queue import PromptQueue
 from rftmega.trainer.replay_mixer import ReplayMixer
 from rftmega.types import (
@@ -304,3 +305,15 @@ def test_the_kl_of_a_leave_one_out_advantage_is_that_of_the_whole_rollout() -> N
     rewards = [1.0 - 0.5 * (own[0] + own[1]), 0.0 - 0.5 * own[2]]
     wanted = [rewards[0] - rewards[1], rewards[1] - rewards[0]]
     close(chosen_of(found.advantage, found.mask), of_tokens(tree, lambda r, *_: wanted[r]))
+
+
+def test_a_group_of_which_all_was_lost_is_no_good_group_and_ends_nothing() -> None:
+    prompts = [Prompt((1, 2), index=place) for place in (0, 0, 1, 1)]
+    kept = Rollout((trajectory_of([(1, 0.0)]),), {"reward": 1.0})
+    lost = replace(kept, lost="gone", scores={})
+    collector = GroupCollector(prompts, nobody, 2)
+    enough = collector.until(Wanted(1, lambda samples: True))
+    assert not enough([lost, lost, None, None])
+    assert enough([lost, lost, kept, lost])
+    samples = collector.collected([lost, lost, kept, lost])
+    assert samples.group.tolist() == [1]

@@ -1,0 +1,79 @@
+"""What environments need: tools that are there, an agent, another library's Python."""
+
+import os
+import shutil
+
+from rftmega.config.schema import RunConfig
+from rftmega.errors import ConfigError
+from rftmega.options.agents import Agent, Verifiers
+from rftmega.options.environments import Tools
+from rftmega.user_code.functions import function_of
+
+
+def environment(config: RunConfig) -> list[str]:
+    """Lists what is wrong with the environment; of a tool's server it asks nothing."""
+    chosen = config.environment
+    if isinstance(chosen, Tools):
+        return _tools(chosen)
+    if isinstance(chosen, Agent):
+        return _agent(chosen)
+    if isinstance(chosen, Verifiers):
+        return _verifiers(chosen)
+    return []
+
+
+def _tools(chosen: Tools) -> list[str]:
+    found = [problem for each in chosen.tools if (problem := _missing(each, "environment.tools"))]
+    if not (chosen.tools or chosen.sandbox.python or chosen.http or chosen.mcp):
+        found.append(
+            "environment.type=tools has no tools. Give environment.tools, environment.sandbox.python=true, environment.http or "
+            "environment.mcp."
+        )
+    found += [_keyless(f"http {each.name}", each.key_env) for each in chosen.http if each.key_env]
+    found += [_keyless(f"mcp {each.name}", each.key_env) for each in chosen.mcp if each.key_env]
+    for server in chosen.mcp:
+        if bool(server.command) == bool(server.url):
+            found.append(f"environment.mcp: {server.name or 'a server'} needs a command or a url.")
+    return [problem for problem in found if problem]
+
+
+def _agent(chosen: Agent) -> list[str]:
+    if bool(chosen.function) == bool(chosen.command):
+        return [
+            "environment.type=agent needs environment.function or environment.command, not both."
+        ]
+    if chosen.function:
+        return [found for found in [_missing(chosen.function, "environment.function")] if found]
+    program = chosen.command[0]
+    if shutil.which(program) is None:
+        return [f"environment.command: there is no program {program}."]
+    return []
+
+
+def _verifiers(chosen: Verifiers) -> list[str]:
+    found = []
+    if not chosen.environment:
+        found.append(
+            "environment.type=verifiers needs environment.environment, its taskset's name."
+        )
+    if not chosen.python or shutil.which(chosen.python) is None:
+        found.append(
+            f"environment.python={chosen.python or '(empty)'} is no program. Give the Python of a virtual environment that has "
+            "requirements/verifiers.txt (docs/agents.md)."
+        )
+    return found
+
+
+def _missing(reference: str, option: str) -> str:
+    """Explains why there is no such function; "" where there is one."""
+    try:
+        function_of(reference, option)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def _keyless(tool: str, variable: str) -> str:
+    if os.environ.get(variable):
+        return ""
+    return f"environment.{tool}: the environment variable {variable} (key_env) is not set."
