@@ -304,12 +304,20 @@ def test_turns_without_rewards_show_none_and_one_that_says_nothing_is_there(open
     assert page.locator(".token").count() == 8
 
 
-def test_trajectories_of_a_rollout_lead_to_each_other(open_page: Any) -> None:
+def test_trajectories_of_a_rollout_lead_to_each_other_and_to_no_other(open_page: Any) -> None:
     rows = [talk(8, rollout=7)]
     rows += [talk(9, rollout=8, trajectory=n, trajectories=3, prompt=f"part {n}") for n in range(3)]
-    page = open_page(*rows, talk(10, rollout=9))
+    rows += [talk(9, rollout=9, trajectory=n, trajectories=2) for n in range(2)]
+    page = open_page(*rows)
     assert "trajectory" not in page.text_content("#facts")
-    assert [text[:3] for text in column(page, "response")] == ["I a", "1/3", "2/3", "3/3", "I a"]
+    assert [text[:3] for text in column(page, "response")] == [
+        "I a",
+        "1/3",
+        "2/3",
+        "3/3",
+        "1/2",
+        "2/2",
+    ]
     page.get_by_text("part 1", exact=True).click()
     assert "trajectory 1 2 3 of 3" in page.text_content("#facts")
     current = "buttons => buttons.map(button => button.getAttribute('aria-current'))"

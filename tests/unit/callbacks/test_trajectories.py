@@ -160,34 +160,34 @@ def test_trajectories_of_a_rollout_are_numbered_and_tell_their_turns_and_measure
     one = Trajectory.of((97, 98), first, (120, 52, 121), second, turns=said)
     two = Trajectory.of((97, 98, 65), second, turns=(Turn("assistant", 3, 4),))
     rollouts = [
-        Rollout((one, two), measures={"turns": 3.0}),
         Rollout((Trajectory.of((97, 98), first),), measures={"turns": 1.0, "calls": 0.0}),
+        Rollout((one, two), measures={"turns": 3.0}),
     ]
     samples = collect([asked] * 2, rollouts, score, samples_per_prompt=2)
     experience = ExperienceMaker(Columns()).make(samples)
     lines = list(records(1, samples, experience, text, letters))
-    assert [line["rollout"] for line in lines] == [0, 0, 1]
+    assert [line["rollout"] for line in lines] == [0, 1, 1]
     assert [(line.get("trajectory"), line.get("trajectories")) for line in lines] == [
+        (None, None),
         (0, 2),
         (1, 2),
-        (None, None),
     ]
-    assert lines[0]["turns"] == [
+    assert lines[1]["turns"] == [
         {"role": "assistant", "name": "", "start": 0, "stop": 1, "reward": 0.25},
         {"role": "tool", "name": "add", "start": 2, "stop": 3, "reward": 0.0},
         {"role": "assistant", "name": "", "start": 4, "stop": 5, "reward": -0.5},
     ]
-    assert [lines[0]["tokens"]["text"][turn["start"]] for turn in lines[0]["turns"]] == [
+    assert [lines[1]["tokens"]["text"][turn["start"]] for turn in lines[1]["turns"]] == [
         "A",
         "4",
         "B",
     ]
-    assert [(turn["start"], turn["stop"]) for turn in lines[1]["turns"]] == [(0, 1)]
-    assert "turns" not in lines[2]
+    assert [(turn["start"], turn["stop"]) for turn in lines[2]["turns"]] == [(0, 1)]
+    assert "turns" not in lines[0]
     assert [line["measures"] for line in lines] == [
-        {"turns": 3.0},
-        {"turns": 3.0},
         {"turns": 1.0, "calls": 0.0},
+        {"turns": 3.0},
+        {"turns": 3.0},
     ]
     assert [line["messages"] for line in lines] == [[{"role": "user", "content": "ab"}]] * 3
 

@@ -271,6 +271,55 @@ def test_a_prompt_that_no_template_made_is_the_user_s_text(tmp_path: Path) -> No
     assert not line["exact"]
 
 
+def test_a_record_that_was_not_what_the_model_was_asked_is_not_exported(tmp_path: Path) -> None:
+    run = Run(tmp_path, FORMATS["hermes"], ())
+    ids = run.tokenizer.encode_reply("4<|im_end|>")
+    answer = Completion(ids, [-1.0] * len(ids), "stop", 0)
+    record = json.dumps({"prompt": "the task"})
+    asked = [{"role": "system", "content": "You are asked."}, {"role": "user", "content": "1+3"}]
+    for prompt in (run.renderer.render(asked), run.tokenizer.encode_reply("no template")):
+        run.keep(Prompt(prompt, record=record), Trajectory.of(prompt, answer))
+    one, other = run.exported()
+    assert one["messages"][:-1] == asked
+    assert other["messages"][:-1] == [{"role": "user", "content": "no template"}]
+
+
+def test_a_trajectory_of_another_rollout_does_not_go_on_from_the_last(tmp_path: Path) -> None:
+    run = Run(tmp_path, FORMATS["hermes"], ())
+    exporter = MessageExporter(run.tokenizer, run.renderer)
+    ids = list(run.tokenizer.encode_reply("4<|im_end|>"))
+    asked = [
+        {"role": "user", "content": "1+3"},
+        {"role": "assistant", "content": "4"},
+        {"role": "user", "content": "2+2"},
+    ]
+    prompts = [run.tokenizer.template.text(asked[:size], open_=True) for size in (1, 3)]
+    row = {"step": 1, "group": 0, "index": 0, "tokens": {"id": ids}, "trajectories": 2}
+    begun = row | {"prompt": prompts[0], "rollout": 0, "trajectory": 0}
+    exporter.exported(begun)
+    own = exporter.exported(row | {"prompt": prompts[1], "rollout": 0, "trajectory": 1})
+    assert [each["content"] for each in own["messages"]] == ["1+3", "4", "2+2", "4"]
+    exporter.exported(begun)
+    # a file whose lines were chosen may have no other of the rollout
+    other = exporter.exported(row | {"prompt": prompts[1], "rollout": 1, "trajectory": 1})
+    assert len(other["messages"]) == 2
+
+
+def test_an_export_that_fails_leaves_the_earlier_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(tmp_path, FORMATS["hermes"])
+    talk = run.conversation()
+    run.answered(talk, run.form.final)
+    run.keep(run.task(), *talk.trajectories())
+    before = run.exported()
+    (tmp_path / "out" / "trajectories" / "step_000000.jsonl.gz").write_bytes(b"no gzip")
+    assert export_messages.main([str(tmp_path / "out")]) == 2
+    assert "is no whole gzip file" in capsys.readouterr().err
+    text = (tmp_path / "out" / "messages.jsonl").read_text()
+    assert [json.loads(line) for line in text.splitlines()] == before
+
+
 def test_without_a_chat_template_texts_are_the_contents(tmp_path: Path) -> None:
     run = Run(tmp_path, FORMATS["hermes"], ())
     exporter = MessageExporter(run.tokenizer, None)
