@@ -75,10 +75,10 @@ class MessageExporter:
             if turn.role != "assistant":
                 given.append(turn)
                 continue
-            self._reply(talk, ids, given, range(said, turn.start))
+            self._reply(talk, row, given, range(said, turn.start))
             self._answer(talk, ids[turn.start : turn.stop], turn.reward)
             said, given = turn.stop, []
-        self._reply(talk, ids, given, range(said, len(ids)))
+        self._reply(talk, row, given, range(said, len(ids)))
         self._last = (rollout, talk)
         return talk
 
@@ -118,21 +118,40 @@ class MessageExporter:
         talk.called += len(reply.calls)
         talk.messages.append(self.renderer.message(reply))
 
-    def _reply(self, talk: _Talk, ids: Sequence[int], turns: Sequence[Turn], place: range) -> None:
+    def _reply(self, talk: _Talk, row: Row, turns: Sequence[Turn], place: range) -> None:
         """Adds what was said to the last answer; `place`: all tokens behind it."""
-        between = tuple(ids[place.start : place.stop])
+        between = tuple(row["tokens"]["id"][place.start : place.stop])
+        if turns:
+            talk.messages += self._told(talk, row, turns, between)
+        elif between:
+            talk.messages += self._untold(talk, row, place)
+        talk.context = (*talk.context, *talk.answer, *between)
+        talk.answer = ()
+
+    def _told(
+        self, talk: _Talk, row: Row, turns: Sequence[Turn], between: tuple[int, ...]
+    ) -> Messages:
+        """Returns the messages of turns, for which the template writes `between` if it can."""
+        ids = row["tokens"]["id"]
         heads = _heads(turns, talk.calls)
         written = [text_of(self.tokenizer, ids[turn.start : turn.stop]) for turn in turns]
-        messages = _filled(heads, written)
         known = all(turn.role in SPOKEN_TO for turn in turns)
         for contents in alike(written) if known and self.renderer else ():
             said = _filled(heads, contents)
             if self._between(talk, said) == between:
-                messages = said
-                break
-        talk.messages += messages
-        talk.context = (*talk.context, *talk.answer, *between)
-        talk.answer = ()
+                return said
+        return _filled(heads, written)
+
+    def _untold(self, talk: _Talk, row: Row, place: range) -> Messages:
+        """Returns the messages of tokens that are no turn: read from the template's text, or else
+        all of it as the user's.
+        """
+        ids = row["tokens"]["id"]
+        text = row["prompt"] + text_of(self.tokenizer, ids[: place.stop])
+        for unknown in _replies(talk) if self.renderer else ():
+            if messages := read_back(self._text, talk.messages, unknown, text):
+                return messages[len(talk.messages) :]
+        return [USER | {"content": text_of(self.tokenizer, ids[place.start : place.stop])}]
 
     def _between(self, talk: _Talk, messages: Messages) -> tuple[int, ...] | None:
         """Returns the tokens behind the last answer if `messages` reply to it."""
@@ -168,7 +187,7 @@ class MessageExporter:
 
 def turns_of(row: Row) -> list[Turn]:
     """Returns the turns of a row; where none were told, each run of tokens that the policy chose is
-    an answer, and what stands between two is the user's.
+    an answer.
     """
     ids = row["tokens"]["id"]
     if row.get("turns"):
@@ -180,7 +199,8 @@ def turns_of(row: Row) -> list[Turn]:
     found, place = [], 0
     for chosen, run in groupby(row["tokens"].get("chosen", [True] * len(ids))):
         size = len(list(run))
-        found.append(Turn("assistant" if chosen else "user", place, place + size))
+        if chosen:
+            found.append(Turn("assistant", place, place + size))
         place += size
     return found or [Turn("assistant", 0, 0)]
 
@@ -209,11 +229,16 @@ def _beginnings(row: Row, before: _Talk | None) -> list[tuple[Messages, Messages
     """
     ways: list[tuple[Messages, Messages]] = []
     if before:
-        replies = [_replying(call) for call in before.calls]
-        ways += [(before.messages, said) for said in (replies, [*replies, USER], [USER]) if said]
+        ways += [(before.messages, said) for said in _replies(before)]
     if row.get("messages"):
         ways.append((row["messages"], []))
     return [*ways, ([], [USER]), ([], [SYSTEM, USER])]
+
+
+def _replies(talk: _Talk) -> list[Messages]:
+    """Returns what may have been said to the last answer, without its words."""
+    replies = [_replying(call) for call in talk.calls]
+    return [said for said in (replies, [*replies, USER], [USER]) if said]
 
 
 def _replying(call: ToolCall) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -269,6 +270,23 @@ def test_a_prompt_that_no_template_made_is_the_user_s_text(tmp_path: Path) -> No
     ]
     assert line["messages"][0]["content"].endswith("1+3=")
     assert not line["exact"]
+
+
+@pytest.mark.parametrize("name", ["hermes", "glm", "mistral"])
+def test_replies_that_no_turn_tells_are_read_from_the_template_s_text(
+    name: str, tmp_path: Path
+) -> None:
+    run = Run(tmp_path, FORMATS[name])
+    talk = run.conversation()
+    run.called(talk)
+    run.answered(talk, run.form.final)
+    (trajectory,) = talk.trajectories()
+    answers = tuple(turn for turn in trajectory.turns if turn.role == "assistant")
+    for turns in ((), answers):
+        run.keep(run.task(), replace(trajectory, turns=turns))
+    for line in run.exported():
+        assert line["messages"] == of_openai(talk.messages)
+        assert line["weights"] == [0, 1, 0, 1]
 
 
 def test_a_record_that_was_not_what_the_model_was_asked_is_not_exported(tmp_path: Path) -> None:
