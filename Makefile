@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 HARDWARE := $(if $(shell command -v nvidia-smi 2>/dev/null),cuda,cpu)
 READY := $(VENV)/.ready-$(HARDWARE)
 
-.PHONY: demo demo-vl demo-al test check site ranks gpu gpu-bench invariance chaos mutations bench learning slurm clean
+.PHONY: demo demo-vl demo-al demo-tools test check site ranks gpu gpu-bench invariance chaos mutations bench learning slurm clean
 
 TORCHVISION := $(wildcard requirements/torchvision_cpu/*.p*)
 
@@ -27,6 +27,9 @@ demo: $(READY)  ## a small Qwen3 learns arithmetic on 4 processes (TP2 x PP2), o
 
 demo-vl: $(READY)  ## a small Qwen2.5-VL learns to count shapes in pictures, on 4 processes as well
 	$(BIN)/python examples/shapes/demo.py $(ARGS)
+
+demo-tools: $(READY)  ## a small Qwen3 learns to call a calculator, on 4 processes
+	$(BIN)/python examples/calculator/demo.py $(ARGS)
 
 demo-al: $(READY)  ## a small Qwen2-Audio learns to count beeps in recordings, on 2 processes
 	$(BIN)/python examples/beeps/demo.py $(ARGS)

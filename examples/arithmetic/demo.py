@@ -36,16 +36,17 @@ def summary(
 ) -> dict:
     start, *steps = records
     tensor, pipeline = config.parallel.tensor, config.parallel.pipeline
-    accuracy = accuracy_of(start)
+    part = config.trainer.eval_accuracy
+    accuracy = accuracy_of(start, part)
     return {
         "layout": f"TP{tensor} x PP{pipeline} x DP{processes // (tensor * pipeline)}",
         "steps": len(steps),
         "accuracy_before": start[accuracy],
         "accuracy_after": steps[-1][accuracy],
         **{
-            name.removesuffix("_exact_match"): value
+            name.removesuffix(f"_{part}"): value
             for name, value in steps[-1].items()
-            if name.startswith("eval_") and name.endswith("_exact_match") and name != accuracy
+            if name.startswith("eval_") and name.endswith(f"_{part}") and name != accuracy
         },
         "logprob_gap_max": max(step["logprob_gap_max"] for step in steps),
         "seconds": round(finished - launched, 1),
@@ -57,12 +58,15 @@ def summary(
     }
 
 
-def accuracy_of(record: dict[str, float]) -> str:
-    """Returns the name of the held-out accuracy: of one file, or of the one called held_out."""
-    return "eval_exact_match" if "eval_exact_match" in record else "eval_held_out_exact_match"
+def accuracy_of(record: dict[str, float], part: str) -> str:
+    """Returns the name of the held-out accuracy: of one file, or of the one called held_out.
+
+    `part` of the reward is 1 where an answer is right.
+    """
+    return f"eval_{part}" if f"eval_{part}" in record else f"eval_held_out_{part}"
 
 
-def draw(records: list[dict[str, float]], title: str, target: Path) -> None:
+def draw(records: list[dict[str, float]], part: str, title: str, target: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -73,7 +77,7 @@ def draw(records: list[dict[str, float]], title: str, target: Path) -> None:
     axes.plot(
         [s["step"] for s in steps], [s["reward"] for s in steps], label="reward of the rollouts"
     )
-    accuracy = accuracy_of(records[0])
+    accuracy = accuracy_of(records[0], part)
     evaluated = [r for r in records if accuracy in r]
     axes.plot(
         [r["step"] for r in evaluated],
@@ -111,7 +115,7 @@ def main(
     records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     result = summary(records, config, given.processes, launched, time.time())
     (output / "summary.json").write_text(json.dumps(result, indent=2) + "\n")
-    draw(records, title, output / "reward.png")
+    draw(records, config.trainer.eval_accuracy, title, output / "reward.png")
     print(json.dumps(result, indent=2))
     print(
         f"held-out accuracy: {result['accuracy_before']:.1%} before, {result['accuracy_after']:.1%} after"

@@ -9,7 +9,7 @@ import json
 import random
 from pathlib import Path
 
-NUMBERS, FIRST, TURNS = 32, 33, 5  # the first number is below FIRST
+NUMBERS, FIRST, TURNS = 16, 49, 4  # the first number is below FIRST
 HELD_OUT, GAMES = 128, 3000
 
 

@@ -22,7 +22,16 @@ from rftmega.rollout_arrays import selected
 from rftmega.trainer import Algorithm
 from rftmega.trainer.journal import Journal, JournaledEngine, JournaledPolicy
 from rftmega.trainer.optimizer_steps import take_steps
-from rftmega.types import Completion, Prompt, Rollout, Rows, Sampling, TokenStats, Trajectory
+from rftmega.types import (
+    Completion,
+    Prompt,
+    Rollout,
+    Rows,
+    Sampling,
+    TokenStats,
+    Trajectory,
+    Turn,
+)
 from tests.rollouts import Alone, answered
 from tests.tiny_models import save_tiny
 from tests.unit.callbacks.test_checkpointing import lines, read, written
@@ -422,6 +431,20 @@ def test_rollouts_that_do_not_lie_in_their_order_are_read_where_they_lie() -> No
     again = Journal()
     again.load_state(read(written(journal.state())))
     assert list(again("answers", list)) == [answers[2], answers[0]]
+
+
+def test_all_that_an_environment_told_of_its_rollouts_is_in_the_journal() -> None:
+    turns = (Turn("assistant", 1, 2, reward=0.5), Turn("tool", 2, 3, "add"))
+    first = Trajectory.of((1,), Completion((2,), (-1.0,), "stop", 3), (4,), turns=turns)
+    second = Trajectory.of((1, 9), Completion((5,), (-2.0,), "length", 4))
+    several = Rollout((first, second), {"reward": 1.0}, {"found": 1.0}, {"turns": 2.0})
+    lost = Rollout((Trajectory.of((1,)),), {}, lost="gone")
+    cut = Rollout((second,), {"reward": 0.0}, score_zero=True)
+    journal = Journal()
+    journal("answers", lambda: [several, None, lost, cut])
+    again = Journal()
+    again.load_state(read(written(journal.state())))
+    assert list(again("answers", list)) == [several, None, lost, cut]
 
 
 def test_log_probs_of_a_journal_of_format_4_are_told_as_rows_are() -> None:
