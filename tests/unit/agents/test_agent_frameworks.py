@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.chat_formats import FORMATS
-from tests.unit.environments.test_openai_endpoint import rollouts
+from tests.unit.agents.test_openai_endpoint import rollouts
 
 ROOT = Path(__file__).parents[3]
 HEAD = """

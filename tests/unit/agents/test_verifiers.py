@@ -16,7 +16,7 @@ from rftmega.errors import ConfigError, DataError, InfrastructureFault
 from rftmega.options.agents import Verifiers
 from rftmega.types import Prompt
 from tests.chat_formats import FORMATS, tokenizer
-from tests.unit.environments.test_openai_endpoint import Scripted
+from tests.unit.agents.test_openai_endpoint import Scripted
 
 ROOT = Path(__file__).parents[3]
 FORM = FORMATS["hermes"]
