@@ -1,7 +1,7 @@
-"""The game: guess which of 16 numbers is the secret one. The prompt says which is the first of them,
+"""The game: guess which of 8 numbers is the secret one. The prompt says which is the first of them,
 and each reply whether the secret one is smaller or larger.
 
-A turn is worth what it tells: the share of the four bits that are to be found out. So turns are
+A turn is worth what it tells: the share of the three bits that are to be found out. So turns are
 compared with turns (`algorithm.advantage: turn_norm`).
 """
 
@@ -13,7 +13,7 @@ from rftmega.interfaces import Model
 from rftmega.options.parts import EnvironmentPart, implements
 from rftmega.types import Completion, Prompt, Rollout, Trajectory, Turn
 
-NUMBERS = 16
+NUMBERS = 8
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Guess(EnvironmentPart):
 
     type: Literal["guess"] = "guess"
 
-    turns: int = 4
+    turns: int = 3
     """Guesses that the model has."""
 
 

@@ -16,8 +16,8 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging
 
-WORDS = ["<pad>", "<eos>", "<", ">", *map(str, range(64))]
-STEPS, BATCH, LEARNING_RATE = 200, 64, 2e-3
+WORDS = ["<pad>", "<eos>", "<", ">", *map(str, range(32))]
+STEPS, BATCH, LEARNING_RATE = 200, 128, 2e-3
 Game = tuple[str, list[str]]  # the prompt, and the words behind it
 
 

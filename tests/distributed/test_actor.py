@@ -166,7 +166,7 @@ def test_three_updates_equal_a_plain_loop_of_transformers_and_torch(tmp_path: Pa
 
 def mini_batch_body(world: Any, folder: Path) -> Any:
     actor = build_actor(folder, ParallelConfig(), OPTIMIZER, updates_per_epoch=3)
-    mini_batches = Schedule(3).mini_batches(len(ROWS), 0)
+    mini_batches = Schedule(3).mini_batches(torch.ones(len(ROWS), dtype=torch.int64), 0)
     metrics = take_steps(
         actor, experience_of_plain(actor, rows_of(ROWS, PROMPTS)), policy_loss(), mini_batches
     )

@@ -51,7 +51,7 @@ def body(world: Any, folder: Path, parallel: ParallelConfig, updates_per_epoch: 
         torch.ones_like(logp),
     )
     auxiliary = Auxiliary("ptx", given(rows_of(GIVEN, GIVEN_PROMPTS)), cross_entropy_loss(), COEF)
-    cut = Schedule(updates_per_epoch).mini_batches(len(rows), 0)
+    cut = Schedule(updates_per_epoch).mini_batches(torch.ones(len(rows), dtype=torch.int64), 0)
     metrics = [
         take_steps(actor, experience, policy_loss(), cut, auxiliary=auxiliary) for _ in range(2)
     ]

@@ -38,7 +38,7 @@ def learn_body(world: Any, folder: Path, parallel: ParallelConfig, token_cap: in
     critic = build_critic(folder, parallel, OPTIMIZER, token_cap=token_cap, updates_per_epoch=3)
     rows = rows_of(PAIRS, PROMPTS).with_end()
     before = last_value(critic.values(rows), rows)
-    cut = Schedule(3).mini_batches(len(rows), 0, group_size=2)
+    cut = Schedule(3).mini_batches(torch.full((len(rows) // 2,), 2), 0)
     metrics = take_steps(critic, given(rows), pairwise_loss(), cut, group_size=2)
     return before, metrics, last_value(critic.values(rows), rows)
 
