@@ -31,6 +31,7 @@ class Scripted:
     """A model that says the texts of a list, one after another."""
 
     row_tokens = 4000
+    sampling = Sampling()
 
     def __init__(self, tokenizer: Any, texts: Sequence[str]):
         self.tokenizer, self.texts = tokenizer, list(texts)

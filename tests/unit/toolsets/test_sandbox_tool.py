@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from rftmega.toolsets import sandbox_tool
 from rftmega.errors import ConfigError, InfrastructureFault
 from rftmega.options.tools import SandboxTool, ToolLimits
+from rftmega.toolsets import sandbox_tool
 from rftmega.toolsets.sandbox_tool import SandboxSession, SandboxTools
 from rftmega.toolsets.tool_runner import OpenTools, ToolReply, ToolRunner
 from tests.unit.toolsets.tool_calls import in_rollout
