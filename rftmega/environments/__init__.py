@@ -2,7 +2,7 @@
 
 from rftmega.agents.agent import AgentEnvironment
 from rftmega.agents.verifiers import VerifiersEnvironment
-from rftmega.environments.create import create, specs_of
+from rftmega.environments.create import check, create, specs_of
 from rftmega.environments.given import given_environment
 from rftmega.environments.single_turn import SingleTurnEnvironment
 from rftmega.environments.tools import ToolsEnvironment
@@ -12,6 +12,7 @@ __all__ = [
     "SingleTurnEnvironment",
     "ToolsEnvironment",
     "VerifiersEnvironment",
+    "check",
     "create",
     "given_environment",
     "specs_of",

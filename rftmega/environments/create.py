@@ -1,9 +1,11 @@
 """Builds an environment from a run's options."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from rftmega.interfaces import Environment
 from rftmega.options.parts import IMPLEMENTATIONS, EnvironmentPart
+from rftmega.types import Prompt
 
 
 def specs_of(options: EnvironmentPart) -> list[dict[str, Any]]:
@@ -14,6 +16,13 @@ def specs_of(options: EnvironmentPart) -> list[dict[str, Any]]:
     specs = getattr(IMPLEMENTATIONS[type(options)], "specs", None)
     found: list[dict[str, Any]] = specs(options) if specs else []
     return found
+
+
+def check(environment: Environment, prompts: Sequence[Prompt]) -> None:
+    """Raises DataError for tasks that the environment can't do, as far as the first one tells."""
+    own = getattr(environment, "check", None)
+    if own is not None and prompts:
+        own(prompts[0])
 
 
 def create(options: EnvironmentPart, tokenizer: Any) -> Environment:

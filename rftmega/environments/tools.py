@@ -43,6 +43,10 @@ class ToolsEnvironment:
         """
         return asyncio.run(_listed(options))
 
+    def check(self, task: Prompt) -> None:
+        """Raises DataError for a task that is not what the chat template makes of it and the tools."""
+        Conversation.of(task, self.renderer, self.renderer.tokenizer.chat.tools)
+
     async def run(self, task: Prompt, model: Model) -> Rollout:
         specs = [spec.openai() for spec in await self.tools.open()]
         conversation = Conversation.of(task, self.renderer, specs)

@@ -1,7 +1,6 @@
 """Runs one process of a run, from data to an exported model."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rftmega.config import RunConfig
@@ -9,6 +8,7 @@ from rftmega.config import RunConfig
 if TYPE_CHECKING:
     from rftmega.data import Tokenizer
     from rftmega.strategy.backend import Backend
+    from rftmega.types import Prompt
 
 Task = Callable[[RunConfig], int]
 """Trains as one process of a run. Returns its exit code."""
@@ -45,17 +45,22 @@ def reinforce(config: RunConfig) -> int:
     from rftmega.rewards import MajorityReward, check_prompts, create
 
     tokenizer = _tokenizer(config, environments.specs_of(config.environment))
+    environment = environments.create(config.environment, tokenizer)
+
+    def check(prompts: "Sequence[Prompt]") -> None:
+        check_prompts(config.reward, prompts)
+        environments.check(environment, prompts)
+
     # Data first: what is wrong with it shows before the heavy imports.
     prompts, held_out = prompts_of(
         config,
         tokenizer,
-        check=partial(check_prompts, config.reward),
+        check=check,
         rank=whole_number("RANK", 0),
         ranks=whole_number("WORLD_SIZE", 1),
     )
     ptx = ptx_of(config, tokenizer)
     reward = create(config.reward, tokenizer.decode)
-    environment = environments.create(config.environment, tokenizer)
 
     from rftmega.callbacks.checkpointing import resume
     from rftmega.callbacks.observers import evaluation_of_prompts

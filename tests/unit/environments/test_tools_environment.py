@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from rftmega.environments import create, specs_of
+from rftmega.environments import check, create, specs_of
 from rftmega.environments.tools import ToolsEnvironment
-from rftmega.errors import ConfigError, ContextTooLong, InfrastructureFault
-from rftmega.options.environments import Tools
+from rftmega.errors import ConfigError, ContextTooLong, DataError, InfrastructureFault
+from rftmega.options.environments import SingleTurn, Tools
 from rftmega.options.tools import ToolLimits
 from rftmega.types import Completion, Prompt, Rollout
 from tests.chat_formats import FORMATS, tokenizer
@@ -212,3 +212,18 @@ def test_what_ran_over_a_limit_is_learnt_from_scored_0_or_left_out(
 def test_an_environment_without_a_tool_is_refused() -> None:
     with pytest.raises(ConfigError, match="has no tools"):
         specs_of(Tools())
+
+
+def test_a_task_that_did_not_go_through_the_chat_template_is_refused_at_the_start(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "my_tools.py").write_text(SOURCE)
+    options = Tools(tools=[f"{tmp_path}/my_tools.py:add"])
+    encode = tokenizer(tmp_path / "model", FORM, tools=specs_of(options))
+    record = json.dumps({"prompt": "1+3?"})
+    plain = Prompt(encode.encode_reply("1+3?"), record=record)
+    environment = create(options, encode)
+    with pytest.raises(DataError, match=r"data\.chat_template=true"):
+        check(environment, [plain])
+    check(environment, [Prompt(encode.encode("1+3?", chat_template=True), record=record)])
+    check(create(SingleTurn(), encode), [plain])
