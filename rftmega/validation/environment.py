@@ -1,4 +1,4 @@
-"""What environments need: tools that are there, an agent, another library's Python."""
+"""Checks that an environment has what it needs: tools, an agent, another library's Python."""
 
 import os
 import shutil

@@ -7,7 +7,7 @@ import pytest
 
 from rftmega.config import RunConfig, load
 from rftmega.config.schema import RewardConfig
-from rftmega.config.tree import choices_of, options, value_of, walk
+from rftmega.config.tree import choices_of, options, unions, value_of, walk
 from rftmega.errors import ConfigError
 from rftmega.validation import violations
 from rftmega.validation.paths import PATHS
@@ -276,7 +276,8 @@ FLOATS = [option for option, kind in NUMBERS.items() if kind is float]
 
 def chosen(name: str, part: str) -> list[str]:
     """Overrides under which there is an option."""
-    return [f"{name.rpartition('.')[0]}={part}"] if part else []
+    parents = [name[:end] for end, letter in enumerate(name) if letter == "."]
+    return [f"{section}={part}" for section in parents if section in unions()] if part else []
 
 
 @pytest.mark.parametrize("value", [".nan", ".inf", "-.inf"])
@@ -583,7 +584,10 @@ def test_an_address_that_is_complained_about_is_not_shown(kind: str, config_file
 
 
 TEXTS = (  # options that are texts and neither paths nor choices
-    "environment.name",
+    *(
+        f"environment.{name}"
+        for name in ("name", "environment", "function", "python", "renderer", "tool_parser")
+    ),
     *(
         f"data.{name}_key"
         for name in (
