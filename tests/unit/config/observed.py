@@ -53,6 +53,7 @@ class Letters:
 
     def __init__(self, seen: Seen, folder: str | Path, **settings: Any):
         seen.append(("tokenizer", settings))
+        self.chat = settings["chat"]
 
     def encode(self, prompt: Any, *, chat_template: bool) -> tuple[int, ...]:
         text = (
