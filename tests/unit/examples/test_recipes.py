@@ -1,4 +1,4 @@
-"""examples/gsm8k, dapo_math and moe_30b: their data, their options for the real sizes, their files for
+"""examples/gsm8k, dapo_math, code_agent and moe_30b: their data, their options for the real sizes, their files for
 Slurm, their plans, and every line of them on a tiny model.
 """
 
@@ -17,10 +17,12 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from examples.code_agent import make_data as code_agent
 from examples.dapo_math import make_data as dapo_math
 from examples.gsm8k import make_data as gsm8k
 from rftmega.config import load
 from rftmega.errors import DataError
+from rftmega.rewards.code import read_tests
 from rftmega.tools import launch, plan
 from tests.tiny_models import save_tiny
 
@@ -41,6 +43,7 @@ class Recipe(NamedTuple):
 RECIPES = (
     Recipe("gsm8k/one_gpu", "qwen2.5-0.5b", 1, 1, "qwen2-tied", ()),
     Recipe("gsm8k/eight_gpus", "qwen2.5-0.5b", 1, 8, "qwen2-tied", ()),
+    Recipe("code_agent/eight_gpus", "qwen3-8b", 1, 8, "qwen3", ()),
     Recipe("dapo_math/one_node", "qwen3-8b", 1, 8, "qwen3", ()),
     Recipe("dapo_math/eight_nodes", "qwen3-8b", 8, 8, "qwen3", ()),
     Recipe(
@@ -48,7 +51,12 @@ RECIPES = (
         ("parallel.tensor=2", "parallel.expert=2", "rollout.tensor=1"),
     ),
 )
-RUN = (RECIPES[1], RECIPES[3], RECIPES[4])  # those of which the others are the base, or alone
+RUN = (
+    RECIPES[1],
+    RECIPES[2],
+    RECIPES[4],
+    RECIPES[5],
+)  # those of which the others are the base, or alone
 SMALL = (
     *("rollout.engine=scripted", "rollout.samples_per_prompt=4", "rollout.max_prompt_tokens=400"),
     *("rollout.max_response_tokens=12", "trainer.steps=2", "trainer.prompts_per_step=4"),
@@ -69,8 +77,14 @@ def problem(n: int) -> dict[str, Any]:
     return {"data_source": "math_dapo", "prompt": [message], "reward_model": label}
 
 
+def program(n: int) -> dict[str, Any]:
+    asserts = [f"assert add(1, {n}) == {n + 1}", "assert add(2, 2) == 4"]
+    fields = {"text": f"Write a function add that adds, task {n}.", "test_list": asserts}
+    return fields | {"test_setup_code": "import math" * (n == 2), "challenge_test_list": []}
+
+
 def made(folder: Path) -> Path:
-    """The data of both examples, of a few lines in the files' own format."""
+    """The data of all examples, of a few lines in the files' own format."""
     (folder / "q.jsonl").write_text("\n".join(map(json.dumps, QUESTIONS)))
     repeated = [problem(n) for n in (1, 2, 3, 1, 4, 5, 2)]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(repeated), folder / "p.parquet")
@@ -78,6 +92,10 @@ def made(folder: Path) -> Path:
     assert gsm8k.main([str(folder / "runs/gsm8k/data"), *both]) == 0
     both = ["--train", str(folder / "p.parquet"), "--aime24", str(folder / "p.parquet")]
     assert dapo_math.main([str(folder / "runs/dapo_math/data"), *both]) == 0
+    programs = [program(n) for n in range(1, 9)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(programs), folder / "m.parquet")
+    both = ["--train", str(folder / "m.parquet"), "--eval", str(folder / "m.parquet")]
+    assert code_agent.main([str(folder / "runs/code_agent/data"), *both]) == 0
     return folder
 
 
@@ -93,6 +111,11 @@ def test_the_data_has_the_number_of_each_solution_and_each_problem_once(tmp_path
     problems = lines(tmp_path / "runs/dapo_math/data/aime24.jsonl")
     assert [line["label"] for line in problems] == ["2", "4", "6", "8", "10"]
     assert problems[0]["prompt"][0].keys() == {"role", "content"}
+    programs = lines(tmp_path / "runs/code_agent/data/train.jsonl")
+    tests = [read_tests(line["label"])["tests"] for line in programs[:2]]
+    assert tests[0] == "assert add(1, 1) == 2\nassert add(2, 2) == 4"
+    assert tests[1].startswith("import math\nassert add(1, 2) == 3\n")
+    assert "add(1, 1) == 2" in programs[0]["prompt"] and "add(2, 2)" not in programs[0]["prompt"]
 
 
 def test_data_that_can_not_be_right_is_refused_with_its_place(tmp_path: Path) -> None:
@@ -103,6 +126,9 @@ def test_data_that_can_not_be_right_is_refused_with_its_place(tmp_path: Path) ->
     (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, [problem(1), other])))
     with pytest.raises(DataError, match=r"b\.jsonl:2: .*another answer"):
         list(dapo_math.problems(tmp_path / "b.jsonl"))
+    (tmp_path / "c.jsonl").write_text(json.dumps(program(1) | {"test_list": []}) + "\n")
+    with pytest.raises(DataError, match=r"c\.jsonl:1: the task has no assert"):
+        list(code_agent.tasks(tmp_path / "c.jsonl"))
 
 
 @named
@@ -140,13 +166,14 @@ def test_the_readme_has_what_the_plan_says(
 
 
 def save_model(folder: Path, variant: str) -> None:
-    """A tiny model with a token a character, whose template knows of thinking."""
+    """A tiny model with a token a character, whose template knows of tools and of thinking."""
     symbols = ["<pad>", "<eos>", "\n", *map(chr, range(32, 127))]
     inner = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(symbols)}, merges=[]))
     inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     inner.decoder = decoders.Fuse()
     encode = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>")
     encode.chat_template = (
+        "{% for tool in tools or [] %}{{ tool.function.name }}\n{% endfor %}"
         "{% for message in messages %}{{ message.content }}\n{% endfor %}"
         "{% if enable_thinking is defined and enable_thinking %}<think>{% endif %}"
     )
@@ -173,6 +200,7 @@ def test_a_tiny_model_goes_through_every_line(recipe: Recipe, tmp_path: Path) ->
     output = tmp_path / load(config).trainer.output
     found = lines(output / "metrics.jsonl")
     assert [line["step"] for line in found] == [0, 1, 2]
-    assert any(name.startswith("eval_") and name.endswith("_math") for name in found[-1])
+    judged = f"_{load(config).trainer.eval_accuracy}"
+    assert any(name.startswith("eval_") and name.endswith(judged) for name in found[-1])
     assert (output / "policy/config.json").is_file()
     assert (output / "checkpoints/latest").is_file()
