@@ -1,8 +1,10 @@
 """Chooses a renderer of the renderers library for a folder, and holds it to the folder's template."""
 
+import copy
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from rftmega.json_files import read_json_object
 from rftmega.types import Turn
 
 logger = logging.getLogger(__name__)
+SHORT, REMEMBERED = 64, 1024  # characters of a text, and texts, whose tokens are kept
 
 # model_type of config.json -> renderers of the library that may fit such a folder. The library's own
 # choice goes by the name of a model on the hub, which a folder does not have.
@@ -178,10 +181,27 @@ def _built(tokenizer: ChatTokenizer, name: str) -> Any:
     try:
         config = config_from_name(name)
         given = dict(tokenizer.chat.given)
-        return create_renderer(tokenizer.inner, config, chat_template_kwargs=given)
+        return create_renderer(_remembering(tokenizer.inner), config, chat_template_kwargs=given)
     # a special token that the tokenizer lacks, an option that is another template's, no network
     except (AssertionError, ValueError, TypeError, KeyError, OSError) as error:
         return f"{type(error).__name__}: {error}"
+
+
+def _remembering(inner: Any) -> Any:
+    """Returns a tokenizer that keeps the tokens of short texts: a renderer asks for the words of its
+    format several times a turn, and transformers takes 0.1 ms for each.
+    """
+    kept = lru_cache(REMEMBERED)(lambda text: tuple(inner.encode(text, add_special_tokens=False)))
+
+    def encode(text: str, *given: Any, **options: Any) -> list[int]:
+        if len(text) <= SHORT and not given and options == {"add_special_tokens": False}:
+            return list(kept(text))
+        found: list[int] = inner.encode(text, *given, **options)
+        return found
+
+    found = copy.copy(inner)
+    found.encode = encode
+    return found
 
 
 def _difference(tokenizer: ChatTokenizer, renderer: Any, *, rewritten: bool) -> str:

@@ -202,6 +202,8 @@ async def reply_of(
 
 async def _result(function: Callable[[], Any], loop: BackgroundLoop) -> Any:
     """Calls a function in a thread. Waits in `loop` for a coroutine that it returns."""
+    if inspect.iscoroutinefunction(function):  # the call runs nothing of the user's yet
+        return await loop.run(_contained(function()))
     value = await in_thread(function)
     return await loop.run(_contained(value)) if inspect.isawaitable(value) else value
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from rftmega.errors import ConfigError, InfrastructureFault
 from rftmega.options.tools import ToolLimits
 from rftmega.toolsets.background_loop import BackgroundLoop
-from rftmega.toolsets.tool import ToolError, ToolSession, Toolset, ToolSpec
+from rftmega.toolsets.tool import PlainSession, ToolError, ToolSession, Toolset, ToolSpec
 from rftmega.types import Prompt
 
 LONGEST_PAUSE = 30.0  # seconds between two attempts
@@ -103,7 +103,8 @@ class ToolRunner:
 
         Raises InfrastructureFault where they take too long.
         """
-        said = await self._asked([session.turn_reward() for session in self._sessions])
+        asked = self._with_own("turn_reward")
+        said = await self._asked([session.turn_reward() for session in asked])
         known: list[float] = [worth for worth in said if worth is not None]
         return sum(known) if known else None
 
@@ -112,14 +113,25 @@ class ToolRunner:
 
         Raises InfrastructureFault where they take too long.
         """
-        said = await self._asked([session.rewards() for session in self._sessions])
+        asked = self._with_own("rewards")
+        said = await self._asked([session.rewards() for session in asked])
         return {name: worth for parts in said for name, worth in parts.items()}
 
     async def close(self) -> None:
         """Closes the sessions."""
-        await self._run(_close_all(self._sessions))
+        if ended := self._with_own("close"):
+            await self._run(_close_all(ended))
+
+    def _with_own(self, method: str) -> list[ToolSession]:
+        """Returns the sessions that do something in a method which a PlainSession leaves empty: a
+        way to another thread and back is not for nothing, once a turn.
+        """
+        plain = getattr(PlainSession, method)
+        return [each for each in self._sessions if getattr(type(each), method) is not plain]
 
     async def _asked(self, questions: list[Coroutine[Any, Any, Any]]) -> list[Any]:
+        if not questions:
+            return []
         return await self._run(_within(self._limits.seconds, questions))
 
     def _tool(self, name: str) -> OfferedTool:
