@@ -30,6 +30,7 @@ from benchmarks import (
     rollouts,
     sharded,
     steps,
+    turns,
 )
 
 # name -> (what runs, the figure that is asked for, its bound)
@@ -68,6 +69,16 @@ BENCHMARKS = {
         rollouts.through_an_environment,
         "4 tokens: environment_over_engine",
         "at most 1.03",
+    ),
+    "rollouts that wait for tools": (
+        turns.waiting_for_tools,
+        "4 rollouts a place: idle places",
+        "below 0.1",
+    ),
+    "environment of tools against a plain loop": (
+        turns.tools_against_a_plain_loop,
+        "100 tokens: environment_over_plain",
+        "at least 0.95",
     ),
     "one copy of a rollout a host": (
         data_plane.one_copy_a_host,

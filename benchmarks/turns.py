@@ -1,0 +1,254 @@
+"""How long engines have nothing to do while rollouts wait for tools, and what the environment of
+tools costs beside a plain loop over the same engine.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from benchmarks.timing import compare
+from rftmega.config import ParallelConfig, RolloutConfig
+from rftmega.data.tokenizer import Chat, Tokenizer
+from rftmega.dispatch.engine_pool import EnginePool
+from rftmega.dispatch.pending_requests import PendingRequests, Tasks
+from rftmega.dispatch.request_queues import Counted
+from rftmega.environments import ToolsEnvironment, specs_of
+from rftmega.options.environments import Tools
+from rftmega.parallel.process_group import World
+from rftmega.requests import Request
+from rftmega.requests.order import ordered
+from rftmega.rollout import ScriptedEngine
+from rftmega.sampling_seeds import turn_seed
+from rftmega.strategy.phases import DevicePhases
+from rftmega.types import Completion, Prompt, Rollout, Sampling
+from tests.calling_model import END, HEAD, TAIL, save_calling, talkative
+from tests.layouts import build_manager
+from tests.ranks import run_ranks
+
+STEP = 0.02  # seconds of a step of the scripted engine, about that of a model of 8 billion
+UNDER_WAY, TASKS, TURNS = 1000, 2000, 4
+ANSWER = 20  # tokens of an answer in the mean; a tool takes half as many steps
+SIZE = 64  # rollouts
+PLACES = (1, 2, 4)  # rollouts under way for each answer that the engine generates at once
+FUNCTION = '''
+import asyncio
+
+async def add(a: int) -> int:
+    """Adds three.
+
+    Args:
+        a: A number.
+    """
+    await asyncio.sleep({seconds})
+    return a + 3
+'''
+
+
+def tokenizer_and_tools(folder: Path, model: Path, seconds: float) -> tuple[Tokenizer, Tools]:
+    """Returns the tokenizer of a folder, and options of a tool that takes so many seconds."""
+    file = folder / "my_tools.py"
+    file.write_text(FUNCTION.format(seconds=seconds))
+    options = Tools(tools=[f"{file}:add"], max_turns=TURNS)
+    return Tokenizer(model, chat=Chat(tools=specs_of(options))), options
+
+
+class Calls(ScriptedEngine):
+    """Calls the tool in every answer, of about ANSWER tokens, and takes STEP seconds a step."""
+
+    def __init__(self, call: Sequence[int], end: int, config: RolloutConfig):
+        super().__init__(config, vocabulary=50, stop_ids=[end])
+        self.call, self.end, self.tokens = tuple(call), end, 0
+
+    def _completion(self, seed: int) -> Completion:
+        words = ANSWER // 2 + seed % (ANSWER + 1) - len(self.call) - 1
+        ids = (*[40] * words, *self.call, self.end)
+        self.tokens += len(ids)
+        return Completion(ids, (-0.5,) * len(ids), "stop", 0)
+
+
+def waiting_for_tools(folder: Path) -> dict[str, float]:
+    """Shares of the time in which the engine had nothing to do at all, and in which a place of it
+    was empty: 1,000 rollouts under way, of tools that take ten steps, and as many places, half and
+    a quarter of that.
+
+    The rest of a phase, in which fewer and fewer are under way, is told apart.
+    """
+    found: dict[str, float] = {}
+    model = save_calling(folder / "model", num_hidden_layers=1)
+    for times in PLACES:
+        found |= {
+            f"{times} rollouts a place: {name}": value
+            for name, value in _slow_tools(folder, model, UNDER_WAY // times).items()
+        }
+    return found
+
+
+def _slow_tools(folder: Path, model: Path, places: int) -> dict[str, float]:
+    tokenizer, options = tokenizer_and_tools(folder, model, 10 * STEP)
+    environment = ToolsEnvironment(options, tokenizer)
+    call = tokenizer.encode_reply(f"<tool_call>{HEAD}1{TAIL}</tool_call>")
+    (end,) = tokenizer.encode_reply(END)
+    config = RolloutConfig(max_batch=places, max_prompt_tokens=1024, max_response_tokens=1024)
+    engine = Calls(call, end, config)
+    engine.load_weights([], version=0)
+    ids = tokenizer.encode("1+3?", chat_template=True)
+    prompts = [Prompt(ids, index=at, record='{"prompt": "1+3?"}') for at in range(TASKS)]
+    lengths = [float(ANSWER)] * TASKS
+    order = ordered(prompts, lengths, 1, places)
+    tasks = Tasks(prompts, range(TASKS), lengths, Sampling(1.0))
+    queue = Counted(order, 0, board=dist.HashStore(), name="rollout")
+    loop = asyncio.new_event_loop()
+    began = time.perf_counter()
+    steady: list[float] = []  # seconds, steps and tokens when the last task was begun
+
+    def stepped() -> bool:
+        time.sleep(STEP)
+        if not steady and queue.empty:
+            steady.extend((time.perf_counter() - began, engine.steps, engine.tokens))
+        return False
+
+    pending = PendingRequests(
+        engine, tasks, queue, environment, None, most_running=UNDER_WAY, loop=loop
+    )
+    with pending:
+        assert pending.go_on(stepped)
+    seconds = time.perf_counter() - began
+    loop.run_until_complete(environment.close())
+    loop.close()
+    until, steps, tokens = steady
+    return {
+        "idle engine": 1 - steps * STEP / until,
+        "idle places": 1 - tokens * STEP / (places * until),
+        "idle engine, with the end": 1 - engine.steps * STEP / seconds,
+        "idle places, with the end": 1 - engine.tokens * STEP / (places * seconds),
+    }
+
+
+def tools_against_a_plain_loop(folder: Path) -> dict[str, float]:
+    """Turns a second of the environment of tools on vLLM, and of a loop that appends the same
+    replies to the same answers by hand: answers of 7 tokens, of 100 and of 400.
+    """
+    found: dict[str, float] = {}
+    for words in (1, 94, 394):
+        own = folder / str(words)
+        own.mkdir()
+        (row,) = run_ranks(1, turns_body, own, words, timeout=900)
+        found |= {f"{words + 6} tokens: {name}": value for name, value in row.items()}
+    return found
+
+
+def turns_body(world: World, folder: Path, words: int) -> dict[str, float]:
+    from rftmega.rollout.vllm import VLLMEngine
+
+    os.environ["LOCAL_WORLD_SIZE"] = str(world.size)
+    table, said = talkative(words)
+    model = save_calling(folder / "model", table, said, num_hidden_layers=2)
+    tokenizer, options = tokenizer_and_tools(folder, model, 0)
+    config = RolloutConfig(
+        max_prompt_tokens=1024, max_response_tokens=1024, cpu_cache_gib=1.0, max_batch=64
+    )
+    engine = VLLMEngine(model, config, world, dtype="float32", stop_ids=tokenizer.stop_ids)
+    environment = ToolsEnvironment(options, tokenizer)
+    manager = build_manager(model, ParallelConfig())
+    phases = DevicePhases({"policy": manager.residency}, offload=False)
+    pool = EnginePool(engine, phases, world, environment, processes_per_engine=1, restarts=0)
+    pool.weight_sync(manager.shards(), bucket_bytes=2**20).push(version=0)
+    ids = tokenizer.encode("1+3?", chat_template=True)
+    size = SIZE
+    prompts = [Prompt(ids, index=at, record='{"prompt": "1+3?"}') for at in range(size)]
+    asked: dict[str, Any] = {"seeds": range(size), "sampling": Sampling(1.0)}
+    rollouts = pool.generate(prompts, **asked)
+    known = [_parts(rollout) for rollout in rollouts if rollout is not None]
+    turns = sum(len(answers) for _, answers, _ in known)
+
+    def plainly() -> None:
+        plain = PlainLoop(engine, known)
+        assert plain.run() == [answers for _, answers, _ in known], "other answers"
+
+    both = compare(lambda: pool.generate(prompts, **asked), plainly, rounds=5)
+    pool.close()
+    return {
+        "environment_turns_a_second": turns / both.ours,
+        "plain_turns_a_second": turns / both.theirs,
+        "environment_over_plain": both.ratio,
+    }
+
+
+Known = tuple[tuple[int, ...], list[tuple[int, ...]], list[tuple[int, ...]]]
+
+
+def _parts(rollout: Rollout) -> Known:
+    """Returns the prompt, the answers, and what was said to all but the last."""
+    (one,) = rollout.trajectories
+    ids = tuple(one.token_ids.tolist())
+    answers = [turn for turn in one.turns if turn.role == "assistant"]
+    replies = [
+        ids[turn.stop : after.start] for turn, after in zip(answers, answers[1:], strict=False)
+    ]
+    return ids[: answers[0].start], [ids[turn.start : turn.stop] for turn in answers], replies
+
+
+class PlainLoop:
+    """PlainLoop runs a coroutine a rollout over an engine of vLLM, with nothing beside.
+
+    The engine is asked as any of vLLM's users would: it stops by itself, and queues what it has no
+    place for. It is the `requests` of the engine, which it gives everything at once.
+    """
+
+    def __init__(self, engine: Any, known: Sequence[Known]):
+        self._engine, self._known = engine, known
+        self._loop = asyncio.new_event_loop()
+        self._new: list[Request] = []
+        self._waiting: dict[int, asyncio.Future[Completion]] = {}
+        self._asked = 0
+
+    def run(self) -> list[list[tuple[int, ...]]]:
+        """Returns the answers of each rollout."""
+        tasks = [self._loop.create_task(self._rollout(place)) for place in range(len(self._known))]
+        self._advance()
+        self._engine.answer(self, sampling=Sampling(1.0))
+        found = [task.result() for task in tasks]
+        self._loop.close()
+        return found
+
+    def take(self, room: int) -> list[Request]:
+        """Gives all that is asked."""
+        new, self._new = self._new, []
+        return new
+
+    def finished(self, numbers: Sequence[int], completions: Sequence[Completion]) -> None:
+        """Lets the rollouts go on."""
+        for number, completion in zip(numbers, completions, strict=True):
+            self._waiting.pop(number).set_result(completion)
+        self._advance()
+
+    def stopped(self) -> bool:
+        return False
+
+    def _advance(self) -> None:
+        for _ in range(2):
+            self._loop.call_soon(self._loop.stop)
+            self._loop.run_forever()
+
+    async def _rollout(self, place: int) -> list[tuple[int, ...]]:
+        context, answers, replies = self._known[place]
+        found = []
+        for turn in range(len(answers)):
+            seed = turn_seed(place, turn)
+            completion = await self._ask(Request(context, seed, place, 0.0))
+            found.append(tuple(completion.token_ids))
+            if turn < len(replies):
+                context = (*context, *found[-1], *replies[turn])
+        return found
+
+    async def _ask(self, request: Request) -> Completion:
+        future: asyncio.Future[Completion] = self._loop.create_future()
+        self._waiting[self._asked] = future
+        self._asked += 1
+        self._new.append(request)
+        return await future
