@@ -78,7 +78,7 @@ class Adder:
 TASKS = 24
 SEEDS = [3000 + place for place in range(TASKS)]
 OPTIONS: dict[str, Any] = {"max_turns": 5, "max_turn_tokens": 30, "max_tokens": 100}
-ASKED_AT = 200  # engine steps of all engines together, of about 400
+ASKED_AT = 4  # rollouts that have their scores
 
 
 class Folder:
@@ -107,8 +107,8 @@ class Folder:
 
 class Talks(ScriptedEngine):
     """Says what it draws by the whole context and the seed: calls, of which some are wrong, two at
-    once or broken off, and answers. In step `breaks` it breaks down, and at `signalled` the process
-    gets a signal.
+    once or broken off, and answers. In step `breaks` it breaks down. With so many `signalled`
+    rollouts that have their scores the process gets a signal.
     """
 
     def __init__(self, tokenizer: Tokenizer, rank: int = 0, breaks: int = 0, signalled: int = 0):
@@ -137,8 +137,10 @@ class Talks(ScriptedEngine):
             time.sleep(0.0005 * self.pace.random())
             if self.steps == self.breaks:
                 raise EngineFault("out of pages")
-            if self.steps == self.signalled:
+            if self.signalled and len(requests.judging.answered) >= self.signalled:
+                requests.judging.settled(lambda: False)
                 os.kill(os.getpid(), signal.SIGUSR1)
+                self.signalled = 0
             return bool(requests.stopped())
 
         super()._answer(Wrapped(requests, stopped=stepped), sampling)
@@ -255,13 +257,11 @@ def test_a_tool_that_dies_twice_changes_no_rollout(
 
 
 def resumed_body(world: World, path: Path, per_engine: int) -> Any:
-    """The last process gets a signal in the middle; another run goes on from its journal."""
+    """Each process that comes so far gets a signal; another run goes on from the journal."""
     folder = Folder(path)
     preemption.LOOK = 0.02
     preemption.meet(dist.FileStore(str(path / f"board-{world.size}-{per_engine}"), world.size))
-    last = world.rank == world.size - 1
-    step = ASKED_AT * per_engine // world.size if last else 0
-    engine = Talks(folder.tokenizer, world.rank, signalled=step)
+    engine = Talks(folder.tokenizer, world.rank, signalled=ASKED_AT)
     pool = pooled(world, engine, folder, per_engine)
     stopped = Journal()
     with preemption.listening(), pytest.raises(Preempted):
