@@ -72,7 +72,7 @@ BENCHMARKS = {
     ),
     "rollouts that wait for tools": (
         turns.waiting_for_tools,
-        "4 rollouts a place: idle places",
+        "200 ms a step, 4 rollouts a place: idle places",
         "below 0.1",
     ),
     "environment of tools against a plain loop": (

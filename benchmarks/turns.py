@@ -5,7 +5,7 @@ tools costs beside a plain loop over the same engine.
 import asyncio
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from rftmega.dispatch.request_queues import Counted
 from rftmega.environments import ToolsEnvironment, specs_of
 from rftmega.options.environments import Tools
 from rftmega.parallel.process_group import World
-from rftmega.requests import Request
+from rftmega.requests import Request, Requests
 from rftmega.requests.order import ordered
 from rftmega.rollout import ScriptedEngine
 from rftmega.sampling_seeds import turn_seed
@@ -29,8 +29,11 @@ from rftmega.types import Completion, Prompt, Rollout, Sampling
 from tests.calling_model import END, HEAD, TAIL, save_calling, talkative
 from tests.layouts import build_manager
 from tests.ranks import run_ranks
+from tests.rollouts import Wrapped
 
-STEP = 0.02  # seconds of a step of the scripted engine, about that of a model of 8 billion
+# seconds of a step of the scripted engine: about those of a model of 8 billion on a GPU; and so many
+# that what a turn costs this process is little beside them
+STEPS = (0.02, 0.2)
 UNDER_WAY, TASKS, TURNS = 1000, 2000, 4
 ANSWER = 20  # tokens of an answer in the mean; a tool takes half as many steps
 SIZE = 64  # rollouts
@@ -58,38 +61,46 @@ def tokenizer_and_tools(folder: Path, model: Path, seconds: float) -> tuple[Toke
 
 
 class Calls(ScriptedEngine):
-    """Calls the tool in every answer, of about ANSWER tokens, and takes STEP seconds a step."""
+    """Calls the tool in every answer, of about ANSWER tokens."""
 
     def __init__(self, call: Sequence[int], end: int, config: RolloutConfig):
         super().__init__(config, vocabulary=50, stop_ids=[end])
-        self.call, self.end, self.tokens = tuple(call), end, 0
+        self.call, self.end = tuple(call), end
+        self.asked, self.given = 0, 0  # requests, and those that have their answers
+
+    def _answer(self, requests: Requests, sampling: Sampling) -> None:
+        def finished(numbers: Sequence[int], completions: Sequence[Completion]) -> None:
+            self.given += len(numbers)
+            requests.finished(numbers, completions)
+
+        super()._answer(Wrapped(requests, finished=finished), sampling)
 
     def _completion(self, seed: int) -> Completion:
         words = ANSWER // 2 + seed % (ANSWER + 1) - len(self.call) - 1
         ids = (*[40] * words, *self.call, self.end)
-        self.tokens += len(ids)
+        self.asked += 1
         return Completion(ids, (-0.5,) * len(ids), "stop", 0)
 
 
 def waiting_for_tools(folder: Path) -> dict[str, float]:
-    """Shares of the time in which the engine had nothing to do at all, and in which a place of it
-    was empty: 1,000 rollouts under way, of tools that take ten steps, and as many places, half and
-    a quarter of that.
+    """Shares of the time in which a place of the engine was empty, and in which all were: 1,000
+    rollouts under way, of tools that take ten steps, and as many places, half and a quarter of
+    that. What the environment takes between two steps counts as well.
 
-    The rest of a phase, in which fewer and fewer are under way, is told apart.
+    The end of a phase, in which fewer and fewer are under way, is told apart.
     """
     found: dict[str, float] = {}
     model = save_calling(folder / "model", num_hidden_layers=1)
-    for times in PLACES:
-        found |= {
-            f"{times} rollouts a place: {name}": value
-            for name, value in _slow_tools(folder, model, UNDER_WAY // times).items()
-        }
+    for step in STEPS:
+        for times in PLACES:
+            name = f"{1000 * step:.0f} ms a step, {times} rollouts a place: "
+            row = _slow_tools(folder, model, UNDER_WAY // times, step)
+            found |= {name + figure: value for figure, value in row.items()}
     return found
 
 
-def _slow_tools(folder: Path, model: Path, places: int) -> dict[str, float]:
-    tokenizer, options = tokenizer_and_tools(folder, model, 10 * STEP)
+def _slow_tools(folder: Path, model: Path, places: int, step: float) -> dict[str, float]:
+    tokenizer, options = tokenizer_and_tools(folder, model, 10 * step)
     environment = ToolsEnvironment(options, tokenizer)
     call = tokenizer.encode_reply(f"<tool_call>{HEAD}1{TAIL}</tool_call>")
     (end,) = tokenizer.encode_reply(END)
@@ -99,34 +110,49 @@ def _slow_tools(folder: Path, model: Path, places: int) -> dict[str, float]:
     ids = tokenizer.encode("1+3?", chat_template=True)
     prompts = [Prompt(ids, index=at, record='{"prompt": "1+3?"}') for at in range(TASKS)]
     lengths = [float(ANSWER)] * TASKS
-    order = ordered(prompts, lengths, 1, places)
     tasks = Tasks(prompts, range(TASKS), lengths, Sampling(1.0))
+    order = ordered(prompts, lengths, 1, places)
     queue = Counted(order, 0, board=dist.HashStore(), name="rollout")
     loop = asyncio.new_event_loop()
-    began = time.perf_counter()
-    steady: list[float] = []  # seconds, steps and tokens when the last task was begun
-
-    def stepped() -> bool:
-        time.sleep(STEP)
-        if not steady and queue.empty:
-            steady.extend((time.perf_counter() - began, engine.steps, engine.tokens))
-        return False
-
+    clock = Clock(engine, step, lambda: queue.empty)
     pending = PendingRequests(
         engine, tasks, queue, environment, None, most_running=UNDER_WAY, loop=loop
     )
     with pending:
-        assert pending.go_on(stepped)
-    seconds = time.perf_counter() - began
+        assert pending.go_on(clock.step)
+    found = clock.shares()
     loop.run_until_complete(environment.close())
     loop.close()
-    until, steps, tokens = steady
-    return {
-        "idle engine": 1 - steps * STEP / until,
-        "idle places": 1 - tokens * STEP / (places * until),
-        "idle engine, with the end": 1 - engine.steps * STEP / seconds,
-        "idle places, with the end": 1 - engine.tokens * STEP / (places * seconds),
-    }
+    return clock.before | {f"{name}, with the end": value for name, value in found.items()}
+
+
+class Clock:
+    """Clock lets each step of a scripted engine take so many seconds, and tells what of the time it
+    had nothing to do.
+    """
+
+    def __init__(self, engine: Calls, seconds: float, ending: Callable[[], bool]):
+        """`ending` says that every task was begun."""
+        self._engine, self._seconds, self._ending = engine, seconds, ending
+        self._began = time.perf_counter()
+        self._given, self._tokens = 0, 0  # by the step before, and until now
+        self.before: dict[str, float] = {}  # the shares until all tasks were begun
+
+    def step(self) -> bool:
+        time.sleep(self._seconds)
+        self._tokens += min(self._engine.slots, self._engine.asked - self._given)
+        self._given = self._engine.given
+        if not self.before and self._ending():
+            self.before = self.shares()
+        return False
+
+    def shares(self) -> dict[str, float]:
+        """Returns the shares of the time since the beginning."""
+        steps = (time.perf_counter() - self._began) / self._seconds
+        return {
+            "idle engine": 1 - self._engine.steps / steps,
+            "idle places": 1 - self._tokens / (self._engine.slots * steps),
+        }
 
 
 def tools_against_a_plain_loop(folder: Path) -> dict[str, float]:

@@ -39,7 +39,10 @@ RUNS_CODE = {  # calls that run what they read
     ),
 }
 # whose whole task is to run an answer, in a jail of its own
-ON_PURPOSE = {"rftmega/sandbox/program.py": {"exec"}}
+ON_PURPOSE = {
+    "rftmega/sandbox/program.py": {"exec"},
+    "rftmega/sandbox/interpreter.py": {"exec", "eval"},
+}
 LISTENS = (
     "bind",
     "create_server",

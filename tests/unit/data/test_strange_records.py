@@ -11,11 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from rftmega import records as reader
 from rftmega.config import DataConfig
 from rftmega.data.prompts import load_prompts
 from rftmega.errors import DataError
-from rftmega.records import records
+from rftmega.records import readers, records
 
 GOOD = b'{"prompt": "1+1=", "label": "2"}\n'
 
@@ -63,7 +62,7 @@ def test_a_strange_line_is_named(line: bytes, told: str, tmp_path: Path) -> None
 def test_a_line_without_end_is_not_read_into_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reader, "LONGEST_LINE", 100)
+    monkeypatch.setattr(readers, "LONGEST_LINE", 100)
     path = tmp_path / "train.jsonl"
     path.write_bytes(GOOD + b'{"prompt": "' + b"a" * 200 + b'"}')
     with pytest.raises(DataError, match="train.jsonl:2 has more than 100 bytes"):
