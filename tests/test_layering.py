@@ -12,7 +12,7 @@ from tests.counters import counted
 
 LEARNT = "algorithms rewards data environments conversations toolsets agents experience trainer callbacks"
 RUNS = (
-    "device parallel passes kernels layers checkpoint requests rollout dispatch weights planning "
+    "device parallel passes kernels layers checkpoint requests rollout fleet dispatch weights planning "
     "model_providers converters hf_folders flops"
 )
 BACKENDS = "megatron fsdp conversion"  # only what chooses one may name it
@@ -59,7 +59,8 @@ MAY_IMPORT = {
     "conversion": "config errors json_files parallel checkpoint megatron model_providers converters hf_folders",
     "requests": "media types",
     "rollout": "media config types shards interfaces errors json_files device parallel weights requests",
-    "dispatch": "media types interfaces shards sampling_seeds rollout_arrays errors device parallel rollout requests",
+    "fleet": "media config types shards interfaces errors device parallel weights requests rollout sampling_seeds",
+    "dispatch": "media types interfaces shards sampling_seeds rollout_arrays errors device parallel rollout fleet requests",
     "weights": "config types shards interfaces errors json_files device parallel converters hf_folders",
     "planning": "config validation shards errors parallel weights model_providers converters hf_folders flops",
     "strategy": f"{BASICS} {LEARNT} {RUNS}",

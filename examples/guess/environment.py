@@ -1,8 +1,9 @@
-"""The game: guess which of 8 numbers is the secret one. The prompt says which is the first of them,
-and each reply whether the secret one is smaller or larger.
+"""The game: guess which of 7 numbers is the secret one. The prompt says which is the first of them,
+and each reply whether the secret one is smaller or larger. Who halves what is left finds it in
+three turns.
 
-A turn is worth what it tells: the share of the three bits that are to be found out. So turns are
-compared with turns (`algorithm.advantage: turn_norm`).
+A turn is worth what it tells, as a share of all the bits that are to be found out, and 1 more where
+it is the secret number. So turns are compared with turns (`algorithm.advantage: turn_norm`).
 """
 
 import math
@@ -13,7 +14,7 @@ from rftmega.interfaces import Model
 from rftmega.options.parts import EnvironmentPart, implements
 from rftmega.types import Completion, Prompt, Rollout, Trajectory, Turn
 
-NUMBERS = 8
+NUMBERS = 7
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class GuessEnvironment:
         context: tuple[int, ...] = task.token_ids
         turns: list[Turn] = []
         for number in range(self.options.turns):
-            completion = await model.generate(context)
+            completion = await model.generate(context, max_tokens=2)  # the number, and its end
             segments.append(completion)
             end = len(context) + len(completion.token_ids)
             guess = self._number(completion)
@@ -53,7 +54,8 @@ class GuessEnvironment:
                 high = min(high, guess - 1)
             elif guess is not None:
                 low = max(low, guess + 1)
-            reward = math.log2(before / (high - low + 1)) / math.log2(NUMBERS)
+            told = math.log2(before / (high - low + 1)) / math.log2(NUMBERS)
+            reward = told + found
             turns.append(Turn("assistant", len(context), end, reward=reward))
             if found or guess is None or number + 1 == self.options.turns:
                 break
@@ -70,6 +72,8 @@ class GuessEnvironment:
         )
 
     def _number(self, completion: Completion) -> int | None:
-        """Returns the guess; None for an answer that is no number."""
+        """Returns the guess; None for an answer that is no number, or does not end behind it."""
+        if completion.finish_reason == "length":
+            return None
         text = self.tokenizer.decode(completion.token_ids).strip()
         return int(text) if text.isdecimal() else None

@@ -9,7 +9,7 @@ import json
 import random
 from pathlib import Path
 
-NUMBERS, FIRST, TURNS = 8, 25, 3  # the first number is below FIRST
+NUMBERS, FIRST, TURNS = 7, 25, 3  # the first number is below FIRST
 GAMES = 3000
 
 

@@ -2,44 +2,7 @@
 model).
 """
 
-from collections.abc import Sequence
-
-from rftmega.config import RunConfig
-from rftmega.parallel.process_group import World
 from rftmega.rollout.base import Engine, EngineStatus
 from rftmega.rollout.scripted import ScriptedEngine
 
-
-def create(config: RunConfig, world: World, *, vocabulary: int, stop_ids: Sequence[int]) -> Engine:
-    """Returns the engine that `rollout.engine` names, on this process; it holds no weights until
-    the first push.
-    """
-    if config.rollout.engine == "scripted":
-        return ScriptedEngine(config.rollout, vocabulary=vocabulary, stop_ids=stop_ids)
-    if config.rollout.engine == "transformers":
-        from rftmega.rollout.transformers import TransformersEngine
-
-        return TransformersEngine(
-            config.model.path, config.rollout, stop_ids=stop_ids, where=world.device
-        )
-    assert config.rollout.engine == "vllm", config.rollout.engine
-    if config.strategy == "separate":
-        from rftmega.rollout.servers import ServerEngine
-
-        logs = f"{config.trainer.output}/servers"
-        return ServerEngine(
-            config.model.path,
-            config.rollout,
-            world,
-            dtype=config.model.dtype,
-            stop_ids=stop_ids,
-            logs=logs,
-        )
-    from rftmega.rollout.vllm import VLLMEngine
-
-    return VLLMEngine(
-        config.model.path, config.rollout, world, dtype=config.model.dtype, stop_ids=stop_ids
-    )
-
-
-__all__ = ["Engine", "EngineStatus", "ScriptedEngine", "create"]
+__all__ = ["Engine", "EngineStatus", "ScriptedEngine"]

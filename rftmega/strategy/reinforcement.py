@@ -7,7 +7,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
-from rftmega import rollout
 from rftmega.checkpoint.run_checkpoints import TrainedModel, TrainingCheckpoints, of_run
 from rftmega.config import RunConfig
 from rftmega.dispatch.engine_pool import EnginePool, ServerPool
@@ -25,6 +24,7 @@ from rftmega.interfaces import (
 from rftmega.parallel import host_memory
 from rftmega.parallel.process_group import World
 from rftmega.parallel.seeds import set_seed
+from rftmega.strategy import engines
 from rftmega.strategy.backend import Backend, Trainable, TrainableValues
 from rftmega.strategy.colocated import ColocatedPolicy, ColocatedValues
 from rftmega.strategy.export import export
@@ -84,7 +84,7 @@ class ReinforcementStrategy:
             models, offload=config.trainer.offload, predicted=predicted(config, world)
         )
         self.phases.start()
-        self.local_engine = rollout.create(
+        self.local_engine = engines.create(
             config, world, vocabulary=actor.description.vocabulary, stop_ids=stop_ids
         )
         if not separate:

@@ -17,11 +17,11 @@ import torch.distributed as dist
 from rftmega.config import ParallelConfig, RolloutConfig
 from rftmega.dispatch.engine_pool import ServerPool
 from rftmega.errors import EngineFault
+from rftmega.fleet import server as server_module
+from rftmega.fleet.server import Server
+from rftmega.fleet.server_engine import ServerEngine
 from rftmega.parallel.process_group import World
 from rftmega.rollout import ScriptedEngine
-from rftmega.rollout import server as server_module
-from rftmega.rollout.server import Server
-from rftmega.rollout.servers import ServerEngine
 from rftmega.strategy.phases import DevicePhases
 from rftmega.types import Completion, Metrics, Prompt, Rollout, Sampling
 from rftmega.weights import SharedWeights

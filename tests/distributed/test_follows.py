@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rftmega import rollout
 from rftmega.algorithms.losses import policy_loss
 from rftmega.config import OptimizerConfig, ParallelConfig, RolloutConfig
 from rftmega.rollout import ScriptedEngine
+from rftmega.strategy import engines
 from rftmega.types import Experience
 from rftmega.weights import Exporter
 from tests.layouts import config_of, rows_of
@@ -55,7 +55,7 @@ def follows_body(
 
     config = config_of(folder, parallel, optimizer)
     config.rollout = RolloutConfig(engine="scripted", max_prompt_tokens=8, max_response_tokens=6)
-    rollout.create = lambda config, world, **named: Keeps(config.rollout, **named)  # type: ignore[assignment]
+    engines.create = lambda config, world, **named: Keeps(config.rollout, **named)  # type: ignore[assignment]
     strategy = ReinforcementStrategy(config, world, MegatronBackend(), stop_ids=[1])
     manager, engine = strategy.actor.manager, strategy.local_engine
     assert isinstance(engine, Keeps)

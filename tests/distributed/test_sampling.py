@@ -106,7 +106,7 @@ def vllm_body(world: Any, folder: Path) -> tuple[list[Answers], list[Answers]]:
 
 
 def servers_body(world: Any, folder: Path) -> tuple[list[Answers], list[Answers]]:
-    from rftmega.rollout.servers import ServerEngine
+    from rftmega.fleet.server_engine import ServerEngine
 
     logs = folder.parent / "logs"
     engine = ServerEngine(folder, CONFIG, world, dtype="float32", stop_ids=[STOP], logs=logs)

@@ -15,7 +15,7 @@ import torch
 
 from rftmega.config import ParallelConfig, RolloutConfig
 from rftmega.errors import EngineError
-from rftmega.rollout import door
+from rftmega.fleet import door
 from rftmega.types import Prompt, Sampling
 from rftmega.weights import SharedWeights
 from tests.layouts import build_actor, rows_of
@@ -31,8 +31,8 @@ TEMPERATURE = 0.7
 
 
 def server_body(world: Any, folder: Path, logs: Path) -> Any:
+    from rftmega.fleet.server_engine import ServerEngine
     from rftmega.rollout import vllm_models
-    from rftmega.rollout.servers import ServerEngine
 
     vllm_models.CPU_STEP_TOKENS = 45  # one and a half of `longer`
     actor = build_actor(

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from rftmega import rollout
 from rftmega.algorithms.losses import policy_loss
 from rftmega.config import OptimizerConfig, ParallelConfig, RolloutConfig, RunConfig
 from rftmega.device.residency import ADAM, PARTS
@@ -20,6 +19,7 @@ from rftmega.planning.fit import stages_of
 from rftmega.planning.memory import Budget, on_device
 from rftmega.planning.models import models_of
 from rftmega.rollout import ScriptedEngine
+from rftmega.strategy import engines
 from rftmega.strategy.reinforcement import ReinforcementStrategy
 from rftmega.types import Prompt, Sampling
 from tests.layouts import config_of
@@ -124,7 +124,7 @@ def starts(world: Any, folder: Path, case: Case) -> bool:
             raise NoMemory
         return Demanding(config.rollout, vocabulary=vocabulary, stop_ids=stop_ids)
 
-    patch.setattr(rollout, "create", create)
+    patch.setattr(engines, "create", create)
     try:
         made = ReinforcementStrategy(run_of(folder, case), world, MegatronBackend(), stop_ids=[1])
     except NoMemory:

@@ -40,7 +40,7 @@ def engine_of(world: World, folder: Folder, kind: str, logs: Path) -> Any:
     )
     given: dict[str, Any] = {"dtype": "float32", "stop_ids": folder.tokenizer.stop_ids}
     if kind == "servers":
-        from rftmega.rollout.servers import ServerEngine
+        from rftmega.fleet.server_engine import ServerEngine
 
         return ServerEngine(folder.model, config, world, logs=logs, **given)
     from rftmega.rollout.vllm import VLLMEngine

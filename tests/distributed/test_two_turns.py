@@ -14,11 +14,11 @@ import pytest
 from rftmega.config import RolloutConfig
 from rftmega.dispatch.engine_pool import EnginePool, ServerPool
 from rftmega.errors import EngineFault
+from rftmega.fleet import server as server_module
+from rftmega.fleet.server import Server
+from rftmega.fleet.server_engine import ServerEngine
 from rftmega.parallel.process_group import World
 from rftmega.rollout import ScriptedEngine
-from rftmega.rollout import server as server_module
-from rftmega.rollout.server import Server
-from rftmega.rollout.servers import ServerEngine
 from rftmega.sampling_seeds import turn_seed
 from rftmega.types import Completion, Prompt, Rollout, Sampling
 from tests.distributed.test_early_stop import NoTurns

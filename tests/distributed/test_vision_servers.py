@@ -11,8 +11,8 @@ import torch
 
 from rftmega.config import ParallelConfig, RolloutConfig
 from rftmega.errors import EngineError
+from rftmega.fleet.server_engine import ServerEngine
 from rftmega.parallel import shared
-from rftmega.rollout.servers import ServerEngine
 from rftmega.types import Completion, Prompt, Sampling
 from tests.distributed.test_vision import likelihood
 from tests.distributed.test_vision_engine import prompts_of, scored

@@ -18,13 +18,13 @@ from rftmega.config import ParallelConfig, RolloutConfig
 from rftmega.dispatch.colocated_weights import ColocatedWeights
 from rftmega.dispatch.engine_pool import ServerPool
 from rftmega.errors import EngineError
+from rftmega.fleet import server as server_module
+from rftmega.fleet import server_engine as servers_module
+from rftmega.fleet.server import Server
+from rftmega.fleet.server_engine import ServerEngine
 from rftmega.parallel.process_group import World
 from rftmega.parallel.watchdog import HUNG, watched
 from rftmega.rollout import ScriptedEngine
-from rftmega.rollout import server as server_module
-from rftmega.rollout import servers as servers_module
-from rftmega.rollout.server import Server
-from rftmega.rollout.servers import ServerEngine
 from rftmega.strategy.phases import DevicePhases
 from rftmega.types import Sampling
 from rftmega.weights import EngineWeights, SharedWeights

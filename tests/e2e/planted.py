@@ -73,7 +73,7 @@ def struck(kind: str, note: Path) -> None:
     """`note` holds the answers of that rollout that were there before the kill, and after the
     restart of the servers.
     """
-    from rftmega.rollout.servers import ServerEngine
+    from rftmega.fleet.server_engine import ServerEngine
 
     plain, answers = ServerEngine._completion, 0
 

@@ -28,6 +28,7 @@ from rftmega.callbacks.observer import Observer
 from rftmega.callbacks.trajectories import Trajectories
 from rftmega.config import RunConfig
 from rftmega.errors import RFTMegaError
+from rftmega.fleet import server_engine as servers
 from rftmega.interfaces import OneProcess
 from rftmega.launch.train import task_of
 from rftmega.megatron import actor, manager, model_runner
@@ -36,8 +37,7 @@ from rftmega.model_providers.hf_config import read_hf_config
 from rftmega.observe import callbacks
 from rftmega.parallel import nodes, process_group
 from rftmega.parallel.process_group import World
-from rftmega.rollout import servers
-from rftmega.strategy import reinforcement, supervised
+from rftmega.strategy import engines, reinforcement, supervised
 from rftmega.types import Metrics, Prompt, Sampling, TokenStats, TokenValues
 from tests.rollouts import Alone
 
@@ -417,7 +417,7 @@ def built(config: RunConfig) -> Seen:
             "ColocatedPolicy",
         ):
             patch.setattr(reinforcement, name, kept(name))
-        patch.setattr(reinforcement.rollout, "create", kept("create"))
+        patch.setattr(engines, "create", kept("create"))
         patch.setattr(reinforcement, "predicted", lambda *_: None)
         real = kept("value model of a role")
         backend = SimpleNamespace(
@@ -469,7 +469,7 @@ def engine(config: RunConfig, *, kind: str = "cpu", processes: int = 1) -> Seen:
         )
         patch.setattr(servers, "Server", Server)
         patch.setattr(servers, "_devices", lambda *_: {})
-        made = rollout.create(
+        made = engines.create(
             config,
             World(0, processes, 0, processes, torch.device("cpu")),
             vocabulary=WORDS,

@@ -18,8 +18,8 @@ from typing import Any
 import httpx
 
 from rftmega.errors import EngineError, EngineFault
+from rftmega.fleet import door
 from rftmega.parallel.orphans import end_with_parent
-from rftmega.rollout import door
 
 PROGRAM = "vllm.entrypoints.openai.api_server"
 START_SECONDS = 600.0

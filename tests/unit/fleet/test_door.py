@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rftmega.rollout.door import KEY, PATHS, SAMPLES, Door, headers
+from rftmega.fleet.door import KEY, PATHS, SAMPLES, Door, headers
 
 
 def asked(monkeypatch: pytest.MonkeyPatch, **scope: Any) -> tuple[bool, list[dict[str, Any]]]:

@@ -9,9 +9,9 @@ import httpx
 
 from rftmega.config import RolloutConfig
 from rftmega.errors import EngineFault
+from rftmega.fleet.server import Server
 from rftmega.requests import Request, Requests
 from rftmega.requests.order import Waiting, ordered
-from rftmega.rollout.server import Server
 from rftmega.types import Completion
 
 LOOK_SECONDS = 0.2  # between two looks whether what has arrived, and was scored since, is enough

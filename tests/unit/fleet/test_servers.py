@@ -12,14 +12,15 @@ from PIL import Image
 
 from rftmega.config import RolloutConfig
 from rftmega.errors import EngineError, EngineFault
+from rftmega.fleet import door
+from rftmega.fleet import server as server_module
+from rftmega.fleet import server_engine as servers
+from rftmega.fleet.server_engine import ServerEngine
 from rftmega.media.files import digest_of
 from rftmega.media.placed import PlacedPicture
 from rftmega.media.processor import PictureProcessor
 from rftmega.parallel.process_group import World
 from rftmega.requests import Request
-from rftmega.rollout import door, servers
-from rftmega.rollout import server as server_module
-from rftmega.rollout.servers import ServerEngine
 from rftmega.types import Sampling
 from tests.tiny_vision import save_tiny_vision
 

@@ -19,16 +19,16 @@ from torch import Tensor
 from rftmega import device, weights
 from rftmega.config import RolloutConfig
 from rftmega.errors import EngineError, EngineFault
+from rftmega.fleet import door
+from rftmega.fleet.server import Server
+from rftmega.fleet.server_requests import ServerRequests
 from rftmega.interfaces import WeightSync
 from rftmega.media.placed import unexpanded
 from rftmega.media.processor import PictureProcessor
 from rftmega.parallel.process_group import World
 from rftmega.requests import Request, Requests
-from rftmega.rollout import door
 from rftmega.rollout.base import Engine
 from rftmega.rollout.pictures import check_expanded, check_samples, placeholders
-from rftmega.rollout.server import Server
-from rftmega.rollout.server_requests import ServerRequests
 from rftmega.rollout.shared_media import SharedMedia
 from rftmega.rollout.vllm_models import (
     limits_of,

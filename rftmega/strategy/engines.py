@@ -1,0 +1,37 @@
+"""Builds the engine that `rollout.engine` names."""
+
+from collections.abc import Sequence
+
+from rftmega.config import RunConfig
+from rftmega.parallel.process_group import World
+from rftmega.rollout import Engine, ScriptedEngine
+
+
+def create(config: RunConfig, world: World, *, vocabulary: int, stop_ids: Sequence[int]) -> Engine:
+    """Returns the engine on this process; it holds no weights until the first push."""
+    if config.rollout.engine == "scripted":
+        return ScriptedEngine(config.rollout, vocabulary=vocabulary, stop_ids=stop_ids)
+    if config.rollout.engine == "transformers":
+        from rftmega.rollout.transformers import TransformersEngine
+
+        return TransformersEngine(
+            config.model.path, config.rollout, stop_ids=stop_ids, where=world.device
+        )
+    assert config.rollout.engine == "vllm", config.rollout.engine
+    if config.strategy == "separate":
+        from rftmega.fleet.server_engine import ServerEngine
+
+        logs = f"{config.trainer.output}/servers"
+        return ServerEngine(
+            config.model.path,
+            config.rollout,
+            world,
+            dtype=config.model.dtype,
+            stop_ids=stop_ids,
+            logs=logs,
+        )
+    from rftmega.rollout.vllm import VLLMEngine
+
+    return VLLMEngine(
+        config.model.path, config.rollout, world, dtype=config.model.dtype, stop_ids=stop_ids
+    )
