@@ -7,14 +7,18 @@ requests there are never answered. `--pause SECONDS`: that each answer takes.
 """
 
 import argparse
+import asyncio
+import contextlib
 import json
 import os
 import signal
-import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from array import array
 from pathlib import Path
-from threading import Event, Lock
 from typing import Any
+
+import uvicorn
+
+from rftmega.fleet import wire
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--host")
@@ -25,65 +29,78 @@ parser.add_argument("--marker", type=Path)
 parser.add_argument("--hang", default="")
 parser.add_argument("--pause", type=float, default=0.0)
 given, _ = parser.parse_known_args()
-turn = Lock()
+turn = asyncio.Lock()  # one thing at a time
 state: dict[str, Any] = {"names": None, "version": "random weights", "answers": 0}
 
 
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+async def application(scope: Any, receive: Any, send: Any) -> None:
+    if scope["type"] == "lifespan":
+        return
+    key = f"Bearer {os.environ['RFTMEGA_SERVER_KEY']}".encode()
+    may_enter = (b"authorization", key) in scope["headers"]
+    if scope["type"] == "websocket":
+        await (converse(receive, send) if may_enter else send({"type": "websocket.close"}))
+        return
+    text, more = b"", True
+    while more:
+        message = await receive()
+        text, more = text + message["body"], message.get("more_body", False)
+    if may_enter:
+        await respond(scope["path"].rpartition("/")[2], json.loads(text or "{}"))
+    await send({"type": "http.response.start", "status": 200 if may_enter else 401, "headers": []})
+    await send({"type": "http.response.body", "body": b"{}"})
 
-    def do_GET(self) -> None:
-        self.reply({} if self.may_enter() else None)
 
-    def may_enter(self) -> bool:
-        return self.headers.get("Authorization") == f"Bearer {os.environ['RFTMEGA_SERVER_KEY']}"
-
-    def do_POST(self) -> None:
-        text = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        body = json.loads(text) if text else {}
-        if not self.may_enter():
-            self.reply(None)
-            return
-        with turn:
-            self.reply(self.respond(self.path.rpartition("/")[2], body))
-
-    def respond(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+async def respond(path: str, body: dict[str, Any]) -> None:
+    async with turn:
         if path == given.hang:
-            Event().wait()
+            await asyncio.Event().wait()
         if path == "init_weight_transfer_engine":
             state["names"] = body["init_info"]["names"]
         if path == "finish_weight_update":
             assert state["names"] is not None
             state["version"] = body["weight_version"]
-        return self.answer(body) if path == "generate" else {}
 
-    def answer(self, body: dict[str, Any]) -> dict[str, Any]:
-        if state["answers"] == given.after and given.fault and not given.marker.exists():
-            given.marker.touch()
-            os.kill(os.getpid(), getattr(signal, f"SIG{given.fault}"))
-        state["answers"] += 1
-        time.sleep(given.pause)
-        seed = body["sampling_params"]["seed"]
-        if given.marker:
-            with given.marker.with_suffix(".answers").open("a") as file:
-                file.write(f"{seed}\n")
-        return {"choices": [{
-            "token_ids": [*body["token_ids"], seed],
-            "finish_reason": "length",
-            "logprobs": {"content": [{"logprob": -0.5}] * (len(body["token_ids"]) + 1)},
-            "weight_versions": [{"version": state["version"]}],
-        }]}  # fmt: skip
 
-    def reply(self, body: dict[str, Any] | None) -> None:
-        """None: without the run's key."""
-        data = json.dumps(body).encode()
-        self.send_response(401 if body is None else 200)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
+async def converse(receive: Any, send: Any) -> None:
+    await receive()  # websocket.connect
+    await send({"type": "websocket.accept"})
+    running: dict[int, asyncio.Task[None]] = {}
 
-    def log_message(self, format: str, *args: Any) -> None: ...
+    async def answer(ask: wire.Ask) -> None:
+        async with turn:
+            await asyncio.sleep(given.pause)
+            reply = wire.packed([completion(ask)])
+        await send({"type": "websocket.send", "bytes": reply})
+
+    while (message := await receive())["type"] == "websocket.receive":
+        for said in wire.asked(message["bytes"]):
+            if isinstance(said, wire.Ask):
+                running[said.number] = asyncio.create_task(answer(said))
+            else:
+                running[said.number].cancel()
+    for task in running.values():
+        task.cancel()
+
+
+def completion(ask: wire.Ask) -> wire.Answer:
+    if state["answers"] == given.after and given.fault and not given.marker.exists():
+        given.marker.touch()
+        os.kill(os.getpid(), getattr(signal, f"SIG{given.fault}"))
+    state["answers"] += 1
+    seed = ask.sampling["seed"]
+    if given.marker:
+        with given.marker.with_suffix(".answers").open("a") as file:
+            file.write(f"{seed}\n")
+    ids = [*wire.numbers("i", ask.token_ids), seed]
+    logprobs = array("f", [-0.5] * len(ids)).tobytes()
+    spans = [(state["version"], 0, len(ids))]
+    return wire.Answer(ask.number, wire.integers(ids), logprobs, "length", spans)
 
 
 if __name__ == "__main__":
-    ThreadingHTTPServer((given.host, given.port), Handler).serve_forever()
+    server = uvicorn.Server(
+        uvicorn.Config(application, host=given.host, port=given.port, log_level="error")
+    )
+    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
+    server.run()

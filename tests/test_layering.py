@@ -78,7 +78,7 @@ ONLY_IN = {
     "megatron.core.parallel_state": "parallel",
     "torch.distributed": "parallel kernels megatron fsdp weights strategy checkpoint rollout dispatch observe launch lightrft",
     "torch.cuda": "device",
-    "vllm": "rollout",
+    "vllm": "rollout fleet",
     "transformers": "rollout data media model_providers hf_folders fsdp",
     "pyarrow": "records",
     "datasets": "records",

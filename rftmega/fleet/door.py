@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 from urllib.parse import parse_qsl
 
+from rftmega.fleet.wire import SOCKET
 from rftmega.parallel.orphans import end_with_all
 
 PARENT = "RFTMEGA_SERVER_PARENT"  # the process without which a server has nobody to serve
@@ -51,17 +52,17 @@ class Door:
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
-        elif scope["type"] != "http":
-            await send({"type": "websocket.close", "code": 1008})
         elif not any(
             name == b"authorization" and hmac.compare_digest(value, self.wanted)
             for name, value in scope["headers"]
         ):
-            await _refuse(401, send)
-        elif scope["path"] == SAMPLES:
+            await _refuse(401, scope, send)
+        elif scope["type"] == "websocket" and scope["path"] == SOCKET:
+            await _serve(scope, receive, send)
+        elif scope["type"] == "http" and scope["path"] == SAMPLES:
             await _tell_samples(scope, send)
-        elif scope["path"] not in PATHS:
-            await _refuse(404, send)
+        elif scope["type"] == "websocket" or scope["path"] not in PATHS:
+            await _refuse(404, scope, send)
         else:
             await self.app(scope, receive, send)
 
@@ -77,7 +78,17 @@ async def _tell_samples(scope: Message, send: Send) -> None:
     await send({"type": "http.response.body", "body": json.dumps(found).encode()})
 
 
-async def _refuse(status: int, send: Send) -> None:
+async def _serve(scope: Message, receive: Receive, send: Send) -> None:
+    """Answers the requests of one connection here: vLLM has nothing as cheap."""
+    from rftmega.fleet.completions_socket import CompletionsSocket
+
+    await CompletionsSocket(scope["app"].state.engine_client, receive, send).serve()
+
+
+async def _refuse(status: int, scope: Message, send: Send) -> None:
+    if scope["type"] == "websocket":
+        await send({"type": "websocket.close", "code": 1008})
+        return
     await send(
         {"type": "http.response.start", "status": status, "headers": [(b"content-length", b"0")]}
     )

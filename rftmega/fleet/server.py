@@ -18,7 +18,8 @@ from typing import Any
 import httpx
 
 from rftmega.errors import EngineError, EngineFault
-from rftmega.fleet import door
+from rftmega.fleet import door, wire
+from rftmega.fleet.connection import Connection, Disconnected, Refused
 from rftmega.parallel.orphans import end_with_parent
 
 PROGRAM = "vllm.entrypoints.openai.api_server"
@@ -42,7 +43,7 @@ class Server:
 
         The `environment` has the key that it asks everybody for.
         """
-        self._headers = door.headers(environment[door.KEY])
+        self.headers = door.headers(environment[door.KEY])
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -75,7 +76,7 @@ class Server:
                 break
             with suppress(httpx.TransportError):  # nobody listens yet
                 if httpx.get(
-                    f"{self.address}/health", timeout=5, headers=self._headers, trust_env=False
+                    f"{self.address}/health", timeout=5, headers=self.headers, trust_env=False
                 ).is_success:
                     return
             time.sleep(0.2)
@@ -92,7 +93,7 @@ class Server:
                 f"{self.address}/{path}",
                 json=body,
                 timeout=CONTROL_SECONDS,
-                headers=self._headers,
+                headers=self.headers,
                 trust_env=False,
             )
         except httpx.TransportError as error:
@@ -112,7 +113,7 @@ class Server:
                 f"{self.address}{door.SAMPLES}",
                 params=dict(tokens),
                 timeout=CONTROL_SECONDS,
-                headers=self._headers,
+                headers=self.headers,
                 trust_env=False,
             )
         except httpx.TransportError as error:
@@ -132,22 +133,43 @@ class Server:
         try:
             async with asyncio.timeout(seconds):
                 response = await client.post(
-                    f"{self.address}/inference/v1/generate", json=body, headers=self._headers
+                    f"{self.address}/inference/v1/generate", json=body, headers=self.headers
                 )
         except TimeoutError as error:
-            raise self._fault(
-                f"gave no answer in {seconds:g} s (rollout.deadline_seconds)"
-            ) from error
+            raise self._late(seconds) from error
         except httpx.TransportError as error:
             raise self._fault(f"broke off ({error!r})") from error
         if response.is_server_error:
             raise self._fault(f"failed while generating: {response.text[:500]}")
         if response.is_error:
-            raise EngineError(
-                f"The vLLM server at {self.address} refused a prompt: {response.text[:500]}"
-            )
+            raise self._refused(response.text[:500])
         reply: dict[str, Any] = response.json()
         return reply
+
+    async def complete(
+        self,
+        connection: Connection,
+        token_ids: Sequence[int],
+        sampling: Mapping[str, Any],
+        seconds: float,
+        *,
+        salt: str = "",
+    ) -> wire.Answer:
+        """Returns the completion of these tokens; see Connection.ask.
+
+        Raises EngineFault where it breaks off, fails or needs over `seconds`.
+        """
+        try:
+            async with asyncio.timeout(seconds):
+                return await connection.ask(token_ids, sampling, salt=salt)
+        except TimeoutError as error:
+            raise self._late(seconds) from error
+        except Disconnected as error:
+            raise self._fault(str(error)) from error
+        except Refused as error:
+            raise self._refused(str(error)) from error
+        except EngineError as error:
+            raise self._fault(f"failed while generating: {error}") from error
 
     def close(self) -> None:
         """Ends it and whatever it started."""
@@ -164,6 +186,12 @@ class Server:
         said = self.log.read_bytes()[self._begin :].decode(errors="replace")
         code = self._process.poll()
         return code == 2 or (code == 1 and bool(MISTAKE.search(said)) and not PASSING.search(said))
+
+    def _late(self, seconds: float) -> EngineFault:
+        return self._fault(f"gave no answer in {seconds:g} s (rollout.deadline_seconds)")
+
+    def _refused(self, why: str) -> EngineError:
+        return EngineError(f"The vLLM server at {self.address} refused a prompt: {why}")
 
     def _fault(self, what: str) -> EngineFault:
         return EngineFault(f"The vLLM server at {self.address} {what}. {self._last_words()}")

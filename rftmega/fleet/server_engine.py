@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import secrets
+from array import array
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -13,15 +14,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import httpx
 from torch import Tensor
 
 from rftmega import device, weights
 from rftmega.config import RolloutConfig
 from rftmega.errors import EngineError, EngineFault
-from rftmega.fleet import door
+from rftmega.fleet import door, wire
 from rftmega.fleet.server import Server
-from rftmega.fleet.server_requests import ServerRequests
+from rftmega.fleet.server_requests import Line, ServerRequests
 from rftmega.interfaces import WeightSync
 from rftmega.media.placed import unexpanded
 from rftmega.media.processor import PictureProcessor
@@ -92,6 +92,7 @@ class ServerEngine(Engine):
             "--enable-scale-out",
             "--disable-uvicorn-access-log",
             "--disable-fastapi-docs",
+            "--disable-log-stats",  # a tenth of what a short answer costs
         ]
         flags.append(f"--middleware={door.Door.__module__}.{door.Door.__name__}")
         if on_cuda:
@@ -244,20 +245,20 @@ class ServerEngine(Engine):
         if unfinished:
             self._all("abort_requests", {})
 
-    async def _asked(
-        self, server: Server, client: httpx.AsyncClient, request: Request, *, sampling: Sampling
-    ) -> Completion:
-        body: dict[str, Any] = {"sampling_params": self._parameters(request, sampling)}
+    async def _asked(self, line: Line, request: Request, *, sampling: Sampling) -> Completion:
+        parameters = self._parameters(request, sampling)
         seconds = self.config.deadline_seconds
         if not request.pictures:
-            body["token_ids"] = list(request.token_ids)
-            reply = await server.answer(client, body, seconds)
-            return self._completion(reply["choices"][0])
+            answer = await line.server.complete(
+                line.connection, request.token_ids, parameters, seconds
+            )
+            return self._completed(answer)
+        body: dict[str, Any] = {"sampling_params": parameters}
         # one placeholder a picture, since vLLM's processor expands it
         body["token_ids"] = unexpanded(request.token_ids, request.pictures)
         async with self._media.shown(request) as parts:
             body |= {"content_parts": parts, "return_token_ids": True}
-            reply = await server.answer(client, body, seconds)
+            reply = await line.server.answer(line.client, body, seconds)
         check_expanded(request, reply["prompt_token_ids"])
         return self._completion(reply["choices"][0])
 
@@ -273,18 +274,36 @@ class ServerEngine(Engine):
         }
 
     def _completion(self, choice: dict[str, Any]) -> Completion:
+        """Reads what vLLM's own endpoint answers."""
+        spans = [
+            (part["version"], part["start"], part["end"]) for part in choice["weight_versions"]
+        ]
+        logprobs = [content["logprob"] for content in choice["logprobs"]["content"]]
+        return self._completed(
+            wire.Answer(
+                0,
+                wire.integers(choice["token_ids"]),
+                array("f", logprobs).tobytes(),
+                choice["finish_reason"],
+                spans,
+            )
+        )
+
+    def _completed(self, answer: wire.Answer) -> Completion:
         """Raises EngineError for an answer under other weights than the last push's."""
         assert self.version is not None
-        versions = {part["version"] for part in choice["weight_versions"]}
+        versions = {version for version, _, _ in answer.spans}
         if versions != {str(self.version)}:
             raise EngineError(
                 f"A server answered under weights {sorted(versions)}; the last push was {self.version}."
             )
-        ids = tuple(choice["token_ids"])
-        logprobs = tuple(content["logprob"] for content in choice["logprobs"]["content"])
-        assert choice["finish_reason"] in ("stop", "length"), choice["finish_reason"]
+        ids, logprobs = (
+            wire.numbers("i", answer.token_ids),
+            wire.numbers("f", answer.logprobs),
+        )
+        assert answer.reason in ("stop", "length"), answer.reason
         assert len(ids) == len(logprobs)
-        return Completion(ids, logprobs, choice["finish_reason"], self.version)
+        return Completion(ids, logprobs, answer.reason, self.version)  # type: ignore[arg-type]
 
     def close(self) -> None:
         for server in self.servers:

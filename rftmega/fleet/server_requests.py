@@ -3,19 +3,30 @@
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
 from rftmega.config import RolloutConfig
 from rftmega.errors import EngineFault
+from rftmega.fleet.connection import Connection
 from rftmega.fleet.server import Server
 from rftmega.requests import Request, Requests
 from rftmega.requests.order import Waiting, ordered
 from rftmega.types import Completion
 
 LOOK_SECONDS = 0.2  # between two looks whether what has arrived, and was scored since, is enough
-Ask = Callable[[Server, httpx.AsyncClient, Request], Coroutine[Any, Any, Completion]]
+
+
+class Line(NamedTuple):
+    """Line is how one event loop speaks to one server."""
+
+    server: Server
+    client: httpx.AsyncClient
+    connection: Connection
+
+
+Ask = Callable[[Line, Request], Coroutine[Any, Any, Completion]]
 
 
 class ServerRequests:
@@ -31,6 +42,10 @@ class ServerRequests:
         timeout = httpx.Timeout(None, connect=30.0)
         # no proxy has the key
         self._client = httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False)
+        self._lines = [
+            Line(server, self._client, Connection(server.address, server.headers))
+            for server in servers
+        ]
         # server and number of each request that is being answered
         self._running: dict[asyncio.Task[Completion], tuple[int, int]] = {}
         self._home: dict[int, int] = {}  # rollout -> the server that has its first turns
@@ -47,7 +62,7 @@ class ServerRequests:
             for number, place in waiting.taken(self._room()):
                 self._home[known[place].rollout] = number
                 # a deadline is no time in which one waits
-                task = ask(self.servers[number], self._client, known[place])
+                task = ask(self._lines[number], known[place])
                 self._running[self.runner.get_loop().create_task(task)] = number, place
             if not self._running:
                 return False
@@ -104,4 +119,6 @@ class ServerRequests:
 
     async def _closed(self) -> None:
         await asyncio.gather(*self._running, return_exceptions=True)
+        for line in self._lines:
+            await line.connection.close()
         await self._client.aclose()

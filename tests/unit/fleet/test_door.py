@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from rftmega.fleet.door import KEY, PATHS, SAMPLES, Door, headers
+from rftmega.fleet.wire import SOCKET
 
 
 def asked(monkeypatch: pytest.MonkeyPatch, **scope: Any) -> tuple[bool, list[dict[str, Any]]]:
@@ -80,10 +81,12 @@ def test_with_the_key_other_paths_are_not_there(path: str, monkeypatch: pytest.M
 def test_other_protocols_are_closed_and_a_start_is_none_of_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert asked(monkeypatch, type="websocket", path="/v1/realtime", headers=RIGHT) == (
-        False,
-        [{"type": "websocket.close", "code": 1008}],
-    )
+    closed = False, [{"type": "websocket.close", "code": 1008}]
+    assert asked(monkeypatch, type="websocket", path="/v1/realtime", headers=RIGHT) == closed
+    for path in ("/health", SAMPLES, "/v1/realtime"):
+        assert asked(monkeypatch, type="websocket", path=path, headers=RIGHT) == closed
+    for wrong in WRONG.values():
+        assert asked(monkeypatch, type="websocket", path=SOCKET, headers=wrong) == closed
     assert asked(monkeypatch, type="lifespan") == (True, [])
 
 

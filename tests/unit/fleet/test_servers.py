@@ -16,6 +16,7 @@ from rftmega.fleet import door
 from rftmega.fleet import server as server_module
 from rftmega.fleet import server_engine as servers
 from rftmega.fleet.server_engine import ServerEngine
+from rftmega.fleet.server_requests import Line
 from rftmega.media.files import digest_of
 from rftmega.media.placed import PlacedPicture
 from rftmega.media.processor import PictureProcessor
@@ -213,7 +214,7 @@ def test_an_answer_to_a_prompt_that_was_expanded_otherwise_is_refused(tmp_path: 
     def asked(server: Expanding) -> list[int]:
         engine = engine_of(server)
         engine.version = 3
-        asking = engine._asked(server, None, request, sampling=Sampling(1.0))  # type: ignore[arg-type]
+        asking = engine._asked(Line(server, None, None), request, sampling=Sampling(1.0))  # type: ignore[arg-type]
         return list(asyncio.run(asking).token_ids)
 
     right = Expanding(4)

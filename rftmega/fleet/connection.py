@@ -1,0 +1,128 @@
+"""Connection carries requests to one server and its answers back, many at a time."""
+
+import asyncio
+import itertools
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import WebSocketException
+
+from rftmega.errors import EngineError
+from rftmega.fleet import wire
+
+OPEN_SECONDS = 30.0
+LARGEST = 2**30  # bytes of a message
+PING_SECONDS = 30.0  # between two pings; a host that is gone is noticed after as long again
+
+
+class Disconnected(ConnectionError):
+    """There is no connection, or none any more."""
+
+
+class Refused(EngineError):
+    """The server will not answer the request, whoever asks."""
+
+
+class Connection:
+    """Connection is one WebSocket, opened when it is first needed. It lives in one event loop."""
+
+    def __init__(self, address: str, headers: Mapping[str, str]):
+        """`address`: the server's, http or https."""
+        self._url = "ws" + address.removeprefix("http") + wire.SOCKET
+        self._headers = dict(headers)
+        self._socket: ClientConnection | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._numbers = itertools.count()
+        self._waiting: dict[int, asyncio.Future[wire.Answer]] = {}
+        self._unsent: list[wire.Ask | wire.Cancel] = []
+        self._sending: asyncio.Task[None] | None = None
+
+    async def ask(
+        self, token_ids: Sequence[int], sampling: Mapping[str, Any], *, salt: str = ""
+    ) -> wire.Answer:
+        """Returns the server's answer. One who is cancelled takes the request back.
+
+        Raises Disconnected where the connection can't be had or breaks; Refused where the server
+        can't answer such a request; EngineError where it fails otherwise.
+        """
+        number = next(self._numbers)
+        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        self._say(wire.Ask(number, wire.integers(token_ids), dict(sampling), salt))
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            self._say(wire.Cancel(number))
+            raise
+        finally:
+            self._waiting.pop(number, None)
+
+    async def close(self) -> None:
+        """Closes the connection; who still waits for an answer is told."""
+        reading, self._reading = self._reading, None
+        if reading is not None:
+            reading.cancel()
+            with suppress(asyncio.CancelledError):
+                await reading
+        if self._socket is not None:
+            await self._socket.close()
+        self._broke("was closed")
+
+    async def _open(self) -> None:
+        try:
+            self._socket = await connect(
+                self._url,
+                additional_headers=self._headers,
+                compression=None,
+                max_size=LARGEST,
+                open_timeout=OPEN_SECONDS,
+                ping_interval=PING_SECONDS,
+                ping_timeout=PING_SECONDS,
+                proxy=None,  # no proxy has the key
+            )
+        except (OSError, TimeoutError, WebSocketException) as error:
+            self._broke(f"can't be reached ({error!r})")
+        else:
+            self._reading = asyncio.create_task(self._read(self._socket))
+
+    def _say(self, message: wire.Ask | wire.Cancel) -> None:
+        """Sends it with what else is said by then: a message each costs more than what it says."""
+        self._unsent.append(message)
+        if self._sending is None or self._sending.done():
+            self._sending = asyncio.create_task(self._send())
+
+    async def _send(self) -> None:
+        if self._socket is None:
+            await self._open()
+        while self._unsent and self._socket is not None:
+            messages, self._unsent = self._unsent, []
+            with suppress(WebSocketException, OSError):  # `_read` tells
+                await self._socket.send(wire.packed(messages))
+
+    async def _read(self, socket: ClientConnection) -> None:
+        try:
+            async for message in socket:
+                for answer in wire.answered(message):  # type: ignore[arg-type]
+                    self._told(answer)
+            self._broke("closed the connection")
+        except (OSError, WebSocketException) as error:
+            self._broke(f"broke off ({error!r})")
+
+    def _told(self, answer: wire.Answer | wire.Failure) -> None:
+        waiting = self._waiting.get(answer.number)
+        if waiting is None or waiting.done():  # it was taken back
+            return
+        if isinstance(answer, wire.Answer):
+            waiting.set_result(answer)
+        elif answer.refused:
+            waiting.set_exception(Refused(answer.error))
+        else:
+            waiting.set_exception(EngineError(answer.error))
+
+    def _broke(self, what: str) -> None:
+        self._socket = None
+        self._unsent.clear()
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_exception(Disconnected(what))

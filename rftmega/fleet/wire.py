@@ -1,0 +1,75 @@
+"""Wire says what a trainer and a server of its own say to each other: MessagePack over one WebSocket,
+many requests at a time, each message a list of them.
+"""
+
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+SOCKET = "/completions"  # the path
+WireError = msgspec.MsgspecError
+
+
+class Ask(msgspec.Struct, array_like=True, tag=0):
+    """Ask asks for one completion."""
+
+    number: int  # of the request in its connection
+    token_ids: bytes  # int32, of the machine's byte order: both are on machines of one kind
+    sampling: dict[str, Any]  # what vLLM's SamplingParams takes
+    salt: str = ""  # contexts with different ones share no cache
+
+
+class Cancel(msgspec.Struct, array_like=True, tag=1):
+    """Cancel takes a request back."""
+
+    number: int
+
+
+class Answer(msgspec.Struct, array_like=True, tag=0):
+    """Answer is the completion that was asked for, or what of it there was when it was aborted."""
+
+    number: int
+    token_ids: bytes  # int32
+    logprobs: bytes  # float32, of each token
+    reason: str  # stop, length or abort
+    spans: list[tuple[str, int, int]]  # version of the weights, first token, token behind the last
+
+
+class Failure(msgspec.Struct, array_like=True, tag=1):
+    """Failure says why there is no completion."""
+
+    number: int
+    error: str
+    refused: bool  # the request is at fault, and would be refused everywhere
+
+
+_asked = msgspec.msgpack.Decoder(list[Ask | Cancel])
+_answered = msgspec.msgpack.Decoder(list[Answer | Failure])
+_encoder = msgspec.msgpack.Encoder()
+
+
+def packed(messages: Sequence[Ask | Cancel] | Sequence[Answer | Failure]) -> bytes:
+    return _encoder.encode(messages)
+
+
+def asked(message: bytes) -> list[Ask | Cancel]:
+    """Raises WireError for anything else."""
+    return _asked.decode(message)
+
+
+def answered(message: bytes) -> list[Answer | Failure]:
+    """Raises WireError for anything else."""
+    return _answered.decode(message)
+
+
+def integers(token_ids: Sequence[int]) -> bytes:
+    return array("i", token_ids).tobytes()
+
+
+def numbers(kind: str, content: bytes) -> "array[Any]":
+    """Reads an array of this type code."""
+    found: array[Any] = array(kind)
+    found.frombytes(content)
+    return found

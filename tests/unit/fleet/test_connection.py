@@ -1,0 +1,200 @@
+"""Requests and completions over one WebSocket, with uvicorn between them, as vLLM's server has it."""
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import uvicorn
+
+from rftmega.errors import EngineError
+from rftmega.fleet import door, wire
+from rftmega.fleet.completions_socket import CompletionsSocket
+from rftmega.fleet.connection import Connection, Disconnected, Refused
+
+pytest.importorskip("vllm")
+SAMPLING = {"temperature": 1.0, "max_tokens": 8}
+FOREVER, BAD, BROKEN = 99, 98, 97  # first tokens of special requests
+
+
+class Engine:
+    """Answers with the prompt's tokens, each under a log-prob of -token."""
+
+    def __init__(self) -> None:
+        self.asked, self.salts, self.ended = list[list[int]](), list[str | None](), list[int]()
+
+    async def generate(self, prompt: Any, parameters: Any, name: str) -> AsyncIterator[Any]:
+        ids = prompt["prompt_token_ids"]
+        self.asked.append(ids)
+        self.salts.append(prompt.get("cache_salt"))
+        if ids[0] == BAD:
+            raise ValueError("no such token")
+        if ids[0] == BROKEN:
+            raise RuntimeError("out of order")
+        try:
+            await asyncio.sleep(3600 if ids[0] == FOREVER else 0.001)
+        finally:
+            self.ended.append(ids[0])
+        logprobs = [{token: SimpleNamespace(logprob=-float(token))} for token in ids]
+        spans = [SimpleNamespace(version="3", start=0, end=len(ids))]
+        choice = SimpleNamespace(
+            token_ids=ids, logprobs=logprobs, weight_versions=spans, finish_reason="stop"
+        )
+        yield SimpleNamespace(outputs=[choice])
+
+
+class Served:
+    """A server with the run's door; `messages` counts what comes in."""
+
+    def __init__(self) -> None:
+        self.engine, self.messages = Engine(), 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async def counted() -> Any:
+            self.messages += 1
+            return await receive()
+
+        state = SimpleNamespace(engine_client=self.engine)
+        application = SimpleNamespace(state=state)
+        await door.Door(_lifespan)(scope | {"app": application}, counted, send)
+
+
+async def _lifespan(scope: Any, receive: Any, send: Any) -> None:
+    while (await receive())["type"] != "lifespan.shutdown":
+        await send({"type": "lifespan.startup.complete"})
+    await send({"type": "lifespan.shutdown.complete"})
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Served, str]]:
+    monkeypatch.setenv(door.KEY, "the key")
+    monkeypatch.delenv(door.PARENT, raising=False)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    application = Served()
+    server = uvicorn.Server(uvicorn.Config(application, port=port, log_level="error"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    yield application, f"http://127.0.0.1:{port}"
+    server.should_exit = server.force_exit = True
+    thread.join()
+
+
+def within(address: str, work: Callable[[Connection], Coroutine[Any, Any, Any]]) -> Any:
+    async def run() -> Any:
+        connection = Connection(address, door.headers("the key"))
+        try:
+            async with asyncio.timeout(30):
+                return await work(connection)
+        finally:
+            await connection.close()
+
+    return asyncio.run(run())
+
+
+def test_each_request_gets_its_own_answer_and_many_travel_together(
+    served: tuple[Served, str],
+) -> None:
+    application, address = served
+    prompts = [[number % 90 + 1, 5, 7] for number in range(300)]
+
+    async def work(connection: Connection) -> list[wire.Answer]:
+        return await asyncio.gather(*(connection.ask(ids, SAMPLING) for ids in prompts))
+
+    answers = within(address, work)
+    for ids, answer in zip(prompts, answers, strict=True):
+        assert wire.numbers("i", answer.token_ids).tolist() == ids
+        assert wire.numbers("f", answer.logprobs).tolist() == [-float(token) for token in ids]
+        assert answer.spans == [("3", 0, 3)] and answer.reason == "stop"
+    assert application.messages < 20, "the requests came one by one"
+
+
+def test_a_salt_keeps_caches_apart(served: tuple[Served, str]) -> None:
+    application, address = served
+    within(address, lambda connection: connection.ask([4], SAMPLING, salt="2"))
+    within(address, lambda connection: connection.ask([4], SAMPLING))
+    assert application.engine.salts == ["2", None]
+
+
+def test_a_cancelled_request_ends_in_the_server_and_others_go_on(
+    served: tuple[Served, str],
+) -> None:
+    application, address = served
+
+    async def work(connection: Connection) -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await connection.ask([FOREVER], SAMPLING)
+        await connection.ask([4], SAMPLING)
+        while FOREVER not in application.engine.ended:
+            await asyncio.sleep(0.01)
+
+    within(address, work)
+
+
+def test_what_is_unanswered_when_the_connection_goes_ends_in_the_server(
+    served: tuple[Served, str],
+) -> None:
+    application, address = served
+
+    async def work(connection: Connection) -> None:
+        waiting = asyncio.create_task(connection.ask([FOREVER], SAMPLING))
+        while not application.engine.asked:
+            await asyncio.sleep(0.01)
+        await connection.close()
+        with pytest.raises(Disconnected):
+            await waiting
+        answer = await connection.ask([4], SAMPLING)  # over a new one
+        assert wire.numbers("i", answer.token_ids).tolist() == [4]
+        while FOREVER not in application.engine.ended:
+            await asyncio.sleep(0.01)
+
+    within(address, work)
+
+
+def test_a_refused_request_is_told_from_a_server_that_fails(served: tuple[Served, str]) -> None:
+    _, address = served
+    with pytest.raises(Refused, match="no such token"):
+        within(address, lambda connection: connection.ask([BAD], SAMPLING))
+    with pytest.raises(EngineError, match="out of order") as raised:
+        within(address, lambda connection: connection.ask([BROKEN], SAMPLING))
+    assert not isinstance(raised.value, Refused)
+
+
+def test_nobody_comes_in_without_the_key_and_nobody_waits_for_a_server_that_is_not_there(
+    served: tuple[Served, str],
+) -> None:
+    application, address = served
+
+    async def ask(address: str, key: str) -> None:
+        await Connection(address, door.headers(key)).ask([4], SAMPLING)
+
+    with pytest.raises(Disconnected, match="can't be reached"):
+        asyncio.run(ask(address, "another"))
+    with pytest.raises(Disconnected, match="can't be reached"):
+        asyncio.run(ask("http://127.0.0.1:9", "the key"))
+    assert not application.engine.asked
+
+
+def test_something_else_than_a_message_of_ours_is_no_request() -> None:
+    sent: list[Any] = []
+    told = iter(
+        [{"type": "websocket.connect"}, {"type": "websocket.receive", "bytes": b"\x93\x01"}]
+    )
+
+    async def receive() -> Any:
+        return next(told)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    with pytest.raises(wire.WireError):
+        asyncio.run(CompletionsSocket(Engine(), receive, send).serve())
+    assert [message["type"] for message in sent] == ["websocket.accept"]
