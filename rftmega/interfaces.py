@@ -5,7 +5,7 @@ implementation's business.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from rftmega.ragged import Ragged
 from rftmega.shards import Shard
@@ -94,6 +94,58 @@ class RolloutEngine(Protocol):
 
     def close(self) -> None:
         """Ends the engine; it must be gone before the process groups are."""
+
+
+class RolloutGroup(NamedTuple):
+    """RolloutGroup is a task whose rollouts are learnt from together, each with its seed."""
+
+    number: int  # in the run
+    prompt: Prompt
+    seeds: tuple[int, ...]
+
+
+class TakenGroups(NamedTuple):
+    """TakenGroups holds groups that have ended, in the order in which they did."""
+
+    groups: Sequence[RolloutGroup]
+    rollouts: Sequence[Rollout | None]  # of the first group, then of the second, ...
+
+
+class RolloutStream(Protocol):
+    """RolloutStream rolls groups out while others are learnt from. Every process calls it alike."""
+
+    def begin(
+        self, groups: Sequence[RolloutGroup], *, sampling: Sampling, reward: "Reward | None"
+    ) -> None:
+        """Begins these, whatever else is under way."""
+
+    @property
+    def under_way(self) -> Sequence[RolloutGroup]:
+        """Returns the groups that were begun, and neither taken nor dropped."""
+
+    def take(self, most: int) -> TakenGroups:
+        """Takes those `most` groups that ended first; waits for them.
+
+        Raises Preempted where the run is asked to stop before.
+        """
+
+    def take_these(self, numbers: Sequence[int]) -> TakenGroups:
+        """Takes the groups of these numbers, in this order; waits for them. Raises as `take`."""
+
+    def join(self) -> None:
+        """Waits until all that is under way has ended. Raises as `take`."""
+
+    def drop(self, oldest: int) -> Sequence[RolloutGroup]:
+        """Drops the groups that have a token of a version before `oldest`, and returns them."""
+
+    def ended(self) -> dict[int, list[Rollout]]:
+        """Returns, in the first process, the groups under way that have ended, in that order."""
+
+    def put(self, group: RolloutGroup, rollouts: Sequence[Rollout]) -> None:
+        """Puts in a group that had ended before a resume."""
+
+    def forget(self, numbers: Sequence[int]) -> Sequence[RolloutGroup]:
+        """Forgets groups that the step under way had taken before a resume, and returns them."""
 
 
 class Scorer(Protocol):

@@ -17,6 +17,13 @@ def turn_seed(first: int, turn: int) -> int:
     return first if turn == 0 else _hashed(f"{first}/turn {turn}")
 
 
+def continued_seed(first: int, tokens: int) -> int:
+    """Returns the seed, below 2^31, of what follows an answer's first so many tokens, where it was
+    broken off behind them.
+    """
+    return _hashed(f"{first}/token {tokens}") if tokens else first
+
+
 def evaluation_seed(index: int, sample: int) -> int:
     """Returns the seed of an answer to held-out prompt `index`, below 2^31: the same at every
     evaluation, in every run, whatever else is evaluated.

@@ -45,6 +45,7 @@ STARTS = {  # folder of a warm start -> its example, data, and arguments
     "runs/guess/model": ("guess", "runs/guess/data/warm_start.jsonl"),
 }
 SEEDS = (0, 1, 2)
+MISSING = object()  # an option that the default part of its section does not have
 Record = dict[str, Any]
 # transformers makes its names as they are asked for, and not for two threads at once
 importing = Lock()
@@ -183,7 +184,7 @@ def settings_of(name: str, seed: int) -> Record:
             changed[section] = {
                 option: value
                 for option, value in options.items()
-                if value != plain[section][option]
+                if value != plain[section].get(option, MISSING)
             }
     return {"config": changed, "files": {name: digest(ROOT / name) for name in named if name}}
 

@@ -13,6 +13,7 @@ from rftmega.options.agents import Agent, Verifiers
 from rftmega.options.algorithms import AlgorithmConfig
 from rftmega.options.bounds import (
     AtLeastTwo,
+    AtMostOne,
     BelowOne,
     Count,
     NotNegative,
@@ -216,6 +217,17 @@ class RolloutConfig:
 
     max_batch: Count = 256
     """Answers that one engine generates side by side."""
+
+    ahead: AtMostOne = 0
+    """Batches that are rolled out while the one before is learnt from, and finished before the
+    weights are pushed (strategy=separate): the same numbers in every run, one version behind.
+    """
+
+    on_update: Literal["wait", "abort", "recompute", "keep"] = "recompute"
+    """What new weights do to requests in flight, with trainer.max_staleness: they finish first; are
+    cancelled, and go on from their tokens so far; go on over a cache that the new weights compute; or go
+    on over the old weights' cache, whose distribution is neither policy's.
+    """
 
     deadline_seconds: Positive = 3600.0
     """strategy=separate: a server that needs longer for one answer is taken for hung, and started
@@ -605,6 +617,12 @@ class TrainerConfig:
 
     prompts_per_step: Count = 16
     """Prompts a rollout; of given data, examples or pairs a step."""
+
+    max_staleness: NotNegativeInt = 0
+    """Policy versions that a token may be behind when it is learnt from. 0: each step waits for its
+    rollouts. Above 0 (strategy=separate) rollouts never stop: so many batches more are under way, each
+    step takes the groups that finished first, and what would be older is dropped.
+    """
 
     max_tokens_per_micro_batch: int = 16384
     """Rows are packed into micro-batches of at most this many tokens; a pipeline gets two or more a

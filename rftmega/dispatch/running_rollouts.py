@@ -1,21 +1,32 @@
 """RunningRollouts runs an environment's coroutines in the thread of the engine that answers them."""
 
 import asyncio
-import logging
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
-from rftmega.errors import ContextTooLong, EnvironmentFailed, InfrastructureFault
+from rftmega.dispatch.rollout_attempts import RolloutAttempts
+from rftmega.errors import ContextTooLong, EnvironmentFailed
 from rftmega.interfaces import Environment
 from rftmega.requests import Request
 from rftmega.sampling_seeds import turn_seed
-from rftmega.types import Completion, Prompt, Rollout, Sampling, Trajectory
+from rftmega.types import Completion, Prompt, Rollout, Sampling
 
-log = logging.getLogger(__name__)
 PASSES = 8  # through the event loop between two steps of an engine, while rollouts wait for tools
+
+
+def refuse_full_context(token_ids: Sequence[int], row_tokens: int) -> None:
+    """Raises ContextTooLong where a context leaves no room for an answer; ValueError where there is
+    none.
+    """
+    if not len(token_ids):
+        raise ValueError("the model was asked with no token")
+    if len(token_ids) >= row_tokens:
+        raise ContextTooLong(
+            f"a context of {len(token_ids)} tokens leaves no room for an answer: rollout.max_prompt_tokens + "
+            f"rollout.max_response_tokens is {row_tokens}. End the rollout before, or raise them"
+        )
 
 
 class RolloutModel:
@@ -59,8 +70,9 @@ class RunningRollouts:
         `loop`: one for the whole run, since what an environment holds may belong to it; None: a new
         one.
         """
-        self.row_tokens, self.repeats, self.sampling = row_tokens, repeats, sampling
-        self.environment, self.prompts, self.seeds = environment, prompts, seeds
+        self.row_tokens, self.sampling = row_tokens, sampling
+        self.prompts, self.seeds = prompts, seeds
+        self._attempts = RolloutAttempts(environment, row_tokens=row_tokens, repeats=repeats)
         self.expected_lengths = expected_lengths
         self._loop = loop or asyncio.new_event_loop()
         self._tasks: dict[int, asyncio.Task[None]] = {}  # of the rollouts that have not ended
@@ -132,10 +144,7 @@ class RunningRollouts:
                 self._loop.run_forever()
         if self._failed is not None:
             place, error = self._failed
-            raise EnvironmentFailed(
-                f"The environment {type(self.environment).__name__} failed with {error!r} in a rollout of prompt "
-                f"{self.prompts[place].index}. Mend it, or let it catch what a tool may raise."
-            ) from error
+            raise EnvironmentFailed(self._attempts.failure(error, self.prompts[place])) from error
 
     def ended(self) -> dict[int, Rollout]:
         """Takes place -> rollout of those that have ended since the last call."""
@@ -154,13 +163,7 @@ class RunningRollouts:
 
         Raises ContextTooLong where the context leaves no room for one.
         """
-        if not len(token_ids):
-            raise ValueError("the model was asked with no token")
-        if len(token_ids) >= self.row_tokens:
-            raise ContextTooLong(
-                f"a context of {len(token_ids)} tokens leaves no room for an answer: rollout.max_prompt_tokens + "
-                f"rollout.max_response_tokens is {self.row_tokens}. End the rollout before, or raise them"
-            )
+        refuse_full_context(token_ids, self.row_tokens)
         future = self._loop.create_future()
         if token_ids is not self.prompts[place].token_ids:  # of NumPy, say
             token_ids = tuple(map(int, token_ids))
@@ -173,7 +176,9 @@ class RunningRollouts:
 
     async def _run(self, place: int) -> None:
         try:
-            self._ended[place] = await self._repeated(place)
+            self._ended[place] = await self._attempts.run(
+                self.prompts[place], lambda: RolloutModel(self, place, self.seeds[place])
+            )
         except (Exception, asyncio.CancelledError) as error:
             if self._closing:
                 raise
@@ -181,47 +186,6 @@ class RunningRollouts:
         self._tasks.pop(place)
         self._silent.discard(place)
         self._news.set()
-
-    async def _repeated(self, place: int) -> Rollout:
-        """Runs a rollout, from its first turn again after a fault that is not the policy's."""
-        task, repeats = self.prompts[place], 0
-        while True:
-            model = RolloutModel(self, place, self.seeds[place])
-            try:
-                rollout = self._checked(await self.environment.run(task, model), task)
-            except InfrastructureFault as fault:
-                if repeats == self.repeats:
-                    log.warning("a rollout of prompt %d is left out: %s", task.index, fault)
-                    return Rollout((Trajectory.of(task.token_ids),), lost=str(fault))
-                repeats += 1
-                continue
-            if repeats:
-                return replace(rollout, measures=rollout.measures | {"repeats": float(repeats)})
-            return rollout
-
-    def _checked(self, given: Any, task: Prompt) -> Rollout:
-        """Returns the rollout. Raises ValueError for what can't be learnt from."""
-        rollout = given if isinstance(given, Rollout) else Rollout(tuple(given))
-        if not rollout.trajectories:
-            raise ValueError("it returned no trajectory")
-        if len(rollout.trajectories) > 1 and task.pictures:
-            raise ValueError(
-                "it returned several trajectories of a prompt with pictures, which have their places in one: return one"
-            )
-        for one in rollout.trajectories:
-            self._refuse_unlearnable(one)
-        return rollout
-
-    def _refuse_unlearnable(self, one: Any) -> None:
-        if not isinstance(one, Trajectory):
-            raise ValueError(f"it returned {type(one).__name__} in place of a Trajectory")
-        if len(one) < 2 or one.loss_mask[0]:
-            raise ValueError("its trajectory begins with no prompt, or has nothing behind it")
-        if len(one) > self.row_tokens:
-            raise ValueError(
-                f"its trajectory has {len(one)} tokens: rollout.max_prompt_tokens + rollout.max_response_tokens is "
-                f"{self.row_tokens}. Leave out what stands behind the last answer"
-            )
 
     async def _broken_off(self, tasks: Iterable[asyncio.Task[Any]]) -> None:
         for task in tasks:

@@ -4,6 +4,7 @@ pictures through shared memory.
 
 import asyncio
 import json
+import logging
 import os
 import secrets
 from array import array
@@ -20,6 +21,7 @@ from rftmega import device, weights
 from rftmega.config import RolloutConfig
 from rftmega.errors import EngineError, EngineFault
 from rftmega.fleet import door, wire
+from rftmega.fleet.partial_completion import NOTHING, PartialCompletion
 from rftmega.fleet.server import Server
 from rftmega.fleet.server_requests import Line, ServerRequests
 from rftmega.interfaces import WeightSync
@@ -37,14 +39,22 @@ from rftmega.rollout.vllm_models import (
     sees,
     stop_strings,
 )
+from rftmega.sampling_seeds import continued_seed
 from rftmega.shards import Shard
 from rftmega.types import Completion, Sampling
 
+log = logging.getLogger(__name__)
 RANKS_OWN = {  # what tells a process that it is a rank of the trainer
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     "VLLM_ENABLE_V1_MULTIPROCESSING",
 }
 EXPECT = "init_weight_transfer_engine"
+PAUSES = {  # rollout.on_update -> how a server stops for new weights
+    "wait": "pause?mode=wait",
+    "abort": "pause?mode=abort",
+    "recompute": "pause?mode=keep&clear_cache=true",
+    "keep": "pause?mode=keep&clear_cache=false",
+}
 
 
 class ServerEngine(Engine):
@@ -68,6 +78,7 @@ class ServerEngine(Engine):
         self.stop_ids, self.config = list(stop_ids), config
         self.row_tokens = config.max_row_tokens
         self._begun = False  # a push that has not ended
+        self.newest = -1  # version that a server may answer under
         self._names: dict[str, Any] = {}  # of the tensors that a push brings, as servers are told
         # servers that broke down in a generation, and were not started again yet
         self._failed: set[int] = set()
@@ -145,6 +156,20 @@ class ServerEngine(Engine):
     def weight_sync(self, shards: Sequence[Shard], *, bucket_bytes: int) -> WeightSync:
         return weights.SharedWeights(shards, self, bucket_bytes=bucket_bytes)
 
+    @property
+    def healthy(self) -> list[Server]:
+        """Returns the servers that have not failed."""
+        pairs = enumerate(self.servers)
+        return [server for number, server in pairs if number not in self._failed]
+
+    def note_fault(self, server: Server, fault: EngineFault) -> None:
+        """Notes that a server failed: it is asked nothing more, and started again before the next
+        push.
+        """
+        if server in self.servers and (number := self.servers.index(server)) not in self._failed:
+            log.warning("server %d is asked nothing more: %s", number, fault)
+            self._failed.add(number)
+
     def _started(self, number: int) -> Server:
         return Server(
             self._arguments, self._environments[number], self._logs / f"server-{number}.log"
@@ -181,7 +206,7 @@ class ServerEngine(Engine):
         Servers that have died since are started again.
         """
         self.restart()
-        self._all("pause")
+        self._all(PAUSES[self.config.on_update])
         # and broke off; only those workers that failed have ended it, and the others can't begin
         # another
         if self._begun:
@@ -199,6 +224,7 @@ class ServerEngine(Engine):
         """Ends a push whose buckets were all taken: from now on the servers answer, under
         `version`.
         """
+        self.newest = version
         self._all("finish_weight_update", {"weight_version": str(version)})
         self._begun = False
         self._all("resume")
@@ -246,21 +272,52 @@ class ServerEngine(Engine):
             self._all("abort_requests", {})
 
     async def _asked(self, line: Line, request: Request, *, sampling: Sampling) -> Completion:
-        parameters = self._parameters(request, sampling)
-        seconds = self.config.deadline_seconds
-        if not request.pictures:
-            answer = await line.server.complete(
-                line.connection, request.token_ids, parameters, seconds
+        completion = await self.part(line, request, sampling)
+        if completion.reason == "abort" or completion.versions != {self.version}:
+            raise EngineError(
+                f"A server answered under weights {sorted(completion.versions)}, {completion.reason}; the last push was "
+                f"{self.version}."
             )
-            return self._completed(answer)
-        body: dict[str, Any] = {"sampling_params": parameters}
-        # one placeholder a picture, since vLLM's processor expands it
-        body["token_ids"] = unexpanded(request.token_ids, request.pictures)
-        async with self._media.shown(request) as parts:
-            body |= {"content_parts": parts, "return_token_ids": True}
-            reply = await line.server.answer(line.client, body, seconds)
-        check_expanded(request, reply["prompt_token_ids"])
-        return self._completion(reply["choices"][0])
+        return completion.whole()
+
+    async def part(
+        self,
+        line: Line,
+        request: Request,
+        sampling: Sampling,
+        before: PartialCompletion = NOTHING,
+    ) -> PartialCompletion:
+        """Asks a server for what follows `before`, and returns both.
+
+        Raises EngineFault where it fails, EngineError where it can't answer, or answers under weights
+        that were never pushed.
+        """
+        parameters = self._parameters(request, sampling)
+        parameters["max_tokens"] -= len(before.token_ids)
+        parameters["seed"] = continued_seed(request.seed, len(before.token_ids))
+        context = [*request.token_ids, *before.token_ids]
+        seconds, oldest = self.config.deadline_seconds, self.newest
+        if not request.pictures:
+            # what other weights have computed is not for a new request
+            salt = str(oldest) if self.config.on_update == "keep" else ""
+            answer = await line.server.complete(
+                line.connection, context, parameters, seconds, salt=salt
+            )
+        else:
+            # one placeholder a picture, since vLLM's processor expands it
+            body: dict[str, Any] = {"sampling_params": parameters}
+            body["token_ids"] = unexpanded(context, request.pictures)
+            async with self._media.shown(request) as parts:
+                body |= {"content_parts": parts, "return_token_ids": True}
+                reply = await line.server.answer(line.client, body, seconds)
+            check_expanded(request, reply["prompt_token_ids"])
+            answer = _read(reply["choices"][0])
+        added = PartialCompletion.of(answer)
+        if not added.versions <= set(range(oldest, self.newest + 1)):
+            raise EngineError(
+                f"A server answered under weights {sorted(added.versions)}; the last push was {self.newest}."
+            )
+        return before.with_more(added)
 
     def _parameters(self, request: Request, sampling: Sampling) -> dict[str, Any]:
         return {
@@ -272,38 +329,6 @@ class ServerEngine(Engine):
             "ignore_eos": True,
             **stop_strings(self.config),
         }
-
-    def _completion(self, choice: dict[str, Any]) -> Completion:
-        """Reads what vLLM's own endpoint answers."""
-        spans = [
-            (part["version"], part["start"], part["end"]) for part in choice["weight_versions"]
-        ]
-        logprobs = [content["logprob"] for content in choice["logprobs"]["content"]]
-        return self._completed(
-            wire.Answer(
-                0,
-                wire.integers(choice["token_ids"]),
-                array("f", logprobs).tobytes(),
-                choice["finish_reason"],
-                spans,
-            )
-        )
-
-    def _completed(self, answer: wire.Answer) -> Completion:
-        """Raises EngineError for an answer under other weights than the last push's."""
-        assert self.version is not None
-        versions = {version for version, _, _ in answer.spans}
-        if versions != {str(self.version)}:
-            raise EngineError(
-                f"A server answered under weights {sorted(versions)}; the last push was {self.version}."
-            )
-        ids, logprobs = (
-            wire.numbers("i", answer.token_ids),
-            wire.numbers("f", answer.logprobs),
-        )
-        assert answer.reason in ("stop", "length"), answer.reason
-        assert len(ids) == len(logprobs)
-        return Completion(ids, logprobs, answer.reason, self.version)  # type: ignore[arg-type]
 
     def close(self) -> None:
         for server in self.servers:
@@ -319,6 +344,14 @@ class ServerEngine(Engine):
         """Servers have their devices to themselves."""
 
     def _wake(self, parts: Sequence[str]) -> None: ...
+
+
+def _read(choice: dict[str, Any]) -> wire.Answer:
+    """Reads what vLLM's own endpoint answers."""
+    spans = [(part["version"], part["start"], part["end"]) for part in choice["weight_versions"]]
+    logprobs = [content["logprob"] for content in choice["logprobs"]["content"]]
+    ids = wire.integers(choice["token_ids"])
+    return wire.Answer(0, ids, array("f", logprobs).tobytes(), choice["finish_reason"], spans)
 
 
 def _devices(world: World, config: RolloutConfig, number: int) -> dict[str, str]:

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from annotated_types import Ge, Gt, Le, Lt
 
+AtMostOne = Annotated[int, Ge(0), Le(1)]
 Count = Annotated[int, Ge(1)]
 AtLeastTwo = Annotated[int, Ge(2)]
 NotNegativeInt = Annotated[int, Ge(0)]

@@ -5,11 +5,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rftmega.checkpoint.run_checkpoints import TrainedModel, TrainingCheckpoints, of_run
 from rftmega.config import RunConfig
 from rftmega.dispatch.engine_pool import EnginePool, ServerPool
+from rftmega.dispatch.streaming_pool import StreamingPool
 from rftmega.environments import SingleTurnEnvironment
 from rftmega.errors import ConfigError
 from rftmega.interfaces import (
@@ -98,9 +99,10 @@ class ReinforcementStrategy:
         faces = {name: ColocatedValues(model, self.phases, name) for name, model in judges.items()}
         self.critic: ValueModel | None = faces.get("critic")
         self.reward_model: ValueModel | None = faces.get("reward_model")
-        face, self.engine_processes = (
-            (ServerPool, world.size) if separate else (EnginePool, config.rollout.tensor)
-        )
+        face: Any = ServerPool if separate else EnginePool
+        if config.trainer.max_staleness:
+            face = StreamingPool
+        self.engine_processes = world.size if separate else config.rollout.tensor
         self.engine: RolloutEngine = face(
             self.local_engine,
             self.phases,

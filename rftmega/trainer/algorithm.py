@@ -4,6 +4,7 @@ what.
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from rftmega.algorithms.aggregation import Aggregation, aggregation_of
 from rftmega.algorithms.kl import KLController
@@ -30,6 +31,7 @@ from rftmega.trainer.optimizer_steps import Schedule
 from rftmega.trainer.ppo import PPOTrainer, StepParts, StepSampling
 from rftmega.trainer.ptx import PTX, Order
 from rftmega.trainer.replay_mixer import ReplayMixer
+from rftmega.trainer.rollout_schedules import Asynchronous, OneAhead, Synchronous
 from rftmega.trainer.supervised import Learns, SupervisedTrainer
 from rftmega.types import LossFn
 
@@ -81,6 +83,7 @@ class Algorithm:
                 gate=self.gate(built),
                 late_scoring=config.late_scoring,
                 journal=journal,
+                schedule=self.rollout_schedule(built.engine, journal),
             ),
             stop=stop,
         )
@@ -180,6 +183,7 @@ class Algorithm:
             temperature=config.rollout.temperature,
             seed=config.trainer.seed,
             config=described,
+            pushes=not config.trainer.max_staleness,
         )
 
     def refill(self, host: Host | None = None) -> DynamicSampler:
@@ -192,6 +196,17 @@ class Algorithm:
             train_samples=self.config.rollout.train_samples_per_prompt,
             host=host,
         )
+
+    def rollout_schedule(self, engine: Any, journal: Journal | None) -> Synchronous:
+        """Returns what says when answers are generated; of an asynchronous run the engine is a
+        RolloutStream as well.
+        """
+        most = self.config.trainer.max_staleness
+        if not most:
+            return Synchronous()
+        if self.config.rollout.ahead:
+            return OneAhead(engine, journal)
+        return Asynchronous(engine, journal, max_staleness=most)
 
     def replay(self, policy: Scorer, host: Host | None = None) -> ReplayMixer | None:
         """Returns what keeps earlier answers, where they are learnt from."""

@@ -56,39 +56,45 @@ class DynamicSampler:
         """
         if not self.rounds:
             samples = ask(prompts, None)
-            return self._learnt(samples), _described([samples])
+            return self.learnt(samples), described([samples])
         groups, size = len(prompts), math.ceil(self.oversample * len(prompts))
         asked = [*prompts, *more.take(size - groups)]
         found: list[Samples[Ragged]] = []
         kept: list[Samples[Ragged]] = []
         left_out, back = 0, list[Prompt]()
-        while asked and len(found) <= self.rounds and (missing := groups - _groups(kept)):
+        while asked and len(found) <= self.rounds and (missing := groups - groups_in(kept)):
             answered = ask(asked, Wanted(missing, self._good) if self.oversample > 1 else None)
             good = self._varied(answered)
             found.append(answered)
             kept.append(_first(good, missing))
-            left_out += _groups([answered]) - _groups([good])
+            left_out += groups_in([answered]) - groups_in([good])
             used = {*answered.group.tolist()} - (
                 {*good.group.tolist()} - {*kept[-1].group.tolist()}
             )
             # none but in the last round
             back = [prompt for place, prompt in enumerate(asked) if place not in used]
-            asked = more.take(size) if _groups(kept) < groups and len(found) <= self.rounds else []
+            asked = (
+                more.take(size) if groups_in(kept) < groups and len(found) <= self.rounds else []
+            )
         more.put_back(back)
-        seen = _described(found) | {
+        seen = described(found) | {
             "refills": float(len(found) - 1),
             "groups_left_out": float(left_out),
         }
         if self.oversample > 1:
             seen["groups_put_back"] = float(len(back))
         # something must be learnt from
-        kept = [part for part in kept if len(part)] or [_first(self._learnt(found[0]), 1)]
+        kept = [part for part in kept if len(part)] or [_first(self.learnt(found[0]), 1)]
         return Samples.join(kept, self.host.once), seen
+
+    def good(self, samples: Samples[Ragged]) -> Samples[Ragged]:
+        """Returns what may be learnt from of these groups, where each step has groups of its own."""
+        return self._varied(samples) if self.rounds else self.learnt(samples)
 
     def _good(self, samples: Samples[Ragged]) -> bool:
         return len(self._varied(samples)) > 0
 
-    def _learnt(self, samples: Samples[Ragged]) -> Samples[Ragged]:
+    def learnt(self, samples: Samples[Ragged]) -> Samples[Ragged]:
         """Returns the first `train_samples` answers of each group, whose rows are neighbours."""
         if not self.train_samples:
             return samples
@@ -99,12 +105,13 @@ class DynamicSampler:
         return samples.select(early[rollouts.of_row].nonzero()[:, 0])
 
     def _varied(self, samples: Samples[Ragged]) -> Samples[Ragged]:
-        samples = self._learnt(samples)
+        samples = self.learnt(samples)
         score = samples.part(self.part) if self.part else samples.reward
         return samples.select(varied(score, samples.group).nonzero()[:, 0])
 
 
-def _groups(parts: Sequence[Samples[Ragged]]) -> int:
+def groups_in(parts: Sequence[Samples[Ragged]]) -> int:
+    """Counts the groups; those of different parts are different."""
     return sum(len(part.group.unique()) for part in parts)
 
 
@@ -115,7 +122,7 @@ def _first(samples: Samples[Ragged], groups: int) -> Samples[Ragged]:
     )
 
 
-def _described(found: Sequence[Samples[Ragged]]) -> Metrics:
+def described(found: Sequence[Samples[Ragged]]) -> Metrics:
     """Returns means over rollouts, whose rows all have what is known of them."""
     rollouts = [samples.rollouts for samples in found]
     sums = [

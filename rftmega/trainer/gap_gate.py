@@ -61,8 +61,12 @@ class GapGate:
         temperature: float,
         seed: int,
         config: dict[str, Any],
+        pushes: bool = True,
     ):
-        """`folder`: where a bundle goes if the gap is too large; `config` goes with it."""
+        """`folder`: where a bundle goes if the gap is too large; `config` goes with it. `pushes`:
+        before it asks for new answers; False where every step asks, right after a push.
+        """
+        self.pushes = pushes
         self.machinery, self.limits, self.folder = machinery, limits, folder
         self.temperature, self.seed, self.config = temperature, seed, config
 
@@ -78,7 +82,7 @@ class GapGate:
         if gap.tokens:
             self._judge(samples, old_logp, gap, step)
         else:
-            asked, logp = self._ask_again(samples.prompts, step)
+            asked, logp = self._ask_again(samples.prompts, step, push=self.pushes)
             gap = gap_of(asked, logp, asked.rows.mask)
             self._judge(asked, logp, gap, step)
         return gap
@@ -87,12 +91,15 @@ class GapGate:
         if self.machinery.numerics.agreed(self.limits.exceeded_by(gap)):
             raise GapExceeded(self._explained(samples, old_logp, gap, step))
 
-    def _ask_again(self, prompts: Sequence[Prompt], step: int) -> tuple[Samples[Ragged], Ragged]:
+    def _ask_again(
+        self, prompts: Sequence[Prompt], step: int, *, push: bool = True
+    ) -> tuple[Samples[Ragged], Ragged]:
         """Asks for new answers to a few of the prompts after another push, and for the trainer's
         log-probabilities of them.
         """
         asked = list({prompt.token_ids: prompt for prompt in prompts}.values())[:PROBES]
-        self.machinery.weights.push(version=step)
+        if push:
+            self.machinery.weights.push(version=step)
         seeds = [sampling_seed(self.seed, prompt.task, PROBE_SAMPLE) for prompt in asked]
         found = self.machinery.engine.generate(
             asked, seeds=seeds, sampling=Sampling(self.temperature)

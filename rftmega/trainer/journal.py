@@ -249,7 +249,7 @@ def _packed(result: Any) -> Any:
         return {"logp": _packed(result.logp), "entropy": _packed(result.entropy)}
     if isinstance(result, Ragged):
         return {"values": result.flat, "lengths": result.lengths}
-    return _packed_answers(result) if isinstance(result, list | RolloutArrays) else result
+    return packed_answers(result) if isinstance(result, list | RolloutArrays) else result
 
 
 def _unpacked(packed: Any) -> Any:
@@ -261,10 +261,10 @@ def _unpacked(packed: Any) -> Any:
         return Ragged.packed(packed["values"], packed["lengths"])
     if "token_ids" not in packed:
         return packed
-    return _answers_of_format_3(packed) if "answers" in packed else _answers(packed)
+    return _answers_of_format_3(packed) if "answers" in packed else unpacked_answers(packed)
 
 
-def _packed_answers(rollouts: Answers) -> dict[str, Any]:
+def packed_answers(rollouts: Answers) -> dict[str, Any]:
     """Returns the columns; of each rollout how many trajectories it has, and what else a
     RolloutPlace holds; and each trajectory's length, whether it is truncated, start, turns and
     routes.
@@ -288,7 +288,8 @@ def _packed_answers(rollouts: Answers) -> dict[str, Any]:
     }
 
 
-def _answers(packed: dict[str, Any]) -> RolloutArrays:
+def unpacked_answers(packed: dict[str, Any]) -> RolloutArrays:
+    """Returns what was packed."""
     places, end = [], 0
     for said, routes in zip(packed["trajectories"], packed["routes"], strict=True):
         length, truncated, *more = said

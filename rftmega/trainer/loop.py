@@ -14,7 +14,7 @@ from rftmega.types import COUNT, Metrics
 
 
 class Trainer:
-    """`step` counts finished steps; `stopped` says whether `stop` ended the training, to the
+    """`step` counts finished steps, of `last` in all; `stopped` says whether `stop` ended the training, to the
     callbacks of its last step, too; `resumed` whether there was a part of this training before.
     """
 
@@ -32,7 +32,7 @@ class Trainer:
         self.callbacks = callbacks
         self.stop, self.stopped = stop, False
         self.journal = journal
-        self.step, self.resumed = 0, False
+        self.step, self.last, self.resumed = 0, 0, False
         self.seconds: Metrics = {}  # of each phase of the present step
         # of the present step's optimizer steps: tokens, operations (types.COUNT)
         self.counts: Metrics = {}
@@ -43,6 +43,7 @@ class Trainer:
 
     def fit(self, batches: Iterable[Any], *, steps: int) -> None:
         """Trains until `steps` steps are done, or `stop` says so."""
+        self.last = steps
         batches = self.prepare(batches)
         begun: list[Callback] = []
         try:

@@ -8,9 +8,16 @@ from typing import Any
 
 from rftmega.algorithms.mismatch import Gap
 from rftmega.experience import ExperienceMaker, ModelReward
-from rftmega.interfaces import Callback, Resumable, Reward, RolloutEngine, WeightSync
+from rftmega.interfaces import (
+    Callback,
+    Resumable,
+    Reward,
+    RolloutEngine,
+    RolloutGroup,
+    RolloutStream,
+    WeightSync,
+)
 from rftmega.ragged import Ragged
-from rftmega.sampling_seeds import sampling_seed
 from rftmega.trainer.dynamic_sampler import DynamicSampler
 from rftmega.trainer.expected_lengths import ExpectedLengths
 from rftmega.trainer.gap_gate import GapGate, chosen_by, gap_of
@@ -20,7 +27,8 @@ from rftmega.trainer.learner import Learner
 from rftmega.trainer.loop import Trainer
 from rftmega.trainer.prompt_queue import PromptQueue
 from rftmega.trainer.replay_mixer import ReplayMixer
-from rftmega.types import Experience, Metrics, Prompt, Samples, Sampling
+from rftmega.trainer.rollout_schedules import Synchronous, groups_of
+from rftmega.types import Experience, Metrics, Prompt, Rollout, Samples, Sampling
 
 
 @dataclass(frozen=True)
@@ -40,7 +48,8 @@ class StepParts:
     the run where engine and trainer differ; without it any gap is learnt from. late_scoring:
     log-probs before the update are those of the update's own forward pass, instead of a pass for
     them alone; right for one optimizer step a rollout, without dropout, replay, or a KL in the
-    reward. journal: that of the trainer's engine, maker and learner.
+    reward. journal: that of the trainer's engine, maker and learner. schedule: when answers are
+    generated.
     """
 
     refill: DynamicSampler = field(default_factory=lambda: DynamicSampler(0))
@@ -49,6 +58,7 @@ class StepParts:
     gate: GapGate | None = None
     late_scoring: bool = False
     journal: Journal | None = None
+    schedule: Synchronous = field(default_factory=Synchronous)
 
 
 class PPOTrainer(Trainer):
@@ -80,7 +90,7 @@ class PPOTrainer(Trainer):
         )
         self.maker, self.learner, self.host = maker, learner, maker.host
         self.refill, self.replay, self.gate = parts.refill, parts.replay, parts.gate
-        self.late_scoring = parts.late_scoring
+        self.late_scoring, self.schedule = parts.late_scoring, parts.schedule
         self.samples_per_prompt, self.temperature, self.seed = (
             sampling.samples_per_prompt,
             sampling.temperature,
@@ -96,7 +106,8 @@ class PPOTrainer(Trainer):
         return self.supply
 
     def state(self) -> dict[str, Any]:
-        return super().state() | {name: part.state() for name, part in self._parts().items()}
+        parts = {name: part.state() for name, part in self._parts().items()}
+        return super().state() | parts | {"schedule": self.schedule.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         super().load_state(state)
@@ -105,6 +116,8 @@ class PPOTrainer(Trainer):
         for name, part in self._parts().items():
             if name != "replay" or name in state:  # it may begin with the resumed run
                 part.load_state(state[name])
+        if known := state.get("schedule"):
+            self.schedule.load_state(self, known)
 
     def _parts(self) -> dict[str, Resumable]:
         parts: dict[str, Resumable] = {
@@ -122,7 +135,7 @@ class PPOTrainer(Trainer):
         """
         self._lost = 0
         with self.phase("rollout"):
-            samples, seen = self.refill(self.rollout, batch, self.supply)
+            samples, seen = self.schedule.samples(self, batch)
         if self._lost:
             seen["rollouts_lost"] = float(self._lost)
         # Where no token is the present policy's, the gate asks for new answers, which an update
@@ -146,6 +159,9 @@ class PPOTrainer(Trainer):
         if self.replay is not None:
             self.replay.keep(experience, samples.group)
         self.step += 1
+        if self.schedule.joins:
+            with self.phase("join"):
+                self.schedule.join()
         with self.phase("push"):
             metrics |= replayed | self.weights.push(version=self.step)
         for callback in self.callbacks:
@@ -168,29 +184,48 @@ class PPOTrainer(Trainer):
         """Returns `samples_per_prompt` scored answers a prompt; the same ones whenever these tasks
         are run with this seed and these weights. With `wanted` it may end with these groups only.
         """
-        samples = range(self.samples_per_prompt)
-        requests = [prompt for prompt in prompts for _ in samples]
-        seeds = [
-            sampling_seed(self.seed, prompt.task, sample)
-            for prompt in prompts
-            for sample in samples
-        ]
-        # What compares answers with each other can't begin before all are there.
-        at_once = None if getattr(self.reward, "whole_groups", False) else self.reward
-        groups = GroupCollector(requests, self.reward, self.samples_per_prompt)
+        groups = self.groups(prompts)
+        requests = [group.prompt for group in groups for _ in group.seeds]
+        seeds = [seed for group in groups for seed in group.seeds]
+        collector = self._collector(requests)
         rollouts = self.engine.generate(
             requests,
             seeds=seeds,
             sampling=Sampling(self.temperature),
-            reward=at_once,
-            enough=None if wanted is None else groups.until(wanted),
+            reward=self._at_once,
+            enough=None if wanted is None else collector.until(wanted),
             expected_lengths=self.lengths.expected(requests),
         )
+        return self.collected(requests, rollouts)
+
+    def groups(self, prompts: Sequence[Prompt]) -> list[RolloutGroup]:
+        """Returns a group a prompt."""
+        return groups_of(prompts, seed=self.seed, samples_per_prompt=self.samples_per_prompt)
+
+    def begin(self, stream: RolloutStream, groups: Sequence[RolloutGroup]) -> None:
+        """Begins groups, whose answers are scored as they come."""
+        stream.begin(groups, sampling=Sampling(self.temperature), reward=self._at_once)
+
+    def collected(
+        self, requests: Sequence[Prompt], rollouts: Sequence[Rollout | None]
+    ) -> Samples[Ragged]:
+        """Returns the scored rows of all whole groups of these answers."""
         self.lengths.learn(requests, rollouts)
-        newest = {max(rollout.versions, default=self.step) for rollout in rollouts if rollout}
-        assert newest <= {self.step}, (
-            f"answers of policy {newest} at step {self.step}: a push was missed"
+        versions = {own for rollout in rollouts if rollout for own in rollout.versions}
+        oldest = self.step - self.schedule.max_staleness
+        assert versions <= set(range(oldest, self.step + 1)), (
+            f"answers of policies {sorted(versions)} at step {self.step}: a push was missed"
         )
         self._lost += sum(rollout is not None and bool(rollout.lost) for rollout in rollouts)
-        collected = groups.collected(rollouts)
+        collected = self._collector(requests).collected(rollouts)
         return collected if self.model_reward is None else self.model_reward(collected)
+
+    def _collector(self, requests: Sequence[Prompt]) -> GroupCollector:
+        return GroupCollector(requests, self.reward, self.samples_per_prompt)
+
+    @property
+    def _at_once(self) -> Reward | None:
+        """Returns what scores answers as they come. What compares them can't begin before all are
+        there.
+        """
+        return None if getattr(self.reward, "whole_groups", False) else self.reward

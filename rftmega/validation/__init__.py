@@ -5,6 +5,7 @@ Each section's rules have a file of their own. Importing this costs nothing: no 
 
 from rftmega.config.schema import RunConfig
 from rftmega.validation.algorithm import algorithm_options, groups_of_one
+from rftmega.validation.asynchronous import asynchronous
 from rftmega.validation.backend import backend
 from rftmega.validation.checkpoint import checkpoints
 from rftmega.validation.data import files, training_data
@@ -45,6 +46,7 @@ def violations(config: RunConfig, world_size: int, *, data: bool = True) -> list
                 + reward_parts(config)
                 + evaluation(config)
                 + environment(config)
+                + asynchronous(config)
             )
         elif not unknown:
             numbers += unread_without_rollouts(config)

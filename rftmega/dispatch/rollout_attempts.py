@@ -1,0 +1,71 @@
+"""RolloutAttempts runs one rollout of an environment, and again after a fault that is not the policy's."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from rftmega.errors import InfrastructureFault
+from rftmega.interfaces import Environment, Model
+from rftmega.types import Prompt, Rollout, Trajectory
+
+log = logging.getLogger(__name__)
+
+
+class RolloutAttempts:
+    """RolloutAttempts refuses what can't be learnt from."""
+
+    def __init__(self, environment: Environment, *, row_tokens: int, repeats: int):
+        """`row_tokens`: context and answer together, as the engine takes them. `repeats`: times that
+        a rollout is run again after an InfrastructureFault, before it is lost.
+        """
+        self.environment, self.row_tokens, self.repeats = environment, row_tokens, repeats
+
+    async def run(self, task: Prompt, new_model: Callable[[], Model]) -> Rollout:
+        """Returns the rollout. Each attempt has a model of its own, and so the same seeds.
+
+        Raises what the environment raises; ValueError for what can't be learnt from.
+        """
+        repeats = 0
+        while True:
+            try:
+                rollout = self._checked(await self.environment.run(task, new_model()), task)
+            except InfrastructureFault as fault:
+                if repeats == self.repeats:
+                    log.warning("a rollout of prompt %d is left out: %s", task.index, fault)
+                    return Rollout((Trajectory.of(task.token_ids),), lost=str(fault))
+                repeats += 1
+                continue
+            if repeats:
+                return replace(rollout, measures=rollout.measures | {"repeats": float(repeats)})
+            return rollout
+
+    def failure(self, error: BaseException, task: Prompt) -> str:
+        """Returns what is told of an environment that raised something else."""
+        return (
+            f"The environment {type(self.environment).__name__} failed with {error!r} in a rollout of prompt "
+            f"{task.index}. Mend it, or let it catch what a tool may raise."
+        )
+
+    def _checked(self, given: Any, task: Prompt) -> Rollout:
+        rollout = given if isinstance(given, Rollout) else Rollout(tuple(given))
+        if not rollout.trajectories:
+            raise ValueError("it returned no trajectory")
+        if len(rollout.trajectories) > 1 and task.pictures:
+            raise ValueError(
+                "it returned several trajectories of a prompt with pictures, which have their places in one: return one"
+            )
+        for one in rollout.trajectories:
+            self._refuse_unlearnable(one)
+        return rollout
+
+    def _refuse_unlearnable(self, one: Any) -> None:
+        if not isinstance(one, Trajectory):
+            raise ValueError(f"it returned {type(one).__name__} in place of a Trajectory")
+        if len(one) < 2 or one.loss_mask[0]:
+            raise ValueError("its trajectory begins with no prompt, or has nothing behind it")
+        if len(one) > self.row_tokens:
+            raise ValueError(
+                f"its trajectory has {len(one)} tokens: rollout.max_prompt_tokens + rollout.max_response_tokens is "
+                f"{self.row_tokens}. Leave out what stands behind the last answer"
+            )

@@ -1,0 +1,61 @@
+"""PartialCompletion holds what a server has answered, in one piece or in several."""
+
+from array import array
+from dataclasses import dataclass, field
+from typing import Any
+
+from rftmega.errors import EngineError
+from rftmega.fleet import wire
+from rftmega.types import Completion
+
+
+@dataclass(frozen=True)
+class PartialCompletion:
+    """PartialCompletion has a version and a log-prob a token, and how it ended: stop, length, or
+    abort where it can go on.
+    """
+
+    token_ids: "array[Any]" = field(default_factory=lambda: array("i"))
+    logprobs: "array[Any]" = field(default_factory=lambda: array("f"))
+    of_tokens: "array[Any]" = field(default_factory=lambda: array("i"))  # versions
+    reason: str = "abort"
+
+    @staticmethod
+    def of(answer: wire.Answer) -> "PartialCompletion":
+        """Raises EngineError for tokens without a log-prob or a version of ours."""
+        ids, logprobs = wire.numbers("i", answer.token_ids), wire.numbers("f", answer.logprobs)
+        versions = array("i")
+        for version, start, end in answer.spans:
+            if not version.isdecimal() or start != len(versions):
+                raise EngineError(
+                    f"A server answered under weights {version!r} from token {start} on."
+                )
+            versions.extend([int(version)] * (end - start))
+        if not len(ids) == len(logprobs) == len(versions):
+            raise EngineError(
+                f"A server gave {len(ids)} tokens, {len(logprobs)} log-probs and the versions of {len(versions)}."
+            )
+        return PartialCompletion(ids, logprobs, versions, answer.reason)
+
+    def with_more(self, more: "PartialCompletion") -> "PartialCompletion":
+        """Returns both, one behind the other."""
+        return PartialCompletion(
+            self.token_ids + more.token_ids,
+            self.logprobs + more.logprobs,
+            self.of_tokens + more.of_tokens,
+            more.reason,
+        )
+
+    @property
+    def versions(self) -> set[int]:
+        return set(self.of_tokens)
+
+    def whole(self) -> Completion:
+        """Returns the completion, which has ended."""
+        assert self.reason in ("stop", "length"), self.reason
+        newest = self.of_tokens[-1]
+        mixed = self.of_tokens if len(self.versions) > 1 else ()
+        return Completion(self.token_ids, self.logprobs, self.reason, newest, mixed)  # type: ignore[arg-type]
+
+
+NOTHING = PartialCompletion()

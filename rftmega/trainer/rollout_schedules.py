@@ -1,0 +1,246 @@
+"""Rollout schedules say when a step's answers are generated: in the step, or while the one before
+learns.
+"""
+
+from collections.abc import Sequence
+from dataclasses import astuple
+from typing import Any, Protocol
+
+from rftmega.experience import complete
+from rftmega.interfaces import RolloutGroup, RolloutStream, TakenGroups
+from rftmega.ragged import Ragged
+from rftmega.sampling_seeds import sampling_seed
+from rftmega.trainer.dynamic_sampler import DynamicSampler, described, groups_in
+from rftmega.trainer.group_collector import Wanted
+from rftmega.trainer.journal import Journal, packed_answers, unpacked_answers
+from rftmega.trainer.prompt_queue import PromptQueue
+from rftmega.types import Metrics, Prompt, Rollout, Samples
+
+
+class Rolls(Protocol):
+    """Rolls is what a schedule knows of the trainer."""
+
+    step: int
+    last: int  # step that training ends before
+    refill: DynamicSampler
+    supply: PromptQueue
+
+    def rollout(
+        self, prompts: Sequence[Prompt], wanted: Wanted | None = None
+    ) -> Samples[Ragged]: ...
+
+    def groups(self, prompts: Sequence[Prompt]) -> list[RolloutGroup]: ...
+
+    def begin(self, stream: RolloutStream, groups: Sequence[RolloutGroup]) -> None: ...
+
+    def collected(
+        self, requests: Sequence[Prompt], rollouts: Sequence[Rollout | None]
+    ) -> Samples[Ragged]: ...
+
+
+class Synchronous:
+    """Synchronous generates a step's answers in the step."""
+
+    max_staleness = 0
+    joins = False  # whether answers must all be there before the weights change
+
+    def samples(self, trainer: Rolls, batch: Sequence[Prompt]) -> tuple[Samples[Ragged], Metrics]:
+        """Returns what is learnt from in this step, and metrics."""
+        return trainer.refill(trainer.rollout, batch, trainer.supply)
+
+    def join(self) -> None:
+        """Waits until all answers are there."""
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load_state(self, trainer: Rolls, state: dict[str, Any]) -> None: ...
+
+
+class OneAhead(Synchronous):
+    """OneAhead generates the answers of the next step while this one learns, and has them all before
+    the weights change: so the same answers in every run, one version behind.
+    """
+
+    max_staleness = 1
+    joins = True
+
+    def __init__(self, stream: RolloutStream, journal: Journal | None):
+        self.stream = JournaledStream(stream, journal)
+
+    def samples(self, trainer: Rolls, batch: Sequence[Prompt]) -> tuple[Samples[Ragged], Metrics]:
+        def ask(prompts: Sequence[Prompt], wanted: Wanted | None) -> Samples[Ragged]:
+            begun = {group.number for group in self.stream.under_way}
+            numbers = [prompt.task for prompt in prompts]
+            if not begun.issuperset(numbers):
+                return trainer.rollout(prompts, wanted)
+            return _collected(trainer, self.stream.take_these(numbers))
+
+        samples, seen = trainer.refill(ask, batch, trainer.supply)
+        if trainer.step + 1 < trainer.last:
+            following = trainer.supply.take(len(batch))
+            trainer.supply.put_back(following)  # the next batch
+            trainer.begin(self.stream.stream, trainer.groups(following))
+        return samples, seen | staleness(samples, trainer.step)
+
+    def join(self) -> None:
+        self.stream.join()
+
+    def state(self) -> dict[str, Any]:
+        return self.stream.state()
+
+    def load_state(self, trainer: Rolls, state: dict[str, Any]) -> None:
+        begun = self.stream.load_state(state)
+        trainer.begin(self.stream.stream, begun)
+
+
+class Asynchronous(OneAhead):
+    """Asynchronous keeps max_staleness + 1 batches of groups under way, and learns from those that
+    end first.
+
+    Of n groups begun by then, at least n - (max_staleness + 1) x the batch are learnt or dropped, so
+    nothing piles up; a group that would be learnt too late is dropped before it costs more. (Fu et
+    al., AReaL, arXiv:2505.24298, section 4.1, bound staleness by the same count.) Requests in flight
+    meet new weights as rollout.on_update says.
+    """
+
+    joins = False
+
+    def __init__(self, stream: RolloutStream, journal: Journal | None, *, max_staleness: int):
+        super().__init__(stream, journal)
+        self.max_staleness = max_staleness
+
+    def samples(self, trainer: Rolls, batch: Sequence[Prompt]) -> tuple[Samples[Ragged], Metrics]:
+        stream, wanted = self.stream, len(batch)
+        under_way = (self.max_staleness + 1) * wanted
+        dropped = stream.drop(trainer.step - self.max_staleness)
+        trainer.begin(stream.stream, trainer.groups(batch))
+        found: list[Samples[Ragged]] = []
+        kept: list[Samples[Ragged]] = []
+        left_out = 0
+        while missing := wanted - groups_in(kept):
+            room = max(under_way - len(stream.under_way), 0)
+            trainer.begin(stream.stream, trainer.groups(trainer.supply.take(room)))
+            if not stream.under_way:
+                break
+            most = min(missing, len(stream.under_way))
+            answered = _collected(trainer, stream.take(most))
+            good = trainer.refill.good(answered)
+            found.append(answered)
+            kept.append(good)
+            left_out += most - groups_in([good])
+        kept = [part for part in kept if len(part)] or [trainer.refill.learnt(found[0])]
+        samples = Samples.join(kept, trainer.refill.host.once)
+        seen = described(found) | staleness(samples, trainer.step)
+        seen["groups_dropped"] = float(len(dropped))
+        seen["groups_left_out"] = float(left_out)
+        seen["groups_under_way"] = float(len(stream.under_way))
+        return samples, seen
+
+
+def staleness(samples: Samples[Ragged], step: int) -> Metrics:
+    """Returns how many versions behind `step` the tokens are that are learnt from: mean, largest, and
+    the share of each; and the share of rows with tokens of several versions.
+    """
+    versions, mask = samples.versions, samples.rows.mask
+    assert versions is not None
+    behind = (step - versions.flat[mask.flat]).long()
+    shares = behind.bincount(minlength=1).double() / max(len(behind), 1)
+    known = [row[own] for row, own in zip(versions, mask, strict=True)]
+    mixed = [float(len(row.unique()) > 1) for row in known]
+    seen = {
+        "staleness": behind.double().mean().item(),
+        "staleness_max": float(behind.max()),
+        "mixed_answers": sum(mixed) / max(len(mixed), 1),
+    }
+    return seen | {f"staleness_{lag}": share for lag, share in enumerate(shares.tolist())}
+
+
+def groups_of(
+    prompts: Sequence[Prompt], *, seed: int, samples_per_prompt: int
+) -> list[RolloutGroup]:
+    """Returns a group a prompt, with the seeds that its answers have in every schedule."""
+    samples = range(samples_per_prompt)
+    return [
+        RolloutGroup(
+            prompt.task,
+            prompt,
+            tuple(sampling_seed(seed, prompt.task, sample) for sample in samples),
+        )
+        for prompt in prompts
+    ]
+
+
+def _collected(trainer: Rolls, taken: TakenGroups) -> Samples[Ragged]:
+    requests = [group.prompt for group in taken.groups for _ in group.seeds]
+    return trainer.collected(requests, taken.rollouts)
+
+
+class JournaledStream:
+    """JournaledStream takes from the journal what was taken before a resume, and keeps what is under
+    way for the next one.
+    """
+
+    def __init__(self, stream: RolloutStream, journal: Journal | None):
+        self.stream, self.journal = stream, journal
+        self.begin, self.join = stream.begin, stream.join
+
+    @property
+    def under_way(self) -> Sequence[RolloutGroup]:
+        return self.stream.under_way
+
+    def take(self, most: int) -> TakenGroups:
+        taken = self._replayed("groups")
+        return taken or self._kept("groups", self.stream.take(most))
+
+    def take_these(self, numbers: Sequence[int]) -> TakenGroups:
+        taken = self._replayed("these groups")
+        return taken or self._kept("these groups", self.stream.take_these(numbers))
+
+    def drop(self, oldest: int) -> Sequence[RolloutGroup]:
+        name = "dropped groups"
+        if self.journal is not None and self.journal.behind:
+            return self.stream.forget(self.journal.replay(name)["numbers"])
+        dropped = self.stream.drop(oldest)
+        if self.journal is not None:
+            self.journal.keep(name, {"numbers": [group.number for group in dropped]})
+        return dropped
+
+    def state(self) -> dict[str, Any]:
+        """Returns the groups under way, and the rollouts of those that have ended, in the order in
+        which they did.
+        """
+        ended = self.stream.ended()
+        groups = [
+            [group.number, list(astuple(group.prompt)), list(group.seeds)]
+            for group in self.under_way
+        ]
+        rollouts = [rollout for own in ended.values() for rollout in own]
+        packed = packed_answers(rollouts) if rollouts else None
+        return {"under_way": groups, "ended": list(ended), "rollouts": packed}
+
+    def load_state(self, state: dict[str, Any]) -> list[RolloutGroup]:
+        """Puts in what has ended. Returns the groups that must be begun again."""
+        groups = {
+            number: RolloutGroup(number, Prompt(tuple(prompt[0]), *prompt[1:]), tuple(seeds))
+            for number, prompt, seeds in state["under_way"]
+        }
+        rollouts = complete(unpacked_answers(state["rollouts"])) if state["ended"] else ()
+        left = iter(rollouts)
+        for number in state["ended"]:
+            own = [next(left) for _ in groups[number].seeds]
+            self.stream.put(groups.pop(number), own)
+        return list(groups.values())
+
+    def _replayed(self, name: str) -> TakenGroups | None:
+        if self.journal is None or not self.journal.behind:
+            return None
+        numbers = self.journal.replay(f"numbers of {name}")["numbers"]
+        return TakenGroups(self.stream.forget(numbers), self.journal.replay(name))
+
+    def _kept(self, name: str, taken: TakenGroups) -> TakenGroups:
+        if self.journal is not None:
+            numbers = [group.number for group in taken.groups]
+            self.journal.keep(f"numbers of {name}", {"numbers": numbers})
+            self.journal.record(name, taken.rollouts)
+        return taken

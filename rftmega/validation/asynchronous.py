@@ -1,0 +1,35 @@
+"""What asynchronous rollouts rule out."""
+
+from rftmega.config.schema import RolloutConfig, RunConfig
+
+
+def asynchronous(config: RunConfig) -> list[str]:
+    """Lists what does not go with trainer.max_staleness, rollout.ahead and rollout.on_update."""
+    most, ahead = config.trainer.max_staleness, config.rollout.ahead
+    found = []
+    if ahead and most != 1:
+        found.append(
+            f"rollout.ahead=1 makes answers that are one version behind, and trainer.max_staleness={most}. Set it to 1."
+        )
+    if config.rollout.on_update != RolloutConfig.on_update and (ahead or not most):
+        found.append(
+            f"rollout.on_update={config.rollout.on_update} needs trainer.max_staleness above 0 without rollout.ahead: no "
+            "request is in flight when weights change otherwise."
+        )
+    if not most:
+        return found
+    if config.strategy != "separate":
+        found.append(
+            f"trainer.max_staleness={most} needs strategy=separate: colocated engines have no device while the trainer learns."
+        )
+    if config.algorithm.dynamic_sampling.oversample > 1:
+        found.append(
+            f"trainer.max_staleness={most} keeps more groups under way than a step learns from by itself. Leave "
+            "algorithm.dynamic_sampling.oversample at 1."
+        )
+    if config.algorithm.replay.max_age:
+        found.append(
+            f"trainer.max_staleness={most} does not go with algorithm.replay.max_age={config.algorithm.replay.max_age}: both "
+            "learn from answers of earlier versions. Leave one at 0."
+        )
+    return found
