@@ -83,7 +83,7 @@ async def converse(receive: Any, send: Any) -> None:
         task.cancel()
 
 
-def completion(ask: wire.Ask) -> wire.Answer:
+def completion(ask: wire.Ask) -> wire.ServerAnswer:
     if state["answers"] == given.after and given.fault and not given.marker.exists():
         given.marker.touch()
         os.kill(os.getpid(), getattr(signal, f"SIG{given.fault}"))
@@ -95,7 +95,7 @@ def completion(ask: wire.Ask) -> wire.Answer:
     ids = [*wire.numbers("i", ask.token_ids), seed]
     logprobs = array("f", [-0.5] * len(ids)).tobytes()
     spans = [(state["version"], 0, len(ids))]
-    return wire.Answer(ask.number, wire.integers(ids), logprobs, "length", spans)
+    return wire.ServerAnswer(ask.number, wire.integers(ids), logprobs, "length", spans)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from rftmega.parallel import preemption
 from rftmega.parallel.collectives import gather_objects
 from rftmega.types import Prompt, Rollout, Sampling
 
+THERE, STOPPED, STRANDED = "there", "stopped", "stranded"  # how a wait ends
 OTHERS = -1  # numbers of groups that are no tasks of the run go down from here
 
 
@@ -27,7 +28,7 @@ class StreamingPool(ServerPool):
     """
 
     def __init__(self, engine: ServerEngine, *arguments: Any, reward_limit: float, **options: Any):
-        """As EnginePool's."""
+        """Collective. The arguments are EnginePool's."""
         super().__init__(engine, *arguments, reward_limit=reward_limit, **options)
         self._under_way: dict[int, RolloutGroup] = {}
         self._others = OTHERS
@@ -143,25 +144,24 @@ class StreamingPool(ServerPool):
         back.
         """
 
-        def wait() -> bool:
+        def wait() -> str:
             if (runner := self._runner) is None:
-                return True
+                return THERE
 
             def stop() -> bool:
                 return preemption.asked() or runner.client.stranded
 
-            if runner.wait(enough, stop) or preemption.asked():
-                return not preemption.asked()
-            raise EngineFault("No server is left that could answer.")
+            there = runner.wait(enough, stop)
+            if preemption.asked():
+                return STOPPED
+            return THERE if there else STRANDED
 
-        def patiently() -> bool:
-            return self._patiently(wait) if dist.get_world_size() > 1 else wait()
+        def until_told() -> str:
+            found = self._patiently(wait) if dist.get_world_size() > 1 else wait()
+            (told, *_) = gather_objects(found)
+            if told == STRANDED:  # on every process
+                raise EngineFault("No server is left that could answer.")
+            return told
 
-        there = self._over_faults(lambda: _of_the_first(patiently()), lambda: False)
-        if not there:
+        if self._over_faults(until_told, lambda: STOPPED) == STOPPED:
             raise Preempted
-
-
-def _of_the_first(told: Any) -> Any:
-    """Returns what the first process says; every process calls it."""
-    return gather_objects(told)[0]

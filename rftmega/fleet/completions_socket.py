@@ -36,7 +36,7 @@ class CompletionsSocket:
         self.engine, self._receive, self._send = engine, receive, send
         self._name = f"socket-{next(_connections)}"
         self._running: dict[int, asyncio.Task[None]] = {}
-        self._answers: list[wire.Answer | wire.Failure] = []
+        self._answers: list[wire.ServerAnswer | wire.Failure] = []
         self._news = asyncio.Event()
 
     async def serve(self) -> None:
@@ -61,7 +61,7 @@ class CompletionsSocket:
 
     async def _answer(self, ask: wire.Ask) -> None:
         try:
-            answer: wire.Answer | wire.Failure = await self._completion(ask)
+            answer: wire.ServerAnswer | wire.Failure = await self._completion(ask)
         except (VLLMClientError, ValueError, TypeError) as error:
             answer = wire.Failure(ask.number, str(error), refused=True)
         except Exception as error:
@@ -70,7 +70,7 @@ class CompletionsSocket:
         self._answers.append(answer)
         self._news.set()
 
-    async def _completion(self, ask: wire.Ask) -> wire.Answer:
+    async def _completion(self, ask: wire.Ask) -> wire.ServerAnswer:
         parameters = SamplingParams(
             **ask.sampling, skip_clone=True, output_kind=RequestOutputKind.FINAL_ONLY
         )
@@ -83,7 +83,7 @@ class CompletionsSocket:
         pairs = zip(ids, choice.logprobs or (), strict=True)
         logprobs = array("f", [at[token].logprob for token, at in pairs])
         spans = [(span.version, span.start, span.end) for span in choice.weight_versions or ()]
-        return wire.Answer(
+        return wire.ServerAnswer(
             ask.number, wire.integers(ids), logprobs.tobytes(), choice.finish_reason, spans
         )
 

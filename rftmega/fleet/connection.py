@@ -1,4 +1,4 @@
-"""Connection carries requests to one server and its answers back, many at a time."""
+"""ServerConnection carries requests to one server and its answers back, many at a time."""
 
 import asyncio
 import itertools
@@ -21,12 +21,12 @@ class Disconnected(ConnectionError):
     """There is no connection, or none any more."""
 
 
-class Refused(EngineError):
+class CompletionRefused(EngineError):
     """The server will not answer the request, whoever asks."""
 
 
-class Connection:
-    """Connection is one WebSocket, opened when it is first needed. It lives in one event loop."""
+class ServerConnection:
+    """ServerConnection is one WebSocket, opened when it is first needed. It lives in one event loop."""
 
     def __init__(self, address: str, headers: Mapping[str, str]):
         """`address`: the server's, http or https."""
@@ -35,16 +35,16 @@ class Connection:
         self._socket: ClientConnection | None = None
         self._reading: asyncio.Task[None] | None = None
         self._numbers = itertools.count()
-        self._waiting: dict[int, asyncio.Future[wire.Answer]] = {}
+        self._waiting: dict[int, asyncio.Future[wire.ServerAnswer]] = {}
         self._unsent: list[wire.Ask | wire.Cancel] = []
         self._sending: asyncio.Task[None] | None = None
 
     async def ask(
         self, token_ids: Sequence[int], sampling: Mapping[str, Any], *, salt: str = ""
-    ) -> wire.Answer:
+    ) -> wire.ServerAnswer:
         """Returns the server's answer. One who is cancelled takes the request back.
 
-        Raises Disconnected where the connection can't be had or breaks; Refused where the server
+        Raises Disconnected where the connection can't be had or breaks; CompletionRefused where the server
         can't answer such a request; EngineError where it fails otherwise.
         """
         number = next(self._numbers)
@@ -109,14 +109,14 @@ class Connection:
         except (OSError, WebSocketException) as error:
             self._broke(f"broke off ({error!r})")
 
-    def _told(self, answer: wire.Answer | wire.Failure) -> None:
+    def _told(self, answer: wire.ServerAnswer | wire.Failure) -> None:
         waiting = self._waiting.get(answer.number)
         if waiting is None or waiting.done():  # it was taken back
             return
-        if isinstance(answer, wire.Answer):
+        if isinstance(answer, wire.ServerAnswer):
             waiting.set_result(answer)
         elif answer.refused:
-            waiting.set_exception(Refused(answer.error))
+            waiting.set_exception(CompletionRefused(answer.error))
         else:
             waiting.set_exception(EngineError(answer.error))
 

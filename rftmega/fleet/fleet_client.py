@@ -8,7 +8,7 @@ from contextlib import suppress
 import httpx
 
 from rftmega.errors import EngineFault
-from rftmega.fleet.connection import Connection
+from rftmega.fleet.connection import ServerConnection
 from rftmega.fleet.partial_completion import NOTHING
 from rftmega.fleet.server import Server
 from rftmega.fleet.server_engine import ServerEngine
@@ -96,6 +96,6 @@ class FleetClient:
                 timeout = httpx.Timeout(None, connect=30.0)
                 limits = httpx.Limits(max_connections=None)
                 self._http = httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False)
-            connection = Connection(server.address, server.headers)
+            connection = ServerConnection(server.address, server.headers)
             self._lines[server] = Line(server, self._http, connection)
         return self._lines[server]

@@ -21,7 +21,7 @@ class PartialCompletion:
     reason: str = "abort"
 
     @staticmethod
-    def of(answer: wire.Answer) -> "PartialCompletion":
+    def of(answer: wire.ServerAnswer) -> "PartialCompletion":
         """Raises EngineError for tokens without a log-prob or a version of ours."""
         ids, logprobs = wire.numbers("i", answer.token_ids), wire.numbers("f", answer.logprobs)
         versions = array("i")

@@ -19,7 +19,7 @@ import httpx
 
 from rftmega.errors import EngineError, EngineFault
 from rftmega.fleet import door, wire
-from rftmega.fleet.connection import Connection, Disconnected, Refused
+from rftmega.fleet.connection import CompletionRefused, Disconnected, ServerConnection
 from rftmega.parallel.orphans import end_with_parent
 
 PROGRAM = "vllm.entrypoints.openai.api_server"
@@ -148,14 +148,14 @@ class Server:
 
     async def complete(
         self,
-        connection: Connection,
+        connection: ServerConnection,
         token_ids: Sequence[int],
         sampling: Mapping[str, Any],
         seconds: float,
         *,
         salt: str = "",
-    ) -> wire.Answer:
-        """Returns the completion of these tokens; see Connection.ask.
+    ) -> wire.ServerAnswer:
+        """Returns the completion of these tokens; see ServerConnection.ask.
 
         Raises EngineFault where it breaks off, fails or needs over `seconds`.
         """
@@ -166,7 +166,7 @@ class Server:
             raise self._late(seconds) from error
         except Disconnected as error:
             raise self._fault(str(error)) from error
-        except Refused as error:
+        except CompletionRefused as error:
             raise self._refused(str(error)) from error
         except EngineError as error:
             raise self._fault(f"failed while generating: {error}") from error

@@ -346,12 +346,12 @@ class ServerEngine(Engine):
     def _wake(self, parts: Sequence[str]) -> None: ...
 
 
-def _read(choice: dict[str, Any]) -> wire.Answer:
+def _read(choice: dict[str, Any]) -> wire.ServerAnswer:
     """Reads what vLLM's own endpoint answers."""
     spans = [(part["version"], part["start"], part["end"]) for part in choice["weight_versions"]]
     logprobs = [content["logprob"] for content in choice["logprobs"]["content"]]
     ids = wire.integers(choice["token_ids"])
-    return wire.Answer(0, ids, array("f", logprobs).tobytes(), choice["finish_reason"], spans)
+    return wire.ServerAnswer(0, ids, array("f", logprobs).tobytes(), choice["finish_reason"], spans)
 
 
 def _devices(world: World, config: RolloutConfig, number: int) -> dict[str, str]:

@@ -9,7 +9,7 @@ import httpx
 
 from rftmega.config import RolloutConfig
 from rftmega.errors import EngineFault
-from rftmega.fleet.connection import Connection
+from rftmega.fleet.connection import ServerConnection
 from rftmega.fleet.server import Server
 from rftmega.requests import Request, Requests
 from rftmega.requests.order import Waiting, ordered
@@ -23,7 +23,7 @@ class Line(NamedTuple):
 
     server: Server
     client: httpx.AsyncClient
-    connection: Connection
+    connection: ServerConnection
 
 
 Ask = Callable[[Line, Request], Coroutine[Any, Any, Completion]]
@@ -43,7 +43,7 @@ class ServerRequests:
         # no proxy has the key
         self._client = httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False)
         self._lines = [
-            Line(server, self._client, Connection(server.address, server.headers))
+            Line(server, self._client, ServerConnection(server.address, server.headers))
             for server in servers
         ]
         # server and number of each request that is being answered

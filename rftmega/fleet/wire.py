@@ -27,8 +27,8 @@ class Cancel(msgspec.Struct, array_like=True, tag=1):
     number: int
 
 
-class Answer(msgspec.Struct, array_like=True, tag=0):
-    """Answer is the completion that was asked for, or what of it there was when it was aborted."""
+class ServerAnswer(msgspec.Struct, array_like=True, tag=0):
+    """ServerAnswer is the completion that was asked for, or what of it there was when it was aborted."""
 
     number: int
     token_ids: bytes  # int32
@@ -46,11 +46,11 @@ class Failure(msgspec.Struct, array_like=True, tag=1):
 
 
 _asked = msgspec.msgpack.Decoder(list[Ask | Cancel])
-_answered = msgspec.msgpack.Decoder(list[Answer | Failure])
+_answered = msgspec.msgpack.Decoder(list[ServerAnswer | Failure])
 _encoder = msgspec.msgpack.Encoder()
 
 
-def packed(messages: Sequence[Ask | Cancel] | Sequence[Answer | Failure]) -> bytes:
+def packed(messages: Sequence[Ask | Cancel] | Sequence[ServerAnswer | Failure]) -> bytes:
     return _encoder.encode(messages)
 
 
@@ -59,7 +59,7 @@ def asked(message: bytes) -> list[Ask | Cancel]:
     return _asked.decode(message)
 
 
-def answered(message: bytes) -> list[Answer | Failure]:
+def answered(message: bytes) -> list[ServerAnswer | Failure]:
     """Raises WireError for anything else."""
     return _answered.decode(message)
 

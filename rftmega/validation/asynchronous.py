@@ -1,4 +1,4 @@
-"""What asynchronous rollouts rule out."""
+"""Rules of asynchronous rollouts."""
 
 from rftmega.config.schema import RolloutConfig, RunConfig
 

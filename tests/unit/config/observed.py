@@ -38,6 +38,7 @@ from rftmega.observe import callbacks
 from rftmega.parallel import nodes, process_group
 from rftmega.parallel.process_group import World
 from rftmega.strategy import engines, reinforcement, supervised
+from rftmega.trainer import Algorithm
 from rftmega.types import Metrics, Prompt, Sampling, TokenStats, TokenValues
 from tests.rollouts import Alone
 
@@ -414,6 +415,7 @@ def built(config: RunConfig) -> Seen:
             "DevicePhases",
             "EnginePool",
             "ServerPool",
+            "StreamingPool",
             "ColocatedPolicy",
         ):
             patch.setattr(reinforcement, name, kept(name))
@@ -478,4 +480,22 @@ def engine(config: RunConfig, *, kind: str = "cpu", processes: int = 1) -> Seen:
         seen.append(type(made).__name__)
     if hasattr(rollout, "vllm"):
         del rollout.vllm
+    return seen
+
+
+def schedule(config: RunConfig) -> Seen:
+    """When answers are generated, and how old they may be."""
+    made = Algorithm(config).rollout_schedule(SimpleNamespace(begin=None, join=None), None)
+    return [type(made).__name__, made.max_staleness]
+
+
+def update(config: RunConfig) -> Seen:
+    """What servers are asked as a push begins."""
+    elsewhere = World(1, 2, 1, 2, torch.device("cpu"))
+    engine = servers.ServerEngine(
+        "model", config.rollout, elsewhere, dtype="float32", stop_ids=[], logs="logs"
+    )
+    seen: Seen = []
+    engine.servers = [SimpleNamespace(alive=True, post=lambda path, body=None: seen.append(path))]  # type: ignore[list-item]
+    engine.begin()
     return seen

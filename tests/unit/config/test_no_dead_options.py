@@ -21,8 +21,10 @@ from tests.unit.config.observed import (
     built,
     engine,
     program,
+    schedule,
     stepping,
     transformer,
+    update,
     value_model,
 )
 
@@ -110,6 +112,9 @@ ADAM = {
     "overlap_grad_reduce": Live("true", seen=stepping),
     "overlap_param_gather": Live("true", OVERLAP, stepping, dead=()),
 }
+SEPARATE = (*VLLM, "strategy=separate")
+
+
 OPTIONS: dict[str, Live] = {
     "strategy": Live("separate", VLLM, built),
     "model.path": Live("{moe}", seen=transformer),
@@ -121,6 +126,9 @@ OPTIONS: dict[str, Live] = {
     "rollout.engine": Live("vllm", seen=engine),
     "rollout.tensor": Live("2", VLLM, partial(engine, processes=2), 2, dead=("rollout.engine=scripted",)),
     "rollout.servers": Live("2", (*VLLM, "strategy=separate"), engine, dead=()),
+    "rollout.ahead": Live("1", (*SEPARATE, "trainer.max_staleness=1"), schedule, dead=()),
+    "rollout.on_update": Live("keep", (*SEPARATE, "trainer.max_staleness=2"), update, dead=("rollout.ahead=1",)),
+    "trainer.max_staleness": Live("1", SEPARATE, schedule, dead=()),
     "rollout.samples_per_prompt": Live("3"),
     "rollout.temperature": Live("0.5"),
     "rollout.max_prompt_tokens": Live("3", ("data.too_long=drop",)),

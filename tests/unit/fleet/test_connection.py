@@ -14,7 +14,7 @@ import uvicorn
 from rftmega.errors import EngineError
 from rftmega.fleet import door, wire
 from rftmega.fleet.completions_socket import CompletionsSocket
-from rftmega.fleet.connection import Connection, Disconnected, Refused
+from rftmega.fleet.connection import CompletionRefused, Disconnected, ServerConnection
 
 pytest.importorskip("vllm")
 SAMPLING = {"temperature": 1.0, "max_tokens": 8}
@@ -87,9 +87,9 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Served, str]]:
     thread.join()
 
 
-def within(address: str, work: Callable[[Connection], Coroutine[Any, Any, Any]]) -> Any:
+def within(address: str, work: Callable[[ServerConnection], Coroutine[Any, Any, Any]]) -> Any:
     async def run() -> Any:
-        connection = Connection(address, door.headers("the key"))
+        connection = ServerConnection(address, door.headers("the key"))
         try:
             async with asyncio.timeout(30):
                 return await work(connection)
@@ -105,7 +105,7 @@ def test_each_request_gets_its_own_answer_and_many_travel_together(
     application, address = served
     prompts = [[number % 90 + 1, 5, 7] for number in range(300)]
 
-    async def work(connection: Connection) -> list[wire.Answer]:
+    async def work(connection: ServerConnection) -> list[wire.ServerAnswer]:
         return await asyncio.gather(*(connection.ask(ids, SAMPLING) for ids in prompts))
 
     answers = within(address, work)
@@ -128,7 +128,7 @@ def test_a_cancelled_request_ends_in_the_server_and_others_go_on(
 ) -> None:
     application, address = served
 
-    async def work(connection: Connection) -> None:
+    async def work(connection: ServerConnection) -> None:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.5):
                 await connection.ask([FOREVER], SAMPLING)
@@ -144,7 +144,7 @@ def test_what_is_unanswered_when_the_connection_goes_ends_in_the_server(
 ) -> None:
     application, address = served
 
-    async def work(connection: Connection) -> None:
+    async def work(connection: ServerConnection) -> None:
         waiting = asyncio.create_task(connection.ask([FOREVER], SAMPLING))
         while not application.engine.asked:
             await asyncio.sleep(0.01)
@@ -161,11 +161,11 @@ def test_what_is_unanswered_when_the_connection_goes_ends_in_the_server(
 
 def test_a_refused_request_is_told_from_a_server_that_fails(served: tuple[Served, str]) -> None:
     _, address = served
-    with pytest.raises(Refused, match="no such token"):
+    with pytest.raises(CompletionRefused, match="no such token"):
         within(address, lambda connection: connection.ask([BAD], SAMPLING))
     with pytest.raises(EngineError, match="out of order") as raised:
         within(address, lambda connection: connection.ask([BROKEN], SAMPLING))
-    assert not isinstance(raised.value, Refused)
+    assert not isinstance(raised.value, CompletionRefused)
 
 
 def test_nobody_comes_in_without_the_key_and_nobody_waits_for_a_server_that_is_not_there(
@@ -174,7 +174,7 @@ def test_nobody_comes_in_without_the_key_and_nobody_waits_for_a_server_that_is_n
     application, address = served
 
     async def ask(address: str, key: str) -> None:
-        await Connection(address, door.headers(key)).ask([4], SAMPLING)
+        await ServerConnection(address, door.headers(key)).ask([4], SAMPLING)
 
     with pytest.raises(Disconnected, match="can't be reached"):
         asyncio.run(ask(address, "another"))
