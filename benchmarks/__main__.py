@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from benchmarks import (
     against_trl,
+    asynchronous,
     bubble,
     checkpoints,
     conversion,
@@ -79,6 +80,11 @@ BENCHMARKS = {
         turns.tools_against_a_plain_loop,
         "100 tokens: environment_over_plain",
         "at least 0.95",
+    ),
+    "asynchronous against synchronous steps": (
+        asynchronous.against_synchronous,
+        "staleness 2: times as fast",
+        "at least 1.6",
     ),
     "one copy of a rollout a host": (
         data_plane.one_copy_a_host,

@@ -100,7 +100,7 @@ RUNS = dict.fromkeys(FAMILY, Asked(rise=0.2)) | {
     # with a tool, without it, and in turns; on 4 processes
     "calculator": CALCULATOR,
     "calculator_ppo": CALCULATOR,
-    "calculator_without": replace(CALCULATOR, rise=0.0, at_most=0.2),
+    "calculator_without": replace(CALCULATOR, rise=-1.0, at_most=0.2),
     "guess": GUESS,
     "guess_ppo": GUESS,
 }
