@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from rftmega.algorithms.gap_causes import Evidence, Limits
 from rftmega.algorithms.mismatch import log_prob_gap
-from rftmega.trainer.gap_bundle import GapBundle
+from rftmega.gap.gap_bundle import GapBundle
 from rftmega.types import Rows
 
 TEMPERATURE = 0.7

@@ -10,7 +10,7 @@ import pytest
 
 from tests.counters import counted
 
-LEARNT = "algorithms rewards data environments conversations toolsets agents experience trainer callbacks"
+LEARNT = "algorithms rewards data environments conversations toolsets agents experience gap trainer callbacks"
 RUNS = (
     "device parallel passes kernels layers checkpoint requests rollout fleet dispatch weights planning "
     "model_providers converters hf_folders flops"
@@ -44,7 +44,8 @@ MAY_IMPORT = {
     "records": "config errors json_files user_code",
     "validation": "config options errors json_files user_code",
     "experience": "media errors types interfaces ragged rollout_arrays algorithms config",
-    "trainer": "media errors config types interfaces sampling_seeds ragged rollout_arrays algorithms experience",
+    "gap": "errors json_files types interfaces sampling_seeds ragged algorithms experience",
+    "trainer": "media errors config types interfaces sampling_seeds ragged rollout_arrays algorithms experience gap",
     "callbacks": "media errors json_files config options types interfaces ragged sampling_seeds algorithms experience",
     "device": "errors",
     "kernels": "",
@@ -201,7 +202,7 @@ def test_imports_follow_the_map() -> None:
         (
             "rftmega/weights/bad.py",
             "def f():\n    from vllm import LLM",
-            "vllm belongs in rollout, not weights",
+            "vllm belongs in rollout fleet, not weights",
         ),
         (
             "rftmega/algorithms/bad.py",

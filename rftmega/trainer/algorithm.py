@@ -14,6 +14,7 @@ from rftmega.algorithms.supervised import cross_entropy_loss, pairwise_loss
 from rftmega.algorithms.values import value_loss
 from rftmega.config import RunConfig, without_secrets
 from rftmega.experience import ExperienceMaker, ModelReward, ReplayBuffer
+from rftmega.gap.gap_gate import GapGate, limits_of
 from rftmega.interfaces import (
     Host,
     Machinery,
@@ -24,7 +25,6 @@ from rftmega.interfaces import (
     ValueScorer,
 )
 from rftmega.trainer.dynamic_sampler import DynamicSampler
-from rftmega.trainer.gap_gate import GapGate, limits_of
 from rftmega.trainer.journal import Journal, Journaled
 from rftmega.trainer.learner import Learner
 from rftmega.trainer.optimizer_steps import Schedule

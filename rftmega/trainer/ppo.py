@@ -8,6 +8,7 @@ from typing import Any
 
 from rftmega.algorithms.mismatch import Gap
 from rftmega.experience import ExperienceMaker, ModelReward
+from rftmega.gap.gap_gate import GapGate, chosen_by, gap_of
 from rftmega.interfaces import (
     Callback,
     Resumable,
@@ -20,7 +21,6 @@ from rftmega.interfaces import (
 from rftmega.ragged import Ragged
 from rftmega.trainer.dynamic_sampler import DynamicSampler
 from rftmega.trainer.expected_lengths import ExpectedLengths
-from rftmega.trainer.gap_gate import GapGate, chosen_by, gap_of
 from rftmega.trainer.group_collector import GroupCollector, Wanted
 from rftmega.trainer.journal import Journal
 from rftmega.trainer.learner import Learner

@@ -18,7 +18,7 @@ from rftmega import device
 from rftmega.algorithms.losses import policy_loss
 from rftmega.config import OptimizerConfig, ParallelConfig
 from rftmega.device.residency import ADAM, GRADIENTS, MAIN_PARAMETERS, PARAMETERS, PARTS
-from rftmega.trainer.gap_gate import LIMITS
+from rftmega.gap.gap_gate import LIMITS
 from rftmega.types import Experience
 from rftmega.weights import Exporter
 from tests.layouts import build_actor, build_policy, rows_of

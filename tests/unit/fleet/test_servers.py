@@ -15,6 +15,7 @@ from rftmega.errors import EngineError, EngineFault
 from rftmega.fleet import door
 from rftmega.fleet import server as server_module
 from rftmega.fleet import server_engine as servers
+from rftmega.fleet.partial_completion import PartialCompletion
 from rftmega.fleet.server_engine import ServerEngine
 from rftmega.fleet.server_requests import Line
 from rftmega.media.files import digest_of
@@ -97,22 +98,23 @@ def test_servers_take_the_devices_behind_the_trainers(monkeypatch: pytest.Monkey
     assert servers._devices(world, config, 1) == {"CUDA_VISIBLE_DEVICES": "GPU-c,GPU-d"}
 
 
-def test_an_answer_under_other_weights_than_the_last_pushs_is_an_error() -> None:
-    engine = engine_of()
-    engine.version = 3
-    choice = {
+def test_vllms_own_answer_is_read_with_the_version_of_each_token() -> None:
+    choice: dict[str, Any] = {
         "token_ids": [4, 1],
         "finish_reason": "stop",
         "logprobs": {"content": [{"logprob": -0.5}, {"logprob": -0.25}]},
         "weight_versions": [{"version": "3", "start": 0, "end": 2}],
     }
-    assert list(engine._completion(choice).logprobs) == [-0.5, -0.25]
+    found = PartialCompletion.of(servers._read(choice))
+    assert (list(found.logprobs), found.versions) == ([-0.5, -0.25], {3})
     choice["weight_versions"] = [
         {"version": "3", "start": 0, "end": 1},
         {"version": "2", "start": 1, "end": 2},
     ]
-    with pytest.raises(EngineError, match="answered under weights"):
-        engine._completion(choice)
+    assert PartialCompletion.of(servers._read(choice)).versions == {
+        2,
+        3,
+    }  # see test_fleet_client.py
 
 
 def test_a_server_that_does_not_start_leaves_nothing(tmp_path: Path) -> None:
@@ -213,7 +215,7 @@ def test_an_answer_to_a_prompt_that_was_expanded_otherwise_is_refused(tmp_path: 
 
     def asked(server: Expanding) -> list[int]:
         engine = engine_of(server)
-        engine.version = 3
+        engine.version = engine.newest = 3
         asking = engine._asked(Line(server, None, None), request, sampling=Sampling(1.0))  # type: ignore[arg-type]
         return list(asyncio.run(asking).token_ids)
 

@@ -13,9 +13,9 @@ from rftmega.algorithms.gap_causes import Limits
 from rftmega.config import RolloutConfig
 from rftmega.errors import GapExceeded
 from rftmega.experience import collect, complete
+from rftmega.gap.gap_gate import LIMITS, GapGate, limits_of
 from rftmega.interfaces import OneProcess
 from rftmega.rollout import ScriptedEngine
-from rftmega.trainer.gap_gate import LIMITS, GapGate, limits_of
 from rftmega.types import Prompt, Rollout, Samples, Sampling, TokenStats
 from tests.rollouts import rollout_of
 

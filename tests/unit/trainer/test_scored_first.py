@@ -35,8 +35,7 @@ def test_the_update_scores_only_answers_of_the_present_policy(version: int, firs
         maker=Maker(),
         host=OneProcess(),
         learner=SimpleNamespace(frozen_steps=0),
-        refill=lambda *given: (samples, {}),
-        supply=None,
+        schedule=SimpleNamespace(samples=lambda *given: (samples, {})),
         phase=lambda name: nullcontext(),
     )
     with pytest.raises(Scored) as told:

@@ -16,10 +16,10 @@ from rftmega.algorithms.gap_causes import Evidence, Limits, cause_of, matches, w
 from rftmega.algorithms.mismatch import Gap, gaps_of, log_prob_gap
 from rftmega.errors import EngineError, GapExceeded
 from rftmega.experience.samples import collect, complete
+from rftmega.gap.gap_bundle import GapBundle, rows_under_other_prompts
 from rftmega.interfaces import Machinery
 from rftmega.ragged import Ragged
 from rftmega.sampling_seeds import sampling_seed
-from rftmega.trainer.gap_bundle import GapBundle, rows_under_other_prompts
 from rftmega.types import Prompt, Rollout, Samples, Sampling
 
 # What a good engine stays below, by the dtype of the forward pass; measured in docs/push.md.
