@@ -166,5 +166,5 @@ def test_a_server_that_hangs_in_a_push_or_an_abort_is_named(
     said = (tmp_path / "0").read_text()
     assert "[rank 0] hung: no progress for" in said
     assert f"in the phase {phase} (" in said
-    assert "servers.py" in said and "in post" in said
+    assert "server_engine.py" in said and "in post" in said
     assert asked_by in said
