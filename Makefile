@@ -57,8 +57,9 @@ gpu-bench:  ## what one CUDA device does, part by part (PARTS="log_probs push"),
 invariance: $(READY)  ## the table of layouts, micro-batches and orders that must agree; writes runs/invariance.json
 	$(BIN)/python -m tests.invariance
 
-chaos: $(READY)  ## kill -9 at random moments; the end must equal that of an uninterrupted run; writes runs/chaos.json
+chaos: $(READY)  ## kill -9 at random moments; the end must equal that of an uninterrupted run; and servers elsewhere that fail; writes runs/chaos.json and runs/fleet_chaos.json
 	$(BIN)/python -m tests.chaos
+	$(BIN)/python -m tests.fleet_chaos
 
 mutations: $(READY)  ## plants bugs one at a time, each of which a test must see; writes runs/mutations.json
 	$(BIN)/python -m tests.mutations

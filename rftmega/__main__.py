@@ -22,6 +22,7 @@ COMMANDS = {
     "inspect": "what is in a model's folder or checkpoint",
     "view": "a page of a run: curves, and trajectories token by token",
     "export-messages": "a run's trajectories as JSON lines of chat messages",
+    "serve": "run vLLM servers on this host for a trainer on another",
     "launch": "write the file for Slurm, and submit it",
     "replay": "look at answers that engine and trainer disagree about",
     "schema": "print the JSON schema of config files, for editors",

@@ -3,7 +3,8 @@ seed alone.
 
 `--fault KIND --after N --marker FILE`: once, when N answers were given, it is killed or stopped
 (KIND: KILL or STOP); FILE is written then. Every answer is noted in FILE.answers. `--hang PATH`:
-requests there are never answered. `--pause SECONDS`: that each answer takes.
+requests there are never answered. `--pause SECONDS`: that each answer takes. It answers at /health
+whatever else it does.
 """
 
 import argparse
@@ -28,6 +29,8 @@ parser.add_argument("--after", type=int, default=0)
 parser.add_argument("--marker", type=Path)
 parser.add_argument("--hang", default="")
 parser.add_argument("--pause", type=float, default=0.0)
+parser.add_argument("--version", default="", help="that it says whatever it is given")
+parser.add_argument("--vllm", default="", help="version that it says it is of")
 given, _ = parser.parse_known_args()
 turn = asyncio.Lock()  # one thing at a time
 state: dict[str, Any] = {"names": None, "version": "random weights", "answers": 0}
@@ -45,21 +48,25 @@ async def application(scope: Any, receive: Any, send: Any) -> None:
     while more:
         message = await receive()
         text, more = text + message["body"], message.get("more_body", False)
+    told = {}
     if may_enter:
-        await respond(scope["path"].rpartition("/")[2], json.loads(text or "{}"))
+        told = await respond(scope["path"].rpartition("/")[2], json.loads(text or "{}"))
     await send({"type": "http.response.start", "status": 200 if may_enter else 401, "headers": []})
-    await send({"type": "http.response.body", "body": b"{}"})
+    await send({"type": "http.response.body", "body": json.dumps(told).encode()})
 
 
-async def respond(path: str, body: dict[str, Any]) -> None:
+async def respond(path: str, body: dict[str, Any]) -> dict[str, Any]:
+    if path == "health":
+        return {}
     async with turn:
         if path == given.hang:
             await asyncio.Event().wait()
         if path == "init_weight_transfer_engine":
-            state["names"] = body["init_info"]["names"]
+            state["names"] = body["init_info"]
         if path == "finish_weight_update":
             assert state["names"] is not None
-            state["version"] = body["weight_version"]
+            state["version"] = given.version or body["weight_version"]
+    return {"version": given.vllm, "world_size": 1, "identity": str(os.getpid())}
 
 
 async def converse(receive: Any, send: Any) -> None:

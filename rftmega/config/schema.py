@@ -166,6 +166,36 @@ class RolloutConfig:
     servers: Count = 1
     """vLLM servers (strategy=separate only), each of rollout.tensor processes of its own."""
 
+    addresses: list[str] = field(default_factory=list)
+    """Servers that run elsewhere, as http://10.0.0.2:8100 (`rftmega serve` starts them); none is
+    started here then (strategy=separate only).
+    """
+
+    roster: str = ""
+    """File with such addresses, one a line, which is read before each push: servers join and leave
+    during the run.
+    """
+
+    transport: Literal["shared_memory", "network", "disk"] = "shared_memory"
+    """How weights reach servers: through memory of one host; slices over a process group of trainer
+    and servers; or files that both see.
+    """
+
+    listen: str = "127.0.0.1"
+    """transport=network: the address of the trainer's first host that servers reach. What comes there
+    asks for no key: use a network of the run's own.
+    """
+
+    weights_folder: str = ""
+    """transport=disk: a folder that trainer and servers see under one path; empty: weights, in
+    trainer.output.
+    """
+
+    tls_ca: str = ""
+    """PEM file with the certificates by which servers of addresses https://... are believed; empty:
+    those of the system.
+    """
+
     samples_per_prompt: Count = 8
     """Answers a prompt: the group that GRPO normalises over."""
 

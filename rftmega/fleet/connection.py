@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import ssl
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -14,6 +15,7 @@ from rftmega.fleet import wire
 
 OPEN_SECONDS = 30.0
 LARGEST = 2**30  # bytes of a message
+CLOSE_SECONDS = 1.0  # that the other side may need to say goodbye
 PING_SECONDS = 30.0  # between two pings; a host that is gone is noticed after as long again
 
 
@@ -28,8 +30,11 @@ class CompletionRefused(EngineError):
 class ServerConnection:
     """ServerConnection is one WebSocket, opened when it is first needed. It lives in one event loop."""
 
-    def __init__(self, address: str, headers: Mapping[str, str]):
-        """`address`: the server's, http or https."""
+    def __init__(
+        self, address: str, headers: Mapping[str, str], *, tls: ssl.SSLContext | None = None
+    ):
+        """`address`: the server's, http or https; `tls`: whose certificates are believed then."""
+        self._tls = tls
         self._url = "ws" + address.removeprefix("http") + wire.SOCKET
         self._headers = dict(headers)
         self._socket: ClientConnection | None = None
@@ -77,9 +82,11 @@ class ServerConnection:
                 compression=None,
                 max_size=LARGEST,
                 open_timeout=OPEN_SECONDS,
+                close_timeout=CLOSE_SECONDS,
                 ping_interval=PING_SECONDS,
                 ping_timeout=PING_SECONDS,
                 proxy=None,  # no proxy has the key
+                ssl=(self._tls or True) if self._url.startswith("wss:") else None,
             )
         except (OSError, TimeoutError, WebSocketException) as error:
             self._broke(f"can't be reached ({error!r})")

@@ -9,6 +9,7 @@ vLLM's own.
 import hmac
 import json
 import os
+import secrets
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 from urllib.parse import parse_qsl
@@ -18,9 +19,11 @@ from rftmega.parallel.orphans import end_with_all
 
 PARENT = "RFTMEGA_SERVER_PARENT"  # the process without which a server has nobody to serve
 SAMPLES = "/samples"  # answered here: what vLLM makes of sample pictures
+IDENTITY = "/identity"  # answered here: another one after each start
 KEY = "RFTMEGA_SERVER_KEY"  # in the environment; a command line is seen by everybody on the host
 PATHS = {
-    *("/health", "/inference/v1/generate", "/abort_requests", "/pause", "/resume"),
+    *("/health", "/version", "/get_world_size"),
+    *("/inference/v1/generate", "/abort_requests", "/pause", "/resume"),
     *(
         "/init_weight_transfer_engine",
         "/start_weight_update",
@@ -47,6 +50,7 @@ class Door:
         self.app = app
         if parent := os.environ.get(PARENT):
             end_with_all(int(parent))
+        self.identity = secrets.token_hex(8)
         self.wanted = headers(os.environ[KEY])["Authorization"].encode()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -61,6 +65,8 @@ class Door:
             await _serve(scope, receive, send)
         elif scope["type"] == "http" and scope["path"] == SAMPLES:
             await _tell_samples(scope, send)
+        elif scope["type"] == "http" and scope["path"] == IDENTITY:
+            await _tell({"identity": self.identity}, send)
         elif scope["type"] == "websocket" or scope["path"] not in PATHS:
             await _refuse(404, scope, send)
         else:
@@ -74,6 +80,10 @@ async def _tell_samples(scope: Message, send: Send) -> None:
     asked = parse_qsl(scope["query_string"].decode())
     renderer = scope["app"].state.engine_client.renderer
     found = samples_of_vllm(renderer, {kind: int(token) for kind, token in asked})
+    await _tell(found, send)
+
+
+async def _tell(found: Any, send: Send) -> None:
     await send({"type": "http.response.start", "status": 200, "headers": []})
     await send({"type": "http.response.body", "body": json.dumps(found).encode()})
 

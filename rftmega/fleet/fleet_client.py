@@ -5,18 +5,17 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 
-import httpx
-
 from rftmega.errors import EngineFault
-from rftmega.fleet.connection import ServerConnection
-from rftmega.fleet.partial_completion import NOTHING
-from rftmega.fleet.server import Server
+from rftmega.fleet.health import ServerState
+from rftmega.fleet.partial_completion import NOTHING, PartialCompletion
+from rftmega.fleet.server_client import ServerClient
 from rftmega.fleet.server_engine import ServerEngine
-from rftmega.fleet.server_requests import Line
+from rftmega.fleet.server_requests import Line, line_to
 from rftmega.requests import Request
 from rftmega.types import Completion, Sampling
 
 LOOK_SECONDS = 0.02  # between two looks whether there is a server with weights, and room
+WATCH_SECONDS = 0.5  # between two looks at servers that failed, or missed a push
 
 
 class FleetClient:
@@ -27,10 +26,10 @@ class FleetClient:
     def __init__(self, engine: ServerEngine):
         """`engine`: says which servers there are, and when a push lands."""
         self.engine = engine
-        self._lines: dict[Server, Line] = {}
-        self._busy: Counter[Server] = Counter()
-        self._home: dict[int, Server] = {}  # rollout -> the server that has its first turns
-        self._http: httpx.AsyncClient | None = None
+        self._lines: dict[ServerClient, Line] = {}
+        self._busy: Counter[ServerClient] = Counter()
+        self._home: dict[int, ServerClient] = {}  # rollout -> the server that has its first turns
+        self._watching: asyncio.Task[None] | None = None
 
     @property
     def stranded(self) -> bool:
@@ -49,13 +48,15 @@ class FleetClient:
         Waits for a server where there is none. Raises EngineError where the servers can't answer such
         a request.
         """
+        if self._watching is None:
+            self._watching = asyncio.create_task(self._watch())
         found = NOTHING
         while found.reason == "abort":
             server = await self._server_for(request)
             begun(self.engine.newest)
             self._busy[server] += 1
             try:
-                found = await self.engine.part(self._line_to(server), request, sampling, found)
+                found = await self._part(server, request, sampling, found)
             except EngineFault as fault:
                 self.engine.note_fault(server, fault)
             finally:
@@ -67,14 +68,41 @@ class FleetClient:
         self._home.pop(rollout, None)
 
     async def close(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
         for line in self._lines.values():
             with suppress(Exception):
-                await line.connection.close()
+                await line.close()
         self._lines.clear()
-        if self._http is not None:
-            await self._http.aclose()
 
-    async def _server_for(self, request: Request) -> Server:
+    async def _part(
+        self, server: ServerClient, request: Request, sampling: Sampling, before: PartialCompletion
+    ) -> PartialCompletion:
+        """Asks one server. Raises EngineFault where it fails, or may no longer be asked: one that
+        missed a push stands still.
+        """
+        asking = asyncio.ensure_future(
+            self.engine.part(self._line_to(server), request, sampling, before)
+        )
+        try:
+            while not (await asyncio.wait([asking], timeout=WATCH_SECONDS))[0]:
+                if server not in self.engine.healthy:
+                    raise EngineFault(f"The server at {server.address} is asked nothing more.")
+            return asking.result()
+        finally:
+            asking.cancel()
+
+    async def _watch(self) -> None:
+        """Probes servers that failed, so that one that answers is asked again."""
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            if self.engine.version is None:  # a push is under way, which looks itself
+                continue
+            for member in list(self.engine.fleet.members):
+                if member.state is ServerState.SUSPECT and member.health.probe_is_due:
+                    await asyncio.to_thread(self.engine.fleet.probe, member)
+
+    async def _server_for(self, request: Request) -> ServerClient:
         """Returns the rollout's server, or that with fewest requests; waits until one has weights and
         room.
         """
@@ -90,12 +118,7 @@ class FleetClient:
                 return server
             await asyncio.sleep(LOOK_SECONDS)
 
-    def _line_to(self, server: Server) -> Line:
+    def _line_to(self, server: ServerClient) -> Line:
         if server not in self._lines:
-            if self._http is None:
-                timeout = httpx.Timeout(None, connect=30.0)
-                limits = httpx.Limits(max_connections=None)
-                self._http = httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False)
-            connection = ServerConnection(server.address, server.headers)
-            self._lines[server] = Line(server, self._http, connection)
+            self._lines[server] = line_to(server)
         return self._lines[server]

@@ -1,6 +1,5 @@
 """Server runs one vLLM server in a process of its own on this host."""
 
-import asyncio
 import os
 import re
 import signal
@@ -8,24 +7,20 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any
 
-import httpx
-
-from rftmega.errors import EngineError, EngineFault
-from rftmega.fleet import door, wire
-from rftmega.fleet.connection import CompletionRefused, Disconnected, ServerConnection
+from rftmega.errors import EngineError
+from rftmega.fleet import door, server_client
+from rftmega.fleet.server_client import ServerClient
 from rftmega.parallel.orphans import end_with_parent
 
 PROGRAM = "vllm.entrypoints.openai.api_server"
-START_SECONDS = 600.0
+LOOPBACK = "127.0.0.1"
 STOP_SECONDS = 20.0
-CONTROL_SECONDS = 600.0
 MISTAKE = re.compile(
     r"\b(ValidationError|ValueError|NotImplementedError|ImportError|ModuleNotFoundError): |Failed to infer device type"
 )
@@ -35,22 +30,38 @@ PASSING = re.compile(
 )
 
 
-class Server:
-    """One `vllm serve`, on loopback. It ends with the process that started it."""
+class Server(ServerClient):
+    """One `vllm serve`, on loopback where nothing else is asked for. It ends with the process that
+    started it.
+    """
 
-    def __init__(self, arguments: Sequence[str], environment: dict[str, str], log: Path):
+    own = True
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        environment: dict[str, str],
+        log: Path,
+        *,
+        host: str = LOOPBACK,
+        port: int = 0,
+        scheme: str = "http",
+    ):
         """Returns at once; `wait` for it.
 
-        The `environment` has the key that it asks everybody for.
+        The `environment` has the key that it asks everybody for. `host`: the address of this host
+        that it listens at. `port` 0: a free one. `scheme`: https where `arguments` name certificate
+        and key.
         """
-        self.headers = door.headers(environment[door.KEY])
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
             port = probe.getsockname()[1]
-        self.address = f"http://127.0.0.1:{port}"
+        named = f"[{host}]" if ":" in host else host
+        super().__init__(f"{scheme}://{named}:{port}", door.headers(environment[door.KEY]))
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", PROGRAM, "--host", "127.0.0.1", "--port", str(port)]
+        command = [sys.executable, "-m", PROGRAM, "--host", host, "--port", str(port)]
         with log.open("a") as file:
             self._begin = file.tell()  # in the log
             self._process = subprocess.Popen(
@@ -71,105 +82,17 @@ class Server:
         otherwise the next time: killed, too slow, no memory or port.
         """
         begin = time.monotonic()
-        while time.monotonic() - begin < START_SECONDS:
+        while time.monotonic() - begin < server_client.START_SECONDS:
             if self._process.poll() is not None:
                 break
-            with suppress(httpx.TransportError):  # nobody listens yet
-                if httpx.get(
-                    f"{self.address}/health", timeout=5, headers=self.headers, trust_env=False
-                ).is_success:
-                    return
+            if self.there():
+                return
             time.sleep(0.2)
         if self._refuses():
             raise EngineError(
-                f"The vLLM server at {self.address} did not come up. {self._last_words()}"
+                f"The vLLM server at {self.address} did not come up. {self.last_words()}"
             )
-        raise self._fault("did not come up")
-
-    def post(self, path: str, body: dict[str, Any] | None = None) -> None:
-        """Raises EngineError where it answers with an error, EngineFault where it does not answer."""
-        try:
-            response = httpx.post(
-                f"{self.address}/{path}",
-                json=body,
-                timeout=CONTROL_SECONDS,
-                headers=self.headers,
-                trust_env=False,
-            )
-        except httpx.TransportError as error:
-            raise self._fault(f"does not answer ({error!r})") from error
-        if response.is_error:
-            raise EngineError(
-                f"The vLLM server at {self.address} failed in {path}: {response.text[:500]}. {self._last_words()}"
-            )
-
-    def samples(self, tokens: Mapping[str, int]) -> dict[str, str]:
-        """Returns checksums of what the server makes of sample pictures (`pictures.samples_of_vllm`).
-
-        Raises EngineFault where it does not answer.
-        """
-        try:
-            response = httpx.get(
-                f"{self.address}{door.SAMPLES}",
-                params=dict(tokens),
-                timeout=CONTROL_SECONDS,
-                headers=self.headers,
-                trust_env=False,
-            )
-        except httpx.TransportError as error:
-            raise self._fault(f"does not answer ({error!r})") from error
-        if response.is_error:
-            raise self._fault(f"failed in {door.SAMPLES}: {response.text[:500]}")
-        found: dict[str, str] = response.json()
-        return found
-
-    async def answer(
-        self, client: httpx.AsyncClient, body: dict[str, Any], seconds: float
-    ) -> dict[str, Any]:
-        """Returns the reply to a request with one choice, as the server gives it.
-
-        Raises EngineFault where it breaks off, fails or needs over `seconds`.
-        """
-        try:
-            async with asyncio.timeout(seconds):
-                response = await client.post(
-                    f"{self.address}/inference/v1/generate", json=body, headers=self.headers
-                )
-        except TimeoutError as error:
-            raise self._late(seconds) from error
-        except httpx.TransportError as error:
-            raise self._fault(f"broke off ({error!r})") from error
-        if response.is_server_error:
-            raise self._fault(f"failed while generating: {response.text[:500]}")
-        if response.is_error:
-            raise self._refused(response.text[:500])
-        reply: dict[str, Any] = response.json()
-        return reply
-
-    async def complete(
-        self,
-        connection: ServerConnection,
-        token_ids: Sequence[int],
-        sampling: Mapping[str, Any],
-        seconds: float,
-        *,
-        salt: str = "",
-    ) -> wire.ServerAnswer:
-        """Returns the completion of these tokens; see ServerConnection.ask.
-
-        Raises EngineFault where it breaks off, fails or needs over `seconds`.
-        """
-        try:
-            async with asyncio.timeout(seconds):
-                return await connection.ask(token_ids, sampling, salt=salt)
-        except TimeoutError as error:
-            raise self._late(seconds) from error
-        except Disconnected as error:
-            raise self._fault(str(error)) from error
-        except CompletionRefused as error:
-            raise self._refused(str(error)) from error
-        except EngineError as error:
-            raise self._fault(f"failed while generating: {error}") from error
+        raise self.fault("did not come up")
 
     def close(self) -> None:
         """Ends it and whatever it started."""
@@ -187,16 +110,7 @@ class Server:
         code = self._process.poll()
         return code == 2 or (code == 1 and bool(MISTAKE.search(said)) and not PASSING.search(said))
 
-    def _late(self, seconds: float) -> EngineFault:
-        return self._fault(f"gave no answer in {seconds:g} s (rollout.deadline_seconds)")
-
-    def _refused(self, why: str) -> EngineError:
-        return EngineError(f"The vLLM server at {self.address} refused a prompt: {why}")
-
-    def _fault(self, what: str) -> EngineFault:
-        return EngineFault(f"The vLLM server at {self.address} {what}. {self._last_words()}")
-
-    def _last_words(self) -> str:
+    def last_words(self) -> str:
         lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
         return f"The end of {self.log}:\n" + "\n".join(lines[-5:])
 

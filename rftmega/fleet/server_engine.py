@@ -1,15 +1,13 @@
-"""Runs vLLM servers in processes of their own on this host: prompts go to them as HTTP, weights and
-pictures through shared memory.
+"""ServerEngine presents vLLM servers, on this host or others, as one engine: prompts go to them over
+HTTP and WebSockets, weights through shared memory, a process group or files.
 """
 
 import asyncio
-import json
-import logging
 import os
 import secrets
+import ssl
 from array import array
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -17,12 +15,15 @@ from typing import Any
 
 from torch import Tensor
 
-from rftmega import device, weights
+from rftmega import transport
 from rftmega.config import RolloutConfig
 from rftmega.errors import EngineError, EngineFault
 from rftmega.fleet import door, wire
+from rftmega.fleet.fleet import Fleet, post_to_each
 from rftmega.fleet.partial_completion import NOTHING, PartialCompletion
 from rftmega.fleet.server import Server
+from rftmega.fleet.server_client import ServerClient
+from rftmega.fleet.server_options import arguments_of, devices_of, environment_of
 from rftmega.fleet.server_requests import Line, ServerRequests
 from rftmega.interfaces import WeightSync
 from rftmega.media.placed import unexpanded
@@ -32,23 +33,14 @@ from rftmega.requests import Request, Requests
 from rftmega.rollout.base import Engine
 from rftmega.rollout.pictures import check_expanded, check_samples, placeholders
 from rftmega.rollout.shared_media import SharedMedia
-from rftmega.rollout.vllm_models import (
-    limits_of,
-    model_arguments,
-    prefill_arguments,
-    sees,
-    stop_strings,
-)
+from rftmega.rollout.vllm_models import sees, stop_strings
 from rftmega.sampling_seeds import continued_seed
 from rftmega.shards import Shard
-from rftmega.types import Completion, Sampling
+from rftmega.transport.remote_weights import WaitingEngine
+from rftmega.types import Completion, Metrics, Sampling
 
-log = logging.getLogger(__name__)
-RANKS_OWN = {  # what tells a process that it is a rank of the trainer
-    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-    "VLLM_ENABLE_V1_MULTIPROCESSING",
-}
 EXPECT = "init_weight_transfer_engine"
+MESSAGE_SECONDS = 120.0  # that one message of a push may take
 PAUSES = {  # rollout.on_update -> how a server stops for new weights
     "wait": "pause?mode=wait",
     "abort": "pause?mode=abort",
@@ -57,10 +49,14 @@ PAUSES = {  # rollout.on_update -> how a server stops for new weights
 }
 
 
-class ServerEngine(Engine):
-    """All servers of the run.
+class StaleAnswer(EngineFault):
+    """StaleAnswer is a server's that says that it has other weights than it was given."""
 
-    The first process has started them and speaks to them; the others only know the version.
+
+class ServerEngine(Engine):
+    """ServerEngine is all servers of the run.
+
+    The first process has started or found them and speaks to them; the others only know the version.
     """
 
     def __init__(
@@ -77,123 +73,113 @@ class ServerEngine(Engine):
         super().__init__()
         self.stop_ids, self.config = list(stop_ids), config
         self.row_tokens = config.max_row_tokens
-        self._begun = False  # a push that has not ended
+        self._begun = False  # a push through shared memory that has not ended
         self.newest = -1  # version that a server may answer under
         self._names: dict[str, Any] = {}  # of the tensors that a push brings, as servers are told
-        # servers that broke down in a generation, and were not started again yet
-        self._failed: set[int] = set()
-        self.servers: list[Server] = []
         self._media = SharedMedia()
+        self._logs = Path(logs)
+        self.fleet = Fleet(self._started)
         if not world.is_main:
             return
-        on_cuda = device.current().type == "cuda"
-        arguments = {
-            "model": str(folder),
-            "load-format": "dummy",
-            "dtype": dtype
-            if dtype != "auto"
-            else str(device.current().train_dtype).removeprefix("torch."),
-            "tensor-parallel-size": config.tensor,
-            "max-model-len": config.max_row_tokens,
-            "max-num-seqs": config.max_batch,
-            "logprobs-mode": "processed_logprobs",
-            "weight-transfer-config": json.dumps({"backend": "shared_memory"}),
-        }
-        flags = [
-            "--enable-scale-out",
-            "--disable-uvicorn-access-log",
-            "--disable-fastapi-docs",
-            "--disable-log-stats",  # a tenth of what a short answer costs
-        ]
-        flags.append(f"--middleware={door.Door.__module__}.{door.Door.__name__}")
-        if on_cuda:
-            arguments["gpu-memory-utilization"] = config.memory_fraction
-        else:
-            arguments["kv-cache-memory-bytes"] = int(config.cpu_cache_gib * 2**30)
-            flags.append("--enforce-eager")
-        pictures = sees(folder)
-        if pictures:
-            arguments["limit-mm-per-prompt"] = json.dumps(limits_of(config))
-        elif not config.stop:
-            flags.append("--skip-tokenizer-init")  # processors of pictures and stop strings want it
-        given = prefill_arguments(config, on_cuda=on_cuda) | model_arguments(
-            folder, on_cuda=on_cuda
+        elsewhere = bool(config.addresses or config.roster)
+        key = _given_key() if elsewhere else secrets.token_urlsafe(32)
+        self._tls = ssl.create_default_context(cafile=config.tls_ca) if config.tls_ca else None
+        self._arguments = arguments_of(folder, config, dtype=dtype)
+        self._environment = environment_of(key)
+        self._first_device = world.local_size
+        self._processor = PictureProcessor(folder) if sees(folder) else None
+        self.fleet = Fleet(
+            self._started,
+            own=0 if elsewhere else config.servers,
+            client=self._elsewhere if elsewhere else None,
+            addresses=config.addresses,
+            roster=config.roster,
+            check=self._check,
         )
-        for name, value in given.items():
-            option = name.replace("_", "-")
-            if value is False:
-                flags.append(f"--no-{option}")
-            else:
-                arguments[option] = json.dumps(value)
-        self._arguments = [*flags, *(f"--{name}={value}" for name, value in arguments.items())]
-        environment = {name: value for name, value in os.environ.items() if name not in RANKS_OWN}
-        environment |= {
-            "VLLM_SERVER_DEV_MODE": "1",
-            "VLLM_MEDIA_CONNECTOR": "rftmega",
-            "HF_HUB_OFFLINE": "1",
-            "TORCHDYNAMO_DISABLE": "0" if on_cuda else "1",
-        }
-        environment[door.KEY] = secrets.token_urlsafe(32)
-        self._environments = [
-            environment | _devices(world, config, number) for number in range(config.servers)
-        ]
-        self._logs = Path(logs)
-        self.servers = [self._started(number) for number in range(config.servers)]
         try:
-            for server in self.servers:
-                server.wait()
-            if pictures:
-                self._check_samples(PictureProcessor(folder))
+            self.fleet.wait()
         except BaseException:
             self.close()
             raise
 
-    def _check_samples(self, processor: PictureProcessor) -> None:
-        tokens = placeholders(processor, videos=self.config.max_videos > 0)
-        for server in self.servers:
-            check_samples(server.samples(tokens), processor)
-
-    def weight_sync(self, shards: Sequence[Shard], *, bucket_bytes: int) -> WeightSync:
-        return weights.SharedWeights(shards, self, bucket_bytes=bucket_bytes)
+    @property
+    def servers(self) -> list[ServerClient]:
+        return self.fleet.servers
 
     @property
-    def healthy(self) -> list[Server]:
-        """Returns the servers that have not failed."""
-        pairs = enumerate(self.servers)
-        return [server for number, server in pairs if number not in self._failed]
+    def healthy(self) -> list[ServerClient]:
+        """Returns the servers that answer."""
+        return self.fleet.healthy
 
-    def note_fault(self, server: Server, fault: EngineFault) -> None:
-        """Notes that a server failed: it is asked nothing more, and started again before the next
-        push.
+    def _elsewhere(self, address: str) -> ServerClient:
+        headers = door.headers(self._environment[door.KEY])
+        return ServerClient(address, headers, tls=self._tls)
+
+    def _started(self, number: int) -> ServerClient:
+        # behind the trainer's devices each server has its own
+        own = devices_of(self._first_device + number * self.config.tensor, self.config)
+        log = self._logs / f"server-{number}.log"
+        return Server(self._arguments, self._environment | own, log)
+
+    def _check(self, server: ServerClient) -> None:
+        """Raises EngineError for a server that does not fit the run."""
+        if not server.own:
+            from vllm import __version__
+
+            server.refuse_other_version(__version__)
+        if self._processor is not None:
+            self._check_samples(server, self._processor)
+
+    def _check_samples(self, server: ServerClient, processor: PictureProcessor) -> None:
+        tokens = placeholders(processor, videos=self.config.max_videos > 0)
+        check_samples(server.samples(tokens), processor)
+
+    def weight_sync(self, shards: Sequence[Shard], *, bucket_bytes: int) -> WeightSync:
+        config = self.config
+        if config.transport == "network":
+            return transport.NetworkWeights(
+                shards,
+                self,
+                bucket_bytes=bucket_bytes,
+                host=config.listen,
+                seconds=MESSAGE_SECONDS,
+            )
+        if config.transport == "disk":
+            folder = config.weights_folder or self._logs.parent / "weights"
+            return transport.DiskWeights(shards, self, bucket_bytes=bucket_bytes, folder=folder)
+        return transport.SharedWeights(shards, self, bucket_bytes=bucket_bytes)
+
+    def note_fault(self, server: ServerClient, fault: EngineFault) -> None:
+        """Notes that a server failed: it is asked nothing more, until it answers a probe, or gets
+        weights where it has others.
         """
-        if server in self.servers and (number := self.servers.index(server)) not in self._failed:
-            log.warning("server %d is asked nothing more: %s", number, fault)
-            self._failed.add(number)
-
-    def _started(self, number: int) -> Server:
-        return Server(
-            self._arguments, self._environments[number], self._logs / f"server-{number}.log"
-        )
+        self.fleet.note_fault(server, fault)
+        if isinstance(fault, StaleAnswer) and (member := self.fleet.of(server)) is not None:
+            member.health.missed()
 
     def restart(self) -> None:
-        """Ends the servers that failed or have died, and starts others in their places; all wait
-        for a push.
+        """Ends the servers that died or hang, and starts others in their places; all wait for a
+        push.
 
         Raises EngineFault where one does not come up: it did before, so that it is nobody's
         mistake.
         """
         self.invalidate()
-        self._failed |= {number for number, server in enumerate(self.servers) if not server.alive}
-        for number in self._failed:
-            self.servers[number].close()
-            self.servers[number] = self._started(number)
+        errors = self.fleet.renew()
+        if self._names:
+            for member in self.fleet.reachable:
+                if member.health.landings == 0:
+                    self._told_names(member.server)
+        if errors:
+            raise EngineFault(str(errors[0])) from errors[0]
+
+    def _told_names(self, server: ServerClient) -> None:
         try:
-            for number in self._failed:
-                self.servers[number].wait()
-                self.servers[number].post(EXPECT, self._names)
+            server.post(EXPECT, self._names)
         except EngineError as error:
             raise EngineFault(str(error)) from error
-        self._failed.clear()
+
+    # a push through shared memory, which all take or none
 
     def expect(self, names: Sequence[str]) -> None:
         """Tells the servers which tensors a push brings."""
@@ -207,6 +193,8 @@ class ServerEngine(Engine):
         """
         self.restart()
         self._all(PAUSES[self.config.on_update])
+        for member in self.fleet.reachable:
+            member.paused = True
         # and broke off; only those workers that failed have ended it, and the others can't begin
         # another
         if self._begun:
@@ -228,24 +216,68 @@ class ServerEngine(Engine):
         self._all("finish_weight_update", {"weight_version": str(version)})
         self._begun = False
         self._all("resume")
+        for member in self.fleet.reachable:
+            member.paused = False
+            member.health.landed()
 
     def _all(self, path: str, body: dict[str, Any] | None = None) -> None:
-        """Asks those that have not failed; who fails now is noted."""
+        """Asks those that can be reached; who fails now is noted."""
+        post_to_each(self.fleet.reachable, path, body, self.fleet.note_fault)
 
-        def post(number: int) -> None:
+    # a push that each server takes for itself
+
+    def waiting(self) -> list[WaitingEngine]:
+        """Returns the servers that can take a push; they have stopped for it as rollout.on_update
+        says.
+
+        Raises EngineFault where there is none.
+        """
+        errors = self.fleet.renew()
+        found = []
+        for member in self.fleet.reachable:
             try:
-                self.servers[number].post(path, body)
-            except EngineFault:
-                self._failed.add(number)
-                raise
+                member.server.post(PAUSES[self.config.on_update])
+                member.paused = True
+                workers = self.config.tensor
+                if not member.server.own:
+                    workers = member.server.told("/get_world_size")["world_size"]
+            except EngineError as error:
+                self.fleet.note_miss(member, error)
+            else:
+                found.append(WaitingEngine(member.name, workers, member.server.host))
+        if not found:
+            told = f" {errors[0]}" if errors else ""
+            raise EngineFault(f"No server of {len(self.servers)} can be given weights.{told}")
+        return found
 
-        with ThreadPoolExecutor(max(1, len(self.servers))) as pool:
-            list(
-                pool.map(
-                    post,
-                    [number for number in range(len(self.servers)) if number not in self._failed],
-                )
-            )
+    def join(self, name: str, init_info: dict[str, Any]) -> None:
+        self.fleet.named(name).server.post(EXPECT, {"init_info": init_info})
+
+    def receive(self, name: str, update_info: dict[str, Any]) -> None:
+        """Has a server take a push. Raises EngineError where it does not."""
+        member = self.fleet.named(name)
+        if member.updating:  # one that broke off; a worker that failed has ended it
+            with suppress(EngineError):
+                member.server.post("finish_weight_update")
+        member.updating = True
+        member.server.post("start_weight_update")
+        member.server.post("update_weights", {"update_info": update_info})
+
+    def land(self, name: str, version: int) -> None:
+        """Has a server answer under a push that it took."""
+        member = self.fleet.named(name)
+        member.server.post("finish_weight_update", {"weight_version": str(version)})
+        member.updating = False
+        member.server.post("resume")
+        member.paused = False
+        member.health.landed()
+
+    def miss(self, name: str, error: EngineError) -> None:
+        self.fleet.note_miss(self.fleet.named(name), error)
+
+    def measures(self) -> Metrics:
+        """Returns how the servers are."""
+        return self.fleet.measures()
 
     def _answer(self, requests: Requests, sampling: Sampling) -> None:
         """Servers begin with requests of about the same length in all, siblings together, and take
@@ -255,16 +287,18 @@ class ServerEngine(Engine):
         """
         if not self.servers:
             return
-        if self._failed:  # in a generation that had enough answers all the same
-            raise EngineFault(f"The servers {sorted(self._failed)} broke down before.")
+        servers = self.healthy
+        if not servers:  # they broke down in a generation that had enough answers all the same
+            raise EngineFault("No server is left that could answer.")
         with asyncio.Runner() as runner:
-            running = ServerRequests(self.servers, self.config, runner)
+            running = ServerRequests(servers, self.config, runner)
             try:
                 stopped = running.hold(requests, partial(self._asked, sampling=sampling))
             finally:
                 unfinished = running.close()
-        self._failed |= running.faults.keys()
-        if running.faults and not stopped:
+        for number, fault in running.faults.items():
+            self.note_fault(servers[number], fault)
+        if running.stranded and not stopped:
             raise next(iter(running.faults.values()))
         # a closed connection cancels its request some time; the engine must have none before it is
         # pushed to
@@ -289,8 +323,8 @@ class ServerEngine(Engine):
     ) -> PartialCompletion:
         """Asks a server for what follows `before`, and returns both.
 
-        Raises EngineFault where it fails, EngineError where it can't answer, or answers under weights
-        that were never pushed.
+        Raises EngineFault where it fails, StaleAnswer where it answers under weights that are not the
+        run's, EngineError where it can't answer.
         """
         parameters = self._parameters(request, sampling)
         parameters["max_tokens"] -= len(before.token_ids)
@@ -313,9 +347,11 @@ class ServerEngine(Engine):
             check_expanded(request, reply["prompt_token_ids"])
             answer = _read(reply["choices"][0])
         added = PartialCompletion.of(answer)
+        self.fleet.note_answer(line.server, len(added.token_ids))
         if not added.versions <= set(range(oldest, self.newest + 1)):
-            raise EngineError(
-                f"A server answered under weights {sorted(added.versions)}; the last push was {self.newest}."
+            raise StaleAnswer(
+                f"The server at {line.server.address} answered under weights {sorted(added.versions)}; the last push was "
+                f"{self.newest}."
             )
         return before.with_more(added)
 
@@ -331,13 +367,12 @@ class ServerEngine(Engine):
         }
 
     def close(self) -> None:
-        for server in self.servers:
-            server.close()
+        self.fleet.close()
         self._media.close()
 
     def _load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         raise EngineError(
-            "A server takes no tensors from this process; weights reach it through weights.SharedWeights."
+            "A server takes no tensors from this process; weights reach it through transport.SharedWeights."
         )
 
     def _sleep(self) -> None:
@@ -346,33 +381,22 @@ class ServerEngine(Engine):
     def _wake(self, parts: Sequence[str]) -> None: ...
 
 
+def _given_key() -> str:
+    """Returns the key of servers that run elsewhere.
+
+    Raises EngineError where there is none.
+    """
+    if key := os.environ.get(door.KEY, ""):
+        return key
+    raise EngineError(
+        f"{door.KEY} is not set, which the servers of rollout.addresses and rollout.roster ask for. Set it to what they were "
+        "started with."
+    )
+
+
 def _read(choice: dict[str, Any]) -> wire.ServerAnswer:
     """Reads what vLLM's own endpoint answers."""
     spans = [(part["version"], part["start"], part["end"]) for part in choice["weight_versions"]]
     logprobs = [content["logprob"] for content in choice["logprobs"]["content"]]
     ids = wire.integers(choice["token_ids"])
     return wire.ServerAnswer(0, ids, array("f", logprobs).tobytes(), choice["finish_reason"], spans)
-
-
-def _devices(world: World, config: RolloutConfig, number: int) -> dict[str, str]:
-    """Assigns devices: behind the trainer's, each server has its own; on a CPU they share the cores
-    with everybody.
-    """
-    if device.current().type == "cpu":
-        return {
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind"
-            if config.tensor == 1
-            else "|".join(_cores(config.tensor))
-        }
-    first = world.local_size + number * config.tensor
-    places = range(first, first + config.tensor)
-    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = seen.split(",") if seen else None  # the trainer counts within these
-    return {
-        "CUDA_VISIBLE_DEVICES": ",".join(names[place] if names else str(place) for place in places)
-    }
-
-
-def _cores(number: int) -> list[str]:
-    cores = sorted(os.sched_getaffinity(0))
-    return [str(cores[place % len(cores)]) for place in range(number)]

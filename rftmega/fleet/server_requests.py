@@ -10,7 +10,7 @@ import httpx
 from rftmega.config import RolloutConfig
 from rftmega.errors import EngineFault
 from rftmega.fleet.connection import ServerConnection
-from rftmega.fleet.server import Server
+from rftmega.fleet.server_client import ServerClient
 from rftmega.requests import Request, Requests
 from rftmega.requests.order import Waiting, ordered
 from rftmega.types import Completion
@@ -21,9 +21,24 @@ LOOK_SECONDS = 0.2  # between two looks whether what has arrived, and was scored
 class Line(NamedTuple):
     """Line is how one event loop speaks to one server."""
 
-    server: Server
+    server: ServerClient
     client: httpx.AsyncClient
     connection: ServerConnection
+
+    async def close(self) -> None:
+        await self.connection.close()
+        await self.client.aclose()
+
+
+def line_to(server: ServerClient) -> Line:
+    """Returns a new line; nothing is opened yet."""
+    limits = httpx.Limits(max_connections=None)
+    timeout = httpx.Timeout(None, connect=30.0)
+    # no proxy has the key
+    client = httpx.AsyncClient(
+        timeout=timeout, limits=limits, trust_env=False, verify=server.verified
+    )
+    return Line(server, client, server.connection())
 
 
 Ask = Callable[[Line, Request], Coroutine[Any, Any, Completion]]
@@ -35,17 +50,12 @@ class ServerRequests:
     `faults`: server -> what it failed with.
     """
 
-    def __init__(self, servers: Sequence[Server], config: RolloutConfig, runner: asyncio.Runner):
+    def __init__(
+        self, servers: Sequence[ServerClient], config: RolloutConfig, runner: asyncio.Runner
+    ):
         self.servers, self.most, self.runner = servers, config.max_batch, runner
         self.faults: dict[int, EngineFault] = {}
-        limits = httpx.Limits(max_connections=None)
-        timeout = httpx.Timeout(None, connect=30.0)
-        # no proxy has the key
-        self._client = httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False)
-        self._lines = [
-            Line(server, self._client, ServerConnection(server.address, server.headers))
-            for server in servers
-        ]
+        self._lines = [line_to(server) for server in servers]
         # server and number of each request that is being answered
         self._running: dict[asyncio.Task[Completion], tuple[int, int]] = {}
         self._home: dict[int, int] = {}  # rollout -> the server that has its first turns
@@ -66,12 +76,13 @@ class ServerRequests:
                 self._running[self.runner.get_loop().create_task(task)] = number, place
             if not self._running:
                 return False
-            done = self.runner.run(self._some())
-            found = {
-                place: completion for place, completion in map(self._ended, done) if completion
-            }
+            ended = [self._ended(task) for task in self.runner.run(self._some())]
+            found = {place: completion for place, completion in ended if completion}
             if found:
                 requests.finished(list(found), list(found.values()))
+            unanswered = [place for place, completion in ended if completion is None]
+            if unanswered and not self.stranded:
+                self._ask_elsewhere(unanswered, known, waiting)
             if requests.stopped():
                 return True
             room = sum(self._room().values())
@@ -79,6 +90,11 @@ class ServerRequests:
             for place, request in enumerate(further, start=len(known)):
                 waiting.add(self._home_of(request), place)
             known += further
+
+    @property
+    def stranded(self) -> bool:
+        """Says that no server is left."""
+        return len(self.faults) == len(self._lines)
 
     def close(self) -> bool:
         """Breaks off what is not answered, and says whether there was something."""
@@ -93,9 +109,18 @@ class ServerRequests:
         healthy = [number for number in range(len(self.servers)) if number not in self.faults]
         return {number: self.most - busy[number] for number in healthy}
 
+    def _ask_elsewhere(
+        self, unanswered: Sequence[int], known: Sequence[Request], waiting: Waiting
+    ) -> None:
+        """Hands on what a server that failed had, and what waits for it alone."""
+        for number in self.faults:
+            unanswered = [*unanswered, *waiting.withdrawn(number)]
+        for place in unanswered:
+            waiting.add(self._home_of(known[place]), place)
+
     def _home_of(self, request: Request) -> int:
         """Returns the server of the rollout; of a new one that which has fewest rollouts."""
-        if request.rollout not in self._home:
+        if self._home.get(request.rollout, -1) not in self._room():
             room = self._room()
             homes = Counter(self._home.values())
             self._home[request.rollout] = min(room, key=lambda number: homes[number])
@@ -120,5 +145,4 @@ class ServerRequests:
     async def _closed(self) -> None:
         await asyncio.gather(*self._running, return_exceptions=True)
         for line in self._lines:
-            await line.connection.close()
-        await self._client.aclose()
+            await line.close()

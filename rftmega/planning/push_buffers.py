@@ -17,9 +17,9 @@ from rftmega.planning.models import PlannedModel
 from rftmega.planning.push_plan import Engines, Placement, placements
 from rftmega.planning.states import BUFFERS
 from rftmega.shards import LogicalTensor
+from rftmega.transport.shared_weights import SEGMENTS, segment_bytes
 from rftmega.weights.message import message_bytes
 from rftmega.weights.needs import Needs, planned_moves
-from rftmega.weights.shared import SEGMENTS, segment_bytes
 from rftmega.weights.slices import TensorSlice, buckets_of, in_order
 
 DTYPES = {4: torch.float32, 2: torch.bfloat16, 1: torch.uint8}  # by bytes a weight

@@ -85,6 +85,12 @@ class Waiting:
         """Adds a further turn, which engine `number` alone begins."""
         self._further[number].append(place)
 
+    def withdrawn(self, number: int) -> list[int]:
+        """Returns the further turns that engine `number` has not begun, which it no longer has."""
+        left = list(self._further[number])
+        self._further[number].clear()
+        return left
+
     def taken(self, room: Mapping[int, int]) -> Iterator[tuple[int, int]]:
         """Returns the number of an engine, and the place, of what begins where there is `room`: an
         engine's further turns and its own first, a piece of what is left then, and, when all are served, what another one

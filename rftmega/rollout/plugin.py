@@ -2,6 +2,12 @@
 setup.py).
 """
 
+TRANSPORTS = {  # of weights -> module and class that receive them
+    "shared_memory": ("shared_memory", "SharedMemoryWeightTransferEngine"),
+    "network": ("network_transfer", "NetworkWeightTransferEngine"),
+    "disk": ("disk_transfer", "DiskWeightTransferEngine"),
+}
+
 
 def register() -> None:
     """Makes our transports known: of weights under the name that `--weight-transfer-config` gives,
@@ -9,11 +15,10 @@ def register() -> None:
     """
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    # vLLM may load its plugins more than once
-    if "shared_memory" not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(
-            "shared_memory", "rftmega.rollout.shared_memory", "SharedMemoryWeightTransferEngine"
-        )
+    for name, (module, engine) in TRANSPORTS.items():
+        # vLLM may load its plugins more than once
+        if name not in WeightTransferEngineFactory._registry:
+            WeightTransferEngineFactory.register_engine(name, f"rftmega.rollout.{module}", engine)
     from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY
 
     from rftmega.rollout.media_connector import SharedMediaConnector

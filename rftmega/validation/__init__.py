@@ -11,6 +11,7 @@ from rftmega.validation.checkpoint import checkpoints
 from rftmega.validation.data import files, training_data
 from rftmega.validation.environment import environment
 from rftmega.validation.faults import faults
+from rftmega.validation.fleet import fleet
 from rftmega.validation.layout import critic, engine, layout, overlap
 from rftmega.validation.logging import logging_options
 from rftmega.validation.paths import paths
@@ -47,6 +48,7 @@ def violations(config: RunConfig, world_size: int, *, data: bool = True) -> list
                 + evaluation(config)
                 + environment(config)
                 + asynchronous(config)
+                + fleet(config)
             )
         elif not unknown:
             numbers += unread_without_rollouts(config)

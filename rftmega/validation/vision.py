@@ -45,6 +45,11 @@ def vision(config: RunConfig) -> list[str]:
     tower = fields.get("vision_config")
     if not isinstance(tower, dict):
         return _without(config, TOWERS, "a model with a tower that sees or hears")
+    if config.rollout.addresses or config.rollout.roster:
+        return [
+            "rollout.addresses and rollout.roster: pictures reach servers of this host alone so far. Leave both out, or take a "
+            "model without a tower."
+        ]
     merge = tower.get("spatial_merge_size", 2)
     return _with_tower(config, merge if isinstance(merge, int) else 2)
 

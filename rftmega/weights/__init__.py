@@ -5,6 +5,5 @@ engine or a folder.
 from rftmega.weights.export import export_hf_folder
 from rftmega.weights.gather import Exporter
 from rftmega.weights.push import EngineWeights
-from rftmega.weights.shared import SharedWeights
 
-__all__ = ["EngineWeights", "Exporter", "SharedWeights", "export_hf_folder"]
+__all__ = ["EngineWeights", "Exporter", "export_hf_folder"]

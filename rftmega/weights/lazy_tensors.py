@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rftmega.shards import Box
+from rftmega.errors import EngineError
+from rftmega.shards import Box, intersection, narrowed, within, without
 
 Fetch = Callable[[Box, Tensor], None]
 
@@ -144,3 +145,22 @@ def _box_of(
             return None
         box.append((start, start + size))
     return tuple(box)
+
+
+def reader(name: str, pieces: Sequence[tuple[Box, Tensor]]) -> Fetch:
+    """Returns what reads the elements of a box from the pieces of the tensor that are here."""
+
+    def fetch(box: Box, out: Tensor) -> None:
+        left = [box]
+        for here, elements in pieces:
+            common = intersection(here, box)
+            if common is not None:
+                target = narrowed(out, within(common, box))
+                target.copy_(narrowed(elements, within(common, here)))
+                left = [rest for each in left for rest in without(each, common)]
+        if left:
+            raise EngineError(
+                f"The engine asks for {name}{list(left[0])}; it did not when the push was planned."
+            )
+
+    return fetch

@@ -23,10 +23,10 @@ from rftmega.device.spans import span
 from rftmega.errors import EngineError, EngineFault
 from rftmega.parallel.checksum import checksums
 from rftmega.parallel.watchdog import mark
-from rftmega.shards import Box, LogicalTensor, Shard, intersection, narrowed, within, without
+from rftmega.shards import Box, LogicalTensor, Shard, intersection, narrowed, within
 from rftmega.types import Metrics, SliceChecksums
 from rftmega.weights.destinations import Destinations, Part, Recording, recorded
-from rftmega.weights.lazy_tensors import Fetch, LazyTensor
+from rftmega.weights.lazy_tensors import Fetch, LazyTensor, reader
 from rftmega.weights.message import (
     Layout,
     checksums_of,
@@ -287,7 +287,7 @@ class _Passage:
             name, dtype, shape = planned([tensor])[number]
             own = self.weights.shards.pieces(tensor, number)
             self._record(tensor, number, own)
-            fetch = _reader(name, own + arrived[name])
+            fetch = reader(name, own + arrived[name])
             yield name, LazyTensor.of(shape, dtype, fetch, self.weights.shards.device)
 
     def _record(
@@ -396,22 +396,3 @@ def _own_part(tensors: list[LogicalTensor], moves: Iterable[Transfer]) -> PushBu
 
 def _everything(bucket: PushBucket) -> list[Part]:
     return [(tensor, number) for tensor in bucket.tensors for number in range(len(tensor.names))]
-
-
-def _reader(name: str, pieces: Sequence[tuple[Box, Tensor]]) -> Fetch:
-    """Reads the elements of a box from the pieces of the tensor that are here."""
-
-    def fetch(box: Box, out: Tensor) -> None:
-        left = [box]
-        for here, elements in pieces:
-            common = intersection(here, box)
-            if common is not None:
-                target = narrowed(out, within(common, box))
-                target.copy_(narrowed(elements, within(common, here)))
-                left = [rest for each in left for rest in without(each, common)]
-        if left:
-            raise EngineError(
-                f"The engine asks for {name}{list(left[0])}; it did not when the push was planned."
-            )
-
-    return fetch

@@ -16,8 +16,8 @@ import torch
 from rftmega.config import ParallelConfig, RolloutConfig
 from rftmega.errors import EngineError
 from rftmega.fleet import door
+from rftmega.transport import SharedWeights
 from rftmega.types import Prompt, Sampling
-from rftmega.weights import SharedWeights
 from tests.layouts import build_actor, rows_of
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
@@ -123,7 +123,7 @@ def from_outside(engine: Any, logs: Path) -> dict[str, Any]:
     open.
     """
     (server,) = engine.servers
-    key = engine._environments[0][door.KEY]
+    key = engine._environment[door.KEY]
     paths = [
         "docs",
         "openapi.json",

@@ -134,7 +134,7 @@ def in_flight_body(world: World, folder: Path, logs: Path, on_update: str) -> An
     """Two versions of the weights, and answers that see both: what transformers says of each token."""
     # the trainer has a core of its own: on a shared one its collectives wait until the engine is idle
     core = str(min(os.sched_getaffinity(0)))
-    server_engine._devices = lambda *_: {"VLLM_CPU_OMP_THREADS_BIND": core}
+    server_engine.devices_of = lambda *_: {"VLLM_CPU_OMP_THREADS_BIND": core}
     actor = build_actor(folder, ParallelConfig(tensor=2), temperature=0.7, token_cap=512)
     config = RolloutConfig(
         max_prompt_tokens=8, max_response_tokens=LENGTH, cpu_cache_gib=0.05, max_batch=4, on_update=on_update

@@ -26,8 +26,9 @@ from rftmega.parallel.process_group import World
 from rftmega.parallel.watchdog import HUNG, watched
 from rftmega.rollout import ScriptedEngine
 from rftmega.strategy.phases import DevicePhases
+from rftmega.transport import SharedWeights
 from rftmega.types import Sampling
-from rftmega.weights import EngineWeights, SharedWeights
+from rftmega.weights import EngineWeights
 from tests.distributed.test_engine_faults import PROMPTS, SEEDS, at_least
 from tests.layouts import build_manager
 from tests.ranks import run_ranks

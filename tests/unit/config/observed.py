@@ -28,6 +28,7 @@ from rftmega.callbacks.observer import Observer
 from rftmega.callbacks.trajectories import Trajectories
 from rftmega.config import RunConfig
 from rftmega.errors import RFTMegaError
+from rftmega.fleet import door
 from rftmega.fleet import server_engine as servers
 from rftmega.interfaces import OneProcess
 from rftmega.launch.train import task_of
@@ -40,6 +41,7 @@ from rftmega.parallel.process_group import World
 from rftmega.strategy import engines, reinforcement, supervised
 from rftmega.trainer import Algorithm
 from rftmega.types import Metrics, Prompt, Sampling, TokenStats, TokenValues
+from tests.fleets import set_servers
 from tests.rollouts import Alone
 
 WORDS, STOP = 4, 3
@@ -455,12 +457,22 @@ def engine(config: RunConfig, *, kind: str = "cpu", processes: int = 1) -> Seen:
         def __init__(self, arguments: Sequence[str], environment: Any, log: Path):
             seen.append((list(arguments), str(log)))
 
+        own = alive = True
+
         def wait(self) -> None: ...
+
+    def elsewhere(address: str, headers: Any, *, tls: Any) -> Any:
+        seen.append((address, tls is not None))
+        return SimpleNamespace(own=False, address=address, there=lambda: False)
+
+    def sync(shards: Any, engine: Any, **given: Any) -> None:
+        seen.append(given)
 
     with pytest.MonkeyPatch.context() as patch:
         for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL", "HF_HUB_OFFLINE", "TORCHDYNAMO_DISABLE",
                      "VLLM_CPU_OMP_THREADS_BIND"):  # fmt: skip
             patch.setenv(name, "ERROR")
+        patch.setenv(door.KEY, "key")
         for name, module in fake.items():
             patch.setitem(sys.modules, name, module)
         # whatever is there, comes back or goes
@@ -470,7 +482,10 @@ def engine(config: RunConfig, *, kind: str = "cpu", processes: int = 1) -> Seen:
             device, "current", lambda: SimpleNamespace(type=kind, train_dtype=torch.float32)
         )
         patch.setattr(servers, "Server", Server)
-        patch.setattr(servers, "_devices", lambda *_: {})
+        patch.setattr(servers, "ServerClient", elsewhere)
+        for way in ("SharedWeights", "NetworkWeights", "DiskWeights"):
+            patch.setattr(servers.transport, way, sync)
+        patch.setattr(servers, "devices_of", lambda *_: {})
         made = engines.create(
             config,
             World(0, processes, 0, processes, torch.device("cpu")),
@@ -478,6 +493,9 @@ def engine(config: RunConfig, *, kind: str = "cpu", processes: int = 1) -> Seen:
             stop_ids=[STOP],
         )
         seen.append(type(made).__name__)
+        if isinstance(made, servers.ServerEngine):
+            made.fleet.renew()
+            made.weight_sync([], bucket_bytes=1)
     if hasattr(rollout, "vllm"):
         del rollout.vllm
     return seen
@@ -496,6 +514,8 @@ def update(config: RunConfig) -> Seen:
         "model", config.rollout, elsewhere, dtype="float32", stop_ids=[], logs="logs"
     )
     seen: Seen = []
-    engine.servers = [SimpleNamespace(alive=True, post=lambda path, body=None: seen.append(path))]  # type: ignore[list-item]
+    set_servers(
+        engine, SimpleNamespace(own=True, alive=True, post=lambda path, body: seen.append(path))
+    )
     engine.begin()
     return seen

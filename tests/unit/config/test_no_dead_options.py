@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import certifi
 import pytest
 
 from rftmega.config import RunConfig, load
@@ -113,6 +114,7 @@ ADAM = {
     "overlap_param_gather": Live("true", OVERLAP, stepping, dead=()),
 }
 SEPARATE = (*VLLM, "strategy=separate")
+NETWORK = ("rollout.transport=network",)
 
 
 OPTIONS: dict[str, Live] = {
@@ -126,6 +128,12 @@ OPTIONS: dict[str, Live] = {
     "rollout.engine": Live("vllm", seen=engine),
     "rollout.tensor": Live("2", VLLM, partial(engine, processes=2), 2, dead=("rollout.engine=scripted",)),
     "rollout.servers": Live("2", (*VLLM, "strategy=separate"), engine, dead=()),
+    "rollout.transport": Live("network", SEPARATE, engine, dead=()),
+    "rollout.addresses": Live("[http://127.0.0.1:8100]", (*SEPARATE, *NETWORK), engine, dead=("strategy=colocated",)),
+    "rollout.roster": Live("{roster}", (*SEPARATE, *NETWORK), engine, dead=("strategy=colocated",)),
+    "rollout.tls_ca": Live("{certificates}", (*SEPARATE, *NETWORK, "rollout.roster={roster}"), engine, dead=("rollout.roster=",)),
+    "rollout.listen": Live("10.0.0.1", (*SEPARATE, *NETWORK), engine, dead=("rollout.transport=disk",)),
+    "rollout.weights_folder": Live("elsewhere", (*SEPARATE, "rollout.transport=disk"), engine, dead=NETWORK),
     "rollout.ahead": Live("1", (*SEPARATE, "trainer.max_staleness=1"), schedule, dead=()),
     "rollout.on_update": Live("keep", (*SEPARATE, "trainer.max_staleness=2"), update, dead=("rollout.ahead=1",)),
     "trainer.max_staleness": Live("1", SEPARATE, schedule, dead=()),
@@ -453,6 +461,7 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         Path(files[name]).write_text("\n".join(map(json.dumps, records)))
     (folder / "my_parts.py").write_text(PLUGIN)
     (folder / "my_rewards.py").write_text(FUNCTIONS)
+    (folder / "roster.txt").write_text("http://10.0.0.2:8100\n")
     return {
         **files,
         "plugin": str(folder / "my_parts.py"),
@@ -460,6 +469,8 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "policy": str(policy),
         "moe": str(moe),
         "folder": str(folder),
+        "roster": str(folder / "roster.txt"),
+        "certificates": certifi.where(),
     }
 
 

@@ -11,6 +11,7 @@ import torch
 from rftmega.config import RolloutConfig
 from rftmega.errors import EngineError, EngineFault
 from rftmega.fleet import wire
+from rftmega.fleet.connection import ServerConnection
 from rftmega.fleet.fleet_client import FleetClient
 from rftmega.fleet.partial_completion import PartialCompletion
 from rftmega.fleet.server_engine import ServerEngine
@@ -18,6 +19,7 @@ from rftmega.parallel.process_group import World
 from rftmega.requests import Request
 from rftmega.sampling_seeds import continued_seed
 from rftmega.types import Completion, Sampling
+from tests.fleets import set_servers
 
 Answers = Callable[["Says"], wire.ServerAnswer]
 
@@ -31,6 +33,7 @@ class Says:
     """A server that answers by a list of functions, and remembers what it was asked."""
 
     address, headers, alive = "http://127.0.0.1:9", {"Authorization": "Bearer key"}, True
+    own, verified = True, False
 
     def __init__(self, *answers: Answers):
         self.left, self.asked = [*answers], list[tuple[list[int], dict[str, Any], str]]()
@@ -45,12 +48,15 @@ class Says:
     def post(self, path: str, body: Any = None) -> None:
         self.posted.append(path)
 
+    def connection(self) -> ServerConnection:
+        return ServerConnection(self.address, self.headers)
+
 
 def engine_of(*servers: Says, on_update: str = "recompute") -> ServerEngine:
     elsewhere = World(1, 2, 1, 2, torch.device("cpu"))  # starts none
     config = RolloutConfig(max_response_tokens=6, max_batch=2, on_update=on_update)  # type: ignore[arg-type]
     engine = ServerEngine("m", config, elsewhere, dtype="float32", stop_ids=[1], logs="logs")
-    engine.servers = list(servers)  # type: ignore[arg-type]
+    set_servers(engine, *servers)
     engine.version = engine.newest = 3
     return engine
 
@@ -104,15 +110,25 @@ def test_an_answer_over_a_change_of_weights_has_the_version_of_each_token() -> N
 
 @pytest.mark.parametrize(
     "spans",
-    [[("2", 0, 2)], [("5", 0, 2)], [("random", 0, 2)], [("3", 0, 1)], [("3", 1, 2)], []],
-    ids=["older", "not pushed", "none of ours", "too few", "a gap", "none"],
+    [[("random", 0, 2)], [("3", 0, 1)], [("3", 1, 2)], []],
+    ids=["none of ours", "too few", "a gap", "none"],
 )
-def test_an_answer_under_weights_that_were_not_there_is_an_error(
+def test_an_answer_that_does_not_say_under_which_weights_is_an_error(
     spans: list[tuple[str, int, int]],
 ) -> None:
     engine = engine_of(Says(lambda server: answer([7, 8], spans, "stop")))
     with pytest.raises(EngineError):
         completed(engine, Request((5,), seed=1))
+
+
+@pytest.mark.parametrize("version", ["2", "5"], ids=["older", "not pushed"])
+def test_an_answer_under_weights_that_were_not_there_is_asked_of_another(version: str) -> None:
+    other = Says(lambda server: answer([1], [("3", 0, 1)], "stop"))
+    engine = engine_of(Says(lambda server: answer([7, 8], [(version, 0, 2)], "stop")), other)
+    assert list(completed(engine, Request((5,), seed=1)).token_ids) == [1]
+    (stale, healthy) = engine.fleet.members
+    stale.health.probed(True)  # it answers, and has no weights of the run all the same
+    assert (stale.state, healthy.state) == ("stale", "healthy")
 
 
 def test_a_request_of_a_server_that_fails_is_asked_of_another_with_the_same_seed() -> None:

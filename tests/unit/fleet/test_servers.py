@@ -12,7 +12,7 @@ from PIL import Image
 
 from rftmega.config import RolloutConfig
 from rftmega.errors import EngineError, EngineFault
-from rftmega.fleet import door
+from rftmega.fleet import door, server_options
 from rftmega.fleet import server as server_module
 from rftmega.fleet import server_engine as servers
 from rftmega.fleet.partial_completion import PartialCompletion
@@ -24,6 +24,7 @@ from rftmega.media.processor import PictureProcessor
 from rftmega.parallel.process_group import World
 from rftmega.requests import Request
 from rftmega.types import Sampling
+from tests.fleets import set_servers
 from tests.tiny_vision import save_tiny_vision
 
 
@@ -32,7 +33,7 @@ class Scripted:
     itself alone.
     """
 
-    alive = True
+    alive = own = True
 
     def __init__(self) -> None:
         self.active = False
@@ -64,7 +65,7 @@ def engine_of(*fakes: Scripted) -> ServerEngine:
     engine = ServerEngine(
         "model", RolloutConfig(), elsewhere, dtype="float32", stop_ids=[1], logs="logs"
     )
-    engine.servers = list(fakes)  # type: ignore[arg-type]
+    set_servers(engine, *fakes)
     return engine
 
 
@@ -90,12 +91,12 @@ def test_servers_take_the_devices_behind_the_trainers(monkeypatch: pytest.Monkey
     class Cuda:
         type = "cuda"
 
-    monkeypatch.setattr(servers.device, "current", Cuda)
-    world, config = World(0, 2, 0, 2, torch.device("cpu")), RolloutConfig(tensor=2)
+    monkeypatch.setattr(server_options.device, "current", Cuda)
+    config = RolloutConfig(tensor=2)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert servers._devices(world, config, 1) == {"CUDA_VISIBLE_DEVICES": "4,5"}
+    assert server_options.devices_of(4, config) == {"CUDA_VISIBLE_DEVICES": "4,5"}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,6,5,4,GPU-c,GPU-d")
-    assert servers._devices(world, config, 1) == {"CUDA_VISIBLE_DEVICES": "GPU-c,GPU-d"}
+    assert server_options.devices_of(4, config) == {"CUDA_VISIBLE_DEVICES": "GPU-c,GPU-d"}
 
 
 def test_vllms_own_answer_is_read_with_the_version_of_each_token() -> None:
@@ -183,7 +184,7 @@ class OtherProcessor(Scripted):
 def test_a_server_that_makes_other_numbers_of_a_picture_is_refused(tmp_path: Path) -> None:
     processor = PictureProcessor(save_tiny_vision(tmp_path, "qwen2_vl"))
     with pytest.raises(EngineError, match="the image processors of the two differ"):
-        engine_of(OtherProcessor())._check_samples(processor)
+        engine_of()._check_samples(OtherProcessor(), processor)  # type: ignore[arg-type]
 
 
 class Expanding(Scripted):

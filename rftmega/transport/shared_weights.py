@@ -239,7 +239,7 @@ class SharedWeights:
 
     def _described(self, bucket: SharedBucket, segment: int, sums: Sequence[int]) -> dict[str, Any]:
         """Describes a bucket as the worker that reads it is told
-        (`rollout.shared_memory.UpdateInfo`).
+        (`rollout.shared_memory.SharedMemoryUpdate`).
         """
         return {
             "memory": self.name,

@@ -1,0 +1,258 @@
+"""Fleet keeps the servers of a run: which there are, which answer, and which have the newest weights."""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from rftmega.errors import EngineError, EngineFault
+from rftmega.fleet import door
+from rftmega.fleet.health import ServerHealth, ServerState
+from rftmega.fleet.server_client import ServerClient
+from rftmega.types import Metrics
+
+log = logging.getLogger(__name__)
+
+
+class FleetMember:
+    """FleetMember is a server, and what is known of it."""
+
+    def __init__(self, number: int, server: ServerClient):
+        """`number`: its place in the fleet, which it keeps over restarts."""
+        self.number, self.server = number, server
+        self.health = ServerHealth()
+        self.paused = self.updating = False  # a push began that has not ended
+        self.identity = ""  # of its process, where it tells
+
+    @property
+    def name(self) -> str:
+        """Returns what no other start of any server is called."""
+        return f"server-{self.number}-start-{self.health.starts}"
+
+    @property
+    def state(self) -> ServerState:
+        return self.health.state
+
+
+class Fleet:
+    """Fleet starts, finds, probes and restarts servers."""
+
+    def __init__(
+        self,
+        start: Callable[[int], ServerClient],
+        *,
+        own: int = 0,
+        client: Callable[[str], ServerClient] | None = None,
+        addresses: Sequence[str] = (),
+        roster: str | Path = "",
+        check: Callable[[ServerClient], None] = lambda server: None,
+    ):
+        """`start`: starts the server of a number in this process's care, `own` of them. `client`:
+        speaks to one elsewhere; `addresses`: of those that are always there; `roster`: a file with
+        further ones, one a line, which is read before each push. `check` raises EngineError for a
+        server that does not fit the run.
+        """
+        self._start, self._client, self._check = start, client, check
+        self._addresses, self._roster = tuple(addresses), Path(roster) if roster else None
+        self._numbers = 0  # that were given
+        self.members: list[FleetMember] = [self._member(start(n)) for n in range(own)]
+
+    def _member(self, server: ServerClient) -> FleetMember:
+        self._numbers += 1
+        return FleetMember(self._numbers - 1, server)
+
+    def wait(self) -> None:
+        """Waits for the servers that this process started. Raises what one of them raises."""
+        for member in self.members:
+            member.server.wait()
+            self._check(member.server)
+            member.health.came()
+
+    @property
+    def servers(self) -> list[ServerClient]:
+        return [member.server for member in self.members]
+
+    @property
+    def healthy(self) -> list[ServerClient]:
+        """Returns the servers that answer under the newest weights."""
+        return [each.server for each in self.members if each.state is ServerState.HEALTHY]
+
+    @property
+    def reachable(self) -> list[FleetMember]:
+        """Returns the members that can be given weights."""
+        there = (ServerState.HEALTHY, ServerState.STALE)
+        return [each for each in self.members if each.state in there]
+
+    def of(self, server: ServerClient) -> FleetMember | None:
+        """Returns a server's member; None where it has left."""
+        return next((each for each in self.members if each.server is server), None)
+
+    def named(self, name: str) -> FleetMember:
+        return next(each for each in self.members if each.name == name)
+
+    def note_fault(self, server: ServerClient, fault: EngineError) -> None:
+        """Notes that a server failed: it is asked nothing more, until it answers a probe."""
+        if (member := self.of(server)) is not None and member.health.failed():
+            log.warning("server %d is asked nothing more: %s", member.number, fault)
+
+    def note_miss(self, member: FleetMember, error: EngineError) -> None:
+        """Notes that a server has not got a push: it is asked nothing until it gets a whole one."""
+        log.warning("server %d has no weights: %s", member.number, error)
+        if isinstance(error, EngineFault):
+            member.health.failed()
+        member.health.missed()
+
+    def note_answer(self, server: ServerClient, tokens: int) -> None:
+        if (member := self.of(server)) is not None:
+            member.health.requests += 1
+            member.health.tokens += tokens
+
+    def renew(self) -> list[EngineError]:
+        """Ends own servers that died or hang and starts others in their places, follows the roster,
+        and looks whether servers elsewhere that were dead have come back.
+
+        Returns why servers did not come up; those are dead.
+        """
+        self._follow_roster()
+        self._each(self._look_at, self.members)
+        dead = [each for each in self.members if each.state is ServerState.DEAD and each.server.own]
+        for member in dead:
+            member.health.restarting()
+            member.server.close()
+            member.server = self._start(member.number)
+        return [error for error in self._each(self._came_up, dead) if error is not None]
+
+    def probe(self, member: FleetMember) -> None:
+        """Asks a server for one token, and notes whether it gave it."""
+        try:
+            if member.paused:  # by a push that broke off
+                member.server.post("resume", None, 5.0)
+                member.paused = False
+            member.server.probe()
+        except EngineError as error:
+            log.warning("server %d answered no probe: %s", member.number, error)
+            member.health.probed(False)
+        else:
+            member.health.probed(True)
+
+    def measures(self) -> Metrics:
+        """Returns how many servers are in which state, and what each did."""
+        states = Counter(each.state for each in self.members)
+        seen = {f"servers_{state}": float(states[state]) for state in ServerState}
+        seen["server_faults"] = float(sum(each.health.faults for each in self.members))
+        seen["server_starts"] = float(sum(each.health.starts for each in self.members))
+        for each in self.members:
+            seen[f"server_{each.number}_requests"] = float(each.health.requests)
+            seen[f"server_{each.number}_tokens"] = float(each.health.tokens)
+        return seen
+
+    def close(self) -> None:
+        for member in self.members:
+            member.server.close()
+
+    def _look_at(self, member: FleetMember) -> None:
+        """Finds out what has become of a server."""
+        server, health = member.server, member.health
+        if server.own:
+            if not server.alive:
+                health.died()
+            elif member.state is ServerState.SUSPECT:
+                self.probe(member)
+                if member.state is ServerState.SUSPECT:  # a hung one is started again at once
+                    health.died()
+            return
+        if member.state is ServerState.SUSPECT:
+            self.probe(member)
+        elif member.state is ServerState.HEALTHY and self._identity(server) != member.identity:
+            self._came_back(member)  # it was started again since, with random weights
+        elif member.state in (ServerState.RESTARTING, ServerState.DEAD, ServerState.STALE):
+            self._came_back(member)
+
+    def _came_back(self, member: FleetMember) -> None:
+        """Takes in a server elsewhere, if it answers."""
+        if member.state is ServerState.DEAD and not member.health.probe_is_due:
+            return
+        try:
+            if not member.server.there():
+                member.health.absent()
+                return
+            identity = self._identity(member.server)
+            if member.state is ServerState.STALE and identity == member.identity:
+                return  # it waits for the next push
+            self._check(member.server)
+        except EngineError as error:  # it does not fit: another key, another version of vLLM
+            log.warning("server %d is not taken in: %s", member.number, error)
+            member.health.absent()
+            return
+        member.identity = identity
+        member.paused = member.updating = False
+        member.health.came()
+        log.info("server %d at %s has come", member.number, member.server.address)
+
+    def _identity(self, server: ServerClient) -> str:
+        with suppress(EngineError):
+            return str(server.told(door.IDENTITY).get("identity", ""))
+        return ""
+
+    def _came_up(self, member: FleetMember) -> EngineError | None:
+        try:
+            member.server.wait()
+            self._check(member.server)
+        except EngineError as error:
+            member.health.died()
+            return error
+        member.paused = member.updating = False
+        member.health.came()
+        return None
+
+    def _follow_roster(self) -> None:
+        """Takes in servers whose addresses are new, and lets those go whose addresses are gone."""
+        wanted = [*self._addresses, *self._on_roster()]
+        if self._client is None:
+            return
+        for member in [each for each in self.members if not each.server.own]:
+            if member.server.address not in wanted:
+                self.members.remove(member)
+                log.info("server %d at %s has left", member.number, member.server.address)
+                member.server.close()
+        known = {each.server.address for each in self.members}
+        for address in dict.fromkeys(wanted):
+            if address not in known:
+                self.members.append(self._member(self._client(address)))
+
+    def _on_roster(self) -> list[str]:
+        """Returns the addresses in the file: none where there is no file yet."""
+        if self._roster is None:
+            return []
+        try:
+            lines = self._roster.read_text().splitlines()
+        except FileNotFoundError:
+            return []
+        return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+
+    @staticmethod
+    def _each(work: Callable[[FleetMember], Any], members: Sequence[FleetMember]) -> list[Any]:
+        with ThreadPoolExecutor(max(1, len(members))) as pool:
+            return list(pool.map(work, members))
+
+
+def post_to_each(
+    members: Sequence[FleetMember],
+    path: str,
+    body: Mapping[str, Any] | None,
+    failed: Callable[[ServerClient, EngineError], None],
+) -> None:
+    """Asks all of them at once. Who does not answer is told to `failed`, and raised as EngineFault."""
+
+    def post(member: FleetMember) -> None:
+        try:
+            member.server.post(path, None if body is None else dict(body))
+        except EngineFault as fault:
+            failed(member.server, fault)
+            raise
+
+    with ThreadPoolExecutor(max(1, len(members))) as pool:
+        list(pool.map(post, members))

@@ -1,0 +1,210 @@
+"""ServerClient speaks to one vLLM server, wherever it runs."""
+
+import asyncio
+import ssl
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+from rftmega.errors import EngineError, EngineFault
+from rftmega.fleet import door, wire
+from rftmega.fleet.connection import CompletionRefused, Disconnected, ServerConnection
+
+START_SECONDS = 600.0
+CONTROL_SECONDS = 60.0  # for what takes no time: who needs longer hangs
+LONG_SECONDS = 600.0  # for what moves weights, or waits for answers
+LONG = ("update_weights", "init_weight_transfer_engine", "pause?mode=wait")
+PROBE_SECONDS = 5.0  # for one token: who needs longer is hung
+
+
+class ServerClient:
+    """ServerClient is a server as the trainer knows it: its address, and what it can be asked.
+
+    This one was started by somebody else, who ends it and starts it again.
+    """
+
+    own = False  # whether this process started it
+
+    def __init__(
+        self, address: str, headers: Mapping[str, str], *, tls: ssl.SSLContext | None = None
+    ):
+        """`address`: http://HOST:PORT, or https. `tls`: whose certificates are believed."""
+        self.address, self.headers, self.tls = address, dict(headers), tls
+
+    @property
+    def host(self) -> str:
+        """Returns the address of its host."""
+        return urlsplit(self.address).hostname or ""
+
+    @property
+    def verified(self) -> ssl.SSLContext | bool:
+        """Returns how its certificate is checked."""
+        return self.tls or self.address.startswith("https:")
+
+    @property
+    def alive(self) -> bool:
+        """Says whether it may answer: of a server elsewhere nobody knows before it is asked."""
+        return True
+
+    def wait(self) -> None:
+        """Waits until it answers. Raises EngineFault where it does not come up in START_SECONDS."""
+        begin = time.monotonic()
+        while time.monotonic() - begin < START_SECONDS:
+            if self.there():
+                return
+            time.sleep(0.2)
+        raise self.fault(f"did not come up in {START_SECONDS:g} s")
+
+    def there(self) -> bool:
+        """Returns whether it answers.
+
+        Raises EngineError where it does not take the key.
+        """
+        try:
+            response = self._get("/health", 5.0)
+        except EngineFault:
+            return False
+        if response.status_code == httpx.codes.UNAUTHORIZED:
+            raise EngineError(
+                f"The server at {self.address} does not take the key. Give it and the trainer the same {door.KEY}."
+            )
+        return response.is_success
+
+    def post(
+        self, path: str, body: dict[str, Any] | None = None, seconds: float | None = None
+    ) -> None:
+        """Raises EngineError where it answers with an error, EngineFault where it does not answer."""
+        limit = seconds or (LONG_SECONDS if path in LONG else CONTROL_SECONDS)
+        try:
+            response = httpx.post(
+                f"{self.address}/{path}",
+                json=body,
+                timeout=limit,
+                headers=self.headers,
+                trust_env=False,
+                verify=self.verified,
+            )
+        except httpx.TransportError as error:
+            raise self.fault(f"does not answer ({error!r})") from error
+        if response.is_error:
+            raise EngineError(
+                f"The vLLM server at {self.address} failed in {path}: {response.text[:500]}. {self.last_words()}"
+            )
+
+    def told(self, path: str, parameters: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Returns what it tells at this path. Raises EngineFault where it does not answer."""
+        response = self._get(path, CONTROL_SECONDS, parameters)
+        if response.is_error:
+            raise self.fault(f"failed in {path}: {response.text[:500]}")
+        found: dict[str, Any] = response.json()
+        return found
+
+    def samples(self, tokens: Mapping[str, int]) -> dict[str, str]:
+        """Returns checksums of what the server makes of sample pictures (`pictures.samples_of_vllm`).
+
+        Raises EngineFault where it does not answer.
+        """
+        return self.told(door.SAMPLES, dict(tokens))
+
+    def refuse_other_version(self, version: str) -> None:
+        """Raises EngineError where it runs another version of vLLM than `version`."""
+        theirs = self.told("/version").get("version")
+        if theirs != version:
+            raise EngineError(
+                f"The server at {self.address} runs vLLM {theirs}, and the trainer's is {version}: their log-probs and their "
+                "transport of weights may differ. Install the same version on both."
+            )
+
+    def probe(self, seconds: float = PROBE_SECONDS) -> None:
+        """Asks for one token. Raises EngineError where it does not come in time."""
+        sampling = {"max_tokens": 1, "temperature": 0.0}
+        self.post("inference/v1/generate", {"token_ids": [0], "sampling_params": sampling}, seconds)
+
+    async def answer(
+        self, client: httpx.AsyncClient, body: dict[str, Any], seconds: float
+    ) -> dict[str, Any]:
+        """Returns the reply to a request with one choice, as the server gives it.
+
+        Raises EngineFault where it breaks off, fails or needs over `seconds`.
+        """
+        try:
+            async with asyncio.timeout(seconds):
+                response = await client.post(
+                    f"{self.address}/inference/v1/generate", json=body, headers=self.headers
+                )
+        except TimeoutError as error:
+            raise self._late(seconds) from error
+        except httpx.TransportError as error:
+            raise self.fault(f"broke off ({error!r})") from error
+        if response.is_server_error:
+            raise self.fault(f"failed while generating: {response.text[:500]}")
+        if response.is_error:
+            raise self._refused(response.text[:500])
+        reply: dict[str, Any] = response.json()
+        return reply
+
+    async def complete(
+        self,
+        connection: ServerConnection,
+        token_ids: Sequence[int],
+        sampling: Mapping[str, Any],
+        seconds: float,
+        *,
+        salt: str = "",
+    ) -> wire.ServerAnswer:
+        """Returns the completion of these tokens; see ServerConnection.ask.
+
+        Raises EngineFault where it breaks off, fails or needs over `seconds`.
+        """
+        try:
+            async with asyncio.timeout(seconds):
+                return await connection.ask(token_ids, sampling, salt=salt)
+        except TimeoutError as error:
+            raise self._late(seconds) from error
+        except Disconnected as error:
+            raise self.fault(str(error)) from error
+        except CompletionRefused as error:
+            raise self._refused(str(error)) from error
+        except EngineError as error:
+            raise self.fault(f"failed while generating: {error}") from error
+
+    def connection(self) -> ServerConnection:
+        """Returns a new connection for completions."""
+        return ServerConnection(self.address, self.headers, tls=self.tls)
+
+    def close(self) -> None:
+        """Leaves it as it is, but for what it was asked to generate."""
+        with suppress(EngineError):
+            self.post("abort_requests", {}, PROBE_SECONDS)
+
+    def fault(self, what: str) -> EngineFault:
+        return EngineFault(f"The vLLM server at {self.address} {what}. {self.last_words()}")
+
+    def last_words(self) -> str:
+        """Returns what is known of why."""
+        return "Its log is where it was started."
+
+    def _get(
+        self, path: str, seconds: float, parameters: Mapping[str, Any] | None = None
+    ) -> httpx.Response:
+        try:
+            return httpx.get(
+                f"{self.address}{path}",
+                params=parameters,
+                timeout=seconds,
+                headers=self.headers,
+                trust_env=False,
+                verify=self.verified,
+            )
+        except httpx.TransportError as error:
+            raise self.fault(f"does not answer ({error!r})") from error
+
+    def _late(self, seconds: float) -> EngineFault:
+        return self.fault(f"gave no answer in {seconds:g} s (rollout.deadline_seconds)")
+
+    def _refused(self, why: str) -> EngineError:
+        return EngineError(f"The vLLM server at {self.address} refused a prompt: {why}")

@@ -1,0 +1,90 @@
+"""Says with which arguments and environment a vLLM server of a run is started, wherever that is."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from rftmega import device
+from rftmega.config import RolloutConfig
+from rftmega.fleet import door
+from rftmega.rollout.vllm_models import limits_of, model_arguments, prefill_arguments, sees
+
+RANKS_OWN = {  # what tells a process that it is a rank of the trainer
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    "VLLM_ENABLE_V1_MULTIPROCESSING",
+}
+
+
+def arguments_of(folder: str | Path, config: RolloutConfig, *, dtype: str) -> list[str]:
+    """Returns the arguments of `vllm serve`. It starts with random weights; a push brings the real
+    ones.
+    """
+    on_cuda = device.current().type == "cuda"
+    if dtype == "auto":
+        dtype = str(device.current().train_dtype).removeprefix("torch.")
+    arguments: dict[str, Any] = {
+        "model": str(folder),
+        "load-format": "dummy",
+        "dtype": dtype,
+        "tensor-parallel-size": config.tensor,
+        "max-model-len": config.max_row_tokens,
+        "max-num-seqs": config.max_batch,
+        "logprobs-mode": "processed_logprobs",
+        "weight-transfer-config": json.dumps({"backend": config.transport}),
+    }
+    flags = [
+        "--enable-scale-out",
+        "--disable-uvicorn-access-log",
+        "--disable-fastapi-docs",
+        "--disable-log-stats",  # a tenth of what a short answer costs
+    ]
+    flags.append(f"--middleware={door.Door.__module__}.{door.Door.__name__}")
+    if on_cuda:
+        arguments["gpu-memory-utilization"] = config.memory_fraction
+    else:
+        arguments["kv-cache-memory-bytes"] = int(config.cpu_cache_gib * 2**30)
+        flags.append("--enforce-eager")
+    if sees(folder):
+        arguments["limit-mm-per-prompt"] = json.dumps(limits_of(config))
+    elif not config.stop:
+        flags.append("--skip-tokenizer-init")  # processors of pictures and stop strings want it
+    given = prefill_arguments(config, on_cuda=on_cuda) | model_arguments(folder, on_cuda=on_cuda)
+    for name, value in given.items():
+        option = name.replace("_", "-")
+        if value is False:
+            flags.append(f"--no-{option}")
+        else:
+            arguments[option] = json.dumps(value)
+    return [*flags, *(f"--{name}={value}" for name, value in arguments.items())]
+
+
+def environment_of(key: str) -> dict[str, str]:
+    """Returns the environment of a server that asks everybody for `key`."""
+    found = {name: value for name, value in os.environ.items() if name not in RANKS_OWN}
+    found |= {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_MEDIA_CONNECTOR": "rftmega",
+        "HF_HUB_OFFLINE": "1",
+        "TORCHDYNAMO_DISABLE": "0" if device.current().type == "cuda" else "1",
+    }
+    return found | {door.KEY: key}
+
+
+def devices_of(first: int, config: RolloutConfig) -> dict[str, str]:
+    """Assigns devices, of those that are visible, from number `first` on; on a CPU servers share the
+    cores with everybody.
+    """
+    if device.current().type == "cpu":
+        bound = "nobind" if config.tensor == 1 else "|".join(_cores(config.tensor))
+        return {"VLLM_CPU_OMP_THREADS_BIND": bound}
+    places = range(first, first + config.tensor)
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = seen.split(",") if seen else None  # this process counts within these
+    chosen = [names[place] if names else str(place) for place in places]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(chosen)}
+
+
+def _cores(number: int) -> list[str]:
+    cores = sorted(os.sched_getaffinity(0))
+    return [str(cores[place % len(cores)]) for place in range(number)]

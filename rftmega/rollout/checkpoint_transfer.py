@@ -1,0 +1,77 @@
+"""CheckpointTransferEngine gives a vLLM server's worker whole checkpoints, however they travel."""
+
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+from torch import Tensor
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from rftmega.errors import EngineError
+from rftmega.rollout.reload import forget_expert_kernels, pack_output_heads
+
+Init = TypeVar("Init", bound=WeightTransferInitInfo)
+Update = TypeVar("Update", bound=WeightTransferUpdateInfo)
+
+
+class CheckpointTransferEngine(WeightTransferEngine[Init, Update]):
+    """CheckpointTransferEngine loads tensors of Hugging Face's names between `start_weight_update`
+    and `finish_weight_update`, through the model's own loader.
+
+    What is missing at the end is an error, and the trainer's side then takes the server for one
+    without weights.
+    """
+
+    def expect(self, names: Iterable[str]) -> None:
+        """Notes the names of all tensors that a push brings."""
+        self._expected = set(names)
+        self._missing: set[str] = set()
+
+    def start_weight_update(self) -> None:
+        # an update that broke off left layers half-loaded
+        finalize_layerwise_reload(self.model, self.model_config)
+        forget_expert_kernels(self.model)
+        initialize_layerwise_reload(self.model)
+        self._missing = set(self._expected)
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        pack_output_heads(self.model)
+
+    def load(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Hands tensors to the model's loader."""
+        tensors = list(named_tensors)
+        self._missing -= {name for name, _ in tensors}
+        model: Any = self.model
+        model.load_weights(tensors)
+
+    def refuse_gaps(self) -> None:
+        """Raises EngineError where a tensor or a layer got nothing.
+
+        Before the update's end, since vLLM can't start another once that has failed.
+        """
+        if self._missing:
+            raise EngineError(
+                f"The push ended without {sorted(self._missing)[0]} and {len(self._missing) - 1} other tensor(s)."
+            )
+        tied = getattr(self.model_config.hf_config, "tie_word_embeddings", False)
+        for name, module in self.model.named_modules():
+            info = get_layerwise_info(module)
+            waits = (
+                info.can_load()
+                and not info.load_numel
+                and any(True for _ in module.parameters(recurse=False))
+            )
+            if waits and not (tied and isinstance(module, ParallelLMHead)):
+                raise EngineError(
+                    f"{name} took nothing of the push; it would keep its old weights."
+                )

@@ -1,0 +1,89 @@
+"""Receives a push, inside a vLLM server's worker: a folder that the trainer's processes wrote
+(`transport.disk_weights`).
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from rftmega.errors import EngineError
+from rftmega.parallel.checksum import checksums
+from rftmega.rollout.checkpoint_transfer import CheckpointTransferEngine
+from rftmega.shards import Box
+from rftmega.transport.disk_weights import MANIFEST
+from rftmega.weights.lazy_tensors import LazyTensor, reader
+
+
+@dataclass
+class DiskInit(WeightTransferInitInfo):
+    """`buckets`: name, dtype and shape of each tensor that a push brings, in groups that are loaded
+    together.
+    """
+
+    buckets: list[list[Any]]
+
+
+@dataclass
+class DiskUpdate(WeightTransferUpdateInfo):
+    """A push: a folder with a manifest."""
+
+    version: int
+    folder: str
+
+
+class DiskWeightTransferEngine(CheckpointTransferEngine[DiskInit, DiskUpdate]):
+    """DiskWeightTransferEngine reads what its loader asks for, and checks each slice."""
+
+    init_info_cls = DiskInit
+    update_info_cls = DiskUpdate
+
+    def init_transfer_engine(self, init_info: DiskInit) -> None:
+        self._buckets = init_info.buckets
+        self.expect(name for bucket in init_info.buckets for name, _, _ in bucket)
+
+    def receive_weights(self, update_info: DiskUpdate) -> None:
+        folder = Path(update_info.folder)
+        try:
+            manifest = json.loads((folder / MANIFEST).read_text())
+        except (OSError, ValueError) as error:
+            raise EngineError(f"{folder / MANIFEST} can't be read: {error}") from error
+        if manifest["version"] != update_info.version:
+            raise EngineError(
+                f"{folder / MANIFEST} is of push {manifest['version']}, not {update_info.version}."
+            )
+        for bucket in self._buckets:
+            named = []
+            for name, dtype_name, shape in bucket:
+                slices = manifest["tensors"].get(name, [])
+                pieces = [_piece(folder.parent, *each) for each in slices]
+                fetch = reader(name, pieces)
+                dtype = getattr(torch, dtype_name)
+                named.append((name, LazyTensor.of(tuple(shape), dtype, fetch, self.device)))
+            self.load(named)
+        self.refuse_gaps()
+
+    def shutdown(self) -> None: ...
+
+
+def _piece(
+    folder: Path, file: str, key: str, box: list[list[int]], written: int
+) -> tuple[Box, Tensor]:
+    """Returns a slice of a tensor. Raises EngineError where it is not as it was written."""
+    path = folder / file
+    try:
+        with safe_open(path, framework="pt") as opened:
+            elements = opened.get_tensor(key)
+    except (OSError, SafetensorError) as error:
+        raise EngineError(f"{key} can't be read from {path}: {error}") from error
+    if int(checksums(elements[None])) != written:
+        raise EngineError(f"{key} in {path} is not as it was written.")
+    return tuple((start, stop) for start, stop in box), elements

@@ -1,0 +1,171 @@
+"""DiskWeights brings weights to engines that share nothing with the trainer but a file system.
+
+Each process writes the slices that fall to it, every element once, as safetensors. What has not
+changed since the push before is not written again: the manifest names the earlier file.
+"""
+
+import json
+import os
+import shutil
+from collections import defaultdict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+
+from rftmega.errors import EngineFault
+from rftmega.parallel.collectives import gather_objects
+from rftmega.parallel.watchdog import mark
+from rftmega.shards import Shard, whole
+from rftmega.transport.remote_weights import Asked, RemoteReceivers, RemoteWeights, WaitingEngine
+from rftmega.transport.transfer_plan import told_tensors
+from rftmega.types import SliceChecksums
+from rftmega.weights.plan import Balance
+from rftmega.weights.slice_sums import sum_of
+from rftmega.weights.slices import TensorSlice, planned
+
+MANIFEST = "manifest.json"
+KEPT = 2  # versions: a slow reader may still read the one before
+READER = -1  # no process of the trainer
+
+
+class DiskWeights(RemoteWeights):
+    """DiskWeights writes a folder a push, which engines read."""
+
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        engines: RemoteReceivers,
+        *,
+        bucket_bytes: int,
+        folder: str | Path,
+    ):
+        """`folder`: seen under the same path by every process and engine."""
+        super().__init__(shards, engines, bucket_bytes=bucket_bytes)
+        self.folder = Path(folder).absolute()
+        self._writes = _own_writes(self.buckets, self.rank)
+        self._joined: set[str] = set()
+        self._entries: dict[str, list[Any]] = {}  # of this process's slices in the last push
+        self._written = 0
+        self._manifests: dict[str, set[str]] = {}  # version's folder -> folders that it names
+
+    def checksums(self) -> list[SliceChecksums]:
+        """Returns the checksums of every slice of the last push; a collective, with the policy's
+        weights on the device. An engine refuses a slice that has another.
+        """
+        self.shards.look_again()
+        found = []
+        for bucket in self._writes:
+            for each in bucket:
+                entry = self._entries.get(str(each))
+                sent = None if entry is None else entry[-1]
+                held = sum_of(self.shards.slice_of(each))
+                found.append(
+                    SliceChecksums(each.name, each.box, self.rank, READER, held, sent, sent)
+                )
+        return [each for theirs in gather_objects(found) for each in theirs]
+
+    def _linked(self, waiting: Sequence[WaitingEngine], control: ThreadPoolExecutor) -> list[str]:
+        names = [each.name for each in waiting]
+        self._joined &= set(names)
+        tensors = [told_tensors(planned(bucket)) for bucket in self.buckets]
+
+        def joined() -> list[str]:
+            new = [name for name in names if name not in self._joined]
+            return self._those(self._asked(control, new, self.engines.join, {"buckets": tensors}))
+
+        self._joined.update(self._first(joined))
+        return [name for name in names if name in self._joined]
+
+    def _brought(
+        self, names: Sequence[str], version: int, control: ThreadPoolExecutor
+    ) -> tuple[int, Asked]:
+        draft = self.folder / f"version-{version}"
+        error = ""
+        try:
+            self._write(draft)
+        except OSError as raised:
+            error = f"Weights can't be written to {draft}, which needs room and rights: {raised}"
+        told = gather_objects((error, self._written, self._entries))
+        if errors := [each for each, _, _ in told if each]:
+            self._entries = {}  # what was written is not whole
+            raise EngineFault(f"{errors[0]} Push {version} did not happen.")
+        self._first(lambda: self._settle(draft, version, [entries for _, _, entries in told]))
+        told_folder = {"version": version, "folder": str(draft)}
+        moved = sum(written for _, written, _ in told)
+        return moved, self._asked(control, names, self.engines.receive, told_folder)
+
+    def _least_bytes(self, landed: Sequence[str]) -> int:
+        """Returns the bytes of a whole push; what did not change makes `push_ratio` less than 1."""
+        return sum(tensor.bytes for tensor in self.tensors)
+
+    def _forget(self, names: set[str]) -> None:
+        self._joined -= names
+
+    def _write(self, draft: Path) -> None:
+        """Writes this process's slices that changed, a file a bucket."""
+        draft.mkdir(parents=True, exist_ok=True)
+        entries: dict[str, list[Any]] = {}
+        self._written = self.buffer_bytes = 0
+        for number, bucket in enumerate(self._writes):
+            mark()
+            file = f"{draft.name}/bucket-{number}-from-{self.rank}.safetensors"
+            changed = {}
+            for each, elements in zip(bucket, self.shards.slices_of(bucket), strict=True):
+                key, total = str(each), sum_of(elements)
+                before = self._entries.get(key)
+                if before is not None and before[-1] == total:
+                    entries[key] = before
+                    continue
+                entries[key] = [each.name, file, key, [list(edges) for edges in each.box], total]
+                changed[key] = elements.detach().contiguous().cpu().clone()
+            size = sum(elements.nbytes for elements in changed.values())
+            if changed:
+                save_file(changed, self.folder / file)
+            self._written += size
+            self.buffer_bytes = max(self.buffer_bytes, size)
+        self._entries = entries
+
+    def _settle(self, draft: Path, version: int, entries: Sequence[dict[str, list[Any]]]) -> None:
+        """Writes the manifest, which makes the push whole, and removes what none refers to.
+
+        Raises EngineFault where it can't.
+        """
+        slices: dict[str, list[Any]] = defaultdict(list)
+        for theirs in entries:
+            for name, *rest in theirs.values():
+                slices[name].append(rest)
+        incomplete = draft / f"{MANIFEST}.incomplete"
+        try:
+            incomplete.write_text(json.dumps({"version": version, "tensors": slices}))
+            os.replace(incomplete, draft / MANIFEST)
+        except OSError as error:
+            raise EngineFault(f"{draft / MANIFEST} can't be written: {error}") from error
+        named = {file.partition("/")[0] for own in slices.values() for file, *_ in own}
+        self._manifests.pop(draft.name, None)  # of a push that is repeated
+        self._manifests[draft.name] = named | {draft.name}
+        while len(self._manifests) > KEPT:
+            self._manifests.pop(next(iter(self._manifests)))
+        needed = set().union(*self._manifests.values())
+        for old in self.folder.glob("version-*"):
+            if old.name not in needed:
+                shutil.rmtree(old, ignore_errors=True)
+
+
+def _own_writes(buckets: Sequence[Sequence[Any]], rank: int) -> list[list[TensorSlice]]:
+    """Returns what this process writes of each bucket: every element once in all, spread evenly
+    over those that hold it.
+    """
+    balance = Balance()
+    found = []
+    for tensors in buckets:
+        own = []
+        for tensor in tensors:
+            everything = tuple((number, whole(shape)) for number, shape in enumerate(tensor.shapes))
+            for source, _, part in balance.transfers(tensor, ((READER, everything),)):
+                if source == rank:
+                    own.append(part)
+        found.append(own)
+    return found

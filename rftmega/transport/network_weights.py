@@ -1,0 +1,299 @@
+"""NetworkWeights brings weights to engines on any host: each process sends the slices that a worker
+reads and that it holds, over a process group of the trainer and that engine's workers.
+
+One group an engine: an engine that dies, hangs or is cut off breaks its own group alone, misses the
+push, and the others have it.
+"""
+
+import hashlib
+import socket
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rftmega.errors import EngineError, EngineFault
+from rftmega.parallel.collectives import gather_objects
+from rftmega.parallel.watchdog import mark
+from rftmega.shards import Shard, volume
+from rftmega.transport.remote_weights import Asked, RemoteReceivers, RemoteWeights, WaitingEngine
+from rftmega.transport.transfer_group import InFlight, Meeting, TransferGroup, visited, wait_all
+from rftmega.transport.transfer_plan import packed_needs, packed_plan, told_tensors, unpacked_needs
+from rftmega.types import SliceChecksums
+from rftmega.weights.message import Layout, message_for, sums_of, written
+from rftmega.weights.needs import Needs, planned_moves, refuse_unread
+from rftmega.weights.replay import message_order
+from rftmega.weights.slice_sums import sum_of
+from rftmega.weights.slices import TensorSlice, planned
+
+IN_FLIGHT = 2  # buckets: one travels while the next is written
+FAILED = b"failed"  # in the place of needs
+Result = TypeVar("Result")
+
+
+class EnginePlan(NamedTuple):
+    """EnginePlan says what an engine's workers receive; engines that read alike share one."""
+
+    sends: list[dict[int, Layout]]  # of this process, a bucket: rank in the group -> message
+    told: list[bytes]  # a worker
+    bytes: int
+
+
+class Link(NamedTuple):
+    """Link is the connection with one engine."""
+
+    group: TransferGroup
+    plan: EnginePlan
+
+
+class NetworkWeights(RemoteWeights):
+    """NetworkWeights sends each engine's workers the slices that they read."""
+
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        engines: RemoteReceivers,
+        *,
+        bucket_bytes: int,
+        host: str,
+        seconds: float,
+    ):
+        """`host`: address of the first process that engines reach; `seconds`: that one message may
+        take.
+        """
+        super().__init__(shards, engines, bucket_bytes=bucket_bytes)
+        self.seconds, self.trainers = seconds, dist.get_world_size()
+        self._meeting = Meeting(host, seconds=seconds) if self.rank == 0 else None
+        port = self._first(lambda: self._meeting.port if self._meeting else 0)
+        self.store: dist.Store
+        if self._meeting is not None:
+            self.store, self.host = self._meeting.store, host
+        else:
+            self.store, self.host = visited(host, port, seconds=seconds), _own_address(host, port)
+        self._place = [host, port]
+        self._links: dict[str, Link] = {}
+        self._plans: dict[bytes, EnginePlan] = {}
+        self._joins = 0
+        self._sent: list[tuple[int, Layout, Tensor]] = []  # target, message, checksums
+
+    def checksums(self) -> list[SliceChecksums]:
+        """Returns the checksums of every slice of the last push; a collective, with the policy's
+        weights on the device.
+
+        A worker refuses a slice whose checksum is not that which it was sent with.
+        """
+        self.shards.look_again()
+        found = []
+        for target, layout, sums in self._sent:
+            for each, sent in zip(layout.slices, sums.tolist(), strict=True):
+                held = sum_of(self.shards.slice_of(each))
+                found.append(
+                    SliceChecksums(each.name, each.box, self.rank, target, held, sent, sent)
+                )
+        return [each for theirs in gather_objects(found) for each in theirs]
+
+    def close(self) -> None:
+        self._forget(set(self._links))
+
+    def _linked(self, waiting: Sequence[WaitingEngine], control: ThreadPoolExecutor) -> list[str]:
+        """Makes a link with each engine that has none."""
+        self._forget(self._links.keys() - {each.name for each in waiting})
+        new = [each for each in waiting if each.name not in self._links]
+        groups = {}
+        for each in new:
+            self._joins += 1
+            groups[each.name] = f"{self._joins}/{each.name}"
+        joining: Asked = {}
+        if self.rank == 0:
+            for each in new:
+                joining[each.name] = control.submit(self._join, each, groups[each.name])
+        made: dict[str, Link] = {}
+        for each in new:
+            mark()
+            with suppress(EngineFault):
+                made[each.name] = self._made(each, groups[each.name])
+        failed = {each.name for each in new} - made.keys()
+        failed |= joining.keys() - set(self._those(joining))
+        unlinked = {name for names in gather_objects(failed) for name in names}
+        for name, link in made.items():
+            if name in unlinked:
+                link.group.close()
+            else:
+                self._links[name] = link
+        return list(self._links)
+
+    def _brought(
+        self, names: Sequence[str], version: int, control: ThreadPoolExecutor
+    ) -> tuple[int, Asked]:
+        receiving = self._asked(control, names, self.engines.receive, {"version": version})
+        return self._send(version), receiving
+
+    def _least_bytes(self, landed: Sequence[str]) -> int:
+        return sum(self._links[name].plan.bytes for name in landed)
+
+    def _forget(self, names: set[str]) -> None:
+        for name in names & self._links.keys():
+            self._links.pop(name).group.close()
+
+    def _join(self, engine: WaitingEngine, group: str) -> None:
+        """Has an engine's workers come to the group."""
+        told = {
+            "meeting": self._place,
+            "name": group,
+            "trainers": self.trainers,
+            "host": engine.host,
+            "tensors": told_tensors(planned(self.tensors)),
+            "seconds": self.seconds,
+        }
+        try:
+            self.engines.join(engine.name, told)
+        except EngineError:
+            for worker in range(engine.workers):  # nobody needs to wait for what will not come
+                self.store.compare_set(f"{group}/needs/{worker}", "", FAILED.decode())
+            raise
+
+    def _made(self, engine: WaitingEngine, name: str) -> Link:
+        """Meets an engine's workers. Raises EngineFault where they do not come."""
+        needs = []
+        for worker in range(engine.workers):
+            needs.append(self._needs_of(name, worker))
+        plan = self._planned(needs)
+        if self.rank == 0:
+            for worker, told in enumerate(plan.told):
+                self.store.set(f"{name}/plan/{worker}", told)  # type: ignore[arg-type]
+        group = TransferGroup(
+            self.store,
+            name,
+            rank=self.rank,
+            size=self.trainers + engine.workers,
+            device=self.shards.device,
+            host=self.host,
+            seconds=self.seconds,
+        )
+        return Link(group, plan)
+
+    def _needs_of(self, name: str, worker: int) -> Needs:
+        try:
+            told = self.store.get(f"{name}/needs/{worker}")
+        except dist.DistError as error:
+            raise EngineFault(f"Worker {worker} of {name} said nothing: {error}") from error
+        if told == FAILED:
+            raise EngineFault(f"The workers of {name} did not come.")
+        return unpacked_needs(told)
+
+    def _planned(self, needs: Sequence[Needs]) -> EnginePlan:
+        """Plans what the workers with these needs receive, the same on every process."""
+        key = hashlib.sha256(b"".join(map(packed_needs, needs))).digest()
+        if key not in self._plans:
+            self._plans[key] = self._new_plan(needs)
+        return self._plans[key]
+
+    def _new_plan(self, needs: Sequence[Needs]) -> EnginePlan:
+        refuse_unread(self.tensors, needs)
+        kinds: list[Needs] = [{}, *needs]  # the trainer's processes need nothing
+        kind_of = [0] * self.trainers + [1 + worker for worker in range(len(needs))]
+        sends: list[dict[int, Layout]] = []
+        receives: list[list[dict[int, list[TensorSlice]]]] = [[] for _ in needs]
+        moved = 0
+        for moves in planned_moves(self.buckets, kinds, kind_of):
+            pairs: dict[tuple[int, int], list[TensorSlice]] = defaultdict(list)
+            for source, target, part in moves:
+                pairs[source, target].append(part)
+                moved += part.bytes
+            ordered = {pair: message_order(parts) for pair, parts in pairs.items()}
+            sends.append(_layouts(ordered, self.rank))
+            for worker, theirs in enumerate(receives):
+                own = self.trainers + worker
+                theirs.append({source: each for (source, to), each in ordered.items() if to == own})
+        wanted = sum(map(self._bytes_of, needs))
+        assert moved == wanted, f"planned to move {moved} of {wanted} bytes"
+        told = [planned(bucket) for bucket in self.buckets]
+        return EnginePlan(sends, [packed_plan(told, theirs) for theirs in receives], moved)
+
+    def _bytes_of(self, needs: Needs) -> int:
+        sizes = {name: dtype.itemsize for name, dtype, _ in planned(self.tensors)}
+        return sum(sizes[name] * sum(map(volume, boxes)) for name, boxes in needs.items())
+
+    @torch.no_grad()
+    def _send(self, version: int) -> int:
+        """Sends this process's part of every bucket over all links; returns the bytes that all
+        processes sent.
+
+        A link that breaks is closed, so that its workers do not wait for more.
+        """
+        self._sent.clear()
+        self.buffer_bytes = sent = 0
+        broken: set[str] = set()
+        in_flight: deque[tuple[int, dict[str, list[InFlight]], list[Tensor]]] = deque()
+
+        def settle() -> None:
+            _, messages, _ = in_flight.popleft()
+            for name, own in messages.items():
+                if name not in broken:
+                    self._over(name, broken, partial(wait_all, own))
+
+        for number in range(len(self.buckets)):
+            while len(in_flight) >= IN_FLIGHT:
+                settle()
+            mark()
+            alike: dict[int, Tensor] = {}  # engines that read alike get the same message
+            begun: dict[str, list[InFlight]] = {}
+            for name, (group, plan) in self._links.items():
+                for target, layout in plan.sends[number].items():
+                    if name in broken:
+                        continue
+                    if id(layout) not in alike:
+                        alike[id(layout)] = self._written(target, layout, version)
+                    message = alike[id(layout)]
+
+                    work = self._over(name, broken, partial(group.send, message, target))
+                    if work is not None:
+                        begun.setdefault(name, []).append(work)
+                        sent += layout.payload
+            held = list(alike.values())
+            in_flight.append((number, begun, held))
+            at_once = sum(each.nbytes for _, _, kept in in_flight for each in kept)
+            self.buffer_bytes = max(self.buffer_bytes, at_once)
+        while in_flight:
+            settle()
+        total = torch.tensor(sent, device=self.shards.device)
+        dist.all_reduce(total)
+        return int(total)
+
+    def _written(self, target: int, layout: Layout, version: int) -> Tensor:
+        slices = self.shards.slices_of(layout.slices)
+        message = written(message_for(layout, self.shards.device), layout, version, slices)
+        self._sent.append((target, layout, sums_of(message, layout)))
+        return message
+
+    def _over(self, name: str, broken: set[str], work: Callable[[], Result]) -> Result | None:
+        """Does what a link is used for. None where it breaks."""
+        try:
+            return work()
+        except EngineFault:
+            broken.add(name)
+            self._links[name].group.close()
+            return None
+
+
+def _layouts(ordered: dict[tuple[int, int], list[TensorSlice]], source: int) -> dict[int, Layout]:
+    """Returns what one process sends to whom; workers that read the same share a message."""
+    alike: dict[Any, Layout] = {}
+    found = {}
+    for (sender, target), parts in ordered.items():
+        if sender == source:
+            found[target] = alike.setdefault(tuple(parts), Layout(parts))
+    return found
+
+
+def _own_address(host: str, port: int) -> str:
+    """Returns the address of this host from which `host` is reached."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as to:
+        to.connect((host, port))  # sends nothing
+        return str(to.getsockname()[0])

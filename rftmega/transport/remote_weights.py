@@ -1,0 +1,175 @@
+"""RemoteWeights is what all ways share that bring weights to engines which may miss a push."""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch.distributed as dist
+
+from rftmega.errors import EngineError, EngineFault
+from rftmega.parallel.watchdog import mark
+from rftmega.shards import Shard
+from rftmega.types import Metrics, SliceChecksums
+from rftmega.weights.slices import LocalShards, buckets_of, everybodys_tensors
+
+AT_ONCE = 64  # engines that are spoken to at a time
+Result = TypeVar("Result")
+
+
+class WaitingEngine(NamedTuple):
+    """WaitingEngine is an engine that waits for weights."""
+
+    name: str  # another one after each start
+    workers: int
+    host: str  # address at which its workers are reached
+
+
+class RemoteReceivers(Protocol):
+    """The engines, as far as a push knows them.
+
+    Only the first process's are asked to do anything.
+    """
+
+    version: int | None
+    newest: int
+
+    def waiting(self) -> list[WaitingEngine]:
+        """Starts and finds engines; those that it returns generate nothing until they land."""
+        ...
+
+    def join(self, name: str, init_info: dict[str, Any]) -> None: ...
+
+    def receive(self, name: str, update_info: dict[str, Any]) -> None: ...
+
+    def land(self, name: str, version: int) -> None: ...
+
+    def miss(self, name: str, error: EngineError) -> None:
+        """Notes that an engine has no weights of the push."""
+        ...
+
+    def invalidate(self) -> None: ...
+
+
+Asked = dict[str, "Future[None]"]  # engine -> its answer; empty but on the first process
+
+
+class RemoteWeights(ABC):
+    """RemoteWeights is a WeightSync whose engines take a push each for itself. Every process
+    constructs it, and calls it, alike.
+    """
+
+    def __init__(self, shards: Sequence[Shard], engines: RemoteReceivers, *, bucket_bytes: int):
+        self.engines = engines
+        self.shards = LocalShards(shards)
+        self.tensors = everybodys_tensors(shards)
+        self.buckets = buckets_of(self.tensors, bucket_bytes, for_an_engine=True)
+        self.rank = dist.get_rank()
+        self.buffer_bytes = 0  # of messages that this process held at once in the last push
+
+    def push(self, *, version: int) -> Metrics:
+        """Afterwards every engine that has the weights answers under `version`; those that missed
+        them are told to the engines' owner, and answer nothing.
+
+        Raises EngineFault on every process where none has them.
+        """
+        begin = time.perf_counter()
+        self.engines.invalidate()
+        self.shards.look_again()
+        with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="push") as control:
+            names = self._linked(self._first(self.engines.waiting), control)
+            moved, receiving = self._brought(names, version, control)
+            self.engines.newest = version
+            landed = self._landed(control, receiving, version)
+        self._forget(set(names) - set(landed))
+        if not landed:
+            raise EngineFault(
+                f"No server has the weights of push {version}; {len(names)} waited for them."
+            )
+        self.engines.version = version
+        least = self._least_bytes(landed)
+        return {
+            "push_seconds": time.perf_counter() - begin,
+            "push_bytes": float(moved),
+            "push_bytes_least": float(least),
+            "push_ratio": moved / least if least else 1.0,
+            "push_buffer_bytes": float(self.buffer_bytes),
+            "push_missed": float(len(names) - len(landed)),
+        }
+
+    @abstractmethod
+    def checksums(self) -> list[SliceChecksums]: ...
+
+    @abstractmethod
+    def _linked(self, waiting: Sequence[WaitingEngine], control: ThreadPoolExecutor) -> list[str]:
+        """Prepares these engines, and forgets others. Returns those that can take a push."""
+
+    @abstractmethod
+    def _brought(
+        self, names: Sequence[str], version: int, control: ThreadPoolExecutor
+    ) -> tuple[int, Asked]:
+        """Sends a push. Returns the bytes that all processes sent, and what engines answer."""
+
+    @abstractmethod
+    def _least_bytes(self, landed: Sequence[str]) -> int:
+        """Returns the bytes that had to be moved for these engines."""
+
+    @abstractmethod
+    def _forget(self, names: set[str]) -> None:
+        """Forgets engines, which must be prepared again before they can take a push."""
+
+    def _asked(
+        self,
+        control: ThreadPoolExecutor,
+        names: Sequence[str],
+        work: Callable[..., None],
+        *arguments: Any,
+    ) -> Asked:
+        """Begins to ask each engine, on the first process."""
+        if self.rank:
+            return {}
+        return {name: control.submit(work, name, *arguments) for name in names}
+
+    def _those(self, asked: Asked) -> list[str]:
+        """Returns the engines that did what they were asked; the others are told of."""
+        found = []
+        for name, answer in asked.items():
+            mark()
+            try:
+                answer.result()
+            except EngineError as error:
+                self.engines.miss(name, error)
+            else:
+                found.append(name)
+        return found
+
+    def _landed(self, control: ThreadPoolExecutor, receiving: Asked, version: int) -> list[str]:
+        """Returns the engines that have the weights and answer."""
+
+        def landed() -> list[str]:
+            whole = self._those(receiving)
+            return self._those(self._asked(control, whole, self.engines.land, version))
+
+        return self._first(landed)
+
+    def _first(self, work: Callable[[], Result]) -> Result:
+        """Returns on every process what `work` gives on the first one.
+
+        Raises EngineError on all where it does there.
+        """
+        told: list[Any] = [None, None]
+        failure: EngineError | None = None
+        if self.rank == 0:
+            try:
+                told[0] = work()
+            except EngineError as error:
+                failure = error
+                told[1] = str(error)
+        dist.broadcast_object_list(told)
+        if failure is not None:
+            raise failure
+        if told[1] is not None:
+            raise EngineFault(f"{told[1]} (on the first process)")
+        result: Result = told[0]
+        return result

@@ -1,0 +1,124 @@
+"""TransferGroup connects the trainer's processes with the workers of one engine elsewhere."""
+
+import socket
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rftmega.errors import EngineFault
+
+
+class Meeting:
+    """Meeting is the store in which processes of several programs find each other.
+
+    Whoever reaches its address may read and write it: it belongs on a network of the run's own.
+    """
+
+    def __init__(self, host: str, *, seconds: float):
+        """Opens it at a free port of the address `host`, and nowhere else, in this process."""
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listening:
+            listening.bind((host, 0))
+            listening.listen()
+            self.host, self.port = host, int(listening.getsockname()[1])
+            self.store = dist.TCPStore(
+                host,
+                self.port,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=seconds),
+                master_listen_fd=listening.detach(),
+            )
+
+
+def visited(host: str, port: int, *, seconds: float) -> dist.Store:
+    """Returns the store of a Meeting in another process.
+
+    Raises EngineFault where nobody answers.
+    """
+    try:
+        return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=seconds))
+    except dist.DistError as error:
+        raise EngineFault(f"Nobody answers at {host}:{port}: {error}") from error
+
+
+class TransferGroup:
+    """TransferGroup is a process group beside the default one: numbers below `trainers` are the
+    trainer's processes, those behind are workers.
+
+    Connections are made when something is first sent, so that only pairs that exchange something
+    are connected.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        name: str,
+        *,
+        rank: int,
+        size: int,
+        device: torch.device,
+        host: str,
+        seconds: float,
+    ):
+        """`host`: the address of this process that the others reach. `seconds`: that one message may
+        take, or the others may need to come.
+
+        Raises EngineFault where the others do not come.
+        """
+        self._limit = timedelta(seconds=seconds)
+        own = dist.PrefixStore(name, store)
+        try:
+            if device.type == "cuda":
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = self._limit
+                self._group: Any = dist.ProcessGroupNCCL(own, rank, size, options)
+            else:
+                kind: Any = dist.ProcessGroupGloo
+                gloo = kind._Options()
+                place = kind.create_device(hostname=host, lazy_init=True)
+                gloo._devices = [place]
+                gloo._timeout = self._limit
+                self._group = kind(own, rank, size, gloo)
+        except (dist.DistError, RuntimeError) as error:
+            raise EngineFault(f"The processes of {name} do not find each other: {error}") from error
+
+    def send(self, message: Tensor, target: int) -> "InFlight":
+        """Begins to send [bytes]; the message must stay as it is until that has ended."""
+        return InFlight(self._begun(self._group.send, message, target), self._limit)
+
+    def receive(self, message: Tensor, source: int) -> "InFlight":
+        """Begins to receive into [bytes]."""
+        return InFlight(self._begun(self._group.recv, message, source), self._limit)
+
+    def close(self) -> None:
+        """Ends the connections; what is in flight fails on the other side."""
+        self._group.abort()
+
+    def _begun(self, begin: Any, message: Tensor, other: int) -> Any:
+        try:
+            return begin([message], other, 0)
+        except (dist.DistError, RuntimeError) as error:
+            raise EngineFault(f"Process {other} can't be reached: {error}") from error
+
+
+class InFlight:
+    """InFlight is a message on its way."""
+
+    def __init__(self, work: Any, limit: timedelta):
+        self._work, self._limit = work, limit
+
+    def wait(self) -> None:
+        """Raises EngineFault where the other side is gone, or took longer than the limit."""
+        try:
+            self._work.wait(self._limit)
+        except (dist.DistError, RuntimeError) as error:
+            raise EngineFault(f"A message broke off: {error}") from error
+
+
+def wait_all(messages: Sequence[InFlight]) -> None:
+    for message in messages:
+        message.wait()

@@ -1,0 +1,89 @@
+"""A transfer plan says what comes to one worker of an engine from which of the trainer's processes.
+
+The trainer's processes and the workers tell each other needs and plans as MessagePack.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from rftmega.hf_folders.hf_folder import PlannedTensor
+from rftmega.shards import Box, LogicalTensor
+from rftmega.weights.message import Layout
+from rftmega.weights.needs import Needs
+from rftmega.weights.slices import TensorSlice
+
+PlacedBox = tuple[int, Box]  # place of a tensor among a bucket's, and what of it
+ToldTensor = tuple[str, str, tuple[int, ...]]  # name, dtype, shape
+
+
+class ToldBucket(msgspec.Struct, array_like=True):
+    """ToldBucket is a bucket as a worker is told of it."""
+
+    tensors: list[ToldTensor]
+    slices: dict[int, list[PlacedBox]]  # by source, in the order of its message
+
+
+_buckets = msgspec.msgpack.Decoder(list[ToldBucket])
+_needs = msgspec.msgpack.Decoder(dict[str, list[Box]])
+
+
+def packed_needs(needs: Needs) -> bytes:
+    return msgspec.msgpack.encode(needs)
+
+
+def unpacked_needs(told: bytes) -> Needs:
+    """Raises ValueError for what are no needs."""
+    return _needs.decode(told)
+
+
+def told_tensors(tensors: Iterable[PlannedTensor]) -> list[ToldTensor]:
+    return [
+        (name, str(dtype).removeprefix("torch."), tuple(shape)) for name, dtype, shape in tensors
+    ]
+
+
+def packed_plan(
+    buckets: Sequence[Sequence[PlannedTensor]],
+    receives: Sequence[Mapping[int, Sequence[TensorSlice]]],
+) -> bytes:
+    """Packs what one worker receives.
+
+    `buckets`: the tensors of each; `receives`: by source, slices in the order of the message.
+    """
+    told = []
+    for tensors, of_sources in zip(buckets, receives, strict=True):
+        place = {name: number for number, (name, _, _) in enumerate(tensors)}
+        slices = {
+            source: [(place[each.name], each.box) for each in theirs]
+            for source, theirs in of_sources.items()
+        }
+        told.append(ToldBucket(told_tensors(tensors), slices))
+    return msgspec.msgpack.encode(told)
+
+
+class ReceivedBucket:
+    """ReceivedBucket is a bucket as a worker takes it."""
+
+    def __init__(self, told: ToldBucket):
+        dtypes = [(name, _dtype(dtype), shape) for name, dtype, shape in told.tensors]
+        self.tensors = [PlannedTensor(*tensor) for tensor in dtypes]
+        logical = [LogicalTensor((name,), (shape,), dtype) for name, dtype, shape in self.tensors]
+        self.layouts = {
+            source: Layout([TensorSlice(logical[place], 0, box) for place, box in theirs])
+            for source, theirs in told.slices.items()
+        }
+
+
+def unpacked_plan(told: bytes) -> list[ReceivedBucket]:
+    """Raises ValueError for what is no plan."""
+    return [ReceivedBucket(bucket) for bucket in _buckets.decode(told)]
+
+
+def _dtype(name: str) -> torch.dtype:
+    found: Any = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{name} is no dtype of torch")
+    return found

@@ -1,0 +1,67 @@
+"""Rules of servers, and of how weights reach them."""
+
+from urllib.parse import urlsplit
+
+from rftmega.config.schema import RolloutConfig, RunConfig
+
+ELSEWHERE = ("addresses", "roster", "tls_ca")
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def fleet(config: RunConfig) -> list[str]:
+    """Lists what does not go with the servers that are asked for."""
+    rollout, found = config.rollout, []
+    separate = config.strategy == "separate"
+    for option in (*ELSEWHERE, "transport"):
+        value = getattr(rollout, option)
+        if value and value != getattr(RolloutConfig, option, []) and not separate:
+            found.append(
+                f"rollout.{option}={value} needs strategy=separate: colocated engines are no servers."
+            )
+    if found or not separate:
+        return found + _unread(config)
+    found = [reason for address in rollout.addresses for reason in _malformed(address)]
+    elsewhere = bool(rollout.addresses or rollout.roster)
+    if elsewhere and rollout.transport == "shared_memory":
+        found.append(
+            "rollout.addresses and rollout.roster are of servers elsewhere, which rollout.transport=shared_memory does not "
+            "reach. Set it to network, or to disk."
+        )
+    if elsewhere and rollout.servers != RolloutConfig.servers:
+        found.append(
+            f"rollout.servers={rollout.servers} are started here only without rollout.addresses and rollout.roster. Leave it out."
+        )
+    if rollout.tls_ca and not elsewhere:
+        found.append(
+            f"rollout.tls_ca={rollout.tls_ca} is of servers elsewhere: set rollout.addresses or rollout.roster, or leave it out."
+        )
+    far = [each for each in rollout.addresses if urlsplit(each).hostname not in LOOPBACK]
+    if far and rollout.transport == "network" and rollout.listen in LOOPBACK:
+        found.append(
+            f"rollout.listen={rollout.listen} is this host's alone, and {far[0]} is elsewhere. Set it to the address at which "
+            "that host reaches this one."
+        )
+    return found + _unread(config)
+
+
+def _unread(config: RunConfig) -> list[str]:
+    """Lists options of another transport."""
+    found = []
+    for option, transport in (("listen", "network"), ("weights_folder", "disk")):
+        value = getattr(config.rollout, option)
+        if value != getattr(RolloutConfig, option) and config.rollout.transport != transport:
+            found.append(
+                f"rollout.{option}={value} is read with rollout.transport={transport} alone. Leave it out."
+            )
+    return found
+
+
+def _malformed(address: str) -> list[str]:
+    parts = urlsplit(address)
+    try:
+        right = parts.scheme in ("http", "https") and bool(parts.hostname and parts.port)
+    except ValueError:  # a port that is no number
+        right = False
+    if right and parts.path in ("", "/") and not parts.query:
+        return []
+    return [f"rollout.addresses has {address!r}, which is no address as http://10.0.0.2:8100."]

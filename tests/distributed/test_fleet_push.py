@@ -1,0 +1,108 @@
+"""Weights that reach each server for itself: over a process group, or through files."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rftmega.config import ParallelConfig, RolloutConfig
+from rftmega.types import Prompt, Sampling
+from tests.layouts import build_actor, rows_of
+from tests.ranks import run_ranks
+from tests.tiny_models import save_tiny
+
+PROMPTS = [Prompt((5, 9, 100)), Prompt((3,)), Prompt((5, 9, 100, 7, 7, 8, 1, 2, 3, 4))]
+TEMPERATURE = 0.7
+
+
+class Trainer:
+    """A trainer and its servers."""
+
+    def __init__(
+        self, world: Any, folder: Path, logs: Path, parallel: ParallelConfig, **rollout: Any
+    ):
+        from rftmega.fleet.server_engine import ServerEngine
+
+        self.actor = build_actor(folder, parallel, temperature=TEMPERATURE, token_cap=512)
+        config = RolloutConfig(
+            max_prompt_tokens=32,
+            max_response_tokens=12,
+            cpu_cache_gib=0.05,
+            max_batch=8,
+            weights_folder=str(logs / "weights"),
+            **rollout,
+        )
+        self.engine = ServerEngine(
+            folder, config, world, dtype="float32", stop_ids=[1], logs=logs / "servers"
+        )
+        shards = self.actor.manager.shards()
+        self.weights: Any = self.engine.weight_sync(shards, bucket_bytes=20_000)
+
+    def change(self, factor: float) -> None:
+        with torch.no_grad():
+            for item in self.actor.manager.bound:
+                item.parameter.mul_(factor)
+
+    def gap(self) -> tuple[float, set[int]]:
+        """The largest difference of log-probs, and the versions of the answers."""
+        answers = self.engine.generate(PROMPTS, seeds=[1, 2, 3], sampling=Sampling(TEMPERATURE))
+        told: list[Any] = [answers]
+        dist.broadcast_object_list(told)
+        (answers,) = told
+        rows = rows_of(
+            [[*p.token_ids, *a.token_ids] for p, a in zip(PROMPTS, answers, strict=True)],
+            [len(p.token_ids) for p in PROMPTS],
+        )
+        logp = self.actor.log_probs(rows).logp[rows.mask]
+        theirs = torch.tensor([x for a in answers for x in a.logprobs])
+        return (logp - theirs).abs().max().item(), {a.policy_version for a in answers}
+
+
+def push_body(world: Any, folder: Path, logs: Path, parallel: ParallelConfig, rollout: Any) -> Any:
+    trainer = Trainer(world, folder, logs, parallel, **rollout)
+    weights, engine = trainer.weights, trainer.engine
+    seen: dict[str, Any] = {"pushes": []}
+    try:
+        for version in range(3):
+            seen["pushes"].append((weights.push(version=version), trainer.gap()))
+            seen.setdefault("intact", []).append(all(each.intact for each in weights.checksums()))
+            trainer.change(0.9)
+        seen["changed since"] = not any(each.intact for each in weights.checksums())
+        if world.rank == 0 and rollout.get("servers", 1) > 1:
+            os.killpg(engine.servers[1]._process.pid, signal.SIGSTOP)  # type: ignore[attr-defined]
+    finally:
+        engine.close()
+    return seen
+
+
+LAYOUTS = [
+    pytest.param("network", {"tensor": 2, "sequence": True, "expert": 2}, {}, id="network-tp2-ep2"),
+    pytest.param(
+        "network",
+        {"tensor": 2, "pipeline": 2},
+        {"servers": 2, "tensor": 2},
+        id="network-tp2-pp2-two-servers-of-two",
+        marks=pytest.mark.ranks,
+    ),
+    pytest.param("disk", {"tensor": 2, "sequence": True, "expert": 2}, {}, id="disk-tp2-ep2"),
+]
+
+
+@pytest.mark.parametrize(("transport", "parallel", "rollout"), LAYOUTS)
+def test_servers_answer_under_each_push_as_the_trainer_scores(
+    transport: str, parallel: dict[str, Any], rollout: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = save_tiny(tmp_path / "model", "qwen3-moe" if "expert" in parallel else "qwen3")
+    size = parallel["tensor"] * parallel.get("pipeline", 1)
+    given = {"transport": transport, **rollout}
+    for seen in run_ranks(
+        size, push_body, folder, tmp_path, ParallelConfig(**parallel), given, timeout=300
+    ):
+        for version, (metrics, (gap, versions)) in enumerate(seen["pushes"]):
+            assert gap < 1e-5 and versions == {version}
+            assert metrics["push_ratio"] == 1 and metrics["push_missed"] == 0
+        assert seen["intact"] == [True] * 3 and seen["changed since"]

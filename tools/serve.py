@@ -1,0 +1,179 @@
+"""Runs vLLM servers of a run on this host, for a trainer on another.
+
+    export RFTMEGA_SERVER_KEY=...       # the same for servers and trainer
+    rftmega serve CONFIG [option=value ...] --listen 10.0.0.2 --port 8100 --servers 4
+    rftmega serve CONFIG [option=value ...] --listen 10.0.0.2 --roster /shared/roster.txt
+
+CONFIG is the file that train_rl.py gets. The trainer finds the servers by rollout.addresses (fixed
+ports: --port, and those behind it), or by rollout.roster: a file on a file system of both, to which
+each server adds its address when it answers, and from which it takes it when it goes. So servers join
+and leave while a run goes on.
+
+A server that ends is started again here. SIGTERM or Ctrl-C ends all of them. Servers hold random
+weights until a push brings the run's.
+"""
+
+import argparse
+import fcntl
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rftmega import config as configuration
+from rftmega.config import RunConfig
+from rftmega.errors import ConfigError, EngineFault, exit_code_of
+
+if TYPE_CHECKING:
+    from rftmega.fleet.server import Server
+
+LOOK_SECONDS = 0.5  # between two looks whether a server has ended
+log = logging.getLogger(__name__)
+
+
+def main(given: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        usage="%(prog)s CONFIG [option=value ...] --listen ADDRESS [...]",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", metavar="CONFIG", help="YAML file")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="option=value", default=[], help="as of train_rl.py"
+    )
+    parser.add_argument(
+        "--listen",
+        required=True,
+        metavar="ADDRESS",
+        help="address of this host that the trainer reaches",
+    )
+    parser.add_argument(
+        "--port", type=int, default=0, metavar="N", help="of the first server (a free one)"
+    )
+    parser.add_argument("--servers", type=int, default=1, metavar="N", help="to run here (1)")
+    parser.add_argument("--roster", metavar="FILE", help="to enter the servers' addresses in")
+    parser.add_argument(
+        "--tls", nargs=2, metavar=("CERTIFICATE", "KEY"), help="PEM files: speak https"
+    )
+    parser.add_argument(
+        "--logs", default="servers", metavar="FOLDER", help="of the servers (servers)"
+    )
+    return exit_code_of(serve, parser.parse_intermixed_args(given))
+
+
+def serve(chosen: argparse.Namespace) -> int:
+    """Runs the servers until it is asked to end."""
+    from rftmega.fleet import door
+
+    key = os.environ.get(door.KEY, "")
+    if not key:
+        raise ConfigError(
+            f"{door.KEY} is not set: whoever reaches a server could use it. Set it here and for the trainer, as\n"
+            f'    export {door.KEY}="$(openssl rand -hex 32)"'
+        )
+    config = configuration.load(chosen.config, chosen.overrides)
+    if config.rollout.transport == "shared_memory":
+        raise ConfigError(
+            "rollout.transport=shared_memory reaches no other host. Set it to network, or to disk, for the trainer too."
+        )
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    ending = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: ending.set())
+    Servers(config, chosen, key).run(ending)
+    return 0
+
+
+class Servers:
+    """Servers keeps the servers of one host running."""
+
+    def __init__(self, config: RunConfig, chosen: argparse.Namespace, key: str):
+        from rftmega import device
+        from rftmega.fleet.server_options import arguments_of, devices_of, environment_of
+
+        device.current()
+        self._arguments = arguments_of(config.model.path, config.rollout, dtype=config.model.dtype)
+        self._scheme = "http"
+        if chosen.tls:
+            certificate, private = chosen.tls
+            self._arguments += [f"--ssl-certfile={certificate}", f"--ssl-keyfile={private}"]
+            self._scheme = "https"
+        environment = environment_of(key)
+        tensor = config.rollout.tensor
+        self._environments = [
+            environment | devices_of(number * tensor, config.rollout)
+            for number in range(chosen.servers)
+        ]
+        self._chosen = chosen
+        self._roster = Path(chosen.roster) if chosen.roster else None
+
+    def run(self, ending: threading.Event) -> None:
+        """Starts them, starts those that end again, and ends all once `ending` is set.
+
+        Raises EngineError for what each start would end with.
+        """
+        servers = [self._started(number) for number in range(self._chosen.servers)]
+        known = set[int]()  # servers that have come up
+        try:
+            while not ending.wait(LOOK_SECONDS):
+                for number, server in enumerate(servers):
+                    if number not in known and server.there():
+                        known.add(number)
+                        self._enter(server.address)
+                        log.info("server %d answers at %s", number, server.address)
+                    if not server.alive:
+                        self._strike(server.address)
+                        if number not in known:
+                            with suppress(EngineFault):  # which may not come again
+                                server.wait()
+                        known.discard(number)
+                        log.warning(
+                            "server %d has ended, and starts again: see %s", number, server.log
+                        )
+                        server.close()
+                        servers[number] = self._started(number)
+        finally:
+            for server in servers:
+                self._strike(server.address)
+                server.close()
+
+    def _started(self, number: int) -> "Server":
+        from rftmega.fleet.server import Server
+
+        chosen = self._chosen
+        return Server(
+            self._arguments,
+            self._environments[number],
+            Path(chosen.logs) / f"server-{chosen.listen}-{number}.log",
+            host=chosen.listen,
+            port=chosen.port and chosen.port + number,
+            scheme=self._scheme,
+        )
+
+    def _enter(self, address: str) -> None:
+        self._rewrite([address], [])
+
+    def _strike(self, address: str) -> None:
+        self._rewrite([], [address])
+
+    def _rewrite(self, new: Sequence[str], gone: Sequence[str]) -> None:
+        """Changes the roster, which other hosts change too."""
+        if self._roster is None:
+            return
+        self._roster.parent.mkdir(parents=True, exist_ok=True)
+        with self._roster.with_name(f"{self._roster.name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            before = self._roster.read_text() if self._roster.exists() else ""
+            kept = [line for line in before.splitlines() if line not in (*new, *gone)]
+            draft = self._roster.with_name(f"{self._roster.name}.incomplete")
+            draft.write_text("".join(f"{line}\n" for line in [*kept, *new]))
+            os.replace(draft, self._roster)  # a reader sees all of it or none
+
+
+if __name__ == "__main__":
+    sys.exit(main())
