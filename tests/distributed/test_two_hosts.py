@@ -1,0 +1,121 @@
+"""A trainer on one host, a vLLM server on another: two network namespaces of this machine."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch.distributed as dist
+import yaml
+
+from rftmega.config import ParallelConfig
+from rftmega.errors import EngineFault
+from rftmega.fleet import door
+from tests.distributed.test_fleet_push import Trainer
+from tests.ranks import run_ranks
+from tests.tiny_models import save_tiny
+from tests.two_hosts import MAY, TwoHosts, two_hosts
+
+KEY = "of this test"
+
+
+def server_of(hosts: TwoHosts, folder: Path, model: Path) -> "subprocess.Popen[bytes]":
+    """Runs `rftmega serve` on the other host."""
+    rollout = {
+        "max_prompt_tokens": 32, "max_response_tokens": 12, "cpu_cache_gib": 0.05, "max_batch": 8,
+        "transport": "network",
+    }  # fmt: skip
+    run = {"model": {"path": str(model), "dtype": "float32"}, "rollout": rollout}
+    (folder / "run.yaml").write_text(yaml.safe_dump(run))
+    serve = [sys.executable, "-m", "rftmega", "serve", str(folder / "run.yaml")]
+    serve += ["--listen", hosts.there, "--roster", str(folder / "roster")]
+    serve += ["--logs", str(folder / "logs")]
+    with (folder / "serve.log").open("w") as said:
+        return subprocess.Popen(
+            hosts.command(*serve), env=os.environ | {door.KEY: KEY}, stdout=said, stderr=said
+        )
+
+
+def trainer_body(world: Any, folder: Path, model: Path, hosts: TwoHosts) -> Any:
+    from rftmega.fleet import server_engine
+
+    os.environ[door.KEY] = KEY
+    server_engine.MESSAGE_SECONDS = 5.0
+    roster = folder / "roster"
+    while not (roster.exists() and roster.read_text()):
+        time.sleep(0.2)
+    parallel = ParallelConfig(tensor=2, sequence=True)
+    trainer = Trainer(
+        world, model, folder, parallel, transport="network", roster=str(roster), listen=hosts.here
+    )
+    weights, seen = trainer.weights, {}
+
+    def until_pushed(version: int) -> Any:
+        for _ in range(300):
+            with suppress(EngineFault):
+                return weights.push(version=version)
+            time.sleep(0.5)
+        raise AssertionError("the server did not come back")
+
+    try:
+        seen["first"] = (weights.push(version=0)["push_ratio"], trainer.gap())
+        trainer.change(0.9)
+        real, written = weights._written, []
+
+        def cut(*given: Any) -> Any:
+            written.append(given)
+            if world.rank == 0 and len(written) == 4:
+                hosts.cut()
+            return real(*given)
+
+        weights._written = cut
+        try:
+            weights.push(version=1)
+        except EngineFault as fault:
+            seen["cut"] = str(fault)
+        weights._written = real
+        if world.rank == 0:
+            hosts.join()
+        dist.barrier()
+        until_pushed(1)
+        seen["joined again"] = trainer.gap()
+        trainer.change(0.9)
+        if world.rank == 0:
+            (pid,) = (int(line) for line in (folder / "pid").read_text().split())
+            for child in psutil.Process(pid).children(recursive=True):
+                if "api_server" in " ".join(child.cmdline()):
+                    child.send_signal(signal.SIGKILL)
+                    break
+        dist.barrier()
+        until_pushed(2)
+        seen["started again"] = trainer.gap()
+    finally:
+        trainer.engine.close()
+    return seen
+
+
+@pytest.mark.skipif(not MAY, reason="needs root and iproute2, to make a second host")
+def test_a_server_on_another_host_follows_the_trainer_over_cuts_and_deaths(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path / "model", "qwen3")
+    with two_hosts() as hosts:
+        serving = server_of(hosts, tmp_path, model)
+        (tmp_path / "pid").write_text(str(serving.pid))
+        try:
+            found = run_ranks(2, trainer_body, tmp_path, model, hosts, timeout=400)
+        finally:
+            serving.send_signal(signal.SIGTERM)
+            assert serving.wait(60) == 0
+    assert not (tmp_path / "roster").read_text(), "who ends takes its address away"
+    for seen in found:
+        ratio, (gap, versions) = seen["first"]
+        assert (ratio, versions) == (1, {0}) and gap < 1e-5
+        assert "No server" in seen["cut"] and "push 1" in seen["cut"]
+        for name, version in (("joined again", 1), ("started again", 2)):
+            gap, versions = seen[name]
+            assert gap < 1e-5 and versions == {version}
