@@ -172,12 +172,13 @@ def build_chunk(
     chunk: int | None = None,
     head: bool = True,
     freeze_vision: bool = False,
+    adapters: bool = False,
 ) -> GPTModel:
     """Builds the layers of this pipeline stage, or of its `chunk` where the schedule is
     interleaved, randomly initialised.
 
     `head=False` leaves the output head out: a value model has its own. `freeze_vision`: the tower
-    has no gradient.
+    has no gradient. `adapters`: linear layers can have some.
     """
     rope = model.rope
     if config.gradient_accumulation_fusion and not installed().weight_gradients:
@@ -195,8 +196,10 @@ def build_chunk(
         build: Any = Ear if hears else build_tower
         tower = build(model, config.params_dtype) if pre_process else None
         more = {"tower": tower, "frozen": freeze_vision}
+    if adapters:
+        spec.allow_adapters(layers_spec)
     if model.post_norm:
-        spec.norm_behind(layers_spec)
+        spec.norm_behind(layers_spec, adapters=adapters)
     if model.wide_qk_norm:
         spec.norm_all_heads(layers_spec)
     if model.tower and model.tower.deepstack:

@@ -2,15 +2,17 @@
 with our attention.
 """
 
-from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
+from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import TransformerConfig, multi_latent_attention
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
+from rftmega.layers.adapter import with_adapter
 from rftmega.layers.attention import PackedAttention
 from rftmega.layers.norm import LatentNorm, RMSNorm
 from rftmega.layers.post_norm import with_norm_behind
@@ -43,15 +45,36 @@ def replace_layers(block: TransformerBlockSubmodules, kind: type) -> None:
         layer.module = kind
 
 
-def norm_behind(block: TransformerBlockSubmodules) -> None:
-    """Moves the norms of attention and MLP behind them."""
+def allow_adapters(block: TransformerBlockSubmodules) -> None:
+    """Lets the linear layers of attention, and of dense MLPs, have adapters.
+
+    An adapter reads what the layer's weight is multiplied with. Transformer Engine's layers that
+    normalise it themselves keep that inside, so the norms are modules of their own.
+    """
+    for layer in {id(layer): layer for layer in block.layer_specs}.values():
+        parts = layer.submodules
+        attention, mlp = parts.self_attention.submodules, parts.mlp.submodules
+        if uses_transformer_engine():
+            parts.input_layernorm = parts.pre_mlp_layernorm = TENorm
+            attention.linear_qkv = TEColumnParallelLinear
+        attention.linear_qkv = with_adapter(attention.linear_qkv)
+        attention.linear_proj = with_adapter(attention.linear_proj)
+        if not isinstance(mlp, MLPSubmodules):  # of experts
+            continue
+        if uses_transformer_engine():
+            mlp.linear_fc1 = TEColumnParallelLinear
+        mlp.linear_fc1, mlp.linear_fc2 = with_adapter(mlp.linear_fc1), with_adapter(mlp.linear_fc2)
+
+
+def norm_behind(block: TransformerBlockSubmodules, *, adapters: bool) -> None:
+    """Moves the norms of attention and MLP behind them; with `adapters` behind these, too."""
     for layer in {id(layer): layer for layer in block.layer_specs}.values():
         parts = layer.submodules
         parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
         attention, mlp = parts.self_attention.submodules, parts.mlp.submodules
         attention.linear_proj = with_norm_behind(attention.linear_proj)
         mlp.linear_fc2 = with_norm_behind(mlp.linear_fc2)
-        if uses_transformer_engine():  # whose layers here hold the norm in front of them
+        if uses_transformer_engine() and not adapters:  # whose layers hold the norm before them
             attention.linear_qkv = mlp.linear_fc1 = TEColumnParallelLinear
 
 

@@ -66,6 +66,12 @@ class Diverged(RFTMegaError):
     exit_code = 76
 
 
+class NothingLearnt(RFTMegaError):  # noqa: N818  it tells what happened
+    """A step whose loss has a gradient that reaches no parameter: more such steps would not help."""
+
+    exit_code = 76
+
+
 class RewardError(RFTMegaError):
     """An answer that can't be scored: a prompt's kind without weights, a remote reward that fails,
     a score that is no number.

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -42,6 +42,13 @@ class ShardPart(NamedTuple):
     offset: tuple[int, ...]
 
 
+class Addend(Protocol):
+    """Addend is what is added to a shard's tensor where it is read, as an adapter is to a weight."""
+
+    def of(self, box: Box) -> Tensor:
+        """Returns what is added to a box of the shard's own tensor, in float32."""
+
+
 @dataclass(frozen=True, slots=True)
 class Shard:
     """Shard is a tensor of this process and the boxes of HF tensors that it holds; the rest of it is
@@ -51,14 +58,36 @@ class Shard:
     logical: LogicalTensor
     parts: tuple[ShardPart, ...]
     tensor: Tensor
+    addend: Addend | None = None
 
     def views(self, number: int) -> Iterator[tuple[Box, Tensor]]:
-        """Yields the boxes of one HF tensor that are here, and their elements: views."""
+        """Yields the boxes of one HF tensor that are here, and their elements: views, or with an
+        addend what was computed now.
+        """
         for part in self.parts:
             if part.number == number:
-                ends = zip(part.offset, shape_of(part.box), strict=True)
-                local = tuple((start, start + size) for start, size in ends)
-                yield part.box, narrowed(self.tensor.detach(), local)
+                yield part.box, self.elements(part)
+
+    def elements(self, part: ShardPart) -> Tensor:
+        """Returns the elements of a part, as `views` has them."""
+        ends = zip(part.offset, shape_of(part.box), strict=True)
+        local = tuple((start, start + size) for start, size in ends)
+        view = narrowed(self.tensor.detach(), local)
+        if self.addend is None:
+            return view
+        return (view.float() + self.addend.of(local)).to(view.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedAdapters:
+    """TrainedAdapters is what this process holds of a model's adapters, and how these are applied:
+    a weight and alpha / rank times the product of its pair.
+    """
+
+    shards: tuple[Shard, ...]
+    rank: int
+    alpha: float
+    dropout: float
 
 
 @dataclass(frozen=True, slots=True)

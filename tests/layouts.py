@@ -9,6 +9,7 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 from rftmega.config import (
     AlgorithmConfig,
     KLConfig,
+    LoRA,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -36,11 +37,12 @@ def config_of(
     keep_reference: bool = False,
     dropout: float = 0.0,
     backend: str = "megatron",
+    lora: LoRA | None = None,
 ) -> RunConfig:
     """100 optimizer steps, whatever the number of mini-batches."""
     return RunConfig(
         backend=backend,
-        model=ModelConfig(path=str(folder), dtype=dtype, dropout=dropout),
+        model=ModelConfig(path=str(folder), dtype=dtype, dropout=dropout, lora=lora or LoRA()),
         parallel=parallel,
         optimizer=optimizer or OptimizerConfig(learning_rate=1e-3),
         rollout=RolloutConfig(temperature=temperature),

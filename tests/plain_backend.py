@@ -48,6 +48,8 @@ class PlainPolicy:
 
     def averaged(self) -> None: ...
 
+    def adapters(self) -> None: ...
+
     def _stats(self, module: Any, rows: Rows, temperature: float | None = None) -> TokenStats:
         logits = module(rows.tokens[:, :-1]).logits / (temperature or self.temperature)
         logp = logits.log_softmax(-1)

@@ -51,7 +51,7 @@ MAY_IMPORT = {
     "kernels": "",
     "layers": "errors kernels",
     "flops": "model_providers hf_folders",
-    "passes": "config types media ragged device parallel model_providers flops",
+    "passes": "config types media ragged errors device parallel model_providers flops",
     "parallel": "config ragged errors device",
     "megatron": "config types media shards errors json_files device parallel passes kernels layers checkpoint "
     "model_providers converters hf_folders",

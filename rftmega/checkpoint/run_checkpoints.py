@@ -38,6 +38,7 @@ class TrainedModel(Protocol):
         """Returns what tells models apart, as JSON has it.
 
         That is "hf_config", "dtype" and "layout". A checkpoint of another layout can be resumed.
+        With adapters also "adapters", and the checksum of the frozen weights, "base".
         """
 
     def counters(self) -> dict[str, int]:
@@ -343,7 +344,28 @@ def refuse_another(
         raise CheckpointError(
             f"It is of another model: {key} is {said.get(key)} there and {hf_config.get(key)} in {described['path']}."
         )
+    _refuse_other_adapters(described, saved[name])
     if (dtype := described["dtype"]) != saved[name]["dtype"]:
         raise CheckpointError(
             f"It was trained in {saved[name]['dtype']}, this run is in {dtype}: set model.dtype."
         )
+
+
+def _refuse_other_adapters(described: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Raises CheckpointError where one of both has no adapters, others, or others' frozen weights."""
+    here, there = described.get("adapters"), saved.get("adapters")
+    if here != there:
+        raise CheckpointError(
+            f"It was trained with {_adapters_told(there)}, this run with {_adapters_told(here)}: set model.lora."
+        )
+    if described.get("base") != saved.get("base"):
+        raise CheckpointError(
+            f"Its adapters belong to other weights than those in {described['path']}, which have the same shapes: set model.path."
+        )
+
+
+def _adapters_told(adapters: Mapping[str, Any] | None) -> str:
+    if adapters is None:
+        return "no adapters"
+    said = ", ".join(f"{name}={value}" for name, value in adapters.items())
+    return f"adapters of {said}"

@@ -21,6 +21,7 @@ from rftmega.config.schema import (
 )
 from rftmega.config.secrets import without_secrets
 from rftmega.config.sources import LONGEST_CYCLE, shares, split_source
+from rftmega.options.adapters import LoRA
 from rftmega.options.algorithms import AlgorithmConfig, KLConfig
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "DataConfig",
     "FaultsConfig",
     "KLConfig",
+    "LoRA",
     "LoggingConfig",
     "ModelConfig",
     "OptimizerConfig",

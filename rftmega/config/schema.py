@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from omegaconf import MISSING
 from pydantic import Discriminator
 
+from rftmega.options.adapters import LoRA
 from rftmega.options.agents import Agent, Verifiers
 from rftmega.options.algorithms import AlgorithmConfig
 from rftmega.options.bounds import (
@@ -43,6 +44,8 @@ class ModelConfig:
 
     freeze_vision: bool = False
     """The tower of a model that sees or hears stays as it is; only its decoder learns."""
+
+    lora: LoRA = field(default_factory=LoRA)
 
     trust_remote_code: bool = False
     """The tokenizer may be Python code in model.path, which then runs here."""

@@ -92,6 +92,9 @@ class FSDPModel:
         """Returns this process's rows in the dtype of the forward pass."""
         return self.manager.shards()
 
+    def adapters(self) -> None:
+        """Returns nothing: all of the model learns here."""
+
     def training_tensors(self) -> Iterator[ShardBox]:
         self.manager.finish_param_sync()
         yield from self._model_tensors()

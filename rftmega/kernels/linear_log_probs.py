@@ -98,7 +98,8 @@ class _LinearStats(torch.autograd.Function):
         hidden, weight, targets, temperature, log_normaliser, entropy, last = ctx.saved_tensors
         grad_logp, grad_entropy = grads
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        learns = ctx.needs_input_grad[1]
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if learns else None
         parts = _parts(len(hidden), ctx.chunk)
         for part in parts:
             if last is not None and part is parts[-1]:
@@ -125,11 +126,14 @@ class _LinearStats(torch.autograd.Function):
             grad.scatter_add_(-1, column, (pull * held)[:, None])
             grad = grad.to(hidden.dtype)
             grad_hidden[part] = grad @ weight
+            if grad_weight is None:  # a frozen one
+                continue
             if weight.dtype == torch.float32:
                 grad_weight.addmm_(grad.T, hidden[part])
             else:
                 grad_weight += grad.T @ hidden[part]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
+        of_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+        return grad_hidden, of_weight, None, None, None, None
 
 
 def _local_sums(

@@ -5,6 +5,7 @@ from typing import Any
 
 from rftmega.config import RunConfig
 from rftmega.device.held_weights import AveragedWeights, ReferenceWeights
+from rftmega.megatron.adapters import Adapters
 from rftmega.megatron.forward import LogProbs
 from rftmega.megatron.manager import MegatronModelManager
 from rftmega.megatron.model_runner import MegatronRunner
@@ -38,8 +39,10 @@ class MegatronActor(MegatronModel):
             self.manager, TokenStats, LogProbs(self.manager.description.vocabulary)
         )
         residency, weights = self.manager.residency, self.manager.weights
-        keep_reference = role == "actor" and cfg.algorithm.kl.coef > 0
-        self.reference = ReferenceWeights(residency, weights) if keep_reference else None
+        self.reference: ReferenceWeights | Adapters | None = None
+        if role == "actor" and cfg.algorithm.kl.coef > 0:
+            # without its adapters the policy is the model that it began with: no second weights
+            self.reference = self.manager.adapters or ReferenceWeights(residency, weights)
         keep_average = role == "actor" and cfg.algorithm.ema_beta > 0
         self.average = (
             AveragedWeights(residency, weights, cfg.algorithm.ema_beta) if keep_average else None

@@ -376,6 +376,6 @@ def _output_weight(model: Any, chunk: GPTModel) -> Tensor:
     )
     # The output layer's own forward, whose hook would wait for a gather that still runs, is not
     # called.
-    if model is not chunk and model.ddp_config.overlap_param_gather:
+    if model is not chunk and weight.requires_grad and model.ddp_config.overlap_param_gather:
         model.param_to_bucket_group[weight].finish_param_sync()
     return weight

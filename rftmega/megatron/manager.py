@@ -34,16 +34,19 @@ from rftmega import device
 from rftmega.checkpoint.reader import is_distributed, read_manifest
 from rftmega.config import RunConfig
 from rftmega.converters import Rule, table
+from rftmega.converters.adapters import adapted_layers
 from rftmega.device.residency import Residency
 from rftmega.device.spans import span
 from rftmega.errors import ConfigError
 from rftmega.hf_folders.hf_folder import HFFolder
+from rftmega.hf_folders.peft_folder import PEFTFolder
 from rftmega.hf_folders.stacked_files import open_folder
 from rftmega.media.hearing import AudioProcessor
 from rftmega.media.placed import PlacedPicture, RowPictures, pictures_of
 from rftmega.media.placed_waveform import PlacedWaveform
 from rftmega.media.processor import PictureProcessor
 from rftmega.megatron import forward, offload
+from rftmega.megatron.adapters import Adapters, sum_of_base
 from rftmega.megatron.binding import Bound, bind
 from rftmega.megatron.load import (
     HEAD,
@@ -116,6 +119,13 @@ class MegatronModelManager:
             "score.bias" in files if files else read_manifest(Path(cfg.model.path))["head_bias"]
         )
         chunks = cfg.parallel.virtual_pipeline
+        rules = table(self.hf_config, value_head=value_model)
+        lora = cfg.model.lora
+        self._adapted = (
+            adapted_layers(rules, rank=lora.rank, targets=lora.targets)
+            if lora.rank and not value_model
+            else []
+        )
         with placement.active():
             self.chunks: list[GPTModel] = [
                 self.model_provider_func(
@@ -125,7 +135,6 @@ class MegatronModelManager:
                 ).to(self.where)
                 for chunk in range(chunks)
             ]
-        rules = table(self.hf_config, value_head=value_model)
         experts = self.description.experts.number if self.description.experts else 0
         self.bound: list[Bound] = bind(self.chunks, rules, placement, experts=experts)
         if files is None:
@@ -135,7 +144,13 @@ class MegatronModelManager:
             self._load(files, rules, experts)
         refuse_non_finite(cfg.model.path, self.bound)
         with placement.active():
-            self.pieces, _ = pieces_of(self.chunks, self.bound)
+            pieces, _ = pieces_of(self.chunks, self.bound)
+        # of what is learnt: which of equal holders this process is
+        self.replicas = [[piece.replica for piece in found] for found in pieces]
+        self.learnt = self.bound
+        self.adapters: Adapters | None = None
+        if self._adapted:
+            self._adapt()
         self.model: list[Any] = list(self.chunks)  # wrapped by setup_model_and_optimizer
         self.optimizer: Any = None
         # parameters wait for the next forward pass (optimizer.overlap_param_gather)
@@ -176,12 +191,35 @@ class MegatronModelManager:
             self._processor.read_ahead(picture for batch in held for picture in batch)
 
     def weights(self) -> list[Tensor]:
-        """Returns this process's weights, in the order of `bound`, detached."""
-        return [item.parameter.detach() for item in self.bound]
+        """Returns this process's weights that are learnt, in the order of `learnt`, detached."""
+        return [item.parameter.detach() for item in self.learnt]
 
     def shards(self) -> list[Shard]:
-        """Returns what this process holds of the model, without copies of tensors held elsewhere."""
-        return [item.shard() for item in self.bound if item.rule.exported]
+        """Returns what this process holds of the model, without copies of tensors held elsewhere;
+        adapters are merged where a shard is read.
+        """
+        exported = [item for item in self.bound if item.rule.exported]
+        if self.adapters is None:
+            return [item.shard() for item in exported]
+        return [self.adapters.merged(item) for item in exported]
+
+    def _adapt(self) -> None:
+        """Freezes the model and gives it adapters, which are all that learns; before anything is
+        wrapped, so that only they get gradients and an optimizer's state.
+        """
+        lora, frozen = self.cfg.model.lora, self.replicas
+        self.sum_of_base = sum_of_base(self.bound, frozen)
+        self.adapters = Adapters(
+            self.chunks, self.bound, frozen, self._adapted, self.topology, lora
+        )
+        self.learnt, self.replicas = self.adapters.bound, self.adapters.replicas
+        if lora.path:
+            folder = PEFTFolder(
+                lora.path, rank=lora.rank, alpha=lora.alpha, targets=self.adapters.targets
+            )
+            self.adapters.load(folder.whole)
+        else:
+            self.adapters.begin(self.cfg.trainer.seed)
 
     def _load(self, files: HFFolder, rules: Sequence[Rule], experts: int) -> None:
         tied = self.description.tied
@@ -203,6 +241,7 @@ class MegatronModelManager:
             chunk=chunk,
             head=not self.value_model,
             freeze_vision=self.cfg.model.freeze_vision,
+            adapters=bool(self._adapted),
         )
         if post_process and self.value_model:
             built.value_head = ValueHead(self.config, bias=self._head_bias)

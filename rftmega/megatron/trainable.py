@@ -27,7 +27,7 @@ from rftmega.megatron.training_state import (
 from rftmega.model_providers.description import ModelDescription
 from rftmega.parallel.layout import layout_name
 from rftmega.parallel.topology import Topology
-from rftmega.shards import Shard, ShardBox
+from rftmega.shards import Shard, ShardBox, TrainedAdapters
 from rftmega.types import Metrics
 
 
@@ -95,6 +95,12 @@ class MegatronModel:
     def shards(self) -> list[Shard]:
         return self.manager.shards()
 
+    def adapters(self) -> TrainedAdapters | None:
+        if (held := self.manager.adapters) is None:
+            return None
+        lora = self.manager.cfg.model.lora
+        return TrainedAdapters(tuple(held.shards()), lora.rank, lora.alpha, lora.dropout)
+
     def training_tensors(self) -> Iterator[ShardBox]:
         self.manager.finish_param_sync()
         yield from model_tensors(self.manager, self.average)
@@ -102,15 +108,21 @@ class MegatronModel:
 
     def described(self) -> dict[str, Any]:
         """Returns "hf_config", "dtype", "layout" and, for messages, the "path" that it was built
-        from.
+        from; of a model with adapters these, and a checksum of its "base".
         """
         cfg = self.manager.cfg
-        return {
+        said = {
             "hf_config": self.manager.hf_config,
             "dtype": str(self.manager.config.params_dtype),
             "layout": asdict(cfg.parallel),
             "path": cfg.model.path,
         }
+        if (adapters := self.manager.adapters) is not None:
+            lora = cfg.model.lora
+            said["adapters"] = {"rank": lora.rank, "alpha": lora.alpha}
+            said["adapters"] |= {"targets": sorted(adapters.targets)}
+            said["base"] = self.manager.sum_of_base
+        return said
 
     def counters(self) -> dict[str, int]:
         return {

@@ -24,8 +24,10 @@ WEIGHTS, AVERAGE, MAIN, FIRST, SECOND = "weights", "average", "main", "exp_avg",
 def model_tensors(
     manager: MegatronModelManager, average: AveragedWeights | None
 ) -> Iterator[ShardBox]:
-    """Yields weights and, where one is kept, their average."""
-    for number, item in enumerate(manager.bound):
+    """Yields weights and, where one is kept, their average; of a model with adapters theirs alone,
+    since nothing else ever changes.
+    """
+    for number, item in enumerate(manager.learnt):
         weights = manager.residency.host(item.parameter.detach())
         for name, shape, part, written in _parts(manager, number):
             yield _held(WEIGHTS, name, shape, part, weights, written)
@@ -48,9 +50,9 @@ def _parts(
     """Yields (HF name, shape of the HF tensor, what of it is here, whether this process writes it)
     of a bound tensor. `sharded`: data-parallel processes hold different ranges of it.
     """
-    item = manager.bound[number]
+    item = manager.learnt[number]
     # stages, tensor- and data-parallel processes with the same tensor
-    replicas = [piece.replica[:2] if sharded else piece.replica for piece in manager.pieces[number]]
+    replicas = [replica[:2] if sharded else replica for replica in manager.replicas[number]]
     written = not any(any(replica) for replica in replicas)
     names, shapes = item.hf_names, shapes_of(item.rule)
     for part in shard_parts(item.rule, item.rank, item.ranks):
@@ -61,7 +63,7 @@ def optimizer_tensors(manager: MegatronModelManager) -> Iterator[ShardBox]:
     """Yields main parameters, where they are not the weights themselves, and Adam's states, where
     there are any yet.
     """
-    numbers = {id(item.parameter): number for number, item in enumerate(manager.bound)}
+    numbers = {id(item.parameter): number for number, item in enumerate(manager.learnt)}
     for inner in inner_optimizers(manager.optimizer):
         for parameter, main, begin in _owned(inner):
             state = inner.optimizer.state.get(main, {})

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rftmega.config import RunConfig
 from rftmega.device.spans import recorder
+from rftmega.errors import NothingLearnt
 from rftmega.flops import BACKWARD, ear_flops, forward_flops, tower_flops
 from rftmega.media.placed import PlacedPicture, RowPictures
 from rftmega.model_providers.description import ModelDescription
@@ -165,7 +166,8 @@ class ModelRunner:
         `interfaces.Policy.step`.
 
         Each `group_size` consecutive rows come before `loss_fn` together. A step with non-finite
-        gradients is skipped on all processes alike.
+        gradients is skipped on all processes alike. Raises NothingLearnt where a loss that has a
+        gradient gives the adapters none.
         """
         before = {name: recorder.counted(name) for name in COUNTED}
         learning_rate = self.stepped.learning_rate
@@ -184,6 +186,8 @@ class ModelRunner:
             scored(self._gathered(experience.rows, indices, [stats for _, stats in found]))
         metrics = self._mean([sums for sums, _ in found], losses)
         taken, grad_norm = self.stepped.optimizer_step()
+        if grad_norm == 0 and self.cfg.model.lora.rank:
+            self._refuse_lost_gradient(batches, [stats for _, stats in found])
         if taken:
             self.after_step()
         metrics |= {"grad_norm": grad_norm, "learning_rate": learning_rate}
@@ -207,15 +211,39 @@ class ModelRunner:
         """Returns the local sum of a micro-batch's loss with its graph, its integer count, and what
         is collected: sums and statistics.
         """
-        assert batch.experience is not None and batch.loss_fn is not None
         seen = self.stats(*(getattr(stats, name).detach() for name in self.names))
+        loss = self._loss_of(stats, seen, batch)
+        total = (loss.value * loss.weight).sum()
+        return total, loss.count, (sums_of(loss), seen)
+
+    def _loss_of(self, stats: Any, seen: Any, batch: MicroBatch) -> TokenLoss:
+        assert batch.experience is not None and batch.loss_fn is not None
         experience = batch.experience
         # nothing was learnt since the rollout
         if experience.old_logp is None and not self.gives_values:
             experience = replace(experience, old_logp=seen.logp)
-        loss = batch.loss_fn(stats, experience)
-        total = (loss.value * loss.weight).sum()
-        return total, loss.count, (sums_of(loss), seen)
+        return batch.loss_fn(stats, experience)
+
+    def _refuse_lost_gradient(self, batches: Sequence[MicroBatch], found: Sequence[Any]) -> None:
+        """Raises NothingLearnt, on every process, where the loss pulls at a log-prob though no
+        parameter has a gradient. Without a pull (a batch whose advantages are all 0) it is a step
+        like any other.
+        """
+        pulled = torch.zeros(1, dtype=torch.int64, device=self.stepped.where)
+        for batch, seen in zip(batches, found, strict=False):  # a stage without the loss has none
+            held = [getattr(seen, name).clone().requires_grad_() for name in self.names]
+            loss = self._loss_of(self.stats(*held), seen, batch)
+            pulls = torch.autograd.grad(
+                (loss.value * loss.weight).sum(), held, allow_unused=True, materialize_grads=True
+            )
+            pulled += sum(int(pull.count_nonzero()) for pull in pulls)
+        number = int(self.ranks.sum_of_speakers(pulled))
+        if number:
+            raise NothingLearnt(
+                f"The gradient of this step is exactly 0, though its loss pulls at {number} values: no gradient reaches the "
+                "adapters, and the run would learn nothing. Something between them and the loss is cut off, as recomputation "
+                "behind a frozen layer does; this is a bug of rftmega's, or of a plugin's. parallel.recompute=none may avoid it."
+            )
 
     def _micro_batches(
         self, batch: Rows[Any] | Experience[Any], group_size: int = 1, *, passes: int

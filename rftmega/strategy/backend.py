@@ -11,7 +11,7 @@ from rftmega.config import RunConfig
 from rftmega.device.residency import Residency
 from rftmega.interfaces import Policy, ValueModel
 from rftmega.model_providers.description import ModelDescription
-from rftmega.shards import Shard
+from rftmega.shards import Shard, TrainedAdapters
 from rftmega.types import Metrics
 
 Role = Literal["critic", "reward"]
@@ -52,6 +52,9 @@ class Trainable(TrainedModel, Protocol):
 
     def shards(self) -> Sequence[Shard]:
         """Returns what this process holds of the model."""
+
+    def adapters(self) -> TrainedAdapters | None:
+        """Returns what this process holds of the adapters; None where all of the model learns."""
 
     def averaged(self) -> AbstractContextManager[None] | None:
         """Returns a context in which the model holds its average; None where none is kept."""

@@ -11,7 +11,8 @@ from rftmega.strategy.backend import Trainable
 
 def export(model: Trainable, folder: str | Path, trainer: TrainerConfig) -> None:
     """Writes a policy, and beside it `folder`_ema where an average is kept, or a value model as a
-    classifier of one label, as `trainer` says.
+    classifier of one label, as `trainer` says. Adapters are merged into the weights, and written
+    by themselves to `folder`_adapter.
 
     Every process calls it, with the weights on the device.
     """
@@ -34,3 +35,6 @@ def _export_weights(model: Trainable, folder: str | Path, trainer: TrainerConfig
         classifier=model.classifier,
         quantised=trainer.export_quantised,
     )
+    if (adapters := model.adapters()) is not None:
+        alone = weights.Exporter(adapters.shards, model.replica_group, bucket_bytes=bucket_bytes)
+        weights.export_peft_folder(alone, adapters, model.path, f"{folder}_adapter", write=write)

@@ -100,15 +100,18 @@ class Fill:
         """Returns the runs that views of this process's shards go to; views adjacent on both sides
         (gate, up) as one.
         """
+        if shards.computed:  # kept, they would be the model once more
+            return self._runs(shards)
         if self._generation != shards.generation:
-            targets, views = _joined(self.targets, shards.slices_of(self.slices))
-            runs = runs_of(targets)
-            ends = accumulate(run.number for run in runs)
-            self._own = [
-                (run, views[end - run.number : end]) for run, end in zip(runs, ends, strict=True)
-            ]
+            self._own = self._runs(shards)
             self._generation = shards.generation
         return self._own
+
+    def _runs(self, shards: LocalShards) -> list[tuple[Run, list[Tensor]]]:
+        targets, views = _joined(self.targets, shards.slices_of(self.slices))
+        runs = runs_of(targets)
+        ends = accumulate(run.number for run in runs)
+        return [(run, views[end - run.number : end]) for run, end in zip(runs, ends, strict=True)]
 
     def note(self, parameter: Tensor, shards: LocalShards, sums: SliceSums) -> None:
         """Records the checksums of this process's own slices, as they are in the parameter now."""
@@ -237,7 +240,7 @@ def _add(
 ) -> None:
     """Adds one recorded copy, cut where its elements come from elsewhere."""
     here: list[tuple[Box, Arrived | None]] = [
-        (box, None) for box, _ in shards.pieces(read.tensor, read.number)
+        (box, None) for box in shards.boxes(read.tensor, read.number)
     ]
     here += [(came.box, came) for came in arrived]
     left = volume(read.box)

@@ -15,6 +15,7 @@ from rftmega.shards import (
     Holding,
     LogicalTensor,
     Shard,
+    ShardPart,
     intersection,
     narrowed,
     shape_of,
@@ -56,40 +57,71 @@ class LocalShards:
 
     def __init__(self, shards: Sequence[Shard]):
         self._held = {shard.logical.names: shard for shard in shards}
+        # elements with an addend are computed when they are asked for, and kept by nobody
+        self.computed = any(shard.addend is not None for shard in shards)
         self.device = shards[0].tensor.device
         self.generation = 0  # of what is kept
         self._kept: dict[int, tuple[list[TensorSlice], list[Tensor]]] = {}
         self._storages: list[int] = []
 
     def pieces(self, tensor: LogicalTensor, number: int) -> list[tuple[Box, Tensor]]:
-        """Returns the boxes of one HF tensor that are here, and their elements: views."""
+        """Returns the boxes of one HF tensor that are here, and their elements: see Shard.views."""
         shard = self._held.get(tensor.names)
         return [] if shard is None else list(shard.views(number))
+
+    def boxes(self, tensor: LogicalTensor, number: int) -> list[Box]:
+        """Returns the boxes of one HF tensor that are here."""
+        shard = self._held.get(tensor.names)
+        parts = () if shard is None else shard.parts
+        return [part.box for part in parts if part.number == number]
 
     def missing(self, tensor: LogicalTensor, number: int, boxes: Iterable[Box]) -> int:
         """Returns how many elements of the boxes, which do not overlap, are not here."""
         boxes = list(boxes)
         found = sum(map(volume, boxes))
-        for here, _ in self.pieces(tensor, number):
+        for here in self.boxes(tensor, number):
             common = [intersection(here, box) for box in boxes]
             found -= sum(volume(each) for each in common if each)
         return found
 
     def slice_of(self, wanted: TensorSlice) -> Tensor:
-        """Returns the elements of a slice: they lie within one piece."""
-        for box, elements in self.pieces(wanted.tensor, wanted.number):
-            if intersection(box, wanted.box) == wanted.box:
-                return narrowed(elements, within(wanted.box, box))
+        """Returns the elements of a slice: they lie within one piece.
+
+        Of a piece that is computed, all is, whatever the slice: equal bits for all who ask.
+        """
+        shard, part = self._part_of(wanted)
+        return narrowed(shard.elements(part), within(wanted.box, part.box))
+
+    def _part_of(self, wanted: TensorSlice) -> tuple[Shard, ShardPart]:
+        shard = self._held.get(wanted.tensor.names)
+        for part in () if shard is None else shard.parts:
+            common = intersection(part.box, wanted.box)
+            if part.number == wanted.number and common == wanted.box:
+                assert shard is not None
+                return shard, part
         raise AssertionError(f"planned to send {wanted}, which is not here")
 
     def slices_of(self, wanted: list[TensorSlice]) -> list[Tensor]:
         """Returns the elements of each slice: views, kept by the list that asks, until `look_again`
-        finds other memory.
+        finds other memory; with addends, computed now, each piece once.
         """
+        if self.computed:
+            return self._slices_now(wanted)
         kept = self._kept.get(id(wanted))
         if kept is None or kept[0] is not wanted:
             kept = self._kept[id(wanted)] = wanted, [self.slice_of(each) for each in wanted]
         return kept[1]
+
+    def _slices_now(self, wanted: list[TensorSlice]) -> list[Tensor]:
+        pieces: dict[tuple[tuple[str, ...], ShardPart], Tensor] = {}
+        found = []
+        for each in wanted:
+            shard, part = self._part_of(each)
+            key = shard.logical.names, part
+            if key not in pieces:
+                pieces[key] = shard.elements(part)
+            found.append(narrowed(pieces[key], within(each.box, part.box)))
+        return found
 
     def look_again(self) -> None:
         """Forgets the kept views if a parameter was given other memory since (`.data = `); a

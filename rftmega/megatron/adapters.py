@@ -1,0 +1,189 @@
+"""Adapters on a model whose own weights are frozen: built, filled, switched off, and merged where a
+shard is read.
+"""
+
+import math
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rftmega.config import LoRA
+from rftmega.converters import shard, shard_shape
+from rftmega.converters.adapters import AdaptedLayer
+from rftmega.converters.rules import located
+from rftmega.layers.adapter import AdaptedLinear, LowRankAdapter, let_gradients_begin
+from rftmega.megatron.binding import Bound
+from rftmega.parallel.topology import Topology
+from rftmega.shards import Box, Shard
+
+# which of equal holders a process is, of a tensor's pieces: stages, tensor- and data-parallel ones
+Replicas = list[tuple[int, ...]]
+WORDS = {2: torch.int16, 4: torch.int32}
+Whole = Callable[[str, tuple[int, ...]], Tensor]  # an HF tensor, by name and shape
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterDelta:
+    """AdapterDelta is what an adapter adds to a weight: a `shards.Addend`."""
+
+    adapter: LowRankAdapter
+
+    @torch.no_grad()
+    def of(self, box: Box) -> Tensor:
+        rows, columns = (slice(*ends) for ends in box)
+        return self.adapter.delta(rows, columns)
+
+
+class Adapters:
+    """Adapters holds those of this process. `bound` pairs their matrices with rules, like the
+    weights of the model; `replicas` are theirs, in the same order.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Any],
+        base: Sequence[Bound],
+        replicas: Sequence[Replicas],
+        layers: Sequence[AdaptedLayer],
+        topology: Topology,
+        options: LoRA,
+    ):
+        """Freezes `base`, all weights of the chunks, and puts adapters on `layers`. They are zeros."""
+        self.options, self.topology = options, topology
+        self.targets = frozenset(target for layer in layers for target in layer.targets)
+        self.bound: list[Bound] = []
+        self.replicas: list[Replicas] = []
+        self._on: dict[int, LowRankAdapter] = {}  # by the id of the weight
+        for chunk in chunks:
+            chunk.requires_grad_(False)
+            if chunk.pre_process:
+                let_gradients_begin(chunk.embedding)
+        modules = {
+            id(module.weight): module
+            for chunk in chunks
+            for module in chunk.modules()
+            if isinstance(module, AdaptedLinear)
+        }
+        adapted = {id(layer.base): layer for layer in layers}
+        for item, pieces in zip(base, replicas, strict=True):
+            if layer := adapted.get(id(item.rule)):
+                self._add(modules[id(item.parameter)], layer, item, pieces)
+
+    def _add(self, module: Any, layer: AdaptedLayer, item: Bound, pieces: Replicas) -> None:
+        options, topology = self.options, self.topology
+        adapter = module.lora = LowRankAdapter(
+            module.weight,
+            _members(layer, item),
+            rank=options.rank,
+            scaling=options.alpha / options.rank,
+            dropout=options.dropout,
+            row_parallel=layer.row_parallel,
+            sequence_parallel=module.config.sequence_parallel,
+            group=topology.tensor_group,
+        )
+        adapter.train(module.training)
+        self._on[id(item.parameter)] = adapter
+        whole = [(stage, topology.tensor_rank, data) for stage, _, data in pieces]
+        split = layer.row_parallel, not layer.row_parallel
+        for rule, matrix, is_split in zip(
+            (layer.down, layer.up), (adapter.a, adapter.b), split, strict=True
+        ):
+            place = (item.rank, item.ranks) if is_split else (0, 1)
+            assert matrix.shape == shard_shape(rule, *place), (rule, matrix.shape)
+            self.bound.append(Bound(rule, item.layer, None, matrix, *place))
+            self.replicas.append(pieces if is_split else whole)
+
+    @torch.no_grad()
+    def begin(self, seed: int) -> None:
+        """Makes adapters that change nothing yet, the same under every layout: `b` is zero, `a` has
+        PEFT's distribution.
+        """
+
+        def drawn(name: str, shape: tuple[int, ...]) -> Tensor:
+            random = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+            bound = 1 / math.sqrt(shape[1])
+            return torch.empty(shape).uniform_(-bound, bound, generator=random)
+
+        for item in self.bound[::2]:
+            self._fill(item, drawn)
+
+    @torch.no_grad()
+    def load(self, whole: Whole) -> None:
+        """Fills every matrix from whole HF tensors."""
+        for item in self.bound:
+            self._fill(item, whole)
+
+    def _fill(self, item: Bound, whole: Whole) -> None:
+        parts = [
+            whole(name, tensor.shape) if self.has_pair(name) else torch.zeros(tensor.shape)
+            for name, tensor in zip(item.hf_names, item.rule.hf, strict=True)
+        ]
+        item.parameter.copy_(shard(item.rule, parts, item.rank, item.ranks))
+
+    def has_pair(self, name: str) -> bool:
+        """Says whether an adapter's HF tensor is learnt; others are zeros in between."""
+        return name.split(".")[-3] in self.targets
+
+    def merged(self, item: Bound) -> Shard:
+        """Returns the shard of a weight of the model, to which its adapter is added where it is
+        read; the weight stays as it is.
+        """
+        held, adapter = item.shard(), self._on.get(id(item.parameter))
+        if adapter is None:
+            return held
+        return Shard(held.logical, held.parts, held.tensor, AdapterDelta(adapter))
+
+    def shards(self) -> list[Shard]:
+        """Returns the matrices themselves."""
+        return [item.shard() for item in self.bound]
+
+    @contextmanager
+    def switched_off(self) -> Iterator[None]:
+        """Makes the model compute without adapters within a `with` block."""
+        for adapter in self._on.values():
+            adapter.off = True
+        try:
+            yield
+        finally:
+            for adapter in self._on.values():
+                adapter.off = False
+
+    swapped_in = (
+        switched_off  # as the reference of a policy: `device.held_weights.ReferenceWeights`
+    )
+
+
+def _members(layer: AdaptedLayer, item: Bound) -> Tensor:
+    """Returns [rows, pairs]: 1 where a row of a weight's shard belongs to a pair of matrices."""
+    if layer.row_parallel:
+        return torch.ones(len(item.parameter), 1)
+    found = torch.zeros(len(item.parameter), len(layer.parts))
+    for (part, start, stop), offset in located(item.rule, item.rank, item.ranks):
+        if part in layer.parts:
+            found[offset : offset + stop - start, layer.parts.index(part)] = 1
+    return found
+
+
+@torch.no_grad()
+def sum_of_base(base: Sequence[Bound], replicas: Sequence[Replicas]) -> int:
+    """Returns a checksum of a whole model's weights that depends on no layout; a collective.
+
+    A checkpoint of adapters does not hold these, and means nothing beside others.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=base[0].parameter.device)
+    for item, pieces in zip(base, replicas, strict=True):
+        if any(any(piece) for piece in pieces) or not item.rule.exported:
+            continue  # another process counts it
+        held = item.shard()
+        for number, name in enumerate(held.logical.names):
+            for _, elements in held.views(number):
+                words = elements.view(WORDS[elements.itemsize])
+                total += zlib.crc32(name.encode()) * words.sum(dtype=torch.int64)
+    dist.all_reduce(total)
+    return int(total)

@@ -1,0 +1,38 @@
+"""Options of adapters: small matrices that learn in place of the model's own (LoRA)."""
+
+from dataclasses import dataclass, field
+
+from rftmega.options.bounds import BelowOne, NotNegativeInt, Positive
+
+# what vLLM takes as max_lora_rank
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+# the linear layers of attention and MLP: in Hugging Face's folders, and in Megatron's modules
+HF_TARGETS = (
+    *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"),
+    *("gate_proj", "up_proj", "gate_up_proj", "down_proj"),
+)
+MEGATRON_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+
+
+@dataclass
+class LoRA:
+    rank: NotNegativeInt = 0
+    """Rank of an adapter on each target; the model's own weights are frozen then. 0: none, all of the
+    model learns (docs/adapters.md).
+    """
+
+    alpha: Positive = 32.0
+    """What an adapter gives is multiplied by alpha / rank."""
+
+    targets: list[str] = field(default_factory=list)
+    """Layers with an adapter, by their names in Hugging Face's folder (q_proj, down_proj) or in
+    Megatron (linear_qkv); empty: all linear layers of attention and MLP.
+    """
+
+    dropout: BelowOne = 0.0
+    """Dropout of what an adapter is given, while learning; scoring never drops."""
+
+    path: str = ""
+    """PEFT folder to start from, of the same rank, alpha and targets; empty: adapters that change
+    nothing yet.
+    """
