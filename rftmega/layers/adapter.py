@@ -24,6 +24,8 @@ from torch.nn import functional as F
 class LowRankAdapter(nn.Module):
     """LowRankAdapter holds the two matrices of one layer. [s, b, in] -> [s, b, out]."""
 
+    members: Tensor
+
     def __init__(
         self,
         weight: Tensor,

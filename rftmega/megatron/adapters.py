@@ -23,7 +23,7 @@ from rftmega.parallel.topology import Topology
 from rftmega.shards import Box, Shard
 
 # which of equal holders a process is, of a tensor's pieces: stages, tensor- and data-parallel ones
-Replicas = list[tuple[int, ...]]
+Replicas = Sequence[tuple[int, ...]]
 WORDS = {2: torch.int16, 4: torch.int32}
 Whole = Callable[[str, tuple[int, ...]], Tensor]  # an HF tensor, by name and shape
 
@@ -64,12 +64,13 @@ class Adapters:
             chunk.requires_grad_(False)
             if chunk.pre_process:
                 let_gradients_begin(chunk.embedding)
-        modules = {
-            id(module.weight): module
+        linear: list[Any] = [
+            module
             for chunk in chunks
             for module in chunk.modules()
             if isinstance(module, AdaptedLinear)
-        }
+        ]
+        modules = {id(module.weight): module for module in linear}
         adapted = {id(layer.base): layer for layer in layers}
         for item, pieces in zip(base, replicas, strict=True):
             if layer := adapted.get(id(item.rule)):
@@ -89,7 +90,7 @@ class Adapters:
         )
         adapter.train(module.training)
         self._on[id(item.parameter)] = adapter
-        whole = [(stage, topology.tensor_rank, data) for stage, _, data in pieces]
+        whole: Replicas = [(stage, topology.tensor_rank, data) for stage, _, data in pieces]
         split = layer.row_parallel, not layer.row_parallel
         for rule, matrix, is_split in zip(
             (layer.down, layer.up), (adapter.a, adapter.b), split, strict=True

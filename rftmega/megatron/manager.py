@@ -46,7 +46,7 @@ from rftmega.media.placed import PlacedPicture, RowPictures, pictures_of
 from rftmega.media.placed_waveform import PlacedWaveform
 from rftmega.media.processor import PictureProcessor
 from rftmega.megatron import forward, offload
-from rftmega.megatron.adapters import Adapters, sum_of_base
+from rftmega.megatron.adapters import Adapters, Replicas, sum_of_base
 from rftmega.megatron.binding import Bound, bind
 from rftmega.megatron.load import (
     HEAD,
@@ -146,7 +146,7 @@ class MegatronModelManager:
         with placement.active():
             pieces, _ = pieces_of(self.chunks, self.bound)
         # of what is learnt: which of equal holders this process is
-        self.replicas = [[piece.replica for piece in found] for found in pieces]
+        self.replicas: Sequence[Replicas] = [[piece.replica for piece in found] for found in pieces]
         self.learnt = self.bound
         self.adapters: Adapters | None = None
         if self._adapted:

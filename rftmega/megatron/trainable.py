@@ -111,7 +111,7 @@ class MegatronModel:
         from; of a model with adapters these, and a checksum of its "base".
         """
         cfg = self.manager.cfg
-        said = {
+        said: dict[str, Any] = {
             "hf_config": self.manager.hf_config,
             "dtype": str(self.manager.config.params_dtype),
             "layout": asdict(cfg.parallel),
@@ -119,8 +119,8 @@ class MegatronModel:
         }
         if (adapters := self.manager.adapters) is not None:
             lora = cfg.model.lora
-            said["adapters"] = {"rank": lora.rank, "alpha": lora.alpha}
-            said["adapters"] |= {"targets": sorted(adapters.targets)}
+            targets = sorted(adapters.targets)
+            said["adapters"] = {"rank": lora.rank, "alpha": lora.alpha, "targets": targets}
             said["base"] = self.manager.sum_of_base
         return said
 

@@ -6,20 +6,28 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from rftmega.algorithms.supervised import cross_entropy_loss
+from rftmega.checkpoint.run_checkpoints import TrainingCheckpoints
+from rftmega.checkpoint.training import TrainingReader
 from rftmega.config import LoRA, OptimizerConfig, ParallelConfig
+from rftmega.device.residency import ADAM, GRADIENTS, PARAMETERS
+from rftmega.errors import CheckpointError, NothingLearnt
 from rftmega.experience import given
-from rftmega.megatron import MegatronActor
+from rftmega.megatron import MegatronActor, adapters
 from rftmega.parallel.topology import Topology
-from rftmega.weights import Exporter
+from rftmega.strategy.export import export
+from rftmega.weights import EngineWeights, Exporter
 from tests import plain_adapters
+from tests.block_engine import BlockEngine
 from tests.layouts import config_of, rows_of
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 
 P = ParallelConfig
 RANK, ALPHA, STEPS = 4, 6.0, 3
+TOLERANCE = 1e-5
 ROWS = [
     [(37 * i + 11 * b) % 131 for i in range(n)] for b, n in enumerate((30, 2, 17, 5, 26, 9, 3, 21))
 ]
@@ -27,7 +35,7 @@ PLAIN = OptimizerConfig(learning_rate=1e-2, epsilon=1e-4, weight_decay=0.1, clip
 SHARDED = replace(PLAIN, distributed=True)
 OVERLAPPED = replace(SHARDED, overlap_grad_reduce=True, overlap_param_gather=True)
 Case = tuple[int, ParallelConfig, OptimizerConfig]
-QUICK: dict[str, Case] = {
+LAYOUTS: dict[str, Case] = {
     "TP1": (1, P(), PLAIN),
     "TP2": (2, P(tensor=2), PLAIN),
     "TP2, SP": (2, P(tensor=2, sequence=True), PLAIN),
@@ -36,14 +44,19 @@ QUICK: dict[str, Case] = {
     "CP2": (2, P(context=2), PLAIN),
     "DP2, distributed optimizer": (2, P(), SHARDED),
     "full recompute": (1, P(recompute="full"), PLAIN),
-}
-EXHAUSTIVE: dict[str, Case] = {
-    "DP2, distributed optimizer, overlapped": (2, P(), OVERLAPPED),
+    # behind a frozen embedding the first stage alone would lose its gradients
+    "PP2, full recompute": (2, P(pipeline=2, recompute="full"), PLAIN),
+    "TP2, distributed optimizer": (2, P(tensor=2), SHARDED),
+    "DP2, overlapped": (2, P(), OVERLAPPED),
     "TP4 (2 key-value heads)": (4, P(tensor=4), SHARDED),
+    "TP2 x PP2": (4, P(tensor=2, pipeline=2), PLAIN),
     "TP2 x PP2, SP, full recompute": (4, P(tensor=2, pipeline=2, sequence=True, recompute="full"), SHARDED),
     "TP2 x CP2, SP, selective recompute": (4, P(tensor=2, context=2, sequence=True, recompute="selective"), SHARDED),
     "PP2 x VPP2 x DP2, overlapped": (4, P(pipeline=2, virtual_pipeline=2), OVERLAPPED),
+    "EP2": (2, P(expert=2), SHARDED),
 }  # fmt: skip
+QUICK = list(LAYOUTS)[:9]
+EXHAUSTIVE = list(LAYOUTS)[9:-1]
 
 
 def actor_of(
@@ -73,13 +86,13 @@ def learn_body(
     actor = actor_of(folder, adapter, case, targets)
     told = learn(actor, STEPS)
     actor.manager.finish_param_sync()
-    adapters = actor.adapters()
-    assert adapters is not None
-    return told, whole(adapters.shards, actor)
+    held = actor.adapters()
+    assert held is not None
+    return told, whole(held.shards, actor)
 
 
 def assert_learns_as_plain_torch(
-    tmp_path: Path, variant: str, cases: dict[str, Case], targets: tuple[str, ...] = ()
+    tmp_path: Path, variant: str, case: Case, targets: tuple[str, ...] = ()
 ) -> None:
     folder = save_tiny(tmp_path / "model", variant)
     chosen = targets or plain_adapters.ALL
@@ -97,51 +110,273 @@ def assert_learns_as_plain_torch(
         betas=(PLAIN.beta1, PLAIN.beta2),
     )
     assert wanted[-1][0] < wanted[0][0] - 0.05, "nothing was learnt, so nothing was compared"
-    for name, case in cases.items():
-        (told, found), *_ = run_ranks(case[0], learn_body, folder, adapter, case, targets)
-        worst = max(
-            abs(x - y) / y
-            for a, b in zip(told, wanted, strict=True)
-            for x, y in zip(a, b, strict=True)
-        )
-        print(name, worst)
-        assert worst < 1e-5, (name, told, wanted)
-        for module, (a, b) in plain_adapters.pairs_of(model).items():
-            for matrix, ours in ((a, "lora_A"), (b, "lora_B")):
-                torch.testing.assert_close(
-                    found[f"{module}.{ours}.weight"],
-                    matrix,
-                    atol=2e-5,
-                    rtol=1e-4,
-                    msg=lambda text: f"{name}, {module}: {text}",
-                )
+    (told, found), *_ = run_ranks(case[0], learn_body, folder, adapter, case, targets)
+    for ours, theirs in zip(told, wanted, strict=True):
+        assert ours == pytest.approx(theirs, rel=TOLERANCE)
+    for module, pair in plain_adapters.pairs_of(model).items():
+        matrices = [found[f"{module}.lora_{letter}.weight"] for letter in "AB"]
+        torch.testing.assert_close(matrices, list(pair), atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", QUICK)
 def test_three_steps_of_adapters_are_those_of_plain_torch(name: str, tmp_path: Path) -> None:
-    assert_learns_as_plain_torch(tmp_path, "qwen3", {name: QUICK[name]})
+    assert_learns_as_plain_torch(tmp_path, "qwen3", LAYOUTS[name])
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", EXHAUSTIVE)
 def test_adapters_learn_as_in_plain_torch_in_larger_layouts(name: str, tmp_path: Path) -> None:
-    assert_learns_as_plain_torch(tmp_path, "qwen3", {name: EXHAUSTIVE[name]})
+    assert_learns_as_plain_torch(tmp_path, "qwen3", LAYOUTS[name])
 
 
 @pytest.mark.parametrize(
-    ("variant", "targets", "case"),
+    ("variant", "targets", "name"),
     [
-        ("qwen3", ("q_proj", "v_proj", "up_proj"), (4, P(tensor=4), PLAIN)),
-        # the embedding is on both stages, and frozen
-        ("qwen3-tied", (), (2, P(pipeline=2), PLAIN)),
-        ("olmo2", (), (2, P(tensor=2), PLAIN)),  # norms behind the layers
-        ("phi3", ("qkv_proj", "gate_up_proj"), (2, P(tensor=2, sequence=True), PLAIN)),
-        ("qwen2", ("k_proj", "o_proj"), (2, P(tensor=2, sequence=True), SHARDED)),  # biases
-        ("qwen3-moe", ("q_proj", "k_proj", "v_proj", "o_proj"), (2, P(expert=2), SHARDED)),
+        ("qwen3", ("q_proj", "v_proj", "up_proj"), "TP4 (2 key-value heads)"),
+        ("qwen3-tied", (), "PP2"),  # the embedding is on both stages, and frozen
+        ("olmo2", (), "TP2"),  # norms behind the layers
+        ("phi3", ("qkv_proj", "gate_up_proj"), "TP2, SP"),  # one HF tensor each
+        ("qwen2", ("k_proj", "o_proj"), "TP2, SP"),  # biases
+        ("qwen3-moe", ("q_proj", "k_proj", "v_proj", "o_proj"), "EP2"),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_adapters_on_some_layers_of_other_models_learn_as_in_plain_torch(
-    variant: str, targets: tuple[str, ...], case: Case, tmp_path: Path
+    variant: str, targets: tuple[str, ...], name: str, tmp_path: Path
 ) -> None:
-    assert_learns_as_plain_torch(tmp_path, variant, {str(case): case}, targets)
+    assert_learns_as_plain_torch(tmp_path, variant, LAYOUTS[name], targets)
+
+
+def memory_body(world: Any, folder: Path, case: Case) -> tuple[int, int, dict[str, int], set[str]]:
+    """(elements of the adapters here, all elements, bytes by part, kinds of a checkpoint's tensors)"""
+    actor = actor_of(folder, "", case)
+    learn(actor, 1)
+    kept = {box.key for box in actor.training_tensors()}
+    assert all(".lora_" in key for key in kept), kept
+    learnt = sum(item.parameter.numel() for item in actor.manager.learnt)
+    held = sum(p.numel() for chunk in actor.manager.chunks for p in chunk.parameters())
+    return learnt, held, actor.residency.bytes(), {key.split("/")[0] for key in kept}
+
+
+@pytest.mark.parametrize("name", ["TP1", "TP2, distributed optimizer"])
+def test_only_adapters_have_gradients_and_an_optimizers_state(name: str, tmp_path: Path) -> None:
+    folder, case = save_tiny(tmp_path, "qwen3"), LAYOUTS[name]
+    for learnt, held, bytes_of, kinds in run_ranks(case[0], memory_body, folder, case):
+        assert 0 < learnt < held / 4
+        assert bytes_of[PARAMETERS] == 4 * held
+        assert bytes_of[ADAM] == 8 * learnt
+        assert 4 * learnt <= bytes_of[GRADIENTS] < 4 * learnt + 2048  # buffers are padded
+        assert kinds == {"weights", "exp_avg", "exp_avg_sq"}
+
+
+def reference_body(world: Any, folder: Path, adapter: Path, case: Case) -> Any:
+    actor = actor_of(folder, adapter, case, keep_reference=True, dropout=0.1)
+    rows = rows_of(ROWS)
+    learn(actor, 1)
+    on = actor.log_probs(rows).logp
+    off = actor.reference_log_probs(rows).logp
+    assert torch.equal(actor.log_probs(rows).logp, on), "the adapters are not on again"
+    plain = MegatronActor(config_of(folder, case[1], case[2]), Topology.create(case[1], seed=1))
+    return on, off, plain.log_probs(rows).logp
+
+
+@pytest.mark.parametrize("name", ["TP2, SP", "PP2"])
+def test_the_reference_is_the_policy_with_its_adapters_off(name: str, tmp_path: Path) -> None:
+    folder, case = save_tiny(tmp_path / "model", "qwen3"), LAYOUTS[name]
+    pairs = plain_adapters.random_pairs(folder, rank=RANK)
+    adapter = plain_adapters.write_pairs(tmp_path / "adapter", pairs, alpha=ALPHA)
+    for on, off, plain in run_ranks(case[0], reference_body, folder, adapter, case):
+        assert torch.equal(off, plain)
+        assert (on - off).abs().max() > 0.05
+
+
+def fresh_body(world: Any, folder: Path, case: Case) -> Any:
+    actor = actor_of(folder, "", case)
+    rows = rows_of(ROWS)
+    held = actor.adapters()
+    assert held is not None
+    before, matrices = actor.log_probs(rows).logp, whole(held.shards, actor)
+    with actor.manager.adapters.switched_off():
+        off = actor.log_probs(rows).logp
+    return before, off, matrices, learn(actor, 1)
+
+
+def test_fresh_adapters_change_nothing_and_are_the_same_in_every_layout(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path, "qwen3")
+    cases: list[Case] = [(1, P(), PLAIN), (4, P(tensor=2, pipeline=2), PLAIN)]
+    found = [run_ranks(case[0], fresh_body, folder, case)[0] for case in cases]
+    for before, off, matrices, _ in found:
+        assert torch.equal(before, off)
+        for name, matrix in matrices.items():
+            if ".lora_A." in name:
+                bound = matrix.shape[1] ** -0.5
+                assert 0.9 * bound < matrix.abs().max() <= bound
+            else:
+                assert not matrix.any()
+    (_, _, one, told), (_, _, other, again) = found
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert told[0] == pytest.approx(again[0], rel=TOLERANCE)
+
+
+def zero_body(world: Any, folder: Path, case: Case, cured: bool) -> str:
+    if not cured:
+        adapters.let_gradients_begin = lambda embedding: None
+    actor = actor_of(folder, "", case)
+    try:
+        learn(actor, 1)
+    except NothingLearnt as raised:
+        return str(raised)
+    # nothing pulls: all advantages are 0
+    nothing = given(rows_of(ROWS))
+    nothing = replace(nothing, mask=torch.zeros_like(nothing.mask))
+    assert actor.step(nothing, cross_entropy_loss())["grad_norm"] == 0
+    return ""
+
+
+def test_a_gradient_that_is_lost_behind_a_frozen_embedding_is_refused(tmp_path: Path) -> None:
+    folder, case = save_tiny(tmp_path, "qwen3"), LAYOUTS["full recompute"]
+    assert run_ranks(1, zero_body, folder, case, True) == [""]
+    (lost,) = run_ranks(1, zero_body, folder, case, False)
+    assert "no gradient reaches the adapters" in lost
+    # of two processes with the same layers each has half of the rows
+    for text in run_ranks(2, zero_body, folder, case, False):
+        assert text == lost
+
+
+def dropout_body(world: Any, folder: Path, adapter: Path, case: Case) -> Any:
+    found = []
+    for share in (0.0, 0.5):
+        lora = LoRA(rank=RANK, alpha=ALPHA, dropout=share, path=str(adapter))
+        config = config_of(folder, case[1], case[2], lora=lora)
+        actor = MegatronActor(config, Topology.create(case[1], seed=1))
+        scored = actor.log_probs(rows_of(ROWS)).logp
+        told = learn(actor, 2)
+        matrices = {
+            f"{item.hf_names} {item.rank}": item.parameter.detach().clone()
+            for item in actor.manager.learnt
+        }
+        found.append((scored, told, matrices))
+    return found
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_adapters_drop_while_learning_alone_and_replicas_stay_alike(
+    sequence: bool, tmp_path: Path
+) -> None:
+    folder = save_tiny(tmp_path / "model", "qwen3")
+    pairs = plain_adapters.random_pairs(folder, rank=RANK)
+    adapter = plain_adapters.write_pairs(tmp_path / "adapter", pairs, alpha=ALPHA)
+    case = (2, P(tensor=2, sequence=sequence), PLAIN)
+    (plain, dropping), (_, other) = run_ranks(2, dropout_body, folder, adapter, case)
+    assert torch.equal(plain[0], dropping[0])
+    assert plain[1][0][0] != pytest.approx(dropping[1][0][0], rel=1e-4)
+    for name in dropping[2].keys() & other[2].keys():  # those that every rank has whole
+        torch.testing.assert_close(dropping[2][name], other[2][name], atol=1e-6, rtol=0)
+
+
+def kept_by(actor: MegatronActor, folder: Path) -> TrainingCheckpoints:
+    return TrainingCheckpoints(folder, {"policy": actor}, actor.manager.cfg)
+
+
+def save_body(world: Any, model: Path, folder: Path, case: Case) -> list[tuple[float, float]]:
+    actor = actor_of(model, "", case)
+    learn(actor, 2)
+    kept_by(actor, folder).save({}, step=2)
+    return learn(actor, 3)
+
+
+def resume_body(
+    world: Any, model: Path, folder: Path, case: Case, rank: int
+) -> list[tuple[float, float]] | str:
+    lora = LoRA(rank=rank, alpha=ALPHA)
+    config = config_of(model, case[1], case[2], lora=lora)
+    actor = MegatronActor(config, Topology.create(case[1], seed=1))
+    actor.topology.set_random_state(actor.random_state())
+    try:
+        assert kept_by(actor, folder).load(folder / "step_000002") == {}
+    except CheckpointError as raised:
+        return str(raised)
+    return learn(actor, 3)
+
+
+def test_a_run_of_adapters_goes_on_bit_for_bit_from_a_checkpoint_that_holds_no_other_weights(
+    tmp_path: Path,
+) -> None:
+    model, folder = save_tiny(tmp_path / "model", "qwen3"), tmp_path / "kept"
+    case = (2, P(tensor=2), SHARDED)
+    expected, *_ = run_ranks(2, save_body, model, folder, case)
+    reader = TrainingReader(folder / "step_000002")
+    assert {key.split("/")[1] for key in reader.stored} == {"weights", "exp_avg", "exp_avg_sq"}
+    assert all(".lora_" in key for key in reader.stored)
+    assert run_ranks(2, resume_body, model, folder, case, RANK)[0] == expected
+    elsewhere = (2, P(pipeline=2, virtual_pipeline=2), PLAIN)
+    found = run_ranks(2, resume_body, model, folder, elsewhere, RANK)[0]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=TOLERANCE)
+
+
+def test_adapters_of_another_rank_or_on_other_weights_are_not_resumed(tmp_path: Path) -> None:
+    model, folder = save_tiny(tmp_path / "model", "qwen3"), tmp_path / "kept"
+    run_ranks(1, save_body, model, folder, (1, P(), PLAIN))
+    (other,) = run_ranks(1, resume_body, model, folder, (1, P(), PLAIN), 2 * RANK)
+    assert "rank=4" in other and "rank=8" in other
+    (none,) = run_ranks(1, resume_body, model, folder, (1, P(), PLAIN), 0)
+    assert "this run with no adapters" in none
+    strange = save_tiny(tmp_path / "strange", "qwen3", seed=1)
+    for ranks, parallel in ((1, P()), (2, P(tensor=2))):
+        found = run_ranks(ranks, resume_body, strange, folder, (ranks, parallel, PLAIN), RANK)
+        assert all("belong to other weights" in text for text in found)
+
+
+def merge_body(world: Any, folder: Path, adapter: Path, case: Case, target: Path) -> None:
+    actor = actor_of(folder, adapter, case, ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj"))
+    frozen = [item.parameter.clone() for item in actor.manager.bound]
+    learn(actor, 2)
+    actor.manager.finish_param_sync()
+    export(actor, target, actor.manager.cfg.trainer)
+    by_hand = plain_adapters.merged_by_hand(folder, Path(f"{target}_adapter"))
+    ranks = 2
+    engine = BlockEngine(world.rank % ranks, ranks)
+    pushed = EngineWeights(actor.shards(), engine, bucket_bytes=30_000)
+    for version in range(2):
+        pushed.push(version=version)
+        for name, tensor in by_hand.items():
+            wanted = engine.block(name, tensor).float()
+            torch.testing.assert_close(engine.loaded[name], wanted, atol=1e-6, rtol=1e-5)
+        assert all(each.held == each.sent == each.received for each in pushed.checksums())
+        learn(actor, 1)
+        actor.manager.finish_param_sync()
+        export(actor, f"{target}_{version}", actor.manager.cfg.trainer)
+        by_hand = plain_adapters.merged_by_hand(folder, Path(f"{target}_{version}_adapter"))
+    for before, item in zip(frozen, actor.manager.bound, strict=True):
+        assert torch.equal(before, item.parameter), "the frozen weights changed"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "TP2, distributed optimizer",
+        pytest.param("TP2 x PP2", marks=pytest.mark.ranks),
+        pytest.param("PP2 x VPP2 x DP2, overlapped", marks=pytest.mark.ranks),
+    ],
+)
+def test_what_is_exported_and_pushed_is_the_base_and_the_product_of_its_pair(
+    name: str, tmp_path: Path
+) -> None:
+    case = LAYOUTS[name]
+    folder, target = save_tiny(tmp_path / "model", "qwen3"), tmp_path / "out"
+    targets = ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")
+    pairs = plain_adapters.random_pairs(folder, rank=RANK, targets=targets)
+    adapter = plain_adapters.write_pairs(tmp_path / "adapter", pairs, alpha=ALPHA)
+    run_ranks(case[0], merge_body, folder, adapter, case, target)
+    (file,) = target.glob("*.safetensors")
+    merged = load_file(file)
+    by_hand = plain_adapters.merged_by_hand(folder, tmp_path / "out_adapter")
+    base = load_file(folder / "model.safetensors")
+    assert merged.keys() == by_hand.keys()
+    for name, tensor in by_hand.items():
+        torch.testing.assert_close(merged[name], tensor.float(), atol=1e-6, rtol=1e-5)
+        changed = name.split(".")[-2] in targets
+        assert torch.equal(merged[name], base[name]) != changed, name
+    written = load_file(tmp_path / "out_adapter" / "adapter_model.safetensors")
+    assert {name.split(".")[-3] for name in written} == set(targets)

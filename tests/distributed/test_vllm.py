@@ -16,7 +16,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from rftmega.algorithms.losses import policy_loss
-from rftmega.config import ParallelConfig, RolloutConfig
+from rftmega.config import LoRA, ParallelConfig, RolloutConfig
 from rftmega.dispatch.colocated_weights import ColocatedWeights
 from rftmega.errors import EngineError
 from rftmega.parallel.collectives import gather_objects
@@ -27,6 +27,7 @@ from rftmega.types import Completion, Experience, Prompt, Sampling
 from rftmega.weights import EngineWeights, Exporter
 from tests.block_scales import plain_folder, quantise_folder
 from tests.layouts import build_actor, build_manager, rows_of
+from tests.plain_adapters import random_pairs, write_pairs
 from tests.ranks import run_ranks
 from tests.rollouts import completion_of, pool_of, response_of
 from tests.tiny_models import save_tiny
@@ -80,7 +81,9 @@ def by_loader_itself(weights: ColocatedWeights, engine: Any, version: int) -> li
     return engine.generate(PROMPTS, seeds=[1, 2, 3], sampling=Sampling(0.7))  # type: ignore[no-any-return]
 
 
-def agreement_body(world: Any, folder: Path, parallel: ParallelConfig, engine_size: int) -> Any:
+def agreement_body(
+    world: Any, folder: Path, parallel: ParallelConfig, engine_size: int, lora: LoRA | None = None
+) -> Any:
     from rftmega.rollout.source import PolicySource
     from rftmega.rollout.vllm import VLLMEngine
 
@@ -92,7 +95,7 @@ def agreement_body(world: Any, folder: Path, parallel: ParallelConfig, engine_si
         cpu_cache_gib=0.05,
         max_batch=8,
     )
-    actor = build_actor(folder, parallel, temperature=0.7, token_cap=512)
+    actor = build_actor(folder, parallel, temperature=0.7, token_cap=512, lora=lora)
     engine = VLLMEngine(folder, config, world, dtype="float32", stop_ids=[STOP])
     oracle = TransformersEngine(folder, config, stop_ids=[STOP], where=torch.device("cpu"))
     turns = DevicePhases({"policy": actor.manager.residency}, engine=engine, offload=True)
@@ -217,6 +220,19 @@ def test_vllm_agrees_with_the_trainer_and_with_transformers(
         shared.touch()  # as a killed run leaves it
     results = run_ranks(world, agreement_body, folder, parallel, engine_size, timeout=300)
     assert not shared.exists()
+    assert_agree(results)
+
+
+def test_vllm_says_what_a_policy_with_adapters_says(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "model", "qwen3", hidden_size=128)
+    pairs = random_pairs(folder, rank=8)
+    adapter = write_pairs(tmp_path / "adapter", pairs, alpha=16)
+    lora = LoRA(rank=8, alpha=16, path=str(adapter))
+    layout = ParallelConfig(tensor=2)
+    assert_agree(run_ranks(2, agreement_body, folder, layout, 1, lora, timeout=300))
+
+
+def assert_agree(results: list[Any]) -> None:
     for found in results:
         for version, turn in enumerate(found):
             assert turn["gap"] < 1e-5
