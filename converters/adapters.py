@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from rftmega.converters.decoder import ATTENTION, MLP
 from rftmega.converters.rules import QKV, Column, HFTensor, Replicated, Row, Rule
+from rftmega.converters.vision import HEARS, MODULE
 from rftmega.errors import ConfigError
 
 WEIGHT = ".weight"
@@ -44,6 +45,10 @@ def adapted_layers(
     Raises ConfigError for a target that the model does not have, for one within experts, and for a
     model that can have no adapters.
     """
+    if any(rule.megatron[0].startswith((MODULE, HEARS)) for rule in rules):
+        raise ConfigError(
+            "model.lora.rank: the model has a tower that sees or hears, and can't have adapters yet. Set it to 0."
+        )
     linear = [rule for rule in rules if _is_linear(rule)]
     if not any(isinstance(rule, QKV) for rule in linear):
         raise ConfigError(

@@ -5,6 +5,7 @@ from pathlib import Path
 from rftmega import device
 from rftmega.config import ParallelConfig, RunConfig
 from rftmega.converters import shard_shape, table
+from rftmega.converters.adapters import adapted_layers
 from rftmega.converters.block_scales import block_scales
 from rftmega.device import hardware
 from rftmega.errors import CheckpointError, ConfigError
@@ -17,6 +18,8 @@ from rftmega.hf_folders.decoder import (
 from rftmega.hf_folders.export_folder import MARK, is_anothers
 from rftmega.hf_folders.hf_folder import HFFolder
 from rftmega.hf_folders.meta_decoder import on_meta
+from rftmega.hf_folders.peft_folder import CONFIG as PEFT_CONFIG
+from rftmega.hf_folders.peft_folder import PEFTFolder
 from rftmega.hf_folders.tensor_plan import styles_of
 from rftmega.json_files import read_json_object
 from rftmega.model_providers.description import (
@@ -56,7 +59,7 @@ def preflight(
         if config.backend == "fsdp":
             longest = config.rollout.max_row_tokens
             found += beyond_its_positions(read_config(config.model.path), longest)
-        found += _value_models(config, model)
+        found += _value_models(config, model) + _adapters(config)
         megatron = config.backend == "megatron"
         if (
             megatron
@@ -119,12 +122,32 @@ def _layout_violations(
     return []
 
 
+def _adapters(config: RunConfig) -> list[str]:
+    """Lists why the model can't have the adapters that it is to have, or begin with those of a
+    folder.
+    """
+    lora = config.model.lora
+    if config.backend != "megatron" or not lora.rank or config.algorithm.task == "reward_model":
+        return []
+    rules = table(read_hf_config(config.model.path))
+    try:
+        layers = adapted_layers(rules, rank=lora.rank, targets=lora.targets)
+        targets = {target for layer in layers for target in layer.targets}
+        if lora.path and (Path(lora.path) / PEFT_CONFIG).is_file():
+            PEFTFolder(lora.path, rank=lora.rank, alpha=lora.alpha, targets=targets)
+    except (ConfigError, CheckpointError) as error:
+        return [str(error)]
+    return []
+
+
 def _exports(config: RunConfig) -> list[str]:
     """Folders that the run would have to replace at its end, and may not."""
     if not config.trainer.export:
         return []
     folders = [Path(config.exported)]
     folders += [Path(f"{config.exported}_ema")] if config.algorithm.ema_beta else []
+    if config.model.lora.rank:
+        folders += [Path(f"{folder}_adapter") for folder in folders]
     return [
         f"{folder} is there, and no export made it (it has no {MARK}): the model could not go there. Move it away, choose "
         "another trainer.output, or set trainer.export=false."

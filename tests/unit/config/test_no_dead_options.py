@@ -292,6 +292,16 @@ ELSEWHERE = {
         "distributed/test_vision.py",
         "vision_learning_rate",
     ),
+    **{
+        f"model.lora.{name}": (value, "distributed/test_adapters.py", word)
+        for name, value, word in (
+            ("rank", "8", "rank=RANK"),
+            ("alpha", "8", "alpha=ALPHA"),
+            ("targets", "[q_proj]", "targets=list(targets)"),
+            ("dropout", "0.1", "dropout=share"),
+            ("path", "x", "path=str(adapter)"),
+        )
+    },
     "backend": ("fsdp", "distributed/test_fsdp.py", 'backend="fsdp"'),
     **{
         f"{model}parallel.{name}": (value, "invariance.py", f"{name}=")

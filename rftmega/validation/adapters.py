@@ -1,0 +1,79 @@
+"""Checks of adapters: what has none, and what they can't be on."""
+
+from pathlib import Path
+
+from rftmega.config.schema import RunConfig
+from rftmega.errors import RFTMegaError
+from rftmega.json_files import read_json_object
+from rftmega.options.adapters import HF_TARGETS, MEGATRON_TARGETS, RANKS, LoRA
+
+TOWERS = ("vision_config", "audio_config")
+
+
+def adapters(config: RunConfig) -> list[str]:
+    """Lists what is wrong with model.lora; which layers a model has, its table says later."""
+    lora = config.model.lora
+    if not lora.rank:
+        plain = LoRA()
+        return [
+            f"model.lora.{name}={value} needs model.lora.rank above 0: there are no adapters. Leave it out."
+            for name in ("alpha", "targets", "dropout", "path")
+            if (value := getattr(lora, name)) != getattr(plain, name)
+        ]
+    return _unsupported(config) + _of_engine(config) + _targets(lora) + _path(lora)
+
+
+def _unsupported(config: RunConfig) -> list[str]:
+    found = []
+    said = f"model.lora.rank={config.model.lora.rank}"
+    if config.backend == "fsdp":
+        found.append(
+            f"{said} needs backend=megatron; backend=fsdp trains all of a model. Set it to 0."
+        )
+    if config.algorithm.task == "reward_model":
+        found.append(
+            f"{said}: algorithm.task=reward_model trains a value model, which can't have adapters. Set it to 0."
+        )
+    elif config.algorithm.advantage.needs_critic:
+        found.append(
+            f"{said}: algorithm.advantage.type={config.algorithm.advantage.type} trains a critic, which can't have adapters. "
+            "Take an advantage without one, such as group_norm, or set it to 0."
+        )
+    if any(_fields(config).get(tower) for tower in TOWERS):
+        found.append(
+            f"{said}: {config.model.path} has a tower that sees or hears; such models can't have adapters yet. Set it to 0."
+        )
+    return found
+
+
+def _fields(config: RunConfig) -> dict[str, object]:
+    """Reads config.json; others tell where it can't be read."""
+    try:
+        return read_json_object(Path(config.model.path) / "config.json")
+    except (OSError, RFTMegaError):
+        return {}
+
+
+def _of_engine(config: RunConfig) -> list[str]:
+    rank = config.model.lora.rank
+    if config.algorithm.task != "rl" or config.rollout.engine != "vllm" or rank in RANKS:
+        return []
+    return [
+        f"model.lora.rank={rank} is none that vLLM serves (max_lora_rank). Choose one of: {', '.join(map(str, RANKS))}."
+    ]
+
+
+def _targets(lora: LoRA) -> list[str]:
+    known = (*HF_TARGETS, *MEGATRON_TARGETS)
+    unknown = [name for name in lora.targets if name not in known]
+    if not unknown:
+        return []
+    return [
+        f"model.lora.targets: {', '.join(unknown)} is no linear layer of attention or MLP. Choose from: {', '.join(known)}."
+    ]
+
+
+def _path(lora: LoRA) -> list[str]:
+    if not lora.path or (Path(lora.path) / "adapter_config.json").is_file():
+        return []
+    return [f"model.lora.path={lora.path} has no adapter_config.json: it is no folder of PEFT."]

@@ -1,0 +1,66 @@
+"""Which layers have adapters follows from the tables alone."""
+
+from typing import Any
+
+import pytest
+
+from rftmega.converters import FAMILIES, table
+from rftmega.converters.adapters import adapted_layers
+from rftmega.converters.rules import QKV, Replicated, Row, shard_shape
+from rftmega.options.adapters import HF_TARGETS, MEGATRON_TARGETS
+from tests.tiny_models import VARIANTS
+
+DENSE = ["llama", "qwen2", "qwen3", "olmo2", "phi3", "seed-oss", "mistral-window"]
+
+
+def rules_of(variant: str) -> Any:
+    from tests.tiny_models import SHAPE
+
+    kind, changes = VARIANTS[variant]
+    return table(kind(**(SHAPE | changes)).to_dict())
+
+
+@pytest.mark.parametrize("variant", DENSE)
+def test_without_targets_every_linear_layer_of_a_decoder_has_an_adapter(variant: str) -> None:
+    layers = adapted_layers(rules_of(variant), rank=8, targets=[])
+    found = {target for layer in layers for target in layer.targets}
+    fused = {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
+    plain = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert found == (fused if variant == "phi3" else plain)
+
+
+def test_the_names_that_options_know_are_those_of_the_tables() -> None:
+    hf, megatron = set(), set()
+    for variant in DENSE:
+        for layer in adapted_layers(rules_of(variant), rank=8, targets=[]):
+            hf |= set(layer.targets)
+            megatron.add(layer.base.megatron[0].split(".")[-2])
+    assert hf == set(HF_TARGETS)
+    assert megatron == set(MEGATRON_TARGETS)
+    assert {"llama", "phi3"} <= set(FAMILIES)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_pair_is_cut_as_its_weight_is(ranks: int) -> None:
+    for layer in adapted_layers(rules_of("qwen3"), rank=8, targets=[]):
+        for rank in range(ranks):
+            out, into = shard_shape(layer.base, rank, ranks)
+            split = (rank, ranks)
+            down, up = (split, (0, 1)) if layer.row_parallel else ((0, 1), split)
+            pairs = len(layer.parts)
+            assert shard_shape(layer.down, *down) == (8 * pairs, into)
+            assert shard_shape(layer.up, *up) == (out, 8)
+        assert layer.row_parallel == isinstance(layer.base, Row)
+        assert isinstance(layer.up, Replicated if layer.row_parallel else type(layer.base))
+
+
+def test_some_of_the_parts_of_one_weight_can_have_pairs() -> None:
+    chosen = adapted_layers(rules_of("qwen3"), rank=8, targets=["q_proj", "v_proj", "linear_fc2"])
+    by_rule = {type(layer.base): layer for layer in chosen}
+    assert by_rule[QKV].parts == (0, 2)
+    assert [tensor.name for tensor in by_rule[QKV].down.hf] == [
+        "model.layers.{layer}.self_attn.q_proj.lora_A.weight",
+        "model.layers.{layer}.self_attn.v_proj.lora_A.weight",
+    ]
+    assert by_rule[Row].targets == ("down_proj",)
+    assert len(chosen) == 2

@@ -1,0 +1,94 @@
+"""Adapters that can't be are refused before a model is built."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rftmega.config import LoRA, load
+from rftmega.errors import ConfigError
+from rftmega.launch.preflight import preflight
+from rftmega.validation.adapters import adapters
+from tests import plain_adapters
+from tests.unit.launch.test_preflight import P, config_of
+
+
+def reasons(folder: Path, *options: str) -> list[str]:
+    (folder / "run.yaml").write_text(f"model: {{path: {folder}}}")
+    return adapters(load(folder / "run.yaml", list(options)))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["model.lora.alpha=8"], "model.lora.alpha=8.0 needs model.lora.rank above 0"),
+        (["model.lora.targets=[q_proj]"], "model.lora.targets=['q_proj'] needs model.lora.rank"),
+        (["model.lora.dropout=0.1"], "model.lora.dropout=0.1 needs model.lora.rank"),
+        (["model.lora.path=x"], "model.lora.path=x needs model.lora.rank"),
+        (["model.lora.rank=8", "backend=fsdp"], "model.lora.rank=8 needs backend=megatron"),
+        (["model.lora.rank=8", "algorithm.advantage=gae"], "trains a critic"),
+        (["model.lora.rank=8", "algorithm.task=reward_model"], "trains a value model"),
+        (["model.lora.rank=12", "rollout.engine=vllm"], "Choose one of: 1, 8, 16, 32, 64, 128"),
+        (["model.lora.rank=8", "model.lora.targets=[lm_head]"], "lm_head is no linear layer"),
+        (
+            ["model.lora.rank=8", "model.lora.path=x"],
+            "model.lora.path=x has no adapter_config.json",
+        ),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_what_has_no_adapters_or_can_have_none_is_refused(
+    options: list[str], said: str, tmp_path: Path
+) -> None:
+    found = reasons(tmp_path, *options)
+    assert len(found) == 1
+    assert said in found[0]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        ["model.lora.rank=12", "rollout.engine=transformers"],
+        ["model.lora.rank=12", "rollout.engine=vllm", "algorithm.task=sft"],
+        ["model.lora.rank=320", "model.lora.targets=[linear_qkv,down_proj]", "rollout.engine=vllm"],
+    ],
+)
+def test_adapters_that_can_be_are_let_through(options: list[str], tmp_path: Path) -> None:
+    assert reasons(tmp_path, *options) == []
+
+
+def test_a_model_with_a_tower_can_have_no_adapters_yet(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"vision_config": {"depth": 1}}))
+    assert "has a tower" in reasons(tmp_path, "model.lora.rank=8")[0]
+
+
+@pytest.mark.parametrize(
+    ("variant", "lora", "said"),
+    [
+        ("phi3", LoRA(rank=8, targets=["q_proj"]), "q_proj can't have an adapter in this model"),
+        ("qwen3-moe", LoRA(rank=8), "experts can't have adapters"),
+        ("qwen3-moe", LoRA(rank=8, targets=["down_proj"]), "Choose from: k_proj, linear_proj"),
+        ("deepseek-v3", LoRA(rank=8), "latent attention"),
+    ],
+)
+def test_layers_that_the_model_does_not_have_are_told_before_it_is_built(
+    variant: str, lora: LoRA, said: str, tmp_path: Path
+) -> None:
+    config = config_of(tmp_path, variant, P(), "scripted")
+    config.model.lora = lora
+    with pytest.raises(ConfigError, match=said):
+        preflight(config, 1)
+
+
+def test_an_adapters_folder_of_another_rank_is_told_before_the_model_is_built(
+    tmp_path: Path,
+) -> None:
+    config = config_of(tmp_path, "qwen3", P(), "scripted")
+    pairs = plain_adapters.random_pairs(Path(config.model.path), rank=8)
+    folder = plain_adapters.write_pairs(tmp_path / "adapter", pairs, alpha=32)
+    config.model.lora = LoRA(rank=8, alpha=32, path=str(folder))
+    preflight(config, 1)
+    config.model.lora = LoRA(rank=16, alpha=32, path=str(folder))
+    with pytest.raises(ConfigError, match="r=8 is not 16, which model.lora.rank says"):
+        preflight(config, 1)
