@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from rftmega.config import OptimizerConfig, ParallelConfig, RunConfig
 from rftmega.converters import Rule, table
+from rftmega.converters.adapters import AdaptedLayer, adapted_layers
 from rftmega.errors import CheckpointError
 from rftmega.model_providers.description import ModelDescription, describe
 from rftmega.model_providers.hf_config import read_hf_config
@@ -38,6 +39,7 @@ class PlannedModel:
     frozen_tower: bool = False  # the vision tower does not learn
     groups: Groups | None = None  # of FSDP2; None: Megatron's layouts
     path: str = ""  # of the folder that its config.json is in
+    adapted: tuple[AdaptedLayer, ...] = ()  # whose adapters alone learn; (): all of the model
 
     def with_layout(
         self, parallel: ParallelConfig, optimizer: OptimizerConfig | None
@@ -77,6 +79,7 @@ def models_of(
             config.model.freeze_vision,
             groups,
             path,
+            () if value else _adapted(config, rules),
         )
 
     policy = config.model.path
@@ -93,6 +96,13 @@ def models_of(
     if config.reward.model:
         found["reward_model"] = planned(config.reward.model_path, config.parallel, None, value=True)
     return found
+
+
+def _adapted(config: RunConfig, rules: Sequence[Rule]) -> tuple[AdaptedLayer, ...]:
+    lora = config.model.lora
+    if not lora.rank or config.backend != "megatron":
+        return ()
+    return tuple(adapted_layers(rules, rank=lora.rank, targets=lora.targets))
 
 
 def _of_a_family(path: str, *, value: bool) -> tuple[ModelDescription, Sequence[Rule]]:

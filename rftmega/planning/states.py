@@ -15,7 +15,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from rftmega.converters import Rule, shard_shape
-from rftmega.converters.rules import Column
+from rftmega.converters.adapters import LOCAL_DOWN
+from rftmega.converters.rules import Column, Row
 from rftmega.converters.vision import is_of_tower
 from rftmega.model_providers.description import ModelDescription, stage_layers
 from rftmega.planning import sharded
@@ -75,6 +76,8 @@ def _chunk(planned: PlannedModel, layers: range, *, opens: bool, closes: bool) -
         ranks = parallel.expert_tensor if rule.per_expert else parallel.tensor
         if rule.per_expert:
             number *= _experts(planned.model) // parallel.expert
+        if rule.megatron[0].endswith(LOCAL_DOWN) and not isinstance(rule, Row):
+            ranks = 1  # an adapter's first matrix on a column-parallel layer
         if planned.narrow_whole and isinstance(rule, Column) and rule.narrow:
             ranks = 1
         if number:
@@ -118,6 +121,9 @@ def states(planned: PlannedModel, world: int, stage: int) -> dict[str, int]:
     if planned.groups is not None:
         return sharded.states(planned, world)
     optimizer, totals = planned.optimizer, dict.fromkeys(STATES, 0)
+    if planned.adapted:
+        totals[PARAMETERS] += planned.itemsize * elements_of(planned, stage)
+        planned = _alone(planned)
     for size, elements, shared_by in _buffers(planned, world, stage):
         split = optimizer is not None and optimizer.distributed
         totals[PARAMETERS] += planned.itemsize * (size if split else elements)
@@ -129,6 +135,12 @@ def states(planned: PlannedModel, world: int, stage: int) -> dict[str, int]:
         totals[ADAM] += 8 * own
     totals[PARAMETERS] += planned.itemsize * _outside_buffers(planned, stage)
     return totals
+
+
+def _alone(planned: PlannedModel) -> PlannedModel:
+    """Returns a model's adapters, as if they were one: all that has a gradient."""
+    rules = [rule for layer in planned.adapted for rule in (layer.down, layer.up)]
+    return replace(planned, rules=rules, adapted=())
 
 
 def _outside_buffers(planned: PlannedModel, stage: int) -> int:

@@ -17,12 +17,14 @@ from rftmega.errors import CheckpointError, NothingLearnt
 from rftmega.experience import given
 from rftmega.megatron import MegatronActor, adapters
 from rftmega.parallel.topology import Topology
+from rftmega.planning.models import POLICY, models_of
+from rftmega.planning.states import states
 from rftmega.strategy.export import export
 from rftmega.weights import EngineWeights, Exporter
 from tests import plain_adapters
 from tests.block_engine import BlockEngine
 from tests.layouts import config_of, rows_of
-from tests.ranks import run_ranks
+from tests.ranks import LOCAL, run_ranks
 from tests.tiny_models import save_tiny
 
 P = ParallelConfig
@@ -92,7 +94,12 @@ def learn_body(
 
 
 def assert_learns_as_plain_torch(
-    tmp_path: Path, variant: str, case: Case, targets: tuple[str, ...] = ()
+    tmp_path: Path,
+    variant: str,
+    case: Case,
+    targets: tuple[str, ...] = (),
+    *,
+    preloaded: str = LOCAL,
 ) -> None:
     folder = save_tiny(tmp_path / "model", variant)
     chosen = targets or plain_adapters.ALL
@@ -110,7 +117,9 @@ def assert_learns_as_plain_torch(
         betas=(PLAIN.beta1, PLAIN.beta2),
     )
     assert wanted[-1][0] < wanted[0][0] - 0.05, "nothing was learnt, so nothing was compared"
-    (told, found), *_ = run_ranks(case[0], learn_body, folder, adapter, case, targets)
+    (told, found), *_ = run_ranks(
+        case[0], learn_body, folder, adapter, case, targets, preloaded=preloaded
+    )
     for ours, theirs in zip(told, wanted, strict=True):
         assert ours == pytest.approx(theirs, rel=TOLERANCE)
     for module, pair in plain_adapters.pairs_of(model).items():
@@ -154,6 +163,8 @@ def memory_body(world: Any, folder: Path, case: Case) -> tuple[int, int, dict[st
     assert all(".lora_" in key for key in kept), kept
     learnt = sum(item.parameter.numel() for item in actor.manager.learnt)
     held = sum(p.numel() for chunk in actor.manager.chunks for p in chunk.parameters())
+    planned = models_of(actor.manager.cfg, auto="float32", narrow_whole=False)[POLICY]
+    assert actor.residency.bytes() == states(planned, world.size, 0), "it was foretold otherwise"
     return learnt, held, actor.residency.bytes(), {key.split("/")[0] for key in kept}
 
 

@@ -15,6 +15,8 @@ from rftmega.conversion import convert
 from rftmega.layers import latent_attention
 from rftmega.weights import EngineWeights, Exporter, export_hf_folder
 from tests.block_engine import BlockEngine
+from tests.distributed.test_adapters import LAYOUTS as CASES
+from tests.distributed.test_adapters import assert_learns_as_plain_torch
 from tests.distributed.test_checkpoints import (
     PLAIN,
     SHARDED,
@@ -226,3 +228,10 @@ def test_a_distributed_checkpoint_of_either_kind_of_modules_starts_the_other(
         run_ranks(1, convert_body, source, tmp_path / one, preloaded=one)
         (found,) = run_ranks(1, loaded_body, tmp_path / one, preloaded=other)
         assert all(torch.equal(found[name], disk[name]) for name in disk)
+
+
+@pytest.mark.parametrize(
+    ("variant", "name"), [("qwen3", "TP2, SP"), ("olmo2", "TP2"), ("qwen3-tied", "full recompute")]
+)
+def test_adapters_learn_as_in_plain_torch(variant: str, name: str, tmp_path: Path) -> None:
+    assert_learns_as_plain_torch(tmp_path, variant, CASES[name], preloaded=TRANSFORMER_ENGINE)

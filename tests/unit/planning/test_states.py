@@ -5,7 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from rftmega.config import AlgorithmConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
+from rftmega.config import (
+    AlgorithmConfig,
+    LoRA,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+)
 from rftmega.options.algorithms import GAE, GroupNorm
 from rftmega.planning.models import POLICY, PlannedModel, models_of
 from rftmega.planning.states import (
@@ -22,10 +29,15 @@ P = ParallelConfig
 
 
 def planned(
-    name: str, parallel: ParallelConfig, *, distributed: bool = False, critic: bool = False
+    name: str,
+    parallel: ParallelConfig,
+    *,
+    distributed: bool = False,
+    critic: bool = False,
+    rank: int = 0,
 ) -> PlannedModel:
     config = RunConfig(
-        model=ModelConfig(path=str(PLANNING / name)),
+        model=ModelConfig(path=str(PLANNING / name), lora=LoRA(rank=rank)),
         parallel=parallel,
         optimizer=OptimizerConfig(distributed=distributed),
         algorithm=AlgorithmConfig(advantage=GAE() if critic else GroupNorm()),
@@ -93,3 +105,22 @@ def test_a_critic_has_a_number_a_token_instead_of_a_vocabulary() -> None:
     head = 128256 * 8192
     assert elements_of(policy, 0) == elements_of(critic, 0)
     assert elements_of(policy, 3) - elements_of(critic, 3) == head - 8192 - 1
+
+
+def test_of_a_model_with_adapters_they_alone_have_gradients_and_an_optimizer() -> None:
+    model = planned("llama-3-70b", P(), rank=16)
+    hidden, ffn, keys = 8192, 28672, 1024
+    layers = [(hidden, hidden), (hidden, keys), (hidden, keys), (hidden, hidden)]
+    layers += [(hidden, ffn), (hidden, ffn), (ffn, hidden)]
+    pairs = 80 * 16 * sum(into + out for into, out in layers)
+    held = states(model, 1, 0)
+    assert held == {
+        PARAMETERS: 2 * (elements_of(model, 0) + pairs),
+        GRADIENTS: 4 * pairs,
+        MAIN_PARAMETERS: 4 * pairs,
+        ADAM: 8 * pairs,
+    }
+    # what is not split: the first matrix of column-parallel layers, the second of the others
+    whole = 80 * 16 * (5 * hidden + 2 * hidden)
+    shared = states(planned("llama-3-70b", P(tensor=8, sequence=True), rank=16), 8, 0)
+    assert shared[ADAM] == 8 * (whole + (pairs - whole) // 8)
