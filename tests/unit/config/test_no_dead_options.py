@@ -408,6 +408,7 @@ ALWAYS = {
     "data.audio_key",
     "rollout.max_running",
     "model.verify",
+    "model.lora.rank",
     "checkpoint.resume",
     "logging.peak_tflops",
     "logging.wandb",

@@ -1,0 +1,49 @@
+"""A run whose adapters learn: rollouts, a reference, checkpoints and exports, from the command line."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests import plain_adapters
+from tests.e2e.test_backends import COMPARED, run_body, steps_of
+from tests.e2e.test_loop import assert_memory_as_predicted
+from tests.ranks import run_ranks
+
+OPTIONS = (
+    "model.lora.rank=8",
+    "model.lora.targets=[linear_qkv,down_proj]",
+    "parallel.tensor=2",
+    "algorithm.kl.coef=0.1",
+    "algorithm.ema_beta=0.5",
+    "checkpoint.every=1",
+)
+
+
+def test_a_run_of_adapters_learns_exports_and_goes_on_as_if_it_had_not_ended(
+    arithmetic: Path, tmp_path: Path
+) -> None:
+    config = arithmetic / "run.yaml"
+    whole, ended = tmp_path / "whole", tmp_path / "ended"
+    for output, steps in ((whole, 3), (ended, 2), (ended, 3)):
+        given = (f"trainer.output={output}", f"trainer.steps={steps}", *OPTIONS)
+        run_ranks(2, run_body, config, "megatron", *given, timeout=200)
+    wanted, seen = steps_of(whole), steps_of(ended)
+    assert [line["step"] for line in seen] == [line["step"] for line in wanted]
+    for line, expected in zip(seen, wanted, strict=True):
+        assert {name: line[name] for name in COMPARED} == {
+            name: expected[name] for name in COMPARED
+        }
+        assert_memory_as_predicted(line)
+    assert wanted[0]["reference_kl"] == pytest.approx(0, abs=1e-6)
+    assert wanted[-1]["reference_kl"] > 1e-6, "the reference learnt as well, or nothing did"
+    assert max(line["logprob_gap_max"] for line in wanted) < 1e-4
+    start = load_file(arithmetic / "model" / "model.safetensors")
+    for folder in ("policy", "policy_ema"):
+        merged = load_file(next((whole / folder).glob("*.safetensors")))
+        by_hand = plain_adapters.merged_by_hand(arithmetic / "model", whole / f"{folder}_adapter")
+        for name, tensor in by_hand.items():
+            torch.testing.assert_close(merged[name], tensor.float(), atol=1e-6, rtol=1e-5)
+            learnt = name.split(".")[-2] in ("q_proj", "k_proj", "v_proj", "down_proj")
+            assert torch.equal(merged[name], start[name]) != learnt, name
