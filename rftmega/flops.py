@@ -14,6 +14,7 @@ from rftmega.model_providers.description import ModelDescription
 from rftmega.model_providers.tower import AudioTower, VisionTower
 
 BACKWARD = 2  # times the forward pass: gradients of the inputs and of the weights
+OF_FROZEN = 1  # the same where the weights are frozen, and adapters beside them learn
 
 
 def forward_flops(model: ModelDescription, rows: Iterable[int], *, value_head: bool = False) -> int:

@@ -50,9 +50,10 @@ class _Base(Module):
         self.register_parameter(name, weight)
 
     def _multiply(self, x: Tensor, weight: Tensor) -> Tensor:
-        return (
-            _Accumulated.apply(x, weight) if self.fuse_wgrad_accumulation else F.linear(x, weight)
-        )
+        accumulates = (
+            self.fuse_wgrad_accumulation and weight.requires_grad
+        )  # a frozen one has no gradient
+        return _Accumulated.apply(x, weight) if accumulates else F.linear(x, weight)
 
     def get_extra_state(self) -> Tensor:
         return torch.empty(0, dtype=torch.uint8)

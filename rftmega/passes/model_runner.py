@@ -15,7 +15,7 @@ from torch import Tensor
 from rftmega.config import RunConfig
 from rftmega.device.spans import recorder
 from rftmega.errors import NothingLearnt
-from rftmega.flops import BACKWARD, ear_flops, forward_flops, tower_flops
+from rftmega.flops import BACKWARD, OF_FROZEN, ear_flops, forward_flops, tower_flops
 from rftmega.media.placed import PlacedPicture, RowPictures
 from rftmega.model_providers.description import ModelDescription
 from rftmega.model_providers.tower import AudioTower
@@ -110,6 +110,7 @@ class ModelRunner:
         self.gives_values = "value" in self.names
         self.cfg = model.cfg
         self.temperature = self.cfg.rollout.temperature
+        self.backward = OF_FROZEN if self.cfg.model.lora.rank else BACKWARD
         # called once an optimizer step that was taken
         self.after_step: Callable[[], None] = lambda: None
 
@@ -173,12 +174,12 @@ class ModelRunner:
         learning_rate = self.stepped.learning_rate
         self.stepped.train(True)
         self.stepped.zero_grad()
-        indices = self._micro_batches(experience, group_size, passes=1 + BACKWARD)
+        indices = self._micro_batches(experience, group_size, passes=1 + self.backward)
         batches = self._to_learn(experience, indices, loss_fn, self.temperature)
         losses = [(loss_fn, experience)]
         if auxiliary is not None:
             second = beside(loss_fn, experience, auxiliary, self.stats)
-            beside_indices = self._micro_batches(auxiliary.experience, passes=1 + BACKWARD)
+            beside_indices = self._micro_batches(auxiliary.experience, passes=1 + self.backward)
             batches += self._to_learn(auxiliary.experience, beside_indices, second, temperature=1.0)
             losses.append((second, auxiliary.experience))
         found = self._run(batches, forward_only=False)

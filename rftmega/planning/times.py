@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rftmega.config import RunConfig
-from rftmega.flops import BACKWARD, forward_flops
+from rftmega.flops import BACKWARD, OF_FROZEN, forward_flops
 from rftmega.model_providers.description import ModelDescription
 from rftmega.planning import data_plane, engine, sharded
 from rftmega.planning.memory import Cache, load_of, rows_of
@@ -151,7 +151,8 @@ def _learning(
     assert optimizer is not None
     load = load_of(config, parallel, world)
     again = 1 if parallel.recompute == "full" else 0
-    compute = forward * (1 + BACKWARD + again) * config.algorithm.epochs_per_rollout
+    backward = OF_FROZEN if config.model.lora.rank else BACKWARD
+    compute = forward * (1 + backward + again) * config.algorithm.epochs_per_rollout
     # a process's
     tokens = (
         load.tokens * load.micro_batches * config.algorithm.steps_per_rollout / parallel.context
